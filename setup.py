@@ -1,6 +1,8 @@
-"""Dependencies, extras and what is packed; all other metadata is in pyproject.toml, exact versions in constraints.txt.
+"""Dependencies, extras and what is packed; all other metadata is in pyproject.toml, exact versions
+in constraints.txt.
 
-`scripts/venv.sh` reads the two literals below to see whether an environment is complete: keep them literals.
+`scripts/venv.sh` reads the two literals below to see whether an environment is complete: keep them
+literals.
 """
 
 from setuptools import find_packages, setup
@@ -56,9 +58,16 @@ EXTRAS = {
 
 setup(
     packages=[*find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]), "flexgen_h2o.policies"],
-    package_dir={"flexgen_h2o.policies": "policies"},  # data only; it stays at the top of the repository
+    package_dir={
+        "flexgen_h2o.policies": "policies"
+    },  # data only; it stays at the top of the repository
     package_data={
-        "flexgen_h2o": ["py.typed", "assets/opt-tiny/*", "serving/static/*", "kvcache/eviction/kv_size.json"],
+        "flexgen_h2o": [
+            "py.typed",
+            "assets/opt-tiny/*",
+            "serving/static/*",
+            "kvcache/eviction/kv_size.json",
+        ],
         "flexgen_h2o.policies": ["*/*.json"],
     },
     install_requires=CORE,

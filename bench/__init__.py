@@ -1,4 +1,5 @@
-"""Benchmarks, run as modules: `python -m bench.engine.roofline`. One claim a module; results are under `results/`."""
+"""Benchmarks, run as modules: `python -m bench.engine.roofline`. One claim a module; results are
+under `results/`."""
 
 import os
 

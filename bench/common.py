@@ -1,4 +1,5 @@
-"""Shared by the benchmarks: flags, quiet cores, marks at the end of sweeps, peak memory, tables, the JSON line."""
+"""Shared by the benchmarks: flags, quiet cores, marks at the end of sweeps, peak memory, tables,
+the JSON line."""
 
 from __future__ import annotations
 
@@ -41,23 +42,37 @@ from flexgen_h2o.planner.measure.run import cpu_name
 from flexgen_h2o.tiers.stream import tier_shares
 
 ROOT = Path(__file__).resolve().parent.parent
-MB, GB = 10**6, 10**9
+MB = 10**6
+GB = 10**9
 ON_DISK = (0, 0, 0, 100, 0, 100)  # a placement: weights on disk, KV and hidden states in RAM
 DIRTY = "-dirty"
 NOT_CODE = (":(exclude)bench/results", ":(exclude)docs", ":(exclude)*.md")
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
-KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
+KEEPING = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 QUIET_BELOW = 0.10  # busy share of all cores
 QUIET_SAMPLE_S = 2.0
-Graces = Sequence[tuple[int, float]]  # signals, each with the seconds that a process then has to end
+Graces = Sequence[
+    tuple[int, float]
+]  # signals, each with the seconds that a process then has to end
 
 
 def own_parser(doc: str | None) -> OneLineParser:
-    """A parser that shows a module's docstring as it is, with the flags that every benchmark takes."""
+    """A parser that shows a module's docstring as it is, with the flags that every benchmark
+    takes."""
     parser = OneLineParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--quiet-wait", type=seconds, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
+    add(
+        "--quiet-wait",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="most seconds to wait for quiet cores (120)",
+    )
     add("--output", action=ResultFile, help="also write the JSON object here")
     return parser
 
@@ -66,27 +81,51 @@ def weights_parser(doc: str | None) -> OneLineParser:
     """Of a benchmark that names the models it runs itself."""
     parser = own_parser(doc)
     add = parser.add_argument
-    add("--path", default="_DUMMY_", help="where checkpoints are (_DUMMY_: random weights at the true shape)")
-    add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tier")
+    add(
+        "--path",
+        default="_DUMMY_",
+        help="where checkpoints are (_DUMMY_: random weights at the true shape)",
+    )
+    add(
+        "--offload-dir",
+        type=Path,
+        default=Path("~/flexgen_h2o_offload_dir").expanduser(),
+        help="weights, disk tier",
+    )
     return parser
 
 
 def model_parser(doc: str | None, model: str | None, host_mem: str | None = None) -> OneLineParser:
-    """Of a benchmark that runs any model, the claim's setting as default (model None: it has several)."""
+    """Of a benchmark that runs any model, the claim's setting as default (model None: it has
+    several)."""
     parser = weights_parser(doc)
     add = parser.add_argument
-    add("--model", default=model, help=f"hub id of a built-in shape, or a folder ({model or 'those of the claim'})")
-    add("--host-mem", default=host_mem, help=f"budget of RAM ({host_mem or 'what is free, less a margin'})")
+    add(
+        "--model",
+        default=model,
+        help=f"hub id of a built-in shape, or a folder ({model or 'those of the claim'})",
+    )
+    add(
+        "--host-mem",
+        default=host_mem,
+        help=f"budget of RAM ({host_mem or 'what is free, less a margin'})",
+    )
     return parser
 
 
-def open_llm(args: argparse.Namespace, policy: Any, eviction: Eviction | None = None, **other: Any) -> LLM:
-    """The model of the flags on the CPU, in bf16 where there is no --dtype. other: of `LLM`, instead of the flags'."""
+def open_llm(
+    args: argparse.Namespace, policy: Any, eviction: Eviction | None = None, **other: Any
+) -> LLM:
+    """The model of the flags on the CPU, in bf16 where there is no --dtype. other: of `LLM`,
+    instead of the flags'."""
     given = {"dtype": "bfloat16", "model": None, "host_mem": None} | vars(args)
     setting = {
-        "device": "cpu", "dtype": given["dtype"], "path": args.path, "offload_dir": args.offload_dir,
+        "device": "cpu",
+        "dtype": given["dtype"],
+        "path": args.path,
+        "offload_dir": args.offload_dir,
         "budget": MemoryBudget(host=given["host_mem"]),
-    }  # fmt: skip
+    }
     return LLM(other.pop("model", given["model"]), policy, eviction, **(setting | other))
 
 
@@ -94,7 +133,11 @@ class ResultFile(argparse.Action):
     """A file that is written when all is measured. UsageError before, where it could not be."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, args: argparse.Namespace, value: Any, given: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        args: argparse.Namespace,
+        value: Any,
+        given: str | None = None,
     ) -> None:
         flag = self.option_strings[0]  # in full: `given` may be cut short
         path = usable_path(value, flag)
@@ -104,11 +147,14 @@ class ResultFile(argparse.Action):
 
 @contextmanager
 def writing(flag: str, path: Path, advice: str) -> Iterator[None]:
-    """UsageError naming the flag where `path`, or what is in it, cannot be written. advice: what to do then."""
+    """UsageError naming the flag where `path`, or what is in it, cannot be written. advice: what to
+    do then."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{flag} {path}: cannot be written to ({error.strerror or error}); {advice}") from error
+        raise UsageError(
+            f"{flag} {path}: cannot be written to ({error.strerror or error}); {advice}"
+        ) from error
 
 
 def seconds(text: str) -> float:
@@ -123,9 +169,12 @@ def seconds(text: str) -> float:
 
 
 def decoded(text: str) -> int:
-    """--gen-len of a benchmark that divides by what decoding takes: the first new token comes from the prefill."""
+    """--gen-len of a benchmark that divides by what decoding takes: the first new token comes from
+    the prefill."""
     if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 2, since decoding is measured")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number of at least 2, since decoding is measured"
+        )
     return int(text)
 
 
@@ -135,11 +184,16 @@ def door(main: Callable[[], int | None]) -> int:
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
-    """Print the result as the last line of stdout, then write it where --output says. UsageError: it cannot be written.
+    """Print the result as the last line of stdout, then write it where --output says. UsageError:
+    it cannot be written.
 
     Spreads in it become JSON. Printed first: minutes of measuring shall not be lost to a full disk.
     """
-    whole = {**result, "machine": machine_facts(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
+    whole = {
+        **result,
+        "machine": machine_facts(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
     print(json.dumps(whole, default=Spread.to_json), flush=True)
     if output is not None:
         with writing("--output", output, "the result is printed"):
@@ -148,7 +202,9 @@ def finish(result: dict[str, Any], output: Path | None) -> None:
 
 def machine_facts() -> dict[str, Any]:
     """What a figure depends on besides the code, and the code's commit."""
-    total = next((int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0)
+    total = next(
+        (int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0
+    )
     huge = "".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
     return {
         "date": date(),
@@ -170,12 +226,15 @@ def date() -> str:
 
 
 def commit() -> str | None:
-    """Of the code, with `-dirty` where files that git knows have changes, results and pages aside, which a sweep itself
-    writes. None where git or its folder is missing: a machine that was sent the tree alone."""
+    """Of the code, with `-dirty` where files that git knows have changes, results and pages aside,
+    which a sweep itself writes. None where git or its folder is missing: a machine that was sent
+    the tree alone."""
 
     def git(*words: str) -> str:
         with suppress(OSError):
-            return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+            return subprocess.run(
+                ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+            ).stdout.strip()
         return ""
 
     name = git("describe", "--always")
@@ -203,15 +262,22 @@ class Spread:
         return statistics.median(self.values)
 
     def show(self, unit: str, digits: int = 2, scale: float = 1.0) -> str:
-        low, high = min(self.values) / scale, max(self.values) / scale
+        low = min(self.values) / scale
+        high = max(self.values) / scale
         return f"{self.median / scale:.{digits}f} {unit} ({low:.{digits}f} - {high:.{digits}f})"
 
     def to_json(self) -> dict[str, Any]:
-        return {"median": self.median, "min": min(self.values), "max": max(self.values), "values": self.values}
+        return {
+            "median": self.median,
+            "min": min(self.values),
+            "max": max(self.values),
+            "values": self.values,
+        }
 
 
 def wait_for_quiet(limit_s: float) -> float:
-    """Wait until other processes leave the cores alone, at most `limit_s`. Returns the last busy share, and prints it.
+    """Wait until other processes leave the cores alone, at most `limit_s`. Returns the last busy
+    share, and prints it.
 
     Call it while this process itself is idle.
     """
@@ -226,7 +292,8 @@ def wait_for_quiet(limit_s: float) -> float:
 
 
 class BackgroundLoad:
-    """What others took of the machine while a `with` block ran: shares of all cores. 0.0 each on a quiet machine."""
+    """What others took of the machine while a `with` block ran: shares of all cores. 0.0 each on a
+    quiet machine."""
 
     def __enter__(self) -> BackgroundLoad:
         self._start = (_cpu_seconds(), _own_seconds(), time.monotonic())
@@ -234,7 +301,8 @@ class BackgroundLoad:
 
     def __exit__(self, *exc: object) -> None:
         (busy, steal), own, start = self._start
-        (busy_now, steal_now), own_now = _cpu_seconds(), _own_seconds()
+        busy_now, steal_now = _cpu_seconds()
+        own_now = _own_seconds()
         cores = (time.monotonic() - start) * (os.cpu_count() or 1)
         self.others = max(0.0, (busy_now - busy) - (own_now - own)) / cores
         self.stolen = (steal_now - steal) / cores
@@ -266,20 +334,25 @@ def _lines(path: str) -> list[str]:
 
 
 def memory_status() -> dict[str, int]:
-    """Bytes of this process: peak resident (hwm), resident now, and its anonymous and file-backed parts."""
+    """Bytes of this process: peak resident (hwm), resident now, and its anonymous and file-backed
+    parts."""
     keys = {"VmHWM": "hwm", "VmRSS": "rss", "RssAnon": "anon", "RssFile": "file"}
     pairs = (line.split(":") for line in _lines("/proc/self/status"))
     return {keys[k]: int(v.split()[0]) * 1024 for k, v in pairs if k in keys}
 
 
 def storage_read_bytes() -> int:
-    """Bytes that this process made the kernel fetch from storage (/proc/self/io): page cache hits do not count."""
-    return next((int(x.split()[1]) for x in _lines("/proc/self/io") if x.startswith("read_bytes")), 0)
+    """Bytes that this process made the kernel fetch from storage (/proc/self/io): page cache hits
+    do not count."""
+    return next(
+        (int(x.split()[1]) for x in _lines("/proc/self/io") if x.startswith("read_bytes")), 0
+    )
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A micro-batch's logits are there. rows: rows that had logits since the start of the run, these included."""
+    """A micro-batch's logits are there. rows: rows that had logits since the start of the run,
+    these included."""
 
     rows: int
     at: float
@@ -301,23 +374,29 @@ class Steady:
 
 
 def steady(marks: Sequence[Mark]) -> Steady:
-    """The steady decode sweeps of a run that was cut short (so that it loaded ahead to its very end)."""
+    """The steady decode sweeps of a run that was cut short (so that it loaded ahead to its very
+    end)."""
     chosen = marks[1:]
     pairs = list(pairwise(chosen))
     if not pairs:
-        raise UsageError("--sweeps: at least 3 are needed: prefill, a decode sweep, and one to measure")
-    seconds, read = [b.at - a.at for a, b in pairs], [b.read_bytes - a.read_bytes for a, b in pairs]
+        raise UsageError(
+            "--sweeps: at least 3 are needed: prefill, a decode sweep, and one to measure"
+        )
+    seconds = [b.at - a.at for a, b in pairs]
+    read = [b.read_bytes - a.read_bytes for a, b in pairs]
     return Steady(seconds, read, chosen[0].at, chosen[-1].at)
 
 
 def benchmark_rows(llm: LLM, rows: int, prompt_len: int) -> list[Prompt]:
-    """The benchmark's prompts as token ids. They are all equal, and `llm` is told to compute each, as FlexGen does."""
+    """The benchmark's prompts as token ids. They are all equal, and `llm` is told to compute each,
+    as FlexGen does."""
     llm.share_prefix = "off"
     return benchmark_prompts(rows, prompt_len, None, llm.model.spec.vocab_size)
 
 
 def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
-    """Prefill and `sweeps` - 1 decode sweeps of benchmark prompts. Returns the ends of the first block's sweeps.
+    """Prefill and `sweeps` - 1 decode sweeps of benchmark prompts. Returns the ends of the first
+    block's sweeps.
 
     Rows could go on when they are cut short, so that every sweep loads ahead for the next.
     """
@@ -331,15 +410,23 @@ def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
     def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
         return zigzag(sweeps, layers, batches)
 
-    llm.run(prompts, SamplingParams(sweeps + 2, ignore_eos=True), lambda done: None, Callbacks(mark), order=some_sweeps)
+    llm.run(
+        prompts,
+        SamplingParams(sweeps + 2, ignore_eos=True),
+        lambda done: None,
+        Callbacks(mark),
+        order=some_sweeps,
+    )
     assert llm.policy is not None
     block = min(rows, llm.policy.block_size)
     return [m for m in marks if m.rows % block == 0][:sweeps]
 
 
 def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_host: bool) -> int:
-    """Bytes of weights that each decode sweep has to read, page rounding and rows that are looked up aside."""
-    shares, form = tier_shares(policy.weight_shares, device_is_host), weight_format(spec, policy, DTYPE_BYTES[dtype])
+    """Bytes of weights that each decode sweep has to read, page rounding and rows that are looked
+    up aside."""
+    shares = tier_shares(policy.weight_shares, device_is_host)
+    form = weight_format(spec, policy, DTYPE_BYTES[dtype])
     return sum(
         layout.part_bytes(part)
         for unit in layers_of(spec, policy).units
@@ -349,8 +436,11 @@ def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_hos
     )
 
 
-def alternate(repeats: int, parts: Sequence[Callable[[], None]], quiet_wait: float) -> list[dict[str, float]]:
-    """Run all `parts` `repeats` times, in turn forwards and backwards. Returns what neighbours did in each round."""
+def alternate(
+    repeats: int, parts: Sequence[Callable[[], None]], quiet_wait: float
+) -> list[dict[str, float]]:
+    """Run all `parts` `repeats` times, in turn forwards and backwards. Returns what neighbours did
+    in each round."""
     rounds = []
     for i in range(repeats):
         busy = wait_for_quiet(quiet_wait)
@@ -362,16 +452,23 @@ def alternate(repeats: int, parts: Sequence[Callable[[], None]], quiet_wait: flo
 
 
 def peer_malloc(has_tcmalloc: bool = True) -> tuple[dict[str, str], str]:
-    """Variables for a malloc that keeps pages, and its name: without one, peers that allocate in every step lose up to
-    three quarters of their speed. has_tcmalloc: take it where it is installed."""
+    """Variables for a malloc that keeps pages, and its name: without one, peers that allocate in
+    every step lose up to three quarters of their speed. has_tcmalloc: take it where it is
+    installed."""
     found = (Path(folder) / name for folder in LIBRARIES for name in TCMALLOC if has_tcmalloc)
     library = next((path for path in found if path.exists()), None)
-    return (KEEPING, "glibc, keeping pages") if library is None else ({"LD_PRELOAD": str(library)}, "tcmalloc")
+    return (
+        (KEEPING, "glibc, keeping pages")
+        if library is None
+        else ({"LD_PRELOAD": str(library)}, "tcmalloc")
+    )
 
 
 def environment() -> dict[str, str]:
     """Of a child process that runs a module of `bench`, wherever this one was started."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    }
 
 
 def ratio_of(values: Sequence[float], others: Sequence[float]) -> Spread:
@@ -383,18 +480,28 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def run_limited(
-    command: Sequence[str], environment: dict[str, str], limit_s: float, graces: Graces = (), show: bool = False
+    command: Sequence[str],
+    environment: dict[str, str],
+    limit_s: float,
+    graces: Graces = (),
+    show: bool = False,
 ) -> tuple[int | None, str, str]:
     """(exit code, stdout, stderr); code None when the limit ended it, with all that it had started.
 
-    graces: before SIGKILL, in turn, while it has not ended. show: stdout goes where this process's goes. It ends with
-    the thread that called this, also where that is killed.
+    graces: before SIGKILL, in turn, while it has not ended. show: stdout goes where this process's
+    goes. It ends with the thread that called this, also where that is killed.
     """
     prctl = ctypes.CDLL(None).prctl  # found before the fork
     with subprocess.Popen(
-        command, env=environment, stdout=None if show else subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        errors="replace", start_new_session=True, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
-    ) as process:  # fmt: skip
+        command,
+        env=environment,
+        stdout=None if show else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+    ) as process:
         try:
             out, said = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:

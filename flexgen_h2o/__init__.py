@@ -33,10 +33,15 @@ __version__ = "0.1.0"
 __all__ = ["H2O", "LLM", "Completion", "Full", "Local", "MemoryBudget", "Policy", "SamplingParams"]
 
 _HOMES = {
-    "H2O": "kvcache.eviction", "Full": "kvcache.eviction", "Local": "kvcache.eviction", "LLM": "llm",
-    "Completion": "engine.prompts", "SamplingParams": "engine.sampling", "MemoryBudget": "core.config",
+    "H2O": "kvcache.eviction",
+    "Full": "kvcache.eviction",
+    "Local": "kvcache.eviction",
+    "LLM": "llm",
+    "Completion": "engine.prompts",
+    "SamplingParams": "engine.sampling",
+    "MemoryBudget": "core.config",
     "Policy": "core.config",
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""Answer the prompts of a file as a job that survives being killed: an older name of `generate -i FILE -o OUT`."""
+"""Answer the prompts of a file as a job that survives being killed: an older name of `generate -i
+FILE -o OUT`."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def _add_run_helm_flags(parser: OneLineParser) -> None:
     parser.also(table["--input"], "--input-path")
     parser.also(table["--output"], "--output-path")
     parser.also(table["--top-k"], "--k")
-    parser.add_argument("--sample-num", type=positive, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--sample-num", type=positive, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
 
 
 def _run(argv: list[str] | None) -> int:
@@ -54,7 +57,8 @@ def _check_sample_num(args: argparse.Namespace) -> None:
         requests = sum(1 for line in file if line.strip())
     if args.sample_num < requests:
         raise UsageError(
-            f"--sample-num {args.sample_num}: {path} has {requests} requests, and all are answered; write the first "
+            f"--sample-num {args.sample_num}: {path} has {requests} requests, and all are "
+            "answered; write the first "
             f"{args.sample_num} to a file: head -n {args.sample_num} {path}"
         )
 

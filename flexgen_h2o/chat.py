@@ -1,6 +1,7 @@
 """Talk to a model. Its KV cache is kept from turn to turn.
 
-A turn is a line of standard input, typed or piped. Answers go to standard output, everything else to stderr.
+A turn is a line of standard input, typed or piped. Answers go to standard output, everything else
+to stderr.
 """
 
 from __future__ import annotations
@@ -63,11 +64,16 @@ SIZE = 128
 FIRST_TURN = 512
 # Tokens of a conversation without end, as rolling positions allow it, and tokens that an engine is
 # opened for.
-ENDLESS, PLANNED = 2**30, 4096
+ENDLESS = 2**30
+PLANNED = 4096
 SAVED = (".txt", ".json", ".jsonl")
 COMMANDS = (
     ("/reset", "begin anew: nothing is kept of what was said"),
-    ("/save FILE", "write the conversation: .txt to be read, .json with all figures, .jsonl as --turns takes it"),
+    (
+        "/save FILE",
+        "write the conversation: .txt to be read, .json with all figures, .jsonl as --turns takes "
+        "it",
+    ),
     ("/memory", "what the conversation holds"),
     ("/help", "these lines"),
     ("/quit", "end, as Ctrl-D does"),
@@ -82,7 +88,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     prog = f"flexgen-h2o {own_name('chat')}"
-    parser = OneLineParser(prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES)
+    parser = OneLineParser(
+        prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES
+    )
     add_engine_flags(parser)
     add_eviction_flags(parser)
     add_sampling_flags(parser)
@@ -92,13 +100,15 @@ def _parser() -> OneLineParser:
     add(
         "--turn-format",
         metavar="TEXT",
-        help=r"what a turn becomes, at {turn} (the model's chat template; without one '\n{turn}\n'); \n is a newline",
+        help=r"what a turn becomes, at {turn} (the model's chat template; without one "
+        r"'\n{turn}\n'); \n is a newline",
     )
     add(
         "--max-len",
         type=positive,
         metavar="N",
-        help="most tokens of a conversation (the model's positions; with --positions rolling no limit)",
+        help="most tokens of a conversation (the model's positions; with --positions rolling no "
+        "limit)",
     )
     return parser
 
@@ -108,16 +118,19 @@ def _run(argv: list[str] | None) -> int:
     check_words(system=args.system, turn_format=args.turn_format)
     if args.turn_format is not None and "{turn}" not in args.turn_format:
         raise UsageError(
-            f"--turn-format {args.turn_format!r}: has no {{turn}} in it; write {{turn}} where the message goes"
+            f"--turn-format {args.turn_format!r}: has no {{turn}} in it; write {{turn}} where the "
+            "message goes"
         )
     if args.turn_format is not None:
         args.turn_format = args.turn_format.replace(r"\n", "\n")
     policy, is_auto = policy_of(args)
-    params, eviction = sampling_of(args), _eviction(args, policy)
+    params = sampling_of(args)
+    eviction = _eviction(args, policy)
     with open_llm(args, policy, is_auto, eviction) as llm:
         if llm.model.tokenizer is None:
             raise UsageError(
-                f"--model {llm.model.name}: has no tokenizer, which a conversation needs; give a folder with one"
+                f"--model {llm.model.name}: has no tokenizer, which a conversation needs; give a "
+                "folder with one"
             )
         llm.check_plan()
         say_notes("chat", args, llm)
@@ -129,11 +142,16 @@ def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
 
     A conversation has no prompt to take a share of.
     """
-    given = [f for f in fields(EvictionSettings) if value_of(args, EVICTION_FLAGS[f.name]) not in (None, ORIGINAL)]
+    given = [
+        f
+        for f in fields(EvictionSettings)
+        if value_of(args, EVICTION_FLAGS[f.name]) not in (None, ORIGINAL)
+    ]
     share = next((EVICTION_FLAGS[f.name] for f in given if f.metadata.get("share")), None)
     if share is not None:
         raise UsageError(
-            f"{share} {value_of(args, share)}: the length of a conversation is not known; give numbers of KV "
+            f"{share} {value_of(args, share)}: the length of a conversation is not known; give "
+            "numbers of KV "
             "entries, with "
             "--hh-size and --recent-size"
         )
@@ -151,7 +169,8 @@ class Reader:
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-        self.number, self.is_waiting = 0, False
+        self.number = 0
+        self.is_waiting = False
         if self.is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - lines can be edited then
@@ -199,7 +218,8 @@ class Chat:
     """
 
     def __init__(self, args: argparse.Namespace, llm: LLM, params: SamplingParams) -> None:
-        self._args, self._llm = args, llm
+        self._args = args
+        self._llm = llm
         self._chat = args.turn_format is None and llm.model.has_chat_template
         self._params = llm.model.for_chat(params) if self._chat else params
         self._reader = Reader()
@@ -217,7 +237,9 @@ class Chat:
             self._say(f"{self._title()}; /help lists what else can be typed")
         with interrupts.asking_first(self._is_taken):
             while not self._is_over:
-                self._turns, self._exchanges, self._is_reset = [], [], False
+                self._turns = []
+                self._exchanges = []
+                self._is_reset = False
                 self._left = self._most_first + 1
                 first = self._next_turn()
                 if first is not None:
@@ -231,7 +253,8 @@ class Chat:
         """
         if self._reader.is_waiting:
             raise KeyboardInterrupt
-        taken, self._stops = self._answers and not self._stops, True
+        taken = self._answers and not self._stops
+        self._stops = True
         return taken
 
     # A conversation
@@ -250,13 +273,16 @@ class Chat:
         from flexgen_h2o.engine.penalties import penalties_maker
         from flexgen_h2o.evaluation.conversation import Shown
 
-        params, model = self._params, self._llm.model
+        params = self._params
+        model = self._llm.model
         ends = _Ends(stop_criteria(model, params), lambda: self._stops)
         self._shown = Shown(self._llm, first, params, _write, self._show_figures)
         asked = max(1, min(most, self._args.max_len or most) - len(first) + 1)
         room = most_new_tokens(self._llm.eviction, model.spec, len(first), asked)
         penalties = penalties_maker(model, params)
-        return Conversation(first, self._later(), params, ends, self._shown, room, penalties=penalties)
+        return Conversation(
+            first, self._later(), params, ends, self._shown, room, penalties=penalties
+        )
 
     def _open(self, first: Sequence[int]) -> None:
         """Open the engine for a first turn, if it is not open for one. Raise DoesNotFitError."""
@@ -267,7 +293,9 @@ class Chat:
         except DoesNotFitError as error:
             if self._llm.eviction.needs.record:  # the KV cache does not grow
                 raise
-            raise DoesNotFitError(f"{error}; or give --max-len, below {len(first) + talk.room - 1}") from error
+            raise DoesNotFitError(
+                f"{error}; or give --max-len, below {len(first) + talk.room - 1}"
+            ) from error
 
     def _converse(self, first: Sequence[int]) -> None:
         """Answer a first turn, and all that follow."""
@@ -337,10 +365,15 @@ class Chat:
 
         tokens: 0 if an answer ended because there is no more room.
         """
-        spec, most = self._llm.model.spec, self._args.max_len
+        spec = self._llm.model.spec
+        most = self._args.max_len
         rolls = is_rolling(self._llm.eviction)
         is_asked = most is not None and (most <= spec.max_positions or (rolls and self._turns))
-        limit = f"the {most} tokens of --max-len" if is_asked else f"the {spec.max_positions} positions of {spec.name}"
+        limit = (
+            f"the {most} tokens of --max-len"
+            if is_asked
+            else f"the {spec.max_positions} positions of {spec.name}"
+        )
         if not self._turns:
             return f"a turn of {tokens} tokens is longer than {limit}; shorten it"
         ways = "/reset begins anew, /save FILE keeps what was said"
@@ -348,11 +381,16 @@ class Chat:
             ways += "; a chat with --positions rolling goes on"
         if not self._left:
             return f"{limit} are used up: {ways}"
-        return f"a turn of {tokens} tokens has no room in the {self._left} that are left of {limit}: {ways}"
+        return (
+            f"a turn of {tokens} tokens has no room in the {self._left} that are left of "
+            f"{limit}: {ways}"
+        )
 
     def _refuse(self, error: Exception) -> None:
         """Print what was wrong with a line. The conversation is as it was before."""
-        where = "" if self._reader.is_terminal else f"line {self._reader.number} of standard input: "
+        where = (
+            "" if self._reader.is_terminal else f"line {self._reader.number} of standard input: "
+        )
         say("chat", f"{where}{error}".replace("\n", " "))
         self._refused += 1
 
@@ -363,19 +401,24 @@ class Chat:
         if command == "/save":
             self._save(rest.strip())
         elif rest.strip() or command not in dict(COMMANDS):
-            raise UsageError(f"{command} {rest}".strip() + ": is not a command; /help lists the commands")
+            raise UsageError(
+                f"{command} {rest}".strip() + ": is not a command; /help lists the commands"
+            )
         elif command == "/help":
             self._say(HELP)
         elif command == "/memory":
             self._say(self._memory())
         else:
-            self._is_over, self._is_reset = command == "/quit", command == "/reset"
+            self._is_over = command == "/quit"
+            self._is_reset = command == "/reset"
             if self._is_reset:
                 self._say("[begun anew]")
 
     def _save(self, name: str) -> None:
         if not name or not self._exchanges:
-            raise UsageError("/save: " + ("nothing was said yet" if name else "name a file: /save FILE"))
+            raise UsageError(
+                "/save: " + ("nothing was said yet" if name else "name a file: /save FILE")
+            )
         asked = argparse.Namespace(**{**vars(self._args), "save": Path(name)})
         if asked.save.suffix not in SAVED:
             raise UsageError(f"/save {name}: the file name must end in one of {', '.join(SAVED)}")
@@ -390,7 +433,10 @@ class Chat:
         if asked.save.suffix == ".txt":
             content = "\n".join(f"> {one['prompt']}\n{one['text']}\n" for one in turns)
         elif asked.save.suffix == ".jsonl":
-            texts = {"turns": [one["prompt"] for one in turns], "answers": [one["text"] for one in turns]}
+            texts = {
+                "turns": [one["prompt"] for one in turns],
+                "answers": [one["text"] for one in turns],
+            }
             content = json.dumps({**facts, "system": self._args.system, **texts}) + "\n"
         write_result(asked.save, content, "/save")
         self._say(f"{len(turns)} turns are in {asked.save}")
@@ -404,8 +450,10 @@ class Chat:
         held = f"{now.columns:.4g} KV entries, {format_bytes(now.kv_bytes)}" if now else "nothing"
         tiers = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in llm.peak_bytes.items())
         return (
-            f"{self._title()}\nturns: {len(self._exchanges)}, of {tokens} tokens; KV cache: {held}, of "
-            f"{format_bytes(tokens * llm.model.spec.kv_bytes_per_token(DTYPE_BYTES[llm.dtype]))} for all tokens "
+            f"{self._title()}\nturns: {len(self._exchanges)}, of {tokens} tokens; KV cache: "
+            f"{held}, of "
+            f"{format_bytes(tokens * llm.model.spec.kv_bytes_per_token(DTYPE_BYTES[llm.dtype]))} "
+            "for all tokens "
             f"in {llm.dtype}; the engine holds {tiers}"
         )
 
@@ -413,15 +461,20 @@ class Chat:
         from flexgen_h2o.evaluation.rows import Case
         from flexgen_h2o.evaluation.streaming import title
 
-        eviction, policy = self._llm.eviction, self._llm.policy
+        eviction = self._llm.eviction
+        policy = self._llm.policy
         assert policy is not None
-        return f"{self._llm.model.name}, {title(Case(eviction.name, eviction), compression_flags(policy))}"
+        return (
+            f"{self._llm.model.name}, "
+            f"{title(Case(eviction.name, eviction), compression_flags(policy))}"
+        )
 
     def _show_figures(self, now: Exchange) -> None:
         """Print the figures of an answer that is over."""
         _write("\n")
         speed = (
-            f"{len(now.answer)} tokens in {format_seconds(now.seconds)}, {len(now.answer) / now.seconds:.1f} a second"
+            f"{len(now.answer)} tokens in {format_seconds(now.seconds)}, "
+            f"{len(now.answer) / now.seconds:.1f} a second"
         )
         held = f"KV {now.columns:.4g} entries, {format_bytes(now.kv_bytes)}"
         self._say(f"[{held}; {speed}; {now.reason or 'broken off'}]")
@@ -435,7 +488,9 @@ class _Ends:
     """Decides when an answer is over: by its tokens, or because it was stopped."""
 
     def __init__(self, ends: StopCriteria, is_stopped: Callable[[], bool]) -> None:
-        self.is_eos, self._ends, self._is_stopped = ends.is_eos, ends, is_stopped
+        self.is_eos = ends.is_eos
+        self._ends = ends
+        self._is_stopped = is_stopped
 
     def __call__(self, row: Row, /) -> str | None:
         return self._ends(row) or ("interrupted" if self._is_stopped() else None)

@@ -45,7 +45,8 @@ _notes: list[str] = []  # notes that wait to be printed
 def called_as(verb: str) -> Iterator[None]:
     """Let a command call itself by this name, not by its module's, in the `with` block."""
     global _verb
-    before, _verb = _verb, verb
+    before = _verb
+    _verb = verb
     try:
         yield
     finally:
@@ -87,7 +88,8 @@ class _PatientStream:
     """
 
     def __init__(self, stream: TextIO, stops: bool) -> None:
-        self._stream, self._stops = stream, stops
+        self._stream = stream
+        self._stops = stops
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
@@ -127,7 +129,8 @@ class _PatientStream:
 
 
 def _print_notes() -> None:
-    lines, _notes[:] = _notes[:], []
+    lines = _notes[:]
+    _notes[:] = []
     _print_on_stderr(lines)
 
 
@@ -155,10 +158,13 @@ def _patient_streams() -> Iterator[_PatientStream]:
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr  # either is None if the shell has closed it
     with open(os.devnull, "w") as nowhere:
-        out, err = (_PatientStream(stream or nowhere, stops=stream is before[0]) for stream in before)
+        out, err = (
+            _PatientStream(stream or nowhere, stops=stream is before[0]) for stream in before
+        )
         if before[0] is None:
             out.error = OSError(errno.EBADF, "it is closed")
-        sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+        sys.stdout = cast(TextIO, out)
+        sys.stderr = cast(TextIO, err)
         _results.clear()
         _notes.clear()
         try:
@@ -227,7 +233,9 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         # torch's error; importing torch here would slow --help down
         if type(error).__name__ != "OutOfMemoryError":
             raise
-        _complain(f"{name}: the GPU ran out of memory; lower --device-mem, or end what else uses it")
+        _complain(
+            f"{name}: the GPU ran out of memory; lower --device-mem, or end what else uses it"
+        )
         return EXIT_DOES_NOT_FIT
 
 
@@ -235,10 +243,18 @@ def _code_with_loss(name: str, code: int, out: _PatientStream) -> int:
     """Return `code`, or EXIT_FAILED if the output is lost and no file has it. Print a line then."""
     if out.error is None or code not in (EXIT_DONE, EXIT_ALL_ROWS_FAILED):
         return code
-    is_meant = isinstance(out.error, BrokenPipeError) or (out.error.errno == errno.EBADF and _results)
+    is_meant = isinstance(out.error, BrokenPipeError) or (
+        out.error.errno == errno.EBADF and _results
+    )
     if not is_meant:
-        where = f"; only the summary is lost, the results are in {', '.join(_results)}" if _results else ""
-        _complain(f"{name}: cannot write to standard output ({out.error.strerror or out.error}){where}")
+        where = (
+            f"; only the summary is lost, the results are in {', '.join(_results)}"
+            if _results
+            else ""
+        )
+        _complain(
+            f"{name}: cannot write to standard output ({out.error.strerror or out.error}){where}"
+        )
     return code if _results else EXIT_FAILED
 
 
@@ -260,7 +276,10 @@ def flag_of(field: str) -> str:
 
 
 def write_results(
-    args: argparse.Namespace, result: Any, markdown: str, draw: Callable[[Any, Path], None] | None = None
+    args: argparse.Namespace,
+    result: Any,
+    markdown: str,
+    draw: Callable[[Any, Path], None] | None = None,
 ) -> None:
     """Print the tables, and write the files that --json, --markdown and --plot name.
 
@@ -276,7 +295,9 @@ def write_results(
         draw(result, args.plot)
 
 
-def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence[str], rows: str | None = None) -> None:
+def check_files(
+    args: argparse.Namespace, read: Sequence[str], written: Sequence[str], rows: str | None = None
+) -> None:
     """Expand the paths in these fields of `args`, and refuse outputs that the run could not write.
 
     rows: the field of an output whose folder the caller checks.
@@ -291,7 +312,9 @@ def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence
     for name in written:
         if getattr(args, name) is not None:
             check_writable(getattr(args, name), flag_of(name))
-    check_separate(args, (*(name for name in read if getattr(args, name)), "policy", "hardware"), outputs)
+    check_separate(
+        args, (*(name for name in read if getattr(args, name)), "policy", "hardware"), outputs
+    )
 
 
 def check_separate(args: argparse.Namespace, read: Iterable[str], written: Iterable[str]) -> None:
@@ -304,8 +327,15 @@ def check_separate(args: argparse.Namespace, read: Iterable[str], written: Itera
     outputs = set(written)
     for i, (name, path) in enumerate(paths):
         for other, there in paths[:i]:
-            if name in outputs and (other in outputs or os.path.isfile(there)) and _is_same(path, there):
-                raise UsageError(f"{flag_of(name)} {path}: is the file of {flag_of(other)} too; give another name")
+            if (
+                name in outputs
+                and (other in outputs or os.path.isfile(there))
+                and _is_same(path, there)
+            ):
+                raise UsageError(
+                    f"{flag_of(name)} {path}: is the file of {flag_of(other)} too; give another "
+                    "name"
+                )
     _check_keeps_model(args, [(name, path) for name, path in paths if name in outputs])
 
 
@@ -320,7 +350,11 @@ def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, st
         return
     try:
         folder = find_folder(args.model, args.path)
-        files = [] if folder is None else [str(path) for path in folder.iterdir() if is_model_file(path.name)]
+        files = (
+            []
+            if folder is None
+            else [str(path) for path in folder.iterdir() if is_model_file(path.name)]
+        )
     except (UsageError, OSError):  # reported when the model is opened
         return
     for name, path in written:
@@ -330,7 +364,8 @@ def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, st
             is_new and os.path.dirname(target) == os.path.realpath(str(folder))
         ):
             raise UsageError(
-                f"{flag_of(name)} {path}: is the name of a file of --model {args.model}; give another name"
+                f"{flag_of(name)} {path}: is the name of a file of --model {args.model}; give "
+                "another name"
             )
 
 

@@ -1,4 +1,5 @@
-"""Print prompts, each with what the model writes after it: an older name of `generate`, with raw text by default."""
+"""Print prompts, each with what the model writes after it: an older name of `generate`, with raw
+text by default."""
 
 from __future__ import annotations
 
@@ -29,7 +30,15 @@ from flexgen_h2o.generate import print_completions, standard_input
 from flexgen_h2o.parser import FILES, OneLineParser
 
 MAX_TOKENS = 64
-SHOWN = (*SHOWN_OF_ENGINE, *SHOWN_OF_SAMPLING, "--prompt", "--prompts", "--chat", "--report", "--dry-run")
+SHOWN = (
+    *SHOWN_OF_ENGINE,
+    *SHOWN_OF_SAMPLING,
+    "--prompt",
+    "--prompts",
+    "--chat",
+    "--report",
+    "--dry-run",
+)
 EXAMPLES = (
     'flexgen-h2o complete -m smollm2-135m "The capital of France is"',
     'flexgen-h2o complete -m smollm2-135m --chat "What is the capital of France?"',
@@ -45,12 +54,29 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     prog = f"flexgen-h2o {own_name('complete')}"
     synopsis = "-m MODEL [PROMPT ...] [flags]"
-    parser = OneLineParser(prog=prog, synopsis=synopsis, description=__doc__, shown=SHOWN, examples=EXAMPLES)
+    parser = OneLineParser(
+        prog=prog, synopsis=synopsis, description=__doc__, shown=SHOWN, examples=EXAMPLES
+    )
     add = parser.section(FILES).add_argument
-    add("texts", nargs="*", metavar="PROMPT", help="a prompt; without any, all of standard input is one")
+    add(
+        "texts",
+        nargs="*",
+        metavar="PROMPT",
+        help="a prompt; without any, all of standard input is one",
+    )
     add_prompt_flags(parser, "as PROMPT")
-    add("--chat", action="store_true", help="each prompt is a user's message, put into the model's chat template")
-    report = add("--report", dest="json", type=file_name, metavar="FILE", help="write prompts, texts and tokens")
+    add(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message, put into the model's chat template",
+    )
+    report = add(
+        "--report",
+        dest="json",
+        type=file_name,
+        metavar="FILE",
+        help="write prompts, texts and tokens",
+    )
     parser.also(report, "--json")
     add_max_tokens_flag(parser, MAX_TOKENS, "most new tokens of an answer")
     add_sampling_flags(parser)
@@ -82,7 +108,11 @@ def _run(argv: list[str] | None) -> int:
         with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):
             n = len(prompts)
             done = print_completions(llm, prompts, [params] * n, titles, [args.chat] * n, echo=True)
-        facts: dict[str, Any] = {"model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json()}
+        facts: dict[str, Any] = {
+            "model": llm.model.name,
+            "dtype": llm.dtype,
+            "eviction": eviction.to_json(),
+        }
     if args.json is not None:
         write_result(args.json, {**facts, "rows": [output_row(one) for one in done]}, "--json")
     return EXIT_DONE

@@ -1,6 +1,7 @@
 """List what would make a run slow or fail on this machine, in a few seconds.
 
-Each line is `ok`, or `look` with what to do. The exit code is 1 if something makes runs slow or fail.
+Each line is `ok`, or `look` with what to do. The exit code is 1 if something makes runs slow or
+fail.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 SLOW_DISK = 5e8  # bytes per second of reads
 LITTLE_MEMORY = 2 * GIB  # free memory: torch, numba and small buffers take about 1 GiB
 FULL_DISK = 10 * GIB
-TOO_FEW_OPEN_FILES, FEW_OPEN_FILES, ENOUGH_OPEN_FILES = 256, 1024, 2048
-PROBED_BYTES, PROBED_S = 256 * MIB, 0.4
+TOO_FEW_OPEN_FILES = 256
+FEW_OPEN_FILES = 1024
+ENOUGH_OPEN_FILES = 2048
+PROBED_BYTES = 256 * MIB
+PROBED_S = 0.4
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 OLD_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups of version 1
@@ -66,7 +70,10 @@ def _run(argv: list[str] | None) -> int:
     folder = usable_path(_parser().parse_args(argv).offload_dir, "--offload-dir")
     found = [*findings(folder)]
     lines = [
-        ("look", one.name, f"{one.text}; {one.advice}") if one.advice else ("ok", one.name, one.text) for one in found
+        ("look", one.name, f"{one.text}; {one.advice}")
+        if one.advice
+        else ("ok", one.name, one.text)
+        for one in found
     ]
     print("\n".join(aligned(lines)))
     return EXIT_FAILED if any(one.hurts for one in found) else EXIT_DONE
@@ -100,17 +107,29 @@ def installed() -> Iterator[Finding]:
     try:
         told = [Requirement(line) for line in metadata.requires("flexgen-h2o") or ()]
     except metadata.PackageNotFoundError:
-        yield Finding("versions", f"{versions}; flexgen_h2o is run from source, and is not installed")
+        yield Finding(
+            "versions", f"{versions}; flexgen_h2o is run from source, and is not installed"
+        )
         return
 
     def needs(extra: str) -> list[Requirement]:
         where = {"extra": extra}
-        return [one for one in told if one.marker and one.marker.evaluate(where) and not one.marker.evaluate()]
+        return [
+            one
+            for one in told
+            if one.marker and one.marker.evaluate(where) and not one.marker.evaluate()
+        ]
 
     others = [str(one).partition(";")[0].strip() for one in needs("tested") if not _is_there(one)]
-    advice = f"tested are {', '.join(others)}: pip install -e '.[tested]' in a clone" if others else ""
+    advice = (
+        f"tested are {', '.join(others)}: pip install -e '.[tested]' in a clone" if others else ""
+    )
     yield Finding("versions", versions, advice)
-    extras = [name for name in metadata.metadata("flexgen-h2o").get_all("Provides-Extra") or () if name != "tested"]
+    extras = [
+        name
+        for name in metadata.metadata("flexgen-h2o").get_all("Provides-Extra") or ()
+        if name != "tested"
+    ]
     here = [name for name in extras if all(map(_is_there, needs(name)))]
     missing = [name for name in extras if name not in here]
     text = f"{', '.join(here) or 'none'} installed; not there: {', '.join(missing) or 'none'}"
@@ -129,7 +148,10 @@ def numba_cache() -> Finding:
 
     folder = kept_in()
     if folder is None:
-        advice = "set NUMBA_CACHE_DIR to a folder that can be written to: each run compiles for 5 to 15 s"
+        advice = (
+            "set NUMBA_CACHE_DIR to a folder that can be written to: each run compiles for 5 "
+            "to 15 s"
+        )
         return Finding("numba cache", "no folder can be written to", advice, hurts=True)
     is_filled = next(folder.parent.rglob("*.nbi"), None) is not None
     text = "has compiled loops" if is_filled else "is empty: the first run compiles for 5 to 15 s"
@@ -153,16 +175,22 @@ def threads() -> Finding:
     """
     import torch
 
-    count, cores = torch.get_num_threads(), float(len(os.sched_getaffinity(0)))
+    count = torch.get_num_threads()
+    cores = float(len(os.sched_getaffinity(0)))
     quota, period = (_first_line(CPU_QUOTA).split() or ["max", "max"])[:2]
     if quota.isdecimal():
         cores = min(cores, int(quota) / int(period))
     text = f"{count} for {cores:g} cores"
     if count > max(1.0, cores):
-        advice = f"export OMP_NUM_THREADS={max(1, int(cores))}: more threads than cores wait for one another"
+        advice = (
+            f"export OMP_NUM_THREADS={max(1, int(cores))}: more threads than cores wait for "
+            "one another"
+        )
         return Finding("threads", text, advice, hurts=True)
     if count < int(cores) // 2:  # torch itself chooses one thread per two hardware threads
-        return Finding("threads", text, "raise OMP_NUM_THREADS, or unset it: cores are idle", hurts=True)
+        return Finding(
+            "threads", text, "raise OMP_NUM_THREADS, or unset it: cores are idle", hurts=True
+        )
     return Finding("threads", text)
 
 
@@ -185,23 +213,44 @@ def memory() -> Iterator[Finding]:
 
     from flexgen_h2o.tiers.device import free_host_bytes, host_memory, memory_limit
 
-    whole, free, limit = host_memory()[0], free_host_bytes(), memory_limit()
-    little = "end what else holds memory: a run needs about 1 GiB beside its budgets" if free < LITTLE_MEMORY else ""
-    yield Finding("memory", f"{format_bytes(free)} of {format_bytes(whole)} are free", little, bool(little))
+    whole = host_memory()[0]
+    free = free_host_bytes()
+    limit = memory_limit()
+    little = (
+        "end what else holds memory: a run needs about 1 GiB beside its budgets"
+        if free < LITTLE_MEMORY
+        else ""
+    )
+    yield Finding(
+        "memory", f"{format_bytes(free)} of {format_bytes(whole)} are free", little, bool(little)
+    )
     old = _first_line(OLD_MEMORY_LIMIT)
     if limit is not None:
         yield Finding(
-            "cgroup", f"holds {format_bytes(limit[1])} of at most {format_bytes(limit[0])}; budgets respect it"
+            "cgroup",
+            f"holds {format_bytes(limit[1])} of at most {format_bytes(limit[0])}; budgets respect "
+            "it",
         )
     elif old.isdecimal() and int(old) < whole:
         advice = "give --host-mem, at least 1 GiB below it"
-        yield Finding("cgroup", f"version 1, at most {format_bytes(int(old))}, which budgets do not see", advice, True)
+        yield Finding(
+            "cgroup",
+            f"version 1, at most {format_bytes(int(old))}, which budgets do not see",
+            advice,
+            True,
+        )
     else:
         yield Finding("cgroup", "no memory limit")
     swap = psutil.swap_memory()
-    advice = "end what else holds memory: what is swapped out comes back slowly" if swap.used > whole // 10 else ""
+    advice = (
+        "end what else holds memory: what is swapped out comes back slowly"
+        if swap.used > whole // 10
+        else ""
+    )
     yield Finding(
-        "swap", f"{format_bytes(swap.used)} of {format_bytes(swap.total)} in use" if swap.total else "none", advice
+        "swap",
+        f"{format_bytes(swap.used)} of {format_bytes(swap.total)} in use" if swap.total else "none",
+        advice,
     )
 
 
@@ -211,7 +260,12 @@ def huge_pages() -> Finding:
     if chosen in ("always", "madvise"):
         return Finding("huge pages", f"transparent_hugepage is {chosen}")
     advice = f"echo madvise | sudo tee {HUGE_PAGES}: reads from disk are two to three times faster"
-    return Finding("huge pages", f"transparent_hugepage is {chosen or 'unknown to this kernel'}", advice, bool(chosen))
+    return Finding(
+        "huge pages",
+        f"transparent_hugepage is {chosen or 'unknown to this kernel'}",
+        advice,
+        bool(chosen),
+    )
 
 
 # ---- Devices
@@ -224,12 +278,19 @@ def card() -> Finding:
     found = device.card()
     if found is None:
         if any(map(os.path.exists, CARD_FILES)):
-            advice = "install a torch with CUDA that this driver can run (README.md), or give --device cpu"
+            advice = (
+                "install a torch with CUDA that this driver can run (README.md), or give "
+                "--device cpu"
+            )
             return Finding("card", "there is one, and torch cannot use it", advice, hurts=True)
         return Finding("card", "none: runs are on the CPU")
-    text = f"{found[0]}, {format_bytes(device.free_bytes() or 0)} of {format_bytes(found[1])} are free"
+    text = (
+        f"{found[0]}, {format_bytes(device.free_bytes() or 0)} of {format_bytes(found[1])} are free"
+    )
     advice = (
-        "" if find_spec("triton") else "pip install -e '.[gpu]' in a clone: without triton its kernels are slow ones"
+        ""
+        if find_spec("triton")
+        else "pip install -e '.[gpu]' in a clone: without triton its kernels are slow ones"
     )
     return Finding("card", text, advice, bool(advice))
 
@@ -247,7 +308,8 @@ def disk(offload_dir: Path) -> Finding:
         with open_scratch(offload_dir) as scratch, open_mover(HostDevice()) as mover:
             probe = DiskProbe(Bench(HostDevice(), sizes), mover, scratch)
             try:
-                rates, is_direct = probe.rates(), probe.is_direct
+                rates = probe.rates()
+                is_direct = probe.is_direct
             finally:
                 # The lanes end first, so that nothing reads a file that is closed.
                 with interrupts.held():
@@ -255,23 +317,35 @@ def disk(offload_dir: Path) -> Finding:
                     probe.close()
     except FlexgenError as error:
         return Finding("disk", str(error), "give another --offload-dir", hurts=True)
-    read, written = rates["disk_read_bytes_per_s"], rates["disk_write_bytes_per_s"]
+    read = rates["disk_read_bytes_per_s"]
+    written = rates["disk_write_bytes_per_s"]
     where = this_machine(HostDevice(), offload_dir)
     direct = "O_DIRECT" if is_direct else "without O_DIRECT"
     text = f"{where.mount}: reads {read / 1e9:.2g} GB/s, writes {written / 1e9:.2g} GB/s {direct}"
     text += f", {format_bytes(where.disk_bytes)} free"
     if IN_MEMORY.intersection(where.mount.split()):
         return Finding(
-            "disk", text, "give an --offload-dir on a disk: what is offloaded to this one stays in RAM", True
+            "disk",
+            text,
+            "give an --offload-dir on a disk: what is offloaded to this one stays in RAM",
+            True,
         )
     if not is_direct:
         advice = (
-            "give an --offload-dir on a local ext4 or xfs disk: this file system takes reads through the page cache"
+            "give an --offload-dir on a local ext4 or xfs disk: this file system takes reads "
+            "through the page cache"
         )
         return Finding("disk", text, advice, hurts=True)
     if read < SLOW_DISK:
-        return Finding("disk", text, "give an --offload-dir on a faster disk: NVMe reads 2 to 7 GB/s", hurts=True)
-    return Finding("disk", text, "free space for weights and KV" if where.disk_bytes < FULL_DISK else "")
+        return Finding(
+            "disk",
+            text,
+            "give an --offload-dir on a faster disk: NVMe reads 2 to 7 GB/s",
+            hurts=True,
+        )
+    return Finding(
+        "disk", text, "free space for weights and KV" if where.disk_bytes < FULL_DISK else ""
+    )
 
 
 def profile(offload_dir: Path) -> Finding:

@@ -1,6 +1,8 @@
-"""Measure what a smaller KV cache costs: in figures (fidelity), in texts to read (text), in long streams (streaming).
+"""Measure what a smaller KV cache costs: in figures (fidelity), in texts to read (text), in long
+streams (streaming).
 
-Aliases are the flags of h2o_hf's run_text_generation and streaming scripts, and of llama-recipes' run_streaming.py.
+Aliases are the flags of h2o_hf's run_text_generation and streaming scripts, and of llama-recipes'
+run_streaming.py.
 """
 
 from __future__ import annotations
@@ -39,21 +41,48 @@ from flexgen_h2o.parser import OneLineParser
 # line of help). The module may not import torch. add_flags sets `run`, a function of the parsed
 # arguments that returns the exit code.
 WORKFLOWS: dict[str, tuple[str, str]] = {
-    "frontier": ("frontier", "what answers lose, and what is saved: policies, sizes and bits against the full cache"),
-    "data-wrangling": ("data_wrangling", "entity matching, error detection and imputation, as fm_data_tasks has them"),
-    "summarize": ("summarize", "summaries of articles by size of the KV cache: ROUGE, bytes, tokens/s"),
+    "frontier": (
+        "frontier",
+        "what answers lose, and what is saved: policies, sizes and bits against the full cache",
+    ),
+    "data-wrangling": (
+        "data_wrangling",
+        "entity matching, error detection and imputation, as fm_data_tasks has them",
+    ),
+    "summarize": (
+        "summarize",
+        "summaries of articles by size of the KV cache: ROUGE, bytes, tokens/s",
+    ),
     "helm": ("helm", "HELM's requests for batch jobs, and their answers for HELM's cache"),
-    "attention": ("attention", "sparsity, heavy hitters and what removing them does: the H2O paper's observations"),
+    "attention": (
+        "attention",
+        "sparsity, heavy hitters and what removing them does: the H2O paper's observations",
+    ),
     "lm-eval": ("lm_eval", "tasks of lm-eval, with the engine as its model"),
 }
 BUDGETS = (0.5, 0.2, 0.1)
-TEXT_PROMPTS, RECALL_PROMPTS, TEXT_GEN_LEN = 200, 100, 64
-SIZE, TURN_GEN_LEN = 128, 64  # heavy KV entries, and as many recent ones: llama-recipes' defaults
-STREAMS, STREAM_LEN, WINDOWS = 8, 1024, 4
+TEXT_PROMPTS = 200
+RECALL_PROMPTS = 100
+TEXT_GEN_LEN = 64
+# heavy KV entries, and as many recent ones: llama-recipes' defaults
+SIZE = 128
+TURN_GEN_LEN = 64
+STREAMS = 8
+STREAM_LEN = 1024
+WINDOWS = 4
 # Flags for turns or for a text. A text has its own tokens, and none are drawn.
 OF_TURNS = (
-    "turns", "num_turns", "chat", "turn_format", "gen_len", "temperature", "top_p", "top_k", "stop", "ignore_eos",
-)  # fmt: skip
+    "turns",
+    "num_turns",
+    "chat",
+    "turn_format",
+    "gen_len",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop",
+    "ignore_eos",
+)
 OF_TEXT = ("stream_len", "streams", "windows")
 MT_BENCH = "mt_bench.jsonl"  # file in the folder that h2o_hf's --data_root names
 ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -81,39 +110,71 @@ def _parser() -> OneLineParser:
         add_engine_flags(measure)
         add_flags(measure)
     for name, (module, text) in WORKFLOWS.items():
-        importlib.import_module(f"flexgen_h2o.evaluation.{module}").add_flags(measures.add_parser(name, help=text))
+        importlib.import_module(f"flexgen_h2o.evaluation.{module}").add_flags(
+            measures.add_parser(name, help=text)
+        )
     return parser
 
 
 def _add_fidelity_flags(parser: OneLineParser) -> None:
     # Differences of 1e-4 nats are measured; --dtype auto would use the checkpoint's own dtype.
     parser.set_defaults(dtype="float32", check=_check_fidelity)
-    add, names = parser.add_argument, list(POLICIES[1:])
+    add = parser.add_argument
+    names = list(POLICIES[1:])
     add(
-        "--policies", nargs="+", metavar="NAME",
-        help=f"{', '.join(names)} (all; none with --attn-sparsity); with settings: h2o-norm:grace=8,sinks=0",
-    )  # fmt: skip
+        "--policies",
+        nargs="+",
+        metavar="NAME",
+        help=f"{', '.join(names)} (all; none with --attn-sparsity); with settings: "
+        "h2o-norm:grace=8,sinks=0",
+    )
     add(
-        "--budgets", nargs="+", type=float, default=BUDGETS, metavar="SHARE",
-        help="KV entries kept, as shares of the prompt: half heavy hitters, half recent (0.5 0.2 0.1)",
-    )  # fmt: skip
+        "--budgets",
+        nargs="+",
+        type=float,
+        default=BUDGETS,
+        metavar="SHARE",
+        help="KV entries kept, as shares of the prompt: half heavy hitters, half recent (0.5 0.2 "
+        "0.1)",
+    )
     add(
-        "--budgets-of", choices=("prompt", "sequence", "bytes"), default="prompt",
-        help="what --budgets are shares of: KV entries of the prompt; of the prompt and the text after it; or "
+        "--budgets-of",
+        choices=("prompt", "sequence", "bytes"),
+        default="prompt",
+        help="what --budgets are shares of: KV entries of the prompt; of the prompt and the text "
+        "after it; or "
         "bytes of these in bf16 (prompt)",
-    )  # fmt: skip
+    )
     add_row_flags(parser, TEXT_PROMPTS, RECALL_PROMPTS)
-    add("--depths", type=positive, default=5, help="places where recall prompts state their pairs (5)")
-    add("--mass-steps", type=count, default=12, help="decode steps whose evicted attention is measured (12)")
     add(
-        "--free-run", action="store_true",
+        "--depths",
+        type=positive,
+        default=5,
+        help="places where recall prompts state their pairs (5)",
+    )
+    add(
+        "--mass-steps",
+        type=count,
+        default=12,
+        help="decode steps whose evicted attention is measured (12)",
+    )
+    add(
+        "--free-run",
+        action="store_true",
         help="also generate freely and report where the first token differs from the full cache's",
-    )  # fmt: skip
+    )
     add(
-        "--speed", type=positive, metavar="ROUNDS",
-        help="also generate freely, so many times in turn with the full cache: tokens/s of prefill and decode",
-    )  # fmt: skip
-    add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
+        "--speed",
+        type=positive,
+        metavar="ROUNDS",
+        help="also generate freely, so many times in turn with the full cache: tokens/s of prefill "
+        "and decode",
+    )
+    add(
+        "--plot",
+        type=file_name,
+        help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)",
+    )
 
 
 def _add_text_flags(parser: OneLineParser) -> None:
@@ -122,11 +183,20 @@ def _add_text_flags(parser: OneLineParser) -> None:
     add_sampling_flags(parser)
     add_prompt_flags(parser, "default: a few lines of Python")
     add = parser.add_argument
-    add("--chat", action="store_true", help="each prompt is a user's message, put into the model's chat template")
+    add(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message, put into the model's chat template",
+    )
     add("--gen-len", type=positive, default=TEXT_GEN_LEN, help=f"most new tokens ({TEXT_GEN_LEN})")
     add("--json", type=file_name, help="write prompts, texts, tokens and KV bytes")
     add("--model_name", dest="model", **ALIAS)
-    add("--cache_dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **ALIAS)
+    add(
+        "--cache_dir",
+        dest="path",
+        type=lambda name: name if Path(name).expanduser().is_dir() else None,
+        **ALIAS,
+    )
     add("--heavy_ratio", dest="hh_ratio", type=float, **ALIAS)
     add("--recent_ratio", dest="recent_ratio", type=float, **ALIAS)
     add("--length", dest="gen_len", type=positive, **ALIAS)
@@ -140,32 +210,76 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
     add_sampling_flags(parser)
     add = parser.add_argument
     add(
-        "--policies", nargs="+", default=("full", "h2o"), metavar="NAME",
-        help=f"{', '.join(POLICIES)} (full h2o); also h2o:positions=rolling, and with --text h2o:kv_budget=0.2",
-    )  # fmt: skip
+        "--policies",
+        nargs="+",
+        default=("full", "h2o"),
+        metavar="NAME",
+        help=f"{', '.join(POLICIES)} (full h2o); also h2o:positions=rolling, and with --text "
+        "h2o:kv_budget=0.2",
+    )
     add("--hh-size", type=count, metavar="N", help=f"heavy-hitter KV entries per sequence ({SIZE})")
-    add("--recent-size", type=positive, metavar="N", help=f"recent KV entries per sequence ({SIZE})")
+    add(
+        "--recent-size", type=positive, metavar="N", help=f"recent KV entries per sequence ({SIZE})"
+    )
     add("--kv-budget", type=_no_share, help=argparse.SUPPRESS)
-    add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
-    add("--turns", type=file_name, help=".jsonl with MT-bench's questions, or prompts as flex_opt takes them")
+    add(
+        "--positions",
+        choices=("original", "rolling"),
+        help="position scheme of every policy except full (original)",
+    )
+    add(
+        "--turns",
+        type=file_name,
+        help=".jsonl with MT-bench's questions, or prompts as flex_opt takes them",
+    )
     add("--num-turns", type=positive, help="only so many of them")
     add("--chat", action="store_true", help="turns are messages in the model's chat template")
-    add("--turn-format", metavar="TEXT", help=r"what a turn becomes, at {turn} ('\n{turn}\n'); \n is a newline")
+    add(
+        "--turn-format",
+        metavar="TEXT",
+        help=r"what a turn becomes, at {turn} ('\n{turn}\n'); \n is a newline",
+    )
     add("--gen-len", type=positive, help=f"most tokens of an answer ({TURN_GEN_LEN})")
     add(
-        "--text", nargs="?", const="", metavar="FILE",
-        help="instead of turns: how surprising a long text is, by window (without FILE: Python's own sources)",
-    )  # fmt: skip
-    add("--stream-len", type=positive, metavar="N", help=f"tokens of a stretch of it ({STREAM_LEN}; of a file all)")
+        "--text",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="instead of turns: how surprising a long text is, by window (without FILE: Python's "
+        "own sources)",
+    )
+    add(
+        "--stream-len",
+        type=positive,
+        metavar="N",
+        help=f"tokens of a stretch of it ({STREAM_LEN}; of a file all)",
+    )
     add("--streams", type=positive, metavar="N", help=f"stretches of it ({STREAMS}; of a file 1)")
-    add("--windows", type=positive, metavar="N", help=f"parts of a stretch that are told apart ({WINDOWS})")
-    add("--json", "--output", type=file_name, metavar="FILE", help="write all figures, and turns with their answers")
+    add(
+        "--windows",
+        type=positive,
+        metavar="N",
+        help=f"parts of a stretch that are told apart ({WINDOWS})",
+    )
+    add(
+        "--json",
+        "--output",
+        type=file_name,
+        metavar="FILE",
+        help="write all figures, and turns with their answers",
+    )
     add("--input-path", "--input_path", dest="turns", type=file_name, **ALIAS)
     add("--data_root", dest="turns", type=lambda folder: Path(folder) / MT_BENCH, **ALIAS)
     add("--model-name", "--model_name", "--model_name_or_path", dest="model", **ALIAS)
     h2o = ("--enable_h2o_generation", "--enable_streaming_with_H2O")
     add(*h2o, dest="policies", action="store_const", const=("h2o",), **ALIAS)
-    add("--enable_position_rolling", dest="positions", action="store_const", const="rolling", **ALIAS)
+    add(
+        "--enable_position_rolling",
+        dest="positions",
+        action="store_const",
+        const="rolling",
+        **ALIAS,
+    )
     add("--num_heavy_hitter_tokens", dest="heavy_of_window", type=int, **ALIAS)
     add("--num_window_length", dest="window", type=positive, **ALIAS)
     add("--heavy_hitter_size", dest="hh_size", type=count, **ALIAS)
@@ -174,7 +288,9 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
 
 
 def _no_share(text: str) -> str:
-    raise argparse.ArgumentTypeError(f"is said in --policies, of stretches of a --text: h2o:kv_budget={text}")
+    raise argparse.ArgumentTypeError(
+        f"is said in --policies, of stretches of a --text: h2o:kv_budget={text}"
+    )
 
 
 def _run(argv: list[str] | None) -> int:
@@ -194,7 +310,8 @@ def _run(argv: list[str] | None) -> int:
     else:
         if policy.attn_sparsity != 1:
             raise UsageError(
-                "--attn-sparsity: works with the full cache alone, and others are compared here; leave it out"
+                "--attn-sparsity: works with the full cache alone, and others are compared here; "
+                "leave it out"
             )
         from flexgen_h2o.evaluation.streaming import run
     return run(args, policy, is_auto)
@@ -207,12 +324,14 @@ def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
     """
     if policy.attn_sparsity != 1 and args.policies:
         raise UsageError(
-            f"--attn-sparsity: reads a share of the full cache, and --policies has {args.policies[0]}; leave one of "
+            "--attn-sparsity: reads a share of the full cache, and --policies has "
+            f"{args.policies[0]}; leave one of "
             "them out"
         )
     if policy.attn_sparsity != 1 and (args.budgets, args.budgets_of) != (BUDGETS, "prompt"):
         raise UsageError(
-            "--budgets: say what policies keep, and with --attn-sparsity all KV entries stay; leave them out"
+            "--budgets: say what policies keep, and with --attn-sparsity all KV entries stay; "
+            "leave them out"
         )
     if args.policies is None:
         args.policies = list(POLICIES[1:]) if policy.attn_sparsity == 1 else []
@@ -228,7 +347,9 @@ def _check_text(args: argparse.Namespace) -> None:
     if args.prompt is not None and args.prompts is not None:
         raise UsageError("--prompt and --prompts: give one of them")
     if args.eviction == "full":
-        raise UsageError("--eviction full: another policy is compared with the full cache; name that policy")
+        raise UsageError(
+            "--eviction full: another policy is compared with the full cache; name that policy"
+        )
     # The default is h2o, with run_text_generation's shares if none are given.
     args.eviction = args.eviction or "h2o"
     check_files(args, ("prompts",), ("json",))
@@ -241,26 +362,32 @@ def _check_streaming(args: argparse.Namespace) -> None:
         if getattr(args, name) and (name, getattr(args, name)) != ("top_p", 1):
             flag = flag_of(name)
             raise UsageError(
-                f"{flag} and --text: give one of them" if is_text else f"{flag}: goes with --text; give it"
+                f"{flag} and --text: give one of them"
+                if is_text
+                else f"{flag}: goes with --text; give it"
             )
     for policy in () if is_text else filter(says_budget, args.policies):
         raise UsageError(
-            f"--policies {policy}: the length of a conversation is not known, so shares of it do not work; give counts "
+            f"--policies {policy}: the length of a conversation is not known, so shares of it do "
+            "not work; give counts "
             "(--hh-size, --recent-size)"
         )
     if args.chat and args.turn_format is not None:
         raise UsageError("--turn-format and --chat: give one of them")
     if args.turn_format is not None and "{turn}" not in args.turn_format:
         raise UsageError(
-            f"--turn-format {args.turn_format!r}: has no {{turn}} in it; write {{turn}} where the message goes"
+            f"--turn-format {args.turn_format!r}: has no {{turn}} in it; write {{turn}} where the "
+            "message goes"
         )
     if args.turn_format is not None:
         args.turn_format = args.turn_format.replace(r"\n", "\n")
     check_files(args, ("turns", "text"), ("json",))
-    args.gen_len, args.windows = args.gen_len or TURN_GEN_LEN, args.windows or WINDOWS
+    args.gen_len = args.gen_len or TURN_GEN_LEN
+    args.windows = args.windows or WINDOWS
     args.hh_size, args.recent_size = _sizes(args)
     if args.text == "":
-        args.streams, args.stream_len = args.streams or STREAMS, args.stream_len or STREAM_LEN
+        args.streams = args.streams or STREAMS
+        args.stream_len = args.stream_len or STREAM_LEN
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, int]:
@@ -272,19 +399,26 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
         for name in ("hh_size", "recent_size", "positions"):
             if getattr(args, name) not in (None, "original"):
                 raise UsageError(
-                    f"{flag_of(name)}: has no effect on the full cache; name another policy in --policies too"
+                    f"{flag_of(name)}: has no effect on the full cache; name another policy in "
+                    "--policies too"
                 )
-    window, heavy = vars(args).get("window"), vars(args).get("heavy_of_window")
+    window = vars(args).get("window")
+    heavy = vars(args).get("heavy_of_window")
     sizes = ("hh_size", "recent_size", "window", "heavy_of_window")
     sized = [name for name in sizes if vars(args).get(name) is not None]
     if sized and all(policy == "full" or says_budget(policy) for policy in args.policies):
         flag = args.given.get(sized[0], flag_of(sized[0]))
-        raise UsageError(f"{flag}: each of --policies has a budget of its own; leave one of them out")
+        raise UsageError(
+            f"{flag}: each of --policies has a budget of its own; leave one of them out"
+        )
     if window is None and heavy is None:
         return SIZE if args.hh_size is None else args.hh_size, args.recent_size or SIZE
     if args.hh_size is not None or args.recent_size is not None:
         given = "--hh-size" if args.hh_size is not None else "--recent-size"
-        raise UsageError(f"{given}: is also set by --num_window_length and --num_heavy_hitter_tokens; give one of them")
+        raise UsageError(
+            f"{given}: is also set by --num_window_length and --num_heavy_hitter_tokens; give one "
+            "of them"
+        )
     return sizes_of_window(window or 2 * SIZE, SIZE if heavy is None else heavy)
 
 

@@ -17,18 +17,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
-from flexgen_h2o.cli_common import boolean, file_name, flag_of, not_empty, note, number, positive, share
+from flexgen_h2o.cli_common import (
+    boolean,
+    file_name,
+    flag_of,
+    not_empty,
+    note,
+    number,
+    positive,
+    share,
+)
 from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, SIZES, EvictionSettings, SamplingParams
+from flexgen_h2o.core.settings import (
+    GREEDY_BELOW,
+    ORIGINAL,
+    SIZES,
+    EvictionSettings,
+    SamplingParams,
+)
 from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
 from flexgen_h2o.kvcache.eviction.mixes import WHOLE, table_for
-from flexgen_h2o.parser import EVICTION, FILES, KV, MEMORY, MODEL, PLACEMENT_FLAGS, SAMPLING, OneLineParser
+from flexgen_h2o.parser import (
+    EVICTION,
+    FILES,
+    KV,
+    MEMORY,
+    MODEL,
+    PLACEMENT_FLAGS,
+    SAMPLING,
+    OneLineParser,
+)
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
@@ -38,7 +62,11 @@ if TYPE_CHECKING:
 
 EVICTION_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for f in fields(EvictionSettings)}
 PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
-_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for kind in (Policy, EvictionSettings) for f in fields(kind)}
+_FLAGS = {
+    f.name: f.metadata.get("flag", flag_of(f.name))
+    for kind in (Policy, EvictionSettings)
+    for f in fields(kind)
+}
 _FIELDS = re.compile("|".join(name for name in _FLAGS if "_" in name))
 # Flags whose name in help and docs differs from the name in messages, files and older scripts. Both
 # names are accepted.
@@ -63,7 +91,15 @@ SECTION_OF = {
     "kv_bytes": KV,
 }
 # Flags of the engine and of sampling that `--help` shows. `--help-all` shows the others too.
-SHOWN_OF_ENGINE = ("--model", "--ram", "--gpu-mem", "--weight-bits", "--plan", "--kv-size", "--kv-bits")
+SHOWN_OF_ENGINE = (
+    "--model",
+    "--ram",
+    "--gpu-mem",
+    "--weight-bits",
+    "--plan",
+    "--kv-size",
+    "--kv-bits",
+)
 SHOWN_OF_SAMPLING = ("--max-tokens", "--temperature", "--top-p", "--seed", "--stop")
 
 
@@ -85,7 +121,9 @@ def naming_flags(**flags: str) -> Iterator[None]:
         raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
 
 
-def add_flag(parser: OneLineParser, section: str, flag: str, *short: str, **arguments: Any) -> argparse.Action:
+def add_flag(
+    parser: OneLineParser, section: str, flag: str, *short: str, **arguments: Any
+) -> argparse.Action:
     """Add a flag under the name that help shows (SHOWN_AS), and its own name and ALSO as aliases.
 
     Its field has its own name: `--host-mem` sets `host_mem`.
@@ -101,7 +139,11 @@ def add_flag(parser: OneLineParser, section: str, flag: str, *short: str, **argu
 
 
 def add_flags_of(
-    parser: OneLineParser, section: str, settings: type, only_given: bool = True, without: Sequence[str] = ()
+    parser: OneLineParser,
+    section: str,
+    settings: type,
+    only_given: bool = True,
+    without: Sequence[str] = (),
 ) -> None:
     """Add a flag for each `setting` of a dataclass that has a help text.
 
@@ -111,7 +153,13 @@ def add_flags_of(
     """
     for f in fields(settings):
         if f.metadata.get("help") and f.name not in without:
-            default = None if only_given else list(f.default) if isinstance(f.default, tuple) else f.default
+            default = (
+                None
+                if only_given
+                else list(f.default)
+                if isinstance(f.default, tuple)
+                else f.default
+            )
             flag = f.metadata.get("flag", flag_of(f.name))
             where = SECTION_OF.get(f.name, section)
             add_flag(parser, where, flag, default=default, help=_help_of(f), **_arguments_of(f))
@@ -122,7 +170,11 @@ def _arguments_of(f: Field[Any]) -> dict[str, Any]:
     kind = re.findall("bool|int|float|str", str(f.type))[0]
     if kind == "bool" and not f.default:
         return {"action": "store_true"}
-    more = {name: f.metadata[name] for name in ("action", "choices", "metavar", "nargs") if name in f.metadata}
+    more = {
+        name: f.metadata[name]
+        for name in ("action", "choices", "metavar", "nargs")
+        if name in f.metadata
+    }
     if kind == "bool":
         return {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
     if kind == "int":
@@ -144,7 +196,10 @@ def _help_of(f: Field[Any]) -> str:
 
 
 def add_engine_flags(
-    parser: OneLineParser, dry_run: bool = True, positional: bool = True, without: Sequence[str] = ()
+    parser: OneLineParser,
+    dry_run: bool = True,
+    positional: bool = True,
+    without: Sequence[str] = (),
 ) -> None:
     """Add the flags of every command that runs the engine: model, tiers and plan.
 
@@ -166,17 +221,24 @@ def add_engine_flags(
     length = "most tokens of a prompt and its answer (the model's)"
     model("--max-model-len", type=positive, metavar="N", help=length)
     model("--device", default="auto", help="auto, cpu or cuda (auto)")
-    model("--dtype", default="auto", help=f"auto, {', '.join(DTYPE_BYTES)} (auto: the checkpoint's)")
+    model(
+        "--dtype", default="auto", help=f"auto, {', '.join(DTYPE_BYTES)} (auto: the checkpoint's)"
+    )
     for f in fields(MemoryBudget):
         add_flag(parser, MEMORY, f"--{f.name}-mem", metavar="SIZE", help=f.metadata["help"])
-    where = "folder for what does not fit in memory, and for converted weights (~/flexgen_h2o_offload_dir)"
+    where = (
+        "folder for what does not fit in memory, and for converted weights "
+        "(~/flexgen_h2o_offload_dir)"
+    )
     add_flag(parser, MEMORY, "--offload-dir", type=not_empty, metavar="DIR", help=where)
     plan = "a file that `plan --save-plan` wrote, or auto (auto)"
     add_flag(parser, MEMORY, "--policy", metavar="FILE", help=plan)
     if dry_run:
         dry = "print the plan and end; no weights are read"
         add_flag(parser, MEMORY, "--dry-run", action="store_true", help=dry)
-    profile = "measurements that the plan uses: a profile file or a shipped one's name (this machine's)"
+    profile = (
+        "measurements that the plan uses: a profile file or a shipped one's name (this machine's)"
+    )
     add_flag(parser, PLACEMENT_FLAGS, "--hardware", metavar="FILE", help=profile)
     add_flags_of(parser, PLACEMENT_FLAGS, Policy, without=without)
 
@@ -184,7 +246,10 @@ def add_engine_flags(
 def add_eviction_flags(parser: OneLineParser) -> None:
     """Add the flags for which KV entries are kept."""
     add_flags_of(parser, EVICTION, EvictionSettings)
-    which = f"which KV entries stay: {', '.join(POLICIES)} (full; h2o if a flag of this section is given)"
+    which = (
+        f"which KV entries stay: {', '.join(POLICIES)} (full; h2o if a flag of this section is "
+        "given)"
+    )
     add_flag(parser, EVICTION, "--eviction", metavar="NAME", help=which)
 
 
@@ -199,14 +264,23 @@ def add_max_tokens_flag(parser: OneLineParser, default: int | None, help: str) -
     help: what the number limits.
     """
     shown = "" if default is None else f" ({default})"
-    add_flag(parser, SAMPLING, "--gen-len", type=positive, default=default, metavar="N", help=f"{help}{shown}")
+    add_flag(
+        parser,
+        SAMPLING,
+        "--gen-len",
+        type=positive,
+        default=default,
+        metavar="N",
+        help=f"{help}{shown}",
+    )
 
 
 def model_of(args: argparse.Namespace) -> str:
     """Return the name of the model. Raise UsageError if there is none."""
     if args.model is None:
         raise UsageError(
-            "MODEL: is missing; name a model folder, a hub id, or smollm2-135m, which scripts/quickstart.sh fetches"
+            "MODEL: is missing; name a model folder, a hub id, or smollm2-135m, which "
+            "scripts/quickstart.sh fetches"
         )
     model: str = args.model
     return model
@@ -226,7 +300,11 @@ def note_whole_ram(args: argparse.Namespace) -> None:
     args.has_noted_ram = True
     whole = whole_host_bytes()
     if asked > whole:
-        note("flexgen-h2o", f"--host-mem {args.host_mem}: this machine has {format_bytes(whole)}, which is the limit")
+        note(
+            "flexgen-h2o",
+            f"--host-mem {args.host_mem}: this machine has {format_bytes(whole)}, which is the "
+            "limit",
+        )
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
@@ -248,11 +326,19 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
 
     note_whole_ram(args)
     llm = LLM(
-        model_of(args), AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
-        dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
-        hardware=args.hardware, on_plan=_end_with if vars(args).get("dry_run") else None,
+        model_of(args),
+        AutoPolicy(policy) if is_auto else policy,
+        eviction,
+        device=args.device,
+        dtype=args.dtype,
+        budget=budget_of(args),
+        offload_dir=args.offload_dir,
+        path=args.path,
+        revision=args.revision,
+        hardware=args.hardware,
+        on_plan=_end_with if vars(args).get("dry_run") else None,
         max_model_len=args.max_model_len,
-    )  # fmt: skip
+    )
     llm.tests_bits = False  # commands that measure or answer at once do not test the bits
     if vars(args).get("model_family") is not None:
         try:
@@ -278,7 +364,13 @@ def add_prompt_flags(parser: OneLineParser, without: str) -> None:
     without: what the command uses if none is given.
     """
     add = parser.section(FILES).add_argument
-    add("-p", "--prompt", action="append", metavar="TEXT", help=f"a prompt; may be repeated ({without})")
+    add(
+        "-p",
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help=f"a prompt; may be repeated ({without})",
+    )
     add(
         "--prompts",
         type=file_name,
@@ -299,7 +391,10 @@ def prompts_of(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> 
     if args.prompts is not None:
         return read_prompts(args.prompts, encode, model.spec.vocab_size)
     if encode is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer; give --prompts FILE.jsonl with prompt_token_ids")
+        raise UsageError(
+            f"--model {model.name}: has no tokenizer; give --prompts FILE.jsonl with "
+            "prompt_token_ids"
+        )
     with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):
         return prompts_from_python(texts, encode, model.spec.vocab_size)
 
@@ -314,7 +409,9 @@ def is_folder(args: argparse.Namespace) -> bool:
 def _is_rolling(args: argparse.Namespace) -> bool:
     """Return whether the flags ask for rolling positions, in either of the two ways to write it."""
     given = vars(args)
-    return given.get("positions") == "rolling" or "positions=rolling" in (given.get("eviction") or "")
+    return given.get("positions") == "rolling" or "positions=rolling" in (
+        given.get("eviction") or ""
+    )
 
 
 def check_positions(args: argparse.Namespace, model: str, positions: int) -> None:
@@ -325,7 +422,8 @@ def check_positions(args: argparse.Namespace, model: str, positions: int) -> Non
     new = 0 if _is_rolling(args) else args.gen_len - 1
     if args.prompt_len + new > positions:
         raise UsageError(
-            f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {model} has {positions} positions; "
+            f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {model} has {positions} "
+            "positions; "
             "lower one of them"
         )
 
@@ -335,21 +433,30 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     _choose_small_cache(args)
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
-    asked_for = [field for field, value in given.items() if value != "none"]  # no default, typed out
+    asked_for = [
+        field for field, value in given.items() if value != "none"
+    ]  # no default, typed out
     name = ("h2o" if asked_for else "full") if args.eviction is None else args.eviction
     if name.partition(":")[0] not in POLICIES:
         raise UsageError(f"--eviction {name}: not one of {', '.join(POLICIES)}")
     if name == "full":
         if asked_for:
-            raise UsageError(f"{EVICTION_FLAGS[asked_for[0]]} and --eviction full: give one of them")
+            raise UsageError(
+                f"{EVICTION_FLAGS[asked_for[0]]} and --eviction full: give one of them"
+            )
         return Full()
     if policy.attn_sparsity != 1:
-        where = "--attn-sparsity" if args.attn_sparsity is not None else f"--policy {args.policy}: attn_sparsity"
+        where = (
+            "--attn-sparsity"
+            if args.attn_sparsity is not None
+            else f"--policy {args.policy}: attn_sparsity"
+        )
         asked = "--eviction" if args.eviction is not None else EVICTION_FLAGS[asked_for[0]]
         if "kv_bytes" in given:  # it may have chosen the eviction policy
             asked = EVICTION_FLAGS["kv_bytes"]
         raise UsageError(
-            f"{where}: reads a share of the full cache, and {asked} asks for {name}; leave one of them out"
+            f"{where}: reads a share of the full cache, and {asked} asks for {name}; leave one of "
+            "them out"
         )
     own = (item.partition("=")[0] for item in name.partition(":")[2].split(","))
     with naming_flags(**EVICTION_FLAGS | {key: f"--eviction {name}: {key}" for key in own}):
@@ -370,7 +477,10 @@ def add_h2o_hf_flags(parser: OneLineParser) -> None:
     # The scripts create this folder, which is a hub cache. `say_idle_flags` notes that it does not
     # exist.
     parser.add_argument(
-        "--cache-dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **hidden
+        "--cache-dir",
+        dest="path",
+        type=lambda name: name if Path(name).expanduser().is_dir() else None,
+        **hidden,
     )
     parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", **hidden)
     parser.add_argument("--fp16", dest="dtype", action="store_const", const="float16", **hidden)
@@ -403,20 +513,26 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
     that policy and the compression of KV before.
     """
     _choose_mix(args)
-    given = {f.name: getattr(args, f.name) for f in fields(Policy) if getattr(args, f.name) is not None}
+    given = {
+        f.name: getattr(args, f.name) for f in fields(Policy) if getattr(args, f.name) is not None
+    }
     if "percent" in given:
         given["percent"] = tuple(given["percent"])
     placed = [name for name in PLACEMENT if name in given]
     if args.policy not in (None, "auto"):
         if given:
-            raise UsageError(f"--policy {args.policy} and {flag_of(next(iter(given)))}: give one of them")
+            raise UsageError(
+                f"--policy {args.policy} and {flag_of(next(iter(given)))}: give one of them"
+            )
         return read_policy(usable_path(args.policy, "--policy")).policy, False
     for bits in ("weight_bits", "cache_bits"):
         if bits in given:
             given[COMPRESSION_OF[bits]] = True
     for name in ("cache_window", "cache_rotation"):
         if name in given and "compress_cache" not in given:
-            raise UsageError(f"{flag_of(name)} {_as_text(given[name])}: goes with --kv-bits; give both")
+            raise UsageError(
+                f"{flag_of(name)} {_as_text(given[name])}: goes with --kv-bits; give both"
+            )
     if args.policy == "auto" and placed:
         raise UsageError(f"--policy auto and {flag_of(placed[0])}: give one of them")
     with naming_flags():
@@ -443,7 +559,9 @@ def as_flags(policy: Policy) -> str:
     """
     found = [f"--percent {' '.join(map(str, policy.percent))}"]
     usual = {f.name: f.default for f in fields(Policy) if f.name not in PLACEMENT}
-    found += [f"{flag_of(name)} {getattr(policy, name)}" for name in ("gpu_batch_size", "num_gpu_batches")]
+    found += [
+        f"{flag_of(name)} {getattr(policy, name)}" for name in ("gpu_batch_size", "num_gpu_batches")
+    ]
     for name, default in usual.items():
         value = getattr(policy, name)
         is_used = getattr(policy, COMPRESSION_OF[name]) if name in COMPRESSION_OF else True
@@ -454,7 +572,9 @@ def as_flags(policy: Policy) -> str:
 
 def compression_flags(policy: Policy) -> str:
     """Return the flags of a policy that change what is computed, as text, or an empty text."""
-    found: list[str] = [f"--attn-sparsity {policy.attn_sparsity}"] if policy.attn_sparsity < 1 else []
+    found: list[str] = (
+        [f"--attn-sparsity {policy.attn_sparsity}"] if policy.attn_sparsity < 1 else []
+    )
     for field, switch in COMPRESSION_OF.items():
         if getattr(policy, switch):
             found += [flag_of(switch)] * (flag_of(switch) not in found)
@@ -471,7 +591,11 @@ def value_of(args: argparse.Namespace, flag: str) -> Any:
 def given_flags(args: argparse.Namespace, flags: Iterable[str]) -> str:
     """Return those of `flags` that were given, as a command line. Their values are single words."""
     found = ((flag, value_of(args, flag)) for flag in flags)
-    return " ".join(f"{SHOWN_AS.get(flag, flag)} {_as_text(value)}" for flag, value in found if value is not None)
+    return " ".join(
+        f"{SHOWN_AS.get(flag, flag)} {_as_text(value)}"
+        for flag, value in found
+        if value is not None
+    )
 
 
 def _as_text(value: object) -> str:
@@ -501,7 +625,10 @@ def say_idle_flags(command: str, args: argparse.Namespace, at: Place | None = No
         if reason:
             found.setdefault(reason, []).append(flag)
     for reason, flags in found.items():
-        note(command.partition(" ")[0], f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect: {reason}")
+        note(
+            command.partition(" ")[0],
+            f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect: {reason}",
+        )
 
 
 def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
@@ -548,11 +675,19 @@ _NO_MLP = "this model has experts in the place of MLPs"
 def _one_step(args: argparse.Namespace, at: Place) -> str:
     if at.spec is None or any(at.spec.mlp):
         return ""
-    return _NO_MLP if at.spec.experts else "attention and MLP of this model read the same hidden states"
+    return (
+        _NO_MLP
+        if at.spec.experts
+        else "attention and MLP of this model read the same hidden states"
+    )
 
 
 def _greedy(args: argparse.Namespace, at: Place) -> str:
-    return f"nothing is drawn at --temperature {args.temperature:g}" if args.temperature < GREEDY_BELOW else ""
+    return (
+        f"nothing is drawn at --temperature {args.temperature:g}"
+        if args.temperature < GREEDY_BELOW
+        else ""
+    )
 
 
 def _beyond_positions(args: argparse.Namespace, at: Place) -> str:
@@ -568,10 +703,14 @@ def _if(text: str, holds: Callable[[argparse.Namespace], object]) -> Reason:
 _ENGINE: dict[str, Reason] = {
     "revision": _not_of_hub,
     "path": _not_in_path,
-    "cpu_cache_compute": lambda args, at: "device and host are one tier here" if at.device_is_host else "",
+    "cpu_cache_compute": lambda args, at: (
+        "device and host are one tier here" if at.device_is_host else ""
+    ),
     "pin_weight": lambda args, at: "" if at.has_card else "there is no GPU here",
     "sep_layer": _one_step,
-    "expert_group": lambda args, at: "this model has no experts" if at.spec is not None and not at.spec.experts else "",
+    "expert_group": lambda args, at: (
+        "this model has no experts" if at.spec is not None and not at.spec.experts else ""
+    ),
 }
 _SAMPLING: dict[str, Reason] = {
     # 1 and 0 switch top-p and top-k off
@@ -587,11 +726,16 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     "flex_opt": {
         **_ENGINE,
         **_SAMPLING,
-        "prompt_len": _if("each prompt of --prompts keeps its own length", lambda args: args.prompts),
+        "prompt_len": _if(
+            "each prompt of --prompts keeps its own length", lambda args: args.prompts
+        ),
         "ignore_eos": _if("no prompt of the benchmark ends early", lambda args: not args.prompts),
-        "log_file": _if("--no-log writes none", lambda args: args.no_log and args.log_file != "auto"),
+        "log_file": _if(
+            "--no-log writes none", lambda args: args.no_log and args.log_file != "auto"
+        ),
         "overlap": _if(
-            "--debug-mode breakdown is serial", lambda args: args.overlap and args.debug_mode == "breakdown"
+            "--debug-mode breakdown is serial",
+            lambda args: args.overlap and args.debug_mode == "breakdown",
         ),
     },
     "chat": {**_ENGINE, **_SAMPLING, "max_len": _beyond_positions},
@@ -613,9 +757,15 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     "evaluate text": {**_ENGINE, **_SAMPLING},
     "evaluate attention": {
         **_ENGINE,
-        **dict.fromkeys(("sinks", "gen_len"), _if("nothing is removed", lambda args: not args.remove)),
+        **dict.fromkeys(
+            ("sinks", "gen_len"), _if("nothing is removed", lambda args: not args.remove)
+        ),
     },
     # With --text the seed is the bootstrap's, and the other sampling flags are refused.
-    "evaluate streaming": {**_ENGINE, **_SAMPLING, "seed": lambda a, at: _greedy(a, at) if a.text is None else ""},
+    "evaluate streaming": {
+        **_ENGINE,
+        **_SAMPLING,
+        "seed": lambda a, at: _greedy(a, at) if a.text is None else "",
+    },
     "hardware": {"device": _SHOWN, "offload_dir": _SHOWN},
 }

@@ -1,4 +1,5 @@
-"""Run FlexGen's benchmark: prompts and answers of fixed lengths; with --prompts, answer the prompts of a file."""
+"""Run FlexGen's benchmark: prompts and answers of fixed lengths; with --prompts, answer the prompts
+of a file."""
 
 from __future__ import annotations
 
@@ -72,12 +73,20 @@ if TYPE_CHECKING:
 
 RULE = "-" * 70
 SHOWN = (
-    *SHOWN_OF_ENGINE, "--random-weights", "--prompt-len", "--gen-len", "--cut-gen-len", "--percent",
-    "--gpu-batch-size", "--num-gpu-batches", "--report",
-)  # fmt: skip
+    *SHOWN_OF_ENGINE,
+    "--random-weights",
+    "--prompt-len",
+    "--gen-len",
+    "--cut-gen-len",
+    "--percent",
+    "--gpu-batch-size",
+    "--num-gpu-batches",
+    "--report",
+)
 EXAMPLES = (
     "flexgen-h2o bench facebook/opt-1.3b --random-weights --ram 1GiB --prompt-len 64 --gen-len 4",
-    "flexgen-h2o bench smollm2-135m --percent 50 0 50 0 100 0 --gpu-batch-size 8 --num-gpu-batches 2",
+    "flexgen-h2o bench smollm2-135m --percent 50 0 50 0 100 0 --gpu-batch-size 8 --num-gpu-batches "
+    "2",
     "flexgen-h2o bench facebook/opt-6.7b --random-weights --hh-ratio 0.1 --hh-all --gen-len 8",
 )
 DEBUG_LAYER_STEPS = 20  # FlexGen's --debug-mode measures this many decode layers
@@ -98,7 +107,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     prog = f"flexgen-h2o {own_name('bench')}"
-    parser = OneLineParser(prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES)
+    parser = OneLineParser(
+        prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES
+    )
     add_engine_flags(parser)
     add_eviction_flags(parser)
     files = parser.section(FILES).add_argument
@@ -106,32 +117,61 @@ def _parser() -> OneLineParser:
         "--prompts",
         type=file_name,
         metavar="FILE",
-        help="answer these instead: .txt (one prompt per line) or .jsonl (prompt or prompt_token_ids)",
+        help="answer these instead: .txt (one prompt per line) or .jsonl (prompt or "
+        "prompt_token_ids)",
     )
-    files("--chat", action="store_true", help="each text of --prompts is a user's message in the chat template")
+    files(
+        "--chat",
+        action="store_true",
+        help="each text of --prompts is a user's message in the chat template",
+    )
     output = "with --prompts: .jsonl in input order: index, prompt, text, token_ids, finish_reason"
     files("--output", type=file_name, metavar="FILE", help=output)
-    report = files("--report", dest="json", type=file_name, metavar="FILE", help="write the run report (JSON)")
+    report = files(
+        "--report", dest="json", type=file_name, metavar="FILE", help="write the run report (JSON)"
+    )
     parser.also(report, "--json")
-    files("--trace", type=file_name, metavar="FILE", help="write a Chrome trace (opens in Perfetto)")
-    files("--log-file", metavar="FILE", help="append FlexGen's log lines here; auto: FlexGen's name (no log)")
+    files(
+        "--trace", type=file_name, metavar="FILE", help="write a Chrome trace (opens in Perfetto)"
+    )
+    files(
+        "--log-file",
+        metavar="FILE",
+        help="append FlexGen's log lines here; auto: FlexGen's name (no log)",
+    )
     files("--no-log", action="store_true", help="write no log, whatever --log-file says")
-    files("--verbose", type=count, default=2, help="0: nothing, 1: log lines, 2: also the first and last text (2)")
+    files(
+        "--verbose",
+        type=count,
+        default=2,
+        help="0: nothing, 1: log lines, 2: also the first and last text (2)",
+    )
     bench = parser.section(BENCHMARK).add_argument
-    bench("--prompt-len", type=positive, default=512, metavar="N", help="tokens of every prompt (512)")
-    length = bench("--gen-len", type=positive, default=32, metavar="N", help="new tokens of every prompt (32)")
+    bench(
+        "--prompt-len", type=positive, default=512, metavar="N", help="tokens of every prompt (512)"
+    )
+    length = bench(
+        "--gen-len", type=positive, default=32, metavar="N", help="new tokens of every prompt (32)"
+    )
     parser.also(length, "--max-tokens")
-    bench("--cut-gen-len", type=positive, metavar="N", help="run only N of the new tokens, and project the decode time")
+    bench(
+        "--cut-gen-len",
+        type=positive,
+        metavar="N",
+        help="run only N of the new tokens, and project the decode time",
+    )
     bench(
         "--debug-mode",
         choices=("fewer_batch", "breakdown"),
-        help="fewer_batch: 20 decode layers, projected; breakdown: without overlap, seconds by kind of step",
+        help="fewer_batch: 20 decode layers, projected; breakdown: without overlap, seconds by "
+        "kind of step",
     )
     job = parser.section(JOB).add_argument
     job(
         "--pipeline",
         action="store_true",
-        help="one of several processes, started by torchrun, that share the layers; budgets are of each process",
+        help="one of several processes, started by torchrun, that share the layers; budgets are of "
+        "each process",
     )
     job(
         "--num-inner-iterations",
@@ -189,7 +229,11 @@ def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
 
     pipeline = join_pipeline(args.num_inner_iterations)
     if not pipeline.is_first:
-        args.verbose, args.no_log, args.output, args.json, args.trace = 0, True, None, None, None
+        args.verbose = 0
+        args.no_log = True
+        args.output = None
+        args.json = None
+        args.trace = None
     return pipeline
 
 
@@ -203,9 +247,16 @@ def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
         planned = (saved.workload or {}).get("eviction")
         eviction = planned.get("name") if isinstance(planned, dict) else None
         if saved.model not in (None, llm.model.name):
-            note("flex_opt", f"--policy {args.policy} was found for {saved.model}, and this is {llm.model.name}")
+            note(
+                "flex_opt",
+                f"--policy {args.policy} was found for {saved.model}, and this is {llm.model.name}",
+            )
         if eviction not in (None, llm.eviction.name):
-            note("flex_opt", f"--policy {args.policy} was found with {eviction}, and this is {llm.eviction.name}")
+            note(
+                "flex_opt",
+                f"--policy {args.policy} was found with {eviction}, "
+                f"and this is {llm.eviction.name}",
+            )
     say_notes("flex_opt", args, llm)
 
 
@@ -215,16 +266,22 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--chat: is for the prompts of a file; give one with --prompts")
     if args.output is not None:
         check_output_path(usable_path(args.output, "--output"))
-    written = ("json", "trace") if args.no_log or args.log_file in (None, "auto") else ("json", "trace", "log_file")
+    written = (
+        ("json", "trace")
+        if args.no_log or args.log_file in (None, "auto")
+        else ("json", "trace", "log_file")
+    )
     check_files(args, ("prompts",), written, rows="output")
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.pipeline:
         raise UsageError(
-            f"{cut_short}: does not work with --pipeline, whose processes run to the end together; leave it out"
+            f"{cut_short}: does not work with --pipeline, whose processes run to the end together; "
+            "leave it out"
         )
     if args.dry_run and args.pipeline:
         raise UsageError(
-            "--dry-run: does not work with --pipeline, whose processes plan their own layers; leave one of them out"
+            "--dry-run: does not work with --pipeline, whose processes plan their own layers; "
+            "leave one of them out"
         )
     if args.num_inner_iterations and not args.pipeline:
         raise UsageError("--num-inner-iterations: goes with --pipeline; give both")
@@ -233,9 +290,13 @@ def _check(args: argparse.Namespace) -> None:
     if args.cut_gen_len and args.debug_mode:
         raise UsageError("--cut-gen-len and --debug-mode: give one of them")
     if args.cut_gen_len and (args.cut_gen_len < 2 or args.cut_gen_len > args.gen_len):
-        raise UsageError(f"--cut-gen-len: {args.cut_gen_len} must be between 2 and --gen-len {args.gen_len}")
+        raise UsageError(
+            f"--cut-gen-len: {args.cut_gen_len} must be between 2 and --gen-len {args.gen_len}"
+        )
     if args.debug_mode and args.gen_len < 2:
-        raise UsageError(f"--debug-mode {args.debug_mode}: measures decoding; --gen-len must be at least 2")
+        raise UsageError(
+            f"--debug-mode {args.debug_mode}: measures decoding; --gen-len must be at least 2"
+        )
 
 
 def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
@@ -248,7 +309,11 @@ def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
 
 
 def _generate(
-    args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, done: list[Completion]
+    args: argparse.Namespace,
+    llm: LLM,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    done: list[Completion],
 ) -> RunReport:
     """Run, and project what was cut short. Finished answers are also written if the run fails."""
     from flexgen_h2o.engine.channels import with_content
@@ -256,7 +321,9 @@ def _generate(
     def keep(found: list[Completion]) -> None:
         if args.chat:
             tokenizer = llm.model.tokenizer
-            found = [with_content(one, tokenizer, params, prompts[one.index].token_ids) for one in found]
+            found = [
+                with_content(one, tokenizer, params, prompts[one.index].token_ids) for one in found
+            ]
         done.extend(found)
 
     try:
@@ -273,7 +340,9 @@ def _generate(
         # As FlexGen's fewer_batch: the mean decode layer of the second half that was measured
         # represents all layers.
         decoded = [times.layers[llm.num_layers :] for times in llm.times]
-        seconds = sum(fmean(layers[len(layers) // 2 :]) * llm.num_layers * tokens for layers in decoded)
+        seconds = sum(
+            fmean(layers[len(layers) // 2 :]) * llm.num_layers * tokens for layers in decoded
+        )
     return replace(report, decode=PhaseReport(seconds, report.num_prompts * tokens), projected=True)
 
 
@@ -323,14 +392,21 @@ def _show_breakdown(llm: LLM) -> None:
 
     The run was serial, so waiting is the transfer itself.
     """
-    prefill_steps, decode_steps = (llm.timeline.count("compute", f"compute_layer {p}") for p in ("prefill", "decode"))
-    print(f"#layers: {llm.num_layers}\n#batches prefill: {prefill_steps}\n#batches decoding: {decode_steps}")
+    prefill_steps, decode_steps = (
+        llm.timeline.count("compute", f"compute_layer {p}") for p in ("prefill", "decode")
+    )
+    print(
+        f"#layers: {llm.num_layers}\n#batches prefill: {prefill_steps}\n#batches decoding: "
+        f"{decode_steps}"
+    )
     mean = llm.timeline.mean_seconds
     print(f"load_weight (per-layer): {mean('wait', 'load_weight'):.6f} s")
     if llm.policy is not None and llm.policy.compress_weight:
         print(f"unpack_weights (per-layer): {mean('compute', 'unpack_weights'):.6f} s")
     for phase in ("prefill", "decode"):
-        print(f"compute_layer_{phase} (per-batch): {mean('compute', f'compute_layer {phase}'):.6f} s")
+        print(
+            f"compute_layer_{phase} (per-batch): {mean('compute', f'compute_layer {phase}'):.6f} s"
+        )
         for kind in ("load_cache", "store_cache", "load_hidden", "store_hidden"):
             print(f"{kind}_{phase} (per-batch): {mean('wait', f'{kind} {phase}'):.6f} s")
 

@@ -1,4 +1,5 @@
-"""Answer prompts: print the answers, or write them to a file as a job that can be killed and resumed."""
+"""Answer prompts: print the answers, or write them to a file as a job that can be killed and
+resumed."""
 
 from __future__ import annotations
 
@@ -57,8 +58,15 @@ MAX_TOKENS = 256
 RULE = "-" * 70
 SYNOPSIS = "MODEL (-p TEXT ... | -i FILE [-o OUT.jsonl]) [flags]"
 SHOWN = (
-    *SHOWN_OF_ENGINE, *SHOWN_OF_SAMPLING, "--prompt", "--input", "--output", "--status", "--system", "--dry-run",
-)  # fmt: skip
+    *SHOWN_OF_ENGINE,
+    *SHOWN_OF_SAMPLING,
+    "--prompt",
+    "--input",
+    "--output",
+    "--status",
+    "--system",
+    "--dry-run",
+)
 EXAMPLES = (
     'flexgen-h2o generate smollm2-135m -p "What is the capital of France?"',
     "flexgen-h2o generate Qwen/Qwen3-8B -i prompts.txt -o answers.jsonl --ram 8GiB",
@@ -84,10 +92,18 @@ def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
 
     max_tokens: default for prompts that do not set it.
     """
-    parser = OneLineParser(prog=prog, synopsis=SYNOPSIS, description=doc, shown=SHOWN, examples=EXAMPLES)
+    parser = OneLineParser(
+        prog=prog, synopsis=SYNOPSIS, description=doc, shown=SHOWN, examples=EXAMPLES
+    )
     add_engine_flags(parser)
     add = parser.section(FILES).add_argument
-    add("-p", "--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated; one alone is streamed")
+    add(
+        "-p",
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="a prompt; may be repeated; one alone is streamed",
+    )
     lines = ".txt, one prompt per line; .jsonl, one request per line"
     add("-i", "--input", type=file_name, metavar="FILE", help=lines)
     output = "write answers here (.jsonl); the same command resumes"
@@ -96,9 +112,14 @@ def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
-        help='texts are messages in the model\'s chat template (if it has one; of {"prompt"} lines no)',
+        help='texts are messages in the model\'s chat template (if it has one; of {"prompt"} lines '
+        "no)",
     )
-    add("--status", action="store_true", help="print how far the job that writes --output is, and end")
+    add(
+        "--status",
+        action="store_true",
+        help="print how far the job that writes --output is, and end",
+    )
     add_max_tokens_flag(parser, max_tokens, "most new tokens of an answer")
     add_sampling_flags(parser)
     _add_job_flags(parser)
@@ -109,23 +130,44 @@ def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
 def _add_job_flags(parser: OneLineParser) -> None:
     add = parser.section(JOB).add_argument
     add("--force", action="store_true", help="resume an output that was begun with other settings")
-    add("--max-errors", type=count, metavar="N", help="end when more than N lines are errors (no limit)")
-    add("--window", type=positive, metavar="N", help="prompts that are read ahead and sorted (1024, or 4 batches)")
+    add(
+        "--max-errors",
+        type=count,
+        metavar="N",
+        help="end when more than N lines are errors (no limit)",
+    )
+    add(
+        "--window",
+        type=positive,
+        metavar="N",
+        help="prompts that are read ahead and sorted (1024, or 4 batches)",
+    )
     add(
         "--refill",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="a prompt that is done gives its place in the batch to the next one (on)",
     )
-    add("--share-prefix", choices=tuple(SHARINGS), default="auto", help="compute a common beginning once (auto)")
+    add(
+        "--share-prefix",
+        choices=tuple(SHARINGS),
+        default="auto",
+        help="compute a common beginning once (auto)",
+    )
     add(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="run on the Ray cluster at ADDRESS (or auto), one engine per actor; without ADDRESS on a Ray of its own",
+        help="run on the Ray cluster at ADDRESS (or auto), one engine per actor; without ADDRESS "
+        "on a Ray of its own",
     )
-    add("--ray-actors", type=positive, metavar="N", help="engines on Ray, each with the memory limits")
+    add(
+        "--ray-actors",
+        type=positive,
+        metavar="N",
+        help="engines on Ray, each with the memory limits",
+    )
 
 
 # ---- The choice of what to do
@@ -170,14 +212,20 @@ def _checked_input(path: Path) -> Path:
     if not path.exists():
         raise UsageError(f"--input {path}: does not exist; name a .jsonl or .txt file")
     if not path.is_file():
-        raise UsageError(f"--input {path}: is not a file, and it is read more than once; save the prompts to a file")
+        raise UsageError(
+            f"--input {path}: is not a file, and it is read more than once; save the prompts to a "
+            "file"
+        )
     return path
 
 
 def _refuse_job_flags(args: argparse.Namespace) -> None:
     for field in ("force", "max_errors", "window", "ray", "ray_actors"):
         if field in args.given:
-            raise UsageError(f"{args.given[field]}: is for answers that are written to a file; give --output OUT.jsonl")
+            raise UsageError(
+                f"{args.given[field]}: is for answers that are written to a file; give --output "
+                "OUT.jsonl"
+            )
 
 
 # ---- A job
@@ -220,7 +268,10 @@ def _kept_prompts(texts: Sequence[str], output: Path) -> Path:
         if not path.exists():
             write_whole(path, body, follow=False)
         elif path.read_bytes() != body.encode():
-            raise UsageError(f"--prompt: {path} has other prompts, of another job; remove it, or give another --output")
+            raise UsageError(
+                f"--prompt: {path} has other prompts, of another job; remove it, or give another "
+                "--output"
+            )
     except OSError as error:
         raise UsageError(f"--output {output}: {path}: {error.strerror or error}") from error
     return path
@@ -230,8 +281,13 @@ def _check_output(args: argparse.Namespace) -> None:
     from flexgen_h2o.jobs.sidecar import sidecar_path, status_path
 
     check_separate(args, ("input", "policy", "hardware"), ("output",))
-    if args.input.resolve() in (path(args.output).resolve() for path in (sidecar_path, status_path)):
-        raise UsageError(f"--input {args.input}: is a file that the job writes beside --output; give another name")
+    if args.input.resolve() in (
+        path(args.output).resolve() for path in (sidecar_path, status_path)
+    ):
+        raise UsageError(
+            f"--input {args.input}: is a file that the job writes beside --output; give another "
+            "name"
+        )
 
 
 # ---- Printed answers
@@ -268,7 +324,9 @@ def standard_input(advice: str) -> str:
         raise UsageError(f"--prompt: is missing; {advice}")
     data = sys.stdin.buffer.read(MOST_LINE_BYTES + 1)
     if len(data) > MOST_LINE_BYTES:
-        raise UsageError(f"standard input: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it")
+        raise UsageError(
+            f"standard input: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it"
+        )
     try:
         text = data.decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -361,7 +419,9 @@ class _Printed:
         print(self._text.more(self.token_ids, reason is not None), end="", flush=True)
 
 
-def _print_streamed(llm: LLM, prompt: Prompt, params: SamplingParams, is_chat: bool, echo: bool) -> Completion:
+def _print_streamed(
+    llm: LLM, prompt: Prompt, params: SamplingParams, is_chat: bool, echo: bool
+) -> Completion:
     """Print the answer to a single prompt as it comes: a conversation of one turn."""
     from flexgen_h2o.engine.channels import TerminalText, with_content
     from flexgen_h2o.engine.conversation import AnswerText, Conversation
@@ -381,14 +441,25 @@ def _print_streamed(llm: LLM, prompt: Prompt, params: SamplingParams, is_chat: b
     asked = replace(params, max_tokens=room)
     penalties = penalties_maker(model, params)
     talk = Conversation(
-        prompt.token_ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1, penalties=penalties
+        prompt.token_ids,
+        iter(()),
+        asked,
+        ends,
+        printed,
+        room,
+        max_tokens_per_sweep=1,
+        penalties=penalties,
     )
     if echo:
         print(_echoed(prompt, is_chat), end="", flush=True)
     llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
     print()
     done = Completion(
-        0, prompt.text, ends.text(printed.token_ids, prompt.token_ids), printed.token_ids, printed.reason or "length"
+        0,
+        prompt.text,
+        ends.text(printed.token_ids, prompt.token_ids),
+        printed.token_ids,
+        printed.reason or "length",
     )
     return with_content(done, model.tokenizer, params, prompt.token_ids) if is_chat else done
 
@@ -418,7 +489,9 @@ def _print_in_order(
             before = _echoed(prompt, chats[i]) if echo else ""
             text = _text_of(one.text, one.token_ids)
             if chats[i]:
-                text = TerminalText(tokenizer, params[i], prompt.token_ids).more(one.token_ids, True)
+                text = TerminalText(tokenizer, params[i], prompt.token_ids).more(
+                    one.token_ids, True
+                )
                 one = with_content(one, tokenizer, params[i], prompt.token_ids)
             print(f"{RULE}\n{titles[i]}: {sizes}\n{RULE}", flush=True)
             print(before + text, flush=True)

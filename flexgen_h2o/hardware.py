@@ -1,4 +1,5 @@
-"""Measure how fast this machine computes and reads memory and disk, for plans. It takes 1 to 2 minutes."""
+"""Measure how fast this machine computes and reads memory and disk, for plans. It takes 1 to 2
+minutes."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from flexgen_h2o.planner.profile import (
     write_profile,
 )
 
-PROMISED, PROMISED_S = "one to two minutes", (50, 130)
+PROMISED = "one to two minutes"
+PROMISED_S = (50, 130)
 CACHED = ""  # --show without a name
-GIGA, MICRO = 1e9, 1e-6
+GIGA = 1e9
+MICRO = 1e-6
 RATES = {
     "disk_read_bytes_per_s": "disk, read",
     "disk_write_bytes_per_s": "disk, write",
@@ -69,8 +72,16 @@ def _parser() -> OneLineParser:
     disk = f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})"
     add("--offload-dir", type=not_empty, default=DEFAULT_OFFLOAD_DIR, help=disk)
     add("--device", default="auto", help="auto, cpu or cuda")
-    add("--machine", type=not_empty, metavar="NAME", help="the profile's name (default: from the GPU or the CPU)")
-    shown = "measure nothing; print a profile file, a shipped profile by its name, or the one kept for this machine"
+    add(
+        "--machine",
+        type=not_empty,
+        metavar="NAME",
+        help="the profile's name (default: from the GPU or the CPU)",
+    )
+    shown = (
+        "measure nothing; print a profile file, a shipped profile by its name, or the one kept "
+        "for this machine"
+    )
     add("--show", nargs="?", const=CACHED, metavar="NAME", help=shown)
     return parser
 
@@ -87,14 +98,18 @@ def _run(argv: list[str] | None) -> int:
 def _shown(args: argparse.Namespace) -> HardwareProfile:
     for flag, given in (("--output", args.output), ("--machine", args.machine)):
         if given is not None:
-            raise UsageError(f"{flag} and --show: nothing is measured with --show; leave one of them out")
+            raise UsageError(
+                f"{flag} and --show: nothing is measured with --show; leave one of them out"
+            )
     if args.show != CACHED:
         return read_profile(find_profile(args.show, "--show"), "--show")
     from flexgen_h2o.planner.measure.run import cached_profile
 
     found = cached_profile(args.device, args.offload_dir)
     if found is None:
-        raise UsageError("--show: no profile of this machine is kept; measure one: flexgen-h2o hardware")
+        raise UsageError(
+            "--show: no profile of this machine is kept; measure one: flexgen-h2o hardware"
+        )
     return found
 
 
@@ -105,7 +120,10 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
         results_are_in(args.output)
     from flexgen_h2o.planner.measure.run import measure, store
 
-    promise = [f"takes {PROMISED} where the machine is quiet, up to 2 GiB of disk and 1 GiB of memory meanwhile"]
+    promise = [
+        f"takes {PROMISED} where the machine is quiet, up to 2 GiB of disk and 1 GiB of memory "
+        "meanwhile"
+    ]
 
     def progress(line: str) -> None:  # the first line comes when nothing can be refused any more
         for said in (*promise, line):
@@ -138,11 +156,17 @@ def table(profile: HardwareProfile) -> str:
     microseconds.
     """
     lines = [f"{profile.machine}: {profile.description}", f"{profile.source}, {profile.date}"]
-    sizes = [("device", profile.device_mem_bytes), ("host", profile.host_mem_bytes), ("disk", profile.disk_mem_bytes)]
+    sizes = [
+        ("device", profile.device_mem_bytes),
+        ("host", profile.host_mem_bytes),
+        ("disk", profile.disk_mem_bytes),
+    ]
     lines += ["", "memory", *_columns([(name, format_bytes(size)) for name, size in sizes if size])]
     groups = (("GB/s", RATES, GIGA), ("us", SECONDS, MICRO), ("share left", SHARES, 1.0))
     for unit, names, scale in groups:
-        figures = [(what, three_digits(getattr(profile, field) / scale)) for field, what in names.items()]
+        figures = [
+            (what, three_digits(getattr(profile, field) / scale)) for field, what in names.items()
+        ]
         lines += ["", unit, *_columns(figures)]
     for dtype, rates in profile.compute.items():
         lines += ["", *_compute(dtype, rates)]
@@ -155,14 +179,26 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
     products = [(shape, i, c) for shape, by_inner in rates.matmul_flops_per_s for i, c in by_inner]
     rows = [rows for rows, _ in products[0][2].points]
     head = ["rows", *(f"{r:g}" for r in rows)]
-    body = [[f"{i:g} to {i * shape:g}", *(three_digits(c.at(r) / GIGA) for r in rows)] for shape, i, c in products]
+    body = [
+        [f"{i:g} to {i * shape:g}", *(three_digits(c.at(r) / GIGA) for r in rows)]
+        for shape, i, c in products
+    ]
     yield f"{dtype}: products, GFLOP/s"
     yield from _columns([head, *body])
-    faster = {"blocked": rates.blocked_speedup, "int8": rates.int8_speedup, "int8 from int4": rates.int4_speedup}
-    yield from _curves({f"times faster, {held}": curve for held, curve in faster.items()}, scale=1.0)
+    faster = {
+        "blocked": rates.blocked_speedup,
+        "int8": rates.int8_speedup,
+        "int8 from int4": rates.int4_speedup,
+    }
+    yield from _curves(
+        {f"times faster, {held}": curve for held, curve in faster.items()}, scale=1.0
+    )
     yield f"{dtype}: GFLOP/s by tokens of a prompt"
     yield from _curves(
-        {"attention of prompts": rates.prefill_attention_flops_per_s, "column sums": rates.column_sums_flops_per_s}
+        {
+            "attention of prompts": rates.prefill_attention_flops_per_s,
+            "column sums": rates.column_sums_flops_per_s,
+        }
     )
     yield f"{dtype}: GB/s of decode attention by head width"
     yield from _curves(
@@ -183,13 +219,18 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
     yield from _columns([(what, three_digits(rate / GIGA)) for what, rate in others.items()])
     if rates.decode_speedup:
         yield f"{dtype}: quantised checkpoints, times faster than int4 to dtype"
-        yield from _columns([(name, three_digits(ratio)) for name, ratio in rates.decode_speedup.items()])
+        yield from _columns(
+            [(name, three_digits(ratio)) for name, ratio in rates.decode_speedup.items()]
+        )
 
 
 def _curves(curves: dict[str, Curve], scale: float = GIGA) -> list[str]:
     """Return one line per curve. Curves of a profile share their sizes or have one point each."""
     return _columns(
-        [[what, *(f"{size:g}: {three_digits(rate / scale)}" for size, rate in c.points)] for what, c in curves.items()]
+        [
+            [what, *(f"{size:g}: {three_digits(rate / scale)}" for size, rate in c.points)]
+            for what, c in curves.items()
+        ]
     )
 
 

@@ -61,7 +61,14 @@ from flexgen_h2o.kvcache.eviction import Eviction, Full, check_eviction
 from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
-from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model, has_safetensors, said_dtype
+from flexgen_h2o.models.load import (
+    Model,
+    content_digests,
+    find_checkpoint,
+    find_model,
+    has_safetensors,
+    said_dtype,
+)
 from flexgen_h2o.planner.plans import Planned, Planner
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
@@ -96,27 +103,39 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path, policy: Policy | AutoPolicy | str | Path = "auto",
-        eviction: object = None, device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None,
-        offload_dir: str | Path | None = None, path: str | Path | None = None, revision: str | None = None,
-        hardware: HardwareProfile | str | Path | None = None, on_plan: Callable[[Answer], NoReturn] | None = None,
+        self,
+        model: str | Path,
+        policy: Policy | AutoPolicy | str | Path = "auto",
+        eviction: object = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        budget: MemoryBudget | None = None,
+        offload_dir: str | Path | None = None,
+        path: str | Path | None = None,
+        revision: str | None = None,
+        hardware: HardwareProfile | str | Path | None = None,
+        on_plan: Callable[[Answer], NoReturn] | None = None,
         max_model_len: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         forks.check_threads()
         self._eviction = check_eviction(eviction)
         self.asked_policy = read_policy_argument(policy)
         _check_together(self.asked_policy, self._eviction)
         if budget is not None and not isinstance(budget, MemoryBudget):
             raise UsageError(
-                f'budget: {budget!r:.60} is not a MemoryBudget; write for example MemoryBudget(host="16GiB")'
+                f"budget: {budget!r:.60} is not a MemoryBudget; write for example "
+                'MemoryBudget(host="16GiB")'
             )
         self._budget = budget or MemoryBudget()
         is_profile = hardware is None or isinstance(hardware, HardwareProfile)
         self._hardware = hardware if is_profile else _text("hardware", hardware)
         self._device_name = _text("device", device)
         self._device = open_device(device, separate_budget=self._budget.device is not None)
-        self.offload_dir = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
-        name, where = _text("model", model), _text_or_none("path", path)
+        self.offload_dir = usable_path(
+            DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir"
+        )
+        name = _text("model", model)
+        where = _text_or_none("path", path)
         self._on_plan = on_plan
         version = _text_or_none("revision", revision)
         self.model: Model = find_model(
@@ -204,19 +223,28 @@ class LLM:
         transformer blocks, or if the policy is "auto".
         """
         if isinstance(self.asked_policy, AutoPolicy):
-            raise UsageError("--pipeline: auto plans for one process; give --percent and batch sizes, or --policy FILE")
+            raise UsageError(
+                "--pipeline: auto plans for one process; give --percent and batch sizes, or "
+                "--policy FILE"
+            )
         self._planner.part = part_of(pipeline, self.model.spec, self.eviction)
 
     @property
     def dtype(self) -> str:
         """The dtype of computation, weights and KV cache."""
-        return self._device.compute_dtype(self._asked_dtype, RANDOM_DTYPE if self.model.random else self._stored_dtype)
+        return self._device.compute_dtype(
+            self._asked_dtype, RANDOM_DTYPE if self.model.random else self._stored_dtype
+        )
 
     @property
     def _stored_dtype(self) -> str:
         """The checkpoint's dtype. A dry run without weights reads it from the model's config."""
         model = self.model
-        return said_dtype(model) if self._on_plan and not has_safetensors(model) else self._checkpoint.dtype
+        return (
+            said_dtype(model)
+            if self._on_plan and not has_safetensors(model)
+            else self._checkpoint.dtype
+        )
 
     @property
     def precision_note(self) -> str | None:
@@ -226,7 +254,10 @@ class LLM:
         """
         if self.model.random or self._asked_dtype is not None or self.dtype == self._stored_dtype:
             return None
-        return f"{self._stored_dtype} weights are computed in {self.dtype} here; --dtype float32 loses nothing"
+        return (
+            f"{self._stored_dtype} weights are computed in {self.dtype} here; --dtype float32 "
+            "loses nothing"
+        )
 
     @property
     def num_layers(self) -> int:
@@ -250,12 +281,17 @@ class LLM:
         """Return FlexGen's summary: bytes of the weights, of all sequences' full KV cache and
         hidden states.
         """
-        return sizes_of(self.model.spec, self._table(prompts, params).sizes, DTYPE_BYTES[self.dtype])
+        return sizes_of(
+            self.model.spec, self._table(prompts, params).sizes, DTYPE_BYTES[self.dtype]
+        )
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
-        watch_logits: LogitsWatch | None = None, refill: bool = True,
-    ) -> list[Completion]:  # fmt: skip
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        watch_logits: LogitsWatch | None = None,
+        refill: bool = True,
+    ) -> list[Completion]:
         """Generate for text prompts and lists of token ids, in any mix.
 
         params: one for all prompts, or one per prompt. With one per prompt, a sequence draws from
@@ -282,9 +318,11 @@ class LLM:
         return sorted(done, key=lambda c: c.index)
 
     def score(
-        self, prompts: Sequence[str | Sequence[int]], continuations: Sequence[str | Sequence[int]],
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        continuations: Sequence[str | Sequence[int]],
         mode: str = DECODE,
-    ) -> list[Completion]:  # fmt: skip
+    ) -> list[Completion]:
         """Return the log-probabilities of continuations, each after its prompt.
 
         prompts, continuations: texts and lists of token ids, in any mix. A continuation's text is
@@ -296,17 +334,27 @@ class LLM:
         token was the likeliest. Prompts that begin alike are computed once (`share_prefix`).
         """
         encode = self.model.encode_more if self.model.tokenizer is not None else None
-        read = prompts_from_python(continuations, encode, self.model.spec.vocab_size, name="continuations")
+        read = prompts_from_python(
+            continuations, encode, self.model.spec.vocab_size, name="continuations"
+        )
         if isinstance(prompts, Iterator):
             prompts = list(prompts)
         if isinstance(prompts, Sized) and len(read) != len(prompts):
-            raise UsageError(f"continuations: {len(read)} for {len(prompts)} prompts; give one for each")
-        return self.generate(prompts, [SamplingParams(score=one.token_ids, score_mode=mode) for one in read])
+            raise UsageError(
+                f"continuations: {len(read)} for {len(prompts)} prompts; give one for each"
+            )
+        return self.generate(
+            prompts, [SamplingParams(score=one.token_ids, score_mode=mode) for one in read]
+        )
 
     def follow(
-        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], watch_logits: LogitsWatch,
-        watch_slots: SlotsWatch | None = None, max_tokens_per_sweep: int = 1,
-    ) -> RunReport:  # fmt: skip
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]],
+        watch_logits: LogitsWatch,
+        watch_slots: SlotsWatch | None = None,
+        max_tokens_per_sweep: int = 1,
+    ) -> RunReport:
         """Run `prompts` with teacher forcing: each sequence takes the tokens of its continuation.
 
         watch_logits: when it sees a sequence for the t-th time, the logits are those that
@@ -319,13 +367,21 @@ class LLM:
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
         check_int("max_tokens_per_sweep", max_tokens_per_sweep, low=1)
-        read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, max_tokens_per_sweep)
+        read, forced = forced_rows(
+            prompts, continuations, self.eviction, self.model.spec, max_tokens_per_sweep
+        )
         return self.run(read, forced, lambda done: None, Callbacks(watch_logits, watch_slots))
 
     def run(
-        self, prompts: Sequence[Prompt], params: Params, on_finished: Callable[[list[Completion]], None],
-        callbacks: Callbacks = NO_CALLBACKS, order: Order | None = None, refill: bool = False, more: More | None = None,
-    ) -> RunReport:  # fmt: skip
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        on_finished: Callable[[list[Completion]], None],
+        callbacks: Callbacks = NO_CALLBACKS,
+        order: Order | None = None,
+        refill: bool = False,
+        more: More | None = None,
+    ) -> RunReport:
         """Run prompts that are tokenised already, and return the report.
 
         params: as in `generate`, or a TokenSource, which determines the tokens of sequences and
@@ -343,10 +399,18 @@ class LLM:
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
-            table, planner = self._table(prompts, params), self._planner
+            table = self._table(prompts, params)
+            planner = self._planner
             pipeline = planner.part.pipeline
             if pipeline is not None:
-                given = (self.model.config, self.dtype, self.asked_policy, self.eviction, params, self.share_prefix)
+                given = (
+                    self.model.config,
+                    self.dtype,
+                    self.asked_policy,
+                    self.eviction,
+                    params,
+                    self.share_prefix,
+                )
                 check_same(pipeline, given, table.rows)
             engine = self._ready(table.rows)
             blocks = planner.blocks(table.rows, engine.policy)
@@ -358,27 +422,43 @@ class LLM:
             # A prediction assumes that the sequences of a block begin together and take one token
             # per sweep.
             is_foreseen = not scheduler.is_continuous and not any(row.given for row in table.rows)
-            self.predicted = planner.predict(table.rows, engine.policy, engine.plan) if is_foreseen else None
-            before, self._blocks = engine.io_bytes_by_kind, scheduler.stats
+            self.predicted = (
+                planner.predict(table.rows, engine.policy, engine.plan) if is_foreseen else None
+            )
+            before = engine.io_bytes_by_kind
+            self._blocks = scheduler.stats
             engine.timeline.reset()
             with contextlib.ExitStack() as stack:
-                listener = callbacks.listener or stack.enter_context(Progress(sum(r.max_new for r in table.rows)))
+                listener = callbacks.listener or stack.enter_context(
+                    Progress(sum(r.max_new for r in table.rows))
+                )
 
                 def hand_out(finished: list[Row]) -> None:
                     listener.finish(finished)
                     on_finished(table.finish(finished))
 
                 executor = Executor(
-                    engine, planner.part.eviction, table.decoding(callbacks), hand_out,
-                    scheduler.most_sweeps(engine.policy.num_gpu_batches), planner.sharing, scheduler.common,
-                )  # fmt: skip
+                    engine,
+                    planner.part.eviction,
+                    table.decoding(callbacks),
+                    hand_out,
+                    scheduler.most_sweeps(engine.policy.num_gpu_batches),
+                    planner.sharing,
+                    scheduler.common,
+                )
                 stack.enter_context(self._closing_on_error())
                 executor.run(scheduler, order, listener.sweep)
             on_finished(table.finish_rest())
-            predicted, profile = self.predicted, planner.profile
-            seconds = {phase: None if predicted is None else getattr(predicted, phase) for phase in PREDICTIONS}
+            predicted = self.predicted
+            profile = planner.profile
+            seconds = {
+                phase: None if predicted is None else getattr(predicted, phase)
+                for phase in PREDICTIONS
+            }
             facts = {"profile": profile.machine, "profile_disturbed": profile.was_disturbed}
-            self.report = make_report(engine, planner.part, table, scheduler, before, seconds, facts)
+            self.report = make_report(
+                engine, planner.part, table, scheduler, before, seconds, facts
+            )
             return self.report
         finally:
             self._running.release()
@@ -430,11 +510,14 @@ class LLM:
         Close the engine if it is open, and open none.
         """
         self.close()
-        return self._planner.plan(self._table(prompts, params).rows, self.asked_policy, self._budgets()).policy
+        return self._planner.plan(
+            self._table(prompts, params).rows, self.asked_policy, self._budgets()
+        ).policy
 
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
         """Return whether these sequences can join the running block of the open engine."""
-        engine, rows = self._engine, self._table(prompts, params).rows
+        engine = self._engine
+        rows = self._table(prompts, params).rows
         return engine is not None and self._planner.has_room(engine.plan, rows, self._common)
 
     @property
@@ -469,7 +552,9 @@ class LLM:
         return RequestTable(prompts, params, self.model, self.eviction)
 
     def _budgets(self) -> dict[str, int | None]:
-        return resolve_budgets(self._budget, self._device, self.offload_dir, self._planner.part.processes)
+        return resolve_budgets(
+            self._budget, self._device, self.offload_dir, self._planner.part.processes
+        )
 
     def _check_eviction(self) -> None:
         check_for_model(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
@@ -479,27 +564,42 @@ class LLM:
 
         It is the open one if that covers them, else a new one.
         """
-        planner, asked = self._planner, self.asked_policy
+        planner = self._planner
+        asked = self.asked_policy
         # No other name refers to the open engine: its memory must be free before budgets are
         # measured.
-        if self._engine is not None and planner.serves(self._engine.plan, self._engine.policy, asked, rows):
+        if self._engine is not None and planner.serves(
+            self._engine.plan, self._engine.policy, asked, rows
+        ):
             return self._engine
         self.close()
         self._check_eviction()
-        budgets, part, dtype = self._budgets(), planner.part, getattr(torch, self.dtype)
+        budgets = self._budgets()
+        part = planner.part
+        dtype = getattr(torch, self.dtype)
         planner.planned = planned = planner.plan(rows, asked, budgets)
         if self._on_plan is not None:
             self._on_plan(planner.answer(rows, planned, asked, budgets))
         self._policy = policy = planned.policy
         if self.tests_bits and policy.compress_cache:
             self._test_bits(rows, planned)
-        form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
-        places = {self._device.torch_device, *([torch.device("cpu")] if policy.cpu_cache_compute else [])}
+        form = weight_format(part.spec, policy, dtype.itemsize)
+        scored = bool(self.eviction.needs.record)
+        places = {
+            self._device.torch_device,
+            *([torch.device("cpu")] if policy.cpu_cache_compute else []),
+        }
         for place in sorted(places, key=str):
             compile_subprocess(
-                warm_up, place, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
-                part.spec.rotary is not None, partial(formats.warm_up, form, experts=bool(part.spec.experts)),
-            )  # fmt: skip
+                warm_up,
+                place,
+                dtype,
+                scored,
+                packing_of(part.spec, policy),
+                is_rolling(self.eviction),
+                part.spec.rotary is not None,
+                partial(formats.warm_up, form, experts=bool(part.spec.experts)),
+            )
         checkpoint = self._find_checkpoint(form.packed) if form.packed else self._checkpoint
         # The weights that were packed just now must be those that were opened at first.
         if not self.model.random:
@@ -527,14 +627,18 @@ class LLM:
             logits: list[torch.Tensor] = []
 
             def see(indices: list[int], of_rows: torch.Tensor) -> None:
-                logits.extend(of_rows[i].clone() for i, index in enumerate(indices) if index == PACKED)
+                logits.extend(
+                    of_rows[i].clone() for i, index in enumerate(indices) if index == PACKED
+                )
 
             done: list[Completion] = []
             other.run(*requests_of_test(ids), done.extend, Callbacks(see, listener=Silent()))
             whole = min(done, key=lambda completion: completion.index).logprobs
             assert whole is not None
             # The first token follows the prompt, whose attention read no packed KV entries.
-            found = [likeliest_divergence(*pair) for pair in zip(whole[1:], logits[1:], strict=True)]
+            found = [
+                likeliest_divergence(*pair) for pair in zip(whole[1:], logits[1:], strict=True)
+            ]
             kl = sum(found) / len(found)
             if kl > MOST_KL:
                 say_once(warning_of(bits, kl))
@@ -553,17 +657,26 @@ class LLM:
         other.share_prefix = "off"
         return other
 
-    def _is_cheap(self, other: LLM, ids: Sequence[int], rows: Sequence[Row], planned: Planned) -> bool:
+    def _is_cheap(
+        self, other: LLM, ids: Sequence[int], rows: Sequence[Row], planned: Planned
+    ) -> bool:
         """Return whether the job takes so much longer than the test of `ids` that nobody notices
         the test.
         """
-        policy, planner = base_of(other.asked_policy), other._planner
-        of_test = other._table([Prompt(0, tuple(ids), None)], SamplingParams(PASSES, ignore_eos=True)).rows
-        test = planner.foresee(of_test, policy, planner.plan(of_test, policy, other._budgets()).memory)
+        policy = base_of(other.asked_policy)
+        planner = other._planner
+        of_test = other._table(
+            [Prompt(0, tuple(ids), None)], SamplingParams(PASSES, ignore_eos=True)
+        ).rows
+        test = planner.foresee(
+            of_test, policy, planner.plan(of_test, policy, other._budgets()).memory
+        )
         job = self._planner.foresee(rows, planned.policy, planned.memory)
         if test is None or job is None:
             return False
-        held = checkpoint_bytes(self.model.spec, DTYPE_BYTES[self.dtype]) * (1 - policy.weight_shares[2])
+        held = checkpoint_bytes(self.model.spec, DTYPE_BYTES[self.dtype]) * (
+            1 - policy.weight_shares[2]
+        )
         test_s = held / self.profile.disk_read_bytes_per_s + 2 * test.total_s
         test_s += STEPS * self.model.spec.num_blocks * BLOCK_STEP_S
         job_s = job.total_s * max(1, self._planner.job_rows / len(rows))
@@ -572,7 +685,8 @@ class LLM:
     @cached_property
     def _planner(self) -> Planner:
         part = ModelPart(self.model.spec, self.eviction)
-        is_host, dtype = self._device.is_host, self.dtype
+        is_host = self._device.is_host
+        dtype = self.dtype
         return Planner(part, self._device_name, is_host, dtype, self.offload_dir, self._hardware)
 
     @cached_property
@@ -589,14 +703,18 @@ class LLM:
         Random and packed weights are written at first use, after the memory plan, as they may be
         many GB.
         """
-        dtype, shown = self.dtype if self.model.random else "", Progress.on_terminal()
-        return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, form)
+        dtype = self.dtype if self.model.random else ""
+        shown = Progress.on_terminal()
+        return find_checkpoint(
+            self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, form
+        )
 
 
 def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
     if base_of(policy).attn_sparsity != 1 and eviction.needs.record:
         raise UsageError(
-            f"attn_sparsity: reads a share of the full cache; leave it at 1 with {eviction.name}, or eviction out"
+            f"attn_sparsity: reads a share of the full cache; leave it at 1 with {eviction.name}, "
+            "or eviction out"
         )
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
 
 
-def opening_line(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], num_prompts: int) -> str:
+def opening_line(
+    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], num_prompts: int
+) -> str:
     """Return what will happen on the open engine.
 
     prompts, params: those that have been read so far.
@@ -31,7 +33,10 @@ def opening_line(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingP
     cache = _places("KV cache", policy.cache_shares, llm.device_is_host)
     batch = min(policy.block_size, num_prompts)
     batches = "" if num_prompts == 1 else f" in batches of {batch}"
-    about = f"{llm.model.name}, {size} in {llm.dtype}; {weights}; {cache}; {counted(num_prompts, 'prompt')}{batches}"
+    about = (
+        f"{llm.model.name}, {size} in {llm.dtype}; {weights}; {cache}; "
+        f"{counted(num_prompts, 'prompt')}{batches}"
+    )
     predicted = llm.foresee(prompts, params)
     if predicted is None:
         return about
@@ -42,7 +47,10 @@ def opening_line(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingP
         assert alone is not None
         speed += f", one prompt alone {three_digits(alone.tokens_per_s)}"
     if llm.profile.machine == NOMINAL:
-        return f"{about}; {seconds} ({speed}), if no answer ends early: may be several times off, {NOT_MEASURED}"
+        return (
+            f"{about}; {seconds} ({speed}), if no answer ends early: may be several times off, "
+            f"{NOT_MEASURED}"
+        )
     doubt = f"; {MEASURED_BUSY}" if llm.profile.was_disturbed else ""
     return f"{about}; about {seconds} ({speed}), if no answer ends early{doubt}"
 
@@ -51,7 +59,8 @@ def _places(what: str, shares: tuple[float, float, float], device_is_host: bool)
     """Return where the shares on device, host and disk are: `weights 50% in RAM, 50% on disk`."""
     device, host, disk = shares
     if device_is_host:
-        device, host = 0.0, device + host
+        host = device + host
+        device = 0.0
     named = ((device, "on the GPU"), (host, "in RAM"), (disk, "on disk"))
     found = [(share, place) for share, place in named if share]
     if len(found) == 1:

@@ -29,7 +29,20 @@ OWN = ("positional arguments", "options")  # argparse's titles for what is in no
 WORKLOAD = "Workload"
 BENCHMARK = "Benchmark"
 HELP = "Help"
-SECTIONS = (MODEL, *OWN, WORKLOAD, FILES, BENCHMARK, SAMPLING, MEMORY, KV, JOB, PLACEMENT_FLAGS, EVICTION, HELP)
+SECTIONS = (
+    MODEL,
+    *OWN,
+    WORKLOAD,
+    FILES,
+    BENCHMARK,
+    SAMPLING,
+    MEMORY,
+    KV,
+    JOB,
+    PLACEMENT_FLAGS,
+    EVICTION,
+    HELP,
+)
 
 _MOST_QUOTED = 60  # characters that are quoted of a word of the command line
 _HELP_COLUMN = 24  # column in which the explanations begin
@@ -52,7 +65,9 @@ def forget_spellings() -> None:
 
 def _main_name(action: argparse.Action) -> str:
     """Return the flag's first long name."""
-    return next((name for name in action.option_strings if name.startswith("--")), action.option_strings[0])
+    return next(
+        (name for name in action.option_strings if name.startswith("--")), action.option_strings[0]
+    )
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -148,9 +163,13 @@ class OneLineParser(argparse.ArgumentParser):
         formatter.add_usage(f"{self.prog} {self.synopsis}", self._actions, [])
         formatter.add_text(self.description)
         order = {title: i for i, title in enumerate(SECTIONS)}
-        groups = sorted(self._action_groups, key=lambda group: order.get(str(group.title), len(order)))
+        groups = sorted(
+            self._action_groups, key=lambda group: order.get(str(group.title), len(order))
+        )
         for group in groups:
-            actions = [a for a in group._group_actions if everything or not self.shown or self._is_shown(a)]
+            actions = [
+                a for a in group._group_actions if everything or not self.shown or self._is_shown(a)
+            ]
             if any(a.help is not argparse.SUPPRESS for a in actions):
                 formatter.start_section(group.title)
                 formatter.add_text(group.description)
@@ -181,10 +200,17 @@ class OneLineParser(argparse.ArgumentParser):
         table = self._option_string_actions
         for word, value in pairwise(self._line):
             action = table.get(word)
-            if action is None or "/".join(action.option_strings) != found[1] or value.partition("=")[0] in table:
+            if (
+                action is None
+                or "/".join(action.option_strings) != found[1]
+                or value.partition("=")[0] in table
+            ):
                 continue
             if value.startswith("-"):
-                return f"; a value that begins with a hyphen stands behind an equals sign: {_main_name(action)}={value}"
+                return (
+                    "; a value that begins with a hyphen stands behind an equals sign: "
+                    f"{_main_name(action)}={value}"
+                )
         return ""
 
     # Also called for the parser of a sub-command.
@@ -206,7 +232,9 @@ class OneLineParser(argparse.ArgumentParser):
         if self._model_is_positional:
             self._take_positional_model(found, unknown)
         if unknown:
-            self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
+            self.error(
+                self._advice(next((word for word in unknown if word.startswith("-")), unknown[0]))
+            )
         found.given = {**getattr(found, "given", {}), **self._given}
         return found, unknown
 
@@ -215,9 +243,16 @@ class OneLineParser(argparse.ArgumentParser):
 
         The sub-command may be left out.
         """
-        if self._subparsers is None or not self._model_is_positional or not words or words[0].startswith("-"):
+        if (
+            self._subparsers is None
+            or not self._model_is_positional
+            or not words
+            or words[0].startswith("-")
+        ):
             return False
-        return all(words[0] not in (action.choices or ()) for action in self._subparsers._group_actions)
+        return all(
+            words[0] not in (action.choices or ()) for action in self._subparsers._group_actions
+        )
 
     def _known_spelling(self, word: str) -> str:
         """Return the word with a flag spelled as this command knows it.
@@ -240,7 +275,11 @@ class OneLineParser(argparse.ArgumentParser):
         typed = {word.partition("=")[0] for word in words}
         for action in self._actions:
             names = [_main_name(action)] if action.option_strings else []
-            names += [name for name, other in table.items() if other is action and name not in action.option_strings]
+            names += [
+                name
+                for name, other in table.items()
+                if other is action and name not in action.option_strings
+            ]
             shown = next((name for name in names if name in typed), names[0] if names else "")
             _spelled.update(dict.fromkeys(names, shown))
         if self._model_is_positional and typed.isdisjoint(("-m", "--model")):
@@ -251,9 +290,14 @@ class OneLineParser(argparse.ArgumentParser):
         if not words or len(words) < len(unknown):
             return
         if len(words) > 1:
-            self.error(f"unrecognized arguments: {words[1]}; one MODEL is taken, and {words[0]} is before it")
+            self.error(
+                f"unrecognized arguments: {words[1]}; one MODEL is taken, and {words[0]} is before "
+                "it"
+            )
         if found.model is not None:
-            self.error(f"unrecognized arguments: {words[0]}; --model {found.model} names the model already")
+            self.error(
+                f"unrecognized arguments: {words[0]}; --model {found.model} names the model already"
+            )
         found.model = words[0]
         unknown.clear()
 
@@ -268,7 +312,10 @@ class OneLineParser(argparse.ArgumentParser):
         self._given[action.dest] = _main_name(action)
         if action.dest == "model" and arg_strings:
             if self._model not in (None, arg_strings[0]):
-                self.error(f"{_main_name(action)} {arg_strings[0]}: {self._model} is named before it; name one model")
+                self.error(
+                    f"{_main_name(action)} {arg_strings[0]}: {self._model} is named before it; "
+                    "name one model"
+                )
             self._model = arg_strings[0]
         # A shell variable that is not set, not a flag without a value.
         if arg_strings == [""] and action.const == "":
@@ -289,4 +336,7 @@ class OneLineParser(argparse.ArgumentParser):
         known = [o for a in self._actions if a.help != argparse.SUPPRESS for o in a.option_strings]
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
         more = "--help-all" if self.shown else "--help"
-        return f"unrecognized arguments: {word}; {f'did you mean {near[0]}?' if near else f'see {more}'}"
+        return (
+            f"unrecognized arguments: {word}; "
+            f"{f'did you mean {near[0]}?' if near else f'see {more}'}"
+        )

@@ -1,6 +1,7 @@
 """Find the fastest way to run a file of prompts, and say what it needs and how long it takes.
 
-Only the model's config is needed: no weights, no GPU. The first plan measures this machine for one to two minutes.
+Only the model's config is needed: no weights, no GPU. The first plan measures this machine for one
+to two minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ from flexgen_h2o.cli_common import (
     say,
 )
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, SavedPolicy, read_policy, without_unused_bits, write_policy
+from flexgen_h2o.core.config import (
+    DTYPE_BYTES,
+    TIERS,
+    SavedPolicy,
+    read_policy,
+    without_unused_bits,
+    write_policy,
+)
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
 from flexgen_h2o.core.settings import ORIGINAL
@@ -70,12 +78,19 @@ SEARCHED_PROMPTS = 1024
 COMPRESSION = ("compress_weight", "compress_cache")
 OUTPUTS = ("output", "trace", "plot")
 SHOWN = (
-    *SHOWN_OF_ENGINE, "--num-prompts", "--prompt-len", "--max-tokens", "--hardware", "--kv-loss", "--save-plan",
+    *SHOWN_OF_ENGINE,
+    "--num-prompts",
+    "--prompt-len",
+    "--max-tokens",
+    "--hardware",
+    "--kv-loss",
+    "--save-plan",
     "--json",
-)  # fmt: skip
+)
 EXAMPLES = (
     "flexgen-h2o plan smollm2-135m --num-prompts 1000",
-    "flexgen-h2o plan Qwen/Qwen3-30B-A3B --ram 12GiB --num-prompts 10000 --prompt-len 512 --max-tokens 128",
+    "flexgen-h2o plan Qwen/Qwen3-30B-A3B --ram 12GiB --num-prompts 10000 --prompt-len 512 "
+    "--max-tokens 128",
     "flexgen-h2o plan facebook/opt-30b --hardware t4 --num-prompts 1000 --save-plan plan.json",
 )
 # The dtype of OPT checkpoints, and the one that a CPU computes them in.
@@ -83,9 +98,16 @@ USUAL_DTYPES = ("float16", "bfloat16")
 # Flags of flex_opt besides the policy. The command that runs the plan repeats those that were
 # given.
 REPEATED = (
-    "--path", "--revision", "--max-model-len", "--offload-dir", "--device-mem", "--host-mem", "--disk-mem",
-    "--eviction", *EVICTION_FLAGS.values(),
-)  # fmt: skip
+    "--path",
+    "--revision",
+    "--max-model-len",
+    "--offload-dir",
+    "--device-mem",
+    "--host-mem",
+    "--disk-mem",
+    "--eviction",
+    *EVICTION_FLAGS.values(),
+)
 MOST_PROMPTS = 10**9
 THIS_MACHINE = "this machine"  # name of this machine's profile
 # Share of a plan's time: a flag that changes precision is named if it saves a tenth.
@@ -100,7 +122,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     prog = f"flexgen-h2o {own_name('plan')}"
-    parser = OneLineParser(prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES)
+    parser = OneLineParser(
+        prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES
+    )
     add_engine_flags(parser, dry_run=False)
     add_eviction_flags(parser)
     add = parser.section(WORKLOAD).add_argument
@@ -112,19 +136,36 @@ def _parser() -> OneLineParser:
     )
     add("--prompt-len", type=positive, default=512, metavar="N", help="tokens of a prompt (512)")
     length = add(
-        "--max-tokens", dest="gen_len", type=positive, default=32, metavar="N", help="new tokens of a prompt (32)"
+        "--max-tokens",
+        dest="gen_len",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="new tokens of a prompt (32)",
     )
     parser.also(length, "--gen-len")
     parser.section(KV).add_argument(
         "--kv-loss",
         choices=("none", "small"),
-        help="small: keep all KV entries, and take the fastest compression that was measured to lose little",
+        help="small: keep all KV entries, and take the fastest compression that was measured to "
+        "lose little",
     )
     files = parser.section(FILES).add_argument
-    output = files("--save-plan", dest="output", type=file_name, metavar="FILE", help="write the plan, for --plan FILE")
+    output = files(
+        "--save-plan",
+        dest="output",
+        type=file_name,
+        metavar="FILE",
+        help="write the plan, for --plan FILE",
+    )
     parser.also(output, "-o", "--output")
     files("--json", action="store_true", help="print one JSON object instead of the tables")
-    files("--trace", type=file_name, metavar="FILE", help="write a Chrome trace of the first batch as it is simulated")
+    files(
+        "--trace",
+        type=file_name,
+        metavar="FILE",
+        help="write a Chrome trace of the first batch as it is simulated",
+    )
     picture = "write a picture of the same (.png, .svg; needs matplotlib: the extra `plot`)"
     files("--plot", type=file_name, metavar="FILE", help=picture)
     parser.set_defaults(profile=None, check=interrupts.check, spec=None)  # set by `ask`
@@ -142,7 +183,8 @@ def _run(argv: list[str] | None) -> int:
         print(json.dumps(to_json(answer), indent=1, allow_nan=False))
     if answer.plan is None:
         raise DoesNotFitError(answer.problem or "nothing fits")
-    spec, machine = answer.space.spec, answer.space.machine
+    spec = answer.space.spec
+    machine = answer.space.machine
     has_card = not machine.device_is_host and not machine.profile.device_is_host
     say_idle_flags("policy_search", args, Place(spec, machine.device_is_host, has_card))
     if not args.json:
@@ -162,21 +204,31 @@ def _take_workload(args: argparse.Namespace) -> None:
         value = saved.get(field)
         if value is not None and (type(value) is not int or value < 1):
             raise UsageError(
-                f"--policy {args.policy}: workload: {field} is {value!r:.60}, and must be a count; mend it"
+                f"--policy {args.policy}: workload: {field} is {value!r:.60}, and must be a count; "
+                "mend it"
             )
         if field not in args.given and value is not None:
             setattr(args, field, value)
             taken.append(f"{'--max-tokens' if field == 'gen_len' else flag_of(field)} {value}")
     if taken:
-        note("policy_search", f"--policy {args.policy}: {', '.join(taken)} are those that it was found for")
+        note(
+            "policy_search",
+            f"--policy {args.policy}: {', '.join(taken)} are those that it was found for",
+        )
     eviction = saved.get("eviction")
     name = eviction.get("name") if isinstance(eviction, dict) else None
     if name not in (None, "full") and all(value_of(args, flag) is None for flag in OF_EVICTION):
-        note("policy_search", f"--policy {args.policy}: was found with {name}, and this is the full cache")
+        note(
+            "policy_search",
+            f"--policy {args.policy}: was found with {name}, and this is the full cache",
+        )
 
 
 def ask(
-    words: Sequence[str], profile: HardwareProfile, check: Callable[[], None], spec: ModelSpec | None = None
+    words: Sequence[str],
+    profile: HardwareProfile,
+    check: Callable[[], None],
+    spec: ModelSpec | None = None,
 ) -> dict[str, Any]:
     """Answer a question of a page: return what --json prints for a machine of this profile.
 
@@ -188,7 +240,9 @@ def ask(
     it. Nothing is measured, and no file is written. A UsageError names the flag.
     """
     args = _parser().parse_args(words)
-    args.profile, args.check, args.spec = profile, check, spec
+    args.profile = profile
+    args.check = check
+    args.spec = spec
     _check(args)
     answer = _fastest(args)
     if answer.plan is None:
@@ -228,7 +282,9 @@ def machines(offload_dir: str | None) -> dict[str, HardwareProfile]:
 
     found: dict[str, HardwareProfile] = {}
     with contextlib.suppress(UsageError):  # no such folder: it was never measured
-        kept = cached_profile("auto", Path(usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")))
+        kept = cached_profile(
+            "auto", Path(usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir"))
+        )
         found |= {} if kept is None else {THIS_MACHINE: kept}
     found |= {path.stem: read_profile(path) for path in sorted(SHIPPED.glob("*.json"))}
     return found | {f"some {kind}": nominal_profile(kind == "CPU") for kind in ("card", "CPU")}
@@ -239,7 +295,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.dtype != "auto" and args.dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {args.dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
     if args.hardware is not None and args.device != "auto":
-        raise UsageError(f"--device {args.device} and --hardware: the profile says which device; leave --device out")
+        raise UsageError(
+            f"--device {args.device} and --hardware: the profile says which device; leave --device "
+            "out"
+        )
     for name in OUTPUTS:
         if getattr(args, name) is not None:
             setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
@@ -254,10 +313,17 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_kv_loss(args: argparse.Namespace) -> None:
-    for flag in ("--policy", "--compress-cache", "--attn-sparsity", "--eviction", *EVICTION_FLAGS.values()):
+    for flag in (
+        "--policy",
+        "--compress-cache",
+        "--attn-sparsity",
+        "--eviction",
+        *EVICTION_FLAGS.values(),
+    ):
         if value_of(args, flag) not in (None, "auto", ORIGINAL):
             raise UsageError(
-                f"--kv-loss {args.kv_loss}: says how KV is held and read, and so does {flag}; leave one of them out"
+                f"--kv-loss {args.kv_loss}: says how KV is held and read, and so does {flag}; "
+                "leave one of them out"
             )
     if args.kv_loss == "small" and any(getattr(args, name) is not None for name in PLACEMENT):
         raise UsageError("--kv-loss small: is for a search; leave the placement out")
@@ -273,13 +339,19 @@ def _question(args: argparse.Namespace) -> Answer:
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace
 
-    spec = args.spec or find_spec(model_of(args), args.path, args.revision, args.offload_dir, args.max_model_len)
+    spec = args.spec or find_spec(
+        model_of(args), args.path, args.revision, args.offload_dir, args.max_model_len
+    )
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
     # Its KV entries are counted in those bits.
     by_bytes = getattr(eviction, "kv_bytes", None) is not None
     eviction = fitted(eviction, spec, kv_sizes_of(spec, policy))
-    compress = [name for name in COMPRESSION if searched and getattr(args, name) and not (by_bytes and "cache" in name)]
+    compress = [
+        name
+        for name in COMPRESSION
+        if searched and getattr(args, name) and not (by_bytes and "cache" in name)
+    ]
     # Bits alone are required, as in a run. With its switch the search may also leave them out.
     if searched:
         weight = policy.compress_weight and "compress_weight" not in compress
@@ -321,10 +393,14 @@ def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
     from flexgen_h2o.core.units import less_margin
     from flexgen_h2o.planner.profile import find_profile, read_profile
 
-    profile, asked = args.profile or read_profile(find_profile(args.hardware)), budget_of(args)
+    profile = args.profile or read_profile(find_profile(args.hardware))
+    asked = budget_of(args)
     device_is_host = profile.device_is_host and asked.device is None
     there = {tier: less_margin(getattr(profile, f"{tier}_mem_bytes")) for tier in TIERS}
-    budgets = {tier: free if (given := getattr(asked, tier)) is None else given for tier, free in there.items()}
+    budgets = {
+        tier: free if (given := getattr(asked, tier)) is None else given
+        for tier, free in there.items()
+    }
     return profile, device_is_host, {**budgets, "device": 0} if device_is_host else budgets
 
 
@@ -332,11 +408,16 @@ def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budg
     from flexgen_h2o.planner.measure.run import profile_of_this_machine
     from flexgen_h2o.tiers.device import open_device, resolve_budgets
 
-    folder, asked = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir"), budget_of(args)
+    folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
+    asked = budget_of(args)
     device = open_device(args.device, separate_budget=asked.device is not None)
     note_whole_ram(args)
     budgets = resolve_budgets(asked, device, folder)
-    return profile_of_this_machine(args.device, folder, _say, measure_missing=True), device.is_host, budgets
+    return (
+        profile_of_this_machine(args.device, folder, _say, measure_missing=True),
+        device.is_host,
+        budgets,
+    )
 
 
 def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
@@ -344,7 +425,8 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
     dtype: str = usual[0] if args.dtype == "auto" else args.dtype
     if dtype not in profile.compute:
         raise UsageError(
-            f"--dtype {dtype}: the profile of {profile.machine} has only {', '.join(profile.compute)}; give one of "
+            f"--dtype {dtype}: the profile of {profile.machine} has only "
+            f"{', '.join(profile.compute)}; give one of "
             "these"
         )
     return dtype
@@ -363,10 +445,16 @@ def _fastest(args: argparse.Namespace) -> Answer:
     table = table_for(args.model, args.offload_dir)
     for kept in table.small_losses:
         space = question.space
-        tried = replace(question, space=replace(space, base=replace(space.base, **kept.settings)), kv_loss=kept)
+        tried = replace(
+            question, space=replace(space, base=replace(space.base, **kept.settings)), kv_loss=kept
+        )
         answers.append(_answered(tried))
     fitting = [answer for answer in answers if answer.plan is not None]
-    found = min(fitting, key=lambda answer: answer.plan.prediction.total_s if answer.plan else 0.0, default=answers[-1])
+    found = min(
+        fitting,
+        key=lambda answer: answer.plan.prediction.total_s if answer.plan else 0.0,
+        default=answers[-1],
+    )
     return _with_details(replace(found, seconds=sum(answer.seconds for answer in answers)))
 
 
@@ -374,7 +462,9 @@ def _answered(question: Answer) -> Answer:
     """Return the question with the fastest plan, or with the reason why there is none."""
     from flexgen_h2o.planner.search import evaluate, search
 
-    space, searched, began = question.space, question.searched, time.perf_counter()
+    space = question.space
+    searched = question.searched
+    began = time.perf_counter()
     try:
         plan = search(space) if searched else evaluate(space, space.base)
     except DoesNotFitError as error:
@@ -394,13 +484,16 @@ def _with_details(answer: Answer) -> Answer:
 
     if answer.plan is None:
         return answer
-    space, policy = answer.space, answer.plan.policy
+    space = answer.space
+    policy = answer.plan.policy
     reads = disk_reads(space, policy)
     return replace(
-        answer, s_per_gib=sensitivity(space, policy), disk_read_bytes=reads,
+        answer,
+        s_per_gib=sensitivity(space, policy),
+        disk_read_bytes=reads,
         more=worth_more(space, reads) if answer.searched else None,
         faster=_faster(answer) if answer.searched else None,
-    )  # fmt: skip
+    )
 
 
 def _faster(answer: Answer) -> tuple[str, float] | None:
@@ -410,12 +503,17 @@ def _faster(answer: Answer) -> tuple[str, float] | None:
     """
     from flexgen_h2o.planner.search import search
 
-    space, plan = answer.space, answer.plan
+    space = answer.space
+    plan = answer.plan
     assert plan is not None
     found = plan.prediction
     seconds = {"prefill": found.prefill_s, "decode": found.decode_s}
     longest = max(seconds, key=lambda phase: seconds[phase])
-    if "compute" not in found.binds(longest) or space.base.int8_compute or space.base.compress_weight:
+    if (
+        "compute" not in found.binds(longest)
+        or space.base.int8_compute
+        or space.base.compress_weight
+    ):
         return None
     base = replace(space.base, int8_compute=True)
     compress = [name for name in space.compress if name != "compress_weight"]
@@ -459,8 +557,11 @@ def _write(args: argparse.Namespace, answer: Answer, command: str) -> None:
     plan = answer.plan
     assert plan is not None
     if args.output is not None:
-        model, machine = answer.space.spec.name, answer.space.machine.profile.machine
-        saved = SavedPolicy(plan.policy, model, answer.workload, machine, plan.prediction.to_json(), command)
+        model = answer.space.spec.name
+        machine = answer.space.machine.profile.machine
+        saved = SavedPolicy(
+            plan.policy, model, answer.workload, machine, plan.prediction.to_json(), command
+        )
         write_policy(args.output, saved)
         if not args.json:
             print(f"plan written to {args.output}; use it with --plan {args.output}")
@@ -477,7 +578,9 @@ def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
     timeline = Timeline()
     timeline.keep_spans = True
     blocks = even_blocks(plan.policy, space.need)[:1]
-    predict(space.spec, plan.policy, space.need, space.machine, plan.memory, blocks, timeline.record)
+    predict(
+        space.spec, plan.policy, space.need, space.machine, plan.memory, blocks, timeline.record
+    )
     if args.trace is not None:
         timeline.write_chrome_trace(args.trace)
     if args.plot is not None:

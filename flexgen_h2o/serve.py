@@ -1,4 +1,5 @@
-"""Answer OpenAI's clients, and run their batches. Requests of clients come first; batches survive a kill."""
+"""Answer OpenAI's clients, and run their batches. Requests of clients come first; batches survive a
+kill."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import count, file_name, own_name, positive, run_cli, say
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.descriptors import descriptor_limits, descriptors_in_use, raise_descriptor_limit
+from flexgen_h2o.core.descriptors import (
+    descriptor_limits,
+    descriptors_in_use,
+    raise_descriptor_limit,
+)
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_folder, usable_path
 from flexgen_h2o.core.units import check_number, parse_bytes
@@ -51,8 +56,11 @@ STATE_DIR = "~/flexgen_h2o_server"
 PLANNED = "facebook/opt-30b"  # model that the planner's page begins with, if none is named
 # Descriptors for batches and what libraries open; and for a connection, which may wait to be
 # accepted, and its upload.
-SPARE_DESCRIPTORS, FOR_A_CONNECTION = 24, 3
-COMPARED_ROWS, COMPARED_QUEUE = 2, 16  # places and queue of the engine for comparisons
+SPARE_DESCRIPTORS = 24
+FOR_A_CONNECTION = 3
+# places and queue of the engine for comparisons
+COMPARED_ROWS = 2
+COMPARED_QUEUE = 16
 SHOWN = (
     *SHOWN_OF_ENGINE,
     "--max-tokens",
@@ -71,9 +79,18 @@ EXAMPLES = (
 )
 # Flags that are allowed with --plan-only.
 OF_PLAN_ONLY = (
-    "plan_only", "host", "port", "api_key", "max_body", "max_connections", "timeout", "model", "path", "revision",
+    "plan_only",
+    "host",
+    "port",
+    "api_key",
+    "max_body",
+    "max_connections",
+    "timeout",
+    "model",
+    "path",
+    "revision",
     "offload_dir",
-)  # fmt: skip
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,26 +100,71 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     prog = f"flexgen-h2o {own_name('serve')}"
-    parser = OneLineParser(prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES)
+    parser = OneLineParser(
+        prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES
+    )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this machine only)")
     add("--port", type=count, default=8000, help="0 takes a free one (8000)")
-    add("--api-key", metavar="KEY", help=f"that clients must send (default: of {KEY_VARIABLE}; none on this machine)")
-    add("--state-dir", type=file_name, default=Path(STATE_DIR), help=f"files and batches ({STATE_DIR})")
-    add("--rows", type=positive, help=f"requests that are computed together (the plan's batch; {ROWS} with auto)")
-    length = f"most tokens of a request, prompt and answer (the model's positions or {MOST_LENGTH}, whichever is less)"
+    add(
+        "--api-key",
+        metavar="KEY",
+        help=f"that clients must send (default: of {KEY_VARIABLE}; none on this machine)",
+    )
+    add(
+        "--state-dir",
+        type=file_name,
+        default=Path(STATE_DIR),
+        help=f"files and batches ({STATE_DIR})",
+    )
+    add(
+        "--rows",
+        type=positive,
+        help=f"requests that are computed together (the plan's batch; {ROWS} with auto)",
+    )
+    length = (
+        "most tokens of a request, prompt and answer (the model's positions or "
+        f"{MOST_LENGTH}, whichever is less)"
+    )
     add("--max-len", type=positive, metavar="TOKENS", help=length)
     share = "share of --rows that is kept for batches while any wait (0.25)"
     add("--batch-share", type=float, default=0.25, metavar="SHARE", help=share)
-    add("--max-queue", type=positive, default=1000, metavar="ROWS", help="most requests of clients that wait (1000)")
+    add(
+        "--max-queue",
+        type=positive,
+        default=1000,
+        metavar="ROWS",
+        help="most requests of clients that wait (1000)",
+    )
     add("--max-body", default="8MiB", metavar="BYTES", help="of a request (8MiB)")
     add("--max-file", default="200MiB", metavar="BYTES", help="of a file that is sent (200MiB)")
-    add("--max-stored", default="20GiB", metavar="BYTES", help="of all files that were sent and error rows (20GiB)")
+    add(
+        "--max-stored",
+        default="20GiB",
+        metavar="BYTES",
+        help="of all files that were sent and error rows (20GiB)",
+    )
     add("--max-rows", type=positive, default=50_000, metavar="ROWS", help="of a batch (50000)")
     add("--max-connections", type=positive, default=512, metavar="N", help="open at a time (512)")
-    add("--timeout", type=positive, default=30, metavar="SECONDS", help="for a client that sends or takes nothing (30)")
-    add("--compare", metavar="NAME", help="eviction policy of a second, small engine for comparisons")
-    add("--compare-share", type=float, default=0.25, metavar="SHARE", help="of the memory budgets, for it (0.25)")
+    add(
+        "--timeout",
+        type=positive,
+        default=30,
+        metavar="SECONDS",
+        help="for a client that sends or takes nothing (30)",
+    )
+    add(
+        "--compare",
+        metavar="NAME",
+        help="eviction policy of a second, small engine for comparisons",
+    )
+    add(
+        "--compare-share",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="of the memory budgets, for it (0.25)",
+    )
     add("--plan-only", action="store_true", help="the planner's page alone: no model is loaded")
     add_max_tokens_flag(parser, 32, "most new tokens of a request that does not say how many")
     add_sampling_flags(parser)
@@ -123,10 +185,13 @@ def _run(argv: list[str] | None) -> int:
         check_number("batch_share", args.batch_share, 1.0)
         check_number("compare_share", args.compare_share, 0.9)
     if not args.compare_share:
-        raise UsageError("--compare-share 0: leaves the second engine nothing; give a share above 0")
+        raise UsageError(
+            "--compare-share 0: leaves the second engine nothing; give a share above 0"
+        )
     args.state_dir = check_folder(args.state_dir, "--state-dir")
     policy, is_auto = policy_of(args)
-    defaults, eviction = sampling_of(args), eviction_of(args, policy)
+    defaults = sampling_of(args)
+    eviction = eviction_of(args, policy)
     from flexgen_h2o.jobs.job import settings_of
     from flexgen_h2o.jobs.requests import RequestReader
     from flexgen_h2o.serving.app import Server
@@ -147,7 +212,9 @@ def _run(argv: list[str] | None) -> int:
         reader = RequestReader(llm.model, defaults, llm.eviction)
         settings = settings_of(llm, policy, is_auto, defaults, llm.digests())
         with (
-            contextlib.closing(Store(args.state_dir, parse_bytes(args.max_stored, "--max-stored"))) as store,
+            contextlib.closing(
+                Store(args.state_dir, parse_bytes(args.max_stored, "--max-stored"))
+            ) as store,
             _compared(beside, policy, is_auto, length) as other,
             contextlib.closing(_pages(args, has_engine=True)) as pages,
         ):
@@ -169,7 +236,11 @@ def _plan_only(args: argparse.Namespace, bounds: Bounds) -> int:
         if field not in OF_PLAN_ONLY:
             raise UsageError(f"{flag}: is for an engine, and --plan-only has none; leave it out")
     pages = _pages(args, has_engine=False)
-    with _listening(args) as listener, contextlib.closing(pages), _answering(pages.app(), bounds, listener):
+    with (
+        _listening(args) as listener,
+        contextlib.closing(pages),
+        _answering(pages.app(), bounds, listener),
+    ):
         print(f"planner at {_address(listener)}/plan", flush=True)
         interrupts.wait_for(threading.Event())
     return EXIT_DONE
@@ -180,7 +251,11 @@ def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
     from flexgen_h2o.policy_search import ask, machines, nearest_machine
     from flexgen_h2o.serving.pages import Pages
 
-    given = [f"--{name}={value}" for name in ("path", "revision") if (value := getattr(args, name)) is not None]
+    given = [
+        f"--{name}={value}"
+        for name in ("path", "revision")
+        if (value := getattr(args, name)) is not None
+    ]
     known = machines(args.offload_dir)
     model = [args.model or PLANNED, *given]
     return Pages(known, profile_from_json, ask, model, has_engine, nearest_machine(known))
@@ -195,19 +270,29 @@ def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Name
         return args, None
     from flexgen_h2o.tiers.device import open_device, resolve_budgets
 
-    asked, folder = budget_of(args), usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
+    asked = budget_of(args)
+    folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
     device = open_device(args.device, separate_budget=asked.device is not None)
-    budgets = {t: n for t, n in resolve_budgets(asked, device, folder).items() if t != "device" or not device.is_host}
+    budgets = {
+        t: n
+        for t, n in resolve_budgets(asked, device, folder).items()
+        if t != "device" or not device.is_host
+    }
 
     def part(share: float) -> argparse.Namespace:
-        cut = {f"{t}_mem": None if nbytes is None else max(1, int(share * nbytes)) for t, nbytes in budgets.items()}
+        cut = {
+            f"{t}_mem": None if nbytes is None else max(1, int(share * nbytes))
+            for t, nbytes in budgets.items()
+        }
         return argparse.Namespace(**{**vars(args), **cut})
 
     return part(1 - args.compare_share), part(args.compare_share)
 
 
 @contextlib.contextmanager
-def _compared(args: argparse.Namespace | None, policy: Policy, is_auto: bool, length: int) -> Iterator[Service | None]:
+def _compared(
+    args: argparse.Namespace | None, policy: Policy, is_auto: bool, length: int
+) -> Iterator[Service | None]:
     """Open the engine for comparisons, and run its block in a thread of its own."""
     if args is None:
         yield None
@@ -218,14 +303,21 @@ def _compared(args: argparse.Namespace | None, policy: Policy, is_auto: bool, le
     with naming_flags(eviction="--compare"):
         eviction = Full() if args.compare == "full" else make_eviction(args.compare)
     policy = replace(policy, gpu_batch_size=COMPARED_ROWS, num_gpu_batches=1)
-    with open_llm(args, policy, is_auto, eviction) as llm, naming_flags(kv_budget=f"--compare {args.compare}"):
+    with (
+        open_llm(args, policy, is_auto, eviction) as llm,
+        naming_flags(kv_budget=f"--compare {args.compare}"),
+    ):
         llm.share_prefix = "off"
         service = Service(llm, COMPARED_ROWS, length, COMPARED_QUEUE, 0.0)
         try:
             service.open()
         except DoesNotFitError as error:
-            raise DoesNotFitError(f"--compare {args.compare}: {error}; --compare-share is what it gets") from error
-        thread = threading.Thread(target=_run_until_closed, args=(service,), name="compare", daemon=True)
+            raise DoesNotFitError(
+                f"--compare {args.compare}: {error}; --compare-share is what it gets"
+            ) from error
+        thread = threading.Thread(
+            target=_run_until_closed, args=(service,), name="compare", daemon=True
+        )
         interrupts.start(thread)
         try:
             yield service
@@ -253,7 +345,9 @@ def _bounds(args: argparse.Namespace) -> Bounds:
         raise UsageError(f"{where}: is empty, or has spaces or other than ASCII characters")
     is_local = args.host.lower() in LOCAL
     if key is None and not is_local:
-        raise UsageError(f"--host {args.host}: others reach it there; give --api-key, or set {KEY_VARIABLE}")
+        raise UsageError(
+            f"--host {args.host}: others reach it there; give --api-key, or set {KEY_VARIABLE}"
+        )
     sizes = (parse_bytes(args.max_body, "--max-body"), parse_bytes(args.max_file, "--max-file"))
     return Bounds(*sizes, args.max_connections, args.timeout, key, is_local)
 
@@ -270,14 +364,20 @@ def _within_descriptors(bounds: Bounds) -> Bounds:
         needed = descriptors_in_use() + SPARE_DESCRIPTORS + FOR_A_CONNECTION
         raise UsageError(f"ulimit -n is {limit}, and a server needs at least {needed}; raise it")
     if room < bounds.connections:
-        say("serve", f"ulimit -n is {limit}: at most {room} connections at a time, not {bounds.connections}; raise it")
+        say(
+            "serve",
+            f"ulimit -n is {limit}: at most {room} connections at a time, not "
+            f"{bounds.connections}; raise it",
+        )
         return replace(bounds, connections=room)
     return bounds
 
 
 def _length(args: argparse.Namespace, positions: int) -> int:
     if args.max_len is not None and args.max_len > positions:
-        raise UsageError(f"--max-len {args.max_len}: {args.model} has {positions} positions; lower it")
+        raise UsageError(
+            f"--max-len {args.max_len}: {args.model} has {positions} positions; lower it"
+        )
     return args.max_len or min(positions, MOST_LENGTH)
 
 
@@ -289,10 +389,14 @@ def _listening(args: argparse.Namespace) -> Iterator[socket.socket]:
     # Another server, such as the one planned anew, may use the port.
     port = 0 if args.dry_run else args.port
     try:
-        listener = socket.create_server((args.host, port), family=family, backlog=args.max_connections)
+        listener = socket.create_server(
+            (args.host, port), family=family, backlog=args.max_connections
+        )
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"--host {args.host[:60]} --port {args.port}: cannot listen there ({reason})") from error
+        raise UsageError(
+            f"--host {args.host[:60]} --port {args.port}: cannot listen there ({reason})"
+        ) from error
     with listener:
         # Accepted connections inherit this. An answer's head and body are two writes, and the
         # second one would wait 40 ms.
@@ -306,7 +410,9 @@ def _address(listener: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def _serving(server: Server, pages: Pages, bounds: Bounds, listener: socket.socket) -> Iterator[None]:
+def _serving(
+    server: Server, pages: Pages, bounds: Bounds, listener: socket.socket
+) -> Iterator[None]:
     """Answer clients. At the end drop what runs, and leave batches to the next start."""
 
     def close() -> None:
@@ -337,7 +443,9 @@ def _answering(
     from flexgen_h2o.serving.guard import Guard, uvicorn_config
 
     web = uvicorn.Server(uvicorn_config(Guard(app, bounds), bounds))
-    thread = threading.Thread(target=lambda: asyncio.run(web.serve(sockets=[listener])), name="http", daemon=True)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(web.serve(sockets=[listener])), name="http", daemon=True
+    )
     interrupts.start(thread)
     try:
         yield

@@ -30,7 +30,10 @@ _LAYERS = "layers are placed by --ram and --gpu-mem, or by --percent"
 _CONTEXT = "the length is that of each prompt with --max-tokens; leave it out"
 _BATCH = "the batch is chosen by the plan; give --gpu-batch-size and --num-gpu-batches to set it"
 _KV_BITS = "give --kv-bits 8, 4 or 3"
-_WEIGHT_BITS = "give --weight-bits 8 or 4; a GPTQ, AWQ, FP8 or MXFP4 checkpoint is read as it is, without a flag"
+_WEIGHT_BITS = (
+    "give --weight-bits 8 or 4; a GPTQ, AWQ, FP8 or MXFP4 checkpoint is read as it is, "
+    "without a flag"
+)
 _NO_EFFECT = "nothing here needs it; leave it out"
 _NOT_DRAWN = "answers are greedy unless --temperature is above 0; leave it out"
 _NOT_THERE = "is not supported yet; leave it out"
@@ -62,11 +65,22 @@ ADVICE = {
     "--bf16": "give --dtype bfloat16",
     "--gbs": "give --gpu-batch-size",
     "--num-gb": "give --num-gpu-batches",
-    **dict.fromkeys(("--cpu-mem", "--memory", "--mem", "--max-ram", "--ram-limit"), "give --ram SIZE, such as 8GiB"),
+    **dict.fromkeys(
+        ("--cpu-mem", "--memory", "--mem", "--max-ram", "--ram-limit"),
+        "give --ram SIZE, such as 8GiB",
+    ),
     "--nvme-mem": "give --disk-mem",
     "--pad-to-seq-len": "nothing is padded; leave it out",
     **dict.fromkeys(
-        ("--head-ip", "--rank", "--local-rank", "--world-size", "--use-mpi", "--comm-device", "--async-comm"),
+        (
+            "--head-ip",
+            "--rank",
+            "--local-rank",
+            "--world-size",
+            "--use-mpi",
+            "--comm-device",
+            "--async-comm",
+        ),
         _PIPELINE,
     ),
     # vLLM
@@ -83,7 +97,8 @@ ADVICE = {
     "--enable-prefix-caching": "what prompts begin with is computed once anyway; leave it out",
     "--trust-remote-code": "code of a model is never run; leave it out",
     "--download-dir": "give --path FOLDER with the checkpoint in it",
-    "--load-format": "safetensors are read in place, and --random-weights needs no checkpoint; leave it out",
+    "--load-format": "safetensors are read in place, and --random-weights needs no checkpoint; "
+    "leave it out",
     "--tokenizer": "the tokenizer is that of the model's folder; leave it out",
     "--chat-template": _TEMPLATE,
     "--served-model-name": "the server's name of the model is MODEL; leave it out",

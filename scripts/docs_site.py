@@ -1,6 +1,7 @@
 """What `mkdocs build` (mkdocs.yml) changes of docs/: links that leave the folder.
 
-A picture outside docs/ comes along; another link there becomes the path of what it names, since a site has no tree.
+A picture outside docs/ comes along; another link there becomes the path of what it names, since a
+site has no tree.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)\s#]+)[^)\s]*\)")
 PICTURES = (".png", ".svg")
-CHOICES = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")  # `a\|b` in a table: GitHub drops the backslash, mkdocs shows it
+CHOICES = re.compile(
+    r"`([^`\n]*\\\|[^`\n]*)`"
+)  # `a\|b` in a table: GitHub drops the backslash, mkdocs shows it
 
 
 def on_config(config: Any) -> Any:
@@ -39,7 +42,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page without links out of docs/."""
-    markdown = CHOICES.sub(lambda found: f"<code>{escape(found[1]).replace(chr(92) + '|', '&#124;')}</code>", markdown)
+    markdown = CHOICES.sub(
+        lambda found: f"<code>{escape(found[1]).replace(chr(92) + '|', '&#124;')}</code>", markdown
+    )
     return LINK.sub(lambda found: _inside(page.file.src_uri, found), markdown)
 
 
@@ -50,7 +55,9 @@ def outside(page: str, link: str) -> str | None:
 
 
 def _inside(page: str, found: re.Match[str]) -> str:
-    mark, text, link = found[1], found[2], found[3]
+    mark = found[1]
+    text = found[2]
+    link = found[3]
     path = outside(page, link)
     if path is None:
         return found[0]

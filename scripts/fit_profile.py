@@ -1,12 +1,14 @@
-"""Fit the profiles of known machines (policies/profiles) to recorded runs of FlexGen and H2O, and show the errors.
+"""Fit the profiles of known machines (policies/profiles) to recorded runs of FlexGen and H2O, and
+show the errors.
 
     python scripts/fit_profile.py                 fit, and print errors: fitted, left out, development set
     python scripts/fit_profile.py --write DIR     the same, and write DIR/t4.json and DIR/a100-80.json
     python scripts/fit_profile.py --check         no fit: errors of the shipped profiles
     python scripts/fit_profile.py --check --runs FILE     ... over other runs in the same format
 
-The last line of stdout is one JSON object. Exit code 2: an unusable runs file. docs/developers/planner.md says more.
-"""
+The last line of stdout is one JSON object. Exit code 2: an unusable runs file.
+docs/developers/planner.md says more.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "policies" / "profiles"
 PUBLISHED = ROOT / "scripts" / "data" / "published_runs.json"
 DEVELOPMENT = ROOT / "scripts" / "data" / "development_runs.json"
-SPREAD = 0.05  # log units that a recorded number is off by itself: another day, another machine of the same kind
+# log units that a recorded number is off by itself: another day, another machine of the same kind
+SPREAD = 0.05
 STEP = 1e-3  # of a parameter, in its widths, for a derivative
-MOST_ITERATIONS, TOLERANCE = 20, 1e-3
+MOST_ITERATIONS = 20
+TOLERANCE = 1e-3
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -47,8 +51,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(argv: list[str] | None) -> int:
     parser = OneLineParser(prog="fit_profile", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=Path, metavar="FILE", help="recorded runs (the 9 published ones)")
-    parser.add_argument("--check", action="store_true", help="evaluate the shipped profiles, fit nothing")
+    parser.add_argument(
+        "--runs", type=Path, metavar="FILE", help="recorded runs (the 9 published ones)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="evaluate the shipped profiles, fit nothing"
+    )
     parser.add_argument("--write", type=Path, metavar="DIR", help="write the fitted profiles here")
     args = parser.parse_args(argv)
     if args.check and args.write:
@@ -74,11 +82,15 @@ def _shipped(machine: str) -> HardwareProfile:
     path = SHIPPED / f"{machine}.json"
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
-        raise UsageError(f"machine: there is no profile of {machine!r} in {SHIPPED}, only of {names}")
+        raise UsageError(
+            f"machine: there is no profile of {machine!r} in {SHIPPED}, only of {names}"
+        )
     return read_profile(path)
 
 
-def _fit(args: argparse.Namespace, runs: Sequence[Run], development: Sequence[Run]) -> dict[str, Any]:
+def _fit(
+    args: argparse.Namespace, runs: Sequence[Run], development: Sequence[Run]
+) -> dict[str, Any]:
     unknown = sorted({run.machine for run in runs} - set(CARDS))
     if unknown:
         raise UsageError(f"machine: {unknown[0]!r} is not one of {', '.join(CARDS)}")
@@ -86,12 +98,18 @@ def _fit(args: argparse.Namespace, runs: Sequence[Run], development: Sequence[Ru
     values = values_of(at)
     print_parameters(values)
     date = datetime.date.today().isoformat()
-    profiles = {name: profile_of(card, values, date, source_of(len(runs))) for name, card in CARDS.items()}
+    profiles = {
+        name: profile_of(card, values, date, source_of(len(runs))) for name, card in CARDS.items()
+    }
     summary: dict[str, Any] = {"runs": report("Fitted runs", evaluated(runs, profiles))}
     without = [evaluated([run], profiles_without(runs, i, at))[0] for i, run in enumerate(runs)]
-    summary["leave_one_out"] = report("Leave one out: each run predicted by a fit to the others", without)
+    summary["leave_one_out"] = report(
+        "Leave one out: each run predicted by a fit to the others", without
+    )
     if development:
-        summary["development"] = report("Development set, not fitted", evaluated(development, profiles))
+        summary["development"] = report(
+            "Development set, not fitted", evaluated(development, profiles)
+        )
     if args.write:
         for name, profile in profiles.items():
             write_profile(args.write / f"{name}.json", profile)
@@ -117,27 +135,33 @@ def evaluated(runs: Sequence[Run], profiles: Mapping[str, HardwareProfile]) -> l
 
 
 def values_of(at: Array) -> dict[str, float]:
-    """Parameter values at a point that is measured in their widths from what was expected; three digits."""
+    """Parameter values at a point that is measured in their widths from what was expected; three
+    digits."""
     return {name: float(f"{value:.3g}") for name, value in _exact_values(at).items()}
 
 
 def _exact_values(at: Array) -> dict[str, float]:
     return {
-        p.name: min(max(p.expected * math.exp(x * p.width), p.low), p.high) for p, x in zip(PARAMETERS, at, strict=True)
+        p.name: min(max(p.expected * math.exp(x * p.width), p.low), p.high)
+        for p, x in zip(PARAMETERS, at, strict=True)
     }
 
 
 def fitted(runs: Sequence[Run], start: Array) -> Array:
-    """The point where the squares of the runs' errors (in SPREADs) and of the parameters' distances from what was
-    expected (in their widths) are least: Levenberg and Marquardt's method with derivatives by differences."""
-    at, damping = start, 1e-3
+    """The point where the squares of the runs' errors (in SPREADs) and of the parameters' distances
+    from what was expected (in their widths) are least: Levenberg and Marquardt's method with
+    derivatives by differences."""
+    at = start
+    damping = 1e-3
     misses = _misses(at, runs)
     for _ in range(MOST_ITERATIONS):
         columns = [(_misses(at + STEP * axis, runs) - misses) / STEP for axis in np.eye(len(at))]
         slopes = np.stack(columns, axis=1)
         gained = 0.0
         while damping < 1e6:
-            step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ misses)
+            step = np.linalg.solve(
+                slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ misses
+            )
             there = _misses(at + step, runs)
             gained = float(misses @ misses - there @ there)
             if gained > 0:
@@ -145,25 +169,33 @@ def fitted(runs: Sequence[Run], start: Array) -> Array:
             damping *= 10
         if gained <= 0:
             break
-        at, misses, damping = at + step, there, damping / 10
+        at = at + step
+        misses = there
+        damping = damping / 10
         if gained < TOLERANCE * float(misses @ misses):
             break
     return at
 
 
 def _misses(at: Array, runs: Sequence[Run]) -> Array:
-    """What is to be made small. Of a run with both phases recorded the phases count, else tokens a second."""
+    """What is to be made small. Of a run with both phases recorded the phases count, else tokens a
+    second."""
     values = _exact_values(at)
     profiles = {name: profile_of(card, values) for name, card in CARDS.items()}
     found = []
     for run in runs:
         guess = predicted_quickly(run, profiles[run.machine])
         phases: list[str] = [name for name in ("prefill_s", "decode_s") if name in run.recorded]
-        found += [math.log(guess[name] / run.recorded[name]) / SPREAD for name in phases or ["tokens_per_s"]]
+        found += [
+            math.log(guess[name] / run.recorded[name]) / SPREAD
+            for name in phases or ["tokens_per_s"]
+        ]
     return np.array([*found, *at])
 
 
-def profiles_without(runs: Sequence[Run], left_out: int, start: Array) -> dict[str, HardwareProfile]:
+def profiles_without(
+    runs: Sequence[Run], left_out: int, start: Array
+) -> dict[str, HardwareProfile]:
     """Profiles fitted to all runs but one."""
     values = values_of(fitted([*runs[:left_out], *runs[left_out + 1 :]], start))
     return {name: profile_of(card, values) for name, card in CARDS.items()}
@@ -176,7 +208,8 @@ def print_parameters(values: Mapping[str, float]) -> None:
 
 
 def report(title: str, results: Sequence[Evaluated]) -> dict[str, float]:
-    """Print a table; the median and worst size of an error, over all quantities and over tokens a second alone."""
+    """Print a table; the median and worst size of an error, over all quantities and over tokens a
+    second alone."""
     print(f"\n{title}\n{'run':<62}" + "".join(f"{name + ' (error)':>28}" for name in QUANTITIES))
     for result in results:
         cells = [_cell(result, name) for name in QUANTITIES]
@@ -184,19 +217,25 @@ def report(title: str, results: Sequence[Evaluated]) -> dict[str, float]:
     sizes = [abs(error) for result in results for error in result.errors.values()]
     rates = [abs(result.errors["tokens_per_s"]) for result in results]
     found = {
-        "median": statistics.median(sizes), "worst": max(sizes),
-        "tokens_per_s_median": statistics.median(rates), "tokens_per_s_worst": max(rates), "quantities": len(sizes),
-    }  # fmt: skip
+        "median": statistics.median(sizes),
+        "worst": max(sizes),
+        "tokens_per_s_median": statistics.median(rates),
+        "tokens_per_s_worst": max(rates),
+        "quantities": len(sizes),
+    }
     print(
-        f"median {found['median']:.1%}, worst {found['worst']:.1%} of {len(sizes)} recorded numbers; "
-        f"tokens/s alone: median {found['tokens_per_s_median']:.1%}, worst {found['tokens_per_s_worst']:.1%}"
+        f"median {found['median']:.1%}, worst {found['worst']:.1%} of {len(sizes)} recorded "
+        "numbers; "
+        f"tokens/s alone: median {found['tokens_per_s_median']:.1%}, worst "
+        f"{found['tokens_per_s_worst']:.1%}"
     )
     return {name: round(value, 4) for name, value in found.items()}
 
 
 def _cell(result: Evaluated, name: str) -> str:
     """predicted / recorded, and the error."""
-    found, recorded = result.found[name], result.run.recorded.get(name)
+    found = result.found[name]
+    recorded = result.run.recorded.get(name)
     if recorded is None:
         return f"{found:.4g} / -"
     return f"{found:.4g} / {recorded:.4g} {result.errors[name]:+.1%}"

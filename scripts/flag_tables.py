@@ -1,11 +1,13 @@
-"""Write the tables of flags into the pages of docs/reference, from the commands' own parsers (no torch is imported).
+"""Write the tables of flags into the pages of docs/reference, from the commands' own parsers (no
+torch is imported).
 
     python -m scripts.flag_tables           write them
     python -m scripts.flag_tables --check   write nothing; exit code 1 if a page differs from what would be written
 
-A page has `<!-- flags: VERB -->` (or `VERB SUBCOMMAND`), the table, and `<!-- end of flags -->`. A flag that many
-commands have alike stands once, in the table of `<!-- flags: shared -->`, and a command's table links to it.
-"""
+A page has `<!-- flags: VERB -->` (or `VERB SUBCOMMAND`), the table, and `<!-- end of flags -->`. A
+flag that many commands have alike stands once, in the table of `<!-- flags: shared -->`, and a
+command's table links to it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -24,19 +26,23 @@ from flexgen_h2o.cli import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
-MARKS = re.compile(r"^<!-- flags: ([\w -]+) -->\n(.*?)^<!-- end of flags -->$", re.MULTILINE | re.DOTALL)
+MARKS = re.compile(
+    r"^<!-- flags: ([\w -]+) -->\n(.*?)^<!-- end of flags -->$", re.MULTILINE | re.DOTALL
+)
 COMMAND = "python -m scripts.flag_tables"
 # Verbs without a page: commands/index.md says which newer one each of them stands for.
 OLDER = frozenset({"batch", "run-batch", "complete", "flex-opt"})
 SHARED = "shared"
-SHARED_PAGE, SHARED_SECTION = REFERENCE / "cli.md", "shared-flags"
+SHARED_PAGE = REFERENCE / "cli.md"
+SHARED_SECTION = "shared-flags"
 LEAST_VERBS = 3  # a flag that so many verbs have alike is shared
 USUAL_GROUPS = ("positional arguments", "options")  # argparse's own names, which say nothing
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A row of a table. group: title of the parser's group. names: its spellings; of a positional argument one.
+    """A row of a table. group: title of the parser's group. names: its spellings; of a positional
+    argument one.
 
     value: what is typed behind the name, empty for a switch. meaning: its help, as Markdown.
     """
@@ -70,8 +76,12 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     found = {}
     waiting = [(verb, importlib.import_module(module)._parser()) for module, verb in verbs.items()]
     for name, parser in waiting:
-        subs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        waiting += [(f"{name} {verb}", inner) for action in subs for verb, inner in action.choices.items()]
+        subs = [
+            action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+        ]
+        waiting += [
+            (f"{name} {verb}", inner) for action in subs for verb, inner in action.choices.items()
+        ]
         if len(parser._actions) > 1 + len(subs):  # more than --help
             found[name] = parser
     return found
@@ -83,7 +93,8 @@ def documented() -> list[str]:
 
 
 def flags_of(command: str) -> list[Flag]:
-    """Return the flags of a command, group by group, without those for help. KeyError for an unknown command."""
+    """Return the flags of a command, group by group, without those for help. KeyError for an
+    unknown command."""
     parser = parsers()[command]
     return [
         Flag(group.title or "", _names(action), _value(action), _escape(_help(parser, action)))
@@ -96,7 +107,8 @@ def flags_of(command: str) -> list[Flag]:
 
 
 def shared_flags() -> tuple[Flag, ...]:
-    """Return the flags that at least LEAST_VERBS verbs have in the same words, in the order of the parsers."""
+    """Return the flags that at least LEAST_VERBS verbs have in the same words, in the order of the
+    parsers."""
     verbs: dict[Flag, set[str]] = defaultdict(set)
     for command in documented():
         for flag in flags_of(command):
@@ -136,7 +148,8 @@ def _tables(flags: Iterable[Flag]) -> Iterator[str]:
 
 
 def _link(flags: list[Flag], shared: Iterable[Flag], page: Path) -> list[str]:
-    """Return a line that says which shared flags a command has; its exceptions by name. Nothing if it has none."""
+    """Return a line that says which shared flags a command has; its exceptions by name. Nothing if
+    it has none."""
     groups: dict[str, list[Flag]] = defaultdict(list)
     for flag in shared:
         groups[flag.group].append(flag)
@@ -157,14 +170,20 @@ def _names(action: argparse.Action) -> tuple[str, ...]:
     """Return a flag's spellings, each with hyphens once; of a positional argument its name."""
     if not action.option_strings:
         return (action.metavar if isinstance(action.metavar, str) else action.dest,)
-    return tuple(dict.fromkeys(name[:2] + name[2:].replace("_", "-") for name in action.option_strings))
+    return tuple(
+        dict.fromkeys(name[:2] + name[2:].replace("_", "-") for name in action.option_strings)
+    )
 
 
 def _value(action: argparse.Action) -> str:
     """Return what is typed behind a flag's name."""
     if not action.option_strings:
         return "..." if action.nargs in ("*", "+") else ""
-    return "" if action.nargs == 0 else argparse.HelpFormatter("")._format_args(action, action.dest.upper())
+    return (
+        ""
+        if action.nargs == 0
+        else argparse.HelpFormatter("")._format_args(action, action.dest.upper())
+    )
 
 
 def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
@@ -181,7 +200,10 @@ def _escape(text: str) -> str:
 
 def filled(text: str, page: Path) -> str:
     """Return the text of a page with its tables as they should be."""
-    return MARKS.sub(lambda found: f"<!-- flags: {found[1]} -->\n{table(found[1], page)}<!-- end of flags -->", text)
+    return MARKS.sub(
+        lambda found: f"<!-- flags: {found[1]} -->\n{table(found[1], page)}<!-- end of flags -->",
+        text,
+    )
 
 
 def pages() -> list[Path]:
@@ -191,8 +213,12 @@ def pages() -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the tables, or with --check name the pages that differ; return the exit code."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Write the tables of flags into docs/reference.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page would change")
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description="Write the tables of flags into docs/reference."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if a page would change"
+    )
     args = parser.parse_args(argv)
     changed = [page for page in pages() if filled(page.read_text(), page) != page.read_text()]
     for page in changed:

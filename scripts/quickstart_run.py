@@ -1,4 +1,5 @@
-"""Runs the example prompts with half of the model on disk, and prints answers, memory, time and what to type next.
+"""Runs the example prompts with half of the model on disk, and prints answers, memory, time and
+what to type next.
 
 `scripts/quickstart.sh` calls it: python scripts/quickstart_run.py MODEL
 """
@@ -28,43 +29,90 @@ def main(model: str) -> int:
     prompts = TOY_PROMPTS if model == TOY else CHAT_PROMPTS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        done = subprocess.run(_command(model, prompts, folder), stdout=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            _command(model, prompts, folder), stdout=subprocess.DEVNULL, check=False
+        )
         if done.returncode:
             return done.returncode if done.returncode > 0 else 128 - done.returncode
-        answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+        answers = [
+            json.loads(line)
+            for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     process_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     print(f"\n{model} with half of its weights and KV cache on disk:")
-    for prompt, answer in zip(prompts.read_text(encoding="utf-8").splitlines(), answers, strict=True):
-        shown = f"{prompt}{answer['text']}" if model == TOY else f"> {prompt}\n{answer['text'].strip()}"
+    for prompt, answer in zip(
+        prompts.read_text(encoding="utf-8").splitlines(), answers, strict=True
+    ):
+        shown = (
+            f"{prompt}{answer['text']}" if model == TOY else f"> {prompt}\n{answer['text'].strip()}"
+        )
         print(f"\n{shown}")
-    print("\n" + "\n".join([*memory_lines(report, process_bytes), *time_lines(report), "", *next_lines(model)]))
+    print(
+        "\n"
+        + "\n".join(
+            [*memory_lines(report, process_bytes), *time_lines(report), "", *next_lines(model)]
+        )
+    )
     return 0
 
 
 def _command(model: str, prompts: Path, folder: Path) -> list[str]:
-    """Return the run: it answers `prompts`, and writes answers.jsonl and report.json into `folder`."""
+    """Return the run: it answers `prompts`, and writes answers.jsonl and report.json into
+    `folder`."""
     chat = [] if model == TOY else ["--chat"]
     return [
-        *(sys.executable, "-m", "flexgen_h2o.flex_opt", "--model", model, *chat, "--prompts", str(prompts)),
-        *("--percent", "0", "50", "0", "50", "0", "100", "--gpu-batch-size", "3", "--host-mem", LIMIT),
-        *("--gen-len", "64", "--output", str(folder / "answers.jsonl"), "--json", str(folder / "report.json")),
+        *(
+            sys.executable,
+            "-m",
+            "flexgen_h2o.flex_opt",
+            "--model",
+            model,
+            *chat,
+            "--prompts",
+            str(prompts),
+        ),
+        *(
+            "--percent",
+            "0",
+            "50",
+            "0",
+            "50",
+            "0",
+            "100",
+            "--gpu-batch-size",
+            "3",
+            "--host-mem",
+            LIMIT,
+        ),
+        *(
+            "--gen-len",
+            "64",
+            "--output",
+            str(folder / "answers.jsonl"),
+            "--json",
+            str(folder / "report.json"),
+        ),
         "--no-log",
     ]
 
 
 def memory_lines(report: Mapping[str, Any], process_bytes: int) -> list[str]:
-    """Return the peak beside the limit. The limit is for the model's data: Python and its libraries come on top."""
+    """Return the peak beside the limit. The limit is for the model's data: Python and its libraries
+    come on top."""
     held = _mib(report["peak_bytes"]["host"])
     whole = _mib(report["model_bytes"])
     return [
-        f"RAM    {held} at most for weights, KV cache and buffers; limit {LIMIT}; the weights alone have {whole}",
-        f"       {_mib(process_bytes)} for the whole process: Python and PyTorch come on top of the limit",
+        f"RAM    {held} at most for weights, KV cache and buffers; limit {LIMIT}; the weights "
+        f"alone have {whole}",
+        f"       {_mib(process_bytes)} for the whole process: Python and PyTorch come on top of "
+        "the limit",
     ]
 
 
 def time_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return the measured time beside the predicted one, which is rough until this machine has been measured."""
+    """Return the measured time beside the predicted one, which is rough until this machine has been
+    measured."""
     total = report["total"]
     predicted = report["predicted"]
     line = f"Time   {format_seconds(total['seconds'])} for {total['tokens']} tokens, after loading"
@@ -74,7 +122,8 @@ def time_lines(report: Mapping[str, Any]) -> list[str]:
     if report["extra"]["profile"] == "nominal":
         return [
             f"{line}; predicted roughly {seconds}, with typical figures",
-            "       flexgen-h2o hardware measures this machine in 1 to 2 minutes; predictions are closer then",
+            "       flexgen-h2o hardware measures this machine in 1 to 2 minutes; predictions are "
+            "closer then",
         ]
     return [f"{line}; predicted {seconds}"]
 

@@ -1,7 +1,9 @@
-"""Recorded runs of FlexGen and H2O: read from JSON, turned into our policies and needs, and predicted on a profile.
+"""Recorded runs of FlexGen and H2O: read from JSON, turned into our policies and needs, and
+predicted on a profile.
 
-One run is one JSON object: `machine model prompt_len gen_len percent gbs num_gpu_batches` and what was recorded
-(`tokens_per_s`, `prefill_s`, `decode_s`), and FlexGen's other flags where they are not its defaults.
+One run is one JSON object: `machine model prompt_len gen_len percent gbs num_gpu_batches` and what
+was recorded (`tokens_per_s`, `prefill_s`, `decode_s`), and FlexGen's other flags where they are not
+its defaults.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ SHORT = (3, 6)  # blocks of the models that stand for a long one
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded run. Lengths in tokens, seconds of whole phases; tokens_per_s are generated tokens over both phases.
+    """A recorded run. Lengths in tokens, seconds of whole phases; tokens_per_s are generated tokens
+    over both phases.
 
-    percent: weights, KV cache and hidden states on GPU and CPU, as given to FlexGen. hh_ratio: H2O's, 0 for the full
-    cache. source and note are for the reader; peak_gpu_gb is not predicted here.
+    percent: weights, KV cache and hidden states on GPU and CPU, as given to FlexGen. hh_ratio:
+    H2O's, 0 for the full cache. source and note are for the reader; peak_gpu_gb is not predicted
+    here.
     """
 
     machine: str
@@ -82,7 +86,8 @@ class Run:
 
 
 def read_runs(path: Path) -> tuple[Run, ...]:
-    """The runs of a file. UsageError names the file, the run and the unknown, missing or bad field."""
+    """The runs of a file. UsageError names the file, the run and the unknown, missing or bad
+    field."""
     try:
         body = read_json(path)
     except OSError as error:
@@ -107,8 +112,12 @@ def _run(entry: object) -> Run:
     missing = [f.name for f in known.values() if f.default is MISSING and f.name not in entry]
     unknown = sorted(set(entry) - set(known))
     if unknown or missing:
-        raise UsageError(f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing")
-    run = Run(**{name: _checked(name, str(known[name].type), value) for name, value in entry.items()})
+        raise UsageError(
+            f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
+        )
+    run = Run(
+        **{name: _checked(name, str(known[name].type), value) for name, value in entry.items()}
+    )
     if built_in_spec(run.model) is None:
         raise UsageError(f"model: {run.model!r} is not in the built-in table")
     if run.hh_ratio and int(run.hh_ratio * run.prompt_len) < 1:
@@ -126,7 +135,11 @@ def _checked(name: str, kind: str, value: Any) -> Any:
     elif kind == "int":
         good = number and isinstance(value, int) and value >= 1
     elif kind.startswith("tuple"):
-        good = isinstance(value, list) and len(value) == 6 and all(type(v) is int and 0 <= v <= 100 for v in value)
+        good = (
+            isinstance(value, list)
+            and len(value) == 6
+            and all(type(v) is int and 0 <= v <= 100 for v in value)
+        )
         good = good and all(value[i] + value[i + 1] <= 100 for i in (0, 2, 4))
         value = tuple(value) if good else value
     else:
@@ -139,10 +152,12 @@ def _checked(name: str, kind: str, value: Any) -> Any:
 
 
 def whole_tensor_percent(spec: ModelSpec, gpu: int, cpu: int) -> tuple[int, int]:
-    """What FlexGen makes of `percent gpu cpu` for weights, as percent of a block's bytes on GPU and CPU.
+    """What FlexGen makes of `percent gpu cpu` for weights, as percent of a block's bytes on GPU and
+    CPU.
 
-    It places whole tensors: going through a layer's list in the order disk, CPU, GPU, a tensor goes where the middle
-    of its bytes falls. `20 80` puts 8 percent of the bytes of an OPT block on the GPU, `0 50` half on disk.
+    It places whole tensors: going through a layer's list in the order disk, CPU, GPU, a tensor goes
+    where the middle of its bytes falls. `20 80` puts 8 percent of the bytes of an OPT block on the
+    GPU, `0 50` half on disk.
     """
     totals = {"disk": 0, "cpu": 0, "gpu": 0}
     for tensors in (spec.attention[0], spec.mlp[0]):
@@ -156,27 +171,38 @@ def whole_tensor_percent(spec: ModelSpec, gpu: int, cpu: int) -> tuple[int, int]
 def _placed(tensors: Sequence[TensorSpec], gpu: int, cpu: int) -> list[tuple[str, int]]:
     """(tier, elements) of each matrix of a list; vectors are too small to count."""
     sizes = [t.numel for t in tensors if len(t.shape) == 2]
-    found, before = [], 0
+    found = []
+    before = 0
     for size in sizes:
         middle = (before + size / 2) / sum(sizes) * 100
         before += size
-        found.append(("disk" if middle < 100 - gpu - cpu else "cpu" if middle < 100 - gpu else "gpu", size))
+        found.append(
+            ("disk" if middle < 100 - gpu - cpu else "cpu" if middle < 100 - gpu else "gpu", size)
+        )
     return found
 
 
 def policy_of(run: Run, spec: ModelSpec) -> Policy:
     """The policy of ours that places and moves what FlexGen placed and moved.
 
-    FlexGen's KV cache on the host is not pinned: where the device attends to it, the thread that issues compute first
-    copies each piece into pinned memory (pytorch_backend.general_copy), so that loading and computing take turns.
+    FlexGen's KV cache on the host is not pinned: where the device attends to it, the thread that
+    issues compute first copies each piece into pinned memory (pytorch_backend.general_copy), so
+    that loading and computing take turns.
     """
     percent = (*whole_tensor_percent(spec, *run.percent[:2]), *run.percent[2:])
     overlap = run.overlap and (run.percent[2] == 100 or run.cpu_cache_compute)
     return Policy(
-        run.gbs, run.num_gpu_batches, percent, compress_weight=run.compress_weight, compress_cache=run.compress_cache,
-        cpu_cache_compute=run.cpu_cache_compute, overlap=overlap, sep_layer=run.sep_layer, pin_weight=run.pin_weight,
+        run.gbs,
+        run.num_gpu_batches,
+        percent,
+        compress_weight=run.compress_weight,
+        compress_cache=run.compress_cache,
+        cpu_cache_compute=run.cpu_cache_compute,
+        overlap=overlap,
+        sep_layer=run.sep_layer,
+        pin_weight=run.pin_weight,
         attn_sparsity=run.attn_sparsity,
-    )  # fmt: skip
+    )
 
 
 def need_of(run: Run, num_blocks: int) -> WorkloadShape:
@@ -184,10 +210,17 @@ def need_of(run: Run, num_blocks: int) -> WorkloadShape:
     heavy = int(run.hh_ratio * run.prompt_len)
     if not heavy:
         return WorkloadShape.full(run.rows, run.prompt_len, run.gen_len, num_blocks)
-    slots, kept = min(2 * heavy, run.prompt_len + run.gen_len - 1), min(2 * heavy - 1, run.prompt_len)
+    slots = min(2 * heavy, run.prompt_len + run.gen_len - 1)
+    kept = min(2 * heavy - 1, run.prompt_len)
     scored = RowRecord(("positions", "scores"))
     return WorkloadShape(
-        run.rows, run.prompt_len, run.gen_len, (slots,) * num_blocks, (kept,) * num_blocks, scored, True
+        run.rows,
+        run.prompt_len,
+        run.gen_len,
+        (slots,) * num_blocks,
+        (kept,) * num_blocks,
+        scored,
+        True,
     )
 
 
@@ -200,47 +233,69 @@ def _spec(model: str, num_blocks: int) -> ModelSpec:
     if not num_blocks:
         return spec
     return replace(
-        spec, num_blocks=num_blocks, attention=spec.attention[:num_blocks], mlp=spec.mlp[:num_blocks]
-    )  # fmt: skip
+        spec,
+        num_blocks=num_blocks,
+        attention=spec.attention[:num_blocks],
+        mlp=spec.mlp[:num_blocks],
+    )
 
 
 def predicted(run: Run, profile: HardwareProfile, num_blocks: int = 0) -> dict[str, float]:
-    """Prefill and decode seconds and tokens a second. num_blocks: of a shortened model, 0 for the true one."""
+    """Prefill and decode seconds and tokens a second. num_blocks: of a shortened model, 0 for the
+    true one."""
     spec = _spec(run.model, num_blocks)
-    policy, need = policy_of(run, spec), need_of(run, spec.num_blocks)
+    policy = policy_of(run, spec)
+    need = need_of(run, spec.num_blocks)
     machine = Machine(profile, DTYPE, False)
     plan = plan_within(spec, policy, shape_of(policy, need), machine.itemsize, False, NO_BUDGETS)
     found = predict(spec, policy, need, machine, plan, even_blocks(policy, need))
     again = unpacked_again_s(run, spec, profile)
     decode = again + unpacked_cache_s(run, spec, profile)
-    seconds = {"prefill_s": found.prefill_s + again, "decode_s": found.decode_s + (run.gen_len - 1) * decode}
+    seconds = {
+        "prefill_s": found.prefill_s + again,
+        "decode_s": found.decode_s + (run.gen_len - 1) * decode,
+    }
     return {"tokens_per_s": run.rows * run.gen_len / sum(seconds.values()), **seconds}
 
 
 def unpacked_again_s(run: Run, spec: ModelSpec, profile: HardwareProfile) -> float:
-    """Seconds of a sweep in which FlexGen unpacks 4-bit weights that our engine has unpacked already: it does so for
-    every micro-batch, we for every block."""
+    """Seconds of a sweep in which FlexGen unpacks 4-bit weights that our engine has unpacked
+    already: it does so for every micro-batch, we for every block."""
     if not run.compress_weight:
         return 0.0
-    elements = sum(t.numel for tensors in (*spec.attention, *spec.mlp) for t in tensors if len(t.shape) == 2)
+    elements = sum(
+        t.numel for tensors in (*spec.attention, *spec.mlp) for t in tensors if len(t.shape) == 2
+    )
     rates = profile.rates(DTYPE)
-    return (run.num_gpu_batches - 1) * elements * DTYPE_BYTES[DTYPE] / rates.device_dequantise_bytes_per_s
+    return (
+        (run.num_gpu_batches - 1)
+        * elements
+        * DTYPE_BYTES[DTYPE]
+        / rates.device_dequantise_bytes_per_s
+    )
 
 
 def unpacked_cache_s(run: Run, spec: ModelSpec, profile: HardwareProfile) -> float:
-    """Seconds of a decode sweep, on average, in which FlexGen unpacks 4-bit KV on the device and attends to what it
-    became: our engine reads it packed."""
+    """Seconds of a decode sweep, on average, in which FlexGen unpacks 4-bit KV on the device and
+    attends to what it became: our engine reads it packed."""
     if not run.compress_cache:
         return 0.0
-    columns, rates = run.rows * (run.prompt_len + run.gen_len / 2), profile.rates(DTYPE)
+    columns = run.rows * (run.prompt_len + run.gen_len / 2)
+    rates = profile.rates(DTYPE)
     unpacked = columns * spec.kv_bytes_per_token(DTYPE_BYTES[DTYPE])
-    packed = columns * spec.num_blocks * spec.num_kv_heads * kv_sizes_of(spec, policy_of(run, spec)).column_bytes
+    packed = (
+        columns
+        * spec.num_blocks
+        * spec.num_kv_heads
+        * kv_sizes_of(spec, policy_of(run, spec)).column_bytes
+    )
     more = (unpacked - packed) / rates.device_attention_bytes_per_s.at(spec.head_dim)
     return unpacked / rates.device_dequantise_bytes_per_s + more
 
 
 def predicted_quickly(run: Run, profile: HardwareProfile) -> dict[str, float]:
-    """The same within a percent or so: every block costs the same, so two short models tell of the long one."""
+    """The same within a percent or so: every block costs the same, so two short models tell of the
+    long one."""
     few, more = (predicted(run, profile, count) for count in SHORT)
     total = _spec(run.model, 0).num_blocks
     seconds = {

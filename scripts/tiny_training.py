@@ -1,4 +1,5 @@
-"""Train a small model of a family: what train_tiny_opt.py, train_tiny_llama.py and train_yardstick.py share.
+"""Train a small model of a family: what train_tiny_opt.py, train_tiny_llama.py and
+train_yardstick.py share.
 
 Data: the source text of Python's own standard library (every machine has it), mixed with
 synthetic rows: key-value pairs stated early and asked for later, and for the yardsticks stretches
@@ -30,9 +31,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from flexgen_h2o.evaluation.rows import draw_pairs, is_held_out, read_text, statement, stdlib_files, stretch
+from flexgen_h2o.evaluation.rows import (
+    draw_pairs,
+    is_held_out,
+    read_text,
+    statement,
+    stdlib_files,
+    stretch,
+)
 
-BOS, PAD, EOS, UNK = "<s>", "<pad>", "</s>", "<unk>"
+BOS = "<s>"
+PAD = "<pad>"
+EOS = "</s>"
+UNK = "<unk>"
 RECALL_SHARE = 0.30
 EVAL_ROWS = 64
 RUNS_NAME = "training_runs.json"
@@ -47,10 +58,10 @@ TaskRow = Callable[[random.Random, Tokenizer, torch.Tensor, int], tuple[list[int
 class Recipe:
     """What one script trains.
 
-    name: of the model. family: how the card calls it, with its article. purpose: the card's words on what it is for.
-    script: the file that trains it. short, long: (rows, tokens) of a step on short rows and on the full context.
-    build: a model with random weights, from the parsed options. tasks: what synthetic rows are of, in equal shares;
-    None: recall alone.
+    name: of the model. family: how the card calls it, with its article. purpose: the card's words
+    on what it is for. script: the file that trains it. short, long: (rows, tokens) of a step on
+    short rows and on the full context. build: a model with random weights, from the parsed options.
+    tasks: what synthetic rows are of, in equal shares; None: recall alone.
     """
 
     name: str
@@ -80,7 +91,10 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE; digits stay single so that recall values always split alike."""
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -104,9 +118,11 @@ def build_corpus(tokenizer: Tokenizer, files: list[Path]) -> Corpus:
 def recall_row(
     rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int
 ) -> tuple[list[int], list[int]]:
-    """Pairs, then a stretch of code, then the same pairs asked for in another order; again until the row is full.
+    """Pairs, then a stretch of code, then the same pairs asked for in another order; again until
+    the row is full.
 
-    Returns `length` token ids and the positions of the answer digits that were asked for; each digit is a token.
+    Returns `length` token ids and the positions of the answer digits that were asked for; each
+    digit is a token.
     """
     ids = [tokenizer.token_to_id(BOS)]
     answers: list[int] = []
@@ -124,29 +140,40 @@ def recall_row(
     return ids[:length], [place for place in answers if place < length]
 
 
-def copy_row(rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int) -> tuple[list[int], list[int]]:
-    """A named stretch of code, other code, and the stretch once more behind its name; again until the row is full.
+def copy_row(
+    rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int
+) -> tuple[list[int], list[int]]:
+    """A named stretch of code, other code, and the stretch once more behind its name; again until
+    the row is full.
 
     What can be known is the copy but for its first tokens.
     """
-    ids, known = [tokenizer.token_to_id(BOS)], list[int]()
+    ids = [tokenizer.token_to_id(BOS)]
+    known = list[int]()
     while len(ids) < length:
         ((name, _),) = draw_pairs(rng, 1)
         part = stretch(rng, code, rng.randint(12, 48))
         ids += [*tokenizer.encode(f"\nkeep {name}\n").ids, *part]
-        ids += stretch(rng, code, rng.choice([rng.randint(16, 64), rng.randint(64, max(65, length // 2))]))
+        ids += stretch(
+            rng, code, rng.choice([rng.randint(16, 64), rng.randint(64, max(65, length // 2))])
+        )
         ids += tokenizer.encode(f"\ncopy {name}\n").ids
         known += range(len(ids) + 2, len(ids) + len(part))
         ids += part
     return ids[:length], [place for place in known if place < length]
 
 
-def hops_row(rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int) -> tuple[list[int], list[int]]:
-    """Chains of two to four names that end in a number, link by link between code; then they are followed.
+def hops_row(
+    rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int
+) -> tuple[list[int], list[int]]:
+    """Chains of two to four names that end in a number, link by link between code; then they are
+    followed.
 
-    `let qf = ra`, ..., `let ra = 37`, ..., `follow qf = ra = 37`. What can be known is all behind the first name.
+    `let qf = ra`, ..., `let ra = 37`, ..., `follow qf = ra = 37`. What can be known is all behind
+    the first name.
     """
-    ids, known = [tokenizer.token_to_id(BOS)], list[int]()
+    ids = [tokenizer.token_to_id(BOS)]
+    known = list[int]()
     while len(ids) < length:
         chains = []
         for _ in range(rng.randint(1, 3)):
@@ -157,7 +184,9 @@ def hops_row(rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, lengt
         rng.shuffle(links)
         for link in links:
             ids += tokenizer.encode(statement(link)).ids
-            ids += stretch(rng, code, rng.choice([0, rng.randint(8, 48), rng.randint(8, max(9, length // 8))]))
+            ids += stretch(
+                rng, code, rng.choice([0, rng.randint(8, 48), rng.randint(8, max(9, length // 8))])
+            )
             ids += tokenizer.encode("\n").ids
         for chain in chains:
             ids += tokenizer.encode(f"follow {chain[0]}").ids
@@ -178,8 +207,16 @@ IN_WORDS = {
 class Batches:
     """Seeded batches: code rows beginning with BOS, and `RECALL_SHARE` of synthetic rows."""
 
-    def __init__(self, tokenizer: Tokenizer, code: torch.Tensor, seed: int, tasks: Sequence[TaskRow] = (recall_row,)):
-        self.tokenizer, self.code, self.tasks = tokenizer, code, tasks
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        code: torch.Tensor,
+        seed: int,
+        tasks: Sequence[TaskRow] = (recall_row,),
+    ):
+        self.tokenizer = tokenizer
+        self.code = code
+        self.tasks = tasks
         self.rng = random.Random(seed)
         self.bos = tokenizer.token_to_id(BOS)
 
@@ -218,21 +255,35 @@ def learning_rate_scale(step: int, steps: int) -> float:
 def loss_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, tokenizer: Tokenizer, corpus: Corpus, recipe: Recipe) -> dict[str, float]:
+def evaluate(
+    model: PreTrainedModel, tokenizer: Tokenizer, corpus: Corpus, recipe: Recipe
+) -> dict[str, float]:
     """Held-out nats a token at full context, and greedy accuracy on recall answers by distance."""
     model.eval()
-    bos, length = tokenizer.token_to_id(BOS), recipe.context
+    bos = tokenizer.token_to_id(BOS)
+    length = recipe.context
     stride = (len(corpus.held_out) - length) // EVAL_ROWS
-    rows = [[bos, *corpus.held_out[i * stride : i * stride + length - 1].tolist()] for i in range(EVAL_ROWS)]
-    losses = torch.cat([loss_of(model, torch.tensor(rows[i : i + 8])).view(8, -1) for i in range(0, EVAL_ROWS, 8)])
-    found = {"recall_digit_accuracy": accuracy(model, tokenizer, corpus.held_out, length, recall_row)}
+    rows = [
+        [bos, *corpus.held_out[i * stride : i * stride + length - 1].tolist()]
+        for i in range(EVAL_ROWS)
+    ]
+    losses = torch.cat(
+        [loss_of(model, torch.tensor(rows[i : i + 8])).view(8, -1) for i in range(0, EVAL_ROWS, 8)]
+    )
+    found = {
+        "recall_digit_accuracy": accuracy(model, tokenizer, corpus.held_out, length, recall_row)
+    }
     for name, task in (recipe.tasks or {}).items():
         for tokens in (512, 1024, 2048):
-            found[f"{name}_accuracy_at_{tokens}"] = accuracy(model, tokenizer, corpus.held_out, tokens, task)
+            found[f"{name}_accuracy_at_{tokens}"] = accuracy(
+                model, tokenizer, corpus.held_out, tokens, task
+            )
     model.train()
     short = recipe.short[1]
     return {
@@ -243,9 +294,13 @@ def evaluate(model: PreTrainedModel, tokenizer: Tokenizer, corpus: Corpus, recip
     }
 
 
-def accuracy(model: PreTrainedModel, tokenizer: Tokenizer, code: torch.Tensor, length: int, task: TaskRow) -> float:
+def accuracy(
+    model: PreTrainedModel, tokenizer: Tokenizer, code: torch.Tensor, length: int, task: TaskRow
+) -> float:
     """Share of the tokens that can be known which are the likeliest, of 32 rows."""
-    rng, right, asked = random.Random(7), 0, 0
+    rng = random.Random(7)
+    right = 0
+    asked = 0
     for _ in range(32):
         ids, answers = task(rng, tokenizer, code, length)
         logits = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0]
@@ -256,14 +311,22 @@ def accuracy(model: PreTrainedModel, tokenizer: Tokenizer, code: torch.Tensor, l
 
 
 def unigram_nats(corpus: Corpus) -> float:
-    """Nats a held-out token costs whoever knows only how often each token is in the training text (plus one each)."""
+    """Nats a held-out token costs whoever knows only how often each token is in the training text
+    (plus one each)."""
     counts = torch.bincount(corpus.train, minlength=int(corpus.held_out.max()) + 1).double() + 1
     return float(-(counts / counts.sum()).log()[corpus.held_out].mean())
 
 
 def model_card(recipe: Recipe, runs: list[dict[str, object]]) -> str:
-    facts = "\n".join(f"| {key} | " + " | ".join(str(run.get(key, "")) for run in runs) + " |" for key in runs[-1])
-    head = "| | " + " | ".join(f"run {i + 1}" for i in range(len(runs))) + " |\n|" + "---|" * (len(runs) + 1)
+    facts = "\n".join(
+        f"| {key} | " + " | ".join(str(run.get(key, "")) for run in runs) + " |" for key in runs[-1]
+    )
+    head = (
+        "| | "
+        + " | ".join(f"run {i + 1}" for i in range(len(runs)))
+        + " |\n|"
+        + "---|" * (len(runs) + 1)
+    )
     tasks = "; ".join(f"{name} ({IN_WORDS[name]})" for name in recipe.tasks or ("recall",))
     return f"""---
 license: apache-2.0
@@ -283,17 +346,24 @@ One file in 40 is held out by a hash of its name.
 
 `recall_digit_accuracy` is the share of answer digits that greedy decoding gets right (chance: 0.1).
 `unigram_nats_per_token` is what a held-out token costs whoever knows only how often each token is.
-"""
+"""  # noqa: E501
 
 
 def save(
-    model: PreTrainedModel, tokenizer: Tokenizer, output: Path, recipe: Recipe, runs: list[dict[str, object]]
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    output: Path,
+    recipe: Recipe,
+    runs: list[dict[str, object]],
 ) -> None:
-    """Write the Hugging Face folder. The saved tokenizer puts BOS first, as every training row begins with it."""
+    """Write the Hugging Face folder. The saved tokenizer puts BOS first, as every training row
+    begins with it."""
     output.mkdir(parents=True, exist_ok=True)
     bos = (BOS, tokenizer.token_to_id(BOS))
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[bos])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[bos]
+    )
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(output)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -314,10 +384,14 @@ def start(
 ) -> tuple[Tokenizer, PreTrainedModel, list[dict[str, object]]]:
     """A new model and tokenizer, or those of --init-from with the runs that made them."""
     if args.init_from is None:
-        tokenizer = train_tokenizer([read_text(p) for p in files if not is_held_out(p)], args.vocab_size)
+        tokenizer = train_tokenizer(
+            [read_text(p) for p in files if not is_held_out(p)], args.vocab_size
+        )
         return tokenizer, recipe.build(args), []
     tokenizer = Tokenizer.from_file(str(args.init_from / "tokenizer.json"))
-    tokenizer.post_processor = processors.Sequence([])  # rows get their BOS here, not from the tokenizer
+    tokenizer.post_processor = processors.Sequence(
+        []
+    )  # rows get their BOS here, not from the tokenizer
     model = AutoModelForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
     lengthen(model, recipe.context)
     return tokenizer, model.train(), json.loads((args.init_from / RUNS_NAME).read_text())
@@ -325,7 +399,8 @@ def start(
 
 @torch.no_grad()
 def lengthen(model: PreTrainedModel, positions: int) -> None:
-    """Room for so many positions: where they are learned, the table is repeated, as neighbours stay neighbours so."""
+    """Room for so many positions: where they are learned, the table is repeated, as neighbours stay
+    neighbours so."""
     known = model.config.max_position_embeddings
     model.config.max_position_embeddings = max(known, positions)
     if positions <= known or model.config.model_type != "opt":
@@ -346,15 +421,25 @@ def train(recipe: Recipe, args: argparse.Namespace) -> None:
     print(f"{corpus.files} files, {len(corpus.train)} + {len(corpus.held_out)} tokens", flush=True)
     params = sum(p.numel() for p in model.parameters())
     setting = {
-        "parameters": params, "width": args.width, "layers": args.layers, "heads": args.heads,
-        "context": recipe.context, "vocabulary": args.vocab_size, "steps": args.steps, "seed": args.seed,
-        "python": platform.python_version(), "torch": torch.__version__,
+        "parameters": params,
+        "width": args.width,
+        "layers": args.layers,
+        "heads": args.heads,
+        "context": recipe.context,
+        "vocabulary": args.vocab_size,
+        "steps": args.steps,
+        "seed": args.seed,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
         "command": f"`python scripts/{recipe.script} {' '.join(sys.argv[1:])}`",
-    }  # fmt: skip
+    }
     tasks = list((recipe.tasks or {"recall": recall_row}).values())
-    optims, batches = optimizers(model, args.peak_rate), Batches(tokenizer, corpus.train, args.seed, tasks)
+    optims = optimizers(model, args.peak_rate)
+    batches = Batches(tokenizer, corpus.train, args.seed, tasks)
     base_rates = [o.param_groups[0]["lr"] for o in optims]
-    began, tokens, window = time.time(), 0, []
+    began = time.time()
+    tokens = 0
+    window = []
     for step in range(args.steps):
         ids = batches.next(*(recipe.short if step < args.short_share * args.steps else recipe.long))
         for optim, rate in zip(optims, base_rates, strict=True):
@@ -375,7 +460,9 @@ def train(recipe: Recipe, args: argparse.Namespace) -> None:
             print(json.dumps(result), flush=True)
 
 
-def train_step(model: PreTrainedModel, optims: list[torch.optim.Optimizer], ids: torch.Tensor) -> float:
+def train_step(
+    model: PreTrainedModel, optims: list[torch.optim.Optimizer], ids: torch.Tensor
+) -> float:
     """One step of all optimizers on the rows `ids`; the mean loss before it, nats a token."""
     loss = loss_of(model, ids).mean()
     loss.backward()
@@ -388,11 +475,17 @@ def train_step(model: PreTrainedModel, optims: list[torch.optim.Optimizer], ids:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The options that all scripts have; each sets its own defaults."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--output", type=Path, help="the folder to write")
     made.add_argument("--steps", type=int)
-    made.add_argument("--init-from", type=Path, help="go on from this folder, which an earlier run has written")
-    made.add_argument("--peak-rate", type=float, default=2e-3, help="learning rate between warm-up and decay")
+    made.add_argument(
+        "--init-from", type=Path, help="go on from this folder, which an earlier run has written"
+    )
+    made.add_argument(
+        "--peak-rate", type=float, default=2e-3, help="learning rate between warm-up and decay"
+    )
     made.add_argument("--short-share", type=float, help="share of the steps on short rows")
     made.add_argument("--layers", type=int)
     made.add_argument("--width", type=int, default=256)

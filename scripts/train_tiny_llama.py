@@ -1,11 +1,12 @@
-"""Train a small LLaMA with grouped queries on rows of 256 tokens. Data, seeds and output: tiny_training.py.
+"""Train a small LLaMA with grouped queries on rows of 256 tokens. Data, seeds and output:
+tiny_training.py.
 
 It is not shipped: it is what streaming past the trained length is shown on (docs/lab/quality.md).
 
     python scripts/train_tiny_llama.py --output FOLDER
 
-Rotary positions have no table that ends, so the configuration allows 16 times the trained length: a full cache may be
-asked to go there, and its predictions collapse.
+Rotary positions have no table that ends, so the configuration allows 16 times the trained length: a
+full cache may be asked to go there, and its predictions collapse.
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ POSITIONS = 16 * CONTEXT
 
 def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=args.vocab_size, hidden_size=args.width, num_hidden_layers=args.layers,
-        intermediate_size=(8 * args.width // 3 + 63) // 64 * 64, num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads, max_position_embeddings=POSITIONS, rms_norm_eps=1e-5,
-        bos_token_id=0, pad_token_id=1, eos_token_id=2, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=args.vocab_size,
+        hidden_size=args.width,
+        num_hidden_layers=args.layers,
+        intermediate_size=(8 * args.width // 3 + 63) // 64 * 64,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        max_position_embeddings=POSITIONS,
+        rms_norm_eps=1e-5,
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
     return LlamaForCausalLM(config)
 
 

@@ -1,11 +1,13 @@
-"""Train the small OPT that the package ships (`--model opt-tiny`). Data, seeds and output: tiny_training.py.
+"""Train the small OPT that the package ships (`--model opt-tiny`). Data, seeds and output:
+tiny_training.py.
 
     python scripts/train_tiny_opt.py --output FOLDER
     python scripts/train_tiny_opt.py --output flexgen_h2o/assets/opt-tiny --init-from FOLDER --steps 600 \\
         --peak-rate 1e-3 --short-share 0 --seed 1
 
-made the shipped model: a first run mostly on short rows, and a second one on rows of the full context.
-"""
+made the shipped model: a first run mostly on short rows, and a second one on rows of the full
+context.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -24,11 +26,22 @@ CONTEXT = 1024
 
 def build_model(args: argparse.Namespace) -> OPTForCausalLM:
     config = OPTConfig(
-        vocab_size=args.vocab_size, hidden_size=args.width, num_hidden_layers=args.layers, ffn_dim=4 * args.width,
-        num_attention_heads=args.heads, max_position_embeddings=CONTEXT, word_embed_proj_dim=args.width,
-        dropout=0.0, attention_dropout=0.0, layerdrop=0.0, do_layer_norm_before=True,
-        bos_token_id=0, pad_token_id=1, eos_token_id=2, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=args.vocab_size,
+        hidden_size=args.width,
+        num_hidden_layers=args.layers,
+        ffn_dim=4 * args.width,
+        num_attention_heads=args.heads,
+        max_position_embeddings=CONTEXT,
+        word_embed_proj_dim=args.width,
+        dropout=0.0,
+        attention_dropout=0.0,
+        layerdrop=0.0,
+        do_layer_norm_before=True,
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
     return OPTForCausalLM(config)
 
 
@@ -45,7 +58,9 @@ RECIPE = Recipe(
 
 def main() -> None:
     options = parser(__doc__)
-    options.set_defaults(output=Path("flexgen_h2o/assets/opt-tiny"), steps=2800, short_share=0.7, layers=6)
+    options.set_defaults(
+        output=Path("flexgen_h2o/assets/opt-tiny"), steps=2800, short_share=0.7, layers=6
+    )
     train(RECIPE, options.parse_args())
 
 

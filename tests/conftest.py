@@ -43,14 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays loaded, and no collection of garbage looks at it: a full one took 0.1 s."""
+    """What is loaded by now stays loaded, and no collection of garbage looks at it: a full one took
+    0.1 s."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def _alike() -> Iterator[None]:
-    """Each test starts from the same random state, whichever tests ran before it, and leaves gradients as they were."""
+    """Each test starts from the same random state, whichever tests ran before it, and leaves
+    gradients as they were."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -60,16 +62,19 @@ def _alike() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _loops_are_compiled_here() -> Iterator[None]:
-    """Not by other processes, of which a fresh checkout would start some thirty, each with torch to import. Processes
-    of tests start theirs, and so do tests/unit/kernels/test_warm_up.py."""
+    """Not by other processes, of which a fresh checkout would start some thirty, each with torch to
+    import. Processes of tests start theirs, and so do tests/unit/kernels/test_warm_up.py."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("flexgen_h2o.kernels.warm_up._call_in_a_process", lambda function, arguments: None)
+        patched.setattr(
+            "flexgen_h2o.kernels.warm_up._call_in_a_process", lambda function, arguments: None
+        )
         yield
 
 
 @pytest.fixture
 def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reference is the CPU's; and models this small lose more by waking a second thread than they gain."""
+    """The reference is the CPU's; and models this small lose more by waking a second thread than
+    they gain."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

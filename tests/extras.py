@@ -24,7 +24,8 @@ def extras() -> dict[str, list[str]]:
 
 
 def is_installed(requirement: str) -> bool:
-    """Tell whether a version of it is there. A package that is there and cannot be imported fails its tests."""
+    """Tell whether a version of it is there. A package that is there and cannot be imported fails
+    its tests."""
     try:
         return bool(version(Requirement(requirement).name))
     except PackageNotFoundError:
@@ -39,5 +40,6 @@ def why_not(extra: str) -> str:
 
 
 def needs(extra: str) -> pytest.MarkDecorator:
-    """Mark a test, or a whole file with `pytestmark = needs(...)`, that uses packages of the extra."""
+    """Mark a test, or a whole file with `pytestmark = needs(...)`, that uses packages of the
+    extra."""
     return pytest.mark.skipif(bool(why_not(extra)), reason=why_not(extra))

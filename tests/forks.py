@@ -1,6 +1,8 @@
-"""Processes that are forked off one which has loaded everything: a tenth of a second each instead of six.
+"""Processes that are forked off one which has loaded everything: a tenth of a second each instead
+of six.
 
-A forked process has its own signals, descriptors, standard output, memory and end, as one that a shell starts.
+A forked process has its own signals, descriptors, standard output, memory and end, as one that a
+shell starts.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]  # and the exit codes
-WARM = "--model opt-tiny --device cpu --dtype float32 --prompt-len 4 --gen-len 2 --no-log --verbose 0 --offload-dir"
+WARM = (
+    "--model opt-tiny --device cpu --dtype float32 --prompt-len 4 --gen-len 2 --no-log "
+    "--verbose 0 --offload-dir"
+)
 
 
 @dataclass
 class Process:
     """A process that was started. `folder` is its working folder, with stdout and stderr.
 
-    reap: waits, and gives the code and the peak RSS in bytes. Nothing here has a deadline, so a busy machine fails no
-    test; pytest's own limit ends a hang.
+    reap: waits, and gives the code and the peak RSS in bytes. Nothing here has a deadline, so a
+    busy machine fails no test; pytest's own limit ends a hang.
     """
 
     folder: Path
@@ -66,10 +71,15 @@ AnyProcess = TypeVar("AnyProcess", bound=Process)
 
 
 def environment() -> dict[str, str]:
-    """Of a process that runs this package from anywhere. One thread: models this small lose more by waking a second one
-    than they gain, and threads do not survive a fork."""
+    """Of a process that runs this package from anywhere. One thread: models this small lose more by
+    waking a second one than they gain, and threads do not survive a fork."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8:strict"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "PYTHONIOENCODING": "utf-8:strict",
+    }
 
 
 class Forks:
@@ -90,10 +100,18 @@ class Forks:
         self._ask(load=script, argv=[*map(str, argv)])
 
     def start(
-        self, folder: Path, script: str, *argv: object, file_limit: int = 0, kind: type[AnyProcess] = Process
+        self,
+        folder: Path,
+        script: str,
+        *argv: object,
+        file_limit: int = 0,
+        kind: type[AnyProcess] = Process,
     ) -> AnyProcess:
-        """A process that runs `script` as `python -c` does. file_limit: bytes that a file may have, where not 0."""
-        pid = self._ask(folder=str(folder), script=script, argv=[*map(str, argv)], file_limit=file_limit)
+        """A process that runs `script` as `python -c` does. file_limit: bytes that a file may have,
+        where not 0."""
+        pid = self._ask(
+            folder=str(folder), script=script, argv=[*map(str, argv)], file_limit=file_limit
+        )
         return kind(folder, pid, lambda: self._ask(wait=pid))
 
     def run(self, folder: Path, script: str, *argv: object) -> Process:
@@ -106,7 +124,8 @@ class Forks:
 @contextmanager
 def fork_server() -> Iterator[Forks]:
     """Its processes end with it."""
-    argv, pipe = [sys.executable, "-m", "tests.forks"], subprocess.PIPE
+    argv = [sys.executable, "-m", "tests.forks"]
+    pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environment()) as server:
         try:
             yield Forks(server)
@@ -130,8 +149,10 @@ def load_all() -> None:
 
 
 def serve() -> None:
-    """Reads questions and answers each, until a fork of this process returns from here with a script to run."""
-    to_tests, from_tests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
+    """Reads questions and answers each, until a fork of this process returns from here with a
+    script to run."""
+    to_tests = os.fdopen(os.dup(1), "w")
+    from_tests = os.fdopen(os.dup(0))
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what is loaded here may read standard input
     load_all()
@@ -144,7 +165,8 @@ def serve() -> None:
         elif "load" in asked:
             _execute(asked["load"], asked["argv"])
         else:
-            gc.freeze()  # a collection in the process, as at its end, looks at nothing that was here before
+            # a collection in the process, as at its end, looks at nothing that was here before
+            gc.freeze()
             sys.stdout.flush()
             answer = os.fork()
             if not answer:
@@ -159,8 +181,12 @@ def _begin(folder: str, script: str, argv: list[str], file_limit: int) -> None:
 
     from flexgen_h2o.engine.resources import Engine
 
-    tqdm.set_lock(threading.RLock())  # the server's is a semaphore, which a process that is killed may hold for ever
-    Engine._first_process = None  # the server has closed its engines, and computes in one thread: none is missing
+    tqdm.set_lock(
+        threading.RLock()
+    )  # the server's is a semaphore, which a process that is killed may hold for ever
+    Engine._first_process = (
+        None  # the server has closed its engines, and computes in one thread: none is missing
+    )
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the server
     default_signals()
     os.chdir(folder)
@@ -179,7 +205,8 @@ def _execute(script: str, argv: list[str]) -> None:
 
 
 def default_signals() -> None:
-    """A shell that runs the tests in the background has SIGINT ignored, nohup SIGHUP, and children inherit that."""
+    """A shell that runs the tests in the background has SIGINT ignored, nohup SIGHUP, and children
+    inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -1,4 +1,5 @@
-"""Says at the end of a run what it skipped, and why: the last lines above pytest's own closing line."""
+"""Says at the end of a run what it skipped, and why: the last lines above pytest's own closing
+line."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class SkipReport:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take over the count of a worker that has ended. Each worker collects all tests, so the counts are equal."""
+        """Take over the count of a worker that has ended. Each worker collects all tests, so the
+        counts are equal."""
         self._left_out = max(self._left_out, getattr(node, "workeroutput", {}).get("left_out", 0))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -40,11 +42,15 @@ class SkipReport:
         """Return the lines of the report, the most frequent reason first."""
         counts: Counter[tuple[str, str]] = Counter()
         for report in reports:
-            # A file that cannot be imported without an extra is skipped before its tests are counted.
+            # A file that cannot be imported without an extra is skipped before its tests are
+            # counted.
             unit = "file" if isinstance(report, pytest.CollectReport) else "test"
             counts[unit, report.longrepr[2].removeprefix("Skipped: ")] += 1
         found = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        lines = [f"{count:5} {unit}{'' if count == 1 else 's'}: {reason}" for (unit, reason), count in found]
+        lines = [
+            f"{count:5} {unit}{'' if count == 1 else 's'}: {reason}"
+            for (unit, reason), count in found
+        ]
         if not lines:
             lines = ["nothing was skipped"]
         if self._left_out:
@@ -55,5 +61,9 @@ class SkipReport:
     def _selection(self) -> str:
         """Return the flags that selected tests."""
         option = self._config.option
-        flags = [f'{flag} "{text}"' for flag, text in (("-m", option.markexpr), ("-k", option.keyword)) if text]
+        flags = [
+            f'{flag} "{text}"'
+            for flag, text in (("-m", option.markexpr), ("-k", option.keyword))
+            if text
+        ]
         return " and ".join(flags)

@@ -2,14 +2,16 @@
 
     <venv python> bench/baselines/<peer>/run.py --variant V --model-dir DIR --prompt-len S --gen-len N --rows B
 
-On a card (--device cuda) nothing may take more of it than --device-mem and CARD_SLACK: torch's allocator is held to it.
+On a card (--device cuda) nothing may take more of it than --device-mem and CARD_SLACK: torch's
+allocator is held to it.
 
-Exit codes: 0 measured, 2 refused (cannot run here, or wrong use), 3 does not fit the budget, 1 anything else; but for 0
-the last line of stderr says why. A batch is `rows` prompts of random token ids, the same for every system; every row
-runs to its last token, greedily. With --score FILE nothing is measured: the token rows of FILE are fed as they are
-(teacher forcing), and the logits are written beside it as .npy, by peers that can. Imports neither torch nor this
-project's package: a peer's environment has neither, or its own.
-"""
+Exit codes: 0 measured, 2 refused (cannot run here, or wrong use), 3 does not fit the budget, 1
+anything else; but for 0 the last line of stderr says why. A batch is `rows` prompts of random token
+ids, the same for every system; every row runs to its last token, greedily. With --score FILE
+nothing is measured: the token rows of FILE are fed as they are (teacher forcing), and the logits
+are written beside it as .npy, by peers that can. Imports neither torch nor this project's package:
+a peer's environment has neither, or its own.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-EXIT_FAILED, EXIT_REFUSED, EXIT_DOES_NOT_FIT = 1, 2, 3
-WARM_UP_PROMPT, WARM_UP_TOKENS = 8, 2
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_DOES_NOT_FIT = 3
+WARM_UP_PROMPT = 8
+WARM_UP_TOKENS = 2
 DEVICES = ("cpu", "cuda")
-OUTSIDE_GROUP = "FLEXGEN_OUTSIDE_GROUP"  # names the file in which a process leaves the memory group that holds a run
+# names the file in which a process leaves the memory group that holds a run
+OUTSIDE_GROUP = "FLEXGEN_OUTSIDE_GROUP"
 CARD_SLACK = 512 * 2**20  # what nobody plans: workspaces of cuBLAS, the allocator's rounding
 
 
@@ -53,10 +59,12 @@ class DoesNotFitError(RefusedError):
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. budget: bytes of RAM, None when the whole machine is free to use; device_mem: of the device.
+    """What to measure. budget: bytes of RAM, None when the whole machine is free to use;
+    device_mem: of the device.
 
-    On a CPU only ours gets a device_mem: it makes a device tier of RAM. room: most bytes that a run may take,
-    in a memory cgroup more than the budget, by which a peer places weights. It tries, at its leanest, all that fits it.
+    On a CPU only ours gets a device_mem: it makes a device tier of RAM. room: most bytes that a run
+    may take, in a memory cgroup more than the budget, by which a peer places weights. It tries, at
+    its leanest, all that fits it.
     """
 
     variant: str
@@ -82,12 +90,15 @@ class Request:
     def chosen(
         self, defaults: dict[str, int], switches: Container[str] = (), may_be_0: Container[str] = ()
     ) -> dict[str, Any]:
-        """A system's settings: its defaults, and --settings over them. switches: those that are 0 or 1.
+        """A system's settings: its defaults, and --settings over them. switches: those that are 0
+        or 1.
 
         RefusedError for a name that it has not, and a value that cannot be.
         """
         if unknown := sorted(self.settings.keys() - defaults):
-            raise RefusedError(f"--settings: no {', '.join(unknown)}; the names are {', '.join(defaults)}")
+            raise RefusedError(
+                f"--settings: no {', '.join(unknown)}; the names are {', '.join(defaults)}"
+            )
         for name, value in self.settings.items():
             least, most = (0, 1) if name in switches else (0 if name in may_be_0 else 1, 2**20)
             if not least <= value <= most:
@@ -117,7 +128,8 @@ class Request:
 
 
 class Meter:
-    """Times, memory and storage reads of one generation. Call `begin` when the model is loaded and warm."""
+    """Times, memory and storage reads of one generation. Call `begin` when the model is loaded and
+    warm."""
 
     def __init__(self, empty_bytes: int, device: str = "cpu") -> None:
         self.empty_bytes = empty_bytes
@@ -145,10 +157,14 @@ class Meter:
     def result(self, rows: int, gen_len: int) -> dict[str, Any]:
         if len(self.marks) != gen_len + 1:
             raise RuntimeError(f"{len(self.marks) - 1} tokens a row were generated, not {gen_len}")
-        return phases(rows, gen_len, self.marks[1] - self.marks[0], self.marks[-1] - self.marks[1]) | self.memory()
+        return (
+            phases(rows, gen_len, self.marks[1] - self.marks[0], self.marks[-1] - self.marks[1])
+            | self.memory()
+        )
 
     def memory(self) -> dict[str, Any]:
-        """Peaks are VmHWM less that of a process which has imported torch, or what the system computes with, alone.
+        """Peaks are VmHWM less that of a process which has imported torch, or what the system
+        computes with, alone.
 
         peak_card_bytes: most that torch's allocator took of the card; 0 without one.
         """
@@ -163,7 +179,8 @@ class Meter:
 
 
 def phases(rows: int, gen_len: int, prefill_s: float, decode_s: float) -> dict[str, Any]:
-    """Rates as in the run report: prefill gives each row its first token, total counts generated tokens over both."""
+    """Rates as in the run report: prefill gives each row its first token, total counts generated
+    tokens over both."""
     total = prefill_s + decode_s
     return {
         "rows": rows,
@@ -176,19 +193,27 @@ def phases(rows: int, gen_len: int, prefill_s: float, decode_s: float) -> dict[s
 
 
 Measure = Callable[[Request, Meter], dict[str, Any]]
-# (request, prompts, continuations): logits or log-probabilities (rows, steps, vocabulary), a numpy array of float32, of
-# what follows each prompt and the first tokens of its continuation: none of them, one, ..., all but the last.
+# (request, prompts, continuations): logits or log-probabilities (rows, steps, vocabulary), a numpy
+# array of float32, of what follows each prompt and the first tokens of its continuation: none of
+# them, one, ..., all but the last.
 Score = Callable[[Request, list[list[int]], list[list[int]]], Any]
 
 
 def main(
-    measure: Measure, variants: Sequence[str], packages: Sequence[str], framework: str = "torch",
-    devices: Sequence[str] = DEVICES, score: Score | None = None, dtypes: Sequence[str] = tuple(DTYPES),
-) -> int:  # fmt: skip
-    """Parse, measure, print. `measure` returns rates and memory, and under `setting` what the peer was set to.
+    measure: Measure,
+    variants: Sequence[str],
+    packages: Sequence[str],
+    framework: str = "torch",
+    devices: Sequence[str] = DEVICES,
+    score: Score | None = None,
+    dtypes: Sequence[str] = tuple(DTYPES),
+) -> int:
+    """Parse, measure, print. `measure` returns rates and memory, and under `setting` what the peer
+    was set to.
 
-    devices, dtypes: those that `measure` knows how to use. score: for --score, whose FILE has prompts and
-    continuations, each equally long; the array goes to a file beside it, FILE with .npy.
+    devices, dtypes: those that `measure` knows how to use. score: for --score, whose FILE has
+    prompts and continuations, each equally long; the array goes to a file beside it, FILE with
+    .npy.
     """
     request = _parse(variants)
     try:
@@ -197,10 +222,16 @@ def main(
         if request.dtype not in dtypes:
             raise RefusedError(f"--dtype {request.dtype}: measured in {', '.join(dtypes)} only")
         if not (request.model_dir / "config.json").exists() or not request.weight_files:
-            raise RefusedError(f"--model-dir {request.model_dir}: needs config.json and *.safetensors")
+            raise RefusedError(
+                f"--model-dir {request.model_dir}: needs config.json and *.safetensors"
+            )
         if request.score is None:
             columns = request.prompt_len + request.gen_len
-            check_length(f"--prompt-len {request.prompt_len} --gen-len {request.gen_len}", columns, request.config)
+            check_length(
+                f"--prompt-len {request.prompt_len} --gen-len {request.gen_len}",
+                columns,
+                request.config,
+            )
         imported = importlib.import_module(framework)
         if request.device == "cuda":
             hold_card(imported, request.device_mem)
@@ -222,14 +253,18 @@ def main(
 
 
 def convert_apart(*arguments: str | Path) -> None:
-    """Run a converter in a process of its own, outside the run's memory group, so that its memory is not counted: a
-    script, or `-c` and code, and what it is given. What it makes is written to disk then. Raises RefusedError with its
-    last line for exit code 2, DoesNotFitError where the kernel has killed it, which had no memory left, RuntimeError
-    for anything else."""
+    """Run a converter in a process of its own, outside the run's memory group, so that its memory
+    is not counted: a script, or `-c` and code, and what it is given. What it makes is written to
+    disk then. Raises RefusedError with its last line for exit code 2, DoesNotFitError where the
+    kernel has killed it, which had no memory left, RuntimeError for anything else."""
     outside = os.environ.get(OUTSIDE_GROUP)
     # Where it may not leave, it is held too.
-    leave = ["sh", "-c", f'{{ echo $$ > {outside}; }} 2>/dev/null; exec "$@"', "sh"] if outside else []
-    done = subprocess.run([*leave, sys.executable, *arguments], capture_output=True, text=True, check=False)
+    leave = (
+        ["sh", "-c", f'{{ echo $$ > {outside}; }} 2>/dev/null; exec "$@"', "sh"] if outside else []
+    )
+    done = subprocess.run(
+        [*leave, sys.executable, *arguments], capture_output=True, text=True, check=False
+    )
     said = done.stderr.strip()
     if done.returncode == EXIT_REFUSED:
         raise RefusedError(said.splitlines()[-1])
@@ -249,33 +284,44 @@ def write_scores(given: Path, request: Request, score: Score | None) -> None:
 
 
 def read_rows(given: Path, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and continuations of a file for --score: as many of both, each equally long, ids of the vocabulary."""
+    """Prompts and continuations of a file for --score: as many of both, each equally long, ids of
+    the vocabulary."""
     try:
         found = json.loads(given.read_text())
-        prompts, continuations = found["prompts"], found["continuations"]
+        prompts = found["prompts"]
+        continuations = found["continuations"]
         lengths = [{len(row) for row in rows} for rows in (prompts, continuations)]
         ids = {token for rows in (prompts, continuations) for row in rows for token in row}
         sound = len(prompts) == len(continuations) and all(type(token) is int for token in ids)
         sound = sound and all(len(some) == 1 and 0 not in some for some in lengths)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RefusedError(f"--score {given}: not prompts and continuations in JSON ({error!r})") from error
+        raise RefusedError(
+            f"--score {given}: not prompts and continuations in JSON ({error!r})"
+        ) from error
     if not sound:
-        raise RefusedError(f"--score {given}: as many continuations as prompts, each as long as the others, of numbers")
+        raise RefusedError(
+            f"--score {given}: as many continuations as prompts, each as long as the others, of "
+            "numbers"
+        )
     if min(ids) < 0 or max(ids) >= int(config["vocab_size"]):
-        raise RefusedError(f"--score {given}: token ids are from 0 to {int(config['vocab_size']) - 1}")
+        raise RefusedError(
+            f"--score {given}: token ids are from 0 to {int(config['vocab_size']) - 1}"
+        )
     check_length(f"--score {given}", lengths[0].pop() + lengths[1].pop(), config)
     return prompts, continuations
 
 
 def check_length(named: str, tokens: int, config: dict[str, Any]) -> None:
-    """RefusedError for a row of so many tokens, the last of which is not fed, that exceeds the model's positions."""
+    """RefusedError for a row of so many tokens, the last of which is not fed, that exceeds the
+    model's positions."""
     most = config.get("max_position_embeddings")
     if most is not None and tokens - 1 > int(most):
         raise RefusedError(f"{named}: {tokens} tokens a row, and the model has {most} positions")
 
 
 def hold_card(torch: Any, device_mem: int | None) -> None:
-    """Open the card, so that its libraries count as empty, and hold torch's allocator to `device_mem` and CARD_SLACK.
+    """Open the card, so that its libraries count as empty, and hold torch's allocator to
+    `device_mem` and CARD_SLACK.
 
     Raises RefusedError where there is no card.
     """
@@ -296,22 +342,50 @@ def is_out_of_card_memory(error: BaseException) -> bool:
 
 
 def _parse(variants: Sequence[str]) -> Request:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--variant", default=variants[0], help=f"one of {', '.join(variants)}")
-    add("--model-dir", type=Path, required=True, help="a Hugging Face folder: config.json and safetensors")
+    add(
+        "--model-dir",
+        type=Path,
+        required=True,
+        help="a Hugging Face folder: config.json and safetensors",
+    )
     add("--prompt-len", type=int, required=True)
     add("--gen-len", type=int, required=True)
-    add("--rows", type=int, required=True, help="prompts, as one batch where the system does not choose its own")
+    add(
+        "--rows",
+        type=int,
+        required=True,
+        help="prompts, as one batch where the system does not choose its own",
+    )
     add("--budget", type=int, metavar="BYTES", help="of RAM (the whole machine)")
     add("--room", type=int, metavar="BYTES", help="a run may take, where that is more (the budget)")
     add("--device", choices=DEVICES, default="cpu")
-    add("--device-mem", type=int, metavar="BYTES", help="of the device tier (the whole card; on a CPU none)")
+    add(
+        "--device-mem",
+        type=int,
+        metavar="BYTES",
+        help="of the device tier (the whole card; on a CPU none)",
+    )
     add("--dtype", choices=sorted(DTYPES), default="bf16")
     add("--offload-dir", type=Path, required=True, help="where the system may write")
     add("--threads", type=int, default=os.cpu_count())
-    add("--settings", type=_settings_flag, default={}, metavar="JSON", help="the system's own knobs, by name")
-    add("--score", type=Path, metavar="FILE", help="token rows (JSON): write their logits beside it, as .npy")
+    add(
+        "--settings",
+        type=_settings_flag,
+        default={},
+        metavar="JSON",
+        help="the system's own knobs, by name",
+    )
+    add(
+        "--score",
+        type=Path,
+        metavar="FILE",
+        help="token rows (JSON): write their logits beside it, as .npy",
+    )
     add("--json", action="store_true", help="print one JSON object (the only form there is)")
     args = vars(parser.parse_args())
     del args["json"]
@@ -322,7 +396,9 @@ def _parse(variants: Sequence[str]) -> Request:
         parser.error("--prompt-len, --rows and --threads are at least 1, --gen-len at least 2")
     for name in ("budget", "room", "device_mem"):
         if args[name] is not None and args[name] < 1:
-            parser.error(f"--{name.replace('_', '-')} {args[name]}: is a number of bytes, at least 1")
+            parser.error(
+                f"--{name.replace('_', '-')} {args[name]}: is a number of bytes, at least 1"
+            )
     return Request(**args)
 
 
@@ -334,10 +410,13 @@ def _settings_flag(text: str) -> dict[str, int]:
 
 
 def read_settings(text: str) -> dict[str, int]:
-    """A system's settings in JSON, by name; one that is on or off is 1 or 0. ValueError says what they are not."""
+    """A system's settings in JSON, by name; one that is on or off is 1 or 0. ValueError says what
+    they are not."""
     with suppress(ValueError):
         found = json.loads(text)
-        if isinstance(found, dict) and all(type(value) is int and value >= 0 for value in found.values()):
+        if isinstance(found, dict) and all(
+            type(value) is int and value >= 0 for value in found.values()
+        ):
             return found
     raise ValueError("not a JSON object of names and whole numbers from 0")
 
@@ -352,7 +431,9 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
 
 def peak_bytes() -> int:
     """VmHWM of this process."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    line = next(
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -383,11 +464,14 @@ def stored_tensors(files: Sequence[Path]) -> Iterator[StoredTensor]:
         for name, entry in header.items():
             if name != "__metadata__":
                 first, end = entry["data_offsets"]
-                yield StoredTensor(name, entry["dtype"], entry["shape"], path, 8 + length + first, 8 + length + end)
+                yield StoredTensor(
+                    name, entry["dtype"], entry["shape"], path, 8 + length + first, 8 + length + end
+                )
 
 
 def drop_page_cache(path: Path, start: int = 0, end: int = 0) -> None:
-    """Tell the kernel to forget what it caches of bytes [start, end) (0: to the end); mapped pages stay."""
+    """Tell the kernel to forget what it caches of bytes [start, end) (0: to the end); mapped pages
+    stay."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(fd, start, max(0, end - start), os.POSIX_FADV_DONTNEED)
@@ -396,27 +480,40 @@ def drop_page_cache(path: Path, start: int = 0, end: int = 0) -> None:
 
 
 def release_freed() -> None:
-    """Give the kernel back what malloc has kept of freed memory: loading, which packs or converts, frees more than a
-    generation takes, and a memory cgroup counts it."""
+    """Give the kernel back what malloc has kept of freed memory: loading, which packs or converts,
+    frees more than a generation takes, and a memory cgroup counts it."""
     process = ctypes.CDLL(None)
-    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("malloc_trim", (0,))):  # tcmalloc's, glibc's
+    for name, arguments in (
+        ("MallocExtension_ReleaseFreeMemory", ()),
+        ("malloc_trim", (0,)),
+    ):  # tcmalloc's, glibc's
         with suppress(AttributeError):
             getattr(process, name)(*arguments)
 
 
 def kv_and_work_bytes(request: Request) -> tuple[int, int]:
-    """Bytes that a batch needs besides weights, for peers that do not plan: KV cache, and activations at their widest.
+    """Bytes that a batch needs besides weights, for peers that do not plan: KV cache, and
+    activations at their widest.
 
-    Activations: prefill's feed-forward width (of each of a token's experts) and four hidden states in the dtype, and
-    logits of the last positions in the dtype and in float32.
+    Activations: prefill's feed-forward width (of each of a token's experts) and four hidden states
+    in the dtype, and logits of the last positions in the dtype and in float32.
     """
-    config, itemsize = request.config, request.itemsize
-    hidden, layers, heads = (int(config[name]) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    kv_width = int(config.get("num_key_value_heads") or heads) * int(config.get("head_dim") or hidden // heads)
+    config = request.config
+    itemsize = request.itemsize
+    hidden, layers, heads = (
+        int(config[name]) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    kv_width = int(config.get("num_key_value_heads") or heads) * int(
+        config.get("head_dim") or hidden // heads
+    )
     tokens = request.rows * (request.prompt_len + request.gen_len)
     wide = int(config.get("ffn_dim") or config["intermediate_size"]) + 4 * hidden
-    if "num_experts_per_tok" in config:  # of each expert of a token its inputs, gate, up, their product and its results
+    if (
+        "num_experts_per_tok" in config
+    ):  # of each expert of a token its inputs, gate, up, their product and its results
         ffn = int(config.get("moe_intermediate_size") or config["intermediate_size"])
         wide = int(config["num_experts_per_tok"]) * (3 * ffn + 2 * hidden) + 4 * hidden
-    work = request.rows * (request.prompt_len * wide * itemsize + int(config["vocab_size"]) * (itemsize + 4))
+    work = request.rows * (
+        request.prompt_len * wide * itemsize + int(config["vocab_size"]) * (itemsize + 4)
+    )
     return 2 * layers * kv_width * itemsize * tokens, work

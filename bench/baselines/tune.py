@@ -1,10 +1,11 @@
-"""Which settings of a system are fastest here: its run.py with one setting changed at a time, the best kept.
+"""Which settings of a system are fastest here: its run.py with one setting changed at a time, the
+best kept.
 
     <python of the system> bench/baselines/tune.py SYSTEM --output FILE [flags of its run.py: --model-dir, --rows, ...]
 
-Prints a Markdown table and writes the best settings to FILE, which the sweep hands to run.py. Imports the standard
-library only, because the environment of the other system runs it.
-"""
+Prints a Markdown table and writes the best settings to FILE, which the sweep hands to run.py.
+Imports the standard library only, because the environment of the other system runs it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ COLUMNS: dict[str, Callable[[Found], str]] = {
 class Tuning:
     """What to tune of a system."""
 
-    knobs: Mapping[str, tuple[int, ...]]  # values of each setting in the order of tuning, the default in front
+    knobs: Mapping[
+        str, tuple[int, ...]
+    ]  # values of each setting in the order of tuning, the default in front
     rate: str = "tokens_per_s"  # the figure of run.py that is to be large
     flags: tuple[str, ...] = ()  # of run.py, in front of the user's
 
@@ -51,20 +54,33 @@ TUNINGS = {
         flags=("--variant", "nvme"),
     ),
     "flexgen": Tuning(
-        knobs={"micro_batches": (1, 2, 4), "sep_layer": (0, 1), "copy_threads": (4, 2, 1), "kv_on_disk": (0, 1)},
+        knobs={
+            "micro_batches": (1, 2, 4),
+            "sep_layer": (0, 1),
+            "copy_threads": (4, 2, 1),
+            "kv_on_disk": (0, 1),
+        },
         flags=("--variant", "disk"),
     ),
-    "hf": Tuning(knobs={"prefill": (0, 1), "freezing": (1, 0), "cpp_wrapper": (0, 1), "max_autotune": (0, 1)}),
-    "llamacpp": Tuning(knobs={"flash_attn": (1, 0), "kv_unified": (0, 1), "ubatch": (512, 128, 2048)}),
+    "hf": Tuning(
+        knobs={"prefill": (0, 1), "freezing": (1, 0), "cpp_wrapper": (0, 1), "max_autotune": (0, 1)}
+    ),
+    "llamacpp": Tuning(
+        knobs={"flash_attn": (1, 0), "kv_unified": (0, 1), "ubatch": (512, 128, 2048)}
+    ),
     "openvino": Tuning(knobs={"kv_u8": (1, 0), "group": (32, 0, 128, 512)}),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and write the best settings. Returns 1 where every run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("system", choices=sorted(TUNINGS))
-    parser.add_argument("--output", type=Path, required=True, help="gets the best settings, for the sweep")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="gets the best settings, for the sweep"
+    )
     args, flags = parser.parse_known_args(argv)
     if args.output.is_dir() or not args.output.absolute().parent.is_dir():  # before the measuring
         parser.error(f"--output {args.output}: name a file in a folder that exists")
@@ -94,7 +110,10 @@ def _measure(run: Path, tuning: Tuning, flags: Sequence[str], settings: dict[str
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         said = done.stderr.strip().splitlines()
-        shown = [f"exit code {done.returncode}: {said[-1][:120] if said else ''}", *[""] * (len(COLUMNS) - 1)]
+        shown = [
+            f"exit code {done.returncode}: {said[-1][:120] if said else ''}",
+            *[""] * (len(COLUMNS) - 1),
+        ]
         rate = 0.0
     else:
         found = json.loads(done.stdout.splitlines()[-1])

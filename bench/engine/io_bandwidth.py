@@ -1,12 +1,15 @@
-"""Claim: in decode sweeps of a disk-bound run, bytes read / time >= 0.85 of what the same reader does alone.
+"""Claim: in decode sweeps of a disk-bound run, bytes read / time >= 0.85 of what the same reader
+does alone.
 
-Method: all weights on disk, KV and hidden states in RAM, few rows, so that reading takes longer than computing. A
-run is cut after some sweeps; its steady decode sweeps (all but the first) give bytes (/proc/self/io, so only what came
-from storage) over seconds. In the same process and alternating with it, the engine's own reader does the same requests
-with nothing computing (reader.py). Also shown: how long no disk request was under way in the steady sweeps.
+Method: all weights on disk, KV and hidden states in RAM, few rows, so that reading takes longer
+than computing. A run is cut after some sweeps; its steady decode sweeps (all but the first) give
+bytes (/proc/self/io, so only what came from storage) over seconds. In the same process and
+alternating with it, the engine's own reader does the same requests with nothing computing
+(reader.py). Also shown: how long no disk request was under way in the steady sweeps.
 
-Good: a ratio >= 0.85, idle time of the disk near 0, bytes read equal to the bytes of the weights (of one sweep: give or
-take the ring, since a sweep ends with some of the next one's weights read ahead).
+Good: a ratio >= 0.85, idle time of the disk near 0, bytes read equal to the bytes of the weights
+(of one sweep: give or take the ring, since a sweep ends with some of the next one's weights read
+ahead).
 
     python -m bench.engine.io_bandwidth [--model facebook/opt-6.7b] [--repeats 5] [--output FILE]
 """
@@ -58,25 +61,44 @@ def main() -> None:
             def alone() -> None:
                 nbytes, seconds = reader.read(args.sweeps - 2)
                 if not nbytes:
-                    raise UsageError(f"--offload-dir {args.offload_dir}: is on no disk; give one that is")
+                    raise UsageError(
+                        f"--offload-dir {args.offload_dir}: is on no disk; give one that is"
+                    )
                 found["reader_bytes_per_s"].append(nbytes / seconds)
 
             rounds = common.alternate(args.repeats, [engine, alone], args.quiet_wait)
-        weight_bytes = common.disk_weight_bytes(llm.model.spec, policy, llm.dtype, device_is_host=True)
+        weight_bytes = common.disk_weight_bytes(
+            llm.model.spec, policy, llm.dtype, device_is_host=True
+        )
     spreads = {name: Spread(values) for name, values in found.items()}
     ratio = common.ratio_of(found["engine_bytes_per_s"], found["reader_bytes_per_s"])
     rows = args.gpu_batch_size * args.num_gpu_batches
-    lines = [(FIGURES[name][3], spread.show(*FIGURES[name][:3])) for name, spread in spreads.items()]
-    lines += [("ratio (target >= 0.85)", ratio.show("")), ("weights on disk", f"{weight_bytes / GB:.3f} GB")]
+    lines = [
+        (FIGURES[name][3], spread.show(*FIGURES[name][:3])) for name, spread in spreads.items()
+    ]
+    lines += [
+        ("ratio (target >= 0.85)", ratio.show("")),
+        ("weights on disk", f"{weight_bytes / GB:.3f} GB"),
+    ]
     lines.append(("other processes took", common.show_rounds(rounds)))
-    title = f"{args.model}: disk-bound decode, {rows} rows, median (min - max) of {args.repeats} repeats"
+    title = (
+        f"{args.model}: disk-bound decode, {rows} rows, median (min - max) of {args.repeats} "
+        "repeats"
+    )
     common.table(title, lines)
     assert llm.report is not None
     result = {
-        "benchmark": "io_bandwidth", "model": args.model, "rows": rows, "policy": llm.report.policy.to_json(),
-        "look_ahead_units": llm.report.extra["look_ahead_units"], "ring_bytes": ring_bytes,
-        "weight_bytes_on_disk": weight_bytes, **spreads, "ratio": ratio, "rounds": rounds,
-    }  # fmt: skip
+        "benchmark": "io_bandwidth",
+        "model": args.model,
+        "rows": rows,
+        "policy": llm.report.policy.to_json(),
+        "look_ahead_units": llm.report.extra["look_ahead_units"],
+        "ring_bytes": ring_bytes,
+        "weight_bytes_on_disk": weight_bytes,
+        **spreads,
+        "ratio": ratio,
+        "rounds": rounds,
+    }
     common.finish(result, args.output)
     if args.trace is not None:
         llm.timeline.write_chrome_trace(args.trace)
@@ -89,7 +111,12 @@ def _parse() -> argparse.Namespace:
     add("--gpu-batch-size", type=positive, default=4)
     add("--num-gpu-batches", type=positive, default=1)
     add("--prompt-len", type=positive, default=32)
-    add("--sweeps", type=positive, default=8, help="sweeps of a run; prefill and the first decode do not count (8)")
+    add(
+        "--sweeps",
+        type=positive,
+        default=8,
+        help="sweeps of a run; prefill and the first decode do not count (8)",
+    )
     add("--repeats", type=positive, default=5)
     add("--trace", action=common.ResultFile, help="write the last run's Chrome trace")
     return parser.parse_args()
@@ -99,18 +126,26 @@ def _engine_sweeps(llm: LLM, args: argparse.Namespace) -> Figures:
     rows = args.gpu_batch_size * args.num_gpu_batches
     found = common.steady(common.run_sweeps(llm, rows, args.prompt_len, args.sweeps))
     window = found.end - found.start
-    gaps = _gaps([s for s in llm.timeline.spans if s.row.startswith("disk_read")], found.start, found.end)
-    computing = sum(s.end - s.start for s in llm.timeline.spans if s.row == "compute" and s.start >= found.start)
+    gaps = _gaps(
+        [s for s in llm.timeline.spans if s.row.startswith("disk_read")], found.start, found.end
+    )
+    computing = sum(
+        s.end - s.start for s in llm.timeline.spans if s.row == "compute" and s.start >= found.start
+    )
     return {
-        "engine_bytes_per_s": [found.bytes_per_s], "disk_idle_share": [sum(gaps) / window],
-        "longest_disk_gap_s": [max(gaps, default=0.0)], "compute_share": [computing / window],
-        "seconds_per_sweep": found.seconds, "read_bytes_per_sweep": [float(n) for n in found.read_bytes],
-    }  # fmt: skip
+        "engine_bytes_per_s": [found.bytes_per_s],
+        "disk_idle_share": [sum(gaps) / window],
+        "longest_disk_gap_s": [max(gaps, default=0.0)],
+        "compute_share": [computing / window],
+        "seconds_per_sweep": found.seconds,
+        "read_bytes_per_sweep": [float(n) for n in found.read_bytes],
+    }
 
 
 def _gaps(spans: Sequence[Span], start: float, end: float) -> list[float]:
     """Seconds of each time in [start, end] when no span was open."""
-    gaps, covered = [], start
+    gaps = []
+    covered = start
     for span in sorted(spans, key=lambda s: s.start):
         if span.start > covered:
             gaps.append(min(span.start, end) - covered)
@@ -123,9 +158,13 @@ def _gaps(spans: Sequence[Span], start: float, end: float) -> list[float]:
 def _ring_bytes(llm: LLM) -> int:
     """Size of the ring that the engine streamed its weights through."""
     assert llm.report is not None
-    policy, depth = llm.report.policy, Depth(**llm.report.extra["look_ahead_units"])
-    rows, spec = policy.gpu_batch_size, llm.model.spec
-    slots = (llm.report.kv["slots"],) * spec.num_blocks  # of the full cache: every block has as many
+    policy = llm.report.policy
+    depth = Depth(**llm.report.extra["look_ahead_units"])
+    rows = policy.gpu_batch_size
+    spec = llm.model.spec
+    slots = (
+        llm.report.kv["slots"],
+    ) * spec.num_blocks  # of the full cache: every block has as many
     shape = BlockShape(rows, policy.num_gpu_batches, rows * llm.report.prompt_len, slots)
     return memory_plan(spec, policy, shape, DTYPE_BYTES[llm.dtype], True, depth).size("weight ring")
 

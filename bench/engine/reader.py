@@ -26,14 +26,20 @@ from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 
 class Reader:
-    """Reads a model's disk weights unit by unit in the order of a sweep, into a ring that is always full of requests.
+    """Reads a model's disk weights unit by unit in the order of a sweep, into a ring that is always
+    full of requests.
 
-    Same files, byte ranges, request sizes, threads and kind of buffer as the engine's; nothing computes meanwhile.
-    ring_bytes: of the ring; None: twice the largest unit.
+    Same files, byte ranges, request sizes, threads and kind of buffer as the engine's; nothing
+    computes meanwhile. ring_bytes: of the ring; None: twice the largest unit.
     """
 
     def __init__(
-        self, model: Model, policy: Policy, dtype: str, offload_dir: Path, ring_bytes: int | None = None
+        self,
+        model: Model,
+        policy: Policy,
+        dtype: str,
+        offload_dir: Path,
+        ring_bytes: int | None = None,
     ) -> None:
         self._lanes = Lanes(LANE_THREADS, Timeline())
         layers = layers_of(model.spec, policy)
@@ -41,7 +47,9 @@ class Reader:
         mover = Mover(HostDevice(), self._lanes)
         workspace = Workspace(torch.empty(0, dtype=torch.uint8), {}, getattr(torch, dtype))
         form = weight_format(model.spec, policy, workspace.dtype.itemsize)
-        checkpoint = find_checkpoint(model, dtype, offload_dir, RANDOM_WEIGHTS_SEED, True, form.packed)
+        checkpoint = find_checkpoint(
+            model, dtype, offload_dir, RANDOM_WEIGHTS_SEED, True, form.packed
+        )
         self._store = WeightStore(layers, checkpoint, shares, form, mover, workspace)
         self._units = [unit for unit in range(len(layers.units)) if self._store.nbytes(unit)]
         self._ring = Ring(host_buffer(ring_bytes or 2 * max(map(self._store.nbytes, self._units))))
@@ -50,14 +58,18 @@ class Reader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._lanes.close()
         self._store.close()
 
     def read(self, sweeps: int, most: float = math.inf) -> tuple[int, float]:
         """Bytes and seconds of so many sweeps' reads, which end after `most` bytes."""
-        before, start = storage_read_bytes(), time.perf_counter()
+        before = storage_read_bytes()
+        start = time.perf_counter()
         under_way: deque[tuple[Region, list[Done]]] = deque()
         for unit in self._units * sweeps:
             if storage_read_bytes() - before >= most:

@@ -1,13 +1,15 @@
-"""How near runs in RAM come to the roofline: matrix FLOPs / measured peak + KV bytes / measured bandwidth.
+"""How near runs in RAM come to the roofline: matrix FLOPs / measured peak + KV bytes / measured
+bandwidth.
 
-Random weights at the true shape, all in RAM, one large block. Neighbours make this machine twice as fast or slow within
-a minute, so the peak is measured all through the run: after each second of it, between two layers, one large product
-of each of two shapes (the faster counts) and one read of 128 MB; these seconds are taken off the run's. A phase's peak
-is that of the mean seconds of its probes. Claim: decode and prefill each reach at least 0.85.
+Random weights at the true shape, all in RAM, one large block. Neighbours make this machine twice as
+fast or slow within a minute, so the peak is measured all through the run: after each second of it,
+between two layers, one large product of each of two shapes (the faster counts) and one read of 128
+MB; these seconds are taken off the run's. A phase's peak is that of the mean seconds of its probes.
+Claim: decode and prefill each reach at least 0.85.
 
     python -m bench.engine.roofline                                          OPT-1.3B and OPT-6.7B, about 15 minutes
     python -m bench.engine.roofline --model facebook/opt-125m --rows 16 --prompt-len 8 --gen-len 4 --repeats 1
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -36,14 +38,17 @@ from flexgen_h2o.tiers.device import HostDevice
 
 PROBE_EVERY_S = 1.0
 PHASES = ("prefill", "decode")
-# The shapes of a block's MLP, at the rows that it sees in prefill; matrices, in order and blocked, and KV larger than
-# the caches.
-SIZES = replace(HOST, widths=(2048,), hidden=(2048,), heads=(), weight_bytes=128 * MIB, cache_bytes=128 * MIB)
+# The shapes of a block's MLP, at the rows that it sees in prefill; matrices, in order and blocked,
+# and KV larger than the caches.
+SIZES = replace(
+    HOST, widths=(2048,), hidden=(2048,), heads=(), weight_bytes=128 * MIB, cache_bytes=128 * MIB
+)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Measured: FLOPs a second of large matrix products with the faster layout, bytes a second of reading memory."""
+    """Measured: FLOPs a second of large matrix products with the faster layout, bytes a second of
+    reading memory."""
 
     flops_per_s: float
     memory_bytes_per_s: float
@@ -78,14 +83,19 @@ class PeakProbe:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._bench = Bench(HostDevice(), SIZES)
-        rows, width = self._bench.sizes.rows[-1], self._bench.sizes.hidden[-1]
+        rows = self._bench.sizes.rows[-1]
+        width = self._bench.sizes.hidden[-1]
         products = Products(self._bench, dtype)
         self._flops = 2.0 * rows * width * 4 * width
-        cache = self._bench.normal(dtype, self._bench.sizes.cache_bytes // dtype.itemsize).view(torch.int64)
+        cache = self._bench.normal(dtype, self._bench.sizes.cache_bytes // dtype.itemsize).view(
+            torch.int64
+        )
         self._cache_bytes = cache.numel() * cache.itemsize
         pairs = ((width, 4 * width), (4 * width, width))
         ways: tuple[Held, ...] = ("in order", "blocked")
-        self._calls: list[Call] = [products.call(rows, *pair, held) for held in ways for pair in pairs]
+        self._calls: list[Call] = [
+            products.call(rows, *pair, held) for held in ways for pair in pairs
+        ]
         self._calls.append(cache.sum)
 
     def now(self) -> Peak:
@@ -99,7 +109,8 @@ class Probed:
     """The steps of a run with probes of the peak between them, and the seconds that these took."""
 
     def __init__(self, llm: LLM, gen_len: int) -> None:
-        self._probe, self._gen_len = PeakProbe(getattr(torch, llm.dtype)), gen_len
+        self._probe = PeakProbe(getattr(torch, llm.dtype))
+        self._gen_len = gen_len
         self.peaks: dict[str, list[Peak]] = {"prefill": [], "decode": []}
         self.seconds = {"prefill": 0.0, "decode": 0.0}
 
@@ -107,7 +118,9 @@ class Probed:
         last = 0.0
         for step in zigzag(self._gen_len, layers, batches):
             phase = "prefill" if step.sweep == 0 else "decode"
-            if not step.micro_batch and (time.perf_counter() - last > PROBE_EVERY_S or not self.peaks[phase]):
+            if not step.micro_batch and (
+                time.perf_counter() - last > PROBE_EVERY_S or not self.peaks[phase]
+            ):
                 start = time.perf_counter()
                 self.peaks[phase].append(self._probe.now())
                 last = time.perf_counter()
@@ -126,7 +139,9 @@ def _measure(args: argparse.Namespace, model: str, rows: int, batches: int) -> d
     policy = Policy(rows, batches)
     runs = []
     with common.open_llm(args, policy, model=model) as llm:
-        check_positions(args, llm.model.name, llm.model.spec.max_positions)  # before it waits for quiet cores
+        check_positions(
+            args, llm.model.name, llm.model.spec.max_positions
+        )  # before it waits for quiet cores
         prompts = common.benchmark_rows(llm, policy.block_size, args.prompt_len)
         for _ in range(args.repeats):
             common.wait_for_quiet(args.quiet_wait)
@@ -134,19 +149,36 @@ def _measure(args: argparse.Namespace, model: str, rows: int, batches: int) -> d
             with common.BackgroundLoad() as neighbours:
                 params = SamplingParams(args.gen_len, ignore_eos=True)
                 report = llm.run(prompts, params, lambda done: None, order=probed.order)
-            runs.append(_facts(llm, report, probed, args.prompt_len) | {"others": neighbours.others})
+            runs.append(
+                _facts(llm, report, probed, args.prompt_len) | {"others": neighbours.others}
+            )
     spread = {name: common.Spread([run[name] for run in runs]) for name in runs[0]}
-    common.table(f"{model}, {as_flags(policy)}, {args.prompt_len} + {args.gen_len} tokens, {args.dtype}", [
-        *((f"{phase}, of the roofline", spread[f"{phase}_of_roofline"].show("")) for phase in PHASES),
-        *((f"{phase} tokens/s", spread[f"{phase}_tokens_per_s"].show("", 1)) for phase in PHASES),
-        *((f"{phase} peak TFLOP/s", spread[f"{phase}_flops_per_s"].show("", 2, 1e12)) for phase in PHASES),
-        ("decode memory GB/s", spread["decode_memory_bytes_per_s"].show("", 0, common.GB)),
-        ("taken by others", spread["others"].show("")),
-    ])  # fmt: skip
+    common.table(
+        f"{model}, {as_flags(policy)}, {args.prompt_len} + {args.gen_len} tokens, {args.dtype}",
+        [
+            *(
+                (f"{phase}, of the roofline", spread[f"{phase}_of_roofline"].show(""))
+                for phase in PHASES
+            ),
+            *(
+                (f"{phase} tokens/s", spread[f"{phase}_tokens_per_s"].show("", 1))
+                for phase in PHASES
+            ),
+            *(
+                (f"{phase} peak TFLOP/s", spread[f"{phase}_flops_per_s"].show("", 2, 1e12))
+                for phase in PHASES
+            ),
+            ("decode memory GB/s", spread["decode_memory_bytes_per_s"].show("", 0, common.GB)),
+            ("taken by others", spread["others"].show("")),
+        ],
+    )
     return {
-        "model": model, "policy": policy.to_json(), "prompt_len": args.prompt_len, "gen_len": args.gen_len,
+        "model": model,
+        "policy": policy.to_json(),
+        "prompt_len": args.prompt_len,
+        "gen_len": args.gen_len,
         **spread,
-    }  # fmt: skip
+    }
 
 
 def token_flops(spec: ModelSpec) -> tuple[float, float]:
@@ -155,21 +187,30 @@ def token_flops(spec: ModelSpec) -> tuple[float, float]:
     for experts in spec.experts.tensors if spec.experts else ():
         assert spec.experts is not None
         blocks += experts[: spec.experts.per_token]  # they are alike
-    block, head = (2.0 * sum(t.numel for some in of for t in some if len(t.shape) == 2) for of in (blocks, [spec.head]))
+    block, head = (
+        2.0 * sum(t.numel for some in of for t in some if len(t.shape) == 2)
+        for of in (blocks, [spec.head])
+    )
     return block, head
 
 
 def _seconds_at_peak(llm: LLM, prompt_len: int, report: RunReport, phase: str, peak: Peak) -> float:
-    """Of all matrix products, causal attention with them, and of the KV that decode reads, at a phase's peak.
+    """Of all matrix products, causal attention with them, and of the KV that decode reads, at a
+    phase's peak.
 
     Prompts are equal and share nothing; the head sees one token of each.
     """
-    spec, itemsize, rows = llm.model.spec, getattr(torch, llm.dtype).itemsize, report.num_prompts
+    spec = llm.model.spec
+    itemsize = getattr(torch, llm.dtype).itemsize
+    rows = report.num_prompts
     block, head = token_flops(spec)
     if phase == "decode":
         column, _ = column_bytes(spec, report.policy, itemsize)
         read = column * sum(sum(times.read) for times in llm.times)
-        return report.decode.tokens * (block + head) / peak.flops_per_s + read / peak.memory_bytes_per_s
+        return (
+            report.decode.tokens * (block + head) / peak.flops_per_s
+            + read / peak.memory_bytes_per_s
+        )
     # n^2 / 2 pairs of a query and a key, two products of 2 FLOPs each
     causal = 2.0 * rows * prompt_len**2 * spec.num_heads * spec.head_dim * spec.num_blocks
     return (rows * (prompt_len * block + head) + causal) / peak.flops_per_s
@@ -178,13 +219,17 @@ def _seconds_at_peak(llm: LLM, prompt_len: int, report: RunReport, phase: str, p
 def _facts(llm: LLM, report: RunReport, probed: Probed, prompt_len: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for phase, measured in (("prefill", report.prefill), ("decode", report.decode)):
-        peak, seconds = probed.peak(phase), measured.seconds - probed.seconds[phase]
+        peak = probed.peak(phase)
+        seconds = measured.seconds - probed.seconds[phase]
         at_peak = _seconds_at_peak(llm, prompt_len, report, phase, peak)
         found |= {
-            f"{phase}_s": seconds, f"{phase}_tokens_per_s": measured.tokens / seconds,
-            f"{phase}_of_roofline": at_peak / seconds, f"{phase}_probes": len(probed.peaks[phase]),
-            f"{phase}_flops_per_s": peak.flops_per_s, f"{phase}_memory_bytes_per_s": peak.memory_bytes_per_s,
-        }  # fmt: skip
+            f"{phase}_s": seconds,
+            f"{phase}_tokens_per_s": measured.tokens / seconds,
+            f"{phase}_of_roofline": at_peak / seconds,
+            f"{phase}_probes": len(probed.peaks[phase]),
+            f"{phase}_flops_per_s": peak.flops_per_s,
+            f"{phase}_memory_bytes_per_s": peak.memory_bytes_per_s,
+        }
     return found
 
 

@@ -4,11 +4,12 @@
     bash scripts/gpu_suite.sh --tiny       the same steps with small shapes on the CPU (5 minutes)
     bash scripts/gpu_suite.sh --call 2     one of four parts, which needs nothing of another
 
-Steps run in the order of their worth. What is finished is kept, so that the next call goes on; a report is written
-after every step: gpu_suite.md and gpu_suite.json, each gate met or missed. --call writes to a folder of its own.
-OUT=DIR: a folder that gets the report, and all else in one archive, after every step; given as --results with the same
---call, the next call goes on from it. Exit code 1 when a step failed.
-"""
+Steps run in the order of their worth. What is finished is kept, so that the next call goes on; a
+report is written after every step: gpu_suite.md and gpu_suite.json, each gate met or missed. --call
+writes to a folder of its own. OUT=DIR: a folder that gets the report, and all else in one archive,
+after every step; given as --results with the same --call, the next call goes on from it. Exit code
+1 when a step failed.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -51,12 +52,19 @@ def _run(argv: list[str] | None) -> int:
         raise UsageError("no CUDA device is usable here; --tiny runs the same steps on the CPU")
     if not steps:
         call = "" if args.call is None else f" of --call {args.call}"
-        raise UsageError(f"--only {' '.join(args.only)}: no step{call} has such a name; --list shows them")
+        raise UsageError(
+            f"--only {' '.join(args.only)}: no step{call} has such a name; --list shows them"
+        )
     out = os.environ.get("OUT")
     suite = Suite(setting.results, args.limit, Path(out) / part if out else None, args.again)
     suite.run(steps, partial(write_report, setting, steps))
-    print(f"\n{(setting.results / 'gpu_suite.md').read_text()}\nwritten: {setting.results}", flush=True)
-    return int(any(suite.state.get(step.name, {}).get("status") in (FAILED, TIMEOUT) for step in steps))
+    print(
+        f"\n{(setting.results / 'gpu_suite.md').read_text()}\nwritten: {setting.results}",
+        flush=True,
+    )
+    return int(
+        any(suite.state.get(step.name, {}).get("status") in (FAILED, TIMEOUT) for step in steps)
+    )
 
 
 def _card_setting(results: Path, offload_dir: Path) -> Setting:
@@ -66,34 +74,76 @@ def _card_setting(results: Path, offload_dir: Path) -> Setting:
         return setting
     device = open_device(setting.device, separate_budget=True)
     most = min(parse_bytes(setting.device_mem), less_margin(device.free_bytes() or 0))
-    return replace(setting, device_mem=f"{most // GIB}GiB", dtype=device.compute_dtype(None, setting.dtype))
+    return replace(
+        setting, device_mem=f"{most // GIB}GiB", dtype=device.compute_dtype(None, setting.dtype)
+    )
 
 
 def _is_wanted(step: Step, args: argparse.Namespace) -> bool:
-    return args.call in (None, step.call) and (not args.only or any(word in step.name for word in args.only))
+    return args.call in (None, step.call) and (
+        not args.only or any(word in step.name for word in args.only)
+    )
 
 
 def _of_call(step: Step) -> str:
     if not step.call:
         return ""
-    return f"  (call {step.call}: {CALLS[step.call]})" + ("" if step.essential else ", where time is left")
+    return f"  (call {step.call}: {CALLS[step.call]})" + (
+        "" if step.essential else ", where time is left"
+    )
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
-        prog="gpu_suite.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gpu_suite.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--tiny", action="store_true", help="small shapes on the CPU, with a device tier of ordinary memory")
-    add("--limit", type=common.seconds, default=540.0, metavar="S", help="seconds of this call (540)")
-    add("--call", type=int, choices=CALLS, help=f"only this part: {', '.join(f'{n} {of}' for n, of in CALLS.items())}")
-    add("--only", nargs="+", default=[], metavar="TEXT", help="steps whose name has one of these in it")
-    add("--again", action="store_true", help="run finished steps once more (cells of the sweep keep their lines)")
+    add(
+        "--tiny",
+        action="store_true",
+        help="small shapes on the CPU, with a device tier of ordinary memory",
+    )
+    add(
+        "--limit",
+        type=common.seconds,
+        default=540.0,
+        metavar="S",
+        help="seconds of this call (540)",
+    )
+    add(
+        "--call",
+        type=int,
+        choices=CALLS,
+        help=f"only this part: {', '.join(f'{n} {of}' for n, of in CALLS.items())}",
+    )
+    add(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="steps whose name has one of these in it",
+    )
+    add(
+        "--again",
+        action="store_true",
+        help="run finished steps once more (cells of the sweep keep their lines)",
+    )
     add("--list", action="store_true", help="show the steps and their limits")
-    add("--machine", default=platform.node() or "here", help="name of the folder in bench/results (the host's name)")
+    add(
+        "--machine",
+        default=platform.node() or "here",
+        help="name of the folder in bench/results (the host's name)",
+    )
     add("--results", type=Path, help="another folder for the results")
     offload = os.environ.get("FLEXGEN_OFFLOAD") or "~/flexgen_h2o_offload_dir"
-    add("--offload-dir", type=Path, default=Path(offload).expanduser(), help="weights, disk tier (FLEXGEN_OFFLOAD)")
+    add(
+        "--offload-dir",
+        type=Path,
+        default=Path(offload).expanduser(),
+        help="weights, disk tier (FLEXGEN_OFFLOAD)",
+    )
     args = parser.parse_args(argv)
     if not args.limit > 0:
         raise UsageError(f"--limit {args.limit:g}: give seconds, more than 0")

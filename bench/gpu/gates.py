@@ -8,7 +8,9 @@ from typing import Any
 from bench.gpu.kernels import GATED
 from flexgen_h2o.planner.profile import NOMINAL
 
-MOST_LAUNCHES, MOST_SYNCS = 12, 0.1  # of a block and micro-batch; a sweep's tokens are read back once
+# of a block and micro-batch; a sweep's tokens are read back once
+MOST_LAUNCHES = 12
+MOST_SYNCS = 0.1
 LEAST_SHARE = 0.7  # of the bandwidth of a copy
 LEAST_BUSY = 0.9  # of the link, where weights on the host bind
 MOST_ERROR = 0.15  # of a prediction
@@ -26,9 +28,20 @@ def gates(runs: dict[str, Any], figures: dict[str, Any]) -> Iterator[Row]:
         yield _row("launches and waits a block", None, MOST_LAUNCHES)
     kernels = figures.get("kernels", {}).get("kernels", [])
     for kind in GATED:
-        shares = [k["share_of_copy"] for k in kernels if k["kernel"].startswith(kind) and "share_of_copy" in k]
-        yield _row(f"{kind}: least share of a copy's bandwidth", min(shares, default=None), LEAST_SHARE, False)
-    yield _row("link: share of time in which it is busy", _link_share(runs, figures), LEAST_BUSY, False)
+        shares = [
+            k["share_of_copy"]
+            for k in kernels
+            if k["kernel"].startswith(kind) and "share_of_copy" in k
+        ]
+        yield _row(
+            f"{kind}: least share of a copy's bandwidth",
+            min(shares, default=None),
+            LEAST_SHARE,
+            False,
+        )
+    yield _row(
+        "link: share of time in which it is busy", _link_share(runs, figures), LEAST_BUSY, False
+    )
     errors = [_error(run["report"]) for run in runs.values() if run["report"] is not None]
     known = [error for error in errors if error is not None]
     yield _row("prediction: largest error of a run", max(known, default=None), MOST_ERROR)
@@ -38,7 +51,12 @@ def _row(name: str, found: float | None, aim: float, is_most: bool = True) -> Ro
     sign = "at most" if is_most else "at least"
     if found is None:
         return name, "", f"{sign} {aim:g}", "not measured"
-    return name, f"{found:.2f}", f"{sign} {aim:g}", "met" if (found <= aim) == is_most or found == aim else "MISSED"
+    return (
+        name,
+        f"{found:.2f}",
+        f"{sign} {aim:g}",
+        "met" if (found <= aim) == is_most or found == aim else "MISSED",
+    )
 
 
 def _link_share(runs: dict[str, Any], figures: dict[str, Any]) -> float | None:
@@ -52,7 +70,12 @@ def _link_share(runs: dict[str, Any], figures: dict[str, Any]) -> float | None:
 
 
 def _error(report: dict[str, Any]) -> float | None:
-    """Of the predicted seconds of a run; None where nothing was predicted, or by rates that nobody measured."""
+    """Of the predicted seconds of a run; None where nothing was predicted, or by rates that nobody
+    measured."""
     predicted = list(report["predicted"].values())
     is_guess = report["extra"].get("profile") == NOMINAL
-    return None if None in predicted or is_guess else abs(float(sum(predicted) / report["total"]["seconds"]) - 1)
+    return (
+        None
+        if None in predicted or is_guess
+        else abs(float(sum(predicted) / report["total"]["seconds"]) - 1)
+    )

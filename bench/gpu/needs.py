@@ -1,4 +1,5 @@
-"""What the suite's Python must have; a machine that fetches nothing is to say at once what it lacks.
+"""What the suite's Python must have; a machine that fetches nothing is to say at once what it
+lacks.
 
     python -m bench.gpu.needs          exit code 2, and a line that names what to bring
 
@@ -11,9 +12,27 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 
-NEEDED = ("torch", "numba", "transformers", "pulp", "psutil", "tqdm", "pytest", "pytest_timeout", "hypothesis")
-IMPORTED = ("numba", "transformers", "pulp", "flexgen_h2o.llm")  # to see that they go with each other
-ADVICE = "bring wheels: pip install --no-deps --target DIR WHEEL ..., then PYTHONPATH=DIR (docs/lab/gpu.md)"
+NEEDED = (
+    "torch",
+    "numba",
+    "transformers",
+    "pulp",
+    "psutil",
+    "tqdm",
+    "pytest",
+    "pytest_timeout",
+    "hypothesis",
+)
+IMPORTED = (
+    "numba",
+    "transformers",
+    "pulp",
+    "flexgen_h2o.llm",
+)  # to see that they go with each other
+ADVICE = (
+    "bring wheels: pip install --no-deps --target DIR WHEEL ..., then PYTHONPATH=DIR "
+    "(docs/lab/gpu.md)"
+)
 
 
 def problem() -> str | None:
@@ -26,7 +45,9 @@ def problem() -> str | None:
             import_module(name)
         except Exception as error:  # a package may raise anything about a version of another
             said = " ".join(str(error).split())
-            return f"{sys.executable} cannot import {name} ({type(error).__name__}: {said}); {ADVICE}"
+            return (
+                f"{sys.executable} cannot import {name} ({type(error).__name__}: {said}); {ADVICE}"
+            )
     import torch
 
     if torch.cuda.is_available() and find_spec("triton") is None:

@@ -1,4 +1,5 @@
-"""Runs steps one after another, each under its own limit; remembers which are done, so that the next call goes on."""
+"""Runs steps one after another, each under its own limit; remembers which are done, so that the
+next call goes on."""
 
 from __future__ import annotations
 
@@ -18,14 +19,21 @@ from bench.gpu.steps import Step
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import replacing, write_whole
 
-# failed: tried again by the next call, until MOST_ATTEMPTS. cut: the suite's own time was over; left_out: never begun.
-DONE, REFUSED, DOES_NOT_FIT, FAILED, TIMEOUT, CUT = "done", "refused", "does_not_fit", "failed", "timeout", "cut"
+# failed: tried again by the next call, until MOST_ATTEMPTS. cut: the suite's own time was over;
+# left_out: never begun.
+DONE = "done"
+REFUSED = "refused"
+DOES_NOT_FIT = "does_not_fit"
+FAILED = "failed"
+TIMEOUT = "timeout"
+CUT = "cut"
 STATUS_OF_EXIT = {0: DONE, 2: REFUSED, 3: DOES_NOT_FIT}
 FINISHED = (DONE, DOES_NOT_FIT)
 MOST_ATTEMPTS = 2
 LEAST_S = 20.0  # with less time left no step is begun
-# SIGTERM first: a sweep then ends what it has started itself, and writes its table. Tests get SIGINT before it: pytest
-# then names what has failed, and writes its XML, for which it may wait 10 s for its own processes.
+# SIGTERM first: a sweep then ends what it has started itself, and writes its table. Tests get
+# SIGINT before it: pytest then names what has failed, and writes its XML, for which it may wait 10
+# s for its own processes.
 GRACES = ((signal.SIGTERM, 10.0),)
 GRACES_OF_TESTS = ((signal.SIGINT, 20.0), *GRACES)
 SAID = 300  # characters of a failure that are kept
@@ -37,11 +45,14 @@ ARCHIVE = "results.tar.gz"
 
 
 class Suite:
-    """The state of all steps, in `steps.json` beside the results. copy_to: gets COPIED and ARCHIVE as well, from which
-    alone, as its results, another suite goes on."""
+    """The state of all steps, in `steps.json` beside the results. copy_to: gets COPIED and ARCHIVE
+    as well, from which alone, as its results, another suite goes on."""
 
-    def __init__(self, results: Path, limit: float, copy_to: Path | None = None, again: bool = False) -> None:
-        self.results, self._copy_to = results, copy_to
+    def __init__(
+        self, results: Path, limit: float, copy_to: Path | None = None, again: bool = False
+    ) -> None:
+        self.results = results
+        self._copy_to = copy_to
         self._end = time.monotonic() + limit
         with common.writing("--results", results, "give another folder"):
             (results / "runs").mkdir(parents=True, exist_ok=True)
@@ -53,7 +64,8 @@ class Suite:
         self.state: State = {} if again or not self._file.exists() else _read_state(self._file)
 
     def run(self, steps: Sequence[Step], report: Callable[[State], None]) -> None:
-        """Run what is not finished yet; `report` is called after each step, so that a killed suite has one too."""
+        """Run what is not finished yet; `report` is called after each step, so that a killed suite
+        has one too."""
         report(self.state)
         for step in steps:
             known = self.state.get(step.name, {})
@@ -65,24 +77,38 @@ class Suite:
                 print(f"== {step.name}: left out, {max(0.0, left):.0f} s are left", flush=True)
                 continue
             print(f"== {step.name} (at most {min(step.limit, left):.0f} s)", flush=True)
-            self.state[step.name] = self._run(step, left) | {"kind": step.kind, "command": list(step.command)}
+            self.state[step.name] = self._run(step, left) | {
+                "kind": step.kind,
+                "command": list(step.command),
+            }
             print(f"== {step.name}: {describe(self.state[step.name])}", flush=True)
             self._save(report)
 
     def _run(self, step: Step, left: float) -> dict[str, Any]:
         attempts = self.state.get(step.name, {}).get("attempts", 0)
         start = time.monotonic()
-        limit, graces = min(step.limit, left), GRACES_OF_TESTS if step.kind == "tests" else GRACES
-        code, _, text = common.run_limited(step.command, os.environ | step.environment, limit, graces, show=True)
+        limit = min(step.limit, left)
+        graces = GRACES_OF_TESTS if step.kind == "tests" else GRACES
+        code, _, text = common.run_limited(
+            step.command, os.environ | step.environment, limit, graces, show=True
+        )
         lines = [line for line in text.strip().splitlines() if line.strip()]
         if code:
             print("\n".join(lines[-20:]), flush=True)
         said = lines[-1][:SAID] if lines else f"exit code {code}"
         facts = {"seconds": time.monotonic() - start, "code": code, "date": common.date()}
         if code is None and left < step.limit:
-            return facts | {"status": CUT, "attempts": attempts, "reason": "the time of the suite was over"}
+            return facts | {
+                "status": CUT,
+                "attempts": attempts,
+                "reason": "the time of the suite was over",
+            }
         if code is None:
-            return facts | {"status": TIMEOUT, "attempts": attempts + 1, "reason": f"not done after {step.limit:.0f} s"}
+            return facts | {
+                "status": TIMEOUT,
+                "attempts": attempts + 1,
+                "reason": f"not done after {step.limit:.0f} s",
+            }
         status = STATUS_OF_EXIT.get(code, FAILED)
         if step.kind == "tests" and code:
             status = FAILED  # pytest's 2 and 3 mean other things
@@ -102,14 +128,18 @@ def _pack(results: Path, target: Path) -> None:
         if (results / name).exists():
             shutil.copyfile(results / name, target / name)
     own = {results / name for name in COPIED}
-    with replacing(target / ARCHIVE) as file, tarfile.open(fileobj=file.buffer, mode="w:gz") as archive:
+    with (
+        replacing(target / ARCHIVE) as file,
+        tarfile.open(fileobj=file.buffer, mode="w:gz") as archive,
+    ):
         for path in sorted(set(results.rglob("*")) - own):
             if path.is_file() and target not in path.parents:
                 archive.add(path, path.relative_to(results).as_posix())
 
 
 def _unpack(results: Path) -> None:
-    """ARCHIVE, where an earlier suite's OUT is given back as the results. UsageError: it is none."""
+    """ARCHIVE, where an earlier suite's OUT is given back as the results. UsageError: it is
+    none."""
     archive = results / ARCHIVE
     if not archive.exists():
         return

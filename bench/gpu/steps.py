@@ -1,7 +1,7 @@
 """What the suite runs, most worth first, as command lines. Data, no running.
 
-The first steps are grouped into four calls, each of which needs nothing of another. Its essential steps come first, and
-their limits are 9 minutes together.
+The first steps are grouped into four calls, each of which needs nothing of another. Its essential
+steps come first, and their limits are 9 minutes together.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from bench import common
 from bench.baselines.contract import DTYPES
 from bench.sweep.grid import CARD_ROWS, GRIDS, LLAMA_1B, Cell, systems_of
 
-PARITY_S, KERNEL_PARITY_S, SHORT_S = 200.0, 120.0, 100.0
+PARITY_S = 200.0
+KERNEL_PARITY_S = 120.0
+SHORT_S = 100.0
 WRITTEN_S = 200.0  # of weights
-MEASURED_S = 480.0  # of a profile, which is one to two minutes' work, where others take most of the cores
+MEASURED_S = (
+    480.0  # of a profile, which is one to two minutes' work, where others take most of the cores
+)
 # Of essential steps of the second call on a card.
-WEIGHTS_S, LAUNCHES_S, PROFILE_S, PLACED_S = 140.0, 50.0, 130.0, 56.0
+WEIGHTS_S = 140.0
+LAUNCHES_S = 50.0
+PROFILE_S = 130.0
+PLACED_S = 56.0
 ROUNDS_SLACK_S = 30.0  # of a step's limit: what a round may take longer than those before it
-TEST_PROCESSES = 12  # of pytest on a card: hundreds of kernels are compiled, and a process compiles one at a time
+# of pytest on a card: hundreds of kernels are compiled, and a process compiles one at a time
+TEST_PROCESSES = 12
 CALLS = {
     1: "tokens and kernels are right, and kernels fast",
     2: "placements, launches and the link",
@@ -39,9 +47,9 @@ _SHORT = {name: short for short, name in DTYPES.items()}  # dtypes as the sweep 
 
 @dataclass(frozen=True)
 class Step:
-    """One process. limit: seconds of it; output: where it leaves its results, as its kind has them: `tests` pytest's
-    XML, `placement` a run, `sweep` lines, `figures` a benchmark's JSON. call: of CALLS, 0 for what comes after them;
-    essential: what the call is for."""
+    """One process. limit: seconds of it; output: where it leaves its results, as its kind has them:
+    `tests` pytest's XML, `placement` a run, `sweep` lines, `figures` a benchmark's JSON. call: of
+    CALLS, 0 for what comes after them; essential: what the call is for."""
 
     name: str
     kind: str
@@ -55,8 +63,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and at what size. device_mem, host_mem, dtype: as the flags take them; limits: seconds of a run, of a cell
-    and of rounds of the first."""
+    """Where and at what size. device_mem, host_mem, dtype: as the flags take them; limits: seconds
+    of a run, of a cell and of rounds of the first."""
 
     tiny: bool
     results: Path
@@ -75,13 +83,27 @@ class Setting:
 
 
 def tiny_setting(results: Path, offload_dir: Path) -> Setting:
-    """The same steps on the CPU: a device tier of ordinary memory, which holds the weights and little more."""
+    """The same steps on the CPU: a device tier of ordinary memory, which holds the weights and
+    little more."""
     return Setting(
-        True, results, offload_dir, "cpu", "300MiB", "2GiB", "facebook/opt-125m", 32, 8, 180.0, 240.0, 60.0, 240.0
-    )  # fmt: skip
+        True,
+        results,
+        offload_dir,
+        "cpu",
+        "300MiB",
+        "2GiB",
+        "facebook/opt-125m",
+        32,
+        8,
+        180.0,
+        240.0,
+        60.0,
+        240.0,
+    )
 
 
-# Flags of flex_opt. Six numbers: shares of weights, KV cache and hidden states on device and host, the rest on disk.
+# Flags of flex_opt. Six numbers: shares of weights, KV cache and hidden states on device and host,
+# the rest on disk.
 _KV_ON_HOST = "--percent 80 20 0 100 100 0 --gpu-batch-size 8 --num-gpu-batches 4"
 _ALL_ON_DEVICE = "--percent 100 0 100 0 100 0 --gpu-batch-size 4"
 _WEIGHTS_ON_HOST = "--percent 0 100 100 0 100 0 --gpu-batch-size 16"
@@ -98,7 +120,8 @@ _FIRST: dict[str, str] = {
 }
 _THEN: dict[str, str] = {
     "all-on-device": _ALL_ON_DEVICE,
-    "all-on-device-sampled": f"{_ALL_ON_DEVICE} --temperature 0.8 --top-p 0.9 --top-k 50 --cut-gen-len 8",
+    "all-on-device-sampled": f"{_ALL_ON_DEVICE} --temperature 0.8 --top-p 0.9 --top-k 50 "
+    "--cut-gen-len 8",
     "three-tiers": _THREE_TIERS,
     "three-tiers-h2o": f"{_THREE_TIERS} --hh-ratio 0.1",
     "three-tiers-4bit": f"{_THREE_TIERS} --compress-weight",
@@ -146,8 +169,8 @@ def _essential(*steps: Step) -> list[Step]:
 
 
 def _placed(setting: Setting) -> list[Step]:
-    """The second call: weights, launches, the profile, the policy that it chooses, the link, H2O; then, where time is
-    left, the others."""
+    """The second call: weights, launches, the profile, the policy that it chooses, the link, H2O;
+    then, where time is left, the others."""
     launches = {step.name: step for step in _launches(setting)}
     runs = {step.name: step for step in _placements(setting, _FIRST)}
     first = [
@@ -165,25 +188,49 @@ def _weights(setting: Setting) -> Step:
     """Of the models of the call, random ones: no run is then cut short by writing them."""
     output = setting.results / "runs" / "weights.json"
     command = (
-        sys.executable, "-m", "bench.gpu.weights", setting.model, LLAMA_1B, "--dtype", setting.dtype,
-        "--offload-dir", str(setting.offload_dir), "--output", str(output),
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "bench.gpu.weights",
+        setting.model,
+        LLAMA_1B,
+        "--dtype",
+        setting.dtype,
+        "--offload-dir",
+        str(setting.offload_dir),
+        "--output",
+        str(output),
+    )
     return Step("weights", "figures", command, WRITTEN_S, output)
 
 
 def _parity(setting: Setting) -> Iterator[Step]:
-    """Tokens of the engine, and kernels beside their references; where there is no card by Triton's interpreter."""
+    """Tokens of the engine, and kernels beside their references; where there is no card by Triton's
+    interpreter."""
     interpreted = setting.device == "cpu"
     kernels = [f"tests/unit/kernels/test_triton{of}.py" for of in ("", "_prompts", "_weights")]
     for name, tests, marked, limit in (
         ("parity-tests", ("tests/gpu",), "gpu", 1.5 * PARITY_S if interpreted else PARITY_S),
-        ("kernel-tests", kernels, "not slow" if interpreted else "slow or not slow", KERNEL_PARITY_S),
+        (
+            "kernel-tests",
+            kernels,
+            "not slow" if interpreted else "slow or not slow",
+            KERNEL_PARITY_S,
+        ),
     ):
         found = setting.results / f"{name}.xml"
         command = (
-            sys.executable, "-m", "pytest", "-q", "--rootdir", str(common.ROOT), "-m", marked,
-            *(str(common.ROOT / path) for path in tests), f"--junitxml={found}", *_processes(setting),
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--rootdir",
+            str(common.ROOT),
+            "-m",
+            marked,
+            *(str(common.ROOT / path) for path in tests),
+            f"--junitxml={found}",
+            *_processes(setting),
+        )
         environment = {"FLEXGEN_GPU_TEST_DEVICE": setting.device}
         yield Step(name, "tests", command, limit, found, environment)
 
@@ -198,9 +245,17 @@ def _processes(setting: Setting) -> tuple[str, ...]:
 def _figures(setting: Setting, name: str, module: str, *flags: str) -> Step:
     output = setting.results / "runs" / f"{name}.json"
     command = (
-        sys.executable, "-m", module, "--device", setting.device, "--quiet-wait", "0", "--output", str(output),
+        sys.executable,
+        "-m",
+        module,
+        "--device",
+        setting.device,
+        "--quiet-wait",
+        "0",
+        "--output",
+        str(output),
         *flags,
-    )  # fmt: skip
+    )
     return Step(name, "figures", command, SHORT_S, output)
 
 
@@ -208,23 +263,41 @@ def _launches(setting: Setting) -> Iterator[Step]:
     """Of two families. The LLaMA shape is small: launches do not depend on the width."""
     for name, own in _LAUNCHES.items():
         yield _figures(
-            setting, name, "bench.gpu.launches", "--model", setting.model, "--prompt-len", str(setting.prompt_len),
-            "--offload-dir", str(setting.offload_dir), "--dtype", setting.dtype, *own.split(),
-        )  # fmt: skip
+            setting,
+            name,
+            "bench.gpu.launches",
+            "--model",
+            setting.model,
+            "--prompt-len",
+            str(setting.prompt_len),
+            "--offload-dir",
+            str(setting.offload_dir),
+            "--dtype",
+            setting.dtype,
+            *own.split(),
+        )
 
 
 def _profile(setting: Setting) -> Step:
     """Of this machine, where predictions of the placements come from."""
     output = setting.results / "runs" / "profile.json"
     command = (
-        sys.executable, "-m", "flexgen_h2o.hardware", "--device", setting.device, "--offload-dir",
-        str(setting.offload_dir), "--output", str(output),
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "flexgen_h2o.hardware",
+        "--device",
+        setting.device,
+        "--offload-dir",
+        str(setting.offload_dir),
+        "--output",
+        str(output),
+    )
     return Step("profile", "figures", command, MEASURED_S, output)
 
 
 def runs_of(steps: Sequence[Step], kind: str) -> dict[str, Any]:
-    """What the steps of a kind left, JSON objects by name; nothing of one that left none, or was killed meanwhile."""
+    """What the steps of a kind left, JSON objects by name; nothing of one that left none, or was
+    killed meanwhile."""
     found = {}
     for step in steps:
         if step.kind == kind:
@@ -241,37 +314,82 @@ def _placements(setting: Setting, flags: dict[str, str]) -> Iterator[Step]:
 def _placement(setting: Setting, name: str, flags: str, model: str, limit: float) -> Step:
     output = setting.results / "runs" / f"{name}.json"
     command = (
-        sys.executable, "-m", "bench.gpu.watch_flex_opt", str(output), "--model", model, "--path", "_DUMMY_",
-        "--dtype", setting.dtype, "--device", setting.device, "--device-mem", setting.device_mem,
-        "--host-mem", setting.host_mem, "--prompt-len", str(setting.prompt_len), "--gen-len", str(setting.gen_len),
-        "--offload-dir", str(setting.offload_dir), *flags.split(),
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "bench.gpu.watch_flex_opt",
+        str(output),
+        "--model",
+        model,
+        "--path",
+        "_DUMMY_",
+        "--dtype",
+        setting.dtype,
+        "--device",
+        setting.device,
+        "--device-mem",
+        setting.device_mem,
+        "--host-mem",
+        setting.host_mem,
+        "--prompt-len",
+        str(setting.prompt_len),
+        "--gen-len",
+        str(setting.gen_len),
+        "--offload-dir",
+        str(setting.offload_dir),
+        *flags.split(),
+    )
     return Step(name, "placement", command, limit, output)
 
 
 def _rounds(setting: Setting, cell: Cell) -> Step:
-    """Systems in turn, with rows that are not searched for: three rounds, or as many as there is time for."""
+    """Systems in turn, with rows that are not searched for: three rounds, or as many as there is
+    time for."""
     rows = dict.fromkeys(CARD_ROWS, cell.rows[0]) if setting.tiny else CARD_ROWS
     limit = setting.rounds_limit
     systems = (f"{name}@{count}" for name, count in rows.items())
-    step = _cell(setting, cell, ("--repeats", "3", "--time", f"{limit - ROUNDS_SLACK_S:.0f}"), systems)
+    step = _cell(
+        setting, cell, ("--repeats", "3", "--time", f"{limit - ROUNDS_SLACK_S:.0f}"), systems
+    )
     return replace(step, limit=limit)
 
 
 def _searched(setting: Setting, grid: str, cell: Cell) -> Step:
     """One run of each system at all rows that a search tries."""
-    return _cell(setting, cell, ("--repeats", "0"), (system.name for system in systems_of(grid, cell)))
+    return _cell(
+        setting, cell, ("--repeats", "0"), (system.name for system in systems_of(grid, cell))
+    )
 
 
 def _cell(setting: Setting, cell: Cell, how: Sequence[str], systems: Iterable[str]) -> Step:
-    """One cell of the sweep. Lines go to table.jsonl, so that a step which was cut short goes on where it was."""
+    """One cell of the sweep. Lines go to table.jsonl, so that a step which was cut short goes on
+    where it was."""
     first, last = cell.rows
     values = (cell.model, cell.prompt_len, cell.gen_len, cell.budget, first, last)
     name = f"{TABLE} {cell.model.split('-')[-1]} {cell.prompt_len}+{cell.gen_len}"
     command = (
-        sys.executable, "-m", "bench.sweep", "--cell", ",".join(map(str, values)), "--device", setting.device,
-        "--device-mem", setting.device_mem, "--dtype", _SHORT[setting.dtype], "--offload-dir", str(setting.offload_dir),
-        "--results", str(setting.results), "--name", TABLE, "--limit", f"{setting.measurement_limit:.0f}",
-        "--quiet-wait", "0", *how, "--systems", *systems,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "bench.sweep",
+        "--cell",
+        ",".join(map(str, values)),
+        "--device",
+        setting.device,
+        "--device-mem",
+        setting.device_mem,
+        "--dtype",
+        _SHORT[setting.dtype],
+        "--offload-dir",
+        str(setting.offload_dir),
+        "--results",
+        str(setting.results),
+        "--name",
+        TABLE,
+        "--limit",
+        f"{setting.measurement_limit:.0f}",
+        "--quiet-wait",
+        "0",
+        *how,
+        "--systems",
+        *systems,
+    )
     return Step(name, "sweep", command, setting.cell_limit, setting.results / f"{TABLE}.jsonl")

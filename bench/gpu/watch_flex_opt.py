@@ -1,6 +1,8 @@
-"""Runs flex_opt in this process and writes its report with what the process really took: RSS and the card's memory.
+"""Runs flex_opt in this process and writes its report with what the process really took: RSS and
+the card's memory.
 
-python -m bench.gpu.watch_flex_opt FILE --model facebook/opt-6.7b --path _DUMMY_ ...      (flex_opt's own flags)
+python -m bench.gpu.watch_flex_opt FILE --model facebook/opt-6.7b --path _DUMMY_ ...
+(flex_opt's own flags)
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from flexgen_h2o import flex_opt
 
 
 def main() -> int:
-    target, flags = Path(sys.argv[1]), sys.argv[2:]
+    target = Path(sys.argv[1])
+    flags = sys.argv[2:]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         start = time.perf_counter()
@@ -37,7 +40,8 @@ def main() -> int:
 
 
 def _card() -> dict[str, Any] | None:
-    """Most bytes of card memory that tensors held, and that torch's allocator took for them; None without a card."""
+    """Most bytes of card memory that tensors held, and that torch's allocator took for them; None
+    without a card."""
     if not torch.cuda.is_available():
         return None
     return {

@@ -1,4 +1,5 @@
-"""Write random weights at the true shapes of models, which the other steps then find: minutes of a disk's time.
+"""Write random weights at the true shapes of models, which the other steps then find: minutes of a
+disk's time.
 
     python -m bench.gpu.weights facebook/opt-6.7b --offload-dir DIR --output weights.json
 
@@ -25,10 +26,15 @@ def main() -> None:
     written = {}
     for name in args.models:
         start = time.perf_counter()
-        found = find_checkpoint(find_model(name, args.path), args.dtype, args.offload_dir, RANDOM_WEIGHTS_SEED, False)
+        found = find_checkpoint(
+            find_model(name, args.path), args.dtype, args.offload_dir, RANDOM_WEIGHTS_SEED, False
+        )
         nbytes = sum(path.stat().st_size for path in found.folder.glob("*.safetensors"))
         written[name] = {"bytes": nbytes, "seconds": time.perf_counter() - start}
-    common.table("Weights", [(name, f"{w['bytes'] / GB:.1f} GB, {w['seconds']:.0f} s") for name, w in written.items()])
+    common.table(
+        "Weights",
+        [(name, f"{w['bytes'] / GB:.1f} GB, {w['seconds']:.0f} s") for name, w in written.items()],
+    )
     common.finish({"benchmark": "gpu_weights", "written": written}, args.output)
 
 

@@ -1,11 +1,12 @@
-"""Matrix products of a decode step by how the engine holds the matrix: in order, blocked, int8, or 4 bits in int8.
+"""Matrix products of a decode step by how the engine holds the matrix: in order, blocked, int8, or
+4 bits in int8.
 
     python -m bench.kernels.products                 matrices of OPT-1.3B, about four minutes
     python -m bench.kernels.products --hidden 4096   of OPT-6.7B
 
-Claim: no product is slower with blocked matrices than with torch's F.linear, and those of few rows are faster. All ways
-take turns call by call in one process. Every call reads its matrix from memory, not from a cache. No checkpoint, no
-disk.
+Claim: no product is slower with blocked matrices than with torch's F.linear, and those of few rows
+are faster. All ways take turns call by call in one process. Every call reads its matrix from
+memory, not from a cache. No checkpoint, no disk.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def main() -> int:
     args = _parse()
     hidden = args.hidden
     rows = sorted(args.rows)
-    sizes = replace(HOST, widths=(hidden,), hidden=(hidden,), heads=(), rows=tuple(rows), figure_s=args.figure_s)
+    sizes = replace(
+        HOST, widths=(hidden,), hidden=(hidden,), heads=(), rows=tuple(rows), figure_s=args.figure_s
+    )
     bench = Bench(HostDevice(), sizes)
     with torch.inference_mode():
         if not isinstance(block_rows(bench.normal(torch.bfloat16, hidden, hidden))[0], BlockedRows):
@@ -56,7 +59,8 @@ def main() -> int:
 
 
 def _measure(bench: Bench, products: Products, rows: int, inner: int, outer: int) -> dict[str, Any]:
-    """Return median milliseconds of F.linear, and of each other way the median of its gains, round by round."""
+    """Return median milliseconds of F.linear, and of each other way the median of its gains, round
+    by round."""
     ways = [products.call(rows, inner, outer)]
     ways += [products.call(rows, inner, outer, held) for held in FASTER]
     plain, *others = bench.rounds(*ways)
@@ -64,19 +68,34 @@ def _measure(bench: Bench, products: Products, rows: int, inner: int, outer: int
         held: statistics.median(a / b for a, b in zip(plain, seconds, strict=False))
         for held, seconds in zip(FASTER, others, strict=True)
     }
-    return {"rows": rows, "inner": inner, "outer": outer, "plain_ms": 1e3 * statistics.median(plain), "gain": gains}
+    return {
+        "rows": rows,
+        "inner": inner,
+        "outer": outer,
+        "plain_ms": 1e3 * statistics.median(plain),
+        "gain": gains,
+    }
 
 
 def _line(one: dict[str, Any]) -> tuple[str, str]:
     gains = ", ".join(f"{held} {gain:.2f} x" for held, gain in one["gain"].items())
-    return f"{one['outer']} x {one['inner']}, {one['rows']} rows", f"{one['plain_ms']:.3f} ms; {gains}"
+    return (
+        f"{one['outer']} x {one['inner']}, {one['rows']} rows",
+        f"{one['plain_ms']:.3f} ms; {gains}",
+    )
 
 
 def _parse() -> argparse.Namespace:
     parser = common.own_parser(__doc__)
     add = parser.add_argument
     add("--hidden", type=positive, default=2048, help="width of the model (2048: OPT-1.3B)")
-    add("--rows", nargs="+", type=positive, default=ROWS, help="inputs of a product (1 to one chunk of a prompt)")
+    add(
+        "--rows",
+        nargs="+",
+        type=positive,
+        default=ROWS,
+        help="inputs of a product (1 to one chunk of a prompt)",
+    )
     add("--figure-s", type=float, default=0.6, help="seconds for each figure (0.6)")
     return parser.parse_args()
 

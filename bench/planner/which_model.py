@@ -1,12 +1,14 @@
-"""What a night brings: prompts that a model answers in 10 hours on machines of several sizes, as the planner predicts.
+"""What a night brings: prompts that a model answers in 10 hours on machines of several sizes, as
+the planner predicts.
 
-Nothing runs. For each model and memory the fastest policy for a pile of 10,000 prompts is searched, in the two ways of
-SETTINGS, with the saved profiles of a 2-core CPU without a card and of a T4 whose memory is set to other cards' sizes.
-Prints two tables, a row for each model and card; `-`: no policy fits. docs/start/which-model.md has a part of them.
+Nothing runs. For each model and memory the fastest policy for a pile of 10,000 prompts is searched,
+in the two ways of SETTINGS, with the saved profiles of a 2-core CPU without a card and of a T4
+whose memory is set to other cards' sizes. Prints two tables, a row for each model and card; `-`: no
+policy fits. docs/start/which-model.md has a part of them.
 
     python -m bench.planner.which_model --cells CELLS.jsonl                   all models; goes on where it was ended
     python -m bench.planner.which_model --models Qwen/Qwen3-8B ./my-model
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -34,16 +36,30 @@ from flexgen_h2o.planner.profile import find_profile, read_profile
 from flexgen_h2o.planner.search import search
 
 MODELS = (
-    "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B", "openai/gpt-oss-20b",
-    "openai/gpt-oss-120b", "allenai/OLMoE-1B-7B-0924", "mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x22B-v0.1",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-235B-A22B",
+    "openai/gpt-oss-20b",
+    "openai/gpt-oss-120b",
+    "allenai/OLMoE-1B-7B-0924",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "mistralai/Mixtral-8x22B-v0.1",
     "facebook/opt-30b",
-)  # fmt: skip
-NIGHT_S, GB = 10 * 3600, 10**9
-RAM, CARDS = (8, 16, 32, 64), (0, 8, 16, 24)  # GB
+)
+NIGHT_S = 10 * 3600
+GB = 10**9
+# GB
+RAM = (8, 16, 32, 64)
+CARDS = (0, 8, 16, 24)
 # A title, what is kept of KV, and whether weights and KV are in 4 bits.
 SETTINGS = (
     ("Weights as published and the whole KV cache in 16 bits", Full(), False),
-    ("Weights in 4 bits (those of gpt-oss as published), 20% of the KV columns in 4 bits", H2O(kv_budget=0.2), True),
+    (
+        "Weights in 4 bits (those of gpt-oss as published), 20% of the KV columns in 4 bits",
+        H2O(kv_budget=0.2),
+        True,
+    ),
 )
 
 
@@ -54,11 +70,17 @@ class Place:
     ram: int
     card: int
 
-    def space(self, spec: ModelSpec, args: argparse.Namespace, kept: Eviction, in_4_bits: bool) -> SearchSpace:
-        need = need_of(kept, args.num_prompts, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows)
+    def space(
+        self, spec: ModelSpec, args: argparse.Namespace, kept: Eviction, in_4_bits: bool
+    ) -> SearchSpace:
+        need = need_of(
+            kept, args.num_prompts, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows
+        )
         profile, dtype = ("t4", "float16") if self.card else ("build-2core", "bfloat16")
         machine = Machine(read_profile(find_profile(profile)), dtype, not self.card)
-        policy = Policy(compress_weight=in_4_bits and spec.quantization is None, compress_cache=in_4_bits)
+        policy = Policy(
+            compress_weight=in_4_bits and spec.quantization is None, compress_cache=in_4_bits
+        )
         memory = {"device": self.card, "host": self.ram, "disk": args.disk}
         budgets = {tier: less_margin(size * GB) for tier, size in memory.items()}
         return SearchSpace(spec, need, policy, machine, budgets)
@@ -77,28 +99,53 @@ def main() -> int:
                 nights = []
                 for ram in RAM:
                     key = {"model": name, "setting": title, "ram": ram, "card": card, **asked}
-                    nights.append(kept.found(key, Place(ram, card).space(spec, args, eviction, in_4_bits))["night"])
+                    nights.append(
+                        kept.found(key, Place(ram, card).space(spec, args, eviction, in_4_bits))[
+                            "night"
+                        ]
+                    )
                 shown = " | ".join(f"{night:,}" if night else "-" for night in nights)
-                print(f"| {name.split('/')[-1]} | {f'{card} GB' if card else 'none'} | {shown} |", flush=True)
+                print(
+                    f"| {name.split('/')[-1]} | {f'{card} GB' if card else 'none'} | {shown} |",
+                    flush=True,
+                )
     common.finish({"benchmark": "which_model", **asked, "found": kept.cells}, args.output)
     return 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--models", nargs="+", default=MODELS, help="hub ids of built-in shapes, or folders with a config.json")
-    add("--num-prompts", type=positive, default=10_000, help="of the pile that policies are searched for (10000)")
+    add(
+        "--models",
+        nargs="+",
+        default=MODELS,
+        help="hub ids of built-in shapes, or folders with a config.json",
+    )
+    add(
+        "--num-prompts",
+        type=positive,
+        default=10_000,
+        help="of the pile that policies are searched for (10000)",
+    )
     add("--prompt-len", type=positive, default=512)
     add("--gen-len", type=positive, default=128)
     add("--disk", type=positive, default=500, metavar="GB", help="free disk (500)")
-    add("--cells", type=Path, metavar="FILE", help="a line a search; what is there is not searched again")
+    add(
+        "--cells",
+        type=Path,
+        metavar="FILE",
+        help="a line a search; what is there is not searched again",
+    )
     add("--output", action=common.ResultFile, help="also write the JSON object here")
     return parser.parse_args()
 
 
 class _Cells:
-    """The searches that were made, by what was asked; kept in a file of JSON lines, where one is given."""
+    """The searches that were made, by what was asked; kept in a file of JSON lines, where one is
+    given."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -126,14 +173,19 @@ def _predicted(space: SearchSpace) -> dict[str, Any]:
         plan = search(space)
     except DoesNotFitError:
         return {"night": None}
-    policy, found = plan.policy, plan.prediction
+    policy = plan.policy
+    found = plan.prediction
     night = int(float(f"{space.need.rows * NIGHT_S / found.total_s:.2g}"))
     return {
-        "night": night, "tokens_per_s": found.tokens_per_s, "seconds": found.total_s, "bound_by": found.bound_by,
+        "night": night,
+        "tokens_per_s": found.tokens_per_s,
+        "seconds": found.total_s,
+        "bound_by": found.bound_by,
         "percent": policy.percent,
-        "gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches,
+        "gpu_batch_size": policy.gpu_batch_size,
+        "num_gpu_batches": policy.num_gpu_batches,
         "search_s": time.process_time() - began,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

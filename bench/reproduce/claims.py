@@ -1,6 +1,8 @@
-"""Claims of the papers that any model can be asked: what the paper reports, and how to read our figures of a row.
+"""Claims of the papers that any model can be asked: what the paper reports, and how to read our
+figures of a row.
 
-`Row.real` measures them. A check gets the row's figures by file (`FILE` of `$WORK/ROW-FILE.json`, or "").
+`Row.real` measures them. A check gets the row's figures by file (`FILE` of `$WORK/ROW-FILE.json`,
+or "").
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ from flexgen_h2o.core.units import markdown_table
 Figures = dict[str, Any]
 WIDTH = 120  # of a line of the page
 DOCUMENTATION = "documentation"  # the texts of a run without --articles
-YES, PART, NO = "yes", "in part", "**no**"
+YES = "yes"
+PART = "in part"
+NO = "**no**"
 SPARSE = 0.95  # of the entries, in the paper's "almost all layers"
 ALMOST_ALL = 0.9
 LOCAL = "local:sinks=0"  # the papers' Local: the newest entries alone
-SHARE, WINDOW = 0.2, 128  # the KV size that a claim is about
+# the KV size that a claim is about
+SHARE = 0.2
+WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,10 @@ def sparse(found: Figures) -> tuple[str, str]:
     shares = [block["near_zero"]["value"] for block in found[""]["blocks"]]
     above = sum(share >= SPARSE for share in shares)
     mean = statistics.fmean(shares)
-    words = f"{mean:.0%} on average, {min(shares):.0%} to {max(shares):.0%}; {above} of {len(shares)} layers"
+    words = (
+        f"{mean:.0%} on average, {min(shares):.0%} to {max(shares):.0%}; {above} of "
+        f"{len(shares)} layers"
+    )
     return words, verdict(above >= ALMOST_ALL * len(shares), mean >= ALMOST_ALL)
 
 
@@ -60,26 +69,39 @@ def power_law(found: Figures) -> tuple[str, str]:
     fits = [block["r2"] for block in blocks]
     better = sum(block["r2"] > block["exponential_r2"] for block in blocks)
     middle = statistics.median(fits)
-    words = f"r2 {middle:.2f} (median); better than an exponential in {better} of {len(blocks)} layers"
-    return words, verdict(better >= ALMOST_ALL * len(blocks) and middle >= 0.9, 2 * better > len(blocks))
+    words = (
+        f"r2 {middle:.2f} (median); better than an exponential in {better} of {len(blocks)} layers"
+    )
+    return words, verdict(
+        better >= ALMOST_ALL * len(blocks) and middle >= 0.9, 2 * better > len(blocks)
+    )
 
 
 def frequent(found: Figures) -> tuple[str, str]:
     ranks = found[""]["tokens"]["spearman"]
     whole = ranks["neighbours of score"]
     place = ranks["neighbours of per_query"]
-    words = f"rank correlation {whole:.2f} for the sum over all places of a token, {place:.2f} for one place"
+    words = (
+        f"rank correlation {whole:.2f} for the sum over all places of a token, {place:.2f} for "
+        "one place"
+    )
     return words, verdict(whole >= 0.5 and place >= 0.5, whole >= 0.5)
 
 
 def removed(found: Figures) -> tuple[str, str]:
-    cells = {(cell["policy"], cell["budget"]): cell["nll_less_full"] for cell in found[""]["removal"]["cells"]}
+    cells = {
+        (cell["policy"], cell["budget"]): cell["nll_less_full"]
+        for cell in found[""]["removal"]["cells"]
+    }
     kept = max(budget for _, budget in cells)
     heavy = cells["heavy hitters", kept]
     drawn = cells["random columns", kept]
-    later = next(nats for (policy, budget), nats in cells.items() if budget == kept and "first" in policy)
+    later = next(
+        nats for (policy, budget), nats in cells.items() if budget == kept and "first" in policy
+    )
     words = (
-        f"without {1 - kept:.0%}: {heavy['value']:+.2f} nats per token; if the first 4 entries stay: "
+        f"without {1 - kept:.0%}: {heavy['value']:+.2f} nats per token; if the first 4 entries "
+        "stay: "
         f"{later['value']:+.2f}; random entries: {drawn['value']:+.2f}"
     )
     return words, verdict(heavy["low"] > drawn["high"], heavy["value"] > drawn["value"])
@@ -108,15 +130,23 @@ def beats_local(found: Figures) -> tuple[str, str]:
     ours = cell_of(found, "h2o")["kl"]
     local = cell_of(found, LOCAL)["kl"]
     sinks = cell_of(found, "local")["kl"]
-    words = f"KL {ours['value']:.2f}; Local {local['value']:.2f}, Local with 4 sinks {sinks['value']:.2f}"
+    words = (
+        f"KL {ours['value']:.2f}; Local {local['value']:.2f}, Local with 4 sinks "
+        f"{sinks['value']:.2f}"
+    )
     return words, verdict(ours["high"] < local["low"], ours["value"] < local["value"])
 
 
 def packed(found: Figures) -> tuple[str, str]:
     cell = cell_of(found, "h2o")
     full = cell_of(found, "full", 1.0)
-    words = f"4 bits alone: KL {full['kl']['value']:.3f}; with H2O at {SHARE:.0%}: {cell['kl']['value']:.2f}"
-    return words, verdict(full["kl"]["value"] <= 0.1 * cell["kl"]["value"], full["kl"]["value"] <= cell["kl"]["value"])
+    words = (
+        f"4 bits alone: KL {full['kl']['value']:.3f}; with H2O at {SHARE:.0%}: "
+        f"{cell['kl']['value']:.2f}"
+    )
+    return words, verdict(
+        full["kl"]["value"] <= 0.1 * cell["kl"]["value"], full["kl"]["value"] <= cell["kl"]["value"]
+    )
 
 
 def four_bits(found: Figures) -> tuple[str, str]:
@@ -131,7 +161,10 @@ def four_bits(found: Figures) -> tuple[str, str]:
 def by_size(found: Figures) -> dict[tuple[str, int], Figures]:
     """Cells of `evaluate summarize` by policy and KV entries, 0 for the full cache."""
     cells = [cell for cell in found[""]["cells"] if cell["scores"] is not None]
-    return {(cell["policy"], sum(map(int, filter(None, cell["size"].split("+"))))): cell for cell in cells}
+    return {
+        (cell["policy"], sum(map(int, filter(None, cell["size"].split("+"))))): cell
+        for cell in cells
+    }
 
 
 def rouge(cell: Figures) -> Figures:
@@ -173,12 +206,17 @@ def streams_better(found: Figures) -> tuple[str, str]:
     both = streams(found)
     ours = both["h2o"]["perplexity"]
     local = both["local"]["perplexity"]
-    return f"perplexity {ours:.2f}; sinks and a window {local:.2f}", verdict(ours < local, ours < 1.02 * local)
+    return f"perplexity {ours:.2f}; sinks and a window {local:.2f}", verdict(
+        ours < local, ours < 1.02 * local
+    )
 
 
 def tasks_as_full(found: Figures) -> tuple[str, str]:
     cells = found[""]["cells"]
-    scores = {one["name"]: statistics.fmean(task["value"] for task in one["tasks"].values()) for one in cells}
+    scores = {
+        one["name"]: statistics.fmean(task["value"] for task in one["tasks"].values())
+        for one in cells
+    }
     shown = ", ".join(f"{name} {score:.0%}" for name, score in scores.items())
     gap = scores["full"] - scores[f"h2o, {SHARE:.3g} of the entries"]
     return shown, verdict(gap <= 0.02, gap <= 0.1)
@@ -188,7 +226,9 @@ def speeds(found: Figures, phase: str = "tokens_per_s") -> dict[str, float]:
     """Return the median tokens/s by system; a file is `SYSTEM-ROUND`."""
     systems = list(dict.fromkeys(name.rpartition("-")[0] for name in found))
     return {
-        system: statistics.median(run[phase] for name, run in found.items() if name.rpartition("-")[0] == system)
+        system: statistics.median(
+            run[phase] for name, run in found.items() if name.rpartition("-")[0] == system
+        )
         for system in systems
     }
 
@@ -199,7 +239,10 @@ def faster(found: Figures) -> tuple[str, str]:
     peer = both["ours-h2o:0.1"] / both["hf-sdpa"]
     decode = speeds(found, "decode_tokens_per_s")
     only = decode["ours-h2o:0.1"] / decode["ours-full"]
-    words = f"{ratio:.1f} times the full cache, {peer:.1f} times Hugging Face; decode alone {only:.1f} times"
+    words = (
+        f"{ratio:.1f} times the full cache, {peer:.1f} times Hugging Face; decode alone "
+        f"{only:.1f} times"
+    )
     return words, verdict(min(ratio, peer) >= 3, min(ratio, peer) > 1.05)
 
 
@@ -207,11 +250,18 @@ CLAIMS = (
     Claim(
         "attention",
         "H2O 3.1",
-        "Attention is sparse: in almost all layers over 95% of the entries are below 1% of their query's largest",
+        "Attention is sparse: in almost all layers over 95% of the entries are below 1% of their "
+        "query's largest",
         "over 95% (OPT)",
         sparse,
     ),
-    Claim("attention", "H2O 3.2", "Accumulated scores follow a power law", "a picture (OPT)", power_law),
+    Claim(
+        "attention",
+        "H2O 3.2",
+        "Accumulated scores follow a power law",
+        "a picture (OPT)",
+        power_law,
+    ),
     Claim(
         "attention",
         "H2O 3.2",
@@ -219,7 +269,13 @@ CLAIMS = (
         "a picture (OPT-6.7B)",
         frequent,
     ),
-    Claim("attention", "H2O 3.2", "A model without its heavy hitters fails", "a picture (OPT)", removed),
+    Claim(
+        "attention",
+        "H2O 3.2",
+        "A model without its heavy hitters fails",
+        "a picture (OPT)",
+        removed,
+    ),
     Claim(
         "fidelity",
         "H2O 5.1, Figure 4",
@@ -297,7 +353,11 @@ CLAIMS = (
 
 
 def pivot(
-    corner: str, rows: Iterable[str], heads: Sequence[str], cell: Callable[[str, str], Figures | None], scale: float
+    corner: str,
+    rows: Iterable[str],
+    heads: Sequence[str],
+    cell: Callable[[str, str], Figures | None],
+    scale: float,
 ) -> list[str]:
     """A table of intervals, those of `cell` times `scale`."""
 
@@ -307,18 +367,24 @@ def pivot(
         value, low, high = (scale * interval[name] for name in ("value", "low", "high"))
         return f"{value:.2f}" if interval.get("n") == 1 else f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
-    return markdown_table([corner, *heads], [[row, *(shown(cell(row, head)) for head in heads)] for row in rows])
+    return markdown_table(
+        [corner, *heads], [[row, *(shown(cell(row, head)) for head in heads)] for row in rows]
+    )
 
 
 def budget_table(found: Figures) -> list[str]:
-    cells = {(f"`{cell['policy']}`", f"{cell['budget']:.0%}"): cell["kl"] for cell in found[""]["cells"]}
+    cells = {
+        (f"`{cell['policy']}`", f"{cell['budget']:.0%}"): cell["kl"] for cell in found[""]["cells"]
+    }
     rows = dict.fromkeys(row for row, _ in cells)
     heads = list(dict.fromkeys(head for _, head in cells))
     return pivot("KL, nats", rows, heads, lambda row, head: cells.get((row, head)), 1)
 
 
 def summary_table(found: Figures) -> list[str]:
-    cells = {(f"`{policy}`", str(size or "all")): cell for (policy, size), cell in by_size(found).items()}
+    cells = {
+        (f"`{policy}`", str(size or "all")): cell for (policy, size), cell in by_size(found).items()
+    }
     rows = dict.fromkeys(row for row, _ in cells)
     heads = list(dict.fromkeys(head for _, head in cells))
 
@@ -332,16 +398,27 @@ def stream_table(found: Figures) -> list[str]:
     both = streams(found)
     windows = {f"{one['first']} - {one['last']}": i for i, one in enumerate(both["h2o"]["windows"])}
     return pivot(
-        "NLL, nats", both, list(windows), lambda row, head: dict(both[row]["windows"][windows[head]]["nll"], n=1), 1
+        "NLL, nats",
+        both,
+        list(windows),
+        lambda row, head: dict(both[row]["windows"][windows[head]]["nll"], n=1),
+        1,
     )
 
 
 def speed_table(found: Figures) -> list[str]:
-    names = {"prefill_s": "prefill, s", "decode_tokens_per_s": "decode, tokens/s", "tokens_per_s": "all, tokens/s"}
+    names = {
+        "prefill_s": "prefill, s",
+        "decode_tokens_per_s": "decode, tokens/s",
+        "tokens_per_s": "all, tokens/s",
+    }
     of = {phase: speeds(found, phase) for phase in names}
     return markdown_table(
         ["system (median)", *names.values()],
-        [[f"`{system}`", *(f"{of[phase][system]:.1f}" for phase in names)] for system in of["tokens_per_s"]],
+        [
+            [f"`{system}`", *(f"{of[phase][system]:.1f}" for phase in names)]
+            for system in of["tokens_per_s"]
+        ],
     )
 
 
@@ -369,7 +446,9 @@ def claims_page(results: Path) -> str:
         raise UsageError(f"--results {results}: has no result; run bash scripts/reproduce.sh first")
     models = " and ".join(sorted({f"`{one['model']}`" for one in kept.values()}))
     minutes = sum(one["seconds"] for one in kept.values()) / 60
-    checked = [(claim, *claim.check(kept[claim.row]["figures"])) for claim in CLAIMS if claim.row in kept]
+    checked = [
+        (claim, *claim.check(kept[claim.row]["figures"])) for claim in CLAIMS if claim.row in kept
+    ]
     counts = Counter(agrees.strip("*") for _, _, agrees in checked)
     table = [
         [f"[{claim.row}](#{claim.row})", claim.source, claim.says, claim.paper, ours, agrees]
@@ -378,14 +457,22 @@ def claims_page(results: Path) -> str:
     parts = [
         "# The papers' claims on a real model",
         _wrapped(
-            f"Do the claims of the H2O and FlexGen papers hold for {models}? Of {len(checked)} claims: "
+            f"Do the claims of the H2O and FlexGen papers hold for {models}? Of {len(checked)} "
+            "claims: "
             + ", ".join(f"{word} {n}" for word, n in counts.items())
-            + ". The papers used models of 6 to 175 billion parameters. A claim that fails here may hold there."
+            + ". The papers used models of 6 to 175 billion parameters. A claim that fails here "
+            "may hold there."
         ),
-        "\n".join(markdown_table(["measured by", "paper", "claim", "the paper's figure", "here", "agrees"], table)),
+        "\n".join(
+            markdown_table(
+                ["measured by", "paper", "claim", "the paper's figure", "here", "agrees"], table
+            )
+        ),
         _wrapped(
-            f"Made by `bash scripts/reproduce.sh`, in {minutes:.0f} minutes. Brackets are 95% intervals over prompts. "
-            f"`local` keeps the first 4 and the newest KV entries. `{LOCAL}` is the papers' Local: the newest entries "
+            f"Made by `bash scripts/reproduce.sh`, in {minutes:.0f} minutes. Brackets are 95% "
+            "intervals over prompts. "
+            f"`local` keeps the first 4 and the newest KV entries. `{LOCAL}` is the papers' Local: "
+            "the newest entries "
             "alone. `bench/reproduce/claims.py` has the bound for each answer. The figures are in "
             "`bench/results/papers/`."
         ),
@@ -405,12 +492,17 @@ def _section(row: Row, result: Figures) -> list[str]:
     section = [
         f"## {row.name}",
         _wrapped(
-            f"Model `{result['model']}`, {machine['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, commit "
+            f"Model `{result['model']}`, {machine['date'][:10]}, {machine['cpu']}, "
+            f"{machine['cores']} cores, commit "
             f"`{machine['commit'][:8]}`, {result['seconds']} seconds."
         ),
         f"```bash\nbash scripts/reproduce.sh{articles} --only {row.name}\n```",
     ]
-    return [*section, "\n".join(TABLES[row.name](result["figures"]))] if row.name in TABLES else section
+    return (
+        [*section, "\n".join(TABLES[row.name](result["figures"]))]
+        if row.name in TABLES
+        else section
+    )
 
 
 def _wrapped(text: str) -> str:

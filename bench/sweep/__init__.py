@@ -1,1 +1,2 @@
-"""The throughput sweep: systems x models x workloads x memory budgets. Started by bench/throughput_sweep.sh."""
+"""The throughput sweep: systems x models x workloads x memory budgets. Started by
+bench/throughput_sweep.sh."""

@@ -1,21 +1,23 @@
-"""Throughput of this package and its peers, each at its own best batch, under the same memory budget.
+"""Throughput of this package and its peers, each at its own best batch, under the same memory
+budget.
 
     bash bench/throughput_sweep.sh --quick
     bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,third,8,64 --systems ours-full accelerate-disk
     bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,none,8,64 --systems ours-full@64 hf-sdpa@16
     bash bench/throughput_sweep.sh --grid signed
 
-The grids `signed...` hold to more (`--signed` asks it of other cells): a clean commit; one memory cgroup for all with a
-budget; rounds of all systems in turn between measurements of the machine's own rates, repeated where these moved; what
-answers lose beside each setting of ours; and README, docs/results.md and the pages beside the lines at the end.
+The grids `signed...` hold to more (`--signed` asks it of other cells): a clean commit; one memory
+cgroup for all with a budget; rounds of all systems in turn between measurements of the machine's
+own rates, repeated where these moved; what answers lose beside each setting of ours; and README,
+docs/results.md and the pages beside the lines at the end.
 
-Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl, and are not made again;
-the table (throughput.md) beside it is made anew from all lines. Signed ones are in signed.jsonl, and
-made again on another processor: a cell's search and its rounds are of one.
+Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl, and
+are not made again; the table (throughput.md) beside it is made anew from all lines. Signed ones are
+in signed.jsonl, and made again on another processor: a cell's search and its rounds are of one.
 
-The exit code is 1 where what was tried in a cell gave no figure, and 3 where nothing fits one; that all systems refuse
-is an answer.
-"""
+The exit code is 1 where what was tried in a cell gave no figure, and 3 where nothing fits one; that
+all systems refuse is an answer.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -36,7 +38,16 @@ from bench import common
 from bench.baselines.contract import DTYPES
 from bench.sweep import page, quality, tables
 from bench.sweep.cut_model import cut_model
-from bench.sweep.grid import FP32_SYSTEMS, GRIDS, SIGNED, SYSTEMS, Cell, System, system_of, systems_of
+from bench.sweep.grid import (
+    FP32_SYSTEMS,
+    GRIDS,
+    SIGNED,
+    SYSTEMS,
+    Cell,
+    System,
+    system_of,
+    systems_of,
+)
 from bench.sweep.rounds import FEWEST, Rates, Rounds, found_of, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
 from bench.sweep.search import best_rows, search
@@ -58,8 +69,9 @@ SHARES = "ours-h2o:R, ours-h2o:kv-budget=R, ours-mix:kv-bytes=R"
 
 @dataclass(frozen=True)
 class Sweep:
-    """signed: the trained model that says what answers lose, where the cells are held to all that the grid is. end:
-    when, by `time.monotonic`, the last round is to be over; of signed ones all are made."""
+    """signed: the trained model that says what answers lose, where the cells are held to all that
+    the grid is. end: when, by `time.monotonic`, the last round is to be over; of signed ones all
+    are made."""
 
     setup: Setup
     store: Store
@@ -68,8 +80,9 @@ class Sweep:
     end: float = math.inf
 
     def cell(self, cell: Cell, systems: tuple[System, ...]) -> int:
-        """Find each system's best batch, where its rows are not given, then repeat these, the systems taking turns.
-        Returns an exit code: of a cell without a figure that of `_without_figure`."""
+        """Find each system's best batch, where its rows are not given, then repeat these, the
+        systems taking turns. Returns an exit code: of a cell without a figure that of
+        `_without_figure`."""
         print(f"\n== {cell.name}", flush=True)
         ready = []
         for system in systems:
@@ -83,17 +96,24 @@ class Sweep:
         for peer in sorted({system.peer for system in ready}):
             if self.setup.settings(peer) is None:
                 how = f"bench/baselines/tune.py {peer}"
-                print(f"{peer}: not tuned on this CPU, runs with its defaults; see {how}", flush=True)
+                print(
+                    f"{peer}: not tuned on this CPU, runs with its defaults; see {how}", flush=True
+                )
         if self.signed is not None and not self.repeats:
             quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup)
             return EXIT_DONE
         folder = _model_folder(cell.model, self.setup)
-        chosen, tried = [], list[Line]()
+        chosen = []
+        tried = list[Line]()
         for system in ready:
-            if system.rows or (self.signed is not None and system.ours):  # which splits the cell's rows itself
+            if system.rows or (
+                self.signed is not None and system.ours
+            ):  # which splits the cell's rows itself
                 chosen.append((system, system.rows or cell.rows[1]))
                 continue
-            lines = search(lambda rows, s=system: self._measure(s, cell, folder, rows, 0), *cell.rows)
+            lines = search(
+                lambda rows, s=system: self._measure(s, cell, folder, rows, 0), *cell.rows
+            )
             tried += lines
             rows = best_rows(lines)
             if rows is not None:
@@ -160,17 +180,21 @@ class Sweep:
 
     def _has_more_time(self, line: Line) -> bool:
         """Was it ended by a limit that is higher now?"""
-        return line["status"] == TIMEOUT and self.setup.limit_s > line.get("limit_s", self.setup.limit_s)
+        return line["status"] == TIMEOUT and self.setup.limit_s > line.get(
+            "limit_s", self.setup.limit_s
+        )
 
 
 def _without_figure(cell: Cell, tried: list[Line]) -> int:
-    """The exit code of a cell in which nothing gave a figure: that all is refused is an answer, that nothing fits has a
-    code of its own. A line says why."""
+    """The exit code of a cell in which nothing gave a figure: that all is refused is an answer,
+    that nothing fits has a code of its own. A line says why."""
     broken = [line for line in tried if line["status"] != REFUSED]
     if not broken:
         return EXIT_DONE
     worst = next((line for line in broken if line["status"] != DOES_NOT_FIT), broken[-1])
-    print(f"{cell.name}: no figure; {worst['system']}: {describe(worst)}", file=sys.stderr, flush=True)
+    print(
+        f"{cell.name}: no figure; {worst['system']}: {describe(worst)}", file=sys.stderr, flush=True
+    )
     return EXIT_DOES_NOT_FIT if worst["status"] == DOES_NOT_FIT else EXIT_FAILED
 
 
@@ -182,17 +206,31 @@ def _run(argv: list[str] | None) -> int:
     args = _parse(argv)
     cells = _cells(args)
     defaults = OF_SIGNED if args.signed else QUICK if args.quick else FULL
-    values = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in defaults.items()}
+    values = {
+        name: value if getattr(args, name) is None else getattr(args, name)
+        for name, value in defaults.items()
+    }
     results = args.results or common.ROOT / "bench" / "results" / args.machine
     setup = Setup(
-        args.peers, args.offload_dir, args.threads, values["limit"], values["quiet_wait"], args.device, args.device_mem,
-        args.dtype, args.cgroup or (args.signed and can_limit()),
-    )  # fmt: skip
+        args.peers,
+        args.offload_dir,
+        args.threads,
+        values["limit"],
+        values["quiet_wait"],
+        args.device,
+        args.device_mem,
+        args.dtype,
+        args.cgroup or (args.signed and can_limit()),
+    )
     path = results / f"{args.name}.jsonl"
     with claimed(path):
-        store = Store(path, args.again, common.machine_facts()["cpu"] if args.signed else None, args.dtype)
+        store = Store(
+            path, args.again, common.machine_facts()["cpu"] if args.signed else None, args.dtype
+        )
         quality_model = args.quality_model if args.signed else None
-        sweep = Sweep(setup, store, int(values["repeats"]), quality_model, time.monotonic() + args.time)
+        sweep = Sweep(
+            setup, store, int(values["repeats"]), quality_model, time.monotonic() + args.time
+        )
         try:
             codes = [sweep.cell(cell, systems) for cell, systems in cells]
         finally:
@@ -204,7 +242,8 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _show_signed(store: Store, results: Path, args: argparse.Namespace, cells: list[Cell]) -> None:
-    """The pages: of the whole grid, or of lines that have a folder or a name of their own the one beside them."""
+    """The pages: of the whole grid, or of lines that have a folder or a name of their own the one
+    beside them."""
     if not store.lines and not quality.read(results):
         return
     if args.results is None and args.name == tables.NAME:
@@ -212,7 +251,9 @@ def _show_signed(store: Store, results: Path, args: argparse.Namespace, cells: l
         print(f"\nwritten: {results}, docs/results.md, README.md", flush=True)
         return
     found = [found_of(cell, store.lines) for cell in cells]
-    (results / f"{args.name}.md").write_text(tables.details(found, quality.read(results), args.name))
+    (results / f"{args.name}.md").write_text(
+        tables.details(found, quality.read(results), args.name)
+    )
     print(f"\nwritten: {results}", flush=True)
 
 
@@ -228,35 +269,95 @@ def _show(store: Store, results: Path, name: str) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
-        prog="throughput_sweep.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="throughput_sweep.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="the grid `quick`, one repeat: at most 10 minutes")
-    add("--grid", nargs="+", choices=sorted(GRIDS), default=[], metavar="NAME", help=f"of {', '.join(GRIDS)}")
-    add("--cell", nargs="+", default=[], metavar="MODEL,S,N,BUDGET,FIRST,LAST", help="cells of your own")
-    some = f"only these of {', '.join(s.name for s in SYSTEMS)}, {SHARES}; NAME@ROWS: with so many, without a search"
-    add("--systems", nargs="+", metavar="NAME", help=some)
-    add("--repeats", type=count, help="runs at the best batch (3); of signed cells 0: what answers lose alone")
     add(
-        "--time", type=common.seconds, default=math.inf, metavar="S", help="begin no round of runs that would end later"
+        "--grid",
+        nargs="+",
+        choices=sorted(GRIDS),
+        default=[],
+        metavar="NAME",
+        help=f"of {', '.join(GRIDS)}",
+    )
+    add(
+        "--cell",
+        nargs="+",
+        default=[],
+        metavar="MODEL,S,N,BUDGET,FIRST,LAST",
+        help="cells of your own",
+    )
+    some = (
+        f"only these of {', '.join(s.name for s in SYSTEMS)}, {SHARES}; NAME@ROWS: with so "
+        "many, without a search"
+    )
+    add("--systems", nargs="+", metavar="NAME", help=some)
+    add(
+        "--repeats",
+        type=count,
+        help="runs at the best batch (3); of signed cells 0: what answers lose alone",
+    )
+    add(
+        "--time",
+        type=common.seconds,
+        default=math.inf,
+        metavar="S",
+        help="begin no round of runs that would end later",
     )
     add("--again", action="store_true", help="measure what is there once more")
     add("--limit", type=common.seconds, metavar="S", help="most seconds of one measurement (1800)")
-    add("--quiet-wait", type=common.seconds, metavar="S", help="most seconds to wait for quiet cores each time (60)")
+    add(
+        "--quiet-wait",
+        type=common.seconds,
+        metavar="S",
+        help="most seconds to wait for quiet cores each time (60)",
+    )
     add("--threads", type=positive, default=os.cpu_count())
-    add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tiers")
+    add(
+        "--offload-dir",
+        type=Path,
+        default=Path("~/flexgen_h2o_offload_dir").expanduser(),
+        help="weights, disk tiers",
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     peers = os.environ.get("FLEXGEN_PEERS") or cache / "flexgen_h2o" / "peers"
-    add("--peers", type=Path, default=Path(peers), help="environments of the peers (as their setup.sh; FLEXGEN_PEERS)")
-    add("--machine", default=platform.node() or "here", help="name of the folder in bench/results (the host's name)")
+    add(
+        "--peers",
+        type=Path,
+        default=Path(peers),
+        help="environments of the peers (as their setup.sh; FLEXGEN_PEERS)",
+    )
+    add(
+        "--machine",
+        default=platform.node() or "here",
+        help="name of the folder in bench/results (the host's name)",
+    )
     add("--results", type=Path, help="another folder for the results")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--device-mem", help="of the device; on a CPU a device tier of RAM (the whole card; none)")
     add("--dtype", choices=sorted(DTYPES), default=BF16, help=f"of weights and computing ({BF16})")
-    add("--cgroup", action="store_true", help="hold systems to a budget by a memory cgroup, page cache counted")
-    add("--name", help="of the files of lines and table (throughput, with DEVICE-BYTES, DTYPE for another)")
-    add("--signed", action="store_true", help="hold the cells to all that the signed grids are held to")
-    add("--quality-model", default=quality.MODEL, help=f"trained, says what answers lose ({quality.MODEL})")
+    add(
+        "--cgroup",
+        action="store_true",
+        help="hold systems to a budget by a memory cgroup, page cache counted",
+    )
+    add(
+        "--name",
+        help="of the files of lines and table (throughput, with DEVICE-BYTES, DTYPE for another)",
+    )
+    add(
+        "--signed",
+        action="store_true",
+        help="hold the cells to all that the signed grids are held to",
+    )
+    add(
+        "--quality-model",
+        default=quality.MODEL,
+        help=f"trained, says what answers lose ({quality.MODEL})",
+    )
     args = parser.parse_args(argv)
     args.signed = args.signed or any(grid in SIGNED for grid in args.grid)
     if args.signed:
@@ -265,17 +366,22 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError("--limit 0: nothing ends in no time; give seconds")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            "--device cuda: no CUDA device is usable here; --device-mem on a CPU makes a device tier of RAM"
+            "--device cuda: no CUDA device is usable here; --device-mem on a CPU makes a device "
+            "tier of RAM"
         )
     if args.device_mem is not None:
         args.device_mem = parse_bytes(args.device_mem, "--device-mem")
     if args.name is None and args.signed:
         args.name = tables.NAME
     if args.name is not None and (not args.name or Path(args.name).name != args.name):
-        raise UsageError(f"--name {args.name}: names files in --results; give a name without folders")
+        raise UsageError(
+            f"--name {args.name}: names files in --results; give a name without folders"
+        )
     if args.name is None:  # lines of different devices or dtypes are never of the same measurement
         other = [args.device, args.device_mem] if args.device_mem else []
-        args.name = "-".join(map(str, ["throughput", *other, *([] if args.dtype == BF16 else [args.dtype])]))
+        args.name = "-".join(
+            map(str, ["throughput", *other, *([] if args.dtype == BF16 else [args.dtype])])
+        )
     args.grid = [*args.grid, *(["quick"] if args.quick else [])]
     if not args.grid and not args.cell:
         raise UsageError(f"nothing to measure: give --quick, --grid ({', '.join(GRIDS)}) or --cell")
@@ -285,18 +391,31 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _check_signed(args: argparse.Namespace) -> None:
     """UsageError where what is asked for could not be signed."""
     given = {
-        "--quick": args.quick, "--device": args.device != "cpu", "--device-mem": args.device_mem is not None,
-        "--dtype": args.dtype != BF16, "--time": args.time < math.inf,
-    }  # fmt: skip
+        "--quick": args.quick,
+        "--device": args.device != "cpu",
+        "--device-mem": args.device_mem is not None,
+        "--dtype": args.dtype != BF16,
+        "--time": args.time < math.inf,
+    }
     if any(given.values()):
         flags = ", ".join(flag for flag, is_given in given.items() if is_given)
-        raise UsageError(f"{flags}: the signed grid is of whole measurements on a CPU in {BF16}; leave it out")
+        raise UsageError(
+            f"{flags}: the signed grid is of whole measurements on a CPU in {BF16}; leave it out"
+        )
     if args.repeats and args.repeats < OF_SIGNED["repeats"]:
-        raise UsageError(f"--repeats {args.repeats}: the signed grid has at least {OF_SIGNED['repeats']} rounds")
+        raise UsageError(
+            f"--repeats {args.repeats}: the signed grid has at least {OF_SIGNED['repeats']} rounds"
+        )
     commit = common.commit()
     if commit is None or commit.endswith(common.DIRTY):
-        what = "is no git checkout" if commit is None else "has changes that are not committed (git status)"
-        raise UsageError(f"--grid signed: {common.ROOT} {what}; figures are signed with a clean commit")
+        what = (
+            "is no git checkout"
+            if commit is None
+            else "has changes that are not committed (git status)"
+        )
+        raise UsageError(
+            f"--grid signed: {common.ROOT} {what}; figures are signed with a clean commit"
+        )
 
 
 def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
@@ -320,15 +439,23 @@ def _read_cell(text: str) -> Cell:
         cell = Cell(model, int(prompt_len), int(gen_len), budget, (int(first), int(last)))
     except ValueError as error:
         raise UsageError(
-            f"--cell {text}: is MODEL,PROMPT,NEW,BUDGET,FIRST,LAST, such as opt-1.3b,64,32,third,8,64"
+            f"--cell {text}: is MODEL,PROMPT,NEW,BUDGET,FIRST,LAST, such as "
+            "opt-1.3b,64,32,third,8,64"
         ) from error
     if cell.prompt_len < 1 or cell.gen_len < 2:
-        raise UsageError(f"--cell {text}: PROMPT is at least 1, and NEW at least 2, since decoding is measured")
+        raise UsageError(
+            f"--cell {text}: PROMPT is at least 1, and NEW at least 2, since decoding is measured"
+        )
     if not 1 <= cell.rows[0] <= cell.rows[1]:
-        raise UsageError(f"--cell {text}: rows are tried from FIRST, at least 1, to LAST, at least FIRST")
+        raise UsageError(
+            f"--cell {text}: rows are tried from FIRST, at least 1, to LAST, at least FIRST"
+        )
     more, rest = divmod(cell.rows[1], cell.rows[0])
     if rest or more.bit_count() != 1:  # ours may run LAST rows: peers must be able to
-        raise UsageError(f"--cell {text}: rows double from FIRST on; give a LAST that is reached: {8 * cell.rows[0]}")
+        raise UsageError(
+            f"--cell {text}: rows double from FIRST on; give a LAST that is reached: "
+            f"{8 * cell.rows[0]}"
+        )
     name, blocks = _cut(cell.model)
     try:
         cell.budget_bytes(1)
@@ -336,14 +463,21 @@ def _read_cell(text: str) -> Cell:
     except UsageError as error:
         raise UsageError(f"--cell {text}: {str(error).removeprefix('--model ')}") from error
     if blocks is not None and (built_in_spec(name) is None or not 1 <= blocks <= spec.num_blocks):
-        raise UsageError(f"--cell {text}: :N is the first 1 to {spec.num_blocks} blocks, of a built-in shape only")
+        raise UsageError(
+            f"--cell {text}: :N is the first 1 to {spec.num_blocks} blocks, of a built-in shape "
+            "only"
+        )
     if cell.prompt_len + cell.gen_len - 1 > spec.max_positions:
-        raise UsageError(f"--cell {text}: {cell.model} has {spec.max_positions} positions; give fewer tokens")
+        raise UsageError(
+            f"--cell {text}: {cell.model} has {spec.max_positions} positions; give fewer tokens"
+        )
     return cell
 
 
 # Of ours, beside those of the grid: H2O with any share, and what --kv-bytes chooses.
-_SHARED = re.compile(r"(?:h2o(?:-4bit|-8bit|-int8|-4bit-int8)?:(?:kv-budget=)?|mix:kv-bytes=)([0-9.]+)")
+_SHARED = re.compile(
+    r"(?:h2o(?:-4bit|-8bit|-int8|-4bit-int8)?:(?:kv-budget=)?|mix:kv-bytes=)([0-9.]+)"
+)
 
 
 def _read_system(text: str) -> System:
@@ -360,9 +494,13 @@ def _named_system(name: str) -> System:
     peer, _, variant = name.partition("-")
     ours = known["ours-full"]
     found = _SHARED.fullmatch(variant)
-    if peer == ours.peer and (variant == "full-8bit" or (found is not None and _is_share(found[1]))):
+    if peer == ours.peer and (
+        variant == "full-8bit" or (found is not None and _is_share(found[1]))
+    ):
         return System(peer, variant, ours.kinds)
-    raise UsageError(f"--systems {name}: not one of {', '.join(known)}; nor {SHARES} with R in (0, 1]")
+    raise UsageError(
+        f"--systems {name}: not one of {', '.join(known)}; nor {SHARES} with R in (0, 1]"
+    )
 
 
 def _is_share(text: str) -> bool:
@@ -381,7 +519,11 @@ def _model_folder(model: str, setup: Setup) -> Path:
 def _cut(model: str) -> tuple[str, int | None]:
     """`facebook/opt-30b:12` is the first 12 blocks of that shape."""
     name, _, layers = model.rpartition(":")
-    return (name, int(layers)) if layers.isdecimal() and name and not Path(model).exists() else (model, None)
+    return (
+        (name, int(layers))
+        if layers.isdecimal() and name and not Path(model).exists()
+        else (model, None)
+    )
 
 
 def _model_of(model: str, offload_dir: Path) -> Model:

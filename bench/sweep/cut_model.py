@@ -1,6 +1,8 @@
-"""A public shape with fewer transformer blocks: all blocks are alike, and a whole model takes hours to prefill here.
+"""A public shape with fewer transformer blocks: all blocks are alike, and a whole model takes hours
+to prefill here.
 
-Writes a folder with the config alone; what runs it makes random weights. It serves as a cell's model in the sweep.
+Writes a folder with the config alone; what runs it makes random weights. It serves as a cell's
+model in the sweep.
 
     python -m bench.sweep.cut_model --model facebook/opt-1.3b --layers 4 --output FOLDER
 """
@@ -20,7 +22,9 @@ from flexgen_h2o.parser import OneLineParser
 
 
 def main() -> None:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--model", required=True, help="hub id of a built-in shape")
     add("--layers", type=positive, required=True, help="transformer blocks of the cut model")
@@ -39,7 +43,8 @@ def cut_model(model: str, layers: int, offload_dir: Path) -> Path:
 
 
 def write_cut(model: str, layers: int, folder: Path) -> None:
-    """Write the config of a built-in shape with `layers` transformer blocks. UsageError: `model` is none."""
+    """Write the config of a built-in shape with `layers` transformer blocks. UsageError: `model` is
+    none."""
     built_in = built_in_spec(model)
     if built_in is None:
         raise UsageError(f"--model {model}: name one of the built-in shapes")

@@ -1,4 +1,5 @@
-"""What is measured: systems, cells (model, workload, budget), and the named grids of them. Data, no measuring."""
+"""What is measured: systems, cells (model, workload, budget), and the named grids of them. Data, no
+measuring."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ from dataclasses import dataclass
 
 from flexgen_h2o.core.units import parse_bytes
 
-IN_RAM, OFFLOAD = "ram", "offload"
+IN_RAM = "ram"
+OFFLOAD = "offload"
 
 
 @dataclass(frozen=True)
 class System:
-    """A peer's folder under bench/baselines and its variant. kinds: where it belongs, IN_RAM, OFFLOAD or both. rows:
-    those that it is measured with; 0: its best batch is searched for. dtype: that it computes in, of contract.DTYPES;
-    empty: the sweep's. It reads the sweep's files either way."""
+    """A peer's folder under bench/baselines and its variant. kinds: where it belongs, IN_RAM,
+    OFFLOAD or both. rows: those that it is measured with; 0: its best batch is searched for. dtype:
+    that it computes in, of contract.DTYPES; empty: the sweep's. It reads the sweep's files either
+    way."""
 
     peer: str
     variant: str
@@ -80,13 +83,24 @@ SYSTEMS = (
     System("flexgen", "disk-4bit", (OFFLOAD,)),
     System("flexgen", "published", BOTH),
 )
-# For CPUs without products in bf16, which torch makes number by number there: what it computes is faster in fp32.
+# For CPUs without products in bf16, which torch makes number by number there: what it computes is
+# faster in fp32.
 FP32_SYSTEMS = tuple(
     System(peer, variant, (kind,), dtype="fp32")
     for peer, kind, variants in (
-        ("hf", IN_RAM, (
-            "sdpa", "eager", "sdpa-static", "eager-static", "sdpa-static-compile", "eager-static-compile", "sdpa-loop",
-        )),
+        (
+            "hf",
+            IN_RAM,
+            (
+                "sdpa",
+                "eager",
+                "sdpa-static",
+                "eager-static",
+                "sdpa-static-compile",
+                "eager-static-compile",
+                "sdpa-loop",
+            ),
+        ),
         ("flexgen", IN_RAM, ("cpu", "cpu-4bit")),
         ("vllm", IN_RAM, ("compiled", "eager")),
         ("accelerate", OFFLOAD, ("disk", "disk-eager")),
@@ -94,40 +108,62 @@ FP32_SYSTEMS = tuple(
         ("flexgen", OFFLOAD, ("disk",)),
     )
     for variant in variants
-)  # fmt: skip
+)
 # On a card: weights that do not fit it are in RAM; generate has them on the card, or does not fit.
 GPU_SYSTEMS = (
-    *(System("ours", of, BOTH) for of in ("full", "h2o:kv-budget=0.2", "full-4bit", "h2o-4bit:kv-budget=0.2")),
     *(
-        s for s in SYSTEMS
-        if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "hf-sdpa", "hf-sdpa-static-compile")
+        System("ours", of, BOTH)
+        for of in ("full", "h2o:kv-budget=0.2", "full-4bit", "h2o-4bit:kv-budget=0.2")
     ),
-)  # fmt: skip
-# Rows of OPT-6.7B 512 + 32 on a card held to 16 GB, where there is no time to search: of ours whole blocks, as
-# policies/profiles/t4.json has them planned (6 of 11 rows; H2O one of 64). Weights take 13.3 GB, a row 0.29 GB of KV
-# and up to 0.1 of activations: beside all weights 6 rows leave 0.9 GB for the copies of a cache that grows. More would
-# send Accelerate's over the link in each step. FlexGen's 4, whose prefill has n x n scores, are twice its authors' on a
-# T4. DeepSpeed's weights are in RAM, three matrices, 1.2 GB at most, on the card: 32 rows leave 3 GB.
+    *(
+        s
+        for s in SYSTEMS
+        if s.name
+        in (
+            "flexgen-published",
+            "accelerate-cpu",
+            "deepspeed-cpu",
+            "hf-sdpa",
+            "hf-sdpa-static-compile",
+        )
+    ),
+)
+# Rows of OPT-6.7B 512 + 32 on a card held to 16 GB, where there is no time to search: of ours whole
+# blocks, as policies/profiles/t4.json has them planned (6 of 11 rows; H2O one of 64). Weights take
+# 13.3 GB, a row 0.29 GB of KV and up to 0.1 of activations: beside all weights 6 rows leave 0.9 GB
+# for the copies of a cache that grows. More would send Accelerate's over the link in each step.
+# FlexGen's 4, whose prefill has n x n scores, are twice its authors' on a T4. DeepSpeed's weights
+# are in RAM, three matrices, 1.2 GB at most, on the card: 32 rows leave 3 GB.
 CARD_ROWS = {
-    "ours-full": 66, "ours-h2o:kv-budget=0.2": 64, "flexgen-published": 4, "accelerate-cpu": 6, "deepspeed-cpu": 32,
-    "hf-sdpa": 6, "hf-sdpa-static-compile": 6,
-}  # fmt: skip
-# quick has 10 minutes: one number of rows a cell, without a cache that is allocated once, which pays with long rows,
-# and what is compiled first, offloading that moves nothing without a card, a dtype that no other system is measured in,
-# and peers' own 4 bits.
+    "ours-full": 66,
+    "ours-h2o:kv-budget=0.2": 64,
+    "flexgen-published": 4,
+    "accelerate-cpu": 6,
+    "deepspeed-cpu": 32,
+    "hf-sdpa": 6,
+    "hf-sdpa-static-compile": 6,
+}
+# quick has 10 minutes: one number of rows a cell, without a cache that is allocated once, which
+# pays with long rows, and what is compiled first, offloading that moves nothing without a card, a
+# dtype that no other system is measured in, and peers' own 4 bits.
 NOT_QUICK = (
-    "accelerate-cpu", "ctranslate2-float32", "vllm-bf16", "deepspeed-nvme-4bit", "flexgen-cpu-4bit",
+    "accelerate-cpu",
+    "ctranslate2-float32",
+    "vllm-bf16",
+    "deepspeed-nvme-4bit",
+    "flexgen-cpu-4bit",
     "flexgen-disk-4bit",
-)  # fmt: skip
+)
 QUICK_SYSTEMS = tuple(s for s in SYSTEMS if "-static" not in s.variant and s.name not in NOT_QUICK)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Systems are compared within a cell. budget: as --host-mem takes it, `third` of the weights, or `none`.
+    """Systems are compared within a cell. budget: as --host-mem takes it, `third` of the weights,
+    or `none`.
 
-    model: a built-in shape, also its first transformer blocks alone (`facebook/opt-30b:12`), or a folder. rows: where
-    the search for the best batch starts, and where it ends at the latest.
+    model: a built-in shape, also its first transformer blocks alone (`facebook/opt-30b:12`), or a
+    folder. rows: where the search for the best batch starts, and where it ends at the latest.
     """
 
     model: str
@@ -158,26 +194,38 @@ def _papers(size: str) -> tuple[Cell, ...]:
     return tuple(Cell(OPT[size], 512, gen, "none", (4, 256)) for gen in (32, 512, 1024))
 
 
-# The signed grid: cells and systems chosen on this day, before any of them was run; all are shown, whatever they say.
-# Rows and blocks are fewer, for everybody, so that no cell takes longer than about three hours of two cores; those of
-# OPT-1.3B 128 + 128 were cut again that evening, those of 64 + 256 on 2026-11-28, those of OPT-30B on 2026-11-29, all
-# before they were run, for a machine half as fast. vLLM joined the systems on 2026-11-25, when it could be installed:
-# rounds that a cell had before are then run again with it. llama.cpp's q4_0 joined on 2026-11-28, for a peer in 4 bits,
-# the 4 bits that DeepSpeed and FlexGen have themselves on 2026-11-30.
+# The signed grid: cells and systems chosen on this day, before any of them was run; all are shown,
+# whatever they say. Rows and blocks are fewer, for everybody, so that no cell takes longer than
+# about three hours of two cores; those of OPT-1.3B 128 + 128 were cut again that evening, those of
+# 64 + 256 on 2026-11-28, those of OPT-30B on 2026-11-29, all before they were run, for a machine
+# half as fast. vLLM joined the systems on 2026-11-25, when it could be installed: rounds that a
+# cell had before are then run again with it. llama.cpp's q4_0 joined on 2026-11-28, for a peer in 4
+# bits, the 4 bits that DeepSpeed and FlexGen have themselves on 2026-11-30.
 SIGNED_ON = "2026-11-23"
-LLAMA_8B, QWEN_30B, OLMOE = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
-Lengths = dict[tuple[int, int], tuple[str, tuple[int, int]]]  # prompt and new tokens: the cut of the model, rows
+LLAMA_8B = "meta-llama/Meta-Llama-3-8B"
+QWEN_30B = "Qwen/Qwen3-30B-A3B"
+OLMOE = "allenai/OLMoE-1B-7B-0924"
+Lengths = dict[
+    tuple[int, int], tuple[str, tuple[int, int]]
+]  # prompt and new tokens: the cut of the model, rows
 LENGTHS_1_3B: Lengths = {
-    (512, 32): ("", (16, 64)), (128, 128): (":12", (32, 64)), (64, 256): (":12", (32, 64)),
+    (512, 32): ("", (16, 64)),
+    (128, 128): (":12", (32, 64)),
+    (64, 256): (":12", (32, 64)),
     (512, 512): (":12", (8, 32)),
-}  # fmt: skip
+}
 LENGTHS_6_7B: Lengths = {
-    (512, 32): (":8", (8, 32)), (128, 128): (":8", (16, 64)), (64, 256): (":8", (16, 64)), (512, 512): (":8", (4, 16)),
-}  # fmt: skip
+    (512, 32): (":8", (8, 32)),
+    (128, 128): (":8", (16, 64)),
+    (64, 256): (":8", (16, 64)),
+    (512, 512): (":8", (4, 16)),
+}
 
 
 def _signed(size: str, budget: str, lengths: Lengths) -> tuple[Cell, ...]:
-    return tuple(Cell(OPT[size] + cut, *both, budget, rows) for both, (cut, rows) in lengths.items())
+    return tuple(
+        Cell(OPT[size] + cut, *both, budget, rows) for both, (cut, rows) in lengths.items()
+    )
 
 
 SIGNED: dict[str, tuple[Cell, ...]] = {
@@ -185,52 +233,77 @@ SIGNED: dict[str, tuple[Cell, ...]] = {
     "signed-opt-1.3b-none": _signed("1.3b", "none", LENGTHS_1_3B),
     "signed-opt-6.7b-third": _signed("6.7b", "third", LENGTHS_6_7B),
     "signed-opt-6.7b-none": _signed("6.7b", "none", LENGTHS_6_7B),
-    # All blocks for what reads the checkpoint in place; 6 of 48 for all, with those that write a copy.
-    "signed-opt-30b": (Cell(OPT["30b"], 512, 32, "third", (4, 4)), Cell(f"{OPT['30b']}:6", 512, 32, "third", (8, 32))),
+    # All blocks for what reads the checkpoint in place; 6 of 48 for all, with those that write a
+    # copy.
+    "signed-opt-30b": (
+        Cell(OPT["30b"], 512, 32, "third", (4, 4)),
+        Cell(f"{OPT['30b']}:6", 512, 32, "third", (8, 32)),
+    ),
     "signed-llama-3-8b": (
-        Cell(LLAMA_8B, 512, 32, "third", (8, 16)), Cell(f"{LLAMA_8B}:16", 128, 128, "third", (8, 32)),
+        Cell(LLAMA_8B, 512, 32, "third", (8, 16)),
+        Cell(f"{LLAMA_8B}:16", 128, 128, "third", (8, 32)),
         Cell(f"{LLAMA_8B}:16", 128, 128, "none", (8, 32)),
     ),
     "signed-experts": (
-        Cell(f"{QWEN_30B}:6", 128, 128, "third", (16, 128)), Cell(OLMOE, 128, 128, "none", (16, 64)),
+        Cell(f"{QWEN_30B}:6", 128, 128, "third", (16, 128)),
+        Cell(OLMOE, 128, 128, "none", (16, 64)),
     ),
-}  # fmt: skip
+}
 SIGNED["signed"] = tuple(cell for cells in list(SIGNED.values()) for cell in cells)
-# For a CPU with AVX2 alone, which would take most of a day for each of these, and for sittings of a few hours: the same
-# models, lengths and budgets, so many blocks and rows, for everybody, that a cell takes about an hour. Chosen on this
-# day, before any was run; the last four on 2026-11-29, before any of these was run, in place of signed cells that would
-# take a day: so each model that the grid names has all its lengths in one of the two.
-SHORT_ON, SHORT = "2026-11-27", "signed-short"
+# For a CPU with AVX2 alone, which would take most of a day for each of these, and for sittings of a
+# few hours: the same models, lengths and budgets, so many blocks and rows, for everybody, that a
+# cell takes about an hour. Chosen on this day, before any was run; the last four on 2026-11-29,
+# before any of these was run, in place of signed cells that would take a day: so each model that
+# the grid names has all its lengths in one of the two.
+SHORT_ON = "2026-11-27"
+SHORT = "signed-short"
 OPT_6 = f"{OPT['1.3b']}:6"
 SIGNED[SHORT] = (
-    Cell(OPT_6, 128, 128, "third", (4, 8)), Cell(OPT_6, 128, 128, "none", (4, 8)),
-    Cell(f"{LLAMA_1B}:6", 128, 128, "third", (4, 8)), Cell(f"{LLAMA_1B}:6", 128, 128, "none", (4, 8)),
-    Cell(f"{OPT['1.3b']}:18", 512, 32, "third", (4, 4)), Cell(OPT_6, 512, 32, "none", (16, 16)),
-    Cell(OPT_6, 64, 256, "third", (8, 8)), Cell(OPT_6, 64, 256, "none", (16, 16)),
-    Cell(f"{OPT['1.3b']}:3", 512, 512, "third", (8, 8)), Cell(OPT_6, 512, 512, "none", (16, 16)),
-    Cell(f"{OPT['6.7b']}:4", 512, 32, "third", (4, 4)), Cell(f"{OPT['30b']}:2", 512, 32, "third", (4, 4)),
-    Cell(f"{OPT['6.7b']}:4", 128, 128, "third", (4, 4)), Cell(f"{OPT['6.7b']}:4", 128, 128, "none", (16, 16)),
-    Cell(f"{LLAMA_8B}:4", 128, 128, "third", (4, 4)), Cell(f"{LLAMA_8B}:4", 128, 128, "none", (16, 16)),
-    Cell(f"{QWEN_30B}:2", 128, 128, "third", (8, 8)), Cell(f"{OLMOE}:4", 128, 128, "none", (16, 16)),
-    Cell(f"{OPT['6.7b']}:4", 64, 256, "third", (4, 4)), Cell(f"{OPT['6.7b']}:4", 64, 256, "none", (16, 16)),
-    Cell(f"{OPT['6.7b']}:4", 512, 512, "third", (4, 4)), Cell(f"{OPT['6.7b']}:4", 512, 512, "none", (8, 8)),
-)  # fmt: skip
+    Cell(OPT_6, 128, 128, "third", (4, 8)),
+    Cell(OPT_6, 128, 128, "none", (4, 8)),
+    Cell(f"{LLAMA_1B}:6", 128, 128, "third", (4, 8)),
+    Cell(f"{LLAMA_1B}:6", 128, 128, "none", (4, 8)),
+    Cell(f"{OPT['1.3b']}:18", 512, 32, "third", (4, 4)),
+    Cell(OPT_6, 512, 32, "none", (16, 16)),
+    Cell(OPT_6, 64, 256, "third", (8, 8)),
+    Cell(OPT_6, 64, 256, "none", (16, 16)),
+    Cell(f"{OPT['1.3b']}:3", 512, 512, "third", (8, 8)),
+    Cell(OPT_6, 512, 512, "none", (16, 16)),
+    Cell(f"{OPT['6.7b']}:4", 512, 32, "third", (4, 4)),
+    Cell(f"{OPT['30b']}:2", 512, 32, "third", (4, 4)),
+    Cell(f"{OPT['6.7b']}:4", 128, 128, "third", (4, 4)),
+    Cell(f"{OPT['6.7b']}:4", 128, 128, "none", (16, 16)),
+    Cell(f"{LLAMA_8B}:4", 128, 128, "third", (4, 4)),
+    Cell(f"{LLAMA_8B}:4", 128, 128, "none", (16, 16)),
+    Cell(f"{QWEN_30B}:2", 128, 128, "third", (8, 8)),
+    Cell(f"{OLMOE}:4", 128, 128, "none", (16, 16)),
+    Cell(f"{OPT['6.7b']}:4", 64, 256, "third", (4, 4)),
+    Cell(f"{OPT['6.7b']}:4", 64, 256, "none", (16, 16)),
+    Cell(f"{OPT['6.7b']}:4", 512, 512, "third", (4, 4)),
+    Cell(f"{OPT['6.7b']}:4", 512, 512, "none", (8, 8)),
+)
 # What joined after that day, of each of the two, as the pages of all figures say it.
 JOINED_LATER = {
     SIGNED_ON: (
-        "some were cut later, before their runs; vLLM, llama.cpp's loaded q4_0 and, in one short benchmark, other "
+        "some were cut later, before their runs; vLLM, llama.cpp's loaded q4_0 and, in one short "
+        "benchmark, other "
         "systems' own 4 bits joined later"
     ),
     SHORT_ON: (
-        "OPT-1.3B, 512 + 32, a third, was cut to 18 blocks that day, before it was run; 64 + 256 and 512 + 512 of "
-        "OPT-6.7B joined on 2026-11-29, after the others and before they were run; the 4 bits of DeepSpeed and FlexGen "
+        "OPT-1.3B, 512 + 32, a third, was cut to 18 blocks that day, before it was run; 64 + 256 "
+        "and 512 + 512 of "
+        "OPT-6.7B joined on 2026-11-29, after the others and before they were run; the 4 bits of "
+        "DeepSpeed and FlexGen "
         "on 2026-11-30"
     ),
 }
 
 # Grids by name. quick: ten minutes. gpu-*: of the GPU suite. signed*: hours each, days in all.
 GRIDS: dict[str, tuple[Cell, ...]] = {
-    "quick": (Cell(OPT["125m"], 32, 16, "none", (16, 16)), Cell(OPT["350m"], 32, 8, "third", (8, 8))),
+    "quick": (
+        Cell(OPT["125m"], 32, 16, "none", (16, 16)),
+        Cell(OPT["350m"], 32, 8, "third", (8, 8)),
+    ),
     "gpu-6.7b": _papers("6.7b"),
     "gpu-30b": _papers("30b"),
     "gpu-tiny": (Cell(OPT["125m"], 32, 8, "none", (4, 4)),),
@@ -245,7 +318,9 @@ def systems_of(grid: str, cell: Cell, cpu: str = "") -> tuple[System, ...]:
     """The systems that a cell of a grid compares on a processor, by its name in stored lines."""
     if grid in SIGNED:
         return _systems_of_signed(cell, cpu)
-    chosen = next((systems for prefix, systems in _SYSTEMS_OF.items() if grid.startswith(prefix)), SYSTEMS)
+    chosen = next(
+        (systems for prefix, systems in _SYSTEMS_OF.items() if grid.startswith(prefix)), SYSTEMS
+    )
     return tuple(system for system in chosen if cell.kind in system.kinds)
 
 
@@ -253,23 +328,40 @@ def systems_of(grid: str, cell: Cell, cpu: str = "") -> tuple[System, ...]:
 SIGNED_OURS = tuple(
     System("ours", variant, kinds)
     for variant, kinds in (
-        ("full", BOTH), ("h2o:kv-budget=0.2", BOTH), ("h2o-4bit-int8:kv-budget=0.2", BOTH), ("full-int8", (IN_RAM,)),
+        ("full", BOTH),
+        ("h2o:kv-budget=0.2", BOTH),
+        ("h2o-4bit-int8:kv-budget=0.2", BOTH),
+        ("full-int8", (IN_RAM,)),
         ("mix:kv-bytes=0.2", (OFFLOAD,)),
     )
-)  # fmt: skip
-# Peers that a signed cell leaves out: of a card; offloading to RAM, which moves nothing without one; precisions of a
-# system that is there in a faster one.
-UNSIGNED = ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2-float32", "llamacpp-q4_k")
+)
+# Peers that a signed cell leaves out: of a card; offloading to RAM, which moves nothing without
+# one; precisions of a system that is there in a faster one.
+UNSIGNED = (
+    "flexgen-published",
+    "accelerate-cpu",
+    "deepspeed-cpu",
+    "ctranslate2-float32",
+    "llamacpp-q4_k",
+)
 # Peers whose variants are settings of one system: the fastest in the search goes round.
 SETTINGS = (
-    "hf-", "accelerate-disk", "vllm-", "deepspeed-nvme-4bit", "deepspeed-nvme", "flexgen-disk-4bit", "flexgen-disk",
-    "flexgen-cpu-4bit", "flexgen-cpu",
-)  # fmt: skip
+    "hf-",
+    "accelerate-disk",
+    "vllm-",
+    "deepspeed-nvme-4bit",
+    "deepspeed-nvme",
+    "flexgen-disk-4bit",
+    "flexgen-disk",
+    "flexgen-cpu-4bit",
+    "flexgen-cpu",
+)
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 ONLY_AVX2 = "with AVX2"  # so ends the name of a CPU that has nothing wider
 AVX512 = "with AVX-512"  # and products in bf16
 AMX = "with AMX"
-# What was found best of a peer, by how the CPU's name ends: what differs from its defaults (docs/lab/method.md).
+# What was found best of a peer, by how the CPU's name ends: what differs from its defaults
+# (docs/lab/method.md).
 TUNED: dict[str, dict[str, dict[str, int]]] = {
     "hf": {ONLY_AVX2: {"max_autotune": 1}, AVX512: {"cpp_wrapper": 1}, AMX: {}},
     "openvino": {ONLY_AVX2: {"group": 0}, AVX512: {"group": 512}, AMX: {"group": 0}},
@@ -277,26 +369,36 @@ TUNED: dict[str, dict[str, dict[str, int]]] = {
 }
 
 
-# Runs that say less of a peer than it can, which the page leaves out: by the cell's name, the system, the CPU's name
-# and rows, and why.
+# Runs that say less of a peer than it can, which the page leaves out: by the cell's name, the
+# system, the CPU's name and rows, and why.
 WITHDRAWN: dict[tuple[str, str, str, int], str] = {
-    (f"{OPT['6.7b']}:8 512+32 budget third", "deepspeed-nvme", "AMD EPYC (25/17) with AVX-512", 6): (
-        "its 6 rows, found on another machine, read their own code again and again at the group's limit; 5 made 1.67 "
+    (
+        f"{OPT['6.7b']}:8 512+32 budget third",
+        "deepspeed-nvme",
+        "AMD EPYC (25/17) with AVX-512",
+        6,
+    ): (
+        "its 6 rows, found on another machine, read their own code again and again at the group's "
+        "limit; 5 made 1.67 "
         "and 1.78 outside the rounds"
     ),
 }
 
 
 def _systems_of_signed(cell: Cell, cpu: str) -> tuple[System, ...]:
-    """Ours, and every peer of the cell's kind that SYSTEMS has; a peer that cannot run the family says so itself."""
+    """Ours, and every peer of the cell's kind that SYSTEMS has; a peer that cannot run the family
+    says so itself."""
     peers = [system for system in SYSTEMS if not system.ours and system.name not in UNSIGNED]
-    # There torch multiplies bf16 number by number: Hugging Face computes as long or longer in it, and vLLM 2.5 times as
-    # long (OPT_6 in RAM, 8 rows).
+    # There torch multiplies bf16 number by number: Hugging Face computes as long or longer in it,
+    # and vLLM 2.5 times as long (OPT_6 in RAM, 8 rows).
     if cpu.endswith(ONLY_AVX2):
         peers = [*FP32_SYSTEMS, *(system for system in peers if system.peer not in ("hf", "vllm"))]
     if cell.model == OPT["30b"]:
         peers = [system for system in peers if system.name in IN_PLACE]
-    if cell.model.partition(":")[0] not in (QWEN_30B, OLMOE):  # without experts it is the same as without `-loop`
+    if cell.model.partition(":")[0] not in (
+        QWEN_30B,
+        OLMOE,
+    ):  # without experts it is the same as without `-loop`
         peers = [system for system in peers if not system.variant.endswith("-loop")]
     return tuple(system for system in (*SIGNED_OURS, *peers) if cell.kind in system.kinds)
 
@@ -307,7 +409,8 @@ def system_of(name: str) -> str:
 
 
 def tuned_settings(peer: str, cpu: str) -> dict[str, int] | None:
-    """A peer's best settings on a processor, as far as they are not its defaults; None where nobody looked for them."""
+    """A peer's best settings on a processor, as far as they are not its defaults; None where nobody
+    looked for them."""
     if peer not in TUNED:
         return {}
     return next((settings for ends, settings in TUNED[peer].items() if cpu.endswith(ends)), None)

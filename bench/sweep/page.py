@@ -1,9 +1,10 @@
-"""README and the Results page from the stored lines of the benchmarks, and the pages of all figures beside the lines.
+"""README and the Results page from the stored lines of the benchmarks, and the pages of all figures
+beside the lines.
 
     python -m bench.sweep.page [--results FOLDER]
 
-Rewrites what stands between the marks of README.md and docs/results.md, and signed.md and signed-short.md in FOLDER.
-Ratios are of systems of one round, then the median over rounds.
+Rewrites what stands between the marks of README.md and docs/results.md, and signed.md and
+signed-short.md in FOLDER. Ratios are of systems of one round, then the median over rounds.
 """
 
 from __future__ import annotations
@@ -17,10 +18,30 @@ from pathlib import Path
 
 from bench import common
 from bench.sweep import quality
-from bench.sweep.grid import IN_RAM, JOINED_LATER, LLAMA_8B, OLMOE, OPT, SHORT, SHORT_ON, SIGNED, SIGNED_ON
+from bench.sweep.grid import (
+    IN_RAM,
+    JOINED_LATER,
+    LLAMA_8B,
+    OLMOE,
+    OPT,
+    SHORT,
+    SHORT_ON,
+    SIGNED,
+    SIGNED_ON,
+)
 from bench.sweep.rounds import FEWEST, MOVED, Found, found_of
 from bench.sweep.store import Store
-from bench.sweep.tables import FULL, INT8, MIX, NAME, SMALL, details, loss_of, three_figures, wrapped
+from bench.sweep.tables import (
+    FULL,
+    INT8,
+    MIX,
+    NAME,
+    SMALL,
+    details,
+    loss_of,
+    three_figures,
+    wrapped,
+)
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_whole
 from flexgen_h2o.core.units import markdown_table
@@ -61,7 +82,8 @@ EIGHT_BITS = re.compile(r"int8|q8")
 
 @dataclass(frozen=True)
 class Class:
-    """What is compared with what: a setting of ours with the fastest other system that `takes` says yes to."""
+    """What is compared with what: a setting of ours with the fastest other system that `takes` says
+    yes to."""
 
     words: str
     ours: str
@@ -73,7 +95,8 @@ CLASSES = (
     Class("int8 with others in 8 bits", INT8, lambda name: bool(EIGHT_BITS.search(name))),
     Class("bf16 with others in any precision", FULL, lambda name: True),
 )
-# What answers lose: what a line of the table says, and the variants of quality.jsonl that it covers.
+# What answers lose: what a line of the table says, and the variants of quality.jsonl that it
+# covers.
 LOSSES = (
     ("flexgen_h2o, int8 weights and matrix multiplications", r"full-int8"),
     ("flexgen_h2o, KV cache in 20% of its bytes", r"mix:kv-bytes=0\.2"),
@@ -92,7 +115,9 @@ def system_words(name: str) -> str:
     """`CTranslate2 int8` for ctranslate2-int8; bf16 unless the name has another precision."""
     peer, _, variant = name.partition("-")
     precision = PRECISION.search(variant)
-    return f"{PEERS.get(peer, peer)} {precision[0].replace('4bit', '4-bit') if precision else 'bf16'}"
+    return (
+        f"{PEERS.get(peer, peer)} {precision[0].replace('4bit', '4-bit') if precision else 'bf16'}"
+    )
 
 
 def benchmark_words(found: Found) -> str:
@@ -111,8 +136,11 @@ def _ram(found: Found) -> str:
     return "1/3" if found.cell.budget == "third" else found.cell.budget
 
 
-def ratio_of(found: Found, ours: str, takes: Callable[[str], bool] = lambda name: True) -> float | None:
-    """Median ratio of one of ours over the fastest other system that `takes` says yes to; None if there is none."""
+def ratio_of(
+    found: Found, ours: str, takes: Callable[[str], bool] = lambda name: True
+) -> float | None:
+    """Median ratio of one of ours over the fastest other system that `takes` says yes to; None if
+    there is none."""
     other = next((peer for peer in found.peers if takes(peer.system)), None)
     if other is None or ours not in found.entries:
         return None
@@ -126,7 +154,8 @@ def two_figures(value: float) -> str:
 
 
 def _speed_and_ratio(found: Found, ours: str, is_bold: bool) -> str:
-    speed, ratio = found.entries[ours].median("tokens_per_s"), ratio_of(found, ours)
+    speed = found.entries[ours].median("tokens_per_s")
+    ratio = ratio_of(found, ours)
     if ratio is None:
         return three_figures(speed)
     words = f"{two_figures(ratio)}x" + ", slower" * (ratio < 1)
@@ -137,7 +166,8 @@ def _speed_and_ratio(found: Found, ours: str, is_bold: bool) -> str:
 
 
 def speed(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
-    """The table of README: six benchmarks, what fewer bits cost, and in how many of all benchmarks ours is slower."""
+    """The table of README: six benchmarks, what fewer bits cost, and in how many of all benchmarks
+    ours is slower."""
     run = {found.cell.name: found for found in cells if _is_compared(found)}
     if not run:
         return f"No benchmark has been run yet: {len(cells)} are planned."
@@ -151,15 +181,30 @@ def speed(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     rows = []
     for name, fewer in SHOWN.items():
         if name in run:
-            found, note = run[name], FEWER_BITS[fewer][0]
+            found = run[name]
+            note = FEWER_BITS[fewer][0]
             best = found.best()
             assert best is not None
-            last = f"{_speed_and_ratio(found, fewer, fewer != SMALL)} [{note}]" if fewer in found.entries else ""
+            last = (
+                f"{_speed_and_ratio(found, fewer, fewer != SMALL)} [{note}]"
+                if fewer in found.entries
+                else ""
+            )
             other = f"{system_words(best.system)}: {three_figures(best.median('tokens_per_s'))}"
-            rows.append([benchmark_words(found), _ram(found), other, _speed_and_ratio(found, FULL, True), last])
+            rows.append(
+                [
+                    benchmark_words(found),
+                    _ram(found),
+                    other,
+                    _speed_and_ratio(found, FULL, True),
+                    last,
+                ]
+            )
     shown = [run[name] for name in SHOWN if name in run]
     table = "\n".join(markdown_table(head, rows))
-    return "\n\n".join([table, wrapped(_cost(shown, losses)), wrapped(_count(cells))] if rows else [_count(cells)])
+    return "\n\n".join(
+        [table, wrapped(_cost(shown, losses)), wrapped(_count(cells))] if rows else [_count(cells)]
+    )
 
 
 def _is_compared(found: Found) -> bool:
@@ -167,7 +212,8 @@ def _is_compared(found: Found) -> bool:
 
 
 def _cost(shown: Sequence[Found], losses: Sequence[quality.Line]) -> str:
-    """The footnotes: how many tokens change with each setting, at the lengths of the benchmarks that show it."""
+    """The footnotes: how many tokens change with each setting, at the lengths of the benchmarks
+    that show it."""
     notes = []
     for setting, (note, words) in FEWER_BITS.items():
         changed = dict[str, str]()  # by lengths
@@ -182,8 +228,8 @@ def _cost(shown: Sequence[Found], losses: Sequence[quality.Line]) -> str:
             each = ", ".join(f"{share} at {lengths}" for lengths, share in changed.items())
             notes.append(f"**[{note}]** {words}: {each}. Read [{note}] as a speed limit only.")
     return (
-        "What the fewer bits cost: the share of tokens that change on a test model of 5.5 million parameters. "
-        + " ".join(notes)
+        "What the fewer bits cost: the share of tokens that change on a test model of 5.5 million "
+        "parameters. " + " ".join(notes)
     )
 
 
@@ -193,9 +239,12 @@ def _count(cells: Sequence[Found]) -> str:
     over = [ratio_of(found, FULL) for found in run]
     alike = [ratio_of(found, FULL, CLASSES[0].takes) for found in run]
     return (
-        f"{len(run)} benchmarks have been run. In bf16 with the full KV cache, flexgen_h2o is slower than the fastest "
-        f"other system in {_losses_of(over)} of them. It is slower in {_losses_of(alike)} if only systems in 16 or 32 "
-        f"bits count. {f'{waiting} more benchmarks are planned and have not been run.' if waiting else ''}"
+        f"{len(run)} benchmarks have been run. In bf16 with the full KV cache, flexgen_h2o is "
+        "slower than the fastest "
+        f"other system in {_losses_of(over)} of them. It is slower in {_losses_of(alike)} if only "
+        "systems in 16 or 32 "
+        "bits count. "
+        f"{f'{waiting} more benchmarks are planned and have not been run.' if waiting else ''}"
     ).strip()
 
 
@@ -204,24 +253,33 @@ def _losses_of(ratios: Sequence[float | None]) -> int:
 
 
 def classes(cells: Sequence[Found]) -> str:
-    """Ratios by precision: like is compared with like, and the last line with whatever is fastest."""
+    """Ratios by precision: like is compared with like, and the last line with whatever is
+    fastest."""
     head = ("Compared", "Benchmarks", "flexgen_h2o is faster in", "Median ratio", "Lowest")
     rows = []
     for one in CLASSES:
         ratios = [x for found in cells if (x := ratio_of(found, one.ours, one.takes)) is not None]
         if ratios:
             faster = len(ratios) - _losses_of(ratios)
-            middle, least = f"{two_figures(statistics.median(ratios))}x", f"{two_figures(min(ratios))}x"
+            middle = f"{two_figures(statistics.median(ratios))}x"
+            least = f"{two_figures(min(ratios))}x"
             rows.append([one.words, str(len(ratios)), str(faster), middle, least])
     return "\n".join(markdown_table(head, rows)) if rows else "None yet."
 
 
 def benchmarks(cells: Sequence[Found]) -> str:
     """A line for each benchmark that was run, those that we lose first."""
-    head = ("Model (prompts, tokens in + out)", "RAM", "flexgen_h2o, tokens/s", "Fastest other system", "Ratio")
+    head = (
+        "Model (prompts, tokens in + out)",
+        "RAM",
+        "flexgen_h2o, tokens/s",
+        "Fastest other system",
+        "Ratio",
+    )
     rows = list[tuple[float, list[str]]]()
     for found in cells:
-        best, ratio = found.best(), ratio_of(found, FULL)
+        best = found.best()
+        ratio = ratio_of(found, FULL)
         if best is None or ratio is None:
             continue
         line = [
@@ -234,11 +292,15 @@ def benchmarks(cells: Sequence[Found]) -> str:
         rows.append((ratio, line))
     if not rows:
         return "None yet."
-    table = "\n".join(markdown_table(head, [row for _, row in sorted(rows, key=lambda pair: pair[0])]))
+    table = "\n".join(
+        markdown_table(head, [row for _, row in sorted(rows, key=lambda pair: pair[0])])
+    )
     tried = [len(found.tried[peer.system]) for found in cells for peer in found.peers]
     marks = (
-        f"† The speed of the machine itself changed by more than {MOVED:.0%} in at least one round. "
-        f"‡ Fewer than {FEWEST} rounds. In {tried.count(1)} of {len(tried)} cases only one batch size of the other "
+        f"† The speed of the machine itself changed by more than {MOVED:.0%} in at least one "
+        "round. "
+        f"‡ Fewer than {FEWEST} rounds. In {tried.count(1)} of {len(tried)} cases only one batch "
+        "size of the other "
         "system was tried."
     )
     return f"{table}\n\n{wrapped(marks)}"
@@ -295,13 +357,20 @@ def replaced(text: str, made: dict[str, str]) -> str:
 
 def made(results: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The parts of the pages, and the pages beside the lines by their names."""
-    lines, losses = Store(results / f"{NAME}.jsonl").lines, quality.read(results)
+    lines = Store(results / f"{NAME}.jsonl").lines
+    losses = quality.read(results)
     signed = [found_of(cell, lines) for cell in SIGNED[NAME]]
     short = [found_of(cell, lines) for cell in SIGNED[SHORT]]
-    chosen = "Benchmarks and systems were chosen on {}, before any of them was run ({}); all are shown."
+    chosen = (
+        "Benchmarks and systems were chosen on {}, before any of them was run ({}); all are shown."
+    )
     beside = {
-        f"{NAME}.md": details(signed, losses, NAME, chosen.format(SIGNED_ON, JOINED_LATER[SIGNED_ON])),
-        f"{SHORT}.md": details(short, losses, SHORT, chosen.format(SHORT_ON, JOINED_LATER[SHORT_ON])),
+        f"{NAME}.md": details(
+            signed, losses, NAME, chosen.format(SIGNED_ON, JOINED_LATER[SIGNED_ON])
+        ),
+        f"{SHORT}.md": details(
+            short, losses, SHORT, chosen.format(SHORT_ON, JOINED_LATER[SHORT_ON])
+        ),
     }
     return parts([*signed, *short], losses), beside
 
@@ -317,10 +386,15 @@ def write(results: Path, root: Path = common.ROOT) -> None:
 
 def main() -> None:
     parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the lines of the signed grid")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder with the lines of the signed grid"
+    )
     results = parser.parse_args().results
     if not Store(results / f"{NAME}.jsonl").lines:
-        raise UsageError(f"--results {results}: no {NAME}.jsonl with measurements; give a folder of the signed grid's")
+        raise UsageError(
+            f"--results {results}: no {NAME}.jsonl with measurements; give a folder of the signed "
+            "grid's"
+        )
     write(results)
 
 

@@ -1,8 +1,10 @@
-"""What answers lose, beside their speed: KL and flips against our full cache in bf16, on a trained model.
+"""What answers lose, beside their speed: KL and flips against our full cache in bf16, on a trained
+model.
 
-Of settings of ours `evaluate fidelity` at the lengths of the cell, with the flags that the setting runs with; of peers
-with bits of their own the same rows and steps, whose tokens they are given. A JSON line for each setting and lengths in
-quality.jsonl beside the sweep's lines, made once for each model.
+Of settings of ours `evaluate fidelity` at the lengths of the cell, with the flags that the setting
+runs with; of peers with bits of their own the same rows and steps, whose tokens they are given. A
+JSON line for each setting and lengths in quality.jsonl beside the sweep's lines, made once for each
+model.
 """
 
 from __future__ import annotations
@@ -32,8 +34,13 @@ from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.models.load import find_model
 
 FILE = "quality.jsonl"
-MODEL, PROMPTS, ROWS, LIMIT_S = "opt-tiny", 96, 32, 3600.0
-RESAMPLES, SEED = 1000, 0  # as `evaluate fidelity` has them
+MODEL = "opt-tiny"
+PROMPTS = 96
+ROWS = 32
+LIMIT_S = 3600.0
+# as `evaluate fidelity` has them
+RESAMPLES = 1000
+SEED = 0
 EXACT = "full"  # the variant that the others are compared with
 # Peers whose weights, products or, of OpenVINO by its own default, KV cache are not bf16.
 LOSSY = re.compile(r"int8|int4|q\d|\dbit|openvino")
@@ -49,7 +56,9 @@ def read(folder: Path) -> list[Line]:
             line = json.loads(text)
             float(line["kl"]["value"]), float(line["flips"]["value"])
         except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"{path}: line {number} does not say what answers lose; remove it") from error
+            raise UsageError(
+                f"{path}: line {number} does not say what answers lose; remove it"
+            ) from error
         lines.append(line)
     return lines
 
@@ -66,18 +75,44 @@ def of_cell(cell: Cell, variant: str, model: str | None = None) -> Line:
 
 
 def flags_of(variant: str) -> tuple[list[str], str]:
-    """Of `evaluate fidelity` for a variant of ours, and the name of its policy in what that finds."""
+    """Of `evaluate fidelity` for a variant of ours, and the name of its policy in what that
+    finds."""
     _, _, *flags = runpy.run_path(str(BASELINES / "ours" / "run.py"))["variant_flags"](variant)
     shares = {"--hh-ratio": "prompt", "--kv-budget": "sequence", "--kv-bytes": "bytes"}
-    if not flags or flags[0] not in shares:  # beside the full cache a policy is compared: it has one to name
-        return [*flags, "--policies", "h2o", "--budgets", "0.2", "--budgets-of", "sequence"], Full.name
+    if (
+        not flags or flags[0] not in shares
+    ):  # beside the full cache a policy is compared: it has one to name
+        return [
+            *flags,
+            "--policies",
+            "h2o",
+            "--budgets",
+            "0.2",
+            "--budgets-of",
+            "sequence",
+        ], Full.name
     flag, share, *rest = flags
-    policy, number = "h2o", float(share) * (2 if flag == "--hh-ratio" else 1)
+    policy = "h2o"
+    number = float(share) * (2 if flag == "--hh-ratio" else 1)
     if flag == "--kv-bytes":
         mix = table_for().mix_of(number)
         policy = mix.eviction
-        rest += ["--compress-cache", "--cache-bits", str(mix.cache_bits), "--cache-window", str(mix.cache_window)]
-    return [*rest, "--policies", policy, "--budgets", str(number), "--budgets-of", shares[flag]], policy
+        rest += [
+            "--compress-cache",
+            "--cache-bits",
+            str(mix.cache_bits),
+            "--cache-window",
+            str(mix.cache_window),
+        ]
+    return [
+        *rest,
+        "--policies",
+        policy,
+        "--budgets",
+        str(number),
+        "--budgets-of",
+        shares[flag],
+    ], policy
 
 
 def measure(folder: Path, cell: Cell, systems: Sequence[System], model: str, setup: Setup) -> None:
@@ -101,26 +136,52 @@ def _keep(folder: Path, line: Line) -> None:
     line |= {"prompts": PROMPTS, "date": common.date(), "commit": common.commit()}
     with (folder / FILE).open("a") as file:
         file.write(json.dumps(line) + "\n")
-    kl, flipped = line["kl"]["value"], line["flips"]["value"]
+    kl = line["kl"]["value"]
+    flipped = line["flips"]["value"]
     print(f"quality of {line['variant']}: KL {kl:.4f}, flips {flipped:.1%}", flush=True)
 
 
-def _measure_ours(folder: Path, cell: Cell, systems: Iterable[System], model: str, offload_dir: Path) -> None:
+def _measure_ours(
+    folder: Path, cell: Cell, systems: Iterable[System], model: str, offload_dir: Path
+) -> None:
     lines = read(folder)
-    missing: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by flags: variants that one command compares
+    missing: dict[
+        tuple[str, ...], list[tuple[str, str]]
+    ] = {}  # by flags: variants that one command compares
     for system in systems:
         wanted = of_cell(cell, system.variant, model)
         if system.ours and system.variant != EXACT:
             flags, policy = flags_of(system.variant)
             found = find(lines, **wanted)
-            if found is None or not set(flags) <= set(found["command"]):  # what --kv-bytes chooses may have changed
+            if found is None or not set(flags) <= set(
+                found["command"]
+            ):  # what --kv-bytes chooses may have changed
                 missing.setdefault(tuple(flags), []).append((system.variant, policy))
     for some, variants in missing.items():
         command = [
-            "-m", "flexgen_h2o.evaluate", "fidelity", "--model", model, "--dtype", "bfloat16", "--prompt-len",
-            str(cell.prompt_len), "--gen-len", str(cell.gen_len), "--num-prompts", str(PROMPTS),
-            "--recall-prompts", "0", "--mass-steps", "0", "--gpu-batch-size", str(ROWS), "--device", "cpu", *some,
-        ]  # fmt: skip
+            "-m",
+            "flexgen_h2o.evaluate",
+            "fidelity",
+            "--model",
+            model,
+            "--dtype",
+            "bfloat16",
+            "--prompt-len",
+            str(cell.prompt_len),
+            "--gen-len",
+            str(cell.gen_len),
+            "--num-prompts",
+            str(PROMPTS),
+            "--recall-prompts",
+            "0",
+            "--mass-steps",
+            "0",
+            "--gpu-batch-size",
+            str(ROWS),
+            "--device",
+            "cpu",
+            *some,
+        ]
         cells = _cells(command, offload_dir)
         if isinstance(cells, str):
             print(f"quality of {variants[0][0]} in {cell.name}: not measured, {cells}", flush=True)
@@ -138,28 +199,42 @@ def _cells(command: list[str], offload_dir: Path) -> dict[str, Any] | str:
         whole = [sys.executable, *command, "--offload-dir", str(offload_dir), "--json", str(output)]
         code, _, said = common.run_limited(whole, common.environment(), LIMIT_S)
         if code != 0:
-            return "out of time" if code is None else (said.strip().splitlines() or [f"exit code {code}"])[-1]
+            return (
+                "out of time"
+                if code is None
+                else (said.strip().splitlines() or [f"exit code {code}"])[-1]
+            )
         return {cell["policy"]: cell for cell in json.loads(output.read_text())["cells"]}
 
 
 def _reference(model: str, cell: Cell, offload_dir: Path) -> tuple[list[TextRow], torch.Tensor]:
-    """The rows that `evaluate fidelity` has, and the full cache's logits in bf16: (rows, new tokens, vocabulary)."""
-    with LLM(model, Policy(ROWS, -(-PROMPTS // ROWS)), dtype="bfloat16", offload_dir=offload_dir) as llm:
-        rows = held_out_rows(text_of(None, llm.model, ""), PROMPTS, cell.prompt_len, cell.gen_len, SEED)
+    """The rows that `evaluate fidelity` has, and the full cache's logits in bf16: (rows, new
+    tokens, vocabulary)."""
+    with LLM(
+        model, Policy(ROWS, -(-PROMPTS // ROWS)), dtype="bfloat16", offload_dir=offload_dir
+    ) as llm:
+        rows = held_out_rows(
+            text_of(None, llm.model, ""), PROMPTS, cell.prompt_len, cell.gen_len, SEED
+        )
         watch = FullWatch([cell.prompt_len] * len(rows), cell.gen_len, frozenset())
-        llm.follow([row.prompt for row in rows], [row.continuation for row in rows], watch.see_logits)
+        llm.follow(
+            [row.prompt for row in rows], [row.continuation for row in rows], watch.see_logits
+        )
     return rows, watch.logits
 
 
 def _scores_of(
     setup: Setup, peer: System, cell: Cell, model: str, rows: Sequence[TextRow]
-) -> torch.Tensor | str:  # fmt: skip
+) -> torch.Tensor | str:
     """What a peer thinks of the rows, in the shape of `_reference`; or why that is not known."""
     weights = find_model(model, None).folder
     assert weights is not None
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder) / "given.json"
-        tokens = {"prompts": [row.prompt for row in rows], "continuations": [row.continuation for row in rows]}
+        tokens = {
+            "prompts": [row.prompt for row in rows],
+            "continuations": [row.continuation for row in rows],
+        }
         given.write_text(json.dumps(tokens))
         command = [*command_of(setup, peer, cell, weights, PROMPTS, None), "--score", str(given)]
         code, _, said = common.run_limited(command, environment_of(setup, peer)[0], LIMIT_S)
@@ -170,7 +245,8 @@ def _scores_of(
 
 def _compared(full: torch.Tensor, scores: torch.Tensor) -> Line:
     """KL and flips; as of our policies without the first token, which prompts give."""
-    boot, found = Bootstrap(len(full), RESAMPLES, SEED), Line()
+    boot = Bootstrap(len(full), RESAMPLES, SEED)
+    found = Line()
     for name, measure_of in (("kl", divergence), ("flips", flips)):
         found[name] = boot.mean(measure_of(full[:, 1:], scores[:, 1:]).double().mean(1).numpy())
     return found

@@ -1,8 +1,10 @@
-"""Rounds of the signed grid: each system once, directly one after the other, between two looks at the machine itself.
+"""Rounds of the signed grid: each system once, directly one after the other, between two looks at
+the machine itself.
 
-A round is stored whole, each of its lines with the rates before and after it: what a kill ends is done again. A round
-in which a rate that the cell uses moved by more than MOVED is repeated, MOST_EXTRA times at most; the last one then
-counts and is marked as unsteady. Ratios are of systems of one round. `found_of` reads a cell's lines back for the page.
+A round is stored whole, each of its lines with the rates before and after it: what a kill ends is
+done again. A round in which a rate that the cell uses moved by more than MOVED is repeated,
+MOST_EXTRA times at most; the last one then counts and is marked as unsteady. Ratios are of systems
+of one round. `found_of` reads a cell's lines back for the page.
 """
 
 from __future__ import annotations
@@ -27,18 +29,24 @@ from flexgen_h2o.core.units import GIB, counted
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.models.load import Model
 
-MOVED, MOST_EXTRA = 0.15, 1
+MOVED = 0.15
+MOST_EXTRA = 1
 FEWEST = 3  # rounds that a figure is of; of fewer it is marked
-PRODUCTS, MEMORY, DISK = "bf16_flops_per_s", "memory_bytes_per_s", "disk_bytes_per_s"
+PRODUCTS = "bf16_flops_per_s"
+MEMORY = "memory_bytes_per_s"
+DISK = "disk_bytes_per_s"
 PROBES = 5
-READ_BYTES, READ_SWEEPS = 2 * GIB, 64  # of the weights file, whichever ends first
+# of the weights file, whichever ends first
+READ_BYTES = 2 * GIB
+READ_SWEEPS = 64
 Rates = dict[str, float]
 Chosen = list[tuple[System, int]]  # with the rows of its best batch
 
 
 def machine_rates(cell: Cell, model: Model, offload_dir: Path, dtype: str = "bfloat16") -> Rates:
-    """The machine's own rates that a cell uses, in seconds: large products in bf16 and reading memory, as the roofline
-    has them; with a budget also reading the model's files around the page cache, as the engine reads them."""
+    """The machine's own rates that a cell uses, in seconds: large products in bf16 and reading
+    memory, as the roofline has them; with a budget also reading the model's files around the page
+    cache, as the engine reads them."""
     probe = PeakProbe(torch.bfloat16)
     peaks = [probe.now() for _ in range(1 + PROBES)][1:]
     found = {
@@ -56,7 +64,9 @@ def machine_rates(cell: Cell, model: Model, offload_dir: Path, dtype: str = "bfl
 def moved(before: Rates, after: Rates) -> float:
     """How much the rate moved that moved most: 0.2 where one is 1.2 times the other."""
     pairs = [(before[name], after[name]) for name in before]
-    return max(max(pair) / min(pair) - 1 if min(pair) > 0 else float(max(pair) > 0) for pair in pairs)
+    return max(
+        max(pair) / min(pair) - 1 if min(pair) > 0 else float(max(pair) > 0) for pair in pairs
+    )
 
 
 def rounds_of(lines: list[Line]) -> dict[int, list[list[Line]]]:
@@ -68,7 +78,11 @@ def rounds_of(lines: list[Line]) -> dict[int, list[list[Line]]]:
     return {
         number: whole
         for number, attempts in sorted(found.items())
-        if (whole := [some for some in attempts.values() if len(some) == some[0]["round"]["systems"]])
+        if (
+            whole := [
+                some for some in attempts.values() if len(some) == some[0]["round"]["systems"]
+            ]
+        )
     }
 
 
@@ -79,8 +93,8 @@ def valid_rounds(lines: list[Line]) -> list[list[Line]]:
 
 
 def of_one_machine(lines: list[Line]) -> list[Line]:
-    """Of one cell's lines those of the processor with the most whole rounds, of several the one used last: neither a
-    search nor a ratio is of two machines."""
+    """Of one cell's lines those of the processor with the most whole rounds, of several the one
+    used last: neither a search nor a ratio is of two machines."""
     cpus = dict.fromkeys(cpu_of(line) for line in reversed(lines))
     machines = ([line for line in lines if cpu_of(line) == cpu] for cpu in cpus)
     return max(machines, key=lambda some: len(rounds_of(some)), default=[])
@@ -88,8 +102,8 @@ def of_one_machine(lines: list[Line]) -> list[Line]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """measure: a line of one run of a system with so many rows. rates: the machine's own, now. date: now, which names
-    an attempt. prepare: before the first of the rounds that are missing."""
+    """measure: a line of one run of a system with so many rows. rates: the machine's own, now.
+    date: now, which names an attempt. prepare: before the first of the rounds that are missing."""
 
     store: Store
     measure: Callable[[System, int], Line]
@@ -118,20 +132,33 @@ class Rounds:
         return len(attempts) > MOST_EXTRA or any(some[0]["round"]["steady"] for some in attempts)
 
     def _round(self, cell: Cell, chosen: Chosen, number: int) -> None:
-        began, before = self.date(), self.rates()
+        began = self.date()
+        before = self.rates()
         order = chosen if number % 2 else chosen[::-1]
         found = [(system, rows, self.measure(system, rows)) for system, rows in order]
         after = self.rates()
         by = moved(before, after)
         facts = {
-            "began": began, "systems": len(order), "before": before, "after": after, "moved": by, "steady": by <= MOVED,
-        }  # fmt: skip
-        self.store.add_all([
-            vars(key_of(cell, system, rows, number)) | line | {"round": facts} for system, rows, line in found
-        ])  # fmt: skip
-        shown = ", ".join(f"{name} {before[name] / GB:.1f} to {after[name] / GB:.1f} G" for name in before)
+            "began": began,
+            "systems": len(order),
+            "before": before,
+            "after": after,
+            "moved": by,
+            "steady": by <= MOVED,
+        }
+        self.store.add_all(
+            [
+                vars(key_of(cell, system, rows, number)) | line | {"round": facts}
+                for system, rows, line in found
+            ]
+        )
+        shown = ", ".join(
+            f"{name} {before[name] / GB:.1f} to {after[name] / GB:.1f} G" for name in before
+        )
         word = "steady" if by <= MOVED else "NOT STEADY"
-        print(f"round {number}: {word}, the machine's rates moved by {by:.0%} ({shown})", flush=True)
+        print(
+            f"round {number}: {word}, the machine's rates moved by {by:.0%} ({shown})", flush=True
+        )
 
 
 def key_of(cell: Cell, system: System, rows: int, repeat: int) -> Key:
@@ -139,7 +166,9 @@ def key_of(cell: Cell, system: System, rows: int, repeat: int) -> Key:
 
 
 def is_of(cell: Cell, line: Line) -> bool:
-    return all(line[name] == getattr(cell, name) for name in ("model", "prompt_len", "gen_len", "budget"))
+    return all(
+        line[name] == getattr(cell, name) for name in ("model", "prompt_len", "gen_len", "budget")
+    )
 
 
 @dataclass(frozen=True)
@@ -160,8 +189,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Found:
-    """What is there of a cell. reasons: of systems that were tried and have no figure. refusals: of peers that refuse
-    the model's family. tried: rows, also of the search, of systems that have a figure."""
+    """What is there of a cell. reasons: of systems that were tried and have no figure. refusals: of
+    peers that refuse the model's family. tried: rows, also of the search, of systems that have a
+    figure."""
 
     cell: Cell
     entries: dict[str, Entry]
@@ -179,19 +209,25 @@ class Found:
         return next((peer for peer in self.peers if peer.system.startswith(begins)), None)
 
     def ratios(self, ours: str, begins: str = "") -> list[float]:
-        """Of one of ours over the best of such peers, by round; empty where one of them has no figure."""
+        """Of one of ours over the best of such peers, by round; empty where one of them has no
+        figure."""
         peer = self.best(begins)
         return self.entries[ours].over(peer) if peer is not None and ours in self.entries else []
 
     @property
     def cpu(self) -> str:
         """The processor that it was run on; empty where it was not."""
-        return next((cpu_of(line) for entry in self.entries.values() for line in entry.lines.values()), "")
+        return next(
+            (cpu_of(line) for entry in self.entries.values() for line in entry.lines.values()), ""
+        )
 
     def whys(self, systems: Sequence[str]) -> dict[str, str]:
-        """Why systems have no figure: those that were tried, and of `systems` those whose peer refuses the family."""
+        """Why systems have no figure: those that were tried, and of `systems` those whose peer
+        refuses the family."""
         named = {name: self.refusals.get(name.partition("-")[0], "") for name in systems}
-        return {name: why for name, why in named.items() if why and name not in self.entries} | self.reasons
+        return {
+            name: why for name, why in named.items() if why and name not in self.entries
+        } | self.reasons
 
     @property
     def model(self) -> str:
@@ -200,7 +236,11 @@ class Found:
         shown = re.sub(r"^opt-([0-9.]+)b$", r"OPT-\1B", name.rpartition("/")[2])
         shown = re.sub(r"^Meta-|-v0\.1$|-0924$|-Chat-v1\.0$", "", shown)
         built_in = built_in_spec(name)
-        return f"{shown}, {layers} of {built_in[0].num_blocks} layers" if layers and built_in else shown
+        return (
+            f"{shown}, {layers} of {built_in[0].num_blocks} layers"
+            if layers and built_in
+            else shown
+        )
 
     @property
     def title(self) -> str:
@@ -213,7 +253,8 @@ class Found:
         return any(len(entry.lines) < FEWEST for entry in self.entries.values())
 
     def mark(self, entry: Entry) -> str:
-        """A dagger if the machine's own rates moved in a round, a double one if rounds are missing."""
+        """A dagger if the machine's own rates moved in a round, a double one if rounds are
+        missing."""
         steady = all(line["round"]["steady"] for line in entry.lines.values())
         return " †" * (not steady) + " ‡" * (len(entry.lines) < FEWEST)
 
@@ -222,7 +263,8 @@ def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
     """What the page shows of a cell: of one machine, and what was refused on any."""
     of_cell = [line for line in lines if is_of(cell, line)]
     mine = of_one_machine(of_cell)
-    by_name, entries = dict[str, list[Line]](), dict[str, Entry]()
+    by_name = dict[str, list[Line]]()
+    entries = dict[str, Entry]()
     for line in mine:
         by_name.setdefault(line["system"], []).append(line)
     for name, line in {line["system"]: line for line in of_cell}.items():  # the newest of each
@@ -231,25 +273,36 @@ def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
     for some in valid_rounds(mine):
         for line in some:
             if line["status"] in MEASURED and not _withdrawn(cell, line):
-                entries.setdefault(line["system"], Entry(line["system"], {})).lines[line["repeat"]] = line
+                entries.setdefault(line["system"], Entry(line["system"], {})).lines[
+                    line["repeat"]
+                ] = line
     reasons = {
         name: why
         for name in sorted(by_name, key=lambda name: (best_line(by_name[name]) is not None, name))
-        if name not in entries and (why := _withdrawn(cell, by_name[name][-1]) or _reason(name, by_name, entries))
+        if name not in entries
+        and (why := _withdrawn(cell, by_name[name][-1]) or _reason(name, by_name, entries))
     }
     tried = {name: {line["rows"] for line in by_name[name]} for name in entries}
     return Found(cell, entries, reasons, _refusals(cell, lines), tried)
 
 
 def _refusals(cell: Cell, lines: Sequence[Line]) -> dict[str, str]:
-    """By peer why it refuses the model's family, as it said last; not of peers that ran any of it, nor what their own 4
-    bits alone refuse."""
+    """By peer why it refuses the model's family, as it said last; not of peers that ran any of it,
+    nor what their own 4 bits alone refuse."""
     of_peers: dict[str, list[Line]] = {}
     for line in lines:
         if _family(line["model"]) == _family(cell.model) and "-4bit" not in line["system"]:
             of_peers.setdefault(line["system"].partition("-")[0], []).append(line)
-    never_ran = {peer: some for peer, some in of_peers.items() if all(x["status"] not in MEASURED for x in some)}
-    return {peer: _reason_of(some[-1]) for peer, some in never_ran.items() if some[-1]["status"] == REFUSED}
+    never_ran = {
+        peer: some
+        for peer, some in of_peers.items()
+        if all(x["status"] not in MEASURED for x in some)
+    }
+    return {
+        peer: _reason_of(some[-1])
+        for peer, some in never_ran.items()
+        if some[-1]["status"] == REFUSED
+    }
 
 
 @functools.cache
@@ -271,10 +324,16 @@ def _withdrawn(cell: Cell, line: Line) -> str:
 
 def _reason(name: str, by_name: dict[str, list[Line]], entries: dict[str, Entry]) -> str:
     """Why a system that was tried has no figure; empty where its rounds have still to come."""
-    last, best, of_search = by_name[name][-1], best_line(by_name[name]), _searched(by_name[name])
+    last = by_name[name][-1]
+    best = best_line(by_name[name])
+    of_search = _searched(by_name[name])
     if best is None:
         return _reason_of(last)
-    alone = f"in the search only: {_speed(of_search)}" if of_search else f"in replaced rounds: {_speed(best)}"
+    alone = (
+        f"in the search only: {_speed(of_search)}"
+        if of_search
+        else f"in replaced rounds: {_speed(best)}"
+    )
     in_rounds = [line for line in by_name[name] if "round" in line]
     if in_rounds and in_rounds[-1]["status"] not in MEASURED:
         return f"{in_rounds[-1]['status']} in the rounds; {alone}"
@@ -282,7 +341,11 @@ def _reason(name: str, by_name: dict[str, list[Line]], entries: dict[str, Entry]
     if faster is None:
         return ""
     of_faster = _searched(by_name[faster])
-    return f"{alone}; `{faster}` made {_speed(of_faster)} there" if of_faster else f"{alone}; `{faster}` is faster"
+    return (
+        f"{alone}; `{faster}` made {_speed(of_faster)} there"
+        if of_faster
+        else f"{alone}; `{faster}` is faster"
+    )
 
 
 def _searched(lines: list[Line]) -> Line | None:

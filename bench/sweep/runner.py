@@ -1,7 +1,8 @@
-"""One measurement: a system in a process of its own, on quiet cores, with a cold page cache and under a time limit.
+"""One measurement: a system in a process of its own, on quiet cores, with a cold page cache and
+under a time limit.
 
-With `cgroup` the process may not take more than its budget and BESIDE_BUDGET of memory, page cache counted: what the
-kernel caches of a mapped file is then within the limit too.
+With `cgroup` the process may not take more than its budget and BESIDE_BUDGET of memory, page cache
+counted: what the kernel caches of a mapped file is then within the limit too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from flexgen_h2o.planner.measure.run import cpu_name
 BASELINES = Path(__file__).resolve().parents[1] / "baselines"
 WITHOUT_TCMALLOC = ("openvino",)  # ends with "munmap_chunk(): invalid pointer" beside it
 OVER_BUDGET = 300 * common.MB  # what a budget does not count: code, the interpreter, small objects
-BESIDE_BUDGET = 768 * 2**20  # of a cgroup: an empty process that has imported its libraries, and OVER_BUDGET
+BESIDE_BUDGET = (
+    768 * 2**20
+)  # of a cgroup: an empty process that has imported its libraries, and OVER_BUDGET
 # A group of its own in the first hierarchy that can be written: version 1, then version 2.
 CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))
 KILLED = -9  # by the kernel, which ran out of memory; the sweep itself kills only at the time limit
@@ -33,16 +36,22 @@ STATUS_OF_EXIT = {2: REFUSED, 3: DOES_NOT_FIT, KILLED: DOES_NOT_FIT}
 SAID = 300  # characters of a failure that are kept
 # What tables and people are shown of a run; contract.py makes it.
 FIGURES = (
-    "tokens_per_s", "prefill_s", "decode_tokens_per_s", "total_s", "peak_rss_bytes", "read_bytes"
-)  # fmt: skip
+    "tokens_per_s",
+    "prefill_s",
+    "decode_tokens_per_s",
+    "total_s",
+    "peak_rss_bytes",
+    "read_bytes",
+)
 
 
 @dataclass(frozen=True)
 class Setup:
     """What all measurements of a sweep share. peers: the folder of their environments.
 
-    device_mem: bytes of the device tier. On a CPU it is RAM that only ours uses as a tier of its own; a peer gets these
-    bytes with the budget. dtype: of the files, and of what computes in no other; a key of contract.DTYPES.
+    device_mem: bytes of the device tier. On a CPU it is RAM that only ours uses as a tier of its
+    own; a peer gets these bytes with the budget. dtype: of the files, and of what computes in no
+    other; a key of contract.DTYPES.
     """
 
     peers: Path
@@ -69,8 +78,8 @@ class Setup:
         return ram_of(budget, self.device, self.device_mem)
 
     def settings(self, peer: str) -> dict[str, Any] | None:
-        """What tune.py wrote on this machine, else what it found on such a CPU; None where it was run on neither. What
-        is best on a CPU says nothing of a card, where defaults stay.
+        """What tune.py wrote on this machine, else what it found on such a CPU; None where it was
+        run on neither. What is best on a CPU says nothing of a card, where defaults stay.
 
         Raises UsageError for a file that holds something else."""
         own = self.peers / peer / "settings.json"
@@ -96,12 +105,14 @@ def ram_of(budget: int | None, device: str, device_mem: int | None) -> int | Non
 
 
 def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int) -> Line:
-    """Run the system once. Returns its JSON with `status`, `reason` when it gave none, and what neighbours took."""
+    """Run the system once. Returns its JSON with `status`, `reason` when it gave none, and what
+    neighbours took."""
     weights = sorted(model_dir.glob("*.safetensors"))
     budget = cell.budget_bytes(sum(path.stat().st_size for path in weights))
     command = command_of(setup, system, cell, model_dir, rows, budget)
     environment, malloc = environment_of(setup, system)
-    # A peer's own copies too: what an earlier run has left cached would not count in this one's group.
+    # A peer's own copies too: what an earlier run has left cached would not count in this one's
+    # group.
     for path in (*weights, *(path for path in setup.offload_dir.glob("*") if path.is_file())):
         drop_page_cache(path)
     ram = setup.ram(budget)
@@ -113,26 +124,40 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
         code, out, said = common.run_limited([*held, *command], environment, setup.limit_s)
     here = common.machine_facts()
     facts: Line = {name: here[name] for name in ("date", "commit", "cpu")} | {
-        "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,
-        "device": setup.device, "device_mem_bytes": setup.device_mem, "dtype": setup.dtype, "limit_s": setup.limit_s,
+        "malloc": malloc,
+        "busy_before": busy,
+        "others": seen.others,
+        "stolen": seen.stolen,
+        "budget_bytes": budget,
+        "device": setup.device,
+        "device_mem_bytes": setup.device_mem,
+        "dtype": setup.dtype,
+        "limit_s": setup.limit_s,
         "cgroup": bool(held),
-    }  # fmt: skip
+    }
     if code is None:
         return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts
     if code:
-        reason = "killed: no memory left" if code == KILLED else reason_of(said) or f"exit code {code}"
+        reason = (
+            "killed: no memory left" if code == KILLED else reason_of(said) or f"exit code {code}"
+        )
         return {"status": STATUS_OF_EXIT.get(code, FAILED), "reason": reason} | facts
     found = _figures(out)
     if found is None:
-        return {"status": FAILED, "reason": f"printed no figures; {reason_of(said)}".removesuffix("; ")} | facts
-    # A group lets nothing be over: what counts as a process's own memory may be pages of a file that it has mapped.
+        return {
+            "status": FAILED,
+            "reason": f"printed no figures; {reason_of(said)}".removesuffix("; "),
+        } | facts
+    # A group lets nothing be over: what counts as a process's own memory may be pages of a file
+    # that it has mapped.
     over = not held and ram is not None and found["peak_rss_bytes"] > ram + OVER_BUDGET
     return found | {"status": OVER if over else OK} | facts
 
 
 def load_libraries(python: Path) -> None:
-    """Read the shared libraries of an interpreter's environment into the page cache, in no group. A page counts in the
-    group that reads it first: ours were read by the sweep itself, a peer's would count where nobody had read them."""
+    """Read the shared libraries of an interpreter's environment into the page cache, in no group. A
+    page counts in the group that reads it first: ours were read by the sweep itself, a peer's would
+    count where nobody had read them."""
     for path in python.parents[1].glob("lib/**/*.so*"):
         with suppress(OSError), path.open("rb") as file:
             while file.read(2**22):
@@ -140,18 +165,30 @@ def load_libraries(python: Path) -> None:
 
 
 def measure_profile(setup: Setup) -> None:
-    """Measure the profile of this hour, by which our planner chooses and predicts. UsageError where that fails."""
+    """Measure the profile of this hour, by which our planner chooses and predicts. UsageError where
+    that fails."""
     common.wait_for_quiet(setup.quiet_wait)
-    command = [sys.executable, "-m", "flexgen_h2o.hardware", "--offload-dir", str(setup.offload_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "flexgen_h2o.hardware",
+        "--offload-dir",
+        str(setup.offload_dir),
+    ]
     code, _, said = common.run_limited(command, common.environment(), setup.limit_s)
     if code != 0:
-        why = f"not done after {setup.limit_s:.0f} s" if code is None else reason_of(said) or f"exit code {code}"
+        why = (
+            f"not done after {setup.limit_s:.0f} s"
+            if code is None
+            else reason_of(said) or f"exit code {code}"
+        )
         raise UsageError(f"the machine's profile was not measured: {why}")
 
 
 @contextmanager
 def memory_limit(nbytes: int | None) -> Iterator[list[str]]:
-    """What to put before a command so that it runs in a memory cgroup of `nbytes` (None: nothing, without a limit).
+    """What to put before a command so that it runs in a memory cgroup of `nbytes` (None: nothing,
+    without a limit).
 
     Raises UsageError where no group can be made.
     """
@@ -177,7 +214,9 @@ def memory_limit(nbytes: int | None) -> Iterator[list[str]]:
         finally:
             group.rmdir()
         return
-    raise UsageError("--cgroup: no memory cgroup can be made here; it takes root and a writable /sys/fs/cgroup")
+    raise UsageError(
+        "--cgroup: no memory cgroup can be made here; it takes root and a writable /sys/fs/cgroup"
+    )
 
 
 def can_limit() -> bool:
@@ -191,13 +230,29 @@ def can_limit() -> bool:
 
 def command_of(
     setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int, budget: int | None
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     command = [
-        str(setup.python(system)), str(BASELINES / system.peer / "run.py"), "--variant", system.variant,
-        "--model-dir", str(model_dir), "--prompt-len", str(cell.prompt_len), "--gen-len", str(cell.gen_len),
-        "--rows", str(rows), "--dtype", system.dtype or setup.dtype, "--offload-dir", str(setup.offload_dir),
-        "--threads", str(setup.threads), "--json", *setup.device_flags(system),
-    ]  # fmt: skip
+        str(setup.python(system)),
+        str(BASELINES / system.peer / "run.py"),
+        "--variant",
+        system.variant,
+        "--model-dir",
+        str(model_dir),
+        "--prompt-len",
+        str(cell.prompt_len),
+        "--gen-len",
+        str(cell.gen_len),
+        "--rows",
+        str(rows),
+        "--dtype",
+        system.dtype or setup.dtype,
+        "--offload-dir",
+        str(setup.offload_dir),
+        "--threads",
+        str(setup.threads),
+        "--json",
+        *setup.device_flags(system),
+    ]
     if settings := setup.settings(system.peer):
         command += ["--settings", json.dumps(settings)]
     share = budget if system.ours else setup.ram(budget)
@@ -210,10 +265,16 @@ def command_of(
 
 
 def environment_of(setup: Setup, system: System) -> tuple[dict[str, str], str]:
-    """Variables of the process, and the name of its malloc: a peer's keeps pages, ours must do without. PYTHONPATH is
-    ours alone: a peer has an environment of its own."""
-    passed = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_PRELOAD", "VIRTUAL_ENV")}
-    passed |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(setup.threads), "HF_HUB_OFFLINE": "1"}
+    """Variables of the process, and the name of its malloc: a peer's keeps pages, ours must do
+    without. PYTHONPATH is ours alone: a peer has an environment of its own."""
+    passed = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_PRELOAD", "VIRTUAL_ENV")
+    }
+    passed |= {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": str(setup.threads),
+        "HF_HUB_OFFLINE": "1",
+    }
     if system.ours:
         return passed | {"PYTHONPATH": common.environment()["PYTHONPATH"]}, "glibc"
     variables, name = common.peer_malloc(system.peer not in WITHOUT_TCMALLOC)
@@ -242,6 +303,7 @@ def describe(line: dict[str, Any]) -> str:
     return (
         f"{line['tokens_per_s']:.2f} tok/s, prefill {line['prefill_s']:.1f} s, "
         f"decode {line['decode_tokens_per_s']:.2f} tok/s, "
-        f"peak {line['peak_rss_bytes'] / common.GB:.2f} GB, read {line['read_bytes'] / common.GB:.2f} GB, "
+        f"peak {line['peak_rss_bytes'] / common.GB:.2f} GB, read "
+        f"{line['read_bytes'] / common.GB:.2f} GB, "
         f"others {line['others']:.0%}{note}"
     )

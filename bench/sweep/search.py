@@ -1,5 +1,6 @@
-"""Each system at its own best batch: rows are doubled until that gains nothing more or is not possible, and then, where
-memory has ended it, the most rows that fit are looked for: a system bound by the disk is as fast as it has rows."""
+"""Each system at its own best batch: rows are doubled until that gains nothing more or is not
+possible, and then, where memory has ended it, the most rows that fit are looked for: a system bound
+by the disk is as fast as it has rows."""
 
 from __future__ import annotations
 
@@ -8,16 +9,19 @@ from collections.abc import Callable
 from bench.sweep.store import DOES_NOT_FIT, MEASURED, OK, OVER, TIMEOUT, Line
 
 GAIN = 1.03  # twice the rows must give so much more than the best so far
-MISSES = 2  # so often in a row without that, and the search has ended: one may be a neighbour's doing
+MISSES = (
+    2  # so often in a row without that, and the search has ended: one may be a neighbour's doing
+)
 CLOSE = 8  # the most rows that fit are known to one part in so many
 Measure = Callable[[int], Line]
 
 
 def search(measure: Measure, first: int, last: int) -> list[Line]:
-    """Measure `first` rows, then twice as many, and so on up to `last`. Halve instead while they do not fit.
+    """Measure `first` rows, then twice as many, and so on up to `last`. Halve instead while they do
+    not fit.
 
-    Doubling ends when throughput has not grown by GAIN for MISSES steps, or when the system is over budget or fails.
-    Where it was still growing when memory ended, rows in between follow.
+    Doubling ends when throughput has not grown by GAIN for MISSES steps, or when the system is over
+    budget or fails. Where it was still growing when memory ended, rows in between follow.
     """
     found = [measure(first)]
     rows = first
@@ -28,7 +32,8 @@ def search(measure: Measure, first: int, last: int) -> list[Line]:
         return found
     if rows < first:
         return found + _between(measure, rows, 2 * rows)
-    best, misses = found[-1]["tokens_per_s"], 0
+    best = found[-1]["tokens_per_s"]
+    misses = 0
     while 2 * rows <= last and misses < MISSES:
         rows *= 2
         line = measure(rows)
@@ -43,7 +48,8 @@ def search(measure: Measure, first: int, last: int) -> list[Line]:
 
 
 def _between(measure: Measure, fits: int, too_many: int) -> list[Line]:
-    """Halve the gap between rows that fit and rows that do not, until it is narrow or something else goes wrong."""
+    """Halve the gap between rows that fit and rows that do not, until it is narrow or something
+    else goes wrong."""
     found: list[Line] = []
     while too_many - fits > max(1, fits // CLOSE):
         rows = (fits + too_many) // 2
@@ -63,8 +69,11 @@ def _hopeless(line: Line) -> bool:
 
 
 def best_line(lines: list[Line]) -> Line | None:
-    """That of the highest throughput. One that is over budget counts only where nothing is within it."""
-    measured = [x for x in lines if x["status"] == OK] or [x for x in lines if x["status"] in MEASURED]
+    """That of the highest throughput. One that is over budget counts only where nothing is within
+    it."""
+    measured = [x for x in lines if x["status"] == OK] or [
+        x for x in lines if x["status"] in MEASURED
+    ]
     return max(measured, key=lambda x: x["tokens_per_s"]) if measured else None
 
 

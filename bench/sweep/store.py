@@ -1,4 +1,5 @@
-"""Finished measurements as JSON lines: one file, appended to, read back to go on where a sweep was stopped."""
+"""Finished measurements as JSON lines: one file, appended to, read back to go on where a sweep was
+stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import try_lock
 
 # ok; over_budget: it ran, and took more memory than the budget; the rest did not give a figure.
-OK, OVER, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED = "ok", "over_budget", "does_not_fit", "timeout", "failed", "refused"
+OK = "ok"
+OVER = "over_budget"
+DOES_NOT_FIT = "does_not_fit"
+TIMEOUT = "timeout"
+FAILED = "failed"
+REFUSED = "refused"
 MEASURED = (OK, OVER)
 STATUSES = (*MEASURED, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED)
 BF16 = "bf16"  # the dtype of all that is not asked for in another
@@ -24,7 +30,8 @@ WHOLE = ("prompt_len", "gen_len", "rows", "repeat")
 
 @dataclass(frozen=True)
 class Key:
-    """What one measurement is of. repeat: 0 in the search for the best batch, from 1 on afterwards."""
+    """What one measurement is of. repeat: 0 in the search for the best batch, from 1 on
+    afterwards."""
 
     system: str
     model: str
@@ -51,16 +58,22 @@ def dtype_of(line: Line) -> str:
 
 
 class Store:
-    """The lines of one file. A refusal is never kept as finished: a later version, or another machine, may run it.
+    """The lines of one file. A refusal is never kept as finished: a later version, or another
+    machine, may run it.
 
-    again, cpu, dtype: lines of before, of another processor and of another dtype are not kept as finished either.
-    Who adds lines has claimed the file.
+    again, cpu, dtype: lines of before, of another processor and of another dtype are not kept as
+    finished either. Who adds lines has claimed the file.
     """
 
-    def __init__(self, path: Path, again: bool = False, cpu: str | None = None, dtype: str | None = None) -> None:
+    def __init__(
+        self, path: Path, again: bool = False, cpu: str | None = None, dtype: str | None = None
+    ) -> None:
         self.path = path
         self.lines: list[Line] = _read(path)
-        others = (again or cpu not in (None, cpu_of(x)) or dtype not in (None, dtype_of(x)) for x in self.lines)
+        others = (
+            again or cpu not in (None, cpu_of(x)) or dtype not in (None, dtype_of(x))
+            for x in self.lines
+        )
         self._redo = [line for line, is_other in zip(self.lines, others, strict=True) if is_other]
 
     def find(self, key: Key) -> Line | None:
@@ -79,9 +92,11 @@ class Store:
         return self.add_all([vars(key) | line])[0]
 
     def add_all(self, lines: list[Line]) -> list[Line]:
-        """Append in one write: of lines that belong together none is there without the others, but for a full disk.
+        """Append in one write: of lines that belong together none is there without the others, but
+        for a full disk.
 
-        A last line that was cut off when a sweep was killed is removed before, in place: the claim is of this file.
+        A last line that was cut off when a sweep was killed is removed before, in place: the claim
+        is of this file.
         """
         with self.path.open("a+b") as file:
             _end_last_line(file)
@@ -99,7 +114,8 @@ class Store:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """`path` is there, and this process alone writes to it; the kernel drops the claim of a process that was killed.
+    """`path` is there, and this process alone writes to it; the kernel drops the claim of a process
+    that was killed.
 
     Raises UsageError: it cannot be written to, or another sweep has claimed it.
     """
@@ -109,13 +125,15 @@ def claimed(path: Path) -> Iterator[None]:
     with file:
         if not try_lock(file.fileno()):
             raise UsageError(
-                f"{path}: another sweep writes to it; wait until it is done, or give other --results or --name"
+                f"{path}: another sweep writes to it; wait until it is done, or give other "
+                "--results or --name"
             )
         yield
 
 
 def _read(path: Path) -> list[Line]:
-    """All lines, but for a last one that was cut off when a sweep was killed; the file stays as it is.
+    """All lines, but for a last one that was cut off when a sweep was killed; the file stays as it
+    is.
 
     Raises UsageError that names a line which is none of a sweep.
     """
@@ -124,7 +142,9 @@ def _read(path: Path) -> list[Line]:
     try:
         *whole, last = path.read_text(errors="replace").split("\n")
     except OSError as error:
-        raise UsageError(f"{path}: not read ({error.strerror}); it is the file of a sweep's measurements") from error
+        raise UsageError(
+            f"{path}: not read ({error.strerror}); it is the file of a sweep's measurements"
+        ) from error
     if _line_of(last):  # without its end only: an editor's doing
         whole.append(last)
     lines = []

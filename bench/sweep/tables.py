@@ -1,4 +1,5 @@
-"""Every stored figure of the benchmarks as Markdown tables, for the pages that lie beside the data."""
+"""Every stored figure of the benchmarks as Markdown tables, for the pages that lie beside the
+data."""
 
 from __future__ import annotations
 
@@ -19,11 +20,20 @@ FULL = "ours-full"  # bf16, the full KV cache
 INT8 = "ours-full-int8"  # int8 weights and matrix multiplications, the full KV cache
 MIX = "ours-mix:kv-bytes=0.2"  # the KV cache in 20% of its bytes
 H2O = "ours-h2o:kv-budget=0.2"  # 20% of the KV entries, chosen by H2O
-SMALL = "ours-h2o-4bit-int8:kv-budget=0.2"  # the same, with 4-bit weights and KV and int8 matrix multiplications
+# the same, with 4-bit weights and KV and int8 matrix multiplications
+SMALL = "ours-h2o-4bit-int8:kv-budget=0.2"
 HEAD = (
-    "benchmark", "system", "prompts", "tokens/s", "over the fastest other system", "over the others",
-    "KL, nats; changed tokens", "KV entries; KV bytes", "read, GB", "peak, GB",
-)  # fmt: skip
+    "benchmark",
+    "system",
+    "prompts",
+    "tokens/s",
+    "over the fastest other system",
+    "over the others",
+    "KL, nats; changed tokens",
+    "KV entries; KV bytes",
+    "read, GB",
+    "peak, GB",
+)
 PHASES = ("prefill_s", "decode_s")
 RATES = (
     ("matrix multiplication, TFLOP/s", PRODUCTS, 1e12),
@@ -31,31 +41,44 @@ RATES = (
     ("disk, GB/s", DISK, common.GB),
 )
 HOW_TO_READ = (
-    "A ratio is of two runs of one round; a table has the median and, in parentheses, the range over the rounds. "
-    "`ours-...` is flexgen_h2o. Other systems compute in bf16 and keep the whole KV cache unless their name says "
-    "something else (`-4bit`, `-int8`, `-q4_0`, `-fp32`). A KL of 0 is the reference, not a measurement. "
+    "A ratio is of two runs of one round; a table has the median and, in parentheses, the range "
+    "over the rounds. "
+    "`ours-...` is flexgen_h2o. Other systems compute in bf16 and keep the whole KV cache unless "
+    "their name says "
+    "something else (`-4bit`, `-int8`, `-q4_0`, `-fp32`). A KL of 0 is the reference, not a "
+    "measurement. "
     "read: bytes from storage in a whole run; peak: RAM beyond an empty process."
 )
 RATED = (
-    "The machine's own rates, measured before and after each round: large matrix multiplications in bf16, reading "
+    "The machine's own rates, measured before and after each round: large matrix multiplications "
+    "in bf16, reading "
     "memory, reading the disk."
 )
 PREDICTED = (
-    "Seconds that the planner predicted before the run, by a profile of the machine, over seconds measured. Below 1 "
+    "Seconds that the planner predicted before the run, by a profile of the machine, over seconds "
+    "measured. Below 1 "
     "the run took longer than predicted."
 )
 
 
-def details(cells: Sequence[Found], losses: Sequence[quality.Line], name: str, chosen: str = "") -> str:
+def details(
+    cells: Sequence[Found], losses: Sequence[quality.Line], name: str, chosen: str = ""
+) -> str:
     """The page of a grid. chosen: when and how its benchmarks were chosen, a sentence."""
     run = [found for found in cells if found.entries]
     parts = [
-        f"*Made by `python -m bench.sweep.page` from the lines beside it ({name}). docs/results.md is the summary.*",
+        f"*Made by `python -m bench.sweep.page` from the lines beside it ({name}). docs/results.md "
+        "is the summary.*",
         f"# Every figure of the benchmarks: {name}",
         wrapped(f"{state(cells)} {chosen}"),
     ]
     if run:
-        parts += [wrapped(runs(run)), wrapped(HOW_TO_READ), "## Where flexgen_h2o is slower", slower(run)]
+        parts += [
+            wrapped(runs(run)),
+            wrapped(HOW_TO_READ),
+            "## Where flexgen_h2o is slower",
+            slower(run),
+        ]
     parts += ["## Every figure", table(cells, losses)]
     if run:
         parts += ["## The machines", wrapped(RATED), machines(run)]
@@ -95,22 +118,29 @@ def state(cells: Sequence[Found]) -> str:
 
 def runs(cells: Sequence[Found]) -> str:
     """When and how the lines of benchmarks were made, in sentences."""
-    used = [line for found in cells for entry in found.entries.values() for line in entry.lines.values()]
+    used = [
+        line for found in cells for entry in found.entries.values() for line in entry.lines.values()
+    ]
     days = sorted({line["date"][:10] for line in used})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     commits = ", ".join(f"`{name}`" for name in dict.fromkeys(line["commit"] for line in used))
     said = [f"Runs of {when}, commits {commits}."]
     if all(line["cgroup"] for line in used if line["budget_bytes"]):
-        said.append("Every system with a budget ran in a memory cgroup of it and 768 MiB, page cache counted.")
+        said.append(
+            "Every system with a budget ran in a memory cgroup of it and 768 MiB, page cache "
+            "counted."
+        )
     else:
         said.append(
-            "**No memory cgroup could be made for some runs**: there each system held itself to its budget, and the "
+            "**No memory cgroup could be made for some runs**: there each system held itself to "
+            "its budget, and the "
             "page cache was emptied of the weights before each run."
         )
     unsteady = {line["round"]["began"] for line in used if not line["round"]["steady"]}
     if unsteady:
         said.append(
-            f"†: {counted(len(unsteady), 'round')} in which a rate of the machine itself moved by more than "
+            f"†: {counted(len(unsteady), 'round')} in which a rate of the machine itself moved by "
+            "more than "
             f"{MOVED:.0%}, and no steady round took their place."
         )
     if any(found.is_short_of_rounds for found in cells):
@@ -119,13 +149,16 @@ def runs(cells: Sequence[Found]) -> str:
 
 
 def slower(cells: Sequence[Found]) -> str:
-    """A line for each setting of flexgen_h2o that is slower than another system of its benchmark."""
+    """A line for each setting of flexgen_h2o that is slower than another system of its
+    benchmark."""
     made = []
     for found in cells:
         for name in (name for name in found.entries if name.startswith("ours-")):
             over = [(peer.system, found.entries[name].over(peer)) for peer in found.peers]
             less = [
-                f"{spread(values)} of `{peer}`" for peer, values in over if values and statistics.median(values) < 1
+                f"{spread(values)} of `{peer}`"
+                for peer, values in over
+                if values and statistics.median(values) < 1
             ]
             if less:
                 made.append(wrapped(f"- {found.title}: `{name}` {', '.join(less)}"))
@@ -141,9 +174,12 @@ def table(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
 
 
 def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
-    """A line for each system of a benchmark, ours first; then what has no figure, and what was not run."""
+    """A line for each system of a benchmark, ours first; then what has no figure, and what was not
+    run."""
     names = [system.name for system in systems_of(NAME, found.cell, found.cpu)]
-    ours = [found.entries[name] for name in names if name in found.entries and name.startswith("ours-")]
+    ours = [
+        found.entries[name] for name in names if name in found.entries and name.startswith("ours-")
+    ]
     best = found.best()
     title = found.title
     blank = [""] * (len(HEAD) - 2)
@@ -162,7 +198,9 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
             prompts,
             spread([line["tokens_per_s"] for line in lines]) + mark,
             spread(entry.over(best)) if is_ours and best else "",
-            "; ".join(f"{name} {statistics.median(x):.3g}" for name, x in others if x) if is_ours else "",
+            "; ".join(f"{name} {statistics.median(x):.3g}" for name, x in others if x)
+            if is_ours
+            else "",
             lost(entry.system, found.cell, losses),
             kept(found.cell, lines[-1]),
             three_figures(entry.median("read_bytes") / common.GB),
@@ -180,7 +218,8 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
 
 
 def lost(system: str, cell: Cell, losses: Sequence[quality.Line]) -> str:
-    """KL and changed tokens of a system at the lengths of a benchmark, and the model if it is not the usual one."""
+    """KL and changed tokens of a system at the lengths of a benchmark, and the model if it is not
+    the usual one."""
     line = loss_of(system, cell, losses)
     if line is None:
         return "not measured yet"
@@ -189,19 +228,23 @@ def lost(system: str, cell: Cell, losses: Sequence[quality.Line]) -> str:
 
 
 def loss_of(system: str, cell: Cell, losses: Sequence[quality.Line]) -> quality.Line | None:
-    """The stored loss of a system at the lengths of a benchmark; of one that is exact a loss of nothing."""
+    """The stored loss of a system at the lengths of a benchmark; of one that is exact a loss of
+    nothing."""
     peer, _, variant = system.partition("-")
     is_exact = variant == quality.EXACT if peer == "ours" else not quality.LOSSY.search(system)
     if is_exact:
         return {"kl": {"value": 0.0}, "flips": {"value": 0.0}, "model": quality.MODEL}
     # Mapped or loaded, llama.cpp's file has the same bits.
     names = (variant,) if peer == "ours" else (system, system.removesuffix("-mmap"))
-    wanted = [quality.of_cell(cell, name, model) for model in (quality.MODEL, None) for name in names]
+    wanted = [
+        quality.of_cell(cell, name, model) for model in (quality.MODEL, None) for name in names
+    ]
     return next((line for each in wanted if (line := quality.find(losses, **each))), None)
 
 
 def kept(cell: Cell, line: Line) -> str:
-    """KV entries of the whole sequence that a finished prompt of ours holds, and their bytes over the full cache's."""
+    """KV entries of the whole sequence that a finished prompt of ours holds, and their bytes over
+    the full cache's."""
     kv = line.get("setting", {}).get("kv")
     if not kv:
         return ""
@@ -216,22 +259,35 @@ def machines(cells: Sequence[Found]) -> str:
         lines = [line for entry in found.entries.values() for line in entry.lines.values()]
         rounds = {line["round"]["began"]: line["round"] for line in lines}
         seen = [rates for facts in rounds.values() for rates in (facts["before"], facts["after"])]
-        shown = [spread([rates[name] / unit for rates in seen if name in rates]) for _, name, unit in RATES]
+        shown = [
+            spread([rates[name] / unit for rates in seen if name in rates])
+            for _, name, unit in RATES
+        ]
         rows.append([found.title, found.cpu, *shown])
-    return "\n".join(markdown_table(("benchmark", "processor", *(words for words, _, _ in RATES)), rows))
+    return "\n".join(
+        markdown_table(("benchmark", "processor", *(words for words, _, _ in RATES)), rows)
+    )
 
 
 def predictions(cells: Sequence[Found]) -> str:
-    """What the planner said before each run of ours, over what was measured: a line for each setting."""
+    """What the planner said before each run of ours, over what was measured: a line for each
+    setting."""
     head = ("predicted over measured", "system", "prefill", "decode", "both")
     rows = []
     for found in cells:
         title = found.title
         for entry in (entry for name, entry in found.entries.items() if name.startswith("ours-")):
-            said = [(line, plan) for line in entry.lines.values() if (plan := line.get("setting", {}).get("predicted"))]
+            said = [
+                (line, plan)
+                for line in entry.lines.values()
+                if (plan := line.get("setting", {}).get("predicted"))
+            ]
             if said:
                 parts = [
-                    [sum(plan[x] for x in phases) / sum(line[x] for x in phases) for line, plan in said]
+                    [
+                        sum(plan[x] for x in phases) / sum(line[x] for x in phases)
+                        for line, plan in said
+                    ]
                     for phases in (PHASES[:1], PHASES[1:], PHASES)
                 ]
                 rows.append([title, f"`{entry.system}`", *map(spread, parts)])

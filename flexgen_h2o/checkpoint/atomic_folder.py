@@ -38,13 +38,19 @@ from flexgen_h2o.core.units import format_bytes, format_free
 # Files of at most this size are sampled whole.
 WHOLE_BYTES = 32 * 2**20
 # Samples of a larger file, evenly spaced from its first byte to its last.
-SAMPLES, SAMPLE_BYTES = 64, 4096
+SAMPLES = 64
+SAMPLE_BYTES = 4096
 # File systems allow names of 255 bytes, and names of this package get endings.
 LABEL_BYTES = 100
 
-_METADATA = "a checkpoint file has another mode, owner, name or number of links, and the same contents; the run goes on"
+_METADATA = (
+    "a checkpoint file has another mode, owner, name or number of links, and the same "
+    "contents; the run goes on"
+)
 _STEADY_TRIES = 5  # tries to find a file in one state before and after its contents are sampled
-_GONE_S, _GONE_POLL_S = 0.5, 0.02  # a file that was renamed may be renamed back
+# a file that was renamed may be renamed back
+_GONE_S = 0.5
+_GONE_POLL_S = 0.02
 
 
 @dataclass
@@ -83,7 +89,9 @@ def fingerprint(paths: Sequence[Path], *more: object) -> str:
     facts: list[object] = []
     for path in paths:
         stat = path.stat()
-        facts.append((path.name, stat.st_size, stat.st_mtime_ns, stat.st_ino, sample_digest([path])))
+        facts.append(
+            (path.name, stat.st_size, stat.st_mtime_ns, stat.st_ino, sample_digest([path]))
+        )
     return hashlib.sha256(json.dumps([*facts, *more]).encode()).hexdigest()[:16]
 
 
@@ -123,7 +131,9 @@ def file_state(path: Path) -> FileState | None:
             digest = None
     except OSError:
         return None
-    return FileState(before.st_size, before.st_mtime_ns, before.st_ino, before.st_dev, before.st_ctime_ns, digest)
+    return FileState(
+        before.st_size, before.st_mtime_ns, before.st_ino, before.st_dev, before.st_ctime_ns, digest
+    )
 
 
 def states_of(paths: Iterable[Path]) -> States:
@@ -177,7 +187,8 @@ def _check_contents(path: Path, before: FileState) -> None:
 
 def _changed(path: Path, what: str) -> CheckpointChangedError:
     return CheckpointChangedError(
-        f"{path}: was {what} after this run had opened it, and what was computed since is not handed out; "
+        f"{path}: was {what} after this run had opened it, and what was computed since is not "
+        "handed out; "
         "leave the checkpoint alone while it is in use, and start again"
     )
 
@@ -201,7 +212,9 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = "") -> Iterator[Path | None]:
+def building(
+    folder: Path, nbytes: int = 0, kind: str = "files", model: str = ""
+) -> Iterator[Path | None]:
     """Yield a folder to fill, which becomes `folder` at the end.
 
     It yields None if `folder` is already complete.
@@ -230,14 +243,24 @@ def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = ""
                 raise _no_space(folder, nbytes)
             # A marked parent is a scratch folder, which is removed with its run.
             if nbytes and read_mark(folder.parent) is None:
-                size, what = format_bytes(nbytes), f"{kind} of {model}"
-                line = f"# {size} will be written to {folder} ({what}), and stay there for later runs"
-                print(f"{line}; flexgen-h2o cache lists and removes them", file=sys.stderr, flush=True)
+                size = format_bytes(nbytes)
+                what = f"{kind} of {model}"
+                line = (
+                    f"# {size} will be written to {folder} ({what}), and stay there for later runs"
+                )
+                print(
+                    f"{line}; flexgen-h2o cache lists and removes them", file=sys.stderr, flush=True
+                )
             temp.mkdir()
             is_ours = True
             mark(temp, kind=kind, model=model)
             yield temp
-            mark(temp, kind=kind, model=model, files=sorted(p.name for p in temp.iterdir() if p.name != MARK))
+            mark(
+                temp,
+                kind=kind,
+                model=model,
+                files=sorted(p.name for p in temp.iterdir() if p.name != MARK),
+            )
             for path in (*temp.rglob("*"), temp):
                 sync_path(path)
             os.rename(temp, folder)
@@ -247,7 +270,8 @@ def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = ""
                 shutil.rmtree(temp, ignore_errors=True)
             if isinstance(error, FileExistsError) and not is_ours:
                 raise UsageError(
-                    f"--offload-dir {temp.parent}: {temp.name} is in the way and not of this version; remove it"
+                    f"--offload-dir {temp.parent}: {temp.name} is in the way and not of this "
+                    "version; remove it"
                 ) from error
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise _no_space(folder, nbytes) from error
@@ -300,13 +324,18 @@ def remove_built(folder: Path, files: Collection[str]) -> bool:
 def _is_complete(folder: Path) -> bool:
     try:
         complete = folder.is_dir() and any(folder.iterdir())
-        in_the_way = not complete and (folder.is_symlink() or (folder.exists() and not folder.is_dir()))
+        in_the_way = not complete and (
+            folder.is_symlink() or (folder.exists() and not folder.is_dir())
+        )
     except OSError as error:
         raise UsageError(
             f"--offload-dir {folder.parent}: cannot be used ({error.strerror}); give another one"
         ) from error
     if in_the_way:  # this includes a link without a target: no folder can take its place
-        raise UsageError(f"--offload-dir {folder.parent}: {folder.name} is in the way and not a folder; remove it")
+        raise UsageError(
+            f"--offload-dir {folder.parent}: {folder.name} is in the way and not a folder; remove "
+            "it"
+        )
     return complete
 
 
@@ -316,7 +345,11 @@ def _sibling(folder: Path, suffix: str) -> Path:
 
 def _lock_of(folder: Path) -> Path:
     """Return the lock file of a folder that is complete or being built."""
-    name = folder.name.removeprefix(".").removesuffix(_TEMP_SUFFIX) if is_unfinished(folder) else folder.name
+    name = (
+        folder.name.removeprefix(".").removesuffix(_TEMP_SUFFIX)
+        if is_unfinished(folder)
+        else folder.name
+    )
     return _sibling(folder.with_name(name), _LOCK_SUFFIX)
 
 
@@ -338,7 +371,8 @@ def _exclusively(folder: Path) -> Iterator[None]:
                 raise _no_space(folder, 0) from error
             reason = error.strerror or str(error)
             raise UsageError(
-                f"--offload-dir {folder.parent}: cannot be written to ({reason}); give another folder"
+                f"--offload-dir {folder.parent}: cannot be written to ({reason}); give another "
+                "folder"
             ) from error
         yield
 

@@ -36,13 +36,36 @@ if TYPE_CHECKING:
 _ZIP_MAGIC = b"PK\x03\x04"
 # Files of a tokenizer reach tens of MB. Anything larger is weights of some other format.
 _CARRIED_BYTES = 64 * MIB
-_NOT_CARRIED = {".bin", ".safetensors", ".h5", ".msgpack", ".pt", ".pth", ".ckpt", ".onnx", ".ot", ".gguf"}
+_NOT_CARRIED = {
+    ".bin",
+    ".safetensors",
+    ".h5",
+    ".msgpack",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".onnx",
+    ".ot",
+    ".gguf",
+}
 _TORCH_TO_SAFETENSORS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "bool": "BOOL",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
 
 
 def import_bin(folder: Path, cache_dir: Path) -> Path:
@@ -61,7 +84,11 @@ def import_bin(folder: Path, cache_dir: Path) -> Path:
     """
     sources = shards(folder, BIN)
     carried = _carried_files(folder)
-    target = cache_dir / "imported" / f"{label(folder.resolve().name)}-{fingerprint([*sources, *carried])}"
+    target = (
+        cache_dir
+        / "imported"
+        / f"{label(folder.resolve().name)}-{fingerprint([*sources, *carried])}"
+    )
     nbytes = sum(path.stat().st_size for path in sources)
     with building(target, nbytes, "imported checkpoint", folder.resolve().name) as temp:
         if temp is not None:
@@ -139,14 +166,20 @@ def _identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
     dtype = _TORCH_TO_SAFETENSORS.get(str(tensor.dtype).removeprefix("torch."))
-    is_plain = str(tensor.layout) == "torch.strided" and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+    is_plain = str(tensor.layout) == "torch.strided" and not (
+        tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    )
     if dtype is None or not is_plain:
         kind = f"{tensor.layout}, {tensor.device}"
-        raise UsageError(f"{path}: tensor {name!r} is {tensor.dtype} ({kind}), which cannot be imported")
-    entry, stored = Entry(name, dtype, tuple(tensor.shape)), tensor.untyped_storage().nbytes()
+        raise UsageError(
+            f"{path}: tensor {name!r} is {tensor.dtype} ({kind}), which cannot be imported"
+        )
+    entry = Entry(name, dtype, tuple(tensor.shape))
+    stored = tensor.untyped_storage().nbytes()
     if entry.nbytes > stored:  # the tensor repeats its bytes: a tiny file could fill the disk
         raise UsageError(
-            f"{path}: tensor {name!r} of shape {entry.shape} takes {entry.nbytes} bytes, and the file has {stored} of"
+            f"{path}: tensor {name!r} of shape {entry.shape} takes {entry.nbytes} bytes, and the "
+            f"file has {stored} of"
             " it; give a checkpoint with all of its values"
         )
     return entry
@@ -169,17 +202,23 @@ def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
         raise
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"{path}: damaged, or it holds more than plain tensors, and pickled code is never run; download it again"
+            f"{path}: damaged, or it holds more than plain tensors, and pickled code is never run; "
+            "download it again"
             " or get the model as safetensors"
         ) from error
     except Exception as error:  # a damaged file can fail anywhere inside torch
         raise UsageError(
-            f"{path}: truncated or damaged, torch cannot read it ({type(error).__name__}); download it again"
+            f"{path}: truncated or damaged, torch cannot read it ({type(error).__name__}); "
+            "download it again"
         ) from error
     found = state.items() if isinstance(state, dict) else ()
-    tensors = {name: t for name, t in found if isinstance(name, str) and isinstance(t, torch.Tensor)}
+    tensors = {
+        name: t for name, t in found if isinstance(name, str) and isinstance(t, torch.Tensor)
+    }
     if not tensors:
-        raise UsageError(f"{path}: it holds no named tensors; give a folder with a model's state_dict")
+        raise UsageError(
+            f"{path}: it holds no named tensors; give a folder with a model's state_dict"
+        )
     return tensors, mapped
 
 
@@ -195,4 +234,6 @@ def _forget(tensor: torch.Tensor) -> None:
     length = (storage.data_ptr() + storage.nbytes()) // page * page - begin
     if length > 0:
         libc = ctypes.CDLL(None)
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
+        libc.madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED)
+        )

@@ -31,7 +31,18 @@ from flexgen_h2o.core.units import MIB
 
 # Buffers of older versions of transformers. Its own report on unused tensors leaves them out.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attention\.(bias|masked_bias)|(^|\.)position_ids)$")
-_OTHER_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
+_OTHER_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".gguf",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+)
 _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|bin)$")
 _MOST_BIAS_BYTES = MIB  # largest bias that is read: one that is all zeros changes nothing
 _BELONGS = "give a folder whose weights belong to its config.json"
@@ -62,7 +73,12 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
     for rows in wanted:
         found = names.find(rows.names)
         if found is not None:
-            _check(rows, rows.shape if rows.index is None else (slices[rows.name], *rows.shape), found, stored)
+            _check(
+                rows,
+                rows.shape if rows.index is None else (slices[rows.name], *rows.shape),
+                found,
+                stored,
+            )
             tensors[rows.key] = found if rows.index is None else found.item(rows.index)
             continue
         stack = None if rows.stacked is None else names.find(rows.stacked.names)
@@ -76,7 +92,8 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
         head = other_head(spec.prefix, stored, table)
         if head is not None:
             raise UsageError(
-                f"{stored[head].path}: {head!r} differs from {spec.head[-1].name!r}, to which config.json ties"
+                f"{stored[head].path}: {head!r} differs from {spec.head[-1].name!r}, to which "
+                "config.json ties"
                 " it; set tie_word_embeddings to false in config.json"
             )
         for name in HEADS:  # mark copies of the table as used
@@ -85,16 +102,23 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
     return Checkpoint(folder, tensors)
 
 
-def _check(wanted: StoredRows, shape: tuple[int, ...], found: StoredTensor, stored: Mapping[str, StoredTensor]) -> None:
+def _check(
+    wanted: StoredRows,
+    shape: tuple[int, ...],
+    found: StoredTensor,
+    stored: Mapping[str, StoredTensor],
+) -> None:
     kind = _quantiser_of(wanted.name, stored)
     if kind is not None and (found.shape != shape or found.dtype not in wanted.dtypes):
         raise UsageError(
-            f"{found.path}: tensor {wanted.name!r} is quantised by {kind}, and config.json says nothing of it; give an"
+            f"{found.path}: tensor {wanted.name!r} is quantised by {kind}, and config.json says "
+            "nothing of it; give an"
             " unquantised checkpoint, or one in a format that docs/reference/models.md lists"
         )
     if found.shape != shape:
         raise UsageError(
-            f"{found.path}: tensor {wanted.name!r} has shape {found.shape}, config.json asks for {shape}; {_BELONGS}"
+            f"{found.path}: tensor {wanted.name!r} has shape {found.shape}, config.json asks for "
+            f"{shape}; {_BELONGS}"
         )
     if found.dtype not in wanted.dtypes:
         raise UsageError(
@@ -110,45 +134,57 @@ def _quantiser_of(name: str, stored: Mapping[str, StoredTensor]) -> str | None:
     The matrix is expected as plain numbers. None: no quantiser is recognised.
     """
     base = name.removesuffix("weight")
-    return next((kind for end, kind in _QUANTISERS.items() if base != name and base + end in stored), None)
+    return next(
+        (kind for end, kind in _QUANTISERS.items() if base != name and base + end in stored), None
+    )
 
 
 def _missing(spec: ModelSpec, rows: StoredRows, names: Names, folder: Path) -> UsageError:
     """Return the error for a missing tensor, with the advice that fits its cause."""
-    stored, what = names.stored, f"{folder}: tensor {rows.name!r} is not in this checkpoint"
+    stored = names.stored
+    what = f"{folder}: tensor {rows.name!r} is not in this checkpoint"
     known = [variant for name in rows.names for variant in variants(name, spec.prefix)]
     kind = next(filter(None, (_quantiser_of(name, stored) for name in known)), None)
     if kind is not None and spec.quantization is None:
         return UsageError(
-            f"{folder}: its matrices are quantised ({kind}), and config.json has no quantization_config; copy the"
+            f"{folder}: its matrices are quantised ({kind}), and config.json has no "
+            "quantization_config; copy the"
             " quantiser's settings into it under that name, or give an unquantised checkpoint"
         )
     module = rows.name.rpartition(".")[0]
     if spec.quantization is not None and names.find((f"{module}.weight",)) is not None:
         return UsageError(
-            f"{what}, which has {module + '.weight'!r}: this matrix is not quantised, and the quantization_config of"
-            " config.json says that it is; name it there under modules_to_not_convert, or give a folder whose weights"
+            f"{what}, which has {module + '.weight'!r}: this matrix is not quantised, and the "
+            "quantization_config of"
+            " config.json says that it is; name it there under modules_to_not_convert, or give a "
+            "folder whose weights"
             " belong to its config.json"
         )
     in_index = _listed(folder)
     for name in known:
         if name in in_index:
             index, shard = in_index[name]
-            return UsageError(f"{folder / shard}: {index} says that tensor {name!r} is in it, but it is not; {AGAIN}")
+            return UsageError(
+                f"{folder / shard}: {index} says that tensor {name!r} is in it, but it is not; "
+                f"{AGAIN}"
+            )
     if rows.name in HEADS and not spec.tied:
         return UsageError(
-            f"{what}, and config.json does not tie the head to the embedding; if the model was trained with them tied,"
+            f"{what}, and config.json does not tie the head to the embedding; if the model was "
+            "trained with them tied,"
             " set tie_word_embeddings to true in config.json"
         )
     if any(".lora_A." in name for name in stored):
         return UsageError(
-            f"{folder}: holds a LoRA adapter, not a model; merge it into its base model (peft's merge_and_unload), and"
+            f"{folder}: holds a LoRA adapter, not a model; merge it into its base model (peft's "
+            "merge_and_unload), and"
             " give the folder that this makes"
         )
     longer = next((name for name in stored for one in known if name.endswith(f".{one}")), None)
     if longer is not None:
         return UsageError(
-            f"{what}, which has {longer!r}: its names begin with something that transformers does not know of"
+            f"{what}, which has {longer!r}: its names begin with something that transformers does "
+            "not know of"
             f" {spec.family} models either; rename the tensors, or save the language model alone"
         )
     return UsageError(f"{what}; {_BELONGS}")
@@ -156,17 +192,26 @@ def _missing(spec: ModelSpec, rows: StoredRows, names: Names, folder: Path) -> U
 
 def no_weights(folder: Path) -> UsageError:
     """Return the error for a folder without a checkpoint under one of the usual names."""
-    what = f"--model {folder}: no weights there (no {SAFETENSORS[0]}, no {BIN[0]}, no index of either)"
+    what = (
+        f"--model {folder}: no weights there (no {SAFETENSORS[0]}, no {BIN[0]}, no index of either)"
+    )
     others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
     if not others:
         return UsageError(what)
-    whole = [name for name in others if name.endswith((".safetensors", ".bin")) and not name.startswith("adapter_")]
+    whole = [
+        name
+        for name in others
+        if name.endswith((".safetensors", ".bin")) and not name.startswith("adapter_")
+    ]
     if len(whole) == 1:
         kind = SAFETENSORS[0] if whole[0].endswith(".safetensors") else BIN[0]
         return UsageError(f"{what}; there is {whole[0]}: if it is the whole model, name it {kind}")
     if _SHARD.search(others[0]):
         return UsageError(f"{what}; there is {others[0]}, but no index of its shards; {AGAIN}")
-    return UsageError(f"{what}; there is {others[0]}, which is not read; give the Hugging Face folder of the model")
+    return UsageError(
+        f"{what}; there is {others[0]}, which is not read; give the Hugging Face folder of the "
+        "model"
+    )
 
 
 def _listed(folder: Path) -> dict[str, tuple[str, str]]:
@@ -191,12 +236,15 @@ def _say_unused(spec: ModelSpec, names: Names, folder: Path) -> None:
         for name in names.unused
         if not _BUFFERS.search(name)
         and not (name.endswith(".bias") and _is_zero(names.stored[name]))
-        and not (name.endswith(".weight_shape") and name.removesuffix("shape") + "packed" in names.stored)
+        and not (
+            name.endswith(".weight_shape") and name.removesuffix("shape") + "packed" in names.stored
+        )
     ]
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         say_once(
-            f"{folder}: {unused[0]!r}{more} in the checkpoint: not used, because the model that config.json describes"
+            f"{folder}: {unused[0]!r}{more} in the checkpoint: not used, because the model that "
+            "config.json describes"
             " has no such tensor"
         )
 

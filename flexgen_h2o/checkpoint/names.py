@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, StoredTensor, names_in, read_index, read_weight_map
+from flexgen_h2o.checkpoint.safetensors import (
+    SAFETENSORS,
+    StoredTensor,
+    names_in,
+    read_index,
+    read_weight_map,
+)
 from flexgen_h2o.core.errors import UsageError
 
 HEADS = ("lm_head.weight", "embed_out.weight")  # tables of heads that have their own
@@ -56,7 +62,11 @@ class Names:
 
         Further names of a found tensor are left out.
         """
-        return [name for name, one in self.stored.items() if (one.path, one.offset) not in self._found and one.nbytes]
+        return [
+            name
+            for name, one in self.stored.items()
+            if (one.path, one.offset) not in self._found and one.nbytes
+        ]
 
 
 def names_of_tensors(folder: Path) -> list[str]:
@@ -68,6 +78,10 @@ def names_of_tensors(folder: Path) -> list[str]:
     try:
         if names == SAFETENSORS:
             return list(read_index(folder))
-        return list(read_weight_map(folder / names[1])) if names and (folder / names[1]).is_file() else []
+        return (
+            list(read_weight_map(folder / names[1]))
+            if names and (folder / names[1]).is_file()
+            else []
+        )
     except UsageError:
         return []

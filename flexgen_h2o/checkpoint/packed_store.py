@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
-from flexgen_h2o.checkpoint.formats import Held, PackedFormat, TensorLayout, checkpoint_format, warm_up
+from flexgen_h2o.checkpoint.formats import (
+    Held,
+    PackedFormat,
+    TensorLayout,
+    checkpoint_format,
+    warm_up,
+)
 from flexgen_h2o.checkpoint.safetensors import (
     AGAIN,
     FROM_ENGINE,
@@ -26,7 +32,13 @@ from flexgen_h2o.checkpoint.safetensors import (
     StoredTensor,
     read_index,
 )
-from flexgen_h2o.checkpoint.writing import RandomValues, Written, plan_shards, record_of, write_shards
+from flexgen_h2o.checkpoint.writing import (
+    RandomValues,
+    Written,
+    plan_shards,
+    record_of,
+    write_shards,
+)
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object, write_new
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
@@ -79,9 +91,14 @@ def pack_checkpoint(
 
 
 def pack_random(
-    spec: ModelSpec, config_json: dict[str, object], folder: Path, dtype: str, seed: int, form: PackedFormat,
+    spec: ModelSpec,
+    config_json: dict[str, object],
+    folder: Path,
+    dtype: str,
+    seed: int,
+    form: PackedFormat,
     progress: bool = False,
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     """Return the random weights of `writing.write_random_checkpoint`, packed in `folder`.
 
     The unpacked weights are not written first. Raises as `pack_checkpoint`.
@@ -91,9 +108,13 @@ def pack_random(
     return _pack(spec, RandomValues(spec, dtype, seed), folder, form, progress)
 
 
-def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, progress: bool) -> Checkpoint:
+def _pack(
+    spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, progress: bool
+) -> Checkpoint:
     tensors = sorted(spec.tensors, key=lambda t: form.layout(t).stored[0].is_values)
-    written = [Written(_entry(t, weights, form), partial(_pieces, t, weights, form)) for t in tensors]
+    written = [
+        Written(_entry(t, weights, form), partial(_pieces, t, weights, form)) for t in tensors
+    ]
     shards = plan_shards(written, {"packed": form.name})
     nbytes = sum(shard.nbytes for shard in shards)
     with building(folder, nbytes, f"{form.name} weights", spec.name) as temp:
@@ -102,10 +123,14 @@ def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, 
 
             from flexgen_h2o.kernels.warm_up import compile_subprocess
 
-            compile_subprocess(form.encode, torch.zeros(1, GROUP, dtype=torch.float32, device="cpu"))
+            compile_subprocess(
+                form.encode, torch.zeros(1, GROUP, dtype=torch.float32, device="cpu")
+            )
             if (source := checkpoint_format(spec)).decodes:
                 compile_subprocess(warm_up, source, torch.device("cpu"), torch.float32)
-            write_new(temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n")
+            write_new(
+                temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n"
+            )
             title = f"{form.name} weights {spec.name}"
             write_shards(temp, shards, title, progress)
     return _open(spec, weights, folder, form)
@@ -124,13 +149,20 @@ def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) 
         found = read_index(folder)
     except UsageError as error:
         reason = str(error).removesuffix(f"; {AGAIN}")
-        raise UsageError(f"{folder}: packed weights are damaged ({reason}); remove this folder") from error
+        raise UsageError(
+            f"{folder}: packed weights are damaged ({reason}); remove this folder"
+        ) from error
     tensors: dict[str, StoredTensor] = {}
     for tensor in spec.tensors:
-        stored, wanted = found.get(tensor.key), _entry(tensor, weights, form)
-        if stored is None or (stored.shape, stored.dtype) != (wanted.shape, TO_ENGINE[wanted.dtype]):
+        stored = found.get(tensor.key)
+        wanted = _entry(tensor, weights, form)
+        if stored is None or (stored.shape, stored.dtype) != (
+            wanted.shape,
+            TO_ENGINE[wanted.dtype],
+        ):
             raise UsageError(
-                f"{folder}: packed weights lack tensor {tensor.key!r}, {wanted.dtype} of shape {wanted.shape};"
+                f"{folder}: packed weights lack tensor {tensor.key!r}, {wanted.dtype} of shape "
+                f"{wanted.shape};"
                 " remove this folder"
             )
         tensors[tensor.key] = stored
@@ -139,7 +171,11 @@ def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) 
 
 def _entry(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Entry:
     (stored,) = form.layout(tensor).stored
-    return Entry(tensor.key, FROM_ENGINE[weights.dtype_of(tensor) if stored.is_values else "uint8"], stored.shape)
+    return Entry(
+        tensor.key,
+        FROM_ENGINE[weights.dtype_of(tensor) if stored.is_values else "uint8"],
+        stored.shape,
+    )
 
 
 def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterator[memoryview]:
@@ -153,7 +189,9 @@ def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterat
             try:
                 rows = form.encode(rows)
             except ValueError as error:
-                raise UsageError(f"{weights.describe(tensor)} {error}; leave {form.flag} out") from error
+                raise UsageError(
+                    f"{weights.describe(tensor)} {error}; leave {form.flag} out"
+                ) from error
         yield rows.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -164,7 +202,8 @@ class _Reader:
     """
 
     def __init__(self, spec: ModelSpec, source: Checkpoint) -> None:
-        self._tensors, self._form = source.tensors, checkpoint_format(spec)
+        self._tensors = source.tensors
+        self._form = checkpoint_format(spec)
         self._buffer: torch.Tensor | None = None
         # Key and contents of the matrix that was read last.
         self._whole: tuple[str, Held] | None = None
@@ -182,7 +221,8 @@ class _Reader:
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
         import torch
 
-        layout, part = self._form.layout(tensor), Part("host", first, end)
+        layout = self._form.layout(tensor)
+        part = Part("host", first, end)
         if not layout.decoded_row_bytes and not layout.by_columns:
             source = self._stored(tensor).rows(first, end)
             return self._read(source).view(getattr(torch, source.dtype)).view(source.shape)
@@ -192,7 +232,10 @@ class _Reader:
             numbers = held.pieces[0].view(getattr(torch, source.dtype)).view(source.shape)
             return numbers[:, first:end].t().contiguous()
         return self._form.decode_range(
-            layout, [held], first, torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu")
+            layout,
+            [held],
+            first,
+            torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu"),
         )
 
     def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
@@ -207,8 +250,14 @@ class _Reader:
         return self._whole[1]
 
     def _held(self, layout: TensorLayout, part: Part) -> Held:
-        sources = [(stored, self._tensors[stored.key].rows(*stored.part_rows(part))) for stored in layout.stored]
-        return Held(part, [stored.held(self._read(source).clone(), source.dtype) for stored, source in sources])
+        sources = [
+            (stored, self._tensors[stored.key].rows(*stored.part_rows(part)))
+            for stored in layout.stored
+        ]
+        return Held(
+            part,
+            [stored.held(self._read(source).clone(), source.dtype) for stored, source in sources],
+        )
 
     def _read(self, source: StoredTensor) -> torch.Tensor:
         from flexgen_h2o.tiers.device import host_buffer

@@ -25,10 +25,23 @@ _WITH_BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
 _NOT_FETCHED = ["*/*", "consolidated*"]
 # Files of a model's folder that the package or transformers' tokenizers read.
 _READ = (
-    "*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json", "*.model", "tokenizer*", "vocab.*",
-    "config.json", "*_config.json", "added_tokens.json", "special_tokens_map.json", "merges.txt", "chat_template*",
-    "tekken.json", "random_weights.json", ".flexgen_h2o",
-)  # fmt: skip
+    "*.safetensors",
+    "*.bin",
+    "*.safetensors.index.json",
+    "*.bin.index.json",
+    "*.model",
+    "tokenizer*",
+    "vocab.*",
+    "config.json",
+    "*_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "merges.txt",
+    "chat_template*",
+    "tekken.json",
+    "random_weights.json",
+    ".flexgen_h2o",
+)
 _HUB_SECONDS = 5.0
 
 
@@ -46,7 +59,11 @@ class ModelSource:
 
 
 def resolve(
-    model: str, path: str | None, revision: str | None = None, weights: bool = True, made: Path | None = None
+    model: str,
+    path: str | None,
+    revision: str | None = None,
+    weights: bool = True,
+    made: Path | None = None,
 ) -> ModelSource:
     """Return the source of `model` (--model) given `path` (--path).
 
@@ -61,9 +78,12 @@ def resolve(
     config.json. Raises NotOnHubError if the model is not cached and cannot be fetched. Raises
     DoesNotFitError if the disk filled up during the download.
     """
-    folder, random = find_folder(model, path), path is not None and DUMMY in path
+    folder = find_folder(model, path)
+    random = path is not None and DUMMY in path
     if path is not None and not random and not usable_path(path, "--path").is_dir():
-        raise UsageError(f"--path {path}: there is no such folder; name the one with checkpoints, or {DUMMY}")
+        raise UsageError(
+            f"--path {path}: there is no such folder; name the one with checkpoints, or {DUMMY}"
+        )
     if folder is None:
         folder = made
     if folder is None and not random:
@@ -77,7 +97,9 @@ def find_folder(model: str, path: str | None) -> Path | None:
     None: only they may know the model. Raises UsageError.
     """
     if not model:
-        raise UsageError("--model: a name is missing; give a hub id like org/name or a local folder")
+        raise UsageError(
+            "--model: a name is missing; give a hub id like org/name or a local folder"
+        )
     folder = _local(model)
     if folder is None and path is not None and DUMMY not in path:
         parent = usable_path(path, "--path")
@@ -100,13 +122,20 @@ def _local(model: str) -> Path | None:
     if folder.is_dir():
         return _with_config(folder, f"--model {model}")
     if model.lower().endswith(".gguf"):
-        raise UsageError(f"--model {model}: GGUF is not read; give the Hugging Face folder it was made from")
+        raise UsageError(
+            f"--model {model}: GGUF is not read; give the Hugging Face folder it was made from"
+        )
     if model in PACKAGED:
         if not PACKAGED[model].is_dir():
-            raise UsageError(f"--model {model}: {PACKAGED[model]} is missing; install the package again")
+            raise UsageError(
+                f"--model {model}: {PACKAGED[model]} is missing; install the package again"
+            )
         return _with_config(PACKAGED[model], f"--model {model}")
     if model.startswith(("/", ".", "~")) or folder.exists():
-        raise UsageError(f"--model {model}: there is no such folder; give a folder with {CONFIG_NAME} or a hub id")
+        raise UsageError(
+            f"--model {model}: there is no such folder; give a folder with {CONFIG_NAME} or a hub "
+            "id"
+        )
     return None
 
 
@@ -114,10 +143,13 @@ def _with_config(folder: Path, what: str) -> Path:
     if not (folder / CONFIG_NAME).is_file():
         if (folder / "adapter_config.json").is_file():
             raise UsageError(
-                f"{what}: holds an adapter (adapter_config.json), not a model; merge it into its base model (peft's"
+                f"{what}: holds an adapter (adapter_config.json), not a model; merge it into its "
+                "base model (peft's"
                 " merge_and_unload), and give the folder that this makes"
             )
-        raise UsageError(f"{what}: there is no {CONFIG_NAME} in this folder; give a Hugging Face model folder")
+        raise UsageError(
+            f"{what}: there is no {CONFIG_NAME} in this folder; give a Hugging Face model folder"
+        )
     return folder
 
 
@@ -130,11 +162,14 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DoesNotFitError(
-                f"--model {model}: the disk is full, the download stopped; set HF_HOME to a folder with more room"
+                f"--model {model}: the disk is full, the download stopped; set HF_HOME to a folder "
+                "with more room"
             ) from error
         raise NotOnHubError(
-            f"--model {model}: not complete in the local cache, and not to be had from the hub ({_reason(error)});"
-            f" give a folder that has it, set HF_HOME to a cache that has it, or measure speed with --random-weights"
+            f"--model {model}: not complete in the local cache, and not to be had from the hub "
+            f"({_reason(error)});"
+            " give a folder that has it, set HF_HOME to a cache that has it, or measure speed "
+            "with --random-weights"
             f"{'' if '/' in model else '; a hub id has the form OWNER/NAME'}"
         ) from error
 
@@ -158,7 +193,11 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
     patterns = _WITH_SAFETENSORS if weights else _SMALL_FILES
     try:
         found = snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED, local_files_only=True
+            model,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=_NOT_FETCHED,
+            local_files_only=True,
         )
     except LocalEntryNotFoundError:
         return None
@@ -193,6 +232,10 @@ def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
     has_safe = not files.isdisjoint(SAFETENSORS)
     patterns = (_WITH_SAFETENSORS if has_safe else _WITH_BIN) if weights else _SMALL_FILES
     found = snapshot_download(
-        model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED, etag_timeout=_HUB_SECONDS
+        model,
+        revision=revision,
+        allow_patterns=patterns,
+        ignore_patterns=_NOT_FETCHED,
+        etag_timeout=_HUB_SECONDS,
     )
     return _with_config(Path(found), f"--model {model}")

@@ -42,7 +42,10 @@ class StoredTensor:
         """Return rows [first, end) of the tensor, along the first dimension."""
         row = self.nbytes // self.shape[0]
         return replace(
-            self, offset=self.offset + first * row, nbytes=(end - first) * row, shape=(end - first, *self.shape[1:])
+            self,
+            offset=self.offset + first * row,
+            nbytes=(end - first) * row,
+            shape=(end - first, *self.shape[1:]),
         )
 
     def item(self, index: int) -> StoredTensor:
@@ -97,10 +100,27 @@ MAX_HEADER_BYTES = 100_000_000
 # Bits of one element. Tensors of types that are missing here are kept, but their size is not
 # checked.
 DTYPE_BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
-    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
-}  # fmt: skip
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "C64": 64,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
+    "U16": 16,
+    "U8": 8,
+    "BOOL": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+}
 TO_ENGINE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": WIDE, "U8": "uint8"}
 FROM_ENGINE = {ours: theirs for theirs, ours in TO_ENGINE.items()}
 
@@ -129,8 +149,13 @@ def header(entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> 
     body: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for entry in entries:
-        begin, end = end, end + entry.nbytes
-        body[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
+        begin = end
+        end = end + entry.nbytes
+        body[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(body, separators=(",", ":")).encode()
     text = text.ljust(round_up(LENGTH_BYTES + len(text), _DATA_ALIGNMENT) - LENGTH_BYTES)
     return struct.pack("<Q", len(text)) + text
@@ -172,7 +197,9 @@ def shards(folder: Path, names: Names) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise UsageError(f"{folder}: there is no {single.name} and no {index.name}; give a folder that has one")
+        raise UsageError(
+            f"{folder}: there is no {single.name} and no {index.name}; give a folder that has one"
+        )
     return [_shard_path(index, shard) for shard in sorted(set(read_weight_map(index).values()))]
 
 
@@ -206,7 +233,11 @@ def read_weight_map(index: Path) -> dict[str, str]:
     except ValueError as error:
         raise UsageError(f"{index}: not a JSON file ({error}); {AGAIN}") from error
     weight_map = body.get("weight_map") if isinstance(body, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(v, str) for v in weight_map.values())
+    ):
         raise UsageError(f"{index}: weight_map is missing or not a table of file names; {AGAIN}")
     return weight_map
 
@@ -224,7 +255,9 @@ def _shard_path(index: Path, shard: str) -> Path:
     try:
         is_there = path.is_file()
     except OSError as error:  # a name that no file can have
-        raise UsageError(f"{index}: lists the shard {shown} ({error.strerror or error}); {AGAIN}") from error
+        raise UsageError(
+            f"{index}: lists the shard {shown} ({error.strerror or error}); {AGAIN}"
+        ) from error
     if not is_there:
         raise UsageError(f"{path}: {index.name} lists this shard, but it is missing; {AGAIN}")
     return path
@@ -247,14 +280,28 @@ def _read_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredTen
     state = file_state(path)  # taken first, so that any later write is noticed
     head, start, size = _read_header(path)
     metadata = head.pop("__metadata__", None)
-    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
-        raise UsageError(f"{path}: the safetensors header is damaged (__metadata__ is not a table of texts); {AGAIN}")
-    tensors = {name: replace(_stored(path, name, entry, start), state=state) for name, entry in head.items()}
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    ):
+        raise UsageError(
+            f"{path}: the safetensors header is damaged (__metadata__ is not a table of texts); "
+            f"{AGAIN}"
+        )
+    tensors = {
+        name: replace(_stored(path, name, entry, start), state=state)
+        for name, entry in head.items()
+    }
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != end:
-            what = "lies on another one" if tensor.offset < end else "has bytes before it that belong to no tensor"
-            raise UsageError(f"{path}: tensor {name!r} {what}: at byte {tensor.offset}, {end} expected; {AGAIN}")
+            what = (
+                "lies on another one"
+                if tensor.offset < end
+                else "has bytes before it that belong to no tensor"
+            )
+            raise UsageError(
+                f"{path}: tensor {name!r} {what}: at byte {tensor.offset}, {end} expected; {AGAIN}"
+            )
         end += tensor.nbytes
     if size != end:
         what = "is truncated" if size < end else "has bytes that belong to no tensor"
@@ -277,13 +324,16 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     if not sane:
         raise UsageError(
-            f"{path}: truncated or not a safetensors file (a git-lfs pointer?): a header of {length} bytes in a file"
+            f"{path}: truncated or not a safetensors file (a git-lfs pointer?): a header of "
+            f"{length} bytes in a file"
             f" of {size} bytes; {AGAIN}"
         )
     try:
         head = _HEADER_JSON.decode(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: the safetensors header is damaged ({json_reason(error)}); {AGAIN}") from error
+        raise UsageError(
+            f"{path}: the safetensors header is damaged ({json_reason(error)}); {AGAIN}"
+        ) from error
     if not isinstance(head, dict):
         raise UsageError(f"{path}: the safetensors header is damaged (not a table); {AGAIN}")
     return head, LENGTH_BYTES + length, size
@@ -311,7 +361,8 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
         raise bad
     if nbytes < 0 or nbytes != wanted:
         raise UsageError(
-            f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} needs {wanted}; {AGAIN}"
+            f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} "
+            f"needs {wanted}; {AGAIN}"
         )
     return StoredTensor(path, start + begin, nbytes, TO_ENGINE.get(dtype, dtype), tuple(shape))
 
@@ -339,4 +390,6 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-_HEADER_JSON = json.JSONDecoder(object_pairs_hook=_table_of, parse_constant=_no_constant, parse_int=_whole_number)
+_HEADER_JSON = json.JSONDecoder(
+    object_pairs_hook=_table_of, parse_constant=_no_constant, parse_int=_whole_number
+)

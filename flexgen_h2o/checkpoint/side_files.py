@@ -37,6 +37,7 @@ def say_adapter(folder: Path) -> None:
     """Tell the user that an adapter beside a model is not used."""
     if (folder / ADAPTER).is_file():
         say_once(
-            f"{folder / ADAPTER}: this adapter is not used, the base model answers; merge it into the model (peft's"
+            f"{folder / ADAPTER}: this adapter is not used, the base model answers; merge it into "
+            "the model (peft's"
             " merge_and_unload), and give the folder that this makes"
         )

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.bin_import import load_tensors
 from flexgen_h2o.checkpoint.names import HEADS, first_of
-from flexgen_h2o.checkpoint.safetensors import BIN, SAFETENSORS, StoredTensor, names_in, read_index, shards
+from flexgen_h2o.checkpoint.safetensors import (
+    BIN,
+    SAFETENSORS,
+    StoredTensor,
+    names_in,
+    read_index,
+    shards,
+)
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import open_regular
@@ -23,7 +30,9 @@ from flexgen_h2o.core.units import MIB
 if TYPE_CHECKING:
     import torch
 
-_PIECE_BYTES, _PIECE_ROWS = MIB, 64  # pieces in which two tables are compared
+# pieces in which two tables are compared
+_PIECE_BYTES = MIB
+_PIECE_ROWS = 64
 
 
 def has_other_head(spec: ModelSpec, folder: Path) -> bool:

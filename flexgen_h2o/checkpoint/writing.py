@@ -27,7 +27,14 @@ from tqdm import tqdm
 
 from flexgen_h2o.checkpoint.atomic_folder import building
 from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, checkpoint_format
-from flexgen_h2o.checkpoint.safetensors import FROM_ENGINE, SAFETENSORS, Entry, header, shard_name, write_index
+from flexgen_h2o.checkpoint.safetensors import (
+    FROM_ENGINE,
+    SAFETENSORS,
+    Entry,
+    header,
+    shard_name,
+    write_index,
+)
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import UsageError
@@ -101,11 +108,18 @@ class FileWriter:
     def __enter__(self) -> FileWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         try:
             if error is None:
                 # The last piece has any length, which direct writes refuse.
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                fcntl.fcntl(
+                    self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT
+                )
                 self._flush()
                 os.fsync(self._fd)
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -134,7 +148,9 @@ class Shard:
     nbytes: int  # of the whole file
 
 
-def plan_shards(tensors: Iterable[Written], metadata: Mapping[str, str] | None = None) -> list[Shard]:
+def plan_shards(
+    tensors: Iterable[Written], metadata: Mapping[str, str] | None = None
+) -> list[Shard]:
     """Return files of at most SHARD_BYTES for the tensors, in order.
 
     One tensor may exceed that size.
@@ -169,7 +185,14 @@ def write_shards(folder: Path, shards: list[Shard], title: str, progress: bool) 
         write_index(folder, weight_map, sum(shard.nbytes - len(shard.head) for shard in shards))
     nbytes = sum(shard.nbytes for shard in shards)
     with interrupts.held():  # tqdm starts a thread
-        bar = tqdm(total=nbytes, desc=title, unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
+        bar = tqdm(
+            total=nbytes,
+            desc=title,
+            unit="B",
+            unit_scale=True,
+            file=sys.stderr,
+            disable=not progress,
+        )
     with bar:
         for shard in shards:
             with FileWriter(folder / shard.name) as file:
@@ -187,11 +210,18 @@ RANDOM_RECORD_NAME = "random_weights.json"
 # 2**24 - 3 is prime, so no matrix repeats its rows. With a power of two it would, and equal rows
 # give equal logits.
 TABLE_VALUES = 2**24 - 3
-_MATRIX_STD, _NORM_STD, _BIAS_STD = 0.02, 0.02, 0.01
+_MATRIX_STD = 0.02
+_NORM_STD = 0.02
+_BIAS_STD = 0.01
 
 
 def write_random_checkpoint(
-    spec: ModelSpec, config_json: dict[str, Any], folder: Path, dtype: str, seed: int = 0, progress: bool = False
+    spec: ModelSpec,
+    config_json: dict[str, Any],
+    folder: Path,
+    dtype: str,
+    seed: int = 0,
+    progress: bool = False,
 ) -> Path:
     """Write a Hugging Face folder with random weights for `spec` and return it.
 
@@ -210,20 +240,29 @@ def write_random_checkpoint(
     """
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {dtype}: not one of {', '.join(DTYPE_BYTES)}")
-    record, values = record_of(spec, config_json, dtype, seed), RandomValues(spec, dtype, seed)
+    record = record_of(spec, config_json, dtype, seed)
+    values = RandomValues(spec, dtype, seed)
     shards = plan_shards(values.stored())
-    with building(folder, sum(shard.nbytes for shard in shards), "random weights", spec.name) as temp:
+    with building(
+        folder, sum(shard.nbytes for shard in shards), "random weights", spec.name
+    ) as temp:
         if temp is None:
             with suppress(OSError, ValueError):
                 if read_json(folder / RANDOM_RECORD_NAME) == record:
                     return folder
             raise UsageError(
-                f"{folder}: holds something else than these random weights; remove it or give another folder"
+                f"{folder}: holds something else than these random weights; remove it or give "
+                "another folder"
             )
         # The files decide the dtype. A config with another one would mislead whoever reads it
         # first.
-        config = {key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")}
-        for name, body in (("config.json", config | {"torch_dtype": dtype}), (RANDOM_RECORD_NAME, record)):
+        config = {
+            key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")
+        }
+        for name, body in (
+            ("config.json", config | {"torch_dtype": dtype}),
+            (RANDOM_RECORD_NAME, record),
+        ):
             write_new(temp / name, json.dumps(body, indent=2) + "\n")
         write_shards(temp, shards, f"random weights {folder.name}", progress)
     return folder
@@ -237,7 +276,10 @@ class RandomValues:
     """
 
     def __init__(self, spec: ModelSpec, dtype: str, seed: int) -> None:
-        self._spec, self._form, self._dtype, self._seed = spec, checkpoint_format(spec), dtype, seed
+        self._spec = spec
+        self._form = checkpoint_format(spec)
+        self._dtype = dtype
+        self._seed = seed
         self._whole: tuple[str, Held] | None = None
 
     @cached_property
@@ -255,7 +297,9 @@ class RandomValues:
         import torch
 
         generator = torch.Generator().manual_seed(self._seed)
-        return torch.randint(0, 256, (TABLE_VALUES,), dtype=torch.uint8, generator=generator, device="cpu")
+        return torch.randint(
+            0, 256, (TABLE_VALUES,), dtype=torch.uint8, generator=generator, device="cpu"
+        )
 
     def stored(self) -> list[Written]:
         """Return what a checkpoint of the model stores.
@@ -271,7 +315,9 @@ class RandomValues:
             parts.sort(key=lambda part: part[1].index or 0)
             rows = parts[0][1]
             shape = rows.shape if rows.index is None else (len(parts), *rows.shape)
-            found.append(Written(Entry(name, self._stored_dtype(rows), shape), partial(self._pieces, parts)))
+            found.append(
+                Written(Entry(name, self._stored_dtype(rows), shape), partial(self._pieces, parts))
+            )
         return found
 
     def _stored_dtype(self, rows: StoredRows) -> str:
@@ -296,21 +342,32 @@ class RandomValues:
         """Return rows [first, end) of a tensor, decoded."""
         import torch
 
-        layout, part = self._form.layout(tensor), Part("host", first, end)
+        layout = self._form.layout(tensor)
+        part = Part("host", first, end)
         if not layout.decoded_row_bytes and not layout.by_columns:
             values = torch.cat(list(self._of_rows(tensor, layout.stored[0], first, end)))
             return values.view(end - first, *tensor.shape[1:])
-        held = self._whole_of(tensor, layout) if layout.by_columns else self._held(tensor, layout, part)
+        held = (
+            self._whole_of(tensor, layout)
+            if layout.by_columns
+            else self._held(tensor, layout, part)
+        )
         if not layout.decoded_row_bytes:
             return held.pieces[0].view(layout.cut_shape)[:, first:end].t().contiguous()
         return self._form.decode_range(
-            layout, [held], first, torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu")
+            layout,
+            [held],
+            first,
+            torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu"),
         )
 
     def _held(self, tensor: TensorSpec, layout: TensorLayout, part: Part) -> Held:
         import torch
 
-        pieces = [(rows, torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part))))) for rows in layout.stored]
+        pieces = [
+            (rows, torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part)))))
+            for rows in layout.stored
+        ]
         return Held(part, [rows.held(raw, rows.dtypes[0]) for rows, raw in pieces])
 
     def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
@@ -320,19 +377,27 @@ class RandomValues:
         further calls of `rows`.
         """
         if self._whole is None or self._whole[0] != tensor.key:
-            self._whole = tensor.key, self._held(tensor, layout, Part("host", 0, layout.cut_shape[0]))
+            self._whole = (
+                tensor.key,
+                self._held(tensor, layout, Part("host", 0, layout.cut_shape[0])),
+            )
         return self._whole[1]
 
-    def _of_rows(self, tensor: TensorSpec, rows: StoredRows, first: int, end: int) -> Iterator[torch.Tensor]:
+    def _of_rows(
+        self, tensor: TensorSpec, rows: StoredRows, first: int, end: int
+    ) -> Iterator[torch.Tensor]:
         """Yield rows [first, end) of a stored tensor, in pieces of numbers or bytes."""
         digest = hashlib.blake2b(f"{self._seed}:{rows.name}".encode(), digest_size=8).digest()
         table = self._table if rows.is_values else self._bytes
-        size = math.prod(rows.shape) if rows.is_values else Entry("", self._stored_dtype(rows), rows.shape).nbytes
-        row, begin_of_slice = size // rows.shape[0], size * (rows.index or 0)
-        offset, left = (
-            (int.from_bytes(digest, "little") + begin_of_slice + first * row) % TABLE_VALUES,
-            (end - first) * row,
+        size = (
+            math.prod(rows.shape)
+            if rows.is_values
+            else Entry("", self._stored_dtype(rows), rows.shape).nbytes
         )
+        row = size // rows.shape[0]
+        begin_of_slice = size * (rows.index or 0)
+        offset = (int.from_bytes(digest, "little") + begin_of_slice + first * row) % TABLE_VALUES
+        left = (end - first) * row
         done = first * row
         while left:
             values = table[offset : offset + left]
@@ -340,7 +405,9 @@ class RandomValues:
                 yield _masked(values, done, *rows.random)
             else:
                 yield values if len(tensor.shape) != 1 else _vector(tensor, values)
-            left, done, offset = left - values.numel(), done + values.numel(), 0
+            left = left - values.numel()
+            done = done + values.numel()
+            offset = 0
 
 
 def any_bytes(rows: StoredRows) -> torch.Tensor:
@@ -369,12 +436,18 @@ def _masked(values: torch.Tensor, begin: int, mask: bytes, base: bytes) -> torch
 
     def repeated(pattern: bytes) -> torch.Tensor:
         once = torch.tensor(list(pattern), dtype=torch.uint8, device="cpu").roll(-begin)
-        return once if len(pattern) == 1 else once.repeat(-(-len(values) // len(pattern)))[: len(values)]
+        return (
+            once
+            if len(pattern) == 1
+            else once.repeat(-(-len(values) // len(pattern)))[: len(values)]
+        )
 
     return (values & repeated(mask)) + repeated(base)
 
 
-def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: int) -> dict[str, Any]:
+def record_of(
+    spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: int
+) -> dict[str, Any]:
     """Return what the values and files depend on."""
     facts = [config_json, [(t.role, t.key, t.shape) for t in spec.tensors]]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -52,7 +52,9 @@ class Policy:
     # Sequences of a micro-batch.
     gpu_batch_size: int = setting(4, "sequences of a micro-batch", low=1, high=2**20)
     # Micro-batches of a block.
-    num_gpu_batches: int = setting(1, "micro-batches that share each read of a layer", low=1, high=2**20)
+    num_gpu_batches: int = setting(
+        1, "micro-batches that share each read of a layer", low=1, high=2**20
+    )
     # Percents of weights, KV cache and hidden states, each on device and host. The rest is on disk.
     percent: tuple[int, int, int, int, int, int] = setting(
         (100, 0, 100, 0, 100, 0),
@@ -64,7 +66,9 @@ class Policy:
     compress_weight: bool = setting(False, "hold weights in --weight-bits")
     # Keys and values are held and moved in cache_bits per value, in groups.
     compress_cache: bool = setting(False, "hold the KV cache in --kv-bits")
-    weight_bits: int = setting(4, "weights in 8 or 4 bits", usual="as stored", low=4, choices=BITS, metavar="N")
+    weight_bits: int = setting(
+        4, "weights in 8 or 4 bits", usual="as stored", low=4, choices=BITS, metavar="N"
+    )
     # 3, 4 or 8; "4/3" means keys in 4 bits and values in 3.
     cache_bits: str | int = setting(
         4, "KV cache in 8, 4 or 3 bits; 4/3: keys in 4, values in 3", usual=16, metavar="N[/N]"
@@ -72,7 +76,10 @@ class Policy:
     # The newest KV entries of a sequence that stay whole in a compressed cache: at most half of its
     # slots.
     cache_window: int = setting(
-        16, "newest KV entries that --kv-bits leaves as they are, a multiple of 4", low=0, high=2**20
+        16,
+        "newest KV entries that --kv-bits leaves as they are, a multiple of 4",
+        low=0,
+        high=2**20,
     )
     # Keys and values are packed after a Hadamard transform, and keys are not smoothed. The room for
     # centres and ranges stays, unused.
@@ -81,7 +88,9 @@ class Policy:
     )
     # Weights are in int8 with one scale per output channel, and products are computed in int8. With
     # compress_weight in 4 bits, weights are held and moved so, and become int8 once per block.
-    int8_compute: bool = setting(False, "multiply matrices in int8; weights are held in 8 bits, or in --weight-bits 4")
+    int8_compute: bool = setting(
+        False, "multiply matrices in int8; weights are held in 8 bits, or in --weight-bits 4"
+    )
     cpu_cache_compute: bool = setting(False, "attend on the CPU to the KV cache that is in RAM")
     overlap: bool = setting(True, "move and compute at the same time")
     sep_layer: bool = setting(True, "attention and MLP are two steps of the schedule")
@@ -94,7 +103,8 @@ class Policy:
     pin_weight: bool = setting(True, "pin what RAM holds, with a GPU")
     attn_sparsity: float = setting(
         1.0,
-        "FlexGen's flag: attention adds up this share of the values, those with the largest probabilities; an "
+        "FlexGen's flag: attention adds up this share of the values, those with the largest "
+        "probabilities; an "
         "experiment: saves no memory and little time",
         share=True,
     )
@@ -106,7 +116,8 @@ class Policy:
         object.__setattr__(self, "cache_bits", _check_cache_bits(self.cache_bits))
         if self.int8_compute and self.compress_weight and self.weight_bits == 8:
             raise UsageError(
-                "int8_compute: holds weights in 8 bits already; leave compress_weight off, or weight_bits at 4"
+                "int8_compute: holds weights in 8 bits already; leave compress_weight off, or "
+                "weight_bits at 4"
             )
         if self.cache_window % 4:
             raise UsageError(f"cache_window: {self.cache_window} is not a multiple of 4")
@@ -142,12 +153,17 @@ def _check_cache_bits(value: object) -> int | str:
     Raise UsageError for other values.
     """
     try:
-        found = bits_of_kv(value) if isinstance(value, str | int) and not isinstance(value, bool) else ()
+        found = (
+            bits_of_kv(value)
+            if isinstance(value, str | int) and not isinstance(value, bool)
+            else ()
+        )
     except ValueError:
         found = ()
     if not found or not set(found) <= set(CACHE_BITS):
         raise UsageError(
-            f"cache_bits: {value!r:.60} is not one of {', '.join(map(str, CACHE_BITS))}, nor two of them for keys and "
+            f"cache_bits: {value!r:.60} is not one of {', '.join(map(str, CACHE_BITS))}, nor two "
+            "of them for keys and "
             "values, as 4/3"
         )
     keys, values = found
@@ -168,7 +184,8 @@ def check_bits_used(policy: Policy) -> Policy:
     for bits in _unused_bits(policy):
         if getattr(policy, bits) != getattr(Policy, bits):
             raise UsageError(
-                f"{bits}: {getattr(policy, bits)} goes with {COMPRESSION_OF[bits]}, which is off; give both"
+                f"{bits}: {getattr(policy, bits)} goes with {COMPRESSION_OF[bits]}, which is off; "
+                "give both"
             )
     return policy
 
@@ -192,10 +209,15 @@ class MemoryBudget:
     disk: int | None = setting(None, "most disk space in --offload-dir (what is free)")
 
     def __init__(
-        self, device: str | int | None = None, host: str | int | None = None, disk: str | int | None = None
+        self,
+        device: str | int | None = None,
+        host: str | int | None = None,
+        disk: str | int | None = None,
     ) -> None:
         for tier, size in (("device", device), ("host", host), ("disk", disk)):
-            object.__setattr__(self, tier, None if size is None else parse_bytes(size, f"--{tier}-mem"))
+            object.__setattr__(
+                self, tier, None if size is None else parse_bytes(size, f"--{tier}-mem")
+            )
 
 
 @dataclass(frozen=True)
@@ -226,9 +248,13 @@ def check_percent(values: object) -> tuple[int, int, int, int, int, int]:
     Each pair is at most 100 together, and the rest is on disk.
     """
     if not isinstance(values, tuple | list) or len(values) != 6:
-        raise UsageError(f"percent: six whole numbers WG WC CG CC HG HC are needed, not {values!r:.60}")
+        raise UsageError(
+            f"percent: six whole numbers WG WC CG CC HG HC are needed, not {values!r:.60}"
+        )
     six = tuple(check_int("percent", v, 0, 100) for v in values)
-    for what, first, second in zip(("weights", "cache", "hidden"), six[::2], six[1::2], strict=True):
+    for what, first, second in zip(
+        ("weights", "cache", "hidden"), six[::2], six[1::2], strict=True
+    ):
         if first + second > 100:
             raise UsageError(f"percent: {what} on device and host are {first} + {second} > 100")
     return six  # type: ignore[return-value]
@@ -255,7 +281,8 @@ def read_policy(path: Path) -> SavedPolicy:
     schema = body.get("schema")
     if type(schema) is not int or not 1 <= schema <= POLICY_SCHEMA:
         raise UsageError(
-            f"--policy {path}: schema is {schema!r}, this version reads 1 to {POLICY_SCHEMA}; make the plan again"
+            f"--policy {path}: schema is {schema!r}, this version reads 1 to {POLICY_SCHEMA}; make "
+            "the plan again"
         )
     names = [f.name for f in fields(Policy) if SINCE_SCHEMA.get(f.name, 1) <= schema]
     unknown = sorted(set(body) - {*names, *ABOUT, "schema"})
@@ -270,5 +297,7 @@ def read_policy(path: Path) -> SavedPolicy:
     for key in ABOUT:
         kind, name = (dict, "an object") if key in ("workload", "predicted") else (str, "a text")
         if not isinstance(body.get(key), kind | None):
-            raise UsageError(f"--policy {path}: {key} is {body[key]!r:.60}, and must be {name} or null")
+            raise UsageError(
+                f"--policy {path}: {key} is {body[key]!r:.60}, and must be {name} or null"
+            )
     return SavedPolicy(policy, **{key: body.get(key) for key in ABOUT})

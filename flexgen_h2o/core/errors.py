@@ -66,7 +66,11 @@ def first_line(error: BaseException) -> str:
 
 def internal_reason(error: BaseException) -> str:
     """Return the error message of a prompt for an exception that nobody foresaw."""
-    reason = str(error) if isinstance(error, FlexgenError) else f"{type(error).__name__}: {first_line(error)}"
+    reason = (
+        str(error)
+        if isinstance(error, FlexgenError)
+        else f"{type(error).__name__}: {first_line(error)}"
+    )
     return f"internal error: {reason}"
 
 
@@ -78,4 +82,6 @@ def json_reason(error: ValueError | RecursionError) -> str:
     """
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos + 1}"
-    return "a whole number has too many digits" if "int_max_str_digits" in str(error) else str(error)
+    return (
+        "a whole number has too many digits" if "int_max_str_digits" in str(error) else str(error)
+    )

@@ -32,7 +32,9 @@ MOST_LINE_BYTES = 8 * 2**20
 _LONG_LINE_PIECE = 2**20
 
 
-_PATIENCE_S, _WAIT_S = 10.0, 0.05  # how long, and how often, a free descriptor is waited for
+# how long, and how often, a free descriptor is waited for
+_PATIENCE_S = 10.0
+_WAIT_S = 0.05
 
 
 def is_scarce(error: BaseException | None) -> bool:
@@ -70,7 +72,9 @@ def check_working_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise UsageError("the working folder has been removed; change to another one (cd), and run again") from error
+        raise UsageError(
+            "the working folder has been removed; change to another one (cd), and run again"
+        ) from error
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -86,7 +90,11 @@ def open_regular(path: Path) -> BufferedReader:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "is no regular file; save what it gives in a file, and name that", str(path))
+            raise OSError(
+                errno.EINVAL,
+                "is no regular file; save what it gives in a file, and name that",
+                str(path),
+            )
         return open(fd, "rb")
     except BaseException:
         os.close(fd)
@@ -131,7 +139,9 @@ def read_object(path: Path, where: str) -> dict[str, Any]:
     try:
         body = read_json(path)
     except OSError as error:
-        raise UsageError(f"{where}: {error.strerror or error}; name a JSON file that can be read") from error
+        raise UsageError(
+            f"{where}: {error.strerror or error}; name a JSON file that can be read"
+        ) from error
     except ValueError as error:
         raise UsageError(f"{where}: not a JSON file ({error})") from error
     if not isinstance(body, dict):
@@ -148,7 +158,9 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
     with open_regular(path) as file:
         file.seek(offset)
         goes_on = False
-        while raw := file.readline(min(_LONG_LINE_PIECE, MOST_LINE_BYTES) if goes_on else MOST_LINE_BYTES):
+        while raw := file.readline(
+            min(_LONG_LINE_PIECE, MOST_LINE_BYTES) if goes_on else MOST_LINE_BYTES
+        ):
             goes_on = not raw.endswith(b"\n") and bool(file.peek(1))
             yield raw, goes_on
 
@@ -292,7 +304,9 @@ def check_writable(path: Path, flag: str) -> None:
         raise UsageError(f"{flag} {path}: is a folder; name a file in it")
     # Opening a pipe would wait for a reader. Standard output may be a pipe: /dev/stdout is in
     # /proc.
-    if path.exists() and not (path.is_file() or path.is_char_device() or os.path.realpath(path).startswith("/proc/")):
+    if path.exists() and not (
+        path.is_file() or path.is_char_device() or os.path.realpath(path).startswith("/proc/")
+    ):
         raise UsageError(f"{flag} {path}: is no regular file; name one")
     if not folder.is_dir():
         raise UsageError(f"{flag} {path}: the folder {folder} does not exist; create it first")
@@ -306,7 +320,9 @@ def check_folder(path: Path, flag: str) -> Path:
     Raises UsageError if nothing could be written below it.
     """
     path = usable_path(path, flag)
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    there = next(
+        folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+    )
     if there != path.absolute() and not there.is_dir():
         raise UsageError(f"{flag} {path}: {there} is no folder; name another")
     if not os.access(there, os.W_OK):
@@ -336,7 +352,11 @@ def _name_draft(fd: int, draft: Path) -> None:
 def _is_written_in_place(path: Path) -> bool:
     if not path.exists():
         return False
-    return not path.is_file() or path.absolute().is_relative_to("/dev") or not os.access(path.resolve().parent, os.W_OK)
+    return (
+        not path.is_file()
+        or path.absolute().is_relative_to("/dev")
+        or not os.access(path.resolve().parent, os.W_OK)
+    )
 
 
 MARK = ".flexgen_h2o"  # name of a file in each folder that the package has made

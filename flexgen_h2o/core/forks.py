@@ -31,7 +31,8 @@ _PAUSE_HARD = 2  # omp_pause_hard
 _FORKED = 0x40
 _ELEMENTS = 2**20  # of a tensor that torch fills in several threads
 # A probe that sleeps for _ASLEEP_S, or spins for _MOST_S, waits for a thread that does not exist.
-_ASLEEP_S, _MOST_S = 0.5, 30
+_ASLEEP_S = 0.5
+_MOST_S = 30
 _POLL_S = 0.01
 
 _TORCH_WAS_THERE = "torch" in sys.modules  # torch was imported before the package
@@ -51,7 +52,8 @@ def check_threads() -> None:
         _are_missing = not _do_threads_work()
     if _are_missing:
         raise UsageError(
-            "this process was forked from one that had used torch, and lacks torch's threads: start it with "
+            "this process was forked from one that had used torch, and lacks torch's threads: "
+            "start it with "
             "multiprocessing's 'spawn', or import flexgen_h2o before the fork"
         )
     _prepare_torch(os.getpid())
@@ -95,7 +97,10 @@ def _do_threads_work() -> bool:
     """
     import torch
 
-    if torch.get_num_threads() == 1 or len(os.listdir("/proc/self/task")) > threading.active_count():
+    if (
+        torch.get_num_threads() == 1
+        or len(os.listdir("/proc/self/task")) > threading.active_count()
+    ):
         return True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of forks with threads

@@ -130,7 +130,9 @@ def as_exceptions() -> Iterator[None]:
                 raise Interrupted(number)
 
     try:
-        handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        handled = [
+            n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
+        ]
         before = {number: signal.signal(number, arrive) for number in handled}
     except ValueError:  # this is not the main thread: the embedding program handles signals
         yield

@@ -155,7 +155,9 @@ class Experts:
     def of_blocks(self, chosen: Sequence[int]) -> Experts:
         """Return the experts of the chosen transformer blocks."""
         return replace(
-            self, tensors=tuple(self.tensors[i] for i in chosen), inputs=tuple(self.inputs[i] for i in chosen)
+            self,
+            tensors=tuple(self.tensors[i] for i in chosen),
+            inputs=tuple(self.inputs[i] for i in chosen),
         )
 
     def share_used(self, tokens: float, group: int = 1) -> float:
@@ -164,7 +166,8 @@ class Experts:
         Each token is assumed to choose evenly. With E experts, k per token and groups of g, the
         share is 1 - (C(E - g, k) / C(E, k))^tokens.
         """
-        num_left, share_unused = self.count - group, 1.0
+        num_left = self.count - group
+        share_unused = 1.0
         for i in range(self.per_token):
             share_unused *= max(0.0, (num_left - i) / (self.count - i))
         return float(1.0 - share_unused**tokens)
@@ -186,7 +189,9 @@ class Experts:
 
         It is cached because a search asks for it thousands of times.
         """
-        return max((sum(t.numel for t in expert) for block in self.tensors for expert in block), default=1)
+        return max(
+            (sum(t.numel for t in expert) for block in self.tensors for expert in block), default=1
+        )
 
 
 @dataclass(frozen=True)
@@ -269,9 +274,12 @@ class ModelSpec:
 
         It has the embedding if the first block is among them, and the head if the last one is.
         """
-        embedding, head = blocks.start == 0, blocks.stop == self.num_blocks
+        embedding = blocks.start == 0
+        head = blocks.stop == self.num_blocks
         return replace(
-            self.of_blocks(blocks), embedding=self.embedding if embedding else (), head=self.head if head else ()
+            self.of_blocks(blocks),
+            embedding=self.embedding if embedding else (),
+            head=self.head if head else (),
         )
 
     @property
@@ -298,8 +306,14 @@ class ModelSpec:
         """Elements of the weights that one token uses: all, but only the chosen experts."""
         if self.experts is None:
             return self.num_weights
-        of_experts = sum(t.numel for block in self.experts.tensors for expert in block for t in expert)
-        return self.num_weights - of_experts + of_experts * self.experts.per_token // self.experts.count
+        of_experts = sum(
+            t.numel for block in self.experts.tensors for expert in block for t in expert
+        )
+        return (
+            self.num_weights
+            - of_experts
+            + of_experts * self.experts.per_token // self.experts.count
+        )
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of K and V that one token adds over all blocks."""
@@ -325,13 +339,16 @@ class ModelSpec:
         units: list[WeightUnit] = []
         layers: list[Layer] = []
 
-        def add(kind: LayerKind, block: int, name: str, tensors: tuple[TensorSpec, ...], **own: range) -> None:
+        def add(
+            kind: LayerKind, block: int, name: str, tensors: tuple[TensorSpec, ...], **own: range
+        ) -> None:
             units.append(WeightUnit(name, tensors))
             layers.append(Layer(kind, block, len(units) - 1, **own))
 
         def add_experts(block: int) -> None:
             assert self.experts is not None
-            experts, size = self.experts.tensors[block], expert_group or self.experts.count
+            experts = self.experts.tensors[block]
+            size = expert_group or self.experts.count
             for first in range(0, len(experts), size):
                 group = range(first, min(first + size, len(experts)))
                 tensors = tuple(t for i in group for t in experts[i])

@@ -46,9 +46,9 @@ class SlotPacking:
 
     The word of a group has its scale in bf16 (low half) and its least number in bf16 (high half):
     number = scale x value + least. There are three reasons for bf16: it has fp32's range, so no
-    number is too large; a shift makes it fp32; and it stores the least of bf16 numbers exactly. Both
-    are rounded outwards. So no number of the group is outside their range, and no error is larger
-    than half the scale.
+    number is too large; a shift makes it fp32; and it stores the least of bf16 numbers exactly.
+    Both are rounded outwards. So no number of the group is outside their range, and no error is
+    larger than half the scale.
     """
 
     # Numbers that are packed together.
@@ -74,7 +74,8 @@ class SlotPacking:
     @property
     def group(self) -> int:
         """Number of values of a group. The last group may have fewer."""
-        count, step = -(-self.width // GROUP), _STEP if self.low_bits > 2 else _FEW_BITS_STEP
+        count = -(-self.width // GROUP)
+        step = _STEP if self.low_bits > 2 else _FEW_BITS_STEP
         return min(self.width, round_up(-(-self.width // count), step))
 
     @property

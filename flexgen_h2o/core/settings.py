@@ -16,8 +16,10 @@ MOST_LOGPROBS = 20  # likeliest tokens per step, as in OpenAI's chat API
 # Characters of all stop strings of a sequence together, since they are looked for after each token.
 MOST_STOP_CHARACTERS = 4096
 PROMPT = "prompt"  # value of `protect` that protects the whole prompt
-DECODE, PREFILL = "decode", "prefill"
-ORIGINAL, ROLLING = "original", "rolling"
+DECODE = "decode"
+PREFILL = "prefill"
+ORIGINAL = "original"
+ROLLING = "rolling"
 
 
 def setting(default: Any, help: str = "", **rules: Any) -> Any:
@@ -39,7 +41,8 @@ def check_settings(settings: Any) -> None:
     Raise UsageError, which begins with the field's name, if a value is wrong.
     """
     for f in fields(settings):
-        value, rules = getattr(settings, f.name), f.metadata
+        value = getattr(settings, f.name)
+        rules = f.metadata
         kind, _, optional = str(f.type).partition(" | ")
         if not rules or (value is None and optional):
             continue
@@ -49,9 +52,15 @@ def check_settings(settings: Any) -> None:
             value = check_int(f.name, value, rules["low"], rules.get("high"))
         elif kind == "float":
             share = rules.get("share", False)
-            value = check_share(f.name, value) if share else check_number(f.name, value, rules.get("high"))
+            value = (
+                check_share(f.name, value)
+                if share
+                else check_number(f.name, value, rules.get("high"))
+            )
         if "choices" in rules and value not in rules["choices"]:
-            raise UsageError(f"{f.name}: {value!r:.60} is not one of {', '.join(map(str, rules['choices']))}")
+            raise UsageError(
+                f"{f.name}: {value!r:.60} is not one of {', '.join(map(str, rules['choices']))}"
+            )
         object.__setattr__(settings, f.name, value)
 
 
@@ -65,15 +74,21 @@ class SamplingParams:
     # Most new tokens of a sequence. It may be 0 if prompt_logprobs is set.
     max_tokens: int = setting(32, low=0)
     # Below 1e-5, choosing is greedy.
-    temperature: float = setting(0.0, "0: the likeliest token; above 0: drawn at random", metavar="T")
+    temperature: float = setting(
+        0.0, "0: the likeliest token; above 0: drawn at random", metavar="T"
+    )
     # In [0, 1]; 1 is off.
-    top_p: float = setting(1.0, "draw from the likeliest tokens with this probability in sum", high=1.0, metavar="P")
+    top_p: float = setting(
+        1.0, "draw from the likeliest tokens with this probability in sum", high=1.0, metavar="P"
+    )
     # 0 is off.
     top_k: int = setting(0, "draw from the K likeliest tokens; 0 is off", low=0, metavar="K")
     # From 0 to 2**63 - 1.
     seed: int = setting(0, "seed of the draws", metavar="N", low=0, high=2**63 - 1)
     # Strings that end a sequence. One string, a list or None are accepted too.
-    stop: tuple[str, ...] = setting((), "end an answer at this text; may be repeated", metavar="TEXT", action="append")
+    stop: tuple[str, ...] = setting(
+        (), "end an answer at this text; may be repeated", metavar="TEXT", action="append"
+    )
     # Continue after the end-of-sequence token.
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
     # Return the log-probability of each new token and those of this many likeliest tokens, up to
@@ -98,14 +113,19 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "stop", _check_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _check_token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(
+            self, "stop_token_ids", _check_token_ids("stop_token_ids", self.stop_token_ids)
+        )
         if self.repetition_penalty is not None and not self.repetition_penalty > 0:
-            raise UsageError(f"repetition_penalty: {self.repetition_penalty!r:.60} must be above 0; 1 is off")
+            raise UsageError(
+                f"repetition_penalty: {self.repetition_penalty!r:.60} must be above 0; 1 is off"
+            )
         if self.score is not None:
             self._check_score()
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise UsageError(
-                "max_tokens: 0 must be at least 1, unless the prompt is scored (prompt_logprobs; echo in batch files)"
+                "max_tokens: 0 must be at least 1, unless the prompt is scored (prompt_logprobs; "
+                "echo in batch files)"
             )
 
     def _check_score(self) -> None:
@@ -115,8 +135,12 @@ class SamplingParams:
         if not isinstance(given, list | tuple) or not given:
             raise UsageError(f"score: {self.score!r:.60} is not a list of at least one token id")
         if self.prompt_logprobs is not None:
-            raise UsageError("prompt_logprobs: cannot be combined with `score`; leave one of them out")
-        object.__setattr__(self, "score", tuple(check_int("score", token, low=0) for token in given))
+            raise UsageError(
+                "prompt_logprobs: cannot be combined with `score`; leave one of them out"
+            )
+        object.__setattr__(
+            self, "score", tuple(check_int("score", token, low=0) for token in given)
+        )
         object.__setattr__(self, "max_tokens", len(given))
         object.__setattr__(self, "logprobs", 1 if self.logprobs is None else self.logprobs)
 
@@ -138,7 +162,10 @@ def _check_stop(value: object) -> tuple[str, ...]:
             raise UsageError(f"stop: {s!r:.60} is not a string with at least one character")
         check_text("stop", s)
     if sum(map(len, strings)) > MOST_STOP_CHARACTERS:
-        raise UsageError(f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten them")
+        raise UsageError(
+            f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten "
+            "them"
+        )
     return tuple(strings)
 
 
@@ -173,30 +200,43 @@ class EvictionSettings:
     )
     # In (0, 1]: int(ratio x prompt tokens) recent KV entries, at least 1.
     recent_ratio: float | None = setting(
-        None, "recent KV entries: 0.2 is 20% of the prompt's tokens (as --hh-ratio)", metavar="R", share=True
+        None,
+        "recent KV entries: 0.2 is 20% of the prompt's tokens (as --hh-ratio)",
+        metavar="R",
+        share=True,
     )
     # A count. 0 is what the H2O paper calls "local".
     heavy_size: int | None = setting(
-        None, "heavy-hitter KV entries, a count; 0 keeps recent ones only", flag="--hh-size", metavar="N", low=0
+        None,
+        "heavy-hitter KV entries, a count; 0 keeps recent ones only",
+        flag="--hh-size",
+        metavar="N",
+        low=0,
     )
-    recent_size: int | None = setting(None, "recent KV entries, a count (as --hh-size)", metavar="N", low=1)
+    recent_size: int | None = setting(
+        None, "recent KV entries, a count (as --hh-size)", metavar="N", low=1
+    )
     # False evicts KV entries of the prompt only and keeps all generated ones (FlexGen's H2O without
     # --hh-all).
-    while_decoding: bool = setting(True, "false: drop KV entries of the prompt only", flag="--hh-all")
+    while_decoding: bool = setting(
+        True, "false: drop KV entries of the prompt only", flag="--hh-all"
+    )
     # "original" or "rolling". With "rolling", the position of a KV entry while decoding is its rank
     # among those that its sequence holds (StreamingLLM, Xiao et al. 2024, section 3.2). So
     # sequences may grow past the positions that the model was trained for. It needs rotary
     # embeddings.
     positions: str = setting(
         ORIGINAL,
-        "rolling: positions count the kept KV entries only, so that a text may outgrow the model's length",
+        "rolling: positions count the kept KV entries only, so that a text may outgrow the model's "
+        "length",
         choices=(ORIGINAL, ROLLING),
     )
     # In (0, 1], instead of ratios and sizes: int(kv_budget x (prompt tokens + most new tokens)) KV
     # entries, at least 1. Half of them are heavy and half recent; an odd one is recent.
     kv_budget: float | None = setting(
         None,
-        "KV entries: 0.2 is 20% of prompt + --max-tokens, half of them heavy hitters and half recent",
+        "KV entries: 0.2 is 20% of prompt + --max-tokens, half of them heavy hitters and half "
+        "recent",
         metavar="R",
         share=True,
     )
@@ -205,7 +245,8 @@ class EvictionSettings:
     # packed entries counts too.
     kv_bytes: float | None = setting(
         None,
-        "KV cache in this share of its bytes, such as 20%; the method is chosen, unless --eviction names one",
+        "KV cache in this share of its bytes, such as 20%; the method is chosen, unless --eviction "
+        "names one",
         usual="100%",
         metavar="SHARE",
         share=True,
@@ -213,24 +254,34 @@ class EvictionSettings:
     # KV entries of the prompt that are never evicted: the first N, or "prompt" for all of them.
     # They count as entries that stay. Heavy and recent ones share the rest as they would share all.
     protect: str | int | None = setting(
-        None, "KV entries that always stay: prompt, all of the prompt's; N, its first N; none", metavar="N|prompt|none"
+        None,
+        "KV entries that always stay: prompt, all of the prompt's; N, its first N; none",
+        metavar="N|prompt|none",
     )
 
     def __post_init__(self) -> None:
         for kind in ("heavy", "recent"):
-            if getattr(self, f"{kind}_ratio") is not None and getattr(self, f"{kind}_size") is not None:
+            if (
+                getattr(self, f"{kind}_ratio") is not None
+                and getattr(self, f"{kind}_size") is not None
+            ):
                 raise UsageError(
-                    f"{kind}_size: both a count and a share of {kind} KV entries are given; give one of them"
+                    f"{kind}_size: both a count and a share of {kind} KV entries are given; give "
+                    "one of them"
                 )
         check_settings(self)
         given = [name for name in SIZES if getattr(self, name) is not None]
         given += [name for name in ("kv_bytes", "kv_budget") if getattr(self, name) is not None]
         if len(given) > 1 and given[-1] not in SIZES:
             raise UsageError(
-                f"{given[-1]}: says how many KV entries stay, and so does {given[0]}; leave one of them out"
+                f"{given[-1]}: says how many KV entries stay, and so does {given[0]}; leave one of "
+                "them out"
             )
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
-            raise UsageError("heavy_size: 0 alone leaves nothing; say with recent_size how many recent KV entries stay")
+            raise UsageError(
+                "heavy_size: 0 alone leaves nothing; say with recent_size how many recent KV "
+                "entries stay"
+            )
         object.__setattr__(self, "protect", _check_protect(self.protect))
 
 
@@ -243,6 +294,8 @@ def _check_protect(value: str | int | None) -> str | int | None:
         return PROMPT if value == PROMPT else None
     if isinstance(value, str):
         if not value.isdecimal():
-            raise UsageError(f"protect: {value!r:.60} is not prompt, none or a number of KV entries")
+            raise UsageError(
+                f"protect: {value!r:.60} is not prompt, none or a number of KV entries"
+            )
         value = int(value)
     return check_int("protect", value, low=1)

@@ -42,7 +42,9 @@ class _Recording(AbstractContextManager[None]):
     __slots__ = "_lane", "_name", "_start", "_timeline"
 
     def __init__(self, timeline: Timeline, lane: str, name: str) -> None:
-        self._timeline, self._lane, self._name = timeline, lane, name
+        self._timeline = timeline
+        self._lane = lane
+        self._name = name
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
@@ -69,10 +71,13 @@ class Timeline:
     def take(self) -> list[Span]:
         """Return the kept spans, and forget them."""
         with self._lock:
-            taken, self.spans = self.spans, []
+            taken = self.spans
+            self.spans = []
         return taken
 
-    def record(self, lane: str, name: str, start: float, end: float, row: str | None = None) -> None:
+    def record(
+        self, lane: str, name: str, start: float, end: float, row: str | None = None
+    ) -> None:
         """Add a span.
 
         `name` groups the sums, so it must have no index (`load_weight`, not `load_weight 3`).
@@ -94,7 +99,11 @@ class Timeline:
         name: the kind of span; None: all kinds.
         """
         with self._lock:
-            return sum(s for (on, what), (s, _) in self._busy.items() if on == lane and name in (None, what))
+            return sum(
+                s
+                for (on, what), (s, _) in self._busy.items()
+                if on == lane and name in (None, what)
+            )
 
     def count(self, lane: str, name: str) -> int:
         """Return the number of spans of one kind."""
@@ -116,29 +125,41 @@ class Timeline:
         origin = min((s.start for s in self.spans), default=0.0)
         rows = _rows({*LANES, *(s.row for s in self.spans)})
         events: list[dict[str, object]] = [
-            {"ph": "M", "pid": 1, "tid": i, "name": "thread_name", "args": {"name": row}} for i, row in enumerate(rows)
+            {"ph": "M", "pid": 1, "tid": i, "name": "thread_name", "args": {"name": row}}
+            for i, row in enumerate(rows)
         ]
         for s in self.spans:
             events.append(
                 {
-                    "ph": "X", "pid": 1, "tid": rows.index(s.row), "name": s.name,
-                    "ts": (s.start - origin) * 1e6, "dur": (s.end - s.start) * 1e6,
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": rows.index(s.row),
+                    "name": s.name,
+                    "ts": (s.start - origin) * 1e6,
+                    "dur": (s.end - s.start) * 1e6,
                 }
-            )  # fmt: skip
+            )
         write_result(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "--trace")
 
 
 PIXELS = 2000  # spans of one name are drawn as one if the gap between them is narrower than a pixel
 SWEEPS = 3
 COLORS = {
-    "load_weight": "#3b6fb6", "load_cache": "#e08a2c", "store_cache": "#b5541c", "load_hidden": "#57a773",
-    "store_hidden": "#2e7d4f", "compute_layer prefill": "#8e6bbf", "compute_layer decode": "#c2549c",
-}  # fmt: skip
+    "load_weight": "#3b6fb6",
+    "load_cache": "#e08a2c",
+    "store_cache": "#b5541c",
+    "load_hidden": "#57a773",
+    "store_hidden": "#2e7d4f",
+    "compute_layer prefill": "#8e6bbf",
+    "compute_layer decode": "#c2549c",
+}
 OTHER_COLOR = "#9a9a9a"
 Bars = list[tuple[float, float]]  # start and width in seconds
 
 
-def draw_timeline(spans: Sequence[Span], path: Path, title: str, window: tuple[float, float] | None = None) -> None:
+def draw_timeline(
+    spans: Sequence[Span], path: Path, title: str, window: tuple[float, float] | None = None
+) -> None:
     """Draw the spans of a run, real or simulated.
 
     window: seconds as in the spans; None: from the first to the last. The suffix of `path` names
@@ -146,7 +167,10 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, window: tuple[f
     """
     from matplotlib.figure import Figure
 
-    low, high = window or (min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=1.0))
+    low, high = window or (
+        min((s.start for s in spans), default=0.0),
+        max((s.end for s in spans), default=1.0),
+    )
     seen = _cut(spans, low, high)
     rows = _rows({s.row for s in seen})
     figure = Figure(figsize=(14, 1.6 + 0.5 * len(rows)), layout="constrained")
@@ -156,7 +180,11 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, window: tuple[f
         label = None if kind in labels else kind
         labels.add(kind)
         ax.broken_barh(
-            bars, (rows.index(row) - 0.38, 0.76), facecolors=COLORS.get(kind, OTHER_COLOR), linewidth=0, label=label
+            bars,
+            (rows.index(row) - 0.38, 0.76),
+            facecolors=COLORS.get(kind, OTHER_COLOR),
+            linewidth=0,
+            label=label,
         )
     turn = _prefill_end(spans)
     if turn is not None and low < turn < high:

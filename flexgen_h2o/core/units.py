@@ -10,17 +10,29 @@ from collections.abc import Sequence
 from flexgen_h2o.core.errors import UsageError
 
 MOST_BYTES = 2**63
-KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+TIB = 2**40
 MARGIN_SHARE = 0.1
 MARGIN_BYTES = GIB // 2
 
 _UNITS = {
-    "": 1, "b": 1,
-    "k": KIB, "kib": KIB, "kb": 10**3,
-    "m": MIB, "mib": MIB, "mb": 10**6,
-    "g": GIB, "gib": GIB, "gb": 10**9,
-    "t": TIB, "tib": TIB, "tb": 10**12,
-}  # fmt: skip
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "kb": 10**3,
+    "m": MIB,
+    "mib": MIB,
+    "mb": 10**6,
+    "g": GIB,
+    "gib": GIB,
+    "gb": 10**9,
+    "t": TIB,
+    "tib": TIB,
+    "tb": 10**12,
+}
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
 
@@ -34,17 +46,22 @@ def parse_bytes(text: str | float, what: str = "size") -> int:
     and negative sizes.
     """
     if isinstance(text, numbers.Real) and not isinstance(text, bool):
-        size, unit = text if isinstance(text, numbers.Integral) else float(text), 1
+        size = text if isinstance(text, numbers.Integral) else float(text)
+        unit = 1
     else:
         match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match[2].lower() not in _UNITS:
-            raise UsageError(f"{what}: {text!r:.60} is not a size; write for example 12GiB, 800MiB or 4e9 as 4GB")
+            raise UsageError(
+                f"{what}: {text!r:.60} is not a size; write for example 12GiB, 800MiB or 4e9 as 4GB"
+            )
         unit = _UNITS[match[2].lower()]
         size = float(match[1]) * unit
     if not 1 <= size <= MOST_BYTES:
         raise UsageError(f"{what}: {text!r:.60} must be from 1 byte to 2**63 bytes")
     if unit == 1 and size != int(size):
-        raise UsageError(f"{what}: {text!r} bytes are not whole; write for example 1.5GiB with its unit")
+        raise UsageError(
+            f"{what}: {text!r} bytes are not whole; write for example 1.5GiB with its unit"
+        )
     return int(size)
 
 
@@ -113,7 +130,9 @@ def format_seconds(seconds: float) -> str:
     """Return a duration for people: `0.31 s`, `42 s`, `4 min 10 s`, `3 h 7 min`, `2 d 5 h`."""
     if seconds < 10:
         return f"{seconds:.2g} s"
-    whole, minutes, hours = round(seconds), round(seconds / 60), round(seconds / 3600)
+    whole = round(seconds)
+    minutes = round(seconds / 60)
+    hours = round(seconds / 3600)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
@@ -133,14 +152,20 @@ def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*filled, strict=True)]
     signs = ["<", *(">" if right else "<") * (count - 1)]
     return [
-        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)).rstrip()
+        "  ".join(
+            f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)
+        ).rstrip()
         for row in filled
     ]
 
 
 def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table: the column names, the rule below them, and the rows."""
-    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(f"| {' | '.join(row)} |" for row in rows)]
+    return [
+        f"| {' | '.join(names)} |",
+        "|" + "---|" * len(names),
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
 
 
 def counted(count: int, what: str) -> str:
@@ -196,14 +221,18 @@ class DiskBudget(int):
 def advice(tier: str, budget: int | None, needed: int) -> str:
     """Return how to give a tier `needed` bytes: a higher budget, or space on a full disk."""
     if isinstance(budget, DiskBudget) and needed > budget.free:
-        return f"{format_bytes(budget.free)} are free on that disk: free space, or give another --offload-dir"
+        return (
+            f"{format_bytes(budget.free)} are free on that disk: free space, or give another "
+            "--offload-dir"
+        )
     return f"raise --{tier}-mem"
 
 
 PAGE = 4096  # bytes; alignment of O_DIRECT reads and writes
 ALIGN = 64  # bytes; alignment of tensors that are packed side by side
 TRANSFER_CHUNK = 4 * 2**20  # bytes of one disk request
-READ_THREADS, WRITE_THREADS = 2, 1
+READ_THREADS = 2
+WRITE_THREADS = 1
 STAGING_BYTES = TRANSFER_CHUNK + 2 * PAGE  # bytes of a slot: a chunk and its ragged ends
 # Slots of STAGING_BYTES that a thread has if it reads while earlier chunks are still copied to a
 # device.

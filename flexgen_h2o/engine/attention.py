@@ -86,7 +86,9 @@ class JoinedAttention:
     """
 
     def __init__(self, run: tuple[int, ...], hidden: Hidden, begin: Begin) -> None:
-        self.run, self.hidden, self._begin = run, hidden, begin
+        self.run = run
+        self.hidden = hidden
+        self._begin = begin
         # Indices of tokens: the first one of the part that has begun, and the next one to attend.
         self._first_token = self._next_token = 0
 
@@ -95,10 +97,13 @@ class JoinedAttention:
         for part in parts:
             if self._next_token == self._first_token:
                 end = self._next_token + len(part.ids) if len(parts) > 1 else len(self.hidden.x)
-                self._out, self._attention = self._begin(some_rows(self.hidden.x, slice(self._first_token, end)))
+                self._out, self._attention = self._begin(
+                    some_rows(self.hidden.x, slice(self._first_token, end))
+                )
                 self._queries = next(self._attention)
             start = self._next_token - self._first_token
-            here, (q, k, v, sinks) = slice(start, start + len(part.ids)), self._queries
+            here = slice(start, start + len(part.ids))
+            q, k, v, sinks = self._queries
             attend(
                 part,
                 some_rows(self._out, here),
@@ -118,17 +123,26 @@ class UnitAttention:
     """
 
     def __init__(
-        self, spec: ModelSpec, eviction: Eviction, policy: Policy, device: torch.device,
+        self,
+        spec: ModelSpec,
+        eviction: Eviction,
+        policy: Policy,
+        device: torch.device,
         common: Sequence[PartView] | None = None,
-    ) -> None:  # fmt: skip
-        self._spec, self._eviction, self._kv_heads, self._common = spec, eviction, spec.num_kv_heads, common
+    ) -> None:
+        self._spec = spec
+        self._eviction = eviction
+        self._kv_heads = spec.num_kv_heads
+        self._common = common
         self._sparsity = policy.attn_sparsity
         self._num_whole_entries = policy.cache_window if policy.compress_cache else 0
         self._hadamard = policy.compress_cache and policy.cache_rotation
         self._scale = spec.head_dim**-0.5
         self._rotation: Rotation | None = None
         self._device = device
-        self._numbers: WeakKeyDictionary[SlotTable, tuple[SweepInput, NumbersOfSweep]] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[SlotTable, tuple[SweepInput, NumbersOfSweep]] = (
+            WeakKeyDictionary()
+        )
         if spec.rotary is not None:
             frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
             self._rotation = Rotation(frequencies, spec.rotary.scaling)
@@ -143,15 +157,24 @@ class UnitAttention:
         return states if self._rotation is None else [*states, fed.positions]
 
     def open(
-        self, block: int, table: SlotTable, fed: SweepInput, views: Sequence[PartView], store_whole: bool
+        self,
+        block: int,
+        table: SlotTable,
+        fed: SweepInput,
+        views: Sequence[PartView],
+        store_whole: bool,
     ) -> CacheStep:
         """Return the KV unit of transformer block `block`, whose sequences are fed `fed`.
 
         table: the budgets of the sequences.
         views, store_whole: returned by `CacheStore.open`.
         """
-        first, decoding, entering, budgets = fed.decoding, None, None, table.at(block)
-        window, policy = self._spec.window(block), self._policy(block)
+        first = fed.decoding
+        decoding = None
+        entering = None
+        budgets = table.at(block)
+        window = self._spec.window(block)
+        policy = self._policy(block)
         common = self._common[block] if self._common is not None else None
         before, behind = split_views(views, first * self._kv_heads)
         new: list[NewColumns] = []
@@ -174,7 +197,14 @@ class UnitAttention:
             assert store_whole  # a prompt changes more than one slot
             of_rows = budgets.select(slice(first, None))
             entering = KVRows(
-                policy, block, self._kv_heads, of_rows, behind, common, window=window, hadamard=self._hadamard
+                policy,
+                block,
+                self._kv_heads,
+                of_rows,
+                behind,
+                common,
+                window=window,
+                hadamard=self._hadamard,
             )
         return CacheStep(store_whole, decoding, entering, new)
 
@@ -188,20 +218,28 @@ class UnitAttention:
         They are computed for all blocks at the first block of a sweep, once for blocks with equal
         budgets. They are copied to a GPU together.
         """
-        key, (known, made) = (table.at(block), self._spec.window(block)), self._numbers.get(table, (None, {}))
+        key = (table.at(block), self._spec.window(block))
+        known, made = self._numbers.get(table, (None, {}))
         if known is not fed or key not in made:
-            past, made = torch.tensor(fed.past[: fed.decoding], device="cpu"), {}
+            past = torch.tensor(fed.past[: fed.decoding], device="cpu")
+            made = {}
             for b in range(self._spec.num_blocks):
-                budgets, window = table.at(b), self._spec.window(b)
+                budgets = table.at(b)
+                window = self._spec.window(b)
                 if (budgets, window) not in made:
-                    own, needs = budgets.select(slice(0, fed.decoding)), self._policy(b).needs
+                    own = budgets.select(slice(0, fed.decoding))
+                    needs = self._policy(b).needs
                     positions = past if window is None else past + fed.common
-                    made[budgets, window] = StepNumbers(own, needs, positions, self._num_whole_entries)
+                    made[budgets, window] = StepNumbers(
+                        own, needs, positions, self._num_whole_entries
+                    )
             copied_together(list(made.values()))
             self._numbers[table] = fed, made
         return made[key]
 
-    def attend(self, cache: CacheStep, fed: SweepInput, out: torch.Tensor, queries: Queries) -> None:
+    def attend(
+        self, cache: CacheStep, fed: SweepInput, out: torch.Tensor, queries: Queries
+    ) -> None:
         """Run the attention of a micro-batch or a part of one.
 
         out: (tokens, heads x d), filled here.
@@ -210,12 +248,15 @@ class UnitAttention:
         *qkv, sinks = queries
         first = fed.decoding * fed.steps
         rows, entering = (
-            of if of is None or sinks is None else replace(of, sinks=sinks) for of in (cache.decoding, cache.entering)
+            of if of is None or sinks is None else replace(of, sinks=sinks)
+            for of in (cache.decoding, cache.entering)
         )
         if rows is not None and fed.decoding:
             for step in range(fed.steps):
                 if step:
-                    cache.new.append(rows.new_columns(rows.step_numbers(cache.new[-1].positions + 1)))
+                    cache.new.append(
+                        rows.new_columns(rows.step_numbers(cache.new[-1].positions + 1))
+                    )
                 here = slice(step * fed.decoding, (step + 1) * fed.decoding)
                 positions, into, *own = (some_rows(t, here) for t in (fed.positions, out, *qkv))
                 self._attend_slots(positions, rows, cache.new[-1], into, own)
@@ -223,14 +264,17 @@ class UnitAttention:
             behind = [t[first:] for t in qkv]
             self._attend_prompts(fed, entering, out[first:], behind)
 
-    def _attend_prompts(self, fed: SweepInput, rows: KVRows, out: torch.Tensor, qkv: Sequence[torch.Tensor]) -> None:
+    def _attend_prompts(
+        self, fed: SweepInput, rows: KVRows, out: torch.Tensor, qkv: Sequence[torch.Tensor]
+    ) -> None:
         """Run the attention of prompts.
 
         Keys are stored rotated by the positions of their tokens; with rolling positions they are
         stored unrotated. KV entries of a window are the newest ones, so their distances are the
         same in both cases.
         """
-        (q, k, v), rotation = qkv, self._rotation
+        q, k, v = qkv
+        rotation = self._rotation
         stored = k if is_rolling(rows.policy) else None
         if rotation is not None:
             k = k if stored is None else k.clone()
@@ -238,14 +282,20 @@ class UnitAttention:
         attend_prompts((q, k, v), fed.groups, rows, self._scale, out, stored, fed.entered)
 
     def _attend_slots(
-        self, positions: torch.Tensor, rows: KVRows, new: NewColumns, out: torch.Tensor, qkv: Sequence[torch.Tensor]
+        self,
+        positions: torch.Tensor,
+        rows: KVRows,
+        new: NewColumns,
+        out: torch.Tensor,
+        qkv: Sequence[torch.Tensor],
     ) -> None:
         """Run the attention of one decode step.
 
         With rolling positions, the position of a query is the rank of its own KV entry, the newest
         one.
         """
-        (q, k, v), rotation = qkv, self._rotation
+        q, k, v = qkv
+        rotation = self._rotation
         rolling = rotation if is_rolling(rows.policy) else None
         if rolling is not None:
             rolling.rotate((q,), new.filled - 1)

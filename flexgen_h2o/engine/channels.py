@@ -133,12 +133,16 @@ class ChatText:
     `has_reasoning` says whether the model writes channels.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = params.stop
         self._ends = frozenset(params.stop_token_ids)
         marks = marks_of(tokenizer)
-        self._channels = None if marks is None or tokenizer is None else Channels(tokenizer, marks, prompt)
+        self._channels = (
+            None if marks is None or tokenizer is None else Channels(tokenizer, marks, prompt)
+        )
         self.has_reasoning = self._channels is not None
         self._plain = AnswerText(tokenizer, params.stop, prompt, params.stop_token_ids)
         self._taken = 0  # tokens of the answer that are sorted into messages
@@ -159,7 +163,9 @@ class ChatText:
             self._channels.end()
         return self._of_channels(self._channels.messages, is_over)
 
-    def _of_channels(self, messages: Sequence[tuple[bool, list[int]]], is_over: bool) -> tuple[str, str]:
+    def _of_channels(
+        self, messages: Sequence[tuple[bool, list[int]]], is_over: bool
+    ) -> tuple[str, str]:
         assert self._tokenizer is not None
         found = {True: "", False: ""}  # content, reasoning
         for i in range(max(0, len(self._texts) - 1), len(messages)):
@@ -191,7 +197,9 @@ class TerminalText:
     Reasoning, if the model writes channels, is in front of the content.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]
+    ) -> None:
         self._text = ChatText(tokenizer, params, prompt)
         self._has_reasoning = False
         self._has_content = False

@@ -71,13 +71,23 @@ class Conversation:
     """
 
     def __init__(
-        self, first: Sequence[int], more: Iterator[Sequence[int]], params: SamplingParams, ends: Ends,
-        audience: Audience, room: int, max_tokens_per_sweep: int = GIVEN_CHUNK,
+        self,
+        first: Sequence[int],
+        more: Iterator[Sequence[int]],
+        params: SamplingParams,
+        ends: Ends,
+        audience: Audience,
+        room: int,
+        max_tokens_per_sweep: int = GIVEN_CHUNK,
         penalties: Callable[[], Penalties | None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.prompt = Prompt(0, tuple(first), None)
-        self._more, self._sampler, self._ends = more, Sampler(params), ends
-        self._max_tokens, self._audience, self.max_tokens_per_sweep = params.max_tokens, audience, max_tokens_per_sweep
+        self._more = more
+        self._sampler = Sampler(params)
+        self._ends = ends
+        self._max_tokens = params.max_tokens
+        self._audience = audience
+        self.max_tokens_per_sweep = max_tokens_per_sweep
         self.room = self.left = room
         self._pending_tokens: deque[int] = deque()
         self._answer = Row(self.prompt, self._max_tokens)
@@ -147,8 +157,12 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stop: tuple[str, ...], before: Sequence[int] = (), ends: Sequence[int] = ()
-    ) -> None:  # fmt: skip
+        self,
+        tokenizer: Tokenizer | None,
+        stop: tuple[str, ...],
+        before: Sequence[int] = (),
+        ends: Sequence[int] = (),
+    ) -> None:
         self._has_text = tokenizer is not None
         self._before = [] if tokenizer is None else detokenizer_of(tokenizer).context(before)
         self._ends = StopCriteria(stop, (), tokenizer, ends)

@@ -16,7 +16,14 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
 from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
-from flexgen_h2o.engine.generation import Callbacks, KnownTokens, MicroBatch, Row, SweepInput, sparing
+from flexgen_h2o.engine.generation import (
+    Callbacks,
+    KnownTokens,
+    MicroBatch,
+    Row,
+    SweepInput,
+    sparing,
+)
 from flexgen_h2o.engine.prompts import CODE_NOT_FINITE
 from flexgen_h2o.engine.sampling import (
     NotFiniteError,
@@ -50,19 +57,29 @@ class StopCriteria:
     """
 
     def __init__(
-        self, stop: tuple[str, ...], eos_token_ids: Sequence[int], tokenizer: Tokenizer | None,
+        self,
+        stop: tuple[str, ...],
+        eos_token_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
         stop_token_ids: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         if stop and tokenizer is None:
-            raise UsageError("--stop: stop strings need a tokenizer and the model's folder has none; leave --stop out")
+            raise UsageError(
+                "--stop: stop strings need a tokenizer and the model's folder has none; leave "
+                "--stop out"
+            )
         self._stop = stop
         self._ends = frozenset(eos_token_ids) | frozenset(stop_token_ids)
         self._detokenizer = None if tokenizer is None else detokenizer_of(tokenizer)
-        self._window = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0) + _WINDOW_MARGIN
+        self._window = (
+            max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0) + _WINDOW_MARGIN
+        )
         self._spelt: tuple[str, ...] = ()  # stop strings with special tokens in them
         if self._detokenizer is not None and stop:
             specials = self._detokenizer.specials
-            self._spelt = tuple(s for s in stop if any(content in s for content in specials.values()))
+            self._spelt = tuple(
+                s for s in stop if any(content in s for content in specials.values())
+            )
             self._ends |= {token for token, content in specials.items() if content in stop}
 
     def is_eos(self, token: int) -> bool:
@@ -263,7 +280,8 @@ class Decoding:
         if isinstance(self.sampler, Sampler):
             found, ready = read_back(self._choose(self.sampler, rows, logits, steps))
         else:
-            found, ready = torch.tensor(self.sampler.sample(logits, indices, steps), device="cpu"), NOTHING
+            found = torch.tensor(self.sampler.sample(logits, indices, steps), device="cpu")
+            ready = NOTHING
 
         def tokens() -> list[int]:
             ready.wait()
@@ -330,11 +348,17 @@ def _add_logprobs(rows: Sequence[Row], tokens: Sequence[int], logits: torch.Tens
 
     A sequence with an error gets none.
     """
-    asking = [(i, top) for i, r in enumerate(rows) if (top := r.top_logprobs) is not None and r.error is None]
+    asking = [
+        (i, top)
+        for i, r in enumerate(rows)
+        if (top := r.top_logprobs) is not None and r.error is None
+    ]
     if asking:
         places, tops = zip(*asking, strict=True)
         own = logits if len(places) == len(rows) else logits[list(places)]
-        for i, found in zip(places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True):
+        for i, found in zip(
+            places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True
+        ):
             rows[i].logprobs.append(found)
 
 
@@ -356,7 +380,9 @@ def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]
     entering = zip(micro_batch.rows[fed.decoding :], row_places(fed.groups), strict=True)
     first = fed.decoding
     found = [
-        ScoredToken(row, first + at + (in_front if at < before else behind), row.prompt.token_ids[at + 1])
+        ScoredToken(
+            row, first + at + (in_front if at < before else behind), row.prompt.token_ids[at + 1]
+        )
         for row, (before, in_front, behind) in entering
         for at in range(len(row.prompt.token_ids) - 1 - row.scored, len(row.prompt.token_ids) - 1)
     ]
@@ -364,7 +390,9 @@ def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]
 
 
 def score_prompts(
-    wanted: Sequence[ScoredToken], logits_at: Callable[[list[int]], torch.Tensor], spares_rows: bool = False
+    wanted: Sequence[ScoredToken],
+    logits_at: Callable[[list[int]], torch.Tensor],
+    spares_rows: bool = False,
 ) -> None:
     """Add log-probabilities to the `prompt_logprobs` of sequences.
 
@@ -376,7 +404,8 @@ def score_prompts(
     places = list(dict.fromkeys(one.place for one in wanted))
     number = {place: i for i, place in enumerate(places)}
     for chunk, tokens in groupby(wanted, key=lambda one: number[one.place] // SCORED_CHUNK):
-        first, of_chunk = chunk * SCORED_CHUNK, list(tokens)
+        first = chunk * SCORED_CHUNK
+        of_chunk = list(tokens)
         logits = logits_at(places[first : first + SCORED_CHUNK])
         height = max(1, SAMPLING_CHUNK // logits.shape[1])
         # Tokens that share a place each get a copy of its logits.
@@ -384,7 +413,9 @@ def score_prompts(
             few = of_chunk[start : start + height]
             own = logits[[number[one.place] - first for one in few]]
             tops = [one.row.top_prompt_logprobs for one in few]
-            for one, found in zip(few, token_logprobs(own, [one.token for one in few], tops), strict=True):
+            for one, found in zip(
+                few, token_logprobs(own, [one.token for one in few], tops), strict=True
+            ):
                 if math.isnan(found.logprob):
                     error = NotFiniteError(one.row.prompt.index, "in its prompt")
                     if not spares_rows:

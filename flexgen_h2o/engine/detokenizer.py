@@ -56,7 +56,9 @@ class Detokenizer:
         """Return the text of tokens with nothing in front of them."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_specials))
 
-    def behind(self, before: Sequence[int], token_ids: Sequence[int], with_specials: bool = False) -> str:
+    def behind(
+        self, before: Sequence[int], token_ids: Sequence[int], with_specials: bool = False
+    ) -> str:
         """Return the text that tokens add behind others: the text of all minus that of the others.
 
         A character that begins before and ends here belongs to this text.
@@ -64,7 +66,9 @@ class Detokenizer:
         before: as many tokens as `context` returns.
         """
         whole = self.text([*before, *token_ids], with_specials)
-        return whole[len(common_start(self.text(before, with_specials), whole)) :] if before else whole
+        return (
+            whole[len(common_start(self.text(before, with_specials), whole)) :] if before else whole
+        )
 
     def context(self, token_ids: Sequence[int]) -> list[int]:
         """Return the last of these tokens, as many as decide the text of what follows."""
@@ -142,10 +146,13 @@ class Detokenizer:
 
         Bytes are written as OpenAI writes them: `bytes:\\xf0`.
         """
-        text, own = self.token(token), self.token_bytes(token)
+        text = self.token(token)
+        own = self.token_bytes(token)
         if own == text.encode("utf-8", "surrogatepass"):
             return text
-        return "bytes:" + "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in own)
+        return "bytes:" + "".join(
+            chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in own
+        )
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return names of tokens, all different.
@@ -257,7 +264,10 @@ def common_start(one: str, other: str) -> str:
     """Return the text with which both texts begin."""
     if other.startswith(one):
         return one
-    size = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
+    size = next(
+        (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        len(other),
+    )
     return one[:size]
 
 

@@ -66,7 +66,8 @@ def meet(others: Callable[[], object]) -> None:
 
     So a signal ends the wait.
     """
-    failures, met = list[Exception](), threading.Event()
+    failures = list[Exception]()
+    met = threading.Event()
 
     def wait() -> None:
         try:
@@ -131,13 +132,13 @@ class Wire:
     """
 
     def __init__(self, pipeline: Pipeline, device: Device, memory: torch.Tensor) -> None:
-        self._pipeline, self._device = pipeline, device
-        self._previous_rank, self._next_rank = (
-            (pipeline.rank - 1) % pipeline.ranks,
-            (pipeline.rank + 1) % pipeline.ranks,
-        )
+        self._pipeline = pipeline
+        self._device = device
+        self._previous_rank = (pipeline.rank - 1) % pipeline.ranks
+        self._next_rank = (pipeline.rank + 1) % pipeline.ranks
         # These are about hidden states. Every rank sends and receives tokens.
-        receives, sends = not pipeline.is_first, not pipeline.is_last
+        receives = not pipeline.is_first
+        sends = not pipeline.is_last
         count = (receives + sends) * WIRE_BUFFERS
         size = memory.numel() // count
         self._buffers = [memory[i * size : (i + 1) * size] for i in range(count)]
@@ -152,7 +153,9 @@ class Wire:
         self._arrived: queue.SimpleQueue[Message] = queue.SimpleQueue()
         # (header, hidden states, event to wait for before sending, buffer that holds them); None
         # ends the thread.
-        self._outgoing: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor | None, Waitable, int] | None]
+        self._outgoing: queue.SimpleQueue[
+            tuple[torch.Tensor, torch.Tensor | None, Waitable, int] | None
+        ]
         self._outgoing = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.bytes_sent = 0
@@ -162,7 +165,9 @@ class Wire:
         self._early: dict[int, Message] = {}
         self._received: dict[int, Message] = {}
         self._threads = [
-            threading.Thread(target=self._guarded, args=(work, other), name=f"{_NAME} {name}", daemon=True)
+            threading.Thread(
+                target=self._guarded, args=(work, other), name=f"{_NAME} {name}", daemon=True
+            )
             for work, other, name in (
                 (self._receive_blocks, self._previous_rank, "in"),
                 (self._send_all, self._next_rank, "out"),
@@ -178,8 +183,10 @@ class Wire:
 
         rows: sequences of each micro-batch.
         """
-        self._num_sequences, self._has_ended = tuple(rows), [False] * len(rows)
-        self._early, self._received = {}, {}
+        self._num_sequences = tuple(rows)
+        self._has_ended = [False] * len(rows)
+        self._early = {}
+        self._received = {}
         self._blocks.put(self._num_sequences)
 
     @property
@@ -218,7 +225,8 @@ class Wire:
             return
         if message.left != left:
             raise FlexgenError(
-                f"--pipeline: rank {self._previous_rank} goes on with {message.left} sequences, and this "
+                f"--pipeline: rank {self._previous_rank} goes on with {message.left} sequences, "
+                "and this "
                 f"rank with {left}; give every rank the same model"
             )
         if not left:
@@ -245,13 +253,19 @@ class Wire:
         """Send the chosen tokens, and how many sequences continue, to the first rank."""
         self._send(micro_batch, left, tokens)
 
-    def _send(self, micro_batch: int, left: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
+    def _send(
+        self, micro_batch: int, left: int, tokens: Sequence[int], hidden: torch.Tensor | None = None
+    ) -> None:
         """Queue a message. Wait while too many messages are on their way."""
         header = torch.zeros(_FIELDS + max(self._num_sequences), dtype=torch.int64, device="cpu")
         nbytes = 0 if hidden is None else hidden.nbytes
-        header[: _FIELDS + len(tokens)] = torch.tensor([micro_batch, left, nbytes, len(tokens), *tokens], device="cpu")
+        header[: _FIELDS + len(tokens)] = torch.tensor(
+            [micro_batch, left, nbytes, len(tokens), *tokens], device="cpu"
+        )
         self.bytes_sent += nbytes + header.nbytes
-        data, number, ready = None, -1, cast(Waitable, NOTHING)
+        data = None
+        number = -1
+        ready = cast(Waitable, NOTHING)
         if hidden is not None:
             number = self._get(self._to_send)
             data = self._buffers[number][:nbytes]
@@ -378,7 +392,8 @@ def split_blocks(num_blocks: int, ranks: int, name: str) -> list[range]:
     """
     if ranks > num_blocks:
         raise UsageError(
-            f"--pipeline: {name} has {num_blocks} transformer blocks, and torchrun started {ranks} processes; start "
+            f"--pipeline: {name} has {num_blocks} transformer blocks, and torchrun started {ranks} "
+            "processes; start "
             f"at most {num_blocks}"
         )
     each, more = divmod(num_blocks, ranks)
@@ -395,18 +410,26 @@ def join_pipeline(in_flight: int | None) -> Pipeline:
     """
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
-        raise UsageError(f"--pipeline: {missing[0]} is not set; start the processes with torchrun: {HOW}")
+        raise UsageError(
+            f"--pipeline: {missing[0]} is not set; start the processes with torchrun: {HOW}"
+        )
     try:
         rank, ranks, local_rank, local_ranks = (int(os.environ[name]) for name in _VARIABLES[:4])
     except ValueError as error:
-        raise UsageError(f"--pipeline: RANK, WORLD_SIZE, ... are not numbers ({error}); {HOW}") from error
+        raise UsageError(
+            f"--pipeline: RANK, WORLD_SIZE, ... are not numbers ({error}); {HOW}"
+        ) from error
     if ranks < 2:
-        raise UsageError("--pipeline: torchrun started 1 process; start at least 2, or leave --pipeline out")
+        raise UsageError(
+            "--pipeline: torchrun started 1 process; start at least 2, or leave --pipeline out"
+        )
     try:
         backend = take_card(local_rank)
         meet(lambda: dist.init_process_group(backend, timeout=_PATIENCE))
     except (RuntimeError, ValueError, OSError) as error:
-        raise FlexgenError(f"--pipeline: the {ranks} processes did not meet ({first_line(error)})") from error
+        raise FlexgenError(
+            f"--pipeline: the {ranks} processes did not meet ({first_line(error)})"
+        ) from error
     return Pipeline(rank, ranks, in_flight or ranks, local_ranks)
 
 
@@ -419,13 +442,20 @@ def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row])
     mine = {
         **dict(zip(names, given, strict=True)),
         "--num-inner-iterations": pipeline.in_flight,
-        "set of prompts": _digest((row.prompt.index, row.max_new, row.prompt.token_ids) for row in rows),
-    }  # fmt: skip
-    everyone: list[Any] = _gather(pipeline, {name: _digest([value]) for name, value in mine.items()})
+        "set of prompts": _digest(
+            (row.prompt.index, row.max_new, row.prompt.token_ids) for row in rows
+        ),
+    }
+    everyone: list[Any] = _gather(
+        pipeline, {name: _digest([value]) for name, value in mine.items()}
+    )
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs[name] != value:
-                raise UsageError(f"--pipeline: rank {rank} has another {name} than rank 0; give all ranks the same")
+                raise UsageError(
+                    f"--pipeline: rank {rank} has another {name} than rank 0; give all ranks the "
+                    "same"
+                )
 
 
 def leave(code: int) -> int:

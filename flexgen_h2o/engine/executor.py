@@ -56,11 +56,21 @@ class Executor:
     """
 
     def __init__(
-        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: Callable[[list[Row]], None],
-        max_sweeps: int | None, sharing: Sharing | None = None, common: int = 0,
-    ) -> None:  # fmt: skip
-        self._engine, self._eviction, self._decoding, self._on_finished = engine, eviction, decoding, on_finished
-        self._sharing, self._common = sharing, common
+        self,
+        engine: Engine,
+        eviction: Eviction,
+        decoding: Decoding,
+        on_finished: Callable[[list[Row]], None],
+        max_sweeps: int | None,
+        sharing: Sharing | None = None,
+        common: int = 0,
+    ) -> None:
+        self._engine = engine
+        self._eviction = eviction
+        self._decoding = decoding
+        self._on_finished = on_finished
+        self._sharing = sharing
+        self._common = common
         self._family = family_of(engine.spec)
         self._workspace = engine.workspace
         self._layers: tuple[Layer, ...] = engine.layers.layers
@@ -70,7 +80,9 @@ class Executor:
         self._weights = self._weight_stream()
         self._torch_device = engine.device.torch_device
         copies = engine.common_prefix(common) if common else None
-        self._attention = UnitAttention(engine.spec, eviction, engine.policy, self._torch_device, copies)
+        self._attention = UnitAttention(
+            engine.spec, eviction, engine.policy, self._torch_device, copies
+        )
         self.graphs = graphs_of(engine, eviction)
         self._blocks = 0
 
@@ -84,11 +96,16 @@ class Executor:
         return self._engine.wire is None
 
     def _weight_stream(self) -> WeightStream:
-        engine, ahead = self._engine, len(self._layers) if self._engine.policy.overlap else 0
-        return WeightStream(engine.weights, engine.ring("weight ring"), self._max_sweeps, ahead, self._waits)
+        engine = self._engine
+        ahead = len(self._layers) if self._engine.policy.overlap else 0
+        return WeightStream(
+            engine.weights, engine.ring("weight ring"), self._max_sweeps, ahead, self._waits
+        )
 
     @torch.inference_mode()
-    def run(self, scheduler: Scheduler, order: Order | None, on_tokens: Callable[[int], None]) -> None:
+    def run(
+        self, scheduler: Scheduler, order: Order | None, on_tokens: Callable[[int], None]
+    ) -> None:
         """Run the blocks of a scheduler one after another, and add their stats to it.
 
         order, on_tokens: see `run_block`. `order` is called with the numbers of layers and
@@ -106,9 +123,13 @@ class Executor:
         self.finish()
 
     def run_block(
-        self, rows: Sequence[Sequence[Row]], stats: BlockStats, order: Iterator[Step] | None = None,
-        on_tokens: Callable[[int], None] = lambda count: None, waiting: Scheduler | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: Sequence[Sequence[Row]],
+        stats: BlockStats,
+        order: Iterator[Step] | None = None,
+        on_tokens: Callable[[int], None] = lambda count: None,
+        waiting: Scheduler | None = None,
+    ) -> None:
         """Generate for the sequences of a block, given as micro-batches.
 
         stats: counts the layers and sweeps of the block.
@@ -118,16 +139,29 @@ class Executor:
         waiting: sequences that take the places of finished ones, as far as the engine's buffers
             have room.
         """
-        self._stats, self._on_tokens, self._waiting = stats, on_tokens, waiting
-        self._batches = [MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)]
+        self._stats = stats
+        self._on_tokens = on_tokens
+        self._waiting = waiting
+        self._batches = [
+            MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)
+        ]
         self._blocks += 1
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
-        engine, together = self._engine, None
+        engine = self._engine
+        together = None
         self._begin_block()
         if self._wire is not None:  # in a pipeline some micro-batches travel while others compute
             self._wire.begin_block([len(r) for r in rows])
             together = engine.policy.num_gpu_batches
-        walk = Walk(engine, self._layers, engine.plan.depth, engine.policy.overlap, sweeps, len(rows), together)
+        walk = Walk(
+            engine,
+            self._layers,
+            engine.plan.depth,
+            engine.policy.overlap,
+            sweeps,
+            len(rows),
+            together,
+        )
         self._sweep_start = self._layer_start = time.perf_counter()
         walk.run(self, self._weights, order)
         self._settle(len(rows))
@@ -142,7 +176,8 @@ class Executor:
         self._weights.drain()
 
     def _begin_block(self) -> None:
-        engine, count = self._engine, len(self._batches)
+        engine = self._engine
+        count = len(self._batches)
         blocks = range(engine.spec.num_blocks)
         in_copy = [self._common if engine.spec.window(block) is None else 0 for block in blocks]
         sizes = [_sizes(batch.rows) for batch in self._batches]
@@ -172,11 +207,16 @@ class Executor:
         """
         engine = self._engine
         if self._waiting is not None:
-            rows, slots = engine.plan.shape.rows, engine.plan.shape.slots[block]
+            rows = engine.plan.shape.rows
+            slots = engine.plan.shape.slots[block]
         else:
-            rows, slots = len(self._batches[k].rows), self._tables[k].most_slots(block)
-        record, itemsize = record_in(engine.spec, block, engine.plan.shape.record), engine.dtype.itemsize
-        return kv_layout(engine.spec, engine.policy, rows, slots, record, itemsize, engine.device.is_host)
+            rows = len(self._batches[k].rows)
+            slots = self._tables[k].most_slots(block)
+        record = record_in(engine.spec, block, engine.plan.shape.record)
+        itemsize = engine.dtype.itemsize
+        return kv_layout(
+            engine.spec, engine.policy, rows, slots, record, itemsize, engine.device.is_host
+        )
 
     def _most_tokens(self, batch: MicroBatch) -> int:
         """Return the tokens of the largest sweep of the micro-batch."""
@@ -213,7 +253,11 @@ class Executor:
         together = (k,) if layer.kind in ATTENTION_KINDS else self._opened(layer, k)
         if not together:  # an earlier micro-batch's step has computed it
             return None
-        if layer.kind == "experts" and self._in_step and not any(self._counts[k][expert] for expert in layer.experts):
+        if (
+            layer.kind == "experts"
+            and self._in_step
+            and not any(self._counts[k][expert] for expert in layer.experts)
+        ):
             self._engine.hidden.skip((step.sweep, step.layer, k))
             return None
         phases = {self._inputs[j].phase for j in together}
@@ -245,14 +289,23 @@ class Executor:
         self.graphs.run((step.layer, step.micro_batch), partial(self._issue, step), held)
 
     def _issue(self, step: Step) -> None:
-        layer, k, w, hidden = self._layers[step.layer], step.micro_batch, self._weights.opened, self._hidden
-        spec, family, ws = self._engine.spec, self._family, self._workspace
+        layer = self._layers[step.layer]
+        k = step.micro_batch
+        w = self._weights.opened
+        hidden = self._hidden
+        spec = self._engine.spec
+        family = self._family
+        ws = self._workspace
         if layer.kind == "experts":
             if k in self._unsorted:
                 self._unsorted.remove(k)
                 sort_choices(hidden)
             family.experts(spec, w, layer.experts, hidden._replace(counts=self._counts[k]), ws)
-        elif hidden.mixed is not None and self._layers[step.layer - 1].kind == "experts" and self._attending is None:
+        elif (
+            hidden.mixed is not None
+            and self._layers[step.layer - 1].kind == "experts"
+            and self._attending is None
+        ):
             hidden.x.add_(hidden.mixed)
         if layer.kind == "receive" and self._wire is not None:
             self._wire.recv_hidden(k, hidden.x)
@@ -280,10 +333,13 @@ class Executor:
         The first of several joined micro-batches computes the queries of all of them, the last one
         their outputs. Return the joined attention after the last micro-batch, and None before that.
         """
-        spec, ws = self._engine.spec, self._workspace
+        spec = self._engine.spec
+        ws = self._workspace
 
         def begin(x: torch.Tensor) -> tuple[torch.Tensor, Attention]:
-            return ws.get("mixed", len(x), spec.num_heads * spec.head_dim), self._family.attention(spec, w, x, ws)
+            return ws.get("mixed", len(x), spec.num_heads * spec.head_dim), self._family.attention(
+                spec, w, x, ws
+            )
 
         attending = self._attending or JoinedAttention(self._opened(layer, k), self._hidden, begin)
         attending.attend(self._parts[k], partial(self._attention.attend, self._cache))
@@ -297,22 +353,32 @@ class Executor:
         assert hidden.mixed is not None and hidden.chosen is not None and spec.experts is not None
         self._family.route(spec, w, hidden, self._workspace)
         hidden.mixed.zero_()
-        counts = count_choices(hidden.chosen, [len(self._inputs[k].ids) for k in run], spec.experts.count)
+        counts = count_choices(
+            hidden.chosen, [len(self._inputs[k].ids) for k in run], spec.experts.count
+        )
         self._counts.update(zip(run, counts, strict=True))
         self._unsorted.update(run)
 
-    def close_cache(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
-        cache, sweep_input, (_, block, k) = self._cache, self._inputs[key[2]], key
+    def close_cache(
+        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
+    ) -> list[Waitable]:
+        cache = self._cache
+        sweep_input = self._inputs[key[2]]
+        _, block, k = key
         window = self._engine.spec.window(block)
         if cache.new:
-            self._sweep.read += cache.read + sweep_input.steps * (sweep_input.common if window is None else 0)
+            self._sweep.read += cache.read + sweep_input.steps * (
+                sweep_input.common if window is None else 0
+            )
         self._show_slots(k, cache)
         self._sweep.held += cache.held
         self._sweep.full += sweep_input.seen(window)
         self._sweep.units += len(sweep_input.counts)
         return self._engine.cache.close(key, region, cache.most, cache.slots_to_store, fence)
 
-    def close_hidden(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
+    def close_hidden(
+        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
+    ) -> list[Waitable]:
         return self._engine.hidden.close(key, region, fence)
 
     def end_layer(self, step: Step) -> bool:
@@ -328,15 +394,24 @@ class Executor:
         self._layer_start = now
         layer = self._layers[step.layer]
         if self._in_step and step.layer == 0:
-            shape, hidden = self._engine.plan.shape, self._engine.hidden
+            shape = self._engine.plan.shape
+            hidden = self._engine.hidden
             self._joined = {kind: hidden.joined(shape.most_joined(kind)) for kind in JOINED_KINDS}
             if self.graphs is not None:
                 self._begin_graphs(self.graphs)
-        if self._in_step and layer.kind == "attention" and self._engine.spec.experts_of(layer.block):
+        if (
+            self._in_step
+            and layer.kind == "attention"
+            and self._engine.spec.experts_of(layer.block)
+        ):
             runs = self._joined["experts"]
             for first, run in runs.items():
-                self._counts[first] = list(map(sum, zip(*(self._counts[k] for k in run), strict=True)))
-            self._weights.choose(layer.block, (e for first in runs for e, n in enumerate(self._counts[first]) if n))
+                self._counts[first] = list(
+                    map(sum, zip(*(self._counts[k] for k in run), strict=True))
+                )
+            self._weights.choose(
+                layer.block, (e for first in runs for e, n in enumerate(self._counts[first]) if n)
+            )
         if step.layer < len(self._layers) - 1:
             return False
         if self._sweep.fed:
@@ -345,7 +420,9 @@ class Executor:
         else:  # the ranks of a pipeline have told each other that no sequences are left
             self._stats.add_seconds(now - self._sweep_start)
         self._sweep_start = now
-        return not any(batch.rows for batch in self._batches) and (self._wire is None or self._wire.is_over)
+        return not any(batch.rows for batch in self._batches) and (
+            self._wire is None or self._wire.is_over
+        )
 
     def _begin_graphs(self, graphs: StepGraphs) -> None:
         """Tell the graphs what this sweep's steps launch.
@@ -354,15 +431,29 @@ class Executor:
         token. The micro-batches have the same numbers of sequences. The same transformer blocks
         share budgets.
         """
-        live = [(k, self._tables[k], self._inputs[k]) for k, batch in enumerate(self._batches) if batch.rows]
-        is_plain = self._decoding.watches.slots is None and all(f.phase == "decode" and f.steps == 1 for *_, f in live)
+        live = [
+            (k, self._tables[k], self._inputs[k])
+            for k, batch in enumerate(self._batches)
+            if batch.rows
+        ]
+        is_plain = self._decoding.watches.slots is None and all(
+            f.phase == "decode" and f.steps == 1 for *_, f in live
+        )
         rows = (
-            (self._blocks, *((k, len(sweep_input.ids), table.shared) for k, table, sweep_input in live))
+            (
+                self._blocks,
+                *((k, len(sweep_input.ids), table.shared) for k, table, sweep_input in live),
+            )
             if is_plain
             else None
         )
         graphs.begin_sweep(
-            rows, lambda: [t for _, table, sweep_input in live for t in self._attention.inputs(table, sweep_input)]
+            rows,
+            lambda: [
+                t
+                for _, table, sweep_input in live
+                for t in self._attention.inputs(table, sweep_input)
+            ],
         )
 
     # Sequences
@@ -381,7 +472,11 @@ class Executor:
         watch = self._decoding.watches.slots
         if watch is not None and cache.decoding is not None and cache.decoding.policy.needs.record:
             rows = [r.prompt.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
-            watch(rows, cache.new[-1].filled, columns_of(cache.decoding, cache.new[-1].positions, cache.new[-1].filled))
+            watch(
+                rows,
+                cache.new[-1].filled,
+                columns_of(cache.decoding, cache.new[-1].positions, cache.new[-1].filled),
+            )
 
     def _with_watch(self, block: int, k: int, cache: CacheStep) -> CacheStep:
         """Return `cache` with the prompts callback attached to the sequences that enter."""
@@ -397,13 +492,17 @@ class Executor:
 
     def _begin_sweep(self, k: int) -> None:
         """Fix what micro-batch `k` feeds into its next sweep, if it has sequences left."""
-        batch, tokens = self._batches[k], 0
+        batch = self._batches[k]
+        tokens = 0
         if batch.rows:
             # A slots callback sees every step, and the ranks of a pipeline exchange one step's
             # tokens.
             one_step = self._decoding.watches.slots is not None or self._wire is not None
-            sweep_input = batch.sweep_input(None if one_step else self._decoding.known_tokens).to(self._torch_device)
-            self._inputs[k], self._parts[k] = sweep_input, sweep_input.parts(self._engine.plan.shape.most_attending)
+            sweep_input = batch.sweep_input(None if one_step else self._decoding.known_tokens).to(
+                self._torch_device
+            )
+            self._parts[k] = sweep_input.parts(self._engine.plan.shape.most_attending)
+            self._inputs[k] = sweep_input
             tokens = len(sweep_input.ids)
         self._engine.hidden.begin_sweep(k, tokens)
         self._engine.cache.begin_sweep(k)
@@ -414,7 +513,10 @@ class Executor:
         If the head is cut into parts, each part computes some columns of the logits. They are held
         until the last part has run.
         """
-        batch, sweep_input, spec, ws = self._batches[k], self._inputs[k], self._engine.spec, self._workspace
+        batch = self._batches[k]
+        sweep_input = self._inputs[k]
+        spec = self._engine.spec
+        ws = self._workspace
         # Rows of logits that belong to earlier micro-batches.
         first = k * self._engine.plan.shape.rows if spec.head_rows else 0
 
@@ -471,8 +573,11 @@ class Executor:
 
     def _change_rows(self, k: int, moves: Sequence[Move], have_left: bool) -> None:
         """Move sequences up after a sweep, and let others take the free places behind them."""
-        batch, table, shape = self._batches[k], self._tables[k], self._engine.plan.shape
-        left, entering = len(batch.rows), []
+        batch = self._batches[k]
+        table = self._tables[k]
+        shape = self._engine.plan.shape
+        left = len(batch.rows)
+        entering = []
         if self._waiting is not None:
             entering = self._waiting.take(shape.rows - left, self._most_tokens(batch) - left)
         if have_left:

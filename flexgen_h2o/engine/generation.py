@@ -120,8 +120,13 @@ def make_blocks(
 
     sharing: puts sequences that begin alike together if they fill micro-batches.
     """
-    gbs, block = gpu_batch_size, gpu_batch_size * num_gpu_batches
-    family = family_order([r.prompt.token_ids for r in rows], sharing, gbs) if sharing else lambda ids: (0, 0)
+    gbs = gpu_batch_size
+    block = gpu_batch_size * num_gpu_batches
+    family = (
+        family_order([r.prompt.token_ids for r in rows], sharing, gbs)
+        if sharing
+        else lambda ids: (0, 0)
+    )
 
     def key(row: Row) -> tuple[object, ...]:
         # Scored tokens follow a context, which neighbours in the input may share.
@@ -133,12 +138,15 @@ def make_blocks(
     batches = [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
     if sharing is None:
         return batches
-    return [[[b[i] for i in neighbours([r.prompt.token_ids for r in b], sharing)] for b in block] for block in batches]
+    return [
+        [[b[i] for i in neighbours([r.prompt.token_ids for r in b], sharing)] for b in block]
+        for block in batches
+    ]
 
 
 def group_rows(
     rows: Sequence[Row], sharing: Sharing | None, common: int = 0, opens: bool = False
-) -> tuple[PromptGroup, ...]:  # fmt: skip
+) -> tuple[PromptGroup, ...]:
     """Return the sequences of a micro-batch in groups that feed a shared prefix once.
 
     See prefixes.group_prompts.
@@ -185,7 +193,8 @@ class SweepInput:
         """
         if len(self.ids) <= most:
             return [self]
-        of_parts, room = [list[PromptGroup]()], most - self.decoding * self.steps
+        of_parts = [list[PromptGroup]()]
+        room = most - self.decoding * self.steps
         for group in self.groups:
             for piece in [group] if group.before else [PromptGroup(0, (own,)) for own in group.own]:
                 part = of_parts[-1]
@@ -196,18 +205,29 @@ class SweepInput:
                 if part and not (piece.before or part[-1].before):
                     piece = PromptGroup(0, part.pop().own + piece.own)
                 part.append(piece)
-        found, token, row = list[SweepInput](), 0, 0
+        found = list[SweepInput]()
+        token = 0
+        row = 0
         for groups in of_parts:
             first = 0 if found else self.decoding
-            tokens = slice(token, token + first * self.steps + sum(group.tokens for group in groups))
+            tokens = slice(
+                token, token + first * self.steps + sum(group.tokens for group in groups)
+            )
             rows = slice(row, row + first + sum(group.rows for group in groups))
             found.append(
                 replace(
-                    self, ids=self.ids[tokens], positions=self.positions[tokens], counts=self.counts[rows],
-                    past=self.past[rows], decoding=first, groups=tuple(groups), entered=max(0, row - self.decoding),
+                    self,
+                    ids=self.ids[tokens],
+                    positions=self.positions[tokens],
+                    counts=self.counts[rows],
+                    past=self.past[rows],
+                    decoding=first,
+                    groups=tuple(groups),
+                    entered=max(0, row - self.decoding),
                 )
-            )  # fmt: skip
-            token, row = tokens.stop, rows.stop
+            )
+            token = tokens.stop
+            row = rows.stop
         return found
 
     def seen(self, window: int | None = None) -> int:
@@ -256,9 +276,14 @@ class MicroBatch:
     """
 
     def __init__(
-        self, rows: Sequence[Row], sharing: Sharing | None = None, common: int = 0, opens: bool = False
-    ) -> None:  # fmt: skip
-        self.rows, self._common = list(rows), common
+        self,
+        rows: Sequence[Row],
+        sharing: Sharing | None = None,
+        common: int = 0,
+        opens: bool = False,
+    ) -> None:
+        self.rows = list(rows)
+        self._common = common
         self._new_groups = group_rows(rows, sharing, common, opens)
 
     @property
@@ -273,9 +298,13 @@ class MicroBatch:
             are known of all.
         """
         decoding = sum(bool(r.token_ids) for r in self.rows)
-        before, prompts = self.rows[:decoding], [r.prompt.token_ids for r in self.rows[decoding:]]
+        before = self.rows[:decoding]
+        prompts = [r.prompt.token_ids for r in self.rows[decoding:]]
         ids, positions = pack_prompts(prompts, self._new_groups)
-        known = [[r.token_ids[-1], *(known_tokens(r) if known_tokens and not prompts else ())] for r in before]
+        known = [
+            [r.token_ids[-1], *(known_tokens(r) if known_tokens and not prompts else ())]
+            for r in before
+        ]
         fits = (
             min(len(k), r.max_tokens_per_sweep, r.max_new - len(r.token_ids))
             for k, r in zip(known, before, strict=True)
@@ -284,10 +313,12 @@ class MicroBatch:
         return SweepInput(
             ids=torch.tensor([k[step] for step in range(steps) for k in known] + ids, device="cpu"),
             positions=torch.tensor(
-                [r.length - 1 + step for step in range(steps) for r in before] + positions, device="cpu"
+                [r.length - 1 + step for step in range(steps) for r in before] + positions,
+                device="cpu",
             ),
             ends=torch.tensor(
-                [*range(decoding), *(decoding + end - 1 for end in row_ends(self._new_groups))], device="cpu"
+                [*range(decoding), *(decoding + end - 1 for end in row_ends(self._new_groups))],
+                device="cpu",
             ),
             counts=(steps,) * decoding + tuple(map(len, prompts)),
             past=(*(r.length - 1 - self._common for r in before), *(0 for _ in prompts)),
@@ -297,7 +328,9 @@ class MicroBatch:
             common=self._common,
         )
 
-    def append_tokens(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
+    def append_tokens(
+        self, tokens: Sequence[int], finish: Callable[[Row], str | None]
+    ) -> tuple[list[Row], list[Move]]:
         """Append one new token to each sequence, and remove the sequences that finish with it.
 
         Return the finished sequences and the moves that fill their places.
@@ -349,7 +382,11 @@ class Progress:
     def __init__(self, total_tokens: int) -> None:
         with interrupts.held():  # tqdm starts a thread
             self._bar = tqdm(
-                total=total_tokens, unit="token", desc="generate", disable=not self.on_terminal(), file=sys.stderr
+                total=total_tokens,
+                unit="token",
+                desc="generate",
+                disable=not self.on_terminal(),
+                file=sys.stderr,
             )
 
     @staticmethod
@@ -368,7 +405,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._bar.close()
 

@@ -37,7 +37,8 @@ class StepGraphs:
         self._device = device
         self._rows: Hashable = None
         # Sweeps of these sequences, and how many of them run without graphs at first.
-        self._num_sweeps, self._num_plain_sweeps = 0, PLAIN_SWEEPS
+        self._num_sweeps = 0
+        self._num_plain_sweeps = PLAIN_SWEEPS
         self._is_used = False  # whether this sweep uses graphs
         self._graphs: dict[StepKey, Callable[[], None]] = {}
         self._pool: object = None
@@ -61,9 +62,11 @@ class StepGraphs:
         self._num_sweeps += 1
         if self._num_sweeps <= self._num_plain_sweeps:
             return
-        self._is_used, new = True, list(inputs())
+        self._is_used = True
+        new = list(inputs())
         if not self._inputs:
-            self._inputs, self._pool = new, self._device.graph_pool()
+            self._pool = self._device.graph_pool()
+            self._inputs = new
         for ours, theirs in zip(self._inputs, new, strict=True):
             if ours is not theirs:
                 ours.copy_(theirs)
@@ -72,10 +75,15 @@ class StepGraphs:
         used = self._num_sweeps - self._num_plain_sweeps
         if used > 0:
             self._num_plain_sweeps = (
-                PLAIN_SWEEPS if used >= WORTH_MAKING else min(2 * self._num_plain_sweeps, MOST_PLAIN_SWEEPS)
+                PLAIN_SWEEPS
+                if used >= WORTH_MAKING
+                else min(2 * self._num_plain_sweeps, MOST_PLAIN_SWEEPS)
             )
-        self._rows, self._num_sweeps = rows, 0
-        self._graphs, self._held, self._inputs = {}, [], []
+        self._rows = rows
+        self._num_sweeps = 0
+        self._graphs = {}
+        self._held = []
+        self._inputs = []
 
     def run(self, key: StepKey, issue: Callable[[], None], held: object) -> None:
         """Run a step, which `issue` launches.
@@ -96,5 +104,12 @@ def graphs_of(engine: Engine, eviction: Eviction) -> StepGraphs | None:
 
     In a pipeline they cannot, because each micro-batch is computed alone.
     """
-    are_alike = makes_graphs(engine.spec, engine.policy, eviction.needs.in_one_launch) and engine.wire is None
-    return StepGraphs(engine.device) if are_alike and engine.device.has_graphs and triton.is_installed() else None
+    are_alike = (
+        makes_graphs(engine.spec, engine.policy, eviction.needs.in_one_launch)
+        and engine.wire is None
+    )
+    return (
+        StepGraphs(engine.device)
+        if are_alike and engine.device.has_graphs and triton.is_installed()
+        else None
+    )

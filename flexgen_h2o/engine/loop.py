@@ -20,7 +20,16 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from flexgen_h2o.core.model import Layer, LayerKind
 from flexgen_h2o.engine.memory_plan import Depth
-from flexgen_h2o.tiers.stream import Done, Region, Ring, Source, Stream, Waitable, streamed_keys, wait_all
+from flexgen_h2o.tiers.stream import (
+    Done,
+    Region,
+    Ring,
+    Source,
+    Stream,
+    Waitable,
+    streamed_keys,
+    wait_all,
+)
 
 ATTENTION_KINDS = ("attention", "block")
 # Layers that compute several micro-batches as one.
@@ -130,7 +139,8 @@ class _Loads:
     """
 
     def __init__(self, units: WeightUnits, layers: Sequence[Layer], waits: bool) -> None:
-        self._units, self._waits = units, waits
+        self._units = units
+        self._waits = waits
         self._groups = {layer.unit: layer for layer in layers if layer.kind == "experts"}
         # By block: the n of the attention unit when the router chose, and the chosen experts.
         self.chosen: dict[int, tuple[int, frozenset[int]]] = {}
@@ -166,9 +176,14 @@ class BaseWeightStream(ABC, Generic[Opened]):
     """
 
     def __init__(
-        self, units: WeightUnits, ring: Ring | None, layers: Sequence[Layer], sweeps: int | None, ahead: int,
+        self,
+        units: WeightUnits,
+        ring: Ring | None,
+        layers: Sequence[Layer],
+        sweeps: int | None,
+        ahead: int,
         waits: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         used = tuple(layer.unit for layer in layers)
         keys, self._to_open = tee(_numbered(weight_sequence(sweeps, used)))
         self._loads = _Loads(units, layers, waits)
@@ -176,7 +191,8 @@ class BaseWeightStream(ABC, Generic[Opened]):
         self._stream: Stream[WeightKey] = Stream(ring, keys, self._loads, ahead)
         self._region: Region | None = None
         self.decodes = units.decodes
-        self._number, self.unit = 0, -1
+        self._number = 0
+        self.unit = -1
         self.opened: Opened
 
     @abstractmethod
@@ -212,7 +228,8 @@ class BaseWeightStream(ABC, Generic[Opened]):
                 self._stream.give_back(self._region, [fence()])
             key = next(key for key in self._to_open if key[1] == unit)
             self._region = self._stream.take(key)
-            (self._number, self.unit), self.opened = key, self._open(unit, self._region)
+            self.opened = self._open(unit, self._region)
+            self._number, self.unit = key
         return self.opened
 
     def decode(self, fence: Callable[[], Waitable]) -> Opened:
@@ -267,7 +284,9 @@ class Runner(Protocol):
 
     def compute(self, step: Step) -> None: ...
 
-    def close_cache(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
+    def close_cache(
+        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
+    ) -> list[Waitable]:
         """Start storing what has changed in a KV unit.
 
         Return what the region's next writer waits for.
@@ -275,7 +294,9 @@ class Runner(Protocol):
         fence: makes an event; called only if there is a next writer.
         """
 
-    def close_hidden(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
+    def close_hidden(
+        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
+    ) -> list[Waitable]:
         """Start storing hidden states.
 
         Return what the region's next writer waits for. `fence` is as in `close_cache`.
@@ -309,17 +330,29 @@ class Walk:
     """
 
     def __init__(
-        self, tiers: Tiers, layers: Sequence[Layer], depth: Depth, overlap: bool, sweeps: int | None, count: int,
+        self,
+        tiers: Tiers,
+        layers: Sequence[Layer],
+        depth: Depth,
+        overlap: bool,
+        sweeps: int | None,
+        count: int,
         together: int | None = None,
-    ) -> None:  # fmt: skip
-        self._layers, self._overlap, self._count = layers, overlap, count
+    ) -> None:
+        self._layers = layers
+        self._overlap = overlap
+        self._count = count
         self._order = zigzag(None, len(layers), count, together)
 
         def steps(sweeps: int | None) -> Iterator[tuple[Step, Layer]]:
             return ((s, layers[s.layer]) for s in zigzag(sweeps, len(layers), count, together))
 
         def cache_keys(sweeps: int | None) -> Iterator[UnitKey]:
-            return ((s.sweep, x.block, s.micro_batch) for s, x in steps(sweeps) if x.kind in ATTENTION_KINDS)
+            return (
+                (s.sweep, x.block, s.micro_batch)
+                for s, x in steps(sweeps)
+                if x.kind in ATTENTION_KINDS
+            )
 
         def hidden_keys(sweeps: int | None) -> Iterator[UnitKey]:
             return ((s.sweep, s.layer, s.micro_batch) for s, _ in steps(sweeps))
@@ -328,9 +361,13 @@ class Walk:
         keys = streamed_keys(cache_keys(sweeps), cache_keys(1), tiers.cache)
         self._cache: Stream[UnitKey] = Stream(tiers.ring("cache ring"), keys, tiers.cache, ahead[0])
         keys = streamed_keys(hidden_keys(sweeps), hidden_keys(1), tiers.hidden)
-        self._hidden: Stream[UnitKey] = Stream(tiers.ring("hidden ring"), keys, tiers.hidden, ahead[1])
+        self._hidden: Stream[UnitKey] = Stream(
+            tiers.ring("hidden ring"), keys, tiers.hidden, ahead[1]
+        )
 
-    def run(self, runner: Runner, weights: BaseWeightStream[Any], order: Iterable[Step] | None = None) -> None:
+    def run(
+        self, runner: Runner, weights: BaseWeightStream[Any], order: Iterable[Step] | None = None
+    ) -> None:
         """Run the block until the runner ends it. `order` may cut it short."""
         for step in order or self._order:
             phase = runner.begin_step(step)
@@ -341,8 +378,11 @@ class Walk:
         self._cache.drain()
         self._hidden.drain()
 
-    def _run_step(self, step: Step, phase: str, runner: Runner, weights: BaseWeightStream[Any]) -> None:
-        layer, span = self._layers[step.layer], runner.span
+    def _run_step(
+        self, step: Step, phase: str, runner: Runner, weights: BaseWeightStream[Any]
+    ) -> None:
+        layer = self._layers[step.layer]
+        span = runner.span
         for stream in (weights, self._cache, self._hidden):
             stream.prefetch()
         self._open_weights(layer.unit, runner, weights)
@@ -378,7 +418,7 @@ class Walk:
 
     def _give_back(
         self, stream: Stream[UnitKey], region: Region | None, stores: list[Waitable], runner: Runner
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Give the region back. Its next writer waits for the stores.
 
         Without overlap, wait here for the stores, or for compute if there are none.

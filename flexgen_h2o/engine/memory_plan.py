@@ -87,7 +87,11 @@ class BlockShape:
 
         Sequences that share a prefix cannot be split, so all their tokens count.
         """
-        return self.most_tokens if self.sharing else min(self.attending or self.most_tokens, self.most_tokens)
+        return (
+            self.most_tokens
+            if self.sharing
+            else min(self.attending or self.most_tokens, self.most_tokens)
+        )
 
     def most_joined(self, kind: LayerKind) -> int:
         """Return the most tokens of micro-batches that a layer of this kind computes together.
@@ -115,10 +119,21 @@ class BlockShape:
     def covers(self, other: BlockShape) -> bool:
         """Return whether buffers of this shape also serve the other shape."""
         mine, theirs = (
-            (s.rows, s.micro_batches, s.tokens, s.most_attending, s.sharing, s.common, s.scores, *s.slots)
+            (
+                s.rows,
+                s.micro_batches,
+                s.tokens,
+                s.most_attending,
+                s.sharing,
+                s.common,
+                s.scores,
+                *s.slots,
+            )
             for s in (self, other)
         )
-        return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
+        return self.record == other.record and all(
+            a >= b for a, b in zip(mine, theirs, strict=True)
+        )
 
     def union(self, other: BlockShape) -> BlockShape:
         """Return the smallest shape that covers both.
@@ -182,7 +197,11 @@ class MemoryPlan:
     def overflow(self, budgets: dict[str, int | None]) -> dict[str, int]:
         """Return the bytes over budget by tier, or an empty dict if the plan fits."""
         limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
-        return {tier: over for tier, budget in limits.items() if (over := self.bytes_on(tier) - budget) > 0}
+        return {
+            tier: over
+            for tier, budget in limits.items()
+            if (over := self.bytes_on(tier) - budget) > 0
+        }
 
     def _other_ways(self, tier: str) -> str:
         """Return the flags besides the budget that would still lower what this tier holds."""
@@ -191,7 +210,9 @@ class MemoryPlan:
             ways.append("lower --gpu-batch-size or --num-gpu-batches")
         if any(b.tier == tier and b.name in ("weights", "cache", "hidden") for b in self.buffers):
             ways.append("move shares to another tier with --percent")
-        if not self.shape.record and any(b.tier == tier and b.name == "cache" for b in self.buffers):
+        if not self.shape.record and any(
+            b.tier == tier and b.name == "cache" for b in self.buffers
+        ):
             ways.append("keep fewer KV entries with --kv-budget, which may change answers")
         return "".join(f", or {way}" for way in ways)
 
@@ -242,20 +263,36 @@ def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
 
 
 def kv_layout(
-    spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: RowRecord | None, itemsize: int,
+    spec: ModelSpec,
+    policy: Policy,
+    sequences: int,
+    slots: int,
+    record: RowRecord | None,
+    itemsize: int,
     device_is_host: bool,
-) -> UnitLayout:  # fmt: skip
+) -> UnitLayout:
     """Return the layout of the KV unit of a micro-batch under the policy's cache shares.
 
     record: None in a transformer block with a window (`record_in`), which records nothing and reads
         all KV entries that it holds.
     """
-    shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
-    streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
+    shares = tier_shares(policy.cache_shares, device_is_host)
+    on_host = attends_on_host(policy, device_is_host)
+    streamed = any(
+        share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True)
+    )
     return UnitLayout(
-        sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares,
-        NO_RECORD if record is None else record, streamed, packing_of(spec, policy), policy.cache_window,
-    )  # fmt: skip
+        sequences,
+        spec.num_kv_heads,
+        slots,
+        spec.head_dim,
+        itemsize,
+        shares,
+        NO_RECORD if record is None else record,
+        streamed,
+        packing_of(spec, policy),
+        policy.cache_window,
+    )
 
 
 def record_in(spec: ModelSpec, block: int, record: RowRecord) -> RowRecord | None:
@@ -271,7 +308,9 @@ def packing_of(spec: ModelSpec, policy: Policy) -> KVPacking | None:
     return KVPacking.of(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
 
 
-def kv_sizes_of(spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]) -> KVSizes:
+def kv_sizes_of(
+    spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]
+) -> KVSizes:
     """Return the sizes of KV entries.
 
     The default itemsize is bf16's, for eviction policies that count bytes.
@@ -304,7 +343,12 @@ def makes_graphs(spec: ModelSpec, policy: Policy, in_one_launch: bool) -> bool:
 
 
 def head_rows(
-    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
+    spec: ModelSpec,
+    policy: Policy,
+    shape: BlockShape,
+    itemsize: int,
+    device_is_host: bool,
+    depth: Depth,
 ) -> int:
     """Return the rows of the head's table that form a weight unit; 0: all of them.
 
@@ -317,7 +361,9 @@ def head_rows(
     if not rows:
         return 0
     models = (spec, with_head_rows(spec, rows))
-    whole, cut = (sum(weight_bytes(model, policy, form, device_is_host, depth.weights)) for model in models)
+    whole, cut = (
+        sum(weight_bytes(model, policy, form, device_is_host, depth.weights)) for model in models
+    )
     more_logits = (shape.micro_batches - 1) * shape.rows * spec.vocab_size * itemsize
     # The thread that reads rows of the table needs a staging buffer.
     more_staging = STAGING_BYTES if spec.shares_table else 0
@@ -325,21 +371,28 @@ def head_rows(
 
 
 def memory_plan(
-    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
+    spec: ModelSpec,
+    policy: Policy,
+    shape: BlockShape,
+    itemsize: int,
+    device_is_host: bool,
+    depth: Depth,
 ) -> MemoryPlan:
     """Return all buffers of a run.
 
     `itemsize`: bytes of the compute dtype, in which weights and KV are held.
     """
     spec = with_head_rows(spec, head_rows(spec, policy, shape, itemsize, device_is_host, depth))
-    tokens, form = shape.most_tokens, weight_format(spec, policy, itemsize)
+    tokens = shape.most_tokens
+    form = weight_format(spec, policy, itemsize)
     weights = weight_bytes(spec, policy, form, device_is_host, depth.weights)
     blocking = blocking_bytes(spec, form, device_is_host)
     workspace = workspace_sizes(spec, shape, itemsize)
     if form.in_int8:
         workspace |= int8_sizes(spec, shape.joined if spec.experts else tokens, form.requantises)
     # A stage of a pipeline exchanges the hidden states of a micro-batch with one or two neighbours.
-    neighbours, message = (not spec.embedding) + (not spec.head), round_up(tokens * spec.hidden_size * itemsize, PAGE)
+    neighbours = (not spec.embedding) + (not spec.head)
+    message = round_up(tokens * spec.hidden_size * itemsize, PAGE)
     row_threads = any(tensor.looked_up for tensor in spec.embedding)
     column_threads = policy.cache_shares[1] > 0 and not attends_on_host(policy, device_is_host)
     of_readers = READ_THREADS * (1 if device_is_host else STAGING_SLOTS)
@@ -355,9 +408,19 @@ def memory_plan(
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("wire", "device", neighbours * WIRE_BUFFERS * message),
         Buffer("workspace", "device", sum(workspace.values())),
-        Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy), blocking)),
-        Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
-        Buffer("temporaries", "host", brought_prompt_bytes(spec, policy, shape, itemsize, device_is_host)),
+        Buffer(
+            "temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy), blocking)
+        ),
+        Buffer(
+            "temporaries",
+            "device",
+            unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host),
+        ),
+        Buffer(
+            "temporaries",
+            "host",
+            brought_prompt_bytes(spec, policy, shape, itemsize, device_is_host),
+        ),
         Buffer("staging", "host", staging * STAGING_BYTES),
     ]
     merged: Counter[tuple[str, str]] = Counter()
@@ -369,9 +432,13 @@ def memory_plan(
 
 
 def plan_within(
-    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool,
+    spec: ModelSpec,
+    policy: Policy,
+    shape: BlockShape,
+    itemsize: int,
+    device_is_host: bool,
     budgets: dict[str, int | None],
-) -> MemoryPlan:  # fmt: skip
+) -> MemoryPlan:
     """Return the plan with the deepest look-ahead that fits the budgets.
 
     Raise DoesNotFitError if not even the shallowest one fits.
@@ -385,21 +452,39 @@ def plan_within(
 
 
 def _cache_buffers(
-    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: int
+    spec: ModelSpec,
+    policy: Policy,
+    shape: BlockShape,
+    itemsize: int,
+    device_is_host: bool,
+    depth: int,
 ) -> list[Buffer]:
-    shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
+    shares = tier_shares(policy.cache_shares, device_is_host)
+    on_host = attends_on_host(policy, device_is_host)
     attends_on = "host" if on_host else "device"
-    found, ring = [], 0
+    found = []
+    ring = 0
     records = [record_in(spec, block, shape.record) for block in range(len(shape.slots))]
     for (slots, record), blocks in Counter(zip(shape.slots, records, strict=True)).items():
         layout = kv_layout(spec, policy, shape.rows, slots, record, itemsize, device_is_host)
-        units, streamed = blocks * shape.micro_batches, 0
+        units = blocks * shape.micro_batches
+        streamed = 0
         for tier, share in zip(TIERS, shares, strict=True):
             part = Part(tier, 0, layout.most_part_rows(share))
             is_brought = is_streamed(tier, on_host)
-            found.append(Buffer("cache", tier, round_up(units * layout.room_bytes(part), PAGE) if part.rows else 0))
             found.append(
-                Buffer("cache record", attends_on if is_brought else tier, units * layout.metadata_bytes(part))
+                Buffer(
+                    "cache",
+                    tier,
+                    round_up(units * layout.room_bytes(part), PAGE) if part.rows else 0,
+                )
+            )
+            found.append(
+                Buffer(
+                    "cache record",
+                    attends_on if is_brought else tier,
+                    units * layout.metadata_bytes(part),
+                )
             )
             if is_brought:
                 streamed += round_up(layout.room_bytes(part), PAGE) if part.rows else 0
@@ -412,16 +497,34 @@ def _cache_buffers(
 def hidden_row_bytes(spec: ModelSpec, itemsize: int) -> tuple[int, ...]:
     """Return the bytes of a token in each field of the hidden states (models.Hidden)."""
     width = spec.hidden_size * itemsize
-    return (width, width, 4 * spec.experts.per_token, 4 * spec.experts.per_token) if spec.experts else (width,)
+    return (
+        (width, width, 4 * spec.experts.per_token, 4 * spec.experts.per_token)
+        if spec.experts
+        else (width,)
+    )
 
 
 def _hidden_buffers(
-    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: int
+    spec: ModelSpec,
+    policy: Policy,
+    shape: BlockShape,
+    itemsize: int,
+    device_is_host: bool,
+    depth: int,
 ) -> list[Buffer]:
     shares = tier_shares(policy.hidden_shares, device_is_host)
-    tokens, rows = shape.most_tokens, hidden_row_bytes(spec, itemsize)
+    tokens = shape.most_tokens
+    rows = hidden_row_bytes(spec, itemsize)
     homes = [hidden_home_bytes(tokens, shares, row) for row in rows]
-    found = [Buffer("hidden", tier, shape.micro_batches * nbytes) for home in homes for tier, nbytes in home.items()]
+    found = [
+        Buffer("hidden", tier, shape.micro_batches * nbytes)
+        for home in homes
+        for tier, nbytes in home.items()
+    ]
     if hidden_is_streamed(shares, device_is_host):
-        found.append(Buffer("hidden ring", "device", depth * sum(round_up(tokens * row, PAGE) for row in rows)))
+        found.append(
+            Buffer(
+                "hidden ring", "device", depth * sum(round_up(tokens * row, PAGE) for row in rows)
+            )
+        )
     return found

@@ -31,7 +31,9 @@ class Penalties:
         self._processors: list[Processor] | None = None
         self._ids: torch.Tensor | None = None  # (1, tokens), on the logits' device
 
-    def __call__(self, before: Sequence[int], own: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, before: Sequence[int], own: Sequence[int], logits: torch.Tensor
+    ) -> torch.Tensor:
         """Return the changed logits, (1, vocab) fp32.
 
         before: the tokens in front of the answer, the same at each step.
@@ -45,7 +47,9 @@ class Penalties:
             self._processors = self._generation.processors(answer)
             self._ids = answer.prompt_tensor
         known = self._ids.shape[1] - len(before)
-        self._ids = torch.cat([self._ids, torch.tensor([list(own[known:])], dtype=torch.int64, device=device)], dim=1)
+        self._ids = torch.cat(
+            [self._ids, torch.tensor([list(own[known:])], dtype=torch.int64, device=device)], dim=1
+        )
         scores = logits.to(torch.float32, copy=True)
         for process in self._processors:
             scores = process(self._ids, scores)

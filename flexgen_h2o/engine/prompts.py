@@ -90,7 +90,9 @@ class Completion:
     def _logprobs_of(self, name: str, least: int) -> list[TokenLogprobs]:
         found = self.logprobs or []
         if len(found) < len(self.token_ids) or not all(len(one.top) >= least for one in found):
-            raise UsageError(f"{name}: the result has none; ask for SamplingParams(logprobs={least}) or more")
+            raise UsageError(
+                f"{name}: the result has none; ask for SamplingParams(logprobs={least}) or more"
+            )
         return found
 
 
@@ -106,7 +108,9 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
     """
     read_line = {".txt": lambda line: line, ".jsonl": prompt_of_json}.get(path.suffix.lower())
     if read_line is None:
-        raise UsageError(f"--prompts {path}: the file name must end in .txt (one prompt per line) or .jsonl")
+        raise UsageError(
+            f"--prompts {path}: the file name must end in .txt (one prompt per line) or .jsonl"
+        )
     prompts: list[Prompt] = []
     for place, line in lines_of(path, "--prompts"):
         try:
@@ -127,7 +131,9 @@ def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
         for number, (raw, goes_on) in enumerate(read_lines(path), start=1):
             place = f"{flag} {path}:{number}"
             if goes_on:
-                raise UsageError(f"{place}: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it")
+                raise UsageError(
+                    f"{place}: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it"
+                )
             text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             try:
                 line = text.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
@@ -140,9 +146,12 @@ def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
 
 
 def prompts_from_python(
-    inputs: Sequence[str | Sequence[int]], encode: Encode | None, vocab_size: int, positions: int | None = None,
+    inputs: Sequence[str | Sequence[int]],
+    encode: Encode | None,
+    vocab_size: int,
+    positions: int | None = None,
     name: str = "prompts",
-) -> list[Prompt]:  # fmt: skip
+) -> list[Prompt]:
     """Return prompts from strings and token ids, in any mix.
 
     Token ids are lists, tuples, 1-D numpy arrays or torch tensors of ints. They are checked like
@@ -153,7 +162,9 @@ def prompts_from_python(
     positions: see `make_prompt`.
     """
     if isinstance(inputs, str | bytes):
-        raise UsageError(f"{name}: a list of {name} is needed, not one string; write [{name.removesuffix('s')}]")
+        raise UsageError(
+            f"{name}: a list of {name} is needed, not one string; write [{name.removesuffix('s')}]"
+        )
     if isinstance(inputs, Mapping) or not isinstance(inputs, Iterable):
         raise UsageError(f"{name}: a list of {name} is needed, not {type(inputs).__name__}")
     prompts: list[Prompt] = []
@@ -165,7 +176,9 @@ def prompts_from_python(
     return prompts
 
 
-def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size: int) -> list[Prompt]:
+def benchmark_prompts(
+    count: int, length: int, encode: Encode | None, vocab_size: int
+) -> list[Prompt]:
     """Return `count` copies of FlexGen's benchmark prompt, each of exactly `length` tokens.
 
     The text's tokens are repeated after what the tokenizer puts first (BOS). FlexGen pads with
@@ -231,9 +244,12 @@ def output_row(completion: Completion) -> dict[str, Any]:
     The output files of batch have those.
     """
     return {
-        "index": completion.index, "prompt": completion.prompt, "text": completion.text,
-        "token_ids": completion.token_ids, "finish_reason": completion.finish_reason,
-    }  # fmt: skip
+        "index": completion.index,
+        "prompt": completion.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+    }
 
 
 def _no_constant(name: str) -> Any:
@@ -260,7 +276,9 @@ def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
 
 # This decoder refuses Python's NaN and Infinity, and numbers that would become infinite: they could
 # not be written as JSON again.
-STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_with_each_name_once)
+STRICT_JSON = json.JSONDecoder(
+    parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_with_each_name_once
+)
 
 
 def object_of_json(line: str) -> dict[str, Any]:
@@ -279,12 +297,19 @@ def prompt_of_json(line: str) -> object:
     body = object_of_json(line)
     given = {key: body[key] for key in ("prompt", "prompt_token_ids") if body.get(key) is not None}
     if len(given) != 1:
-        raise UsageError(f"give either prompt or prompt_token_ids, {'not both' if given else 'neither is there'}")
+        raise UsageError(
+            f"give either prompt or prompt_token_ids, {'not both' if given else 'neither is there'}"
+        )
     [(key, value)] = given.items()
     if key == "prompt" and not isinstance(value, str):
-        raise UsageError(f"prompt must be a string, not {type(value).__name__}; for token ids use prompt_token_ids")
+        raise UsageError(
+            f"prompt must be a string, not {type(value).__name__}; for token ids use "
+            "prompt_token_ids"
+        )
     if key == "prompt_token_ids" and not isinstance(value, list):
-        raise UsageError(f"prompt_token_ids must be a list of whole numbers, not {type(value).__name__}")
+        raise UsageError(
+            f"prompt_token_ids must be a list of whole numbers, not {type(value).__name__}"
+        )
     return value
 
 
@@ -299,11 +324,14 @@ def make_prompt(
     if not isinstance(given, str):
         size = len(given) if isinstance(given, list | tuple) or getattr(given, "ndim", 0) else 0  # type: ignore[arg-type]
         if positions is not None and size > positions:
-            raise TooLongError(f"{size} tokens, but the model has {positions} positions; shorten it")
+            raise TooLongError(
+                f"{size} tokens, but the model has {positions} positions; shorten it"
+            )
         return Prompt(index, _check_ids(given, vocab_size), None)
     if encode is None:
         raise UsageError(
-            "a text prompt needs a tokenizer and this model has none (random weights never do); give prompt_token_ids"
+            "a text prompt needs a tokenizer and this model has none (random weights never do); "
+            "give prompt_token_ids"
         )
     if not is_text(given):
         raise UsageError("the prompt holds half of a surrogate pair, which is not text; remove it")
@@ -323,7 +351,9 @@ def _check_ids(given: object, vocab_size: int) -> tuple[int, ...]:
         if isinstance(value, bool) or not isinstance(value, int):
             raise UsageError(f"token id {value!r:.60} is not a whole number")
         if not 0 <= value < vocab_size:
-            raise UsageError(f"token id {value!r:.60} is outside the model's vocabulary of {vocab_size}")
+            raise UsageError(
+                f"token id {value!r:.60} is outside the model's vocabulary of {vocab_size}"
+            )
     if not ids:
         raise UsageError("the prompt has no tokens; give at least one")
     return ids

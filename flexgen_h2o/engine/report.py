@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from flexgen_h2o.engine.resources import Engine
 
 MEASURED_BUSY = (
-    "profile measured while other programs were busy: run flexgen-h2o hardware again when the machine is quiet"
+    "profile measured while other programs were busy: run flexgen-h2o hardware again "
+    "when the machine is quiet"
 )
 NOT_MEASURED = "this machine was not measured (flexgen-h2o hardware: 1 to 2 minutes)"
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
@@ -49,7 +50,9 @@ class PhaseReport:
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second; 0.0 for a phase that took no time, so that it stays a JSON number."""
-        return self.tokens / self.seconds if self.seconds > 0 and math.isfinite(self.seconds) else 0.0
+        return (
+            self.tokens / self.seconds if self.seconds > 0 and math.isfinite(self.seconds) else 0.0
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s, "tokens": self.tokens}
@@ -103,7 +106,9 @@ class RunReport:
 
         Prefill gives each sequence its first token.
         """
-        return PhaseReport(self.prefill.seconds + self.decode.seconds, self.num_prompts + self.decode.tokens)
+        return PhaseReport(
+            self.prefill.seconds + self.decode.seconds, self.num_prompts + self.decode.tokens
+        )
 
     @property
     def spared_tokens(self) -> int:
@@ -125,18 +130,26 @@ class RunReport:
 
 
 def make_report(
-    engine: Engine, part: ModelPart, table: RequestTable, scheduler: Scheduler, before: Mapping[str, Mapping[str, int]],
-    predicted: Mapping[str, float | None], facts: Mapping[str, Any],
-) -> RunReport:  # fmt: skip
+    engine: Engine,
+    part: ModelPart,
+    table: RequestTable,
+    scheduler: Scheduler,
+    before: Mapping[str, Mapping[str, int]],
+    predicted: Mapping[str, float | None],
+    facts: Mapping[str, Any],
+) -> RunReport:
     """Return the report of a finished run. In a pipeline it covers all ranks.
 
     before: the bytes that the engine had moved before the run, by kind and lane.
     facts: more entries for `extra`.
     """
-    blocks, common, eviction = scheduler.stats, scheduler.common, part.eviction
+    blocks = scheduler.stats
+    common = scheduler.common
+    eviction = part.eviction
     now = engine.io_bytes_by_kind
     moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
-    spec, itemsize = engine.spec, engine.dtype.itemsize
+    spec = engine.spec
+    itemsize = engine.dtype.itemsize
     shape = need_of(eviction, table.sizes.total(), set(table.sizes), spec.num_blocks, spec.windows)
     copied = common * spec.kv_bytes_per_token(itemsize)
     model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, table.sizes, itemsize)
@@ -193,24 +206,34 @@ def joint_report(ranks: Sequence[tuple[RunReport, Sequence[int], int]]) -> RunRe
     ranks: the report of each rank, its transformer blocks, and the bytes that it sent.
     """
     reports = [report for report, _, _ in ranks]
-    first, last = reports[0], reports[-1]
+    first = reports[0]
+    last = reports[-1]
 
     def summed(name: str) -> dict[str, int]:
-        return {key: sum(getattr(one, name)[key] for one in reports) for key in getattr(first, name)}
+        return {
+            key: sum(getattr(one, name)[key] for one in reports) for key in getattr(first, name)
+        }
 
     def summed_by_kind(name: str) -> dict[str, dict[str, int]]:
         kinds = [getattr(one, name) for one in reports]
         keys = next(iter(kinds[0].values()))
         every = dict.fromkeys(kind for one in kinds for kind in one)
-        return {kind: {key: sum(one[kind][key] for one in kinds if kind in one) for key in keys} for kind in every}
+        return {
+            kind: {key: sum(one[kind][key] for one in kinds if kind in one) for key in keys}
+            for kind in every
+        }
 
     facts = [
         {
-            "rank": rank, "blocks": blocks, "peak_bytes": dict(one.peak_bytes), "io_bytes": dict(one.io_bytes),
-            "sent_bytes": sent_bytes, "busy_s": one.extra["busy_s"],
+            "rank": rank,
+            "blocks": blocks,
+            "peak_bytes": dict(one.peak_bytes),
+            "io_bytes": dict(one.io_bytes),
+            "sent_bytes": sent_bytes,
+            "busy_s": one.extra["busy_s"],
         }
         for rank, (one, blocks, sent_bytes) in enumerate(ranks)
-    ]  # fmt: skip
+    ]
     return replace(
         first,
         prefill=PhaseReport(last.prefill.seconds, first.prefill.tokens),
@@ -226,7 +249,9 @@ def joint_report(ranks: Sequence[tuple[RunReport, Sequence[int], int]]) -> RunRe
     )
 
 
-def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: int) -> tuple[int, int, int]:
+def sizes_of(
+    spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: int
+) -> tuple[int, int, int]:
     """Return the bytes of all weights, of the full KV cache, and of the hidden states.
 
     Weights count as in the checkpoint, unquantised numbers in the compute dtype. KV cache and
@@ -246,7 +271,9 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
     The two numbers are the bytes in its slots and uncompressed.
     """
     sizes = kv_sizes_of(spec, policy, itemsize)
-    return spec.num_kv_heads * sizes.column_bytes, spec.kv_bytes_per_token(itemsize) // spec.num_blocks
+    return spec.num_kv_heads * sizes.column_bytes, spec.kv_bytes_per_token(
+        itemsize
+    ) // spec.num_blocks
 
 
 def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: int) -> int:
@@ -255,7 +282,9 @@ def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: in
     An example is what is stored beside packed slots. The record of slots does not count.
     """
     beside = [
-        kv_layout(spec, policy, 1, slots, record_in(spec, block, need.record), itemsize, True).beside_bytes
+        kv_layout(
+            spec, policy, 1, slots, record_in(spec, block, need.record), itemsize, True
+        ).beside_bytes
         for block, slots in enumerate(need.slots)
     ]
     return spec.num_kv_heads * (sum(beside) // len(beside))
@@ -303,13 +332,19 @@ def eviction_line(report: RunReport) -> str:
 
 def prediction_line(report: RunReport) -> str:
     """Return the line with the planner's prediction and the measured times."""
-    said, profile = report.predicted, report.extra.get("profile")
+    said = report.predicted
+    profile = report.extra.get("profile")
     if said["prefill_s"] is None or said["decode_s"] is None:
         return f"predicted: nothing, the profile {profile} does not know this dtype"
     if profile == "nominal":  # these are round figures of some machine, and several times off
         return f"predicted: nothing, {NOT_MEASURED}"
-    phases = (("prefill", said["prefill_s"], report.prefill), ("decode", said["decode_s"], report.decode))
-    figures = ", ".join(f"{name} {s:.3f} s (measured {phase.seconds:.3f} s)" for name, s, phase in phases)
+    phases = (
+        ("prefill", said["prefill_s"], report.prefill),
+        ("decode", said["decode_s"], report.decode),
+    )
+    figures = ", ".join(
+        f"{name} {s:.3f} s (measured {phase.seconds:.3f} s)" for name, s, phase in phases
+    )
     busy = f" ({MEASURED_BUSY})" if report.extra.get("profile_disturbed") else ""
     return f"predicted with {profile}{busy}: {figures}"
 
@@ -330,13 +365,17 @@ def log_block(report: RunReport) -> str:
     Its own scripts parse lines 3 to 5.
     """
     sizes = (
-        f"model size: {report.model_bytes / GIB:.3f} GB\tcache size: {report.cache_bytes / GIB:.3f} GB\t"
+        f"model size: {report.model_bytes / GIB:.3f} GB\tcache size: "
+        f"{report.cache_bytes / GIB:.3f} GB\t"
         f"hidden size (p): {report.hidden_bytes / GIB:.3f} GB"
     )
-    peak = f"peak gpu mem: {report.peak_bytes['device'] / GIB:.3f} GB\tprojected: {report.projected}"
+    peak = (
+        f"peak gpu mem: {report.peak_bytes['device'] / GIB:.3f} GB\tprojected: {report.projected}"
+    )
     phases = (("prefill", report.prefill), ("decode", report.decode), ("total", report.total))
     rates = [
-        f"{name} latency: {phase.seconds:.3f} s\t{name} throughput: {phase.tokens_per_s:.3f} token/s"
+        f"{name} latency: {phase.seconds:.3f} s\t{name} throughput: {phase.tokens_per_s:.3f} "
+        "token/s"
         for name, phase in phases
     ]
     return "\n".join([sizes, peak, *rates])
@@ -386,7 +425,9 @@ def project_decode_seconds(sweep_seconds: Sequence[float], gen_len: int) -> floa
     if needed <= len(sweep_seconds):
         return math.fsum(sweep_seconds[: max(needed, 0)])
     if not sweep_seconds:
-        raise UsageError("--cut-gen-len: 1 measures no decode pass to project from; give at least 2")
+        raise UsageError(
+            "--cut-gen-len: 1 measures no decode pass to project from; give at least 2"
+        )
     first = sweep_seconds[:_WARM_SWEEPS]
     rest = sweep_seconds[_WARM_SWEEPS:] or sweep_seconds[-1:]
     return math.fsum(first) + math.fsum(rest) / len(rest) * (needed - len(first))

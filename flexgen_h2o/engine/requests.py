@@ -56,9 +56,12 @@ class ForcedTokens:
 
 
 def forced_rows(
-    prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], eviction: Eviction, spec: ModelSpec,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    eviction: Eviction,
+    spec: ModelSpec,
     max_tokens_per_sweep: int,
-) -> tuple[list[Prompt], ForcedTokens]:  # fmt: skip
+) -> tuple[list[Prompt], ForcedTokens]:
     """Return prompts of token ids, and the tokens that each of them is to take.
 
     Raise UsageError if a prompt and its continuation do not fit the model's positions or the
@@ -69,10 +72,12 @@ def forced_rows(
     if len(read) != len(after):
         raise UsageError(f"continuations: {len(after)} for {len(read)} prompts; give one for each")
     for prompt, more in zip(read, after, strict=True):
-        length, new = len(prompt.token_ids), len(more.token_ids)
+        length = len(prompt.token_ids)
+        new = len(more.token_ids)
         if length > spec.max_positions or most_new_tokens(eviction, spec, length, new) < new:
             raise UsageError(
-                f"prompts[{prompt.index}]: {length} tokens and the {new} of its continuation do not fit {spec.name}'s "
+                f"prompts[{prompt.index}]: {length} tokens and the {new} of its continuation do "
+                f"not fit {spec.name}'s "
                 f"{spec.max_positions} positions; shorten one of them"
             )
     return read, ForcedTokens({p.index: p.token_ids for p in after}, max_tokens_per_sweep)
@@ -94,15 +99,21 @@ class RequestTable:
     strings but no tokenizer, or if a prompt is longer than the model's positions.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], params: Params, model: Model, eviction: Eviction) -> None:
-        self.model, self._eviction = model, eviction
+    def __init__(
+        self, prompts: Sequence[Prompt], params: Params, model: Model, eviction: Eviction
+    ) -> None:
+        self.model = model
+        self._eviction = eviction
         self._source: TokenSource | None = None
         self._params: dict[int, SamplingParams] = {}
         self._spares_rows = False
         self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
-        eos, tokenizer = model.spec.eos_token_ids, model.tokenizer
+        eos = model.spec.eos_token_ids
+        tokenizer = model.tokenizer
         self._make_criteria = lru_cache(STOPS_KEPT)(
-            lambda stop, ignore, stop_ids: StopCriteria(stop, () if ignore else eos, tokenizer, stop_ids)
+            lambda stop, ignore, stop_ids: StopCriteria(
+                stop, () if ignore else eos, tokenizer, stop_ids
+            )
         )
         self.sizes: Counter[tuple[int, int]] = Counter()
         self.prompt_tokens = self.decoded = 0
@@ -111,7 +122,8 @@ class RequestTable:
         elif isinstance(params, Sequence):
             each = params
         else:
-            self._source, each = params, [SamplingParams()] * len(prompts)
+            self._source = params
+            each = [SamplingParams()] * len(prompts)
         self.rows = self.add(prompts, each)
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Row]:
@@ -127,14 +139,22 @@ class RequestTable:
         return rows
 
     def _row(self, prompt: Prompt) -> Row:
-        params, source = self._params[prompt.index], self._source
+        params = self._params[prompt.index]
+        source = self._source
         if source is not None:
             most = source.most_new(prompt.index)
-            return Row(prompt, most, asked=params.max_tokens, max_tokens_per_sweep=source.max_tokens_per_sweep)
-        spec, length = self.model.spec, len(prompt.token_ids)
+            return Row(
+                prompt,
+                most,
+                asked=params.max_tokens,
+                max_tokens_per_sweep=source.max_tokens_per_sweep,
+            )
+        spec = self.model.spec
+        length = len(prompt.token_ids)
         if length > spec.max_positions:
             raise UsageError(
-                f"prompts[{prompt.index}]: {length} tokens, but {spec.name} has {spec.max_positions} positions; "
+                f"prompts[{prompt.index}]: {length} tokens, but {spec.name} has "
+                f"{spec.max_positions} positions; "
                 "shorten it"
             )
         most = most_new_tokens(self._eviction, spec, length, max(1, params.max_tokens))
@@ -149,31 +169,47 @@ class RequestTable:
 
     def _scored_row(self, prompt: Prompt, params: SamplingParams, most: int) -> Row:
         """Return a sequence that takes params.score, in decode steps or behind its prompt."""
-        spec, score, top = self.model.spec, params.score or (), params.logprobs or 0
+        spec = self.model.spec
+        score = params.score or ()
+        top = params.logprobs or 0
         in_prompt = params.score_mode == PREFILL
         if max(score) >= spec.vocab_size:
-            raise UsageError(f"score: token id {max(score)} is outside the model's vocabulary of {spec.vocab_size}")
+            raise UsageError(
+                f"score: token id {max(score)} is outside the model's vocabulary of "
+                f"{spec.vocab_size}"
+            )
         most = spec.max_positions - len(prompt.token_ids) + 1 if in_prompt else most
         if most < len(score):
             raise UsageError(
-                f"prompts[{prompt.index}]: {len(prompt.token_ids)} tokens and {len(params.score or ())} to score do "
+                f"prompts[{prompt.index}]: {len(prompt.token_ids)} tokens and "
+                f"{len(params.score or ())} to score do "
                 f"not fit {self.model.name}'s {spec.max_positions} positions; shorten one of them"
             )
         if in_prompt:
-            prompt, score = Prompt(prompt.index, prompt.token_ids + score[:-1], prompt.text), score[-1:]
+            prompt = Prompt(prompt.index, prompt.token_ids + score[:-1], prompt.text)
+            score = score[-1:]
         scored = len(params.score or ()) - len(score)
         return Row(
-            prompt, len(score), asked=1, top_logprobs=top, max_tokens_per_sweep=min(GIVEN_CHUNK, len(score)),
-            given=score, scored=scored, top_prompt_logprobs=top,
-        )  # fmt: skip
+            prompt,
+            len(score),
+            asked=1,
+            top_logprobs=top,
+            max_tokens_per_sweep=min(GIVEN_CHUNK, len(score)),
+            given=score,
+            scored=scored,
+            top_prompt_logprobs=top,
+        )
 
     def _echoed_row(self, prompt: Prompt, params: SamplingParams, most: int) -> Row:
         """Return a sequence whose prompt gets log-probabilities.
 
         The part of the prompt beyond the KV budget is taken in decode steps.
         """
-        policy, ids, asked = self._eviction, prompt.token_ids, params.max_tokens
-        length, top = len(ids), params.prompt_logprobs or 0
+        policy = self._eviction
+        ids = prompt.token_ids
+        asked = params.max_tokens
+        length = len(ids)
+        top = params.prompt_logprobs or 0
         # Slots for two new tokens or more are enough for any number of decode steps.
         size = (length, max(2, min(most, asked)))
         fed = length
@@ -183,14 +219,25 @@ class RequestTable:
             fed = min((length, *(policy.budget(*size, block).columns for block in blocks)))
         if fed == length:
             return Row(
-                prompt, most, asked=asked, top_logprobs=params.logprobs, scored=length - 1, top_prompt_logprobs=top
+                prompt,
+                most,
+                asked=asked,
+                top_logprobs=params.logprobs,
+                scored=length - 1,
+                top_prompt_logprobs=top,
             )
         given = ids[fed:]
         return Row(
-            Prompt(prompt.index, ids[:fed], prompt.text), len(given) + min(most, asked), asked=asked,
-            top_logprobs=max(top, params.logprobs or 0), max_tokens_per_sweep=min(GIVEN_CHUNK, len(given)),
-            given=given, scored=fed - 1, top_prompt_logprobs=top, budget_of=size,
-        )  # fmt: skip
+            Prompt(prompt.index, ids[:fed], prompt.text),
+            len(given) + min(most, asked),
+            asked=asked,
+            top_logprobs=max(top, params.logprobs or 0),
+            max_tokens_per_sweep=min(GIVEN_CHUNK, len(given)),
+            given=given,
+            scored=fed - 1,
+            top_prompt_logprobs=top,
+            budget_of=size,
+        )
 
     def decoding(self, callbacks: Callbacks) -> Decoding:
         """Return how the sequences get their tokens."""
@@ -228,7 +275,13 @@ class RequestTable:
                 completion = self._completion(row)
             if row.error is not None:
                 completion = Completion(
-                    row.prompt.index, row.prompt.text, None, [], "error", error=row.error, error_code=row.error_code
+                    row.prompt.index,
+                    row.prompt.text,
+                    None,
+                    [],
+                    "error",
+                    error=row.error,
+                    error_code=row.error_code,
                 )
             found.append(completion)
             self.decoded += max(0, len(row.token_ids) - 1)
@@ -236,23 +289,34 @@ class RequestTable:
         return found
 
     def _completion(self, row: Row) -> Completion:
-        params, before, behind = self._params[row.prompt.index], row.prompt_logprobs, list(row.logprobs)
-        token_ids, logprobs = list(row.token_ids), None if row.top_logprobs is None else behind
+        params = self._params[row.prompt.index]
+        before = row.prompt_logprobs
+        behind = list(row.logprobs)
+        token_ids = list(row.token_ids)
+        logprobs = None if row.top_logprobs is None else behind
         of_prompt: list[TokenLogprobs | None] | None = None
         before_answer = row.before
         if params.score is not None:
-            token_ids, logprobs = [*params.score[: row.scored], *token_ids], [*before, *behind]
+            token_ids = [*params.score[: row.scored], *token_ids]
+            logprobs = [*before, *behind]
             before_answer = row.prompt.token_ids[: len(row.prompt.token_ids) - row.scored]
         elif params.prompt_logprobs is not None:
             own = len(row.given)
-            of_prompt = [None, *before, *(of_likeliest(one, params.prompt_logprobs) for one in behind[:own])]
-            token_ids, logprobs = token_ids[own:][: params.max_tokens], behind[own:][: params.max_tokens]
+            of_prompt = [
+                None,
+                *before,
+                *(of_likeliest(one, params.prompt_logprobs) for one in behind[:own]),
+            ]
+            token_ids = token_ids[own:][: params.max_tokens]
+            logprobs = behind[own:][: params.max_tokens]
             top = params.logprobs
             logprobs = None if top is None else [of_likeliest(one, top) for one in logprobs]
         text = self._criteria_of(row).text(token_ids, before_answer)
         assert row.finish_reason is not None
         reason = row.finish_reason if token_ids else "length"
-        return Completion(row.prompt.index, row.prompt.text, text, token_ids, reason, logprobs, of_prompt)
+        return Completion(
+            row.prompt.index, row.prompt.text, text, token_ids, reason, logprobs, of_prompt
+        )
 
     def finish_rest(self) -> list[Completion]:
         """Finish the sequences that were cut short, and return their completions.
@@ -276,7 +340,8 @@ class RequestTable:
         """
         params = (self._params[row.prompt.index] for row in self.rows)
         can_stop = any(
-            p.score is None and (p.stop or p.stop_token_ids or (self.model.spec.eos_token_ids and not p.ignore_eos))
+            p.score is None
+            and (p.stop or p.stop_token_ids or (self.model.spec.eos_token_ids and not p.ignore_eos))
             for p in params
         )
         end_together = not can_stop and len({row.max_new for row in self.rows}) <= 1
@@ -306,11 +371,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: list[list[list[Row]]], more: Callable[[], Sequence[Row]] | None = None, common: int = 0
-    ) -> None:  # fmt: skip
-        self.is_continuous, self.common = more is not None, common
+        self,
+        blocks: list[list[list[Row]]],
+        more: Callable[[], Sequence[Row]] | None = None,
+        common: int = 0,
+    ) -> None:
+        self.is_continuous = more is not None
+        self.common = common
         self.blocks = blocks[:1] if self.is_continuous else blocks
-        self._queue = deque(row for block in blocks[len(self.blocks) :] for batch in block for row in batch)
+        self._queue = deque(
+            row for block in blocks[len(self.blocks) :] for batch in block for row in batch
+        )
         self._more = more
         self.stats: list[BlockStats] = []
         self.joined = 0
@@ -324,7 +395,10 @@ class Scheduler:
         """
         if self.is_continuous:
             return None
-        return sum(max(r.max_new for batch in block for r in batch) * -(-len(block) // loads) for block in self.blocks)
+        return sum(
+            max(r.max_new for batch in block for r in batch) * -(-len(block) // loads)
+            for block in self.blocks
+        )
 
     def take(self, places: int, tokens: int) -> list[Row]:
         """Return the sequences that join now.
@@ -335,7 +409,11 @@ class Scheduler:
         """
         taken: list[Row] = []
         waiting: list[Row] = []
-        while len(taken) < places and tokens > 0 and (self._queue or (not waiting and self._read_more())):
+        while (
+            len(taken) < places
+            and tokens > 0
+            and (self._queue or (not waiting and self._read_more()))
+        ):
             row = self._queue.popleft()
             length = len(row.prompt.token_ids) - self.common
             if length <= tokens:

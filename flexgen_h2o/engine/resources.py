@@ -55,16 +55,26 @@ class Engine:
     _first_process: ClassVar[int | None] = None  # the id of the process that opened an engine
 
     def __init__(
-        self, part: ModelPart, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype, site: Site,
+        self,
+        part: ModelPart,
+        checkpoint: Checkpoint,
+        policy: Policy,
+        plan: MemoryPlan,
+        dtype: torch.dtype,
+        site: Site,
         timeline: Timeline,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.check_not_forked()
         spec = with_head_rows(part.spec, plan.head_rows)
         device = site.device
         plan.check(site.budgets)
         checkpoint.check_unchanged()
         Engine._first_process = os.getpid()
-        self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
+        self.spec = spec
+        self.policy = policy
+        self.plan = plan
+        self.dtype = dtype
+        self.device = device
         self.timeline = timeline
         self.budgets = site.budgets
         self._checkpoint = checkpoint  # its folder counts as in use as long as this object exists
@@ -81,22 +91,34 @@ class Engine:
             decoded = self._buffers.get(("unpacked weights", device.tier))
             sizes = dict(plan.workspace)
             self.workspace = Workspace(self._buffers["workspace", device.tier], sizes, dtype)
-            self.weights = WeightStore(self.layers, checkpoint, shares, form, self.mover, self.workspace, decoded)
+            self.weights = WeightStore(
+                self.layers, checkpoint, shares, form, self.mover, self.workspace, decoded
+            )
             stack.callback(self.weights.close)
             # The stack unwinds in reverse: threads end before the files that they use.
             stack.callback(self.lanes.close)
             interrupts.check()  # a signal may have been lost during an import
             self.weights.load_resident(self._arenas("weights"))
             checkpoint.check_unchanged()
-            overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8, device="cpu"))
+            overlay = self._buffers.get(
+                ("cache overlay", "host"), torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             self.cache = CacheStore(
-                self.mover, dtype, self._arenas("cache"), self._files.get("cache"), overlay,
-                self._arenas("cache record"), attends_on_host(policy, device.is_host),
-            )  # fmt: skip
+                self.mover,
+                dtype,
+                self._arenas("cache"),
+                self._files.get("cache"),
+                overlay,
+                self._arenas("cache record"),
+                attends_on_host(policy, device.is_host),
+            )
             shares = tier_shares(policy.hidden_shares, device.is_host)
-            arenas, count = self._arenas("hidden"), len(self.layers.layers)
+            arenas = self._arenas("hidden")
+            count = len(self.layers.layers)
             fields = hidden_fields(spec, dtype)
-            self.hidden = HiddenStore(self.mover, fields, shares, count, arenas, self._files.get("hidden"))
+            self.hidden = HiddenStore(
+                self.mover, fields, shares, count, arenas, self._files.get("hidden")
+            )
             self.wire: Wire | None = None  # the link to the other ranks of a pipeline
             if part.pipeline is not None:
                 self.wire = Wire(part.pipeline, device, self._buffers["wire", device.tier])
@@ -109,7 +131,10 @@ class Engine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._dropped.detach() is not None:
             self._stack.close()
@@ -124,7 +149,8 @@ class Engine:
         forks.check_threads()
         if Engine._first_process not in (None, os.getpid()):
             raise UsageError(
-                "this process was forked from one whose LLM has run, and cannot run one: start it with "
+                "this process was forked from one whose LLM has run, and cannot run one: start it "
+                "with "
                 "multiprocessing's 'spawn', or fork before the first generate"
             )
 
@@ -158,10 +184,12 @@ class Engine:
 
         Kernels that are on disk already are read.
         """
-        spec, needs = self.spec, part.eviction.needs
+        spec = self.spec
+        needs = part.eviction.needs
         pairs = 0 if spec.rotary is None else len(spec.rotary.frequencies)
         sizes = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, pairs
-        where, packing = self.device.torch_device, packing_of(spec, self.policy)
+        where = self.device.torch_device
+        packing = packing_of(spec, self.policy)
         sinks = any(t.name == "sinks" for block in spec.attention for t in block)
         before = (int(sinks), *([2] if self.plan.shape.common else []))
         warm_up_card(where, self.dtype, sizes, bool(needs.record), needs.per_query, packing, before)
@@ -194,8 +222,11 @@ class Engine:
 
     def common_prefix(self, columns: int) -> list[PartView]:
         """Return the plan's room for one copy of so many KV entries."""
-        spec, memory = self.spec, self._buffers["common prefix", self.device.tier]
-        return common_views(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
+        spec = self.spec
+        memory = self._buffers["common prefix", self.device.tier]
+        return common_views(
+            memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim)
+        )
 
 
 def _close_dropped(stack: contextlib.ExitStack, owner: int) -> None:

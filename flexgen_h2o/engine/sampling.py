@@ -29,7 +29,10 @@ def check_params(params: object) -> SamplingParams | Sequence[SamplingParams]:
     if isinstance(params, SamplingParams):
         return params
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
-        raise UsageError(f"params: {params!r:.60} is neither a SamplingParams nor a list with one for each prompt")
+        raise UsageError(
+            f"params: {params!r:.60} is neither a SamplingParams nor a list with one for each "
+            "prompt"
+        )
     for i, one in enumerate(params):
         if not isinstance(one, SamplingParams):
             raise UsageError(f"params[{i}]: {one!r:.60} is not a SamplingParams")
@@ -57,7 +60,11 @@ class Sampler:
         steps: b entries, the tokens that each sequence has generated already. With the seed, `rows`
             and `steps` fix the random number.
         """
-        return check_finite(self.choose(logits, rows, steps).tolist(), rows, steps) if len(rows) else []
+        return (
+            check_finite(self.choose(logits, rows, steps).tolist(), rows, steps)
+            if len(rows)
+            else []
+        )
 
     def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> Tensor:
         """Return the next tokens without waiting: (b,) int64 on the device of the logits.
@@ -69,7 +76,9 @@ class Sampler:
         if drawing:
             alike = isinstance(self._params, SamplingParams)
             order = [place for places in drawing.values() for place in places]
-            drawn = [_uniform(self._of(rows[i]).seed, rows[i] if alike else 0, steps[i]) for i in order]
+            drawn = [
+                _uniform(self._of(rows[i]).seed, rows[i] if alike else 0, steps[i]) for i in order
+            ]
             pairs = torch.tensor([order, drawn], dtype=torch.float64, device="cpu")  # places fit
             numbers = upload(pairs, logits.device)
             sizes = [len(places) for places in drawing.values()]
@@ -102,7 +111,8 @@ class NotFiniteError(FlexgenError):
 
     def __init__(self, row: int, where: str, places: Sequence[int] = ()) -> None:
         why = "a damaged checkpoint, or a dtype that overflows (try --dtype bfloat16 or float32)"
-        self.reason, self.places = f"logits {where} are not finite: {why}", tuple(places)
+        self.reason = f"logits {where} are not finite: {why}"
+        self.places = tuple(places)
         self._given = row, where, self.places
         super().__init__(f"logits of row {row} {where} are not finite: {why}")
 
@@ -122,7 +132,9 @@ def check_finite(tokens: list[int], rows: Sequence[int], steps: Sequence[int]) -
     return tokens
 
 
-def _draw(logits: Tensor, params: SamplingParams, drawn: Tensor, places: Tensor | None = None) -> Tensor:
+def _draw(
+    logits: Tensor, params: SamplingParams, drawn: Tensor, places: Tensor | None = None
+) -> Tensor:
     """Return the drawn tokens, (n,) int64.
 
     A token is found at `drawn` in the cumulative probabilities of its row of logits.
@@ -161,7 +173,9 @@ def of_likeliest(found: TokenLogprobs, top: int) -> TokenLogprobs:
     return TokenLogprobs(found.logprob, found.top[:top])
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, tokens: Sequence[int], top: Sequence[int]
+) -> list[TokenLogprobs]:
     """Return the log-probabilities of each row's chosen token and of its likeliest tokens.
 
     Forbidden tokens (-inf) are not among the likeliest.
@@ -177,7 +191,13 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) ->
         scores = scores - scores.logsumexp(dim=-1, keepdim=True)
         own = torch.tensor(tokens[start : start + height], device=logits.device)[:, None]
         values, ids = scores.topk(min(max(top), scores.shape[1]), dim=-1)
-        rows = zip(scores.gather(-1, own)[:, 0].tolist(), ids.tolist(), values.tolist(), top[start:], strict=False)
+        rows = zip(
+            scores.gather(-1, own)[:, 0].tolist(),
+            ids.tolist(),
+            values.tolist(),
+            top[start:],
+            strict=False,
+        )
         for logprob, row_ids, row_values, count in rows:
             best = zip(row_ids[:count], row_values[:count], strict=True)
             found.append(TokenLogprobs(logprob, tuple((i, v) for i, v in best if v > -math.inf)))

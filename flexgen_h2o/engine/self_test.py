@@ -46,7 +46,7 @@ third of it, because a village without bread is not a village for long, and the 
 The iron wheel turned for the first time on the second of June. It was louder than the old one, and it needed less \
 water. Years later, when people asked Anna why the mill had survived the flood, she opened the book at that page and \
 showed them the names of all who had paid.
-"""
+"""  # noqa: E501
 
 
 def tokens_of_test(model: Model) -> list[int]:
@@ -97,7 +97,9 @@ def warning_of(bits: tuple[int, int], kl: float) -> str:
     asked = str(keys) if keys == values else f"{keys}/{values}"
     better = 4 if min(bits) < 4 else 8
     return (
-        f"warning: with --kv-bits {asked} the next token's probabilities differ from the whole KV cache's by KL "
-        f"{kl:.2f} or more on a test text (more than {MOST_KL:g}); use --kv-bits {better}, or measure: "
+        f"warning: with --kv-bits {asked} the next token's probabilities differ from the whole KV "
+        "cache's by KL "
+        f"{kl:.2f} or more on a test text (more than {MOST_KL:g}); use --kv-bits {better}, or "
+        "measure: "
         "flexgen-h2o evaluate frontier"
     )

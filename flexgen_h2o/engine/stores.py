@@ -37,7 +37,17 @@ from flexgen_h2o.kernels.linear import RowPart, RowParts, Table, lookup
 from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
-from flexgen_h2o.tiers.stream import Done, Part, Region, Ring, Shares, Waitable, split_rows, wait_all, wait_all_on_card
+from flexgen_h2o.tiers.stream import (
+    Done,
+    Part,
+    Region,
+    Ring,
+    Shares,
+    Waitable,
+    split_rows,
+    wait_all,
+    wait_all_on_card,
+)
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
 # A unit with so many matrices or more is decoded with one thread per matrix. Its matrices are about
@@ -78,22 +88,36 @@ class _TableRows(Table):
     """
 
     def __init__(
-        self, mover: Mover, open_file: Callable[[Path], DirectFile], source: StoredTensor,
+        self,
+        mover: Mover,
+        open_file: Callable[[Path], DirectFile],
+        source: StoredTensor,
         held: Callable[[torch.Tensor], RowParts],
-    ) -> None:  # fmt: skip
-        self._mover, self._open, self._source, self._held = mover, open_file, source, held
+    ) -> None:
+        self._mover = mover
+        self._open = open_file
+        self._source = source
+        self._held = held
 
     def __len__(self) -> int:
         return self._source.shape[0]
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        source, stored = self._source, getattr(torch, self._source.dtype)
+        source = self._source
+        stored = getattr(torch, self._source.dtype)
         wanted, places = ids.unique(return_inverse=True)
         rows = torch.empty(
-            len(wanted), source.shape[1], dtype=out.dtype if stored.is_floating_point else stored, device="cpu"
+            len(wanted),
+            source.shape[1],
+            dtype=out.dtype if stored.is_floating_point else stored,
+            device="cpu",
         )
-        first = FileRange(self._open(source.path), source.offset, source.nbytes // source.shape[0], stored)
-        self._mover.read_rows("look_up_weight", [*zip(rows, wanted.tolist(), strict=True)], first).wait()
+        first = FileRange(
+            self._open(source.path), source.offset, source.nbytes // source.shape[0], stored
+        )
+        self._mover.read_rows(
+            "look_up_weight", [*zip(rows, wanted.tolist(), strict=True)], first
+        ).wait()
         lookup(places, self._held(rows), out)
 
 
@@ -108,37 +132,69 @@ class WeightStore:
     """
 
     def __init__(
-        self, plan: LayerPlan, checkpoint: Checkpoint, shares: Shares, form: WeightFormat, mover: Mover,
-        workspace: Workspace, decoded: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.plan, self.decodes = plan, form.decodes
-        self._form, self._mover, self._workspace, self._decoded = form, mover, workspace, decoded
+        self,
+        plan: LayerPlan,
+        checkpoint: Checkpoint,
+        shares: Shares,
+        form: WeightFormat,
+        mover: Mover,
+        workspace: Workspace,
+        decoded: torch.Tensor | None = None,
+    ) -> None:
+        self.plan = plan
+        self.decodes = form.decodes
+        self._form = form
+        self._mover = mover
+        self._workspace = workspace
+        self._decoded = decoded
         self._is_host = mover.device.is_host
         self._experts = {layer.unit for layer in plan.layers if layer.kind == "experts"}
         self._files: dict[Path, DirectFile] = {}
         self._layouts = {t.key: layout_of(form, t) for unit in plan.units for t in unit.tensors}
-        self._parts = {t.key: self._parts_of(t, checkpoint, shares) for unit in plan.units for t in unit.tensors}
+        self._parts = {
+            t.key: self._parts_of(t, checkpoint, shares)
+            for unit in plan.units
+            for t in unit.tensors
+        }
         self._filled: dict[tuple[int, TensorLayout], RowParts] = {}
-        sources = [p.source for parts in self._parts.values() for h in parts if h.part.tier == "disk" for p in h.pieces]
+        sources = [
+            p.source
+            for parts in self._parts.values()
+            for h in parts
+            if h.part.tier == "disk"
+            for p in h.pieces
+        ]
         self._read_in_sweeps = {source.path: source.state for source in sources}
         for unit in plan.units:
             start = 0
-            for piece in (p for t in unit.tensors for h in self._parts[t.key] if h.streamed for p in h.pieces):
+            for piece in (
+                p for t in unit.tensors for h in self._parts[t.key] if h.streamed for p in h.pieces
+            ):
                 piece.start = start
                 start += streamed_part_bytes(piece.nbytes)
         self._sizes = [streamed_bytes(unit, shares, form, self._is_host) for unit in plan.units]
 
-    def _parts_of(self, tensor: TensorSpec, checkpoint: Checkpoint, shares: Shares) -> list[_HeldPart]:
+    def _parts_of(
+        self, tensor: TensorSpec, checkpoint: Checkpoint, shares: Shares
+    ) -> list[_HeldPart]:
         found = []
         layout = self._layouts[tensor.key]
         for part, streamed in layout.homes(shares, self._is_host):
             pieces = [
-                _Piece(stored, checkpoint.tensors[stored.key].rows(*stored.file_rows(part)), stored.part_bytes(part))
+                _Piece(
+                    stored,
+                    checkpoint.tensors[stored.key].rows(*stored.file_rows(part)),
+                    stored.part_bytes(part),
+                )
                 for stored in layout.stored
             ]
             rows: RowParts = ()
             if part.tier == "disk" and not streamed:
-                rows = (_TableRows(self._mover, self._file, pieces[0].source, partial(self._table_of, layout)),)
+                rows = (
+                    _TableRows(
+                        self._mover, self._file, pieces[0].source, partial(self._table_of, layout)
+                    ),
+                )
             found.append(_HeldPart(part, pieces, streamed, rows))
         return found
 
@@ -150,7 +206,9 @@ class WeightStore:
         """
         used = dict.fromkeys(memory, 0)
         reads = []
-        for held in (held for u in self.plan.units for t in u.tensors for held in self._parts[t.key]):
+        for held in (
+            held for u in self.plan.units for t in u.tensors for held in self._parts[t.key]
+        ):
             for piece in held.pieces if held.part.tier != "disk" else ():
                 tier = held.part.tier if held.part.tier in memory else "host"
                 piece.resident = memory[tier][used[tier] : used[tier] + piece.nbytes]
@@ -159,9 +217,12 @@ class WeightStore:
                 reads.append(self._read(piece, piece.resident, home, ()))
         wait_all(reads)
         # A tensor that two units share occurs once.
-        tensors = {t.key: number for number, unit in enumerate(self.plan.units) for t in unit.tensors}
+        tensors = {
+            t.key: number for number, unit in enumerate(self.plan.units) for t in unit.tensors
+        }
         for key, number in tensors.items():
-            layout, blocks = self._layouts[key], self._blocks(number)
+            layout = self._layouts[key]
+            blocks = self._blocks(number)
             if not layout.decoded_row_bytes:
                 for held in self._parts[key]:
                     if held.part.tier != "disk" and not held.streamed:
@@ -172,7 +233,9 @@ class WeightStore:
 
         Those are rows that are multiplied in place.
         """
-        is_multiplied = any(layer.kind != "embedding" for layer in self.plan.layers if layer.unit == unit)
+        is_multiplied = any(
+            layer.kind != "embedding" for layer in self.plan.layers if layer.unit == unit
+        )
         return self._is_host and not self.decodes and is_multiplied
 
     def check_unchanged(self) -> None:
@@ -216,7 +279,9 @@ class WeightStore:
         until the rows are used. It is deferred if codes stay on a GPU. It is also deferred for
         experts on a CPU, whose tensors one multiplication for all micro-batches uses.
         """
-        found, tasks, start = {}, list[Callable[[], object]](), 0
+        found = {}
+        tasks = list[Callable[[], object]]()
+        start = 0
         uses_region = self._streams_as_held(unit)
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.key]
@@ -226,13 +291,17 @@ class WeightStore:
             if (start, layout) not in self._filled:  # made once, then refilled
                 assert self._decoded is not None
                 memory = self._decoded[start : start + nbytes]
-                self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
-            rows, parts = self._filled[start, layout], self._parts[tensor.key]
+                self._filled[start, layout] = self._form.decoded_parts(
+                    layout, memory, self._workspace
+                )
+            rows = self._filled[start, layout]
+            parts = self._parts[tensor.key]
             whole = [Held(held.part, self._pieces(held, region)) for held in parts]
             is_streamed = any(held.streamed for held in parts)
             stays = unit in self._experts if self._is_host else not is_streamed
             coded = self._form.coded_parts(layout, whole, rows) if stays else ()
-            found[tensor.role], uses_region = coded or rows, uses_region or (is_streamed and bool(coded))
+            found[tensor.role] = coded or rows
+            uses_region = uses_region or (is_streamed and bool(coded))
             if not coded:
                 tasks.append(partial(self._form.decode, layout, whole, rows))
             start += round_up(nbytes, ALIGN)
@@ -245,7 +314,9 @@ class WeightStore:
 
     def _streams_as_held(self, unit: int) -> bool:
         """Return whether a loaded region has rows that are used where they are."""
-        tensors = (t for t in self.plan.units[unit].tensors if not self._layouts[t.key].decoded_row_bytes)
+        tensors = (
+            t for t in self.plan.units[unit].tensors if not self._layouts[t.key].decoded_row_bytes
+        )
         return any(held.streamed for tensor in tensors for held in self._parts[tensor.key])
 
     def close(self) -> None:
@@ -253,12 +324,16 @@ class WeightStore:
             file.close()
         self._files.clear()
 
-    def _as_held(self, layout: TensorLayout, held: _HeldPart, region: Region | None, blocks: bool) -> RowParts:
+    def _as_held(
+        self, layout: TensorLayout, held: _HeldPart, region: Region | None, blocks: bool
+    ) -> RowParts:
         return self._form.row_parts(layout, self._pieces(held, region), self._workspace, blocks)
 
     def _table_of(self, layout: TensorLayout, rows: torch.Tensor) -> RowParts:
         """Return some rows of a table, in the format in which they are held."""
-        return self._form.row_parts(layout, [rows.view(torch.uint8).view(-1)], self._workspace, blocks=False)
+        return self._form.row_parts(
+            layout, [rows.view(torch.uint8).view(-1)], self._workspace, blocks=False
+        )
 
     def _pieces(self, held: _HeldPart, region: Region | None) -> list[torch.Tensor]:
         """Return the bytes (uint8) of each piece in the memory that the device computes on."""
@@ -276,17 +351,23 @@ class WeightStore:
             dst = self._view(piece, region)
             return self._mover.copy("h2d", "load_weight", dst, piece.resident, region.after)
         if self._is_direct(piece):
-            offset, nbytes = piece.source.offset, piece.source.nbytes
+            offset = piece.source.offset
+            nbytes = piece.source.nbytes
             start, length = aligned_range(offset, nbytes)
-            dst, file = region.data[piece.start : piece.start + length], self._file(piece.source.path)
+            dst = region.data[piece.start : piece.start + length]
+            file = self._file(piece.source.path)
             source = FileRange(file, start, offset - start + nbytes)
             return self._mover.read("load_weight", dst, "device", source, region.after)
         return self._read(piece, self._view(piece, region), "device", region.after)
 
-    def _read(self, piece: _Piece, dst: torch.Tensor, memory: Memory, after: Sequence[Waitable]) -> Done:
-        found, stored = piece.source, torch.uint8
+    def _read(
+        self, piece: _Piece, dst: torch.Tensor, memory: Memory, after: Sequence[Waitable]
+    ) -> Done:
+        found = piece.source
+        stored = torch.uint8
         if (dtype := self._converted(piece)) is not None:
-            dst, stored = dst.view(dtype), getattr(torch, found.dtype)
+            dst = dst.view(dtype)
+            stored = getattr(torch, found.dtype)
         source = FileRange(self._file(found.path), found.offset, found.nbytes, stored)
         return self._mover.read("load_weight", dst, memory, source, after)
 
@@ -296,7 +377,8 @@ class WeightStore:
         """
         if not self._is_host or piece.resident is not None:
             return False
-        dtype, source = self._converted(piece), piece.source
+        dtype = self._converted(piece)
+        source = piece.source
         if dtype is None:
             return source.offset % WORD == 0
         return getattr(torch, source.dtype) == dtype and source.offset % dtype.itemsize == 0
@@ -320,7 +402,12 @@ class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
     """
 
     def __init__(
-        self, store: WeightStore, ring: Ring | None, sweeps: int | None, ahead: int, waits: bool = False
+        self,
+        store: WeightStore,
+        ring: Ring | None,
+        sweeps: int | None,
+        ahead: int,
+        waits: bool = False,
     ) -> None:
         super().__init__(store, ring, store.plan.layers, sweeps, ahead, waits)
         self._store = store
@@ -340,7 +427,11 @@ def hidden_fields(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.
     """
     fields = [(spec.hidden_size, dtype)]
     if spec.experts:
-        fields += [fields[0], (spec.experts.per_token, torch.int32), (spec.experts.per_token, torch.float32)]
+        fields += [
+            fields[0],
+            (spec.experts.per_token, torch.int32),
+            (spec.experts.per_token, torch.float32),
+        ]
     return fields
 
 
@@ -353,12 +444,20 @@ class HiddenStore:
     """
 
     def __init__(
-        self, mover: Mover, fields: Sequence[tuple[int, torch.dtype]], shares: Shares, num_layers: int,
-        memory: dict[str, torch.Tensor], file: DirectFile | None,
-    ) -> None:  # fmt: skip
-        self._mover, self._fields, self._shares = mover, tuple(fields), shares
+        self,
+        mover: Mover,
+        fields: Sequence[tuple[int, torch.dtype]],
+        shares: Shares,
+        num_layers: int,
+        memory: dict[str, torch.Tensor],
+        file: DirectFile | None,
+    ) -> None:
+        self._mover = mover
+        self._fields = tuple(fields)
+        self._shares = shares
         self._last_layer = num_layers - 1
-        self._memory, self._file = memory, file
+        self._memory = memory
+        self._file = file
         self._row_bytes = [width * dtype.itemsize for width, dtype in fields]
         self._streamed = hidden_is_streamed(shares, mover.device.is_host)
 
@@ -369,7 +468,8 @@ class HiddenStore:
         is_open: sequences may enter micro-batches that have none.
         """
         # _known_sweeps: for each micro-batch the newest sweep whose tokens are settled.
-        self._is_open, self._known_sweeps = is_open, [-1] * len(most)
+        self._is_open = is_open
+        self._known_sweeps = [-1] * len(most)
         self._num_tokens = [0] * len(most)
         self._closed: list[tuple[int, int] | None] = [None] * len(most)
         self._stores: list[list[Waitable]] = [[] for _ in most]
@@ -414,7 +514,8 @@ class HiddenStore:
         return max(1, sum(self._region_sizes(key[2]))) if self._streamed else 0
 
     def is_needed(self, key: UnitKey) -> bool:
-        closed, k = self._closed[key[2]], key[2]
+        closed = self._closed[key[2]]
+        k = key[2]
         if not self._num_tokens[k]:
             return self._is_open and key[0] > self._known_sweeps[k]  # not known yet
         return closed is None or key[:2] > closed
@@ -428,7 +529,8 @@ class HiddenStore:
         _, layer, k = key
         if layer == 0:
             return []
-        mover, after = self._mover, [*region.after, *self._stores[k]]
+        mover = self._mover
+        after = [*region.after, *self._stores[k]]
         return [
             mover.read("load_hidden", data, "device", home, after)
             if isinstance(home, FileRange)
@@ -451,8 +553,11 @@ class HiddenStore:
             wait_all_on_card(region.after)
         elif layer == 0:  # the states of the last sweep are not needed any more
             self._starts[k] = sum(self._num_tokens[:k])
-        tokens, fields = sum(self._num_tokens[k : run[1] + 1]), zip(self._open(k, region), self._fields, strict=True)
-        found: list[Any] = [x[: tokens * n * kind.itemsize].view(kind).view(tokens, n) for x, (n, kind) in fields]
+        tokens = sum(self._num_tokens[k : run[1] + 1])
+        fields = zip(self._open(k, region), self._fields, strict=True)
+        found: list[Any] = [
+            x[: tokens * n * kind.itemsize].view(kind).view(tokens, n) for x, (n, kind) in fields
+        ]
         self._opened[run] = Hidden(*found)
         return self._opened[run]
 
@@ -462,11 +567,14 @@ class HiddenStore:
             sizes = self._region_sizes(k)
             return list(region.data[: sum(sizes)].split(sizes))
         (part,) = split_rows(self._num_tokens[k], self._shares)
-        start, memory = self._starts[k], self._memory[part.tier]
+        start = self._starts[k]
+        memory = self._memory[part.tier]
         fields = zip(self._offsets, self._row_bytes, strict=True)
         return [memory[offsets[0][part.tier] + start * row :] for offsets, row in fields]
 
-    def close(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
+    def close(
+        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
+    ) -> list[Waitable]:
         """Store what the layer left, except for the head, which leaves nothing.
 
         Return what the region's next writer waits for.
@@ -479,10 +587,15 @@ class HiddenStore:
         if region is not None and layer != self._last_layer:
             for data, home in self._parts(k, region):
                 if isinstance(home, FileRange):
-                    stores.append(self._mover.write("store_hidden", home.file, home.offset, data, "device", done))
+                    stores.append(
+                        self._mover.write(
+                            "store_hidden", home.file, home.offset, data, "device", done
+                        )
+                    )
                 else:
                     stores.append(self._mover.copy("d2h", "store_hidden", home, data, done))
-        self._closed[k], self._stores[k] = (sweep, layer), stores
+        self._closed[k] = (sweep, layer)
+        self._stores[k] = stores
         return [*done, *stores]
 
     def settle(self) -> None:
@@ -496,13 +609,14 @@ class HiddenStore:
 
     def _parts(self, k: int, region: Region) -> list[tuple[torch.Tensor, torch.Tensor | FileRange]]:
         """Return for each part of a micro-batch its bytes in the region and its home."""
-        found, parts = (
-            list[tuple[torch.Tensor, torch.Tensor | FileRange]](),
-            split_rows(self._num_tokens[k], self._shares),
-        )
-        for field, row, offsets in zip(self._open(k, region), self._row_bytes, self._offsets, strict=True):
+        found = list[tuple[torch.Tensor, torch.Tensor | FileRange]]()
+        parts = split_rows(self._num_tokens[k], self._shares)
+        for field, row, offsets in zip(
+            self._open(k, region), self._row_bytes, self._offsets, strict=True
+        ):
             for part in parts:
-                data, start = field[part.start * row : part.end * row], offsets[k][part.tier]
+                data = field[part.start * row : part.end * row]
+                start = offsets[k][part.tier]
                 if part.tier != "disk":
                     found.append((data, self._memory[part.tier][start : start + data.numel()]))
                 else:

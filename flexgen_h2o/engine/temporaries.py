@@ -56,8 +56,11 @@ def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[s
     See kernels/workspace.py.
     """
     attending = shape.most_attending
-    chunk = min(TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else shape.most_tokens)
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    chunk = min(
+        TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else shape.most_tokens
+    )
+    q_width = spec.num_heads * spec.head_dim
+    kv_width = spec.num_kv_heads * spec.head_dim
     embedding = max((t.shape[-1] for t in spec.embedding), default=0)
     logits = shape.rows * shape.micro_batches if spec.head_rows else shape.logits
     widths = {
@@ -129,7 +132,8 @@ def blocking_bytes(spec: ModelSpec, form: WeightFormat, device_is_host: bool) ->
         return 0
     itemsize, ends = (1, 3 * INT8_ROW_BYTES) if form.in_int8 else (form.itemsize, 0)
     return max(
-        min(outer, max(BLOCK_ROWS, BLOCK_CHUNK // (inner * itemsize))) * inner * itemsize + outer * ends
+        min(outer, max(BLOCK_ROWS, BLOCK_CHUNK // (inner * itemsize))) * inner * itemsize
+        + outer * ends
         for outer, inner in _blocked_shapes(spec)
     )
 
@@ -215,7 +219,8 @@ def _routing_bytes(spec: ModelSpec, shape: BlockShape) -> int:
     and the experts' results, weighted in fp32.
     """
     assert spec.experts is not None
-    chunk, pairs = min(TOKEN_CHUNK, shape.most_tokens), shape.joined * spec.experts.per_token
+    chunk = min(TOKEN_CHUNK, shape.most_tokens)
+    pairs = shape.joined * spec.experts.per_token
     weighed = 4 * min(TOKEN_CHUNK, pairs) * spec.hidden_size
     return ROUTER_BYTES * chunk * spec.experts.count + ROUTING_BYTES * pairs + weighed
 
@@ -231,7 +236,9 @@ def unpacked_cache_bytes(
     if not policy.compress_cache or not on_card:
         return 0
     row = shape.most_slots * spec.head_dim
-    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * (UNPACK_KV_BYTES + 2 * itemsize)
+    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * (
+        UNPACK_KV_BYTES + 2 * itemsize
+    )
 
 
 def brought_prompt_bytes(

@@ -75,7 +75,9 @@ def streamed_part_bytes(nbytes: int) -> int:
     return round_up(nbytes + PAGE, PAGE)
 
 
-def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightFormat, device_is_host: bool) -> int:
+def streamed_bytes(
+    unit: WeightUnit, shares: Shares, form: WeightFormat, device_is_host: bool
+) -> int:
     """Return the ring bytes that one load of the unit takes."""
     return _unit_bytes(layouts_of(form, unit.tensors), shares, device_is_host).ring
 
@@ -121,11 +123,19 @@ def _unit_kinds(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat) ->
     plan = layer_plan(spec, steps)
     experts = {layer.unit: len(layer.experts) for layer in plan.layers}
     units = [(layouts_of(form, unit.tensors), experts[i]) for i, unit in enumerate(plan.units)]
-    kinds, counts = {key: kind for kind, key in enumerate(dict.fromkeys(units))}, Counter(units)
+    kinds = {key: kind for kind, key in enumerate(dict.fromkeys(units))}
+    counts = Counter(units)
     used = [layer.unit for layer in plan.layers]
-    loaded = [unit for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before] or used[:1]
+    loaded = [
+        unit for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before
+    ] or used[:1]
     layouts, experts_of = zip(*kinds, strict=True)
-    return UnitKinds(layouts, experts_of, tuple(counts[key] for key in kinds), tuple(kinds[units[i]] for i in loaded))
+    return UnitKinds(
+        layouts,
+        experts_of,
+        tuple(counts[key] for key in kinds),
+        tuple(kinds[units[i]] for i in loaded),
+    )
 
 
 @lru_cache(maxsize=64)
@@ -133,7 +143,9 @@ def loaded_kinds(spec: ModelSpec, steps: tuple[bool, int], kinds: tuple[int, ...
     """Return how often a sweep loads the weights of each kind of layer (`layer_kinds`)."""
     layers = layer_plan(spec, steps).layers
     before = (layers[-1], *layers)
-    return Counter(k for k, layer, last in zip(kinds, layers, before, strict=False) if layer.unit != last.unit)
+    return Counter(
+        k for k, layer, last in zip(kinds, layers, before, strict=False) if layer.unit != last.unit
+    )
 
 
 @lru_cache(maxsize=64)
@@ -146,7 +158,8 @@ def layer_kinds(
         of others.
     """
     first: dict[tuple[object, ...], int] = {}
-    plan, found = layer_plan(spec, steps), []
+    plan = layer_plan(spec, steps)
+    found = []
     for i, layer in enumerate(plan.layers):
         shapes = tuple(t.shape for t in plan.units[layer.unit].tensors)
         kv = kv_kinds[layer.block] if layer.block >= 0 else ()
@@ -155,7 +168,9 @@ def layer_kinds(
 
 
 @lru_cache(maxsize=64)
-def _windows(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, depth: int) -> frozenset[tuple[int, ...]]:
+def _windows(
+    spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, depth: int
+) -> frozenset[tuple[int, ...]]:
     """Return the sets of kinds of `depth` consecutive loads, which a ring holds at once.
 
     A load at each place of the cycle may be the first one.
@@ -168,8 +183,11 @@ def _windows(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, depth
 
 
 @lru_cache(maxsize=4096)
-def _unit_bytes(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> WeightBytes:
-    resident, ring = dict.fromkeys(TIERS, 0), 0
+def _unit_bytes(
+    layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool
+) -> WeightBytes:
+    resident = dict.fromkeys(TIERS, 0)
+    ring = 0
     for layout in layouts:
         for part, streamed in layout.homes(shares, device_is_host):
             pieces = [stored.part_bytes(part) for stored in layout.stored]
@@ -180,34 +198,47 @@ def _unit_bytes(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_hos
     return WeightBytes(resident["device"], resident["host"], ring, decoded)
 
 
-def weight_bytes(spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int) -> WeightBytes:
+def weight_bytes(
+    spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int
+) -> WeightBytes:
     """Return the bytes of all weights, with room for `depth` loads in the ring."""
     shares = tier_shares(policy.weight_shares, device_is_host)
-    kinds, windows = unit_kinds(spec, policy, form), _windows(spec, layer_steps(spec, policy), form, depth)
+    kinds = unit_kinds(spec, policy, form)
+    windows = _windows(spec, layer_steps(spec, policy), form, depth)
     sizes = [_unit_bytes(layouts, shares, device_is_host) for layouts in kinds.layouts]
     device, host = (sum(c * s[i] for s, c in zip(sizes, kinds.counts, strict=True)) for i in (0, 1))
     ring = max(sum(sizes[kind].ring for kind in window) for window in windows)
     return WeightBytes(device, host, ring, max(s.unpacked for s in sizes))
 
 
-def even_head_rows(spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool) -> int:
+def even_head_rows(
+    spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool
+) -> int:
     """Return the rows of the head's table in a unit of even size; 0: do not cut it.
 
     The unit is about as large as the average one of the transformer blocks. Return 0 if another
     unit is as large as the head (an embedding of its own, on a GPU), or if the head cannot be cut.
     """
-    return _even_head_rows(spec, layer_steps(spec, policy), form, device_is_host) if spec.head else 0
+    return (
+        _even_head_rows(spec, layer_steps(spec, policy), form, device_is_host) if spec.head else 0
+    )
 
 
 @lru_cache(maxsize=64)
-def _even_head_rows(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, device_is_host: bool) -> int:
-    table, plan, all_on_disk = spec.head[-1], layer_plan(spec, steps), (0.0, 0.0, 1.0)
+def _even_head_rows(
+    spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, device_is_host: bool
+) -> int:
+    table = spec.head[-1]
+    plan = layer_plan(spec, steps)
+    all_on_disk = (0.0, 0.0, 1.0)
     looked_up = form.layout(replace(table, looked_up=True))
     # The embedding needs a shared table whole.
     if spec.shares_table and not (device_is_host and looked_up.looked_up):
         return 0
     others = {x: plan.units[x.unit] for x in plan.layers if x.unit != plan.layers[-1].unit}
-    sizes = {x: streamed_bytes(unit, all_on_disk, form, device_is_host) for x, unit in others.items()}
+    sizes = {
+        x: streamed_bytes(unit, all_on_disk, form, device_is_host) for x, unit in others.items()
+    }
     whole = streamed_bytes(WeightUnit("", (table,)), all_on_disk, form, device_is_host)
     if whole <= max(sizes.values()):
         return 0

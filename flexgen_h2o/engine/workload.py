@@ -103,7 +103,9 @@ class WorkloadShape:
         """
         left = [(n, m) if window else (n - common, m - common) for n, m, window in self.kinds]
         slots, kept = zip(*left, strict=True)
-        return replace(self, slots=slots, kept=kept, prefix=0, common=common, sharing=self.prompt_len)
+        return replace(
+            self, slots=slots, kept=kept, prefix=0, common=common, sharing=self.prompt_len
+        )
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
         """Return the number of KV entries of a sequence after a sweep.
@@ -118,7 +120,9 @@ class WorkloadShape:
         if self.by_length:
             kept = max(1, round(self.kept[block] * prompt_len / self.prompt_len))
             return kept + min(sweep, self.slots[block] - self.kept[block])
-        return min(round(min(self.kept[block], prompt_len - self.common)) + sweep, self.slots[block])
+        return min(
+            round(min(self.kept[block], prompt_len - self.common)) + sweep, self.slots[block]
+        )
 
     def _columns_of_sequence(self, block: int, sweep: int, prompt_len: float) -> int:
         """Return the number of KV entries if the budget is a share of prompt and new tokens.
@@ -126,7 +130,8 @@ class WorkloadShape:
         The budget of the longest sequence is cut to one of `prompt_len` + `gen_len` tokens.
         """
         share = min(prompt_len + self.gen_len, self.sequence) / self.sequence
-        kept, slots = self.kept[block], self.slots[block]
+        kept = self.kept[block]
+        slots = self.slots[block]
         if slots < kept + self.gen_len - 1:  # entries leave; one slot is for the new one
             budget = max(1, round((slots - 1) * share))
             return min(min(budget, round(prompt_len)) + sweep, budget + 1)
@@ -140,15 +145,22 @@ class WorkloadShape:
 
     def block(self, sizes: Sequence[int]) -> Block:
         """Return micro-batches of so many equal prompts. The first one is fed the common prefix."""
-        length, before = self.prompt_len, (self.prefix, self.common)
-        return tuple(Batch.even(rows, length, *before, opens=k == 0) for k, rows in enumerate(sizes))
+        length = self.prompt_len
+        before = (self.prefix, self.common)
+        return tuple(
+            Batch.even(rows, length, *before, opens=k == 0) for k, rows in enumerate(sizes)
+        )
 
     def slots_of(self, block: int, prompt_len: int) -> int:
         """Return the slots of a sequence in a micro-batch.
 
         prompt_len: tokens of its longest prompt.
         """
-        return self.slots[block] if prompt_len == self.prompt_len else self.columns(block, self.gen_len - 1, prompt_len)
+        return (
+            self.slots[block]
+            if prompt_len == self.prompt_len
+            else self.columns(block, self.gen_len - 1, prompt_len)
+        )
 
 
 @dataclass(frozen=True)
@@ -170,12 +182,15 @@ class Batch:
     def of(cls, groups: Sequence[PromptGroup]) -> Batch:
         """Return the micro-batch of these groups of prompts."""
         lengths = [n for group in groups for n in group.lengths]
-        pairs, saved = sum(group.pairs for group in groups), sum(group.saved for group in groups)
+        pairs = sum(group.pairs for group in groups)
+        saved = sum(group.saved for group in groups)
         return cls(len(lengths), sum(lengths), max(lengths), pairs, saved)
 
     @classmethod
     @lru_cache(maxsize=4096)  # a search asks thousands of times for the same few
-    def even(cls, rows: int, prompt_len: int, prefix: int = 0, common: int = 0, opens: bool = False) -> Batch:
+    def even(
+        cls, rows: int, prompt_len: int, prefix: int = 0, common: int = 0, opens: bool = False
+    ) -> Batch:
         """Return a micro-batch of prompts of `prompt_len` tokens.
 
         They begin with `common` and then `prefix` equal tokens (prefixes.group_prompts).
@@ -187,7 +202,9 @@ class Batch:
     def joined(cls, batches: Sequence[Batch]) -> Batch:
         """Return the one micro-batch as which several are computed (loop.joined)."""
         longest = max(b.longest for b in batches)
-        rows, tokens, pairs, saved = (sum(getattr(b, n) for b in batches) for n in ("rows", "tokens", "pairs", "saved"))
+        rows, tokens, pairs, saved = (
+            sum(getattr(b, n) for b in batches) for n in ("rows", "tokens", "pairs", "saved")
+        )
         return cls(rows, tokens, longest, pairs, saved)
 
     @property
@@ -253,9 +270,17 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
     decoding = rows * need.per_sweep
     tokens = max(decoding, need.block((rows,))[0].fed)
     return BlockShape(
-        rows, batches, tokens, need.slots, need.record, sharing, need.common, need.scores, need.whole_head,
+        rows,
+        batches,
+        tokens,
+        need.slots,
+        need.record,
+        sharing,
+        need.common,
+        need.scores,
+        need.whole_head,
         attending=_attending(need.prompt_len, decoding),
-    )  # fmt: skip
+    )
 
 
 def _attending(longest: int, decoding: int) -> int:
@@ -268,7 +293,11 @@ def _attending(longest: int, decoding: int) -> int:
 
 
 def need_of(
-    eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int, windows: tuple[int | None, ...] = ()
+    eviction: Eviction,
+    rows: int,
+    sizes: set[tuple[int, int]],
+    num_blocks: int,
+    windows: tuple[int | None, ...] = (),
 ) -> WorkloadShape:
     """Return the shape of `rows` sequences.
 
@@ -276,9 +305,12 @@ def need_of(
     windows: as in ModelSpec, for an eviction policy that is `fitted` (eviction.of_model).
     """
     blocks = range(num_blocks)
-    lengths, most_new = {prompt for prompt, _ in sizes}, max(new for _, new in sizes)
+    lengths = {prompt for prompt, _ in sizes}
+    most_new = max(new for _, new in sizes)
     prompt_len = max(lengths)
-    free = next((block for block in blocks if not windows or windows[block] is None), 0)  # of a window
+    free = next(
+        (block for block in blocks if not windows or windows[block] is None), 0
+    )  # of a window
 
     def columns(prompt: int, new: int, block: int = free) -> int:
         return eviction.budget(prompt, new, block).columns
@@ -300,9 +332,12 @@ def need_of(
 
 
 def need_of_rows(
-    eviction: Eviction, rows: Sequence[Row], num_blocks: int, windows: tuple[int | None, ...] = (),
+    eviction: Eviction,
+    rows: Sequence[Row],
+    num_blocks: int,
+    windows: tuple[int | None, ...] = (),
     sharing: Sharing | None = None,
-) -> WorkloadShape:  # fmt: skip
+) -> WorkloadShape:
     """Return the shape of the sequences of a run.
 
     The prefix in it is one that any two sequences share. So no micro-batch of as many sequences
@@ -312,7 +347,8 @@ def need_of_rows(
     sharing: when sequences share a prefix; None: never.
     """
     need = need_of(eviction, len(rows), {r.size for r in rows}, num_blocks, windows)
-    per_sweep, scores = max(row.max_tokens_per_sweep for row in rows), any(row.scored for row in rows)
+    per_sweep = max(row.max_tokens_per_sweep for row in rows)
+    scores = any(row.scored for row in rows)
     need = replace(need, per_sweep=per_sweep, scores=scores, whole_head=scores or per_sweep > 1)
     if sharing is None:
         return need
@@ -331,10 +367,8 @@ def shape_of_blocks(
     need: the shape of all sequences.
     """
     batches = [batch for block in blocks for batch in block]
-    most, per_sweep = (
-        max(sum(group.rows for group in batch) for batch in batches),
-        max(r.max_tokens_per_sweep for r in rows),
-    )
+    most = max(sum(group.rows for group in batch) for batch in batches)
+    per_sweep = max(r.max_tokens_per_sweep for r in rows)
     longest = max(max(group.lengths) for batch in batches for group in batch if group.rows)
     return BlockShape(
         rows=most,
@@ -342,7 +376,9 @@ def shape_of_blocks(
         tokens=max(most * per_sweep, *(sum(group.tokens for group in batch) for batch in batches)),
         slots=need.slots,
         record=need.record,
-        sharing=max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0),
+        sharing=max(
+            (max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0
+        ),
         common=need.common,
         scores=any(row.scored for row in rows),
         whole_head=need.whole_head,

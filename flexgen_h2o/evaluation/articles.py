@@ -20,20 +20,33 @@ from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
 
 LAYOUT = (
-    'one JSON object a line, {"article": "the prompt", "summary_gt": "the reference", "max_tokens": 64, ...}, as in '
+    'one JSON object a line, {"article": "the prompt", "summary_gt": "the reference", '
+    '"max_tokens": 64, ...}, as in '
     "h2o_hf/data/summarization_data of github.com/FMInference/H2O"
 )
 # Names of the measures in rouge-score (Google's, with Porter's stemmer, as in HELM), and in the
 # package rouge (h2o_hf's tables).
-ROUGE_SCORE, ROUGE = ("rouge1", "rouge2", "rougeL"), ("rouge-1", "rouge-2", "rouge-l")
+ROUGE_SCORE = ("rouge1", "rouge2", "rougeL")
+ROUGE = ("rouge-1", "rouge-2", "rouge-l")
 METRICS = (*ROUGE_SCORE, *ROUGE)
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "ignore_eos", "logprobs")
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop",
+    "seed",
+    "ignore_eos",
+    "logprobs",
+)
 INSTRUCTION = "Summarize the article in one sentence."  # used if a record has none
 _EXAMPLE = re.compile(r"(?m)^(?=###$)")
 _FREE_FRAMES = 1000  # frames of Python's stack for others than the package rouge
 
 
-def read_records(path: Path, most: int | None, fields: Mapping[str, Any], default_len: int) -> Iterator[dict[str, Any]]:
+def read_records(
+    path: Path, most: int | None, fields: Mapping[str, Any], default_len: int
+) -> Iterator[dict[str, Any]]:
     """Yield the first `most` records of a file (None: all).
 
     fields: replace a record's own. default_len: the `max_tokens` of a record that has none. Raise
@@ -48,10 +61,14 @@ def read_records(path: Path, most: int | None, fields: Mapping[str, Any], defaul
                 if not isinstance(value, str) or not value.strip():
                     raise UsageError(f"{name}: a text is expected; {LAYOUT}")
             if record.get("n") not in (None, 1):
-                raise UsageError(f"n: {record['n']!r:.20}, but one summary of an article is scored; write 1")
+                raise UsageError(
+                    f"n: {record['n']!r:.20}, but one summary of an article is scored; write 1"
+                )
             if record.get("max_tokens") is None:
                 record["max_tokens"] = default_len
-            SamplingParams(**{name: record[name] for name in _SAMPLING if record.get(name) is not None})
+            SamplingParams(
+                **{name: record[name] for name in _SAMPLING if record.get(name) is not None}
+            )
         except UsageError as error:
             raise UsageError(f"{place}: {error}") from error
         yield record
@@ -110,7 +127,8 @@ class Rouge:
         from rouge import Rouge as Plain
         from rouge_score.rouge_scorer import RougeScorer
 
-        self._plain, self._scorer = Plain(), RougeScorer(list(ROUGE_SCORE), use_stemmer=True)
+        self._plain = Plain()
+        self._scorer = RougeScorer(list(ROUGE_SCORE), use_stemmer=True)
 
     def __call__(self, text: str, reference: str) -> list[float]:
         """Return one number for each of METRICS. An empty text scores 0 in all."""
@@ -118,7 +136,8 @@ class Rouge:
         scores = [float(found[name].fmeasure) for name in ROUGE_SCORE]
         if not _has_words(text) or not _has_words(reference):  # the package raises errors
             return [*scores, *(0.0 for _ in ROUGE)]
-        limit, words = sys.getrecursionlimit(), len(text.split()) + len(reference.split())
+        limit = sys.getrecursionlimit()
+        words = len(text.split()) + len(reference.split())
         # The package recurses word by word through two sentences.
         sys.setrecursionlimit(max(limit, words + _FREE_FRAMES))
         try:

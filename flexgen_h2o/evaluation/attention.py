@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import argparse
 
-from flexgen_h2o.cli_common import check_files, check_picture, count, file_name, positive, results_are_in
+from flexgen_h2o.cli_common import (
+    check_files,
+    check_picture,
+    count,
+    file_name,
+    positive,
+    results_are_in,
+)
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.flags import add_engine_flags, policy_of
 from flexgen_h2o.parser import OneLineParser
 
 # Prompts by default, and the first query that counts by default.
-PROMPTS, LEAST_SEEN = 64, 32
+PROMPTS = 64
+LEAST_SEEN = 32
 
 
 def add_flags(parser: OneLineParser) -> None:
@@ -23,39 +31,87 @@ def add_flags(parser: OneLineParser) -> None:
     add_engine_flags(parser)
     parser.set_defaults(dtype="float32", run=run)
     add = parser.add_argument
-    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
+    add(
+        "--prompts",
+        type=file_name,
+        help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)",
+    )
     add("--num-prompts", type=positive, help=f"prompts ({PROMPTS}; of a file all)")
-    add("--prompt-len", type=positive, default=256, help="tokens of a prompt, whose attention is measured (256)")
-    add("--gen-len", type=positive, default=64, help="tokens of the text that are followed after a removal (64)")
     add(
-        "--mass", type=float, default=0.95, metavar="P",
+        "--prompt-len",
+        type=positive,
+        default=256,
+        help="tokens of a prompt, whose attention is measured (256)",
+    )
+    add(
+        "--gen-len",
+        type=positive,
+        default=64,
+        help="tokens of the text that are followed after a removal (64)",
+    )
+    add(
+        "--mass",
+        type=float,
+        default=0.95,
+        metavar="P",
         help="share of a query's attention that the counted KV entries must cover (0.95)",
-    )  # fmt: skip
+    )
     add(
-        "--near-zero", type=float, default=0.01, metavar="P",
+        "--near-zero",
+        type=float,
+        default=0.01,
+        metavar="P",
         help="the paper's sparsity: entries below this share of their query's largest one (0.01)",
-    )  # fmt: skip
+    )
     add(
-        "--first-query", type=count, metavar="N",
-        help=f"sparsity is a mean over the queries from this one on ({LEAST_SEEN}, or half of a shorter prompt)",
-    )  # fmt: skip
+        "--first-query",
+        type=count,
+        metavar="N",
+        help=f"sparsity is a mean over the queries from this one on ({LEAST_SEEN}, or half of a "
+        "shorter prompt)",
+    )
     add(
-        "--window", type=positive, default=5, metavar="N",
+        "--window",
+        type=positive,
+        default=5,
+        metavar="N",
         help="two tokens co-occur when at most N positions apart (5)",
-    )  # fmt: skip
+    )
     add(
-        "--remove", nargs="*", type=float, default=(0.05, 0.2), metavar="SHARE",
-        help="shares of the prompt's KV entries that are removed (0.05 0.2); without a value nothing is",
-    )  # fmt: skip
-    add("--sinks", type=positive, default=4, metavar="N", help="first KV entries that one of the removals leaves (4)")
+        "--remove",
+        nargs="*",
+        type=float,
+        default=(0.05, 0.2),
+        metavar="SHARE",
+        help="shares of the prompt's KV entries that are removed (0.05 0.2); without a value "
+        "nothing is",
+    )
+    add(
+        "--sinks",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="first KV entries that one of the removals leaves (4)",
+    )
     add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
     add(
-        "--seed", type=count, default=0, help="random seed for the choice of texts, random KV entries and the bootstrap"
+        "--seed",
+        type=count,
+        default=0,
+        help="random seed for the choice of texts, random KV entries and the bootstrap",
     )
-    add("--keep-mem", default="256MiB", help="RAM for attention matrices and logits, beside the budgets (256MiB)")
+    add(
+        "--keep-mem",
+        default="256MiB",
+        help="RAM for attention matrices and logits, beside the budgets (256MiB)",
+    )
     add("--json", type=file_name, help="write all figures, by transformer block and head")
     add("--markdown", type=file_name, help="write the tables that are printed")
-    add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
+    add(
+        "--plot",
+        type=file_name,
+        help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,12 +136,16 @@ def _check(args: argparse.Namespace) -> None:
         if not 0 < share < 1:
             raise UsageError(f"{flag} {share:g}: is not between 0 and 1, both excluded")
     if args.prompt_len < 4:
-        raise UsageError(f"--prompt-len {args.prompt_len}: a power law is fitted to half of the ranks; give at least 4")
+        raise UsageError(
+            f"--prompt-len {args.prompt_len}: a power law is fitted to half of the ranks; give at "
+            "least 4"
+        )
     if args.first_query is None:
         args.first_query = min(LEAST_SEEN, args.prompt_len // 2)
     if args.first_query >= args.prompt_len:
         raise UsageError(
-            f"--first-query {args.first_query}: the last token of --prompt-len is {args.prompt_len - 1}; give that "
+            f"--first-query {args.first_query}: the last token of --prompt-len is "
+            f"{args.prompt_len - 1}; give that "
             "or less"
         )
     for i, share in enumerate(args.remove):
@@ -94,11 +154,15 @@ def _check(args: argparse.Namespace) -> None:
         removed = int(share * args.prompt_len) if 0 < share < 1 else 0
         if not 1 <= removed <= args.prompt_len - args.sinks:
             raise UsageError(
-                f"--remove {share:g}: must remove at least 1 of {args.prompt_len} KV entries and leave {args.sinks} "
+                f"--remove {share:g}: must remove at least 1 of {args.prompt_len} KV entries and "
+                f"leave {args.sinks} "
                 "(--sinks)"
             )
     if args.remove and args.gen_len < 2:
-        raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
+        raise UsageError(
+            f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are "
+            "needed"
+        )
     check_files(args, ("prompts",), ("json", "markdown", "plot"))
     if args.num_prompts is None and args.prompts is None:
         args.num_prompts = PROMPTS

@@ -37,7 +37,9 @@ SCHEMA = 1
 # Bytes per probability while it is sorted and summed up: fp32 values and int64 places.
 ENTRY_BYTES = 32
 HIGHEST = 20  # tokens with the highest scores that are listed
-HEAVY, RANDOM = "heavy", "random"  # kinds of entries that `Without` removes
+# kinds of entries that `Without` removes
+HEAVY = "heavy"
+RANDOM = "random"
 
 
 def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
@@ -49,7 +51,8 @@ def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         llm.check_plan()
         if llm.model.spec.windows:
             raise UsageError(
-                f"--model {args.model}: has sliding windows, and full attention is measured; give another model"
+                f"--model {args.model}: has sliding windows, and full attention is measured; give "
+                "another model"
             )
         check_positions(args, llm.model.name, llm.model.spec.max_positions)
         rows = _rows(args, llm)
@@ -75,8 +78,17 @@ def _rows(args: argparse.Namespace, llm: LLM) -> list[TextRow]:
 
 def _facts(args: argparse.Namespace, llm: LLM, policy: Policy, rows: Sequence[TextRow]) -> Figures:
     names = (
-        "prompt_len", "gen_len", "mass", "near_zero", "first_query", "window", "remove", "sinks", "resamples", "seed",
-    )  # fmt: skip
+        "prompt_len",
+        "gen_len",
+        "mass",
+        "near_zero",
+        "first_query",
+        "window",
+        "remove",
+        "sinks",
+        "resamples",
+        "seed",
+    )
     return {
         "measure": "attention",
         "schema": SCHEMA,
@@ -101,31 +113,38 @@ class AttentionMaps:
     queries are worked on at a time.
     """
 
-    def __init__(self, shape: tuple[int, int, int], length: int, settings: argparse.Namespace) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], length: int, settings: argparse.Namespace
+    ) -> None:
         n, blocks, _ = shape
         self._settings = settings
         # Both are (n, blocks, heads) float64, means over the queries from `first_query` on.
         # needed: smallest share of the entries seen by a query that holds `mass` of its attention.
         # near_zero: share of the entries below --near-zero times the query's largest entry.
-        self.needed, self.near_zero = np.zeros(shape), np.zeros(shape)
+        self.needed = np.zeros(shape)
+        self.near_zero = np.zeros(shape)
         # scores: (n, blocks, length) float64, attention that each position got from all queries of
         # all heads. by_rank: (blocks, length) float64, scores of a kv-head as shares of their sum,
         # largest first, a mean over rows and kv-heads.
-        self.scores, self.by_rank = np.zeros((n, blocks, length)), np.zeros((blocks, length))
+        self.scores = np.zeros((n, blocks, length))
+        self.by_rank = np.zeros((blocks, length))
 
     def see(self, rows: list[int], block: int, attention: PromptAttention) -> None:
         """Add the attention of rows in a block.
 
         It is `Callbacks.prompts` of a run of these prompts.
         """
-        q, k, lse = attention.q, attention.k, attention.lse
+        q = attention.q
+        k = attention.k
+        lse = attention.lse
         for i, row in enumerate(rows):
             one = PromptAttention(q[i : i + 1], k[i : i + 1], lse[i : i + 1], attention.scale)
             self._see_row(row, block, one)
 
     def _see_row(self, row: int, block: int, one: PromptAttention) -> None:
         kv_heads, n = one.k.shape[1:3]
-        heads, at = one.q.shape[1], self._settings
+        heads = one.q.shape[1]
+        at = self._settings
         tile = max(1, at.keep_mem // (ENTRY_BYTES * heads * n))
         sums = torch.zeros(kv_heads, n, dtype=torch.float64, device="cpu")
         for first, p in probabilities(one, tile):
@@ -137,9 +156,13 @@ class AttentionMaps:
                     (self.needed, columns_needed(p[:, skipped:], at.mass) / seen),
                     (self.near_zero, near_zero(p[:, skipped:], seen, at.near_zero)),
                 ):
-                    into[row, block] += found.double().sum(dim=1).cpu().numpy() / (n - at.first_query)
+                    into[row, block] += found.double().sum(dim=1).cpu().numpy() / (
+                        n - at.first_query
+                    )
         self.scores[row, block] = sums.sum(dim=0).numpy()
-        ranked = (sums / sums.sum(dim=1, keepdim=True)).sort(dim=1, descending=True).values.mean(dim=0)
+        ranked = (
+            (sums / sums.sum(dim=1, keepdim=True)).sort(dim=1, descending=True).values.mean(dim=0)
+        )
         self.by_rank[block] += ranked.numpy() / len(self.needed)
 
 
@@ -148,10 +171,12 @@ def probabilities(one: PromptAttention, rows: int) -> Iterator[tuple[int, torch.
 
     Each item is (index of the first query, (heads, queries, n) fp32).
     """
-    (_, heads, m, _), (kv_heads, n) = one.q.shape, one.k.shape[1:3]
+    _, heads, m, _ = one.q.shape
+    kv_heads, n = one.k.shape[1:3]
     keys = one.k[0].float()
     for start in range(0, m, rows):
-        end, before = min(m, start + rows), n - m
+        end = min(m, start + rows)
+        before = n - m
         q = one.q[0, :, start:end].float().view(kv_heads, heads // kv_heads, end - start, -1)
         p = (q @ keys.unsqueeze(1).transpose(2, 3)).view(heads, end - start, n)
         p = p.mul_(one.scale).sub_(one.lse[0, :, start:end, None]).exp_()
@@ -178,11 +203,14 @@ def near_zero(p: torch.Tensor, seen: torch.Tensor, share: float) -> torch.Tensor
 
 def watch(llm: LLM, rows: Sequence[TextRow], settings: argparse.Namespace) -> AttentionMaps:
     """Run the prompts of `rows` with the full cache, and return the sums of their attention."""
-    spec, length = llm.model.spec, len(rows[0].prompt)
+    spec = llm.model.spec
+    length = len(rows[0].prompt)
     maps = AttentionMaps((len(rows), spec.num_blocks, spec.num_heads), length, settings)
     prompts = prompts_from_python([row.prompt for row in rows], None, spec.vocab_size)
     llm.eviction = Probe()
-    llm.run(prompts, SamplingParams(1, ignore_eos=True), lambda done: None, Callbacks(prompts=maps.see))
+    llm.run(
+        prompts, SamplingParams(1, ignore_eos=True), lambda done: None, Callbacks(prompts=maps.see)
+    )
     say("evaluate", f"attention of {len(rows)} prompts seen")
     return maps
 
@@ -198,12 +226,15 @@ def fit(values: Array, first: int, last: int, is_power: bool) -> tuple[float, fl
     """
     ranks = np.arange(first, last + 1, dtype=np.float64)
     y = values[first - 1 : last]
-    x, y = ranks[y > 0], np.log(y[y > 0])
+    x = ranks[y > 0]
+    y = np.log(y[y > 0])
     if len(x) < 2 or np.ptp(y) == 0:
         return 0.0, 0.0
     x = np.log(x) if is_power else x
     slope, offset = np.polyfit(x, y, 1)
-    return float(slope), float(1 - ((y - slope * x - offset) ** 2).sum() / ((y - y.mean()) ** 2).sum())
+    return float(slope), float(
+        1 - ((y - slope * x - offset) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+    )
 
 
 def spearman(a: Array, b: Array) -> float:
@@ -241,23 +272,29 @@ def co_occurrence(prompts: Sequence[Sequence[int]], window: int) -> Tokens:
     for prompt in prompts:
         places = np.searchsorted(ids, prompt)
         for away in range(1, min(window, len(places) - 1) + 1):
-            a, b = places[:-away], places[away:]
+            a = places[:-away]
+            b = places[away:]
             pairs.update((a * len(ids) + b)[a != b].tolist(), (b * len(ids) + a)[a != b].tolist())
     firsts = np.fromiter(pairs, dtype=np.int64, count=len(pairs)) // max(1, len(ids))
     return Tokens(ids, counts.astype(float), np.bincount(firsts, minlength=len(ids)).astype(float))
 
 
-def summarise(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, settings: argparse.Namespace) -> Figures:
+def summarise(
+    maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, settings: argparse.Namespace
+) -> Figures:
     """Return the figures of attention for the JSON result.
 
     They are sparsity and power law of each transformer block, and how the scores of tokens
     correlate with their occurrences and neighbours.
     """
-    bootstrap, length = Bootstrap(len(rows), settings.resamples, settings.seed), len(rows[0].prompt)
+    bootstrap = Bootstrap(len(rows), settings.resamples, settings.seed)
+    length = len(rows[0].prompt)
     last = max(2, length // 2)
     blocks: list[Figures] = []
     for block, curve in enumerate(maps.by_rank):
-        (power, r2), (rate, exponential_r2) = (fit(curve, 1, last, is_power) for is_power in (True, False))
+        (power, r2), (rate, exponential_r2) = (
+            fit(curve, 1, last, is_power) for is_power in (True, False)
+        )
         blocks.append(
             {
                 "block": block,
@@ -269,19 +306,32 @@ def summarise(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, settings: 
                 "r2": r2,
                 "exponential_rate": -rate,
                 "exponential_r2": exponential_r2,
-                "held_by_top": {f"{s:g}": float(curve[: max(1, int(s * length))].sum()) for s in TOP_SHARES},
+                "held_by_top": {
+                    f"{s:g}": float(curve[: max(1, int(s * length))].sum()) for s in TOP_SHARES
+                },
                 "score_by_rank": curve.tolist(),
             }
         )
-    fitted = {"method": "least squares of ln(score) on ln(rank)", "first_rank": 1, "last_rank": last}
+    fitted = {
+        "method": "least squares of ln(score) on ln(rank)",
+        "first_rank": 1,
+        "last_rank": last,
+    }
     plain = ("exponent", "r2", "exponential_rate", "exponential_r2")
     mean: Figures = {
         "columns_needed": bootstrap.mean(maps.needed.mean(axis=(1, 2))),
         "near_zero": bootstrap.mean(maps.near_zero.mean(axis=(1, 2))),
         **{name: fmean(float(block[name]) for block in blocks) for name in plain},
-        "held_by_top": {f"{s:g}": fmean(block["held_by_top"][f"{s:g}"] for block in blocks) for s in TOP_SHARES},
+        "held_by_top": {
+            f"{s:g}": fmean(block["held_by_top"][f"{s:g}"] for block in blocks) for s in TOP_SHARES
+        },
     }
-    return {"fit": fitted, "blocks": blocks, "mean": mean, "tokens": _tokens(maps, rows, llm, settings.window)}
+    return {
+        "fit": fitted,
+        "blocks": blocks,
+        "mean": mean,
+        "tokens": _tokens(maps, rows, llm, settings.window),
+    }
 
 
 def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int) -> Figures:
@@ -294,14 +344,18 @@ def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int)
     prompts = [row.prompt for row in rows]
     known = co_occurrence(prompts, window)
     places = np.searchsorted(known.ids, np.array(prompts)).ravel()
-    length, blocks = maps.scores.shape[2], maps.scores.shape[1]
+    length = maps.scores.shape[2]
+    blocks = maps.scores.shape[1]
     queries = np.arange(length, 0, -1)
 
     def by_token(values: Array) -> Array:
-        return np.bincount(places, weights=values.ravel(), minlength=len(known.ids)).astype(np.float64)
+        return np.bincount(places, weights=values.ravel(), minlength=len(known.ids)).astype(
+            np.float64
+        )
 
     def correlations(scores: Array) -> Figures:
-        total, even = by_token(scores), by_token(scores / queries) / known.occurrences
+        total = by_token(scores)
+        even = by_token(scores / queries) / known.occurrences
         return {
             f"{name} of {what}": spearman(values, of)
             for what, values in (("score", total), ("per_query", even))
@@ -309,7 +363,8 @@ def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int)
         }
 
     scores = maps.scores.sum(axis=1)
-    total, tokenizer = by_token(scores), llm.model.tokenizer
+    total = by_token(scores)
+    tokenizer = llm.model.tokenizer
     top = np.argsort(-total, kind="stable")[:HIGHEST]
     return {
         "distinct": len(known.ids),
@@ -369,7 +424,13 @@ class Without(Full):
         return -columns.scores if self.kind == HEAVY else Random(seed=self.seed).rank(columns)
 
     def to_json(self) -> dict[str, object]:
-        return {"name": self.name, "share": self.share, "kind": self.kind, "sinks": self.sinks, "seed": self.seed}
+        return {
+            "name": self.name,
+            "share": self.share,
+            "kind": self.kind,
+            "sinks": self.sinks,
+            "seed": self.seed,
+        }
 
 
 def removals(shares: Sequence[float], sinks: int, seed: int) -> list[Case]:

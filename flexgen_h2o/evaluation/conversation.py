@@ -64,8 +64,11 @@ def read_turns(path: Path | None) -> list[Turn]:
     if path is None:
         return [Turn(text, "--turns", {}) for text in TURNS]
     if path.suffix.lower() not in (".txt", ".jsonl"):
-        raise UsageError(f"--turns {path}: the file name must end in .txt (one turn per line) or .jsonl")
-    is_text, turns = path.suffix.lower() == ".txt", []
+        raise UsageError(
+            f"--turns {path}: the file name must end in .txt (one turn per line) or .jsonl"
+        )
+    is_text = path.suffix.lower() == ".txt"
+    turns = []
     for place, line in lines_of(path, "--turns"):
         try:
             turns += [Turn(line, place, {})] if is_text else _turns_of_json(line, place)
@@ -90,7 +93,9 @@ def _turns_of_json(line: str, place: str) -> list[Turn]:
     return [Turn(turn, place, labels) for turn in turns]
 
 
-def encoded(turns: Sequence[Turn], model: Model, form: str | None, chat: bool) -> list[tuple[int, ...]]:
+def encoded(
+    turns: Sequence[Turn], model: Model, form: str | None, chat: bool
+) -> list[tuple[int, ...]]:
     """Return the turns as token ids; turns that are ids already stay as they are.
 
     form, chat: as for `encoded_turn`. Raise UsageError naming the turn's place.
@@ -100,7 +105,9 @@ def encoded(turns: Sequence[Turn], model: Model, form: str | None, chat: bool) -
     found: list[tuple[int, ...]] = []
     for i, turn in enumerate(turns):
         if chat and not isinstance(turn.content, str):
-            raise UsageError(f"{turn.place}: a chat template takes texts, not token ids; leave --chat out")
+            raise UsageError(
+                f"{turn.place}: a chat template takes texts, not token ids; leave --chat out"
+            )
         try:
             found.append(encoded_turn(turns[: i + 1], model, form, chat))
         except (UsageError, ValueError) as error:
@@ -160,11 +167,17 @@ class Exchange:
         else:
             whole, _ = ChatText(model.tokenizer, params, self.before).more(self.answer, True)
         return {
-            **self.turn.labels, "prompt": self.turn.content, "tokens": self.tokens,
-            "nll": fmean(self.nats) if self.nats else None, "text": whole, "token_ids": self.answer,
-            "finish_reason": self.reason, "seconds": self.seconds, "kv_columns": self.columns,
+            **self.turn.labels,
+            "prompt": self.turn.content,
+            "tokens": self.tokens,
+            "nll": fmean(self.nats) if self.nats else None,
+            "text": whole,
+            "token_ids": self.answer,
+            "finish_reason": self.reason,
+            "seconds": self.seconds,
+            "kv_columns": self.columns,
             "kv_bytes": self.kv_bytes,
-        }  # fmt: skip
+        }
 
 
 class Shown:
@@ -176,9 +189,13 @@ class Shown:
     """
 
     def __init__(
-        self, llm: LLM, first: Sequence[int], params: SamplingParams, show: Callable[[str], None],
+        self,
+        llm: LLM,
+        first: Sequence[int],
+        params: SamplingParams,
+        show: Callable[[str], None],
         over: Callable[[Exchange], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.exchanges: list[Exchange] = []
         self._llm = llm
         self._first = len(first)
@@ -225,7 +242,8 @@ class Shown:
             self._end()
 
     def _end(self) -> None:
-        now, blocks = self.exchanges[-1], self._llm.model.spec.num_blocks
+        now = self.exchanges[-1]
+        blocks = self._llm.model.spec.num_blocks
         held, now.kv_bytes = held_kv(self._llm, (self._first, self._taken), self._taken)
         now.columns = held / blocks
         now.seconds = time.perf_counter() - self._began
@@ -233,9 +251,13 @@ class Shown:
 
 
 def converse(
-    llm: LLM, case: Case, turns: Sequence[Turn], ids: Sequence[Sequence[int]], params: SamplingParams,
+    llm: LLM,
+    case: Case,
+    turns: Sequence[Turn],
+    ids: Sequence[Sequence[int]],
+    params: SamplingParams,
     show: Callable[[str], None],
-) -> tuple[dict[str, Any], int, float]:  # fmt: skip
+) -> tuple[dict[str, Any], int, float]:
     """Run one conversation with a policy. Return (figures for the JSON, all tokens, seconds).
 
     ids: token ids of the turns. params: sampling of each answer. show: called with each piece of
@@ -252,8 +274,12 @@ def converse(
 
     more: Iterator[Sequence[int]] = map(begin, range(1, len(turns)))
     ends = stop_criteria(llm.model, params)
-    room = most_new_tokens(llm.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
-    talk = Conversation(ids[0], more, params, ends, shown, room, penalties=penalties_maker(llm.model, params))
+    room = most_new_tokens(
+        llm.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens)
+    )
+    talk = Conversation(
+        ids[0], more, params, ends, shown, room, penalties=penalties_maker(llm.model, params)
+    )
     llm.prepare([talk.prompt], talk)
     begin(0)
     llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
@@ -261,10 +287,12 @@ def converse(
     if found[-1].reason is None:
         shown.break_off()
         show(
-            f"the {spec.max_positions} positions of {llm.model.name} are used up; --positions rolling goes on, with "
+            f"the {spec.max_positions} positions of {llm.model.name} are used up; --positions "
+            "rolling goes on, with "
             "rotary embeddings\n"
         )
-    nats, tokens = [n for one in found for n in one.nats], sum(one.tokens + len(one.answer) for one in found)
+    nats = [n for one in found for n in one.nats]
+    tokens = sum(one.tokens + len(one.answer) for one in found)
     figures = {
         "turns": [{"turn": i, **one.figures(llm.model, params)} for i, one in enumerate(found)],
         "answered": sum(one.reason is not None for one in found),
@@ -280,6 +308,7 @@ def converse(
 def _line(now: Exchange) -> str:
     surprised = f", perplexity {perplexity(fmean(now.nats)):.1f}" if now.nats else ""
     return (
-        f"{now.tokens} tokens{surprised}; {len(now.answer)} in answer, {now.reason or 'broken off'}; "
+        f"{now.tokens} tokens{surprised}; {len(now.answer)} in answer, "
+        f"{now.reason or 'broken off'}; "
         f"KV {now.columns:.4g} entries, {format_bytes(now.kv_bytes)}; {format_seconds(now.seconds)}"
     )

@@ -14,7 +14,14 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.cli_common import check_files, count, file_name, not_empty, positive, results_are_in
+from flexgen_h2o.cli_common import (
+    check_files,
+    count,
+    file_name,
+    not_empty,
+    positive,
+    results_are_in,
+)
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError, json_reason
 from flexgen_h2o.core.files import json_line, read_bounded, usable_path, write_result
 from flexgen_h2o.core.settings import SamplingParams
@@ -62,17 +69,43 @@ def add_flags(parser: OneLineParser) -> None:
     add_engine_flags(parser, dry_run=False)  # fm_data_tasks' own --dry-run is added below
     add_eviction_flags(parser)
     add = parser.add_argument
-    add("--data-dir", type=file_name, help="folder of a data set: train.csv, valid.csv, test.csv, tables")
-    add("--output-dir", type=file_name, default=Path("outputs"), help="predictions and metrics (outputs)")
-    add("--run-tag", type=not_empty, default="default", help="a name of the run, in the path of its folder (default)")
-    add("--k", type=count, default=1, help="examples before each row (1)")
-    add("--sample-method", choices=METHODS, default="random", help="how the examples are chosen (random)")
-    add("--examples", type=file_name, help="of manual: .txt, or .json with a text for each value of a column")
     add(
-        "--validation-path", type=file_name,
+        "--data-dir",
+        type=file_name,
+        help="folder of a data set: train.csv, valid.csv, test.csv, tables",
+    )
+    add(
+        "--output-dir",
+        type=file_name,
+        default=Path("outputs"),
+        help="predictions and metrics (outputs)",
+    )
+    add(
+        "--run-tag",
+        type=not_empty,
+        default="default",
+        help="a name of the run, in the path of its folder (default)",
+    )
+    add("--k", type=count, default=1, help="examples before each row (1)")
+    add(
+        "--sample-method",
+        choices=METHODS,
+        default="random",
+        help="how the examples are chosen (random)",
+    )
+    add(
+        "--examples",
+        type=file_name,
+        help="of manual: .txt, or .json with a text for each value of a column",
+    )
+    add(
+        "--validation-path",
+        type=file_name,
         help="of validation_clusters: the trial_0.jsonl of a run on the validation rows",
-    )  # fmt: skip
-    add("--class-balanced", action="store_true", help="draw examples of as many rows of each answer")
+    )
+    add(
+        "--class-balanced", action="store_true", help="draw examples of as many rows of each answer"
+    )
     add("--seed", type=count, default=1234, help="of examples, and of what is drawn (1234)")
     add("--sep-tok", default=".", help="between the columns of a row (.)")
     add("--nan-tok", default="nan", help="stands for a value that is missing (nan)")
@@ -81,12 +114,29 @@ def add_flags(parser: OneLineParser) -> None:
     add("--num-print", type=count, default=10, help="prompts that --dry-run shows (10)")
     add("--add-task-instruction", action="store_true", help="begin each prompt with an instruction")
     add("--do-test", action="store_true", help="test.csv, not valid.csv")
-    add("--dry-run", action="store_true", help="show prompts and count their tokens; no weights are loaded")
-    add("--column", type=not_empty, metavar="NAME", help="to be imputed, in a folder that is not one of fm_data_tasks'")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="show prompts and count their tokens; no weights are loaded",
+    )
+    add(
+        "--column",
+        type=not_empty,
+        metavar="NAME",
+        help="to be imputed, in a folder that is not one of fm_data_tasks'",
+    )
     add("--gen-len", "--max-tokens", type=positive, default=3, help="most tokens of an answer (3)")
-    add("--stop", "--stop-token", metavar="TEXT", default=r"\n", help=r"ends an answer (\n, a newline)")
+    add(
+        "--stop",
+        "--stop-token",
+        metavar="TEXT",
+        default=r"\n",
+        help=r"ends an answer (\n, a newline)",
+    )
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--batch-run", action="store_true", help=argparse.SUPPRESS)  # all rows are one run in any case
+    add(
+        "--batch-run", action="store_true", help=argparse.SUPPRESS
+    )  # all rows are one run in any case
     add("--force", action="store_true", help="go on with a run that was begun with other settings")
     add("--json", type=file_name, help="write the metrics here too")
     add_press_flag(parser)
@@ -101,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
     policy, is_auto = policy_of(args)
     with naming_flags(max_tokens="--gen-len"):
         stop = args.stop.replace(r"\n", "\n")
-        params = SamplingParams(args.gen_len, args.temperature, seed=args.seed, stop=(stop,) if stop else ())
+        params = SamplingParams(
+            args.gen_len, args.temperature, seed=args.seed, stop=(stop,) if stop else ()
+        )
     eviction = eviction_of(args, policy)
     check_files(args, ("examples", "validation_path"), ("json",))
     _check(args)
@@ -119,10 +171,19 @@ def run(args: argparse.Namespace) -> int:
     try:
         code = run_job(args, requests, answers, policy, is_auto, eviction, params)
     except UsageError as error:
-        raise UsageError(str(error).replace("give another name", "give another --run-tag")) from error
+        raise UsageError(
+            str(error).replace("give another name", "give another --run-tag")
+        ) from error
     model = _model(args)
     longer = too_long_labels(model, items, args.gen_len)
-    whole = _score(args, task, folder, items, trials, {"eviction": eviction.to_json(), "too_long_labels": longer})
+    whole = _score(
+        args,
+        task,
+        folder,
+        items,
+        trials,
+        {"eviction": eviction.to_json(), "too_long_labels": longer},
+    )
     labels = _labels_line(args, model, items)
     if labels:
         print(labels)
@@ -136,7 +197,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.num_run < -1 or args.num_run == 0:
         raise UsageError(f"--num-run {args.num_run}: must be at least 1, or -1 for all rows")
     for flag, method in (("examples", "manual"), ("validation_path", "validation_clusters")):
-        given, name = getattr(args, flag), "--" + flag.replace("_", "-")
+        given = getattr(args, flag)
+        name = "--" + flag.replace("_", "-")
         if given is None and args.sample_method == method:
             raise UsageError(f"--sample-method {method}: goes with {name} FILE; give both")
         if given is not None and args.sample_method != method:
@@ -164,7 +226,10 @@ def _trials(args: argparse.Namespace, task: Task) -> tuple[list[Item], list[list
     items = items if args.num_run == -1 else items[: args.num_run]
     head = f"{task.about.instruction} " if args.add_task_instruction else ""
     trials = [
-        [head + f"{prefix}\n{item.text}".strip() for prefix, item in zip(of_rows, items, strict=True)]
+        [
+            head + f"{prefix}\n{item.text}".strip()
+            for prefix, item in zip(of_rows, items, strict=True)
+        ]
         for of_rows in _prefixes(args, task, items)
     ]
     return items, trials
@@ -180,11 +245,17 @@ def _prefixes(args: argparse.Namespace, task: Task, items: Sequence[Item]) -> li
     if args.sample_method == "validation_clusters":
         chosen = [near_misses(*_validated(args.validation_path, task), args.k)] * len(trials)
     else:
-        train = shuffled(read_items(task, "train", args.sep_tok, args.nan_tok), task.kind, args.class_balanced)
+        train = shuffled(
+            read_items(task, "train", args.sep_tok, args.nan_tok), task.kind, args.class_balanced
+        )
         if args.k > len(train):
-            raise UsageError(f"--k {args.k}: there are {len(train)} rows to draw from; ask for fewer")
+            raise UsageError(
+                f"--k {args.k}: there are {len(train)} rows to draw from; ask for fewer"
+            )
         chosen = [drawn(train, args.k, args.seed + trial) for trial in trials]
-    return [["\n\n".join(item.example for item in examples) + "\n"] * len(items) for examples in chosen]
+    return [
+        ["\n\n".join(item.example for item in examples) + "\n"] * len(items) for examples in chosen
+    ]
 
 
 def _manual(path: Path, task: Task, items: Sequence[Item]) -> list[str]:
@@ -199,13 +270,23 @@ def _manual(path: Path, task: Task, items: Sequence[Item]) -> list[str]:
     except OSError as error:
         raise UsageError(f"--examples {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"not valid JSON ({json_reason(error)})"
+        reason = (
+            "not UTF-8 text"
+            if isinstance(error, UnicodeDecodeError)
+            else f"not valid JSON ({json_reason(error)})"
+        )
         raise UsageError(f"--examples {path}: {reason}") from error
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise UsageError(f"--examples {path}: an object with a text for each value of {task.about.key} is expected")
+        raise UsageError(
+            f"--examples {path}: an object with a text for each value of {task.about.key} is "
+            "expected"
+        )
     missing = next((item.key for item in items if item.key not in texts), None)
     if missing is not None:
-        raise UsageError(f"--examples {path}: has no text for {task.about.key or 'a row without a key'} {missing!r}")
+        raise UsageError(
+            f"--examples {path}: has no text for {task.about.key or 'a row without a key'} "
+            f"{missing!r}"
+        )
     return [texts[item.key].rstrip("\n") + "\n" for item in items]
 
 
@@ -213,14 +294,18 @@ def _validated(path: Path, task: Task) -> tuple[list[Item], list[bool]]:
     """Return the rows of an earlier run, and whether each was predicted wrongly."""
     from flexgen_h2o.evaluation.wrangling_data import Item
 
-    items, wrong = list[Item](), list[bool]()
+    items = list[Item]()
+    wrong = list[bool]()
     for place, line in lines_of(path, "--validation-path"):
         try:
             body = object_of_json(line)
         except UsageError as error:
             raise UsageError(f"{place}: {error}") from error
         if not all(isinstance(body.get(name), str) for name in ("text", "label", "prediction")):
-            raise UsageError(f"{place}: text, label and prediction are expected, as trial_0.jsonl of a run has them")
+            raise UsageError(
+                f"{place}: text, label and prediction are expected, as trial_0.jsonl of a run has "
+                "them"
+            )
         items.append(Item(body["text"], body["label"]))
         wrong.append(not is_right(task.kind, body["prediction"], body["label"]))
     return items, wrong
@@ -230,7 +315,11 @@ def _model(args: argparse.Namespace) -> Model:
     from flexgen_h2o.models.load import find_model
 
     return find_model(
-        model_of(args), args.path, args.revision, max_model_len=args.max_model_len, offload_dir=args.offload_dir
+        model_of(args),
+        args.path,
+        args.revision,
+        max_model_len=args.max_model_len,
+        offload_dir=args.offload_dir,
     )
 
 
@@ -255,15 +344,19 @@ def _show_prompts(args: argparse.Namespace, prompts: Sequence[str], items: Seque
     """Print prompts with their numbers of tokens, and a summary of all, for --dry-run."""
     model = _model(args)
     if model.tokenizer is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer to count tokens with; give a folder with one")
+        raise UsageError(
+            f"--model {model.name}: has no tokenizer to count tokens with; give a folder with one"
+        )
     sizes = [len(model.encode(prompt)) for prompt in prompts]
     for prompt, size in list(zip(prompts, sizes, strict=True))[: args.num_print]:
         print(f"{RULE}\n{size} tokens\n{RULE}\n{prompt}")
     most = model.spec.max_positions
     too_long = sum(size > most for size in sizes)
     print(
-        f"{RULE}\n{len(sizes)} prompts of {min(sizes)} to {max(sizes)} tokens, {sum(sizes)} in all; {model.name} has "
-        f"{most} positions, " + (f"too few for {too_long} of them" if too_long else "enough for all")
+        f"{RULE}\n{len(sizes)} prompts of {min(sizes)} to {max(sizes)} tokens, {sum(sizes)} in "
+        f"all; {model.name} has "
+        f"{most} positions, "
+        + (f"too few for {too_long} of them" if too_long else "enough for all")
     )
     labels = _labels_line(args, model, items)
     if labels:
@@ -276,7 +369,8 @@ def _show_prompts(args: argparse.Namespace, prompts: Sequence[str], items: Seque
 
 def _folder(args: argparse.Namespace, task: Task) -> Path:
     """Make the folder of the run and return it. Its path is that of fm_data_tasks' results."""
-    split, model = "test" if args.do_test else "validation", Path(args.model).name
+    split = "test" if args.do_test else "validation"
+    model = Path(args.model).name
     settings = (
         f"{args.k}k_{int(args.add_task_instruction)}inst_{int(args.class_balanced)}cb_{args.sample_method}_{model}_"
         f"{args.num_run}run_0dry"
@@ -299,9 +393,14 @@ def _write_requests(path: Path, answers: Path, trials: Sequence[Sequence[str]]) 
         for trial, prompts in enumerate(trials)
         for row, prompt in enumerate(prompts)
     )
-    if answers.exists() and answers.stat().st_size and (not path.exists() or path.read_text() != text):
+    if (
+        answers.exists()
+        and answers.stat().st_size
+        and (not path.exists() or path.read_text() != text)
+    ):
         raise UsageError(
-            f"--output-dir {path.parent}: has answers to other prompts, of other data, examples or flags; give another "
+            f"--output-dir {path.parent}: has answers to other prompts, of other data, examples or "
+            "flags; give another "
             "--run-tag, or remove the folder"
         )
     write_result(path, text, "--output-dir")
@@ -331,7 +430,8 @@ def is_right(kind: str, prediction: str, label: str) -> bool:
     The text must be the label's; for error detection it must only begin with the label. Case is
     ignored. kind: a key of FILES in `wrangling_data`.
     """
-    said, wanted = prediction.strip().lower(), label.strip().lower()
+    said = prediction.strip().lower()
+    wanted = label.strip().lower()
     return said.startswith(wanted) if kind == "error_detection" else said == wanted
 
 
@@ -343,39 +443,80 @@ def metrics(kind: str, pairs: Sequence[tuple[str, str]]) -> Counts:
     metric is 0 if there is nothing to divide by.
     """
     right = [is_right(kind, said, wanted) for said, wanted in pairs]
-    found: Counts = {"acc": sum(right) / len(right), "prec": None, "rec": None, "f1": None, "others": None}
+    found: Counts = {
+        "acc": sum(right) / len(right),
+        "prec": None,
+        "rec": None,
+        "f1": None,
+        "others": None,
+    }
     if kind == "data_imputation":
         return found
     positive = [ok for ok, (_, wanted) in zip(right, pairs, strict=True) if wanted == "Yes"]
     negative = [ok for ok, (_, wanted) in zip(right, pairs, strict=True) if wanted != "Yes"]
-    true, false = sum(positive), len(negative) - sum(negative)
-    precision, recall = true / max(1, true + false), true / max(1, len(positive))
+    true = sum(positive)
+    false = len(negative) - sum(negative)
+    precision = true / max(1, true + false)
+    recall = true / max(1, len(positive))
     both = precision + recall
-    others = sum(not any(is_right(kind, said, answer) for answer in ("Yes", "No")) for said, _ in pairs)
-    return {**found, "prec": precision, "rec": recall, "f1": 2 * precision * recall / both if both else 0.0,
-            "others": others}  # fmt: skip
+    others = sum(
+        not any(is_right(kind, said, answer) for answer in ("Yes", "No")) for said, _ in pairs
+    )
+    return {
+        **found,
+        "prec": precision,
+        "rec": recall,
+        "f1": 2 * precision * recall / both if both else 0.0,
+        "others": others,
+    }
 
 
 def _score(
-    args: argparse.Namespace, task: Task, folder: Path, items: Sequence[Item], trials: Sequence[Sequence[str]],
+    args: argparse.Namespace,
+    task: Task,
+    folder: Path,
+    items: Sequence[Item],
+    trials: Sequence[Sequence[str]],
     facts: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write predictions and metrics, print the table, and return the metrics."""
-    answers, scores, errors = _answers(folder / "answers.jsonl"), list[Counts](), 0
+    answers = _answers(folder / "answers.jsonl")
+    scores = list[Counts]()
+    errors = 0
     for trial, prompts in enumerate(trials):
         told = [answers[_id(trial, row)] for row in range(len(items))]
         errors += sum(error is not None for _, error in told)
         lines = [
-            {"row": i, "text": item.text, "label": item.label, "prediction": text, "prompt": prompt, "error": error}
-            for i, (item, (text, error), prompt) in enumerate(zip(items, told, prompts, strict=True))
+            {
+                "row": i,
+                "text": item.text,
+                "label": item.label,
+                "prediction": text,
+                "prompt": prompt,
+                "error": error,
+            }
+            for i, (item, (text, error), prompt) in enumerate(
+                zip(items, told, prompts, strict=True)
+            )
         ]
         text = "".join(json_line(line) + "\n" for line in lines)
         write_result(folder / f"trial_{trial}.jsonl", text, "--output-dir")
-        scores.append(metrics(task.kind, [(said, one.label) for (said, _), one in zip(told, items, strict=True)]))
+        scores.append(
+            metrics(
+                task.kind, [(said, one.label) for (said, _), one in zip(told, items, strict=True)]
+            )
+        )
     whole: dict[str, Any] = {
-        **facts, "model": args.model, "task": task.kind, "data": task.name, "split": folder.parts[-3],
-        "rows": len(items), "fraction": len(items) / args.rows_of_split, "trials": len(trials), "errors": errors,
-    }  # fmt: skip
+        **facts,
+        "model": args.model,
+        "task": task.kind,
+        "data": task.name,
+        "split": folder.parts[-3],
+        "rows": len(items),
+        "fraction": len(items) / args.rows_of_split,
+        "trials": len(trials),
+        "errors": errors,
+    }
     for name in (*MEANS, "others"):
         values = [score[name] for score in scores]
         given = [value for value in values if value is not None]
@@ -391,47 +532,88 @@ def _score(
 
 
 def _write_press(
-    args: argparse.Namespace, folder: Path, whole: dict[str, Any], eviction: Eviction, policy: Policy
-) -> None:  # fmt: skip
+    args: argparse.Namespace,
+    folder: Path,
+    whole: dict[str, Any],
+    eviction: Eviction,
+    policy: Policy,
+) -> None:
     """Write the rows of all trials in kvpress's layout.
 
     The examples are the context, the row is the question.
     """
     prompts = [
         int(row["response"]["body"]["usage"]["prompt_tokens"])
-        for row in (json.loads(line) for _, line in lines_of(folder / "answers.jsonl", "--output-dir"))
+        for row in (
+            json.loads(line) for _, line in lines_of(folder / "answers.jsonl", "--output-dir")
+        )
         if row["error"] is None
     ]
     settings = {
-        "press_init_command": json.dumps(eviction.to_json()), "compression_ratio_of": RATIO_OF,
-        "compression": compression_flags(policy) or None, "seed": args.seed, "k": args.k,
-        "sample_method": args.sample_method, "run_tag": args.run_tag, "results": str(folder),
-    }  # fmt: skip
+        "press_init_command": json.dumps(eviction.to_json()),
+        "compression_ratio_of": RATIO_OF,
+        "compression": compression_flags(policy) or None,
+        "seed": args.seed,
+        "k": args.k,
+        "sample_method": args.sample_method,
+        "run_tag": args.run_tag,
+        "results": str(folder),
+    }
     spec = _model(args).spec
     ratio = dropped_share(eviction, spec, policy, [(n, args.gen_len) for n in prompts])
-    run = PressRun(whole["data"], args.model, eviction.name, ratio, whole["split"], whole["fraction"], settings)
+    run = PressRun(
+        whole["data"], args.model, eviction.name, ratio, whole["split"], whole["fraction"], settings
+    )
     rows = (
         {
-            "question": row["text"], "answer_prefix": "", "answer": row["label"], "max_new_tokens": args.gen_len,
-            "predicted_answer": row["prediction"], "task": whole["task"], "trial": trial,
+            "question": row["text"],
+            "answer_prefix": "",
+            "answer": row["label"],
+            "max_new_tokens": args.gen_len,
+            "predicted_answer": row["prediction"],
+            "task": whole["task"],
+            "trial": trial,
         }
         for trial in range(whole["trials"])
-        for row in (json.loads(line) for _, line in lines_of(folder / f"trial_{trial}.jsonl", "--output-dir"))
-    )  # fmt: skip
+        for row in (
+            json.loads(line)
+            for _, line in lines_of(folder / f"trial_{trial}.jsonl", "--output-dir")
+        )
+    )
     print(f"kvpress: {write_press_run(args.kvpress_dir, run, rows, whole)}")
 
 
 def _table(whole: dict[str, Any]) -> list[str]:
     def shown(name: str) -> str:
-        mean, deviation = whole[f"{name}_avg"], whole[f"{name}_std"]
+        mean = whole[f"{name}_avg"]
+        deviation = whole[f"{name}_std"]
         if mean is None:
             return ""
         return f"{mean:.3f}" if whole["trials"] == 1 else f"{mean:.3f} ± {deviation:.3f}"
 
-    names = ["data", "task", "split", "rows", "F1", "precision", "recall", "accuracy", "neither Yes nor No", "errors"]
+    names = [
+        "data",
+        "task",
+        "split",
+        "rows",
+        "F1",
+        "precision",
+        "recall",
+        "accuracy",
+        "neither Yes nor No",
+        "errors",
+    ]
     others = "" if whole["others_avg"] is None else f"{whole['others_avg']:g}"
     row = [
-        f"`{whole['data']}`", whole["task"].replace("_", " "), whole["split"], f"{whole['rows']}", shown("f1"),
-        shown("prec"), shown("rec"), shown("acc"), others, f"{whole['errors']}",
-    ]  # fmt: skip
+        f"`{whole['data']}`",
+        whole["task"].replace("_", " "),
+        whole["split"],
+        f"{whole['rows']}",
+        shown("f1"),
+        shown("prec"),
+        shown("rec"),
+        shown("acc"),
+        others,
+        f"{whole['errors']}",
+    ]
     return markdown_table(names, [row])

@@ -53,17 +53,23 @@ SCHEMA = 1
 
 def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     """Measure what the flags ask for, print and write the result, and return the exit code."""
-    exact = replace(policy, compress_weight=False, compress_cache=False, int8_compute=False, attn_sparsity=1.0)
+    exact = replace(
+        policy, compress_weight=False, compress_cache=False, int8_compute=False, attn_sparsity=1.0
+    )
     plain = without_unused_bits(exact)
     cases = make_cells(args.policies, args.budgets, policy != plain, args.budgets_of)
     began = time.perf_counter()
     with open_llm(args, plain, is_auto, Full()) as llm:
-        runner = Runner(llm, args.keep_mem, args.mass_steps, AutoPolicy(policy) if is_auto else policy)
+        runner = Runner(
+            llm, args.keep_mem, args.mass_steps, AutoPolicy(policy) if is_auto else policy
+        )
         runner.check(cases)
         check_positions(args, llm.model.name, llm.model.spec.max_positions)
         texts, recalls = rows_of(args, runner)
         say_notes("evaluate fidelity", args, llm)
-        result = _facts(args, llm, policy, cases, texts) | _measure(args, runner, texts, recalls, cases)
+        result = _facts(args, llm, policy, cases, texts) | _measure(
+            args, runner, texts, recalls, cases
+        )
     result["seconds"] = time.perf_counter() - began
     write_results(args, result, markdown(result), draw)
     return EXIT_DONE
@@ -74,7 +80,10 @@ def rows_of(args: argparse.Namespace, runner: Runner) -> tuple[list[TextRow], li
 
     Raise UsageError if the file or the model cannot provide them.
     """
-    model, lengths, texts, recalls = runner.llm.model, (args.prompt_len, args.gen_len), [], []
+    model = runner.llm.model
+    lengths = (args.prompt_len, args.gen_len)
+    texts = []
+    recalls = []
     greedy = args.continuation == "greedy"
     if args.prompts is None or args.recall_prompts:
         ours = text_of(None, model, "; give --prompts with prompt_token_ids")
@@ -88,7 +97,11 @@ def rows_of(args: argparse.Namespace, runner: Runner) -> tuple[list[TextRow], li
 
 
 def _facts(
-    args: argparse.Namespace, llm: LLM, policy: Policy, cases: Sequence[Case], texts: Sequence[TextRow]
+    args: argparse.Namespace,
+    llm: LLM,
+    policy: Policy,
+    cases: Sequence[Case],
+    texts: Sequence[TextRow],
 ) -> Figures:
     """Return the facts about the run for the JSON result."""
     names = ("prompt_len", "gen_len", "continuation", "depths", "mass_steps", "resamples", "seed")
@@ -116,15 +129,23 @@ def _facts(
 
 
 def _measure(
-    args: argparse.Namespace, runner: Runner, texts: list[TextRow], recalls: list[TextRow], cases: Sequence[Case]
+    args: argparse.Namespace,
+    runner: Runner,
+    texts: list[TextRow],
+    recalls: list[TextRow],
+    cases: Sequence[Case],
 ) -> Figures:
     how = args.resamples, args.seed
     full, found = summarise_texts(*runner.texts(texts, cases), *how)
     if args.free_run:
-        for figures, first in zip(found, runner.first_divergence(texts, cases, args.gen_len), strict=True):
+        for figures, first in zip(
+            found, runner.first_divergence(texts, cases, args.gen_len), strict=True
+        ):
             figures["greedy"] = summarise_divergence(first, args.gen_len, *how)
     if args.speed:
-        for figures, speeds in zip(found, runner.speeds(texts, cases, args.gen_len, args.speed), strict=True):
+        for figures, speeds in zip(
+            found, runner.speeds(texts, cases, args.gen_len, args.speed), strict=True
+        ):
             figures["speed"] = summarise_speeds(*speeds)
     if recalls:
         for figures, case in ((full, None), *zip(found, cases, strict=True)):
@@ -144,7 +165,8 @@ def divergence(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
     full, policy: logits, (rows, vocab) of any float dtype. The KL is computed in float64: it is
     exactly 0 if the logits are the same, and differences of 1e-9 are meaningful.
     """
-    p, q = full.double().log_softmax(dim=-1), policy.double().log_softmax(dim=-1)
+    p = full.double().log_softmax(dim=-1)
+    q = policy.double().log_softmax(dim=-1)
     return (p.exp() * (p - q)).sum(dim=-1)
 
 
@@ -156,7 +178,9 @@ def flips(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
     return full.argmax(dim=-1) != policy.argmax(dim=-1)
 
 
-def evicted_mass(weights: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+def evicted_mass(
+    weights: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor
+) -> torch.Tensor:
     """Return the share of attention probability on dropped KV entries: (rows, kv_heads) float32.
 
     weights: (rows, kv_heads, columns), the full cache's probability of each position of the
@@ -194,7 +218,9 @@ class FullWatch:
     """
 
     def __init__(self, prompt_lens: Sequence[int], steps: int, mass_steps: frozenset[int]) -> None:
-        self.prompt_lens, self.steps, self.mass_steps = prompt_lens, steps, mass_steps
+        self.prompt_lens = prompt_lens
+        self.steps = steps
+        self.mass_steps = mass_steps
         # (n, steps, vocab) in the compute dtype; empty until the first logits come.
         self.logits = torch.empty(0, dtype=torch.float32, device="cpu")
         # (decode step, transformer block) -> attention probability of each position, summed over
@@ -205,7 +231,11 @@ class FullWatch:
     def _keep(self, rows: list[int], steps: list[int], logits: torch.Tensor) -> None:
         if not len(self.logits):
             self.logits = torch.empty(
-                len(self.prompt_lens), self.steps, logits.shape[-1], dtype=logits.dtype, device="cpu"
+                len(self.prompt_lens),
+                self.steps,
+                logits.shape[-1],
+                dtype=logits.dtype,
+                device="cpu",
             )
         self.logits[rows, steps] = logits.cpu()
 
@@ -222,13 +252,16 @@ class FullWatch:
         if step not in self.mass_steps:
             return
         assert columns.scores is not None
-        positions, scores = columns.positions.cpu().long(), columns.scores.cpu()
+        positions = columns.positions.cpu().long()
+        scores = columns.scores.cpu()
         place = (step, columns.block)
         if place not in self.weights:
             shape = (len(self.prompt_lens), positions.shape[1], max(self.prompt_lens) + self.steps)
             self.weights[place] = torch.zeros(shape, dtype=torch.float32, device="cpu")
         unused = torch.arange(positions.shape[-1], device="cpu") >= filled.cpu().view(-1, 1, 1)
-        found = torch.zeros(len(rows), *self.weights[place].shape[1:], dtype=torch.float32, device="cpu")
+        found = torch.zeros(
+            len(rows), *self.weights[place].shape[1:], dtype=torch.float32, device="cpu"
+        )
         found.scatter_add_(-1, positions.masked_fill(unused, 0), scores.masked_fill(unused, 0.0))
         self.weights[place][rows] = found
 
@@ -251,9 +284,18 @@ class Runner:
     reference's policy. `Case.policy` overrides it.
     """
 
-    def __init__(self, llm: LLM, keep_bytes: int, mass_steps: int, compared: Policy | AutoPolicy | None = None) -> None:
-        self.llm, self._keep_bytes, self._mass_steps = llm, keep_bytes, mass_steps
-        self._reference, self._compared = llm.asked_policy, compared or llm.asked_policy
+    def __init__(
+        self,
+        llm: LLM,
+        keep_bytes: int,
+        mass_steps: int,
+        compared: Policy | AutoPolicy | None = None,
+    ) -> None:
+        self.llm = llm
+        self._keep_bytes = keep_bytes
+        self._mass_steps = mass_steps
+        self._reference = llm.asked_policy
+        self._compared = compared or llm.asked_policy
 
     def check(self, cases: Sequence[Case]) -> None:
         """Raise UsageError if a case cannot run.
@@ -266,9 +308,14 @@ class Runner:
     def greedy(self, rows: Sequence[TextRow], tokens: int) -> list[TextRow]:
         """Return the rows with greedy continuations of `tokens` tokens by the full cache."""
         found = self._generate(None, rows, tokens)
-        return [replace(row, continuation=tuple(ids)) for row, ids in zip(rows, found.tolist(), strict=True)]
+        return [
+            replace(row, continuation=tuple(ids))
+            for row, ids in zip(rows, found.tolist(), strict=True)
+        ]
 
-    def texts(self, rows: Sequence[TextRow], cases: Sequence[Case]) -> tuple[Array, list[TextFidelity]]:
+    def texts(
+        self, rows: Sequence[TextRow], cases: Sequence[Case]
+    ) -> tuple[Array, list[TextFidelity]]:
         """Follow all rows with the full cache and with each case's policy.
 
         Continuations must be equally long. Returns the negative log-likelihood of the reference
@@ -297,7 +344,8 @@ class Runner:
 
     def reference(self, rows: Sequence[TextRow]) -> Reference:
         """Follow the rows with the full cache. Their continuations must be equally long."""
-        watch, tokens = self._watch_full(rows), torch.tensor([row.continuation for row in rows], device="cpu")
+        watch = self._watch_full(rows)
+        tokens = torch.tensor([row.continuation for row in rows], device="cpu")
         nats = surprise(watch.logits[:, 1:].flatten(0, 1), tokens[:, 1:].flatten())
         return Reference(watch, tokens, nats.view(len(rows), -1).numpy())
 
@@ -309,18 +357,22 @@ class Runner:
 
     def answers(
         self, case: Case, prompts: Sequence[Sequence[int]], tokens: int, ignore_eos: bool = False
-    ) -> list[str]:  # fmt: skip
+    ) -> list[str]:
         """Return the texts of greedy answers; token ids as text if the model has no tokenizer."""
         params = SamplingParams(tokens, ignore_eos=ignore_eos)
         found = self._use(case).generate(prompts, params)
-        return [one.text if one.text is not None else " ".join(map(str, one.token_ids)) for one in found]
+        return [
+            one.text if one.text is not None else " ".join(map(str, one.token_ids)) for one in found
+        ]
 
     def share(self, case: Case, lengths: Sequence[tuple[int, int]]) -> float:
         """Return the mean of `kv_share` over rows.
 
         lengths: (prompt tokens, most new tokens) of each.
         """
-        spec, policy, eviction = self.llm.model.spec, base_of(self._placed(case)), self._use(case).eviction
+        spec = self.llm.model.spec
+        policy = base_of(self._placed(case))
+        eviction = self._use(case).eviction
         return float(np.mean([kv_share(spec, policy, eviction, row) for row in lengths]))
 
     def recall(self, rows: Sequence[TextRow], case: Case | None) -> list[list[bool]]:
@@ -335,16 +387,22 @@ class Runner:
 
         self._follow(self._use(case), rows, by_step(len(rows), see))
         return [
-            [all(said[step] == row.continuation[step] for step in question.answer) for question in row.questions]
+            [
+                all(said[step] == row.continuation[step] for step in question.answer)
+                for question in row.questions
+            ]
             for row, said in zip(rows, likeliest.tolist(), strict=True)
         ]
 
-    def first_divergence(self, rows: Sequence[TextRow], cases: Sequence[Case], tokens: int) -> list[NDArray[np.int_]]:
+    def first_divergence(
+        self, rows: Sequence[TextRow], cases: Sequence[Case], tokens: int
+    ) -> list[NDArray[np.int_]]:
         """Return for each case the first greedy token that is not the full cache's.
 
         Each array is (n,): the index of that token, or `tokens` if none of so many tokens differs.
         """
-        full, found = self._generate(None, rows, tokens), []
+        full = self._generate(None, rows, tokens)
+        found = []
         for case in cases:
             other = self._generate(case, rows, tokens) != full
             found.append(np.where(other.any(axis=1), other.argmax(axis=1), tokens))
@@ -383,7 +441,9 @@ class Runner:
     def _placed(self, case: Case) -> Policy | AutoPolicy:
         return case.policy or self._compared
 
-    def _generate(self, case: Case | None, rows: Sequence[TextRow], tokens: int) -> NDArray[np.int_]:
+    def _generate(
+        self, case: Case | None, rows: Sequence[TextRow], tokens: int
+    ) -> NDArray[np.int_]:
         """Return the greedy tokens of a run, (n, tokens). case: None for the full cache."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         done = self._use(case).generate([row.prompt for row in rows], params)
@@ -392,11 +452,16 @@ class Runner:
     def _row_bytes(self, rows: Sequence[TextRow], steps: int) -> int:
         spec = self.llm.model.spec
         columns = max(len(row.prompt) for row in rows) + steps
-        weights = min(self._mass_steps, steps - 1) * spec.num_blocks * spec.num_kv_heads * columns * 4
+        weights = (
+            min(self._mass_steps, steps - 1) * spec.num_blocks * spec.num_kv_heads * columns * 4
+        )
         return steps * spec.vocab_size * DTYPE_BYTES[self.llm.dtype] + weights
 
-    def _unmeasured(self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]) -> TextFidelity:
-        blocks, eviction = self.llm.model.spec.num_blocks, self._use(case).eviction
+    def _unmeasured(
+        self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]
+    ) -> TextFidelity:
+        blocks = self.llm.model.spec.num_blocks
+        eviction = self._use(case).eviction
         kept = [
             min(columns_of(row, case.budget_of), eviction.budget(*row.lengths, block).columns)
             for row in rows
@@ -405,7 +470,13 @@ class Runner:
         mass = np.zeros((len(rows), blocks)) if self._mass_steps else None
         share = self.share(case, [row.lengths for row in rows])
         return TextFidelity(
-            case, sum(kept) / len(kept), share, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass
+            case,
+            sum(kept) / len(kept),
+            share,
+            np.zeros(shape),
+            np.zeros(shape),
+            np.zeros(shape, bool),
+            mass,
         )
 
     def _watch_full(self, rows: Sequence[TextRow]) -> FullWatch:
@@ -418,7 +489,11 @@ class Runner:
         return watch
 
     def _compare(
-        self, rows: Sequence[TextRow], continuations: torch.Tensor, full: FullWatch, found: TextFidelity
+        self,
+        rows: Sequence[TextRow],
+        continuations: torch.Tensor,
+        full: FullWatch,
+        found: TextFidelity,
     ) -> None:
         """Run the policy of `found.case` and write its losses into the arrays of `found`.
 
@@ -431,7 +506,8 @@ class Runner:
                 return
             there = ([at[i] for i in decoding], [steps[i] for i in decoding])
             to = (there[0], [step - 1 for step in there[1]])
-            seen, wanted = logits.cpu()[decoding], full.logits[there]
+            seen = logits.cpu()[decoding]
+            wanted = full.logits[there]
             found.kl[to] = divergence(wanted, seen)
             found.flipped[to] = flips(wanted, seen)
             found.nll[to] = surprise(seen, continuations[there])
@@ -440,7 +516,9 @@ class Runner:
             weights = full.weights.get((full.decode_step(at, columns), columns.block))
             if weights is not None and found.mass is not None:
                 lost = evicted_mass(weights[at], columns.positions.cpu(), filled.cpu())
-                found.mass[at, columns.block] += lost.double().mean(dim=1).numpy() / len(full.mass_steps)
+                found.mass[at, columns.block] += lost.double().mean(dim=1).numpy() / len(
+                    full.mass_steps
+                )
 
         case = found.case
         if not case.eviction.needs.record and base_of(self._placed(case)).attn_sparsity == 1:
@@ -449,7 +527,12 @@ class Runner:
         self._follow(self._use(case), rows, by_step(len(rows), see_logits), watch)
 
     def _follow(
-        self, llm: LLM, rows: Sequence[TextRow], see_logits: LogitsWatch, see_slots: SlotsWatch | None = None
+        self,
+        llm: LLM,
+        rows: Sequence[TextRow],
+        see_logits: LogitsWatch,
+        see_slots: SlotsWatch | None = None,
     ) -> None:
-        prompts, continuations = [row.prompt for row in rows], [row.continuation for row in rows]
+        prompts = [row.prompt for row in rows]
+        continuations = [row.continuation for row in rows]
         llm.follow(prompts, continuations, see_logits, see_slots if self._mass_steps else None)

@@ -111,7 +111,9 @@ def held_kv(llm: LLM, row: tuple[int, int], new_tokens: int) -> tuple[int, int]:
     held = 0
     nbytes = 0
     assert llm.policy is not None
-    for block, layout in enumerate(_layouts(llm.model.spec, llm.policy, eviction, row, DTYPE_BYTES[llm.dtype])):
+    for block, layout in enumerate(
+        _layouts(llm.model.spec, llm.policy, eviction, row, DTYPE_BYTES[llm.dtype])
+    ):
         kept = min(row[0], eviction.budget(*row, block).columns)
         columns = max(1, min(layout.slots, kept + new_tokens - 1))
         held += columns
@@ -125,7 +127,9 @@ def kv_share(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int
     The row has all its tokens. Scales, centres and unpacked entries are counted. row: its prompt
     tokens and most new tokens.
     """
-    held = sum(layout.sequence_bytes for layout in _layouts(spec, policy, eviction, row, BF16_BYTES))
+    held = sum(
+        layout.sequence_bytes for layout in _layouts(spec, policy, eviction, row, BF16_BYTES)
+    )
     full: int = sizes_of(spec, {row: 1}, BF16_BYTES)[1]
     return held / full
 
@@ -136,7 +140,15 @@ def _layouts(
     """Return the KV layout of one row in each transformer block. itemsize: bytes per number."""
     record = record_of(eviction)
     return [
-        kv_layout(spec, policy, 1, eviction.slots(*row, block), record_in(spec, block, record), itemsize, True)
+        kv_layout(
+            spec,
+            policy,
+            1,
+            eviction.slots(*row, block),
+            record_in(spec, block, record),
+            itemsize,
+            True,
+        )
         for block in range(spec.num_blocks)
     ]
 
@@ -168,9 +180,14 @@ class TextFidelity:
         columns = float(weights @ [part.columns for part in parts])
         share = float(weights @ [part.share for part in parts])
         kl, nll, flipped = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("kl", "nll", "flipped")
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("kl", "nll", "flipped")
         )
-        mass = None if first.mass is None else np.concatenate([part.mass for part in parts if part.mass is not None])
+        mass = (
+            None
+            if first.mass is None
+            else np.concatenate([part.mass for part in parts if part.mass is not None])
+        )
         return cls(first.case, columns, share, kl, nll, flipped, mass)
 
 
@@ -200,14 +217,19 @@ def summarise_texts(
     cells = []
     for found in results:
         values = {
-            "kl": found.kl, "flips": found.flipped.astype(float), "nll": found.nll,
+            "kl": found.kl,
+            "flips": found.flipped.astype(float),
+            "nll": found.nll,
             "nll_less_full": found.nll - full_nll,
-        }  # fmt: skip
+        }
         figures: Figures = {
-            "policy": found.case.label, "budget": found.case.budget, "budget_of": found.case.budget_of,
-            "columns": found.columns, "kv_share": found.share,
+            "policy": found.case.label,
+            "budget": found.case.budget,
+            "budget_of": found.case.budget_of,
+            "columns": found.columns,
+            "kv_share": found.share,
             "eviction": found.case.eviction.to_json(),
-        }  # fmt: skip
+        }
         figures |= {name: bootstrap.mean(value.mean(axis=1)) for name, value in values.items()}
         figures |= {"kl_p95": bootstrap.percentile(found.kl, 95), "by_step": of_bins(**values)}
         if found.mass is not None:
@@ -219,7 +241,9 @@ def summarise_texts(
     return {"nll": bootstrap.mean(full_nll.mean(axis=1)), "by_step": of_bins(nll=full_nll)}, cells
 
 
-def summarise_recall(rows: Sequence[TextRow], right: Sequence[Sequence[bool]], resamples: int, seed: int) -> Figures:
+def summarise_recall(
+    rows: Sequence[TextRow], right: Sequence[Sequence[bool]], resamples: int, seed: int
+) -> Figures:
     """Return the share of right answers, by place of the question and by depth of the pair asked
     for.
 
@@ -231,7 +255,10 @@ def summarise_recall(rows: Sequence[TextRow], right: Sequence[Sequence[bool]], r
     hits = np.array([ok for of_row in right for ok in of_row])
 
     def share(chosen: NDArray[np.bool_]) -> Figures:
-        above, below = (np.bincount(row[mask], minlength=len(rows)).astype(float) for mask in (hits & chosen, chosen))
+        above, below = (
+            np.bincount(row[mask], minlength=len(rows)).astype(float)
+            for mask in (hits & chosen, chosen)
+        )
         return {**bootstrap.ratio(above, below), "questions": int(chosen.sum())}
 
     figures: Figures = {}
@@ -250,10 +277,18 @@ def summarise_speeds(full: Sequence[float], own: Sequence[float]) -> Figures:
     """
     ratios = sorted(a / b for a, b in zip(own, full, strict=True))
     names = ("tokens_per_s", "full_tokens_per_s", "ratio", "least", "largest")
-    return dict(zip(names, (np.median(own), np.median(full), np.median(ratios), ratios[0], ratios[-1]), strict=True))
+    return dict(
+        zip(
+            names,
+            (np.median(own), np.median(full), np.median(ratios), ratios[0], ratios[-1]),
+            strict=True,
+        )
+    )
 
 
-def summarise_divergence(first: NDArray[np.int_], tokens: int, resamples: int, seed: int) -> Figures:
+def summarise_divergence(
+    first: NDArray[np.int_], tokens: int, resamples: int, seed: int
+) -> Figures:
     """Return where greedy answers first differ. first: (n,), as from `Runner.first_divergence`."""
     bootstrap = Bootstrap(len(first), resamples, seed)
     return {
@@ -269,24 +304,37 @@ def markdown(result: Figures) -> str:
     The worst policy is first, the full cache last.
     """
     settings = result["settings"]
-    text, recall = result["text"], result["recall"]
+    text = result["text"]
+    recall = result["recall"]
     head = [
-        f"Model `{result['model']}` in {settings['dtype']}; prompts of {settings['prompt_len']} tokens, "
-        f"{settings['gen_len']} tokens followed ({settings['continuation']}), {text['prompts']} of text"
+        f"Model `{result['model']}` in {settings['dtype']}; prompts of {settings['prompt_len']} "
+        "tokens, "
+        f"{settings['gen_len']} tokens followed ({settings['continuation']}), {text['prompts']} of "
+        "text"
         + (f", {recall['prompts']} of recall" if recall else "")
-        + (f"; all rows but the last of a table with {settings['compression']}" if settings["compression"] else "")
+        + (
+            f"; all rows but the last of a table with {settings['compression']}"
+            if settings["compression"]
+            else ""
+        )
         + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}."
     ]
     parts = [head]
     for budget in settings["budgets"]:
         cells = [cell for cell in result["cells"] if cell["budget"] == budget]
         cells.sort(key=lambda cell: -cell["kl"]["value"])
-        of = "bytes in bf16" if settings["budgets_of"] == "bytes" else f"{settings['budgets_of']}'s columns"
+        of = (
+            "bytes in bf16"
+            if settings["budgets_of"] == "bytes"
+            else f"{settings['budgets_of']}'s columns"
+        )
         parts.append([f"### {budget:.0%} of the {of}", "", *_main(cells, result)])
     parts.append(["### NLL by step: nats over the full cache's", "", *_by_step(result)])
     titles = {"inside": "at the end of the prompt", "after": "after the prompt"}
     for place in result["full"].get("recall", {}):
-        parts.append([f"### Recall by depth, question {titles[place]}", "", *_by_depth(result, place)])
+        parts.append(
+            [f"### Recall by depth, question {titles[place]}", "", *_by_depth(result, place)]
+        )
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -300,12 +348,16 @@ def _names(result: Figures) -> tuple[str, Callable[[Figures], str]]:
         return "full", lambda cell: f"`{cell['policy']}`"
     return (
         "full, uncompressed",
-        lambda cell: f"`{cell['policy']}`" + (f", {compression}" if cell["policy"] == "full" else ""),
+        lambda cell: (
+            f"`{cell['policy']}`" + (f", {compression}" if cell["policy"] == "full" else "")
+        ),
     )
 
 
 def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
-    full, text, (reference, name_of) = result["full"], result["text"], _names(result)
+    full = result["full"]
+    text = result["text"]
+    reference, name_of = _names(result)
     # Each column: its head, a function of the cell, and the text for the full cache.
     columns: list[tuple[str, Callable[[Figures], str], str]] = [
         ("policy", name_of, reference),
@@ -314,7 +366,11 @@ def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
         ("KL, nats", lambda cell: number(cell["kl"], 3), "0"),
         ("KL p95", lambda cell: number(cell["kl_p95"], 2), "0"),
         ("flips", lambda cell: percent(cell["flips"]), "0"),
-        ("NLL - full", lambda cell: number(cell["nll_less_full"], 3), f"0 (NLL {number(full['nll'], 3)})"),
+        (
+            "NLL - full",
+            lambda cell: number(cell["nll_less_full"], 3),
+            f"0 (NLL {number(full['nll'], 3)})",
+        ),
         ("KL minus h2o's", lambda cell: number(cell["kl_less_baseline"], 3), ""),
     ]
     if "evicted_mass" in cells[0]:
@@ -326,40 +382,58 @@ def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
         columns.append(("tokens/s", lambda cell: _speed(cell["speed"]), ""))
     if "greedy" in cells[0]:
         tokens = f"{result['settings']['gen_len']}"
-        columns.append(("equal greedy tokens", lambda cell: number(cell["greedy"]["first"], 1), tokens))
+        columns.append(
+            ("equal greedy tokens", lambda cell: number(cell["greedy"]["first"], 1), tokens)
+        )
     heads, of_cells, of_full = zip(*columns, strict=True)
     return markdown_table(heads, [*([of(cell) for of in of_cells] for cell in cells), of_full])
 
 
 def _speed(found: Figures) -> str:
-    return f"{found['tokens_per_s']:.1f}, {found['ratio']:.2f}x [{found['least']:.2f}, {found['largest']:.2f}] full"
+    return (
+        f"{found['tokens_per_s']:.1f}, {found['ratio']:.2f}x [{found['least']:.2f}, "
+        f"{found['largest']:.2f}] full"
+    )
 
 
 def _by_step(result: Figures) -> list[str]:
-    bins, (reference, name_of) = result["full"]["by_step"], _names(result)
+    bins = result["full"]["by_step"]
+    reference, name_of = _names(result)
     rows = [
-        [name_of(cell), f"{cell['budget']:.0%}", *(number(part["nll_less_full"], 3) for part in cell["by_step"])]
+        [
+            name_of(cell),
+            f"{cell['budget']:.0%}",
+            *(number(part["nll_less_full"], 3) for part in cell["by_step"]),
+        ]
         for cell in result["cells"]
     ]
     rows.append([f"{reference}: NLL", "", *(number(part["nll"], 3) for part in bins)])
-    return markdown_table(["policy", "budget", *(f"{part['first']} - {part['last']}" for part in bins)], rows)
+    return markdown_table(
+        ["policy", "budget", *(f"{part['first']} - {part['last']}" for part in bins)], rows
+    )
 
 
 def _by_depth(result: Figures, name: str) -> list[str]:
-    full, (reference, name_of) = result["full"]["recall"][name]["by_depth"], _names(result)
+    full = result["full"]["recall"][name]["by_depth"]
+    reference, name_of = _names(result)
     rows = [
         [name_of(cell), f"{cell['budget']:.0%}", *map(percent, cell["recall"][name]["by_depth"])]
         for cell in result["cells"]
     ]
     rows.append([reference, "", *map(percent, full)])
-    return markdown_table(["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)], rows)
+    return markdown_table(
+        ["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)], rows
+    )
 
 
 def number(interval: Figures | None, digits: int) -> str:
     """Return an interval as text, `value [low, high]`; "" for None."""
     if interval is None:
         return ""
-    return f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
+    return (
+        f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, "
+        f"{interval['high']:.{digits}f}]"
+    )
 
 
 def percent(interval: Figures) -> str:
@@ -391,11 +465,14 @@ def draw(result: Figures, path: Path) -> None:
             axes[2].errorbar(middles, [part["kl"]["value"] for part in steps], **style)
         if "after" in cells[0].get("recall", {}):
             over_budgets(axes[3], cells, [c["recall"]["after"] for c in cells], style)
-    budgets, decode = f"columns kept, share of the {result['settings']['budgets_of']}", "decode step"
+    budgets = f"columns kept, share of the {result['settings']['budgets_of']}"
+    decode = "decode step"
     titles = (
-        ("KL to the full cache, nats a step", budgets), ("top-1 flips, share of steps", budgets),
-        (f"KL at {smallest:.0%}, by step", decode), ("exact recall, asked after the prompt", budgets),
-    )  # fmt: skip
+        ("KL to the full cache, nats a step", budgets),
+        ("top-1 flips, share of steps", budgets),
+        (f"KL at {smallest:.0%}, by step", decode),
+        ("exact recall, asked after the prompt", budgets),
+    )
     for ax, (title, below) in zip(axes, titles, strict=True):
         ax.set(title=title, xlabel=below)
         ax.grid(alpha=0.3)
@@ -403,22 +480,35 @@ def draw(result: Figures, path: Path) -> None:
     axes[0].legend(fontsize=8)
     settings = result["settings"]
     figure.suptitle(
-        f"{result['model']}: {settings['prompt_len']} + {settings['gen_len']} tokens, {result['text']['prompts']} "
+        f"{result['model']}: {settings['prompt_len']} + {settings['gen_len']} tokens, "
+        f"{result['text']['prompts']} "
         "prompts, 95% bootstrap intervals"
     )
     write_picture(path, figure)
 
 
 def by_policy(cells: Sequence[Figures], size: str) -> Iterator[tuple[list[Figures], Figures]]:
-    """Yield the cells of one policy after another, ordered by the figure `size`, and the style of its line."""
+    """Yield the cells of one policy after another, ordered by the figure `size`, and the style of
+    its line."""
     for i, policy in enumerate(dict.fromkeys(cell["policy"] for cell in cells)):
-        own = sorted((cell for cell in cells if cell["policy"] == policy), key=lambda cell: cell[size])
-        yield own, {"label": policy, "color": f"C{i % 10}", "marker": MARKS[i % len(MARKS)], "markersize": 5}
+        own = sorted(
+            (cell for cell in cells if cell["policy"] == policy), key=lambda cell: cell[size]
+        )
+        yield (
+            own,
+            {
+                "label": policy,
+                "color": f"C{i % 10}",
+                "marker": MARKS[i % len(MARKS)],
+                "markersize": 5,
+            },
+        )
 
 
 def over_budgets(ax: Any, cells: list[Figures], intervals: list[Figures], style: Figures) -> None:
     """Draw the intervals of cells over their budgets into matplotlib axes."""
-    budgets, values = [cell["budget"] for cell in cells], [one["value"] for one in intervals]
+    budgets = [cell["budget"] for cell in cells]
+    values = [one["value"] for one in intervals]
     # A percentile interval may not contain its estimate; matplotlib takes no negative lengths.
     below = [max(0.0, one["value"] - one["low"]) for one in intervals]
     above = [max(0.0, one["high"] - one["value"]) for one in intervals]

@@ -45,10 +45,24 @@ from flexgen_h2o.core.units import markdown_table, parse_bytes
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.evaluation import long_context
 from flexgen_h2o.evaluation.rows import BYTES, SEQUENCE, Case, TextRow, check_distinct
-from flexgen_h2o.flags import add_engine_flags, check_positions, model_of, open_llm, policy_of, say_notes
+from flexgen_h2o.flags import (
+    add_engine_flags,
+    check_positions,
+    model_of,
+    open_llm,
+    policy_of,
+    say_notes,
+)
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Full, make_eviction, says_budget
 from flexgen_h2o.kvcache.eviction.mixes import SCHEMA as TABLE_SCHEMA
-from flexgen_h2o.kvcache.eviction.mixes import SHIPPED, WHOLE, Mix, read_table, table_file, table_for
+from flexgen_h2o.kvcache.eviction.mixes import (
+    SHIPPED,
+    WHOLE,
+    Mix,
+    read_table,
+    table_file,
+    table_for,
+)
 from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
@@ -122,7 +136,11 @@ class Setting:
         """
         changes: dict[str, Any] = {}
         if self.kv_bits != WHOLE:
-            changes |= {"compress_cache": True, "cache_bits": self.kv_bits, "cache_rotation": self.kv_rotation}
+            changes |= {
+                "compress_cache": True,
+                "cache_bits": self.kv_bits,
+                "cache_rotation": self.kv_rotation,
+            }
             if self.kv_window is not None:
                 changes["cache_window"] = self.kv_window
         if self.weights == INT8:
@@ -133,13 +151,20 @@ class Setting:
         placement = AutoPolicy(policy) if is_auto else policy
         if self.policy == Full.name:
             return Case(self.name, Full(), budget_of=SEQUENCE, policy=placement)
-        size = {"kv_budget": self.kv_budget} if self.kv_bytes is None else {"kv_bytes": self.kv_bytes}
+        size = (
+            {"kv_budget": self.kv_budget} if self.kv_bytes is None else {"kv_bytes": self.kv_bytes}
+        )
         if says_budget(self.policy):
-            raise UsageError(f"--policies {self.policy}: --kv-budget and --kv-bytes set the size; leave it out there")
+            raise UsageError(
+                f"--policies {self.policy}: --kv-budget and --kv-bytes set the size; leave it out "
+                "there"
+            )
         try:
             eviction = make_eviction(self.policy, **size)
         except UsageError as error:
-            raise UsageError(f"--policies {self.policy}: {str(error).removeprefix('eviction: ')}") from error
+            raise UsageError(
+                f"--policies {self.policy}: {str(error).removeprefix('eviction: ')}"
+            ) from error
         of = SEQUENCE if self.kv_bytes is None else BYTES
         return Case(self.name, eviction, self.kv_budget or self.kv_bytes or 1.0, of, placement)
 
@@ -152,11 +177,19 @@ def add_flags(parser: OneLineParser) -> None:
     add_engine_flags(parser, without=GRID_FIELDS)
     parser.set_defaults(dtype="float32", run=run, **dict.fromkeys(GRID_FIELDS))
     add = parser.add_argument
-    lines = ".txt or .jsonl as `generate -i` takes them; articles with `summary_gt` are summarised too"
+    lines = (
+        ".txt or .jsonl as `generate -i` takes them; articles with `summary_gt` are summarised too"
+    )
     add("--prompts", type=file_name, metavar="FILE", help=lines)
     add("--num-prompts", type=positive, metavar="N", help="the first N of them only")
     add("--prompt-len", type=positive, default=448, metavar="N", help="tokens of a prompt (448)")
-    add("--gen-len", type=positive, default=64, metavar="N", help="tokens that are followed after it (64)")
+    add(
+        "--gen-len",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="tokens that are followed after it (64)",
+    )
     add(
         "--continuation",
         choices=("text", "greedy"),
@@ -164,30 +197,84 @@ def add_flags(parser: OneLineParser) -> None:
         help="follow the text itself, or the model's own greedy answer (text)",
     )
     add("--join", action="store_true", help="join prompts of the file until they are long enough")
-    add("--chat", action="store_true", help="prompts are messages in the model's chat template; follow its answer")
+    add(
+        "--chat",
+        action="store_true",
+        help="prompts are messages in the model's chat template; follow its answer",
+    )
     names = ", ".join(POLICIES)
     add("--policies", nargs="+", metavar="NAME", help=f"{names} ({' '.join(DEFAULT_POLICIES)})")
     budgets = f"shares of the KV entries that stay ({' '.join(map(str, DEFAULT_BUDGETS))})"
     add("--kv-budget", type=share, nargs="+", metavar="SHARE", help=budgets)
-    bits = "bits of keys and values, one setting each; 16: not packed; 4/3: keys in 4, values in 3 (16 8 4)"
+    bits = (
+        "bits of keys and values, one setting each; 16: not packed; 4/3: keys in 4, values in 3 "
+        "(16 8 4)"
+    )
     add("--kv-bits", nargs="+", metavar="N", help=bits)
-    kv_bytes = "shares of the KV cache's bytes: what --kv-size chooses; with --learn every policy and bits"
-    add("--kv-bytes", "--kv-size", dest="kv_sizes", type=share, nargs="+", metavar="SHARE", help=kv_bytes)
-    add("--kv-rotation", action="store_true", help="rotate keys and values before --kv-bits packs them")
-    weights = f"weights in {', '.join(map(str, BITS))} bits or {INT8}, with all KV entries and each --kv-bits"
+    kv_bytes = (
+        "shares of the KV cache's bytes: what --kv-size chooses; with --learn every policy and bits"
+    )
+    add(
+        "--kv-bytes",
+        "--kv-size",
+        dest="kv_sizes",
+        type=share,
+        nargs="+",
+        metavar="SHARE",
+        help=kv_bytes,
+    )
+    add(
+        "--kv-rotation",
+        action="store_true",
+        help="rotate keys and values before --kv-bits packs them",
+    )
+    weights = (
+        f"weights in {', '.join(map(str, BITS))} bits or {INT8}, with all KV entries and "
+        "each --kv-bits"
+    )
     add("--weight-bits", nargs="+", metavar="N", help=weights)
     tasks = f"also score long-context tasks of --prompt-len tokens: {', '.join(long_context.TASKS)}"
     add("--tasks", nargs="+", metavar="NAME", help=tasks)
     add("--num-questions", type=positive, default=24, metavar="N", help="questions of a task (24)")
     add("--no-answers", action="store_true", help="do not generate: no tokens/s and no ROUGE")
-    learn = "keep what loses least at each --kv-bytes: --kv-size of this model chooses by it from now on"
+    learn = (
+        "keep what loses least at each --kv-bytes: --kv-size of this model chooses by it from "
+        "now on"
+    )
     add("--learn", action="store_true", help=learn)
-    add("--resamples", type=positive, default=1000, metavar="N", help="number of bootstrap resamples (1000)")
-    add("--seed", type=count, default=0, metavar="N", help="random seed for tasks and the bootstrap (0)")
-    add("--keep-mem", default="1GiB", metavar="SIZE", help="RAM for the full cache's logits, beside --ram (1GiB)")
-    add("--json", type=file_name, metavar="FILE", help="write all figures; FILE.rows.jsonl has each prompt's")
+    add(
+        "--resamples",
+        type=positive,
+        default=1000,
+        metavar="N",
+        help="number of bootstrap resamples (1000)",
+    )
+    add(
+        "--seed",
+        type=count,
+        default=0,
+        metavar="N",
+        help="random seed for tasks and the bootstrap (0)",
+    )
+    add(
+        "--keep-mem",
+        default="1GiB",
+        metavar="SIZE",
+        help="RAM for the full cache's logits, beside --ram (1GiB)",
+    )
+    add(
+        "--json",
+        type=file_name,
+        metavar="FILE",
+        help="write all figures; FILE.rows.jsonl has each prompt's",
+    )
     add("--markdown", type=file_name, metavar="FILE", help="write the table that is printed")
-    add("--plot", type=file_name, metavar="FILE", help="write a picture (.png, .svg; needs the extra `plot`)")
+    add(
+        "--plot",
+        type=file_name,
+        metavar="FILE",
+        help="write a picture (.png, .svg; needs the extra `plot`)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -216,7 +303,9 @@ def run(args: argparse.Namespace) -> int:
                 try:
                     cases.setdefault(setting, setting.case(base, is_auto))
                 except UsageError as error:
-                    raise UsageError(f"--json: {kept} has a setting that is none here ({error}); remove it") from error
+                    raise UsageError(
+                        f"--json: {kept} has a setting that is none here ({error}); remove it"
+                    ) from error
             study = Study(args, runner, prompts, cases, measured)
             study.measure()
         result = {**facts, "cells": study.cells()}
@@ -230,7 +319,8 @@ def run(args: argparse.Namespace) -> int:
 def _keep_table(path: Path, table: Figures) -> None:
     if not table["mixes"]:
         raise UsageError(
-            "--learn: no setting is as small as the shares of --kv-bytes, so there is nothing to choose; give more "
+            "--learn: no setting is as small as the shares of --kv-bytes, so there is nothing to "
+            "choose; give more "
             "policies or fewer bits"
         )
     from flexgen_h2o.core.files import write_whole
@@ -239,7 +329,9 @@ def _keep_table(path: Path, table: Figures) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(table, indent=1) + "\n")
     except OSError as error:
-        raise UsageError(f"--offload-dir: {path} cannot be written ({error.strerror or error})") from error
+        raise UsageError(
+            f"--offload-dir: {path} cannot be written ({error.strerror or error})"
+        ) from error
     say("evaluate", f"--kv-size of this model chooses by {path} from now on")
 
 
@@ -251,18 +343,26 @@ def _check(args: argparse.Namespace) -> list[Setting]:
     if args.prompts is None:
         raise UsageError("--prompts: is missing; name a .txt or .jsonl file of prompts")
     if args.gen_len < 2:
-        raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
+        raise UsageError(
+            f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are "
+            "needed"
+        )
     args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
     check_files(args, ("prompts",), ("json", "markdown", "plot"))
     if not args.prompts.is_file():
-        raise UsageError(f"--prompts {args.prompts}: there is no such file; name a .txt or .jsonl file of prompts")
+        raise UsageError(
+            f"--prompts {args.prompts}: there is no such file; name a .txt or .jsonl file of "
+            "prompts"
+        )
     if args.plot is not None:
         check_picture(args.plot)
     for task in args.tasks or ():
         if task not in long_context.TASKS:
             raise UsageError(f"--tasks {task}: is not one of {', '.join(long_context.TASKS)}")
     if args.learn and not args.kv_sizes:
-        raise UsageError("--learn: chooses among settings of equal bytes; say with --kv-bytes which shares")
+        raise UsageError(
+            "--learn: chooses among settings of equal bytes; say with --kv-bytes which shares"
+        )
     for flag, given in (
         ("--policies", args.policies),
         ("--kv-budget", args.kv_budget),
@@ -274,7 +374,9 @@ def _check(args: argparse.Namespace) -> list[Setting]:
         check_distinct(flag, given or ())
     settings = grid(args)
     if args.plot is not None and len(settings) == 1:
-        raise UsageError("--plot: nothing is compared with the full cache; name a policy or --kv-bits too")
+        raise UsageError(
+            "--plot: nothing is compared with the full cache; name a policy or --kv-bits too"
+        )
     for setting in settings:
         setting.case(Policy(), False)  # raises its errors before torch is imported
     for name in GRID_FIELDS:
@@ -289,7 +391,9 @@ def grid(args: argparse.Namespace) -> list[Setting]:
     """
     bits = [_kv_bits(text) for text in args.kv_bits or ("16", "8", "4")]
     chosen = bool(args.kv_sizes or args.weight_bits)
-    policies = args.policies or (() if chosen and not args.kv_budget and not args.learn else DEFAULT_POLICIES)
+    policies = args.policies or (
+        () if chosen and not args.kv_budget and not args.learn else DEFAULT_POLICIES
+    )
     budgets = args.kv_budget or (() if chosen else DEFAULT_BUDGETS)
     evicting = [policy for policy in policies if policy != Full.name]
     # --learn replaces the model's own table, so a damaged one must not stop it.
@@ -301,7 +405,12 @@ def grid(args: argparse.Namespace) -> list[Setting]:
     if Full.name in policies or args.kv_bits:
         found += [Setting(kv_bits=one) for one in bits]
     packed = bits if args.kv_bits else [WHOLE]
-    found += [Setting(policy, budget, kv_bits=one) for policy in evicting for budget in budgets for one in packed]
+    found += [
+        Setting(policy, budget, kv_bits=one)
+        for policy in evicting
+        for budget in budgets
+        for one in packed
+    ]
     for size in args.kv_sizes or ():
         found.append(setting_of_mix(size, table.mix_of(size)))
         if args.learn:
@@ -314,10 +423,15 @@ def grid(args: argparse.Namespace) -> list[Setting]:
             ]
     for weights in args.weight_bits or ():
         if weights != INT8 and weights not in map(str, BITS):
-            raise UsageError(f"--weight-bits {weights}: is not one of {', '.join(map(str, BITS))}, {INT8}")
+            raise UsageError(
+                f"--weight-bits {weights}: is not one of {', '.join(map(str, BITS))}, {INT8}"
+            )
         found += [Setting(kv_bits=one, weights=weights) for one in dict.fromkeys([WHOLE, *packed])]
     if args.kv_rotation:
-        found = [one if one.kv_bits == WHOLE or one.chosen_by else replace(one, kv_rotation=True) for one in found]
+        found = [
+            one if one.kv_bits == WHOLE or one.chosen_by else replace(one, kv_rotation=True)
+            for one in found
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -338,7 +452,9 @@ def _kv_bits(text: str) -> int | str:
     if keys not in known or (values or keys) not in known:
         if text == str(WHOLE):
             return WHOLE
-        raise UsageError(f"--kv-bits {text}: is not one of {WHOLE}, {', '.join(known)}, nor two of them as 4/3")
+        raise UsageError(
+            f"--kv-bits {text}: is not one of {WHOLE}, {', '.join(known)}, nor two of them as 4/3"
+        )
     return int(keys) if values in ("", keys) else text
 
 
@@ -366,7 +482,9 @@ class Prompts:
             found.update(json.dumps([row.prompt, row.continuation]).encode())
         found.update(json.dumps([self.asked, self.references]).encode())
         for task, questions in self.questions.items():
-            found.update(json.dumps([task, [[one.prompt, one.answers] for one in questions]]).encode())
+            found.update(
+                json.dumps([task, [[one.prompt, one.answers] for one in questions]]).encode()
+            )
         return found.hexdigest()
 
 
@@ -393,7 +511,8 @@ def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
     ids = ids[: args.num_prompts]
     if not ids:
         raise UsageError(
-            f"--prompts {args.prompts}: no prompt has {length} tokens (--prompt-len + --gen-len); lower them, give "
+            f"--prompts {args.prompts}: no prompt has {length} tokens (--prompt-len + --gen-len); "
+            "lower them, give "
             "--join, or follow the model's own answers with --continuation greedy"
         )
     cut = [tokens[:length] for tokens in ids]
@@ -415,7 +534,9 @@ def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
 Article = tuple[str, str]  # a text that asks for a summary, and a person's summary
 
 
-def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tuple[tuple[int, ...], Article | None]]:
+def _lines(
+    args: argparse.Namespace, model: Model, length: int
+) -> Iterator[tuple[tuple[int, ...], Article | None]]:
     """Yield the token ids of each line, and its article if it has a reference summary.
 
     A line of more than `length` tokens yields at least `length` of them. Raise UsageError naming
@@ -431,7 +552,14 @@ def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tupl
             value = line.parse()
         except ValueError as error:
             raise UsageError(f"--prompts {args.prompts}:{line.number}: {error}") from error
-        text = next((value[name] for name in ("article", "prompt", "text") if isinstance(value.get(name), str)), None)
+        text = next(
+            (
+                value[name]
+                for name in ("article", "prompt", "text")
+                if isinstance(value.get(name), str)
+            ),
+            None,
+        )
         if text is not None and not args.chat and model.tokenizer is not None:
             ids = tuple(model.encode_beginning(text, length))
         else:
@@ -439,8 +567,14 @@ def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tupl
                 ids = reader.read(line).prompt.token_ids
             except RowError as error:
                 raise UsageError(f"--prompts {args.prompts}:{line.number}: {error}") from error
-        article, reference = value.get("article"), value.get("summary_gt")
-        yield ids, (article, reference) if isinstance(article, str) and isinstance(reference, str) else None
+        article = value.get("article")
+        reference = value.get("summary_gt")
+        yield (
+            ids,
+            (article, reference)
+            if isinstance(article, str) and isinstance(reference, str)
+            else None,
+        )
 
 
 def _summaries(
@@ -526,7 +660,9 @@ class Measurements:
 
     def _load(self, facts: Figures) -> None:
         if not try_lock(self._file.fileno()):
-            raise UsageError(f"--json: another run measures into {self._path}; wait for it, or name another file")
+            raise UsageError(
+                f"--json: another run measures into {self._path}; wait for it, or name another file"
+            )
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
         # A new file, or one whose first line was cut by a kill.
@@ -548,12 +684,17 @@ class Measurements:
                 # Older files have settings that read only a share of the entries. This version
                 # does not measure them, so they are left out.
                 if line["setting"].pop("kv_read", 1) == 1:
-                    self._keep(Setting(**line["setting"]), line["kind"], line["values"], line["start"])
+                    self._keep(
+                        Setting(**line["setting"]), line["kind"], line["values"], line["start"]
+                    )
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"--json: {self._path} is not what this command has written; remove it") from error
+            raise UsageError(
+                f"--json: {self._path} is not what this command has written; remove it"
+            ) from error
         if not same:
             raise UsageError(
-                f"--json: {self._path} has measurements of other prompts or lengths; remove it, or name another file"
+                f"--json: {self._path} has measurements of other prompts or lengths; remove it, or "
+                "name another file"
             )
 
     def close(self) -> None:
@@ -581,7 +722,9 @@ class Measurements:
         start: the number of the first prompt.
         """
         self._keep(setting, kind, values, start)
-        self._append({"setting": asdict(setting), "kind": kind, "start": start, "values": list(values)})
+        self._append(
+            {"setting": asdict(setting), "kind": kind, "start": start, "values": list(values)}
+        )
 
     def _keep(self, setting: Setting, kind: str, values: Sequence[Any], start: int) -> None:
         self._found.setdefault((setting, kind), {}).update(enumerate(values, start))
@@ -627,7 +770,8 @@ class Study:
 
         Rows are followed in chunks, whose full-cache reference fits in --keep-mem.
         """
-        rows, gen_len = self.prompts.rows, self.args.gen_len
+        rows = self.prompts.rows
+        gen_len = self.args.gen_len
         size = self.runner.rows_at_once(rows, gen_len)
         for start in range(0, len(rows), size):
             chunk = rows[start : start + size]
@@ -660,12 +804,17 @@ class Study:
             from flexgen_h2o.evaluation.articles import Rouge
 
             rouge = Rouge()
-            scores = [rouge(text, wanted)[: len(ROUGE)] for text, wanted in zip(texts, references, strict=True)]
+            scores = [
+                rouge(text, wanted)[: len(ROUGE)]
+                for text, wanted in zip(texts, references, strict=True)
+            ]
             self.measured.add(setting, ANSWERS, scores)
         self.measured.add(setting, SPEED, [speed])
         say("evaluate", f"{setting.name}: {speed:.1f} tokens/s")
 
-    def _measure_task(self, setting: Setting, task: str, questions: Sequence[long_context.Question]) -> None:
+    def _measure_task(
+        self, setting: Setting, task: str, questions: Sequence[long_context.Question]
+    ) -> None:
         longest = max(one.max_tokens for one in questions)
         texts = self.runner.answers(self.cases[setting], [one.prompt for one in questions], longest)
         scores = [one.score(text) for one, text in zip(questions, texts, strict=True)]
@@ -683,7 +832,8 @@ class Study:
         if replace(setting, weights=REFERENCE.weights) != REFERENCE:
             lengths = [(len(row.prompt), self.args.gen_len) for row in self.prompts.rows]
             kv_share = self.runner.share(self.cases[setting], lengths)
-        speeds, rouge = self.measured[setting, SPEED], self.measured[setting, ANSWERS]
+        speeds = self.measured[setting, SPEED]
+        rouge = self.measured[setting, ANSWERS]
         return {
             "name": setting.name,
             **asdict(setting),
@@ -694,15 +844,21 @@ class Study:
             "changed": self._mean(losses[:, 1]),
             "nll_less_full": self._mean(losses[:, 2] - full_nats),
             "tokens_per_s": speeds[0] if speeds else None,
-            "rouge": {name: self._mean([one[i] for one in rouge]) for i, name in enumerate(ROUGE) if rouge},
-            "tasks": {task: self._mean(self.measured[setting, task]) for task in self.prompts.questions},
+            "rouge": {
+                name: self._mean([one[i] for one in rouge]) for i, name in enumerate(ROUGE) if rouge
+            },
+            "tasks": {
+                task: self._mean(self.measured[setting, task]) for task in self.prompts.questions
+            },
         }
 
     def _mean(self, values: Any) -> Figures:
         """Return the mean of one value per prompt, with its interval."""
         from flexgen_h2o.evaluation.figures import Bootstrap
 
-        return Bootstrap(len(values), self.args.resamples, self.args.seed).mean(np.array(values, dtype=float))
+        return Bootstrap(len(values), self.args.resamples, self.args.seed).mean(
+            np.array(values, dtype=float)
+        )
 
 
 # ---- Tables and pictures
@@ -772,9 +928,12 @@ def _of_policy(cell: Figures) -> dict[str, Any]:
 def markdown(result: Figures) -> str:
     """Return the table, one line per setting, the largest KV cache first."""
     head = (
-        f"Model `{result['model']}` in {result['dtype']}; {result['num_prompts']} prompts of {result['prompt_len']} "
-        f"tokens from {result['prompts']}, {result['gen_len']} tokens followed ({result['continuation']}). "
-        "In brackets: 95% bootstrap intervals over prompts. *: no setting of at most these bytes has a lower KL."
+        f"Model `{result['model']}` in {result['dtype']}; {result['num_prompts']} prompts of "
+        f"{result['prompt_len']} "
+        f"tokens from {result['prompts']}, {result['gen_len']} tokens followed "
+        f"({result['continuation']}). "
+        "In brackets: 95% bootstrap intervals over prompts. *: no setting of at most these bytes "
+        "has a lower KL."
     )
     from flexgen_h2o.evaluation.figures import number, percent
 
@@ -787,11 +946,15 @@ def markdown(result: Figures) -> str:
         ("NLL - full", lambda cell: number(cell["nll_less_full"], 3)),
     ]
     if any(cell["rouge"] for cell in result["cells"]):
-        columns.append(("ROUGE-2", lambda cell: percent(cell["rouge"]["rouge2"]) if cell["rouge"] else ""))
+        columns.append(
+            ("ROUGE-2", lambda cell: percent(cell["rouge"]["rouge2"]) if cell["rouge"] else "")
+        )
     for task in result["tasks"]:
         columns.append((task, lambda cell, task=task: percent(cell["tasks"][task])))  # type: ignore[misc]
     if any(cell["tokens_per_s"] for cell in result["cells"]):
-        columns.append(("tokens/s", lambda cell: f"{cell['tokens_per_s']:.1f}" if cell["tokens_per_s"] else ""))
+        columns.append(
+            ("tokens/s", lambda cell: f"{cell['tokens_per_s']:.1f}" if cell["tokens_per_s"] else "")
+        )
     ordered = sorted(result["cells"], key=lambda cell: -cell["kv_share"])
     rows = [[show(cell) for _, show in columns] for cell in ordered]
     return head + "\n\n" + "\n".join(markdown_table([title for title, _ in columns], rows)) + "\n"
@@ -842,5 +1005,8 @@ def draw(result: Figures, path: Path) -> None:
     )
     ax.grid(alpha=0.3, which="both")
     ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.suptitle(f"{result['model']}: {result['num_prompts']} prompts, {result['prompt_len']} + {result['gen_len']}")
+    figure.suptitle(
+        f"{result['model']}: {result['num_prompts']} prompts, {result['prompt_len']} + "
+        f"{result['gen_len']}"
+    )
     write_picture(path, figure)

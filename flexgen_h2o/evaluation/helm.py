@@ -32,9 +32,11 @@ _DIGEST_BYTES = 16
 _TABLE = "unnamed"  # sqlitedict's table, which holds HELM's cache
 # HELM's name of a model -> the name that the client of h2o_hf's HELM sends.
 _ENGINES = {
-    "flan-t5-xxl": "flan-t5-xxl-hf", "h3-2.7b": "h3-2.7b-h3", "opt-1.3b": "opt-1.3b-ft-tp1",
+    "flan-t5-xxl": "flan-t5-xxl-hf",
+    "h3-2.7b": "h3-2.7b-h3",
+    "opt-1.3b": "opt-1.3b-ft-tp1",
     "opt-6.7b": "opt-6.7b-ft-tp1",
-}  # fmt: skip
+}
 # Models for which the client of today's HELM adds a stop string (_ENDS) or `details`.
 _ENDS = {"alpaca-7b", "vicuna-7b-v1.3", "vicuna-13b-v1.3"}
 _DETAILED = {"llama-65b", "llama-2-70b"}
@@ -46,21 +48,59 @@ def add_flags(parser: OneLineParser) -> None:
     export = parts.add_parser("export", help="requests of dry runs, as batch reads them")
     export.set_defaults(run=run_export)
     add = export.add_argument
-    add("--runs", type=file_name, metavar="DIR", help="a suite: benchmark_output/runs/SUITE after helm-run --dry-run")
-    add("--output", type=file_name, metavar="FILE", help='.jsonl, one request per line: {"scenario", "request"}')
-    add("--organization", default=TOGETHER, help="of the models whose runs count: what stands before the / (together)")
     add(
-        "--client", choices=tuple(_CLIENTS), default="h2o_hf",
+        "--runs",
+        type=file_name,
+        metavar="DIR",
+        help="a suite: benchmark_output/runs/SUITE after helm-run --dry-run",
+    )
+    add(
+        "--output",
+        type=file_name,
+        metavar="FILE",
+        help='.jsonl, one request per line: {"scenario", "request"}',
+    )
+    add(
+        "--organization",
+        default=TOGETHER,
+        help="of the models whose runs count: what stands before the / (together)",
+    )
+    add(
+        "--client",
+        choices=tuple(_CLIENTS),
+        default="h2o_hf",
         help="whose requests: those of h2o_hf's HELM (0.2), or of today's (h2o_hf)",
-    )  # fmt: skip
+    )
     add("--request-model", metavar="NAME", help="the model that requests name (as the client does)")
-    add("--cache-dir", type=file_name, metavar="DIR", help="what its ORGANIZATION.sqlite has is left out")
-    back = parts.add_parser("import", help="answers of a batch job, as import_results.py takes them")
+    add(
+        "--cache-dir",
+        type=file_name,
+        metavar="DIR",
+        help="what its ORGANIZATION.sqlite has is left out",
+    )
+    back = parts.add_parser(
+        "import", help="answers of a batch job, as import_results.py takes them"
+    )
     back.set_defaults(run=run_import)
     add = back.add_argument
-    add("--input", type=file_name, metavar="FILE", help="the output of batch, or of h2o_hf's run_helm.py")
-    add("--output", type=file_name, metavar="FILE", help='.jsonl, one answer per line: {"request", "result"}')
-    add("--requests", type=file_name, metavar="FILE", help="what was exported, to count what has no answer")
+    add(
+        "--input",
+        type=file_name,
+        metavar="FILE",
+        help="the output of batch, or of h2o_hf's run_helm.py",
+    )
+    add(
+        "--output",
+        type=file_name,
+        metavar="FILE",
+        help='.jsonl, one answer per line: {"request", "result"}',
+    )
+    add(
+        "--requests",
+        type=file_name,
+        metavar="FILE",
+        help="what was exported, to count what has no answer",
+    )
 
 
 # ---- export
@@ -70,17 +110,22 @@ def run_export(args: argparse.Namespace) -> int:
     """Write the requests of all runs, each once, and return the exit code."""
     if args.runs is None:
         raise UsageError(
-            "--runs: is missing; name the folder that `helm-run --dry-run --suite SUITE` has written, "
+            "--runs: is missing; name the folder that `helm-run --dry-run --suite SUITE` has "
+            "written, "
             "benchmark_output/runs/SUITE"
         )
     args.runs = usable_path(args.runs, "--runs")
     _check_output(args)
     if not args.runs.is_dir():
-        raise UsageError(f"--runs {args.runs}: no such folder; helm-run --dry-run writes benchmark_output/runs/SUITE")
+        raise UsageError(
+            f"--runs {args.runs}: no such folder; helm-run --dry-run writes "
+            "benchmark_output/runs/SUITE"
+        )
     states = sorted(args.runs.glob("*/scenario_state.json"))
     if not states:
         raise UsageError(
-            f"--runs {args.runs}: no */scenario_state.json in it; name a suite, benchmark_output/runs/SUITE"
+            f"--runs {args.runs}: no */scenario_state.json in it; name a suite, "
+            "benchmark_output/runs/SUITE"
         )
     counts: Counter[str] = Counter()
     with _cached(args) as is_cached, _replaced(args.output) as write:
@@ -105,20 +150,29 @@ def run_export(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _exported(state_path: Path, args: argparse.Namespace, counts: Counter[str]) -> Iterator[tuple[str, str]]:
+def _exported(
+    state_path: Path, args: argparse.Namespace, counts: Counter[str]
+) -> Iterator[tuple[str, str]]:
     """Yield (line, key) of each request of a run.
 
     counts: gets the numbers of requests that a batch job cannot answer.
     """
-    state, scenario = (_json_of(path) for path in (state_path, state_path.with_name("scenario.json")))
+    state, scenario = (
+        _json_of(path) for path in (state_path, state_path.with_name("scenario.json"))
+    )
     try:
-        spec, name = state["adapter_spec"], scenario["name"]
+        spec = state["adapter_spec"]
+        name = scenario["name"]
         if str(spec["model"]).partition("/")[0] != args.organization:
             counts["of other organizations"] += len(state["request_states"])
             return
         requests = [one["request"] for one in state["request_states"]]
         for request in requests:
-            if request.get("messages") or request.get("multimodal_prompt") or request.get("embedding"):
+            if (
+                request.get("messages")
+                or request.get("multimodal_prompt")
+                or request.get("embedding")
+            ):
                 counts["not of text alone"] += 1
                 continue
             raw = _CLIENTS[args.client](request)
@@ -129,7 +183,8 @@ def _exported(state_path: Path, args: argparse.Namespace, counts: Counter[str]) 
             yield key_of({"scenario": name, "request": raw}) + "\n", key_of(raw)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UsageError(
-            f"--runs {state_path}: is no run of helm-run ({type(error).__name__}: {error}); do it again with --dry-run"
+            f"--runs {state_path}: is no run of helm-run ({type(error).__name__}: {error}); do it "
+            "again with --dry-run"
         ) from error
 
 
@@ -144,12 +199,15 @@ def _of_h2o_hf(request: Mapping[str, Any]) -> dict[str, Any]:
     Missing fields get HELM's defaults.
     """
     engine = request["model"].split("/")[1]
-    return _raw(request, _ENGINES.get(engine, engine)) | {"logprobs": request.get("top_k_per_token", 1)}
+    return _raw(request, _ENGINES.get(engine, engine)) | {
+        "logprobs": request.get("top_k_per_token", 1)
+    }
 
 
 def _of_today(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request as the together client of HELM 0.5 sends it."""
-    raw, engine = _raw(request, request["model"]), request["model"].split("/")[1]
+    raw = _raw(request, request["model"])
+    engine = request["model"].split("/")[1]
     if engine in _ENDS:
         raw["stop"] = [*(raw["stop"] or []), "</s>"]
     return raw | ({"details": True} if engine in _DETAILED else {})
@@ -157,15 +215,23 @@ def _of_today(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _raw(request: Mapping[str, Any], model: str) -> dict[str, Any]:
     return {
-        "request_type": "language-model-inference", "model": model, "prompt": request["prompt"],
-        "temperature": request.get("temperature", 1.0), "n": request.get("num_completions", 1),
-        "max_tokens": request.get("max_tokens", 100), "best_of": request.get("top_k_per_token", 1),
-        "stop": request.get("stop_sequences") or None, "echo": request.get("echo_prompt", False),
+        "request_type": "language-model-inference",
+        "model": model,
+        "prompt": request["prompt"],
+        "temperature": request.get("temperature", 1.0),
+        "n": request.get("num_completions", 1),
+        "max_tokens": request.get("max_tokens", 100),
+        "best_of": request.get("top_k_per_token", 1),
+        "stop": request.get("stop_sequences") or None,
+        "echo": request.get("echo_prompt", False),
         "top_p": request.get("top_p", 1),
-    }  # fmt: skip
+    }
 
 
-_CLIENTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"h2o_hf": _of_h2o_hf, "helm": _of_today}
+_CLIENTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "h2o_hf": _of_h2o_hf,
+    "helm": _of_today,
+}
 
 
 @contextlib.contextmanager
@@ -179,12 +245,19 @@ def _cached(args: argparse.Namespace) -> Iterator[Callable[[str], bool]]:
         return
     path = usable_path(args.cache_dir, "--cache-dir") / f"{args.organization}.sqlite"
     if not path.is_file():
-        raise UsageError(f"--cache-dir {args.cache_dir}: no {path.name} in it; leave --cache-dir out for a first run")
+        raise UsageError(
+            f"--cache-dir {args.cache_dir}: no {path.name} in it; leave --cache-dir out for a "
+            "first run"
+        )
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as base:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+        ) as base:
             found = base.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (_TABLE,)).fetchone()
             query = f"SELECT 1 FROM {_TABLE} WHERE key = ?"
-            yield lambda key: found is not None and base.execute(query, (key,)).fetchone() is not None
+            yield (
+                lambda key: found is not None and base.execute(query, (key,)).fetchone() is not None
+            )
     except sqlite3.Error as error:
         raise UsageError(f"--cache-dir {path}: is no cache of HELM's ({error})") from error
 
@@ -227,10 +300,15 @@ def run_import(args: argparse.Namespace) -> int:
             counts["written"] += 1
         missing = None if args.requests is None else _missing(args.requests, answered)
         if not counts["written"]:
-            raise NoAnswerError(f"--input {args.input}: has no answer to write; left out: {_counted(counts)}")
+            raise NoAnswerError(
+                f"--input {args.input}: has no answer to write; left out: {_counted(counts)}"
+            )
     print(f"{counts['written']} answers in {args.output}{_left_out(counts)}")
     if missing:
-        print(f"{missing} requests of {args.requests} have no answer; helm-run will ask for them in vain")
+        print(
+            f"{missing} requests of {args.requests} have no answer; helm-run will ask for them in "
+            "vain"
+        )
     return EXIT_DONE
 
 
@@ -243,17 +321,24 @@ def _answers(path: Path, counts: Counter[str]) -> Iterator[tuple[dict[str, Any],
         try:
             row = object_of_json(line)
         except UsageError as error:
-            raise UsageError(f"{place}: {error}; run the job again, which mends its output") from error
-        request, result = row.get("request"), row.get("result")
+            raise UsageError(
+                f"{place}: {error}; run the job again, which mends its output"
+            ) from error
+        request = row.get("request")
+        result = row.get("result")
         if row.get("error") is not None:
             counts["errors"] += 1
-        elif not isinstance(request, dict) or not isinstance(result, dict) or "prompt" not in request:
+        elif (
+            not isinstance(request, dict) or not isinstance(result, dict) or "prompt" not in request
+        ):
             counts["not of HELM"] += 1
         else:
             try:
                 yield request, _with_top_logprobs(result)
             except (KeyError, TypeError) as error:
-                raise UsageError(f"{place}: result has no choices with logprobs; name the output of batch") from error
+                raise UsageError(
+                    f"{place}: result has no choices with logprobs; name the output of batch"
+                ) from error
 
 
 def _with_top_logprobs(result: dict[str, Any]) -> dict[str, Any]:
@@ -293,8 +378,14 @@ def _check_output(args: argparse.Namespace) -> None:
         raise UsageError("--output: is missing; name the .jsonl file that is written")
     args.output = usable_path(args.output, "--output")
     check_writable(args.output, "--output")
-    args.model, args.path = "", None  # `check_separate` reads them; no model takes part here
-    check_separate(args, [name for name in ("input", "requests") if vars(args).get(name) is not None], ("output",))
+    # `check_separate` reads them; no model takes part here
+    args.model = ""
+    args.path = None
+    check_separate(
+        args,
+        [name for name in ("input", "requests") if vars(args).get(name) is not None],
+        ("output",),
+    )
     results_are_in(args.output)
 
 

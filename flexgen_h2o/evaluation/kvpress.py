@@ -9,7 +9,7 @@ dropped. In kvpress it is a share of the context; here `settings` says what it i
 predictions.csv has one row per question, with all columns of kvpress's data except the context:
 question, answer_prefix, answer, max_new_tokens, predicted_answer, compression_ratio. This module
 imports no torch.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -65,9 +65,14 @@ class PressRun:
     def config(self) -> str:
         """Text of config.yaml, one line per setting. JSON values are valid in YAML."""
         values = {
-            "dataset": self.dataset, "data_dir": self.data_dir or None, "model": self.model, "press_name": self.press,
-            "compression_ratio": self.compression_ratio, "fraction": self.fraction, **self.settings,
-        }  # fmt: skip
+            "dataset": self.dataset,
+            "data_dir": self.data_dir or None,
+            "model": self.model,
+            "press_name": self.press,
+            "compression_ratio": self.compression_ratio,
+            "fraction": self.fraction,
+            **self.settings,
+        }
         return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items())
 
 
@@ -82,11 +87,16 @@ def check_press_folder(args: argparse.Namespace) -> None:
 def add_press_flag(parser: OneLineParser) -> None:
     """Add --kvpress-dir."""
     parser.add_argument(
-        FLAG, type=file_name, metavar="DIR", help="write predictions and metrics in kvpress's layout too"
+        FLAG,
+        type=file_name,
+        metavar="DIR",
+        help="write predictions and metrics in kvpress's layout too",
     )
 
 
-def columns_held(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]) -> int:
+def columns_held(
+    eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]
+) -> int:
     """Return the KV entries of all rows in all transformer blocks, each row at its longest.
 
     eviction: not yet fitted to the model. lengths: (prompt tokens, most new tokens) of each row.
@@ -95,7 +105,9 @@ def columns_held(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: S
     return sum(eviction.slots(*one, block) for one in lengths for block in range(spec.num_blocks))
 
 
-def dropped_share(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]) -> float:
+def dropped_share(
+    eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]
+) -> float:
     """Return kvpress's compression_ratio, as a share of the KV entries of prompt and new tokens.
 
     The result is 0 without rows. Parameters are as for `columns_held`.
@@ -111,7 +123,7 @@ def file_label(text: str) -> str:
 
 def write_press_run(
     folder: Path, run: PressRun, rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, Any]
-) -> Path:  # fmt: skip
+) -> Path:
     """Write a folder of results in `folder`, which is created, and return its path.
 
     rows: one per question, with COLUMNS and any others (`task`, ...), the same in all rows. A
@@ -136,7 +148,9 @@ def write_press_run(
             if not names:
                 out.writerow([*COLUMNS, "compression_ratio"])
     except OSError as error:
-        raise FlexgenError(f"{FLAG} {folder}: {error.filename or ''} {error.strerror or error}") from error
+        raise FlexgenError(
+            f"{FLAG} {folder}: {error.filename or ''} {error.strerror or error}"
+        ) from error
     return target
 
 

@@ -1,4 +1,5 @@
-"""`evaluate lm-eval`: lm-eval's own command line with the engine as its model, and h2o_hf's three steps.
+"""`evaluate lm-eval`: lm-eval's own command line with the engine as its model, and h2o_hf's three
+steps.
 
 Without a step it runs tasks and prints their table. `generate` writes the requests of a task, `run`
 answers them as a durable batch job, and `score` computes results from the answers (formats:
@@ -20,14 +21,28 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
 
-from flexgen_h2o.cli_common import check_files, count, file_name, flag_of, not_empty, positive, results_are_in
+from flexgen_h2o.cli_common import (
+    check_files,
+    count,
+    file_name,
+    flag_of,
+    not_empty,
+    positive,
+    results_are_in,
+)
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import check_folder, usable_path
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder
-from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER, INSTALL, kept_results, lm_eval_here, writing_is_checked
+from flexgen_h2o.evaluation.lm_eval_errors import (
+    H2O_PAPER,
+    INSTALL,
+    kept_results,
+    lm_eval_here,
+    writing_is_checked,
+)
 from flexgen_h2o.evaluation.summarize import add_grid_flags
 from flexgen_h2o.flags import (
     add_engine_flags,
@@ -43,10 +58,13 @@ from flexgen_h2o.parser import OneLineParser
 
 TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
 # Tokens of ruler_cwe's answer, and of ruler_fwe's shortest text, which has 4 coded words.
-_CWE_ANSWER, _FWE_LEAST = 120, 200
+_CWE_ANSWER = 120
+_FWE_LEAST = 200
 # Limits of lm-eval's ruler_vt: tokens of the solved example and of the answer. The margin is for
 # names and numbers, whose numbers of tokens vary.
-_VT_SOLVED, _VT_ANSWER, _MARGIN = 500, 30, 16
+_VT_SOLVED = 500
+_VT_ANSWER = 30
+_MARGIN = 16
 
 
 def _limit(text: str) -> float:
@@ -55,19 +73,27 @@ def _limit(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be > 0: a question count, or a fraction below 1")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be > 0: a question count, or a fraction below 1"
+        )
     return value
 
 
 def _seeds(text: str) -> str:
     words = [word.strip() for word in text.split(",")]
-    if len(words) not in (1, 3, 4) or not all(word.isdecimal() or word.lower() == "none" for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor four with commas, None among them")
+    if len(words) not in (1, 3, 4) or not all(
+        word.isdecimal() or word.lower() == "none" for word in words
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number nor four with commas, None among them"
+        )
     return text
 
 
 def _no_batch(text: str) -> str:
-    raise argparse.ArgumentTypeError("is not a flag here, the engine plans batches; --gpu-batch-size sets one")
+    raise argparse.ArgumentTypeError(
+        "is not a flag here, the engine plans batches; --gpu-batch-size sets one"
+    )
 
 
 def _of_grid(text: str) -> str:
@@ -79,30 +105,50 @@ _SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
 # lm-eval's own flags, which are passed on to it. Each may be spelled with `_` too, as lm-eval does.
 # Flag: (arguments of `add_argument`, help).
 OF_TASKS: dict[str, tuple[dict[str, Any], str]] = {
-    "num_fewshot": ({"type": count, "metavar": "N"}, "examples in front of each question (the task's own number)"),
-    "limit": ({"type": _limit, "metavar": "N"}, "only the first N questions of each task, or a share below 1"),
-    "include_path": ({"type": file_name, "metavar": "DIR"}, "folder with task files of your own (.yaml)"),
+    "num_fewshot": (
+        {"type": count, "metavar": "N"},
+        "examples in front of each question (the task's own number)",
+    ),
+    "limit": (
+        {"type": _limit, "metavar": "N"},
+        "only the first N questions of each task, or a share below 1",
+    ),
+    "include_path": (
+        {"type": file_name, "metavar": "DIR"},
+        "folder with task files of your own (.yaml)",
+    ),
     "metadata": (_MANY, "for tasks that make their data: max_seq_lengths=[1024]; or a JSON object"),
 }
 OF_RUN: dict[str, tuple[dict[str, Any], str]] = {
-    "output_path": ({"type": file_name, "metavar": "DIR"}, "write the results as JSON: a folder, or a .json file"),
+    "output_path": (
+        {"type": file_name, "metavar": "DIR"},
+        "write the results as JSON: a folder, or a .json file",
+    ),
     "log_samples": (_SWITCH, "write each question with its answer too"),
     "gen_kwargs": (_MANY, "of tasks that generate: max_gen_toks=64 temperature=0.7 do_sample=true"),
     "apply_chat_template": (
-        {"nargs": "?", "const": True, "metavar": "NAME"}, "questions are messages in the model's chat template"
+        {"nargs": "?", "const": True, "metavar": "NAME"},
+        "questions are messages in the model's chat template",
     ),
     "fewshot_as_multiturn": (
-        {"nargs": "?", "const": True, "metavar": "BOOL"}, "few-shot examples become turns of a multi-turn chat"
+        {"nargs": "?", "const": True, "metavar": "BOOL"},
+        "few-shot examples become turns of a multi-turn chat",
     ),
     "system_instruction": ({"metavar": "TEXT"}, "in front of each question"),
-    "samples": ({"metavar": "JSON"}, 'which questions of each task: {"piqa": [0, 3]}; or a file with that'),
+    "samples": (
+        {"metavar": "JSON"},
+        'which questions of each task: {"piqa": [0, 3]}; or a file with that',
+    ),
     "predict_only": (_SWITCH, "write the answers, work out no score"),
     "write_out": (_SWITCH, "print the first questions of each task"),
     "show_config": (_SWITCH, "print the results as JSON too"),
-    "seed": ({"type": _seeds, "metavar": "N[,N,N,N]"}, "of Python, numpy, torch and examples (0,1234,1234,1234)"),
+    "seed": (
+        {"type": _seeds, "metavar": "N[,N,N,N]"},
+        "of Python, numpy, torch and examples (0,1234,1234,1234)",
+    ),
     "trust_remote_code": (_SWITCH, "let data sets run code of their own"),
     "confirm_run_unsafe_code": (_SWITCH, "let tasks run code that the model has written"),
-}  # fmt: skip
+}
 
 
 def add_flags(parser: OneLineParser) -> None:
@@ -113,9 +159,14 @@ def add_flags(parser: OneLineParser) -> None:
     add_eviction_flags(parser)
     _add_task_flags(parser, OF_TASKS | OF_RUN)
     parser.add_argument(
-        "--use-cache", "--use_cache", "--resume", type=file_name, metavar="PREFIX",
-        help="keep each answer in PREFIX-*.db as it is done: after a kill the same command goes on from there",
-    )  # fmt: skip
+        "--use-cache",
+        "--use_cache",
+        "--resume",
+        type=file_name,
+        metavar="PREFIX",
+        help="keep each answer in PREFIX-*.db as it is done: after a kill the same command goes on "
+        "from there",
+    )
     add_press_flag(parser)
     parser.add_argument("--batch-size", "--batch_size", type=_no_batch, help=argparse.SUPPRESS)
     parser.add_argument("--policies", nargs="+", type=_of_grid, help=argparse.SUPPRESS)
@@ -127,10 +178,26 @@ def add_flags(parser: OneLineParser) -> None:
     answer = steps.add_parser("run", help="answer them: a durable batch job")
     answer.set_defaults(run=_answer)
     _file(answer, "--input", "--input-path", help="the requests that `generate` wrote")
-    _file(answer, "--output", "--output-path", help=".jsonl, a line an answer as it is done; killed, it goes on")
-    answer.add_argument("--force", action="store_true", help="go on with an output that was begun with other settings")
-    answer.add_argument("--max-errors", type=count, metavar="N", help="end when more than N rows are errors (no limit)")
-    answer.add_argument("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024)")
+    _file(
+        answer,
+        "--output",
+        "--output-path",
+        help=".jsonl, a line an answer as it is done; killed, it goes on",
+    )
+    answer.add_argument(
+        "--force",
+        action="store_true",
+        help="go on with an output that was begun with other settings",
+    )
+    answer.add_argument(
+        "--max-errors",
+        type=count,
+        metavar="N",
+        help="end when more than N rows are errors (no limit)",
+    )
+    answer.add_argument(
+        "--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024)"
+    )
     add_engine_flags(answer)
     add_eviction_flags(answer)
     add_h2o_hf_flags(answer)
@@ -148,7 +215,11 @@ def add_flags(parser: OneLineParser) -> None:
     score.add_argument("--model-type", dest="model_family", help=argparse.SUPPRESS)
     _add_loglikelihood_flag(score)
     score.add_argument("--json", type=file_name, help="write the results too")
-    _add_grid(steps.add_parser("grid", help="the three steps for each policy and KV budget: a table and a picture"))
+    _add_grid(
+        steps.add_parser(
+            "grid", help="the three steps for each policy and KV budget: a table and a picture"
+        )
+    )
 
 
 def _add_grid(grid: OneLineParser) -> None:
@@ -161,27 +232,41 @@ def _add_grid(grid: OneLineParser) -> None:
     _add_loglikelihood_flag(grid)
     grid.add_argument("--json", type=file_name, help="write all figures")
     grid.add_argument("--markdown", type=file_name, help="write the table that is printed")
-    grid.add_argument("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
+    grid.add_argument(
+        "--plot",
+        type=file_name,
+        help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)",
+    )
 
 
 def _add_loglikelihood_flag(parser: OneLineParser) -> None:
-    which = "sum over a continuation's tokens, as lm-eval has it, or their mean, as h2o_hf has it (sum)"
+    which = (
+        "sum over a continuation's tokens, as lm-eval has it, or their mean, as h2o_hf has it (sum)"
+    )
     parser.add_argument("--loglikelihood", choices=("sum", "mean"), default="sum", help=which)
 
 
 def _add_task_flags(parser: OneLineParser, flags: dict[str, tuple[dict[str, Any], str]]) -> None:
     lists = f"; {', '.join(TASK_LISTS)} is the paper's six"
     parser.add_argument(
-        "--tasks", "--task-name", nargs="+", metavar="TASK", help=f"lm-eval's names, with spaces or commas{lists}"
+        "--tasks",
+        "--task-name",
+        nargs="+",
+        metavar="TASK",
+        help=f"lm-eval's names, with spaces or commas{lists}",
     )
     for name, (rules, text) in flags.items():
         spellings = dict.fromkeys((flag_of(name), f"--{name}"))
         parser.add_argument(*spellings, dest=name, help=text, **rules)
-    parser.add_argument("--download", action="store_true", help="fetch data sets that are missing (never otherwise)")
+    parser.add_argument(
+        "--download", action="store_true", help="fetch data sets that are missing (never otherwise)"
+    )
 
 
 def _file(parser: OneLineParser, flag: str, alias: str, help: str) -> None:
-    parser.add_argument(flag, alias, alias.replace("-", "_").replace("__", "--", 1), type=file_name, help=help)
+    parser.add_argument(
+        flag, alias, alias.replace("-", "_").replace("__", "--", 1), type=file_name, help=help
+    )
 
 
 # ---- Checks before torch is imported
@@ -196,11 +281,17 @@ def check_tasks(args: argparse.Namespace) -> list[str]:
         raise UsageError(f"evaluate lm-eval: needs lm-eval, which is not installed; {INSTALL}")
     names = [name for word in args.tasks or () for name in word.split(",") if name]
     if not names:
-        raise UsageError("--tasks: is missing; name some, such as piqa,winogrande (`lm-eval ls tasks` lists them)")
+        raise UsageError(
+            "--tasks: is missing; name some, such as piqa,winogrande (`lm-eval ls tasks` lists "
+            "them)"
+        )
     if args.include_path is not None:
         args.include_path = usable_path(args.include_path, "--include-path")
         if not args.include_path.is_dir():
-            raise UsageError(f"--include-path {args.include_path}: is no folder; name the one with your task files")
+            raise UsageError(
+                f"--include-path {args.include_path}: is no folder; name the one with your task "
+                "files"
+            )
     return list(dict.fromkeys(task for name in names for task in TASK_LISTS.get(name, (name,))))
 
 
@@ -227,10 +318,16 @@ def _evaluate(args: argparse.Namespace) -> int:
             harness, own = parsed
             check_ruler(llm.model, names, own.metadata or {})
             EngineLM.opened = engine = EngineLM(llm, _first_seed(args.seed))
-            own.model_args = {"model": llm.model.name, "tokenizer": str(llm.model.folder), "dtype": llm.dtype}
+            own.model_args = {
+                "model": llm.model.name,
+                "tokenizer": str(llm.model.folder),
+                "dtype": llm.dtype,
+            }
             own.model_args |= {"eviction": eviction.name} if eviction.needs.record else {}
             if args.use_cache is not None:
-                own.use_cache = f"{args.use_cache}-{_settings_digest(llm, policy, _first_seed(args.seed))}"
+                own.use_cache = (
+                    f"{args.use_cache}-{_settings_digest(llm, policy, _first_seed(args.seed))}"
+                )
             try:
                 with kept_results() as results, writing_is_checked(args.output_path):
                     harness.execute(own)
@@ -262,7 +359,8 @@ def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
     from lm_eval._cli import HarnessCLI
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
-    harness, before = HarnessCLI(), sys.argv
+    harness = HarnessCLI()
+    before = sys.argv
     sys.argv = ["lm-eval", *words]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -270,7 +368,9 @@ def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
         logging.disable(logging.WARNING)  # the same warnings come again in the run
         EvaluatorConfig.from_cli(argparse.Namespace(**vars(parsed)))
     except SystemExit as error:
-        raise UsageError(said.getvalue().strip().rpartition("\n")[2] or "lm-eval does not take these flags") from error
+        raise UsageError(
+            said.getvalue().strip().rpartition("\n")[2] or "lm-eval does not take these flags"
+        ) from error
     except ValueError as error:
         raise UsageError(f"lm-eval: {error}") from error
     finally:
@@ -288,13 +388,18 @@ def check_ruler(model: Any, names: list[str], metadata: dict[str, Any]) -> None:
     import numpy
 
     asked = [
-        (name, least) for name, least in _SHORTEST.items()
-        if any(fnmatchcase(given, pattern) for given in (name, "ruler", "longcxt") for pattern in names)
-    ]  # fmt: skip
+        (name, least)
+        for name, least in _SHORTEST.items()
+        if any(
+            fnmatchcase(given, pattern) for given in (name, "ruler", "longcxt") for pattern in names
+        )
+    ]
     given = metadata.get("max_seq_lengths", [4096])
     for length in given if isinstance(given, list | tuple) else [given]:
         if not isinstance(length, int) or length < 1:
-            raise UsageError(f"--metadata max_seq_lengths={given}: {length!r} is not a number of tokens")
+            raise UsageError(
+                f"--metadata max_seq_lengths={given}: {length!r} is not a number of tokens"
+            )
     for name, shortest in asked:
         before = random.getstate(), numpy.random.get_state()
         least = shortest(model)
@@ -302,13 +407,15 @@ def check_ruler(model: Any, names: list[str], metadata: dict[str, Any]) -> None:
         numpy.random.set_state(before[1])
         if least is None:
             raise UsageError(
-                f"--tasks {name}: its solved example takes more than {_VT_SOLVED} tokens with the tokenizer of "
+                f"--tasks {name}: its solved example takes more than {_VT_SOLVED} tokens with the "
+                "tokenizer of "
                 f"{model.name}; leave the task out"
             )
         for length in given if isinstance(given, list | tuple) else [given]:
             if length < least:
                 raise UsageError(
-                    f"--metadata max_seq_lengths={given}: {name} takes {least} tokens or more with the tokenizer of "
+                    f"--metadata max_seq_lengths={given}: {name} takes {least} tokens or more with "
+                    "the tokenizer of "
                     f"{model.name}; leave it out or give more"
                 )
 
@@ -374,9 +481,15 @@ def _settings_digest(llm: Any, policy: Policy, seed: int) -> str:
     from flexgen_h2o.models.load import shape_fingerprint
 
     facts = [
-        llm.model.name, shape_fingerprint(llm.model.config), llm.digests(), llm.dtype, llm.eviction.to_json(),
-        compression_flags(policy), policy.attn_sparsity, seed,
-    ]  # fmt: skip
+        llm.model.name,
+        shape_fingerprint(llm.model.config),
+        llm.digests(),
+        llm.dtype,
+        llm.eviction.to_json(),
+        compression_flags(policy),
+        policy.attn_sparsity,
+        seed,
+    ]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
@@ -397,7 +510,10 @@ def _answer(args: argparse.Namespace) -> int:
             raise UsageError(f"{flag_of(name)}: is missing; name a .jsonl file")
     check_files(args, ("input",), (), rows="output")
     if not args.input.is_file():
-        raise UsageError(f"--input {args.input}: is no file; `evaluate lm-eval generate --output FILE` writes one")
+        raise UsageError(
+            f"--input {args.input}: is no file; `evaluate lm-eval generate --output FILE` writes "
+            "one"
+        )
     check_output_path(args.output)
     results_are_in(args.output)
     policy, is_auto = policy_of(args)

@@ -23,11 +23,16 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError, first_line
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
 
 INSTALL = "pip install -e '.[eval]' in a clone"
-# The tasks of the H2O paper's figures 4 and 8, with the data sets that lm-eval 0.4.13 reads them from.
+# The tasks of the H2O paper's figures 4 and 8, with the data sets that lm-eval 0.4.13 reads them
+# from.
 H2O_PAPER = {
-    "copa": "aps/super_glue", "mathqa": "regisss/math_qa", "openbookqa": "allenai/openbookqa", "piqa": "baber/piqa",
-    "rte": "nyu-mll/glue", "winogrande": "allenai/winogrande",
-}  # fmt: skip
+    "copa": "aps/super_glue",
+    "mathqa": "regisss/math_qa",
+    "openbookqa": "allenai/openbookqa",
+    "piqa": "baber/piqa",
+    "rte": "nyu-mll/glue",
+    "winogrande": "allenai/winogrande",
+}
 HUB = "https://huggingface.co/datasets"
 
 
@@ -63,7 +68,10 @@ def _is_of_tasks(error: Exception) -> bool:
     An error that the engine raises below them does not.
     """
     folder = Path(__file__).parent
-    callers = {folder / name for name in ("lm_eval.py", "lm_eval_errors.py", "lm_eval_grid.py", "lm_eval_records.py")}
+    callers = {
+        folder / name
+        for name in ("lm_eval.py", "lm_eval_errors.py", "lm_eval_grid.py", "lm_eval_records.py")
+    }
     files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [file for file in files if folder.parent in file.parents]
     return files[-1] not in callers and own[-1] in callers and not isinstance(error, MemoryError)
@@ -74,14 +82,19 @@ def _what_failed(names: list[str], error: Exception) -> str:
     said = str(error)
     if "Tasks not found" in said or "No tasks" in said:
         unknown = said.rpartition(": ")[2] if "not found" in said else ",".join(names)
-        return f"--tasks {unknown}: no task of lm-eval; `lm-eval ls tasks` lists them, --include-path DIR adds your own"
-    task, cause = _failed_task(error), _cause_of(error)
+        return (
+            f"--tasks {unknown}: no task of lm-eval; `lm-eval ls tasks` lists them, "
+            "--include-path DIR adds your own"
+        )
+    task = _failed_task(error)
+    cause = _cause_of(error)
     name = (task and task.task) or ",".join(names)
     if "Sample larger than population" in said:
         return f"--num-fewshot: asks for more solved examples than {name} has; give fewer"
     said = " ".join(dict.fromkeys((first_line(error), first_line(cause))))
     return (
-        f"--tasks {name}: lm-eval cannot run it ({type(cause).__name__}: {said}); mend the task file, its data or "
+        f"--tasks {name}: lm-eval cannot run it ({type(cause).__name__}: {said}); mend the task "
+        "file, its data or "
         "--metadata"
     )
 
@@ -98,7 +111,8 @@ def writing_is_checked(path: Path | None) -> Iterator[None]:
 
     lm-eval itself only logs that and carries on. path: its --output-path.
     """
-    logger, said = logging.getLogger("lm_eval.loggers.evaluation_tracker"), []
+    logger = logging.getLogger("lm_eval.loggers.evaluation_tracker")
+    said = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     before = logger.level, logger.propagate
@@ -113,7 +127,8 @@ def writing_is_checked(path: Path | None) -> Iterator[None]:
     for i, text in enumerate(said):
         if text.startswith("Could not save"):
             raise FlexgenError(
-                f"--output-path {path}: lm-eval could not write all of its results ({' '.join(said[i + 1 : i + 2])})"
+                f"--output-path {path}: lm-eval could not write all of its results "
+                f"({' '.join(said[i + 1 : i + 2])})"
             )
 
 
@@ -132,8 +147,15 @@ def kept_results() -> Iterator[dict[str, Any]]:
     def evaluate(*args: Any, log_samples: bool = True, **more: Any) -> Any:
         results = inner(*args, log_samples=True, **more)
         if results:  # copies: samples are changed in place when written
-            found.update(results | {"samples": {t: [dict(s) for s in own] for t, own in results["samples"].items()}})
-        return results if log_samples or not results else {k: v for k, v in results.items() if k != "samples"}
+            found.update(
+                results
+                | {"samples": {t: [dict(s) for s in own] for t, own in results["samples"].items()}}
+            )
+        return (
+            results
+            if log_samples or not results
+            else {k: v for k, v in results.items() if k != "samples"}
+        )
 
     lm_eval.simple_evaluate = evaluate
     try:
@@ -189,11 +211,13 @@ def check_lines(file: Path, flag: str) -> None:
     counts = Counter(key for _, keys in found for key in keys)
     usual = [key for key, count in counts.items() if 2 * count > len(found)]
     for place, keys in found:
-        missing, others = [key for key in usual if key not in keys], [key for key in keys if key not in usual]
+        missing = [key for key in usual if key not in keys]
+        others = [key for key in keys if key not in usual]
         if missing:
             has = f", but {others[0]!r}" if others else ""
             raise UsageError(
-                f"{place}: has no {missing[0]!r}, as other lines have{has}; name it so, with null if there is none"
+                f"{place}: has no {missing[0]!r}, as other lines have{has}; name it so, with null "
+                "if there is none"
             )
 
 
@@ -216,7 +240,9 @@ def _commit_here() -> str | None:
     The result is None outside of a repository.
     """
     try:
-        found = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["git", "describe", "--always"], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
@@ -239,8 +265,10 @@ def _offline(download: bool) -> Iterator[None]:
     from huggingface_hub import constants
 
     places: list[tuple[Any, str, object]] = [
-        (config, "HF_HUB_OFFLINE", True), (config, "HF_DATASETS_OFFLINE", True), (constants, "HF_HUB_OFFLINE", True),
-    ]  # fmt: skip
+        (config, "HF_HUB_OFFLINE", True),
+        (config, "HF_DATASETS_OFFLINE", True),
+        (constants, "HF_HUB_OFFLINE", True),
+    ]
     if find_spec("nltk") is not None:
         places.append((importlib.import_module("nltk"), "download", lambda *names, **more: False))
     before = [(place, name, getattr(place, name)) for place, name, _ in places]
@@ -260,17 +288,29 @@ def _where_data_is(names: list[str], error: Exception) -> str:
     """
     from datasets import config
 
-    task, found = _failed_task(error), {}
+    task = _failed_task(error)
+    found = {}
     if task is not None:
         found = {task.task or ",".join(names): task.dataset_path or ""}
-    found |= {name: H2O_PAPER[name] for name in names if name in H2O_PAPER and not _has_data(H2O_PAPER[name])}
+    found |= {
+        name: H2O_PAPER[name]
+        for name in names
+        if name in H2O_PAPER and not _has_data(H2O_PAPER[name])
+    }
     missing = ", ".join(f"{name} ({path})" for name, path in found.items()) or ",".join(names)
-    if task is not None and (not task.dataset_path or Path(task.dataset_path).suffix or "/" not in task.dataset_path):
+    if task is not None and (
+        not task.dataset_path or Path(task.dataset_path).suffix or "/" not in task.dataset_path
+    ):
         said = first_line(error)
-        return f"--tasks {missing}: {said}; name the task's files in dataset_kwargs (docs/reference/lm-eval.md)"
+        return (
+            f"--tasks {missing}: {said}; name the task's files in dataset_kwargs "
+            "(docs/reference/lm-eval.md)"
+        )
     return (
-        f"--tasks {missing}: the data are not in {config.HF_DATASETS_CACHE}; add --download to fetch them from {HUB}, "
-        "copy that folder from a machine that has them, or name JSON lines of your own in a task file with "
+        f"--tasks {missing}: the data are not in {config.HF_DATASETS_CACHE}; add --download to "
+        f"fetch them from {HUB}, "
+        "copy that folder from a machine that has them, or name JSON lines of your own in a task "
+        "file with "
         "--include-path (docs/reference/lm-eval.md has the layout)"
     )
 

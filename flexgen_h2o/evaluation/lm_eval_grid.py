@@ -30,7 +30,13 @@ from flexgen_h2o.evaluation.lm_eval_records import (
     results_of,
     task_manager,
 )
-from flexgen_h2o.evaluation.summarize import Cell, cells_of, given_sizes, make_folders, write_summary
+from flexgen_h2o.evaluation.summarize import (
+    Cell,
+    cells_of,
+    given_sizes,
+    make_folders,
+    write_summary,
+)
 from flexgen_h2o.flags import compression_flags, open_llm, policy_of
 from flexgen_h2o.jobs.job import run_job
 from flexgen_h2o.kvcache.eviction import Full, says_budget
@@ -49,23 +55,39 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
     cells = _check(args)
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:
-        raise UsageError("--attn-sparsity: works with the full cache alone, and others are compared here; leave it out")
-    dry_run, args.dry_run = args.dry_run, False
+        raise UsageError(
+            "--attn-sparsity: works with the full cache alone, and others are compared here; leave "
+            "it out"
+        )
+    dry_run = args.dry_run
+    args.dry_run = False
     with open_llm(args, policy, is_auto, Full()) as llm:
         model = llm.model
         if model.tokenizer is None:
-            raise UsageError(f"--model {model.name}: has no tokenizer, which tasks need; give a folder with one")
+            raise UsageError(
+                f"--model {model.name}: has no tokenizer, which tasks need; give a folder with one"
+            )
         for cell in cells:  # raises all errors before anything is run
             llm.eviction = cell.case.eviction
             llm.check_plan()
-        facts = {"measure": "lm-eval", "schema": SCHEMA, "model": model.name, "dtype": llm.dtype, "tasks": names}
+        facts = {
+            "measure": "lm-eval",
+            "schema": SCHEMA,
+            "model": model.name,
+            "dtype": llm.dtype,
+            "tasks": names,
+        }
     facts |= {
-        "num_fewshot": args.num_fewshot, "limit": args.limit, "loglikelihood": args.loglikelihood,
+        "num_fewshot": args.num_fewshot,
+        "limit": args.limit,
+        "loglikelihood": args.loglikelihood,
         "compression": compression_flags(policy),
-    }  # fmt: skip
+    }
     args.dry_run = dry_run
     manager = task_manager(args, names)
-    lines = "".join(json.dumps(request_of(prompt)) + "\n" for prompt in prompts_of_tasks(args, names, manager))
+    lines = "".join(
+        json.dumps(request_of(prompt)) + "\n" for prompt in prompts_of_tasks(args, names, manager)
+    )
     if dry_run:
         return _plan(args, lines, cells[0], policy, is_auto)
     make_folders(args, cells)
@@ -80,14 +102,21 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
         scores = Answers(cell.output, answers, model.encode_more, mean=args.loglikelihood == "mean")
         results = results_of(args, names, scores.loglikelihood, RESAMPLES, manager)["results"]
         lengths = [(len(one["token_logprobs"]), 0) for one in answers.values()]
-        held, full = (columns_held(kept, model.spec, policy, lengths) for kept in (cell.case.eviction, Full()))
+        held, full = (
+            columns_held(kept, model.spec, policy, lengths) for kept in (cell.case.eviction, Full())
+        )
         found.append(
             {
-                "title": cell.title, "policy": cell.case.label, "size": cell.size, "output": str(cell.output),
-                "eviction": cell.case.eviction.to_json(), "requests": len(answers), "kv_share": held / full,
+                "title": cell.title,
+                "policy": cell.case.label,
+                "size": cell.size,
+                "output": str(cell.output),
+                "eviction": cell.case.eviction.to_json(),
+                "requests": len(answers),
+                "kv_share": held / full,
                 "results": results,
             }
-        )  # fmt: skip
+        )
         write_summary(args.output_dir / "summary.json", result)
     write_results(args, result, grid_table(result) + "\n", draw_grid)
     return EXIT_DONE
@@ -103,7 +132,9 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     args.output_dir = usable_path(args.output_dir, "--output-dir")
     args.output = None
     args.policies = args.policies or list(POLICIES)
-    if not given_sizes(args) and not all(name == Full.name or says_budget(name) for name in args.policies):
+    if not given_sizes(args) and not all(
+        name == Full.name or says_budget(name) for name in args.policies
+    ):
         args.kv_budget = list(BUDGETS)
     cells = cells_of(args)
     results_are_in(*(cell.output for cell in cells), args.json, args.markdown)
@@ -119,7 +150,9 @@ def _plan(args: argparse.Namespace, lines: str, cell: Cell, policy: Policy, is_a
     with tempfile.TemporaryDirectory() as folder:
         requests = Path(folder) / "requests.jsonl"
         requests.write_text(lines)
-        return run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, SamplingParams())
+        return run_job(
+            args, requests, cell.output, policy, is_auto, cell.case.eviction, SamplingParams()
+        )
 
 
 def _write_requests(path: Path, lines: str) -> None:
@@ -130,7 +163,8 @@ def _write_requests(path: Path, lines: str) -> None:
     try:
         if path.exists() and path.read_text(encoding="utf-8") != lines:
             raise UsageError(
-                f"{path}: has requests of other tasks, or was made with other flags; leave --tasks, --num-fewshot and "
+                f"{path}: has requests of other tasks, or was made with other flags; leave "
+                "--tasks, --num-fewshot and "
                 "--limit as they were, or give another --output-dir"
             )
         with replacing(path) as file:
@@ -153,7 +187,12 @@ def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str],
             error = own.get(f"{metric}_stderr,{filtered}")
             spread = STDERRS * error if isinstance(error, int | float) else 0.0
             title = metric if filtered == "none" else name
-            found[task, title] = {"value": value, "low": value - spread, "high": value + spread, "stderr": error}
+            found[task, title] = {
+                "value": value,
+                "low": value - spread,
+                "high": value + spread,
+                "stderr": error,
+            }
     return found
 
 
@@ -163,7 +202,12 @@ def grid_table(result: Figures) -> str:
     columns = list(dict.fromkeys(key for one in scored for key in one))
     head = ["policy", "KV size", "KV of full", *(f"{task} {metric}" for task, metric in columns)]
     rows = [
-        [f"`{cell['policy']}`", cell["size"], f"{cell['kv_share']:.1%}", *(_number(one.get(key)) for key in columns)]
+        [
+            f"`{cell['policy']}`",
+            cell["size"],
+            f"{cell['kv_share']:.1%}",
+            *(_number(one.get(key)) for key in columns),
+        ]
         for cell, one in zip(result["cells"], scored, strict=True)
     ]
     shots = "the tasks' own numbers of" if result["num_fewshot"] is None else result["num_fewshot"]
@@ -174,7 +218,8 @@ def grid_table(result: Figures) -> str:
         "",
         *markdown_table(head, rows),
         "",
-        "Values with their standard errors, as lm-eval has them. KV of full: KV entries of context and choice.",
+        "Values with their standard errors, as lm-eval has them. KV of full: KV entries of context "
+        "and choice.",
     ]
     return "\n".join(lines)
 

@@ -40,13 +40,21 @@ MAX_GEN_TOKS = 256  # most new tokens if a task does not say, as in HFLM
 # Generation arguments of tasks, and their values that change nothing. Other values are errors,
 # because they would change the text.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,), "num_return_sequences": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
-    "typical_p": (1,), "min_p": (0,), "no_repeat_ngram_size": (0,), "use_cache": (True,), "early_stopping": (False,),
-}  # fmt: skip
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "min_p": (0,),
+    "no_repeat_ngram_size": (0,),
+    "use_cache": (True,),
+    "early_stopping": (False,),
+}
 
 # Message about a task; it follows the name of the task.
 ONE_TOKEN = (
-    "each choice is one token long, so eviction and a compressed KV cache cannot change its scores; `evaluate lm-eval "
+    "each choice is one token long, so eviction and a compressed KV cache cannot change its "
+    "scores; `evaluate lm-eval "
     "grid`, or `generate`, `run` and `score`, evict inside the context"
 )
 
@@ -69,7 +77,10 @@ class EngineLM(TemplateLM):
     def __init__(self, llm: LLM, seed: int = 0) -> None:
         super().__init__()
         if llm.model.tokenizer is None:
-            raise UsageError(f"--model {llm.model.name}: has no tokenizer, which tasks need; give a folder with one")
+            raise UsageError(
+                f"--model {llm.model.name}: has no tokenizer, which tasks need; give a folder with "
+                "one"
+            )
         self.llm = llm
         self._seed = seed
         # Task of each request of `_loglikelihood_tokens`; set by `loglikelihood`.
@@ -79,13 +90,17 @@ class EngineLM(TemplateLM):
         self.max_length = llm.model.spec.max_positions
 
     @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: object = None) -> EngineLM:
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: object = None
+    ) -> EngineLM:
         """Return the open model, as lm-eval asks for one.
 
         The arguments are for lm-eval's records and for tasks that make their own data.
         """
         if cls.opened is None:
-            raise UsageError(f"{NAME}: give lm-eval an EngineLM(llm), or run `flexgen-h2o evaluate lm-eval`")
+            raise UsageError(
+                f"{NAME}: give lm-eval an EngineLM(llm), or run `flexgen-h2o evaluate lm-eval`"
+            )
         return cls.opened
 
     # Texts
@@ -104,24 +119,32 @@ class EngineLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
+    ) -> list[int]:
         """Return the token ids of a text.
 
         By default they have the tokenizer's special tokens, unless the text already begins with the
         first of these.
         """
-        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+        if add_special_tokens is None and has_bos_prefix(
+            string, self.tokenizer.decode(self.prefix_token_id)
+        ):
             add_special_tokens = False
         given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return self.llm.model.tokens_of(string, **given)
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """Return a conversation as text in the model's chat template.
 
         The system message is left out if the template does not take one.
         """
         if not self.llm.model.has_chat_template:
-            raise UsageError(f"--apply-chat-template: {self.llm.model.name} has no chat template; leave it out")
+            raise UsageError(
+                f"--apply-chat-template: {self.llm.model.name} has no chat template; leave it out"
+            )
 
         without_system = [message for message in chat_history if message["role"] != "system"]
         with suppress(ValueError):
@@ -129,14 +152,17 @@ class EngineLM(TemplateLM):
         try:
             return self.llm.model.chat_text(without_system, add_generation_prompt)
         except ValueError as error:
-            raise UsageError(f"--apply-chat-template: the model's template refuses: {error}; leave it out") from error
+            raise UsageError(
+                f"--apply-chat-template: the model's template refuses: {error}; leave it out"
+            ) from error
 
     def get_model_info(self) -> dict[str, Any]:
         """Return facts about the model for lm-eval's results file."""
         return {
-            "model_dtype": self.llm.dtype, "model_digests": self.llm.digests(),
+            "model_dtype": self.llm.dtype,
+            "model_digests": self.llm.digests(),
             "eviction": self.llm.eviction.to_json(),
-        }  # fmt: skip
+        }
 
     # Log-likelihoods
 
@@ -154,7 +180,7 @@ class EngineLM(TemplateLM):
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: object
-    ) -> list[Answer]:  # fmt: skip
+    ) -> list[Answer]:
         """Return the answer of each request.
 
         requests: (key in lm-eval's cache, token ids of the context, of the continuation).
@@ -170,9 +196,11 @@ class EngineLM(TemplateLM):
         return answers
 
     def _warn_of_single_tokens(self, lengths: Sequence[int]) -> None:
-        """Warn once per task if all of its continuations have one token. lengths: tokens of each continuation.
+        """Warn once per task if all of its continuations have one token. lengths: tokens of each
+        continuation.
 
-        Such a token is scored by the pass that reads the context, in which every KV entry is still there.
+        Such a token is scored by the pass that reads the context, in which every KV entry is still
+        there.
         """
         if self.score_mode == PREFILL:  # no entry is dropped or compressed
             return
@@ -184,7 +212,9 @@ class EngineLM(TemplateLM):
                 self._warned.add(task)
                 note("evaluate", f"{task or 'requests'}: {ONE_TOKEN}")
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """Return the log-likelihood of whole texts.
 
         A text is scored in windows of as many tokens as the model has positions.
@@ -217,8 +247,10 @@ class EngineLM(TemplateLM):
         return totals
 
     def _score(
-        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], done: Callable[[int, Answer], None]
-    ) -> None:  # fmt: skip
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        done: Callable[[int, Answer], None],
+    ) -> None:
         """Score all pairs of context and continuation in one run.
 
         done: called with the index of each pair and its answer. Continuations of one context that
@@ -229,7 +261,8 @@ class EngineLM(TemplateLM):
         for i, (context, continuation) in enumerate(pairs):
             if not 0 < len(continuation) <= self.max_length:
                 raise UsageError(
-                    f"request {i}: a continuation of {len(continuation)} tokens; {self.llm.model.name} takes 1 to "
+                    f"request {i}: a continuation of {len(continuation)} tokens; "
+                    f"{self.llm.model.name} takes 1 to "
                     f"{self.max_length}"
                 )
             whole = (*context, *continuation)[-(self.max_length + 1) :]
@@ -239,15 +272,19 @@ class EngineLM(TemplateLM):
         if not rows:
             return
         self._say_cut(sum(len(c) + len(more) > self.max_length + 1 for c, more in pairs))
-        asked, mode = list(rows.values()), self.score_mode
+        asked = list(rows.values())
+        mode = self.score_mode
         steps = [1 if mode == PREFILL else len(path) + 1 for _, path in rows]
         seen = _LastTokens(steps, [[last[i] for i in own] for own in asked])
 
         def finished(completions: Sequence[Completion]) -> None:
             for one in completions:
                 path = list(zip(one.token_ids, one.logprobs or (), strict=True))[:-1]
-                total, greedy = sum(found.logprob for _, found in path), all(t == f.top[0][0] for t, f in path)
-                for i, (logprob, likeliest) in zip(asked[one.index], seen.found.pop(one.index), strict=True):
+                total = sum(found.logprob for _, found in path)
+                greedy = all(t == f.top[0][0] for t, f in path)
+                for i, (logprob, likeliest) in zip(
+                    asked[one.index], seen.found.pop(one.index), strict=True
+                ):
                     done(i, (total + logprob, greedy and likeliest))
 
         prompts = [self._prompt(i, context) for i, (context, _) in enumerate(rows)]
@@ -267,7 +304,11 @@ class EngineLM(TemplateLM):
         The two score the same if every KV entry stays and none is compressed.
         """
         policy = base_of(self.llm.asked_policy)
-        keeps_all = not self.llm.eviction.needs.record and not policy.compress_cache and policy.attn_sparsity == 1
+        keeps_all = (
+            not self.llm.eviction.needs.record
+            and not policy.compress_cache
+            and policy.attn_sparsity == 1
+        )
         return PREFILL if keeps_all else DECODE
 
     def _prompt(self, i: int, ids: Sequence[int]) -> Prompt:
@@ -278,18 +319,25 @@ class EngineLM(TemplateLM):
         try:
             return make_prompt(i, ids, None, self.llm.model.spec.vocab_size)
         except UsageError as error:
-            raise UsageError(f"request {i}: {error}; is the tokenizer that of {self.llm.model.name}?") from error
+            raise UsageError(
+                f"request {i}: {error}; is the tokenizer that of {self.llm.model.name}?"
+            ) from error
 
     def _say_cut(self, count: int) -> None:
         if count:
-            note("evaluate", f"{count} requests have more than {self.max_length} tokens: cut on the left")
+            note(
+                "evaluate",
+                f"{count} requests have more than {self.max_length} tokens: cut on the left",
+            )
 
     # Texts that are generated
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return generated texts, each up to its first stop string or the end-of-sequence token."""
         texts = [""] * len(requests)
-        prompts, params, cut = [], [], 0
+        prompts = []
+        params = []
+        cut = 0
         met: Counter[str] = Counter()  # how often a request came; a repeated one gets another seed
         for i, request in enumerate(requests):
             context, given = request.args
@@ -320,20 +368,31 @@ class EngineLM(TemplateLM):
         key: identifies the request; its seed is made of it. Raise UsageError naming --gen-kwargs.
         """
         asked: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), MAX_GEN_TOKS))
-        draws, most = asked.pop("do_sample"), asked.pop("max_gen_toks")
+        draws = asked.pop("do_sample")
+        most = asked.pop("max_gen_toks")
         stop = tuple(text for text in asked.pop("until") if text)
         temperature, top_p, top_k = (asked.pop(name, usual) for name, usual in _SAMPLED.items())
         for name, value in asked.items():
             if value is not None and value not in NEUTRAL.get(name, ()):
-                raise UsageError(f"--gen-kwargs {name}={value}: is not supported here; leave it out")
+                raise UsageError(
+                    f"--gen-kwargs {name}={value}: is not supported here; leave it out"
+                )
         if most >= self.max_length:
             raise UsageError(
-                f"--gen-kwargs max_gen_toks={most}: {self.llm.model.name} has {self.max_length} positions; give fewer"
+                f"--gen-kwargs max_gen_toks={most}: {self.llm.model.name} has {self.max_length} "
+                "positions; give fewer"
             )
-        digest = hashlib.blake2b(f"{self._seed}:{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            f"{self._seed}:{key}".encode("utf-8", "surrogatepass"), digest_size=8
+        ).digest()
         try:
             return SamplingParams(
-                most, temperature if draws else 0.0, top_p, top_k, int.from_bytes(digest, "little") >> 1, stop
+                most,
+                temperature if draws else 0.0,
+                top_p,
+                top_k,
+                int.from_bytes(digest, "little") >> 1,
+                stop,
             )
         except UsageError as error:
             raise UsageError(f"--gen-kwargs {error}") from error
@@ -358,28 +417,42 @@ class EngineLM(TemplateLM):
             # Only RULER's tasks have lengths; kvpress has them as its data_dir.
             sizes = {sample["doc"].get("max_length") for sample in once}
             settings = {
-                "press_init_command": json.dumps(self.llm.eviction.to_json()), "dtype": self.llm.dtype,
-                "compression_ratio_of": RATIO_OF, "compression": compression or None,
-                "num_fewshot": results["n-shot"].get(task), "questions": len(once), "seed": self._seed,
+                "press_init_command": json.dumps(self.llm.eviction.to_json()),
+                "dtype": self.llm.dtype,
+                "compression_ratio_of": RATIO_OF,
+                "compression": compression or None,
+                "num_fewshot": results["n-shot"].get(task),
+                "questions": len(once),
+                "seed": self._seed,
                 "generation": config.get("generation_kwargs"),
-            }  # fmt: skip
+            }
             lengths = [self._lengths_of(*sample["arguments"][0]) for sample in once]
             # The policy as it was before it was fitted to the model's windows.
             asked = getattr(self.llm.eviction, "policy", self.llm.eviction)
             run = PressRun(
-                task, self.llm.model.name, asked.name,
+                task,
+                self.llm.model.name,
+                asked.name,
                 dropped_share(asked, self.llm.model.spec, base_of(self.llm.asked_policy), lengths),
                 str(sizes.pop()) if len(sizes) == 1 and None not in sizes else "",
-                counts["effective"] / counts["original"], settings,
-            )  # fmt: skip
+                counts["effective"] / counts["original"],
+                settings,
+            )
             rows = (
                 {**_press_row(sample), "max_new_tokens": most}
                 for sample, (_, most) in zip(once, lengths, strict=True)
-            )  # fmt: skip
-            found = {name: value for name, value in results["results"][task].items() if isinstance(value, int | float)}
+            )
+            found = {
+                name: value
+                for name, value in results["results"][task].items()
+                if isinstance(value, int | float)
+            }
             print(f"kvpress: {write_press_run(folder, run, rows, found)}")
         if others:
-            note("evaluate", f"{FLAG}: {', '.join(others)}: no text is generated, so there is no folder of it")
+            note(
+                "evaluate",
+                f"{FLAG}: {', '.join(others)}: no text is generated, so there is no folder of it",
+            )
 
     def _lengths_of(self, context: str, given: Mapping[str, Any]) -> tuple[int, int]:
         """Return the tokens of a prompt as it was run, and its most new tokens."""
@@ -387,7 +460,8 @@ class EngineLM(TemplateLM):
         return min(max(1, len(self.tok_encode(context))), self.max_length - most), most
 
     def _text_of(self, ids: Sequence[int], given: Mapping[str, Any]) -> str:
-        end, until = self.eot_token_id, normalize_gen_kwargs(dict(given))["until"]
+        end = self.eot_token_id
+        until = normalize_gen_kwargs(dict(given))["until"]
         kept = list(ids[: ids.index(end)] if end in ids else ids)
         text = str(self.tokenizer.decode(kept, skip_special_tokens=True))
         return str(postprocess_generated_text(text, [*until, self.tokenizer.decode(end)], None))
@@ -395,14 +469,18 @@ class EngineLM(TemplateLM):
 
 def _press_row(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample of lm-eval as a row of kvpress's predictions."""
-    prompt, prefix = sample["arguments"][0][0], str(sample["doc"].get("gen_prefix") or "").strip()
+    prompt = sample["arguments"][0][0]
+    prefix = str(sample["doc"].get("gen_prefix") or "").strip()
     begun = prompt.rstrip()
     question = begun.removesuffix(prefix) if prefix else begun
     predicted = sample["filtered_resps"][0]
     return {
-        "question": question.strip().rpartition("\n")[2].strip(), "answer_prefix": prefix, "answer": sample["target"],
-        "max_new_tokens": 0, "predicted_answer": predicted[0] if isinstance(predicted, list) else predicted,
-    }  # fmt: skip
+        "question": question.strip().rpartition("\n")[2].strip(),
+        "answer_prefix": prefix,
+        "answer": sample["target"],
+        "max_new_tokens": 0,
+        "predicted_answer": predicted[0] if isinstance(predicted, list) else predicted,
+    }
 
 
 # Defaults of the sampling arguments.
@@ -427,7 +505,9 @@ class _LastTokens:
         if places:
             own = logits if len(places) == len(rows) else logits[places]
             ending = [rows[place] for place in places]
-            self.found |= dict(zip(ending, logprobs_at(own, [self.tokens[row] for row in ending]), strict=True))
+            self.found |= dict(
+                zip(ending, logprobs_at(own, [self.tokens[row] for row in ending]), strict=True)
+            )
 
 
 def logprobs_at(logits: torch.Tensor, tokens: Sequence[Sequence[int]]) -> list[list[Answer]]:
@@ -438,10 +518,15 @@ def logprobs_at(logits: torch.Tensor, tokens: Sequence[Sequence[int]]) -> list[l
     found: list[list[Answer]] = []
     height = max(1, SAMPLING_CHUNK // logits.shape[1])
     for start in range(0, len(tokens), height):
-        scores, own = logits[start : start + height].float(), tokens[start : start + height]
-        sums, best = scores.logsumexp(-1), scores.argmax(-1).tolist()
+        scores = logits[start : start + height].float()
+        own = tokens[start : start + height]
+        sums = scores.logsumexp(-1)
+        best = scores.argmax(-1).tolist()
         rows = torch.tensor([i for i, ids in enumerate(own) for _ in ids], device=logits.device)
         ids = torch.tensor([token for ids in own for token in ids], device=logits.device)
         values = iter((scores[rows, ids] - sums[rows]).tolist())
-        found += [[(next(values), token == top) for token in ids] for ids, top in zip(own, best, strict=True)]
+        found += [
+            [(next(values), token == top) for token in ids]
+            for ids, top in zip(own, best, strict=True)
+        ]
     return found

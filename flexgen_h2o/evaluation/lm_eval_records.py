@@ -30,7 +30,12 @@ from flexgen_h2o.models.load import find_model
 
 # Fields of a request in h2o_hf's order; `prompt` comes between `n` and `request_type`.
 BEFORE_PROMPT = {"best_of": 1, "echo": True, "logprobs": 1, "max_tokens": 0, "model": "x", "n": 1}
-BEHIND_PROMPT = {"request_type": "language-model-inference", "stop": None, "temperature": 0, "top_p": 1}
+BEHIND_PROMPT = {
+    "request_type": "language-model-inference",
+    "stop": None,
+    "temperature": 0,
+    "top_p": 1,
+}
 RESAMPLES = 100_000  # bootstrap resamples of lm-eval's own command line
 # Takes context and continuation; returns (log-likelihood, is each token the likeliest one?).
 Loglikelihood = Callable[[str, str], tuple[float, bool]]
@@ -61,15 +66,22 @@ class FileLM(LM):
         self._answer = answer
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        return [self._answer(mended(context), mended(more)) for context, more in (r.args for r in requests)]
+        return [
+            self._answer(mended(context), mended(more))
+            for context, more in (r.args for r in requests)
+        ]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         raise UsageError(
-            "--tasks: a task scores whole texts, and h2o_hf's files hold choices only; leave that task out"
+            "--tasks: a task scores whole texts, and h2o_hf's files hold choices only; leave that "
+            "task out"
         )
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        raise UsageError("--tasks: a task generates text; h2o_hf's files hold choices only; run it without a step")
+        raise UsageError(
+            "--tasks: a task generates text; h2o_hf's files hold choices only; run it without a "
+            "step"
+        )
 
 
 def task_manager(args: argparse.Namespace, names: list[str]) -> TaskManager:
@@ -91,9 +103,15 @@ def results_of(
     manager = manager or task_manager(args, names)
     with lm_eval_here(args, names):
         found = simple_evaluate(
-            FileLM(answer), tasks=names, num_fewshot=args.num_fewshot, limit=args.limit, task_manager=manager,
-            bootstrap_iters=resamples, log_samples=False, metadata=metadata,
-        )  # fmt: skip
+            FileLM(answer),
+            tasks=names,
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            task_manager=manager,
+            bootstrap_iters=resamples,
+            log_samples=False,
+            metadata=metadata,
+        )
     return dict(found or {})
 
 
@@ -131,7 +149,9 @@ def generate(args: argparse.Namespace, names: list[str]) -> int:
     return EXIT_DONE
 
 
-def prompts_of_tasks(args: argparse.Namespace, names: list[str], manager: TaskManager | None = None) -> list[str]:
+def prompts_of_tasks(
+    args: argparse.Namespace, names: list[str], manager: TaskManager | None = None
+) -> list[str]:
     """Return context and continuation of each of the tasks' requests, as one text."""
     prompts: list[str] = []
 
@@ -141,7 +161,10 @@ def prompts_of_tasks(args: argparse.Namespace, names: list[str], manager: TaskMa
 
     results_of(args, names, write, 0, manager)
     if find_spec("ftfy") is None and not all(map(str.isascii, prompts)):
-        note("evaluate", "ftfy is not installed: texts are normalised to NFKC, where h2o_hf also mends quotes")
+        note(
+            "evaluate",
+            "ftfy is not installed: texts are normalised to NFKC, where h2o_hf also mends quotes",
+        )
     return prompts
 
 
@@ -154,7 +177,11 @@ def score(args: argparse.Namespace, names: list[str]) -> int:
     if args.model is None:
         args.model = model_in(args.input)
     model = find_model(
-        model_of(args), args.path, args.revision, offload_dir=args.offload_dir, max_model_len=args.max_model_len
+        model_of(args),
+        args.path,
+        args.revision,
+        offload_dir=args.offload_dir,
+        max_model_len=args.max_model_len,
     )
     if args.model_family is not None:
         check_family(model.spec, args.model_family, args.given["model_family"])
@@ -206,9 +233,14 @@ def read_answers(path: Path, flag: str = "--input") -> dict[str, dict[str, Any]]
             logprobs = choice["logprobs"]
             is_echo = _is_echo(logprobs["token_logprobs"], logprobs["top_logprobs"])
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise UsageError(f"{place}: has no request with its result and logprobs, as h2o_hf writes them") from error
+            raise UsageError(
+                f"{place}: has no request with its result and logprobs, as h2o_hf writes them"
+            ) from error
         if not is_echo:
-            raise UsageError(f"{place}: the logprobs are not those of an echoed prompt (echo, logprobs of 1 or more)")
+            raise UsageError(
+                f"{place}: the logprobs are not those of an echoed prompt (echo, logprobs of 1 or "
+                "more)"
+            )
         answers[prompt] = logprobs
     if not answers:
         raise UsageError(f"{flag} {path}: no answer in it, only blank lines or nothing")
@@ -223,7 +255,10 @@ def _is_echo(values: list[Any], tops: list[Any]) -> bool:
     if values[0] is not None or not 1 < len(values) <= len(tops):
         return False
     pairs = zip(values[1:], tops[1 : len(values)], strict=True)
-    return all(top and all(isinstance(one, int | float) for one in (value, *top.values())) for value, top in pairs)
+    return all(
+        top and all(isinstance(one, int | float) for one in (value, *top.values()))
+        for value, top in pairs
+    )
 
 
 class Answers:
@@ -235,9 +270,16 @@ class Answers:
     """
 
     def __init__(
-        self, path: Path, answers: dict[str, dict[str, Any]], encode: Callable[[str], list[int]], mean: bool
-    ) -> None:  # fmt: skip
-        self._path, self._answers, self._encode, self._mean = path, answers, encode, mean
+        self,
+        path: Path,
+        answers: dict[str, dict[str, Any]],
+        encode: Callable[[str], list[int]],
+        mean: bool,
+    ) -> None:
+        self._path = path
+        self._answers = answers
+        self._encode = encode
+        self._mean = mean
 
     def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
         """Return a `Loglikelihood`'s values.
@@ -247,14 +289,17 @@ class Answers:
         prompt = context + continuation
         if prompt not in self._answers:
             raise UsageError(
-                f"--input {self._path}: has no answer to {prompt[-60:]!r}; generate and run the same tasks, with the "
+                f"--input {self._path}: has no answer to {prompt[-60:]!r}; generate and run the "
+                "same tasks, with the "
                 "same --num-fewshot and --limit"
             )
         own = self._answers[prompt]
         count = self._tokens_of(context, continuation, len(own["token_logprobs"]))
         values = own["token_logprobs"][-count:]
         tops = own["top_logprobs"][: len(own["token_logprobs"])][-count:]
-        greedy = all(value >= max(top.values()) - 1e-6 for value, top in zip(values, tops, strict=True))
+        greedy = all(
+            value >= max(top.values()) - 1e-6 for value, top in zip(values, tops, strict=True)
+        )
         return sum(values) / (count if self._mean else 1), greedy
 
     def _tokens_of(self, context: str, continuation: str, tokens: int) -> int:
@@ -263,5 +308,6 @@ class Answers:
         The whole text is cut as lm-eval cuts it.
         """
         kept = context.rstrip()
-        whole, before = self._encode(context + continuation), self._encode(kept)
+        whole = self._encode(context + continuation)
+        before = self._encode(kept)
         return max(1, min(len(whole) - len(before), tokens - 1))

@@ -20,16 +20,63 @@ from flexgen_h2o.core.errors import UsageError
 if TYPE_CHECKING:
     from flexgen_h2o.models.load import Model
 
-FILLER = "The road goes up the hill. A dog sleeps by the door. Rain is falling on the roof. We wait for the bus."
+FILLER = (
+    "The road goes up the hill. A dog sleeps by the door. Rain is falling on the roof. We "
+    "wait for the bus."
+)
 WORDS = (
-    "apple", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer", "island", "jacket", "kettle",
-    "ladder", "market", "needle", "office", "pencil", "quarry", "ribbon", "saddle", "temple", "unicorn", "valley",
-    "window", "yellow", "zipper", "anchor", "basket", "castle", "donkey", "eagle", "feather", "guitar", "harbor",
-    "insect", "jungle", "kitten", "lemon", "mirror", "napkin", "orange", "parrot", "rabbit", "silver", "ticket",
-    "umbrella", "violin", "wallet",
-)  # fmt: skip
+    "apple",
+    "bridge",
+    "candle",
+    "desert",
+    "engine",
+    "forest",
+    "garden",
+    "hammer",
+    "island",
+    "jacket",
+    "kettle",
+    "ladder",
+    "market",
+    "needle",
+    "office",
+    "pencil",
+    "quarry",
+    "ribbon",
+    "saddle",
+    "temple",
+    "unicorn",
+    "valley",
+    "window",
+    "yellow",
+    "zipper",
+    "anchor",
+    "basket",
+    "castle",
+    "donkey",
+    "eagle",
+    "feather",
+    "guitar",
+    "harbor",
+    "insect",
+    "jungle",
+    "kitten",
+    "lemon",
+    "mirror",
+    "napkin",
+    "orange",
+    "parrot",
+    "rabbit",
+    "silver",
+    "ticket",
+    "umbrella",
+    "violin",
+    "wallet",
+)
 # cwe: number of words asked for, how often each of them is listed, and how often each other word.
-COMMON, COMMON_TIMES, RARE_TIMES = 5, 8, 2
+COMMON = 5
+COMMON_TIMES = 8
+RARE_TIMES = 2
 CHAIN = 4  # vt: variables that have the value
 FREQUENT = 3  # fwe: number of words asked for
 
@@ -69,18 +116,24 @@ def questions(task: str, model: Model, length: int, count: int, seed: int) -> li
     return found
 
 
-def _longest(make: Maker, name: str, model: Model, length: int, task: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _longest(
+    make: Maker, name: str, model: Model, length: int, task: str
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the question with the largest size that fits: its token ids and answers."""
 
     def tokens_of(size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         text, answers = make(random.Random(name), size)
         return tuple(model.encode(text)), answers
 
-    fits, fits_not = 1, 2
+    fits = 1
+    fits_not = 2
     if len(tokens_of(fits)[0]) > length:
-        raise UsageError(f"--prompt-len {length}: too short for a question of {task}; give more, or leave it out")
+        raise UsageError(
+            f"--prompt-len {length}: too short for a question of {task}; give more, or leave it out"
+        )
     while len(tokens_of(fits_not)[0]) <= length:
-        fits, fits_not = fits_not, 2 * fits_not
+        fits = fits_not
+        fits_not = 2 * fits_not
     while fits_not - fits > 1:
         middle = (fits + fits_not) // 2
         if len(tokens_of(middle)[0]) <= length:
@@ -107,7 +160,10 @@ def _hidden(rng: random.Random, size: int, sentences: Sequence[str]) -> str:
 def _needles(rng: random.Random, size: int, keys: int) -> tuple[str, tuple[str, ...]]:
     names = rng.sample(WORDS, keys)
     numbers = [str(rng.randrange(10**6, 10**7)) for _ in names]
-    needles = [f"The secret number of the {name} is {number}." for name, number in zip(names, numbers, strict=True)]
+    needles = [
+        f"The secret number of the {name} is {number}."
+        for name, number in zip(names, numbers, strict=True)
+    ]
     text = _hidden(rng, size, needles)
     asked = rng.randrange(keys)
     prompt = (

@@ -26,7 +26,14 @@ from flexgen_h2o.core.files import read_bounded
 from flexgen_h2o.core.settings import ORIGINAL, ROLLING, SIZES
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.engine.prompts import read_prompts
-from flexgen_h2o.kvcache.eviction import EVICTING, POLICIES, Eviction, Full, make_eviction, says_budget
+from flexgen_h2o.kvcache.eviction import (
+    EVICTING,
+    POLICIES,
+    Eviction,
+    Full,
+    make_eviction,
+    says_budget,
+)
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.parser import OneLineParser
 
@@ -127,7 +134,7 @@ def statement(pair: Pair) -> str:
 
 def recall_rows(
     text: HeldOutText, count: int, prompt_len: int, gen_len: int, depths: int, seed: int
-) -> list[TextRow]:  # fmt: skip
+) -> list[TextRow]:
     """Return `count` recall rows of exactly `prompt_len` and at most `gen_len` tokens.
 
     The rows state their pairs at `depths` places of the prompt, evenly apart, one place per row in
@@ -138,7 +145,8 @@ def recall_rows(
     rows = [_recall_row(rng, text, prompt_len, gen_len, i % depths, depths) for i in range(count)]
     if not all(row.questions for row in rows):
         raise UsageError(
-            f"--gen-len {gen_len}: too short for the answer of a recall prompt; give more, or --recall-prompts 0"
+            f"--gen-len {gen_len}: too short for the answer of a recall prompt; give more, or "
+            "--recall-prompts 0"
         )
     return rows
 
@@ -152,21 +160,25 @@ def _recall_row(
     then asks for all other pairs in another order. The pairs are stated together, as in training:
     if they are stated separately, the shipped model misses one in ten.
     """
-    encode, names = text.encode, dict[str, str]()
+    encode = text.encode
+    names = dict[str, str]()
     while len(names) < PAIRS:
         names.update(draw_pairs(rng, PAIRS - len(names)))
     pairs = list(names.items())
     first, *others = rng.sample(pairs, len(pairs))
-    newline, asked = encode("\n"), encode(f"ask {first[0]}")
+    newline = encode("\n")
+    asked = encode(f"ask {first[0]}")
     stated = {pair: encode(statement(pair)) for pair in pairs}
     taken = len(text.start) + len(asked) + sum(map(len, stated.values())) + 2 * len(newline)
     room = prompt_len - taken
     if room < 0:
         raise UsageError(
-            f"--prompt-len {prompt_len}: too short for recall prompts, which take {taken} or more tokens; give more"
+            f"--prompt-len {prompt_len}: too short for recall prompts, which take {taken} or more "
+            "tokens; give more"
         )
     before = room * depth // max(1, depths - 1)
-    prompt, ends = [*text.start, *stretch(rng, text.tokens, before), *newline], {}
+    prompt = [*text.start, *stretch(rng, text.tokens, before), *newline]
+    ends = {}
     for pair, tokens in stated.items():
         prompt += tokens
         ends[pair] = len(prompt)
@@ -190,7 +202,8 @@ def stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
     """
     if len(code) < length + 2:
         raise UsageError(
-            f"--prompt-len: a prompt takes {length} tokens of the held-out text, which has {len(code)}; lower it"
+            f"--prompt-len: a prompt takes {length} tokens of the held-out text, which has "
+            f"{len(code)}; lower it"
         )
     start = rng.randrange(len(code) - length - 1)
     return [int(i) for i in code[start : start + length]]
@@ -212,7 +225,9 @@ def text_of(path: Path | None, model: Model, without_tokenizer: str) -> HeldOutT
             tokens += [*model.encode_more(read_text(source)), *end]
     else:
         try:
-            tokens = model.encode_long(read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n"))
+            tokens = model.encode_long(
+                read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
+            )
         except UnicodeDecodeError as error:
             raise UsageError(f"--text {path}: not UTF-8 text; save the file as UTF-8") from error
         except OSError as error:
@@ -220,20 +235,24 @@ def text_of(path: Path | None, model: Model, without_tokenizer: str) -> HeldOutT
     return HeldOutText(model.encode_more, tuple(model.encode("")), tokens)
 
 
-def held_out_rows(text: HeldOutText, count: int, prompt_len: int, gen_len: int, seed: int) -> list[TextRow]:
+def held_out_rows(
+    text: HeldOutText, count: int, prompt_len: int, gen_len: int, seed: int
+) -> list[TextRow]:
     """Return `count` rows of text drawn at random that do not overlap.
 
     Raise UsageError if the text has fewer of them.
     """
     if prompt_len <= len(text.start):
         raise UsageError(
-            f"--prompt-len {prompt_len}: a prompt begins with {len(text.start)} special token(s); give more"
+            f"--prompt-len {prompt_len}: a prompt begins with {len(text.start)} special token(s); "
+            "give more"
         )
     size = prompt_len + gen_len - len(text.start)
     stretches = len(text.tokens) // size
     if count > stretches:
         raise UsageError(
-            f"--num-prompts {count}: Python's own sources give {stretches} held-out prompts of {prompt_len + gen_len} "
+            f"--num-prompts {count}: Python's own sources give {stretches} held-out prompts of "
+            f"{prompt_len + gen_len} "
             "tokens; ask for fewer or give --prompts"
         )
     starts = [size * i for i in random.Random(seed).sample(range(stretches), count)]
@@ -242,7 +261,13 @@ def held_out_rows(text: HeldOutText, count: int, prompt_len: int, gen_len: int, 
 
 
 def rows_of_file(
-    path: Path, model: Model, prompt_len: int, gen_len: int, greedy: bool, most: int | None, or_else: str = ""
+    path: Path,
+    model: Model,
+    prompt_len: int,
+    gen_len: int,
+    greedy: bool,
+    most: int | None,
+    or_else: str = "",
 ) -> list[TextRow]:
     """Return at most `most` rows of a prompt file, in its order. Raise UsageError if none is left.
 
@@ -257,7 +282,8 @@ def rows_of_file(
     long_enough = found if greedy else [ids for ids in found if len(ids) >= both]
     if not long_enough:
         raise UsageError(
-            f"--prompts {path}: no prompt has {both} tokens (--prompt-len + --gen-len), the longest has "
+            f"--prompts {path}: no prompt has {both} tokens (--prompt-len + --gen-len), the "
+            "longest has "
             f"{max(map(len, found))}; lower them{or_else}"
         )
     end = prompt_len if greedy else both
@@ -274,16 +300,22 @@ def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[
     size = have // count if length is None else length - len(text.start)
     if size + len(text.start) < 2 or count * size > have:
         raise UsageError(
-            f"--stream-len {'(all of the text)' if length is None else length}, --streams {count}: the text has {have} "
+            f"--stream-len {'(all of the text)' if length is None else length}, --streams {count}: "
+            f"the text has {have} "
             "tokens, and a stream takes at least 2; ask for fewer, shorter or longer ones"
         )
-    return [(*text.start, *text.tokens[at : at + size]) for at in (i * have // count for i in range(count))]
+    return [
+        (*text.start, *text.tokens[at : at + size])
+        for at in (i * have // count for i in range(count))
+    ]
 
 
 # ---- The policies that are compared
 
 # A budget is a share of the prompt's KV entries, of the whole sequence's, or of its bytes in bf16.
-PROMPT, SEQUENCE, BYTES = "prompt", "sequence", "bytes"
+PROMPT = "prompt"
+SEQUENCE = "sequence"
+BYTES = "bytes"
 
 
 @dataclass(frozen=True)
@@ -336,7 +368,8 @@ def make_cells(
             raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the {of}")
     for policy in filter(says_budget, policies):
         raise UsageError(
-            f"--policies {policy}: --budgets sets the size; leave kv_budget and kv_bytes out, and give --budgets-of"
+            f"--policies {policy}: --budgets sets the size; leave kv_budget and kv_bytes out, and "
+            "give --budgets-of"
         )
     found = [Case(Full.name, Full(), budget_of=budgets_of)] if whole else []
     for budget in budgets:
@@ -344,11 +377,15 @@ def make_cells(
         ratios = {"heavy_ratio": half, "recent_ratio": half}
         if budgets_of != PROMPT:
             ratios = {"kv_bytes" if budgets_of == BYTES else "kv_budget": budget}
-        found += [Case(policy, _eviction(policy, ratios), budget, budgets_of) for policy in policies]
+        found += [
+            Case(policy, _eviction(policy, ratios), budget, budgets_of) for policy in policies
+        ]
     return found
 
 
-def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int | None) -> list[Case]:
+def make_cases(
+    policies: Sequence[str], settings: Mapping[str, Any], sinks: int | None
+) -> list[Case]:
     """Return a case for each policy. A name may have settings of its own (`h2o:positions=rolling`).
 
     settings: those of all policies except the full cache. Sizes among them are not passed to
@@ -361,9 +398,15 @@ def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int 
         own = {k: v for k, v in settings.items() if k not in SIZES or not says_budget(policy)}
         name = policy.partition(":")[0]
         if name not in POLICIES:
-            raise UsageError(f"--policies {policy}: {name or 'nothing'} is not one of {', '.join(POLICIES)}")
+            raise UsageError(
+                f"--policies {policy}: {name or 'nothing'} is not one of {', '.join(POLICIES)}"
+            )
         kind = EVICTING.get(name)
-        if sinks is not None and kind is not None and "sinks" in {field.name for field in fields(kind)}:
+        if (
+            sinks is not None
+            and kind is not None
+            and "sinks" in {field.name for field in fields(kind)}
+        ):
             own["sinks"] = sinks
         cases.append(Case(policy, Full() if policy == Full.name else _eviction(policy, own)))
     return cases
@@ -377,7 +420,8 @@ def sizes_of_window(window: int, heavy: int) -> tuple[int, int]:
     heavy = window // 2 if heavy == -1 else heavy
     if not 0 <= heavy < window:
         raise UsageError(
-            f"--num_heavy_hitter_tokens {heavy}: must be from 0 to less than --num_window_length {window}, which the "
+            f"--num_heavy_hitter_tokens {heavy}: must be from 0 to less than --num_window_length "
+            f"{window}, which the "
             "recent KV entries are in too; or -1, half of it"
         )
     return heavy, window - heavy
@@ -406,18 +450,33 @@ def add_row_flags(parser: OneLineParser, texts: int, recalls: int) -> None:
     texts, recalls: default number of rows of text and of recall.
     """
     add = parser.add_argument
-    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
+    add(
+        "--prompts",
+        type=file_name,
+        help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)",
+    )
     add("--num-prompts", type=positive, help=f"text prompts ({texts}; of a file all)")
     add("--recall-prompts", type=count, help=f"recall prompts ({recalls}; 0 with --prompts)")
     add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
     add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
     add(
-        "--continuation", choices=("text", "greedy"), default="text",
+        "--continuation",
+        choices=("text", "greedy"),
+        default="text",
         help="follow the text itself, or the model's own greedy tokens",
-    )  # fmt: skip
+    )
     add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
-    add("--seed", type=count, default=0, help="random seed for the choice of texts and the bootstrap")
-    add("--keep-mem", default="1GiB", help="RAM for what is kept of the full cache's run, beside the budgets (1GiB)")
+    add(
+        "--seed",
+        type=count,
+        default=0,
+        help="random seed for the choice of texts and the bootstrap",
+    )
+    add(
+        "--keep-mem",
+        default="1GiB",
+        help="RAM for what is kept of the full cache's run, beside the budgets (1GiB)",
+    )
     add("--json", type=file_name, help="write all figures")
     add("--markdown", type=file_name, help="write the tables that are printed")
 
@@ -429,7 +488,10 @@ def check_rows(args: argparse.Namespace, texts: int, recalls: int, written: Sequ
     Raise UsageError if a flag is wrong.
     """
     if args.gen_len < 2:
-        raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
+        raise UsageError(
+            f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are "
+            "needed"
+        )
     args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
     check_files(args, ("prompts",), written)
     if args.recall_prompts is None:

@@ -54,9 +54,12 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         say_notes("evaluate streaming", args, llm)
         compression = compression_flags(policy)
         facts = {
-            "measure": "streaming", "schema": SCHEMA, "model": llm.model.name, "dtype": llm.dtype,
+            "measure": "streaming",
+            "schema": SCHEMA,
+            "model": llm.model.name,
+            "dtype": llm.dtype,
             "compression": compression,
-        }  # fmt: skip
+        }
         facts |= (_turns if args.text is None else _texts)(args, llm, cases, compression)
     if args.json is not None:
         write_result(args.json, facts, "--json")
@@ -64,13 +67,16 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
 
 
 def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compression: str) -> Figures:
-    params, turns, spec = sampling_of(args), read_turns(args.turns)[: args.num_turns], llm.model.spec
+    params = sampling_of(args)
+    turns = read_turns(args.turns)[: args.num_turns]
+    spec = llm.model.spec
     ids = encoded(turns, llm.model, args.turn_format, args.chat)
     if args.chat:
         params = llm.model.for_chat(params)
     if len(ids[0]) > spec.max_positions:
         raise UsageError(
-            f"{turns[0].place}: {len(ids[0])} tokens, but {spec.name} has {spec.max_positions} positions; shorten it"
+            f"{turns[0].place}: {len(ids[0])} tokens, but {spec.name} has {spec.max_positions} "
+            "positions; shorten it"
         )
     found = []
     for case in cases:
@@ -82,8 +88,15 @@ def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
     for one in found:
         one["compared"] = of_turns(one["turns"][:compared])
     print(conversation_table(found, len(turns), compared, compression))
-    settings = {"turns": None if args.turns is None else str(args.turns), "gen_len": args.gen_len, "chat": args.chat}
-    return {"settings": {**settings, "num_turns": len(turns), "compared_turns": compared}, "policies": found}
+    settings = {
+        "turns": None if args.turns is None else str(args.turns),
+        "gen_len": args.gen_len,
+        "chat": args.chat,
+    }
+    return {
+        "settings": {**settings, "num_turns": len(turns), "compared_turns": compared},
+        "policies": found,
+    }
 
 
 def of_turns(turns: Sequence[Figures]) -> Figures:
@@ -91,7 +104,9 @@ def of_turns(turns: Sequence[Figures]) -> Figures:
 
     The first turn of a conversation has no perplexity.
     """
-    nats = [(turn["nll"] * turn["tokens"], turn["tokens"]) for turn in turns if turn["nll"] is not None]
+    nats = [
+        (turn["nll"] * turn["tokens"], turn["tokens"]) for turn in turns if turn["nll"] is not None
+    ]
     measured = sum(tokens for _, tokens in nats)
     return {
         "tokens": sum(turn["tokens"] + len(turn["token_ids"]) for turn in turns),
@@ -102,17 +117,22 @@ def of_turns(turns: Sequence[Figures]) -> Figures:
 
 
 def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compression: str) -> Figures:
-    path, windows, spec = args.text or None, args.windows, llm.model.spec
+    path = args.text or None
+    windows = args.windows
+    spec = llm.model.spec
     text = text_of(path, llm.model, ", and --text needs one")
     streams = streams_of(text, args.streams or 1, args.stream_len)
     size = len(streams[0])
     if 2 * windows > size:  # the first token has no prediction
-        raise UsageError(f"--windows {windows}: a stream has {size} tokens; ask for {size // 2} or fewer")
+        raise UsageError(
+            f"--windows {windows}: a stream has {size} tokens; ask for {size // 2} or fewer"
+        )
     for case in cases:
         llm.eviction = case.eviction
         if most_new_tokens(llm.eviction, spec, 1, size - 1) < size - 1:
             raise UsageError(
-                f"--stream-len {size}: {spec.name} has {spec.max_positions} positions; lower it, or leave {case.label} "
+                f"--stream-len {size}: {spec.name} has {spec.max_positions} positions; lower it, "
+                f"or leave {case.label} "
                 "out: only rolling positions go past them"
             )
     found = []
@@ -121,11 +141,18 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
         run_with = title(replace(case, eviction=llm.eviction), compression, (1, size - 1))
         say("evaluate", f"{run_with}: NLL {found[-1]['nll']['value']:.3f}")
     print(text_tables(found, llm.model.name, llm.dtype, compression))
-    settings = {"text": path and str(path), "streams": len(streams), "stream_len": size, "windows": windows}
+    settings = {
+        "text": path and str(path),
+        "streams": len(streams),
+        "stream_len": size,
+        "windows": windows,
+    }
     return {"settings": {**settings, "seed": args.seed}, "policies": found}
 
 
-def _measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int, seed: int) -> Figures:
+def _measure_streams(
+    llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int, seed: int
+) -> Figures:
     """Measure NLL and KV cache by window, following each stream token by token with a policy.
 
     Every token is a decode step: the policy decides after each one, and no prompt is attended to as
@@ -134,14 +161,19 @@ def _measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], win
     llm.eviction = case.eviction
     tokens = torch.tensor([list(s) for s in streams], device="cpu")
     blocks = llm.model.spec.num_blocks
-    (n, length), wanted = tokens.shape, tokens[:, 1:]
-    nats, bootstrap = torch.zeros(wanted.shape, dtype=torch.float64, device="cpu"), Bootstrap(n, RESAMPLES, seed)
+    n, length = tokens.shape
+    wanted = tokens[:, 1:]
+    nats = torch.zeros(wanted.shape, dtype=torch.float64, device="cpu")
+    bootstrap = Bootstrap(n, RESAMPLES, seed)
 
     def see(rows: list[int], steps: list[int], logits: torch.Tensor) -> None:
         nats[rows, steps] = surprise(logits.cpu(), wanted[rows, steps])
 
-    report = llm.follow(tokens[:, :1].tolist(), wanted.tolist(), by_step(n, see), max_tokens_per_sweep=AT_ONCE)
-    edges, found = [length * i // windows for i in range(windows + 1)], []
+    report = llm.follow(
+        tokens[:, :1].tolist(), wanted.tolist(), by_step(n, see), max_tokens_per_sweep=AT_ONCE
+    )
+    edges = [length * i // windows for i in range(windows + 1)]
+    found = []
     for first, last in pairwise(edges):
         columns, nbytes = held_kv(llm, (1, length - 1), last - 1)
         found.append(
@@ -196,26 +228,47 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def conversation_table(policies: Sequence[Figures], turns: int, compared: int, compression: str) -> str:
+def conversation_table(
+    policies: Sequence[Figures], turns: int, compared: int, compression: str
+) -> str:
     """Return a table of conversations (streaming JSON), one row per policy.
 
     turns: number of turns asked. compared: number of the first turns, which all policies answered;
     the figures are over these. compression: flags of all policies.
     """
-    names = ["policy", "positions", "turns answered", "tokens", "perplexity", "KV held at most", "seconds"]
+    names = [
+        "policy",
+        "positions",
+        "turns answered",
+        "tokens",
+        "perplexity",
+        "KV held at most",
+        "seconds",
+    ]
     rows = [
         [
-            f"`{found['policy']}`", found["positions"], f"{found['answered']} of {turns}", f"{one['tokens']}",
-            "" if one["perplexity"] is None else f"{one['perplexity']:.2f}", format_bytes(one["kv_bytes"]),
+            f"`{found['policy']}`",
+            found["positions"],
+            f"{found['answered']} of {turns}",
+            f"{one['tokens']}",
+            "" if one["perplexity"] is None else f"{one['perplexity']:.2f}",
+            format_bytes(one["kv_bytes"]),
             f"{one['seconds']:.1f}",
         ]
         for found in policies
         for one in [found["compared"]]
-    ]  # fmt: skip
+    ]
     note = "Perplexity: of the tokens of all turns but the first, as they came."
     if compared < turns:
-        which = f"the first {counted(compared, 'turn')}, which all policies" if compared else "no turn, as none was"
-        note += f" All columns but `turns answered` are over {which} answered{'' if compared else ' by all policies'}."
+        which = (
+            f"the first {counted(compared, 'turn')}, which all policies"
+            if compared
+            else "no turn, as none was"
+        )
+        note += (
+            f" All columns but `turns answered` are over {which} "
+            f"answered{'' if compared else ' by all policies'}."
+        )
     if compression:
         note += f" All with {compression}."
     return "\n".join([*markdown_table(names, rows), "", note])
@@ -226,7 +279,8 @@ def text_tables(policies: Sequence[Figures], model: str, dtype: str, compression
 
     There is one row per policy. compression: flags of all policies.
     """
-    windows, streams = policies[0]["windows"], policies[0]["nll"]["n"]
+    windows = policies[0]["windows"]
+    streams = policies[0]["nll"]["n"]
     spans = [f"{w['first']} - {w['last']}" for w in windows]
 
     def nats(interval: Figures) -> str:
@@ -234,24 +288,30 @@ def text_tables(policies: Sequence[Figures], model: str, dtype: str, compression
 
     rows = [
         [
-            f"`{found['policy']}`", found["positions"], *(nats(w["nll"]) for w in found["windows"]),
-            nats(found["nll"]), f"{found['perplexity']:.2f}",
+            f"`{found['policy']}`",
+            found["positions"],
+            *(nats(w["nll"]) for w in found["windows"]),
+            nats(found["nll"]),
+            f"{found['perplexity']:.2f}",
         ]
         for found in policies
-    ]  # fmt: skip
+    ]
     held = [
         [
-            f"`{found['policy']}`", found["positions"], *(format_bytes(w["kv_bytes"]) for w in found["windows"]),
+            f"`{found['policy']}`",
+            found["positions"],
+            *(format_bytes(w["kv_bytes"]) for w in found["windows"]),
             f"{found['seconds']:.1f}",
         ]
         for found in policies
-    ]  # fmt: skip
+    ]
     intervals = f"{streams} streams; NLL in nats a token, 95% bootstrap intervals over streams"
     setting = f"{dtype}, all with {compression}" if compression else dtype
     head = f"Model `{model}` in {setting}; {intervals if streams > 1 else 'NLL in nats a token'}."
     parts = [
-        [head], markdown_table(["policy", "positions", *spans, "all", "perplexity"], rows),
+        [head],
+        markdown_table(["policy", "positions", *spans, "all", "perplexity"], rows),
         ["KV held by one stream at the end of each window:"],
         markdown_table(["policy", "positions", *spans, "seconds"], held),
-    ]  # fmt: skip
+    ]
     return "\n\n".join("\n".join(part) for part in parts)

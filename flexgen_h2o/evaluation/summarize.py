@@ -27,13 +27,38 @@ from flexgen_h2o.cli_common import (
     results_are_in,
 )
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, TooLongError, UsageError
+from flexgen_h2o.core.errors import (
+    EXIT_ALL_ROWS_FAILED,
+    EXIT_DONE,
+    FlexgenError,
+    TooLongError,
+    UsageError,
+)
 from flexgen_h2o.core.files import read_json, replacing, usable_path, write_whole
 from flexgen_h2o.engine.prompts import check_output_path
-from flexgen_h2o.evaluation.articles import LAYOUT, Rouge, as_message, prompt_of, read_records, shortened
-from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder, columns_held, file_label
+from flexgen_h2o.evaluation.articles import (
+    LAYOUT,
+    Rouge,
+    as_message,
+    prompt_of,
+    read_records,
+    shortened,
+)
+from flexgen_h2o.evaluation.kvpress import (
+    add_press_flag,
+    check_press_folder,
+    columns_held,
+    file_label,
+)
 from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
-from flexgen_h2o.flags import add_engine_flags, add_sampling_flags, compression_flags, open_llm, policy_of, sampling_of
+from flexgen_h2o.flags import (
+    add_engine_flags,
+    add_sampling_flags,
+    compression_flags,
+    open_llm,
+    policy_of,
+    sampling_of,
+)
 from flexgen_h2o.kvcache.eviction import POLICIES, Full, says_budget
 from flexgen_h2o.parser import OneLineParser
 
@@ -49,7 +74,8 @@ SCHEMA = 1
 HEAVY = (32, 64, 128, 256, 512)
 GEN_LEN = 64  # most new tokens of records without `max_tokens`
 # Heavy entries by default in the two scripts; there are as many recent ones.
-H2O_HF_SIZE, LLAMA_RECIPES_SIZE = 1024, 128
+H2O_HF_SIZE = 1024
+LLAMA_RECIPES_SIZE = 128
 # Flags that replace a field of every record.
 OF_RECORDS = ("temperature", "top_p", "top_k", "stop", "ignore_eos")
 ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -80,7 +106,11 @@ def add_flags(parser: OneLineParser) -> None:
     add_engine_flags(parser)
     add_sampling_flags(parser)
     add = parser.add_argument
-    add("--input", type=file_name, help='.jsonl, one article per line: {"article", "summary_gt", "max_tokens", ...}')
+    add(
+        "--input",
+        type=file_name,
+        help='.jsonl, one article per line: {"article", "summary_gt", "max_tokens", ...}',
+    )
     add(
         "--output-dir",
         type=file_name,
@@ -88,37 +118,67 @@ def add_flags(parser: OneLineParser) -> None:
         help="folder of the jobs: one output per setting, and summary.json",
     )
     add(
-        "--output", type=file_name, metavar="FILE", help="instead, for a single setting: the .jsonl that its job writes"
+        "--output",
+        type=file_name,
+        metavar="FILE",
+        help="instead, for a single setting: the .jsonl that its job writes",
     )
     add_grid_flags(parser, "full local h2o", "prompt + max_tokens", "(32 ... 512)")
-    add("--sample-num", "--sample_num", type=positive, metavar="N", help="the first N articles only")
-    add("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0: records say 0.3")
+    add(
+        "--sample-num", "--sample_num", type=positive, metavar="N", help="the first N articles only"
+    )
+    add(
+        "--greedy",
+        dest="temperature",
+        action="store_const",
+        const=0.0,
+        help="--temperature 0: records say 0.3",
+    )
     add(
         "--chat",
         action="store_true",
         default=None,
-        help="each article with its instruction is a user's message, put into the model's chat template",
+        help="each article with its instruction is a user's message, put into the model's chat "
+        "template",
     )
-    add("--gen-len", type=positive, help=f"most new tokens of all articles (the records' max_tokens, else {GEN_LEN})")
     add(
-        "--too-long", choices=("cut", "skip"), default="cut",
-        help="articles beyond the model's positions lose their end, not their instruction; or are left out (cut)",
-    )  # fmt: skip
+        "--gen-len",
+        type=positive,
+        help=f"most new tokens of all articles (the records' max_tokens, else {GEN_LEN})",
+    )
+    add(
+        "--too-long",
+        choices=("cut", "skip"),
+        default="cut",
+        help="articles beyond the model's positions lose their end, not their instruction; or are "
+        "left out (cut)",
+    )
     add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
     add("--json", type=file_name, help="write all figures")
     add("--markdown", type=file_name, help="write the table that is printed")
-    add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
+    add(
+        "--plot",
+        type=file_name,
+        help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)",
+    )
     add_press_flag(parser)
     _add_aliases(parser)
 
 
-def add_grid_flags(parser: OneLineParser, usual: str, budget_of: str, usual_sizes: str = "") -> None:
+def add_grid_flags(
+    parser: OneLineParser, usual: str, budget_of: str, usual_sizes: str = ""
+) -> None:
     """Add the flags that choose policies and sizes.
 
     usual, usual_sizes: the defaults, for the help. budget_of: what --kv-budget is a share of.
     """
     add = parser.add_argument
-    add("--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} ({usual}); also h2o-norm:sinks=0")
+    add(
+        "--policies",
+        nargs="+",
+        metavar="NAME",
+        help=f"{', '.join(POLICIES)} ({usual}); also h2o-norm:sinks=0",
+    )
     add(
         "--hh-size",
         type=count,
@@ -133,8 +193,18 @@ def add_grid_flags(parser: OneLineParser, usual: str, budget_of: str, usual_size
         metavar="N",
         help="recent KV entries per sequence, one for each (as many)",
     )
-    add("--kv-budget", type=float, nargs="+", metavar="R", help=f"shares of {budget_of}, one setting each")
-    add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
+    add(
+        "--kv-budget",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help=f"shares of {budget_of}, one setting each",
+    )
+    add(
+        "--positions",
+        choices=("original", "rolling"),
+        help="position scheme of every policy except full (original)",
+    )
 
 
 def _add_aliases(parser: OneLineParser) -> None:
@@ -142,14 +212,31 @@ def _add_aliases(parser: OneLineParser) -> None:
     add("--input_path", "--input-path", dest="input", type=file_name, **ALIAS)
     add("--output_path", "--output-path", dest="output", type=file_name, **ALIAS)
     add("--model_name", "--model-name", dest="model", **ALIAS)
-    add("--cache_dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **ALIAS)
+    add(
+        "--cache_dir",
+        dest="path",
+        type=lambda name: name if Path(name).expanduser().is_dir() else None,
+        **ALIAS,
+    )
     add("--enable_h2o_cache", dest="script_size", action="store_const", const=H2O_HF_SIZE, **ALIAS)
-    add("--enable_h2o_generation", dest="script_size", action="store_const", const=LLAMA_RECIPES_SIZE, **ALIAS)
+    add(
+        "--enable_h2o_generation",
+        dest="script_size",
+        action="store_const",
+        const=LLAMA_RECIPES_SIZE,
+        **ALIAS,
+    )
     add("--hh_size", dest="hh_size", type=count, nargs="+", **ALIAS)
     add("--recent_size", dest="recent_size", type=positive, nargs="+", **ALIAS)
     add("--num_heavy_hitter_tokens", dest="heavy_of_window", type=int, nargs="+", **ALIAS)
     add("--num_window_length", dest="window_size", type=positive, nargs="+", **ALIAS)
-    add("--enable_position_rolling", dest="positions", action="store_const", const="rolling", **ALIAS)
+    add(
+        "--enable_position_rolling",
+        dest="positions",
+        action="store_const",
+        const="rolling",
+        **ALIAS,
+    )
     add("--k", dest="top_k", type=int, **ALIAS)
     add("--batch_size", dest="gpu_batch_size", type=positive, **ALIAS)
     add("--no_cuda", dest="device", action="store_const", const="cpu", **ALIAS)
@@ -158,16 +245,22 @@ def _add_aliases(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run and score all cells, one after the other, and return the exit code."""
-    asked_len, args.gen_len = args.gen_len, args.gen_len or GEN_LEN
+    asked_len = args.gen_len
+    args.gen_len = args.gen_len or GEN_LEN
     fields = {name: getattr(args, name) for name in OF_RECORDS if name in args.given}
     fields |= {} if asked_len is None else {"max_tokens": asked_len}
     cells = _check(args)
     total = sum(1 for _ in read_records(args.input, None, fields, GEN_LEN))
     if not total:
-        raise UsageError(f"--input {args.input}: no record in it, only blank lines or nothing; {LAYOUT}")
+        raise UsageError(
+            f"--input {args.input}: no record in it, only blank lines or nothing; {LAYOUT}"
+        )
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:
-        raise UsageError("--attn-sparsity: works with the full cache alone, and others are compared here; leave it out")
+        raise UsageError(
+            "--attn-sparsity: works with the full cache alone, and others are compared here; leave "
+            "it out"
+        )
     with open_llm(args, policy, is_auto, Full()) as llm:
         if args.chat:
             llm.model.check_chat()
@@ -177,13 +270,18 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             _plan(args, llm, policy, cells, fields)
         facts = {**_prepare(args, llm, fields, cells[0].output), "articles_in_input": total}
-        facts["compression"], spec = compression_flags(policy), llm.model.spec
+        facts["compression"] = compression_flags(policy)
+        spec = llm.model.spec
     return _run_cells(args, cells, facts, spec, policy, is_auto)
 
 
 def _plan(
-    args: argparse.Namespace, llm: LLM, policy: Policy, cells: Sequence[Cell], fields: Mapping[str, Any]
-) -> None:  # fmt: skip
+    args: argparse.Namespace,
+    llm: LLM,
+    policy: Policy,
+    cells: Sequence[Cell],
+    fields: Mapping[str, Any],
+) -> None:
     """Print the plan of the cell that holds the most KV entries, for --dry-run."""
     from flexgen_h2o.jobs.input import Line
     from flexgen_h2o.jobs.job import plan_lines
@@ -193,24 +291,33 @@ def _plan(
     none: dict[str, Any] = {"article": "", "max_tokens": 1}
     longest = max(map(json.loads, lines), key=lambda one: len(prompt_of(one)), default=none)
     row = len(_encoded(args, llm.model, prompt_of(longest))), longest["max_tokens"]
-    most = max(cells, key=lambda cell: columns_held(cell.case.eviction, llm.model.spec, policy, [row]))
+    most = max(
+        cells, key=lambda cell: columns_held(cell.case.eviction, llm.model.spec, policy, [row])
+    )
     llm.eviction = most.case.eviction
     requests = (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1))
     plan_lines(llm, RequestReader(llm.model, sampling_of(args), llm.eviction), requests, args.input)
 
 
 def _run_cells(
-    args: argparse.Namespace, cells: Sequence[Cell], facts: Figures, spec: ModelSpec, policy: Policy, is_auto: bool
-) -> int:  # fmt: skip
+    args: argparse.Namespace,
+    cells: Sequence[Cell],
+    facts: Figures,
+    spec: ModelSpec,
+    policy: Policy,
+    is_auto: bool,
+) -> int:
     """Run the job of each cell and score its answers. Return the exit code.
 
     After each cell summary.json is written. It has the cells so far, and those of earlier runs.
     """
     from flexgen_h2o.evaluation import summary
 
-    before, codes = _earlier(args), []
+    before = _earlier(args)
+    codes = []
     found: dict[str, Figures] = {}
-    reference, scorer = dict[int, list[float]](), Rouge()
+    reference = dict[int, list[float]]()
+    scorer = Rouge()
     for cell in cells:
         print(f"# {cell.title}", flush=True)
         codes.append(_job(args, cell, policy, is_auto))
@@ -227,7 +334,9 @@ def _run_cells(
         if args.kvpress_dir is not None and answers:
             summary.write_press(args.kvpress_dir, cell, answers, figures, facts)
     summary.show(args, {**facts, "cells": list(found.values())})
-    return EXIT_ALL_ROWS_FAILED if all(code == EXIT_ALL_ROWS_FAILED for code in codes) else EXIT_DONE
+    return (
+        EXIT_ALL_ROWS_FAILED if all(code == EXIT_ALL_ROWS_FAILED for code in codes) else EXIT_DONE
+    )
 
 
 # ---- Cells and requests
@@ -239,7 +348,8 @@ def _check(args: argparse.Namespace) -> list[Cell]:
         raise UsageError(f"--input: is missing; name a .jsonl file of articles: {LAYOUT}")
     if (args.output_dir is None) == (args.output is None):
         raise UsageError(
-            "--output-dir: is missing; name a folder for the answers, or with one setting a file with --output"
+            "--output-dir: is missing; name a folder for the answers, or with one setting a file "
+            "with --output"
         )
     check_files(args, ("input",), ("json", "markdown", "plot"), "output")
     if not args.input.is_file():
@@ -251,7 +361,8 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     cells = cells_of(args)
     if args.output is not None and len(cells) > 1:
         raise UsageError(
-            f"--output {args.output}: holds one setting, and there are {len(cells)}; give --output-dir DIR"
+            f"--output {args.output}: holds one setting, and there are {len(cells)}; give "
+            "--output-dir DIR"
         )
     if args.output is None:
         args.output_dir = usable_path(args.output_dir, "--output-dir")
@@ -259,7 +370,9 @@ def _check(args: argparse.Namespace) -> list[Cell]:
         make_folders(args, cells)
     missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
     if missing:
-        raise UsageError(f"summarize: needs {' and '.join(missing)}; pip install -e '.[eval]' in a clone")
+        raise UsageError(
+            f"summarize: needs {' and '.join(missing)}; pip install -e '.[eval]' in a clone"
+        )
     results_are_in(*(cell.output for cell in cells), args.json, args.markdown)
     return cells
 
@@ -271,7 +384,9 @@ def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
         if folder is not None:
             folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output-dir {folder}: {error.strerror or error}; its parent must be there") from error
+        raise UsageError(
+            f"--output-dir {folder}: {error.strerror or error}; its parent must be there"
+        ) from error
     for cell in cells:
         check_output_path(cell.output)
 
@@ -279,21 +394,34 @@ def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """Return the cells, the full cache first, then each policy at each size."""
     is_h2o = vars(args).get("script_size") is not None
-    usual = ("h2o",) if is_h2o else ("full",) if args.output is not None else ("full", "local", "h2o")
-    names, sizes = args.policies or usual, _sizes(args)
+    usual = (
+        ("h2o",) if is_h2o else ("full",) if args.output is not None else ("full", "local", "h2o")
+    )
+    names = args.policies or usual
+    sizes = _sizes(args)
     named: list[tuple[Case, str]] = []
     if Full.name in names:
-        named += [(case, "") for case in make_cases([name for name in names if name == Full.name], {}, None)]
+        named += [
+            (case, "")
+            for case in make_cases([name for name in names if name == Full.name], {}, None)
+        ]
     others = [name for name in names if name != Full.name]
     own = {} if args.positions is None else {"positions": args.positions}
-    sized, given = [name for name in others if not says_budget(name)], given_sizes(args)
+    sized = [name for name in others if not says_budget(name)]
+    given = given_sizes(args)
     if not others and (own or given):
         raise UsageError(
-            "--policies full: keeps every KV entry, so sizes and positions have no effect; name another too"
+            "--policies full: keeps every KV entry, so sizes and positions have no effect; name "
+            "another too"
         )
     if given and not sized:
-        raise UsageError(f"{args.given[given[0]]}: each of --policies has a budget of its own; leave one of them out")
-    named += [(case, "") for case in make_cases([name for name in others if name not in sized], own, None)]
+        raise UsageError(
+            f"{args.given[given[0]]}: each of --policies has a budget of its own; leave one of "
+            "them out"
+        )
+    named += [
+        (case, "") for case in make_cases([name for name in others if name not in sized], own, None)
+    ]
     for size, settings in sizes.items() if sized else ():
         named += [(case, size) for case in make_cases(sized, {**settings, **own}, None)]
     return [Cell(case, size, _output_of(args, case.label, size)) for case, size in named]
@@ -310,19 +438,34 @@ def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
     Raise UsageError naming a flag.
     """
-    window, heavy_of_window = vars(args).get("window_size"), vars(args).get("heavy_of_window")
-    given, heavy, recent = given_sizes(args), args.hh_size, args.recent_size
+    window = vars(args).get("window_size")
+    heavy_of_window = vars(args).get("heavy_of_window")
+    given = given_sizes(args)
+    heavy = args.hh_size
+    recent = args.recent_size
     if window is not None or heavy_of_window is not None:
         if heavy is not None or recent is not None:
-            raise UsageError("--num_window_length: --hh-size and --recent-size say the same; give one kind of them")
-        pairs = _paired("--num_heavy_hitter_tokens", heavy_of_window or [-1], "--num_window_length", window or [256])
+            raise UsageError(
+                "--num_window_length: --hh-size and --recent-size say the same; give one kind of "
+                "them"
+            )
+        pairs = _paired(
+            "--num_heavy_hitter_tokens",
+            heavy_of_window or [-1],
+            "--num_window_length",
+            window or [256],
+        )
         pairs = [sizes_of_window(wide, high) for high, wide in pairs]
     elif heavy is None and recent is not None:
-        raise UsageError(f"--recent-size {recent[0]}: goes with --hh-size; give both (0 heavy ones for a window alone)")
+        raise UsageError(
+            f"--recent-size {recent[0]}: goes with --hh-size; give both (0 heavy ones for a window "
+            "alone)"
+        )
     elif heavy is not None:
         if 0 in heavy and recent is None:
             raise UsageError(
-                "--hh-size 0: keeps nothing by itself; say with --recent-size how many recent KV entries stay"
+                "--hh-size 0: keeps nothing by itself; say with --recent-size how many recent KV "
+                "entries stay"
             )
         pairs = _paired("--hh-size", heavy, "--recent-size", recent or heavy)
     elif "kv_budget" in given:
@@ -330,25 +473,38 @@ def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     else:
         asked = vars(args).get("script_size")
         pairs = [(n, n) for n in (HEAVY if asked is None else (asked,))]
-    sizes: dict[str, dict[str, Any]] = {f"{h}+{r}": {"heavy_size": h, "recent_size": r} for h, r in pairs}
+    sizes: dict[str, dict[str, Any]] = {
+        f"{h}+{r}": {"heavy_size": h, "recent_size": r} for h, r in pairs
+    }
     shares = vars(args).get("kv_budget") or []
     wrong = next((share for share in shares if not 0 < share <= 1), None)
     if wrong is not None:
-        raise UsageError(f"--kv-budget {wrong:g}: is not in (0, 1]; it is a share of prompt + max_tokens")
+        raise UsageError(
+            f"--kv-budget {wrong:g}: is not in (0, 1]; it is a share of prompt + max_tokens"
+        )
     if len(sizes) < len(pairs) or len(set(shares)) < len(shares):
-        raise UsageError("--hh-size, --recent-size, --kv-budget: a size is given twice; give each once")
+        raise UsageError(
+            "--hh-size, --recent-size, --kv-budget: a size is given twice; give each once"
+        )
     return sizes | {str(share): {"kv_budget": share} for share in shares}
 
 
-def _paired(flag: str, values: Sequence[int], other_flag: str, others: Sequence[int]) -> list[tuple[int, int]]:
+def _paired(
+    flag: str, values: Sequence[int], other_flag: str, others: Sequence[int]
+) -> list[tuple[int, int]]:
     """Return pairs of a value and an other value, in order.
 
     A single one is paired with all others.
     """
     if len(values) != len(others) and 1 not in (len(values), len(others)):
-        raise UsageError(f"{flag} has {len(values)} sizes, {other_flag} {len(others)}; give as many of both, or one")
+        raise UsageError(
+            f"{flag} has {len(values)} sizes, {other_flag} {len(others)}; give as many of both, or "
+            "one"
+        )
     most = max(len(values), len(others))
-    return list(zip(*(list(v) * most if len(v) == 1 else v for v in (values, others)), strict=False))[:most]
+    return list(
+        zip(*(list(v) * most if len(v) == 1 else v for v in (values, others)), strict=False)
+    )[:most]
 
 
 def _output_of(args: argparse.Namespace, policy: str, size: str) -> Path:
@@ -363,51 +519,74 @@ def _requests_of(args: argparse.Namespace, output: Path) -> Path:
 
 
 def _summary_of(args: argparse.Namespace) -> Path:
-    folder, output = args.output_dir, args.output
-    return Path(folder) / "summary.json" if output is None else Path(output).with_name(output.name + ".summary.json")
+    folder = args.output_dir
+    output = args.output
+    return (
+        Path(folder) / "summary.json"
+        if output is None
+        else Path(output).with_name(output.name + ".summary.json")
+    )
 
 
-def _prepare(args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], output: Path) -> Figures:
+def _prepare(
+    args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], output: Path
+) -> Figures:
     """Write the requests of all cells, and return the facts about the run for the JSON result.
 
     Raise UsageError if the folder has requests of other articles or flags.
     """
     model = llm.model
     if model.tokenizer is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer, and articles are texts; name a folder with one")
-    path, counts = _requests_of(args, output), {"articles": 0, "cut": 0, "skipped": 0}
+        raise UsageError(
+            f"--model {model.name}: has no tokenizer, and articles are texts; name a folder with "
+            "one"
+        )
+    path = _requests_of(args, output)
+    counts = {"articles": 0, "cut": 0, "skipped": 0}
     older = path.open(encoding="utf-8") if path.exists() else contextlib.nullcontext(())
     try:
         with older as lines, replacing(path) as file:
             for line, was in zip_longest(_request_lines(args, model, fields, counts), lines):
                 if line is None:
                     raise UsageError(
-                        f"{path}: has more articles than {counts['articles']}, which are asked for; ask for as many or "
+                        f"{path}: has more articles than {counts['articles']}, which are asked "
+                        "for; ask for as many or "
                         "more, or give another --output-dir"
                     )
                 if was not in (None, line):
                     raise UsageError(
-                        f"{path}: is of other articles, or was made with other flags; leave --input and sampling as "
+                        f"{path}: is of other articles, or was made with other flags; leave "
+                        "--input and sampling as "
                         "they were, or give another --output-dir"
                     )
                 file.write(line)
             if not counts["articles"]:
                 raise UsageError(
-                    f"--too-long skip: all {counts['skipped']} articles are too long for {model.name}; leave it "
+                    f"--too-long skip: all {counts['skipped']} articles are too long for "
+                    f"{model.name}; leave it "
                     "out, and they are cut"
                 )
     except OSError as error:
         raise FlexgenError(f"{path}: {error.strerror or error}") from error
     if counts["cut"] or counts["skipped"]:
         note(
-            "evaluate", f"{counts['cut']} articles were cut to the {model.spec.max_positions} positions of "
+            "evaluate",
+            f"{counts['cut']} articles were cut to the {model.spec.max_positions} positions of "
             f"{model.name}, {counts['skipped']} left out",
-        )  # fmt: skip
+        )
     return {
-        "measure": "summarize", "schema": SCHEMA, "model": model.name, "dtype": llm.dtype, "input": str(args.input),
-        **counts, "too_long": args.too_long, "fields": dict(fields), "seed": args.seed, "resamples": args.resamples,
+        "measure": "summarize",
+        "schema": SCHEMA,
+        "model": model.name,
+        "dtype": llm.dtype,
+        "input": str(args.input),
+        **counts,
+        "too_long": args.too_long,
+        "fields": dict(fields),
+        "seed": args.seed,
+        "resamples": args.resamples,
         "chat": bool(args.chat),
-    }  # fmt: skip
+    }
 
 
 def _encoded(args: argparse.Namespace, model: Model, text: str) -> list[int]:
@@ -422,7 +601,9 @@ def _request_lines(
     A record that is longer with its new tokens than the model has positions is cut or skipped.
     counts: gets the numbers of "articles", "cut" and "skipped".
     """
-    for number, record in enumerate(read_records(args.input, args.sample_num, fields, GEN_LEN), start=1):
+    for number, record in enumerate(
+        read_records(args.input, args.sample_num, fields, GEN_LEN), start=1
+    ):
         room = model.spec.max_positions - record["max_tokens"]
         if args.chat:
             record["article"] = as_message(record["article"])
@@ -437,8 +618,10 @@ def _request_lines(
             shorter = shortened(record["article"], fits) if args.too_long == "cut" else None
             if shorter is None and args.too_long == "cut":
                 raise UsageError(
-                    f"--input {args.input}: record {number} asks for {record['max_tokens']} new tokens, and "
-                    f"{model.name} has {model.spec.max_positions} positions: no word of its article is left; lower "
+                    f"--input {args.input}: record {number} asks for {record['max_tokens']} new "
+                    "tokens, and "
+                    f"{model.name} has {model.spec.max_positions} positions: no word of its "
+                    "article is left; lower "
                     "--gen-len, or give --too-long skip"
                 )
             counts["skipped" if shorter is None else "cut"] += 1
@@ -459,7 +642,9 @@ def _job(args: argparse.Namespace, cell: Cell, policy: Policy, is_auto: bool) ->
     from flexgen_h2o.jobs.job import run_job
 
     requests = _requests_of(args, cell.output)
-    return run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, sampling_of(args))
+    return run_job(
+        args, requests, cell.output, policy, is_auto, cell.case.eviction, sampling_of(args)
+    )
 
 
 def _earlier(args: argparse.Namespace) -> dict[str, Figures]:

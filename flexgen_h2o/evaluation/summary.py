@@ -19,7 +19,13 @@ from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.units import format_bytes, markdown_table
 from flexgen_h2o.engine.report import column_bytes
-from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, prompt_of, split_instruction
+from flexgen_h2o.evaluation.articles import (
+    METRICS,
+    ROUGE,
+    ROUGE_SCORE,
+    prompt_of,
+    split_instruction,
+)
 from flexgen_h2o.evaluation.figures import Bootstrap, Figures, by_policy, number, over_budgets
 from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, columns_held, write_press_run
 from flexgen_h2o.jobs.output import rows_of
@@ -83,21 +89,35 @@ def read_answers(output: Path, requests: Path) -> list[Answer]:
     return sorted(found, key=lambda one: one.number)
 
 
-def kept(cell: Cell, answers: Sequence[Answer], spec: ModelSpec, policy: Policy, dtype: str) -> Figures:
+def kept(
+    cell: Cell, answers: Sequence[Answer], spec: ModelSpec, policy: Policy, dtype: str
+) -> Figures:
     """Return what a cell's KV cache held: means over rows at their longest, prompt + max_tokens."""
-    nbytes, blocks, n = column_bytes(spec, policy, DTYPE_BYTES[dtype])[0], spec.num_blocks, max(1, len(answers))
+    nbytes = column_bytes(spec, policy, DTYPE_BYTES[dtype])[0]
+    blocks = spec.num_blocks
+    n = max(1, len(answers))
     lengths = [(one.prompt_tokens, one.max_tokens) for one in answers]
-    held, full = (columns_held(eviction, spec, policy, lengths) for eviction in (cell.case.eviction, Full()))
+    held, full = (
+        columns_held(eviction, spec, policy, lengths) for eviction in (cell.case.eviction, Full())
+    )
     share = held / full if full else 1.0
     return {
-        "title": cell.title, "policy": cell.case.label, "size": cell.size, "positions": cell.case.positions,
-        "eviction": cell.case.eviction.to_json(), "output": str(cell.output), "articles": len(answers),
+        "title": cell.title,
+        "policy": cell.case.label,
+        "size": cell.size,
+        "positions": cell.case.positions,
+        "eviction": cell.case.eviction.to_json(),
+        "output": str(cell.output),
+        "articles": len(answers),
         "empty": sum(not one.text.strip() for one in answers),
         "prompt_tokens": sum(one.prompt_tokens for one in answers) / n,
         "new_tokens": sum(one.new_tokens for one in answers) / n,
-        "kv_columns": held / blocks / n, "kv_bytes": held * nbytes / n, "kv_full_bytes": full * nbytes / n,
-        "kv_share": share, "compression_ratio": 1 - share,
-    }  # fmt: skip
+        "kv_columns": held / blocks / n,
+        "kv_bytes": held * nbytes / n,
+        "kv_full_bytes": full * nbytes / n,
+        "kv_share": share,
+        "compression_ratio": 1 - share,
+    }
 
 
 def speed(output: Path, before: Mapping[str, Any]) -> Figures:
@@ -108,12 +128,19 @@ def speed(output: Path, before: Mapping[str, Any]) -> Figures:
     """
     status = read_status(output)
     if status.tokens:
-        return {"tokens": status.tokens, "seconds": status.seconds, "tokens_per_s": status.tokens_per_s}
+        return {
+            "tokens": status.tokens,
+            "seconds": status.seconds,
+            "tokens_per_s": status.tokens_per_s,
+        }
     return {name: before.get(name) for name in ("tokens", "seconds", "tokens_per_s")}
 
 
 def means(
-    scores: Mapping[int, Sequence[float]], reference: Mapping[int, Sequence[float]], resamples: int, seed: int
+    scores: Mapping[int, Sequence[float]],
+    reference: Mapping[int, Sequence[float]],
+    resamples: int,
+    seed: int,
 ) -> Figures:
     """Return the mean of each metric over articles, and its paired difference to `reference`.
 
@@ -122,8 +149,11 @@ def means(
     """
     if not scores:
         return {"scores": None, "less_first": None}
-    values, bootstrap = np.array(list(scores.values())), Bootstrap(len(scores), resamples, seed)
-    found: Figures = {"scores": {name: bootstrap.mean(values[:, i]) for i, name in enumerate(METRICS)}}
+    values = np.array(list(scores.values()))
+    bootstrap = Bootstrap(len(scores), resamples, seed)
+    found: Figures = {
+        "scores": {name: bootstrap.mean(values[:, i]) for i, name in enumerate(METRICS)}
+    }
     less = None
     if reference and list(reference) == list(scores):
         gaps = values - np.array(list(reference.values()))
@@ -134,32 +164,52 @@ def means(
 def say_means(figures: Figures) -> None:
     """Print the line of scores that h2o_hf's script prints."""
     if figures["scores"] is not None:
-        print(", ".join(f"{name}: {figures['scores'][name]['value']:.6f}" for name in ROUGE), flush=True)
+        print(
+            ", ".join(f"{name}: {figures['scores'][name]['value']:.6f}" for name in ROUGE),
+            flush=True,
+        )
 
 
-def write_press(folder: Path, cell: Cell, answers: Sequence[Answer], figures: Figures, facts: Figures) -> None:
+def write_press(
+    folder: Path, cell: Cell, answers: Sequence[Answer], figures: Figures, facts: Figures
+) -> None:
     """Write a cell in kvpress's layout.
 
     The article is the context, the instruction is the question.
     """
     settings = {
-        "seed": facts["seed"], "press_init_command": json.dumps(figures["eviction"]), "dtype": facts["dtype"],
+        "seed": facts["seed"],
+        "press_init_command": json.dumps(figures["eviction"]),
+        "dtype": facts["dtype"],
         "compression_ratio_of": RATIO_OF,
-        "kv_size": cell.size or None, "positions": cell.case.positions, "compression": facts["compression"] or None,
-        "articles": len(answers), "cut": facts["cut"], "fields": facts["fields"],
-    }  # fmt: skip
+        "kv_size": cell.size or None,
+        "positions": cell.case.positions,
+        "compression": facts["compression"] or None,
+        "articles": len(answers),
+        "cut": facts["cut"],
+        "fields": facts["fields"],
+    }
     run = PressRun(
-        Path(facts["input"]).stem, facts["model"], cell.case.label, round(figures["compression_ratio"], 6),
-        fraction=len(answers) / facts["articles_in_input"], settings=settings,
-    )  # fmt: skip
+        Path(facts["input"]).stem,
+        facts["model"],
+        cell.case.label,
+        round(figures["compression_ratio"], 6),
+        fraction=len(answers) / facts["articles_in_input"],
+        settings=settings,
+    )
     rows = (
         {
-            "question": split_instruction(one.prompt)[2], "answer_prefix": "", "answer": one.reference,
-            "max_new_tokens": one.max_tokens, "predicted_answer": one.text,
+            "question": split_instruction(one.prompt)[2],
+            "answer_prefix": "",
+            "answer": one.reference,
+            "max_new_tokens": one.max_tokens,
+            "predicted_answer": one.text,
         }
         for one in answers
-    )  # fmt: skip
-    write_press_run(folder, run, rows, {name: score["value"] for name, score in figures["scores"].items()})
+    )
+    write_press_run(
+        folder, run, rows, {name: score["value"] for name, score in figures["scores"].items()}
+    )
 
 
 def show(args: argparse.Namespace, result: Figures) -> None:
@@ -172,14 +222,24 @@ def summary_table(result: Figures) -> str:
     """Return the table: one row per cell, with scores in hundredths, as papers print them."""
     first = result["cells"][0]["title"]
     names = [
-        "policy", "KV size", "KV columns", "KV a row", "of full", *_TITLES.values(), f"ROUGE-2 - {first}'s",
-        "`rouge` 1 / 2 / l", "new tokens", "tokens/s", "articles",
-    ]  # fmt: skip
+        "policy",
+        "KV size",
+        "KV columns",
+        "KV a row",
+        "of full",
+        *_TITLES.values(),
+        f"ROUGE-2 - {first}'s",
+        "`rouge` 1 / 2 / l",
+        "new tokens",
+        "tokens/s",
+        "articles",
+    ]
     rows = [_row(cell) for cell in result["cells"]]
     head = [
         f"Model `{result['model']}` in {result['dtype']}"
         + (f", all with {result['compression']}" if result["compression"] else "")
-        + f"; {result['articles']} articles of {Path(result['input']).name}, {result['cut']} cut to the model's "
+        + f"; {result['articles']} articles of {Path(result['input']).name}, {result['cut']} cut "
+        "to the model's "
         f"positions, {result['skipped']} left out; "
         + ("as messages of a chat; " if result.get("chat") else "")
         + _sampling(result["fields"]),
@@ -187,8 +247,10 @@ def summary_table(result: Figures) -> str:
     ]
     foot = [
         "",
-        "F measures x 100, means over articles with 95% bootstrap intervals: rouge-score with stemming, beside it the "
-        "package `rouge`, which h2o_hf takes. KV: mean over rows at their longest, prompt + max_tokens. tokens/s: new "
+        "F measures x 100, means over articles with 95% bootstrap intervals: rouge-score with "
+        "stemming, beside it the "
+        "package `rouge`, which h2o_hf takes. KV: mean over rows at their longest, prompt + "
+        "max_tokens. tokens/s: new "
         "ones over all seconds of the cell's job.",
     ]
     return "\n".join([*head, *markdown_table(names, rows), *foot])
@@ -197,21 +259,29 @@ def summary_table(result: Figures) -> str:
 def _sampling(fields: Figures) -> str:
     if not fields:
         return "sampling as the records say"
-    return "sampling as the records say, but " + ", ".join(f"{name} {value}" for name, value in fields.items())
+    return "sampling as the records say, but " + ", ".join(
+        f"{name} {value}" for name, value in fields.items()
+    )
 
 
 def _row(cell: Figures) -> list[str]:
     kept = [f"{cell['kv_columns']:.0f}", format_bytes(cell["kv_bytes"]), f"{cell['kv_share']:.1%}"]
     speed = "" if cell["tokens_per_s"] is None else f"{cell['tokens_per_s']:.0f}"
-    scores, less = cell["scores"], cell["less_first"]
+    scores = cell["scores"]
+    less = cell["less_first"]
     if scores is None:
         return [f"`{cell['policy']}`", cell["size"], *kept, "", "", "", "", "", "", speed, "0"]
     return [
-        f"`{cell['policy']}`", cell["size"], *kept, *(number(_hundredths(scores[name]), 2) for name in _TITLES),
+        f"`{cell['policy']}`",
+        cell["size"],
+        *kept,
+        *(number(_hundredths(scores[name]), 2) for name in _TITLES),
         "" if less is None else number(_hundredths(less["rouge2"]), 2),
-        " / ".join(f"{100 * scores[name]['value']:.2f}" for name in ROUGE), f"{cell['new_tokens']:.1f}", speed,
+        " / ".join(f"{100 * scores[name]['value']:.2f}" for name in ROUGE),
+        f"{cell['new_tokens']:.1f}",
+        speed,
         f"{cell['articles']}",
-    ]  # fmt: skip
+    ]
 
 
 def _hundredths(interval: Figures) -> Figures:
@@ -234,12 +304,19 @@ def draw_summaries(result: Figures, path: Path) -> None:
         for ax, name in zip(axes, _TITLES, strict=False):
             over_budgets(ax, at, [cell["scores"][name] for cell in cells], style)
             if style["label"] == Full.name:
-                ax.axhline(cells[0]["scores"][name]["value"], color=style["color"], linewidth=0.8, linestyle=":")
+                ax.axhline(
+                    cells[0]["scores"][name]["value"],
+                    color=style["color"],
+                    linewidth=0.8,
+                    linestyle=":",
+                )
         timed = [(one["budget"], cell["tokens_per_s"]) for one, cell in zip(at, cells, strict=True)]
         timed = [(x, y) for x, y in timed if y is not None]
         if timed:
             axes[3].plot(*zip(*timed, strict=True), linewidth=1.2, **style)
-    for ax, title in zip(axes, (*(f"{one}, F" for one in _TITLES.values()), "new tokens/s"), strict=True):
+    for ax, title in zip(
+        axes, (*(f"{one}, F" for one in _TITLES.values()), "new tokens/s"), strict=True
+    ):
         ax.set(title=title, xlabel="KV cache of a row, MiB", xscale="log")
         ax.grid(alpha=0.3)
         ax.set_ylim(bottom=0)

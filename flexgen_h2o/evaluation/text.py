@@ -51,7 +51,8 @@ class Reader:
 
 def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     """Run the prompts with both caches, print the texts, and return the exit code."""
-    eviction, params = eviction_of(args, policy), sampling_of(args)
+    eviction = eviction_of(args, policy)
+    params = sampling_of(args)
     with open_llm(args, policy, is_auto, Full()) as llm:
         if "model_arch" in args:
             check_family(llm.model.spec, args.model_arch, "--model_arch")
@@ -60,19 +61,29 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
             params = llm.model.for_chat(params)
         say_notes("evaluate text", args, llm)
         with naming_flags():  # for a prompt that is longer than the model's positions
-            full, evicted = (_written(llm, kept, prompts, params, args.chat) for kept in (Full(), eviction))
+            full, evicted = (
+                _written(llm, kept, prompts, params, args.chat) for kept in (Full(), eviction)
+            )
         compression = compression_flags(policy)
         facts: dict[str, Any] = {
-            "measure": "text", "model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json(),
-            "compression": compression, "chat": args.chat,
-        }  # fmt: skip
+            "measure": "text",
+            "model": llm.model.name,
+            "dtype": llm.dtype,
+            "eviction": eviction.to_json(),
+            "compression": compression,
+            "chat": args.chat,
+        }
     rows = [
         {
-            "index": prompt.index, "prompt": prompt.text, "prompt_len": len(prompt.token_ids), "full": one,
-            "evicted": other, "same_tokens": _same_tokens(one["token_ids"], other["token_ids"]),
+            "index": prompt.index,
+            "prompt": prompt.text,
+            "prompt_len": len(prompt.token_ids),
+            "full": one,
+            "evicted": other,
+            "same_tokens": _same_tokens(one["token_ids"], other["token_ids"]),
         }
         for prompt, one, other in zip(prompts, full, evicted, strict=True)
-    ]  # fmt: skip
+    ]
     texts = "\n\n".join(_as_blocks(row, eviction.name) for row in rows)
     print(f"{texts}\n\n{_summary(full, evicted, eviction.name, compression)}")
     if args.json is not None:
@@ -93,20 +104,26 @@ def _written(
     llm.eviction = eviction
     eviction = llm.eviction  # now fitted to this model
     llm.run(prompts, params, done.extend)
-    blocks, found = llm.model.spec.num_blocks, []
+    blocks = llm.model.spec.num_blocks
+    found = []
     for prompt, out in zip(prompts, sorted(done, key=lambda c: c.index), strict=True):
         length = len(prompt.token_ids)
         row = length, most_new_tokens(eviction, llm.model.spec, length, params.max_tokens)
         columns, nbytes = held_kv(llm, row, len(out.token_ids))
         text = out.text
         if is_chat:
-            text = TerminalText(llm.model.tokenizer, params, prompt.token_ids).more(out.token_ids, True)
+            text = TerminalText(llm.model.tokenizer, params, prompt.token_ids).more(
+                out.token_ids, True
+            )
         found.append(
             {
-                "text": text, "token_ids": out.token_ids, "finish_reason": out.finish_reason,
-                "columns": columns / blocks, "bytes": nbytes,
+                "text": text,
+                "token_ids": out.token_ids,
+                "finish_reason": out.finish_reason,
+                "columns": columns / blocks,
+                "bytes": nbytes,
             }
-        )  # fmt: skip
+        )
     return found
 
 
@@ -120,7 +137,9 @@ def _as_blocks(row: dict[str, Any], name: str) -> str:
 
     Token ids stand in for texts if the model has no tokenizer. name: of the eviction policy.
     """
-    prompt_len, full, evicted = row["prompt_len"], row["full"], row["evicted"]
+    prompt_len = row["prompt_len"]
+    full = row["full"]
+    evicted = row["evicted"]
     heads = (
         f"prompt {row['index']}, {prompt_len} token{'s' if prompt_len != 1 else ''}",
         f"full cache: {full['columns']:.4g} KV entries, {format_bytes(full['bytes'])}",
@@ -128,15 +147,24 @@ def _as_blocks(row: dict[str, Any], name: str) -> str:
         f"first {row['same_tokens']} of {len(full['token_ids'])} tokens as the full cache's",
     )
     prompt = "(token ids)" if row["prompt"] is None else row["prompt"]
-    texts = (prompt, *(str(one["token_ids"]) if one["text"] is None else one["text"] for one in (full, evicted)))
-    return "\n".join(f"{RULE}\n{head}\n{RULE}\n{text}" for head, text in zip(heads, texts, strict=True))
+    texts = (
+        prompt,
+        *(str(one["token_ids"]) if one["text"] is None else one["text"] for one in (full, evicted)),
+    )
+    return "\n".join(
+        f"{RULE}\n{head}\n{RULE}\n{text}" for head, text in zip(heads, texts, strict=True)
+    )
 
 
-def _summary(full: Sequence[dict[str, Any]], evicted: Sequence[dict[str, Any]], name: str, compression: str) -> str:
+def _summary(
+    full: Sequence[dict[str, Any]], evicted: Sequence[dict[str, Any]], name: str, compression: str
+) -> str:
     """Return one line about all prompts. compression: flags of both runs."""
     whole, kept = (sum(one["bytes"] for one in side) for side in (full, evicted))
-    same = sum(one["token_ids"] == other["token_ids"] for one, other in zip(full, evicted, strict=True))
+    same = sum(
+        one["token_ids"] == other["token_ids"] for one, other in zip(full, evicted, strict=True)
+    )
     return (
-        f"{name}: {kept / whole:.1%} of the full cache's {format_bytes(whole)}; {same} of {len(full)} texts the same"
-        + (f"; both with {compression}" if compression else "")
-    )  # fmt: skip
+        f"{name}: {kept / whole:.1%} of the full cache's {format_bytes(whole)}; {same} of "
+        f"{len(full)} texts the same" + (f"; both with {compression}" if compression else "")
+    )

@@ -25,21 +25,41 @@ from flexgen_h2o.core.files import read_bounded
 
 MOST_TABLE_BYTES = 2**28
 WHERE = (
-    "the data is in https://fm-data-tasks.s3.us-west-1.amazonaws.com/datasets.tar.gz: unpack it, and give a folder "
+    "the data is in https://fm-data-tasks.s3.us-west-1.amazonaws.com/datasets.tar.gz: unpack it, "
+    "and give a folder "
     "such as datasets/entity_matching/structured/Beer"
 )
 # Kind of task: the tables of its folder.
 FILES = {
-    "entity_matching": ("tableA.csv", "tableB.csv"), "error_detection": ("table.csv",), "data_imputation": (),
-}  # fmt: skip
+    "entity_matching": ("tableA.csv", "tableB.csv"),
+    "error_detection": ("table.csv",),
+    "data_imputation": (),
+}
 SPLITS = {"train": "train.csv", "validation": "valid.csv", "test": "test.csv"}
 # Values that pandas reads as missing in a CSV file.
 _GAPS = frozenset(
     {
-        "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA",
-        "NULL", "NaN", "None", "n/a", "nan", "null",
+        "",
+        "#N/A",
+        "#N/A N/A",
+        "#NA",
+        "-1.#IND",
+        "-1.#QNAN",
+        "-NaN",
+        "-nan",
+        "1.#IND",
+        "1.#QNAN",
+        "<NA>",
+        "N/A",
+        "NA",
+        "NULL",
+        "NaN",
+        "None",
+        "n/a",
+        "nan",
+        "null",
     }
-)  # fmt: skip
+)
 _TRIGRAMS = 4096  # counters that trigrams are hashed to
 _SHUFFLE_SEED = 42  # fm_data_tasks' seed of the order of training rows
 
@@ -65,28 +85,42 @@ class Dataset:
 
 
 _SONGS = {
-    "Song_Name": "name", "Artist_Name": "artist name", "Album_Name": "album name", "Genre": "genre", "Price": "price",
-    "Time": "time", "Released": "released",
-}  # fmt: skip
+    "Song_Name": "name",
+    "Artist_Name": "artist name",
+    "Album_Name": "album name",
+    "Genre": "genre",
+    "Price": "price",
+    "Time": "time",
+    "Released": "released",
+}
 DATASETS = {
     "Amazon-Google": Dataset(key="manufacturer_A"),
-    "Beer": Dataset(dropped=("Style", "ABV"), renamed={"Beer_Name": "name", "Brew_Factory_Name": "factory"}),
+    "Beer": Dataset(
+        dropped=("Style", "ABV"), renamed={"Beer_Name": "name", "Brew_Factory_Name": "factory"}
+    ),
     "DBLP-ACM": Dataset(key="venue_A"),
     "DBLP-GoogleScholar": Dataset(key="venue_A"),
     "Fodors-Zagats": Dataset(),
     "iTunes-Amazon": Dataset(
         "Song", " Same Song?", "Are Song A and Song B the same? Yes or No? ", ("CopyRight",), _SONGS
     ),
-    "Walmart-Amazon": Dataset(question=" Are A and B the Same?", dropped=("category", "price", "brand")),
+    "Walmart-Amazon": Dataset(
+        question=" Are A and B the Same?", dropped=("category", "price", "brand")
+    ),
     "Buy": Dataset(
-        question=" Who is the manufacturer?", instruction="Who is the manufacturer? apple, sony, lg electronics? ",
+        question=" Who is the manufacturer?",
+        instruction="Who is the manufacturer? apple, sony, lg electronics? ",
         column="manufacturer",
     ),
     "Restaurant": Dataset(
-        question=" What is the city?", instruction="What is the city? san fransisco, new york, denver? ", column="city"
+        question=" What is the city?",
+        instruction="What is the city? san fransisco, new york, denver? ",
+        column="city",
     ),
-    "Hospital": Dataset(question="?", instruction="Is there a x spelling error? Yes or No? ", key="col_name"),
-}  # fmt: skip
+    "Hospital": Dataset(
+        question="?", instruction="Is there a x spelling error? Yes or No? ", key="col_name"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -125,17 +159,25 @@ def find_task(folder: Path, column: str | None) -> Task:
         raise UsageError(f"--data-dir {folder}: {missing}; {WHERE}")
     one, other = FILES["entity_matching"]
     if (one in have) != (other in have):
-        raise UsageError(f"--data-dir {folder}: there is no {other if one in have else one} in it; {WHERE}")
+        raise UsageError(
+            f"--data-dir {folder}: there is no {other if one in have else one} in it; {WHERE}"
+        )
     kind = next(kind for kind, tables in FILES.items() if have.issuperset(tables))
     name = folder.resolve().name
     about = DATASETS.get(name) or (DATASETS["Hospital"] if kind == "error_detection" else Dataset())
     if column is not None and kind != "data_imputation":
-        raise UsageError(f"--column {column}: {folder} is of {kind.replace('_', ' ')}, where nothing is imputed")
+        raise UsageError(
+            f"--column {column}: {folder} is of {kind.replace('_', ' ')}, where nothing is imputed"
+        )
     wanted = column or about.column
     if kind == "data_imputation" and wanted is None:
-        raise UsageError(f"--data-dir {folder}: say which column is to be imputed, with --column NAME")
+        raise UsageError(
+            f"--data-dir {folder}: say which column is to be imputed, with --column NAME"
+        )
     if wanted != about.column:
-        about = Dataset(question=f" What is the {wanted}?", instruction=f"What is the {wanted}? ", column=wanted)
+        about = Dataset(
+            question=f" What is the {wanted}?", instruction=f"What is the {wanted}? ", column=wanted
+        )
     return Task(folder, kind, name, about)
 
 
@@ -144,7 +186,9 @@ def read_items(task: Task, split: str, sep: str, gap: str) -> list[Item]:
 
     sep: text between the columns of a row. gap: text in place of a missing value.
     """
-    read = {"entity_matching": _pairs, "error_detection": _cells, "data_imputation": _rows}[task.kind]
+    read = {"entity_matching": _pairs, "error_detection": _cells, "data_imputation": _rows}[
+        task.kind
+    ]
     path = task.folder / SPLITS[split]
     if not path.is_file():
         raise UsageError(f"--data-dir {task.folder}: there is no {path.name} in it; {WHERE}")
@@ -168,24 +212,37 @@ class Table:
         try:
             text = read_bounded(path, MOST_TABLE_BYTES).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or error
+            reason = (
+                "not UTF-8 text"
+                if isinstance(error, UnicodeDecodeError)
+                else error.strerror or error
+            )
             raise UsageError(f"--data-dir: {path}: {reason}") from error
         lines = csv.reader(io.StringIO(text, newline=""), strict=True)
         try:
-            names, rows = next(lines, []), []
+            names = next(lines, [])
+            rows = []
             for row in lines:
                 if len(row) > len(names):
-                    raise UsageError(f"--data-dir: {path}:{lines.line_num}: {len(row)} values, and {len(names)} names")
+                    raise UsageError(
+                        f"--data-dir: {path}:{lines.line_num}: {len(row)} values, and {len(names)} "
+                        "names"
+                    )
                 if row:
                     rows.append([*row, *[""] * (len(names) - len(row))])
         except csv.Error as error:
             raise UsageError(f"--data-dir: {path}:{lines.line_num}: {error}") from error
-        return cls(path, {name: _as_pandas([row[i] for row in rows]) for i, name in enumerate(names)})
+        return cls(
+            path, {name: _as_pandas([row[i] for row in rows]) for i, name in enumerate(names)}
+        )
 
     def column(self, name: str) -> list[str | None]:
         """Return the values of a column. Raise UsageError if the table has no such column."""
         if name not in self.columns:
-            raise UsageError(f"--data-dir: {self.path}: has no column {name}, only {', '.join(self.columns)[:200]}")
+            raise UsageError(
+                f"--data-dir: {self.path}: has no column {name}, only "
+                f"{', '.join(self.columns)[:200]}"
+            )
         return self.columns[name]
 
     def numbers(self, name: str) -> list[int]:
@@ -194,14 +251,20 @@ class Table:
         try:
             return [int(float(value or "")) for value in values]
         except (ValueError, OverflowError) as error:
-            raise UsageError(f"--data-dir: {self.path}: {name} has a value that is no whole number") from error
+            raise UsageError(
+                f"--data-dir: {self.path}: {name} has a value that is no whole number"
+            ) from error
 
     def rows(self, about: Dataset, without: Sequence[str]) -> list[dict[str, str | None]]:
         """Return each row as a dict of the columns that are used, under their names in prompts.
 
         without: columns that are left out, beside those that `about` drops.
         """
-        names = {n: (about.renamed or {}).get(n, n) for n in self.columns if n not in (*about.dropped, *without)}
+        names = {
+            n: (about.renamed or {}).get(n, n)
+            for n in self.columns
+            if n not in (*about.dropped, *without)
+        }
         count = len(next(iter(self.columns.values()), []))
         return [{new: self.columns[old][i] for old, new in names.items()} for i in range(count)]
 
@@ -221,7 +284,9 @@ def _as_pandas(values: list[str]) -> list[str | None]:
             continue
         if any("_" in value for value in given):  # a number to Python, but not to pandas
             break
-        return [None if n is None else str(n if len(given) == len(found) else float(n)) for n in read]
+        return [
+            None if n is None else str(n if len(given) == len(found) else float(n)) for n in read
+        ]
     return found
 
 
@@ -233,12 +298,15 @@ AsText = Callable[[Mapping[str, str | None]], str]
 
 def _as_text(row: Mapping[str, str | None], sep: str, gap: str) -> str:
     """Return a row as text: `name: value. other: value`."""
-    cells = [f"{name}: {gap if value is None else value.strip()}".lstrip() for name, value in row.items()]
+    cells = [
+        f"{name}: {gap if value is None else value.strip()}".lstrip() for name, value in row.items()
+    ]
     return (f" {sep} " if sep not in ("", ".") else f"{sep} ").join(cells)
 
 
 def _pairs(task: Task, labels: Table, as_text: AsText, sep: str) -> list[Item]:
-    about, noun = task.about, task.about.noun
+    about = task.about
+    noun = task.about.noun
     sides = []
     for side, name in (("A", "ltable_id"), ("B", "rtable_id")):
         table = Table.read(task.folder / f"table{side}.csv")
@@ -256,17 +324,24 @@ def _found(
     rows: Mapping[str | None, dict[str, str | None]], one: str | None, table: Table, labels: Table
 ) -> dict[str, str | None]:
     if one not in rows:
-        raise UsageError(f"--data-dir: {labels.path}: names the id {one}, which {table.path.name} does not have")
+        raise UsageError(
+            f"--data-dir: {labels.path}: names the id {one}, which {table.path.name} does not have"
+        )
     return rows[one]
 
 
 def _cells(task: Task, labels: Table, as_text: AsText, sep: str) -> list[Item]:
     rows = Table.read(task.folder / "table.csv").rows(task.about, ())
     found = []
-    cells = zip(labels.numbers("row_id"), labels.column("col_name"), labels.numbers("is_clean"), strict=True)
+    cells = zip(
+        labels.numbers("row_id"), labels.column("col_name"), labels.numbers("is_clean"), strict=True
+    )
     for number, name, is_clean in cells:
         if not 0 <= number < len(rows) or name is None or name not in rows[number]:
-            raise UsageError(f"--data-dir: {labels.path}: names {name} of row {number}, which table.csv does not have")
+            raise UsageError(
+                f"--data-dir: {labels.path}: names {name} of row {number}, which table.csv does "
+                "not have"
+            )
         cell = as_text({name: rows[number][name]})
         text = f"Is there a x spelling error in {cell}{task.about.question} "
         found.append(Item(text, "No" if is_clean == 1 else "Yes", name))
@@ -302,7 +377,9 @@ def shuffled(items: Sequence[Item], kind: str, balanced: bool) -> list[Item]:
 
 def drawn(items: Sequence[Item], count: int, seed: int) -> list[Item]:
     """Return `count` different items, in the order drawn."""
-    return [items[i] for i in np.random.RandomState(seed).choice(len(items), size=count, replace=False)]
+    return [
+        items[i] for i in np.random.RandomState(seed).choice(len(items), size=count, replace=False)
+    ]
 
 
 def near_misses(items: Sequence[Item], wrong: Sequence[bool], count: int) -> list[Item]:
@@ -314,7 +391,8 @@ def near_misses(items: Sequence[Item], wrong: Sequence[bool], count: int) -> lis
     folder of data does not have.
     """
     vectors = _trigrams([item.text for item in items])
-    alike, found = np.triu(vectors @ vectors.T, 1), []
+    alike = np.triu(vectors @ vectors.T, 1)
+    found = []
     for one in range(len(items)):
         near = np.argsort(-alike[one], kind="stable")[: count + 1]
         found += [(-alike[one, other], one, int(other)) for other in near if other > one]
@@ -329,7 +407,11 @@ def _trigrams(texts: Sequence[str]) -> NDArray[np.float32]:
     """Return the weighted counts of trigrams, (texts, _TRIGRAMS); each row has length 1."""
     counts = np.zeros((len(texts), _TRIGRAMS), np.float32)
     for row, text in enumerate(texts):
-        np.add.at(counts[row], [crc32(text[i : i + 3].encode()) % _TRIGRAMS for i in range(len(text) - 2)], 1)
+        np.add.at(
+            counts[row],
+            [crc32(text[i : i + 3].encode()) % _TRIGRAMS for i in range(len(text) - 2)],
+            1,
+        )
     counts *= np.log(len(texts) / np.maximum(1, (counts > 0).sum(0)) + 1).astype(np.float32)
     counts /= np.maximum(1e-9, np.linalg.norm(counts, axis=1, keepdims=True))
     return counts

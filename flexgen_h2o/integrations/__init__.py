@@ -39,9 +39,14 @@ _enabled: WeakKeyDictionary[PreTrainedModel, tuple[RemovableHandle, str]] = Weak
 
 
 def enable_h2o(
-    model: PreTrainedModel, heavy_ratio: float | None = None, recent_ratio: float | None = None,
-    heavy_size: int | None = None, recent_size: int | None = None, mode: str = "drop", **more: Any,
-) -> None:  # fmt: skip
+    model: PreTrainedModel,
+    heavy_ratio: float | None = None,
+    recent_ratio: float | None = None,
+    heavy_size: int | None = None,
+    recent_size: int | None = None,
+    mode: str = "drop",
+    **more: Any,
+) -> None:
     """Use H2O as published (`flexgen_h2o.H2O`) in all generations of `model`, until
     `disable_h2o(model)`.
 
@@ -53,11 +58,16 @@ def enable_h2o(
     All else is as in `enable_eviction`. Raise UsageError as it does.
     """
     most = more.pop("max_new_tokens", None)
-    enable_eviction(model, H2O(heavy_ratio, recent_ratio, heavy_size, recent_size, **more), mode, most)
+    enable_eviction(
+        model, H2O(heavy_ratio, recent_ratio, heavy_size, recent_size, **more), mode, most
+    )
 
 
 def enable_eviction(
-    model: PreTrainedModel, eviction: Eviction, mode: str = "drop", max_new_tokens: int | None = None
+    model: PreTrainedModel,
+    eviction: Eviction,
+    mode: str = "drop",
+    max_new_tokens: int | None = None,
 ) -> None:
     """Let `model.generate` keep the KV entries that `eviction` keeps.
 
@@ -86,18 +96,26 @@ def enable_eviction(
     unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}
     if unknown:
         raise UsageError(
-            f"eviction: {eviction.name} needs {', '.join(unknown)} of its KV entries, which only the engine has; "
+            f"eviction: {eviction.name} needs {', '.join(unknown)} of its KV entries, which only "
+            "the engine has; "
             "choose another"
         )
-    of_sequence = [name for name in ("kv_budget", "kv_bytes") if getattr(eviction, name, None) is not None]
+    of_sequence = [
+        name for name in ("kv_budget", "kv_bytes") if getattr(eviction, name, None) is not None
+    ]
     if bool(of_sequence) != (max_new_tokens is not None):
         raise UsageError(
-            f"max_new_tokens: {of_sequence[0]} is a share of prompt and new tokens; say how many new ones there are"
+            f"max_new_tokens: {of_sequence[0]} is a share of prompt and new tokens; say how many "
+            "new ones there are"
             if max_new_tokens is None
-            else "max_new_tokens: only kv_budget and kv_bytes ask for it; leave it out, or give one of them"
+            else "max_new_tokens: only kv_budget and kv_bytes ask for it; leave it out, or give "
+            "one of them"
         )
     _check_model(model)
-    width = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    width = (
+        getattr(model.config, "head_dim", None)
+        or model.config.hidden_size // model.config.num_attention_heads
+    )
     eviction = with_sizes(eviction, KVSizes(width))
     if max_new_tokens is not None:
         check_int("max_new_tokens", max_new_tokens, 1)
@@ -138,24 +156,33 @@ def _attention_of(model: PreTrainedModel) -> str:
 def _check_model(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
-            f"model: {type(model).__name__} is not a transformers model; enable eviction on the one inside"
+            f"model: {type(model).__name__} is not a transformers model; enable eviction on the "
+            "one inside"
         )
     if not hasattr(CacheLayerMixin, "get_max_length"):
-        raise UsageError(f"transformers: {LEAST_TRANSFORMERS} or newer is needed; pip install -U transformers")
+        raise UsageError(
+            f"transformers: {LEAST_TRANSFORMERS} or newer is needed; pip install -U transformers"
+        )
     config = model.config
     if config.model_type not in MODEL_TYPES:
         raise UsageError(f"model: type {config.model_type} is not one of {', '.join(MODEL_TYPES)}")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "sliding_window", None) is not None or kinds != {"full_attention"}:
         raise UsageError(
-            "model: layers with sliding windows drop KV entries by themselves; eviction needs full attention"
+            "model: layers with sliding windows drop KV entries by themselves; eviction needs full "
+            "attention"
         )
 
 
 def evicting_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, scaling: float | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """Compute attention through transformers' attention interface. Return ((b, n, heads, d), None).
 
     query: (b, heads, n, d).
@@ -165,40 +192,64 @@ def evicting_attention(
     """
     cache: EvictingCache | None = kwargs.get("evicting_cache")
     if cache is None:
-        raise UsageError(f"attn_implementation: {ATTENTION} is set by enable_h2o(model), not by hand")
+        raise UsageError(
+            f"attn_implementation: {ATTENTION} is set by enable_h2o(model), not by hand"
+        )
     if attention_mask is not None:
-        raise UsageError("attention_mask: other masks do not work with eviction; give (sequences, tokens)")
+        raise UsageError(
+            "attention_mask: other masks do not work with eviction; give (sequences, tokens)"
+        )
     if query.requires_grad or kwargs.get("dropout"):
-        raise UsageError("gradients: evicted KV entries have none; use model.eval() and torch.no_grad()")
+        raise UsageError(
+            "gradients: evicted KV entries have none; use model.eval() and torch.no_grad()"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return cache.attend(cast(int, module.layer_idx), (query, key, value), scale), None
 
 
 def _give_cache(
-    eviction: Eviction, mode: str, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    eviction: Eviction,
+    mode: str,
+    decoder: PreTrainedModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a forward's arguments, all by name, with an evicting cache among them.
 
     This is the forward pre-hook of a decoder.
     """
-    given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+    given = {
+        **dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)),
+        **kwargs,
+    }
     if _attention_of(decoder) != ATTENTION:
-        raise UsageError("attn_implementation: changed while eviction is enabled; call disable_h2o(model) first")
+        raise UsageError(
+            "attn_implementation: changed while eviction is enabled; call disable_h2o(model) first"
+        )
     if given.get("output_attentions"):
         raise UsageError("output_attentions: attention matrices are never made; leave it out")
-    inputs = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
+    inputs = (
+        given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
+    )
     if inputs is None:
         return args, kwargs  # the decoder reports what is missing
-    past, use_cache = given.get("past_key_values"), given.get("use_cache")
+    past = given.get("past_key_values")
+    use_cache = given.get("use_cache")
     keeps = past is not None or (decoder.config.use_cache if use_cache is None else use_cache)
     cache: Any = past
     if not isinstance(past, EvictingCache):
         if past is not None and (type(past) is not DynamicCache or past.offloading):
-            raise UsageError("cache_implementation: eviction brings its own cache; leave cache settings out")
+            raise UsageError(
+                "cache_implementation: eviction brings its own cache; leave cache settings out"
+            )
         if past is not None and past.get_seq_length():
-            raise UsageError("past_key_values: filled before eviction was enabled; give none, or an empty DynamicCache")
+            raise UsageError(
+                "past_key_values: filled before eviction was enabled; give none, or an empty "
+                "DynamicCache"
+            )
         cache = EvictingCache(eviction, decoder.config.num_hidden_layers, mode, keeps)
     sequences, tokens = inputs.shape[:2]
     cache.arrive(sequences, tokens, given.get("attention_mask"), past is None and mode == "mask")
-    given["past_key_values"], given["evicting_cache"] = cache if keeps else None, cache
+    given["past_key_values"] = cache if keeps else None
+    given["evicting_cache"] = cache
     return (), given

@@ -57,7 +57,8 @@ class EvictingLayer(CacheLayerMixin):
 
     def __init__(self, policy: Eviction, block: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' has no types
-        self._policy, self._block = policy, block
+        self._policy = policy
+        self._block = block
         self.reset()
 
     def reset(self) -> None:
@@ -70,7 +71,8 @@ class EvictingLayer(CacheLayerMixin):
         self._seen = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         self.is_initialized = True
 
     def update(
@@ -95,33 +97,50 @@ class EvictingLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Raise UsageError: what was evicted for these tokens cannot come back."""
         raise UsageError(
-            "assisted decoding takes tokens back, and evicted KV entries do not return; generate without it"
+            "assisted decoding takes tokens back, and evicted KV entries do not return; generate "
+            "without it"
         )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(len(self.past), device="cpu").repeat_interleave(repeats))
+        self.batch_select_indices(
+            torch.arange(len(self.past), device="cpu").repeat_interleave(repeats)
+        )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Move sequences `indices` to the places 0, 1, ..., with all their state."""
         if self.budgets is None or self.keys is None or self.values is None:
             return
-        kv_heads, here, there = self.keys.shape[1], indices.cpu(), indices.to(self.device)
-        self.keys, self.values = self.keys.index_select(0, there), self.values.index_select(0, there)
-        self.past, self.budgets = self.past[here], self.budgets.select(here)
+        kv_heads = self.keys.shape[1]
+        here = indices.cpu()
+        there = indices.to(self.device)
+        self.keys, self.values = (
+            self.keys.index_select(0, there),
+            self.values.index_select(0, there),
+        )
+        self.budgets = self.budgets.select(here)
+        self.past = self.past[here]
         if self.metadata is not None:
-            rows = (there[:, None] * kv_heads + torch.arange(kv_heads, device=self.device)).flatten()
+            rows = (
+                there[:, None] * kv_heads + torch.arange(kv_heads, device=self.device)
+            ).flatten()
             self.metadata = self.metadata.map(lambda t: t.index_select(0, rows))
 
     @property
     def nbytes(self) -> int:
         """The bytes of keys, values and metadata."""
-        held = [self.keys, self.values, *(self.metadata.tensors() if self.metadata is not None else [])]
+        held = [
+            self.keys,
+            self.values,
+            *(self.metadata.tensors() if self.metadata is not None else []),
+        ]
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
-    def attend(self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, one_by_one: bool) -> torch.Tensor:
+    def attend(
+        self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, one_by_one: bool
+    ) -> torch.Tensor:
         """Return the attention of new tokens, (b, n, heads, d), with 0 for padding.
 
         Add their KV entries, then evict.
@@ -138,14 +157,18 @@ class EvictingLayer(CacheLayerMixin):
             self._attend_prompts(qkv, scale, spans, out)
         else:
             for i in range(q.shape[2]):
-                is_token = torch.tensor([first <= i < first + count for first, count in spans], device="cpu")
+                is_token = torch.tensor(
+                    [first <= i < first + count for first, count in spans], device="cpu"
+                )
                 new = tuple(t[:, :, i].contiguous() for t in qkv)
                 out[:, i].copy_(self._attend_token(new, scale, is_token).view(out[:, i].shape))
                 self.past = self.past + is_token
         self._seen += q.shape[2]
         return out
 
-    def _attend_prompts(self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, out: torch.Tensor) -> None:
+    def _attend_prompts(
+        self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, out: torch.Tensor
+    ) -> None:
         """Compute full causal attention of each prompt, and store the KV entries that the policy
         keeps.
 
@@ -154,32 +177,42 @@ class EvictingLayer(CacheLayerMixin):
         """
         batch, kv_heads, n, width = qkv[1].shape
         self._allocate(batch, kv_heads, self._prompt_slots(n), width)
-        rows, begin = self._rows(), 0
+        rows = self._rows()
+        begin = 0
         for (first, count), same in groupby(spans):
-            some, columns = slice(begin, begin + len(list(same))), slice(first, first + count)
+            some = slice(begin, begin + len(list(same)))
+            columns = slice(first, first + count)
             q, k, v = (t[some, :, columns] for t in qkv)
             attended, lse = causal(rows, q, k, v, scale)
             out[some, columns].copy_(attended.transpose(1, 2))
-            self._store_prompts(some, first, k, v, keep_prompt_columns(rows, begin, (q, k, v), lse, scale))
+            self._store_prompts(
+                some, first, k, v, keep_prompt_columns(rows, begin, (q, k, v), lse, scale)
+            )
             begin = some.stop
         self.past = torch.tensor([count for _, count in spans], device="cpu")
 
     def _rows(self) -> KVRows:
         """Return the slots in the engine's form, one row per (sequence, kv-head)."""
         assert self.budgets is not None and self.keys is not None and self.values is not None
-        view = PartView(0, self.keys.flatten(0, 1)[None], self.values.flatten(0, 1)[None], self.metadata)
+        view = PartView(
+            0, self.keys.flatten(0, 1)[None], self.values.flatten(0, 1)[None], self.metadata
+        )
         return KVRows(self._policy, self._block, self.keys.shape[1], self.budgets, [view])
 
     def _allocate(self, batch: int, kv_heads: int, slots: int, width: int) -> None:
         """Allocate empty slots, with position -1."""
         self.keys, self.values = (
-            torch.zeros(batch, kv_heads, slots, width, dtype=self.dtype, device=self.device) for _ in range(2)
+            torch.zeros(batch, kv_heads, slots, width, dtype=self.dtype, device=self.device)
+            for _ in range(2)
         )
-        rows, wanted = batch * kv_heads, self._policy.needs.record
+        rows = batch * kv_heads
+        wanted = self._policy.needs.record
         if not wanted and self._drops:
             return
         scores, norms = (
-            torch.zeros(rows, slots, device=self.device, dtype=torch.float32) if name in wanted else None
+            torch.zeros(rows, slots, device=self.device, dtype=torch.float32)
+            if name in wanted
+            else None
             for name in (SCORES, NORMS)
         )
         positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
@@ -200,14 +233,18 @@ class EvictingLayer(CacheLayerMixin):
         """Return the slots for what is kept of prompts of n tokens with padding."""
 
     @abstractmethod
-    def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
+    def _store_prompts(
+        self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns
+    ) -> None:
         """Store what is kept of the sequences `some`, whose tokens begin at `first`.
 
         k, v: (some, kv_heads, count, d), without padding.
         """
 
     @abstractmethod
-    def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
+    def _attend_token(
+        self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor
+    ) -> torch.Tensor:
         """Return the attention of one token of each sequence, as b x heads x d numbers.
 
         qkv: q (b, heads, d); k and v (b, kv_heads, d).
@@ -230,13 +267,18 @@ class DroppingLayer(EvictingLayer):
         assert self.budgets is not None
         return min(int(self.budgets.slots.max()), int(self.budgets.kept.max()) + GROWTH)
 
-    def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
+    def _store_prompts(
+        self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns
+    ) -> None:
         rows = self._rows()
         write_prompts(rows.views[0], some.start, (k.transpose(1, 2), v.transpose(1, 2)), kept, rows)
 
-    def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
+    def _attend_token(
+        self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor
+    ) -> torch.Tensor:
         assert self.budgets is not None and self.keys is not None and bool(is_token.all())
-        rows, held = self._rows(), self.keys.shape[2]
+        rows = self._rows()
+        held = self.keys.shape[2]
         new = rows.new_columns(rows.step_numbers(self.past))
         if int(new.filled.max()) > held:  # a large budget gets its memory only when it is needed
             self._widen(min(int(self.budgets.slots.max()), held + max(GROWTH, held // 4)) - held)
@@ -252,21 +294,28 @@ class MaskingLayer(EvictingLayer):
     def _prompt_slots(self, n: int) -> int:
         return n
 
-    def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
+    def _store_prompts(
+        self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns
+    ) -> None:
         assert self.keys is not None and self.values is not None and self.metadata is not None
         here = slice(first, first + k.shape[2])
-        self.keys[some, :, here], self.values[some, :, here] = k, v
+        self.keys[some, :, here] = k
+        self.values[some, :, here] = v
         positions = torch.full(k.shape[:3], -1, dtype=torch.int32, device=self.device)
         positions.scatter_(2, kept.positions, kept.positions.int())
         of_rows = slice(some.start * k.shape[1], some.stop * k.shape[1])
         metadata = self.metadata
         for target, values in (
-            (metadata.positions, positions), (metadata.scores, kept.scores), (metadata.norms, kept.norms),
-        ):  # fmt: skip
+            (metadata.positions, positions),
+            (metadata.scores, kept.scores),
+            (metadata.norms, kept.norms),
+        ):
             if target is not None and values is not None:
                 target[of_rows, here] = values.flatten(0, 1)
 
-    def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
+    def _attend_token(
+        self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor
+    ) -> torch.Tensor:
         q, k, v = qkv
         batch, kv_heads, width = k.shape
         if self.keys is None:
@@ -274,12 +323,17 @@ class MaskingLayer(EvictingLayer):
         self._widen(1)
         assert self.keys is not None and self.values is not None and self.metadata is not None
         metadata = self.metadata
-        self.keys[:, :, -1], self.values[:, :, -1] = k, v
-        metadata.positions[:, -1] = torch.where(is_token, self.past, -1).repeat_interleave(kv_heads).int()
+        self.keys[:, :, -1] = k
+        self.values[:, :, -1] = v
+        metadata.positions[:, -1] = (
+            torch.where(is_token, self.past, -1).repeat_interleave(kv_heads).int()
+        )
         if metadata.norms is not None:
             metadata.norms[:, -1] = value_sizes(self._policy.needs, v).flatten()
         held = (metadata.positions >= 0).view(batch, kv_heads, 1, -1)
-        products = q.view(batch, kv_heads, -1, width).float() @ self.keys.float().transpose(-1, -2) * scale
+        products = (
+            q.view(batch, kv_heads, -1, width).float() @ self.keys.float().transpose(-1, -2) * scale
+        )
         # Padding attends to nothing.
         p = products.masked_fill(~held, -math.inf).softmax(-1).nan_to_num(0.0)
         filled = held.sum(-1)[:, 0, 0].cpu()  # each kv-head has as many
@@ -290,7 +344,11 @@ class MaskingLayer(EvictingLayer):
         return (p @ self.values.float()).to(q.dtype)
 
     def _add_scores(
-        self, scores: torch.Tensor, received: torch.Tensor, filled: torch.Tensor, is_token: torch.Tensor
+        self,
+        scores: torch.Tensor,
+        received: torch.Tensor,
+        filled: torch.Tensor,
+        is_token: torch.Tensor,
     ) -> None:
         """Add the attention that slots received to their scores. A padding token changes no score.
 
@@ -301,7 +359,9 @@ class MaskingLayer(EvictingLayer):
         if needs.even:
             gains = gains * (filled.float() / (self.past + 1))
         kv_heads = len(scores) // len(gains)
-        gain, real = (t.repeat_interleave(kv_heads)[:, None].to(scores.device) for t in (gains, is_token))
+        gain, real = (
+            t.repeat_interleave(kv_heads)[:, None].to(scores.device) for t in (gains, is_token)
+        )
         scores.copy_(torch.where(real, needs.decay * scores + gain * received, scores))
 
     def _evict(self, positions: torch.Tensor, victims: torch.Tensor, filled: torch.Tensor) -> None:
@@ -355,10 +415,13 @@ class EvictingCache(Cache):
     keeps: False for a forward without a cache. Each layer is emptied after its attention then.
     """
 
-    def __init__(self, eviction: Eviction, num_layers: int, mode: str = "drop", keeps: bool = True) -> None:
+    def __init__(
+        self, eviction: Eviction, num_layers: int, mode: str = "drop", keeps: bool = True
+    ) -> None:
         self._blocks = [MODES[mode](eviction, block) for block in range(num_layers)]
         super().__init__(layers=[*self._blocks])
-        self._policy, self._keeps = eviction, keeps
+        self._policy = eviction
+        self._keeps = keeps
         self._table: SlotTable | None = None
         self._spans: Spans | None = None  # spans of the current forward
         self._one_by_one = False
@@ -368,7 +431,9 @@ class EvictingCache(Cache):
         """The bytes of keys, values and metadata."""
         return sum(layer.nbytes for layer in self._blocks)
 
-    def arrive(self, sequences: int, tokens: int, attention_mask: torch.Tensor | None, one_by_one: bool) -> None:
+    def arrive(
+        self, sequences: int, tokens: int, attention_mask: torch.Tensor | None, one_by_one: bool
+    ) -> None:
         """Begin a forward with (sequences, tokens) ids.
 
         attention_mask: (sequences, tokens seen so far + tokens), 0 for padding; None for no mask.
@@ -381,16 +446,21 @@ class EvictingCache(Cache):
         if attention_mask is not None:
             spans = _spans_of(attention_mask, seen + tokens)
             if seen and any(first + count != seen + tokens for first, count in spans):
-                raise UsageError("attention_mask: tokens that follow on a cache are padding; pad on the left")
+                raise UsageError(
+                    "attention_mask: tokens that follow on a cache are padding; pad on the left"
+                )
             spans = [(0, tokens)] * sequences if seen else spans
         if not seen:
             # A text that is scored is a whole sequence. A prompt may be followed by any number of
             # tokens.
             more = 0 if one_by_one and isinstance(self._policy, Promised) else EVERYTHING
-            self._table = SlotTable(self._policy, [(count, more) for _, count in spans], len(self._blocks))
+            self._table = SlotTable(
+                self._policy, [(count, more) for _, count in spans], len(self._blocks)
+            )
         elif isinstance(self._policy, Promised):
             self._check_promise(self._policy, tokens)
-        self._spans, self._one_by_one = spans, one_by_one
+        self._spans = spans
+        self._one_by_one = one_by_one
 
     def _check_promise(self, policy: Promised, tokens: int) -> None:
         """Raise UsageError if `tokens` more tokens, and one generated after each forward, exceed
@@ -402,20 +472,30 @@ class EvictingCache(Cache):
         for prompt, wanted in zip(layer.budgets.prompts.tolist(), new.tolist(), strict=True):
             if wanted > policy.new_tokens(prompt):
                 raise UsageError(
-                    f"max_new_tokens: a prompt of {prompt} tokens was to grow by at most {policy.new_tokens(prompt)} "
-                    f"(max_new_tokens {policy.most_new}, {policy.positions} positions), and a share of these is kept; "
+                    f"max_new_tokens: a prompt of {prompt} tokens was to grow by at most "
+                    f"{policy.new_tokens(prompt)} "
+                    f"(max_new_tokens {policy.most_new}, {policy.positions} positions), and a "
+                    "share of these is kept; "
                     "enable eviction with a larger number, or generate fewer"
                 )
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return only the new KV entries.
 
         Raise UsageError if the evicting attention will not follow.
         """
         if self._spans is None:
-            raise UsageError("past_key_values: made while eviction was enabled, which it is no longer; give a new one")
+            raise UsageError(
+                "past_key_values: made while eviction was enabled, which it is no longer; give a "
+                "new one"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def attend(self, block: int, qkv: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
@@ -436,12 +516,20 @@ class EvictingCache(Cache):
 def _spans_of(mask: torch.Tensor, length: int) -> list[tuple[int, int]]:
     """Return (first, count) of the tokens of each sequence."""
     if mask.dim() != 2 or mask.shape[1] != length:
-        raise UsageError(f"attention_mask: shape {tuple(mask.shape)}, but eviction needs (sequences, {length})")
+        raise UsageError(
+            f"attention_mask: shape {tuple(mask.shape)}, but eviction needs (sequences, {length})"
+        )
     real = mask.cpu() != 0
-    counts, firsts = real.sum(1), real.int().argmax(1)
+    counts = real.sum(1)
+    firsts = real.int().argmax(1)
     lasts = length - real.flip(1).int().argmax(1)
     if bool((counts == 0).any()):
-        raise UsageError(f"attention_mask: sequence {int(counts.argmin())} is nothing but padding; give it a token")
+        raise UsageError(
+            f"attention_mask: sequence {int(counts.argmin())} is nothing but padding; give it a "
+            "token"
+        )
     if bool((lasts - firsts != counts).any()):
-        raise UsageError("attention_mask: padding between the tokens of a sequence; put it on the left")
+        raise UsageError(
+            "attention_mask: padding between the tokens of a sequence; put it on the left"
+        )
     return list(zip(firsts.tolist(), counts.tolist(), strict=True))

@@ -29,16 +29,21 @@ _HEAD_BYTES = 2**16  # bytes of a too long line in which its custom_id is search
 _BOM = b"\xef\xbb\xbf"
 # First bytes of files in which every line would be an error row.
 _FOREIGN = {
-    b"\x1f\x8b": "is packed by gzip; unpack it", b"\x28\xb5\x2f\xfd": "is packed by zstd; unpack it",
-    b"\xff\xfe": "is UTF-16 text; save it as UTF-8", b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
-    b"\x89PNG": "is a picture; give JSON lines", b"PK\x03\x04": "is packed by zip; unpack it",
-    b"%PDF": "is a PDF; give JSON lines", b"PAR1": "is a Parquet file; write its rows as JSON lines",
-}  # fmt: skip
+    b"\x1f\x8b": "is packed by gzip; unpack it",
+    b"\x28\xb5\x2f\xfd": "is packed by zstd; unpack it",
+    b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+    b"\x89PNG": "is a picture; give JSON lines",
+    b"PK\x03\x04": "is packed by zip; unpack it",
+    b"%PDF": "is a PDF; give JSON lines",
+    b"PAR1": "is a Parquet file; write its rows as JSON lines",
+}
 _SPACE = re.compile(r"[ \t\r\n]*")  # white space between the parts of JSON
 _CHUNK = 2**16  # rows that are looked up at a time
 _PIECE_BYTES = 2**20  # bytes read at a time if only the digest is wanted
 # Limits of a step (some milliseconds), and of what `read_in_turns` reads ahead of a job.
-STEP_LINES, STEP_BYTES = 256, 2**16
+STEP_LINES = 256
+STEP_BYTES = 2**16
 _LINES_A_ROW = 2  # lines per row in an input with limited rows: a blank line may follow each row
 
 Digests = npt.NDArray[np.bytes_]
@@ -137,7 +142,10 @@ def scan_steps(path: Path, known_bytes: int = 0, most_rows: int | None = None) -
 
     most_rows: raise UsageError if the file has more rows; None is no limit.
     """
-    ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
+    ids = bytearray()
+    whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    prefix = None
+    nbytes = 0
     lines = step_bytes = 0
     for raw, line, is_end in _pieces(path):
         if not nbytes:
@@ -166,10 +174,15 @@ def scan_steps(path: Path, known_bytes: int = 0, most_rows: int | None = None) -
 
 def _check_rows(path: Path, rows: int, lines: int, most_rows: int) -> None:
     if rows > most_rows:
-        raise UsageError(f"--input {path}: has more than {most_rows} requests; cut it into several files")
+        raise UsageError(
+            f"--input {path}: has more than {most_rows} requests; cut it into several files"
+        )
     if lines > _LINES_A_ROW * most_rows:
         most = _LINES_A_ROW * most_rows
-        raise UsageError(f"--input {path}: has more than {most} lines, blank ones included; leave blank lines out")
+        raise UsageError(
+            f"--input {path}: has more than {most} lines, blank ones included; leave blank lines "
+            "out"
+        )
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -182,7 +195,8 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
     """Yield parts of the input, in one pass. Each but the last has `size` rows to be done."""
-    start, count = None, 0
+    start = None
+    count = 0
     for line in islice(read_lines(path), len(done)):
         if done[line.row]:
             continue
@@ -190,7 +204,8 @@ def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cu
             yield Cut(start.offset, start.number, start.row, ~done[start.row : line.row])
             start = None
         if start is None:
-            start, count = line, 0
+            start = line
+            count = 0
         count += 1
     if start is not None:
         yield Cut(start.offset, start.number, start.row, ~done[start.row :])
@@ -198,19 +213,24 @@ def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cu
 
 def read_cut(path: Path, cut: Cut) -> Iterator[Line]:
     """Yield the lines of a part that are to be done."""
-    lines = (line for _, line, _ in _pieces(path, cut.offset, cut.number, cut.row) if line is not None)
+    lines = (
+        line for _, line, _ in _pieces(path, cut.offset, cut.number, cut.row) if line is not None
+    )
     return compress(lines, cut.left)
 
 
 def read_in_turns(path: Path, cut: Cut) -> Iterator[Line]:
     """Yield what `read_cut` does, but hold no descriptor and only few lines between two lines."""
-    offset, number, row = cut.offset, cut.number, cut.row
+    offset = cut.offset
+    number = cut.number
+    row = cut.row
     last = cut.row + len(cut.left)
     is_over = False
     while not is_over:
         ahead: list[Line] = []
         is_over = True
-        start, first = offset, number
+        start = offset
+        first = number
         with closing(_pieces(path, offset, number, row)) as pieces:
             for raw, line, is_end in pieces:
                 offset += len(raw)
@@ -246,7 +266,9 @@ def id_digest(custom_id: str) -> bytes:
 
     Among a billion ids two are alike with probability 1e-20.
     """
-    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+    return hashlib.blake2b(
+        custom_id.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES
+    ).digest()
 
 
 def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
@@ -289,7 +311,9 @@ def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Piece
             offset += len(raw)
             row += line is not None
             if not goes_on:
-                number, head, start = number + 1, None, offset
+                number = number + 1
+                head = None
+                start = offset
     except OSError as error:
         raise UsageError(f"--input {path}: {error.strerror or error}") from error
 
@@ -302,14 +326,16 @@ def _first_members(head: bytes) -> Iterator[tuple[str, Any]]:
 
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
-        at, before = after_space(0), "{"
+        at = after_space(0)
+        before = "{"
         while text[at : at + 1] == before:
             name, at = STRICT_JSON.raw_decode(text, after_space(at + 1))
             at = after_space(at)
             if text[at : at + 1] != ":" or not isinstance(name, str):
                 return
             value, at = STRICT_JSON.raw_decode(text, after_space(at + 1))
-            at, before = after_space(at), ","
+            at = after_space(at)
+            before = ","
             if text[at : at + 1] not in (",", "}"):  # the head may end within a number
                 return
             yield name, value
@@ -329,13 +355,18 @@ def _refuse_duplicates(path: Path, ids: Digests) -> None:
         return
     rows = np.flatnonzero(np.isin(ids.view(np.uint64)[::2], alike))
     first: dict[bytes, int] = {}
-    pairs = [(before, row) for row in rows.tolist() if (before := first.setdefault(bytes(ids[row]), row)) != row]
+    pairs = [
+        (before, row)
+        for row in rows.tolist()
+        if (before := first.setdefault(bytes(ids[row]), row)) != row
+    ]
     if not pairs:
         return
     one, other = pairs[0]
     found = {line.row: line for line in read_lines(path) if line.row in (one, other)}
     more = f", and {len(pairs) - 1} more lines repeat an id" if len(pairs) > 1 else ""
     raise UsageError(
-        f"--input {path}: lines {found[one].number} and {found[other].number} both have the custom_id "
+        f"--input {path}: lines {found[one].number} and {found[other].number} both have the "
+        "custom_id "
         f"{found[one].custom_id!r}{more}; give each line its own"
     )

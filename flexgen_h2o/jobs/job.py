@@ -56,20 +56,34 @@ from flexgen_h2o.parser import as_typed
 OF_REQUESTS = ("prompt_logprobs", "score", "score_mode", "stop_token_ids", "repetition_penalty")
 # Defaults of batch's flags, for commands that run a job but lack some of the flags.
 BATCH_DEFAULTS: dict[str, Any] = {
-    "force": None, "max_errors": None, "window": None, "refill": True, "ray": None, "ray_actors": None,
-    "share_prefix": "auto", "chat": None, "system": None,
-}  # fmt: skip
+    "force": None,
+    "max_errors": None,
+    "window": None,
+    "refill": True,
+    "ray": None,
+    "ray_actors": None,
+    "share_prefix": "auto",
+    "chat": None,
+    "system": None,
+}
 
 
 def run_job(
-    args: argparse.Namespace, source: Path, target: Path, policy: Policy, is_auto: bool, eviction: Eviction,
+    args: argparse.Namespace,
+    source: Path,
+    target: Path,
+    policy: Policy,
+    is_auto: bool,
+    eviction: Eviction,
     defaults: SamplingParams,
-) -> int:  # fmt: skip
+) -> int:
     """Run the requests in `source` into the output `target` for another command.
 
     Return the exit code. With --dry-run only the plan is printed.
     """
-    of_job = argparse.Namespace(**{**BATCH_DEFAULTS, **vars(args), "input": source, "output": target})
+    of_job = argparse.Namespace(
+        **{**BATCH_DEFAULTS, **vars(args), "input": source, "output": target}
+    )
     if vars(args).get("dry_run"):
         return plan_job(of_job, source, policy, is_auto, eviction, defaults)
     with contextlib.closing(OutputFile(target)) as output:
@@ -77,9 +91,13 @@ def run_job(
 
 
 def plan_job(
-    args: argparse.Namespace, source: Path, policy: Policy, is_auto: bool, eviction: Eviction,
+    args: argparse.Namespace,
+    source: Path,
+    policy: Policy,
+    is_auto: bool,
+    eviction: Eviction,
     defaults: SamplingParams,
-) -> int:  # fmt: skip
+) -> int:
     """Print the plan for all requests in `source`, for --dry-run, whatever an output has of them.
 
     Write nothing.
@@ -97,8 +115,14 @@ def reader_of(args: argparse.Namespace, llm: LLM, defaults: SamplingParams) -> R
 
     Raise UsageError for a --system that would not be used.
     """
-    if args.system is not None and not (llm.model.has_chat_template if args.chat is None else args.chat):
-        why = "--no-chat sends texts as they are" if args.chat is False else f"{llm.model.name} has no chat template"
+    if args.system is not None and not (
+        llm.model.has_chat_template if args.chat is None else args.chat
+    ):
+        why = (
+            "--no-chat sends texts as they are"
+            if args.chat is False
+            else f"{llm.model.name} has no chat template"
+        )
         raise UsageError(f"--system: is a message of a chat, and {why}; leave it out")
     return RequestReader(llm.model, defaults, llm.eviction, args.chat, args.system)
 
@@ -108,24 +132,36 @@ def plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: P
 
     Raise UsageError if none of them can be run.
     """
-    requests, errors = list[Request](), list[str]()
+    requests = list[Request]()
+    errors = list[str]()
     for line in lines:
         try:
             requests.append(reader.read(line))
         except RowError as error:
             errors.append(f"line {line.number}: {error}")
     if errors and requests:
-        told = f"{len(errors)} of {len(errors) + len(requests)} requests would be error rows; the first: {errors[0]}"
+        told = (
+            f"{len(errors)} of {len(errors) + len(requests)} requests would be error rows; the "
+            f"first: {errors[0]}"
+        )
         note("batch", told)
     if not requests:
-        raise UsageError(f"--input {source}: no request in it that can be run{f' ({errors[0]})' if errors else ''}")
+        raise UsageError(
+            f"--input {source}: no request in it that can be "
+            f"run{f' ({errors[0]})' if errors else ''}"
+        )
     llm.prepare(*prompts_and_params(requests))
 
 
 def run(
-    args: argparse.Namespace, output: OutputFile, policy: Policy, is_auto: bool, eviction: Eviction,
-    defaults: SamplingParams, tests_bits: bool = False,
-) -> int:  # fmt: skip
+    args: argparse.Namespace,
+    output: OutputFile,
+    policy: Policy,
+    is_auto: bool,
+    eviction: Eviction,
+    defaults: SamplingParams,
+    tests_bits: bool = False,
+) -> int:
     """Do what the output lacks, here or on Ray. Return the exit code.
 
     tests_bits: as in `LLM`, if the job runs here.
@@ -140,7 +176,11 @@ def run(
         before = settle(args, output, settings)
         say_notes("batch", args, llm)
         if output.cut_bytes:
-            note("batch", f"--output {args.output}: cut off an incomplete last line of {output.cut_bytes} bytes")
+            note(
+                "batch",
+                f"--output {args.output}: cut off an incomplete last line of {output.cut_bytes} "
+                "bytes",
+            )
         if args.ray is None:
             _say_rows(before)
             writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
@@ -166,7 +206,11 @@ def run(
 
 
 def settings_of(
-    llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams, digests: dict[str, str | None]
+    llm: LLM,
+    policy: Policy,
+    is_auto: bool,
+    defaults: SamplingParams,
+    digests: dict[str, str | None],
 ) -> dict[str, Any]:
     """Return all settings that answers depend on, for the sidecar.
 
@@ -179,7 +223,9 @@ def settings_of(
         "dtype": llm.dtype,
         "policy": _answering(policy) | (dict.fromkeys(PLACEMENT, "auto") if is_auto else {}),
         "eviction": llm.eviction.to_json(),
-        "sampling": {name: value for name, value in asdict(defaults).items() if name not in OF_REQUESTS}
+        "sampling": {
+            name: value for name, value in asdict(defaults).items() if name not in OF_REQUESTS
+        }
         | {"stop": list(defaults.stop)},
     }
 
@@ -224,17 +270,20 @@ def settle_steps(
     earlier: list[dict[str, Any]] = []
     or_force = "" if args.force is None else ", or --force"  # not every command has --force
     if before is not None and not output.is_empty:
-        found, earlier = differences(before, settings, scan), before.earlier
+        found = differences(before, settings, scan)
+        earlier = before.earlier
         if found and not args.force:
             raise UsageError(
-                f"--output {args.output}: {'; '.join(found)}; give another name, or the flags that it was begun with"
+                f"--output {args.output}: {'; '.join(found)}; give another name, or the flags that "
+                "it was begun with"
                 f"{or_force}"
             )
         if found:
             earlier = [*earlier, before.settings]
     elif not output.is_empty and not args.force:
         raise UsageError(
-            f"--output {args.output}: has rows, and no {sidecar_path(args.output).name} beside it says what they were "
+            f"--output {args.output}: has rows, and no {sidecar_path(args.output).name} beside it "
+            "says what they were "
             f"made with; give another name{or_force}"
         )
     found_rows = yield from rows_before_steps(output.rows(), scan.ids)
@@ -276,7 +325,10 @@ def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> 
         writer.end(state)
         output.sync()
     if not status_path(args.output).is_file():
-        raise FlexgenError(f"{status_path(args.output)}: cannot be written; the answers in {args.output} are complete")
+        raise FlexgenError(
+            f"{status_path(args.output)}: cannot be written; the answers in {args.output} are "
+            "complete"
+        )
 
 
 def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile) -> None:
@@ -287,10 +339,14 @@ def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile
     """
     writer.restore_sidecar()
     status = writer.status
-    begun, missing = read_sidecar(args.output), status.rows - status.done
-    if missing or (begun is not None and not begins_as(args.input, begun.input_bytes, begun.input_digest)):
+    begun = read_sidecar(args.output)
+    missing = status.rows - status.done
+    if missing or (
+        begun is not None and not begins_as(args.input, begun.input_bytes, begun.input_digest)
+    ):
         raise FlexgenError(
-            f"--input {args.input}: was changed while the job ran ({missing} rows are missing); rows of {args.output} "
+            f"--input {args.input}: was changed while the job ran ({missing} rows are missing); "
+            f"rows of {args.output} "
             "may be of either state: leave the input alone, and give another --output"
         )
     output.check_rows(status.done + status.other_rows)
@@ -298,16 +354,25 @@ def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile
 
 def _show(args: argparse.Namespace, writer: JobWriter, before: Before, model: str) -> int:
     """Print the summary and return the exit code."""
-    status, notes = writer.status, writer.notes
-    did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} tokens/s)"
+    status = writer.status
+    notes = writer.notes
+    did = (
+        f"{status.tokens} new tokens in {format_seconds(status.seconds)} "
+        f"({status.tokens_per_s:.1f} tokens/s)"
+    )
     if before.rows == status.rows:
         did = "nothing was left to do"
     if status.spared_tokens:
         did += f"; {spared_text(status)}"
-    print(f"{counted(status.done, 'answer')} in {args.output}, {status.errors} of them errors; {did}")
+    print(
+        f"{counted(status.done, 'answer')} in {args.output}, {status.errors} of them errors; {did}"
+    )
     if status.peak_bytes:
         process = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        print(f"memory: weights, KV cache and buffers at most {tiers_text(status.peak_bytes)}; whole process {process}")
+        print(
+            f"memory: weights, KV cache and buffers at most {tiers_text(status.peak_bytes)}; whole "
+            f"process {process}"
+        )
     if status.errors:
         print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
     if notes.other_models:

@@ -81,8 +81,10 @@ class Opening:
         differing = [what for what, digest in llm.digests().items() if digest != self.digests[what]]
         if differing:
             raise FlexgenError(
-                f"--ray: {' and '.join(differing)} of {llm.model.name} on {socket.gethostname()} are not those that "
-                "the job was begun with; give every node the same model, and leave it alone while the job runs"
+                f"--ray: {' and '.join(differing)} of {llm.model.name} on {socket.gethostname()} "
+                "are not those that "
+                "the job was begun with; give every node the same model, and leave it alone while "
+                "the job runs"
             )
         return llm
 
@@ -107,16 +109,21 @@ class AnswerSink(Silent):
     has_answers = False
 
     def __init__(self, write: Callable[[Sequence[Answer]], None]) -> None:
-        self.write, self.notes = write, Notes()
+        self.write = write
+        self.notes = Notes()
 
     def asked(self, tokens: int) -> None:
         """Do nothing: the job's writer counts rows."""
 
 
 def run_window(
-    llm: LLM, reader: RequestReader, lines: Sequence[Line], window: int | None, refill: bool,
+    llm: LLM,
+    reader: RequestReader,
+    lines: Sequence[Line],
+    window: int | None,
+    refill: bool,
     has_run: bool = False,
-) -> Iterator[Sequence[Answer] | Notes]:  # fmt: skip
+) -> Iterator[Sequence[Answer] | Notes]:
     """Run a window in a thread.
 
     Yield its answers as they come, then its notes. Raise the engine's errors.
@@ -184,9 +191,13 @@ class Engines:
         try:
             if self._llm is None:
                 self._llm = self._opening.open()
-            reader = RequestReader(self._llm.model, sampling_of(args), self._llm.eviction, args.chat, args.system)
+            reader = RequestReader(
+                self._llm.model, sampling_of(args), self._llm.eviction, args.chat, args.system
+            )
             lines = pickle.loads(batch["lines"][0])
-            for found in run_window(self._llm, reader, lines, args.window, args.refill, self._has_run):
+            for found in run_window(
+                self._llm, reader, lines, args.window, args.refill, self._has_run
+            ):
                 yield _packed("found", found)
             self._has_run = True
         except Exception as error:
@@ -211,16 +222,26 @@ class RayJob:
     """
 
     def __init__(
-        self, source: Path, done: npt.NDArray[np.bool_], writer: JobWriter, pool: Pool, opening: Opening
+        self,
+        source: Path,
+        done: npt.NDArray[np.bool_],
+        writer: JobWriter,
+        pool: Pool,
+        opening: Opening,
     ) -> None:
-        self._source, self._done, self._writer, self._pool, self._opening = source, done, writer, pool, opening
+        self._source = source
+        self._done = done
+        self._writer = writer
+        self._pool = pool
+        self._opening = opening
 
     def run(self) -> None:
         """Run all rows that are left. Errors of an engine and of the writer are not caught.
 
         Raise FlexgenError if no row comes back.
         """
-        done, opening = self._done, self._opening
+        done = self._done
+        opening = self._opening
         block_size = 1 if opening.is_auto else opening.policy.block_size
         while left := int((~done).sum()):
             size = window_size(left, self._pool.actors, block_size, opening.args.window)
@@ -234,7 +255,10 @@ class RayJob:
             if missing == left:
                 raise FlexgenError(f"--ray: no answer came back from any actor ({why})")
             if missing:
-                print(f"batch: --ray: {missing} rows are missing ({why}); they are run again", file=sys.stderr)
+                print(
+                    f"batch: --ray: {missing} rows are missing ({why}); they are run again",
+                    file=sys.stderr,
+                )
 
     def _take(self, found: Any) -> None:
         if isinstance(found, Raised):
@@ -266,12 +290,21 @@ def ray_job(done: npt.NDArray[np.bool_], writer: JobWriter, opening: Opening) ->
     args = opening.args
     pool = find_pool(args.ray_actors, budget_of(args).host, args.device)
     cores = f"{pool.cpus} core{'s' if pool.cpus != 1 else ''}"
-    say("batch", f"{pool.actors} engines on Ray, each with {cores} and {format_bytes(pool.host_bytes)} of RAM")
+    say(
+        "batch",
+        f"{pool.actors} engines on Ray, each with {cores} and {format_bytes(pool.host_bytes)} of "
+        "RAM",
+    )
     theirs = {**vars(args), "host_mem": pool.host_bytes}
     for name in ("model", "path", "offload_dir", "hardware"):  # other processes need absolute paths
-        if theirs[name] is not None and (path := Path(theirs[name]).expanduser().absolute()).exists():
+        if (
+            theirs[name] is not None
+            and (path := Path(theirs[name]).expanduser().absolute()).exists()
+        ):
             theirs[name] = str(path)
-    return RayJob(args.input, done, writer, pool, replace(opening, args=argparse.Namespace(**theirs)))
+    return RayJob(
+        args.input, done, writer, pool, replace(opening, args=argparse.Namespace(**theirs))
+    )
 
 
 def window_size(left: int, actors: int, block_size: int, asked: int | None) -> int:
@@ -300,17 +333,30 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, tell:
     try:
         blocks = [pyarrow.table({"cut": [pickle.dumps(cut)]}) for cut in cuts]
         windows = ray.data.from_blocks(blocks).map_batches(
-            lines_of, batch_size=1, batch_format="numpy", num_cpus=0, label_selector=here,
+            lines_of,
+            batch_size=1,
+            batch_format="numpy",
+            num_cpus=0,
+            label_selector=here,
             # Ray starts a process per task for tasks without a core
             compute=ray.data.TaskPoolStrategy(size=1),
-        )  # fmt: skip
+        )
         answers = windows.map_batches(
-            Engines, batch_size=1, batch_format="numpy", num_cpus=pool.cpus, num_gpus=pool.cards,
-            memory=pool.host_bytes, fn_constructor_args=(opening, pool.cpus),
-            compute=ray.data.ActorPoolStrategy(size=pool.actors, max_tasks_in_flight_per_actor=_AHEAD),
+            Engines,
+            batch_size=1,
+            batch_format="numpy",
+            num_cpus=pool.cpus,
+            num_gpus=pool.cards,
+            memory=pool.host_bytes,
+            fn_constructor_args=(opening, pool.cpus),
+            compute=ray.data.ActorPoolStrategy(
+                size=pool.actors, max_tasks_in_flight_per_actor=_AHEAD
+            ),
             max_task_retries=_RETRIES,
-        )  # fmt: skip
-        for batch in answers.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
+        )
+        for batch in answers.iter_batches(
+            batch_size=None, batch_format="numpy", prefetch_batches=0
+        ):
             for found in batch["found"]:
                 tell(pickle.loads(found))
     except BaseException as error:
@@ -328,7 +374,9 @@ def ray_at(address: str | None) -> Iterator[None]:
     import ray
 
     before = signal.getsignal(signal.SIGTERM)
-    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES} if address is None else {}
+    own: dict[str, Any] = (
+        {"include_dashboard": False, "object_store_memory": _STORE_BYTES} if address is None else {}
+    )
     try:
         _knock(address)
         ray.init(address or LOCAL, logging_level=logging.ERROR, log_to_driver=False, **own)
@@ -343,7 +391,9 @@ def ray_at(address: str | None) -> Iterator[None]:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     # Until at least Ray 2.64 there is no other way to set max_task_retries. setup.py allows only
     # older versions.
-    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
+    warnings.filterwarnings(
+        "ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning
+    )
     try:
         yield
     finally:
@@ -372,21 +422,33 @@ def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cores, gpus, memory = ([int(node.get(name, 0)) for node in nodes] for name in ("CPU", "GPU", "memory"))
+    cores, gpus, memory = (
+        [int(node.get(name, 0)) for node in nodes] for name in ("CPU", "GPU", "memory")
+    )
     cards = sum(gpus) if may_use_card(device) else 0
     number = actors or cards or len(nodes)
     for cpus in range(max(1, sum(cores) // number), 0, -1):
-        places = [min(c // cpus, g if cards else number, number) for c, g in zip(cores, gpus, strict=True)]
+        places = [
+            min(c // cpus, g if cards else number, number) for c, g in zip(cores, gpus, strict=True)
+        ]
         share = host_bytes
         if share is None:
-            share = min((less_margin(m // n) for m, n in zip(memory, places, strict=True) if n), default=0)
-        fitting = sum(min(n, m // share) if share else 0 for m, n in zip(memory, places, strict=True))
+            share = min(
+                (less_margin(m // n) for m, n in zip(memory, places, strict=True) if n), default=0
+            )
+        fitting = sum(
+            min(n, m // share) if share else 0 for m, n in zip(memory, places, strict=True)
+        )
         if fitting >= number:
             return Pool(number, cpus, 1 if cards else 0, share)
     raise DoesNotFitError(
         f"--ray-actors {number}: the nodes of this Ray have {sum(cores)} cores, {cards} GPUs and "
         f"{format_bytes(sum(memory))} of RAM for actors"
-        + (f", and each takes {format_bytes(host_bytes)} (--host-mem); lower one of them" if host_bytes else "; fewer")
+        + (
+            f", and each takes {format_bytes(host_bytes)} (--host-mem); lower one of them"
+            if host_bytes
+            else "; fewer"
+        )
     )
 
 

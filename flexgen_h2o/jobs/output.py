@@ -21,9 +21,12 @@ from flexgen_h2o.core.files import is_still, json_line, open_patiently, open_reg
 SYNC_EVERY_S = 1.0
 # fsync may take at most this share of the time. A slow disk gets fewer syncs, not a slower job.
 MOST_SYNC_SHARE = 0.05
-_LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
+_LOCK_TRIES = 5
+_LOCK_WAIT_S = 0.1
 _TAIL_BYTES = 64  # bytes at the end of the output that are compared with what was written
-_PIECE_BYTES, _MOST_PIECES = 2**20, 128  # pieces in which a line is read; a row has at most as many
+# pieces in which a line is read; a row has at most as many
+_PIECE_BYTES = 2**20
+_MOST_PIECES = 128
 
 
 class OutputFile:
@@ -45,7 +48,8 @@ class OutputFile:
         self._tail = b""
         self._synced = os.fstat(self._fd).st_size
         self._set_end()
-        self._last_sync, self._sync_s = time.monotonic(), 0.0
+        self._last_sync = time.monotonic()
+        self._sync_s = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -91,10 +95,12 @@ class OutputFile:
                     good += len(line)
                     yield row
                     continue
-                bad, is_hole = bad or number, is_hole or b"\0" in line
+                bad = bad or number
+                is_hole = is_hole or b"\0" in line
                 if row is not None or (line.endswith(b"\n") and not is_hole):
                     raise UsageError(
-                        f"--output {self.path}:{bad}: is not a row that a job has written; remove the line, and its "
+                        f"--output {self.path}:{bad}: is not a row that a job has written; remove "
+                        "the line, and its "
                         "request is done again, or give another --output"
                     )
         self._check_unchanged()
@@ -110,7 +116,8 @@ class OutputFile:
         found, _ = count_rows(self.path)
         if found < rows:
             raise FlexgenError(
-                f"--output {self.path}: has {found} rows, and the job wrote {rows}: somebody else wrote over some "
+                f"--output {self.path}: has {found} rows, and the job wrote {rows}: somebody else "
+                "wrote over some "
                 "while it ran; the same command names the first line that is not a row"
             )
 
@@ -159,7 +166,8 @@ class OutputFile:
             # It is unknown what did not reach the disk, and a second fsync would not tell.
             self._cut(self._synced, self._end)
             raise self._failed(error) from error
-        self._synced, self._last_sync = self._end, time.monotonic()
+        self._synced = self._end
+        self._last_sync = time.monotonic()
         self._sync_s = self._last_sync - began
 
     def close(self) -> None:
@@ -184,14 +192,16 @@ class OutputFile:
 
     def _moved(self) -> FlexgenError:
         return FlexgenError(
-            f"--output {self.path}: was removed or replaced while the job wrote to it; put it back, and the same "
+            f"--output {self.path}: was removed or replaced while the job wrote to it; put it "
+            "back, and the same "
             "command does the rest"
         )
 
     def _changed(self) -> FlexgenError:
         size = os.fstat(self._fd).st_size
         return FlexgenError(
-            f"--output {self.path}: somebody else cut it or wrote to it while the job ran ({size} bytes, the job left "
+            f"--output {self.path}: somebody else cut it or wrote to it while the job ran ({size} "
+            "bytes, the job left "
             f"{self._end}); leave it alone, and the same command does what is missing"
         )
 
@@ -232,7 +242,8 @@ class OutputFile:
 
     def _failed(self, error: OSError) -> FlexgenError:
         return FlexgenError(
-            f"--output {self.path}: {error.strerror or error}; the rows in it are whole: make room, and the same "
+            f"--output {self.path}: {error.strerror or error}; the rows in it are whole: make "
+            "room, and the same "
             "command does the rest"
         )
 
@@ -261,7 +272,8 @@ def count_rows(path: Path) -> tuple[int, int]:
     """
     rows = errors = 0
     for _, row in rows_of(path):
-        rows, errors = rows + 1, errors + (row["error"] is not None)
+        rows = rows + 1
+        errors = errors + (row["error"] is not None)
     return rows, errors
 
 
@@ -288,7 +300,11 @@ def whole_row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if isinstance(row, dict) and isinstance(row.get("custom_id"), str) and {"response", "error"} <= row.keys():
+    if (
+        isinstance(row, dict)
+        and isinstance(row.get("custom_id"), str)
+        and {"response", "error"} <= row.keys()
+    ):
         return row
     return None
 
@@ -318,15 +334,21 @@ def _open_locked(path: Path) -> int:
             raise UsageError(f"--output {path}: {error.strerror or error}") from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # the end of a pipe or a device would never come
             os.close(fd)
-            raise UsageError(f"--output {path}: is no regular file, and a job reads its rows back; name one")
+            raise UsageError(
+                f"--output {path}: is no regular file, and a job reads its rows back; name one"
+            )
         try:
             if try_lock(fd) and is_still(path, fd):
                 return fd
         except OSError as error:
             os.close(fd)
-            raise UsageError(f"--output {path}: cannot be locked here ({error.strerror or error})") from error
+            raise UsageError(
+                f"--output {path}: cannot be locked here ({error.strerror or error})"
+            ) from error
         # Locked by another job, or for a moment by a --status command; or just removed.
         os.close(fd)
         if attempt < _LOCK_TRIES - 1:
             time.sleep(_LOCK_WAIT_S)
-    raise UsageError(f"--output {path}: another job writes to it; wait for its end, or give another --output")
+    raise UsageError(
+        f"--output {path}: another job writes to it; wait for its end, or give another --output"
+    )

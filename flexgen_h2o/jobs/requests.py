@@ -30,7 +30,8 @@ INTERNAL = CODE_INTERNAL
 MOST_MESSAGE_CHARACTERS = 500  # an error message may quote the request, which may have any length
 # Limits of a record that is sent back: bytes besides its prompt (a window keeps thousands of
 # records), and levels of nesting.
-MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
+MOST_RECORD_BYTES = 2**14
+MOST_RECORD_LEVELS = 100
 
 Kind = Literal["completion", "chat", "helm"]
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
@@ -250,7 +251,9 @@ class RequestReader:
                 value = line.parse()
             except ValueError as error:
                 if line.is_plain:
-                    raise _invalid(f"{error}; save the file as UTF-8 text, with shorter lines") from error
+                    raise _invalid(
+                        f"{error}; save the file as UTF-8 text, with shorter lines"
+                    ) from error
                 raise RowError("invalid_json", f"not valid JSON ({json_reason(error)})") from error
             return self.request(value, line.number, line.id_in(value), line.row)
 
@@ -262,12 +265,16 @@ class RequestReader:
         _, [request] = self._requests(value, number, custom_id, row, None)
         return request
 
-    def served(self, url: str, body: Mapping[str, Any], custom_id: str, most: int) -> tuple[Answers, list[Request]]:
+    def served(
+        self, url: str, body: Mapping[str, Any], custom_id: str, most: int
+    ) -> tuple[Answers, list[Request]]:
         """Read a request to the server with at most `most` answers.
 
         The `n` answers of each prompt follow one another.
         """
-        return self._requests({"custom_id": custom_id, "url": url, "body": body}, 0, custom_id, 0, most)
+        return self._requests(
+            {"custom_id": custom_id, "url": url, "body": body}, 0, custom_id, 0, most
+        )
 
     def _requests(
         self, value: Any, number: int, custom_id: str, row: int, most: int | None
@@ -293,7 +300,9 @@ class RequestReader:
                 found += [_variant(request, choice) for choice in range(answers.n)]
             return answers, found
 
-    def _request(self, kind: Kind, fields: Mapping[str, Any], given: Any, number: int, custom_id: str) -> Request:
+    def _request(
+        self, kind: Kind, fields: Mapping[str, Any], given: Any, number: int, custom_id: str
+    ) -> Request:
         """Return one request.
 
         given: the prompt or the messages.
@@ -305,12 +314,17 @@ class RequestReader:
         if is_chat:
             params = self.model.for_chat(params)
         if params.stop and self.model.tokenizer is None:
-            raise RowError("unsupported", "stop: needs a tokenizer, and the model's folder has none; leave it out")
+            raise RowError(
+                "unsupported",
+                "stop: needs a tokenizer, and the model's folder has none; leave it out",
+            )
         asked_model = _short_text(fields, "model")
         prompt = self._prompt(number, self._chat_ids(given, options) if is_chat else given)
         prompt = Prompt(prompt.index, prompt.token_ids, prompt.text if echo else None)
         try:
-            check_budgets(self.eviction, self.model.spec, len(prompt.token_ids), max(1, params.max_tokens))
+            check_budgets(
+                self.eviction, self.model.spec, len(prompt.token_ids), max(1, params.max_tokens)
+            )
         except UsageError as error:
             raise RowError("does_not_fit", str(error)) from error
         return Request(kind, custom_id, prompt, params, asked_model, echo=echo)
@@ -321,9 +335,11 @@ class RequestReader:
         if not isinstance(value, dict) or any(value.get(name) is not None for name in others):
             return value
         if value.get("text") is not None:
-            name, is_chat = "text", self.model.has_chat_template if self.chat is None else self.chat
+            name = "text"
+            is_chat = self.model.has_chat_template if self.chat is None else self.chat
         elif isinstance(value.get("prompt"), str):
-            name, is_chat = "prompt", bool(self.chat)
+            name = "prompt"
+            is_chat = bool(self.chat)
         else:
             return value
         text = value[name]
@@ -337,8 +353,12 @@ class RequestReader:
 
     def _prompt(self, number: int, given: Any) -> Prompt:
         if isinstance(given, list) and given and isinstance(given[0], str | list):
-            raise RowError("unsupported", f"prompt: a single prompt is expected here, not a list of {len(given)}")
-        encode, spec = self.model.encode if self.model.tokenizer is not None else None, self.model.spec
+            raise RowError(
+                "unsupported",
+                f"prompt: a single prompt is expected here, not a list of {len(given)}",
+            )
+        encode = self.model.encode if self.model.tokenizer is not None else None
+        spec = self.model.spec
         try:
             prompt = make_prompt(number, given, encode, spec.vocab_size, spec.max_positions)
         except TooLongError as error:
@@ -346,7 +366,10 @@ class RequestReader:
         except UsageError as error:
             raise _invalid(f"prompt: {error}") from error
         if len(prompt.token_ids) > spec.max_positions:
-            sizes = f"{len(prompt.token_ids)} tokens, but {self.model.name} has {spec.max_positions} positions"
+            sizes = (
+                f"{len(prompt.token_ids)} tokens, but {self.model.name} has "
+                f"{spec.max_positions} positions"
+            )
             raise RowError("context_length_exceeded", f"prompt: {sizes}")
         return prompt
 
@@ -358,14 +381,18 @@ class RequestReader:
         """
         given = {name: fields[name] for name in OF_TEMPLATE if name in fields}
         if given and not is_chat:
-            raise RowError("unsupported", f"{next(iter(given))}: works in chat requests only; leave it out")
+            raise RowError(
+                "unsupported", f"{next(iter(given))}: works in chat requests only; leave it out"
+            )
         options = given.pop("chat_template_kwargs", {})
         if not isinstance(options, dict):
             raise _invalid(f"chat_template_kwargs: {_quoted(options)} is not an object")
         for name in options:
             if name in self.model.reserved_options:
                 raise RowError(
-                    "unsupported", f"chat_template_kwargs.{name}: cannot be set for the chat template; leave it out"
+                    "unsupported",
+                    f"chat_template_kwargs.{name}: cannot be set for the chat template; leave it "
+                    "out",
                 )
         effort = given.get("reasoning_effort")
         if effort is not None and effort not in EFFORTS:
@@ -376,7 +403,10 @@ class RequestReader:
         messages = _checked_messages(given, self.model.least_parts)
         if not self.model.has_chat_template:
             missing = "tokenizer" if self.model.tokenizer is None else "chat template"
-            raise RowError("no_chat_template", f"messages: {self.model.name} has no {missing}; send it as a prompt")
+            raise RowError(
+                "no_chat_template",
+                f"messages: {self.model.name} has no {missing}; send it as a prompt",
+            )
         try:
             return self.model.encode_chat(messages, options)
         except TooLongError as error:
@@ -398,19 +428,29 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
     _short_text(value, "custom_id", 1)
     if any(value.get(name) is not None for name in ("url", "body", "method")):
         _required(value, "custom_id")
-        url, body = _required(value, "url"), _object(value, "body")
+        url = _required(value, "url")
+        body = _object(value, "body")
         kind = URLS.get(url) if isinstance(url, str) else None
         if kind is None:
             raise RowError("unknown_url", f"url: {url!r} is none of {', '.join(URLS)}")
         if value.get("method") not in (None, "POST"):
             raise _invalid(f"method: {value['method']!r} is not POST")
-        return kind, body, _required(body, "messages") if kind == "chat" else _plain_prompt(body), True
+        return (
+            kind,
+            body,
+            _required(body, "messages") if kind == "chat" else _plain_prompt(body),
+            True,
+        )
     if value.get("request") is not None:
         record = _object(value, "request")
         return "helm", record, _required(record, "prompt"), False
     if value.get("article") is not None:
         return "helm", value, value["article"], False
-    if value.get("messages") is not None and value.get("prompt") is None and value.get("prompt_token_ids") is None:
+    if (
+        value.get("messages") is not None
+        and value.get("prompt") is None
+        and value.get("prompt_token_ids") is None
+    ):
         return "chat", value, value["messages"], False
     return "completion", value, _plain_prompt(value), False
 
@@ -435,7 +475,9 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
         only = field.values(is_chat)
         if only is not None and not any(_same(value, allowed) for allowed in only):
             instead = " or ".join(map(repr, only)) or "leave it out"
-            raise RowError("unsupported", f"{name}: {_quoted(value)} is not supported, only {instead}")
+            raise RowError(
+                "unsupported", f"{name}: {_quoted(value)} is not supported, only {instead}"
+            )
     return given
 
 
@@ -474,9 +516,14 @@ def _check_count(n: int, prompts: list[Any], most: int | None) -> None:
     is_list = len(prompts) > 1
     if most is not None:
         name = "prompt" if is_list else "n"
-        raise RowError("too_many_rows", f"{name}: {count} answers in one request, at most {most}; ask for fewer")
+        raise RowError(
+            "too_many_rows",
+            f"{name}: {count} answers in one request, at most {most}; ask for fewer",
+        )
     if is_list:
-        raise RowError("unsupported", f"prompt: a single prompt is expected here, not a list of {len(prompts)}")
+        raise RowError(
+            "unsupported", f"prompt: a single prompt is expected here, not a list of {len(prompts)}"
+        )
     raise RowError("unsupported", f"n: {n} is not supported, only 1")
 
 
@@ -531,7 +578,9 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingParams, custom_id: str) -> SamplingParams:
+def _sampling_of(
+    fields: Mapping[str, Any], is_chat: bool, defaults: SamplingParams, custom_id: str
+) -> SamplingParams:
     """Return the sampling that the fields ask for; absent fields come from `defaults`.
 
     Raise RowError naming a bad field. A row without a seed gets one made of the default seed and
@@ -575,10 +624,14 @@ def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
 
     In completions `logprobs` is the number; in chat it is true, and `top_logprobs` is the number.
     """
-    wanted, top = fields.get("logprobs"), fields.get("top_logprobs")
+    wanted = fields.get("logprobs")
+    top = fields.get("top_logprobs")
     if not is_chat:
         if top is not None:
-            raise RowError("unsupported", "top_logprobs: works in chat requests only; give the number as logprobs")
+            raise RowError(
+                "unsupported",
+                "top_logprobs: works in chat requests only; give the number as logprobs",
+            )
         return wanted
     if wanted is not None and not isinstance(wanted, bool):
         raise _invalid(f"logprobs: {_quoted(wanted)} is not true or false")
@@ -616,7 +669,8 @@ def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
         others = {name: value for name, value in record.items() if value is not prompt}
         if len(to_line(others)) > MOST_RECORD_BYTES:
             raise _invalid(
-                f"the record is sent back, and has more than {MOST_RECORD_BYTES // 2**10} KiB beside its prompt"
+                f"the record is sent back, and has more than {MOST_RECORD_BYTES // 2**10} KiB "
+                "beside its prompt"
             )
     return kept
 
@@ -624,10 +678,14 @@ def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
 def _plain_prompt(fields: dict[str, Any]) -> Any:
     given = [name for name in ("prompt", "prompt_token_ids") if fields.get(name) is not None]
     if len(given) != 1:
-        raise _invalid("give either prompt or prompt_token_ids, not both" if given else "prompt: is missing")
+        raise _invalid(
+            "give either prompt or prompt_token_ids, not both" if given else "prompt: is missing"
+        )
     value = fields[given[0]]
     if given[0] == "prompt_token_ids" and not isinstance(value, list):
-        raise _invalid(f"prompt_token_ids: a list of token ids is expected, not {type(value).__name__}")
+        raise _invalid(
+            f"prompt_token_ids: a list of token ids is expected, not {type(value).__name__}"
+        )
     return value
 
 
@@ -638,7 +696,10 @@ def _checked_messages(messages: Any, least_parts: int | None) -> list[dict[str, 
     """
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages: a list of at least one message is expected")
-    return [_checked_message(f"messages[{i}]", message, least_parts) for i, message in enumerate(messages)]
+    return [
+        _checked_message(f"messages[{i}]", message, least_parts)
+        for i, message in enumerate(messages)
+    ]
 
 
 def _checked_message(where: str, message: Any, least_parts: int | None) -> dict[str, Any]:
@@ -656,7 +717,9 @@ def _checked_message(where: str, message: Any, least_parts: int | None) -> dict[
         if name == "name" or name in REASONING:
             if not isinstance(value, str):
                 raise _invalid(f"{where}.{name}: {_quoted(value)} is not a string")
-            others[REASONING[0] if name in REASONING else name] = _check_text(f"{where}.{name}", value)
+            others[REASONING[0] if name in REASONING else name] = _check_text(
+                f"{where}.{name}", value
+            )
         elif name != "type" or value not in MESSAGE_TYPES:
             raise RowError("unsupported", f"{where}.{name}: is not supported")
     content = message.get("content")
@@ -687,7 +750,10 @@ def _text_of_part(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
     if not isinstance(text, str):
-        raise RowError("unsupported", f"{where}.content: parts of type {_quoted(kind)} are not supported, only text")
+        raise RowError(
+            "unsupported",
+            f"{where}.content: parts of type {_quoted(kind)} are not supported, only text",
+        )
     return text
 
 
@@ -715,7 +781,9 @@ def _short_text(fields: Mapping[str, Any], name: str, least: int = 0) -> str | N
     """Return a string of at most MOST_ID_CHARACTERS characters, or None if the field is absent."""
     value = fields.get(name)
     if value is not None and (not isinstance(value, str) or len(value) < least):
-        raise _invalid(f"{name}: {value!r} is not a string" + (" with at least one character" if least else ""))
+        raise _invalid(
+            f"{name}: {value!r} is not a string" + (" with at least one character" if least else "")
+        )
     if value is not None and len(value) > MOST_ID_CHARACTERS:
         raise _invalid(f"{name}: is longer than {MOST_ID_CHARACTERS} characters")
     return value

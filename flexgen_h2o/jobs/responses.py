@@ -49,7 +49,11 @@ def success_row(request: Request, done: Completion, model: Model) -> dict[str, A
     row: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": request.custom_id}
     if request.record is not None:
         row |= {"request": json.loads(request.record), "result": helm_result(choice)}
-    return {**row, "response": {"status_code": 200, "request_id": digest, "body": body}, "error": None}
+    return {
+        **row,
+        "response": {"status_code": 200, "request_id": digest, "body": body},
+        "error": None,
+    }
 
 
 def error_row(custom_id: str, number: int, error: RowError) -> dict[str, Any]:
@@ -70,7 +74,12 @@ def helm_result(choice: dict[str, Any]) -> dict[str, Any]:
 
     choice: of a text completion.
     """
-    nothing: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    nothing: dict[str, Any] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
     logprobs = choice["logprobs"] or nothing
     answer = {
         "text": choice["text"],
@@ -90,7 +99,11 @@ def _chat_choice(request: Request, done: Completion, model: Model) -> dict[str, 
         text = ChatText(model.tokenizer, request.params, request.prompt.token_ids)
         content, reasoning = text.more(done.token_ids, True)
         message |= {"content": content, "reasoning_content": reasoning}
-    logprobs = None if done.logprobs is None else chat_logprobs(done.token_ids, done.logprobs, model.tokenizer)
+    logprobs = (
+        None
+        if done.logprobs is None
+        else chat_logprobs(done.token_ids, done.logprobs, model.tokenizer)
+    )
     return {"index": 0, "message": message, "logprobs": logprobs}
 
 
@@ -116,7 +129,9 @@ def _text_choice(request: Request, done: Completion, model: Model) -> dict[str, 
     return {"index": 0, "text": text, "logprobs": logprobs}
 
 
-def _starts(request: Request, done: Completion, detokenizer: Detokenizer, prompt: int, whole: int) -> list[int]:
+def _starts(
+    request: Request, done: Completion, detokenizer: Detokenizer, prompt: int, whole: int
+) -> list[int]:
     """Return where the tokens begin in a text of `whole` characters.
 
     prompt: characters of the echoed prompt at the beginning of the text.
@@ -140,9 +155,11 @@ def _echoed_prompt(request: Request, done: Completion, detokenizer: Detokenizer)
 
 
 def text_logprobs(
-    token_ids: Sequence[int], found: Sequence[TokenLogprobs | None], starts: Sequence[int] | None,
+    token_ids: Sequence[int],
+    found: Sequence[TokenLogprobs | None],
+    starts: Sequence[int] | None,
     tokenizer: Tokenizer | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return log-probabilities in the form of text completions.
 
     The first token of a prompt has none.
@@ -170,7 +187,9 @@ def text_logprobs(
         "tokens": tokens,
         "token_logprobs": [None if one is None else _finite(one.logprob) for one in found],
         "top_logprobs": top if any(top) else None,
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if starts is None else list(starts),
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))
+        if starts is None
+        else list(starts),
     }
 
 
@@ -189,7 +208,7 @@ def _likeliest(token: int, found: TokenLogprobs) -> list[tuple[int, float]]:
 
 def chat_logprobs(
     token_ids: Sequence[int], found: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return log-probabilities in the form of chat completions.
 
     The `bytes` of a token are its own, even if it is a part of a character.

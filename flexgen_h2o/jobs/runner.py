@@ -32,14 +32,16 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 
-MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
+MIN_WINDOW_ROWS = 1024
+MIN_WINDOW_BLOCKS = 4
 # The model's name in requests of h2o_hf and of `evaluate lm-eval generate`, which name none.
 NO_MODEL = "x"
 # Internal errors of a job that are printed on stderr: a job may have a million rows.
 MOST_SAID = 100
 # Bad lines that are handled before other work is done: about 60 ms, in which a server does nothing
 # else. Long lines take longer, so time is limited too.
-MOST_BAD_LINES, MOST_BAD_S = 1000, 0.05
+MOST_BAD_LINES = 1000
+MOST_BAD_S = 0.05
 WRITE_EVERY_S = 1.0
 
 PromptsAndParams = tuple[list[Prompt], list[SamplingParams]]
@@ -73,7 +75,8 @@ def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Bef
 
     ids: digests of the input's ids.
     """
-    digests, failed = bytearray(), dict[str, bytearray]()
+    digests = bytearray()
+    failed = dict[str, bytearray]()
     for number, row in enumerate(rows):
         if number % STEP_LINES == 0:
             yield
@@ -83,10 +86,16 @@ def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Bef
             code = str(error.get("code")) if isinstance(error, dict) else "unknown"
             failed.setdefault(code, bytearray()).extend(digest)
     done = which_are_in(ids, np.frombuffer(digests, ids.dtype))
-    in_input = {code: which_are_in(ids, np.frombuffer(found, ids.dtype)) for code, found in failed.items()}
+    in_input = {
+        code: which_are_in(ids, np.frombuffer(found, ids.dtype)) for code, found in failed.items()
+    }
     errors = Counter({code: int(mask.sum()) for code, mask in in_input.items()})
-    num_rows, size = int(done.sum()), ids.dtype.itemsize
-    others = len(digests) // size - num_rows, sum(map(len, failed.values())) // size - errors.total()
+    num_rows = int(done.sum())
+    size = ids.dtype.itemsize
+    others = (
+        len(digests) // size - num_rows,
+        sum(map(len, failed.values())) // size - errors.total(),
+    )
     return Before(done, num_rows, errors, others)
 
 
@@ -106,7 +115,9 @@ class Notes:
         self.first_other = self.first_other or other.first_other
         self.prompt_tokens += other.prompt_tokens
         self.spared_tokens += other.spared_tokens
-        self.peak_bytes |= {tier: max(n, self.peak_bytes.get(tier, 0)) for tier, n in other.peak_bytes.items()}
+        self.peak_bytes |= {
+            tier: max(n, self.peak_bytes.get(tier, 0)) for tier, n in other.peak_bytes.items()
+        }
 
 
 class Sink(Listener, Protocol):
@@ -133,27 +144,45 @@ class JobWriter(Silent):
     """
 
     def __init__(
-        self, output: OutputFile, before: Before, peak_bytes: Callable[[], dict[str, int]],
-        max_errors: int | None = None, shown: bool = True,
-    ) -> None:  # fmt: skip
-        rows, (other_rows, other_errors) = len(before.done), before.others
+        self,
+        output: OutputFile,
+        before: Before,
+        peak_bytes: Callable[[], dict[str, int]],
+        max_errors: int | None = None,
+        shown: bool = True,
+    ) -> None:
+        rows = len(before.done)
+        other_rows, other_errors = before.others
         self.errors = before.errors.copy()
         self.status = Status(
-            rows=rows, done=before.rows, errors=self.errors.total(), other_rows=other_rows, other_errors=other_errors
+            rows=rows,
+            done=before.rows,
+            errors=self.errors.total(),
+            other_rows=other_rows,
+            other_errors=other_errors,
         )
         self.has_answers = before.rows > self.status.errors
         self.notes = Notes()
-        self._output, self._peak_bytes, self._max_errors = output, peak_bytes, max_errors
-        self._done_before, self._began, self._written = before.rows, time.monotonic(), 0.0
+        self._output = output
+        self._peak_bytes = peak_bytes
+        self._max_errors = max_errors
+        self._done_before = before.rows
+        self._began = time.monotonic()
+        self._written = 0.0
         self._sidecar = before.sidecar
         # Rows that were read, and their new tokens. A row that is not done counts the most that it
         # may have.
-        self._asking, self._new = 0, 0
+        self._asking = 0
+        self._new = 0
         with interrupts.held():  # tqdm starts a thread
             self._bar = tqdm(
-                total=rows, initial=before.rows, unit="row", desc="batch", file=sys.stderr,
+                total=rows,
+                initial=before.rows,
+                unit="row",
+                desc="batch",
+                file=sys.stderr,
                 disable=not (shown and Progress.on_terminal()),
-            )  # fmt: skip
+            )
         self._write_status()
 
     def write(self, answers: Sequence[Answer]) -> None:
@@ -177,7 +206,8 @@ class JobWriter(Silent):
         errors = self.status.errors
         if self._max_errors is not None and errors > self._max_errors:
             raise UsageError(
-                f"--max-errors {self._max_errors}: {errors} rows of {self._output.path} are errors; mend the input and "
+                f"--max-errors {self._max_errors}: {errors} rows of {self._output.path} are "
+                "errors; mend the input and "
                 "give another --output, or raise it"
             )
 
@@ -187,7 +217,8 @@ class JobWriter(Silent):
         self._write_status_if_due()
 
     def asked(self, tokens: int) -> None:
-        self._asking, self._new = self._asking + 1, self._new + tokens
+        self._asking = self._asking + 1
+        self._new = self._new + tokens
 
     def finish(self, rows: Sequence[Row]) -> None:
         """Subtract tokens that are not new.
@@ -216,15 +247,19 @@ class JobWriter(Silent):
             self._write_status()
 
     def _write_status(self) -> None:
-        status, now = self.status, time.monotonic()
+        status = self.status
+        now = time.monotonic()
         status.seconds = now - self._began
         status.tokens_per_s = status.tokens / status.seconds if status.seconds > 0 else 0.0
         status.eta_s = self._left_s()
         self.notes.add(Notes(peak_bytes=self._peak_bytes()))
-        status.prompt_tokens, status.spared_tokens = self.notes.prompt_tokens, self.notes.spared_tokens
+        status.prompt_tokens = self.notes.prompt_tokens
+        status.spared_tokens = self.notes.spared_tokens
         status.peak_bytes = self.notes.peak_bytes
         self._written = now
-        self._bar.set_postfix_str(f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False)
+        self._bar.set_postfix_str(
+            f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False
+        )
         status.write(self._output.path)
         with suppress(FlexgenError):  # the end of the job reports it
             self.restore_sidecar()
@@ -235,7 +270,8 @@ class JobWriter(Silent):
         The estimate is by tokens: it assumes that all rows are like those that were read, and that
         these are as long as they may be. If no tokens are counted, it is by rows.
         """
-        status, here = self.status, self.status.rows - self._done_before
+        status = self.status
+        here = self.status.rows - self._done_before
         if status.tokens and self._new:
             return status.seconds * max(0.0, here * self._new / self._asking / status.tokens - 1)
         done = status.done - self._done_before
@@ -253,9 +289,12 @@ class JobRows:
     """
 
     def __init__(
-        self, reader: RequestReader, lines: Iterable[Line], sink: Sink,
+        self,
+        reader: RequestReader,
+        lines: Iterable[Line],
+        sink: Sink,
         tell: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sink = sink
         self._model = reader.model
         self._tell = tell or partial(say, "batch")
@@ -263,7 +302,9 @@ class JobRows:
         self.requests = self._read(reader, lines)
 
     def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request | None]:
-        model, notes, bad = reader.model.name, self.sink.notes, 0
+        model = reader.model.name
+        notes = self.sink.notes
+        bad = 0
         began = time.monotonic()
         for line in lines:
             try:
@@ -278,7 +319,9 @@ class JobRows:
                 continue
             if request.asked_model not in (None, NO_MODEL, model):
                 notes.other_models += 1
-                notes.first_other = notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
+                notes.first_other = (
+                    notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
+                )
             self.sink.asked(request.params.max_tokens)
             yield request
             began = time.monotonic()
@@ -338,7 +381,10 @@ class Job:
         has_run: bool = False,
         on_open: Callable[[Sequence[Request]], None] | None = None,
     ) -> None:
-        self._llm, self._sink, self._asked_window, self._refill = llm, sink, window, refill
+        self._llm = llm
+        self._sink = sink
+        self._asked_window = window
+        self._refill = refill
         self._rows = JobRows(reader, lines, sink)
         self._requests = filter(None, self._rows.requests)
         self._ahead: list[Request] = []  # requests that were read and have not run
@@ -390,7 +436,11 @@ class Job:
                 raise
             for request, why in others:
                 self._rows.fail(request, RowError("does_not_fit", why))
-            parts = [fitting] if others else [fitting[: len(fitting) // 2], fitting[len(fitting) // 2 :]]
+            parts = (
+                [fitting]
+                if others
+                else [fitting[: len(fitting) // 2], fitting[len(fitting) // 2 :]]
+            )
             for part in filter(None, parts):
                 self._run_window(part)
             return
@@ -402,9 +452,13 @@ class Job:
         self._has_run = True
         prompts, params = prompts_and_params(requests)
         report = self._llm.run(
-            prompts, params, self._finish, Callbacks(listener=self._sink, spares_rows=True), refill=self._refill,
+            prompts,
+            params,
+            self._finish,
+            Callbacks(listener=self._sink, spares_rows=True),
+            refill=self._refill,
             more=more,
-        )  # fmt: skip
+        )
         self._sink.notes.prompt_tokens += report.prefill.tokens
         self._sink.notes.spared_tokens += report.spared_tokens
 
@@ -434,7 +488,9 @@ class Job:
         self._running |= {request.prompt.index: request for request in self._take(len(requests))}
         return prompts_and_params(requests)
 
-    def _fitting_alone(self, requests: Sequence[Request]) -> tuple[list[Request], list[tuple[Request, str]]]:
+    def _fitting_alone(
+        self, requests: Sequence[Request]
+    ) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Return the rows that fit the budgets in a block of their own, and the others with the
         reason.
 
@@ -442,10 +498,12 @@ class Job:
         left. A row that needs no more than one that fits also fits. A row that needs no less than
         one that does not fit does not fit either.
         """
-        eviction, spec = self._llm.eviction, self._llm.model.spec
+        eviction = self._llm.eviction
+        spec = self._llm.model.spec
         ordered = sorted(requests, key=lambda r: len(r.prompt.token_ids) + r.params.max_tokens)
         needs = [_need(request, eviction, spec) for request in ordered]
-        left, why = dict(zip(needs, ordered, strict=True)), dict[Need, str]()
+        left = dict(zip(needs, ordered, strict=True))
+        why = dict[Need, str]()
         while left:
             need, request = list(left.items())[len(left) // 2]
             error = self._why_not(request)
@@ -456,7 +514,9 @@ class Job:
             why |= {other: said for other in left if _covers(other, need)} | {need: str(error)}
             left = {other: one for other, one in left.items() if other not in why}
         pairs = list(zip(ordered, needs, strict=True))
-        return [one for one, need in pairs if need not in why], [(one, why[need]) for one, need in pairs if need in why]
+        return [one for one, need in pairs if need not in why], [
+            (one, why[need]) for one, need in pairs if need in why
+        ]
 
     def _why_not(self, request: Request) -> DoesNotFitError | None:
         """Return why the row does not fit the budgets in a block of its own. None if it fits."""

@@ -27,7 +27,8 @@ from flexgen_h2o.jobs.input import Scan
 from flexgen_h2o.jobs.output import count_rows, is_locked
 
 SCHEMA = 1
-RUNNING, DONE = "running", "done"
+RUNNING = "running"
+DONE = "done"
 _MOST = 2**63  # limit of any number; a year of seconds is 2**25
 # Flags of settings that have another name. Settings of models and policies without a flag keep
 # their names.
@@ -71,7 +72,12 @@ class Sidecar:
     def write(self, output: Path) -> None:
         """Write the file. Raise FlexgenError if it cannot be written."""
         source = {"path": self.input_path, "bytes": self.input_bytes, "digest": self.input_digest}
-        body = {"schema": SCHEMA, "settings": self.settings, "input": source, "earlier": self.earlier}
+        body = {
+            "schema": SCHEMA,
+            "settings": self.settings,
+            "input": source,
+            "earlier": self.earlier,
+        }
         try:
             write_whole(sidecar_path(output), json.dumps(body, indent=1) + "\n", follow=False)
         except OSError as error:
@@ -97,12 +103,17 @@ def read_sidecar(output: Path) -> Sidecar | None:
     def made(body: Any) -> Sidecar:
         if body["schema"] != SCHEMA:
             raise UsageError(
-                f"{path}: schema is {body['schema']!r}, this version reads {SCHEMA}; give another --output"
+                f"{path}: schema is {body['schema']!r}, this version reads {SCHEMA}; give another "
+                "--output"
             )
         source = body["input"]
-        return Sidecar(body["settings"], source["path"], source["bytes"], source["digest"], body["earlier"])
+        return Sidecar(
+            body["settings"], source["path"], source["bytes"], source["digest"], body["earlier"]
+        )
 
-    return _read(path, made, f"{path}", "is not the sidecar of a job; move it away, with its output")
+    return _read(
+        path, made, f"{path}", "is not the sidecar of a job; move it away, with its output"
+    )
 
 
 def differences(before: Sidecar, settings: dict[str, Any], scan: Scan) -> list[str]:
@@ -171,7 +182,11 @@ class Status:
         """Whether each field has the type that a job writes, and each number is possible."""
         if not isinstance(self.state, str) or not isinstance(self.peak_bytes, dict):
             return False
-        numbers = [(getattr(self, f.name), f.type) for f in fields(self) if f.name not in ("state", "peak_bytes")]
+        numbers = [
+            (getattr(self, f.name), f.type)
+            for f in fields(self)
+            if f.name not in ("state", "peak_bytes")
+        ]
         numbers += [(n, "int") for n in self.peak_bytes.values()]
         return all(
             type(n) in ((int,) if kind == "int" else (int, float)) and 0 <= n < _MOST
@@ -183,7 +198,12 @@ class Status:
         """Write the file if possible. A job must not end because its status cannot be written."""
         self.updated = time.time()
         with contextlib.suppress(OSError):
-            write_whole(status_path(output), json.dumps(asdict(self), indent=1) + "\n", follow=False, sync=False)
+            write_whole(
+                status_path(output),
+                json.dumps(asdict(self), indent=1) + "\n",
+                follow=False,
+                sync=False,
+            )
 
 
 def status_path(output: Path) -> Path:
@@ -199,15 +219,20 @@ def read_status(output: Path) -> Status:
     """
     path = status_path(output)
     status = _read(
-        path, lambda body: Status(**body), f"--status: {path}",
+        path,
+        lambda body: Status(**body),
+        f"--status: {path}",
         "is not the status of a job; its next run writes one",
-    )  # fmt: skip
+    )
     if status is None:
-        raise UsageError(f"--status: no job has written {output}: there is no {path.name} beside it")
+        raise UsageError(
+            f"--status: no job has written {output}: there is no {path.name} beside it"
+        )
     if status.state == RUNNING and not is_locked(output):
         status.state = "killed; the same command goes on"
     rows, errors = count_rows(output)
-    status.done, status.errors = max(0, rows - status.other_rows), max(0, errors - status.other_errors)
+    status.done = max(0, rows - status.other_rows)
+    status.errors = max(0, errors - status.other_errors)
     if status.state == DONE and status.done < status.rows:
         status.state = "done, and rows were taken away since; the same command does them again"
     return status
@@ -238,7 +263,8 @@ def status_lines(status: Status) -> list[str]:
     left = max(0, status.rows - status.done)
     lines = [
         f"state: {status.state}" + (f" (process {status.pid})" if status.state == RUNNING else ""),
-        f"prompts: {status.done} of {status.rows} done, {status.errors} of them errors, {left} to do",
+        f"prompts: {status.done} of {status.rows} done, {status.errors} of them errors, {left} to "
+        "do",
     ]
     if status.tokens:
         done = f"{status.tokens} in {format_seconds(status.seconds)}"

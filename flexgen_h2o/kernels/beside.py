@@ -48,7 +48,9 @@ class WholeColumns:
         """Invert `smoothed` for keys (R, ..., d); the result is fp32."""
         return keys.float() * self._along(self.ranges, keys) + self._along(self.centres, keys)
 
-    def enter(self, places: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def enter(
+        self, places: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
         """Add new columns as whole columns, in place of those that leave the window.
 
         slots: (R,), the slots of the new columns; keys, values: (R, d); places: (R,), index among
@@ -58,7 +60,8 @@ class WholeColumns:
         self.slots.masked_fill_(self.slots == slots.int().unsqueeze(1), -1)
         row = (places >= 0).nonzero().squeeze(1)
         at = row, places[row].long()
-        self.keys[at], self.values[at] = keys[row], values[row]
+        self.keys[at] = keys[row]
+        self.values[at] = values[row]
         self.slots[at] = slots[row].int()
 
     def _along(self, numbers: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -85,13 +88,17 @@ class SlotForm:
 WHOLE = SlotForm()
 
 
-def with_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def with_whole(
+    whole: WholeColumns, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return unpacked slots (segments, R, S, d) with keys restored and whole columns filled in."""
     k = whole.restored(k.transpose(0, 1)).transpose(0, 1).contiguous()
     row, entry = (whole.slots >= 0).nonzero(as_tuple=True)
-    slot, per_segment = whole.slots[row, entry].long(), k.shape[2]
+    slot = whole.slots[row, entry].long()
+    per_segment = k.shape[2]
     place = slot // per_segment, row, slot % per_segment
-    k[place], v[place] = whole.keys[row, entry].float(), whole.values[row, entry].float()
+    k[place] = whole.keys[row, entry].float()
+    v[place] = whole.values[row, entry].float()
     return k, v
 
 
@@ -132,13 +139,17 @@ def whole_addresses(whole: WholeColumns, q: torch.Tensor) -> WholeAddresses:
     """
     from flexgen_h2o.kernels.compiled.beside import TILE, WholeAddresses
 
-    (rows, count), width = whole.slots.shape, q.shape[2]
-    tensors, kinds = vars(whole).values(), (torch.bfloat16, torch.bfloat16, q.dtype, q.dtype, torch.int32)
+    rows, count = whole.slots.shape
+    width = q.shape[2]
+    tensors = vars(whole).values()
+    kinds = (torch.bfloat16, torch.bfloat16, q.dtype, q.dtype, torch.int32)
     shapes = (rows, width), (rows, width), (rows, count, width), (rows, count, width), (rows, count)
     ok = rows == len(q) and count % TILE == 0
     for tensor, kind, shape in zip(tensors, kinds, shapes, strict=True):
         ok = ok and (tensor.dtype, tuple(tensor.shape)) == (kind, shape) and tensor.is_contiguous()
     if not ok:
         raise mismatch("attend: q, whole columns", q, *tensors)
-    addresses = (t.data_ptr() for t in (whole.keys, whole.values, whole.slots, whole.centres, whole.ranges))
+    addresses = (
+        t.data_ptr() for t in (whole.keys, whole.values, whole.slots, whole.centres, whole.ranges)
+    )
     return WholeAddresses(count, width, *addresses)

@@ -56,7 +56,8 @@ def groupwise_codes(packed: torch.Tensor, bits: int, columns: int) -> Codes:
 
     packed: made by `packed.pack_rows` in 4 or 8 bits.
     """
-    packing, words = SlotPacking(columns, bits), packed.view(torch.int32)
+    packing = SlotPacking(columns, bits)
+    words = packed.view(torch.int32)
     params = words[:, packing.value_words :]
     return Codes(words, params, columns, packing.group, bits, partial(unpack_rows, packed, bits))
 
@@ -64,7 +65,9 @@ def groupwise_codes(packed: torch.Tensor, bits: int, columns: int) -> Codes:
 def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor) -> Codes:
     """Return the Codes of an MXFP4 matrix; blocks and scales as in `quantised.unpack_mxfp4`."""
     decode = partial(unpack_mxfp4, blocks, scales)
-    return Codes(blocks.flatten(1).view(torch.int32), scales, scales.shape[1] * MX_BLOCK, MX_BLOCK, 4, decode)
+    return Codes(
+        blocks.flatten(1).view(torch.int32), scales, scales.shape[1] * MX_BLOCK, MX_BLOCK, 4, decode
+    )
 
 
 def multiply_coded(
@@ -75,10 +78,16 @@ def multiply_coded(
     x: (at most FEW_ROWS, columns), out: (rows, n), both of one dtype; their rows need not be
     adjacent. bias: (n,). Weights are rounded to that dtype. Sums are in fp32 and rounded once.
     """
-    (tokens, columns), rows = x.shape, len(codes.words)
+    tokens, columns = x.shape
+    rows = len(codes.words)
     assert tokens <= FEW_ROWS and columns == codes.columns and out.shape == (tokens, rows)
-    assert x.stride(1) == out.stride(1) == codes.words.stride(1) == codes.group_params.stride(1) == 1
-    _launch(_Few(x, codes, bias, out, adds), partial(multiply_coded_reference, x, codes, bias, out, adds))
+    assert (
+        x.stride(1) == out.stride(1) == codes.words.stride(1) == codes.group_params.stride(1) == 1
+    )
+    _launch(
+        _Few(x, codes, bias, out, adds),
+        partial(multiply_coded_reference, x, codes, bias, out, adds),
+    )
 
 
 def multiply_coded_reference(
@@ -95,7 +104,8 @@ def multiply_together(found: Sequence[Product]) -> list[Product]:
     Few are at most FEW_ROWS per product. Weights that are not in few bits are included. Returns the
     other products, and those that would be alone in a launch.
     """
-    alike, others = dict[Hashable, list[tuple[Product, _Few]]](), list[Product]()
+    alike = dict[Hashable, list[tuple[Product, _Few]]]()
+    others = list[Product]()
     for product in found:
         few = _few_of(product)
         if few is None:
@@ -123,8 +133,15 @@ def _few_of(product: Product) -> _Few | None:
         return _Few(inputs, part.kept, bias, out, adds)
     # exact type, because rows of its subclasses mean something else
     if type(part) is DenseRows and part.rows.stride(1) == 1:
-        rows, columns = part.rows, part.rows.shape[1]
-        return _Few(inputs, Codes(rows, rows, columns, columns, 0, lambda out: out.copy_(rows)), bias, out, adds)
+        rows = part.rows
+        columns = part.rows.shape[1]
+        return _Few(
+            inputs,
+            Codes(rows, rows, columns, columns, 0, lambda out: out.copy_(rows)),
+            bias,
+            out,
+            adds,
+        )
     return None
 
 
@@ -145,17 +162,26 @@ class _Few(NamedTuple):
     @property
     def kind(self) -> Hashable:
         """The properties that products must share to run in one launch."""
-        codes, bias = self.codes, self.bias
+        codes = self.codes
+        bias = self.bias
         form = codes.words.shape, codes.columns, codes.group, codes.bits, codes.is_mx
         return *form, *self.strides, self.x.dtype, bias is None, self.adds
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.x, self.codes.words, self.codes.group_params, self.x if self.bias is None else self.bias, self.out
+        return (
+            self.x,
+            self.codes.words,
+            self.codes.group_params,
+            self.x if self.bias is None else self.bias,
+            self.out,
+        )
 
     @property
     def strides(self) -> tuple[int, ...]:
-        return tuple(t.stride(0) for t in (self.x, self.codes.words, self.codes.group_params, self.out))
+        return tuple(
+            t.stride(0) for t in (self.x, self.codes.words, self.codes.group_params, self.out)
+        )
 
     def places(self, first: _Few) -> list[int]:
         """Return for each tensor how many numbers after the same tensor of `first` it begins."""
@@ -169,19 +195,42 @@ def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few]
     first: the product whose tensors are the kernel's arguments. all_of: the products of the launch,
     including `first`; empty: only `first`.
     """
-    codes, rows, table, is_aligned = first.codes, len(first.codes.words), first.codes.words, False
+    codes = first.codes
+    rows = len(first.codes.words)
+    table = first.codes.words
+    is_aligned = False
     if all_of:
         places = [few.places(first) for few in all_of]
-        numbers = torch.tensor([[len(few.x), *own] for few, own in zip(all_of, places, strict=True)], device="cpu")
-        table, is_aligned = upload(numbers, first.x.device), not any(own[0] % 16 or own[1] % 16 for own in places)
+        numbers = torch.tensor(
+            [[len(few.x), *own] for few, own in zip(all_of, places, strict=True)], device="cpu"
+        )
+        table = upload(numbers, first.x.device)
+        is_aligned = not any(own[0] % 16 or own[1] % 16 for own in places)
     grid = -(-rows // ROWS_AT_A_TIME), max(1, len(all_of))
-    arguments = *first.tensors, table, len(first.x), rows, codes.columns, *first.strides, codes.group
+    arguments = (
+        *first.tensors,
+        table,
+        len(first.x),
+        rows,
+        codes.columns,
+        *first.strides,
+        codes.group,
+    )
     triton.launch(
-        "products.few_rows", grid, reference, arguments, BITS=codes.bits, MX=codes.is_mx,
-        BIASED=first.bias is not None, ADDS=first.adds, TABLE=bool(all_of), ALIGNED=is_aligned,
-        TOKENS=triton.power_of_two(max(len(few.x) for few in all_of or (first,)), 16), ROWS=ROWS_AT_A_TIME,
+        "products.few_rows",
+        grid,
+        reference,
+        arguments,
+        BITS=codes.bits,
+        MX=codes.is_mx,
+        BIASED=first.bias is not None,
+        ADDS=first.adds,
+        TABLE=bool(all_of),
+        ALIGNED=is_aligned,
+        TOKENS=triton.power_of_two(max(len(few.x) for few in all_of or (first,)), 16),
+        ROWS=ROWS_AT_A_TIME,
         WORDS=_COLUMNS_AT_A_TIME * (codes.bits or 32) // 32,
-    )  # fmt: skip
+    )
 
 
 def are_multiplied(codes: Codes, decoded: torch.Tensor) -> bool:
@@ -193,7 +242,11 @@ def are_multiplied(codes: Codes, decoded: torch.Tensor) -> bool:
     """
     if triton.takes(codes.words, codes.group_params):
         return True
-    whole = codes.bits == 4 and codes.group == (MX_BLOCK if codes.is_mx else GROUP) and not codes.columns % codes.group
+    whole = (
+        codes.bits == 4
+        and codes.group == (MX_BLOCK if codes.is_mx else GROUP)
+        and not codes.columns % codes.group
+    )
     return whole and is_compiled(decoded) and products.has_loop(decoded.dtype) and cpu_has("avx2")
 
 
@@ -201,24 +254,38 @@ class CodedRows(RowPart):
     """Hold rows (n, columns) as codes, and decode them to `decoded` when that is first needed."""
 
     def __init__(self, codes: Codes, decoded: DenseRows) -> None:
-        self.kept, self._decoded, self._is_decoded = codes, decoded, False
+        self.kept = codes
+        self._decoded = decoded
+        self._is_decoded = False
 
     def __len__(self) -> int:
         return len(self._decoded)
 
-    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
-        codes, words, params = self.kept, self.kept.words, self.kept.group_params
+    def job(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> products.Job | None:
+        codes = self.kept
+        words = self.kept.words
+        params = self.kept.group_params
         if triton.takes(words, params) or not products.takes(inputs, codes.columns):
             return None
         from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
 
         weight = words.data_ptr(), words.stride(0) * words.itemsize, len(self), codes.columns
         return products.job_of(
-            inputs, weight, bias, out, scales=params.data_ptr(), scale_step=params.stride(0) * params.itemsize,
-            coded=products.MXFP4 if codes.is_mx else products.PACKED, tables=MXFP4_TABLES.ctypes.data,
-        )  # fmt: skip
+            inputs,
+            weight,
+            bias,
+            out,
+            scales=params.data_ptr(),
+            scale_step=params.stride(0) * params.itemsize,
+            coded=products.MXFP4 if codes.is_mx else products.PACKED,
+            tables=MXFP4_TABLES.ctypes.data,
+        )
 
-    def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+    def multiply(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> None:
         if len(inputs) <= FEW_ROWS and triton.takes(inputs):
             multiply_coded(inputs, self.kept, bias, out, adds)
         else:

@@ -59,7 +59,12 @@ class StepSlots:
 
 
 def attend_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: StepSlots, scale: float, out: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: StepSlots,
+    scale: float,
+    out: torch.Tensor,
 ) -> None:
     """Run the decode step for the rows of `slots`, and write their attention to `out`.
 
@@ -67,9 +72,12 @@ def attend_step(
     adjacent heads. Only rows of `slots` are written. The result is that of `slots.attend`; q.k is
     summed in fp32.
     """
-    (segments, rows, length, _), (group, width) = slots.keys.shape, (q.shape[1] // k.shape[1], q.shape[2])
+    segments, rows, length, _ = slots.keys.shape
+    group = q.shape[1] // k.shape[1]
+    width = q.shape[2]
     assert all(t.stride()[1:] == (width, 1) for t in (q, k, v, out))
-    columns, products = segments * length, slots.state
+    columns = segments * length
+    products = slots.state
     if slots.scores is not None:
         columns = slots.scores.shape[1]
         products = torch.empty(rows, group, columns, dtype=torch.float32, device=q.device)
@@ -78,19 +86,48 @@ def attend_step(
     of_slots = [unused if t is None else t for t in recorded]
     gains = slots.state[GAIN].view(torch.float32)
     before = [unused if t is None else t.contiguous() for t in slots.before or (None, None)]
-    tensors = q, k, v, out, slots.keys, slots.values, slots.state, gains, *of_slots, products, slots.taken, *before
+    tensors = (
+        q,
+        k,
+        v,
+        out,
+        slots.keys,
+        slots.values,
+        slots.state,
+        gains,
+        *of_slots,
+        products,
+        slots.taken,
+        *before,
+    )
     strides = *(t.stride(0) for t in (q, k, v, out)), segment_step(slots.keys)
-    sizes = *strides, slots.state.shape[1], slots.first, slots.kv_heads, length, columns, scale, slots.decay
+    sizes = (
+        *strides,
+        slots.state.shape[1],
+        slots.first,
+        slots.kv_heads,
+        length,
+        columns,
+        scale,
+        slots.decay,
+    )
     constants: dict[str, Any] = {
-        "G": group, "GROUP": triton.power_of_two(group, 16), "D": width, "WIDTH": triton.power_of_two(width, 16),
-        "BLOCK": columns_at_a_time(q.dtype, width), "RECORDS": slots.scores is not None,
+        "G": group,
+        "GROUP": triton.power_of_two(group, 16),
+        "D": width,
+        "WIDTH": triton.power_of_two(width, 16),
+        "BLOCK": columns_at_a_time(q.dtype, width),
+        "RECORDS": slots.scores is not None,
         "PER_QUERY": slots.per_query,
         "BEFORE": 0 if slots.before is None else 1 if slots.before[0] is None else 2,
-    }  # fmt: skip
-    name, packing, whole = "slots.attend_step", slots.form.packing, slots.form.whole
+    }
+    name = "slots.attend_step"
+    packing = slots.form.packing
+    whole = slots.form.whole
     if packing is not None:
         assert whole is not None
-        name, tensors = "slots.attend_packed_step", (*tensors, *vars(whole).values())
+        name = "slots.attend_packed_step"
+        tensors = (*tensors, *vars(whole).values())
         windows = whole.slots.shape[1]
         sizes = *sizes, windows, segment_step(slots.values), *packed_sizes(packing)
         constants |= packing_constants(packing)
@@ -99,7 +136,7 @@ def attend_step(
             # words are loaded once for each of their numbers; with more stages they would not fit
             # the shared memory
             "num_stages": 1,
-        }  # fmt: skip
+        }
     reference = partial(attend_step_reference, q, k, v, slots, scale, out)
     triton.launch(name, (rows,), reference, (*tensors, *sizes), **constants)
 
@@ -114,7 +151,11 @@ def segment_step(area: torch.Tensor) -> int:
 
 def packed_sizes(packing: KVPacking) -> list[int]:
     """Return the words of lower bits, of codes and of a slot; for keys, then for values."""
-    return [size for of in (packing.keys, packing.values) for size in (of.low_words, of.value_words, of.words)]
+    return [
+        size
+        for of in (packing.keys, packing.values)
+        for size in (of.low_words, of.value_words, of.words)
+    ]
 
 
 def packing_constants(packing: KVPacking) -> dict[str, int]:
@@ -130,14 +171,23 @@ def columns_at_a_time(dtype: torch.dtype, width: int) -> int:
 
     They must fit the shared memory; fp32 products and wide heads need much of it.
     """
-    return max(16, (16 if dtype == torch.float32 else 64) // max(1, triton.power_of_two(width) // 128))
+    return max(
+        16, (16 if dtype == torch.float32 else 64) // max(1, triton.power_of_two(width) // 128)
+    )
 
 
 def attend_step_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: StepSlots, scale: float, out: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: StepSlots,
+    scale: float,
+    out: torch.Tensor,
 ) -> None:
     """Compute `attend_step` in torch operations."""
-    rows, kv_heads, width = slots.keys.shape[1], slots.kv_heads, q.shape[2]
+    rows = slots.keys.shape[1]
+    kv_heads = slots.kv_heads
+    width = q.shape[2]
     unit_rows = torch.arange(slots.first, slots.first + rows, device=q.device)
     state = slots.state[:, unit_rows // kv_heads]
     here = torch.arange(rows, device=q.device)
@@ -146,7 +196,8 @@ def attend_step_reference(
         taken = torch.where(taken < 0, slots.victims.long(), taken)
     slots.taken.copy_(taken)
     queries, keys, values, result = (
-        t.view(len(t) * kv_heads, -1, width)[slots.first : slots.first + rows] for t in (q, k, v, out)
+        t.view(len(t) * kv_heads, -1, width)[slots.first : slots.first + rows]
+        for t in (q, k, v, out)
     )
     areas = slots.keys, slots.values
     if slots.form.packing is None:
@@ -156,11 +207,19 @@ def attend_step_reference(
         put_packed_reference(areas, taken, columns, slots.form, state[PLACE])
     scores = None
     if slots.scores is not None and slots.positions is not None and slots.victims is not None:
-        slots.positions[here, taken], slots.scores[here, taken] = state[POSITION], 0.0
+        slots.positions[here, taken] = state[POSITION]
+        slots.scores[here, taken] = 0.0
         gains = state[GAIN].view(torch.float32)
         recorded = slots.scores, slots.positions, state[OLDEST], state[NEWEST]
-        scores = ScoreState(*recorded, slots.decay, gains, slots.victims, state[POSITION] if slots.per_query else None)
-    of_slots, form = (queries, slots.keys, slots.values, state[FILLED], scale), slots.form
+        scores = ScoreState(
+            *recorded,
+            slots.decay,
+            gains,
+            slots.victims,
+            state[POSITION] if slots.per_query else None,
+        )
+    of_slots = (queries, slots.keys, slots.values, state[FILLED], scale)
+    form = slots.form
     if slots.before is not None:
         elsewhere, lse = (None if t is None else t[unit_rows] for t in slots.before)
         if elsewhere is not None and lse is not None:

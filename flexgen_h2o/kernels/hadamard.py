@@ -15,7 +15,13 @@ import torch
 
 from flexgen_h2o.core.units import ROTARY_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows, row_slices
+from flexgen_h2o.kernels.workspace import (
+    element_of,
+    is_compiled,
+    mismatch,
+    parallel_rows,
+    row_slices,
+)
 
 
 def block_width(width: int) -> int:
@@ -41,7 +47,14 @@ def hadamard(x: torch.Tensor) -> None:
         grid = len(x), x.shape[1] * x.shape[2] // size
         warps = 4 if size <= 128 else 8
         arguments = x, x.stride(0), size**-0.5
-        triton.launch("rows.hadamard", grid, partial(hadamard_reference, x), arguments, SIZE=size, num_warps=warps)
+        triton.launch(
+            "rows.hadamard",
+            grid,
+            partial(hadamard_reference, x),
+            arguments,
+            SIZE=size,
+            num_warps=warps,
+        )
         return
     if not is_compiled(x):
         hadamard_reference(x)
@@ -49,7 +62,8 @@ def hadamard(x: torch.Tensor) -> None:
     from flexgen_h2o.kernels.compiled import rows as row_loops
 
     numbers = x.shape[1] * x.shape[2]
-    step, factor = x.stride(0) * x.itemsize, np.float32(size**-0.5)
+    step = x.stride(0) * x.itemsize
+    factor = np.float32(size**-0.5)
     job = row_loops.Hadamard(size, numbers // size, x.data_ptr(), step, factor)
     parallel_rows(partial(row_loops.hadamard_rows, element_of(x.dtype), job), len(x), 8 * numbers)
 
@@ -61,7 +75,8 @@ def hadamard_reference(x: torch.Tensor) -> None:
     """
     size = block_width(x.shape[2])
     for here in row_slices(len(x), 1, most=ROTARY_CHUNK):
-        wide, step = x[here].float(), 1
+        wide = x[here].float()
+        step = 1
         while step < size:
             first, second = wide.unflatten(-1, (-1, 2, step)).unbind(-2)
             wide = torch.stack((first + second, first - second), dim=-2).flatten(-3)

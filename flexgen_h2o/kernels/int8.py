@@ -21,11 +21,25 @@ from typing import ClassVar
 import torch
 
 from flexgen_h2o.core.packing import GROUP, INT8_ROW_BYTES, WORD, SlotPacking, int8_row_bytes
-from flexgen_h2o.core.units import BLOCK_ROWS, INT8_TILE, REQUANTISE_CHUNK, STRIP_ROWS, TOKEN_CHUNK, UNPACK_CHUNK
+from flexgen_h2o.core.units import (
+    BLOCK_ROWS,
+    INT8_TILE,
+    REQUANTISE_CHUNK,
+    STRIP_ROWS,
+    TOKEN_CHUNK,
+    UNPACK_CHUNK,
+)
 from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import RowPart, block_words, multiply_all, words_of_blocks
 from flexgen_h2o.kernels.packed import unpack_rows_reference
-from flexgen_h2o.kernels.workspace import Workspace, cpu_has, element_of, is_compiled, parallel_rows, row_slices
+from flexgen_h2o.kernels.workspace import (
+    Workspace,
+    cpu_has,
+    element_of,
+    is_compiled,
+    parallel_rows,
+    row_slices,
+)
 
 ZERO = 128  # added to the inputs' codes for the compiled loop, which reads them as uint8
 _LEVELS = 127.0
@@ -37,7 +51,8 @@ _EXACT = 1024
 _MOST_COLUMNS = 2**16
 # On a card torch._int_mm refuses 16 or fewer inputs, and a weight whose columns or rows are no
 # multiple of 8.
-_CARD_INPUTS, _CARD_MULTIPLE = 32, 8
+_CARD_INPUTS = 32
+_CARD_MULTIPLE = 8
 
 
 @dataclass
@@ -130,29 +145,50 @@ class _MultipliedInInt8(RowPart):
 class Int8Rows(_MultipliedInInt8):
     """Hold rows that are stored in int8."""
 
-    def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
+    def job(
+        self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> products.Job | None:
         is_taken = is_compiled(out) and self.columns <= _MOST_COLUMNS
         if not (is_taken and products.takes(inputs.codes, self.columns)):
             return None
-        packed, n = self.packed, len(self)
+        packed = self.packed
+        n = len(self)
         if isinstance(packed, BlockedInt8):
-            start, row_step, step, zero = packed.memory.data_ptr(), 0, WORD, ZERO
+            start = packed.memory.data_ptr()
+            row_step = 0
+            step = WORD
+            zero = ZERO
             sums = start + n * self.columns
             scales = sums + n * WORD
         else:
-            start, row_step, step, zero = packed.data_ptr(), packed.stride(0), packed.stride(0), -ZERO
+            start = packed.data_ptr()
+            row_step = packed.stride(0)
+            step = packed.stride(0)
+            zero = -ZERO
             scales = start + packed.shape[1] - INT8_ROW_BYTES
             sums = scales + WORD
         return products.job_of(
-            inputs.around(ZERO), (start, row_step, n, self.columns), bias, out, x_scales=inputs.scales.data_ptr(),
-            scales=scales, scale_step=step, row_sums=sums, sum_step=step, zero=zero,
-        )  # fmt: skip
+            inputs.around(ZERO),
+            (start, row_step, n, self.columns),
+            bias,
+            out,
+            x_scales=inputs.scales.data_ptr(),
+            scales=scales,
+            scale_step=step,
+            row_sums=sums,
+            sum_step=step,
+            zero=zero,
+        )
 
-    def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+    def multiply(
+        self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> None:
         # only the compiled loop multiplies blocked rows
         assert isinstance(self.packed, torch.Tensor)
-        codes, ws = inputs.around(0).view(torch.int8), self.workspace
-        weight, scales = codes_of(self.packed, self.columns), scales_of(self.packed)
+        codes = inputs.around(0).view(torch.int8)
+        ws = self.workspace
+        weight = codes_of(self.packed, self.columns)
+        scales = scales_of(self.packed)
         step = INT8_TILE // len(codes) // _CARD_MULTIPLE * _CARD_MULTIPLE
         for first in range(0, len(self), step):
             rows = slice(first, min(first + step, len(self)))
@@ -162,15 +198,24 @@ class Int8Rows(_MultipliedInInt8):
             # matrix for each of its rows.
             column_scales = ws.get("int8 weight scales", rows.stop - first, dtype=torch.float32)
             column_scales.copy_(scales[rows])
-            rescale(sums, inputs.scales, column_scales, None if bias is None else bias[rows], out[:, rows], adds)
+            rescale(
+                sums,
+                inputs.scales,
+                column_scales,
+                None if bias is None else bias[rows],
+                out[:, rows],
+                adds,
+            )
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         for some in row_slices(len(ids), self.columns):
             if isinstance(self.packed, BlockedInt8):
-                codes, scales = self.packed.rows_at(ids[some]), self.packed.scales[ids[some]]
+                codes = self.packed.rows_at(ids[some])
+                scales = self.packed.scales[ids[some]]
             else:
                 found = self.packed.index_select(0, ids[some])
-                codes, scales = codes_of(found, self.columns), scales_of(found)
+                codes = codes_of(found, self.columns)
+                scales = scales_of(found)
             out[some] = codes.float().mul_(scales.unsqueeze(1))
 
 
@@ -184,20 +229,35 @@ class RequantisedRows(_MultipliedInInt8):
 
     packed: torch.Tensor  # (n, packed row bytes) uint8
 
-    def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
-        whole = self.columns % GROUP == 0 and len(self) % STRIP_ROWS == 0 and self.columns <= _MOST_COLUMNS
+    def job(
+        self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> products.Job | None:
+        whole = (
+            self.columns % GROUP == 0
+            and len(self) % STRIP_ROWS == 0
+            and self.columns <= _MOST_COLUMNS
+        )
         if not (whole and is_compiled(out) and products.takes(inputs.codes, self.columns)):
             return None
         weight = self.packed.data_ptr(), self.packed.stride(0), len(self), self.columns
         ends = WORD * SlotPacking(self.columns, 4).value_words
         return products.job_of(
-            inputs.around(ZERO), weight, bias, out, x_scales=inputs.scales.data_ptr(), zero=ZERO, ends=ends
+            inputs.around(ZERO),
+            weight,
+            bias,
+            out,
+            x_scales=inputs.scales.data_ptr(),
+            zero=ZERO,
+            ends=ends,
         )
 
-    def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+    def multiply(
+        self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> None:
         row_bytes = int8_row_bytes(self.columns)
         for rows in row_slices(len(self), self.columns, _CARD_MULTIPLE, REQUANTISE_CHUNK):
-            packed, some = self.packed[rows], None if bias is None else bias[rows]
+            packed = self.packed[rows]
+            some = None if bias is None else bias[rows]
             memory = self.workspace.get("int8 rows", len(packed), row_bytes, dtype=torch.uint8)
             multiply_all([(self._in_int8(packed, memory), inputs, some, out[:, rows], adds)])
 
@@ -205,7 +265,9 @@ class RequantisedRows(_MultipliedInInt8):
         for some in row_slices(len(ids), self.columns):
             packed = self.packed.index_select(0, ids[some])
             memory = packed.new_empty(len(packed), int8_row_bytes(self.columns))
-            self._in_int8(packed, memory).look_up(torch.arange(len(packed), device=packed.device), out[some])
+            self._in_int8(packed, memory).look_up(
+                torch.arange(len(packed), device=packed.device), out[some]
+            )
 
     def _in_int8(self, packed: torch.Tensor, memory: torch.Tensor) -> Int8Rows:
         requantise_rows(packed, memory, self.columns)
@@ -242,7 +304,9 @@ def scales_of(packed: torch.Tensor) -> torch.Tensor:
 # ---- numbers to codes, and sums to numbers
 
 
-def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zero: int = 0) -> None:
+def quantise_rows(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zero: int = 0
+) -> None:
     """Quantise each row of x (n, columns) to codes (int8 or uint8) and one scale.
 
     The scale is the row's largest magnitude / 127, and 0 for a row of zeros. zero: 0, or ZERO,
@@ -259,10 +323,20 @@ def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, ze
     n, columns = x.shape
     assert x.stride(1) == codes.stride(1) == 1
     job = loops.QuantiseJob(
-        x.data_ptr(), x.stride(0) * x.itemsize, columns, codes.data_ptr(), codes.stride(0), scales.data_ptr(),
-        4 * scales.stride(0), zero,
-    )  # fmt: skip
-    parallel_rows(partial(loops.quantise, element_of(x.dtype), job), n, columns * (x.itemsize + 1) // _IN_CACHE)
+        x.data_ptr(),
+        x.stride(0) * x.itemsize,
+        columns,
+        codes.data_ptr(),
+        codes.stride(0),
+        scales.data_ptr(),
+        4 * scales.stride(0),
+        zero,
+    )
+    parallel_rows(
+        partial(loops.quantise, element_of(x.dtype), job),
+        n,
+        columns * (x.itemsize + 1) // _IN_CACHE,
+    )
 
 
 def quantise_rows_reference(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -280,9 +354,13 @@ def quantise_rows_reference(x: torch.Tensor, codes: torch.Tensor, scales: torch.
 
 
 def rescale(
-    sums: torch.Tensor, row_scales: torch.Tensor, column_scales: torch.Tensor, bias: torch.Tensor | None,
-    out: torch.Tensor, adds: bool,
-) -> None:  # fmt: skip
+    sums: torch.Tensor,
+    row_scales: torch.Tensor,
+    column_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    adds: bool,
+) -> None:
     """Set out = sums x row scale x column scale + bias, computed in float32.
 
     adds: add to what `out` contains. sums: (rows, columns) int32, contiguous; scales: float32;
@@ -297,17 +375,27 @@ def rescale(
     assert sums.dtype == torch.int32 and out.stride(1) == 1
     assert bias is None or (bias.dtype == out.dtype and bias.is_contiguous())
     job = loops.RescaleJob(
-        sums.data_ptr(), columns, row_scales.data_ptr(), column_scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0) * out.itemsize, adds,
-    )  # fmt: skip
+        sums.data_ptr(),
+        columns,
+        row_scales.data_ptr(),
+        column_scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+        adds,
+    )
     row_bytes = columns * (sums.itemsize + out.itemsize) // _IN_CACHE
     parallel_rows(partial(loops.rescale, element_of(out.dtype), job), rows, row_bytes)
 
 
 def rescale_reference(
-    sums: torch.Tensor, row_scales: torch.Tensor, column_scales: torch.Tensor, bias: torch.Tensor | None,
-    out: torch.Tensor, adds: bool,
-) -> None:  # fmt: skip
+    sums: torch.Tensor,
+    row_scales: torch.Tensor,
+    column_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    adds: bool,
+) -> None:
     """Compute `rescale` in torch operations."""
     for some in row_slices(*sums.shape):
         values = sums[some].float().mul_(row_scales[some].unsqueeze(1)).mul_(column_scales)
@@ -358,7 +446,9 @@ def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torc
     for k in range(0, codes.shape[1], _EXACT):
         inputs = codes[:, k : k + _EXACT].float()
         for a in range(0, len(weight), step):
-            out[:, a : a + step] += (inputs @ weight[a : a + step, k : k + _EXACT].float().t()).to(torch.int32)
+            out[:, a : a + step] += (inputs @ weight[a : a + step, k : k + _EXACT].float().t()).to(
+                torch.int32
+            )
 
 
 @lru_cache
@@ -367,10 +457,15 @@ def _int_mm_works(where: torch.device) -> bool:
 
     It is private, and instructions of older CPUs saturate sums of large products.
     """
-    codes, weight = (torch.full((n, int8_row_bytes(256)), 127, dtype=torch.int8, device="cpu") for n in (3, 32))
-    codes[0, ::2], weight[1], weight[2, 1::2] = -127, -127, -127
+    codes, weight = (
+        torch.full((n, int8_row_bytes(256)), 127, dtype=torch.int8, device="cpu") for n in (3, 32)
+    )
+    codes[0, ::2] = -127
+    weight[1] = -127
+    weight[2, 1::2] = -127
     # packed rows are not adjacent, so the test's are not either
-    codes, weight = codes[:, :256].to(where).contiguous(), weight.to(where)[:, :256]
+    codes = codes[:, :256].to(where).contiguous()
+    weight = weight.to(where)[:, :256]
     out, want = (torch.empty(3, 32, dtype=torch.int32, device=where) for _ in range(2))
     try:
         _int_mm(codes, weight, out)
@@ -393,7 +488,8 @@ def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
     parts = blank_int8_rows(packed)
     for part in parts:
         if isinstance(part, BlockedInt8):
-            memory, columns = part.memory, part.columns
+            memory = part.memory
+            columns = part.columns
             scales, sums = memory[:, columns:].contiguous().view(torch.int32).unbind(1)
             ends = torch.cat([-sums, scales]).view(torch.uint8)
             block_words(memory[:, :columns].view(torch.int32), memory.view(-1))
@@ -431,7 +527,8 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
     from flexgen_h2o.kernels.compiled import int8 as loops
 
     packing = SlotPacking(columns, 4)
-    values, ends = (packed.data_ptr(), packed.stride(0)), WORD * packing.value_words
+    values = (packed.data_ptr(), packed.stride(0))
+    ends = WORD * packing.value_words
     job = loops.Job(*values, ends, packing.group, columns, out.data_ptr(), out.stride(0))
     by_groups = columns % GROUP == 0 and cpu_has("avx2")
     loop = loops.in_order_by_groups if by_groups else loops.in_order
@@ -446,11 +543,17 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
     out: rows in order, (n, int8_row_bytes(columns)) uint8.
     """
     for some in row_slices(len(packed), columns):
-        here, rows = packed[some], out[some]
+        here = packed[some]
+        rows = out[some]
         values = unpack_rows_reference(
             here, 4, torch.empty(len(here), columns, device=packed.device, dtype=torch.float32)
         )
-        ends = here[:, WORD * SlotPacking(columns, 4).value_words :].contiguous().view(torch.bfloat16).float()
+        ends = (
+            here[:, WORD * SlotPacking(columns, 4).value_words :]
+            .contiguous()
+            .view(torch.bfloat16)
+            .float()
+        )
         scale, least = ends.view(len(here), -1, 2).unbind(dim=2)
         largest = torch.maximum(least.abs(), (least + 15 * scale).abs()).amax(dim=1)
         largest = largest.masked_fill(largest < _TINY, 0)
@@ -459,5 +562,7 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
         codes = values.mul_(steps.masked_fill(largest == 0, 0).unsqueeze(1)).round_().to(torch.int8)
         rows.zero_()
         rows[:, :columns] = codes.view(torch.uint8)
-        ends = torch.stack([(largest * (1 / _LEVELS)).view(torch.int32), codes.sum(1, dtype=torch.int32)], dim=1)
+        ends = torch.stack(
+            [(largest * (1 / _LEVELS)).view(torch.int32), codes.sum(1, dtype=torch.int32)], dim=1
+        )
         rows[:, -INT8_ROW_BYTES:] = ends.view(torch.uint8)

@@ -41,7 +41,10 @@ FASTMATH = ("reassoc", "contract", "nsz", "arcp", "afn")
 # No wrapper for callers in C, because there are none: it takes 5% of the compile time.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _ROOM = Path(__file__).parent
-_SOURCES = *sorted(_ROOM.rglob("*.py")), *(_ROOM.parent / "core" / name for name in ("packing.py", "units.py"))
+_SOURCES = (
+    *sorted(_ROOM.rglob("*.py")),
+    *(_ROOM.parent / "core" / name for name in ("packing.py", "units.py")),
+)
 _STAMP = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in _SOURCES)
 
 
@@ -90,13 +93,18 @@ def _cast(to: Any, source: Any, emit: Callable[[Any, Any], Any]) -> Any:
 
     @intrinsic
     def cast(_context: Any, _value: Any) -> Any:
-        return to(source), lambda _context, builder, _signature, arguments: emit(builder, arguments[0])
+        return to(source), lambda _context, builder, _signature, arguments: emit(
+            builder, arguments[0]
+        )
 
     return cast
 
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_HALF, _I16 = ir.HalfType(), ir.IntType(16)
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_HALF = ir.HalfType()
+_I16 = ir.IntType(16)
 
 
 def _pointer(to: Any, kind: Any) -> Any:
@@ -104,18 +112,21 @@ def _pointer(to: Any, kind: Any) -> Any:
     return _cast(_types.CPointer(to), _types.int64, lambda b, x: b.inttoptr(x, kind.as_pointer()))
 
 
-floats_at, ints_at, longs_at = (
-    _pointer(_types.float32, _F32),
-    _pointer(_types.int32, _I32),
-    _pointer(_types.int64, _I64),
-)
-bytes_at, shorts_at = _pointer(_types.uint8, ir.IntType(8)), _pointer(_types.uint16, ir.IntType(16))
+floats_at = _pointer(_types.float32, _F32)
+ints_at = _pointer(_types.int32, _I32)
+longs_at = _pointer(_types.int64, _I64)
+bytes_at = _pointer(_types.uint8, ir.IntType(8))
+shorts_at = _pointer(_types.uint16, ir.IntType(16))
 words_at = _pointer(_types.uint32, _I32)
 # Read the same bits as another type.
 bits_to_float = _cast(_types.float32, _types.uint32, lambda b, x: b.bitcast(x, _F32))
 float_to_bits = _cast(_types.int32, _types.float32, lambda b, x: b.bitcast(x, _I32))
-half_to_float = _cast(_types.float32, _types.uint16, lambda b, x: b.fpext(b.bitcast(x, _HALF), _F32))
-float_to_half = _cast(_types.uint16, _types.float32, lambda b, x: b.bitcast(b.fptrunc(x, _HALF), _I16))
+half_to_float = _cast(
+    _types.float32, _types.uint16, lambda b, x: b.fpext(b.bitcast(x, _HALF), _F32)
+)
+float_to_half = _cast(
+    _types.uint16, _types.float32, lambda b, x: b.bitcast(b.fptrunc(x, _HALF), _I16)
+)
 
 
 def num_planes(element: Any) -> int:
@@ -141,7 +152,8 @@ def _is_half(_context: Any, element: Any) -> Any:
 is_half: Any = intrinsic(_is_half)
 planes: Any = intrinsic(_planes)
 
-LOG2_E, LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+LOG2_E = np.float32(1.4426950408889634)
+LN_2 = np.float32(0.6931471805599453)
 HIGH = np.uint32(0xFFFF0000)  # mask of the upper half of a word
 _QUIET = np.uint32(0x400000)  # a bit of a NaN; if it is set, the upper half alone is a NaN too
 # Coefficients of 2**f for |f| <= 1/2, exact to one part in 10**7, lowest power first. The first is
@@ -190,7 +202,11 @@ def to_bf16(x):  # type: ignore[no-untyped-def]
     The lower half has no meaning.
     """
     bits = np.uint32(float_to_bits(x))
-    return bits | _QUIET if x != x else bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (
+        bits | _QUIET
+        if x != x
+        else bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    )
 
 
 @jit
@@ -246,7 +262,8 @@ def decoded(code, ends):  # type: ignore[no-untyped-def]
     ends: of the code's group; the scale is in the lower half, and the least value in the upper
     half.
     """
-    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & HIGH))
+    scale = bits_to_float(np.uint32(ends << np.uint32(16)))
+    least = bits_to_float(np.uint32(ends & HIGH))
     return np.float32(np.int32(code)) * scale + least
 
 
@@ -257,7 +274,9 @@ def decoded(code, ends):  # type: ignore[no-untyped-def]
 def _emit_look(builder: Any, at: Any) -> Any:
     # the pause leaves the core to its other hardware thread for some tens of cycles
     if machine() in ("x86_64", "AMD64"):
-        pause = builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), ()))
+        pause = builder.module.declare_intrinsic(
+            "llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), ())
+        )
         builder.call(pause, ())
     return builder.load_atomic(builder.inttoptr(at, _I64.as_pointer()), "acquire", 8)
 

@@ -57,14 +57,18 @@ class RowPart(ABC):
         A job holds addresses, so the tensors must outlive it.
         """
 
-    def multiply(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+    def multiply(
+        self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> None:
         """Set out = x W^T + bias, or add that to `out` if `adds`.
 
         bias: (n,); out: (rows, n), whose rows need not be adjacent.
         """
         raise NotImplementedError("is multiplied by the compiled loop alone")
 
-    def product(self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> Product:
+    def product(
+        self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> Product:
         """Return this part's product, as arguments of `multiply`.
 
         start: first row of this part in the matrix; bias and out: of the whole matrix, out is
@@ -102,13 +106,22 @@ class DenseRows(RowPart):
     def __len__(self) -> int:
         return self.rows.shape[0]
 
-    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
-        if not products.takes(inputs, self.rows.shape[1], in_order=True) or self.rows.stride(1) != 1:
+    def job(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> products.Job | None:
+        if (
+            not products.takes(inputs, self.rows.shape[1], in_order=True)
+            or self.rows.stride(1) != 1
+        ):
             return None
         rows = self.rows
-        return products.job_of(inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out)
+        return products.job_of(
+            inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out
+        )
 
-    def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+    def multiply(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> None:
         if multiplies_slowly(inputs.device.type, inputs.dtype):
             self._multiply_in_fp32(inputs, bias, out, adds)
         elif adds:
@@ -120,7 +133,9 @@ class DenseRows(RowPart):
         else:
             torch.addmm(bias, inputs, self.rows.t(), out=out)
 
-    def _multiply_in_fp32(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+    def _multiply_in_fp32(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> None:
         """Multiply in fp32, converting some inputs and some rows of the weight at a time."""
         for own in row_slices(len(inputs), 1, most=_INPUTS):
             x = inputs[own].float()
@@ -141,22 +156,37 @@ class InputRows(DenseRows):
     The sum over inputs is rounded after each part.
     """
 
-    def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+    def multiply(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> None:
         DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Return None: the compiled loop supports only rows that belong to outputs."""
 
     def product(
-        self, start: int, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+        self,
+        start: int,
+        inputs: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        adds: bool,
     ) -> Product:
-        return self, inputs[:, start : start + len(self)], None if start else bias, out, adds or start > 0
+        return (
+            self,
+            inputs[:, start : start + len(self)],
+            None if start else bias,
+            out,
+            adds or start > 0,
+        )
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError("tables of embeddings are not stored so")
 
 
-def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
     """Set out = x W^T + bias, and return it.
 
     x: (rows, in); weight parts: (out_i, in); bias: (out,); out: (rows, sum of out_i).
@@ -165,7 +195,9 @@ def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: to
     return out
 
 
-def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def linear_relu(
+    x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
     """Set out = relu(x W^T + bias), with shapes as in `linear`, and return it."""
     for rows, inputs in weight[0].inputs(x):
         multiply_all(_products(inputs, weight, bias, some_rows(out, rows)), relu=True)
@@ -173,7 +205,9 @@ def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, ou
 
 
 def linear_each(
-    x: torch.Tensor, maps: Sequence[tuple[RowParts, torch.Tensor | None, torch.Tensor]], adds: bool = False
+    x: torch.Tensor,
+    maps: Sequence[tuple[RowParts, torch.Tensor | None, torch.Tensor]],
+    adds: bool = False,
 ) -> None:
     """Run `linear` on the same inputs with each (weight, bias, out).
 
@@ -186,7 +220,11 @@ def linear_each(
     for some in kinds.values():
         for rows, inputs in some[0][0][0].inputs(x):
             multiply_all(
-                [p for weight, bias, out in some for p in _products(inputs, weight, bias, some_rows(out, rows), adds)]
+                [
+                    p
+                    for weight, bias, out in some
+                    for p in _products(inputs, weight, bias, some_rows(out, rows), adds)
+                ]
             )
 
 
@@ -221,7 +259,8 @@ def _of_experts(counts: Sequence[int], rows: slice) -> Iterator[tuple[int, slice
     """Yield each expert that has any of the rows, with the slice of rows that belong to it."""
     start = 0
     for expert, count in enumerate(counts):
-        first, end = max(start, rows.start), min(start + count, rows.stop)
+        first = max(start, rows.start)
+        end = min(start + count, rows.stop)
         start += count
         if first < end:
             yield expert, slice(first, end)
@@ -233,7 +272,8 @@ def _products(
     """Return one product per row part."""
     if len(weight) == 1:
         return [(weight[0], inputs, bias, out, adds)]
-    found, start = [], 0
+    found = []
+    start = 0
     for part in weight:
         found.append(part.product(start, inputs, bias, out, adds))
         start += len(part)
@@ -246,7 +286,8 @@ def multiply_all(found: Sequence[Product], relu: bool = False) -> None:
     Products that the compiled loop supports run first and together, and must agree on `adds`. The
     rest follow one by one. They may convert the inputs in place, so they cannot come earlier.
     """
-    jobs, others = [], list[Product]()
+    jobs = []
+    others = list[Product]()
     for part, inputs, bias, out, adds in found:
         job = part.job(inputs, bias, out)
         if job is None:
@@ -261,7 +302,9 @@ def multiply_all(found: Sequence[Product], relu: bool = False) -> None:
             torch.relu_(out)
 
 
-def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None) -> None:
+def add_linear(
+    x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None
+) -> None:
     """Add inputs W^T + bias to x in place: the residual sum. x: (rows, out), inputs: (rows, in)."""
     linear_each(inputs, ((weight, bias, x),), adds=True)
 
@@ -315,7 +358,9 @@ class BlockedRows(RowPart):
     def __len__(self) -> int:
         return len(self.memory)
 
-    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
+    def job(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> products.Job | None:
         assert inputs.dtype == self.memory.dtype
         return products.job_of(inputs, (self.memory.data_ptr(), 0, *self.memory.shape), bias, out)
 
@@ -323,7 +368,9 @@ class BlockedRows(RowPart):
         words = self.memory.shape[1] * self.memory.itemsize // WORD
         some = max(1, BLOCK_CHUNK // (words * WORD))
         for wanted, there in zip(ids.split(some), out.split(some), strict=True):
-            there.copy_(words_of_blocks(self.memory.view(-1), words, wanted).view(self.memory.dtype))
+            there.copy_(
+                words_of_blocks(self.memory.view(-1), words, wanted).view(self.memory.dtype)
+            )
 
 
 def block_rows(rows: torch.Tensor) -> RowParts:
@@ -335,7 +382,11 @@ def block_rows(rows: torch.Tensor) -> RowParts:
     columns or CPU is not supported, and rows beyond the last multiple of BLOCK_ROWS.
     """
     end = len(rows) // BLOCK_ROWS * BLOCK_ROWS
-    right = rows.is_contiguous() and rows.shape[1] % BLOCK_ROWS == 0 and products.takes(rows, rows.shape[1])
+    right = (
+        rows.is_contiguous()
+        and rows.shape[1] % BLOCK_ROWS == 0
+        and products.takes(rows, rows.shape[1])
+    )
     if not (right and end):
         return (DenseRows(rows),)
     block_words(rows[:end].view(torch.int32), rows[:end].view(-1))
@@ -348,7 +399,9 @@ def words_of_blocks(memory: torch.Tensor, words: int, ids: torch.Tensor) -> torc
 
     memory: flat, holds the blocked rows; words: 4-byte words per row.
     """
-    return memory.view(torch.int32).view(-1, words, BLOCK_ROWS)[ids // BLOCK_ROWS, :, ids % BLOCK_ROWS]
+    return memory.view(torch.int32).view(-1, words, BLOCK_ROWS)[
+        ids // BLOCK_ROWS, :, ids % BLOCK_ROWS
+    ]
 
 
 def block_words(words: torch.Tensor, memory: torch.Tensor) -> None:
@@ -357,7 +410,9 @@ def block_words(words: torch.Tensor, memory: torch.Tensor) -> None:
     `memory` may be the memory of the rows. n must be a multiple of BLOCK_ROWS.
     """
     out = memory.view(torch.uint8)[: words.numel() * words.itemsize].view(words.dtype)
-    step = max(BLOCK_ROWS, BLOCK_CHUNK // (words.shape[1] * words.itemsize) // BLOCK_ROWS * BLOCK_ROWS)
+    step = max(
+        BLOCK_ROWS, BLOCK_CHUNK // (words.shape[1] * words.itemsize) // BLOCK_ROWS * BLOCK_ROWS
+    )
     for some, there in zip(words.split(step), out.split(step * words.shape[1]), strict=True):
         blocks = some.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2).contiguous()
         there.copy_(blocks.view(-1))

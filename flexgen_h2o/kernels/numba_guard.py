@@ -11,12 +11,14 @@ try:
     import numba
 except ValueError as error:
     raise UsageError(
-        f"NUMBA_NUM_THREADS: numba refuses its value ({first_line(error).rstrip('.')}); unset it, in the environment "
+        f"NUMBA_NUM_THREADS: numba refuses its value ({first_line(error).rstrip('.')}); unset it, "
+        "in the environment "
         "and in .numba_config.yaml"
     ) from error
 if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise UsageError(
-        "NUMBA_DISABLE_JIT: keeps loops from being compiled, and they run no other way; unset it, in the environment "
+        "NUMBA_DISABLE_JIT: keeps loops from being compiled, and they run no other way; unset it, "
+        "in the environment "
         "and in .numba_config.yaml"
     )
 

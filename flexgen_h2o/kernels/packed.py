@@ -13,7 +13,12 @@ from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.linear import Table
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, is_compiled_beside_card, parallel_rows
+from flexgen_h2o.kernels.workspace import (
+    element_of,
+    is_compiled,
+    is_compiled_beside_card,
+    parallel_rows,
+)
 
 _EXPONENT = 0x7F80  # exponent bits of a bfloat16; if all are set, it is infinite or NaN
 
@@ -26,7 +31,8 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """
     packing = SlotPacking(rows.shape[1], bits)
     packed = pack_columns(rows if is_compiled(rows) else rows.float(), packing)
-    scale, least = packed[:, packing.value_words :], packed[:, packing.value_words :] >> 16
+    scale = packed[:, packing.value_words :]
+    least = packed[:, packing.value_words :] >> 16
     if bool(((scale & _EXPONENT == _EXPONENT) | (least & _EXPONENT == _EXPONENT)).any()):
         raise ValueError("holds values that are not finite, or too large")
     return packed.view(torch.uint8)
@@ -46,7 +52,13 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
     n, columns = out.shape
     packing = SlotPacking(columns, bits)
     job = unpack_loops.UnpackJob(
-        packed.data_ptr(), packed.stride(0), WORD * packing.value_words, out.data_ptr(), columns, bits, packing.group
+        packed.data_ptr(),
+        packed.stride(0),
+        WORD * packing.value_words,
+        out.data_ptr(),
+        columns,
+        bits,
+        packing.group,
     )
     row_bytes = packing.slot_bytes + columns * out.itemsize
     parallel_rows(partial(unpack_loops.unpack, element_of(out.dtype), job), n, row_bytes)
@@ -60,7 +72,8 @@ class PackedTable(Table):
     """
 
     def __init__(self, packed: torch.Tensor, bits: int) -> None:
-        self._packed, self._bits = packed, bits
+        self._packed = packed
+        self._bits = bits
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -72,11 +85,19 @@ class PackedTable(Table):
 
 
 def _unpack_on_card(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
-    packing, block = SlotPacking(out.shape[1], bits), 1024
+    packing = SlotPacking(out.shape[1], bits)
+    block = 1024
     sizes = packed.stride(0) // WORD, packing.width, packing.value_words, packing.group
     grid = len(out), -(-packing.width // block)
     reference = partial(unpack_rows_reference, packed, bits, out)
-    triton.launch("rows.unpack", grid, reference, (packed.view(torch.int32), out, *sizes), BITS=bits, BLOCK=block)
+    triton.launch(
+        "rows.unpack",
+        grid,
+        reference,
+        (packed.view(torch.int32), out, *sizes),
+        BITS=bits,
+        BLOCK=block,
+    )
     return out
 
 
@@ -85,7 +106,8 @@ def unpack_rows_reference(packed: torch.Tensor, bits: int, out: torch.Tensor) ->
 
     The result has the same bits, because code x scale is exact.
     """
-    packing, step = SlotPacking(out.shape[1], bits), max(1, UNPACK_CHUNK // out.shape[1])
+    packing = SlotPacking(out.shape[1], bits)
+    step = max(1, UNPACK_CHUNK // out.shape[1])
     for start in range(0, len(out), step):
         words = packed[start : start + step].view(torch.int32)
         out[start : start + step] = unpack_columns(words, packing, out.dtype)
@@ -107,9 +129,17 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     if columns.shape[-1] != packing.width:
         raise ValueError(f"pack_columns: {tuple(columns.shape)} is not of width {packing.width}")
     columns = columns.contiguous()
-    packed = torch.empty(*columns.shape[:-1], packing.words, dtype=torch.int32, device=columns.device)
-    job = element_of(columns.dtype), packed_loops.format_of(packing), columns.data_ptr(), packed.data_ptr()
-    rows, row_bytes = columns.numel() // packing.width, 8 * packing.width * columns.itemsize
+    packed = torch.empty(
+        *columns.shape[:-1], packing.words, dtype=torch.int32, device=columns.device
+    )
+    job = (
+        element_of(columns.dtype),
+        packed_loops.format_of(packing),
+        columns.data_ptr(),
+        packed.data_ptr(),
+    )
+    rows = columns.numel() // packing.width
+    row_bytes = 8 * packing.width * columns.itemsize
     parallel_rows(partial(packed_loops.pack_rows, *job, packing.words), rows, row_bytes)
     return packed
 
@@ -117,17 +147,31 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
 def pack_columns_reference(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     """Compute `pack_columns` in torch operations; a scale or a value may differ by a rounding."""
     x = columns.float()
-    short, width = packing.groups * packing.group - packing.width, packing.width
-    x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], dim=-1).unflatten(-1, (packing.groups, packing.group))
+    short = packing.groups * packing.group - packing.width
+    width = packing.width
+    x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], dim=-1).unflatten(
+        -1, (packing.groups, packing.group)
+    )
     least = _outwards(x.amin(dim=-1, keepdim=True), down=True)
     # If the divisor is a Python number, a card multiplies by its reciprocal, which gives another
     # quotient.
-    scale = _outwards((x.amax(dim=-1, keepdim=True) - least) / torch.full_like(least, packing.levels), down=False)
-    values = ((x - least) / scale).add_(0.5).nan_to_num_(0.0).floor_().clamp_(0, packing.levels).int().flatten(-2)
+    scale = _outwards(
+        (x.amax(dim=-1, keepdim=True) - least) / torch.full_like(least, packing.levels), down=False
+    )
+    values = (
+        ((x - least) / scale)
+        .add_(0.5)
+        .nan_to_num_(0.0)
+        .floor_()
+        .clamp_(0, packing.levels)
+        .int()
+        .flatten(-2)
+    )
     words = [_joined(values[..., :width] & _low_mask(packing), packing.low_bits)]
     if packing.bits == 3:
         words.append(_joined(values[..., :width] >> 2, 1))
-    high, low = least.view(torch.int32) & _HIGH, (scale.view(torch.int32) >> 16) & 0xFFFF
+    high = least.view(torch.int32) & _HIGH
+    low = (scale.view(torch.int32) >> 16) & 0xFFFF
     return torch.cat([*words, (high | low).squeeze(-1)], dim=-1)
 
 
@@ -138,7 +182,9 @@ def _low_mask(packing: SlotPacking) -> int:
 def _joined(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack (..., n) int32 codes of `bits` bits into words, from the lowest bit on."""
     per_word = 32 // bits
-    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
+    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % per_word)).unflatten(
+        -1, (-1, per_word)
+    )
     shifts = bits * torch.arange(per_word, device=values.device, dtype=torch.int32)
     joined: torch.Tensor = (values << shifts).sum(dim=-1, dtype=torch.int32)
     return joined
@@ -152,14 +198,18 @@ def _parted(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 def unpack_columns(packed: torch.Tensor, packing: SlotPacking, dtype: torch.dtype) -> torch.Tensor:
     """Decode (..., W) int32 to (..., d) numbers."""
-    width, low = packing.width, packing.low_words
+    width = packing.width
+    low = packing.low_words
     words, ends = packed.split([packing.value_words, packing.groups], dim=-1)
     codes = _parted(words[..., :low], packing.low_bits, width)
     if packing.bits == 3:
         codes = codes.bitwise_or_(_parted(words[..., low:], 1, width) << 2)
     values = torch.nn.functional.pad(codes, (0, packing.groups * packing.group - width)).float()
-    scale, least = (ends << 16).view(torch.float32), (ends & _HIGH).view(torch.float32)
-    values = values.unflatten(-1, (packing.groups, -1)).mul_(scale[..., None]).add_(least[..., None])
+    scale = (ends << 16).view(torch.float32)
+    least = (ends & _HIGH).view(torch.float32)
+    values = (
+        values.unflatten(-1, (packing.groups, -1)).mul_(scale[..., None]).add_(least[..., None])
+    )
     unpacked: torch.Tensor = values.flatten(-2)[..., : packing.width].to(dtype)
     return unpacked
 

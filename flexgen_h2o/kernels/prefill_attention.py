@@ -21,7 +21,14 @@ import torch
 
 from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.workspace import cpu_has, element_of, is_compiled, mismatch, multiplies_slowly, parallel_rows
+from flexgen_h2o.kernels.workspace import (
+    cpu_has,
+    element_of,
+    is_compiled,
+    mismatch,
+    multiplies_slowly,
+    parallel_rows,
+)
 
 TILE_ROWS = 256  # query rows per tile; fewer if such a tile would exceed TILE_BYTES per thread
 LEAST_TILE_ROWS = 16  # query rows per tile at least; fewer make matrix products slow
@@ -30,7 +37,9 @@ REFERENCE_ROWS = 32  # query rows at a time if all heads of all prompts are comp
 ALL_ROWS = 2**31 - 1
 
 
-def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0) -> torch.Tensor:
+def column_sums(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
+) -> torch.Tensor:
     """Return the sum of exp(scale x q_i.k_j - lse_i) for each key j.
 
     The sum is over query rows i >= max(first_row, j) and over the query heads of a kv-group.
@@ -53,47 +62,66 @@ def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: floa
 def _column_sums_on_card(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int
 ) -> torch.Tensor:
-    (batch, _, rows, _), (kv_heads, keys) = q.shape, k.shape[1:3]
+    batch, _, rows, _ = q.shape
+    kv_heads, keys = k.shape[1:3]
     sums = torch.empty(batch, kv_heads, keys, dtype=torch.float32, device=q.device)
 
     def reference() -> None:
         sums.copy_(column_sums_reference(q, k, lse, scale, first_row))
 
-    _launch_sums((q, k, lse, sums), (triton.PromptLine(0, rows, keys),) * batch, scale, keys - first_row, reference)
+    _launch_sums(
+        (q, k, lse, sums),
+        (triton.PromptLine(0, rows, keys),) * batch,
+        scale,
+        keys - first_row,
+        reference,
+    )
     return sums
 
 
 def packed_column_sums(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, lines: triton.Lines, scale: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    lines: triton.Lines,
+    scale: float,
     last: int | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Run `column_sums` on a card for packed prompts of any lengths, in one launch.
 
     The prompts are whole and adjacent, and b = 1. last: number of last rows of each prompt that
     count, None for all. Returns (1, kv_heads, tokens) fp32.
     """
-    sums, last = torch.empty(1, *k.shape[1:3], dtype=torch.float32, device=q.device), ALL_ROWS if last is None else last
+    sums = torch.empty(1, *k.shape[1:3], dtype=torch.float32, device=q.device)
+    last = ALL_ROWS if last is None else last
 
     def reference() -> None:
         for line in lines:
             own = slice(None), slice(None), line.tokens
-            sums[own] = column_sums_reference(q[own], k[own], lse[own], scale, max(0, line.keys - last))
+            sums[own] = column_sums_reference(
+                q[own], k[own], lse[own], scale, max(0, line.keys - last)
+            )
 
     _launch_sums((q, k, lse, sums), lines, scale, last, reference)
     return sums
 
 
 def _launch_sums(
-    tensors: Sequence[torch.Tensor], lines: triton.Lines, scale: float, last: int,
+    tensors: Sequence[torch.Tensor],
+    lines: triton.Lines,
+    scale: float,
+    last: int,
     reference: Callable[[], object],
-) -> None:  # fmt: skip
+) -> None:
     """Launch the kernel for column sums.
 
     tensors: q, k, lse and sums, of a batch or of packed prompts. last: queries of each prompt that
     count.
     """
-    (q, k, lse, sums), constants = tensors, _tile(tensors[0])
-    kv_heads, strides = k.shape[1], [step for t in (q, k, lse) for step in triton.batch_strides(t, 3)]
+    q, k, lse, sums = tensors
+    constants = _tile(tensors[0])
+    kv_heads = k.shape[1]
+    strides = [step for t in (q, k, lse) for step in triton.batch_strides(t, 3)]
     sizes = *strides, *triton.batch_strides(sums, 2), kv_heads, q.shape[1] // kv_heads, last, scale
     grid = len(lines) * kv_heads, -(-max(line.keys for line in lines) // constants["KEYS"])
     arguments = *tensors, triton.prompt_table(lines, q.device), *sizes
@@ -106,7 +134,8 @@ def _tile(q: torch.Tensor) -> dict[str, int]:
     The numbers of queries and keys at a time are small enough that their tiles fit the shared
     memory of a T4.
     """
-    width, wide = q.shape[3], triton.power_of_two(q.shape[3], 16)
+    width = q.shape[3]
+    wide = triton.power_of_two(q.shape[3], 16)
     count = max(16, 128 // q.itemsize // max(1, wide // 128))
     return {"D": width, "WIDTH": wide, "ROWS": count, "KEYS": count}
 
@@ -119,25 +148,37 @@ def column_sums_reference(
     torch multiplies, and a compiled loop adds if there is one.
     """
     batch, kv_heads, n, width = k.shape
-    group, before = q.shape[1] // kv_heads, n - q.shape[2]
+    group = q.shape[1] // kv_heads
+    before = n - q.shape[2]
     dtype = torch.float32 if multiplies_slowly(q.device.type, q.dtype) else q.dtype
-    q, lse = q.unflatten(1, (kv_heads, group)), lse.unflatten(1, (kv_heads, group))
+    q = q.unflatten(1, (kv_heads, group))
+    lse = lse.unflatten(1, (kv_heads, group))
     sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
     threads = min(torch.get_num_threads(), batch * kv_heads)
     row_bytes = group * n * dtype.itemsize  # bytes of one kv-head's products with one row
     rows = max(LEAST_TILE_ROWS, min(TILE_ROWS, TILE_BYTES // (row_bytes * threads)))
-    buffer = torch.empty(max(TILE_BYTES, rows * row_bytes) // dtype.itemsize, dtype=dtype, device=q.device)
+    buffer = torch.empty(
+        max(TILE_BYTES, rows * row_bytes) // dtype.itemsize, dtype=dtype, device=q.device
+    )
     for piece in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
         queries, keys, ends, into = (t[piece].flatten(0, 1) for t in (q, k, lse, sums))
         # Keys are copied at most once: after a conversion they are contiguous.
-        heads, keys = len(keys), keys.to(dtype, memory_format=torch.contiguous_format).contiguous()
+        heads = len(keys)
+        keys = keys.to(dtype, memory_format=torch.contiguous_format).contiguous()
         for start in range(max(before, first_row), n, rows):
             end = min(n, start + rows)
-            count, here = end - start, slice(start - before, end - before)
+            count = end - start
+            here = slice(start - before, end - before)
             products = buffer[: heads * group * count * end].view(heads, group * count, end)
             tile = queries[:, :, here].reshape(heads, group * count, width).to(dtype)
             torch.bmm(tile, keys[:, :end].transpose(1, 2), out=products)
-            _add_tile(products.view(heads, group, count, end), ends[:, :, here].contiguous(), scale, into, start)
+            _add_tile(
+                products.view(heads, group, count, end),
+                ends[:, :, here].contiguous(),
+                scale,
+                into,
+                start,
+            )
     return sums
 
 
@@ -154,7 +195,9 @@ def _pieces(batch: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice
         yield from ((slice(i, i + 1), slice(h, h + most)) for h in range(0, kv_heads, most))
 
 
-def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int) -> None:
+def _add_tile(
+    products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int
+) -> None:
     """Add a tile's probabilities to `sums`.
 
     products: (rows, group, count, end), where rows are kv-heads and count is the tile's queries;
@@ -169,7 +212,14 @@ def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: tor
     from flexgen_h2o.kernels.compiled import prompts as prompt_loops
 
     tile = prompt_loops.Tile(
-        group, count, end, sums.shape[1], first, products.data_ptr(), lse.data_ptr(), sums.data_ptr()
+        group,
+        count,
+        end,
+        sums.shape[1],
+        first,
+        products.data_ptr(),
+        lse.data_ptr(),
+        sums.data_ptr(),
     )
     loop = partial(prompt_loops.add_tile, element_of(products.dtype), tile, scale)
     parallel_rows(loop, rows, 4 * group * count * end * products.itemsize)
@@ -180,7 +230,9 @@ _Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int | None],
 
 # Sizes of the self-check: rows on both sides of a tile's edge, the number of queries when there are
 # fewer than keys, a window, and the tolerance by dtype.
-_CHECK_ROWS, _CHECK_LAST, _CHECK_WINDOW = 37, 5, 7
+_CHECK_ROWS = 37
+_CHECK_LAST = 5
+_CHECK_WINDOW = 7
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
@@ -197,9 +249,12 @@ def causal_attention(
         return _attend_on_cpu(q, k, v, scale, window)[0]
     if triton.takes(q, k, v):
         return _attend_on_card(q, k, v, scale, window)[0]
-    rows, n = q.shape[2], k.shape[2]
+    rows = q.shape[2]
+    n = k.shape[2]
     enable_gqa = q.shape[1] != k.shape[1]
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
+    attend = partial(
+        torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa
+    )
     if 1 < rows < n or _hides(window, n):
         pieces = _row_pieces(q, k, v, window)
         return _joined([attend(some, a, b, _last_rows(some, a, window)) for some, a, b in pieces])
@@ -228,24 +283,36 @@ def causal_attention_lse(
     return (fused or causal_attention_lse_reference)(q, k, v, scale, window)
 
 
-def _attend_on_card(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
+def _attend_on_card(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> Result:
     """Run the Triton kernel; in the memory of the result, the heads of a token are adjacent."""
-    (batch, heads, rows, width), keys = q.shape, k.shape[2]
+    batch, heads, rows, width = q.shape
+    keys = k.shape[2]
     out = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
 
     def reference() -> None:
-        for ours, theirs in zip((out, lse), causal_attention_lse_reference(q, k, v, scale, window), strict=True):
+        for ours, theirs in zip(
+            (out, lse), causal_attention_lse_reference(q, k, v, scale, window), strict=True
+        ):
             ours.copy_(theirs)
 
-    _launch_attention((q, k, v, out, lse), (triton.PromptLine(0, rows, keys),) * batch, scale, window, reference)
+    _launch_attention(
+        (q, k, v, out, lse), (triton.PromptLine(0, rows, keys),) * batch, scale, window, reference
+    )
     return out, lse
 
 
 def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lines: triton.Lines, scale: float,
-    window: int | None, out: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lines: triton.Lines,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
     """Run `causal_attention_lse` on a card for packed prompts of any lengths, in one launch.
 
     The prompts are whole and adjacent, and b = 1. The result is written to `out`, which has the
@@ -256,24 +323,31 @@ def packed_attention(
     def reference() -> None:
         for line in lines:
             own = slice(None), slice(None), line.tokens
-            out[own], lse[own] = causal_attention_lse_reference(q[own], k[own], v[own], scale, window)
+            out[own], lse[own] = causal_attention_lse_reference(
+                q[own], k[own], v[own], scale, window
+            )
 
     _launch_attention((q, k, v, out, lse), lines, scale, window, reference)
     return lse
 
 
 def _launch_attention(
-    tensors: Sequence[torch.Tensor], lines: triton.Lines, scale: float, window: int | None,
+    tensors: Sequence[torch.Tensor],
+    lines: triton.Lines,
+    scale: float,
+    window: int | None,
     reference: Callable[[], object],
-) -> None:  # fmt: skip
+) -> None:
     """Launch the kernel for attention.
 
     tensors: q, k, v, out and the log-sum-exp, of a batch or of packed prompts.
     """
-    (q, k, v, _, lse), constants = tensors, _tile(tensors[0])
+    q, k, v, _, lse = tensors
+    constants = _tile(tensors[0])
     assert all(t.stride(3) == 1 for t in (q, k, v))
     strides = [step for t in tensors[:4] for step in triton.batch_strides(t, 3)]
-    heads, most = q.shape[1], ALL_ROWS if window is None else window
+    heads = q.shape[1]
+    most = ALL_ROWS if window is None else window
     sizes = *strides, *triton.batch_strides(lse, 2), heads, heads // k.shape[1], most, scale
     grid = len(lines) * heads, -(-max(line.rows for line in lines) // constants["ROWS"])
     arguments = *tensors, triton.prompt_table(lines, q.device), *sizes
@@ -298,11 +372,14 @@ def causal_attention_lse_reference(
     Memory: O(n x REFERENCE_ROWS).
     """
     batch, heads, rows, width = q.shape
-    kv_heads, before = k.shape[1], k.shape[2] - rows
+    kv_heads = k.shape[1]
+    before = k.shape[2] - rows
     grouped = (batch, kv_heads, heads // kv_heads)
     out = torch.empty(*grouped, rows, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(*grouped, rows, dtype=torch.float32, device=q.device)
-    queries, keys, values = q.unflatten(1, grouped[1:]), k.unsqueeze(2), v.unsqueeze(2)
+    queries = q.unflatten(1, grouped[1:])
+    keys = k.unsqueeze(2)
+    values = v.unsqueeze(2)
     for start in range(0, rows, REFERENCE_ROWS):
         end = min(rows, start + REFERENCE_ROWS)
         seen = slice(_first_key(before + start, window), before + end)
@@ -366,12 +443,15 @@ def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx2")
 
 
-def _attend_on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
+def _attend_on_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> Result:
     """Attend in the compiled loop, or in torch's fused kernel if that is faster.
 
     In the memory of the result, the heads of a token are adjacent.
     """
-    n, keys = q.shape[2], k.shape[2]
+    n = q.shape[2]
+    keys = k.shape[2]
     if q.dtype == torch.bfloat16 and n == keys and not _hides(window, keys) and cpu_has("amx-bf16"):
         fused = _checked("cpu", q.dtype, q.shape[1] != k.shape[1])
         if fused is not None:
@@ -379,19 +459,24 @@ def _attend_on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
     return _attend_compiled(q, k, v, scale, window)
 
 
-def _attend_in_pieces(fused: _Fused, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+def _attend_in_pieces(
+    fused: _Fused, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> Result:
     """Run the fused operation on whole prompts, some sequences and heads at a time.
 
     The operation copies keys and values for each query head. These copies and its own result take
     at most `TILE_BYTES`, or those of one kv-head.
     """
-    (batch, heads, n, width), kv_heads = q.shape, k.shape[1]
+    batch, heads, n, width = q.shape
+    kv_heads = k.shape[1]
     group = heads // kv_heads
     out = torch.empty(batch, n, heads, width, dtype=q.dtype, device="cpu").transpose(1, 2)
     lse = torch.empty(batch, heads, n, dtype=torch.float32, device="cpu")
     most = max(1, TILE_BYTES // (3 * group * n * width * q.itemsize))
     for rows, some in _pieces(batch, kv_heads, most):
-        of_queries = slice(None) if some == slice(None) else slice(some.start * group, some.stop * group)
+        of_queries = (
+            slice(None) if some == slice(None) else slice(some.start * group, some.stop * group)
+        )
         out[rows, of_queries], lse[rows, of_queries] = fused(
             q[rows, of_queries], k[rows, some], v[rows, some], scale, None
         )
@@ -404,8 +489,11 @@ def _attend_compiled(
     """Attend in the compiled loop. The result of a prompt depends on that prompt alone."""
     from flexgen_h2o.kernels.compiled import prompts as prompt_loops
 
-    (batch, heads, n, width), (kv_heads, keys) = q.shape, k.shape[1:3]
-    ok = k.shape == v.shape == (batch, kv_heads, keys, width) and keys >= n and heads % kv_heads == 0
+    batch, heads, n, width = q.shape
+    kv_heads, keys = k.shape[1:3]
+    ok = (
+        k.shape == v.shape == (batch, kv_heads, keys, width) and keys >= n and heads % kv_heads == 0
+    )
     if not ok or not k.dtype == v.dtype == q.dtype:
         raise mismatch("causal_attention: q, k, v", q, k, v)
     out = torch.empty(batch, n, heads, width, dtype=q.dtype, device="cpu").transpose(1, 2)
@@ -415,18 +503,33 @@ def _attend_compiled(
         batch_step, head_step, token_step = (t.itemsize * step for step in t.stride()[:3])
         return prompt_loops.Heads(t.data_ptr(), batch_step, head_step, token_step)
 
-    group, block = heads // kv_heads, prompt_loops.KEYS
+    group = heads // kv_heads
+    block = prompt_loops.KEYS
     queries = min(max(1, prompt_loops.QUERIES // group // block), -(-n // block)) * block
     job = prompt_loops.Prompts(
-        kv_heads, group, n, keys - n, keys if window is None else window, width, queries, heads_of(q), heads_of(k),
-        heads_of(v), heads_of(out), lse.data_ptr(),
-    )  # fmt: skip
+        kv_heads,
+        group,
+        n,
+        keys - n,
+        keys if window is None else window,
+        width,
+        queries,
+        heads_of(q),
+        heads_of(k),
+        heads_of(v),
+        heads_of(out),
+        lse.data_ptr(),
+    )
     loop = partial(prompt_loops.attend_units, element_of(q.dtype), job, np.float32(scale))
-    parallel_rows(loop, batch * kv_heads * -(-n // queries), 4 * group * queries * width * q.itemsize)
+    parallel_rows(
+        loop, batch * kv_heads * -(-n // queries), 4 * group * queries * width * q.itemsize
+    )
     return out, lse
 
 
-def _fused_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
+def _fused_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> Result:
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if q.shape[2] == k.shape[2] and not _hides(window, k.shape[2]):
         out, lse = fused(q, k, v, is_causal=True, scale=scale)
@@ -438,7 +541,9 @@ def _fused_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, 
     return _joined([out for out, _ in pieces]), _joined([lse for _, lse in pieces])
 
 
-def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
+def _fused_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> Result:
     """Run torch's flash attention on CUDA, or the reference if it does not support the case.
 
     The head width must be a multiple of 8, as in all models we know. Torch raises an error for
@@ -448,11 +553,15 @@ def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
     """
     if q.shape[3] % 8 or _hides(window, k.shape[2]):
         return causal_attention_lse_reference(q, k, v, scale, window)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, is_causal=True, scale=scale
+    )
     return out, lse[..., : q.shape[2]]
 
 
-def _efficient_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
+def _efficient_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> Result:
     """Run torch's memory-efficient attention on a card.
 
     It is for cards and dtypes without flash attention (Turing, float32).
@@ -460,11 +569,17 @@ def _efficient_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     It supports only whole prompts. It has no shared kv-heads, so it runs for one query head of each
     kv-head at a time, and no keys are copied. It returns more log-sum-exps than there are rows.
     """
-    (heads, rows, width), (kv_heads, keys) = q.shape[1:], k.shape[1:3]
+    heads, rows, width = q.shape[1:]
+    kv_heads, keys = k.shape[1:3]
     if width % 8 or rows != keys or _hides(window, keys):
         return causal_attention_lse_reference(q, k, v, scale, window)
-    attend = partial(torch.ops.aten._scaled_dot_product_efficient_attention, is_causal=True, scale=scale)
-    found = [attend(some, k, v, None, True)[:2] for some in q.unflatten(1, (kv_heads, heads // kv_heads)).unbind(2)]
+    attend = partial(
+        torch.ops.aten._scaled_dot_product_efficient_attention, is_causal=True, scale=scale
+    )
+    found = [
+        attend(some, k, v, None, True)[:2]
+        for some in q.unflatten(1, (kv_heads, heads // kv_heads)).unbind(2)
+    ]
     if len(found) > 1:
         found = [tuple(torch.stack(parts, 2).flatten(1, 2) for parts in zip(*found, strict=True))]
     (out, lse), *_ = found
@@ -473,7 +588,10 @@ def _efficient_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 
 _FUSED: dict[str, tuple[tuple[_Fused, tuple[torch.dtype, ...]], ...]] = {
     "cpu": ((_fused_cpu, (torch.float32, torch.bfloat16)),),
-    "cuda": ((_fused_cuda, (torch.float16, torch.bfloat16)), (_efficient_cuda, (torch.float16, torch.float32))),
+    "cuda": (
+        (_fused_cuda, (torch.float16, torch.bfloat16)),
+        (_efficient_cuda, (torch.float16, torch.float32)),
+    ),
 }
 
 
@@ -490,7 +608,9 @@ def _checked(device: str, dtype: torch.dtype, shared: bool) -> _Fused | None:
 def _is_right(fused: _Fused, device: str, dtype: torch.dtype, shared: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(2, _CHECK_ROWS, heads, 16, generator=generator, dtype=torch.float32, device="cpu")
+        torch.randn(
+            2, _CHECK_ROWS, heads, 16, generator=generator, dtype=torch.float32, device="cpu"
+        )
         .to(device, dtype)
         .transpose(1, 2)
         for heads in (4, 2 if shared else 4, 2 if shared else 4)
@@ -503,7 +623,9 @@ def _is_right(fused: _Fused, device: str, dtype: torch.dtype, shared: bool) -> b
             return False
         expected = causal_attention_lse_reference(queries, k, v, 0.3, window)
         if not all(
-            a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=_CHECK_TOLERANCE[dtype], rtol=0.0)
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and torch.allclose(a, b, atol=_CHECK_TOLERANCE[dtype], rtol=0.0)
             for a, b in zip(result, expected, strict=True)
         ):
             return False

@@ -17,12 +17,20 @@ import numpy as np
 import torch
 
 from flexgen_h2o.core.units import BLOCK_ROWS
-from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, multiplies_slowly, parallel_rows
+from flexgen_h2o.kernels.workspace import (
+    cpu_has,
+    element_of,
+    mismatch,
+    multiplies_slowly,
+    parallel_rows,
+)
 
 _WORD = 4  # bytes: two columns in bf16, four in int8
 _LEAST = 64  # fewest bytes per row: one vector
 _AMX_WORDS = 16  # 4-byte words per row of an AMX register
-MXFP4, PACKED = 1, 2  # values of `Job.coded`: how the codes of a row are coded
+# values of `Job.coded`: how the codes of a row are coded
+MXFP4 = 1
+PACKED = 2
 # multiplying a weight with this many input rows takes as long as reading the weight from memory
 _AS_LONG = 24
 
@@ -63,7 +71,12 @@ def takes(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
     in_order: as in `has_loop`.
     """
     nbytes = columns * x.itemsize
-    return x.device.type == "cpu" and nbytes % _WORD == 0 and nbytes >= _LEAST and has_loop(x.dtype, in_order)
+    return (
+        x.device.type == "cpu"
+        and nbytes % _WORD == 0
+        and nbytes >= _LEAST
+        and has_loop(x.dtype, in_order)
+    )
 
 
 class Job(NamedTuple):
@@ -103,7 +116,11 @@ class Job(NamedTuple):
 
 
 def job_of(
-    x: torch.Tensor, weight: tuple[int, int, int, int], bias: torch.Tensor | None, out: torch.Tensor, **others: int
+    x: torch.Tensor,
+    weight: tuple[int, int, int, int],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    **others: int,
 ) -> Job:
     """Return the Job for these tensors. Raise ValueError if they do not go together.
 
@@ -111,7 +128,9 @@ def job_of(
     (0: blocked), rows and columns. bias: (n,), and out: (rows, n), both of one dtype. others:
     further fields of the Job.
     """
-    (tokens, columns), (x_step, x_one), (out_step, out_one) = x.shape, x.stride(), out.stride()
+    tokens, columns = x.shape
+    x_step, x_one = x.stride()
+    out_step, out_one = out.stride()
     start, row_step, rows, wanted = weight
     biases = 0
     if bias is not None:
@@ -122,19 +141,33 @@ def job_of(
         raise mismatch(f"products: x, a weight of {rows} x {wanted} and out", x, out)
     itemsize = x.itemsize
     return Job(
-        0, tokens, x.data_ptr(), x_step * itemsize, start, row_step, rows, columns * itemsize // _WORD, biases,
-        out.data_ptr(), out_step * out.itemsize, **others,
-    )  # fmt: skip
+        0,
+        tokens,
+        x.data_ptr(),
+        x_step * itemsize,
+        start,
+        row_step,
+        rows,
+        columns * itemsize // _WORD,
+        biases,
+        out.data_ptr(),
+        out_step * out.itemsize,
+        **others,
+    )
 
 
-def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bool, relu: bool) -> None:
+def run(
+    jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bool, relu: bool
+) -> None:
     """Multiply all jobs; the threads share all panels of all jobs.
 
     inputs, results: the dtypes. adds: add to the results. relu: apply relu to the results.
     """
     from flexgen_h2o.kernels.compiled import products as loops
 
-    table, panels, nbytes = [], 0, 0
+    table = []
+    panels = 0
+    nbytes = 0
     for job in jobs:
         count = -(-job.rows // BLOCK_ROWS)
         table.append((panels, *job[1:]))
@@ -142,9 +175,13 @@ def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bo
         nbytes += count * BLOCK_ROWS * job.words * _WORD * (1 + job.tokens // _AS_LONG)
     numbers = np.array(table, dtype=np.int64)
     loop = partial(
-        loops.multiply, _kind_of(jobs, inputs), element_of(results), (numbers.ctypes.data, len(jobs), panels),
-        loops.Ending(adds, relu), torch.get_num_threads(),
-    )  # fmt: skip
+        loops.multiply,
+        _kind_of(jobs, inputs),
+        element_of(results),
+        (numbers.ctypes.data, len(jobs), panels),
+        loops.Ending(adds, relu),
+        torch.get_num_threads(),
+    )
     parallel_rows(loop, panels, nbytes // panels)
 
 

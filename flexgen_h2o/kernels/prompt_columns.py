@@ -37,13 +37,19 @@ def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.T
     """
     if not triton.takes(rank):
         return choose_kept_reference(rank, begin, end, count)
-    rank, tokens = rank.contiguous(), rank.shape[2]
+    tokens = rank.shape[2]
+    rank = rank.contiguous()
     kept = torch.empty(*rank.shape[:2], count, dtype=torch.int64, device=rank.device)
 
     def reference() -> None:
         kept.copy_(choose_kept_reference(rank, begin, end, count))
 
-    _launch_choice(rank, kept, (triton.PromptLine(0, tokens, tokens, 0, count, begin, end),) * len(rank), reference)
+    _launch_choice(
+        rank,
+        kept,
+        (triton.PromptLine(0, tokens, tokens, 0, count, begin, end),) * len(rank),
+        reference,
+    )
     return kept
 
 
@@ -75,11 +81,15 @@ def _launch_choice(
 
 def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
     """Compute `choose_kept` in torch operations."""
-    most, n = torch.finfo(rank.dtype).max, rank.shape[2]
+    most = torch.finfo(rank.dtype).max
+    n = rank.shape[2]
     finite = rank[..., begin:end].nan_to_num(nan=-most, posinf=most, neginf=-most)
     newest_first = finite.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     chosen = (end - 1 - newest_first[..., : count - n + end - begin]).sort(dim=-1).values
-    ends = (torch.arange(*of, device=rank.device).expand(*rank.shape[:2], -1) for of in ((0, begin), (end, n)))
+    ends = (
+        torch.arange(*of, device=rank.device).expand(*rank.shape[:2], -1)
+        for of in ((0, begin), (end, n))
+    )
     before, behind = ends
     return torch.cat([before, chosen, behind], dim=-1)
 
@@ -104,9 +114,13 @@ class PromptSlots:
         """Return the rows that belong to packed prompt `number`."""
         start = number * kv_heads - self.first
         here = slice(max(0, start), max(0, start + kv_heads))
-        keys, values, form = self.keys[:, here], self.values[:, here], self.form.rows(here)
+        keys = self.keys[:, here]
+        values = self.values[:, here]
+        form = self.form.rows(here)
         positions, scores = (None if t is None else t[here] for t in (self.positions, self.scores))
-        return PromptSlots(keys, values, max(0, -start), form, line.window, positions, scores, self.smooths)
+        return PromptSlots(
+            keys, values, max(0, -start), form, line.window, positions, scores, self.smooths
+        )
 
 
 def are_put_together(k: torch.Tensor, area: torch.Tensor) -> bool:
@@ -118,9 +132,13 @@ def are_put_together(k: torch.Tensor, area: torch.Tensor) -> bool:
 
 
 def put_prompts(
-    k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scores: torch.Tensor | None, slots: PromptSlots,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    scores: torch.Tensor | None,
+    slots: PromptSlots,
     lines: triton.Lines | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write columns of prompts to the slots 0, 1, ... of their rows.
 
     It is one launch, or two if slots are packed.
@@ -137,24 +155,47 @@ def put_prompts(
     if not triton.takes(k):
         reference()
         return
-    lines = lines or (triton.PromptLine(0, tokens, tokens, 0, kept.shape[2], window=slots.window),) * prompts
+    lines = (
+        lines
+        or (triton.PromptLine(0, tokens, tokens, 0, kept.shape[2], window=slots.window),) * prompts
+    )
     assert k.stride(3) == v.stride(3) == kept.stride(2) == 1
     # placeholder for arguments that the kernel does not read
-    (_, rows, length, _), unused = slots.keys.shape, kept
+    _, rows, length, _ = slots.keys.shape
+    unused = kept
     given = unused if scores is None else scores.contiguous()
     recorded = (unused, unused) if scores is None else (slots.scores, slots.positions)
-    tensors = k, v, kept, slots.keys, slots.values, given, *recorded, triton.prompt_table(lines, k.device)
+    tensors = (
+        k,
+        v,
+        kept,
+        slots.keys,
+        slots.values,
+        given,
+        *recorded,
+        triton.prompt_table(lines, k.device),
+    )
     laid_out = (k, 3), (v, 3), (kept, 2), (given, 2)
     strides = [step for t, count in laid_out for step in triton.batch_strides(t, count)]
     columns = unused.shape[2] if slots.scores is None else slots.scores.shape[1]
-    sizes: tuple[int, ...] = *strides, segment_step(slots.keys), length, columns, kv_heads, slots.first
+    sizes: tuple[int, ...] = (
+        *strides,
+        segment_step(slots.keys),
+        length,
+        columns,
+        kv_heads,
+        slots.first,
+    )
     wide = triton.power_of_two(width, 16)
-    name, constants = "prompts.put", {"D": width, "WIDTH": wide, "BLOCK": _COLUMNS, "RECORDS": scores is not None}
-    packing, whole = slots.form.packing, slots.form.whole
+    name = "prompts.put"
+    constants = {"D": width, "WIDTH": wide, "BLOCK": _COLUMNS, "RECORDS": scores is not None}
+    packing = slots.form.packing
+    whole = slots.form.whole
     if packing is not None:
         assert whole is not None
         _begin_whole(whole, k, slots.first, lines, slots.smooths)
-        name, tensors = "prompts.put_packed", (*tensors, *vars(whole).values())
+        name = "prompts.put_packed"
+        tensors = (*tensors, *vars(whole).values())
         sizes = *sizes, segment_step(slots.values), whole.slots.shape[1], *packed_sizes(packing)
         constants |= {"BLOCK": max(1, _NUMBERS // wide), **packing_constants(packing)}
     grid = rows, -(-max(line.kept for line in lines) // constants["BLOCK"])
@@ -177,17 +218,27 @@ def _put_one_by_one(
 
 
 def put_prompts_reference(
-    k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scores: torch.Tensor | None, slots: PromptSlots
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    scores: torch.Tensor | None,
+    slots: PromptSlots,
 ) -> None:
     """Compute `put_prompts` in torch operations, PACKED_CHUNK numbers of keys at a time."""
-    (kv_heads, count), rows, packing, whole = kept.shape[1:], slots.keys.shape[1], slots.form.packing, slots.form.whole
+    kv_heads, count = kept.shape[1:]
+    rows = slots.keys.shape[1]
+    packing = slots.form.packing
+    whole = slots.form.whole
     if whole is not None:
         keep_whole(whole, k, v, kept, slots.first, slots.window, slots.smooths)
     step = max(1, PACKED_CHUNK // (count * k.shape[3]))
     for a in range(0, rows, step):
         here = slice(a, min(rows, a + step))
-        row = torch.arange(slots.first + here.start, slots.first + here.stop, device=k.device).unsqueeze(1)
-        batch, head = torch.div(row, kv_heads, rounding_mode="floor"), row % kv_heads
+        row = torch.arange(
+            slots.first + here.start, slots.first + here.stop, device=k.device
+        ).unsqueeze(1)
+        batch = torch.div(row, kv_heads, rounding_mode="floor")
+        head = row % kv_heads
         tokens = kept[batch.squeeze(1), head.squeeze(1)]
         keys, values = (t[batch, tokens, head] for t in (k, v))
         if packing is not None:
@@ -195,7 +246,9 @@ def put_prompts_reference(
             keys = pack_columns_reference(keys, packing.keys)
             values = pack_columns_reference(values, packing.values)
         areas = slots.keys[:, here], slots.values[:, here]
-        put_slots_reference(areas, torch.arange(count, device=k.device).expand(len(row), count), (keys, values))
+        put_slots_reference(
+            areas, torch.arange(count, device=k.device).expand(len(row), count), (keys, values)
+        )
         if scores is not None and slots.scores is not None and slots.positions is not None:
             slots.positions[here, :count] = tokens.int()
             slots.scores[here, :count] = scores[batch, head, tokens]
@@ -205,9 +258,14 @@ def put_prompts_reference(
 
 
 def keep_whole(
-    whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, first: int, window: int,
+    whole: WholeColumns,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    first: int,
+    window: int,
     smooths: bool = True,
-) -> None:  # fmt: skip
+) -> None:
     """Fill the WholeColumns of some rows from their prompts.
 
     These are the centre and range of each channel of the keys (0 and 1 if keys are not smoothed),
@@ -218,12 +276,16 @@ def keep_whole(
     begin_whole_reference(whole, k, first, smooths)
     if not window:
         return
-    n, rows, count = k.shape[1], slice(first, first + len(whole.slots)), kept.shape[2]
+    n = k.shape[1]
+    rows = slice(first, first + len(whole.slots))
+    count = kept.shape[2]
     places = torch.arange(window, device=k.device)
     # for each place the last token that goes there; below 0: none
     newest = n - 1 - (n - 1 - places) % window
     own = kept.flatten(0, 1)[rows].contiguous()
-    slots = torch.searchsorted(own, newest.expand(len(own), window).contiguous()).clamp_(max=count - 1)
+    slots = torch.searchsorted(own, newest.expand(len(own), window).contiguous()).clamp_(
+        max=count - 1
+    )
     stays = own.gather(1, slots) == newest
     whole.slots[:, :window].copy_(torch.where(stays, slots, -1))
     for target, columns in ((whole.keys, k), (whole.values, v)):
@@ -231,19 +293,24 @@ def keep_whole(
         target[:, :window].copy_(found.masked_fill(~stays.unsqueeze(2), 0))
 
 
-def _begin_whole(whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.Lines, smooths: bool) -> None:
+def _begin_whole(
+    whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.Lines, smooths: bool
+) -> None:
     """Launch the kernel for `begin_whole_reference`.
 
     The launch has no reference, because `put_prompts_reference` includes it.
     """
-    (*_, kv_heads, width), wide = k.shape, triton.power_of_two(k.shape[3], 16)
+    *_, kv_heads, width = k.shape
+    wide = triton.power_of_two(k.shape[3], 16)
     sizes = *triton.batch_strides(k, 3), kv_heads, first, whole.slots.shape[1], LEAST_RANGE
     constants = {"D": width, "WIDTH": wide, "BLOCK": max(1, _NUMBERS // wide), "SMOOTHS": smooths}
     arguments = k, triton.prompt_table(lines, k.device), *vars(whole).values(), *sizes
     triton.launch("prompts.begin_whole", (len(whole.slots),), lambda: None, arguments, **constants)
 
 
-def begin_whole_reference(whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool = True) -> None:
+def begin_whole_reference(
+    whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool = True
+) -> None:
     """Set centres and ranges, the part of `keep_whole` that needs all columns of a prompt.
 
     No column is whole afterwards.

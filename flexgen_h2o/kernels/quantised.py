@@ -19,7 +19,13 @@ from flexgen_h2o.core.packing import E2M1, GROUP, INT8_ROW_BYTES
 from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.int8 import BlockedInt8, Packed, codes_of, quantise_rows, scales_of
-from flexgen_h2o.kernels.workspace import cpu_has, element_of, is_compiled, parallel_rows, row_slices
+from flexgen_h2o.kernels.workspace import (
+    cpu_has,
+    element_of,
+    is_compiled,
+    parallel_rows,
+    row_slices,
+)
 
 MX_BLOCK = 32  # numbers that share a scale; their codes take 16 bytes
 
@@ -40,26 +46,42 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     from flexgen_h2o.kernels.compiled import quantised as loops
     from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
 
-    groups, tables = scales.shape[1], MXFP4_TABLES.ctypes.data
+    groups = scales.shape[1]
+    tables = MXFP4_TABLES.ctypes.data
     job = loops.Mxfp4Job(
-        blocks.data_ptr(), scales.data_ptr(), groups, out.data_ptr(), out.stride(0) * out.itemsize, tables
+        blocks.data_ptr(),
+        scales.data_ptr(),
+        groups,
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+        tables,
     )
     row_bytes = groups * (MX_BLOCK // 2 + 1 + MX_BLOCK * out.itemsize)
     parallel_rows(partial(loops.unpack_mxfp4, element_of(out.dtype), job), len(out), row_bytes)
     return out
 
 
-def _unpack_mxfp4_on_card(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    (rows, columns), block = out.shape, 1024
-    words, reference = blocks.flatten(1).view(torch.int32), partial(unpack_mxfp4_reference, blocks, scales, out)
+def _unpack_mxfp4_on_card(
+    blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    rows, columns = out.shape
+    block = 1024
+    words = blocks.flatten(1).view(torch.int32)
+    reference = partial(unpack_mxfp4_reference, blocks, scales, out)
     arguments = words, scales, out, words.shape[1], out.stride(0), columns
-    triton.launch("products.unpack_mxfp4", (rows, -(-columns // block)), reference, arguments, BLOCK=block)
+    triton.launch(
+        "products.unpack_mxfp4", (rows, -(-columns // block)), reference, arguments, BLOCK=block
+    )
     return out
 
 
-def unpack_mxfp4_reference(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def unpack_mxfp4_reference(
+    blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
     """Compute `unpack_mxfp4` in torch operations, with the same bits."""
-    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=out.device, dtype=torch.float32)
+    numbers = torch.tensor(
+        [*E2M1, *(-number for number in E2M1)], device=out.device, dtype=torch.float32
+    )
     for some in row_slices(len(out), out.shape[1]):
         codes = torch.stack([blocks[some] & 15, blocks[some] >> 4], dim=-1).flatten(-2)
         exponents = scales[some].int().sub_(127).unsqueeze(-1)
@@ -84,10 +106,20 @@ def unpack_fp8(
 
     columns = codes.shape[1]
     job = loops.Fp8Job(
-        codes.data_ptr(), columns, scales.data_ptr(), scales.shape[1], first, *block, out.data_ptr(),
+        codes.data_ptr(),
+        columns,
+        scales.data_ptr(),
+        scales.shape[1],
+        first,
+        *block,
+        out.data_ptr(),
         out.stride(0) * out.itemsize,
-    )  # fmt: skip
-    parallel_rows(partial(loops.unpack_fp8, element_of(out.dtype), job), len(out), columns * (1 + out.itemsize))
+    )
+    parallel_rows(
+        partial(loops.unpack_fp8, element_of(out.dtype), job),
+        len(out),
+        columns * (1 + out.itemsize),
+    )
     return out
 
 
@@ -120,9 +152,14 @@ class Groups:
 
 
 def unpack_integers(
-    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, groups: Groups,
-    out: torch.Tensor, signed: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    codes: torch.Tensor,
+    bits: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    groups: Groups,
+    out: torch.Tensor,
+    signed: bool = False,
+) -> torch.Tensor:
     """Decode integers: (code - zero) x scale of its group.
 
     Two codes of 4 bits share a byte, with the first in the low half.
@@ -135,21 +172,37 @@ def unpack_integers(
         return unpack_integers_reference(codes, bits, scales, zeros, groups, out, signed)
     from flexgen_h2o.kernels.compiled import quantised as loops
 
-    columns, index = out.shape[1], groups.index
+    columns = out.shape[1]
+    index = groups.index
     job = loops.IntegerJob(
-        codes.data_ptr(), codes.shape[1], bits, 128 if signed else 0, scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(), scales.shape[1], groups.size, groups.at,
-        0 if index is None else index.data_ptr(), columns, out.data_ptr(), out.stride(0) * out.itemsize,
-    )  # fmt: skip
+        codes.data_ptr(),
+        codes.shape[1],
+        bits,
+        128 if signed else 0,
+        scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        scales.shape[1],
+        groups.size,
+        groups.at,
+        0 if index is None else index.data_ptr(),
+        columns,
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+    )
     row_bytes = codes.shape[1] + columns * out.itemsize
     parallel_rows(partial(loops.unpack_integers, element_of(out.dtype), job), len(out), row_bytes)
     return out
 
 
 def unpack_integers_reference(
-    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, groups: Groups,
-    out: torch.Tensor, signed: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    codes: torch.Tensor,
+    bits: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    groups: Groups,
+    out: torch.Tensor,
+    signed: bool = False,
+) -> torch.Tensor:
     """Compute `unpack_integers` in torch operations, with the same bits."""
     columns = out.shape[1]
     which = groups.of_columns(columns, out.device)
@@ -177,7 +230,8 @@ def stored_groups(stored: torch.Tensor, count: int, size: int, at: int) -> Group
     notice a missing group.
     """
     if stored not in _STORED_GROUPS:
-        index, in_order = stored.view(torch.int32), Groups(size, at)
+        index = stored.view(torch.int32)
+        in_order = Groups(size, at)
         least, most = (int(end) for end in torch.aminmax(index))
         if not 0 <= least <= most < count:
             raise ValueError(f"has columns of the groups {least} to {most}, of {count}")
@@ -188,7 +242,12 @@ def stored_groups(stored: torch.Tensor, count: int, size: int, at: int) -> Group
 
 
 def unpack_gptq(
-    words: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
+    words: torch.Tensor,
+    bits: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: Groups,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """Run `unpack_integers` on a matrix in GPTQ's order.
 
@@ -231,7 +290,12 @@ def awq_parted(words: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_awq(
-    words: torch.Tensor, skip: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
+    words: torch.Tensor,
+    skip: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: Groups,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """Decode a matrix in AWQ's order, 4 bits: (code - zero) x scale.
 
@@ -240,14 +304,22 @@ def unpack_awq(
     need not be adjacent.
     """
     for some in row_slices(len(out), out.shape[1]):
-        begin, end = (some.start + skip) // 8, -(-(some.stop + skip) // 8)
-        codes, scale, zero = _turned(words[:, begin:end]), _turned(scales[:, some]), _turned(zeros[:, some])
+        begin = (some.start + skip) // 8
+        end = -(-(some.stop + skip) // 8)
+        codes = _turned(words[:, begin:end])
+        scale = _turned(scales[:, some])
+        zero = _turned(zeros[:, some])
         unpack_awq_rows(codes, some.start + skip - 8 * begin, scale, zero, groups, out[some])
     return out
 
 
 def unpack_awq_rows(
-    words: torch.Tensor, skip: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
+    words: torch.Tensor,
+    skip: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: Groups,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """Decode AWQ words that are already transposed.
 
@@ -260,15 +332,32 @@ def unpack_awq_rows(
 
     columns = out.shape[1]
     job = loops.AwqJob(
-        words.data_ptr(), skip, scales.data_ptr(), zeros.data_ptr(), scales.shape[1], groups.size, groups.at, columns,
-        out.data_ptr(), out.stride(0) * out.itemsize,
-    )  # fmt: skip
-    parallel_rows(partial(loops.unpack_awq, element_of(out.dtype), job), len(out), columns * (1 + out.itemsize))
+        words.data_ptr(),
+        skip,
+        scales.data_ptr(),
+        zeros.data_ptr(),
+        scales.shape[1],
+        groups.size,
+        groups.at,
+        columns,
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+    )
+    parallel_rows(
+        partial(loops.unpack_awq, element_of(out.dtype), job),
+        len(out),
+        columns * (1 + out.itemsize),
+    )
     return out
 
 
 def unpack_awq_rows_reference(
-    words: torch.Tensor, skip: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
+    words: torch.Tensor,
+    skip: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: Groups,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """Compute `unpack_awq_rows` in torch operations, with the same bits."""
     which = groups.of_columns(out.shape[1], out.device)
@@ -287,7 +376,8 @@ def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Packed]) ->
     """
     start = 0
     for part in parts:
-        begin, end = max(first, start), min(first + len(values), start + len(part))
+        begin = max(first, start)
+        end = min(first + len(values), start + len(part))
         if begin < end:
             _fill_part(values[begin - first : end - first], begin - start, part)
         start += len(part)
@@ -300,8 +390,10 @@ def _fill_part(values: torch.Tensor, first: int, part: Packed) -> None:
         loop = partial(loops.float_strips, _strip_job(first, part), values.data_ptr())
         parallel_rows(loop, len(values) // STRIP_ROWS, STRIP_ROWS * 5 * part.columns)
         return
-    codes, at = values.new_empty(values.shape, dtype=torch.int8), slice(first, first + len(values))
-    scales, sums = values.new_empty(len(values)), values.new_empty(len(values), dtype=torch.int32)
+    codes = values.new_empty(values.shape, dtype=torch.int8)
+    at = slice(first, first + len(values))
+    scales = values.new_empty(len(values))
+    sums = values.new_empty(len(values), dtype=torch.int32)
     quantise_rows(values, codes, scales)
     _sum_rows(codes, sums)
     if isinstance(part, BlockedInt8):
@@ -327,7 +419,9 @@ def _strip_job(first: int, out: BlockedInt8) -> Any:
     return loops.StripJob(out.memory.data_ptr(), out.columns, sums, out.scales.data_ptr(), first)
 
 
-def fill_blocks_from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, first: int, out: BlockedInt8) -> bool:
+def fill_blocks_from_mxfp4(
+    blocks: torch.Tensor, scales: torch.Tensor, first: int, out: BlockedInt8
+) -> bool:
     """Run `fill_int8_rows` on the result of `unpack_mxfp4`, in one pass over the codes.
 
     The result has the same bits. Returns False, and does nothing, if there is no loop for such
@@ -356,18 +450,25 @@ def _sum_rows(codes: torch.Tensor, out: torch.Tensor) -> None:
     parallel_rows(partial(loops.sum_rows, codes.data_ptr(), columns, out.data_ptr()), rows, columns)
 
 
-def _fill_in_order(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor) -> None:
+def _fill_in_order(
+    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
+) -> None:
     rows.zero_()
     codes_of(rows, codes.shape[1]).copy_(codes)
     scales_of(rows).copy_(scales)
     rows[:, -INT8_ROW_BYTES:].view(torch.int32)[:, 1] = sums
 
 
-def _fill_blocks(part: BlockedInt8, at: slice, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor) -> None:
+def _fill_blocks(
+    part: BlockedInt8, at: slice, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
+) -> None:
     from flexgen_h2o.kernels.compiled import quantised as loops
 
-    n, columns = len(part), codes.shape[1]
-    loop = partial(loops.block_rows, codes.data_ptr(), columns, part.memory.data_ptr() + at.start * columns)
+    n = len(part)
+    columns = codes.shape[1]
+    loop = partial(
+        loops.block_rows, codes.data_ptr(), columns, part.memory.data_ptr() + at.start * columns
+    )
     parallel_rows(loop, len(codes) // BLOCK_ROWS, 2 * BLOCK_ROWS * columns)
     ends = part.memory.view(-1)[n * columns :].view(torch.int32)
     ends[at] = -sums

@@ -28,7 +28,12 @@ from flexgen_h2o.kernels.beside import (
     whole_addresses,
 )
 from flexgen_h2o.kernels.packed import pack_columns_reference
-from flexgen_h2o.kernels.workspace import element_of, is_compiled_beside_card, mismatch, parallel_rows
+from flexgen_h2o.kernels.workspace import (
+    element_of,
+    is_compiled_beside_card,
+    mismatch,
+    parallel_rows,
+)
 
 if TYPE_CHECKING:
     from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores, Slots
@@ -63,9 +68,14 @@ _OF_ROWS = ("scores", "positions", "oldest", "newest", "victims", "gains")
 
 
 def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
-    state: ScoreState | None = None, form: SlotForm = WHOLE,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor,
+    scale: float,
+    state: ScoreState | None = None,
+    form: SlotForm = WHOLE,
+) -> torch.Tensor:
     """Return attention of each row's queries over its slots 0..filled-1.
 
     Other slots are not read and may contain anything. With sinks, each query has one more column
@@ -91,9 +101,13 @@ def attend(
 
 
 def attend_lse(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None, scale: float,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor | None,
+    scale: float,
     sinks: torch.Tensor | None = None,
-) -> Pair:  # fmt: skip
+) -> Pair:
     """Return `attend`, bit for bit, and the log-sum-exp, (R, g) fp32.
 
     The log-sum-exp is the natural logarithm of the sum of exp(scale x q.k) over the slots, and of
@@ -102,15 +116,24 @@ def attend_lse(
     if not loops_can_read(q, keys, values):
         return attend_lse_reference(q, keys, values, filled, scale, sinks)
     if filled is None:
-        filled = torch.full((len(q),), keys.shape[0] * keys.shape[2], dtype=torch.int32, device="cpu")
+        filled = torch.full(
+            (len(q),), keys.shape[0] * keys.shape[2], dtype=torch.int32, device="cpu"
+        )
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device="cpu")
-    return _attend_compiled((q, keys, values, filled), scale, form=SlotForm(sinks=sinks), lse=lse), lse
+    return _attend_compiled(
+        (q, keys, values, filled), scale, form=SlotForm(sinks=sinks), lse=lse
+    ), lse
 
 
 def attend_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
-    state: ScoreState | None = None, form: SlotForm = WHOLE,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor,
+    scale: float,
+    state: ScoreState | None = None,
+    form: SlotForm = WHOLE,
+) -> torch.Tensor:
     """Compute `attend` in torch operations, a segment at a time.
 
     Products are rounded to q's dtype. Packed slots are unpacked to q's dtype, some rows at a time.
@@ -126,16 +149,24 @@ def attend_reference(
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
-        own, beside = None if state is None else state.rows(rows), form.rows(rows)
+        own = None if state is None else state.rows(rows)
+        beside = form.rows(rows)
         k, v = unpacked(keys[:, rows], values[:, rows], beside, q.dtype)
-        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, SlotForm(sinks=beside.sinks))
+        out[rows] = attend_reference(
+            q[rows], k, v, filled[rows], scale, own, SlotForm(sinks=beside.sinks)
+        )
     return out
 
 
 def attend_largest(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, share: float,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor,
+    scale: float,
+    share: float,
     form: SlotForm = WHOLE,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return `attend` over only the values with the largest probabilities.
 
     It is FlexGen's `--attn-sparsity`.
@@ -171,9 +202,13 @@ def _are_largest(p: torch.Tensor, filled: torch.Tensor, share: float) -> torch.T
 
 
 def attend_lse_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None, scale: float,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor | None,
+    scale: float,
     sinks: torch.Tensor | None = None,
-) -> Pair:  # fmt: skip
+) -> Pair:
     """Compute `attend_lse` in torch operations."""
     products = slot_products(q, keys, filled, scale)
     lse = torch.logsumexp(products, dim=2)
@@ -184,10 +219,15 @@ def attend_lse_reference(
 def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> None:
     """Update scores and victims as in `attend`. p: (R, g, longest)."""
     longest = p.shape[2]
-    scores, positions = state.scores[:, :longest], state.positions[:, :longest]
+    scores = state.scores[:, :longest]
+    positions = state.positions[:, :longest]
     used = torch.arange(longest, device=p.device) < filled.unsqueeze(1)
-    scores.copy_(torch.where(used, state.decay * scores + state.gains.unsqueeze(1) * p.sum(dim=1), scores))
-    allowed = used & (positions >= state.oldest.unsqueeze(1)) & (positions <= state.newest.unsqueeze(1))
+    scores.copy_(
+        torch.where(used, state.decay * scores + state.gains.unsqueeze(1) * p.sum(dim=1), scores)
+    )
+    allowed = (
+        used & (positions >= state.oldest.unsqueeze(1)) & (positions <= state.newest.unsqueeze(1))
+    )
     if state.now is not None:
         seen = (state.now.unsqueeze(1) + 1 - positions).masked_fill(~allowed, 1)
         scores = scores / seen.float()
@@ -198,7 +238,9 @@ def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> 
     state.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
 
 
-def slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor | None, scale: float) -> torch.Tensor:
+def slot_products(
+    q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor | None, scale: float
+) -> torch.Tensor:
     """Return scale x q.k, (R, g, longest) fp32, with -inf for slots from `filled` on.
 
     filled: None if all slots are filled.
@@ -207,8 +249,12 @@ def slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor | No
     longest = segments * length if filled is None else int(filled.max())
     # q.k of some models exceeds the largest fp16 number; scale x q.k does not
     if q.dtype == torch.float16:
-        q, scale = q * scale, 1.0
-    parts = [torch.bmm(q, keys[i, :, : longest - i * length].transpose(1, 2)) for i in range(-(-longest // length))]
+        q = q * scale
+        scale = 1.0
+    parts = [
+        torch.bmm(q, keys[i, :, : longest - i * length].transpose(1, 2))
+        for i in range(-(-longest // length))
+    ]
     products = torch.cat(parts, dim=2).float().mul_(scale)
     if filled is None:
         return products
@@ -222,12 +268,14 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None) -> 
     A value of weight 0 can be NaN, so slots that are not filled are first set to 0, in a copy of
     some rows at a time.
     """
-    length, longest = values.shape[2], p.shape[2]
+    length = values.shape[2]
+    longest = p.shape[2]
     least = longest if filled is None else int(filled.min())
     out = torch.zeros(*p.shape[:2], values.shape[3], device=p.device, dtype=torch.float32)
     for start in range(0, longest, length):
         end = min(longest, start + length)
-        part, of_part = values[start // length, :, : end - start], p[:, :, start:end].to(values.dtype)
+        part = values[start // length, :, : end - start]
+        of_part = p[:, :, start:end].to(values.dtype)
         if filled is None or least >= end:
             out += torch.bmm(of_part, part)
             continue
@@ -235,25 +283,38 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None) -> 
         step = max(1, PACKED_CHUNK // (part.shape[1] * part.shape[2]))
         for a in range(0, len(p), step):
             rows = slice(a, a + step)
-            out[rows] += torch.bmm(of_part[rows], part[rows].masked_fill(empty[rows].unsqueeze(2), 0))
+            out[rows] += torch.bmm(
+                of_part[rows], part[rows].masked_fill(empty[rows].unsqueeze(2), 0)
+            )
     return out
 
 
-def loops_can_read(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: SlotForm = WHOLE) -> bool:
+def loops_can_read(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: SlotForm = WHOLE
+) -> bool:
     """Return whether the compiled loops can read these tensors.
 
     They read slots of whole words in the CPU's memory.
     """
     if keys.dtype == torch.int32:  # packed slots
-        return is_compiled_beside_card(q) and (form.whole is None or q.shape[2] * q.itemsize % WORD == 0)
-    places = (q.shape[2] * q.itemsize, keys.stride(0) * q.itemsize, *(t.data_ptr() for t in (q, keys, values)))
+        return is_compiled_beside_card(q) and (
+            form.whole is None or q.shape[2] * q.itemsize % WORD == 0
+        )
+    places = (
+        q.shape[2] * q.itemsize,
+        keys.stride(0) * q.itemsize,
+        *(t.data_ptr() for t in (q, keys, values)),
+    )
     return is_compiled_beside_card(q) and not any(place % WORD for place in places)
 
 
 def _attend_compiled(
-    tensors: tuple[torch.Tensor, ...], scale: float, state: ScoreState | None = None, form: SlotForm = WHOLE,
+    tensors: tuple[torch.Tensor, ...],
+    scale: float,
+    state: ScoreState | None = None,
+    form: SlotForm = WHOLE,
     lse: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Compute `attend` in the compiled loops.
 
     tensors: q, keys, values, filled. lse: written if given.
@@ -279,9 +340,12 @@ def _attend_compiled(
 
 
 def slots_job(
-    tensors: tuple[torch.Tensor, ...], most: int, scale: float, sinks: torch.Tensor | None,
+    tensors: tuple[torch.Tensor, ...],
+    most: int,
+    scale: float,
+    sinks: torch.Tensor | None,
     lse: torch.Tensor | None = None,
-) -> Slots:  # fmt: skip
+) -> Slots:
     """Return the sizes and addresses that the loops read and write.
 
     Raises ValueError if they do not fit.
@@ -291,9 +355,16 @@ def slots_job(
     from flexgen_h2o.kernels.compiled.slots import Slots
 
     q, keys = tensors[:2]
-    if sinks is not None and ((sinks.shape, sinks.dtype) != (q.shape[:2], torch.float32) or not sinks.is_contiguous()):
+    if sinks is not None and (
+        (sinks.shape, sinks.dtype) != (q.shape[:2], torch.float32) or not sinks.is_contiguous()
+    ):
         raise mismatch("attend: q, sinks", q, sinks)
-    sizes = q.shape[1], keys.shape[3] * keys.itemsize // WORD, keys.shape[2], keys.itemsize * keys.stride(0) // WORD
+    sizes = (
+        q.shape[1],
+        keys.shape[3] * keys.itemsize // WORD,
+        keys.shape[2],
+        keys.itemsize * keys.stride(0) // WORD,
+    )
     addresses = [0 if t is None else t.data_ptr() for t in (*tensors, lse, sinks)]
     return Slots._make([*sizes, most, *addresses, float(scale)])
 
@@ -316,12 +387,21 @@ def check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: KVPacking
     """
     q, keys, values, filled = tensors
     segments, _, length, _ = keys.shape
-    width, sizes, dtype = q.shape[2], (q.shape[2], q.shape[2]), q.dtype
+    width = q.shape[2]
+    sizes = (q.shape[2], q.shape[2])
+    dtype = q.dtype
     if packing is not None:
-        width, sizes, dtype = packing.width, (packing.keys.words, packing.values.words), torch.int32
+        width = packing.width
+        sizes = (packing.keys.words, packing.values.words)
+        dtype = torch.int32
     ok = width == q.shape[2] and most <= segments * length
     for t, size in zip((keys, values), sizes, strict=True):
-        ok = ok and t.shape == (segments, len(q), length, size) and t.dtype == dtype and t[0].is_contiguous()
+        ok = (
+            ok
+            and t.shape == (segments, len(q), length, size)
+            and t.dtype == dtype
+            and t[0].is_contiguous()
+        )
     ok = ok and (packing is not None or segments == 1 or keys.stride(0) == values.stride(0))
     if not ok or filled.dtype != torch.int32 or filled.shape != (len(q),):
         raise mismatch("attend: q, keys, values, filled", *tensors)
@@ -339,13 +419,23 @@ def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
         tensor = getattr(state, name)
         shape = (rows, columns) if name in ("scores", "positions") else (rows,)
         dtype = torch.float32 if name in ("scores", "gains") else torch.int32
-        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype) or not tensor.is_contiguous() or columns < most:
-            raise ValueError(f"attend: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
+        if (
+            (tuple(tensor.shape), tensor.dtype) != (shape, dtype)
+            or not tensor.is_contiguous()
+            or columns < most
+        ):
+            raise ValueError(
+                f"attend: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}"
+            )
     now = state.now
-    if now is not None and ((now.shape, now.dtype) != ((rows,), torch.int32) or not now.is_contiguous()):
+    if now is not None and (
+        (now.shape, now.dtype) != ((rows,), torch.int32) or not now.is_contiguous()
+    ):
         raise mismatch("attend: now", now)
     addresses = [getattr(state, name).data_ptr() for name in _OF_ROWS]
-    return Scores._make([columns, *addresses, 0 if now is None else now.data_ptr(), float(state.decay)])
+    return Scores._make(
+        [columns, *addresses, 0 if now is None else now.data_ptr(), float(state.decay)]
+    )
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -367,10 +457,14 @@ def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
     from flexgen_h2o.kernels.compiled import slots as loops
 
     rows, count = slots.shape
-    parallel_rows(partial(loops.put, job, count), rows, 2 * count * (job.key_bytes + job.value_bytes))
+    parallel_rows(
+        partial(loops.put, job, count), rows, 2 * count * (job.key_bytes + job.value_bytes)
+    )
 
 
-def put_packed(areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor) -> None:
+def put_packed(
+    areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor
+) -> None:
     """Write the new columns of a decode step to packed slots, and to the whole columns beside them.
 
     areas: keys and values, (segments, R, S, W) int32; slots: (R,) int64; columns: keys and values
@@ -379,12 +473,18 @@ def put_packed(areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, 
 
     A compiled loop does it on the CPU.
     """
-    packing, whole, rows = form.packing, form.whole, len(slots)
+    packing = form.packing
+    whole = form.whole
+    rows = len(slots)
     assert packing is not None and whole is not None
     keys, values, places = (t.contiguous() for t in (*columns, places))
     sizes = packing.keys.words, packing.values.words
     packed_keys, packed_values = (areas[0].new_empty(rows, 1, size) for size in sizes)
-    job = _job(areas, slots.unsqueeze(1), (packed_keys, packed_values)) if is_compiled_beside_card(keys) else None
+    job = (
+        _job(areas, slots.unsqueeze(1), (packed_keys, packed_values))
+        if is_compiled_beside_card(keys)
+        else None
+    )
     if job is None:
         put_packed_reference(areas, slots, columns, form, places)
         return
@@ -400,14 +500,20 @@ def put_packed(areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, 
     parallel_rows(loop, rows, 16 * packing.width * keys.itemsize)
 
 
-def put_packed_reference(areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor) -> None:
+def put_packed_reference(
+    areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor
+) -> None:
     """Compute `put_packed` in torch operations; a scale or a value may differ by a rounding."""
-    (keys, values), packing, whole = columns, form.packing, form.whole
+    keys, values = columns
+    packing = form.packing
+    whole = form.whole
     assert packing is not None and whole is not None
     whole.enter(places, slots, keys, values)
     packed_keys = pack_columns_reference(whole.smoothed(keys), packing.keys)
     packed_values = pack_columns_reference(values, packing.values)
-    put_slots_reference(areas, slots.unsqueeze(1), (packed_keys.unsqueeze(1), packed_values.unsqueeze(1)))
+    put_slots_reference(
+        areas, slots.unsqueeze(1), (packed_keys.unsqueeze(1), packed_values.unsqueeze(1))
+    )
 
 
 def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
@@ -442,7 +548,9 @@ def get_last_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) ->
         column[row, entry] = area[_index(area, slots[:, -1:])].squeeze(1)[row]
 
 
-def _index(area: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _index(
+    area: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     per_segment = area.shape[2]
     rows = torch.arange(len(slots), device=slots.device).unsqueeze(1)
     return slots // per_segment, rows, slots % per_segment
@@ -450,20 +558,43 @@ def _index(area: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots | None:
     """Return the sizes and addresses for the loops, or None if they do not support the tensors."""
-    (keys, values), (column_keys, column_values) = areas, columns
-    (rows, count), length, item = slots.shape, keys.shape[2], keys.itemsize
-    right = keys.shape[:3] == values.shape[:3] and keys.stride(0) == values.stride(0) and keys.shape[1] == rows
+    keys, values = areas
+    column_keys, column_values = columns
+    rows, count = slots.shape
+    length = keys.shape[2]
+    item = keys.itemsize
+    right = (
+        keys.shape[:3] == values.shape[:3]
+        and keys.stride(0) == values.stride(0)
+        and keys.shape[1] == rows
+    )
     for area, column in zip(areas, columns, strict=True):
         size = area.shape[3]
-        right = right and all(t.device.type == "cpu" and t.dtype == keys.dtype for t in (area, column))
+        right = right and all(
+            t.device.type == "cpu" and t.dtype == keys.dtype for t in (area, column)
+        )
         right = right and area.stride()[1:] == (length * size, size, 1)
         right = right and column.shape == (rows, count, size) and column[0].is_contiguous()
-    if not right or slots.dtype != torch.int64 or slots.device.type != "cpu" or not slots[0].is_contiguous():
+    if (
+        not right
+        or slots.dtype != torch.int64
+        or slots.device.type != "cpu"
+        or not slots[0].is_contiguous()
+    ):
         return None
     from flexgen_h2o.kernels.compiled.slots import ColumnSlots
 
     return ColumnSlots(
-        keys.data_ptr(), values.data_ptr(), length, keys.stride(0) * item, keys.shape[3] * item, values.shape[3] * item,
-        slots.data_ptr(), slots.stride(0) * slots.itemsize, column_keys.data_ptr(), column_values.data_ptr(),
-        column_keys.stride(0) * item, column_values.stride(0) * item,
-    )  # fmt: skip
+        keys.data_ptr(),
+        values.data_ptr(),
+        length,
+        keys.stride(0) * item,
+        keys.shape[3] * item,
+        values.shape[3] * item,
+        slots.data_ptr(),
+        slots.stride(0) * slots.itemsize,
+        column_keys.data_ptr(),
+        column_values.data_ptr(),
+        column_keys.stride(0) * item,
+        column_values.stride(0) * item,
+    )

@@ -23,12 +23,25 @@ from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.decode_step import FILLED, PLACE, StepSlots, attend_step
-from flexgen_h2o.kernels.elementwise import Rotation, add_weighted, clamped_gate, rms_norm, silu_gated
+from flexgen_h2o.kernels.elementwise import (
+    Rotation,
+    add_weighted,
+    clamped_gate,
+    rms_norm,
+    silu_gated,
+)
 from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
-from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, get_last_slots, put_packed, put_slots
+from flexgen_h2o.kernels.slots import (
+    Pair,
+    ScoreState,
+    attend,
+    get_last_slots,
+    put_packed,
+    put_slots,
+)
 from flexgen_h2o.kernels.workspace import warm_up_helpers
 
 _LONGEST_S = 300.0
@@ -84,23 +97,39 @@ def _refusing_to_compile() -> Iterator[None]:
 
 
 def _call_in_a_process(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
-    print("# compiling loops, once: up to half a minute, longer on a busy machine", file=sys.stderr, flush=True)
+    print(
+        "# compiling loops, once: up to half a minute, longer on a busy machine",
+        file=sys.stderr,
+        flush=True,
+    )
     given = pickle.dumps(sys.path) + pickle.dumps((function, arguments))
     quiet = subprocess.DEVNULL
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
-            [sys.executable, "-c", _CODE], input=given, stdout=quiet, stderr=quiet, timeout=_LONGEST_S, check=False
+            [sys.executable, "-c", _CODE],
+            input=given,
+            stdout=quiet,
+            stderr=quiet,
+            timeout=_LONGEST_S,
+            check=False,
         )
 
 
-_ROWS, _SLOTS, _WIDTH = 1, 4, 64
+_ROWS = 1
+_SLOTS = 4
+_WIDTH = 64
 _CARD_SLOTS = 16  # strides become multiples of 16, as in runs, and kernels are compiled for that
 
 
 def warm_up(
-    device: torch.device, dtype: torch.dtype, scored: bool, packing: KVPacking | None = None, rolling: bool = False,
-    rotary: bool = False, weights: Callable[[torch.device, torch.dtype], None] | None = None,
-) -> None:  # fmt: skip
+    device: torch.device,
+    dtype: torch.dtype,
+    scored: bool,
+    packing: KVPacking | None = None,
+    rolling: bool = False,
+    rotary: bool = False,
+    weights: Callable[[torch.device, torch.dtype], None] | None = None,
+) -> None:
     """Run the kernels of a model's layers once on zeros, for `compile_subprocess`.
 
     scored: columns have scores, so prompts' scores are computed too. packing: packing of the KV
@@ -111,15 +140,18 @@ def warm_up(
     """
     warm_up_helpers()
     columns = torch.zeros(1, _ROWS, _SLOTS, _WIDTH, dtype=dtype, device=device)
-    whole, single = ((_ROWS, _SLOTS), (_ROWS,))
+    whole = (_ROWS, _SLOTS)
+    single = (_ROWS,)
     positions, oldest, newest, victims = (
-        torch.zeros(size, dtype=torch.int32, device=device) for size in (whole, single, single, single)
+        torch.zeros(size, dtype=torch.int32, device=device)
+        for size in (whole, single, single, single)
     )
     scores = torch.zeros(whole, device=device, dtype=torch.float32)
     gains = torch.ones(single, device=device, dtype=torch.float32)
     state = ScoreState(scores, positions, oldest, newest, 1.0, gains, victims)
     filled = victims.new_full(single, _SLOTS)
-    first, column = torch.zeros(_ROWS, 1, dtype=torch.int64, device=device), columns[0, :, :1].clone()
+    first = torch.zeros(_ROWS, 1, dtype=torch.int64, device=device)
+    column = columns[0, :, :1].clone()
     put_slots((columns, columns), first, (column, column))
     get_last_slots((columns, columns), first, (column, column))
     stored, form, q = _stored(packing, dtype, device)
@@ -131,7 +163,12 @@ def warm_up(
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())
         silu_gated(columns[0, 0], columns[0, 0])
-        clamped_gate(columns[0, 0], 1.0, 1.0, columns[0, 0, :, ::2].clone(memory_format=torch.contiguous_format))
+        clamped_gate(
+            columns[0, 0],
+            1.0,
+            1.0,
+            columns[0, 0, :, ::2].clone(memory_format=torch.contiguous_format),
+        )
         no_rows = torch.zeros(len(columns[0, 0]), device=columns.device, dtype=torch.float32)
         add_weighted(columns[0, 0], no_rows.int(), no_rows, columns[0, 0].clone())
     if rolling:
@@ -144,9 +181,14 @@ def warm_up(
 
 
 def warm_up_card(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], scored: bool,
-    per_query: bool = False, packing: KVPacking | None = None, before: Sequence[int] = (0,),
-) -> None:  # fmt: skip
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int, int],
+    scored: bool,
+    per_query: bool = False,
+    packing: KVPacking | None = None,
+    before: Sequence[int] = (0,),
+) -> None:
     """Launch a model's kernels on a card once, on zeros.
 
     Triton compiles each kernel for the model's sizes, and keeps it on disk.
@@ -156,7 +198,8 @@ def warm_up_card(
     compared over the number of queries that saw their columns. before: what queries attend to in
     front of slots (StepSlots.before): 0 nothing, 1 a sink without values, 2 a prefix with values.
     """
-    (hidden, heads, kv_heads, width, pairs), zeros = sizes, partial(torch.zeros, device=device)
+    hidden, heads, kv_heads, width, pairs = sizes
+    zeros = partial(torch.zeros, device=device)
     q, k, v = (zeros(1, count, width, dtype=dtype) for count in (heads, kv_heads, kv_heads))
     # `warm_up` compiles a CPU's loops, for all sizes; torch's operations need no compiling
     if not triton.takes(q):
@@ -167,18 +210,26 @@ def warm_up_card(
         column_sums(queries, keys, lse, 1.0)
     areas, form, _ = _stored(packing, dtype, device, (kv_heads, _CARD_SLOTS, width))
     state = zeros(7, 1, dtype=torch.int32)
-    state[FILLED], state[PLACE] = 1, -1
+    state[FILLED] = 1
+    state[PLACE] = -1
     slots = StepSlots(*areas, 0, kv_heads, state, zeros(kv_heads, dtype=torch.int64), form=form)
     if scored:
         scores = zeros(kv_heads, _CARD_SLOTS)
-        positions, victims = scores.int(), scores[:, 0].int()
-        slots = replace(slots, scores=scores, positions=positions, victims=victims, per_query=per_query)
+        positions = scores.int()
+        victims = scores[:, 0].int()
+        slots = replace(
+            slots, scores=scores, positions=positions, victims=victims, per_query=per_query
+        )
         choose_kept(zeros(1, kv_heads, 2), 0, 2, 1)
     of_prompts = PromptSlots(*areas, 0, form, 0, slots.positions, slots.scores)
-    kept, of_token = zeros(1, kv_heads, 1, dtype=torch.int64), zeros(1, kv_heads, 1) if scored else None
+    kept = zeros(1, kv_heads, 1, dtype=torch.int64)
+    of_token = zeros(1, kv_heads, 1) if scored else None
     for smooths in (True, False) if packing is not None else (True,):
-        put_prompts(k.unsqueeze(0), v.unsqueeze(0), kept, of_token, replace(of_prompts, smooths=smooths))
-    lse, mixed = zeros(kv_heads, heads // kv_heads), q.view(kv_heads, -1, width)
+        put_prompts(
+            k.unsqueeze(0), v.unsqueeze(0), kept, of_token, replace(of_prompts, smooths=smooths)
+        )
+    lse = zeros(kv_heads, heads // kv_heads)
+    mixed = q.view(kv_heads, -1, width)
     for kind in before:
         given = (None, (None, lse), (mixed, lse))[kind]
         attend_step(q, k, v, replace(slots, before=given), 1.0, torch.empty_like(q))
@@ -192,18 +243,23 @@ def warm_up_card(
 
 
 def _stored(
-    packing: KVPacking | None, dtype: torch.dtype, device: torch.device,
+    packing: KVPacking | None,
+    dtype: torch.dtype,
+    device: torch.device,
     shape: tuple[int, int, int] = (_ROWS, _SLOTS, _WIDTH),
-) -> tuple[Pair, SlotForm, torch.Tensor]:  # fmt: skip
+) -> tuple[Pair, SlotForm, torch.Tensor]:
     """Return zeros as stored keys and values (plain or packed), their SlotForm, and a query.
 
     shape: rows, slots, and numbers if nothing is packed.
     """
-    rows, width = shape[0], shape[2] if packing is None else packing.width
+    rows = shape[0]
+    width = shape[2] if packing is None else packing.width
     slots = torch.zeros(1, *shape[:2], width, dtype=dtype, device=device)
-    q, none = slots[0, :, :1].contiguous(), slots[0, :, :0]
+    q = slots[0, :, :1].contiguous()
+    none = slots[0, :, :0]
     if packing is None:
         return (slots, slots), WHOLE, q
-    ranges, slots_of_none = q.new_ones(rows, width, dtype=torch.bfloat16), q.new_zeros(rows, 0, dtype=torch.int32)
+    ranges = q.new_ones(rows, width, dtype=torch.bfloat16)
+    slots_of_none = q.new_zeros(rows, 0, dtype=torch.int32)
     form = SlotForm(packing, WholeColumns(ranges, ranges, none, none, slots_of_none))
     return (pack_columns(slots, packing.keys), pack_columns(slots, packing.values)), form, q

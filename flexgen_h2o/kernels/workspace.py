@@ -49,7 +49,9 @@ class Workspace:
 
 def is_compiled(*tensors: torch.Tensor) -> bool:
     """Return whether compiled loops support these tensors: fp32 or bf16 in the CPU's memory."""
-    return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+    return all(
+        t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors
+    )
 
 
 def is_compiled_beside_card(*tensors: torch.Tensor) -> bool:
@@ -58,7 +60,8 @@ def is_compiled_beside_card(*tensors: torch.Tensor) -> bool:
     These loops support what `is_compiled` accepts, and fp16 if the CPU converts it.
     """
     return all(
-        is_compiled(t) or (t.device.type == "cpu" and t.dtype == torch.float16 and cpu_has("f16c")) for t in tensors
+        is_compiled(t) or (t.device.type == "cpu" and t.dtype == torch.float16 and cpu_has("f16c"))
+        for t in tensors
     )
 
 
@@ -72,8 +75,11 @@ def mismatch(what: str, *tensors: torch.Tensor) -> ValueError:
 
 
 _ELEMENTS: dict[torch.dtype, np.number[Any]] = {
-    torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.uint8: np.uint8(0), torch.float16: np.int16(0)
-}  # fmt: skip
+    torch.float32: np.float32(0),
+    torch.bfloat16: np.uint16(0),
+    torch.uint8: np.uint8(0),
+    torch.float16: np.int16(0),
+}
 
 
 def element_of(dtype: torch.dtype) -> np.number[Any]:
@@ -94,7 +100,9 @@ def cpu_has(feature: str) -> bool:
 
     core: Any = numba.core  # core has no type annotations
     given = core.config.CPU_FEATURES
-    return f"+{feature}" in (core.codegen.get_host_cpu_features() if given is None else given).split(",")
+    return f"+{feature}" in (
+        core.codegen.get_host_cpu_features() if given is None else given
+    ).split(",")
 
 
 def multiplies_slowly(device: str, dtype: torch.dtype) -> bool:
@@ -102,7 +110,9 @@ def multiplies_slowly(device: str, dtype: torch.dtype) -> bool:
 
     If so, fp32 is several times as fast.
     """
-    return device == "cpu" and dtype == torch.bfloat16 and cpu_has("avx2") and not cpu_has("avx512bw")
+    return (
+        device == "cpu" and dtype == torch.bfloat16 and cpu_has("avx2") and not cpu_has("avx512bw")
+    )
 
 
 def is_queued(tensor: torch.Tensor) -> bool:
@@ -139,7 +149,9 @@ def upload_together(hosts: Sequence[torch.Tensor], where: torch.device) -> list[
     return [packed[start : start + host.nbytes].view(host.dtype) for start, host in views]
 
 
-def row_slices(rows: int, columns: int, multiple: int = 1, most: int | None = None) -> Iterator[slice]:
+def row_slices(
+    rows: int, columns: int, multiple: int = 1, most: int | None = None
+) -> Iterator[slice]:
     """Yield slices of rows whose numbers are about `most` (default UNPACK_CHUNK).
 
     The number of rows in a slice is a multiple of `multiple`.
@@ -172,14 +184,18 @@ class _Helper:
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         from flexgen_h2o.kernels.jit import tell_and_wait, wait_past
 
-        self._tell_and_wait, self._wait_past = tell_and_wait, wait_past
-        self._pool, self._lock, self._is_awake = pool, threading.Lock(), False
+        self._tell_and_wait = tell_and_wait
+        self._wait_past = wait_past
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._is_awake = False
         self._work: Callable[[], object] | None = None
         self._error: BaseException | None = None
         self._given, self._done = torch.zeros(
             2, ALIGN // 8, dtype=torch.int64, device="cpu"
         ).numpy()  # torch aligns the memory that it allocates
-        self._given_at, self._done_at = self._given.ctypes.data, self._done.ctypes.data
+        self._given_at = self._given.ctypes.data
+        self._done_at = self._done.ctypes.data
 
     def give(self, work: Callable[[], object]) -> None:
         """Let the helper call `work`.
@@ -199,7 +215,8 @@ class _Helper:
         while (done := int(self._done[0])) != self._given[0]:
             if not self._wait_past(self._done_at, done, _LOOKS):
                 time.sleep(_NAP_S)  # the machine is busy with something else
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         return error
 
     def _help(self, done: int) -> None:
@@ -209,7 +226,8 @@ class _Helper:
                     if self._given[0] == done:
                         self._is_awake = False
                         return
-            work, self._work = self._work, None
+            work = self._work
+            self._work = None
             try:
                 self._error = None  # the error of a loop that nobody waited for
                 if work is not None:  # None if an earlier call already ran the newer work
@@ -295,7 +313,8 @@ def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int)
         for first, end in parts:
             loop(first, end)
 
-    helpers, are_ours = list[_Helper](), False
+    helpers = list[_Helper]()
+    are_ours = False
     try:
         with interrupts.held():
             are_ours = _helping.acquire(blocking=False)

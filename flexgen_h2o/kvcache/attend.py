@@ -31,7 +31,12 @@ from flexgen_h2o.kernels.prefill_attention import (
     packed_attention,
     with_sinks,
 )
-from flexgen_h2o.kernels.prompt_columns import PromptSlots, are_put_together, keep_whole, put_prompts
+from flexgen_h2o.kernels.prompt_columns import (
+    PromptSlots,
+    are_put_together,
+    keep_whole,
+    put_prompts,
+)
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_largest, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
@@ -50,15 +55,27 @@ from flexgen_h2o.kvcache.evict import (
 from flexgen_h2o.kvcache.eviction.policy import NORMS, value_sizes
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.rows import RowBudgets, StepNumbers
-from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, PromptAttention, put_columns, put_first_columns
+from flexgen_h2o.kvcache.slots import (
+    KVRows,
+    NewColumns,
+    PartView,
+    PromptAttention,
+    put_columns,
+    put_first_columns,
+)
 
 # ---- prompts
 
 
 def attend_prompts(
-    qkv: Sequence[torch.Tensor], groups: Sequence[PromptGroup], rows: KVRows, scale: float, out: torch.Tensor,
-    stored_keys: torch.Tensor | None = None, first: int = 0,
-) -> torch.Tensor:  # fmt: skip
+    qkv: Sequence[torch.Tensor],
+    groups: Sequence[PromptGroup],
+    rows: KVRows,
+    scale: float,
+    out: torch.Tensor,
+    stored_keys: torch.Tensor | None = None,
+    first: int = 0,
+) -> torch.Tensor:
     """Write the causal attention of packed prompts to `out`, store their columns, and return `out`.
 
     The columns that the policy keeps go to slots 0, 1, ... of each row. A group without rows fills
@@ -73,18 +90,24 @@ def attend_prompts(
     """
     attn_out = out.view(qkv[0].shape)
     packed = qkv if stored_keys is None else (*qkv, stored_keys)
-    start, sequence = 0, first
+    start = 0
+    sequence = first
     for group in groups:
         here = slice(start, start + group.tokens)
         _attend_group([t[here] for t in packed], group, sequence, rows, scale, attn_out[here])
-        start, sequence = here.stop, sequence + group.rows
+        start = here.stop
+        sequence = sequence + group.rows
     return out
 
 
 def _attend_group(
-    packed: Sequence[torch.Tensor], group: PromptGroup, sequence: int, rows: KVRows, scale: float,
+    packed: Sequence[torch.Tensor],
+    group: PromptGroup,
+    sequence: int,
+    rows: KVRows,
+    scale: float,
     attn_out: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Do `attend_prompts` for one group, whose first sequence is `sequence`.
 
     A shared prefix attends to itself once. The rows' own queries then see its columns in front of
@@ -93,19 +116,27 @@ def _attend_group(
     packed: q, k, v, and stored_keys if there are any, of the group's tokens.
     """
     # `rows.common` holds the skipped columns. With a window each row stores its own copy of them.
-    start, skipped = group.prefix, group.common if rows.window is None else 0
+    start = group.prefix
+    skipped = group.common if rows.window is None else 0
     prefix = [t[:start].unsqueeze(0) for t in packed]
     if group.common:
         assert rows.common is not None
         columns = [t.transpose(1, 2) for t in (rows.common.keys, rows.common.values)]
-        prefix[1:] = [torch.cat(pair, dim=1) for pair in zip(columns, prefix[1:], strict=True)] if start else columns
+        prefix[1:] = (
+            [torch.cat(pair, dim=1) for pair in zip(columns, prefix[1:], strict=True)]
+            if start
+            else columns
+        )
     prefix_sums = _attend_prefix(prefix, rows, scale, attn_out[:start]) if start else None
-    by_keys, prefix_queries = rows.policy.needs.by_keys, None
+    by_keys = rows.policy.needs.by_keys
+    prefix_queries = None
     if start and by_keys is not None:
         prefix_queries = cache(partial(query_sums, by_keys, prefix[0].transpose(1, 2), 0))
     if not group.rows:
         assert rows.common is not None
-        put_first_columns(rows.common, 0, rows.kv_heads, *(t[0].transpose(0, 1) for t in prefix[1:]))
+        put_first_columns(
+            rows.common, 0, rows.kv_heads, *(t[0].transpose(0, 1) for t in prefix[1:])
+        )
     elif not group.before and triton.takes(*packed):
         _attend_at_once(packed, group, sequence, rows, scale, attn_out)
         return
@@ -122,13 +153,19 @@ def _attend_group(
             rows.watch(sequence, PromptAttention(q, k, lse, scale))
         own = [t[:, skipped:] for t in columns]
         _keep(rows, sequence, (q, own), lse, scale, prefix_sums, prefix_queries)
-        start, sequence = end, sequence + number
+        start = end
+        sequence = sequence + number
 
 
 def _keep(
-    rows: KVRows, sequence: int, of_prompts: tuple[torch.Tensor, Sequence[torch.Tensor]], lse: torch.Tensor | None,
-    scale: float, prefix_sums: PrefixSums | None = None, prefix_queries: PrefixQueries | None = None,
-) -> None:  # fmt: skip
+    rows: KVRows,
+    sequence: int,
+    of_prompts: tuple[torch.Tensor, Sequence[torch.Tensor]],
+    lse: torch.Tensor | None,
+    scale: float,
+    prefix_sums: PrefixSums | None = None,
+    prefix_queries: PrefixQueries | None = None,
+) -> None:
     """Choose the columns that stay of equally long prompts, and write them to slots.
 
     of_prompts: q (b, heads, m, d), and a sequence of keys, values and, if there are any, stored
@@ -137,7 +174,8 @@ def _keep(
     q, columns = of_prompts
     k, v = (t.transpose(1, 2) for t in columns[:2])
     kept = keep_prompt_columns(rows, sequence, (q, k, v), lse, scale, prefix_sums, prefix_queries)
-    stored, values = columns[-1] if len(columns) > 2 else columns[0], columns[1]
+    stored = columns[-1] if len(columns) > 2 else columns[0]
+    values = columns[1]
     if rows.hadamard:  # Attention and scores are done, so nothing else reads these tensors.
         stored, values = (_transformed(t) for t in (stored, values))
     for view in rows.views:
@@ -155,15 +193,20 @@ def _transformed(columns: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_at_once(
-    packed: Sequence[torch.Tensor], group: PromptGroup, sequence: int, rows: KVRows, scale: float,
+    packed: Sequence[torch.Tensor],
+    group: PromptGroup,
+    sequence: int,
+    rows: KVRows,
+    scale: float,
     attn_out: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Do `_attend_group` on a GPU for a group without a prefix.
 
     One launch takes all prompts, whatever their lengths.
     """
     q, k, v, out = (t.unsqueeze(0).transpose(1, 2) for t in (*packed[:3], attn_out))
-    lines, needs = packed_lines(rows, sequence, group.own), rows.policy.needs
+    lines = packed_lines(rows, sequence, group.own)
+    needs = rows.policy.needs
     sums = packed_attention(q, k, v, lines, scale, rows.window, out)
     if rows.sinks is not None:
         _, sums = with_sinks(out, sums, rows.sinks)
@@ -182,11 +225,13 @@ def _attend_at_once(
         return
     start = 0
     for number, count in _equal_rows(group, rows.budgets, sequence):
-        here, shape = slice(start, start + number * count), (number, count)
+        here = slice(start, start + number * count)
+        shape = (number, count)
         queries, *columns = (t[here].unflatten(0, shape) for t in packed)
         of_queries = None if lse is None else lse[0, :, here].unflatten(1, shape).transpose(0, 1)
         _keep(rows, sequence, (queries.transpose(1, 2), columns), of_queries, scale)
-        start, sequence = here.stop, sequence + number
+        start = here.stop
+        sequence = sequence + number
 
 
 def _attend_prefix(
@@ -222,14 +267,18 @@ def causal(
     return out, lse if scores else None
 
 
-def _equal_rows(group: PromptGroup, budgets: RowBudgets, sequence: int) -> Iterator[tuple[int, int]]:
+def _equal_rows(
+    group: PromptGroup, budgets: RowBudgets, sequence: int
+) -> Iterator[tuple[int, int]]:
     """Yield (rows, own tokens per row) of neighbours that are computed together.
 
     They have equal lengths and equal budgets. Rows with a shared prefix are copied behind it, at
     most TOKEN_CHUNK columns at a time, but at least one row.
     """
     here = slice(sequence, sequence + group.rows)
-    stay = zip(*(t[here].tolist() for t in (budgets.sinks, budgets.heavy, budgets.recent)), strict=True)
+    stay = zip(
+        *(t[here].tolist() for t in (budgets.sinks, budgets.heavy, budgets.recent)), strict=True
+    )
     for (count, _), same in groupby(zip(group.own, stay, strict=True)):
         left = len(list(same))
         most = max(1, TOKEN_CHUNK // (group.before + count)) if group.before else left
@@ -239,7 +288,11 @@ def _equal_rows(group: PromptGroup, budgets: RowBudgets, sequence: int) -> Itera
 
 
 def write_prompts(
-    view: PartView, sequence: int, kv: tuple[torch.Tensor, torch.Tensor], kept: KeptColumns, unit: KVRows
+    view: PartView,
+    sequence: int,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    kept: KeptColumns,
+    unit: KVRows,
 ) -> None:
     """Write the kept columns of prompts to those of their rows that the view holds.
 
@@ -255,10 +308,12 @@ def write_prompts(
         return
     for i, (keys, values) in enumerate(zip(k, v, strict=True)):
         first = (sequence + i) * kv_heads
-        a, b = max(first, view.start), min(first + kv_heads, view.end)
+        a = max(first, view.start)
+        b = min(first + kv_heads, view.end)
         if a >= b:
             continue
-        heads, rows = slice(a - first, b - first), slice(a - view.start, b - view.start)
+        heads = slice(a - first, b - first)
+        rows = slice(a - view.start, b - view.start)
         # Packing and recording happen on the device of the slots, which may differ from the device
         # that computes prompts.
         here = k.device if view.whole is None and unit.is_plain else view.keys.device
@@ -267,28 +322,44 @@ def write_prompts(
         if view.whole is not None:
             window = window_of(view.whole.slots.shape[1], int(unit.budgets.slots[sequence + i]))
             of_rows = view.whole.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
-            keep_whole(of_rows, own[0][None], own[1][None], positions[None], 0, window, not unit.hadamard)
+            keep_whole(
+                of_rows, own[0][None], own[1][None], positions[None], 0, window, not unit.hadamard
+            )
         if kept.positions.shape[-1] == n:
             put_first_columns(view, rows.start, rows.stop, *(t.transpose(0, 1) for t in own))
         else:
             index = positions * (b - a) + torch.arange(b - a, device=here).unsqueeze(1)
             chosen = (t.reshape(-1, width).index_select(0, index.flatten()) for t in own)
-            put_first_columns(view, rows.start, rows.stop, *(t.view(b - a, -1, width) for t in chosen))
+            put_first_columns(
+                view, rows.start, rows.stop, *(t.view(b - a, -1, width) for t in chosen)
+            )
         if view.metadata is not None:
-            record_prompts(view.metadata, rows, kept, slice(i * kv_heads + heads.start, i * kv_heads + heads.stop))
+            record_prompts(
+                view.metadata,
+                rows,
+                kept,
+                slice(i * kv_heads + heads.start, i * kv_heads + heads.stop),
+            )
 
 
 def _write_at_once(
-    view: PartView, sequence: int, kv: tuple[torch.Tensor, torch.Tensor], kept: KeptColumns, unit: KVRows
+    view: PartView,
+    sequence: int,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    kept: KeptColumns,
+    unit: KVRows,
 ) -> None:
     """Do `write_prompts` in a few launches, one per run of rows with equally many whole columns."""
-    most, end = 0 if view.whole is None else view.whole.slots.shape[1], sequence + len(kept.positions)
+    most = 0 if view.whole is None else view.whole.slots.shape[1]
+    end = sequence + len(kept.positions)
     windows = [window_of(most, held) for held in unit.budgets.slots[sequence:end].tolist()]
     first = 0
     for window, same in groupby(windows):
         some = slice(first, first + len(list(same)))
         start, stop = ((sequence + i) * unit.kv_heads for i in (some.start, some.stop))
-        a, b, first = max(start, view.start), min(stop, view.end), some.stop
+        a = max(start, view.start)
+        b = min(stop, view.end)
+        first = some.stop
         if a >= b:
             continue
         scores = None if kept.scores is None or view.metadata is None else kept.scores[some]
@@ -296,19 +367,30 @@ def _write_at_once(
         put_prompts(kv[0][some], kv[1][some], kept.positions[some], scores, slots)
 
 
-def _slots_of_prompts(view: PartView, a: int, b: int, start: int, unit: KVRows, window: int = 0) -> PromptSlots:
+def _slots_of_prompts(
+    view: PartView, a: int, b: int, start: int, unit: KVRows, window: int = 0
+) -> PromptSlots:
     """Return the unit's rows [a, b), all of them in the view, as PromptSlots.
 
     start: the unit's row at which the prompts begin.
     window: newest tokens that stay whole beside packed slots.
     """
     part = view.part(a - view.start, b - view.start, 0)
-    positions, scores = (None, None) if part.metadata is None else (part.metadata.positions, part.metadata.scores)
-    return PromptSlots(part.keys, part.values, a - start, part.form, window, positions, scores, not unit.hadamard)
+    positions, scores = (
+        (None, None) if part.metadata is None else (part.metadata.positions, part.metadata.scores)
+    )
+    return PromptSlots(
+        part.keys, part.values, a - start, part.form, window, positions, scores, not unit.hadamard
+    )
 
 
 def _write_packed(
-    view: PartView, sequence: int, kv: Sequence[torch.Tensor], kept: KeptColumns, unit: KVRows, lines: triton.Lines
+    view: PartView,
+    sequence: int,
+    kv: Sequence[torch.Tensor],
+    kept: KeptColumns,
+    unit: KVRows,
+    lines: triton.Lines,
 ) -> None:
     """Do `write_prompts` for prompts that are packed one behind the other.
 
@@ -317,9 +399,11 @@ def _write_packed(
     k, v = (t.unsqueeze(0) for t in kv)
     if are_put_together(k, view.keys) and unit.is_plain:
         start, stop = (i * unit.kv_heads for i in (sequence, sequence + len(lines)))
-        a, b = max(start, view.start), min(stop, view.end)
+        a = max(start, view.start)
+        b = min(stop, view.end)
         if a < b:
-            slots, scores = _slots_of_prompts(view, a, b, start, unit), None if view.metadata is None else kept.scores
+            slots = _slots_of_prompts(view, a, b, start, unit)
+            scores = None if view.metadata is None else kept.scores
             put_prompts(k, v, kept.positions, scores, slots, lines)
         return
     for i, line in enumerate(lines):
@@ -332,9 +416,13 @@ def _write_packed(
 
 
 def attend_slots(
-    qkv: Sequence[torch.Tensor], rows: KVRows, new: NewColumns, scale: float, out: torch.Tensor,
+    qkv: Sequence[torch.Tensor],
+    rows: KVRows,
+    new: NewColumns,
+    scale: float,
+    out: torch.Tensor,
     rotation: Rotation | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Store each row's new column, attend over the row's filled slots, and return `out`.
 
     The attention is written to `out`. Each part is computed on the device that holds it. If the
@@ -347,14 +435,21 @@ def attend_slots(
     rotation: turns the keys by their ranks as they are read; None if keys are stored rotated.
     """
     q, k, v = qkv
-    count, width = k.shape[0] * k.shape[1], k.shape[2]
+    count = k.shape[0] * k.shape[1]
+    width = k.shape[2]
     group = q.shape[1] // k.shape[1]
-    sizes = value_sizes(rows.policy.needs, v.view(count, width)) if NORMS in rows.policy.needs.record else None
+    sizes = (
+        value_sizes(rows.policy.needs, v.view(count, width))
+        if NORMS in rows.policy.needs.record
+        else None
+    )
     if rows.hadamard:
         for heads in qkv:
             hadamard(heads)
-    q, attn_out = q.view(count, group, width), out.view(count, group, width)
-    k, v = k.view(count, width), v.view(count, width)
+    q = q.view(count, group, width)
+    attn_out = out.view(count, group, width)
+    k = k.view(count, width)
+    v = v.view(count, width)
     common = None if rows.common is None else _attend_common(rows.common, q, scale)
     sinks = rows.sinks_of_rows(len(new.positions))
     before = _in_front(common, sinks) if any(map(rows.is_one_launch, rows.views)) else None
@@ -363,7 +458,8 @@ def attend_slots(
             slots_of_view = _step_slots(rows, view, new, slots, before)
             attend_step(qkv[0], qkv[1], qkv[2], slots_of_view, scale, out.view(qkv[0].shape))
             continue
-        here, where = slice(view.start, view.end), view.keys.device
+        here = slice(view.start, view.end)
+        where = view.keys.device
         queries, keys, values = (t[here].to(where) for t in (q, k, v))
         numbers = new.numbers.of_rows(rows.kv_heads, view.start, view.end, where)
         held = numbers.filled
@@ -383,7 +479,11 @@ def attend_slots(
         elif rotation is not None:
             _attend_rolling(rotation, (queries, held, state, form), view, scale, attn_out[here])
         elif rows.attn_sparsity < 1:
-            attn_out[here].copy_(attend_largest(queries, view.keys, view.values, held, scale, rows.attn_sparsity, form))
+            attn_out[here].copy_(
+                attend_largest(
+                    queries, view.keys, view.values, held, scale, rows.attn_sparsity, form
+                )
+            )
         else:
             attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, form))
     if rows.policy.needs.record and not rows.policy.needs.ranks_by_score:
@@ -402,7 +502,16 @@ def _step_slots(
     before: attention in front of the slots, for all rows of the unit.
     """
     state = new.numbers.state(view.keys.device)
-    found = StepSlots(view.keys, view.values, view.start, rows.kv_heads, state, taken, form=view.form, before=before)
+    found = StepSlots(
+        view.keys,
+        view.values,
+        view.start,
+        rows.kv_heads,
+        state,
+        taken,
+        form=view.form,
+        before=before,
+    )
     if view.metadata is None:
         return found
     m = view.metadata
@@ -422,7 +531,8 @@ def _score_state(rows: KVRows, view: PartView, numbers: StepNumbers) -> ScoreSta
 
     Returns None if no scores are recorded.
     """
-    metadata, where = view.metadata, view.keys.device
+    metadata = view.metadata
+    where = view.keys.device
     if metadata is None or metadata.scores is None:
         return None
     of_rows = numbers.of_rows(rows.kv_heads, view.start, view.end, where)
@@ -440,9 +550,12 @@ def _score_state(rows: KVRows, view: PartView, numbers: StepNumbers) -> ScoreSta
 
 
 def _attend_rolling(
-    rotation: Rotation, rows: tuple[torch.Tensor, torch.Tensor, ScoreState | None, SlotForm], view: PartView,
-    scale: float, out: torch.Tensor,
-) -> None:  # fmt: skip
+    rotation: Rotation,
+    rows: tuple[torch.Tensor, torch.Tensor, ScoreState | None, SlotForm],
+    view: PartView,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
     """Write to `out` the attention of rows whose keys are rotated by their ranks.
 
     At most ROLLING_CHUNK numbers of keys are rotated at a time, but at least those of one row.
@@ -451,13 +564,18 @@ def _attend_rolling(
     """
     q, filled, state, form = rows
     assert view.metadata is not None and view.metadata.ranks is not None
-    (keys,), slots = view.keys, view.keys.shape[2]
+    (keys,) = view.keys
+    slots = view.keys.shape[2]
     step = max(1, ROLLING_CHUNK // (slots * view.keys.shape[3]))
     for first in range(0, view.rows, step):
         here = slice(first, min(view.rows, first + step))
         rotated = rotation.rotated(keys[here], view.metadata.ranks[here]).unsqueeze(0)
         own = None if state is None else state.rows(here)
-        out[here].copy_(attend(q[here], rotated, view.values[:, here], filled[here], scale, own, form.rows(here)))
+        out[here].copy_(
+            attend(
+                q[here], rotated, view.values[:, here], filled[here], scale, own, form.rows(here)
+            )
+        )
 
 
 def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> Pair:
@@ -465,7 +583,8 @@ def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> Pair:
 
     q: (rows, g, d).
     """
-    (rows, group, width), heads = q.shape, common.keys.shape[1]
+    rows, group, width = q.shape
+    heads = common.keys.shape[1]
     by_head = q.view(-1, heads, group, width).transpose(0, 1).reshape(heads, -1, width)
     out, lse = attend_lse(by_head, common.keys, common.values, None, scale)
     out = out.view(heads, -1, group, width).transpose(0, 1).reshape(rows, group, width)

@@ -22,7 +22,14 @@ from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.prefill_attention import column_sums, packed_column_sums
 from flexgen_h2o.kernels.prompt_columns import choose_kept, choose_packed
 from flexgen_h2o.kernels.workspace import upload
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, KeyScores, value_sizes
+from flexgen_h2o.kvcache.eviction.policy import (
+    NORMS,
+    POSITIONS,
+    SCORES,
+    Columns,
+    KeyScores,
+    value_sizes,
+)
 from flexgen_h2o.kvcache.rows import StepNumbers
 from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata
 
@@ -54,9 +61,14 @@ class KeptColumns:
 
 
 def keep_prompt_columns(
-    rows: KVRows, first: int, qkv: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float,
-    prefix_sums: PrefixSums | None = None, prefix_queries: PrefixQueries | None = None,
-) -> KeptColumns:  # fmt: skip
+    rows: KVRows,
+    first: int,
+    qkv: Sequence[torch.Tensor],
+    lse: torch.Tensor | None,
+    scale: float,
+    prefix_sums: PrefixSums | None = None,
+    prefix_queries: PrefixQueries | None = None,
+) -> KeptColumns:
     """Score the columns of b equally long prompts and choose those that stay.
 
     The prompts belong to the sequences `first`, `first` + 1, ...
@@ -67,20 +79,28 @@ def keep_prompt_columns(
     prefix_queries: as prefix_sums, for a policy that scores by keys.
     """
     q, k, v = qkv
-    (b, kv_heads, n), policy, budgets = k.shape[:3], rows.policy, rows.budgets
+    b, kv_heads, n = k.shape[:3]
+    policy = rows.policy
+    budgets = rows.budgets
     scores = _prompt_scores(rows, (q, k), lse, scale, prefix_sums) if lse is not None else None
     norms = value_sizes(policy.needs, v) if NORMS in policy.needs.record else None
-    kept, (sinks, heavy, recent) = int(budgets.kept[first]), budgets.stay(first)
-    chooses, queries = kept < n and heavy > 0, None
+    kept = int(budgets.kept[first])
+    sinks, heavy, recent = budgets.stay(first)
+    chooses = kept < n and heavy > 0
+    queries = None
     if policy.needs.by_keys is not None:
         queries = _queries_of_prompts(policy.needs.by_keys, q, n, kv_heads, prefix_queries)
         scores = torch.zeros(b, kv_heads, n, dtype=torch.float32, device=k.device)
         if chooses:
             _score_prompts_by_keys(policy.needs.by_keys, k, queries, (sinks, n - recent), scores)
     if chooses:
-        positions = choose_kept(_prompt_rank(rows, first, k, scores, norms), sinks, n - recent, kept)
+        positions = choose_kept(
+            _prompt_rank(rows, first, k, scores, norms), sinks, n - recent, kept
+        )
     else:
-        positions = _without_rank(n, sinks if kept < n else 0, kept, k.device).expand(b, kv_heads, kept)
+        positions = _without_rank(n, sinks if kept < n else 0, kept, k.device).expand(
+            b, kv_heads, kept
+        )
     return KeptColumns(positions, scores, norms, queries)
 
 
@@ -94,7 +114,9 @@ def query_sums(by_keys: KeyScores, q: torch.Tensor, first: int) -> torch.Tensor:
     step = max(1, QUERY_CHUNK // (heads * width))
     found = []
     for own in q.split(1):
-        of_chunks = [by_keys.query_sums(own[:, :, a : a + step], first + a) for a in range(0, count, step)]
+        of_chunks = [
+            by_keys.query_sums(own[:, :, a : a + step], first + a) for a in range(0, count, step)
+        ]
         found.append(torch.stack(of_chunks).sum(dim=0))
     return torch.cat(found)
 
@@ -114,7 +136,11 @@ def _queries_of_prompts(
 
 
 def _score_prompts_by_keys(
-    by_keys: KeyScores, k: torch.Tensor, queries: torch.Tensor, leaves: tuple[int, int], scores: torch.Tensor
+    by_keys: KeyScores,
+    k: torch.Tensor,
+    queries: torch.Tensor,
+    leaves: tuple[int, int],
+    scores: torch.Tensor,
 ) -> None:
     """Write the scores of prompts to `scores` (b, kv_heads, n).
 
@@ -132,25 +158,39 @@ def _score_prompts_by_keys(
             keys = k[sequence, a : a + step]
             newest = torch.full((len(keys),), n - 1, device=k.device)
             own = queries[sequence, a : a + step]
-            scores[sequence, a : a + step] = by_keys.scores(keys, own, newest, may_leave.expand(len(keys), n))
+            scores[sequence, a : a + step] = by_keys.scores(
+                keys, own, newest, may_leave.expand(len(keys), n)
+            )
 
 
 def _prompt_rank(
-    rows: KVRows, first: int, k: torch.Tensor, scores: torch.Tensor | None, norms: torch.Tensor | None
+    rows: KVRows,
+    first: int,
+    k: torch.Tensor,
+    scores: torch.Tensor | None,
+    norms: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the ranks (b, kv_heads, n) fp32 of the columns in `keep_prompt_columns`.
 
     All b sequences must have the same budgets.
     """
-    (b, kv_heads, n), policy, budgets, where = k.shape[:3], rows.policy, rows.budgets, k.device
+    b, kv_heads, n = k.shape[:3]
+    policy = rows.policy
+    budgets = rows.budgets
+    where = k.device
     if scores is not None and policy.needs.ranks_by_score:  # the same ranks as in the decode kernel
         if not policy.needs.per_query:
             return scores
-        return scores / torch.arange(n, 0, -1, device=where, dtype=torch.float32)  # queries that saw each column
+        return scores / torch.arange(
+            n, 0, -1, device=where, dtype=torch.float32
+        )  # queries that saw each column
     positions = torch.arange(n, device=where).expand(b, kv_heads, n)
     may_leave = (positions >= budgets.sinks[first]) & (positions < n - budgets.recent[first])
-    newest, heavy = torch.full((b,), n - 1, device=where), upload(budgets.heavy[first : first + b], where)
-    return policy.rank(Columns(rows.block, positions.int(), may_leave, newest, heavy, scores, norms))
+    newest = torch.full((b,), n - 1, device=where)
+    heavy = upload(budgets.heavy[first : first + b], where)
+    return policy.rank(
+        Columns(rows.block, positions.int(), may_leave, newest, heavy, scores, norms)
+    )
 
 
 def _without_rank(n: int, sinks: int, kept: int, where: torch.device) -> torch.Tensor:
@@ -160,11 +200,17 @@ def _without_rank(n: int, sinks: int, kept: int, where: torch.device) -> torch.T
 
 
 def _prompt_scores(
-    rows: KVRows, qk: Sequence[torch.Tensor], lse: torch.Tensor, scale: float, prefix_sums: PrefixSums | None
+    rows: KVRows,
+    qk: Sequence[torch.Tensor],
+    lse: torch.Tensor,
+    scale: float,
+    prefix_sums: PrefixSums | None,
 ) -> torch.Tensor:
     """Return the scores (b, kv_heads, n) fp32 that the columns of prompts start with."""
-    (q, k), needs = qk, rows.policy.needs
-    own, n = q.shape[2], k.shape[2]
+    q, k = qk
+    needs = rows.policy.needs
+    own = q.shape[2]
+    n = k.shape[2]
     query_rows = n if needs.query_rows is None else min(n, needs.query_rows)
     sums = last_column_sums(q, k, lse, scale, min(own, query_rows))
     if prefix_sums is not None and query_rows > own:
@@ -187,27 +233,44 @@ def packed_lines(rows: KVRows, first: int, lengths: Sequence[int]) -> triton.Lin
 
     The prompts have the given lengths and belong to the sequences `first`, `first` + 1, ...
     """
-    here, room = slice(first, first + len(lengths)), [v.whole.slots.shape[1] for v in rows.views if v.whole is not None]
-    budgets, most = rows.budgets.select(here), max(room, default=0)
-    columns = zip(*(t.tolist() for t in (budgets.kept, budgets.sinks, budgets.recent, budgets.slots)), strict=True)
-    found, start, kept_start = list[triton.PromptLine](), 0, 0
+    here = slice(first, first + len(lengths))
+    room = [v.whole.slots.shape[1] for v in rows.views if v.whole is not None]
+    budgets = rows.budgets.select(here)
+    most = max(room, default=0)
+    columns = zip(
+        *(t.tolist() for t in (budgets.kept, budgets.sinks, budgets.recent, budgets.slots)),
+        strict=True,
+    )
+    found = list[triton.PromptLine]()
+    start = 0
+    kept_start = 0
     for n, (kept, sinks, recent, slots) in zip(lengths, columns, strict=True):
         begin, end = (sinks, n - recent) if kept < n else (0, 0)
-        found.append(triton.PromptLine(start, n, n, kept_start, kept, begin, end, window_of(most, slots)))
-        start, kept_start = start + n, kept_start + kept
+        found.append(
+            triton.PromptLine(start, n, n, kept_start, kept, begin, end, window_of(most, slots))
+        )
+        start = start + n
+        kept_start = kept_start + kept
     return tuple(found)
 
 
 def keep_packed_columns(
-    rows: KVRows, lines: triton.Lines, qk: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float
+    rows: KVRows,
+    lines: triton.Lines,
+    qk: Sequence[torch.Tensor],
+    lse: torch.Tensor | None,
+    scale: float,
 ) -> KeptColumns:
     """Do `keep_prompt_columns` for prompts that are packed one behind the other; b is 1.
 
     The policy must rank by scores alone, or not at all. Positions count from 0 in each prompt;
     `PromptLine.stays` is the range of a prompt's positions in the result.
     """
-    (q, k), needs, where = qk, rows.policy.needs, qk[1].device
-    scores, lengths = None, tuple(line.keys for line in lines)
+    q, k = qk
+    needs = rows.policy.needs
+    where = qk[1].device
+    scores = None
+    lengths = tuple(line.keys for line in lines)
     if lse is not None:
         scores = packed_column_sums(q, k, lse, lines, scale, needs.query_rows)
         _score_alike(rows, scores, lines)
@@ -228,7 +291,11 @@ def _score_alike(rows: KVRows, sums: torch.Tensor, lines: triton.Lines) -> None:
     query_rows = rows.policy.needs.query_rows
     for n, same in groupby(lines, key=lambda line: line.keys):
         alike = [line.tokens for line in same]
-        own = sums[0, :, alike[0].start : alike[-1].stop].unflatten(1, (len(alike), n)).transpose(0, 1)
+        own = (
+            sums[0, :, alike[0].start : alike[-1].stop]
+            .unflatten(1, (len(alike), n))
+            .transpose(0, 1)
+        )
         made = rows.policy.prompt_scores(own, n if query_rows is None else min(n, query_rows))
         if made is not own:
             own.copy_(made)
@@ -250,7 +317,9 @@ def _unranked(stay: tuple[tuple[int, int, int], ...], where: torch.device) -> to
     stay: for each prompt (tokens, sinks, columns that stay).
     """
     host = torch.device("cpu")
-    return upload(torch.cat([_without_rank(n, sinks, kept, host) for n, sinks, kept in stay]), where)
+    return upload(
+        torch.cat([_without_rank(n, sinks, kept, host) for n, sinks, kept in stay]), where
+    )
 
 
 def record_prompts(metadata: SlotMetadata, rows: slice, kept: KeptColumns, these: slice) -> None:
@@ -265,13 +334,18 @@ def record_prompts(metadata: SlotMetadata, rows: slice, kept: KeptColumns, these
         metadata.queries[rows] = kept.queries.flatten(0, 1)[these].to(metadata.queries.device)
     if metadata.ranks is not None:
         metadata.ranks[rows] = NO_RANK
-        metadata.ranks[rows, :count] = torch.arange(count, dtype=torch.int32, device=metadata.ranks.device)
+        metadata.ranks[rows, :count] = torch.arange(
+            count, dtype=torch.int32, device=metadata.ranks.device
+        )
 
 
 def record_columns(
-    metadata: SlotMetadata, slots: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor,
+    metadata: SlotMetadata,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    filled: torch.Tensor,
     sizes: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the metadata of new columns, one per row, which were put at `slots`.
 
     They get score 0 and the highest rank. Ranks above that of the replaced column fall by one.
@@ -303,10 +377,19 @@ def score_by_keys(view: PartView, rows: KVRows, by_keys: KeyScores, numbers: Ste
     """
     metadata = view.metadata
     assert metadata is not None and metadata.scores is not None and metadata.queries is not None
-    budgets, positions = rows.budgets, numbers.positions
+    budgets = rows.budgets
+    positions = numbers.positions
     held = budgets.kept + positions - budgets.prompts + 1
-    is_new = (positions % by_keys.interval == 0) | (held == budgets.slots) | (budgets.recent < by_keys.interval)
-    due = ((held >= budgets.slots) & is_new).repeat_interleave(rows.kv_heads)[view.start : view.end].nonzero()[:, 0]
+    is_new = (
+        (positions % by_keys.interval == 0)
+        | (held == budgets.slots)
+        | (budgets.recent < by_keys.interval)
+    )
+    due = (
+        ((held >= budgets.slots) & is_new)
+        .repeat_interleave(rows.kv_heads)[view.start : view.end]
+        .nonzero()[:, 0]
+    )
     if not len(due):
         return
     where = view.keys.device
@@ -321,7 +404,9 @@ def score_by_keys(view: PartView, rows: KVRows, by_keys: KeyScores, numbers: Ste
         if rows.hadamard:  # The transform is its own inverse: this restores the rotated keys.
             hadamard(keys[0])
         place = metadata.positions[index]
-        may_leave = (place >= of_rows.oldest[index].unsqueeze(1)) & (place <= of_rows.newest[index].unsqueeze(1))
+        may_leave = (place >= of_rows.oldest[index].unsqueeze(1)) & (
+            place <= of_rows.newest[index].unsqueeze(1)
+        )
         may_leave &= torch.arange(slots, device=where) < of_rows.filled[index].unsqueeze(1)
         newest = of_rows.positions[index]
         metadata.scores[index] = by_keys.scores(keys[0], metadata.queries[index], newest, may_leave)
@@ -335,10 +420,13 @@ def rank_victims(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> No
     newest, filled: as in `columns_of`.
     """
     columns = columns_of(rows, newest, filled)
-    rank, stays = rows.policy.rank(columns), ~columns.may_leave
+    rank = rows.policy.rank(columns)
+    stays = ~columns.may_leave
     lowest = rank.masked_fill(stays, float("inf")).amin(dim=-1, keepdim=True)
     last = torch.iinfo(torch.int32).max
-    victims = columns.positions.masked_fill(stays | (rank > lowest), last).argmin(dim=-1).int().flatten()
+    victims = (
+        columns.positions.masked_fill(stays | (rank > lowest), last).argmin(dim=-1).int().flatten()
+    )
     for view in rows.views:
         assert view.metadata is not None
         view.metadata.victims.copy_(victims[view.start : view.end])
@@ -360,13 +448,21 @@ def columns_of(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> Colu
         joined = found[0] if len(found) == 1 else torch.cat([t.to(where) for t in found])
         return joined.view(-1, rows.kv_heads, joined.shape[-1])
 
-    positions, budgets = whole(POSITIONS), rows.budgets
+    positions = whole(POSITIONS)
+    budgets = rows.budgets
     assert positions is not None
     filled, sinks, recent, heavy, newest = (
-        t.to(where).view(-1, 1, 1) for t in (filled, budgets.sinks, budgets.recent, budgets.heavy, newest)
+        t.to(where).view(-1, 1, 1)
+        for t in (filled, budgets.sinks, budgets.recent, budgets.heavy, newest)
     )
     slots = torch.arange(positions.shape[-1], device=where)
     may_leave = (slots < filled) & (positions >= sinks) & (positions <= newest - recent)
     return Columns(
-        rows.block, positions, may_leave, newest.flatten(), heavy.flatten(), whole(SCORES), whole(NORMS)
-    )  # fmt: skip
+        rows.block,
+        positions,
+        may_leave,
+        newest.flatten(),
+        heavy.flatten(),
+        whole(SCORES),
+        whole(NORMS),
+    )

@@ -119,7 +119,9 @@ class UnitLayout:
         areas = list(zip(self.area_bytes(part), self.row_bytes, strict=True))
         ranges: list[tuple[int, int]] = []
         start = 0
-        for area, row_bytes in areas * min(self.segments, -(-columns // self.segment_slots)) if rows else []:
+        for area, row_bytes in (
+            areas * min(self.segments, -(-columns // self.segment_slots)) if rows else []
+        ):
             before, size = ranges[-1] if ranges else (0, -PAGE)
             if round_up(before + size, PAGE) == start:
                 ranges[-1] = before, start + rows * row_bytes - before

@@ -99,7 +99,7 @@ class PromptGroup:
 
 def group_prompts(
     prompts: Sequence[TokenIds], sharing: Sharing | None, common: int = 0, opens: bool = False
-) -> tuple[PromptGroup, ...]:  # fmt: skip
+) -> tuple[PromptGroup, ...]:
     """Return the prompts of a micro-batch as groups, in the order of the prompts.
 
     sharing: None shares nothing.
@@ -127,11 +127,16 @@ def _group(prompts: Sequence[TokenIds], sharing: Sharing | None) -> Sequence[Pro
     return found
 
 
-def pack_prompts(prompts: Sequence[TokenIds], groups: Sequence[PromptGroup]) -> tuple[list[int], list[int]]:
+def pack_prompts(
+    prompts: Sequence[TokenIds], groups: Sequence[PromptGroup]
+) -> tuple[list[int], list[int]]:
     """Return the token ids and their positions that a micro-batch feeds, group after group."""
-    ids, positions, first = list[int](), list[int](), 0
+    ids = list[int]()
+    positions = list[int]()
+    first = 0
     for group in groups:
-        start, end = group.before, first + group.rows
+        start = group.before
+        end = first + group.rows
         # A group without rows feeds the common prefix, with which every prompt begins.
         ids += prompts[first][group.common : start]
         positions += range(group.common, start)
@@ -162,7 +167,10 @@ def row_places(groups: Sequence[PromptGroup]) -> list[tuple[int, int, int]]:
     start = 0
     for group in groups:
         ends = accumulate(group.own, initial=group.prefix)
-        places += [(group.before, start - group.common, start + end - group.before) for end in list(ends)[:-1]]
+        places += [
+            (group.before, start - group.common, start + end - group.before)
+            for end in list(ends)[:-1]
+        ]
         start += group.tokens
     return places
 
@@ -186,15 +194,21 @@ def longest_alike(prompts: Sequence[TokenIds], sharing: Sharing) -> int:
         families.setdefault(_head(prompt, sharing), []).append(prompt)
     found = 0
     for family in families.values():
-        shortest, longest = min(map(len, family)), max(map(len, family))
+        shortest = min(map(len, family))
+        longest = max(map(len, family))
         if longest > found and len(family) > 1:
             least = max(sharing.least, math.ceil(sharing.share * shortest))
-            if max(Counter(tuple(p[:least]) for p in family if len(p) > least).values(), default=0) > 1:
+            if (
+                max(Counter(tuple(p[:least]) for p in family if len(p) > least).values(), default=0)
+                > 1
+            ):
                 found = longest
     return found
 
 
-def family_order(prompts: Sequence[TokenIds], sharing: Sharing, rows: int) -> Callable[[TokenIds], tuple[int, int]]:
+def family_order(
+    prompts: Sequence[TokenIds], sharing: Sharing, rows: int
+) -> Callable[[TokenIds], tuple[int, int]]:
     """Return a sort key that brings prompts with equal beginnings, called families, together.
 
     Families with the longest prompts come first. Only families of at least `rows` prompts count,
@@ -239,13 +253,15 @@ def _runs(prompts: Sequence[TokenIds], least: int) -> Iterator[tuple[int, int, i
     """
     first = prefix = 0
     for i in range(1, len(prompts)):
-        rows, common = i - first, _common(prompts[i - 1], prompts[i])
+        rows = i - first
+        common = _common(prompts[i - 1], prompts[i])
         joined = min(prefix, common) if rows > 1 else common
         if common >= least and rows * joined > (rows - 1) * prefix:
             prefix = joined
         else:
             yield first, i, prefix
-            first, prefix = i, 0
+            first = i
+            prefix = 0
     yield first, len(prompts), prefix
 
 

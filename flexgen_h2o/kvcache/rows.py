@@ -96,12 +96,18 @@ class StepNumbers:
     The argument `whole` is the most columns of a row that are kept whole beside packed slots.
     """
 
-    def __init__(self, budgets: RowBudgets, needs: Needs, positions: torch.Tensor, whole: int = 0) -> None:
+    def __init__(
+        self, budgets: RowBudgets, needs: Needs, positions: torch.Tensor, whole: int = 0
+    ) -> None:
         held = budgets.kept + positions - budgets.prompts
-        self.positions, self.filled = positions, torch.minimum(held + 1, budgets.slots)
+        self.positions = positions
+        self.filled = torch.minimum(held + 1, budgets.slots)
         self.replaces = held >= budgets.slots
-        self.free, self.oldest_slot = held.masked_fill(self.replaces, -1), held % budgets.slots
-        self._budgets, self._needs, self._whole = budgets, needs, whole
+        self.free = held.masked_fill(self.replaces, -1)
+        self.oldest_slot = held % budgets.slots
+        self._budgets = budgets
+        self._needs = needs
+        self._whole = whole
         self._states: dict[torch.device, torch.Tensor] = {}
         self._together: Sequence[ref[StepNumbers]] = ()
         self._of_rows: dict[tuple[int, int, int, torch.device], NumbersOfRows] = {}
@@ -114,7 +120,12 @@ class StepNumbers:
         """
         key = kv_heads, first, end, where
         if key not in self._of_rows:
-            ints = self.positions, self.filled, self._budgets.sinks, self.positions - self._budgets.recent
+            ints = (
+                self.positions,
+                self.filled,
+                self._budgets.sinks,
+                self.positions - self._budgets.recent,
+            )
             every = [*(t.int() for t in ints), self.gains.float(), self.free, self.oldest_slot]
             rows = [t.repeat_interleave(kv_heads)[first:end].to(where) for t in every]
             self._of_rows[key] = NumbersOfRows._make(rows)
@@ -144,7 +155,9 @@ class StepNumbers:
         most: whole columns that a row has room for.
         """
         if most not in self._places:
-            windows = torch.tensor([window_of(most, held) for held in self._budgets.slots.tolist()], device="cpu")
+            windows = torch.tensor(
+                [window_of(most, held) for held in self._budgets.slots.tolist()], device="cpu"
+            )
             self._places[most] = torch.where(windows > 0, self.positions % windows.clamp(min=1), -1)
         return self._places[most]
 
@@ -165,8 +178,11 @@ class StepNumbers:
         """Return the state of the step, (7, sequences) int32; gains are stored as fp32 bits."""
         slots = self.free if self._needs.record else self.oldest_slot
         newest = self.positions - self._budgets.recent
-        fields = torch.stack([self.filled, slots, self.positions, self._budgets.sinks, newest]).int()
-        gains, places = self.gains.float().view(torch.int32), self.whole_places(self._whole).int()
+        fields = torch.stack(
+            [self.filled, slots, self.positions, self._budgets.sinks, newest]
+        ).int()
+        gains = self.gains.float().view(torch.int32)
+        places = self.whole_places(self._whole).int()
         return torch.cat([fields, gains[None], places[None]])
 
 
@@ -187,9 +203,15 @@ class SlotTable:
     """
 
     def __init__(
-        self, policy: Eviction, rows: Sequence[tuple[int, ...]], num_blocks: int, elsewhere: Sequence[int] = ()
+        self,
+        policy: Eviction,
+        rows: Sequence[tuple[int, ...]],
+        num_blocks: int,
+        elsewhere: Sequence[int] = (),
     ) -> None:
-        self._policy, self._num_blocks, self._elsewhere = policy, num_blocks, elsewhere or (0,) * num_blocks
+        self._policy = policy
+        self._num_blocks = num_blocks
+        self._elsewhere = elsewhere or (0,) * num_blocks
         self._table = self._entries(rows)
         self._budgets: list[RowBudgets] = []  # by block; cleared when sequences change
 
@@ -208,7 +230,9 @@ class SlotTable:
         if not self._budgets:
             known: dict[bytes, RowBudgets] = {}
             for table in self._table:
-                self._budgets.append(known.setdefault(table.numpy().tobytes(), RowBudgets(*table.unbind(1))))
+                self._budgets.append(
+                    known.setdefault(table.numpy().tobytes(), RowBudgets(*table.unbind(1)))
+                )
         return self._budgets[block]
 
     @property
@@ -223,7 +247,8 @@ class SlotTable:
 
     def _entries(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """Return the fields of RowBudgets, in their order, (blocks, sequences, 5) int64."""
-        policy, num_blocks = self._policy, self._num_blocks
+        policy = self._policy
+        num_blocks = self._num_blocks
 
         def entry(block: int, prompt_len: int, gen_len: int, fed: int | None = None) -> list[int]:
             before = self._elsewhere[block]

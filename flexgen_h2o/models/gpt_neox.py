@@ -34,19 +34,32 @@ from flexgen_h2o.models.layers import (
 
 def _shape(hidden: int, blocks: int, heads: int, vocab: int, **other: Any) -> dict[str, Any]:
     return {
-        "model_type": "gpt_neox", "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden, "vocab_size": vocab, "max_position_embeddings": 2048, "rotary_pct": 0.25,
-        "bos_token_id": 0, "eos_token_id": 0, **other,
-    }  # fmt: skip
+        "model_type": "gpt_neox",
+        "hidden_size": hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "vocab_size": vocab,
+        "max_position_embeddings": 2048,
+        "rotary_pct": 0.25,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **other,
+    }
 
 
 # Vocabularies are padded as for training, by the number of devices over which the matrices were
 # split.
 _PYTHIA = {
-    "70m": _shape(512, 6, 8, 50304), "160m": _shape(768, 12, 12, 50304), "410m": _shape(1024, 24, 16, 50304),
-    "1b": _shape(2048, 16, 8, 50304), "1.4b": _shape(2048, 24, 16, 50304), "2.8b": _shape(2560, 32, 32, 50304),
-    "6.9b": _shape(4096, 32, 32, 50432), "12b": _shape(5120, 36, 40, 50688),
-}  # fmt: skip
+    "70m": _shape(512, 6, 8, 50304),
+    "160m": _shape(768, 12, 12, 50304),
+    "410m": _shape(1024, 24, 16, 50304),
+    "1b": _shape(2048, 16, 8, 50304),
+    "1.4b": _shape(2048, 24, 16, 50304),
+    "2.8b": _shape(2560, 32, 32, 50304),
+    "6.9b": _shape(4096, 32, 32, 50432),
+    "12b": _shape(5120, 36, 40, 50688),
+}
 
 BUILT_IN: dict[str, dict[str, Any]] = {
     "EleutherAI/gpt-neox-20b": _shape(6144, 44, 64, 50432, hidden_act="gelu_fast"),
@@ -61,18 +74,26 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     config: transformers' field names, defaults filled in. Raises UsageError that names a bad field.
     """
     common = read_common(config, name)
-    hidden, ffn, vocab, width = (common[n] for n in ("hidden_size", "ffn_size", "vocab_size", "head_dim"))
+    hidden, ffn, vocab, width = (
+        common[n] for n in ("hidden_size", "ffn_size", "vocab_size", "head_dim")
+    )
     check_heads(hidden, common["num_heads"])
-    activation, eps = check_activation("hidden_act", config.get("hidden_act")), read_positive(config, "layer_norm_eps")
-    bias, parallel = bool(config["attention_bias"]), bool(config["use_parallel_residual"])
+    activation = check_activation("hidden_act", config.get("hidden_act"))
+    eps = read_positive(config, "layer_norm_eps")
+    bias = bool(config["attention_bias"])
+    parallel = bool(config["use_parallel_residual"])
     rotary = read_rotary(config)
     if rotary.width > width:
-        raise UsageError(f"rope_parameters: {rotary.width} numbers of a head of {width} cannot turn")
+        raise UsageError(
+            f"rope_parameters: {rotary.width} numbers of a head of {width} cannot turn"
+        )
 
     def attention_tensors(block: str) -> tuple[TensorSpec, ...]:
         return (
             *layer_norm_tensors("input_norm", f"{block}.input_layernorm", hidden),
-            *linear_tensors("query_key_value", f"{block}.attention.query_key_value", 3 * hidden, hidden, bias),
+            *linear_tensors(
+                "query_key_value", f"{block}.attention.query_key_value", 3 * hidden, hidden, bias
+            ),
             *linear_tensors("dense", f"{block}.attention.dense", hidden, hidden, bias),
         )
 
@@ -84,12 +105,18 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         )
 
     blocks = [f"gpt_neox.layers.{i}" for i in range(common["num_blocks"])]
-    attention, mlp = tuple(map(attention_tensors, blocks)), tuple(map(mlp_tensors, blocks))
+    attention = tuple(map(attention_tensors, blocks))
+    mlp = tuple(map(mlp_tensors, blocks))
     if parallel:
-        attention, mlp = tuple(a + b for a, b in zip(attention, mlp, strict=True)), ((),) * len(blocks)
+        attention = tuple(a + b for a, b in zip(attention, mlp, strict=True))
+        mlp = ((),) * len(blocks)
     tied = bool(config.get("tie_word_embeddings", False))
-    head_table = TensorSpec("embed_out.weight", "embed_out.weight", (vocab, hidden), ("lm_head.weight",))
-    table = table_tensor("embed_in", "gpt_neox.embed_in.weight", (vocab, hidden), head_table if tied else None)
+    head_table = TensorSpec(
+        "embed_out.weight", "embed_out.weight", (vocab, hidden), ("lm_head.weight",)
+    )
+    table = table_tensor(
+        "embed_in", "gpt_neox.embed_in.weight", (vocab, hidden), head_table if tied else None
+    )
     final_norm = layer_norm_tensors("final_layer_norm", "gpt_neox.final_layer_norm", hidden)
     return ModelSpec(
         family="gpt_neox",
@@ -107,7 +134,12 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 
 
 def embed(
-    spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
+    spec: ModelSpec,
+    w: Weights,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    ws: Workspace,
 ) -> None:
     """Compute x = E[ids]. ids, positions: (tokens,) int64; x: (tokens, hidden)."""
     for a, b in token_chunks(len(ids)):
@@ -120,11 +152,18 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> At
     With a parallel residual, the MLP of the original x is added, too. Rows of the fused matrix are
     (heads, 3, d): q, k and v of a head are side by side.
     """
-    tokens, heads, width = len(x), spec.num_heads, spec.head_dim
+    tokens = len(x)
+    heads = spec.num_heads
+    width = spec.head_dim
     qkv = tuple(ws.get(name, tokens, heads, width) for name in ("q", "k", "v"))
     for a, b in token_chunks(tokens):
         fused = ws.get("qkv", b - a, 3 * spec.hidden_size)
-        linear(_norm(spec, w, "input_norm", x[a:b]), w["query_key_value.weight"], bias_of(w, "query_key_value"), fused)
+        linear(
+            _norm(spec, w, "input_norm", x[a:b]),
+            w["query_key_value.weight"],
+            bias_of(w, "query_key_value"),
+            fused,
+        )
         for out, part in zip(qkv, fused.view(b - a, heads, 3, width).unbind(2), strict=True):
             out[a:b] = part
     attn_out = yield Queries(*qkv)
@@ -147,13 +186,18 @@ def head(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws:
     linear(_norm(spec, w, "final_layer_norm", x), table, None, logits)
 
 
-def _add_mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, inputs: torch.Tensor, ws: Workspace) -> None:
+def _add_mlp(
+    spec: ModelSpec, w: Weights, x: torch.Tensor, inputs: torch.Tensor, ws: Workspace
+) -> None:
     """Compute x += dense_4h_to_h(activation(dense_h_to_4h(inputs))).
 
     x, inputs: (tokens of a chunk, hidden).
     """
-    wide, activation = ws.get("ffn", len(x), spec.ffn_size), spec.option("activation")
-    inner = activated(activation, inputs, w["dense_h_to_4h.weight"], bias_of(w, "dense_h_to_4h"), wide)
+    wide = ws.get("ffn", len(x), spec.ffn_size)
+    activation = spec.option("activation")
+    inner = activated(
+        activation, inputs, w["dense_h_to_4h.weight"], bias_of(w, "dense_h_to_4h"), wide
+    )
     add_linear(x, inner, w["dense_4h_to_h.weight"], bias_of(w, "dense_4h_to_h"))
 
 

@@ -35,19 +35,38 @@ __all__ = ["BUILT_IN", "attention", "embed", "experts", "head", "mlp", "read_spe
 _MXFP4: dict[str, Any] = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
-        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
     ],
-}  # fmt: skip
+}
 _GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "rope_theta": 150000,
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "swiglu_limit": 7.0,
+    "rope_theta": 150000,
     "rope_scaling": {
-        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
         "original_max_position_embeddings": 4096,
     },
-    "eos_token_id": 200002, "pad_token_id": 199999, "quantization_config": _MXFP4,
-}  # fmt: skip
+    "eos_token_id": 200002,
+    "pad_token_id": 199999,
+    "quantization_config": _MXFP4,
+}
 BUILT_IN: dict[str, dict[str, Any]] = {
     "openai/gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
     "openai/gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
@@ -62,11 +81,14 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     found = read_decoder(name, config)
     hidden, ffn, heads = (found[size] for size in ("hidden_size", "ffn_size", "num_heads"))
     count, per_token = read_counts(config)
-    bias, blocks = bool(config.get("attention_bias", True)), range(found["num_blocks"])
+    bias = bool(config.get("attention_bias", True))
+    blocks = range(found["num_blocks"])
     transposed = (config.get("quantization_config") or {}).get("quant_method") != "mxfp4"
 
     def attention_of(i: int) -> tuple[TensorSpec, ...]:
-        router = linear_tensors("router", f"model.layers.{i}.mlp.router", count, hidden, bias=True, exact=True)
+        router = linear_tensors(
+            "router", f"model.layers.{i}.mlp.router", count, hidden, bias=True, exact=True
+        )
         sinks = TensorSpec("sinks", f"model.layers.{i}.self_attn.sinks", (heads,))
         return (*attention_tensors(i, found, bias, bias), sinks, norm_of(i), *router)
 
@@ -76,7 +98,8 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     def expert_of(i: int, expert: int) -> tuple[TensorSpec, ...]:
         tensors = []
         for kind, shape in (("gate_up_proj", (2 * ffn, hidden)), ("down_proj", (hidden, ffn))):
-            role, stored = f"experts.{expert}.{kind}", f"model.layers.{i}.mlp.experts.{kind}"
+            role = f"experts.{expert}.{kind}"
+            stored = f"model.layers.{i}.mlp.experts.{kind}"
             tensors += [
                 TensorSpec(f"{role}.weight", stored, shape, index=expert, transposed=transposed),
                 TensorSpec(f"{role}.bias", f"{stored}_bias", shape[:1], index=expert),
@@ -84,22 +107,29 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         return tuple(tensors)
 
     mixtures = Experts(
-        count, per_token, ffn, tuple(tuple(expert_of(i, e) for e in range(count)) for i in blocks),
+        count,
+        per_token,
+        ffn,
+        tuple(tuple(expert_of(i, e) for e in range(count)) for i in blocks),
         tuple((norm_of(i),) for i in blocks),
-    )  # fmt: skip
-    gate = {"alpha": read_positive(config, "swiglu_alpha"), "limit": read_positive(config, "swiglu_limit")}
+    )
+    gate = {
+        "alpha": read_positive(config, "swiglu_alpha"),
+        "limit": read_positive(config, "swiglu_limit"),
+    }
     options = {**dict(found["options"]), **gate, "norms round once": True}
     return ModelSpec(
         family="gpt_oss",
         attention=tuple(map(attention_of, blocks)),
         mlp=tuple(() for _ in blocks),
         buffers=(
-            StepBuffer("gate_up", 2 * ffn, "mlp"), StepBuffer("routed", hidden, "mlp"),
+            StepBuffer("gate_up", 2 * ffn, "mlp"),
+            StepBuffer("routed", hidden, "mlp"),
             StepBuffer("router", count, "attention"),
         ),
         experts=mixtures,
         **{**found, "options": tuple(options.items())},
-    )  # fmt: skip
+    )
 
 
 def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:
@@ -126,10 +156,13 @@ def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Works
     width = spec.experts.ffn_size
     roles = [[f"experts.{i}.{kind}" for i in group] for kind in ("gate_up_proj", "down_proj")]
     firsts, lasts = ([w[f"{role}.weight"] for role in of_group] for of_group in roles)
-    first_biases, last_biases = ([vector(w[f"{role}.bias"]) for role in of_group] for of_group in roles)
+    first_biases, last_biases = (
+        [vector(w[f"{role}.bias"]) for role in of_group] for of_group in roles
+    )
 
     def compute(counts: Sequence[int], inputs: torch.Tensor, out: torch.Tensor) -> None:
-        gate_up, inner = ws.get("gate_up", len(inputs), 2 * width), ws.get("ffn", len(inputs), width)
+        gate_up = ws.get("gate_up", len(inputs), 2 * width)
+        inner = ws.get("ffn", len(inputs), width)
         grouped_linear(inputs, counts, ((firsts, first_biases, gate_up),))
         clamped_gate(gate_up, spec.option("alpha"), spec.option("limit"), inner)
         grouped_linear(inner, counts, ((lasts, last_biases, out),))

@@ -28,10 +28,16 @@ def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
 
 # Limits far beyond any model: a damaged config must not keep the reader busy for minutes.
 MOST = {
-    "hidden_size": 2**18, "num_hidden_layers": 2**12, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
-    "head_dim": 2**16, "ffn_dim": 2**20, "intermediate_size": 2**20, "moe_intermediate_size": 2**20,
+    "hidden_size": 2**18,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**16,
+    "ffn_dim": 2**20,
+    "intermediate_size": 2**20,
+    "moe_intermediate_size": 2**20,
     "vocab_size": 2**24,
-}  # fmt: skip
+}
 
 
 def read_sizes(config: Mapping[str, Any], names: Sequence[str]) -> list[int]:
@@ -45,12 +51,18 @@ def read_sizes(config: Mapping[str, Any], names: Sequence[str]) -> list[int]:
 def read_positive(config: Mapping[str, Any], name: str) -> float:
     """Return a number above 0 that float32 can represent. UsageError names a bad field."""
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= torch.finfo(torch.float32).max:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value <= torch.finfo(torch.float32).max
+    ):
         raise UsageError(f"{name}: {value!r} is not a number above 0 that float32 holds")
     return float(value)
 
 
-def read_common(config: Mapping[str, Any], name: str, ffn_field: str = "intermediate_size") -> dict[str, Any]:
+def read_common(
+    config: Mapping[str, Any], name: str, ffn_field: str = "intermediate_size"
+) -> dict[str, Any]:
     """Return the fields of ModelSpec, by name, that every family reads alike.
 
     There are as many kv-heads as query heads, and the heads divide the hidden size. A family with
@@ -59,12 +71,18 @@ def read_common(config: Mapping[str, Any], name: str, ffn_field: str = "intermed
     fields = ("num_hidden_layers", "hidden_size", "num_attention_heads", ffn_field, "vocab_size")
     blocks, hidden, heads, ffn, vocab = read_sizes(config, fields)
     return {
-        "name": name, "num_blocks": blocks, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads,
-        "head_dim": hidden // heads, "ffn_size": ffn, "vocab_size": vocab,
+        "name": name,
+        "num_blocks": blocks,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn_size": ffn,
+        "vocab_size": vocab,
         "max_positions": read_positions(config),
         "eos_token_ids": read_ends(config.get("eos_token_id")),
         "bos_token_id": config.get("bos_token_id"),
-    }  # fmt: skip
+    }
 
 
 def read_positions(config: Mapping[str, Any]) -> int:
@@ -83,7 +101,11 @@ def read_positions(config: Mapping[str, Any]) -> int:
     if rope["rope_type"] == "yarn" and type(rope.get("original_max_position_embeddings")) is int:
         trained = rope["original_max_position_embeddings"]
     factor = rope.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MOST_POSITIONS:
+    if (
+        isinstance(factor, bool)
+        or not isinstance(factor, int | float)
+        or not 0 < factor <= MOST_POSITIONS
+    ):
         return positions  # `read_rotary` refuses a bad factor
     return max(positions, min(int(trained * factor), MOST_POSITIONS))
 
@@ -104,7 +126,9 @@ def linear_tensors(
     return (weight, TensorSpec(f"{role}.bias", f"{name}.bias", (rows,))) if bias else (weight,)
 
 
-def table_tensor(role: str, name: str, shape: tuple[int, int], tied_head: TensorSpec | None) -> TensorSpec:
+def table_tensor(
+    role: str, name: str, shape: tuple[int, int], tied_head: TensorSpec | None
+) -> TensorSpec:
     """Return the embedding's table `role`.weight. `name` is its name in the checkpoint.
 
     tied_head: the head that is the same table, if the model ties them. A checkpoint may have it
@@ -120,7 +144,9 @@ def layer_norm_tensors(role: str, name: str, width: int) -> tuple[TensorSpec, ..
 
     name: as for `linear_tensors`.
     """
-    return tuple(TensorSpec(f"{role}.{kind}", f"{name}.{kind}", (width,)) for kind in ("weight", "bias"))
+    return tuple(
+        TensorSpec(f"{role}.{kind}", f"{name}.{kind}", (width,)) for kind in ("weight", "bias")
+    )
 
 
 def layer_norm(w: Weights, role: str, x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -128,7 +154,9 @@ def layer_norm(w: Weights, role: str, x: torch.Tensor, eps: float) -> torch.Tens
 
     Weight and bias are used if the model has them.
     """
-    return F.layer_norm(x, x.shape[-1:], optional_vector(w, f"{role}.weight"), bias_of(w, role), eps)
+    return F.layer_norm(
+        x, x.shape[-1:], optional_vector(w, f"{role}.weight"), bias_of(w, role), eps
+    )
 
 
 def bias_of(w: Weights, role: str) -> torch.Tensor | None:
@@ -154,13 +182,23 @@ def read_rotary(config: Mapping[str, Any]) -> Rotary:
         raise UsageError(f"rope_parameters: {parameters!r} is not an object")
     kind = parameters.get("rope_type")
     if kind not in ROPE_TYPES:
-        raise UsageError(f"rope_parameters: rope_type {kind!r} is not supported (known: {', '.join(ROPE_TYPES)})")
+        raise UsageError(
+            f"rope_parameters: rope_type {kind!r} is not supported (known: {', '.join(ROPE_TYPES)})"
+        )
     try:
         frequencies, scaling = _default(config) if kind == "default" else _scaled(config, kind)
     except Exception as error:  # transformers raises many kinds for a missing or bad value
-        raise UsageError(f"rope_parameters: not usable with rope_type {kind!r} ({error!r})") from error
-    if not (len(frequencies) and bool((frequencies.isfinite() & (frequencies > 0)).all()) and 0 < scaling < 1e6):
-        raise UsageError(f"rope_parameters: rope_type {kind!r} with these values gives no usable frequencies")
+        raise UsageError(
+            f"rope_parameters: not usable with rope_type {kind!r} ({error!r})"
+        ) from error
+    if not (
+        len(frequencies)
+        and bool((frequencies.isfinite() & (frequencies > 0)).all())
+        and 0 < scaling < 1e6
+    ):
+        raise UsageError(
+            f"rope_parameters: rope_type {kind!r} with these values gives no usable frequencies"
+        )
     return Rotary(tuple(frequencies.tolist()), scaling)
 
 
@@ -171,7 +209,10 @@ def _default(config: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     """
     parameters = config["rope_parameters"]
     width = int(_head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
-    return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float, device="cpu") / width)), 1.0
+    return 1.0 / (
+        parameters["rope_theta"]
+        ** (torch.arange(0, width, 2, dtype=torch.float, device="cpu") / width)
+    ), 1.0
 
 
 def _scaled(config: Mapping[str, Any], kind: str) -> tuple[torch.Tensor, float]:
@@ -189,9 +230,13 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def route_tokens(
-    spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace, normed: Callable[[torch.Tensor], torch.Tensor],
+    spec: ModelSpec,
+    w: Weights,
+    hidden: Hidden,
+    ws: Workspace,
+    normed: Callable[[torch.Tensor], torch.Tensor],
     choose: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-) -> None:  # fmt: skip
+) -> None:
     """Choose the experts of each token: fill `hidden.weights` and `hidden.chosen`.
 
     choose: returns both for router logits (tokens, experts). normed: the norm before the router.
@@ -218,7 +263,8 @@ def sort_choices(hidden: Hidden) -> None:
     `weights` is reordered. `chosen` becomes, for each sorted choice, its place in `chosen` before.
     """
     assert hidden.chosen is not None and hidden.weights is not None
-    chosen, weights = hidden.chosen.view(-1), hidden.weights.view(-1)
+    chosen = hidden.chosen.view(-1)
+    weights = hidden.weights.view(-1)
     places = chosen.sort(stable=True).indices
     chosen.copy_(places)
     weights.copy_(weights[places])
@@ -230,7 +276,11 @@ GroupProduct = Callable[[Sequence[int], torch.Tensor, torch.Tensor], None]
 
 
 def mix_experts(
-    group: range, hidden: Hidden, ws: Workspace, normed: Callable[[torch.Tensor], torch.Tensor], compute: GroupProduct
+    group: range,
+    hidden: Hidden,
+    ws: Workspace,
+    normed: Callable[[torch.Tensor], torch.Tensor],
+    compute: GroupProduct,
 ) -> None:
     """Add the weighted outputs of a group of experts to `hidden.mixed`.
 
@@ -238,12 +288,16 @@ def mix_experts(
     experts are added one after another, in the order of their numbers. The sum is rounded each
     time, as in transformers, so it depends neither on groups nor on the other tokens.
     """
-    mixed, places, weights = hidden.mixed, hidden.chosen, hidden.weights
+    mixed = hidden.mixed
+    places = hidden.chosen
+    weights = hidden.weights
     assert mixed is not None and places is not None and weights is not None
-    start, per_token = sum(hidden.counts[: group.start]), places.shape[1]
+    start = sum(hidden.counts[: group.start])
+    per_token = places.shape[1]
     ends = list(accumulate((hidden.counts[expert] for expert in group), initial=start))
     for first, end in token_chunks(ends[-1] - start):
-        first, end = start + first, start + end
+        first = start + first
+        end = start + end
         tokens = places.view(-1)[first:end] // per_token
         x = ws.get("routed", end - first, mixed.shape[1])
         inputs = normed(torch.index_select(hidden.x, 0, tokens, out=x))
@@ -253,7 +307,8 @@ def mix_experts(
 
 # Families in which transformers gives all blocks the same window, and families that ignore the
 # config's window.
-_ALIKE, _WITHOUT_WINDOWS = ("mistral", "mixtral", "qwen3_moe"), ("llama", "olmoe")
+_ALIKE = ("mistral", "mixtral", "qwen3_moe")
+_WITHOUT_WINDOWS = ("llama", "olmoe")
 
 
 def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tuple[int | None, ...]:
@@ -261,13 +316,16 @@ def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tupl
 
     A window of all positions hides nothing, and counts as none. UsageError names a bad field.
     """
-    family, kinds, window = config.get("model_type"), config.get("layer_types"), config.get("sliding_window")
+    family = config.get("model_type")
+    kinds = config.get("layer_types")
+    window = config.get("sliding_window")
     if family in _WITHOUT_WINDOWS:
         return ()
     kind = "full_attention" if window is None else "sliding_attention"
     if family in _ALIKE and kinds is not None and kinds != [kind] * blocks:
         raise UsageError(
-            f"layer_types: {family} has {kind} in all {blocks} blocks, as its sliding_window says; remove it"
+            f"layer_types: {family} has {kind} in all {blocks} blocks, as its sliding_window says; "
+            "remove it"
         )
     if window is None and "sliding_attention" in (kinds or ()):
         raise UsageError("sliding_window: None, and layer_types has 'sliding_attention'")
@@ -277,7 +335,11 @@ def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tupl
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise UsageError(f"layer_types: {kind!r} is not full_attention or sliding_attention")
-    if window is None or "sliding_attention" not in kinds or check_int("sliding_window", window, low=1) >= positions:
+    if (
+        window is None
+        or "sliding_attention" not in kinds
+        or check_int("sliding_window", window, low=1) >= positions
+    ):
         return ()
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -288,9 +350,13 @@ _TANH_GELU = partial(F.gelu, approximate="tanh")
 # They may change their argument in place. gelu_new and gelu_fast are the same tanh formula, written
 # differently.
 ACTIVATIONS: dict[str, Activation] = {
-    "relu": torch.relu_, "gelu": F.gelu, "gelu_new": _TANH_GELU, "gelu_fast": _TANH_GELU,
-    "gelu_pytorch_tanh": _TANH_GELU, "silu": partial(F.silu, inplace=True),
-}  # fmt: skip
+    "relu": torch.relu_,
+    "gelu": F.gelu,
+    "gelu_new": _TANH_GELU,
+    "gelu_fast": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "silu": partial(F.silu, inplace=True),
+}
 
 
 def activated(

@@ -16,7 +16,14 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.kernels.elementwise import rms_norm
-from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector, vector
+from flexgen_h2o.kernels.linear import (
+    add_linear,
+    linear,
+    linear_each,
+    lookup,
+    optional_vector,
+    vector,
+)
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attention, Queries, Weights
 from flexgen_h2o.models.layers import (
@@ -34,37 +41,69 @@ from flexgen_h2o.models.layers import (
 )
 
 
-def _shape(hidden: int, blocks: int, heads: int, kv_heads: int, ffn: int, **other: Any) -> dict[str, Any]:
+def _shape(
+    hidden: int, blocks: int, heads: int, kv_heads: int, ffn: int, **other: Any
+) -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "intermediate_size": ffn, "rms_norm_eps": 1e-5, **other,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "rms_norm_eps": 1e-5,
+        **other,
+    }
 
 
-_LLAMA_2: dict[str, Any] = {"vocab_size": 32000, "max_position_embeddings": 4096, "rope_theta": 10000.0}
+_LLAMA_2: dict[str, Any] = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+}
 _LLAMA_3: dict[str, Any] = {
-    "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0, "bos_token_id": 128000,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "bos_token_id": 128000,
     "eos_token_id": 128001,
-}  # fmt: skip
+}
 _LLAMA_3_1: dict[str, Any] = {
-    **_LLAMA_3, "max_position_embeddings": 131072,
+    **_LLAMA_3,
+    "max_position_embeddings": 131072,
     "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 _LLAMA_3_2: dict[str, Any] = {
-    **_LLAMA_3_1, "rope_scaling": {**_LLAMA_3_1["rope_scaling"], "factor": 32.0}, "tie_word_embeddings": True,
-}  # fmt: skip
-_MISTRAL: dict[str, Any] = {"model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768}
+    **_LLAMA_3_1,
+    "rope_scaling": {**_LLAMA_3_1["rope_scaling"], "factor": 32.0},
+    "tie_word_embeddings": True,
+}
+_MISTRAL: dict[str, Any] = {
+    "model_type": "mistral",
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+}
 _QWEN_3: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "bos_token_id": 151643, "eos_token_id": 151645,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
 _TIED: dict[str, Any] = {**_QWEN_3, "tie_word_embeddings": True}
 
 # Mistral 7B has the sizes of LLaMA 3 8B.
-_8B, _70B = (4096, 32, 32, 8, 14336), (8192, 80, 64, 8, 28672)
+_8B = (4096, 32, 32, 8, 14336)
+_70B = (8192, 80, 64, 8, 28672)
 _QWEN_4B = (2560, 36, 32, 8, 9728)
 _2_7B = _shape(4096, 32, 32, 32, 11008, **_LLAMA_2)
 _2_13B = _shape(5120, 40, 40, 40, 13824, **_LLAMA_2)
@@ -86,7 +125,9 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _shape(
         2048, 22, 32, 4, 5632, **{**_LLAMA_2, "max_position_embeddings": 2048}
     ),
-    "mistralai/Mistral-7B-v0.1": _shape(*_8B, **{**_MISTRAL, "rope_theta": 10000.0, "sliding_window": 4096}),
+    "mistralai/Mistral-7B-v0.1": _shape(
+        *_8B, **{**_MISTRAL, "rope_theta": 10000.0, "sliding_window": 4096}
+    ),
     "mistralai/Mistral-7B-v0.3": _shape(
         *_8B, **{**_MISTRAL, "vocab_size": 32768, "rope_theta": 1000000.0, "sliding_window": None}
     ),
@@ -133,25 +174,37 @@ def read_decoder(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     (kv_heads,) = read_sizes(config, ("num_key_value_heads",))
     (width,) = read_sizes({"head_dim": config.get("head_dim") or hidden // heads}, ("head_dim",))
     if heads % kv_heads:
-        raise UsageError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise UsageError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
     if width % 2:
         raise UsageError(f"head_dim {width} is odd, but rotary embeddings turn pairs")
     rotary = read_rotary(config)
     if rotary.width != width:
-        raise UsageError(f"rope_parameters: turn {rotary.width} numbers of a head of {width}; all or nothing here")
-    activation, eps = check_activation("hidden_act", config.get("hidden_act")), read_positive(config, "rms_norm_eps")
+        raise UsageError(
+            f"rope_parameters: turn {rotary.width} numbers of a head of {width}; all or nothing "
+            "here"
+        )
+    activation = check_activation("hidden_act", config.get("hidden_act"))
+    eps = read_positive(config, "rms_norm_eps")
     tied = bool(config.get("tie_word_embeddings", False))
     head_table = TensorSpec("lm_head.weight", "lm_head.weight", (vocab, hidden))
-    table = table_tensor("embed_tokens", "model.embed_tokens.weight", (vocab, hidden), head_table if tied else None)
+    table = table_tensor(
+        "embed_tokens", "model.embed_tokens.weight", (vocab, hidden), head_table if tied else None
+    )
     if tied:
         head_table = table
     windows = read_windows(config, common["num_blocks"], common["max_positions"])
     own = {
-        "num_kv_heads": kv_heads, "head_dim": width, "embedding": (table,),
-        "head": (norm_tensor("norm", "norm", hidden), head_table), "tied": tied,
-        "options": (("activation", activation), ("eps", eps), ("norms round once", False)), "rotary": rotary,
+        "num_kv_heads": kv_heads,
+        "head_dim": width,
+        "embedding": (table,),
+        "head": (norm_tensor("norm", "norm", hidden), head_table),
+        "tied": tied,
+        "options": (("activation", activation), ("eps", eps), ("norms round once", False)),
+        "rotary": rotary,
         "windows": windows,
-    }  # fmt: skip
+    }
     return {**common, **own}
 
 
@@ -169,20 +222,27 @@ def attention_tensors(
     heads.
     """
     hidden, width, kv_heads = (sizes[n] for n in ("hidden_size", "head_dim", "num_kv_heads"))
-    q_width, kv_width = sizes["num_heads"] * width, kv_heads * width
+    q_width = sizes["num_heads"] * width
+    kv_width = kv_heads * width
     found = [norm_tensor("input_norm", f"layers.{i}.input_layernorm", hidden)]
     for role, rows in (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)):
         found += linear_tensors(role, f"model.layers.{i}.self_attn.{role}", rows, hidden, qkv_bias)
     for role, norm in zip(("q_norm", "k_norm"), qk_norms, strict=False):
         found.append(norm_tensor(role, f"layers.{i}.self_attn.{role}", norm))
-    found += linear_tensors("o_proj", f"model.layers.{i}.self_attn.o_proj", hidden, q_width, out_bias)
+    found += linear_tensors(
+        "o_proj", f"model.layers.{i}.self_attn.o_proj", hidden, q_width, out_bias
+    )
     return tuple(found)
 
 
 def mlp_tensors(i: int, hidden: int, ffn: int, bias: bool) -> tuple[TensorSpec, ...]:
     """Return the tensors of block i's MLP with its norm."""
     found = [norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)]
-    for role, rows, columns in (("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)):
+    for role, rows, columns in (
+        ("gate_proj", ffn, hidden),
+        ("up_proj", ffn, hidden),
+        ("down_proj", hidden, ffn),
+    ):
         found += linear_tensors(role, f"model.layers.{i}.mlp.{role}", rows, columns, bias)
     return tuple(found)
 
@@ -200,7 +260,12 @@ def _biases(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 
 
 def embed(
-    spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
+    spec: ModelSpec,
+    w: Weights,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    ws: Workspace,
 ) -> None:
     """Compute x = E[ids]. ids, positions: (tokens,) int64; x: (tokens, hidden)."""
     for a, b in token_chunks(len(ids)):
@@ -212,13 +277,18 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> At
 
     q and k are normed and `sinks` are used if the model has them.
     """
-    tokens, width = len(x), spec.head_dim
+    tokens = len(x)
+    width = spec.head_dim
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
     qkv = {name: ws.get(name, tokens, count * width) for name, count in heads.items()}
     for a, b in token_chunks(tokens):
         inputs = normed(spec, w, "input_norm", x[a:b], ws)
         linear_each(
-            inputs, [(w[f"{name}_proj.weight"], bias_of(w, f"{name}_proj"), out[a:b]) for name, out in qkv.items()]
+            inputs,
+            [
+                (w[f"{name}_proj.weight"], bias_of(w, f"{name}_proj"), out[a:b])
+                for name, out in qkv.items()
+            ],
         )
         for name in ("q", "k"):
             norm_heads(spec, w, f"{name}_norm", qkv[name][a:b])
@@ -252,7 +322,8 @@ def head(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws:
 
 def normed(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
     """Return the RMS norm `name` of x (rows, hidden), in the buffer `normed`."""
-    out, once = ws.get("normed", *x.shape), spec.option("norms round once")
+    out = ws.get("normed", *x.shape)
+    once = spec.option("norms round once")
     return rms_norm(x, vector(w[f"{name}.weight"]), spec.option("eps"), out, once)
 
 

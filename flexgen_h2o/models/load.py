@@ -30,7 +30,13 @@ from flexgen_h2o.checkpoint import (
     weight_files,
     write_random_checkpoint,
 )
-from flexgen_h2o.checkpoint.atomic_folder import States, check_unchanged, label, sample_digest, states_of
+from flexgen_h2o.checkpoint.atomic_folder import (
+    States,
+    check_unchanged,
+    label,
+    sample_digest,
+    states_of,
+)
 from flexgen_h2o.checkpoint.formats import PackedFormat
 from flexgen_h2o.checkpoint.resolve import (
     CONFIG_NAME,
@@ -60,10 +66,18 @@ from flexgen_h2o.models import (
     spec_from_folder,
 )
 from flexgen_h2o.models.generation_config import GenerationConfig, read_generation_config
-from flexgen_h2o.models.named import BY_HUB_ID, NAMED, fetch_command, fetched_folder, folder_of, is_fetched
+from flexgen_h2o.models.named import (
+    BY_HUB_ID,
+    NAMED,
+    fetch_command,
+    fetched_folder,
+    folder_of,
+    is_fetched,
+)
 
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not yet known
-_LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
+_LOCK_TRIES = 5
+_LOCK_WAIT_S = 0.1
 _SENTENCEPIECE = "tokenizer.model"
 # Settings by which a tokenizer draws one of several ways to cut a text.
 _DRAWN = ("dropout", "alpha", "nbest_size")
@@ -71,17 +85,28 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", _SENTENCEPIECE, "tokenizer_co
 # Libraries that log to stderr while they read files.
 _LOGGING_LIBRARIES = ("transformers", "huggingface_hub")
 _logging_lock = threading.RLock()
-_TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_EXTRAS = (
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 # Files that transformers also reads.
 _OTHER_TOKENIZER_FILES = (
-    "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "processor_config.json"
-)  # fmt: skip
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "chat_template.json",
+    "processor_config.json",
+)
 # A tokenizer needs about 300 bytes per character, so long texts are measured and cut in pieces.
 PIECE_CHARACTERS = 2**16
 LONG_PIECE_CHARACTERS = 2**18
 # A piece may have up to _CUT_TOKENS more tokens because it was cut. The whole text has at least
 # 1 / _CUT_SHARE as many tokens as its pieces together.
-_CUT_TOKENS, _CUT_SHARE = 256, 2
+_CUT_TOKENS = 256
+_CUT_SHARE = 2
 
 
 @dataclass(frozen=True)
@@ -112,7 +137,8 @@ class Model:
         if self.generation.not_applied:
             names = ", ".join(self.generation.not_applied)
             found.append(
-                f"generation_config.json has settings that transformers applies and this package does not: {names}"
+                "generation_config.json has settings that transformers applies and this package "
+                f"does not: {names}"
             )
         return found
 
@@ -125,14 +151,21 @@ class Model:
         names it.
         """
         own = getattr(self.tokenizer, "eos_token_id", None)
-        ends = [*self.spec.eos_token_ids, *self.generation.ends, *([own] if isinstance(own, int) else [])]
+        ends = [
+            *self.spec.eos_token_ids,
+            *self.generation.ends,
+            *([own] if isinstance(own, int) else []),
+        ]
         return tuple(dict.fromkeys(ends))
 
     def for_chat(self, params: SamplingParams) -> SamplingParams:
         """Return parameters of an answer in a chat, which also ends at the end of the turn."""
         if params.ignore_eos:
             return params
-        ends = (*params.stop_token_ids, *(token for token in self.turn_ends if token not in self.spec.eos_token_ids))
+        ends = (
+            *params.stop_token_ids,
+            *(token for token in self.turn_ends if token not in self.spec.eos_token_ids),
+        )
         return replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
 
     def encode(self, text: str) -> list[int]:
@@ -158,21 +191,25 @@ class Model:
             if interrupts.asks_to_end(error):
                 raise
             reason = f"{type(error).__name__}: {first_line(error)}"
-            raise TokenizerError(f"the tokenizer of {self.name} fails on the text ({reason})") from error
+            raise TokenizerError(
+                f"the tokenizer of {self.name} fails on the text ({reason})"
+            ) from error
 
     def check_fits(self, text: str) -> None:
         """Raise TooLongError if a text has far more tokens than the model has positions.
 
         This needs little memory: the tokens of pieces are counted until they are too many.
         """
-        tokens, positions = 0, self.spec.max_positions
+        tokens = 0
+        positions = self.spec.max_positions
         if len(text) <= PIECE_CHARACTERS:
             return
         for at in range(0, len(text), PIECE_CHARACTERS):
             tokens += max(0, len(self.encode_more(text[at : at + PIECE_CHARACTERS])) - _CUT_TOKENS)
             if tokens > _CUT_SHARE * positions:
                 raise TooLongError(
-                    f"{len(text)} characters, too many for the {positions} positions of {self.name}; shorten it"
+                    f"{len(text)} characters, too many for the {positions} positions of "
+                    f"{self.name}; shorten it"
                 )
 
     def encode_beginning(self, text: str, tokens: int) -> list[int]:
@@ -198,13 +235,16 @@ class Model:
         except TooLongError:
             raise
         except ValueError as error:
-            raise UsageError(f"the chat template of {self.name} cannot take the prompt ({error})") from error
+            raise UsageError(
+                f"the chat template of {self.name} cannot take the prompt ({error})"
+            ) from error
 
     def check_chat(self) -> None:
         """Raise UsageError if there is no tokenizer with a chat template."""
         if not self.has_chat_template:
             raise UsageError(
-                f"--chat: {self.name} has no chat template; leave it out, or give a chat or instruct model"
+                f"--chat: {self.name} has no chat template; leave it out, or give a chat or "
+                "instruct model"
             )
 
     @property
@@ -239,12 +279,16 @@ class Model:
 
         They cannot be the template's own options.
         """
-        own = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.tokenizer is not None else ()
+        own = (
+            inspect.signature(self.tokenizer.apply_chat_template).parameters
+            if self.tokenizer is not None
+            else ()
+        )
         return frozenset({"messages", *own})
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Return the token ids of a conversation, up to where the answer begins.
 
         options: further variables for the template. Raises ValueError if the template rejects the
@@ -263,7 +307,10 @@ class Model:
         """
         messages = [] if system is None else [{"role": "system", "content": system}]
         for text in users:
-            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": _ANSWER_MARK}]
+            messages += [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": _ANSWER_MARK},
+            ]
         head, answer, turn = self.chat_text(messages[:-1]).rpartition(_ANSWER_MARK)
         if bool(answer) != (len(users) > 1) or head.count(_ANSWER_MARK) != max(0, len(users) - 2):
             raise ValueError("it leaves out answers that came before")
@@ -271,8 +318,11 @@ class Model:
         return self.encode_more(turn)
 
     def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], answers: bool = True, options: Mapping[str, Any] | None = None
-    ) -> str:  # fmt: skip
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answers: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return a conversation as the chat template writes it.
 
         It ends where an answer begins. Without `answers` it ends with the last message, which is to
@@ -280,12 +330,16 @@ class Model:
         """
         if self.least_parts == 1:
             messages = [
-                {**message, "content": _as_parts(text)} if isinstance(text := message.get("content"), str) else message
+                {**message, "content": _as_parts(text)}
+                if isinstance(text := message.get("content"), str)
+                else message
                 for message in messages
             ]
         return self._render(messages, answers, options or {})
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], answers: bool, options: Mapping[str, Any]) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], answers: bool, options: Mapping[str, Any]
+    ) -> str:
         """Call the template in transformers' sandbox.
 
         It can run no code and write no files, but it may be slow.
@@ -294,9 +348,12 @@ class Model:
         try:
             with _quiet():
                 text = self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=answers, continue_final_message=not answers,
+                    list(messages),
+                    tokenize=False,
+                    add_generation_prompt=answers,
+                    continue_final_message=not answers,
                     **options,
-                )  # fmt: skip
+                )
         except Exception as error:  # the template language raises many kinds
             raise ValueError(one_line(error) or type(error).__name__) from error
         return str(text)
@@ -313,7 +370,8 @@ class Model:
 
         A long text is encoded in pieces, which end behind a newline if there is one.
         """
-        found, at = [], 0
+        found = []
+        at = 0
         while at < len(text):
             end = at + LONG_PIECE_CHARACTERS
             if end < len(text):
@@ -363,7 +421,8 @@ def find_model(
         near = difflib.get_close_matches(model, built_in_names(), n=3)
         raise UsageError(
             f"--model {model}: random weights (--path {DUMMY}) need a built-in shape"
-            f"{' such as ' + ', '.join(near) if near else ''} (docs/reference/models.md lists them), or a local folder"
+            f"{' such as ' + ', '.join(near) if near else ''} (docs/reference/models.md lists "
+            "them), or a local folder"
             " with a config.json; with a quantization_config in it they are in that format"
         )
     spec, config = built_in
@@ -371,7 +430,11 @@ def find_model(
 
 
 def _find_source(
-    model: str, path: str | None, revision: str | None, weights: bool, offload_dir: str | Path | None
+    model: str,
+    path: str | None,
+    revision: str | None,
+    weights: bool,
+    offload_dir: str | Path | None,
 ) -> tuple[ModelSource, str]:
     """Return where a model comes from, with a note if that is not where its name says."""
     if model in NAMED and find_folder(model, path) is None:
@@ -387,13 +450,20 @@ def _find_source(
                 f"{error}; no hub is needed for {same.name}: {fetch_command(same, offload_dir)}"
             ) from error
         folder = folder_of(same, offload_dir)
-    note = f"--model {model}: the hub does not answer; {folder} is used, which was made of {same.bits}-bit weights"
+    note = (
+        f"--model {model}: the hub does not answer; {folder} is used, which was made of "
+        f"{same.bits}-bit weights"
+    )
     return ModelSource(model, folder, random=False), note
 
 
 def has_safetensors(model: Model) -> bool:
     """Return whether all weights of the model are safetensors files, which can be read in place."""
-    return model.folder is not None and names_in(model.folder) == SAFETENSORS and has_weights(model.folder)
+    return (
+        model.folder is not None
+        and names_in(model.folder) == SAFETENSORS
+        and has_weights(model.folder)
+    )
 
 
 def said_dtype(model: Model) -> str:
@@ -429,14 +499,17 @@ def find_spec(
         return _read_shape(model, folder, max_model_len)[0]
 
 
-def _read_shape(name: str, folder: Path, max_model_len: int | None) -> tuple[ModelSpec, dict[str, Any]]:
+def _read_shape(
+    name: str, folder: Path, max_model_len: int | None
+) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the shape of the model in `folder` and its config, both as its files have them."""
     spec, config = spec_from_folder(name, folder)
     if has_other_head(spec, folder):
         config = {**config, "tie_word_embeddings": False}
         spec = spec_from_config(name, config, str(folder / CONFIG_NAME))
         say_once(
-            f"{folder}: has a head with other numbers than the embedding that config.json ties it to; the head is used,"
+            f"{folder}: has a head with other numbers than the embedding that config.json ties it "
+            "to; the head is used,"
             " as in transformers"
         )
     say_adapter(folder)
@@ -459,7 +532,9 @@ def with_max_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
             if spec.rotary is None
             else f"lower it, or stretch the positions by rope_scaling in {CONFIG_NAME}"
         )
-        raise UsageError(f"--max-model-len {max_len}: {spec.name} has {spec.max_positions} positions; {way}")
+        raise UsageError(
+            f"--max-model-len {max_len}: {spec.name} has {spec.max_positions} positions; {way}"
+        )
     return replace(spec, max_positions=max_len)
 
 
@@ -471,14 +546,21 @@ def _suggesting(model: str) -> Iterator[None]:
     except UsageError as error:
         known = {name.lower(): name for name in (*PACKAGED, *NAMED, *built_in_names())}
         known |= {hub_id.rpartition("/")[2].lower(): one.name for hub_id, one in BY_HUB_ID.items()}
-        near = [known[name] for name in difflib.get_close_matches(model.lower(), known, n=1, cutoff=0.8)]
+        near = [
+            known[name] for name in difflib.get_close_matches(model.lower(), known, n=1, cutoff=0.8)
+        ]
         if not near or near[0] == model:
             raise
         raise UsageError(f"{error}; did you mean {near[0]}?") from error
 
 
 def find_checkpoint(
-    model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, form: PackedFormat | None = None
+    model: Model,
+    dtype: str,
+    offload_dir: Path,
+    seed: int,
+    progress: bool,
+    form: PackedFormat | None = None,
 ) -> Checkpoint:
     """Return the checkpoint on disk.
 
@@ -487,16 +569,20 @@ def find_checkpoint(
     dtype: of random weights. form: convert the matrices to that format, once. Random weights in a
     packed format are never written unpacked.
     """
-    cache, spec = offload_dir / "weights", model.spec
+    cache = offload_dir / "weights"
+    spec = model.spec
     if not model.random:
         assert model.folder is not None
         found = _in_use(open_checkpoint(spec, model.folder, cache))
         return _in_use(pack_checkpoint(spec, found, cache, form, progress)) if form else found
-    name = f"{label(model.name.replace('/', '--'))}-{dtype}-seed{seed}-{shape_fingerprint(model.config)}"
+    shape = shape_fingerprint(model.config)
+    name = f"{label(model.name.replace('/', '--'))}-{dtype}-seed{seed}-{shape}"
     if form:
         folder = cache / "packed" / f"random-{name}"
         return _in_use(pack_random(spec, model.config, folder, dtype, seed, form, progress))
-    folder = write_random_checkpoint(spec, model.config, cache / "random" / name, dtype, seed, progress)
+    folder = write_random_checkpoint(
+        spec, model.config, cache / "random" / name, dtype, seed, progress
+    )
     return _in_use(open_checkpoint(spec, folder, cache))
 
 
@@ -540,7 +626,9 @@ def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, st
     try:
         digests = {what: sample_digest(paths) if paths else None for what, paths in found.items()}
     except OSError as error:
-        raise UsageError(f"--model {model.name}: {error.filename}: {error.strerror or error}") from error
+        raise UsageError(
+            f"--model {model.name}: {error.filename}: {error.strerror or error}"
+        ) from error
     check_unchanged(model.files)
     if checkpoint is not None:
         checkpoint.check_unchanged()
@@ -576,7 +664,8 @@ def _quiet() -> Iterator[None]:
     If no error is raised, each message is shown once, on one line. Otherwise none is shown, because
     the error says what is wrong with the file.
     """
-    collector, shown = _LogCollector(), set[str]()
+    collector = _LogCollector()
+    shown = set[str]()
     with _logging_lock, warnings.catch_warnings(record=True) as warned:
         for name in _LOGGING_LIBRARIES:
             # This adds the library's own handlers.
@@ -591,7 +680,8 @@ def _quiet() -> Iterator[None]:
             for logger, handlers in zip(loggers, before, strict=True):
                 logger.handlers[:] = handlers
     for logger, record in collector.records:
-        record.msg, record.args = " ".join(record.getMessage().split()), None
+        record.msg = " ".join(record.getMessage().split())
+        record.args = None
         if record.msg not in shown:
             shown.add(record.msg)
             for handler in logger.handlers:
@@ -619,7 +709,8 @@ def _load_tokenizer(folder: Path) -> Any | None:
         missing = _missing_for_sentencepiece(folder)
         if missing:
             raise UsageError(
-                f"{folder}: its tokenizer is {_SENTENCEPIECE} alone, and packages that read it are not installed; run"
+                f"{folder}: its tokenizer is {_SENTENCEPIECE} alone, and packages that read it are "
+                "not installed; run"
                 f" pip install {' '.join(missing)}, or give a folder with a tokenizer.json"
             ) from error
         reason = str(error).partition("\n")[0] or type(error).__name__
@@ -636,7 +727,9 @@ def _drop_dropout(tokenizer: Any, folder: Path) -> None:
     for name in found:
         setattr(model, name, None)
     if found:
-        say_once(f"{folder}: its tokenizer's {' and '.join(found)} is for training, and is not applied")
+        say_once(
+            f"{folder}: its tokenizer's {' and '.join(found)} is for training, and is not applied"
+        )
 
 
 def _missing_for_sentencepiece(folder: Path) -> list[str]:
@@ -662,7 +755,9 @@ def _check_tokenizer_file(path: Path) -> None:
     try:
         with open_regular(path) as file:
             if path.suffix == ".json" and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
-                raise UsageError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
+                raise UsageError(
+                    f"{path}: begins with a byte order mark; save it as UTF-8 without one"
+                )
     except FileNotFoundError:
         return
     except OSError as error:

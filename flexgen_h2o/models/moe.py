@@ -36,37 +36,87 @@ from flexgen_h2o.models.llama import (
 __all__ = ["BUILT_IN", "attention", "embed", "experts", "head", "mlp", "read_spec", "route"]
 
 _QWEN: dict[str, Any] = {
-    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_act": "silu", "head_dim": 128, "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151645,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_act": "silu",
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
 _QWEN_30B: dict[str, Any] = {
-    **_QWEN, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "intermediate_size": 6144,
+    **_QWEN,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "intermediate_size": 6144,
     "moe_intermediate_size": 768,
-}  # fmt: skip
-_QWEN_2507: dict[str, Any] = {**_QWEN_30B, "max_position_embeddings": 262144, "rope_theta": 10000000.0}
+}
+_QWEN_2507: dict[str, Any] = {
+    **_QWEN_30B,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000.0,
+}
 _QWEN_235B: dict[str, Any] = {
-    **_QWEN, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "intermediate_size": 12288,
+    **_QWEN,
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "intermediate_size": 12288,
     "moe_intermediate_size": 1536,
-}  # fmt: skip
+}
 _MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral", "hidden_act": "silu", "num_key_value_heads": 8, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None,
-}  # fmt: skip
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+}
 _MIXTRAL_8X7B: dict[str, Any] = {
-    **_MIXTRAL, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336,
-    "vocab_size": 32000, "max_position_embeddings": 32768,
-}  # fmt: skip
+    **_MIXTRAL,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+}
 _MIXTRAL_8X22B: dict[str, Any] = {
-    **_MIXTRAL, "hidden_size": 6144, "num_hidden_layers": 56, "num_attention_heads": 48, "intermediate_size": 16384,
-    "vocab_size": 32768, "max_position_embeddings": 65536,
-}  # fmt: skip
+    **_MIXTRAL,
+    "hidden_size": 6144,
+    "num_hidden_layers": 56,
+    "num_attention_heads": 48,
+    "intermediate_size": 16384,
+    "vocab_size": 32768,
+    "max_position_embeddings": 65536,
+}
 _OLMOE: dict[str, Any] = {
-    "model_type": "olmoe", "hidden_act": "silu", "hidden_size": 2048, "num_hidden_layers": 16,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 1024, "num_experts": 64,
-    "num_experts_per_tok": 8, "norm_topk_prob": False, "vocab_size": 50304, "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 50279, "pad_token_id": 1,
-}  # fmt: skip
+    "model_type": "olmoe",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 1024,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "vocab_size": 50304,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": 50279,
+    "pad_token_id": 1,
+}
 
 BUILT_IN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-30B-A3B": _QWEN_30B,
@@ -80,7 +130,9 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "allenai/OLMoE-1B-7B-0924-Instruct": _OLMOE,
 }
 
-MOST_EXPERTS, MOST_IN_ALL = 2**12, 2**17  # most experts of a layer, and of all layers
+# most experts of a layer, and of all layers
+MOST_EXPERTS = 2**12
+MOST_IN_ALL = 2**17
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
@@ -88,20 +140,31 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 
     config: transformers' field names, defaults filled in. Raises UsageError that names a bad field.
     """
-    found, kind = read_decoder(name, config), config["model_type"]
+    found = read_decoder(name, config)
+    kind = config["model_type"]
     if config.get("clip_qkv") is not None:
-        raise UsageError(f"clip_qkv: {config['clip_qkv']!r:.40} is not supported; only models without it are")
-    hidden, dense_ffn, blocks = found["hidden_size"], found["ffn_size"], range(found["num_blocks"])
+        raise UsageError(
+            f"clip_qkv: {config['clip_qkv']!r:.40} is not supported; only models without it are"
+        )
+    hidden = found["hidden_size"]
+    dense_ffn = found["ffn_size"]
+    blocks = range(found["num_blocks"])
     count, per_token = read_counts(config)
     (ffn,) = read_sizes(config, ("moe_intermediate_size",)) if kind == "qwen3_moe" else (dense_ffn,)
     dense = _dense_blocks(config)
     if len(dense) == len(blocks):
-        raise UsageError("mlp_only_layers and decoder_sparse_step: leave no layer with experts; give a qwen3 model")
+        raise UsageError(
+            "mlp_only_layers and decoder_sparse_step: leave no layer with experts; give a qwen3 "
+            "model"
+        )
     # Mixtral has no attention_bias, and transformers ignores it there.
-    bias, width = kind != "mixtral" and bool(config.get("attention_bias", False)), found["head_dim"]
+    bias = kind != "mixtral" and bool(config.get("attention_bias", False))
+    width = found["head_dim"]
     qk_norms = {
-        "qwen3_moe": (width, width), "mixtral": (), "olmoe": (found["num_heads"] * width, found["num_kv_heads"] * width)
-    }[kind]  # fmt: skip
+        "qwen3_moe": (width, width),
+        "mixtral": (),
+        "olmoe": (found["num_heads"] * width, found["num_kv_heads"] * width),
+    }[kind]
     # Mixtral's files have another name for the MLP than transformers' model. Both are accepted.
     places = ("block_sparse_moe", "mlp") if kind == "mixtral" else ("mlp",)
     names = ("w1", "w3", "w2") if kind == "mixtral" else _PROJECTIONS
@@ -129,32 +192,47 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         tensors = []
         for (role, (kind, first, rows_in_all)), own in zip(in_stacks.items(), names, strict=True):
             shape = (hidden, ffn) if kind == "down_proj" else (ffn, hidden)
-            name, *aliases = (f"model.layers.{i}.{place}.experts.{expert}.{own}.weight" for place in places)
+            name, *aliases = (
+                f"model.layers.{i}.{place}.experts.{expert}.{own}.weight" for place in places
+            )
             stacks = tuple(f"model.layers.{i}.{place}.experts.{kind}" for place in places)
             stacked = Stacked(stacks, (count, rows_in_all, shape[1]), expert, first)
-            tensors.append(TensorSpec(f"experts.{expert}.{role}.weight", name, shape, tuple(aliases), stacked=stacked))
+            tensors.append(
+                TensorSpec(
+                    f"experts.{expert}.{role}.weight", name, shape, tuple(aliases), stacked=stacked
+                )
+            )
         return tuple(tensors)
 
     mixtures = Experts(
-        count, per_token, ffn,
+        count,
+        per_token,
+        ffn,
         tuple(() if i in dense else tuple(expert_of(i, e) for e in range(count)) for i in blocks),
         tuple(() if i in dense else (norm_of(i),) for i in blocks),
-    )  # fmt: skip
+    )
     largest = max(ffn, dense_ffn) if dense else ffn
     normalised = kind == "mixtral" or bool(config.get("norm_topk_prob"))
-    options = {**dict(found["options"]), "normalised": normalised, "wide weights": kind == "mixtral"}
+    options = {
+        **dict(found["options"]),
+        "normalised": normalised,
+        "wide weights": kind == "mixtral",
+    }
     own = {"ffn_size": largest, "options": tuple(options.items())}
     return ModelSpec(
         family=kind,
         attention=tuple(map(attention_of, blocks)),
-        mlp=tuple(mlp_tensors(i, hidden, dense_ffn, bias=False) if i in dense else () for i in blocks),
+        mlp=tuple(
+            mlp_tensors(i, hidden, dense_ffn, bias=False) if i in dense else () for i in blocks
+        ),
         buffers=(
-            StepBuffer("gate", largest, "mlp"), StepBuffer("routed", hidden, "mlp"),
+            StepBuffer("gate", largest, "mlp"),
+            StepBuffer("routed", hidden, "mlp"),
             StepBuffer("router", count, "attention"),
         ),
         experts=mixtures,
         **{**found, **own},
-    )  # fmt: skip
+    )
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -170,10 +248,13 @@ def read_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     count = check_int("num_experts or num_local_experts", num_experts, low=1, high=MOST_EXPERTS)
     if count * int(config["num_hidden_layers"]) > MOST_IN_ALL:
         raise UsageError(
-            f"num_experts: {count} in each of {config['num_hidden_layers']} layers (num_hidden_layers) are more than"
+            f"num_experts: {count} in each of {config['num_hidden_layers']} layers "
+            "(num_hidden_layers) are more than"
             f" {MOST_IN_ALL} in all, which no known model has"
         )
-    return count, check_int("num_experts_per_tok", config.get("num_experts_per_tok"), low=1, high=count)
+    return count, check_int(
+        "num_experts_per_tok", config.get("num_experts_per_tok"), low=1, high=count
+    )
 
 
 def _dense_blocks(config: Mapping[str, Any]) -> set[int]:

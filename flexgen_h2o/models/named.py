@@ -72,11 +72,17 @@ def fetched_folder(model: NamedModel, offload_dir: str | Path | None) -> Path:
     Raises UsageError, with the command that fetches it, if it is not there.
     """
     if not is_fetched(model, offload_dir):
-        raise UsageError(f"--model {model.name}: is not on this machine yet; run {fetch_command(model, offload_dir)}")
+        raise UsageError(
+            f"--model {model.name}: is not on this machine yet; run "
+            f"{fetch_command(model, offload_dir)}"
+        )
     return folder_of(model, offload_dir)
 
 
 def fetch_command(model: NamedModel, offload_dir: str | Path | None) -> str:
-    is_default = offload_dir is None or usable_path(offload_dir, "--offload-dir") == DEFAULT_OFFLOAD_DIR.expanduser()
+    is_default = (
+        offload_dir is None
+        or usable_path(offload_dir, "--offload-dir") == DEFAULT_OFFLOAD_DIR.expanduser()
+    )
     where = "" if is_default else f" --offload-dir {offload_dir}"
     return f"flexgen-h2o cache --fetch {model.name}{where}"

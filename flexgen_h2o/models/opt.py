@@ -36,14 +36,26 @@ LAYER_NORM_EPS = 1e-5
 
 def _shape(hidden: int, blocks: int, heads: int, **other: Any) -> dict[str, Any]:
     return {
-        "model_type": "opt", "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads,
-        "ffn_dim": 4 * hidden, "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": hidden,
+        "model_type": "opt",
+        "hidden_size": hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "word_embed_proj_dim": hidden,
         **other,
-    }  # fmt: skip
+    }
 
 
-_GALACTICA = {"vocab_size": 50000, "activation_function": "gelu", "enable_bias": False, "bos_token_id": 0}
-_1B3, _30B = _shape(2048, 24, 32), _shape(7168, 48, 56)
+_GALACTICA = {
+    "vocab_size": 50000,
+    "activation_function": "gelu",
+    "enable_bias": False,
+    "bos_token_id": 0,
+}
+_1B3 = _shape(2048, 24, 32)
+_30B = _shape(7168, 48, 56)
 
 BUILT_IN: dict[str, dict[str, Any]] = {
     "facebook/opt-125m": _shape(768, 12, 12),
@@ -73,11 +85,16 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     config: transformers' field names, defaults filled in. Raises UsageError that names a bad field.
     """
     common = read_common(config, name, "ffn_dim")
-    hidden, ffn, vocab, positions = (common[n] for n in ("hidden_size", "ffn_size", "vocab_size", "max_positions"))
-    narrow = check_int("word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1, high=2**18)
+    hidden, ffn, vocab, positions = (
+        common[n] for n in ("hidden_size", "ffn_size", "vocab_size", "max_positions")
+    )
+    narrow = check_int(
+        "word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1, high=2**18
+    )
     check_heads(hidden, common["num_heads"])
     activation = check_activation("activation_function", config["activation_function"])
-    bias, affine = bool(config["enable_bias"]), bool(config["layer_norm_elementwise_affine"])
+    bias = bool(config["enable_bias"])
+    affine = bool(config["layer_norm_elementwise_affine"])
     pre_norm = bool(config["do_layer_norm_before"])
     tied = bool(config.get("tie_word_embeddings", True))
     final_norm = pre_norm and not config.get("_remove_final_layer_norm", False)
@@ -88,18 +105,27 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 
     def attention_tensors(block: str) -> tuple[TensorSpec, ...]:
         roles = ("q_proj", "k_proj", "v_proj", "out_proj")
-        linears = (linear_tensors(role, f"{block}.self_attn.{role}", hidden, hidden, bias) for role in roles)
+        linears = (
+            linear_tensors(role, f"{block}.self_attn.{role}", hidden, hidden, bias)
+            for role in roles
+        )
         return (*norm("self_attn_layer_norm", block), *chain.from_iterable(linears))
 
     def mlp_tensors(block: str) -> tuple[TensorSpec, ...]:
         fc1 = linear_tensors("fc1", f"{block}.fc1", ffn, hidden, bias)
-        return (*fc1, *linear_tensors("fc2", f"{block}.fc2", hidden, ffn, bias), *norm("final_layer_norm", block))
+        return (
+            *fc1,
+            *linear_tensors("fc2", f"{block}.fc2", hidden, ffn, bias),
+            *norm("final_layer_norm", block),
+        )
 
     def table(role: str, prefix: str, rows: int, width: int) -> TensorSpec:
         return TensorSpec(f"{role}.weight", f"{prefix}{role}.weight", (rows, width))
 
     head_table = table("lm_head", "", vocab, narrow)
-    tokens = table_tensor("embed_tokens", f"{root}.embed_tokens.weight", (vocab, narrow), head_table if tied else None)
+    tokens = table_tensor(
+        "embed_tokens", f"{root}.embed_tokens.weight", (vocab, narrow), head_table if tied else None
+    )
     positional = table("embed_positions", f"{root}.", positions + POSITION_OFFSET, hidden)
     is_narrow = narrow != hidden
     project_in = (table("project_in", f"{root}.", hidden, narrow),) if is_narrow else ()
@@ -111,17 +137,28 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         attention=tuple(map(attention_tensors, blocks)),
         mlp=tuple(map(mlp_tensors, blocks)),
         head=(
-            *(norm("final_layer_norm", root) if final_norm else ()), *project_out,
+            *(norm("final_layer_norm", root) if final_norm else ()),
+            *project_out,
             tokens if tied else head_table,
         ),
         tied=tied,
-        options=(("activation", activation), ("final_norm", final_norm), ("narrow", narrow), ("pre_norm", pre_norm)),
+        options=(
+            ("activation", activation),
+            ("final_norm", final_norm),
+            ("narrow", narrow),
+            ("pre_norm", pre_norm),
+        ),
         **common,
-    )  # fmt: skip
+    )
 
 
 def embed(
-    spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
+    spec: ModelSpec,
+    w: Weights,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    ws: Workspace,
 ) -> None:
     """Compute x = E[ids] + P[positions + 2]. A narrow E[ids] is projected first.
 
@@ -144,13 +181,17 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> At
 
     The norm comes before the projections, or after the sum (350m).
     """
-    tokens, heads, width = len(x), spec.num_heads, spec.head_dim
+    tokens = len(x)
+    heads = spec.num_heads
+    width = spec.head_dim
     pre_norm = spec.option("pre_norm")
     q, k, v = (ws.get(name, tokens, spec.hidden_size) for name in ("q", "k", "v"))
     for a, b in token_chunks(tokens):
         inputs = _norm(w, "self_attn_layer_norm", x[a:b]) if pre_norm else x[a:b]
         outs = ((q, "q_proj"), (k, "k_proj"), (v, "v_proj"))
-        linear_each(inputs, [(w[f"{name}.weight"], bias_of(w, name), out[a:b]) for out, name in outs])
+        linear_each(
+            inputs, [(w[f"{name}.weight"], bias_of(w, name), out[a:b]) for out, name in outs]
+        )
     attn_out = yield Queries(*(t.view(tokens, heads, width) for t in (q, k, v)))
     for a, b in token_chunks(tokens):
         add_linear(x[a:b], attn_out[a:b], w["out_proj.weight"], bias_of(w, "out_proj"))
@@ -163,7 +204,8 @@ def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
 
     The norm comes before fc1, or after the sum, as in `attention`.
     """
-    pre_norm, activation = spec.option("pre_norm"), spec.option("activation")
+    pre_norm = spec.option("pre_norm")
+    activation = spec.option("activation")
     for a, b in token_chunks(len(x)):
         inputs = _norm(w, "final_layer_norm", x[a:b]) if pre_norm else x[a:b]
         wide = ws.get("ffn", b - a, spec.ffn_size)
@@ -181,7 +223,9 @@ def head(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws:
     if spec.option("final_norm"):
         x = _norm(w, "final_layer_norm", x)
     if "project_out.weight" in w:
-        x = linear(x, w["project_out.weight"], None, ws.get("normed", len(x), spec.option("narrow")))
+        x = linear(
+            x, w["project_out.weight"], None, ws.get("normed", len(x), spec.option("narrow"))
+        )
     linear(x, w["embed_tokens.weight" if spec.tied else "lm_head.weight"], None, logits)
 
 

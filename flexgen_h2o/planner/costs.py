@@ -18,7 +18,13 @@ from flexgen_h2o.core.model import Layer, LayerKind, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import FEW_ROWS, READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
 from flexgen_h2o.engine.memory_plan import makes_graphs
-from flexgen_h2o.engine.weight_units import layer_kinds, layer_plan, layer_steps, loaded_kinds, waits_for_router
+from flexgen_h2o.engine.weight_units import (
+    layer_kinds,
+    layer_plan,
+    layer_steps,
+    loaded_kinds,
+    waits_for_router,
+)
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, shape_of
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
@@ -47,15 +53,27 @@ RESOURCES = (*LANES, "device_compute", "host_compute")
 PACKED_VALUE_BYTES = 1.2
 # The rates besides products that are slower while the disk is read.
 ATTENTION_RATES = (
-    "prefill_attention_flops_per_s", "device_attention_bytes_per_s", "device_scored_attention_bytes_per_s",
-    "host_attention_bytes_per_s", "host_scored_attention_bytes_per_s",
-)  # fmt: skip
+    "prefill_attention_flops_per_s",
+    "device_attention_bytes_per_s",
+    "device_scored_attention_bytes_per_s",
+    "host_attention_bytes_per_s",
+    "host_scored_attention_bytes_per_s",
+)
 OTHER_RATES = ("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s")
 # HardwareProfile.step_s tells the issuing time of a dense decode step. These are launches that
 # other steps add: of attention over prompts, of a router, and of a group of experts. The test
 # tests/gpu/test_fake_card.py counts them.
-PROMPT_LAUNCHES, ROUTER_LAUNCHES, EXPERTS_LAUNCHES = 6, 7, 6
-STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_s", "cache_load_step_s")
+PROMPT_LAUNCHES = 6
+ROUTER_LAUNCHES = 7
+EXPERTS_LAUNCHES = 6
+STEP_COSTS = (
+    "kernel_s",
+    "step_s",
+    "attention_step_s",
+    "eviction_step_s",
+    "row_s",
+    "cache_load_step_s",
+)
 
 
 @dataclass(frozen=True)
@@ -167,7 +185,9 @@ class Costs:
     @cached_property
     def _kind_of(self) -> dict[int, int]:
         """By weight unit, the first layer that costs the same as a layer of the unit (indices)."""
-        return {layer.unit: kind for kind, layer in zip(self.kinds, self.layers.layers, strict=True)}
+        return {
+            layer.unit: kind for kind, layer in zip(self.kinds, self.layers.layers, strict=True)
+        }
 
     def weight_load(self, unit: int, tokens: int) -> tuple[TransferCost, ...]:
         """Return the cost of one load of a weight unit.
@@ -200,7 +220,9 @@ class Costs:
         """
         if layer.kind != "experts" or not self.at.device_is_host:
             return 0.0
-        return self.profile.rates(self.dtype).decode_speedup.get(self.at.form.decoder_in_products, 0.0)
+        return self.profile.rates(self.dtype).decode_speedup.get(
+            self.at.form.decoder_in_products, 0.0
+        )
 
     def decoding(self, index: int, steps: Iterable[tuple[Batch, int]], sweep: int) -> StepCost:
         """Return the cost of unpacking a layer's weight unit for some steps of the layer.
@@ -210,22 +232,35 @@ class Costs:
         A matrix is not unpacked if all of these steps multiply by its codes as they are. A table in
         which an embedding looks up is unpacked.
         """
-        at, layer = self.at, self.layers.layers[index]
+        at = self.at
+        layer = self.layers.layers[index]
         if not at.form.decodes:
             return StepCost(0.0, 0.0, 0.0)
         few = at.reads_codes and layer.unit != self.layers.layers[0].unit
-        few = few and all(self.step(index, batch, sweep, tokens).rows <= FEW_ROWS for batch, tokens in steps)
+        few = few and all(
+            self.step(index, batch, sweep, tokens).rows <= FEW_ROWS for batch, tokens in steps
+        )
         key = self._kind_of[layer.unit], few
         if key not in self._decoded:
             rates = self.profile.rates(self.dtype)
-            speedup = self.decodes_in_products(layer) or rates.decode_speedup.get(at.form.decoder, 1.0)
+            speedup = self.decodes_in_products(layer) or rates.decode_speedup.get(
+                at.form.decoder, 1.0
+            )
             rate = rates.device_dequantise_bytes_per_s * speedup
             layouts = layouts_of(at.form, self.layers.units[layer.unit].tensors)
-            sizes = [math.prod(x.shape) for x in layouts if x.decoded_row_bytes and not (few and coded_bytes(at, x))]
-            self._decoded[key] = StepCost(sum(sizes) * at.itemsize / rate, 0.0, len(sizes) * self._launch_s)
+            sizes = [
+                math.prod(x.shape)
+                for x in layouts
+                if x.decoded_row_bytes and not (few and coded_bytes(at, x))
+            ]
+            self._decoded[key] = StepCost(
+                sum(sizes) * at.itemsize / rate, 0.0, len(sizes) * self._launch_s
+            )
         return self._decoded[key]
 
-    def step(self, layer_index: int, batch: Batch, sweep: int, tokens: int | None = None) -> StepCost:
+    def step(
+        self, layer_index: int, batch: Batch, sweep: int, tokens: int | None = None
+    ) -> StepCost:
         """Return the cost of one (layer, micro-batch) step.
 
         tokens: tokens that the step computes outside attention; None for those of the batch (see
@@ -237,7 +272,9 @@ class Costs:
         return self._step_costs[key]
 
     def _step(self, index: int, batch: Batch, sweep: int, tokens: int | None) -> StepCost:
-        at, p, layer = self.at, self.profile, self.layers.layers[index]
+        at = self.at
+        p = self.profile
+        layer = self.layers.layers[index]
         work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep, tokens)
         device_s, host_s = self.compute_seconds(work)
         evicts = bool(at.need.record) and at.spec.window(layer.block) is None
@@ -256,32 +293,51 @@ class Costs:
             host_s += p.row_s * batch.rows * work.host_kv / (work.host_kv + work.device_kv)
         kv: tuple[tuple[Transfer, ...], tuple[Transfer, ...]] = ((), ())
         if layer.kind in ATTENTION_KINDS:
-            kv = kv_load_moves(at, layer.block, batch, sweep), kv_store_moves(at, layer.block, batch, sweep)
+            kv = (
+                kv_load_moves(at, layer.block, batch, sweep),
+                kv_store_moves(at, layer.block, batch, sweep),
+            )
             issue_s += p.attention_step_s + (p.eviction_step_s if evicts else 0.0)
             issue_s += p.cache_load_step_s if kv[0] else 0.0
             routes = layer.kind == "attention" and at.spec.experts_of(layer.block)
-            issue_s += self._launch_s * (PROMPT_LAUNCHES * (sweep == 0) + (ROUTER_LAUNCHES if routes else 0))
+            issue_s += self._launch_s * (
+                PROMPT_LAUNCHES * (sweep == 0) + (ROUTER_LAUNCHES if routes else 0)
+            )
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
-        if sweep and p.device_is_asynchronous and makes_graphs(at.spec, at.policy, at.need.in_one_launch):
+        if (
+            sweep
+            and p.device_is_asynchronous
+            and makes_graphs(at.spec, at.policy, at.need.in_one_launch)
+        ):
             issue_s = min(issue_s, p.graph_step_s)
         hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
-        kv_load, kv_store, hidden_load, hidden_store = (self._priced(moves) for moves in (*kv, *hidden))
-        return StepCost(device_s, host_s, issue_s, kv_load, kv_store, hidden_load, hidden_store, rows)
+        kv_load, kv_store, hidden_load, hidden_store = (
+            self._priced(moves) for moves in (*kv, *hidden)
+        )
+        return StepCost(
+            device_s, host_s, issue_s, kv_load, kv_store, hidden_load, hidden_store, rows
+        )
 
     @cached_property
     def _most_joined(self) -> dict[str, int]:
         """By kind of layer, the most tokens of joined micro-batches; empty if none are joined."""
         shape = shape_of(self.at.policy, self.at.need)
-        return {} if hidden_is_brought(self.at) else {kind: shape.most_joined(kind) for kind in JOINED_KINDS}
+        return (
+            {}
+            if hidden_is_brought(self.at)
+            else {kind: shape.most_joined(kind) for kind in JOINED_KINDS}
+        )
 
-    def steps_of(self, kind: LayerKind, block: Sequence[Batch], sweep: int) -> dict[int, tuple[Batch, int]]:
+    def steps_of(
+        self, kind: LayerKind, block: Sequence[Batch], sweep: int
+    ) -> dict[int, tuple[Batch, int]]:
         """Return the steps of a layer of this kind, by the index of the micro-batch.
 
         Each step is (batch, tokens). `tokens` counts what the step computes outside attention. The
         first of joined micro-batches (loop.joined) computes the tokens of all of them. Attention
-        layers have a step for every micro-batch. In other layers only the first of them has one, for
-        the joined batch.
+        layers have a step for every micro-batch. In other layers only the first of them has one,
+        for the joined batch.
         """
         tokens = [tokens_of(batch, sweep) for batch in block]
         most = self._most_joined.get(kind, 0)
@@ -291,16 +347,30 @@ class Costs:
         computed = {first: sum(tokens[k] for k in run) for first, run in runs.items()}
         if kind in ATTENTION_KINDS:
             return {k: (batch, computed.get(k, 0)) for k, batch in enumerate(block)}
-        return {first: (Batch.joined([block[k] for k in run]), computed[first]) for first, run in runs.items()}
+        return {
+            first: (Batch.joined([block[k] for k in run]), computed[first])
+            for first, run in runs.items()
+        }
 
     def compute_seconds(self, work: Work) -> tuple[float, float]:
         """Return the seconds of the device, and those of the host while the device waits."""
-        at, p, rates, width = self.at, self.profile, self.profile.rates(self.dtype), float(self.at.spec.head_dim)
+        at = self.at
+        p = self.profile
+        rates = self.profile.rates(self.dtype)
+        width = float(self.at.spec.head_dim)
         scored = bool(self.at.need.record)
-        on_device = rates.device_scored_attention_bytes_per_s if scored else rates.device_attention_bytes_per_s
-        on_host = rates.host_scored_attention_bytes_per_s if scored else rates.host_attention_bytes_per_s
+        on_device = (
+            rates.device_scored_attention_bytes_per_s
+            if scored
+            else rates.device_attention_bytes_per_s
+        )
+        on_host = (
+            rates.host_scored_attention_bytes_per_s if scored else rates.host_attention_bytes_per_s
+        )
         device = sum(self._product_seconds(product) for product in work.products)
-        device += work.elementwise / rates.elementwise_bytes_per_s + work.logits / rates.logits_per_s
+        device += (
+            work.elementwise / rates.elementwise_bytes_per_s + work.logits / rates.logits_per_s
+        )
         device += work.overlay / p.overlay_bytes_per_s
         if work.prompt_flops:
             n = self.at.need.prompt_len
@@ -333,7 +403,8 @@ class Costs:
 
     def _product_seconds(self, product: Product) -> float:
         """Return the seconds of one product. It multiplies at most TOKEN_CHUNK rows at a time."""
-        rates, seconds = self.profile.rates(self.dtype), 0.0
+        rates = self.profile.rates(self.dtype)
+        seconds = 0.0
         # The measured rates of few rows include reading a matrix in the dtype. Arithmetic alone
         # reaches the rate of many rows.
         if product.coded:
@@ -346,7 +417,9 @@ class Costs:
             if count and rows:
                 rate = rates.matmul_rate(rows, product.inner, product.outer)
                 if self.at.form.in_int8:
-                    rate *= (rates.int4_speedup if self.at.form.requantises else rates.int8_speedup).at(rows)
+                    rate *= (
+                        rates.int4_speedup if self.at.form.requantises else rates.int8_speedup
+                    ).at(rows)
                 elif product.blocked:
                     rate *= rates.blocked_speedup.at(rows)
                 flops = 2.0 * rows * product.inner * product.outer
@@ -364,9 +437,12 @@ class Costs:
         asynchronous device the copy overlaps with the thread's next read. Otherwise READ_THREADS
         threads share the copying.
         """
-        p, pinned = self.profile, self.at.policy.pin_weight
+        p = self.profile
+        pinned = self.at.policy.pin_weight
         if move.lane in ("h2d", "d2h"):
-            rate = getattr(p, f"{move.lane}_bytes_per_s" if pinned else f"{move.lane}_unpinned_bytes_per_s")
+            rate = getattr(
+                p, f"{move.lane}_bytes_per_s" if pinned else f"{move.lane}_unpinned_bytes_per_s"
+            )
             return TransferCost(move.lane, move.nbytes / rate + move.pieces * p.transfer_s)
         reads = move.lane == "disk_read"
         each = 1 / (p.disk_read_bytes_per_s if reads else p.disk_write_bytes_per_s)
@@ -376,8 +452,14 @@ class Costs:
             # The reader thread itself copies memory that is not pinned.
             beside = p.device_is_asynchronous and pinned
             each = each if reads and beside else max(each, both / READ_THREADS) if reads else both
-        seconds = move.nbytes * each + move.pieces * p.disk_request_s / (READ_THREADS if reads else 1)
-        taken_s = move.short_requests * p.short_read_compute_s if reads and self.at.policy.overlap else 0.0
+        seconds = move.nbytes * each + move.pieces * p.disk_request_s / (
+            READ_THREADS if reads else 1
+        )
+        taken_s = (
+            move.short_requests * p.short_read_compute_s
+            if reads and self.at.policy.overlap
+            else 0.0
+        )
         if not move.crosses:
             return TransferCost(move.lane, seconds, taken_s=taken_s)
         link_s = move.nbytes / link_rate + move.pieces * p.transfer_s
@@ -419,13 +501,19 @@ class Costs:
     ) -> tuple[list[tuple[TransferCost, int]], list[tuple[StepCost, int]]]:
         """Return the transfers and the steps of a sweep, each with its number of occurrences."""
         kinds = {index: self.layers.layers[index].kind for index in self.kinds}
-        of_kinds = {kind: Counter(self.steps_of(kind, block, sweep).values()) for kind in set(kinds.values())}
+        of_kinds = {
+            kind: Counter(self.steps_of(kind, block, sweep).values())
+            for kind in set(kinds.values())
+        }
         steps = [
             (self.step(index, batch, sweep, tokens), layers * count)
             for index, layers in Counter(self.kinds).items()
             for (batch, tokens), count in of_kinds[kinds[index]].items()
         ]
-        steps += [(self.decoding(i, of_kinds[kinds[i]], sweep), count) for i, count in self.loaded_kinds.items()]
+        steps += [
+            (self.decoding(i, of_kinds[kinds[i]], sweep), count)
+            for i, count in self.loaded_kinds.items()
+        ]
         moved = [
             (load, count)
             for index, count in self.loaded_kinds.items()
@@ -445,7 +533,8 @@ class Costs:
         the two directions of the link. Copies to and from a device that is made of ordinary memory
         occupy the cores that compute.
         """
-        p, (moved, steps) = self.profile, self._of_sweep(block, sweep)
+        p = self.profile
+        moved, steps = self._of_sweep(block, sweep)
         busy = self._busy(moved, steps)
         compute = busy["device_compute"] + busy["host_compute"]
         if not self.at.policy.overlap or not compute:
@@ -461,9 +550,12 @@ class Costs:
             rest_left = slower / (slower + taken * compute / longest)
         if p.device_is_host and not self.at.device_is_host:
             compute_left *= compute / (compute + busy["h2d"] + busy["d2h"])
-        slowed, links = _slowed(p, self.dtype, read_left, compute_left * rest_left, rest_left), dict[str, Any]()
+        slowed = _slowed(p, self.dtype, read_left, compute_left * rest_left, rest_left)
+        links = dict[str, Any]()
         for way, other in (("h2d", "d2h"), ("d2h", "h2d")):
-            left = 1 - min(1.0, busy[other] / busy[way]) * (1 - p.link_both_ways) if busy[way] else 1.0
+            left = (
+                1 - min(1.0, busy[other] / busy[way]) * (1 - p.link_both_ways) if busy[way] else 1.0
+            )
             for name in (f"{way}_bytes_per_s", f"{way}_unpinned_bytes_per_s"):
                 links[name] = getattr(p, name) * left
         return replace(self, profile=replace(slowed, **links))
@@ -486,11 +578,15 @@ class Machine:
         """Bytes of one number of the dtype."""
         return DTYPE_BYTES[self.dtype]
 
-    def setting(self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False) -> CostContext:
+    def setting(
+        self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False
+    ) -> CostContext:
         """Return everything that fixes the bytes and FLOPs of a run on this machine."""
         return CostContext(spec, policy, need, self.itemsize, self.device_is_host, splits)
 
-    def costs(self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False) -> Costs:
+    def costs(
+        self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False
+    ) -> Costs:
         """Return the costs of a run on this machine. splits: see `CostContext`."""
         return Costs(self.setting(spec, policy, need, splits), self.profile, self.dtype)
 
@@ -518,4 +614,9 @@ def _slowed(
     rest = {name: getattr(rates, name) * rest_left for name in OTHER_RATES}
     compute = {dtype: replace(rates, matmul_flops_per_s=matmul, **attention, **rest)}
     fixed = {name: getattr(profile, name) / rest_left for name in STEP_COSTS}
-    return replace(profile, disk_read_bytes_per_s=profile.disk_read_bytes_per_s * read_left, compute=compute, **fixed)
+    return replace(
+        profile,
+        disk_read_bytes_per_s=profile.disk_read_bytes_per_s * read_left,
+        compute=compute,
+        **fixed,
+    )

@@ -77,8 +77,11 @@ class SearchSpace:
 
     def memory(self, policy: Policy, depth: Depth) -> MemoryPlan:
         """Return the memory plan of a policy."""
-        shape, machine = shape_of(policy, self.need), self.machine
-        return memory_plan(self.spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
+        shape = shape_of(policy, self.need)
+        machine = self.machine
+        return memory_plan(
+            self.spec, policy, shape, machine.itemsize, machine.device_is_host, depth
+        )
 
     def setting(self, policy: Policy) -> CostContext:
         """Return everything that fixes the bytes that a policy moves."""
@@ -92,8 +95,8 @@ class SearchSpace:
     def deepest(self, policy: Policy) -> Depth | None:
         """Return the deepest look-ahead that may fit and is worth its memory; None if none fits.
 
-        A look-ahead is ruled out if some tier overflows in every placement that is tried here. These
-        are the placements that hold least on the tiers.
+        A look-ahead is ruled out if some tier overflows in every placement that is tried here.
+        These are the placements that hold least on the tiers.
         """
         places: tuple[Percent, ...] = (NOTHING, (0, 0, 0, 100, 0, 0), STREAMED_WEIGHTS)
         for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
@@ -107,7 +110,9 @@ class SearchSpace:
 
         The blocks cut the workload evenly into 1, 2, 4, ... parts.
         """
-        seen, parts, block = set(), 1, self.need.rows
+        seen = set()
+        parts = 1
+        block = self.need.rows
         while True:
             block = min(-(-self.need.rows // parts), MOST_ROWS)
             for batches in (k for k in BATCHES if k <= block):
@@ -124,17 +129,27 @@ class SearchSpace:
 
         They differ in the side that attends (device or host) and in compression.
         """
-        base, either = self.base, (False, True)
-        attention = (base.cpu_cache_compute,) if self.machine.device_is_host or base.cpu_cache_compute else either
+        base = self.base
+        either = (False, True)
+        attention = (
+            (base.cpu_cache_compute,)
+            if self.machine.device_is_host or base.cpu_cache_compute
+            else either
+        )
         weights, caches = (
             either if name in self.compress else (getattr(base, name),)
             for name in ("compress_weight", "compress_cache")
         )
         for on_host, weight, cache in product(attention, weights, caches):
             yield replace(
-                base, gpu_batch_size=gbs, num_gpu_batches=batches, percent=NOTHING, cpu_cache_compute=on_host,
-                compress_weight=weight, compress_cache=cache,
-            )  # fmt: skip
+                base,
+                gpu_batch_size=gbs,
+                num_gpu_batches=batches,
+                percent=NOTHING,
+                cpu_cache_compute=on_host,
+                compress_weight=weight,
+                compress_cache=cache,
+            )
 
 
 @dataclass(frozen=True)
@@ -174,7 +189,9 @@ class Solution:
     gain_s_per_gib: Mapping[str, float]
 
 
-def fastest_shares(space: SearchSpace, policy: Policy, depth: Depth, budgets: Budgets) -> Solution | None:
+def fastest_shares(
+    space: SearchSpace, policy: Policy, depth: Depth, budgets: Budgets
+) -> Solution | None:
     """Return the faster of the LP's solutions for a policy; None if there is none.
 
     One LP prices products as if each matrix were split over tiers. If products of few rows can read
@@ -183,8 +200,13 @@ def fastest_shares(space: SearchSpace, policy: Policy, depth: Depth, budgets: Bu
     """
     space.check()
     reads_codes = space.machine.setting(space.spec, policy, space.need).reads_codes
-    tried = (find_corners(space, policy, depth, *on_device) for on_device in [(), (0,)][: 1 + reads_codes])
-    solved = (solve(corners, space.need.gen_len - 1, space.base.overlap, budgets) for corners in tried)
+    tried = (
+        find_corners(space, policy, depth, *on_device)
+        for on_device in [(), (0,)][: 1 + reads_codes]
+    )
+    solved = (
+        solve(corners, space.need.gen_len - 1, space.base.overlap, budgets) for corners in tried
+    )
     return min((one for one in solved if one is not None), key=attrgetter("seconds"), default=None)
 
 
@@ -195,20 +217,25 @@ def find_corners(space: SearchSpace, policy: Policy, depth: Depth, *always: int)
     """
     # If the device is host memory, there is no other host tier.
     indices = range(0, 6, 2 if space.machine.device_is_host else 1)
-    free, splits = [i for i in indices if i // 2 not in {j // 2 for j in always}], not always
+    free = [i for i in indices if i // 2 not in {j // 2 for j in always}]
+    splits = not always
     moved = {i: find_corner(space, policy, (*always, i), depth, splits) for i in free}
     return Corners(find_corner(space, policy, always, depth, splits), moved, always)
 
 
-def find_corner(space: SearchSpace, policy: Policy, moved: Sequence[int], depth: Depth, splits: bool = False) -> Corner:
+def find_corner(
+    space: SearchSpace, policy: Policy, moved: Sequence[int], depth: Depth, splits: bool = False
+) -> Corner:
     """Return one corner of a policy, whose shares do not count.
 
-    moved: indices into `percent`, which name kinds of bytes and their tier. Other kinds are on disk.
-    splits: see `CostContext`.
+    moved: indices into `percent`, which name kinds of bytes and their tier. Other kinds are on
+    disk. splits: see `CostContext`.
     """
-    need, machine = space.need, space.machine
+    need = space.need
+    machine = space.machine
     policy = replace(policy, percent=as_percent(100 if i in moved else 0 for i in range(6)))
-    plan, shape = space.memory(policy, depth), shape_of(policy, need)
+    plan = space.memory(policy, depth)
+    shape = shape_of(policy, need)
     block = need.block((shape.rows,) * shape.micro_batches)
     costs = machine.costs(with_head_rows(space.spec, plan.head_rows), policy, need, splits)
     sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
@@ -224,7 +251,8 @@ def solve(corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets)
     Raise FlexgenError if the solver cannot run.
     """
     program = _Program(corners)
-    problem, counts = program.problem, {"prefill": 1, "decode": decode_sweeps}
+    problem = program.problem
+    counts = {"prefill": 1, "decode": decode_sweeps}
     seconds = {phase: pulp.LpVariable(phase, 0) for phase in PHASES}
     objective = pulp.lpSum(counts[phase] * seconds[phase] for phase in PHASES)
     for phase in PHASES:
@@ -242,17 +270,30 @@ def solve(corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets)
     shares = program.solved_shares()
     if shares is None:
         return None
-    gains = {t: -(problem.constraints[f"memory_{t}"].pi or 0.0) for t in TIERS if f"memory_{t}" in problem.constraints}
-    return Solution(sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES), shares, gains)
+    gains = {
+        t: -(problem.constraints[f"memory_{t}"].pi or 0.0)
+        for t in TIERS
+        if f"memory_{t}" in problem.constraints
+    }
+    return Solution(
+        sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES), shares, gains
+    )
 
 
 def least_excess(corners: Corners, budgets: Budgets) -> Sequence[float] | None:
     """Return the shares whose bytes exceed the budgets least in total; None without a solution."""
     program = _Program(corners)
-    excess = {tier: pulp.LpVariable(f"excess_{tier}", 0) for tier in TIERS if budgets.get(tier) is not None}
+    excess = {
+        tier: pulp.LpVariable(f"excess_{tier}", 0)
+        for tier in TIERS
+        if budgets.get(tier) is not None
+    }
     program.problem += pulp.lpSum(excess.values())
     for tier, more in excess.items():
-        program.problem += program.gib_on(tier) - more <= (budgets[tier] or 0) / GIB, f"memory_{tier}"
+        program.problem += (
+            program.gib_on(tier) - more <= (budgets[tier] or 0) / GIB,
+            f"memory_{tier}",
+        )
     return program.solved_shares()
 
 
@@ -265,7 +306,8 @@ class _Program:
     """A linear program with the shares as variables. Those of one kind are at most 1 together."""
 
     def __init__(self, corners: Corners) -> None:
-        self.problem, self._corners = pulp.LpProblem("placement", pulp.LpMinimize), corners
+        self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
+        self._corners = corners
         self._shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in corners.moved}
         for kind, name in enumerate(KINDS):
             pair = [self._shares[i] for i in (2 * kind, 2 * kind + 1) if i in self._shares]
@@ -275,7 +317,9 @@ class _Program:
     def interpolated(self, value: Callable[[Corner], float]) -> pulp.LpAffineExpression:
         """Return the expression base + sum of share x (corner - base)."""
         base = value(self._corners.base)
-        return base + pulp.lpSum((value(self._corners.moved[i]) - base) * share for i, share in self._shares.items())
+        return base + pulp.lpSum(
+            (value(self._corners.moved[i]) - base) * share for i, share in self._shares.items()
+        )
 
     def gib_on(self, tier: str) -> pulp.LpAffineExpression:
         """Return the expression of the GiB on a tier."""
@@ -294,13 +338,17 @@ class _Program:
         except (OSError, PulpSolverError) as error:
             reason = " ".join(str(error).split())
             raise FlexgenError(
-                f"the solver of the linear program failed ({reason}); is the folder for temporary files full? Set "
+                f"the solver of the linear program failed ({reason}); is the folder for temporary "
+                "files full? Set "
                 "TMPDIR to one with room"
             ) from error
         if pulp.LpStatus[status] != "Optimal":
             return None
         always = self._corners.always
-        values = [self._shares[i].value() or 0.0 if i in self._shares else float(i in always) for i in range(6)]
+        values = [
+            self._shares[i].value() or 0.0 if i in self._shares else float(i in always)
+            for i in range(6)
+        ]
         return [min(1.0, max(0.0, value)) for value in values]
 
 
@@ -324,7 +372,8 @@ def moved(policy: Policy, kind: int, source: int, to: int, count: int) -> Policy
     kind: an index of KINDS.
     source, to: indices of TIERS.
     """
-    shares, found = tier_percents(policy.percent, kind), list(policy.percent)
+    shares = tier_percents(policy.percent, kind)
+    found = list(policy.percent)
     shares[source] -= count
     shares[to] += count
     found[2 * kind : 2 * kind + 2] = shares[:2]
@@ -386,7 +435,9 @@ def _made_to_fit(space: SearchSpace, policy: Policy, depth: Depth) -> Policy | N
     return None
 
 
-def _relieved(space: SearchSpace, policy: Policy, depth: Depth, over: Mapping[str, int]) -> Policy | None:
+def _relieved(
+    space: SearchSpace, policy: Policy, depth: Depth, over: Mapping[str, int]
+) -> Policy | None:
     """Return the policy after one step that relieves the first tier that is over budget.
 
     Some percent of the first kind that helps moves to the next slower tier. Weights move first,
@@ -403,7 +454,11 @@ def _relieved(space: SearchSpace, policy: Policy, depth: Depth, over: Mapping[st
     for kind in range(3):
         share = policy.percent[2 * kind + source]
         for count in (min(n, share) for n in STEPS if share):
-            saved = over[tier] - space.overflow(moved(policy, kind, source, to, count), depth).get(tier, 0)
+            saved = over[tier] - space.overflow(moved(policy, kind, source, to, count), depth).get(
+                tier, 0
+            )
             if saved > 0:
-                return moved(policy, kind, source, to, min(share, max(count, count * over[tier] // saved)))
+                return moved(
+                    policy, kind, source, to, min(share, max(count, count * over[tier] // saved))
+                )
     return None

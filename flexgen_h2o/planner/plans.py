@@ -62,16 +62,26 @@ class Planner:
     """
 
     def __init__(
-        self, part: ModelPart, device: str, device_is_host: bool, dtype: str, offload_dir: Path,
+        self,
+        part: ModelPart,
+        device: str,
+        device_is_host: bool,
+        dtype: str,
+        offload_dir: Path,
         hardware: HardwareProfile | str | Path | None,
-    ) -> None:  # fmt: skip
-        self.part, self.dtype = part, dtype
-        self._device, self._device_is_host, self._offload_dir = device, device_is_host, offload_dir
+    ) -> None:
+        self.part = part
+        self.dtype = dtype
+        self._device = device
+        self._device_is_host = device_is_host
+        self._offload_dir = offload_dir
         if hardware is not None and not isinstance(hardware, HardwareProfile):
             hardware = read_profile(find_profile(hardware))
-        self._profile, self._is_given = hardware, hardware is not None
+        self._profile = hardware
+        self._is_given = hardware is not None
         self._has_said_busy = False
-        self.share_prefix, self.job_rows = "auto", 0
+        self.share_prefix = "auto"
+        self.job_rows = 0
         self.planned: Planned | None = None
 
     # The machine
@@ -92,8 +102,10 @@ class Planner:
         """Raise UsageError if the profile has no rates of the dtype, which choosing needs."""
         if not self.can_predict:
             raise UsageError(
-                f"--hardware {self.profile.machine}: has compute rates of {', '.join(self.profile.compute)}, and this"
-                f" run computes in {self.dtype}; leave --hardware out to plan for this machine, or give a profile with"
+                f"--hardware {self.profile.machine}: has compute rates of "
+                f"{', '.join(self.profile.compute)}, and this"
+                f" run computes in {self.dtype}; leave --hardware out to plan for this machine, or "
+                "give a profile with"
                 f" {self.dtype}"
             )
 
@@ -150,14 +162,19 @@ class Planner:
 
         Blocks of a pipeline that are in flight together are one block.
         """
-        return make_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches * self.part.in_flight, self.sharing)
+        return make_blocks(
+            rows, policy.gpu_batch_size, policy.num_gpu_batches * self.part.in_flight, self.sharing
+        )
 
-    def plan(self, rows: Sequence[Row], asked: Policy | AutoPolicy, budgets: dict[str, int | None]) -> Planned:
+    def plan(
+        self, rows: Sequence[Row], asked: Policy | AutoPolicy, budgets: dict[str, int | None]
+    ) -> Planned:
         """Return the plan for these sequences. Raise DoesNotFitError if it does not fit.
 
         In a job, the buffers serve its earlier parts as well, if both fit.
         """
-        need, before = self._need(rows, base_of(asked)), self.planned
+        need = self._need(rows, base_of(asked))
+        before = self.planned
         if self.job_rows:
             need = replace(need, rows=max(need.rows, self.job_rows))
             if before is not None:
@@ -165,7 +182,9 @@ class Planner:
                     return self._plan(rows, asked, need, before, budgets)
         return self._plan(rows, asked, need, None, budgets)
 
-    def serves(self, plan: MemoryPlan, policy: Policy, asked: Policy | AutoPolicy, rows: Sequence[Row]) -> bool:
+    def serves(
+        self, plan: MemoryPlan, policy: Policy, asked: Policy | AutoPolicy, rows: Sequence[Row]
+    ) -> bool:
         """Return whether an open engine can run these sequences.
 
         Its buffers must suffice. A policy that was chosen by a search must not have been chosen for
@@ -180,15 +199,22 @@ class Planner:
 
         common: the tokens that all sequences of the block begin with.
         """
-        shape, count = plan.shape, len(common)
+        shape = plan.shape
+        count = len(common)
         if not has_own_scores(rows, count) or (any(r.scored for r in rows) and not shape.scores):
             return False
-        if any(len(r.prompt.token_ids) <= count or r.prompt.token_ids[:count] != common for r in rows):
+        if any(
+            len(r.prompt.token_ids) <= count or r.prompt.token_ids[:count] != common for r in rows
+        ):
             return False
-        need, longest = self._need_of(rows, None).in_one_copy(count), max(len(row.prompt.token_ids) for row in rows)
+        need = self._need_of(rows, None).in_one_copy(count)
+        longest = max(len(row.prompt.token_ids) for row in rows)
         fits = longest - count <= shape.most_attending and shape.has_slots(need.slots)
         fits = fits and shape.record == need.record and not (plan.head_rows and need.whole_head)
-        fits = fits and shape.rows * max(row.max_tokens_per_sweep for row in rows) <= shape.most_attending
+        fits = (
+            fits
+            and shape.rows * max(row.max_tokens_per_sweep for row in rows) <= shape.most_attending
+        )
         return fits and (not count or longest <= shape.sharing)
 
     def predict(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
@@ -210,12 +236,20 @@ class Planner:
             return None
         return self._predict(rows, policy, plan, MOST_SIMULATED)
 
-    def _predict(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan, most: int) -> Prediction:
+    def _predict(
+        self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan, most: int
+    ) -> Prediction:
         need = self._need(rows, policy)
-        return self.predict_groups(policy, need, plan, self._groups(rows, policy, need.common), most)
+        return self.predict_groups(
+            policy, need, plan, self._groups(rows, policy, need.common), most
+        )
 
     def answer(
-        self, rows: Sequence[Row], planned: Planned, asked: Policy | AutoPolicy, budgets: dict[str, int | None]
+        self,
+        rows: Sequence[Row],
+        planned: Planned,
+        asked: Policy | AutoPolicy,
+        budgets: dict[str, int | None],
     ) -> Answer:
         """Return all that is known of a plan for these sequences before they run.
 
@@ -224,7 +258,8 @@ class Planner:
         if the profile has no rates of the dtype.
         """
         self.check_dtype()
-        policy, need = planned.policy, self._need(rows, planned.policy)
+        policy = planned.policy
+        need = self._need(rows, planned.policy)
         blocks = self._groups(rows, policy, need.common)
         prediction = self.predict_groups(policy, need, planned.memory, blocks, MOST_SIMULATED)
         new_tokens = sum(row.max_new for row in rows)
@@ -232,26 +267,39 @@ class Planner:
         share = new_tokens / (len(rows) * need.gen_len)
         decode = {name: share * seconds for name, seconds in prediction.busy["decode"].items()}
         prediction = replace(
-            prediction, new_tokens=new_tokens, decode_s=share * prediction.decode_s,
+            prediction,
+            new_tokens=new_tokens,
+            decode_s=share * prediction.decode_s,
             busy={**prediction.busy, "decode": decode},
-        )  # fmt: skip
+        )
         space = SearchSpace(self.part.spec, need, policy, self._machine, budgets)
         sizes = {(len(row.prompt.token_ids), row.max_new) for row in rows}
         return Answer(
-            space, self.part.eviction.to_json(), isinstance(asked, AutoPolicy),
-            Plan(policy, planned.memory, prediction), is_even=len(sizes) == 1,
-            disk_read_bytes=disk_reads(space, policy), s_per_gib=sensitivity(space, policy),
-        )  # fmt: skip
+            space,
+            self.part.eviction.to_json(),
+            isinstance(asked, AutoPolicy),
+            Plan(policy, planned.memory, prediction),
+            is_even=len(sizes) == 1,
+            disk_read_bytes=disk_reads(space, policy),
+            s_per_gib=sensitivity(space, policy),
+        )
 
     def predict_groups(
-        self, policy: Policy, need: WorkloadShape, plan: MemoryPlan, blocks: Groups, most: int = sys.maxsize
+        self,
+        policy: Policy,
+        need: WorkloadShape,
+        plan: MemoryPlan,
+        blocks: Groups,
+        most: int = sys.maxsize,
     ) -> Prediction:
         """Return the cost of these blocks of micro-batches.
 
         Equal blocks are simulated once. Of more than `most` different blocks, every n-th is
         simulated and counts for n of them.
         """
-        counted = list(Counter(tuple(Batch.of(groups) for groups in block) for block in blocks).items())
+        counted = list(
+            Counter(tuple(Batch.of(groups) for groups in block) for block in blocks).items()
+        )
         step = -(-len(counted) // most)
         # Sequences are sorted by length, so neighbouring blocks are alike.
         parts = [counted[i : i + step] for i in range(0, len(counted), step)]
@@ -259,9 +307,13 @@ class Planner:
         return predict(self.part.spec, policy, need, self._machine, plan, middle)
 
     def _plan(
-        self, rows: Sequence[Row], asked: Policy | AutoPolicy, own: WorkloadShape, before: Planned | None,
+        self,
+        rows: Sequence[Row],
+        asked: Policy | AutoPolicy,
+        own: WorkloadShape,
+        before: Planned | None,
         budgets: dict[str, int | None],
-    ) -> Planned:  # fmt: skip
+    ) -> Planned:
         """Return the plan for sequences of the workload `own`.
 
         before: a plan whose sequences the buffers must serve too; None if there is none.
@@ -282,10 +334,24 @@ class Planner:
         all of them. Exceptions are stages of a pipeline and models whose layers all have windows.
         Of the policy only the switches count.
         """
-        need, windows = self._need_of(rows, self.sharing), self.part.spec.windows
-        keeps_all = not self.part.eviction.needs.record and not policy.compress_cache and policy.attn_sparsity == 1
-        one_copy = need.prefix and keeps_all and self.part.pipeline is None and (not windows or None in windows)
-        return need.in_one_copy(need.prefix) if one_copy and has_own_scores(rows, need.prefix) else need
+        need = self._need_of(rows, self.sharing)
+        windows = self.part.spec.windows
+        keeps_all = (
+            not self.part.eviction.needs.record
+            and not policy.compress_cache
+            and policy.attn_sparsity == 1
+        )
+        one_copy = (
+            need.prefix
+            and keeps_all
+            and self.part.pipeline is None
+            and (not windows or None in windows)
+        )
+        return (
+            need.in_one_copy(need.prefix)
+            if one_copy and has_own_scores(rows, need.prefix)
+            else need
+        )
 
     def _need_of(self, rows: Sequence[Row], sharing: Sharing | None) -> WorkloadShape:
         spec = self.part.spec

@@ -27,7 +27,9 @@ from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 PHASES = ("prefill", "decode")
 # A deep model is simulated with n and with 2n transformer blocks. n is at most CUT_BLOCKS and at
 # least LEAST_BLOCKS. It is smaller if groups of experts make many layers (CUT_LAYERS) of a block.
-CUT_BLOCKS, LEAST_BLOCKS, CUT_LAYERS = 6, 2, 24
+CUT_BLOCKS = 6
+LEAST_BLOCKS = 2
+CUT_LAYERS = 24
 MOST_WALKED = 8  # sweeps of a block that are simulated; the others are interpolated
 ALL = "all"  # the key of a phase's seconds as a whole, beside the busy seconds of each resource
 Spent = dict[str, dict[str, float]]  # seconds by phase, then by resource or ALL
@@ -80,9 +82,14 @@ class Prediction:
 
 
 def predict(
-    spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, plan: MemoryPlan,
-    blocks: Sequence[tuple[Block, int]], on_span: OnSpan | None = None,
-) -> Prediction:  # fmt: skip
+    spec: ModelSpec,
+    policy: Policy,
+    need: WorkloadShape,
+    machine: Machine,
+    plan: MemoryPlan,
+    blocks: Sequence[tuple[Block, int]],
+    on_span: OnSpan | None = None,
+) -> Prediction:
     """Return the cost of running `blocks` with the buffers of `plan`.
 
     blocks: pairs of a block and the number of times that it runs.
@@ -122,11 +129,19 @@ def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | No
     cut = cut_blocks(depth, len(costs.layers.layers))
     if 2 * cut >= depth or on_span is not None:
         return _walk(costs, plan, block, on_span)
-    few, more = (_walk(replace(costs, at=costs.at.cut(n)), plan, block, None) for n in (cut, 2 * cut))
+    few, more = (
+        _walk(replace(costs, at=costs.at.cut(n)), plan, block, None) for n in (cut, 2 * cut)
+    )
     for phase, full in more.items():
         added = {name: max(0.0, seconds - few[phase][name]) for name, seconds in full.items()}
-        added[ALL] = max(added[ALL], added["device_compute"] + added["host_compute"], *map(added.__getitem__, LANES))
-        more[phase] = {name: seconds + added[name] * (depth / cut - 2) for name, seconds in full.items()}
+        added[ALL] = max(
+            added[ALL],
+            added["device_compute"] + added["host_compute"],
+            *map(added.__getitem__, LANES),
+        )
+        more[phase] = {
+            name: seconds + added[name] * (depth / cut - 2) for name, seconds in full.items()
+        }
     return more
 
 
@@ -151,7 +166,9 @@ def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) 
     ends = ({ALL: end, **busy} for end, busy in zip(result.ends, result.busy, strict=True))
     sums = [dict.fromkeys((ALL, *RESOURCES), 0.0), *ends]
     sweeps = [{name: now[name] - past[name] for name in now} for past, now in pairwise(sums)]
-    decode = {name: _sum_of_sweeps(walked[1:], [sweep[name] for sweep in sweeps[1:]]) for name in sums[0]}
+    decode = {
+        name: _sum_of_sweeps(walked[1:], [sweep[name] for sweep in sweeps[1:]]) for name in sums[0]
+    }
     spent = {"prefill": sweeps[0], "decode": decode}
     spent["decode" if gen_len > 1 else "prefill"][ALL] += result.settle_s
     return spent
@@ -170,9 +187,14 @@ def _sum_of_sweeps(walked: Sequence[int], values: Sequence[float]) -> float:
     if not walked or walked[-1] == len(walked):
         return sum(values)
     total = values[0]
-    pairs = [((walked[i] + walked[i + 1]) / 2, (values[i] + values[i + 1]) / 2) for i in range(1, len(walked), 2)]
+    pairs = [
+        ((walked[i] + walked[i + 1]) / 2, (values[i] + values[i + 1]) / 2)
+        for i in range(1, len(walked), 2)
+    ]
     for sweep in range(2, walked[-1] + 1):
-        (a, low), (b, high) = next((p for p in pairwise(pairs) if sweep <= p[1][0]), (pairs[-2], pairs[-1]))
+        (a, low), (b, high) = next(
+            (p for p in pairwise(pairs) if sweep <= p[1][0]), (pairs[-2], pairs[-1])
+        )
         total += low + (high - low) * (sweep - a) / (b - a)
     return total
 
@@ -192,9 +214,12 @@ class Simulated(NamedTuple):
 
 
 def simulate(
-    costs: tuple[Costs, Costs], plan: MemoryPlan, block: Sequence[Batch], sweeps: Sequence[int],
+    costs: tuple[Costs, Costs],
+    plan: MemoryPlan,
+    block: Sequence[Batch],
+    sweeps: Sequence[int],
     on_span: OnSpan | None = None,
-) -> Simulated:  # fmt: skip
+) -> Simulated:
     """Simulate the given sweeps of a block and return when each of them ends.
 
     costs: the costs of prefill sweeps and those of decode sweeps.
@@ -202,11 +227,14 @@ def simulate(
         that a few sweeps stand for a long generation. Units then have the KV entries of the sweeps
         that are simulated.
     """
-    sim, policy = _Simulation(costs, plan, block, sweeps, on_span), costs[0].at.policy
+    sim = _Simulation(costs, plan, block, sweeps, on_span)
+    policy = costs[0].at.policy
     walk = Walk(sim, costs[0].layers.layers, plan.depth, policy.overlap, len(sweeps), len(block))
     walk.run(sim, sim.weights)
     end = sim.ends[-1]
-    return Simulated(sim.ends, sim.busy_at_ends, max(end, sim.free["disk_write"], sim.free["d2h"]) - end)
+    return Simulated(
+        sim.ends, sim.busy_at_ends, max(end, sim.free["disk_write"], sim.free["d2h"]) - end
+    )
 
 
 class _Event(Waitable):
@@ -215,7 +243,8 @@ class _Event(Waitable):
     __slots__ = ("_sim", "time")
 
     def __init__(self, sim: _Simulation, time: float) -> None:
-        self._sim, self.time = sim, time
+        self._sim = sim
+        self.time = time
 
     def wait(self) -> None:
         if self.time > self._sim.now:
@@ -246,15 +275,24 @@ class _StepCosts(dict[UnitKey, StepCost]):
     of: by layer, then by phase (0 prefill, 1 decode): the steps as Costs.steps_of returns them.
     """
 
-    def __init__(self, costs: tuple[Costs, Costs], block: Sequence[Batch], sweeps: Sequence[int]) -> None:
-        layers, self._costs, self._sweeps = costs[0].layers.layers, costs, sweeps
-        made = {kind: [costs[0].steps_of(kind, block, sweep) for sweep in (0, 1)] for kind in {x.kind for x in layers}}
+    def __init__(
+        self, costs: tuple[Costs, Costs], block: Sequence[Batch], sweeps: Sequence[int]
+    ) -> None:
+        layers = costs[0].layers.layers
+        self._costs = costs
+        self._sweeps = sweeps
+        made = {
+            kind: [costs[0].steps_of(kind, block, sweep) for sweep in (0, 1)]
+            for kind in {x.kind for x in layers}
+        }
         self.of = [made[layer.kind] for layer in layers]
 
     def __missing__(self, key: UnitKey) -> StepCost:
         sweep, layer, k = key
         batch, tokens = self.of[layer][sweep > 0][k]
-        return self.setdefault(key, self._costs[sweep > 0].step(layer, batch, self._sweeps[sweep], tokens))
+        return self.setdefault(
+            key, self._costs[sweep > 0].step(layer, batch, self._sweeps[sweep], tokens)
+        )
 
 
 class _Simulation:
@@ -270,35 +308,61 @@ class _Simulation:
     """
 
     def __init__(
-        self, costs: tuple[Costs, Costs], plan: MemoryPlan, block: Sequence[Batch], sweeps: Sequence[int],
+        self,
+        costs: tuple[Costs, Costs],
+        plan: MemoryPlan,
+        block: Sequence[Batch],
+        sweeps: Sequence[int],
         on_span: OnSpan | None,
-    ) -> None:  # fmt: skip
-        self.costs, self.costs_now, self._plan, self._on_span = costs, costs[0], plan, on_span
-        self._is_asynchronous, self._sweeps = costs[0].profile.device_is_asynchronous, len(sweeps)
+    ) -> None:
+        self.costs = costs
+        self.costs_now = costs[0]
+        self._plan = plan
+        self._on_span = on_span
+        self._is_asynchronous = costs[0].profile.device_is_asynchronous
+        self._sweeps = len(sweeps)
         self.now = self.device = 0.0
         self._opened = 0, 0
-        self._computed, self._chosen = (0.0, 0.0), [0.0] * len(block)
-        self.free, self._busy = dict.fromkeys(LANES, 0.0), dict.fromkeys(RESOURCES, 0.0)
+        self._computed = (0.0, 0.0)
+        self._chosen = [0.0] * len(block)
+        self.free = dict.fromkeys(LANES, 0.0)
+        self._busy = dict.fromkeys(RESOURCES, 0.0)
         self.ends: list[float] = []
         self.busy_at_ends: list[dict[str, float]] = []
-        at, layers = costs[0].at, costs[0].layers.layers
-        self._layers, count, self._last_layer = layers, len(layers), len(layers) - 1
+        at = costs[0].at
+        layers = costs[0].layers.layers
+        self._layers = layers
+        count = len(layers)
+        self._last_layer = len(layers) - 1
         self._steps = steps = _StepCosts(costs, block, sweeps)
-        layer_of = {layer.block: i for i, layer in enumerate(layers) if layer.kind in ATTENTION_KINDS}
-        units = {(x, k): kv_ring_bytes(at, x, batch) for x in layer_of for k, batch in enumerate(block)}
+        layer_of = {
+            layer.block: i for i, layer in enumerate(layers) if layer.kind in ATTENTION_KINDS
+        }
+        units = {
+            (x, k): kv_ring_bytes(at, x, batch) for x in layer_of for k, batch in enumerate(block)
+        }
         self._tokens = [sum(tokens_of(batch, sweep) for batch in block) for sweep in (0, 1)]
         self.tokens_now = self._tokens[0]
         row = sum(hidden_row_bytes(at.spec, at.itemsize)) if hidden_is_brought(at) else 0
         hidden = [[tokens_of(batch, sweep) * row for batch in block] for sweep in (0, 1)]
         self.cache = _Store(
-            self, "cache", 1, lambda key: units[key[1:]], lambda key: key[0],
+            self,
+            "cache",
+            1,
+            lambda key: units[key[1:]],
+            lambda key: key[0],
             lambda key: steps[key[0], layer_of[key[1]], key[2]],
-        )  # fmt: skip
+        )
         self.hidden = _Store(
-            self, "hidden", 2, lambda key: hidden[key[0] > 0][key[2]], lambda key: key[0] * count + key[1],
+            self,
+            "hidden",
+            2,
+            lambda key: hidden[key[0] > 0][key[2]],
+            lambda key: key[0] * count + key[1],
             steps.__getitem__,
-        )  # fmt: skip
-        self.close_cache, self.close_hidden = self.cache.close, self.hidden.close
+        )
+        self.close_cache = self.cache.close
+        self.close_hidden = self.hidden.close
         self.weights = _WeightStream(self, len(sweeps))
 
     def ring(self, name: str) -> Ring | None:
@@ -306,17 +370,22 @@ class _Simulation:
         nbytes = self._plan.size(name)
         return Ring(cast(Any, _Space(nbytes))) if nbytes else None
 
-    def queue(self, name: str, costs: Iterable[TransferCost], after: Iterable[Waitable]) -> list[Waitable]:
+    def queue(
+        self, name: str, costs: Iterable[TransferCost], after: Iterable[Waitable]
+    ) -> list[Waitable]:
         """Queue operations at the ends of their lanes' queues and return their events.
 
         after: the events that all of these operations wait for.
         """
-        free, busy, events = self.free, self._busy, list[Waitable]()
+        free = self.free
+        busy = self._busy
+        events = list[Waitable]()
         ready = self.now
         for event in after:
             ready = max(ready, cast(_Event, event).time)
         for cost in costs:
-            lane, link = cost.lane, cost.link
+            lane = cost.lane
+            link = cost.link
             start = max(ready, free[lane])
             free[lane] = end = start + cost.seconds
             busy[lane] += cost.seconds
@@ -351,7 +420,8 @@ class _Simulation:
     def begin_step(self, step: Step) -> str | None:
         """Begin a step and return its phase; None if an earlier micro-batch's step computes it."""
         self._opened = layer, phase = step.layer, int(step.sweep > 0)
-        self.costs_now, self.tokens_now = self.costs[phase], self._tokens[phase]
+        self.costs_now = self.costs[phase]
+        self.tokens_now = self._tokens[phase]
         if step.layer == 0:
             self.now = max(self.now, self._chosen[step.micro_batch])
         if step.micro_batch not in self._steps.of[layer][phase]:  # computed with an earlier one
@@ -367,7 +437,8 @@ class _Simulation:
 
     def decode(self) -> None:
         """Advance the clock by decoding the weight unit that the step has opened."""
-        (layer, phase), start = self._opened, max(self.now, self.device)
+        layer, phase = self._opened
+        start = max(self.now, self.device)
         cost = self.costs_now.decoding(layer, self._steps.of[layer][phase].values(), phase)
         self.device = start + cost.device_s
         self._busy["device_compute"] += cost.device_s
@@ -376,7 +447,8 @@ class _Simulation:
 
     def compute(self, step: Step) -> None:
         """Advance the clock by the computation of a step."""
-        cost, busy = self._steps[step.sweep, step.layer, step.micro_batch], self._busy
+        cost = self._steps[step.sweep, step.layer, step.micro_batch]
+        busy = self._busy
         busy["device_compute"] += cost.device_s
         busy["host_compute"] += cost.host_s
         if self._is_asynchronous:
@@ -397,7 +469,11 @@ class _Simulation:
     def end_layer(self, step: Step) -> bool:
         """End a layer of a sweep. Return whether the walk is over."""
         layer = self._layers[step.layer]
-        if self.costs_now.waits and layer.kind == "attention" and self.costs_now.at.spec.experts is not None:
+        if (
+            self.costs_now.waits
+            and layer.kind == "attention"
+            and self.costs_now.at.spec.experts is not None
+        ):
             self.weights.choose(layer.block, range(self.costs_now.at.spec.experts.count))
         if step.layer < self._last_layer:
             return False
@@ -414,7 +490,8 @@ class _WeightUnits:
 
     def __init__(self, sim: _Simulation) -> None:
         at = sim.costs[0].at
-        self._sim, self.decodes = sim, at.form.decodes
+        self._sim = sim
+        self.decodes = at.form.decodes
         self._nbytes = [weight_ring_bytes(at, unit) for unit in sim.costs[0].layers.units]
 
     def nbytes(self, unit: int) -> int:
@@ -432,11 +509,13 @@ class _WeightStream(BaseWeightStream[None]):
 
     def __init__(self, sim: _Simulation, sweeps: int) -> None:
         costs = sim.costs[0]
-        layers, ring = costs.layers.layers, sim.ring("weight ring")
+        layers = costs.layers.layers
+        ring = sim.ring("weight ring")
         ahead = len(layers) if costs.at.policy.overlap else 0
         # One more sweep: the engine loads ahead for later sweeps and for the next block.
         super().__init__(_WeightUnits(sim), ring, layers, sweeps + 1, ahead, costs.waits)
-        self._sim, self._coded = sim, {layer.unit for layer in layers if costs.decodes_in_products(layer)}
+        self._sim = sim
+        self._coded = {layer.unit for layer in layers if costs.decodes_in_products(layer)}
 
     def _open(self, unit: int, region: Region | None) -> None:
         pass
@@ -458,11 +537,20 @@ class _Store:
     """
 
     def __init__(
-        self, sim: _Simulation, name: str, first: int, nbytes: Callable[[UnitKey], int], use: Callable[[UnitKey], int],
+        self,
+        sim: _Simulation,
+        name: str,
+        first: int,
+        nbytes: Callable[[UnitKey], int],
+        use: Callable[[UnitKey], int],
         cost: Callable[[UnitKey], StepCost],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.nbytes = nbytes
-        self._sim, self._name, self._first, self._use, self._cost = sim, name, first, use, cost
+        self._sim = sim
+        self._name = name
+        self._first = first
+        self._use = use
+        self._cost = cost
         self._uses: Counter[tuple[int, ...]] = Counter()
         self._stores: dict[tuple[int, ...], list[Waitable]] = {}
 
@@ -481,9 +569,12 @@ class _Store:
         after = [*region.after, *self._stores.get(key[self._first :], ())]
         return cast(list[Done], self._sim.queue(f"load_{self._name}", moved, after))
 
-    def close(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
+    def close(
+        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
+    ) -> list[Waitable]:
         """Queue the store of a unit after the device is done. Return the fence and the stores."""
-        unit, cost = key[self._first :], self._cost(key)
+        unit = key[self._first :]
+        cost = self._cost(key)
         moved = cost.kv_store if self._first == 1 else cost.hidden_store
         self._uses[unit] += 1
         self._stores[unit] = self._sim.queue(f"store_{self._name}", moved, [done := fence()])

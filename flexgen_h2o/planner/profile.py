@@ -45,8 +45,8 @@ class Curve:
     """A rate as a function of a size.
 
     Outside the points, the nearest point counts. Between two points, size / rate is interpolated
-    linearly over the size. That is exact for work with a fixed time and a time per row. For example,
-    a product of few rows takes as long as reading its matrix.
+    linearly over the size. That is exact for work with a fixed time and a time per row. For
+    example, a product of few rows takes as long as reading its matrix.
     """
 
     # (size, rate) by rising size.
@@ -62,8 +62,10 @@ class Curve:
         i = bisect_left(self.points, size, key=itemgetter(0))
         if i == 0 or i == len(self.points):
             return self.points[min(i, len(self.points) - 1)][1]
-        (a, slow), (b, fast) = self.points[i - 1], self.points[i]
-        near, far = (b - size) * a, (size - a) * b
+        a, slow = self.points[i - 1]
+        b, fast = self.points[i]
+        near = (b - size) * a
+        far = (size - a) * b
         return (near + far) / (near / slow + far / fast)
 
     def scaled(self, factor: float) -> Curve:
@@ -132,7 +134,12 @@ class ComputeRates:
         # A sweep has a handful of shapes, and a search asks for them thousands of times.
         if key not in self._product_rates:
             by_shape = tuple(
-                (shape, Curve(tuple((width, over_rows.at(rows)) for width, over_rows in by_inner)).at(inner))
+                (
+                    shape,
+                    Curve(tuple((width, over_rows.at(rows)) for width, over_rows in by_inner)).at(
+                        inner
+                    ),
+                )
                 for shape, by_inner in self.matmul_flops_per_s
             )
             self._product_rates[key] = Curve(by_shape).at(outer / inner)
@@ -147,7 +154,8 @@ class ComputeRates:
         itemsize: bytes of one number of the dtype.
         faster: how many times faster 4-bit rows become int8 rows than they become the dtype.
         """
-        ((width, over_rows), *_), points = self.matmul_flops_per_s[0][1], []
+        (width, over_rows), *_ = self.matmul_flops_per_s[0][1]
+        points = []
         # Seconds per number of the matrix.
         becoming_s = itemsize / (self.device_dequantise_bytes_per_s * faster)
         for rows, _ in over_rows.points:
@@ -238,14 +246,18 @@ class HardwareProfile:
         """Return the rates of a dtype. Raise UsageError if it was not measured."""
         if dtype not in self.compute:
             raise UsageError(
-                f"profile of {self.machine}: has no compute rates of {dtype}, only {', '.join(self.compute)}; give "
+                f"profile of {self.machine}: has no compute rates of {dtype}, only "
+                f"{', '.join(self.compute)}; give "
                 "one of these with --dtype"
             )
         return self.compute[dtype]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of the profile file."""
-        return {"schema": PROFILE_SCHEMA, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
+        return {
+            "schema": PROFILE_SCHEMA,
+            **{f.name: _plain(getattr(self, f.name)) for f in fields(self)},
+        }
 
 
 NOMINAL = "nominal"
@@ -259,27 +271,55 @@ def nominal_profile(device_is_host: bool) -> HardwareProfile:
     dtypes = ("float32", "bfloat16", *(() if device_is_host else ("float16",)))
     compute = {dtype: _nominal_rates(dtype, device_is_host) for dtype in dtypes}
     return HardwareProfile(
-        machine=NOMINAL, description="round figures of a small machine", date="",
-        source="nominal: nothing was measured", device_is_host=device_is_host,
-        device_is_asynchronous=not device_is_host, device_mem_bytes=0 if device_is_host else 16 * GIB,
-        host_mem_bytes=32 * GIB, disk_mem_bytes=500 * GIB, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9,
-        h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10, h2d_unpinned_bytes_per_s=4e9, d2h_unpinned_bytes_per_s=4e9,
-        host_memory_bytes_per_s=2e10, device_memory_bytes_per_s=2e10 if device_is_host else 3e11,
-        disk_read_beside_compute=0.9, compute_beside_disk_read=0.95, link_both_ways=0.9,
-        kernel_s=1e-5, transfer_s=5e-5, disk_request_s=1e-4, overlay_bytes_per_s=2e9, step_s=1e-4,
-        attention_step_s=2e-4, eviction_step_s=2e-4, row_s=2e-6, short_read_compute_s=5e-5 * device_is_host,
-        cache_load_step_s=2e-4 * device_is_host, graph_step_s=5e-5 * (not device_is_host), compute=compute,
-    )  # fmt: skip
+        machine=NOMINAL,
+        description="round figures of a small machine",
+        date="",
+        source="nominal: nothing was measured",
+        device_is_host=device_is_host,
+        device_is_asynchronous=not device_is_host,
+        device_mem_bytes=0 if device_is_host else 16 * GIB,
+        host_mem_bytes=32 * GIB,
+        disk_mem_bytes=500 * GIB,
+        disk_read_bytes_per_s=2e9,
+        disk_write_bytes_per_s=1e9,
+        h2d_bytes_per_s=1e10,
+        d2h_bytes_per_s=1e10,
+        h2d_unpinned_bytes_per_s=4e9,
+        d2h_unpinned_bytes_per_s=4e9,
+        host_memory_bytes_per_s=2e10,
+        device_memory_bytes_per_s=2e10 if device_is_host else 3e11,
+        disk_read_beside_compute=0.9,
+        compute_beside_disk_read=0.95,
+        link_both_ways=0.9,
+        kernel_s=1e-5,
+        transfer_s=5e-5,
+        disk_request_s=1e-4,
+        overlay_bytes_per_s=2e9,
+        step_s=1e-4,
+        attention_step_s=2e-4,
+        eviction_step_s=2e-4,
+        row_s=2e-6,
+        short_read_compute_s=5e-5 * device_is_host,
+        cache_load_step_s=2e-4 * device_is_host,
+        graph_step_s=5e-5 * (not device_is_host),
+        compute=compute,
+    )
 
 
 def _nominal_rates(dtype: str, is_host: bool) -> ComputeRates:
     """Return the compute rates of `nominal_profile` for one dtype."""
     peak = 2e13 if not is_host else 1e11 if dtype == "float32" else 3e11
-    over_rows = Curve(((1, 1e10), (32, peak / 2), (128, peak)) if is_host else ((1, 2.5e11), (128, peak)))
-    flat, here, there = Curve.flat, Curve.flat(1.5e10 if is_host else 2e11), Curve.flat(1.5e10 if is_host else 1e10)
+    over_rows = Curve(
+        ((1, 1e10), (32, peak / 2), (128, peak)) if is_host else ((1, 2.5e11), (128, peak))
+    )
+    flat = Curve.flat
+    here = Curve.flat(1.5e10 if is_host else 2e11)
+    there = Curve.flat(1.5e10 if is_host else 1e10)
     others = (2e10, 5e9, 5e9, 1e9) if is_host else (2e11, 5e10, 5e9, 1e11)
     prompts = flat(peak / 3), flat(peak / 4)
-    rates = ComputeRates(((1.0, ((4096.0, over_rows),)),), *prompts, here, here, there, there, *others)
+    rates = ComputeRates(
+        ((1.0, ((4096.0, over_rows),)),), *prompts, here, here, there, there, *others
+    )
     in_int8 = flat(UNKNOWN_INT8_SPEEDUP if is_host and dtype == "bfloat16" else 1.0)
     return replace(rates, int8_speedup=in_int8).requantising(DTYPE_BYTES[dtype])
 
@@ -308,7 +348,10 @@ def find_profile(name_or_path: str | Path, flag: str = "--hardware") -> Path:
     if str(name_or_path) == path.name and shipped.is_file():
         return shipped
     names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
-    raise UsageError(f"{flag} {name_or_path}: no such file, and not a shipped profile ({names or 'none is here'})")
+    raise UsageError(
+        f"{flag} {name_or_path}: no such file, and not a shipped profile "
+        f"({names or 'none is here'})"
+    )
 
 
 def read_profile(path: Path, flag: str = "--hardware") -> HardwareProfile:
@@ -337,7 +380,9 @@ def profile_from_json(body: object) -> HardwareProfile:
     if schema < PROFILE_SCHEMA:
         given = _with_what_is_new(schema, given)
     profile = HardwareProfile(**_read_fields("", given, HardwareProfile))
-    rates = {d: r.requantising(DTYPE_BYTES[d], r.int4_speedup.at(1)) for d, r in profile.compute.items()}
+    rates = {
+        d: r.requantising(DTYPE_BYTES[d], r.int4_speedup.at(1)) for d, r in profile.compute.items()
+    }
     return profile if schema > 5 else replace(profile, compute=rates)
 
 
@@ -346,7 +391,11 @@ def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
 
     The added values are those of a machine of which nothing is known.
     """
-    since_4 = {"overlay_bytes_per_s": MOST_RATE, "short_read_compute_s": 0.0, "cache_load_step_s": 0.0}
+    since_4 = {
+        "overlay_bytes_per_s": MOST_RATE,
+        "short_read_compute_s": 0.0,
+        "cache_load_step_s": 0.0,
+    }
     found = {"link_both_ways": 1.0, "graph_step_s": 1.0, **({} if schema > 3 else since_4), **given}
     if not isinstance(compute := given.get("compute"), dict):
         return found
@@ -355,7 +404,9 @@ def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(rates, dict):
             return rates
         on_cpu = given.get("device_is_host") is True and dtype == "bfloat16"
-        requantise = _number(f"compute.{dtype}: requantise_speedup", rates.get("requantise_speedup", 1.0))
+        requantise = _number(
+            f"compute.{dtype}: requantise_speedup", rates.get("requantise_speedup", 1.0)
+        )
         since: dict[int, dict[str, Any]] = {
             2: {"blocked_speedup": {"1": 1.0}},
             3: {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}},
@@ -363,8 +414,16 @@ def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
             # Older schemas have a number: how many times faster 4 bits become int8 than the dtype.
             6: {"int4_speedup": {"1": requantise}},
         }
-        later = {name: value for came, new in since.items() if came > schema for name, value in new.items()}
-        return {**later, **{name: value for name, value in rates.items() if name != "requantise_speedup"}}
+        later = {
+            name: value
+            for came, new in since.items()
+            if came > schema
+            for name, value in new.items()
+        }
+        return {
+            **later,
+            **{name: value for name, value in rates.items() if name != "requantise_speedup"},
+        }
 
     return {**found, "compute": {dtype: renewed(dtype, rates) for dtype, rates in compute.items()}}
 
@@ -375,7 +434,8 @@ def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[st
     where: the beginning of an error message.
     """
     types = {f.name: str(f.type) for f in fields(kind)}
-    unknown, missing = sorted(set(given) - set(types)), sorted(set(types) - set(given))
+    unknown = sorted(set(given) - set(types))
+    missing = sorted(set(types) - set(given))
     if unknown or missing:
         problem = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
         raise UsageError(f"{where}{problem}")
@@ -418,7 +478,9 @@ def _number(name: str, value: object) -> float:
         raise UsageError(f"{name}: {value!r} is not a number")
     low, high, what = next(bounds for ending, bounds in RANGES.items() if name.endswith(ending))
     if not low <= value <= high:
-        raise UsageError(f"{name}: {value!r:.40} is out of range; {what} is between {low:g} and {high:g}")
+        raise UsageError(
+            f"{name}: {value!r:.40} is out of range; {what} is between {low:g} and {high:g}"
+        )
     return float(value)
 
 
@@ -504,4 +566,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     points = value.points if isinstance(value, Curve) else value
-    return {f"{size:g}": _plain(entry) for size, entry in points} if isinstance(points, tuple) else value
+    return (
+        {f"{size:g}": _plain(entry) for size, entry in points}
+        if isinstance(points, tuple)
+        else value
+    )

@@ -121,7 +121,9 @@ def to_json(answer: Answer) -> dict[str, Any]:
 
 def _details(answer: Answer) -> dict[str, Any]:
     """Return the `details` of `to_json`."""
-    space, plan, profile = answer.space, answer.plan, answer.space.machine.profile
+    space = answer.space
+    plan = answer.plan
+    profile = answer.space.machine.profile
     found: dict[str, Any] = {
         "model": space.spec.name,
         "workload": answer.workload,
@@ -145,7 +147,9 @@ def _details(answer: Answer) -> dict[str, Any]:
         "dual_s_per_gib": (dict(duals) or None) if answer.searched else None,
         "look_ahead": asdict(plan.memory.depth),
         "disk_read_bytes": answer.disk_read_bytes,
-        "faster": None if answer.faster is None else {"flag": answer.faster[0], "total_s": answer.faster[1]},
+        "faster": None
+        if answer.faster is None
+        else {"flag": answer.faster[0], "total_s": answer.faster[1]},
         "worth_more": None if answer.more is None else asdict(answer.more),
         "balanced_rows": balanced_rows(space, plan.policy),
         "active_weights": space.spec.num_active,
@@ -168,7 +172,13 @@ def to_text(answer: Answer, flags: str, command: str | None = None, benchmark: s
     if command is not None:
         policy += ["run it:", f"  {command}", "benchmark it:", f"  {benchmark}"]
     profile = answer.space.machine.profile
-    doubt = NOT_MEASURED if profile.machine == NOMINAL else MEASURED_BUSY if profile.was_disturbed else ""
+    doubt = (
+        NOT_MEASURED
+        if profile.machine == NOMINAL
+        else MEASURED_BUSY
+        if profile.was_disturbed
+        else ""
+    )
     end = [
         *_gains(answer, plan),
         *_faster(answer),
@@ -178,12 +188,15 @@ def to_text(answer: Answer, flags: str, command: str | None = None, benchmark: s
         *_night(answer, plan),
     ]
     seconds = [*_seconds(answer, plan), *_experts(answer, plan)]
-    return "\n".join([*_about(answer), "", *policy, "", *_memory(answer, plan), "", *seconds, "", *end])
+    return "\n".join(
+        [*_about(answer), "", *policy, "", *_memory(answer, plan), "", *seconds, "", *end]
+    )
 
 
 def _about(answer: Answer) -> Iterator[str]:
     """Yield lines about the model, the workload, quality, the machine and the checkpoint."""
-    need, machine = answer.space.need, answer.space.machine
+    need = answer.space.need
+    machine = answer.space.machine
     most = "" if answer.is_even else "at most "
     kept = (
         f"{answer.eviction['name']}, {counted(max(need.slots), 'KV slot')} per prompt"
@@ -192,13 +205,18 @@ def _about(answer: Answer) -> Iterator[str]:
     )
     yield (
         f"{answer.space.spec.name} in {machine.dtype}: {counted(need.rows, 'prompt')} of "
-        f"{most}{counted(need.prompt_len, 'token')}, {most}{counted(need.gen_len, 'new token')} each, {kept}"
+        f"{most}{counted(need.prompt_len, 'token')}, {most}{counted(need.gen_len, 'new token')} "
+        f"each, {kept}"
     )
     where = "no GPU, so all is in RAM or on disk" if machine.device_is_host else "GPU, RAM and disk"
-    source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
+    source = shorten(
+        machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ..."
+    )
     date = machine.profile.date[:10] or "no date"
     if answer.kv_loss is not None:
-        loss = f"KL {answer.kv_loss.kl:.2g} nats to the full cache, measured on {answer.kv_loss.model}"
+        loss = (
+            f"KL {answer.kv_loss.kl:.2g} nats to the full cache, measured on {answer.kv_loss.model}"
+        )
         yield f"quality: {loss} (docs/lab/quality.md)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source})"
     yield _checkpoint(answer)
@@ -209,17 +227,24 @@ def _checkpoint(answer: Answer) -> str:
 
     The files of the checkpoint do not count in the disk's budget.
     """
-    spec, itemsize = answer.space.spec, answer.space.machine.itemsize
-    config, nbytes = spec.quantization or {}, format_bytes(checkpoint_bytes(spec, itemsize))
-    stored = f"as published ({config['quant_method']})" if config else f"in {8 * itemsize} bits a number"
+    spec = answer.space.spec
+    itemsize = answer.space.machine.itemsize
+    config = spec.quantization or {}
+    nbytes = format_bytes(checkpoint_bytes(spec, itemsize))
+    stored = (
+        f"as published ({config['quant_method']})" if config else f"in {8 * itemsize} bits a number"
+    )
     if answer.download_bytes:
-        return f"checkpoint: {nbytes}, {stored}, not downloaded yet: this disk space is needed besides"
+        return (
+            f"checkpoint: {nbytes}, {stored}, not downloaded yet: this disk space is needed besides"
+        )
     return f"checkpoint: {nbytes}, {stored}, read in place and not in the disk's budget"
 
 
 def _night(answer: Answer, plan: Plan) -> Iterator[str]:
     """Yield a line with the work of one night, if all prompts take longer than a night."""
-    need, seconds = answer.space.need, plan.prediction.total_s
+    need = answer.space.need
+    seconds = plan.prediction.total_s
     if seconds > NIGHT_HOURS * 3600:
         nights = seconds / NIGHT_HOURS / 3600
         rows = int(need.rows / nights)
@@ -229,17 +254,30 @@ def _night(answer: Answer, plan: Plan) -> Iterator[str]:
 
 def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
     """Yield lines with the bytes by tier, the units loaded ahead and the bytes read from disk."""
-    memory, rows, largest = plan.memory, [["memory", "needed", "budget"]], [""]
+    memory = plan.memory
+    rows = [["memory", "needed", "budget"]]
+    largest = [""]
     for tier in answer.tiers:
         budget = answer.space.budgets.get(tier)
         limit = "-" if budget is None else format_bytes(budget)
         rows.append([TIER_NAMES[tier], format_bytes(memory.bytes_on(tier)), limit])
-        held = sorted((b for b in memory.buffers if b.tier == tier), key=lambda b: -b.nbytes)[:LARGEST]
+        held = sorted((b for b in memory.buffers if b.tier == tier), key=lambda b: -b.nbytes)[
+            :LARGEST
+        ]
         largest.append(", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in held))
-    yield from (f"{row}  {names}".rstrip() for row, names in zip(aligned(rows, right=True), largest, strict=True))
-    depths = {"weight": memory.depth.weights, "cache": memory.depth.cache, "hidden": memory.depth.hidden}
+    yield from (
+        f"{row}  {names}".rstrip()
+        for row, names in zip(aligned(rows, right=True), largest, strict=True)
+    )
+    depths = {
+        "weight": memory.depth.weights,
+        "cache": memory.depth.cache,
+        "hidden": memory.depth.hidden,
+    }
     units = {"weight": "weight unit", "cache": "KV unit", "hidden": "hidden state"}
-    rings = [counted(depth, units[kind]) for kind, depth in depths.items() if memory.size(f"{kind} ring")]
+    rings = [
+        counted(depth, units[kind]) for kind, depth in depths.items() if memory.size(f"{kind} ring")
+    ]
     if rings:
         yield f"loaded ahead: {', '.join(rings)}"
     if answer.disk_read_bytes:
@@ -248,14 +286,20 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
         blocks = -(-need.rows // plan.policy.block_size)
         each = format_bytes(answer.disk_read_bytes / blocks / need.gen_len)
         passes = f"{need.gen_len:,} {'pass' if need.gen_len == 1 else 'passes'}"
-        walked = f"{each} per pass ({blocks:,} {'batch' if blocks == 1 else 'batches'}, {passes} each)"
+        walked = (
+            f"{each} per pass ({blocks:,} {'batch' if blocks == 1 else 'batches'}, {passes} each)"
+        )
         most = "" if answer.is_even else "at most "
         yield f"disk reads in all: {most}{format_bytes(answer.disk_read_bytes)}, {walked}{more}"
 
 
 def _saving(plan: Plan) -> str:
     """Return the remark that fewer disk reads save no time; "" if they do save time."""
-    binding = {plan.prediction.binds(phase) for phase in PHASES if any(plan.prediction.busy[phase].values())}
+    binding = {
+        plan.prediction.binds(phase)
+        for phase in PHASES
+        if any(plan.prediction.busy[phase].values())
+    }
     is_hidden = plan.policy.overlap and binding.isdisjoint(LANES)
     return ", which saves no time: computing takes longer than reading" if is_hidden else ""
 
@@ -269,21 +313,30 @@ def _seconds(answer: Answer, plan: Plan) -> Iterator[str]:
     for name, words in names.items():
         if any(found.busy[phase][name] for phase in PHASES):
             cells = [(found.busy[phase][name], total[phase]) for phase in PHASES]
-            shares = [(three_digits(busy), f"{busy / whole:.0%}" if whole else "-") for busy, whole in cells]
+            shares = [
+                (three_digits(busy), f"{busy / whole:.0%}" if whole else "-")
+                for busy, whole in cells
+            ]
             rows.append([words, *(cell for pair in shares for cell in pair)])
     rows.append(["phase", *(cell for phase in PHASES for cell in (three_digits(total[phase]), ""))])
     yield from aligned(rows, right=True)
-    yield "bound: " + "; ".join(bound_text(found, phase, seconds, names) for phase, seconds in total.items() if seconds)
+    yield "bound: " + "; ".join(
+        bound_text(found, phase, seconds, names) for phase, seconds in total.items() if seconds
+    )
 
 
-def bound_text(found: Prediction, phase: str, seconds: float, names: Mapping[str, str] = RESOURCES) -> str:
+def bound_text(
+    found: Prediction, phase: str, seconds: float, names: Mapping[str, str] = RESOURCES
+) -> str:
     """Return text on what binds a phase of this many seconds, such as `decode by disk read`.
 
     names: the names of the resources for people.
     """
     name = found.binds(phase)
     share = found.busy[phase][name] / seconds
-    return f"{phase} by {names[name] if share >= BINDS else f'none alone ({names[name]} {share:.0%})'}"
+    return (
+        f"{phase} by {names[name] if share >= BINDS else f'none alone ({names[name]} {share:.0%})'}"
+    )
 
 
 def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
@@ -300,7 +353,8 @@ def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
         policy = replace(policy, gpu_batch_size=max(1, each))
         block = space.need.block((policy.gpu_batch_size,) * policy.num_gpu_batches)
         costs = space.machine.costs(space.spec, policy, space.need)
-        busy, weights_s = costs.busy(block, max(1, space.need.gen_len // 2)), costs.weights_s(policy.block_size)
+        busy = costs.busy(block, max(1, space.need.gen_len // 2))
+        weights_s = costs.weights_s(policy.block_size)
         compute_s = busy["device_compute"] + busy["host_compute"]
         others_s = max(0.0, max(busy[lane] for lane in LANES) - weights_s)
         if compute_s <= others_s:
@@ -321,12 +375,19 @@ def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
     if spec.experts is None:
         return
     used = f"{spec.experts.per_token} of {spec.experts.count} experts"
-    yield f"a token uses {used} of a layer, {spec.num_active / 1e9:.3g} of {spec.num_weights / 1e9:.3g} billion weights"
-    balanced, rows = balanced_rows(space, policy), policy.block_size
+    yield (
+        f"a token uses {used} of a layer, {spec.num_active / 1e9:.3g} of "
+        f"{spec.num_weights / 1e9:.3g} billion weights"
+    )
+    balanced = balanced_rows(space, policy)
+    rows = policy.block_size
     if balanced is None or balanced <= rows:
         return
     beside = sum(plan.memory.size(name) for name in ("hidden", "workspace")) / rows
-    held = f"{format_bytes(plan.memory.size('cache') / rows)} of KV and {format_bytes(beside)} for prefill"
+    held = (
+        f"{format_bytes(plan.memory.size('cache') / rows)} of KV and {format_bytes(beside)} for "
+        "prefill"
+    )
     enough = f"with {balanced:,.0f} prompts computing takes as long as loading weights"
     yield f"batches have {rows:,} prompts, each {held}; {enough}"
 
@@ -335,12 +396,16 @@ def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
     """Yield a line with the time that one GiB more saves on each tier."""
     if not answer.s_per_gib:
         return
-    total, said = plan.prediction.total_s, []
+    total = plan.prediction.total_s
+    said = []
     for tier in answer.tiers:
         gain = min(total, answer.s_per_gib.get(tier, 0.0))
         share = gain / total if total else 0.0
         percent = f"{share:.2%}" if share < SMALL_GAIN else f"{share:.1%}"
-        said.append(f"{TIER_NAMES[tier]} {'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({percent})'}")
+        said.append(
+            f"{TIER_NAMES[tier]} "
+            f"{'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({percent})'}"
+        )
     yield f"1 GiB more would save: {', '.join(said)} (with these batch sizes)"
 
 
@@ -348,4 +413,7 @@ def _faster(answer: Answer) -> Iterator[str]:
     """Yield a line with the flag that is predicted to save time, and what it costs."""
     if answer.faster is not None:
         flag, seconds = answer.faster
-        yield f"what makes it faster: {flag}, predicted {format_seconds(seconds)}; it multiplies in lower precision"
+        yield (
+            f"what makes it faster: {flag}, predicted {format_seconds(seconds)}; it multiplies "
+            "in lower precision"
+        )

@@ -57,7 +57,11 @@ OPTIMISM = 1.25
 # most, which the LP does not know: alone they would hide better candidates. A candidate of more
 # than 150,000 steps is only simulated if nothing else is. 32 micro-batches of a model with 128
 # experts per block may have as many.
-LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS, FEW_STEPS, LONG_STEPS = 6, 24, 40_000, 4_000, 150_000
+LEAST_SIMULATED = 6
+MOST_SIMULATED = 24
+QUICK_STEPS = 40_000
+FEW_STEPS = 4_000
+LONG_STEPS = 150_000
 MOST_STEPS = 4  # moves from the best plan to a better neighbour
 EQUAL = 1.003  # plans whose seconds differ by less are equally fast
 WORTH_READING = 1.05  # a plan in memory is taken unless one that uses the disk is faster by more
@@ -88,14 +92,20 @@ class Plan:
     def uses_disk(self) -> bool:
         """Whether a share of the weights, the KV cache or the hidden states is on disk."""
         policy = self.policy
-        return any(shares[2] for shares in (policy.weight_shares, policy.cache_shares, policy.hidden_shares))
+        return any(
+            shares[2]
+            for shares in (policy.weight_shares, policy.cache_shares, policy.hidden_shares)
+        )
 
 
 def evaluate(space: SearchSpace, policy: Policy) -> Plan:
     """Return the plan of a given policy. Raise DoesNotFitError if it does not fit the budgets."""
     space.check()
-    spec, need, machine = space.spec, space.need, space.machine
-    shape, budgets = shape_of(policy, need), dict(space.budgets)
+    spec = space.spec
+    need = space.need
+    machine = space.machine
+    shape = shape_of(policy, need)
+    budgets = dict(space.budgets)
     plan = plan_within(spec, policy, shape, machine.itemsize, machine.device_is_host, budgets)
     return Plan(policy, plan, predict(spec, policy, need, machine, plan, even_blocks(policy, need)))
 
@@ -114,7 +124,9 @@ def search(space: SearchSpace) -> Plan:
 def _fastest(space: SearchSpace) -> Plan | None:
     """Return the plan that `search` returns; None if nothing fits."""
     # If nothing of the coarse grid fits, one sequence at a time may.
-    found = _coarse(space) or [evaluate(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)]
+    found = _coarse(space) or [
+        evaluate(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)
+    ]
     if not found:
         return None
     # Plans that are all in memory and plans that use the disk improve in different directions.
@@ -124,12 +136,17 @@ def _fastest(space: SearchSpace) -> Plan | None:
     if best.uses_disk:
         with suppress(DoesNotFitError):
             found.append(evaluate(space, replace(best.policy, percent=IN_MEMORY)))
-    found = [p for p in found if not p.uses_disk and p.seconds <= WORTH_READING * best.seconds] or found
+    found = [
+        p for p in found if not p.uses_disk and p.seconds <= WORTH_READING * best.seconds
+    ] or found
     fastest = min(plan.seconds for plan in found)
     # Plans within EQUAL count as equally fast. The one that uses least of the slowest tiers wins.
     return min(
         (plan for plan in found if plan.seconds <= EQUAL * fastest),
-        key=lambda plan: (*(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)), plan.seconds),
+        key=lambda plan: (
+            *(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)),
+            plan.seconds,
+        ),
     )
 
 
@@ -144,7 +161,8 @@ def _coarse(space: SearchSpace) -> list[Plan]:
         is_late = tried == MOST_SIMULATED or (tried >= LEAST_SIMULATED and not is_quick)
         if found and (is_late or own > LONG_STEPS):
             continue
-        tried, steps = tried + 1, steps + own
+        tried = tried + 1
+        steps = steps + own
         found += _simulated(space, candidate, solution)
         fastest = min((plan.seconds for plan in found), default=math.inf)
     return found
@@ -169,7 +187,10 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
     solution = fastest_shares(space, policy, space.deepest(policy) or SEQUENTIAL, space.budgets)
     if solution is None:
         return {}
-    return {tier: max(0.0, dual) * _blocks(space, policy) for tier, dual in solution.gain_s_per_gib.items()}
+    return {
+        tier: max(0.0, dual) * _blocks(space, policy)
+        for tier, dual in solution.gain_s_per_gib.items()
+    }
 
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
@@ -210,8 +231,12 @@ def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
             break
         solution = fastest_shares(space, candidate.policy, candidate.depth, space.budgets)
         if solution is not None:
-            found.append((solution.seconds * _likely_blocks(space, candidate.policy), candidate, solution))
-            fastest = min(fastest, found[-1][0] if round(solution.shares[4], 2) in (0, 1) else math.inf)
+            found.append(
+                (solution.seconds * _likely_blocks(space, candidate.policy), candidate, solution)
+            )
+            fastest = min(
+                fastest, found[-1][0] if round(solution.shares[4], 2) in (0, 1) else math.inf
+            )
     return sorted(found, key=itemgetter(0))
 
 
@@ -220,24 +245,39 @@ def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> 
     policy = candidate.policy
     placed = list(placements(space, policy, solution.shares))
     if not placed:
-        tighter = {tier: None if b is None else int(b * TIGHTER) for tier, b in space.budgets.items()}
+        tighter = {
+            tier: None if b is None else int(b * TIGHTER) for tier, b in space.budgets.items()
+        }
         other = fastest_shares(space, policy, candidate.depth, tighter)
         placed = [] if other is None else list(placements(space, policy, other.shares))
     # If the whole KV cache is on the device, --cpu-cache-compute would do nothing.
-    on_host = [p.cpu_cache_compute and (p.percent[2] < 100 or space.base.cpu_cache_compute) for p in placed]
+    on_host = [
+        p.cpu_cache_compute and (p.percent[2] < 100 or space.base.cpu_cache_compute) for p in placed
+    ]
     needed = (replace(p, cpu_cache_compute=side) for p, side in zip(placed, on_host, strict=True))
     return [evaluate(space, policy) for policy in needed]
 
 
 def _improved(space: SearchSpace, best: Plan) -> Plan:
     """Return the plan that repeated moves to the best neighbour reach, at most MOST_STEPS."""
-    key = attrgetter("gpu_batch_size", "num_gpu_batches", "cpu_cache_compute", "compress_weight", "compress_cache")
-    tried, most_steps = {key(best.policy)}, max(LONG_STEPS, _steps(space, best.policy))
+    key = attrgetter(
+        "gpu_batch_size",
+        "num_gpu_batches",
+        "cpu_cache_compute",
+        "compress_weight",
+        "compress_cache",
+    )
+    tried = {key(best.policy)}
+    most_steps = max(LONG_STEPS, _steps(space, best.policy))
     for _ in range(MOST_STEPS):
         found = [best]
         for candidate in _neighbours(space, best.policy):
             policy = candidate.policy
-            if key(policy) in tried or candidate.bound_s >= best.seconds or _steps(space, policy) > most_steps:
+            if (
+                key(policy) in tried
+                or candidate.bound_s >= best.seconds
+                or _steps(space, policy) > most_steps
+            ):
                 continue
             tried.add(key(policy))
             solution = fastest_shares(space, policy, candidate.depth, space.budgets)
@@ -267,21 +307,40 @@ class Candidate:
 
 def candidates(space: SearchSpace) -> list[Candidate]:
     """Return all candidates of the coarse grid that may fit, the lowest bound first."""
-    even = (policy for gbs, batches in space.block_sizes() for policy in space.policies(gbs, batches))
+    even = (
+        policy for gbs, batches in space.block_sizes() for policy in space.policies(gbs, batches)
+    )
     tried = (bounded(space, policy) for policy in dict.fromkeys([*even, *_largest(space)]))
     return sorted((c for c in tried if c is not None), key=attrgetter("bound_s"))
 
 
 def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
     """Return candidates with larger and smaller micro-batches, and with more and fewer of them."""
-    gbs, batches = policy.gpu_batch_size, policy.num_gpu_batches
+    gbs = policy.gpu_batch_size
+    batches = policy.num_gpu_batches
     sizes = [
-        (gbs * 2 // 3, batches), (gbs * 3 // 2, batches), (gbs, batches * 2 // 3), (gbs, batches * 3 // 2),
-        (gbs + 1, batches), (gbs - 1, batches), (gbs, batches + 1), (gbs // 2, 2 * batches), (2 * gbs, batches // 2),
-    ]  # fmt: skip
+        (gbs * 2 // 3, batches),
+        (gbs * 3 // 2, batches),
+        (gbs, batches * 2 // 3),
+        (gbs, batches * 3 // 2),
+        (gbs + 1, batches),
+        (gbs - 1, batches),
+        (gbs, batches + 1),
+        (gbs // 2, 2 * batches),
+        (2 * gbs, batches // 2),
+    ]
     most = min(space.need.rows, MOST_ROWS)
-    allowed = [(a, b) for a, b in dict.fromkeys(sizes) if 1 <= a <= space.most_micro_batch and b >= 1 and a * b <= most]
-    tried = (bounded(space, p) for a, b in allowed if (a, b) != (gbs, batches) for p in space.policies(a, b))
+    allowed = [
+        (a, b)
+        for a, b in dict.fromkeys(sizes)
+        if 1 <= a <= space.most_micro_batch and b >= 1 and a * b <= most
+    ]
+    tried = (
+        bounded(space, p)
+        for a, b in allowed
+        if (a, b) != (gbs, batches)
+        for p in space.policies(a, b)
+    )
     return [candidate for candidate in tried if candidate is not None]
 
 
@@ -293,11 +352,14 @@ def _largest(space: SearchSpace) -> Iterator[Policy]:
     micro-batches that cut the workload into as many equal blocks are tried too. The sizes are found
     with the base policy's switches, and tried with all switches.
     """
-    rows, kinds = space.need.rows, [(IN_MEMORY, MEMORY[:1]), (IN_MEMORY, MEMORY), (STREAMED_WEIGHTS, MEMORY)]
+    rows = space.need.rows
+    kinds = [(IN_MEMORY, MEMORY[:1]), (IN_MEMORY, MEMORY), (STREAMED_WEIGHTS, MEMORY)]
     kinds += [] if space.machine.device_is_host else [((0, 100, 0, 100, 100, 0), MEMORY[:1])]
     for batches in (k for k in FEW_BATCHES if k <= rows):
         for percent, tiers in kinds:
-            gbs = _most_rows(space, replace(space.base, num_gpu_batches=batches, percent=percent), tiers)
+            gbs = _most_rows(
+                space, replace(space.base, num_gpu_batches=batches, percent=percent), tiers
+            )
             if gbs:
                 blocks = -(-rows // (gbs * batches))
                 for size in (gbs, -(-rows // (blocks * batches))):
@@ -321,7 +383,9 @@ def _most_rows(space: SearchSpace, policy: Policy, tiers: Sequence[str]) -> int:
     return bisect_left(range(1, most), True, key=is_over) if is_over(most) else most
 
 
-def _over_memory(space: SearchSpace, policy: Policy, depth: Depth, tiers: Sequence[str] = MEMORY) -> float:
+def _over_memory(
+    space: SearchSpace, policy: Policy, depth: Depth, tiers: Sequence[str] = MEMORY
+) -> float:
     """Return the bytes that these tiers together hold above their budgets, at least 0.
 
     The result is 0 if one of the tiers has no budget.
@@ -340,12 +404,19 @@ def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
         return None
     # Disk reads slow down compute, so a step computes fastest if everything is in memory. But the
     # device computes less if the KV cache is off it and the host attends. So both corners count.
-    places: tuple[tuple[int, ...], ...] = ((0, 2, 4),) if space.machine.device_is_host else ((0, 2, 4), ())
+    places: tuple[tuple[int, ...], ...] = (
+        ((0, 2, 4),) if space.machine.device_is_host else ((0, 2, 4), ())
+    )
     corners = [find_corner(space, policy, place, depth) for place in places]
     overflow = _over_memory(space, replace(policy, percent=IN_MEMORY), depth)
-    least_s = {"prefill": 0.0, "decode": LEAST_READ * overflow / space.machine.profile.disk_read_bytes_per_s}
+    least_s = {
+        "prefill": 0.0,
+        "decode": LEAST_READ * overflow / space.machine.profile.disk_read_bytes_per_s,
+    }
     for phase in least_s:
-        least_s[phase] = max(least_s[phase], min(corner.busy[phase]["device_compute"] for corner in corners))
+        least_s[phase] = max(
+            least_s[phase], min(corner.busy[phase]["device_compute"] for corner in corners)
+        )
     bound_s = least_s["prefill"] + (space.need.gen_len - 1) * least_s["decode"]
     return Candidate(policy, depth, bound_s * _blocks(space, policy))
 
@@ -394,7 +465,10 @@ def single_row_policies(space: SearchSpace, most: int) -> list[Policy]:
     The policies with most bytes in fast memory come first.
     """
     every = [held for policy in space.policies(1, 1) for held in _on_whole_tiers(space, policy)]
-    fitting = sorted((h for h in every if not h.over), key=lambda h: [h.memory.bytes_on(t) for t in reversed(TIERS)])
+    fitting = sorted(
+        (h for h in every if not h.over),
+        key=lambda h: [h.memory.bytes_on(t) for t in reversed(TIERS)],
+    )
     if fitting:
         return [held.policy for held in fitting[:most]]
     tried = tight_fit(space)
@@ -442,17 +516,23 @@ def too_small(space: SearchSpace) -> str:
         every = (one for policy in space.policies(1, 1) for one in _on_whole_tiers(space, policy))
         held = min(every, key=attrgetter("excess"))
     enough = held.enough
-    given = " and ".join(f"--{tier}-mem {format_bytes(space.budgets.get(tier) or 0)}" for tier in enough)
+    given = " and ".join(
+        f"--{tier}-mem {format_bytes(space.budgets.get(tier) or 0)}" for tier in enough
+    )
     needed = " ".join(f"--{tier}-mem {nbytes}" for tier, nbytes in enough.items())
     reads = disk_reads(space, held.policy)
     more = worth_more(_with_budgets(space, enough), reads)
     read = f" and {format_bytes(reads)} of disk reads" if reads else ""
-    said = ((advice(tier, space.budgets.get(tier), n), f"raise --{tier}-mem") for tier, n in enough.items())
+    said = (
+        (advice(tier, space.budgets.get(tier), n), f"raise --{tier}-mem")
+        for tier, n in enough.items()
+    )
     full = [text for text, usual in said if text != usual]
     return (
         f"{given} {'is' if len(enough) == 1 else 'are'} too small by "
         f"{', '.join(map(format_bytes, held.over.values()))}; the least that would do: {needed} "
-        f"({', '.join(map(format_bytes, enough.values()))}), with {_switches(space, held.policy)}{read}"
+        f"({', '.join(map(format_bytes, enough.values()))}), with "
+        f"{_switches(space, held.policy)}{read}"
         f"{'' if more is None else '; ' + more.text}{'; ' + full[0] if full else ''}"
     )
 
@@ -485,7 +565,9 @@ class More:
     @property
     def text(self) -> str:
         """Advice such as `--host-mem 200MiB would cut disk reads to at most 4.40 GiB`."""
-        needed = " ".join(f"--{tier}-mem {nbytes // MIB}MiB" for tier, nbytes in self.budgets.items())
+        needed = " ".join(
+            f"--{tier}-mem {nbytes // MIB}MiB" for tier, nbytes in self.budgets.items()
+        )
         return f"{needed} would cut disk reads to at most {format_bytes(self.disk_read_bytes)}"
 
 
@@ -501,11 +583,16 @@ def worth_more(space: SearchSpace, reads: float) -> More | None:
     found: list[More] = []
     if not reads:
         return None
-    for (gbs, batches), (w, c, h) in product(space.block_sizes(), product(WHOLE[1:], WHOLE, WHOLE[:2])):
+    for (gbs, batches), (w, c, h) in product(
+        space.block_sizes(), product(WHOLE[1:], WHOLE, WHOLE[:2])
+    ):
         for policy in space.policies(gbs, batches):
             held = _held(space, policy, (*w, *c, *h))
             more = {tier: round_up(nbytes, MIB) for tier, nbytes in held.enough.items()}
-            if more and all(nbytes <= WORTH_MORE * (space.budgets.get(tier) or 0) for tier, nbytes in more.items()):
+            if more and all(
+                nbytes <= WORTH_MORE * (space.budgets.get(tier) or 0)
+                for tier, nbytes in more.items()
+            ):
                 found.append(More(more, disk_reads(space, held.policy)))
     fewest = min((one.disk_read_bytes for one in found), default=reads)
     if NEARLY * fewest >= reads / 2:

@@ -12,11 +12,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format, weight_parts
+from flexgen_h2o.checkpoint.formats import (
+    TensorLayout,
+    WeightFormat,
+    layouts_of,
+    weight_format,
+    weight_parts,
+)
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import Layer, LayerKind, ModelSpec, WeightUnit
-from flexgen_h2o.core.units import BLOCK_ROWS, FEW_ROWS, PAGE, TRANSFER_CHUNK, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.engine.memory_plan import attends_on_host, hidden_is_streamed, hidden_row_bytes, kv_layout, record_in
+from flexgen_h2o.core.units import (
+    BLOCK_ROWS,
+    FEW_ROWS,
+    PAGE,
+    TRANSFER_CHUNK,
+    WRITE_BACK_STEPS,
+    round_up,
+)
+from flexgen_h2o.engine.memory_plan import (
+    attends_on_host,
+    hidden_is_streamed,
+    hidden_row_bytes,
+    kv_layout,
+    record_in,
+)
 from flexgen_h2o.engine.temporaries import is_blocked
 from flexgen_h2o.engine.weight_units import layers_of, streamed_bytes, unit_kinds, waits_for_router
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
@@ -131,7 +150,8 @@ class CostContext:
 
     def cut(self, depth: int) -> CostContext:
         """Return the same context with only `depth` transformer blocks, evenly taken from all."""
-        spec, need = self.spec, self.need
+        spec = self.spec
+        need = self.need
         chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
         slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
         cut = spec.of_blocks(chosen)
@@ -148,7 +168,13 @@ class CostContext:
         key = self.need.slots_of(block, batch.longest), batch.rows, record
         if key not in self._layouts:
             self._layouts[key] = kv_layout(
-                self.spec, self.policy, batch.rows, key[0], record, self.itemsize, self.device_is_host
+                self.spec,
+                self.policy,
+                batch.rows,
+                key[0],
+                record,
+                self.itemsize,
+                self.device_is_host,
             )
         return self._layouts[key]
 
@@ -193,15 +219,22 @@ def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
 
 # A model has about four kinds of units, so the cache answers nearly all calls.
 @lru_cache(maxsize=4096)
-def _weight_moves(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> tuple[Transfer, ...]:
-    nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
+def _weight_moves(
+    layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool
+) -> tuple[Transfer, ...]:
+    nbytes = {"disk": 0.0, "host": 0.0}
+    pieces = {"disk": 0, "host": 0}
     for layout in layouts:
         for part, streamed in layout.homes(shares, device_is_host):
             if streamed:
                 nbytes[part.tier] += layout.part_bytes(part)
                 pieces[part.tier] += len(layout.stored)
     crosses = {"disk": not device_is_host, "host": False}
-    return tuple(Transfer(lane, nbytes[t], pieces[t], crosses[t]) for t, lane in LOAD_LANES.items() if nbytes[t])
+    return tuple(
+        Transfer(lane, nbytes[t], pieces[t], crosses[t])
+        for t, lane in LOAD_LANES.items()
+        if nbytes[t]
+    )
 
 
 def kv_ring_bytes(at: CostContext, block: int, batch: Batch) -> int:
@@ -231,25 +264,32 @@ def kv_store_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tup
     decode_sweeps = max(1, at.need.gen_len - 1)
     share = decode_sweeps // WRITE_BACK_STEPS / decode_sweeps
     found = [
-        replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share) for m in whole if m.lane == "disk_write" and share
+        replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share)
+        for m in whole
+        if m.lane == "disk_write" and share
     ]
     layout = at.kv_layout(block, batch)
     on_host = [part for part in layout.parts if part.tier == "host" and not at.on_host]
     return (*found, *(Transfer("d2h", part.rows * layout.column_bytes, 1) for part in on_host))
 
 
-def _unit_moves(at: CostContext, block: int, batch: Batch, sweep: int, lanes: dict[str, str]) -> tuple[Transfer, ...]:
+def _unit_moves(
+    at: CostContext, block: int, batch: Batch, sweep: int, lanes: dict[str, str]
+) -> tuple[Transfer, ...]:
     """Return the transfers of the KV entries that a sweep leaves, for each streamed part of a unit.
 
     lanes: the lane by tier of a part.
     """
-    layout, columns = at.kv_layout(block, batch), at.need.columns(block, sweep, batch.longest)
+    layout = at.kv_layout(block, batch)
+    columns = at.need.columns(block, sweep, batch.longest)
     found = []
     for part in layout.parts:
         if is_streamed(part.tier, at.on_host):
             ranges = layout.live_ranges(part, batch.rows, columns)
             crosses = part.tier == "disk" and not at.on_host
-            found.append(Transfer(lanes[part.tier], sum(n for _, n in ranges), len(ranges), crosses))
+            found.append(
+                Transfer(lanes[part.tier], sum(n for _, n in ranges), len(ranges), crosses)
+            )
     return tuple(found)
 
 
@@ -261,7 +301,12 @@ def hidden_moves(at: CostContext, batch: Batch, sweep: int, store: bool) -> tupl
     lanes = {"device": "d2h", **STORE_LANES} if store else {"device": "h2d", **LOAD_LANES}
     rows = hidden_row_bytes(at.spec, at.itemsize)
     return tuple(
-        Transfer(lanes[part.tier], part.rows * sum(rows), len(rows), part.tier == "disk" and not at.device_is_host)
+        Transfer(
+            lanes[part.tier],
+            part.rows * sum(rows),
+            len(rows),
+            part.tier == "disk" and not at.device_is_host,
+        )
         for part in split_rows(tokens_of(batch, sweep), at.hidden_shares)
     )
 
@@ -276,9 +321,13 @@ def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> flo
 
     blocks: pairs of a block and the number of times that it runs.
     """
-    kinds, sweeps = unit_kinds(at.spec, at.policy, at.form), at.need.gen_len
-    from_disk = [_from_disk(_weight_moves(k, at.weight_shares, at.device_is_host)) for k in kinds.layouts]
-    loads, waits = Counter(kinds.cycle), waits_for_router(at.spec, at.policy)
+    kinds = unit_kinds(at.spec, at.policy, at.form)
+    sweeps = at.need.gen_len
+    from_disk = [
+        _from_disk(_weight_moves(k, at.weight_shares, at.device_is_host)) for k in kinds.layouts
+    ]
+    loads = Counter(kinds.cycle)
+    waits = waits_for_router(at.spec, at.policy)
     layers = Counter(len(layer.experts) for layer in layers_of(at.spec, at.policy).layers[1:])
     columns = at.need.kinds
     blocks_alike = {columns.index(key): count for key, count in Counter(columns).items()}
@@ -289,20 +338,27 @@ def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> flo
         return sum(count * from_disk[kind] * shares[kind] for kind, count in loads.items())
 
     def of_hidden(batch: Batch, sweep: int) -> float:
-        steps = sum(count * _share_used(at, experts, tokens_of(batch, sweep)) for experts, count in layers.items())
+        steps = sum(
+            count * _share_used(at, experts, tokens_of(batch, sweep))
+            for experts, count in layers.items()
+        )
         return steps * _from_disk(hidden_moves(at, batch, sweep, store=False))
 
     def of_batch(batch: Batch) -> float:
         cache = 0.0
         for sweep in range(1, sweeps if at.policy.cache_shares[2] else 1):
-            cache += sum(n * _from_disk(kv_load_moves(at, i, batch, sweep)) for i, n in blocks_alike.items())
+            cache += sum(
+                n * _from_disk(kv_load_moves(at, i, batch, sweep)) for i, n in blocks_alike.items()
+            )
         rows = (batch.fed + (sweeps - 1) * batch.rows) * looked_up_bytes(at)
         return cache + rows + of_hidden(batch, 0) + (sweeps - 1) * of_hidden(batch, 1)
 
     # A tied head and the next embedding are one load, except before the very first sweep.
     total = from_disk[kinds.cycle[-1]] if at.spec.shares_table else 0.0
     for block, count in blocks:
-        prefill, decode = (of_weights(sum(tokens_of(batch, sweep) for batch in block)) for sweep in (0, 1))
+        prefill, decode = (
+            of_weights(sum(tokens_of(batch, sweep) for batch in block)) for sweep in (0, 1)
+        )
         total += count * (prefill + (sweeps - 1) * decode)
         total += count * sum(n * of_batch(batch) for batch, n in Counter(block).items())
     return total
@@ -321,7 +377,12 @@ def tokens_of(batch: Batch, sweep: int) -> int:
 
 
 def layer_work(
-    at: CostContext, layer: Layer, unit: WeightUnit, batch: Batch, sweep: int, tokens: int | None = None
+    at: CostContext,
+    layer: Layer,
+    unit: WeightUnit,
+    batch: Batch,
+    sweep: int,
+    tokens: int | None = None,
 ) -> Work:
     """Return the work of one (layer, micro-batch) step.
 
@@ -339,7 +400,11 @@ def layer_work(
     alone = Work(_products(at, unit, tokens), elementwise=elementwise)
     if layer.kind == "mlp":
         return alone
-    return _with_decode(at, alone, layer.block, batch, sweep) if sweep else _with_prefill(at, alone, layer.block, batch)
+    return (
+        _with_decode(at, alone, layer.block, batch, sweep)
+        if sweep
+        else _with_prefill(at, alone, layer.block, batch)
+    )
 
 
 def _experts_work(at: CostContext, layer: Layer, unit: WeightUnit, tokens: int) -> Work:
@@ -347,7 +412,8 @@ def _experts_work(at: CostContext, layer: Layer, unit: WeightUnit, tokens: int) 
 
     `per_token` experts of a block compute each token. The choice is assumed to be even.
     """
-    experts, size = at.spec.experts, len(layer.experts)
+    experts = at.spec.experts
+    size = len(layer.experts)
     assert experts is not None
     used = experts.share_used(tokens) * size
     pairs = tokens * experts.per_token * size / experts.count
@@ -386,7 +452,8 @@ def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
     Each number of a model family's own buffers is written, and read once more. A number that is
     rotated is read and written.
     """
-    norm, width = 2 * spec.hidden_size, 0
+    norm = 2 * spec.hidden_size
+    width = 0
     if kind != "mlp":
         rotated = spec.rotary.width * (spec.num_heads + spec.num_kv_heads) if spec.rotary else 0
         width += norm + 2 * rotated
@@ -407,14 +474,16 @@ def _column(at: CostContext, block: int, batch: Batch) -> tuple[int, float]:
 
 def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Work:
     """Return the work `alone`, without attention, plus attention over prompts."""
-    q_width, column = at.spec.num_heads * at.spec.head_dim, 2 * at.spec.num_kv_heads * at.spec.head_dim * at.itemsize
+    q_width = at.spec.num_heads * at.spec.head_dim
+    column = 2 * at.spec.num_kv_heads * at.spec.head_dim * at.itemsize
     stored, packing = _column(at, block, batch)
     kept = batch.rows * at.need.columns(block, 0, batch.mean_len)
     # If attention runs on the host, kept KV entries go there as they are written.
     off_device = 1.0 - at.policy.cache_shares[0] if at.on_host and not at.device_is_host else 0.0
     # Shared prefixes are copied in front of the sequences' own KV entries.
     copied = 2.0 * batch.tokens * column if batch.saved else 0.0
-    pairs, window = float(batch.pairs), at.spec.window(block)
+    pairs = float(batch.pairs)
+    window = at.spec.window(block)
     # A query does not read the KV entries that have left its window.
     if window is not None:
         pairs *= 1 - max(0.0, 1 - window / batch.mean_len) ** 2
@@ -430,10 +499,13 @@ def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Wor
 def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: int) -> Work:
     """Return the work `alone`, without attention, plus attention over the sequences' KV slots."""
     spec = at.spec
-    q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
+    q_width = spec.num_heads * spec.head_dim
+    column = 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
     stored, packing = _column(at, block, batch)
     columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
-    read = columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
+    read = (
+        columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
+    )
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
     in_window = spec.window(block) is not None
     common = 0 if in_window else at.need.common
@@ -477,16 +549,22 @@ def _products(at: CostContext, unit: WeightUnit, rows: int) -> tuple[Product, ..
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
     blocks = is_blocked(at.form, at.device_is_host)
     found = tuple(
-        Product(rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0)
+        Product(
+            rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0
+        )
         for columns, part in _part_shapes(shapes, shares)
     )
     if rows > FEW_ROWS or not at.reads_codes:
         return found
     matrices = (layout for layout in layouts_of(at.form, unit.tensors) if layout.is_matrix)
-    return tuple(replace(p, coded=coded_bytes(at, layout)) for p, layout in zip(found, matrices, strict=True))
+    return tuple(
+        replace(p, coded=coded_bytes(at, layout)) for p, layout in zip(found, matrices, strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)
-def _part_shapes(shapes: tuple[tuple[int, ...], ...], shares: Shares) -> tuple[tuple[int, Part], ...]:
+def _part_shapes(
+    shapes: tuple[tuple[int, ...], ...], shares: Shares
+) -> tuple[tuple[int, Part], ...]:
     """Return (matrix columns, rows) of each part of each matrix."""
     return tuple((shape[1], part) for shape in shapes for part in weight_parts(shape, shares))

@@ -38,15 +38,21 @@ class Refused(Exception):
     retry_after: seconds, for status 429 and 503.
     """
 
-    def __init__(self, status: int, message: str, code: str | None = None, retry_after: int | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, code: str | None = None, retry_after: int | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.retry_after = status, code, retry_after
+        self.status = status
+        self.code = code
+        self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:
         name, colon, _ = str(self).partition(":")
         param = name if colon and name.replace("_", "").isalnum() else None
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            self.status, "invalid_request_error"
+        )
         kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
 
@@ -104,19 +110,24 @@ def json_of(data: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise Refused(400, "the body is nested too deeply", "invalid_json") from error
     except ValueError as error:
-        raise Refused(400, f"the body is not valid JSON ({json_reason(error)})", "invalid_json") from error
+        raise Refused(
+            400, f"the body is not valid JSON ({json_reason(error)})", "invalid_json"
+        ) from error
     if not isinstance(value, dict):
         raise Refused(400, "the body is not a JSON object", "invalid_json")
     return value
 
 
-def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: int, length: int) -> Asked:
+def read_asked(
+    reader: RequestReader, url: str, body: Mapping[str, Any], rows: int, length: int
+) -> Asked:
     """Return the request of a body. Raise Refused, naming the field, if it cannot be run.
 
     rows: most sequences.
     length: most tokens of a sequence, prompt and answer.
     """
-    name, positions = secrets.token_hex(12), reader.model.spec.max_positions
+    name = secrets.token_hex(12)
+    positions = reader.model.spec.max_positions
     try:
         answers, found = reader.served(url, body, name, rows)
         for i, request in enumerate(found[:: answers.n]):
@@ -127,7 +138,11 @@ def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: i
             say_line(f"a request: {error}")
         raise Refused(500 if error.is_ours else 400, str(error), error.code) from error
     if sum(_numbers(one, positions) for one in found) > MOST_NUMBERS:
-        raise Refused(400, f"logprobs: more than {MOST_NUMBERS} numbers in one answer; ask for fewer", "too_large")
+        raise Refused(
+            400,
+            f"logprobs: more than {MOST_NUMBERS} numbers in one answer; ask for fewer",
+            "too_large",
+        )
     return Asked(name, tuple(found), answers.n, answers.stream, answers.usage, int(time.time()))
 
 
@@ -138,13 +153,15 @@ def _check_length(request: Request, most: int, positions: int, where: str) -> No
     left.
     where: which of several prompts it is, for the error.
     """
-    length, new = len(request.prompt.token_ids), request.params.max_tokens
+    length = len(request.prompt.token_ids)
+    new = request.params.max_tokens
     # The newest token needs no position.
     asked = length + (max(0, new - 1) if most < positions else 0)
     if asked > most:
         raise RowError(
             "context_length_exceeded",
-            f"prompt: {length} tokens, and max_tokens {new}, but this server takes {most} together{where}",
+            f"prompt: {length} tokens, and max_tokens {new}, but this server takes {most} "
+            f"together{where}",
         )
 
 
@@ -153,8 +170,11 @@ def _numbers(request: Request, positions: int) -> int:
 
     An answer ends at the model's positions.
     """
-    params, echoed = request.params, len(request.prompt.token_ids) if request.echo else 0
-    return (min(params.max_tokens, positions) + echoed) * (1 if params.logprobs is None else 2 + params.logprobs)
+    params = request.params
+    echoed = len(request.prompt.token_ids) if request.echo else 0
+    return (min(params.max_tokens, positions) + echoed) * (
+        1 if params.logprobs is None else 2 + params.logprobs
+    )
 
 
 def body_of(asked: Asked, done: Sequence[Completion], model: Model) -> dict[str, Any]:
@@ -193,13 +213,16 @@ class Pieces:
     """Makes the events of a streamed answer, as the bytes to be sent."""
 
     def __init__(self, asked: Asked, model: Model) -> None:
-        self._asked, self._model = asked, model
+        self._asked = asked
+        self._model = model
         self._choices = [_Choice(request, model) for request in asked.requests]
 
     def first(self) -> Iterator[bytes]:
         if self._asked.is_chat:
             for i in range(len(self._choices)):
-                yield self._event(i, {"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+                yield self._event(
+                    i, {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                )
 
     def token(self, i: int, token: int, logprobs: TokenLogprobs | None) -> Iterator[bytes]:
         """Yield the event for another token of choice `i`, if there is text to show."""
@@ -218,7 +241,9 @@ class Pieces:
         yield b"data: [DONE]\n\n"
 
     def _event(self, i: int, choice: dict[str, Any]) -> bytes:
-        return _event({**_head(self._asked, self._model, ".chunk"), "choices": [{**choice, "index": i}]})
+        return _event(
+            {**_head(self._asked, self._model, ".chunk"), "choices": [{**choice, "index": i}]}
+        )
 
 
 class _Choice:
@@ -230,12 +255,18 @@ class _Choice:
         prompt = request.prompt.token_ids
         self._is_chat = request.kind == "chat"
         self._chat_text = ChatText(model.tokenizer, request.params, prompt)
-        self._text = AnswerText(model.tokenizer, request.params.stop, prompt, request.params.stop_token_ids)
+        self._text = AnswerText(
+            model.tokenizer, request.params.stop, prompt, request.params.stop_token_ids
+        )
         self._ids: list[int] = []
         self._new: list[int] = []  # tokens that no piece has had
         self._logprobs: list[TokenLogprobs] = []  # log-probabilities of these tokens
         # Places of tokens in the text are used only with log-probabilities.
-        has_places = not self._is_chat and model.tokenizer is not None and request.params.logprobs is not None
+        has_places = (
+            not self._is_chat
+            and model.tokenizer is not None
+            and request.params.logprobs is not None
+        )
         self._places = Places(detokenizer_of(model.tokenizer), prompt) if has_places else None
 
     def more(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any] | None:
@@ -271,7 +302,8 @@ class _Choice:
         if self._is_chat:
             content, reasoning = self._chat_text.more(self._ids, is_over)
         else:
-            content, reasoning = self._text.more(self._ids, is_over), ""
+            content = self._text.more(self._ids, is_over)
+            reasoning = ""
         if not (content or reasoning or is_over):
             return None
         if self._model.tokenizer is None:
@@ -309,7 +341,11 @@ class _Choice:
             self._places.settle()
         shown = len(self._text.shown)
         starts = self._places.starts[len(self._ids) - len(self._new) :]
-        return [min(start, shown) for start in starts] if is_over else [*takewhile(lambda at: at < shown, starts)]
+        return (
+            [min(start, shown) for start in starts]
+            if is_over
+            else [*takewhile(lambda at: at < shown, starts)]
+        )
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -40,9 +40,14 @@ from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
 MOST_LISTED = 10_000  # most entries of a page
 LISTED = {"files": 10_000, "batches": 20}  # entries by default, as OpenAI has it
-EXPIRY_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")  # as OpenAI's clients write them in a form
+EXPIRY_FIELDS = (
+    "expires_after[anchor]",
+    "expires_after[seconds]",
+)  # as OpenAI's clients write them in a form
 FORM_FIELDS = ("file", "purpose", *EXPIRY_FIELDS)
-LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 2_592_000  # as OpenAI has it
+# as OpenAI has it
+LEAST_EXPIRY_S = 3600
+MOST_EXPIRY_S = 2_592_000
 SHORT_BODY = 2**16  # bytes
 Reply = Callable[[Request], Awaitable[Response]]
 
@@ -51,7 +56,9 @@ class Server:
     """State that the routes share."""
 
     def __init__(self, service: Service, batches: Batches, reader: RequestReader) -> None:
-        self.service, self.batches, self.reader = service, batches, reader
+        self.service = service
+        self.batches = batches
+        self.reader = reader
         self.created = int(time.time())
         self.other: Server | None = None  # a server with another eviction policy, for comparisons
         # Prompts are tokenised beside the engine. One short request and one long one are read at a
@@ -89,13 +96,19 @@ class Server:
         return Answer({"status": "ok" if is_open else "shutting down"}, 200 if is_open else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(metrics_text(self.service, self.batches), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(
+            metrics_text(self.service, self.batches), media_type="text/plain; version=0.0.4"
+        )
 
     async def status(self, request: Request) -> Response:
-        found, other = status_of(self.service, self.batches), self.other
+        found = status_of(self.service, self.batches)
+        other = self.other
         compare = None
         if other is not None:
-            compare = {"eviction": other.service.llm.eviction.to_json(), "memory": memory_of(other.service)}
+            compare = {
+                "eviction": other.service.llm.eviction.to_json(),
+                "memory": memory_of(other.service),
+            }
         return Answer({**found, "compare": compare})
 
     async def models(self, request: Request) -> Response:
@@ -107,10 +120,15 @@ class Server:
         return Answer(self._model())
 
     def _model(self) -> dict[str, Any]:
-        name, length = self.reader.model.name, self.service.length
+        name = self.reader.model.name
+        length = self.service.length
         return {
-            "id": name, "object": "model", "created": self.created, "owned_by": "flexgen-h2o", "max_model_len": length,
-        }  # fmt: skip
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "flexgen-h2o",
+            "max_model_len": length,
+        }
 
     # Completions
 
@@ -118,7 +136,8 @@ class Server:
         data = await json_body(request)
         async with self._reading_short if len(data) <= SHORT_BODY else self._reading_long:
             body = await run_in_threadpool(json_of, data)
-            path, service = request.url.path.removeprefix("/compare"), self.service
+            path = request.url.path.removeprefix("/compare")
+            service = self.service
             most = service.most_queued, service.length
             asked = await run_in_threadpool(read_asked, self.reader, path, body, *most)
         events: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
@@ -129,11 +148,15 @@ class Server:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         # The index is the place in the request; in a job it is the line number.
-        rows = deque(replace(r, prompt=replace(r.prompt, index=i)) for i, r in enumerate(asked.requests))
+        rows = deque(
+            replace(r, prompt=replace(r.prompt, index=i)) for i, r in enumerate(asked.requests)
+        )
         ticket = Ticket(rows, tell, asked.stream)
         self.service.submit(ticket)
         if asked.stream:
-            return StreamingResponse(self._stream(asked, ticket, events), media_type="text/event-stream")
+            return StreamingResponse(
+                self._stream(asked, ticket, events), media_type="text/event-stream"
+            )
         try:
             done = await _unless_gone(request, _gather(asked, events))
         finally:
@@ -143,7 +166,8 @@ class Server:
     async def _stream(
         self, asked: Asked, ticket: Ticket, events: asyncio.Queue[tuple[Any, ...]]
     ) -> AsyncIterator[bytes]:
-        pieces, done = Pieces(asked, self.reader.model), dict[int, Completion]()
+        pieces = Pieces(asked, self.reader.model)
+        done = dict[int, Completion]()
         try:
             for piece in pieces.first():
                 yield piece
@@ -172,30 +196,41 @@ class Server:
 
     async def add_file(self, request: Request) -> Response:
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise Refused(415, "content-type: multipart/form-data is expected", "wrong_content_type")
+            raise Refused(
+                415, "content-type: multipart/form-data is expected", "wrong_content_type"
+            )
         try:
             form = await request.form(max_files=1, max_fields=8, max_part_size=2**16)
         except (MultiPartException, HTTPException) as error:
             what = getattr(error, "detail", None) or getattr(error, "message", "")
-            raise Refused(400, f"file: not a form of fields and one file ({what})", "invalid_request") from error
+            raise Refused(
+                400, f"file: not a form of fields and one file ({what})", "invalid_request"
+            ) from error
         except OSError as error:  # error of the temporary file that a large upload is written to
             raise Refused(500, f"file: {error.strerror or error}", "storage_failed") from error
         try:
             _check_form([name for name, _ in form.multi_items()])
-            file, purpose = form.get("file"), form.get("purpose")
+            file = form.get("file")
+            purpose = form.get("purpose")
             if purpose != "batch":
                 raise Refused(400, f"purpose: {purpose!r:.60} is not batch", "invalid_request")
             if file is None or isinstance(file, str):
                 raise Refused(400, "file: is missing", "invalid_request")
             name = file.filename or "upload.jsonl"
-            record = await run_in_threadpool(self.batches.store.add_file, file.file, name, _expiry_of(form))
+            record = await run_in_threadpool(
+                self.batches.store.add_file, file.file, name, _expiry_of(form)
+            )
         finally:
             await form.close()
         return Answer(record)
 
     async def list_files(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")
-        found = [one for one in list(self.batches.store.files.values()) if purpose in (None, one["purpose"])]
+        found = [
+            one
+            for one in list(self.batches.store.files.values())
+            if purpose in (None, one["purpose"])
+        ]
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise Refused(400, f"order: {order[:60]!r} is neither asc nor desc", "invalid_request")
@@ -232,7 +267,10 @@ class Server:
 
 
 async def json_body(request: Request) -> bytes:
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise Refused(415, "content-type: application/json is expected", "wrong_content_type")
     return await request.body()
 
@@ -273,7 +311,11 @@ def _route(path: str, reply: Reply, method: str = "GET", *names: str) -> Route:
         given = [name for name, _ in request.query_params.multi_items()]
         for name in given:
             if name not in names:
-                raise Refused(400, f"{name[:60]}: is not supported in the query of {method} {path}", "unsupported")
+                raise Refused(
+                    400,
+                    f"{name[:60]}: is not supported in the query of {method} {path}",
+                    "unsupported",
+                )
         if len(set(given)) < len(given):
             raise Refused(400, "a query field is given twice", "invalid_request")
         return await reply(request)
@@ -285,7 +327,9 @@ def _check_form(names: Sequence[str]) -> None:
     """Raise Refused if an upload has a field that would change nothing."""
     for name in names:
         if name not in FORM_FIELDS:
-            raise Refused(400, f"{name[:60]}: is not supported in a form with a file", "unsupported")
+            raise Refused(
+                400, f"{name[:60]}: is not supported in a form with a file", "unsupported"
+            )
     if len(set(names)) < len(names):
         raise Refused(400, "a field of the form is given twice", "invalid_request")
 
@@ -299,29 +343,42 @@ def _expiry_of(form: FormData) -> int | None:
         raise Refused(400, "expires_after: its anchor must be created_at", "invalid_request")
     is_number = isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10
     if not is_number or not LEAST_EXPIRY_S <= int(seconds) <= MOST_EXPIRY_S:  # type: ignore[arg-type]
-        told = f"expires_after: its seconds must be a whole number from {LEAST_EXPIRY_S} to {MOST_EXPIRY_S}"
+        told = (
+            f"expires_after: its seconds must be a whole number from {LEAST_EXPIRY_S} to "
+            f"{MOST_EXPIRY_S}"
+        )
         raise Refused(400, told, "invalid_request")
     return int(seconds)  # type: ignore[arg-type]
 
 
 def _page(
-    request: Request, found: list[dict[str, Any]], listed: int,
+    request: Request,
+    found: list[dict[str, Any]],
+    listed: int,
     shown: Callable[[dict[str, Any]], dict[str, Any]] = lambda one: one,
-) -> Response:  # fmt: skip
+) -> Response:
     """Return a page of a list in OpenAI's form. The query's `after` is the id before the page.
 
     listed: entries by default.
     """
-    limit, after = request.query_params.get("limit", str(listed)), request.query_params.get("after")
+    limit = request.query_params.get("limit", str(listed))
+    after = request.query_params.get("after")
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST_LISTED:
-        raise Refused(400, f"limit: {limit[:60]!r} is not a whole number from 1 to {MOST_LISTED}", "invalid_request")
+        raise Refused(
+            400,
+            f"limit: {limit[:60]!r} is not a whole number from 1 to {MOST_LISTED}",
+            "invalid_request",
+        )
     if after is not None:
         places = [i for i, one in enumerate(found) if one["id"] == after]
         if not places:
             raise Refused(404, f"after: {after[:60]!r} is not in the list", "not_found")
         found = found[places[0] + 1 :]
     page = [shown(one) for one in found[: int(limit)]]
-    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    ends = {
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+    }
     return Answer({"object": "list", "data": page, **ends, "has_more": len(found) > len(page)})
 
 
@@ -331,7 +388,9 @@ async def _refused(request: Request, error: Refused) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     path = request.url.path[:80]
-    response = refusal(Refused(error.status_code, f"{request.method} {path}: {error.detail}", "not_found"))
+    response = refusal(
+        Refused(error.status_code, f"{request.method} {path}: {error.detail}", "not_found")
+    )
     response.headers.update(error.headers or {})
     return response
 
@@ -354,6 +413,10 @@ async def _internal(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: Any = {
-    Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone, RecursionError: _too_deep,
-    FlexgenError: _failed, Exception: _internal,
-}  # fmt: skip
+    Refused: _refused,
+    HTTPException: _http_error,
+    ClientDisconnect: _gone,
+    RecursionError: _too_deep,
+    FlexgenError: _failed,
+    Exception: _internal,
+}

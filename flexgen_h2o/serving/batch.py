@@ -43,14 +43,19 @@ class EndpointReader(RequestReader):
 
     @classmethod
     def of(cls, reader: RequestReader, endpoint: str) -> EndpointReader:
-        return cls(**{one.name: getattr(reader, one.name) for one in fields(reader)}, endpoint=endpoint)
+        return cls(
+            **{one.name: getattr(reader, one.name) for one in fields(reader)}, endpoint=endpoint
+        )
 
     def read(self, line: Line) -> Request:
         """Return the request of a line. Raise RowError also for a line of another endpoint."""
         request = super().read(line)
         kind = "completion" if request.kind == "helm" else request.kind
         if kind != URLS[self.endpoint]:
-            raise RowError("unknown_url", f"url: is of another endpoint than the batch, which is for {self.endpoint}")
+            raise RowError(
+                "unknown_url",
+                f"url: is of another endpoint than the batch, which is for {self.endpoint}",
+            )
         return request
 
 
@@ -61,7 +66,8 @@ class BatchOutput:
     """
 
     def __init__(self, store: Store, record: dict[str, Any]) -> None:
-        self._store, self._record = store, record
+        self._store = store
+        self._record = record
         self.path = store.output(record)
         self.answers = OutputFile(self.path)
         try:
@@ -135,7 +141,8 @@ class Batch:
     """An open batch: an `Owner` of sequences in the running block (block.py)."""
 
     def __init__(self, record: dict[str, Any], batches: Batches) -> None:
-        self.record, self._batches = record, batches
+        self.record = record
+        self._batches = batches
         self.is_gone = False  # it was cancelled, or it failed
         self.is_read = False  # all its lines were read
         self.asks_again = False
@@ -144,7 +151,8 @@ class Batch:
         self._output: BatchOutput | None = None
         self._rows_before = 0  # rows that were done when it was opened
         self._running = 0  # rows that were given and have not ended
-        self._turn_ends, self._turn_rows = float("inf"), 0
+        self._turn_ends = float("inf")
+        self._turn_rows = 0
         self.writer: BatchWriter
 
     def open(self, source: Path, reader: RequestReader) -> Steps[None]:
@@ -155,7 +163,9 @@ class Batch:
         before = yield from self._before(source, output, batches.settings)
         self.writer = BatchWriter(output, before, batches.service)
         lines = read_in_turns(source, Cut(0, 1, 0, ~before.done))
-        self._rows = JobRows(reader, lines, self.writer, lambda line: say_line(f"{self.name}: {line}"))
+        self._rows = JobRows(
+            reader, lines, self.writer, lambda line: say_line(f"{self.name}: {line}")
+        )
         self._rows_before = before.rows
 
     def _before(self, source: Path, output: BatchOutput, settings: dict[str, Any]) -> Steps[Before]:
@@ -169,7 +179,8 @@ class Batch:
 
     def close(self, state: str) -> None:
         """Write its final status, and sync its rows. Raise FlexgenError if that fails."""
-        output, self._output = self._output, None
+        output = self._output
+        self._output = None
         if output is None:
             return
         if hasattr(self, "writer"):
@@ -185,7 +196,11 @@ class Batch:
     @property
     def counts(self) -> dict[str, int]:
         status = self.writer.status
-        return {"total": status.rows, "completed": status.done - status.errors, "failed": status.errors}
+        return {
+            "total": status.rows,
+            "completed": status.done - status.errors,
+            "failed": status.errors,
+        }
 
     @property
     def is_over(self) -> bool:
@@ -208,11 +223,16 @@ class Batch:
 
         rows: number of rows that it may give in any case.
         """
-        self._turn_ends, self._turn_rows = time.monotonic() + TURN_S, rows
+        self._turn_ends = time.monotonic() + TURN_S
+        self._turn_rows = rows
 
     def next(self) -> Request | None:
         self.asks_again = False
-        if self._turn_rows <= 0 and time.monotonic() > self._turn_ends and self._batches.others_wait:
+        if (
+            self._turn_rows <= 0
+            and time.monotonic() > self._turn_ends
+            and self._batches.others_wait
+        ):
             self._batches.left(self)
             return None
         with self._failing():

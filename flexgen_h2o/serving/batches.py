@@ -60,9 +60,13 @@ class Batches:
     """
 
     def __init__(
-        self, store: Store, service: Service, reader: RequestReader, settings: dict[str, Any],
+        self,
+        store: Store,
+        service: Service,
+        reader: RequestReader,
+        settings: dict[str, Any],
         most_rows: int = MOST_ROWS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.store = store
         self.service = service
         self.settings = settings
@@ -191,7 +195,9 @@ class Batches:
                 self._give_turn(found)
             else:
                 is_begun = self.store.output(found).exists() or self.store.errors(found).exists()
-                self._clerk.add(partial(self._open, found), self._input_bytes(found) if is_begun else 0)
+                self._clerk.add(
+                    partial(self._open, found), self._input_bytes(found) if is_begun else 0
+                )
 
     def _next_in_turn(self) -> Batch | dict[str, Any] | None:
         """Return the next batch: a new one (a record) and a resting one alternate.
@@ -271,12 +277,19 @@ class Batches:
             source = self.store.path(batch["input_file_id"])
             scan = yield from self._working(batch, scan_steps(source, 0, self._most_rows))
             check_requests(source, scan)
-            self.validated[batch["id"]] = Sidecar(self.settings, str(source), scan.nbytes, scan.digest)
+            self.validated[batch["id"]] = Sidecar(
+                self.settings, str(source), scan.nbytes, scan.digest
+            )
             counts = {"total": len(scan.ids), "completed": 0, "failed": 0}
             with self._lock:
                 if batch["status"] == "cancelling":
                     raise _Cancelled
-                self.store.save(batch, status="in_progress", in_progress_at=int(time.time()), request_counts=counts)
+                self.store.save(
+                    batch,
+                    status="in_progress",
+                    in_progress_at=int(time.time()),
+                    request_counts=counts,
+                )
             self.store.release(batch)
         except _Cancelled:
             return
@@ -298,7 +311,9 @@ class Batches:
                 raise _Cancelled
             self.store.take(batch)
             source = self.store.path(batch["input_file_id"])
-            yield from self._working(batch, run.open(source, EndpointReader.of(self._reader, batch["endpoint"])))
+            yield from self._working(
+                batch, run.open(source, EndpointReader.of(self._reader, batch["endpoint"]))
+            )
             with self._lock:
                 if batch["status"] == "cancelling":
                     raise _Cancelled
@@ -339,7 +354,11 @@ class Batches:
             errors = yield from _count_rows(self.store.errors(batch))
         except FlexgenError:
             return counts
-        return {"total": max(answers + errors, counts["total"]), "completed": answers, "failed": errors}
+        return {
+            "total": max(answers + errors, counts["total"]),
+            "completed": answers,
+            "failed": errors,
+        }
 
     def _end(self, run: Batch, error: BaseException | None) -> Iterator[None]:
         """Finish a batch of which no row runs any more."""
@@ -354,7 +373,10 @@ class Batches:
             run.close("cancelled" if is_cancelled else DONE)
             missing = run.writer.status.rows - run.writer.status.done
             if missing and not is_cancelled:
-                told = f"{batch['input_file_id']}: was changed while it was read ({missing} rows are missing)"
+                told = (
+                    f"{batch['input_file_id']}: was changed while it was read ({missing} rows "
+                    "are missing)"
+                )
                 raise FlexgenError(told)
             self._results(batch, "cancelled" if is_cancelled else "completed", run.counts)
         except BaseException as found:
@@ -372,7 +394,13 @@ class Batches:
 
     def _results(self, batch: dict[str, Any], status: str, counts: dict[str, int]) -> None:
         found = self.store.keep_results(batch)
-        self.store.save(batch, status=status, request_counts=counts, **found, **{f"{status}_at": int(time.time())})
+        self.store.save(
+            batch,
+            status=status,
+            request_counts=counts,
+            **found,
+            **{f"{status}_at": int(time.time())},
+        )
         self.store.remove_job(batch)
 
     def _failed(
@@ -395,7 +423,12 @@ class Batches:
             say_fault(batch["id"], error)
             message = "internal error"
         code = getattr(error, "code", None) or "failed"
-        one = {"code": code, "message": message.replace("\n", " ")[:2000], "line": None, "param": None}
+        one = {
+            "code": code,
+            "message": message.replace("\n", " ")[:2000],
+            "line": None,
+            "param": None,
+        }
         if counts is None:
             counts = yield from self._count(batch)
         found: dict[str, Any] = {}
@@ -418,5 +451,8 @@ def _count_rows(path: Path) -> Steps[int]:
 
 
 def _died(deaths: int) -> BatchError:
-    told = f"the server died {deaths} times while it had this batch in hand, and no row of it was done in between"
+    told = (
+        f"the server died {deaths} times while it had this batch in hand, and no row of it was "
+        "done in between"
+    )
     return BatchError("server_died", f"{told}; it is not tried again")

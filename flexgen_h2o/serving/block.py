@@ -34,8 +34,12 @@ PLAIN_ROW_S = 1.0  # seconds that a sequence is assumed to need before one has b
 MOST_RETRY_S = 120
 MOST_ENDS = 64
 # Spans of the timeline, and seconds that they are kept after a request for them.
-MOST_SPANS, WATCHED_S = 1000, 15.0
-NO_ROOM = "prompt: it and max_tokens need more of the KV cache than this server was opened for; raise --max-len"
+MOST_SPANS = 1000
+WATCHED_S = 15.0
+NO_ROOM = (
+    "prompt: it and max_tokens need more of the KV cache than this server was opened for; "
+    "raise --max-len"
+)
 
 
 class Owner(Protocol):
@@ -144,7 +148,8 @@ class Counts:
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second over the last RECENT_S seconds."""
-        recent, now = list(self.recent), time.monotonic()
+        recent = list(self.recent)
+        now = time.monotonic()
         if not recent or now - recent[-1][0] > RECENT_S:
             return 0.0
         return (self.computed - recent[0][1]) / max(1e-3, now - recent[0][0])
@@ -172,8 +177,13 @@ class Service:
     batch_share: share of the places that batches get while some wait.
     """
 
-    def __init__(self, llm: LLM, rows: int, length: int, most_queued: int, batch_share: float) -> None:
-        self.llm, self.length, self.most_queued, self.batch_share = llm, length, most_queued, batch_share
+    def __init__(
+        self, llm: LLM, rows: int, length: int, most_queued: int, batch_share: float
+    ) -> None:
+        self.llm = llm
+        self.length = length
+        self.most_queued = most_queued
+        self.batch_share = batch_share
         self.counts = Counts()
         self.is_open = True
         self._tickets: deque[Ticket] = deque()  # tickets with sequences that wait
@@ -188,7 +198,8 @@ class Service:
         self._group: deque[_Running] = deque()
         self._failed_runs = 0  # failed runs since a sequence was done
         self._serial = self._batch_rows = 0
-        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
         self._template = self._make_template(rows)
         self.capacity = rows
         self.predicted: float | None = None  # tokens/s of a full block, predicted by the planner
@@ -208,10 +219,13 @@ class Service:
         dropped, the shortest prompt needs the most slots and is added. The special ones are
         included even if they are more than `rows`.
         """
-        vocab, usual = self.llm.model.spec.vocab_size, min(TEMPLATE_PROMPT, self.length)
+        vocab = self.llm.model.spec.vocab_size
+        usual = min(TEMPLATE_PROMPT, self.length)
         eviction = self.llm.eviction
         special = [self.length] * (2 if eviction.needs.record else 1)
-        special += [1] * (bool(eviction.needs.record) and not getattr(eviction, "while_decoding", False))
+        special += [1] * (
+            bool(eviction.needs.record) and not getattr(eviction, "while_decoding", False)
+        )
         sizes = [(n, self.length + 1) for n in special]
         sizes += [(usual, self.length + 1)] * (rows - len(sizes))
         prompts = [Prompt(i, (i % vocab,) * length, None) for i, (length, _) in enumerate(sizes)]
@@ -240,9 +254,11 @@ class Service:
             if queued + len(ticket.waiting) > self.most_queued:
                 self.counts.refused += 1
                 raise Refused(
-                    429, f"{queued} rows wait already, at most {self.most_queued}; try again later", "queue_full",
+                    429,
+                    f"{queued} rows wait already, at most {self.most_queued}; try again later",
+                    "queue_full",
                     retry_after=self._retry_after(queued),
-                )  # fmt: skip
+                )
             self._tickets.append(ticket)
         self._wake.set()
 
@@ -268,7 +284,8 @@ class Service:
     @property
     def last_sweep(self) -> dict[str, float] | None:
         """The time in which the newest micro-batches of a block passed all layers, as in spans."""
-        policy, ends = self.llm.policy, list(self._ends)
+        policy = self.llm.policy
+        ends = list(self._ends)
         count = 0 if policy is None else min(len(ends) - 1, policy.num_gpu_batches)
         return {"start": ends[-1 - count], "end": ends[-1]} if count > 0 else None
 
@@ -287,7 +304,8 @@ class Service:
         return len(self._running) - self._batch_rows, self._batch_rows
 
     def _retry_after(self, queued: int) -> int:
-        count, seconds = sum(self.counts.latencies), self.counts.latency_sum
+        count = sum(self.counts.latencies)
+        seconds = self.counts.latency_sum
         each = seconds / count if count else PLAIN_ROW_S
         return max(1, min(MOST_RETRY_S, round(each * queued / max(1, self.capacity))))
 
@@ -308,11 +326,17 @@ class Service:
             self._ends.append(time.perf_counter())
             try:
                 self.llm.run(
-                    [first[0]], [first[1]], self._finish,
-                    Callbacks(listener=self, goes_on=self._goes_on, spares_rows=True), refill=True, more=self._more,
-                )  # fmt: skip
+                    [first[0]],
+                    [first[1]],
+                    self._finish,
+                    Callbacks(listener=self, goes_on=self._goes_on, spares_rows=True),
+                    refill=True,
+                    more=self._more,
+                )
             except BaseException as error:
-                is_of_rows = not interrupts.asks_to_end(error) and (self._running or isinstance(error, FlexgenError))
+                is_of_rows = not interrupts.asks_to_end(error) and (
+                    self._running or isinstance(error, FlexgenError)
+                )
                 if not is_of_rows:
                     raise
                 interrupts.check()  # the error may be a consequence of the signal
@@ -331,7 +355,12 @@ class Service:
             self._tickets.clear()
         for ticket in tickets.values():
             ticket.is_gone = True
-            ticket.tell(("error", Refused(503, "the server is shutting down", "shutting_down", retry_after=5)))
+            ticket.tell(
+                (
+                    "error",
+                    Refused(503, "the server is shutting down", "shutting_down", retry_after=5),
+                )
+            )
 
     def _more(self) -> tuple[list[Prompt], list[SamplingParams]] | None:
         with interrupts.held():
@@ -347,7 +376,11 @@ class Service:
         if self._is_trying:
             return self._next_suspect()
         is_their_turn = self.capacity > 1 and self._batch_rows < self.batch_share * self.capacity
-        for take in (self._of_batches, self._of_tickets) if is_their_turn else (self._of_tickets, self._of_batches):
+        for take in (
+            (self._of_batches, self._of_tickets)
+            if is_their_turn
+            else (self._of_tickets, self._of_batches)
+        ):
             for _ in range(MOST_BAD_LINES):
                 if (found := take()) is None:
                     break

@@ -17,7 +17,8 @@ from flexgen_h2o.serving.answers import say_fault
 SLICE_S = 0.05  # seconds that a lane gets before the next one
 TICK_S = 0.5
 # The first lane has work on files of up to 1 MiB, the second of up to 16 MiB, and so on.
-SHORT_BITS, LANE_BITS = 20, 4
+SHORT_BITS = 20
+LANE_BITS = 4
 
 Work = Callable[[], Iterator[None] | None]
 
@@ -32,7 +33,8 @@ class Clerk:
     """
 
     def __init__(self, tick: Callable[[], None] = lambda: None) -> None:
-        self._tick, self._ticked = tick, 0.0
+        self._tick = tick
+        self._ticked = 0.0
         self._lanes: dict[int, deque[Work]] = {}
         self._under_way: dict[int, Iterator[None]] = {}
         self._changed = threading.Condition()
@@ -68,7 +70,9 @@ class Clerk:
     def turn(self) -> bool:
         """Give each lane a slice. Return False if there is nothing to do."""
         with self._changed:
-            lanes = [lane for lane, queue in self._lanes.items() if queue or lane in self._under_way]
+            lanes = [
+                lane for lane, queue in self._lanes.items() if queue or lane in self._under_way
+            ]
         for lane in lanes:
             self._slice(lane)
         return bool(lanes)

@@ -66,7 +66,8 @@ class Guard:
     """An application that wraps another one and checks its requests."""
 
     def __init__(self, app: App, bounds: Bounds) -> None:
-        self._app, self._bounds = app, bounds
+        self._app = app
+        self._bounds = bounds
         self._coming = dict.fromkeys(MOST_AT_ONCE, 0)  # bytes of requests that are not answered yet
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -79,18 +80,22 @@ class Guard:
             has_begun = True
             await send(message)
 
-        kind, size = "file" if scope["path"] == "/v1/files" else "body", 0
+        kind = "file" if scope["path"] == "/v1/files" else "body"
+        size = 0
         most = self._bounds.file if kind == "file" else self._bounds.body
 
         async def receiving() -> Message:
             nonlocal size
             message = await receive()
             new = len(message.get("body", b""))
-            size, self._coming[kind] = size + new, self._coming[kind] + new
+            size = size + new
+            self._coming[kind] = self._coming[kind] + new
             if size > most:
                 raise _too_large(most)
             if self._coming[kind] > MOST_AT_ONCE[kind] * most:
-                raise Refused(503, "too much is on its way; try again later", "overloaded", retry_after=5)
+                raise Refused(
+                    503, "too much is on its way; try again later", "overloaded", retry_after=5
+                )
             return message
 
         try:
@@ -111,7 +116,8 @@ class Guard:
 
     def _check(self, headers: Headers, path: str, most: int) -> None:
         # Host names are case-insensitive.
-        bounds, host = self._bounds, headers.get("host", "").lower()
+        bounds = self._bounds
+        host = headers.get("host", "").lower()
         if bounds.local_only and PORT.sub("", host) not in LOCAL:
             raise Refused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")
         origin = headers.get("origin")
@@ -119,7 +125,9 @@ class Guard:
             raise Refused(403, "origin: pages of other servers may not ask here", "wrong_origin")
         if bounds.key is not None and path not in OPEN_TO_ALL and not path.startswith(STATIC):
             kind, _, key = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), bounds.key.encode()):
+            if kind.lower() != "bearer" or not hmac.compare_digest(
+                key.strip().encode(), bounds.key.encode()
+            ):
                 raise Refused(401, "authorization: no or a wrong API key", "invalid_api_key")
         length = headers.get("content-length")
         if length is not None and (not length.isdecimal() or int(length) > most):
@@ -192,7 +200,10 @@ class BoundedProtocol(H11Protocol):
 
     def _refuse(self, status: int, message: str) -> None:
         body = json.dumps(Refused(status, message, "refused").body).encode()
-        head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head = (
+            f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: "
+            f"{len(body)}\r\n"
+        )
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
@@ -206,7 +217,17 @@ def uvicorn_config(app: App, bounds: Bounds) -> Config:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     protocol = type("Protocol", (BoundedProtocol,), {"bounds": bounds})
     return Config(
-        app, http=protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, log_level="critical",
-        access_log=False, server_header=False, backlog=bounds.connections,
-        timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5, proxy_headers=False,
-    )  # fmt: skip
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        backlog=bounds.connections,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=5,
+        proxy_headers=False,
+    )

@@ -31,18 +31,34 @@ from flexgen_h2o.serving.app import HANDLERS, json_body
 from flexgen_h2o.serving.guard import Answer
 
 STATIC = Path(__file__).parent / "static"
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 # Nothing is loaded from other servers, nothing is inline, and no frame may hold a page.
 HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
-}  # fmt: skip
-MOST_SEARCHES, MOST_SEARCH_S = 2, 120.0  # searches at a time, and seconds per search
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+# searches at a time, and seconds per search
+MOST_SEARCHES = 2
+MOST_SEARCH_S = 120.0
 SWITCHES = ("compress_weight", "compress_cache")
 VALUES = (
-    "num_prompts", "prompt_len", "gen_len", *(f"{tier}_mem" for tier in TIERS), "eviction", "hh_ratio", "kv_budget",
+    "num_prompts",
+    "prompt_len",
+    "gen_len",
+    *(f"{tier}_mem" for tier in TIERS),
+    "eviction",
+    "hh_ratio",
+    "kv_budget",
     "kv_loss",
-)  # fmt: skip
+)
 MOST_CHARACTERS = 100  # most characters of a value
 
 
@@ -62,15 +78,27 @@ class Pages:
     """
 
     def __init__(
-        self, machines: Mapping[str, Any], read: Callable[[object], Any],
-        ask: Callable[[Sequence[str], Any, Callable[[], None], Any], dict[str, Any]], model: Sequence[str],
-        has_engine: bool, machine: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        machines: Mapping[str, Any],
+        read: Callable[[object], Any],
+        ask: Callable[[Sequence[str], Any, Callable[[], None], Any], dict[str, Any]],
+        model: Sequence[str],
+        has_engine: bool,
+        machine: str | None = None,
+    ) -> None:
         self._machine = machine
-        self._machines, self._read, self._ask, self._model, self._has_engine = machines, read, ask, model, has_engine
-        self._files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS}
+        self._machines = machines
+        self._read = read
+        self._ask = ask
+        self._model = model
+        self._has_engine = has_engine
+        self._files = {
+            path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS
+        }
         self._searches = ThreadPoolExecutor(MOST_SEARCHES, thread_name_prefix="plan")
-        self._running, self._lock, self._is_open = 0, threading.Lock(), True
+        self._running = 0
+        self._lock = threading.Lock()
+        self._is_open = True
 
     def routes(self) -> list[Route]:
         return [
@@ -110,15 +138,22 @@ class Pages:
         """Return what the planner's page offers."""
         machines = [
             {
-                "name": name, "description": one.description, "date": one.date[:10],
+                "name": name,
+                "description": one.description,
+                "date": one.date[:10],
                 "device_is_host": one.device_is_host,
                 "memory": {tier: getattr(one, f"{tier}_mem_bytes") for tier in TIERS},
             }
             for name, one in self._machines.items()
-        ]  # fmt: skip
+        ]
         models = list(dict.fromkeys([self._model[0], *built_in_names()]))
         return Answer(
-            {"models": models, "machines": machines, "machine": self._machine, "has_engine": self._has_engine}
+            {
+                "models": models,
+                "machines": machines,
+                "machine": self._machine,
+                "has_engine": self._has_engine,
+            }
         )
 
     async def plan(self, request: Request) -> Response:
@@ -129,7 +164,10 @@ class Pages:
         with self._lock:
             if not self._is_open or self._running == MOST_SEARCHES:
                 raise Refused(
-                    429, f"{self._running} searches run already; try again in a moment", "busy", retry_after=5
+                    429,
+                    f"{self._running} searches run already; try again in a moment",
+                    "busy",
+                    retry_after=5,
                 )
             self._running += 1
         future = self._searches.submit(self._search, *question)
@@ -143,7 +181,11 @@ class Pages:
             if not self._is_open:
                 raise Refused(503, "the server is shutting down", "shutting_down")
             if time.monotonic() > ends:
-                raise Refused(503, f"the search took more than {MOST_SEARCH_S:.0f} s; ask at a terminal", "too_long")
+                raise Refused(
+                    503,
+                    f"the search took more than {MOST_SEARCH_S:.0f} s; ask at a terminal",
+                    "too_long",
+                )
 
         try:
             return self._ask(words, profile, check, spec)
@@ -165,7 +207,11 @@ class Pages:
         for name, value in body.items():
             if name in SWITCHES and isinstance(value, bool):
                 words += [flag_of(name)] * value
-            elif name in VALUES and isinstance(value, str | int | float) and len(str(value)) <= MOST_CHARACTERS:
+            elif (
+                name in VALUES
+                and isinstance(value, str | int | float)
+                and len(str(value)) <= MOST_CHARACTERS
+            ):
                 words.append(f"{flag_of(name)}={value}")
             elif name not in ("model", "machine", "profile"):
                 known = ", ".join(("model", "machine", "profile", *SWITCHES, *VALUES))
@@ -173,15 +219,22 @@ class Pages:
         model = body.get("model", self._model[0])
         if model == self._model[0]:
             return [f"--model={model}", *self._model[1:], *words], self._profile(body), None
-        shape = built_in_spec(model) if isinstance(model, str) and len(model) <= MOST_CHARACTERS else None
+        shape = (
+            built_in_spec(model)
+            if isinstance(model, str) and len(model) <= MOST_CHARACTERS
+            else None
+        )
         # A folder or the hub's cache may be read only by a person with a terminal on this machine.
         if shape is None:
             known = "GET /api/plan lists those that come with this package"
-            raise _wrong(f"model: {str(model)[:60]!r} is not a hub id whose shape is known here; {known}")
+            raise _wrong(
+                f"model: {str(model)[:60]!r} is not a hub id whose shape is known here; {known}"
+            )
         return [f"--model={shape[0].name}", *words], self._profile(body), shape[0]
 
     def _profile(self, body: Mapping[str, Any]) -> Any:
-        machines, name = self._machines, body.get("machine")
+        machines = self._machines
+        name = body.get("machine")
         if (name is None) is ("profile" not in body):
             raise _wrong("machine: give it, or the object of a profile as `profile`")
         if name is None:

@@ -20,7 +20,9 @@ MOST_JOBS = 100  # most jobs that are shown
 
 def status_of(service: Service, batches: Batches) -> dict[str, Any]:
     """Return the fields of `/status` as JSON values; docs/reference/server.md describes them."""
-    llm, counts, (clients, of_batches) = service.llm, service.counts, service.running
+    llm = service.llm
+    counts = service.counts
+    clients, of_batches = service.running
     policy = llm.policy
     return {
         "model": {"id": llm.model.name, "dtype": llm.dtype, "max_model_len": service.length},
@@ -28,25 +30,37 @@ def status_of(service: Service, batches: Batches) -> dict[str, Any]:
         "eviction": llm.eviction.to_json(),
         "memory": memory_of(service),
         "block": {
-            "rows": service.capacity, "running": clients + of_batches, "clients": clients, "batches": of_batches,
+            "rows": service.capacity,
+            "running": clients + of_batches,
+            "clients": clients,
+            "batches": of_batches,
         },
         "queue": {"rows": service.queued, "most": service.most_queued},
         "tokens_per_s": counts.tokens_per_s,
         "predicted_tokens_per_s": service.predicted,
         "totals": {
-            "rows": counts.rows, "tokens": counts.tokens, "prompt_tokens": counts.prompt_tokens,
-            "sweeps": counts.sweeps, "given_up": counts.given_up, "failed": counts.failed, "refused": counts.refused,
+            "rows": counts.rows,
+            "tokens": counts.tokens,
+            "prompt_tokens": counts.prompt_tokens,
+            "sweeps": counts.sweeps,
+            "given_up": counts.given_up,
+            "failed": counts.failed,
+            "refused": counts.refused,
         },
-        "jobs": [_job(batches, one) for one in list(batches.store.batches.values())[: -MOST_JOBS - 1 : -1]],
+        "jobs": [
+            _job(batches, one)
+            for one in list(batches.store.batches.values())[: -MOST_JOBS - 1 : -1]
+        ],
         "timeline": [asdict(span) for span in service.watch()],
         "sweep": service.last_sweep,
         "uptime_s": time.time() - STARTED,
-    }  # fmt: skip
+    }
 
 
 def memory_of(service: Service) -> dict[str, dict[str, int | None]]:
     """Return bytes by tier: what the engine has used of its budget."""
-    used, budgets = service.llm.peak_bytes, service.llm.budgets
+    used = service.llm.peak_bytes
+    budgets = service.llm.budgets
     return {tier: {"used": used.get(tier, 0), "budget": budgets.get(tier)} for tier in TIERS}
 
 
@@ -63,7 +77,8 @@ def _job(batches: Batches, batch: dict[str, Any]) -> dict[str, Any]:
 
 def metrics_text(service: Service, batches: Batches) -> str:
     """Return the metrics in Prometheus' text format 0.0.4."""
-    counts, (clients, of_batches) = service.counts, service.running
+    counts = service.counts
+    clients, of_batches = service.running
     lines: list[str] = []
 
     def add(name: str, kind: str, help: str, *samples: tuple[str, float]) -> None:
@@ -77,20 +92,39 @@ def metrics_text(service: Service, batches: Batches) -> str:
     add("rows_total", "counter", "Rows that are done.", ("", counts.rows))
     add("rows_given_up_total", "counter", "Rows whose client went away.", ("", counts.given_up))
     add("rows_failed_total", "counter", "Rows that could not be run.", ("", counts.failed))
-    add("requests_refused_total", "counter", "Requests that found the queue full.", ("", counts.refused))
+    add(
+        "requests_refused_total",
+        "counter",
+        "Requests that found the queue full.",
+        ("", counts.refused),
+    )
     add("tokens_total", "counter", "New tokens.", ("", counts.tokens))
     add("prompt_tokens_total", "counter", "Prompt tokens.", ("", counts.prompt_tokens))
-    add("sweeps_total", "counter", "Micro-batches that went through all layers.", ("", counts.sweeps))
+    add(
+        "sweeps_total",
+        "counter",
+        "Micro-batches that went through all layers.",
+        ("", counts.sweeps),
+    )
     active = sum(batch["status"] in ACTIVE for batch in list(batches.store.batches.values()))
     add("batches_active", "gauge", "Batches that are not over.", ("", active))
-    name, total = "request_seconds", 0
-    lines.extend((f"# HELP flexgen_{name} Seconds of a client's row.", f"# TYPE flexgen_{name} histogram"))
-    for end, total in zip([*map(str, LATENCIES), "+Inf"], accumulate(counts.latencies), strict=True):
+    name = "request_seconds"
+    total = 0
+    lines.extend(
+        (f"# HELP flexgen_{name} Seconds of a client's row.", f"# TYPE flexgen_{name} histogram")
+    )
+    for end, total in zip(
+        [*map(str, LATENCIES), "+Inf"], accumulate(counts.latencies), strict=True
+    ):
         lines.append(f'flexgen_{name}_bucket{{le="{end}"}} {total}')
     lines.extend((f"flexgen_{name}_sum {counts.latency_sum:g}", f"flexgen_{name}_count {total}"))
     memory = memory_of(service)
     for field in ("used", "budget"):
-        values = [(f'{{tier="{tier}"}}', float(of[field] or 0)) for tier, of in memory.items() if of[field] is not None]
+        values = [
+            (f'{{tier="{tier}"}}', float(of[field] or 0))
+            for tier, of in memory.items()
+            if of[field] is not None
+        ]
         add(f"memory_{field}_bytes", "gauge", f"Memory by tier, {field}.", *values)
     add("resident_bytes", "gauge", "Memory of the process.", ("", _resident()))
     return "\n".join(lines) + "\n"

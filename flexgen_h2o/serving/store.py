@@ -37,7 +37,8 @@ FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW = "24h"
-MOST_METADATA, MOST_METADATA_CHARACTERS = 16, 512
+MOST_METADATA = 16
+MOST_METADATA_CHARACTERS = 512
 MOST_NAME_CHARACTERS = 255
 MOST_RECORDS = 100_000  # most files, and most batches
 PIECE = 2**20
@@ -48,9 +49,15 @@ MOST_DEATHS = 2
 # Errors of os.link if the file system, or its rules, have no second names.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 MOMENTS = (
-    "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at",
+    "in_progress_at",
+    "expires_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
     "cancelled_at",
-)  # fmt: skip
+)
 
 
 class Store:
@@ -63,14 +70,18 @@ class Store:
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        self._files, self._batches, self._most_bytes = folder / "files", folder / "batches", most_bytes
+        self._files = folder / "files"
+        self._batches = folder / "batches"
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()  # held while a record is written
         self._counting = threading.Lock()  # protects the counts, held for moments
         self._last_id = 0
         try:
             for path in (folder, self._files, self._batches):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(
+                folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
             is_ours = files.try_lock(self._fd)
         except OSError as error:
             raise UsageError(f"--state-dir {folder}: {error.strerror or error}") from error
@@ -79,10 +90,14 @@ class Store:
             raise UsageError(f"--state-dir {folder}: another server uses it; give another folder")
         self.files = self._read(self._files, FILE_ID)
         self.batches = self._read(self._batches, BATCH_ID)
-        self._job_errors = {name: _size(self.errors(self.batches[name])) for name in self.with_jobs()}
+        self._job_errors = {
+            name: _size(self.errors(self.batches[name])) for name in self.with_jobs()
+        }
         self._stored = sum(one["bytes"] for one in self.files.values() if _is_counted(one))
         self._stored += sum(self._job_errors.values())
-        self._next_expiry = min((one.get("expires_at") or math.inf for one in self.files.values()), default=math.inf)
+        self._next_expiry = min(
+            (one.get("expires_at") or math.inf for one in self.files.values()), default=math.inf
+        )
         self._deaths: dict[str, int] = {}  # deaths of the server, by batch
         self._held: set[str] = set()  # ids of open batches
 
@@ -103,7 +118,9 @@ class Store:
                     if record.get("id") == path.stem and isinstance(record.get("created_at"), int):
                         found[path.stem] = record
         for path in list(folder.iterdir()):
-            if path.suffix == ".part" or (name.fullmatch(path.name) and not Path(f"{path}.json").exists()):
+            if path.suffix == ".part" or (
+                name.fullmatch(path.name) and not Path(f"{path}.json").exists()
+            ):
                 # A folder of that name does not belong to the store.
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -143,7 +160,9 @@ class Store:
             raise Refused(404, f"no file {file_id[:60]!r}", "not_found")
         return found
 
-    def add_file(self, source: BinaryIO, name: str, expires_in: int | None = None) -> dict[str, Any]:
+    def add_file(
+        self, source: BinaryIO, name: str, expires_in: int | None = None
+    ) -> dict[str, Any]:
         """Keep a file that a client has sent.
 
         expires_in: seconds. None: the file is kept until it is deleted.
@@ -156,7 +175,11 @@ class Store:
             with part.open("xb") as file:
                 while piece := source.read(PIECE):
                     if len(self.files) >= MOST_RECORDS or not self._charge(len(piece)):
-                        raise Refused(400, "file: there is no room for it; delete others first", "storage_full")
+                        raise Refused(
+                            400,
+                            "file: there is no room for it; delete others first",
+                            "storage_full",
+                        )
                     charged += len(piece)
                     file.write(piece)
                 file.flush()
@@ -172,7 +195,9 @@ class Store:
             if not is_kept:
                 self._give_back(charged)
 
-    def _keep(self, file_id: str, name: str, purpose: str, expires_in: int | None = None) -> dict[str, Any]:
+    def _keep(
+        self, file_id: str, name: str, purpose: str, expires_in: int | None = None
+    ) -> dict[str, Any]:
         """Write and return the record of a file whose content is in place."""
         path = self._files / file_id
         now = int(time.time())
@@ -190,7 +215,9 @@ class Store:
         if expires_in is not None:
             self._next_expiry = min(self._next_expiry, now + expires_in)
         try:
-            files.write_whole(self._files / f"{file_id}.json", json.dumps(record) + "\n", follow=False)
+            files.write_whole(
+                self._files / f"{file_id}.json", json.dumps(record) + "\n", follow=False
+            )
         except OSError:
             path.unlink()  # nobody could read or delete it
             raise
@@ -200,9 +227,15 @@ class Store:
     def delete_file(self, file_id: str) -> None:
         record = self.file(file_id)
         with self._lock:
-            users = [b["id"] for b in self.batches.values() if b["input_file_id"] == file_id and b["status"] in ACTIVE]
+            users = [
+                b["id"]
+                for b in self.batches.values()
+                if b["input_file_id"] == file_id and b["status"] in ACTIVE
+            ]
             if users:
-                raise Refused(400, f"{file_id}: {users[0]} reads it; cancel the batch first", "in_use")
+                raise Refused(
+                    400, f"{file_id}: {users[0]} reads it; cancel the batch first", "in_use"
+                )
             is_here = self.files.pop(file_id, None) is not None
         if is_here and _is_counted(record):
             self._give_back(record["bytes"])
@@ -248,29 +281,50 @@ class Store:
         for name in body:
             if name not in ("input_file_id", "endpoint", "completion_window", "metadata"):
                 raise Refused(400, f"{name[:60]}: is not supported", "unsupported")
-        file_id, endpoint, metadata = body.get("input_file_id"), body.get("endpoint"), body.get("metadata")
+        file_id = body.get("input_file_id")
+        endpoint = body.get("endpoint")
+        metadata = body.get("metadata")
         if not isinstance(file_id, str) or file_id not in self.files:
             raise Refused(400, f"input_file_id: no file {str(file_id)[:60]!r}", "not_found")
         if self.files[file_id]["purpose"] != "batch":
-            raise Refused(400, f"input_file_id: {file_id} is a result; send a file", "invalid_request")
+            raise Refused(
+                400, f"input_file_id: {file_id} is a result; send a file", "invalid_request"
+            )
         if not isinstance(endpoint, str) or endpoint not in URLS:
-            raise Refused(400, f"endpoint: {endpoint!r:.60} is none of {', '.join(URLS)}", "unknown_url")
+            raise Refused(
+                400, f"endpoint: {endpoint!r:.60} is none of {', '.join(URLS)}", "unknown_url"
+            )
         if body.get("completion_window") != WINDOW:
-            raise Refused(400, f"completion_window: only {WINDOW} is known, and no batch expires", "invalid_request")
+            raise Refused(
+                400,
+                f"completion_window: only {WINDOW} is known, and no batch expires",
+                "invalid_request",
+            )
         _check_metadata(metadata)
         batch = {
-            "id": f"batch_{self._new_id()}", "object": "batch", "endpoint": endpoint, "errors": None,
-            "input_file_id": file_id, "completion_window": WINDOW, "status": "validating", "output_file_id": None,
-            "error_file_id": None, "created_at": int(time.time()), **dict.fromkeys(MOMENTS),
-            "request_counts": {"total": 0, "completed": 0, "failed": 0}, "metadata": metadata,
-        }  # fmt: skip
+            "id": f"batch_{self._new_id()}",
+            "object": "batch",
+            "endpoint": endpoint,
+            "errors": None,
+            "input_file_id": file_id,
+            "completion_window": WINDOW,
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": int(time.time()),
+            **dict.fromkeys(MOMENTS),
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": metadata,
+        }
         with self._lock:
             if file_id not in self.files:
                 raise Refused(400, f"input_file_id: no file {file_id!r}", "not_found")
             if len(self.batches) >= MOST_RECORDS:
                 raise Refused(400, "too many batches are kept", "storage_full")
             if self._stored >= self._most_bytes:
-                raise Refused(400, "there is no room for results; delete files first", "storage_full")
+                raise Refused(
+                    400, "there is no room for results; delete files first", "storage_full"
+                )
             self.save(batch)
         return batch
 
@@ -289,14 +343,19 @@ class Store:
 
     def for_clients(self, message: str) -> str:
         """Return a message with ids instead of paths and their flags, which clients do not know."""
-        path = rf"(?:--\w+ )?{re.escape(str(self._files.parent))}/(?:files|batches)/([\w-]+)(?:\.errors)?(?:\.jsonl)?"
+        path = (
+            r"(?:--\w+ "
+            rf")?{re.escape(str(self._files.parent))}/(?:files|batches)/([\w-]+)(?:\.errors)?(?:\.jsonl)?"
+        )
         return re.sub(path, r"\1", message).replace("another --output", "another batch")
 
     # Jobs of batches
 
     def with_jobs(self) -> list[str]:
         """Return the ids of the batches that have files of a job."""
-        names = {path.name.partition(".")[0] for path in self._batches.iterdir() if not _is_record(path)}
+        names = {
+            path.name.partition(".")[0] for path in self._batches.iterdir() if not _is_record(path)
+        }
         return [name for name in self.batches if name in names]
 
     def kept_counts(self, batch: dict[str, Any]) -> dict[str, int]:
@@ -305,7 +364,8 @@ class Store:
         """
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             status = files.read_json(status_path(self.output(batch)))
-            done, failed = int(status["done"]), int(status["errors"])
+            done = int(status["done"])
+            failed = int(status["errors"])
             return {"total": int(status["rows"]), "completed": done - failed, "failed": failed}
         counts: dict[str, int] = batch["request_counts"]
         return counts
@@ -313,7 +373,10 @@ class Store:
     def charge_errors(self, batch: dict[str, Any], nbytes: int) -> None:
         """Count error rows that are to be written. Raise FlexgenError if they have no room."""
         if not self._charge(nbytes):
-            raise FlexgenError(f"{batch['id']}: there is no room for more error rows; delete files, and send it again")
+            raise FlexgenError(
+                f"{batch['id']}: there is no room for more error rows; delete files, and send it "
+                "again"
+            )
         self._job_errors[batch["id"]] = self._job_errors.get(batch["id"], 0) + nbytes
 
     def keep_results(self, batch: dict[str, Any]) -> dict[str, str | None]:
@@ -345,11 +408,15 @@ class Store:
 
     def part(self, batch: dict[str, Any]) -> None:
         """Move error rows out of the answers of a job that an earlier version has begun."""
-        output, errors = self.output(batch), self.errors(batch)
+        output = self.output(batch)
+        errors = self.errors(batch)
         if errors.exists() or not self.kept_counts(batch)["failed"] or not output.exists():
             return
         # The error rows are in place first: a kill in between duplicates them, and loses none.
-        with files.replacing(output, follow=False) as answered, files.replacing(errors, follow=False) as failed:
+        with (
+            files.replacing(output, follow=False) as answered,
+            files.replacing(errors, follow=False) as failed,
+        ):
             for line, row in rows_of(output):
                 target = failed if row["error"] is not None else answered
                 target.buffer.write(line)
@@ -359,7 +426,13 @@ class Store:
     def remove_job(self, batch: dict[str, Any]) -> None:
         """Remove the job's own files, once the batch has its results."""
         output = self.output(batch)
-        for path in (output, self.errors(batch), sidecar_path(output), status_path(output), self._taken(batch)):
+        for path in (
+            output,
+            self.errors(batch),
+            sidecar_path(output),
+            status_path(output),
+            self._taken(batch),
+        ):
             path.unlink(missing_ok=True)
         self._held.discard(batch["id"])
         self._give_back(self._job_errors.pop(batch["id"], 0))
@@ -404,12 +477,16 @@ class Store:
         with contextlib.suppress(FileNotFoundError):
             try:
                 taken = files.read_json(self._taken(batch))
-                deaths, nbytes, is_held = int(taken["deaths"]), int(taken["bytes"]), bool(taken["is_held"])
+                deaths = int(taken["deaths"])
+                nbytes = int(taken["bytes"])
+                is_held = bool(taken["is_held"])
             except FileNotFoundError:
                 raise
             except (OSError, ValueError, KeyError, TypeError):
                 # The machine lost its power while the file was written.
-                deaths, nbytes, is_held = 0, 0, True
+                deaths = 0
+                nbytes = 0
+                is_held = True
             if is_held and self._job_bytes(batch) > nbytes:
                 deaths = 0
             self._deaths[batch["id"]] = deaths + is_held
@@ -421,7 +498,9 @@ class Store:
         taken = {"deaths": self.deaths(batch), "bytes": self._job_bytes(batch), "is_held": is_held}
         # It outlives the process. A machine that loses its power is not the fault of the batch.
         try:
-            files.write_whole(self._taken(batch), json.dumps(taken) + "\n", follow=False, sync=False)
+            files.write_whole(
+                self._taken(batch), json.dumps(taken) + "\n", follow=False, sync=False
+            )
         except OSError as error:
             raise FlexgenError(f"{batch['id']}: {error.strerror or error}") from error
 
@@ -457,8 +536,16 @@ def _check_metadata(metadata: Any) -> None:
     if metadata is None:
         return
     if not isinstance(metadata, dict) or len(metadata) > MOST_METADATA:
-        raise Refused(400, f"metadata: an object with at most {MOST_METADATA} members is expected", "invalid_request")
-    if not all(isinstance(v, str) and len(k + v) <= MOST_METADATA_CHARACTERS for k, v in metadata.items()):
         raise Refused(
-            400, f"metadata: texts of at most {MOST_METADATA_CHARACTERS} characters are expected", "invalid_request"
+            400,
+            f"metadata: an object with at most {MOST_METADATA} members is expected",
+            "invalid_request",
+        )
+    if not all(
+        isinstance(v, str) and len(k + v) <= MOST_METADATA_CHARACTERS for k, v in metadata.items()
+    ):
+        raise Refused(
+            400,
+            f"metadata: texts of at most {MOST_METADATA_CHARACTERS} characters are expected",
+            "invalid_request",
         )

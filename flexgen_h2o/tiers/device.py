@@ -42,7 +42,9 @@ def host_buffer(nbytes: int) -> torch.Tensor:
     size = max(1, nbytes)
     align = HUGE_PAGE if size >= HUGE_PAGE else PAGE
     try:
-        memory = mmap.mmap(-1, round_up(size, PAGE) + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(
+            -1, round_up(size, PAGE) + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
     except OSError as error:
         raise MemoryError(f"{format_bytes(nbytes)}: {error.strerror}") from error
     if align == HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -164,7 +166,9 @@ class _OrdinaryMemory(Device):
         if stored.
         """
         if asked == "float16":
-            raise UsageError("--dtype float16: far too slow on a CPU; use bfloat16, or float32 to lose nothing")
+            raise UsageError(
+                "--dtype float16: far too slow on a CPU; use bfloat16, or float32 to lose nothing"
+            )
         return asked or ("bfloat16" if stored == "float16" else stored)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -225,7 +229,10 @@ class CudaDevice(Device):
         On a card without bfloat16, that dtype is refused if asked for and replaced if stored.
         """
         if asked == "bfloat16" and not self._has_bf16:
-            raise UsageError("--dtype bfloat16: this GPU has no tensor cores for it; use --dtype float16, or float32")
+            raise UsageError(
+                "--dtype bfloat16: this GPU has no tensor cores for it; use --dtype float16, or "
+                "float32"
+            )
         return asked or ("float16" if stored == "bfloat16" and not self._has_bf16 else stored)
 
     def free_bytes(self) -> int:
@@ -233,7 +240,9 @@ class CudaDevice(Device):
 
         They include what torch's allocator keeps of an engine that was closed.
         """
-        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(
+            self.torch_device
+        )
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
 
     def hold_to(self, nbytes: int) -> None:
@@ -249,12 +258,14 @@ class CudaDevice(Device):
     def host_staging(self, nbytes: int) -> torch.Tensor:
         # torch's own allocator would round pinned memory up to a power of two and keep it, so this
         # memory is registered instead.
-        memory, runtime = host_buffer(nbytes), torch.cuda.cudart()
+        memory = host_buffer(nbytes)
+        runtime = torch.cuda.cudart()
         with torch.cuda.device(self.torch_device):  # a worker thread has another current device
             code = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
             raise UsageError(
-                f"--pin-weight: {format_bytes(nbytes)} cannot be pinned (CUDA error {code}); raise `ulimit -l`, or use "
+                f"--pin-weight: {format_bytes(nbytes)} cannot be pinned (CUDA error {code}); raise "
+                "`ulimit -l`, or use "
                 "--pin-weight 0"
             )
         weakref.finalize(memory, _unregister, runtime, memory.data_ptr(), self.torch_device)
@@ -266,7 +277,9 @@ class CudaDevice(Device):
             return self.fence()  # of this stream only; stream.synchronize() would occupy a core
 
     def beside_compute(self) -> AbstractContextManager[object]:
-        return cast(AbstractContextManager[object], torch.cuda.stream(_thread_stream(self.torch_device)))
+        return cast(
+            AbstractContextManager[object], torch.cuda.stream(_thread_stream(self.torch_device))
+        )
 
     def fence(self) -> Waitable:
         # A thread that waits for it sleeps: cores are needed for reading and computing.
@@ -302,7 +315,9 @@ class CudaDevice(Device):
             raise
         except RuntimeError as error:
             said = str(error).partition("\n")[0]
-            raise FlexgenError(f"no CUDA graph can be made ({said}); use --overlap false") from error
+            raise FlexgenError(
+                f"no CUDA graph can be made ({said}); use --overlap false"
+            ) from error
         return graph.replay
 
 
@@ -405,15 +420,19 @@ def resolve_budgets(
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     disk_bytes = (
-        max(0, free - DISK_MARGIN_BYTES) // processes if budget.disk is None else min(budget.disk, free // processes)
+        max(0, free - DISK_MARGIN_BYTES) // processes
+        if budget.disk is None
+        else min(budget.disk, free // processes)
     )
     disk = DiskBudget(disk_bytes, free // processes)
     if device.is_host:
         return {"device": 0, "host": host, "disk": disk}
-    free_on_card, on_device = device.free_bytes(), budget.device
+    free_on_card = device.free_bytes()
+    on_device = budget.device
     if on_device is not None and free_on_card is not None and on_device > free_on_card:
         raise DoesNotFitError(
-            f"--device-mem {format_bytes(on_device)}: the GPU has {format_bytes(free_on_card)} free; give less, or end"
+            f"--device-mem {format_bytes(on_device)}: the GPU has {format_bytes(free_on_card)} "
+            "free; give less, or end"
             " what else is on it"
         )
     if on_device is None:
@@ -426,7 +445,8 @@ def free_host_bytes() -> int:
 
     It is what the machine has available, or what the cgroup's limit leaves.
     """
-    free, limit = host_memory()[1], memory_limit()
+    free = host_memory()[1]
+    limit = memory_limit()
     return free if limit is None else min(free, limit[0] - limit[1])
 
 
@@ -435,7 +455,8 @@ def whole_host_bytes() -> int:
 
     It is the machine's, or the cgroup's limit.
     """
-    whole, limit = host_memory()[0], memory_limit()
+    whole = host_memory()[0]
+    limit = memory_limit()
     return whole if limit is None else min(whole, limit[0])
 
 
@@ -447,7 +468,9 @@ def host_memory() -> tuple[int, int]:
     try:
         found = psutil.virtual_memory()
     except OSError as error:
-        raise FlexgenError(f"{error.filename}: {error.strerror}; mount /proc, which says what RAM is free") from error
+        raise FlexgenError(
+            f"{error.filename}: {error.strerror}; mount /proc, which says what RAM is free"
+        ) from error
     return int(found.total), int(found.available)
 
 
@@ -462,6 +485,8 @@ def memory_limit() -> tuple[int, int] | None:
             return None
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         # The cgroup counts clean page cache as used, but it is given back when memory is needed.
-        return int(limit), int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+        return int(limit), int((_CGROUP / "memory.current").read_text()) - int(
+            stat.get("inactive_file", 0)
+        )
     except (OSError, ValueError):
         return None

@@ -51,12 +51,15 @@ class DirectFile:
         data: uint8, contiguous. needed: bytes that must be there. Raises TransferError if the file
         ends early or the read fails.
         """
-        view, got = data.numpy().data, 0
+        view = data.numpy().data
+        got = 0
         while got < needed:
             count = self._move(os.preadv, view[got:], offset + got)
             if count == 0:
                 size = os.fstat(self.fd).st_size
-                raise TransferError(f"{self.path}: ends at byte {size}, {offset + needed} are needed")
+                raise TransferError(
+                    f"{self.path}: ends at byte {size}, {offset + needed} are needed"
+                )
             got += count
         self._forget(offset, got)
         return got
@@ -66,7 +69,8 @@ class DirectFile:
 
         Raises DoesNotFitError if the disk is full, and TransferError if the write fails otherwise.
         """
-        view, put = data.numpy().data, 0
+        view = data.numpy().data
+        put = 0
         while put < len(view):
             put += self._move(os.pwritev, view[put:], offset + put)
         if not self.direct:
@@ -77,7 +81,9 @@ class DirectFile:
     def close(self) -> None:
         os.close(self.fd)
 
-    def _move(self, call: Callable[[int, list[memoryview], int], int], view: memoryview, offset: int) -> int:
+    def _move(
+        self, call: Callable[[int, list[memoryview], int], int], view: memoryview, offset: int
+    ) -> int:
         """Call preadv or pwritev once.
 
         If the file system refuses O_DIRECT only here, switch to buffered I/O.
@@ -89,7 +95,9 @@ class DirectFile:
                 if error.errno != errno.EINVAL:
                     raise
                 # Another thread may have switched already. This request was refused all the same.
-                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
+                fcntl.fcntl(
+                    self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT
+                )
                 self.direct = False
                 return call(self.fd, [view], offset)
         except OSError as error:
@@ -97,7 +105,9 @@ class DirectFile:
                 raise DoesNotFitError(
                     f"{self.path.parent}: the disk is full; free space or move --offload-dir"
                 ) from error
-            raise TransferError(f"{self.path}: {call.__name__} failed ({error.strerror})") from error
+            raise TransferError(
+                f"{self.path}: {call.__name__} failed ({error.strerror})"
+            ) from error
 
     def _forget(self, offset: int, length: int) -> None:
         # Buffered pages would count as RAM of the machine and hide the disk from the next sweep.
@@ -161,14 +171,16 @@ class Scratch:
             free = shutil.disk_usage(self.folder).free
             raise DoesNotFitError(
                 f"--offload-dir {self.folder.parent}: {format_bytes(nbytes)} are needed on disk, "
-                f"{format_free(free, nbytes)} ({error.strerror}); free space, give another --offload-dir, "
+                f"{format_free(free, nbytes)} ({error.strerror}); free space, give another "
+                "--offload-dir, "
                 "or lower the disk shares of --percent"
             ) from error
         return DirectFile(path, writable=True)
 
     def close(self) -> None:
         """Remove the folder. Further calls do nothing."""
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is not None:
             if os.getpid() == self._owner:
                 _clear(self.folder)
@@ -177,7 +189,10 @@ class Scratch:
 
 def is_scratch(folder: Path) -> bool:
     """Return whether a folder is the scratch folder of some run, by its name and its mark."""
-    return bool(_SCRATCH_NAME.fullmatch(folder.name)) and (read_mark(folder) or {}).get("kind") == SCRATCH
+    return (
+        bool(_SCRATCH_NAME.fullmatch(folder.name))
+        and (read_mark(folder) or {}).get("kind") == SCRATCH
+    )
 
 
 def remove_scratch(folder: Path) -> bool:

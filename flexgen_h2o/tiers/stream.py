@@ -47,7 +47,8 @@ def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...
     Each share is honoured to within `multiple` rows. A share of 0 gets no rows. The parts together
     are always all rows.
     """
-    cuts, total = [0], 0.0
+    cuts = [0]
+    total = 0.0
     for i, share in enumerate(shares):
         total += share
         if not any(s > 0 for s in shares[i + 1 :]):
@@ -56,7 +57,9 @@ def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...
             cuts.append(cuts[-1])
         else:
             cuts.append(max(cuts[-1], min(count, round(count * total / multiple) * multiple)))
-    return tuple(Part(tier, a, b) for tier, a, b in zip(TIERS, cuts[:-1], cuts[1:], strict=True) if b > a)
+    return tuple(
+        Part(tier, a, b) for tier, a, b in zip(TIERS, cuts[:-1], cuts[1:], strict=True) if b > a
+    )
 
 
 def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
@@ -106,7 +109,9 @@ class Done(Waitable):
         if parts == 0:
             self._event.set()
 
-    def finish_one(self, error: BaseException | None = None, begun: Sequence[Waitable] = ()) -> None:
+    def finish_one(
+        self, error: BaseException | None = None, begun: Sequence[Waitable] = ()
+    ) -> None:
         """Record that one of the parts has finished.
 
         begun: operations that the part has started without waiting for their end.
@@ -176,7 +181,8 @@ class Ring:
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer, self.capacity = buffer, buffer.numel()
+        self._buffer = buffer
+        self.capacity = buffer.numel()
         self._live: deque[Region] = deque()
         self._old: list[Region] = []
         # Size in bytes of a request that found no room, if nothing was given back since.
@@ -195,7 +201,9 @@ class Ring:
         if start is None:
             self._refused = size
             return None
-        end, after, others = start + size, list[Waitable](), list[Region]()
+        end = start + size
+        after = list[Waitable]()
+        others = list[Region]()
         for old in self._old:
             if all(user.is_done for user in old.users):
                 continue
@@ -215,13 +223,15 @@ class Ring:
 
         The next writer waits for `users`, which themselves have waited for `region.after`.
         """
-        self._refused, region.freed = None, True
+        self._refused = None
+        region.freed = True
         region.users = [u for u in users or region.after if not u.is_done]
 
     def _place(self, size: int) -> int | None:
         if not self._live:
             return 0
-        tail, head = self._live[0].start, self._live[-1].end
+        tail = self._live[0].start
+        head = self._live[-1].end
         wrapped = self._live[-1].start < tail
         if wrapped:
             return head if tail - head >= size else None
@@ -267,8 +277,13 @@ class Stream(Generic[Key]):
     ahead: number of units that may be loading besides the one in use.
     """
 
-    def __init__(self, ring: Ring | None, sequence: Iterator[Key], source: Source[Key], ahead: int) -> None:
-        self._ring, self._sequence, self._source, self._ahead = ring, sequence, source, ahead
+    def __init__(
+        self, ring: Ring | None, sequence: Iterator[Key], source: Source[Key], ahead: int
+    ) -> None:
+        self._ring = ring
+        self._sequence = sequence
+        self._source = source
+        self._ahead = ahead
         # Units whose loads have started: (key, region, loads).
         self._entries: deque[tuple[Key, Region, list[Done]]] = deque()
         self._pending: Key | None = None
@@ -288,7 +303,10 @@ class Stream(Generic[Key]):
             return None
         while True:
             if not self._entries and not self._start_one():
-                raise AssertionError(f"{key} cannot be loaded: it is not ready, out of order, or larger than the ring")
+                raise AssertionError(
+                    f"{key} cannot be loaded: it is not ready, out of order, or larger than the "
+                    "ring"
+                )
             found, region, loads = self._entries.popleft()
             if found == key:
                 wait_all_on_card(loads)

@@ -71,24 +71,35 @@ class Lanes:
         self._closed = False
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        rows = [(lane, lane, f"{lane} {i + 1}" if i else lane) for lane, count in threads.items() for i in range(count)]
+        rows = [
+            (lane, lane, f"{lane} {i + 1}" if i else lane)
+            for lane, count in threads.items()
+            for i in range(count)
+        ]
         rows += [(lane, own, own) for (lane, _), own in _OWN_QUEUES.items() if lane in threads]
         self._queue_of_thread = [name for _, name, _ in rows]
         self._queues: dict[str, queue.SimpleQueue[_Job | None]]
         self._queues = {name: queue.SimpleQueue() for name in self._queue_of_thread}
-        self._threads = [threading.Thread(target=self._work, args=row, name=row[2], daemon=True) for row in rows]
+        self._threads = [
+            threading.Thread(target=self._work, args=row, name=row[2], daemon=True) for row in rows
+        ]
         for thread in self._threads:
             interrupts.start(thread)
 
     def submit(
-        self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = (),
+        self,
+        lane: str,
+        name: str,
+        jobs: Sequence[Callable[[], int]],
+        after: Sequence[Waitable] = (),
         wait: _Wait = wait_all,
-    ) -> Done:  # fmt: skip
+    ) -> Done:
         """Queue `jobs` on a lane. Each job returns the bytes that it moved.
 
         Jobs start once `after` is done. The worker waits for it by `wait`.
         """
-        done, chosen = Done(len(jobs)), self._queues[self._queue_of(lane, name)]
+        done = Done(len(jobs))
+        chosen = self._queues[self._queue_of(lane, name)]
         with self._lock:
             if self._closed:  # no worker is left to serve it
                 done.finish_one(self._failure)
@@ -98,7 +109,14 @@ class Lanes:
         return done
 
     def _queue_of(self, lane: str, name: str) -> str:
-        return next((own for (owner, end), own in _OWN_QUEUES.items() if owner == lane and name.endswith(end)), lane)
+        return next(
+            (
+                own
+                for (owner, end), own in _OWN_QUEUES.items()
+                if owner == lane and name.endswith(end)
+            ),
+            lane,
+        )
 
     def count(self, lane: str, nbytes: int) -> None:
         """Count bytes that crossed a lane's link. Jobs of that or of another lane call it."""
@@ -114,7 +132,8 @@ class Lanes:
         """
         if not copy.is_done:
             self._current.begun.append(copy)
-            self._current.last, self._current.all = copy, is_all
+            self._current.last = copy
+            self._current.all = is_all
 
     def close(self) -> None:
         """Drop what is queued, end the threads and wait for them.
@@ -136,21 +155,27 @@ class Lanes:
 
     @torch.inference_mode()  # like the compute thread, whose views it fills
     def _work(self, lane: str, queue_name: str, row: str) -> None:
-        current, jobs, under_way = self._current, self._queues[queue_name], deque[tuple[_Job, Waitable]]()
+        current = self._current
+        jobs = self._queues[queue_name]
+        under_way = deque[tuple[_Job, Waitable]]()
         current.last = NOTHING
         while True:
             while under_way and jobs.empty():
                 self._see_end(lane, row, *under_way.popleft())
             if (job := jobs.get()) is None:
                 break
-            while under_way and (len(under_way) == MOST_UNDER_WAY or not all(one.is_begun for one in job.after)):
+            while under_way and (
+                len(under_way) == MOST_UNDER_WAY or not all(one.is_begun for one in job.after)
+            ):
                 self._see_end(lane, row, *under_way.popleft())
             failure = self._failure  # a failure that comes while this job runs is not this job's
-            current.begun, current.all = list[Waitable](), False
+            current.begun = list[Waitable]()
+            current.all = False
             try:
                 if failure is None:
                     job.wait(job.after)
-                    start, current.name = time.perf_counter(), job.name
+                    start = time.perf_counter()
+                    current.name = job.name
                     moved = job.run()
                     if current.all:
                         under_way.append((job, current.last))
@@ -223,12 +248,19 @@ class Mover:
     """
 
     def __init__(self, device: Device, lanes: Lanes, pins: bool = True) -> None:
-        self.device, self._take_staging, self._pins = device, device.host_staging if pins else host_buffer, pins
+        self.device = device
+        self._take_staging = device.host_staging if pins else host_buffer
+        self._pins = pins
         self.lanes = lanes
         self._staging = threading.local()
 
     def read(
-        self, name: str, dst: torch.Tensor, memory: Memory, source: FileRange, after: Sequence[Waitable] = ()
+        self,
+        name: str,
+        dst: torch.Tensor,
+        memory: Memory,
+        source: FileRange,
+        after: Sequence[Waitable] = (),
     ) -> Done:
         """Fill `dst`, which lies in `memory`, from a range of a file.
 
@@ -239,11 +271,16 @@ class Mover:
         file, offset, nbytes, dtype = source
         crosses = self._crosses(memory)
         if dtype == torch.uint8 and not crosses and _takes_direct(dst, offset, nbytes):
-            jobs = [partial(file.read, dst[a:b], offset + a, min(b, nbytes) - a) for a, b in _even_chunks(dst.numel())]
+            jobs = [
+                partial(file.read, dst[a:b], offset + a, min(b, nbytes) - a)
+                for a, b in _even_chunks(dst.numel())
+            ]
         else:
             flat = dst.view(-1) if dtype != torch.uint8 else dst.view(-1)[:nbytes]
             jobs = [
-                partial(self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype, crosses)
+                partial(
+                    self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype, crosses
+                )
                 for a, b in _chunks(flat.numel(), TRANSFER_CHUNK // dtype.itemsize)
             ]
         return self.lanes.submit("disk_read", name, jobs, after, self._wait_of(crosses))
@@ -263,9 +300,14 @@ class Mover:
         return self.lanes.submit("disk_read", name, jobs)
 
     def write(
-        self, name: str, file: DirectFile, offset: int, src: torch.Tensor, memory: Memory,
+        self,
+        name: str,
+        file: DirectFile,
+        offset: int,
+        src: torch.Tensor,
+        memory: Memory,
         after: Sequence[Waitable] = (),
-    ) -> Done:  # fmt: skip
+    ) -> Done:
         """Write `src` to the file at `offset`.
 
         src: uint8, in `memory`. offset: a multiple of 4 KiB. Whole pages are written. If `src` ends
@@ -296,7 +338,14 @@ class Mover:
         with self.device.beside_compute():
             wait_all_on_card(events)
 
-    def copy(self, lane: str, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Waitable] = ()) -> Done:
+    def copy(
+        self,
+        lane: str,
+        name: str,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        after: Sequence[Waitable] = (),
+    ) -> Done:
         """Copy between host and device memory on lane `h2d` or `d2h`."""
 
         def job() -> int:
@@ -310,9 +359,12 @@ class Mover:
         return self.lanes.submit(lane, name, [job], after, self._wait_of(crosses=True))
 
     def copy_columns(
-        self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor,
+        self,
+        name: str,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        slots: torch.Tensor,
         after: Sequence[Waitable],
-    ) -> Done:  # fmt: skip
+    ) -> Done:
         """Copy the KV entry at slots[r] of each row r from device to host memory.
 
         pairs: (target, source) of keys and of values, each (segments, rows, S, d), with slot j at
@@ -320,7 +372,8 @@ class Mover:
         once `after` is done. On a card the copy runs beside compute and does not wait for work that
         is issued later.
         """
-        length, sources = pairs[0][1].shape[2], [source for _, source in pairs]
+        length = pairs[0][1].shape[2]
+        sources = [source for _, source in pairs]
         row_bytes = slots.itemsize + sum(source.shape[3] * source.itemsize for source in sources)
 
         def job() -> int:
@@ -349,7 +402,9 @@ class Mover:
         parts = staging.split([t.nbytes for t in found])
         return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, found, strict=True)]
 
-    def _staged_read(self, dst: torch.Tensor, file: DirectFile, offset: int, dtype: torch.dtype, crosses: bool) -> int:
+    def _staged_read(
+        self, dst: torch.Tensor, file: DirectFile, offset: int, dtype: torch.dtype, crosses: bool
+    ) -> int:
         staging = self._thread_staging(1 if self.device.is_host else STAGING_SLOTS)
         source, got = _read_into(staging.take(), file, offset, dst.numel() * dtype.itemsize)
         source = _aligned(source, dtype)
@@ -362,11 +417,16 @@ class Mover:
 
     def _read_run(self, run: _Wanted, table: FileRange) -> int:
         file, offset, nbytes, dtype = table
-        first, last = run[0][1], run[-1][1]
+        first = run[0][1]
+        last = run[-1][1]
         staging = self._thread_staging().take()
-        source, got = _read_into(staging, file, offset + first * nbytes, (last + 1 - first) * nbytes)
+        source, got = _read_into(
+            staging, file, offset + first * nbytes, (last + 1 - first) * nbytes
+        )
         for dst, row in run:
-            self.device.copy(dst, _aligned(source[(row - first) * nbytes : (row + 1 - first) * nbytes], dtype))
+            self.device.copy(
+                dst, _aligned(source[(row - first) * nbytes : (row + 1 - first) * nbytes], dtype)
+            )
         return got
 
     def _staged_write(self, src: torch.Tensor, file: DirectFile, offset: int, crosses: bool) -> int:
@@ -386,7 +446,9 @@ class Mover:
         return cast(_Staging, self._staging.own)
 
 
-def _read_into(staging: torch.Tensor, file: DirectFile, offset: int, nbytes: int) -> tuple[torch.Tensor, int]:
+def _read_into(
+    staging: torch.Tensor, file: DirectFile, offset: int, nbytes: int
+) -> tuple[torch.Tensor, int]:
     """Read a range of a file into staging.
 
     Returns the range as a view of staging, and the bytes read.
@@ -416,7 +478,8 @@ def _places(slots: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
 
 def _runs(wanted: _Wanted, row_bytes: int) -> list[list[tuple[torch.Tensor, int]]]:
     """Group rows, which come in order, into runs of neighbours. One request reads each run."""
-    runs, max_rows = list[list[tuple[torch.Tensor, int]]](), max(1, TRANSFER_CHUNK // row_bytes)
+    runs = list[list[tuple[torch.Tensor, int]]]()
+    max_rows = max(1, TRANSFER_CHUNK // row_bytes)
     for one in wanted:
         row = one[1]
         is_near = bool(runs) and (row - runs[-1][-1][1] - 1) * row_bytes <= NEAR_BYTES

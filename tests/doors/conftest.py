@@ -31,9 +31,16 @@ class Answer:
 
 def tiny_model(folder: Path, vocab: int) -> Path:
     config = OPTConfig(
-        vocab_size=vocab, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=2, ffn_dim=64,
-        num_attention_heads=2, max_position_embeddings=POSITIONS, eos_token_id=None, bos_token_id=2,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        num_hidden_layers=2,
+        ffn_dim=64,
+        num_attention_heads=2,
+        max_position_embeddings=POSITIONS,
+        eos_token_id=None,
+        bos_token_id=2,
+    )
     torch.manual_seed(0)
     model = OPTForCausalLM(config)
     with torch.no_grad():
@@ -65,10 +72,16 @@ def rotary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LLaMA with two kv-heads, the shipped model's tokenizer, and few positions."""
     shipped = PACKAGED["opt-tiny"]
     config = LlamaConfig(
-        vocab_size=json.loads((shipped / "config.json").read_text())["vocab_size"], hidden_size=32,
-        intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=POSITIONS, eos_token_id=None, bos_token_id=0,
-    )  # fmt: skip
+        vocab_size=json.loads((shipped / "config.json").read_text())["vocab_size"],
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        eos_token_id=None,
+        bos_token_id=0,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -83,9 +96,13 @@ def rotary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    plain_cpu: None,
 ) -> Callable[..., Answer]:
-    """The `main` of a command in this process, with the words of its line, in the working folder `tmp_path`."""
+    """The `main` of a command in this process, with the words of its line, in the working folder
+    `tmp_path`."""
     monkeypatch.chdir(tmp_path)
 
     def run(main: Callable[[list[str]], int], *words: object) -> Answer:
@@ -102,7 +119,15 @@ def door(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
 
     def run(*flags: object, model: Path | str | None = None) -> Answer:
         length = [] if "--prompts" in flags else ["--prompt-len", "8"]
-        words = ["--model", model or ids_model, "--offload-dir", "offload", "--gen-len", "4", *length]
+        words = [
+            "--model",
+            model or ids_model,
+            "--offload-dir",
+            "offload",
+            "--gen-len",
+            "4",
+            *length,
+        ]
         return call(flex_opt.main, *words, *flags)
 
     return run
@@ -131,7 +156,9 @@ def command(call: Callable[..., Answer]) -> Callable[[str], Answer]:
 def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
     def write(*lines: Any, name: str = "prompts.jsonl") -> Path:
         path = tmp_path / name
-        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        path.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
         return path
 
     return write

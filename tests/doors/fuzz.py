@@ -1,4 +1,5 @@
-"""Hostile command lines, drawn from each command's own parser, with damaged files; and what must hold for all."""
+"""Hostile command lines, drawn from each command's own parser, with damaged files; and what must
+hold for all."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
 from tests.doors.measured import BUG, DIED, Ended
 
-BUDGET, MOST_BEYOND = 64 << 20, 300_000_000
+BUDGET = 64 << 20
+MOST_BEYOND = 300_000_000
 LENGTHS = ["--prompt-len", "8", "--gen-len", "4"]
 ENGINE = ["--model", "words", "--offload-dir", "offload", "--host-mem", "64MiB"]
 # A short run of each command, which the drawn flags change.
@@ -31,66 +33,242 @@ BASE: dict[str, list[str]] = {
     "complete": [*ENGINE, "--prompts", "prompts.txt", "--gen-len", "4"],
     "chat": [*ENGINE, "--gen-len", "4"],  # nothing is said: standard input is empty
     "evaluate fidelity": [
-        *ENGINE, *LENGTHS, "--prompts", "prompts.txt", "--num-prompts", "1", "--policies", "h2o", "--budgets", "0.5",
-        "--resamples", "9", "--mass-steps", "1", "--keep-mem", "16MiB",
+        *ENGINE,
+        *LENGTHS,
+        "--prompts",
+        "prompts.txt",
+        "--num-prompts",
+        "1",
+        "--policies",
+        "h2o",
+        "--budgets",
+        "0.5",
+        "--resamples",
+        "9",
+        "--mass-steps",
+        "1",
+        "--keep-mem",
+        "16MiB",
     ],
     "evaluate attention": [
-        *ENGINE, "--prompts", "prompts.txt", "--num-prompts", "1", "--prompt-len", "12", "--gen-len", "4",
-        "--remove", "0.25", "--sinks", "1", "--resamples", "9", "--keep-mem", "16MiB",
+        *ENGINE,
+        "--prompts",
+        "prompts.txt",
+        "--num-prompts",
+        "1",
+        "--prompt-len",
+        "12",
+        "--gen-len",
+        "4",
+        "--remove",
+        "0.25",
+        "--sinks",
+        "1",
+        "--resamples",
+        "9",
+        "--keep-mem",
+        "16MiB",
     ],
     "evaluate text": [*ENGINE, "--prompts", "prompts.txt", "--gen-len", "4", "--hh-size", "2"],
     "evaluate streaming": [
-        *ENGINE, "--turns", "turns.jsonl", "--num-turns", "1", "--gen-len", "4", "--policies", "h2o", "--hh-size", "4",
+        *ENGINE,
+        "--turns",
+        "turns.jsonl",
+        "--num-turns",
+        "1",
+        "--gen-len",
+        "4",
+        "--policies",
+        "h2o",
+        "--hh-size",
+        "4",
     ],
-}  # fmt: skip
-FILES = ("policy.json", "profile.json", "prompts.jsonl", "prompts.txt", "in.jsonl", "turns.jsonl", "done.jsonl")
+}
+FILES = (
+    "policy.json",
+    "profile.json",
+    "prompts.jsonl",
+    "prompts.txt",
+    "in.jsonl",
+    "turns.jsonl",
+    "done.jsonl",
+)
 # Good values of flags that take a text or a file, by the flag's name in the parsed arguments.
 GOOD: dict[str, tuple[str, ...]] = {
-    "model": ("words", "ids", "damaged", "opt-tiny"), "path": ("_DUMMY_", "."), "offload_dir": ("offload", "a/b"),
-    "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "bfloat16", "float16"),
-    **dict.fromkeys(("device_mem", "host_mem", "disk_mem", "keep_mem"), ("64MiB", "32MB", "256MiB", "1KiB")),
-    "policy": ("auto", "policy.json"), "hardware": ("profile.json", "t4"), "show": ("profile.json", "t4"),
-    "eviction": ("full", "local", "h2o", "h2o-norm", "tova", "snapkv", "h2o-v", "random", "h2o-norm:sinks=0"),
+    "model": ("words", "ids", "damaged", "opt-tiny"),
+    "path": ("_DUMMY_", "."),
+    "offload_dir": ("offload", "a/b"),
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    **dict.fromkeys(
+        ("device_mem", "host_mem", "disk_mem", "keep_mem"), ("64MiB", "32MB", "256MiB", "1KiB")
+    ),
+    "policy": ("auto", "policy.json"),
+    "hardware": ("profile.json", "t4"),
+    "show": ("profile.json", "t4"),
+    "eviction": (
+        "full",
+        "local",
+        "h2o",
+        "h2o-norm",
+        "tova",
+        "snapkv",
+        "h2o-v",
+        "random",
+        "h2o-norm:sinks=0",
+    ),
     "policies": ("full", "h2o", "local", "h2o:positions=rolling"),
-    "prompts": ("prompts.jsonl", "prompts.txt"), "input": ("in.jsonl", "prompts.jsonl"), "text": ("prompts.txt",),
-    "turns": ("turns.jsonl", "prompts.txt"), "output": ("new.jsonl", "done.jsonl", "new.json"), "json": ("new.json",),
-    "trace": ("trace.json",), "plot": ("plot.svg", "plot.png"), "markdown": ("new.md",), "log_file": ("auto", "log"),
-    "percent": ("0", "30", "50", "100"), "turn_format": (r"\n{turn}",), "sinks": ("0", "2"),
-}  # fmt: skip
-NUMBERS = {"int": ("0", "1", "2", "5", "8"), "float": ("0.2", "0.5", "1", "0.9"), "boolean": ("true", "no", "0")}
+    "prompts": ("prompts.jsonl", "prompts.txt"),
+    "input": ("in.jsonl", "prompts.jsonl"),
+    "text": ("prompts.txt",),
+    "turns": ("turns.jsonl", "prompts.txt"),
+    "output": ("new.jsonl", "done.jsonl", "new.json"),
+    "json": ("new.json",),
+    "trace": ("trace.json",),
+    "plot": ("plot.svg", "plot.png"),
+    "markdown": ("new.md",),
+    "log_file": ("auto", "log"),
+    "percent": ("0", "30", "50", "100"),
+    "turn_format": (r"\n{turn}",),
+    "sinks": ("0", "2"),
+}
+NUMBERS = {
+    "int": ("0", "1", "2", "5", "8"),
+    "float": ("0.2", "0.5", "1", "0.9"),
+    "boolean": ("true", "no", "0"),
+}
 WHOLE = ("1", "2", "3", "7", "16")
 HOSTILE_NUMBERS = (
-    "", "--", "-1", "0", "nan", "inf", "-inf", "1e999", "1e-320", "1.5", "9" * 30, "9" * 5000, "65536", "99999999",
-    "0x10", "1_000", "٣", "²", "12parsecs", "-1GiB", "1e30GiB", "true", "NaN",
-)  # fmt: skip
+    "",
+    "--",
+    "-1",
+    "0",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "1e-320",
+    "1.5",
+    "9" * 30,
+    "9" * 5000,
+    "65536",
+    "99999999",
+    "0x10",
+    "1_000",
+    "٣",
+    "²",
+    "12parsecs",
+    "-1GiB",
+    "1e30GiB",
+    "true",
+    "NaN",
+)
 HOSTILE_WORDS = (
-    "", "--", " ", "-", "{}", "[]", "null", "h2o:", "h2o:a=b", "h2o:,=", "h2o-norm:sinks=nan", "a\nb", "a\tb\r",
-    "x" * 300, "%s%n", "{turn", "{0}", "{turn.x}", "$HOME", "facebook/opt-none", "*", "\x1b[31m", "_DUMMY_x", "auto",
-    "none", "é🦙", "\udcff",
-)  # fmt: skip
+    "",
+    "--",
+    " ",
+    "-",
+    "{}",
+    "[]",
+    "null",
+    "h2o:",
+    "h2o:a=b",
+    "h2o:,=",
+    "h2o-norm:sinks=nan",
+    "a\nb",
+    "a\tb\r",
+    "x" * 300,
+    "%s%n",
+    "{turn",
+    "{0}",
+    "{turn.x}",
+    "$HOME",
+    "facebook/opt-none",
+    "*",
+    "\x1b[31m",
+    "_DUMMY_x",
+    "auto",
+    "none",
+    "é🦙",
+    "\udcff",
+)
 HOSTILE_PATHS = (
-    "", "--", "/no/such/file.json", "/no/such.jsonl", "/dev/zero", "/dev/null", "/dev/zero/x.jsonl",
-    ".", "..", "offload", "policy.json", "policy.json/x", "folder.json", "folder.jsonl", "zero.jsonl", "zero.txt",
-    "null.jsonl", "in.jsonl", "new.jsonl", "~nobody-here/x", "x" * 300, "x" * 5000 + ".jsonl", "a/b/c",
-    "\udcff.jsonl", "é🦙.json", "\u202e.txt", "a\nb.jsonl", "words/model.safetensors",
-)  # fmt: skip
+    "",
+    "--",
+    "/no/such/file.json",
+    "/no/such.jsonl",
+    "/dev/zero",
+    "/dev/null",
+    "/dev/zero/x.jsonl",
+    ".",
+    "..",
+    "offload",
+    "policy.json",
+    "policy.json/x",
+    "folder.json",
+    "folder.jsonl",
+    "zero.jsonl",
+    "zero.txt",
+    "null.jsonl",
+    "in.jsonl",
+    "new.jsonl",
+    "~nobody-here/x",
+    "x" * 300,
+    "x" * 5000 + ".jsonl",
+    "a/b/c",
+    "\udcff.jsonl",
+    "é🦙.json",
+    "\u202e.txt",
+    "a\nb.jsonl",
+    "words/model.safetensors",
+)
 HOSTILE = (*HOSTILE_NUMBERS, *HOSTILE_WORDS, *HOSTILE_PATHS)
 # Flags that name files and folders, by their name in the parsed arguments.
 PATHS = {
-    "model", "path", "offload_dir", "policy", "hardware", "show", "prompts", "input", "turns", "text", "output", "json",
-    "trace", "plot", "markdown", "log_file",
-}  # fmt: skip
+    "model",
+    "path",
+    "offload_dir",
+    "policy",
+    "hardware",
+    "show",
+    "prompts",
+    "input",
+    "turns",
+    "text",
+    "output",
+    "json",
+    "trace",
+    "plot",
+    "markdown",
+    "log_file",
+}
 DAMAGED_MODEL = ("damaged/config.json", "damaged/tokenizer_config.json", "damaged/tokenizer.json")
 SIDE_FILES = ("done.jsonl.job.json", "done.jsonl.status.json")
 JSON_VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 1.5, math.nan, math.inf, 10**400, 2**63, "", "x", "\ud800", "9" * 5000, [], [[]], {},
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    math.nan,
+    math.inf,
+    10**400,
+    2**63,
+    "",
+    "x",
+    "\ud800",
+    "9" * 5000,
+    [],
+    [[]],
+    {},
     {"x": None},
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to a file. where: a share of it. what: bytes, or a JSON value instead of one that is there."""
+    """What is done to a file. where: a share of it. what: bytes, or a JSON value instead of one
+    that is there."""
 
     file: str
     how: str
@@ -111,7 +289,9 @@ class Damage:
         lines = data.split(b"\n") if self.file.endswith("jsonl") else [data]
         index = min(at * len(lines) // max(1, len(data)), len(lines) - 1)
         with contextlib.suppress(ValueError):
-            lines[index] = json.dumps(_with_value(json.loads(lines[index]), self.where, self.what)).encode()
+            lines[index] = json.dumps(
+                _with_value(json.loads(lines[index]), self.where, self.what)
+            ).encode()
         return b"\n".join(lines)
 
 
@@ -142,16 +322,21 @@ class Case:
 
 # ---- Parsers
 
-ENDING = [verb for verb in cli.VERBS if verb != "serve"]  # a signal ends that, and tests/serving its wrong flags
+ENDING = [
+    verb for verb in cli.VERBS if verb != "serve"
+]  # a signal ends that, and tests/serving its wrong flags
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every verb that ends by itself, and of every measure of a verb that has several."""
+    """The parser of every verb that ends by itself, and of every measure of a verb that has
+    several."""
     found: dict[str, argparse.ArgumentParser] = {}
     for verb in ENDING:
         seen: list[argparse.ArgumentParser] = []
 
-        def stop(parser: argparse.ArgumentParser, *args: Any, seen: list[Any] = seen, **how: Any) -> Any:
+        def stop(
+            parser: argparse.ArgumentParser, *args: Any, seen: list[Any] = seen, **how: Any
+        ) -> Any:
             seen.append(parser)
             raise SystemExit(0)
 
@@ -162,7 +347,9 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
             cli.main([verb, "--help"])
         [parser] = seen
         below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-        found |= {f"{verb} {name}": p for a in below for name, p in a.choices.items()} or {verb: parser}
+        found |= {f"{verb} {name}": p for a in below for name, p in a.choices.items()} or {
+            verb: parser
+        }
     return found
 
 
@@ -184,8 +371,16 @@ def good_values(action: argparse.Action) -> tuple[str, ...]:
 def values(action: argparse.Action) -> st.SearchStrategy[list[str]]:
     """The words after a flag: mostly as many as it takes, and mostly such as it takes."""
     good = st.sampled_from(good_values(action))
-    own = HOSTILE_PATHS if action.dest in PATHS else HOSTILE_NUMBERS if action.type is not None else HOSTILE_WORDS
-    one = st.one_of(good, good, st.sampled_from(own), st.sampled_from(own), st.sampled_from(HOSTILE), TEXTS)
+    own = (
+        HOSTILE_PATHS
+        if action.dest in PATHS
+        else HOSTILE_NUMBERS
+        if action.type is not None
+        else HOSTILE_WORDS
+    )
+    one = st.one_of(
+        good, good, st.sampled_from(own), st.sampled_from(own), st.sampled_from(HOSTILE), TEXTS
+    )
     most = {None: 1, "?": 1, "+": 3, "*": 3}.get(action.nargs, action.nargs)
     assert isinstance(most, int)
     least = {"?": 0, "*": 0, "+": 1}.get(str(action.nargs), most)
@@ -206,8 +401,15 @@ def flag_with_values(draw: st.DrawFn, action: argparse.Action) -> list[str]:
 
 
 def damages(files: Sequence[str]) -> st.SearchStrategy[Damage]:
-    where, named = st.floats(0, 1, exclude_max=True), st.sampled_from(files)
-    raw = st.builds(Damage, named, st.sampled_from(["overwrite", "insert"]), where, st.binary(min_size=1, max_size=8))
+    where = st.floats(0, 1, exclude_max=True)
+    named = st.sampled_from(files)
+    raw = st.builds(
+        Damage,
+        named,
+        st.sampled_from(["overwrite", "insert"]),
+        where,
+        st.binary(min_size=1, max_size=8),
+    )
     cut = st.builds(Damage, named, st.sampled_from(["cut", "empty"]), where, st.none())
     value = st.builds(Damage, named, st.just("value"), where, st.sampled_from(JSON_VALUES))
     return st.one_of(raw, cut, value, value)
@@ -215,11 +417,16 @@ def damages(files: Sequence[str]) -> st.SearchStrategy[Damage]:
 
 # The flags that read a damaged file, with good names, by a flag that a command must have.
 READ_BY: dict[str, dict[str, str]] = {
-    "policy": {"--policy": "policy.json"}, "hardware": {"--hardware": "profile.json"},
-    "show": {"--show": "profile.json"}, "prompts": {"--prompts": "prompts.jsonl"}, "input": {"--input": "in.jsonl"},
-    "turns": {"--turns": "turns.jsonl"}, "model": {"--model": "damaged"}, "force": {"--output": "done.jsonl"},
+    "policy": {"--policy": "policy.json"},
+    "hardware": {"--hardware": "profile.json"},
+    "show": {"--show": "profile.json"},
+    "prompts": {"--prompts": "prompts.jsonl"},
+    "input": {"--input": "in.jsonl"},
+    "turns": {"--turns": "turns.jsonl"},
+    "model": {"--model": "damaged"},
+    "force": {"--output": "done.jsonl"},
     "status": {"--output": "done.jsonl", "--status": ""},
-}  # fmt: skip
+}
 
 
 @st.composite
@@ -237,7 +444,8 @@ def damaged_file(draw: st.DrawFn, dests: set[str]) -> tuple[list[str], list[Dama
 def cases(draw: st.DrawFn, command: str, parser: argparse.ArgumentParser) -> Case:
     """A short run with some of its flags changed; every other one reads a damaged file."""
     actions = [a for a in parser._actions if a.option_strings]
-    words, damaged = [], []
+    words = []
+    damaged = []
     if {a.dest for a in actions} & READ_BY.keys() and draw(st.booleans()):
         words, damaged = draw(damaged_file({a.dest for a in actions}))
     files = [a for a in actions if a.dest in PATHS]
@@ -246,15 +454,21 @@ def cases(draw: st.DrawFn, command: str, parser: argparse.ArgumentParser) -> Cas
     for action in chosen:
         words += draw(flag_with_values(action))
     if draw(st.integers(0, 29)) == 0:
-        words.insert(draw(st.integers(0, len(words))), draw(st.one_of(st.sampled_from(HOSTILE), TEXTS)))
-    if damaged and any("_DUMMY_" in word for word in words):  # weights of whatever shape the damaged file says
+        words.insert(
+            draw(st.integers(0, len(words))), draw(st.one_of(st.sampled_from(HOSTILE), TEXTS))
+        )
+    if damaged and any(
+        "_DUMMY_" in word for word in words
+    ):  # weights of whatever shape the damaged file says
         words = [word.replace("_DUMMY_", "DUMMY") for word in words]
     return Case((*command.split(), *BASE.get(command, ()), *words), tuple(damaged))
 
 
 def verbs() -> st.SearchStrategy[Case]:
     """Lines of the console command itself."""
-    words = st.one_of(st.sampled_from([*ENDING, "--version", "-h", "--help"]), st.sampled_from(HOSTILE), TEXTS)
+    words = st.one_of(
+        st.sampled_from([*ENDING, "--version", "-h", "--help"]), st.sampled_from(HOSTILE), TEXTS
+    )
     hostile = st.one_of(st.sampled_from(HOSTILE), TEXTS)
     lines = st.tuples(words, hostile)
     return lines.filter(lambda line: line[0] != "hardware" or line[1]).map(Case)
@@ -280,7 +494,9 @@ def budget_of(argv: Sequence[str]) -> int:
 def problems(case: Case, ended: Ended) -> list[str]:
     """What is wrong with how a line ended, in words; empty where nothing is."""
     lines = ended.err.split("\n")[:-1] if ended.err.endswith("\n") else ended.err.split("\n")
-    found, lines = [], [line for line in lines if not line.startswith("# ")]  # weights that will stay were announced
+    # weights that will stay were announced
+    found = []
+    lines = [line for line in lines if not line.startswith("# ")]
     if ended.code >= BUG or "Traceback" in ended.err:
         return [f"traceback: {ended.err[-1500:]}"]
     if ended.code >= DIED:
@@ -288,7 +504,9 @@ def problems(case: Case, ended: Ended) -> list[str]:
     if ended.code not in (0, 2, 3, 4):
         found.append(f"exit code {ended.code}: {ended.err[-600:]}")
     if ended.code in (2, 3) and len(lines) != 1 and len(case.argv) > 0:
-        found.append(f"exit code {ended.code} with {len(lines)} lines on stderr:\n{ended.err[-1500:]}")
+        found.append(
+            f"exit code {ended.code} with {len(lines)} lines on stderr:\n{ended.err[-1500:]}"
+        )
     if ended.code == 4 and len([line for line in lines if line]) > 1:
         found.append(f"exit code 4 with {len(lines)} lines on stderr:\n{ended.err[-1500:]}")
     beyond = ended.nbytes - budget_of(case.argv)

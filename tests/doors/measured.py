@@ -1,4 +1,5 @@
-"""A line of `flexgen-h2o` within a process of tests/forks.py: hostile lines can take it down, never the tests."""
+"""A line of `flexgen-h2o` within a process of tests/forks.py: hostile lines can take it down, never
+the tests."""
 
 from __future__ import annotations
 
@@ -15,13 +16,18 @@ from unittest import mock
 
 from tests.forks import Forks
 
-ADDRESS_SPACE = 3 << 29  # bytes more than the server has: what reads without end fails soon, and the machine goes on
-DIED, BUG = 1000, 2000  # no exit codes: ended by a signal (added to its number), an exception that came through
+ADDRESS_SPACE = (
+    3 << 29
+)  # bytes more than the server has: what reads without end fails soon, and the machine goes on
+# no exit codes: ended by a signal (added to its number), an exception that came through
+DIED = 1000
+BUG = 2000
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a line ended. nbytes: of RAM that it held at most, beyond what the server holds; files are not counted."""
+    """How a line ended. nbytes: of RAM that it held at most, beyond what the server holds; files
+    are not counted."""
 
     code: int
     out: str
@@ -38,11 +44,15 @@ class Measured:
 
     def load(self, folder: Path, argv: Sequence[str]) -> None:
         """Run a line in the server itself: what it loads is there then."""
-        self.forks.load("from tests.doors.measured import load; load(*sys.argv[1:])", self.home, folder, *argv)
+        self.forks.load(
+            "from tests.doors.measured import load; load(*sys.argv[1:])", self.home, folder, *argv
+        )
 
     def __call__(self, folder: Path, argv: Sequence[str]) -> Ended:
         """In the working folder `folder`, where stdout, stderr and result.json are written too."""
-        done = self.forks.run(folder, "from tests.doors.measured import run; run(*sys.argv[1:])", self.home, *argv)
+        done = self.forks.run(
+            folder, "from tests.doors.measured import run; run(*sys.argv[1:])", self.home, *argv
+        )
         assert done.code is not None
         if done.code:
             return Ended(DIED - done.code, done.out, done.err, 0)
@@ -85,7 +95,8 @@ def run(home: str, *argv: str) -> None:
         with _prepared(home):
             code = _exit_code(argv)
         now = _memory()
-        # Pages of files are those of libraries and of mapped checkpoints, which the kernel takes back.
+        # Pages of files are those of libraries and of mapped checkpoints, which the kernel takes
+        # back.
         nbytes = now["VmHWM"] - now["RssFile"] - before["RssAnon"]
         Path("result.json").write_text(json.dumps([code, nbytes]))
     except BaseException:

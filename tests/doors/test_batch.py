@@ -35,16 +35,26 @@ def choices(path: Path) -> dict[str, Any]:
     return {name: row["response"]["body"]["choices"] for name, row in rows(path).items()}
 
 
-def test_rows_of_all_lengths_equal_transformers(job: Callable[..., Answer], tmp_path: Path, ids_model: Path) -> None:
+def test_rows_of_all_lengths_equal_transformers(
+    job: Callable[..., Answer], tmp_path: Path, ids_model: Path
+) -> None:
     prompts = {f"r{i}": [5 + i, 9, 4][: 1 + i % 3] for i in range(9)}
-    body = {name: {"prompt": ids, "max_tokens": 1 + i * 5 % 7} for i, (name, ids) in enumerate(prompts.items())}
-    lines(tmp_path / "in.jsonl", *({"custom_id": n, "url": "/v1/completions", "body": b} for n, b in body.items()), "{")
+    body = {
+        name: {"prompt": ids, "max_tokens": 1 + i * 5 % 7}
+        for i, (name, ids) in enumerate(prompts.items())
+    }
+    lines(
+        tmp_path / "in.jsonl",
+        *({"custom_id": n, "url": "/v1/completions", "body": b} for n, b in body.items()),
+        "{",
+    )
     ended = job("--gpu-batch-size", 2, "--num-gpu-batches", 2)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[0] == "10 prompts"
     assert "10 answers in out.jsonl, 1 of them errors" in ended.out
     assert ended.out.splitlines()[-1] == "errors: 1 invalid_json"
-    found, model = rows(tmp_path / "out.jsonl"), OPTForCausalLM.from_pretrained(ids_model).eval()
+    found = rows(tmp_path / "out.jsonl")
+    model = OPTForCausalLM.from_pretrained(ids_model).eval()
     for name, ids in prompts.items():
         choice = found[name]["response"]["body"]["choices"][0]
         assert choice["token_ids"] == greedy(model, ids, body[name]["max_tokens"])
@@ -53,29 +63,53 @@ def test_rows_of_all_lengths_equal_transformers(job: Callable[..., Answer], tmp_
 
 def test_rows_of_a_mixture_equal_transformers(job: Callable[..., Answer], tmp_path: Path) -> None:
     """Its experts on disk, some at a time."""
-    model, prompts = random_model(model_type="qwen3_moe"), random_prompts((9, 4, 1, 6, 11))
+    model = random_model(model_type="qwen3_moe")
+    prompts = random_prompts((9, 4, 1, 6, 11))
     model.save_pretrained(tmp_path / "mixture")
-    lines(tmp_path / "in.jsonl", *({"custom_id": f"r{i}", "prompt": p, "max_tokens": 5} for i, p in enumerate(prompts)))
+    lines(
+        tmp_path / "in.jsonl",
+        *({"custom_id": f"r{i}", "prompt": p, "max_tokens": 5} for i, p in enumerate(prompts)),
+    )
     ended = job(
-        "--gpu-batch-size", 2, "--expert-group", 3, "--percent", 0, 0, 100, 0, 100, 0, model=tmp_path / "mixture"
+        "--gpu-batch-size",
+        2,
+        "--expert-group",
+        3,
+        "--percent",
+        0,
+        0,
+        100,
+        0,
+        100,
+        0,
+        model=tmp_path / "mixture",
     )
     assert ended.code == 0, ended.err
     found = choices(tmp_path / "out.jsonl")
-    assert [found[f"r{i}"][0]["token_ids"] for i in range(5)] == [greedy(model, prompt, 5) for prompt in prompts]
+    assert [found[f"r{i}"][0]["token_ids"] for i in range(5)] == [
+        greedy(model, prompt, 5) for prompt in prompts
+    ]
 
 
 def test_prompts_that_are_echoed_have_log_probabilities(
     job: Callable[..., Answer], tmp_path: Path, ids_model: Path
 ) -> None:
-    """With the full cache transformers'; with H2O another engine's that is given the same tokens in decode steps."""
+    """With the full cache transformers'; with H2O another engine's that is given the same tokens in
+    decode steps."""
     prompts = {f"r{i}": [(7 * i + 3 * j) % 90 + 4 for j in range(6 + 5 * i)] for i in range(4)}
     record = {"echo": True, "logprobs": 1, "max_tokens": 0}
-    lines(tmp_path / "in.jsonl", *({"custom_id": name, "prompt": ids, **record} for name, ids in prompts.items()))
-    model, found = OPTForCausalLM.from_pretrained(ids_model).eval(), {}
+    lines(
+        tmp_path / "in.jsonl",
+        *({"custom_id": name, "prompt": ids, **record} for name, ids in prompts.items()),
+    )
+    model = OPTForCausalLM.from_pretrained(ids_model).eval()
+    found = {}
     for name, flags in (("full", ()), ("h2o", ("--hh-ratio", 0.2))):
         assert job(*flags, "--output", f"{name}.jsonl").code == 0
         found[name] = choices(tmp_path / f"{name}.jsonl")
-        assert json.loads((tmp_path / f"{name}.jsonl.status.json").read_text())["tokens"] == 0  # none is new
+        assert (
+            json.loads((tmp_path / f"{name}.jsonl.status.json").read_text())["tokens"] == 0
+        )  # none is new
     for name, ids in prompts.items():
         want = model(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
         each = [float(want[at - 1, ids[at]]) for at in range(1, len(ids))]
@@ -88,7 +122,8 @@ def test_prompts_that_are_echoed_have_log_probabilities(
 
 def kept_reports(monkeypatch: pytest.MonkeyPatch) -> list[RunReport]:
     """Fills with the report of each run of an engine."""
-    reports, run = [], LLM.run
+    reports = []
+    run = LLM.run
 
     def keep(llm: LLM, *args: Any, **named: Any) -> RunReport:
         reports.append(run(llm, *args, **named))
@@ -101,18 +136,38 @@ def kept_reports(monkeypatch: pytest.MonkeyPatch) -> list[RunReport]:
 def test_rows_are_the_same_with_and_without_refill(
     job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of several windows enter one block; none is longer than the first. There are fewer runs and fewer sweeps."""
+    """Rows of several windows enter one block; none is longer than the first. There are fewer runs
+    and fewer sweeps."""
     sampled = {"temperature": 0.9, "top_p": 0.9}
     lines(
         tmp_path / "in.jsonl",
         *(
-            {"custom_id": f"r{i}", "prompt": list(range(4, 12 - i * 3 % 8)), "max_tokens": 11 - i * 5 % 11, **params}
+            {
+                "custom_id": f"r{i}",
+                "prompt": list(range(4, 12 - i * 3 % 8)),
+                "max_tokens": 11 - i * 5 % 11,
+                **params,
+            }
             for i in range(30)
             for params in [sampled if i % 2 else {}]
         ),
     )
     reports = kept_reports(monkeypatch)
-    flags = "--gpu-batch-size", 2, "--num-gpu-batches", 2, "--window", 8, "--percent", 0, 50, 0, 50, 0, 100
+    flags = (
+        "--gpu-batch-size",
+        2,
+        "--num-gpu-batches",
+        2,
+        "--window",
+        8,
+        "--percent",
+        0,
+        50,
+        0,
+        50,
+        0,
+        100,
+    )
     found = {}
     for way in ("--refill", "--no-refill"):
         ended = job(*flags, way, "--output", f"{way[2:]}.jsonl")
@@ -126,9 +181,13 @@ def test_rows_are_the_same_with_and_without_refill(
 
 
 def test_rows_do_not_depend_on_shared_prefixes(job: Callable[..., Answer], tmp_path: Path) -> None:
-    """With an eviction, whose rows each keep other columns. And a job may go on with another setting."""
+    """With an eviction, whose rows each keep other columns. And a job may go on with another
+    setting."""
     flags = "--gpu-batch-size", 4, "--gen-len", 4, "--hh-size", 2
-    lines(tmp_path / "in.jsonl", *({"prompt": [5, 9, 4, 7, 5 + i % 3, *[8] * (i % 4)]} for i in range(9)))
+    lines(
+        tmp_path / "in.jsonl",
+        *({"prompt": [5, 9, 4, 7, 5 + i % 3, *[8] * (i % 4)]} for i in range(9)),
+    )
     found = []
     for how in ("off", "on", "auto"):
         assert job(*flags, "--share-prefix", how, "--output", f"{how}.jsonl").code == 0
@@ -141,13 +200,27 @@ def test_rows_do_not_depend_on_shared_prefixes(job: Callable[..., Answer], tmp_p
 def test_a_header_that_changes_within_a_job(
     job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a later window do not enter a block whose rows begin otherwise; a block of theirs follows."""
+    """Rows of a later window do not enter a block whose rows begin otherwise; a block of theirs
+    follows."""
     prompts = [[*header, 4 + i] for header in ([7] * 9, [8, 7] * 6) for i in range(12)]
-    lines(tmp_path / "in.jsonl", *({"prompt": p, "max_tokens": 1 + i * 3 % 4} for i, p in enumerate(prompts)))
+    lines(
+        tmp_path / "in.jsonl",
+        *({"prompt": p, "max_tokens": 1 + i * 3 % 4} for i, p in enumerate(prompts)),
+    )
     reports = kept_reports(monkeypatch)
-    found, said = [], []
+    found = []
+    said = []
     for how in ("off", "on"):
-        flags = ("--gpu-batch-size", 2, "--num-gpu-batches", 2, "--window", 4, "--share-prefix", how)
+        flags = (
+            "--gpu-batch-size",
+            2,
+            "--num-gpu-batches",
+            2,
+            "--window",
+            4,
+            "--share-prefix",
+            how,
+        )
         ended = job(*flags, "--output", f"{how}.jsonl")
         assert ended.code == 0, ended.err
         said.append((ended.out, job("--status", "--output", f"{how}.jsonl").out))
@@ -162,27 +235,48 @@ def test_a_header_that_changes_within_a_job(
 
 
 def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: Path) -> None:
-    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, {"prompt": [5, 6], "max_tokens": 2, "logprobs": 1})
+    lines(
+        tmp_path / "in.jsonl",
+        {"prompt": [5, 6]},
+        {"prompt": [5, 6], "max_tokens": 2, "logprobs": 1},
+    )
     assert job("--gen-len", 3, "--eviction", "h2o", "--hh-size", 1).code == 0
     found = rows(tmp_path / "out.jsonl")
     one, other = (found[name]["response"]["body"]["choices"][0] for name in ("line-1", "line-2"))
     assert (len(one["token_ids"]), len(other["token_ids"])) == (3, 2) and one["logprobs"] is None
     logprobs = other["logprobs"]
-    assert logprobs["tokens"] == [f"token_id:{i}" for i in other["token_ids"]] and logprobs["text_offset"][0] == 0
-    assert [max(top.values()) for top in logprobs["top_logprobs"]] == logprobs["token_logprobs"], "greedy"
+    assert (
+        logprobs["tokens"] == [f"token_id:{i}" for i in other["token_ids"]]
+        and logprobs["text_offset"][0] == 0
+    )
+    assert [max(top.values()) for top in logprobs["top_logprobs"]] == logprobs["token_logprobs"], (
+        "greedy"
+    )
     said = job("--status")
-    assert said.code == 0 and "state: done" in said.out and "2 of 2 done, 0 of them errors, 0 to do" in said.out
+    assert (
+        said.code == 0
+        and "state: done" in said.out
+        and "2 of 2 done, 0 of them errors, 0 to do" in said.out
+    )
 
 
 def test_a_helm_request_comes_back_with_its_result(
     job: Callable[..., Answer], tmp_path: Path, words_model: Path
 ) -> None:
-    record = {"prompt": "import os", "max_tokens": 3, "temperature": 0.3, "stop": ["###"], "logprobs": 1, "model": "m"}
+    record = {
+        "prompt": "import os",
+        "max_tokens": 3,
+        "temperature": 0.3,
+        "stop": ["###"],
+        "logprobs": 1,
+        "model": "m",
+    }
     lines(tmp_path / "in.jsonl", {"scenario": "s", "request": record}, {"prompt": "def f("})
     ended = job(model=words_model)
     assert ended.code == 0 and "1 requests name another model (the first: m in line 1)" in ended.err
     row = rows(tmp_path / "out.jsonl")["line-1"]
-    choice, want = row["result"]["choices"][0], row["response"]["body"]["choices"][0]
+    choice = row["result"]["choices"][0]
+    want = row["response"]["body"]["choices"][0]
     assert row["request"] == record and choice["text"] == want["text"] is not None
     assert len(choice["logprobs"]["tokens"]) == len(want["token_ids"]) == 3
     assert row["result"]["request_time"] == {"batch_time": 0, "batch_size": 1}
@@ -208,15 +302,25 @@ def test_a_restart_that_would_mix_is_refused(job: Callable[..., Answer], tmp_pat
     before = [path.read_bytes() for path in files]
     for flags, says in MIXING:
         ended = job("--gen-len", 4, *flags)
-        assert ended.code == 2 and says in ended.err and "--force" in ended.err and len(ended.err.splitlines()) == 1
+        assert (
+            ended.code == 2
+            and says in ended.err
+            and "--force" in ended.err
+            and len(ended.err.splitlines()) == 1
+        )
         assert before == [path.read_bytes() for path in files]
 
 
-def test_rotated_and_other_packed_columns_do_not_mix(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_rotated_and_other_packed_columns_do_not_mix(
+    job: Callable[..., Answer], tmp_path: Path
+) -> None:
     """A job of a version without rotation is one without it."""
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
     assert job("--kv-bits", 8).code == 0
-    assert "cache_rotation" not in json.loads((tmp_path / "out.jsonl.job.json").read_text())["settings"]["policy"]
+    assert (
+        "cache_rotation"
+        not in json.loads((tmp_path / "out.jsonl.job.json").read_text())["settings"]["policy"]
+    )
     ended = job("--kv-bits", 8, "--kv-rotation")
     assert ended.code == 2 and "--kv-rotation was null and is true" in ended.err
     assert job("--kv-bits", 8).code == 0
@@ -228,7 +332,8 @@ def test_a_model_that_was_trained_on_in_its_folder_is_another(
     job: Callable[..., Answer], tmp_path: Path, words_model: Path
 ) -> None:
     """A copy in its place is the same."""
-    folder, copy = tmp_path / "model", tmp_path / "copy"
+    folder = tmp_path / "model"
+    copy = tmp_path / "copy"
     shutil.copytree(words_model, folder)
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
     assert job(model=folder).code == 0
@@ -245,7 +350,9 @@ def test_a_model_that_was_trained_on_in_its_folder_is_another(
         assert ended.code == 2 and f"model.{what} was " in ended.err
 
 
-def test_force_goes_on_and_says_so_in_the_sidecar(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_force_goes_on_and_says_so_in_the_sidecar(
+    job: Callable[..., Answer], tmp_path: Path
+) -> None:
     source = tmp_path / "in.jsonl"
     lines(source, {"prompt": [5, 6]})
     assert job("--gen-len", 4).code == 0
@@ -264,7 +371,8 @@ def test_force_goes_on_and_says_so_in_the_sidecar(job: Callable[..., Answer], tm
 def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, {"prompt": [7]})
     assert job().code == 0
-    output, whole = tmp_path / "out.jsonl", rows(tmp_path / "out.jsonl")
+    output = tmp_path / "out.jsonl"
+    whole = rows(tmp_path / "out.jsonl")
     output.write_bytes(output.read_bytes()[:-9])
     ended = job()
     assert (
@@ -281,14 +389,17 @@ def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path:
 # ---- refusals and ends
 
 
-def test_a_finished_job_says_that_nothing_was_left(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_a_finished_job_says_that_nothing_was_left(
+    job: Callable[..., Answer], tmp_path: Path
+) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
     assert "new tokens in" in job().out
     again = job()
     assert again.code == 0
     assert again.out.splitlines() == [
-        "1 prompt, 1 of them done before", "1 answer in out.jsonl, 0 of them errors; nothing was left to do"
-    ]  # fmt: skip
+        "1 prompt, 1 of them done before",
+        "1 answer in out.jsonl, 0 of them errors; nothing was left to do",
+    ]
 
 
 CHANGES = {
@@ -303,11 +414,16 @@ def test_an_input_that_is_changed_under_a_job_is_no_success(
 ) -> None:
     """It is read twice; between the two readings somebody writes to it."""
     source = tmp_path / "in.jsonl"
-    lines(source, *({"custom_id": f"r{i:02}", "prompt": [5, 6 + i], "max_tokens": 2} for i in range(20)))
+    lines(
+        source,
+        *({"custom_id": f"r{i:02}", "prompt": [5, 6 + i], "max_tokens": 2} for i in range(20)),
+    )
     changed = CHANGES[says](source.read_text())
     monkeypatch.setattr(LLM, "expect", lambda llm, rows: source.write_text(changed))
     ended = job("--gpu-batch-size", 4)
-    assert ended.code == 1 and f"--input in.jsonl: was changed while the job ran {says}" in ended.err
+    assert (
+        ended.code == 1 and f"--input in.jsonl: was changed while the job ran {says}" in ended.err
+    )
     assert len(ended.err.splitlines()) == 1
     assert "state: failed: --input in.jsonl" in job("--status").out
 
@@ -315,7 +431,8 @@ def test_an_input_that_is_changed_under_a_job_is_no_success(
 def test_an_input_that_grows_under_a_job_is_done_next_time(
     job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, expect = tmp_path / "in.jsonl", LLM.expect
+    source = tmp_path / "in.jsonl"
+    expect = LLM.expect
     lines(source, {"prompt": [5, 6]})
 
     def disturbed(llm: LLM, rows: int) -> None:
@@ -328,11 +445,15 @@ def test_an_input_that_grows_under_a_job_is_done_next_time(
     assert job().code == 0 and len(rows(tmp_path / "out.jsonl")) == 2
 
 
-def test_when_every_row_fails_the_exit_code_is_4(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_when_every_row_fails_the_exit_code_is_4(
+    job: Callable[..., Answer], tmp_path: Path
+) -> None:
     lines(tmp_path / "in.jsonl", "{", {"prompt": "text"})
     for done in (0, 2):
         ended = job()
-        assert ended.code == 4 and (f"2 prompts, {done} of them done before" in ended.out) is bool(done)
+        assert ended.code == 4 and (f"2 prompts, {done} of them done before" in ended.out) is bool(
+            done
+        )
 
 
 def broken(model: Path, token: int, folder: Path) -> Path:
@@ -349,7 +470,8 @@ def broken(model: Path, token: int, folder: Path) -> Path:
     [
         "--gpu-batch-size 3",
         "--gpu-batch-size 2 --num-gpu-batches 2 --refill --percent 0 50 0 50 0 50",
-        "--gpu-batch-size 2 --num-gpu-batches 2 --eviction h2o --kv-budget 0.5 --percent 0 100 0 0 0 100",
+        "--gpu-batch-size 2 --num-gpu-batches 2 --eviction h2o --kv-budget 0.5 --percent 0 100 0 0 "
+        "0 100",
         "--gpu-batch-size 3 --kv-bytes 0.5 --percent 0 0 0 0 0 0",
         "--gpu-batch-size 3 --compress-cache --percent 0 100 0 100 0 100",
     ],
@@ -359,7 +481,9 @@ def test_a_row_that_is_not_finite_fails_alone(
 ) -> None:
     """Others, of its micro-batch too, get what they get of a whole model."""
     bad = 9
-    asked = [{"prompt": [20 + i, *range(30, 36 + 5 * i)], "max_tokens": 3 + i % 4} for i in range(7)]
+    asked = [
+        {"prompt": [20 + i, *range(30, 36 + 5 * i)], "max_tokens": 3 + i % 4} for i in range(7)
+    ]
     asked[2] |= {"prompt": [5, bad, 6, 7, 8, 10, 11], "echo": True, "logprobs": 2}
     asked[4]["prompt"] = [*range(40, 60), bad]
     lines(tmp_path / "in.jsonl", *({"ignore_eos": True, **one} for one in asked))
@@ -380,7 +504,9 @@ def test_a_row_that_is_not_finite_fails_alone(
     assert ended.code == 1 and "are not finite" in ended.err and len(ended.err.splitlines()) == 1
 
 
-def test_an_output_of_unknown_origin_needs_force(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_an_output_of_unknown_origin_needs_force(
+    job: Callable[..., Answer], tmp_path: Path
+) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
     lines(tmp_path / "out.jsonl", {"custom_id": "line-1", "response": None, "error": {"code": "x"}})
     ended = job()
@@ -398,8 +524,14 @@ REFUSED = [
     (("--output", "in.jsonl"), "is the file of --input too"),
     (("--output", "pipe.jsonl"), "--output pipe.jsonl: is no regular file"),
     (("--output", "null.jsonl"), "--output null.jsonl: is no regular file"),
-    (("--input", "two.jsonl.job.json", "--output", "two.jsonl"), "a file that the job writes beside --output"),
-    (("--input", "two.jsonl.status.json", "--output", "two.jsonl"), "a file that the job writes beside --output"),
+    (
+        ("--input", "two.jsonl.job.json", "--output", "two.jsonl"),
+        "a file that the job writes beside --output",
+    ),
+    (
+        ("--input", "two.jsonl.status.json", "--output", "two.jsonl"),
+        "a file that the job writes beside --output",
+    ),
     (("--max-errors", "-1"), "--max-errors"),
     (("--window", 0), "--window"),
     (("--share-prefix", "maybe"), "--share-prefix"),
@@ -424,7 +556,9 @@ def test_refusals_leave_nothing(job: Callable[..., Answer], tmp_path: Path) -> N
         assert sorted(path.name for path in tmp_path.iterdir()) == before, flags
 
 
-def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(
+    job: Callable[..., Answer], tmp_path: Path
+) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
     ended = job("--host-mem", "100KiB", "--gpu-batch-size", 1)
     assert ended.code == 3 and not (tmp_path / "out.jsonl").exists()
@@ -440,9 +574,16 @@ def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(job: Callable[...,
     ],
 )
 def test_a_row_that_eviction_leaves_no_column_is_its_own_error(
-    job: Callable[..., Answer], tmp_path: Path, flags: tuple[object, ...], bad: list[int], good: list[int]
+    job: Callable[..., Answer],
+    tmp_path: Path,
+    flags: tuple[object, ...],
+    bad: list[int],
+    good: list[int],
 ) -> None:
-    named = [{"custom_id": name, "prompt": ids, "max_tokens": 2} for name, ids in (("bad", bad), ("good", good))]
+    named = [
+        {"custom_id": name, "prompt": ids, "max_tokens": 2}
+        for name, ids in (("bad", bad), ("good", good))
+    ]
     lines(tmp_path / "in.jsonl", *named)
     ended = job("--eviction", "h2o", *flags)
     assert ended.code == 0, ended.err
@@ -451,21 +592,46 @@ def test_a_row_that_eviction_leaves_no_column_is_its_own_error(
 
 
 def test_input_and_output_must_be_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert batch.main(["--output", "x.jsonl"]) == 2 and "--input: is missing" in capfd.readouterr().err
+    assert (
+        batch.main(["--output", "x.jsonl"]) == 2 and "--input: is missing" in capfd.readouterr().err
+    )
     assert batch.main([]) == 2 and "--output: is missing" in capfd.readouterr().err
     assert VERBS["batch"][0] == "flexgen_h2o.batch"
 
 
 def test_the_flags_of_run_helm(command: Callable[[str], Answer], tmp_path: Path) -> None:
     """h2o_hf's README, step 2: the three caches, with its flags as written."""
-    request = {"prompt": "def read(self, path):\n    with open(path", "max_tokens": 6, "temperature": 0, "top_p": 1}
-    lines(tmp_path / "in.jsonl", *({"scenario": "x", "request": {**request, "stop": [], "n": n}} for n in (1, 1)))
-    base = "batch --input_path in.jsonl --model_name opt-tiny --model_arch opt --cache_dir none --k 0 --offload-dir o"
+    request = {
+        "prompt": "def read(self, path):\n    with open(path",
+        "max_tokens": 6,
+        "temperature": 0,
+        "top_p": 1,
+    }
+    lines(
+        tmp_path / "in.jsonl",
+        *({"scenario": "x", "request": {**request, "stop": [], "n": n}} for n in (1, 1)),
+    )
+    base = (
+        "batch --input_path in.jsonl --model_name opt-tiny --model_arch opt --cache_dir none "
+        "--k 0 --offload-dir o"
+    )
     for name, flags, eviction in (
         ("full", "", {"name": "full"}),
-        ("local", "--enable_small_cache --heavy_ratio 0 --recent_ratio 0.2", {"name": "local", "recent_ratio": 0.2}),
-        ("h2o", "--enable_small_cache --heavy_ratio 0.1 --recent_ratio 0.1", {"name": "h2o", "heavy_ratio": 0.1}),
-        ("usual", "--enable_small_cache --recent_ratio 0.2", {"heavy_ratio": 0.1, "recent_ratio": 0.2}),
+        (
+            "local",
+            "--enable_small_cache --heavy_ratio 0 --recent_ratio 0.2",
+            {"name": "local", "recent_ratio": 0.2},
+        ),
+        (
+            "h2o",
+            "--enable_small_cache --heavy_ratio 0.1 --recent_ratio 0.1",
+            {"name": "h2o", "heavy_ratio": 0.1},
+        ),
+        (
+            "usual",
+            "--enable_small_cache --recent_ratio 0.2",
+            {"heavy_ratio": 0.1, "recent_ratio": 0.2},
+        ),
     ):
         out = command(f"{base} --output_path {name}.jsonl {flags} --sample_num 1000")
         assert out.code == 0, out.err
@@ -473,4 +639,8 @@ def test_the_flags_of_run_helm(command: Callable[[str], Answer], tmp_path: Path)
         kept = json.loads((tmp_path / f"{name}.jsonl.job.json").read_text())["settings"]["eviction"]
         assert eviction.items() <= kept.items(), kept
     few = command(f"{base} --output_path few.jsonl --sample_num 1")
-    assert few.code == 2 and "--sample-num 1: in.jsonl has 2 requests" in few.err and "head -n 1 in.jsonl" in few.err
+    assert (
+        few.code == 2
+        and "--sample-num 1: in.jsonl has 2 requests" in few.err
+        and "head -n 1 in.jsonl" in few.err
+    )

@@ -1,4 +1,5 @@
-"""`flexgen-h2o cache`: what is kept is listed and removed; what is in use, or not the package's own, stays."""
+"""`flexgen-h2o cache`: what is kept is listed and removed; what is in use, or not the package's
+own, stays."""
 
 from __future__ import annotations
 
@@ -23,10 +24,14 @@ ALL_ON_DISK = Policy(1, 1, (0, 0, 0, 0, 0, 0))
 
 
 @pytest.fixture
-def cache(command: Callable[[str], Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+def cache(
+    command: Callable[[str], Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Answer]:
     """The verb, with `tmp_path / "offload"` and a folder for profiles that nobody else uses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    return lambda *flags: command(shlex.join(["cache", *flags, "--offload-dir", str(tmp_path / "offload")]))
+    return lambda *flags: command(
+        shlex.join(["cache", *flags, "--offload-dir", str(tmp_path / "offload")])
+    )
 
 
 def names(listed: Answer) -> list[str]:
@@ -46,8 +51,11 @@ def random_weights(model: Path, offload: Path) -> LLM:
 
 
 @pytest.mark.slow
-def test_what_runs_keep(door: Callable[..., Answer], cache, ids_model: Path, tmp_path: Path) -> None:
-    """Before it is written one line says how much and where; once it is there nothing is said or written."""
+def test_what_runs_keep(
+    door: Callable[..., Answer], cache, ids_model: Path, tmp_path: Path
+) -> None:
+    """Before it is written one line says how much and where; once it is there nothing is said or
+    written."""
     bins = tmp_path / "bins"
     shutil.copytree(ids_model, bins)
     torch.save(load_file(bins / "model.safetensors"), bins / "pytorch_model.bin")
@@ -63,7 +71,11 @@ def test_what_runs_keep(door: Callable[..., Answer], cache, ids_model: Path, tmp
         assert first.code == 0, first.err
         [line] = first.err.splitlines()
         [made] = (offload / group).iterdir()
-        assert f"will be written to {made} ({what}), and stay there" in line and "iB" in line and "cache" in line
+        assert (
+            f"will be written to {made} ({what}), and stay there" in line
+            and "iB" in line
+            and "cache" in line
+        )
         again = door(*flags, "--no-log", model=model)
         assert (again.code, again.err) == (0, "")
     listed = cache()
@@ -75,7 +87,9 @@ def test_what_runs_keep(door: Callable[..., Answer], cache, ids_model: Path, tmp
     assert f"{size / 1024:.2f} KiB kept" in listed.out
     removed = cache("--remove", kept["packed"])
     assert (removed.code, removed.err) == (0, "") and f"removed {kept['packed']}" in removed.out
-    assert names(cache()) == [kept["random"], kept["imported"]] and not list((offload / "packed").iterdir())
+    assert names(cache()) == [kept["random"], kept["imported"]] and not list(
+        (offload / "packed").iterdir()
+    )
     assert cache("--remove-all").code == 0
     assert everything(offload) == []
     assert cache().out == f"nothing is kept in {tmp_path / 'offload'}\n"
@@ -83,14 +97,19 @@ def test_what_runs_keep(door: Callable[..., Answer], cache, ids_model: Path, tmp
 
 
 def test_what_is_in_use_stays(cache, ids_model: Path, tmp_path: Path) -> None:
-    """Weights and scratch of an open LLM, also between its runs; when nobody has it any more they can go."""
+    """Weights and scratch of an open LLM, also between its runs; when nobody has it any more they
+    can go."""
     llm = random_weights(ids_model, tmp_path / "offload")
     before = everything(tmp_path / "offload")
     weights, scratch = names(cache())
     assert cache().out.count("in use") == 2
     for name in (weights, scratch):
         refused = cache("--remove", name)
-        assert refused.code == 2 and f"--remove {name}: is in use" in refused.err and refused.err.count("\n") == 1
+        assert (
+            refused.code == 2
+            and f"--remove {name}: is in use" in refused.err
+            and refused.err.count("\n") == 1
+        )
     left = cache("--remove-all")
     assert left.code == 0 and left.out.count("left ") == 2 and "0 B freed" in left.out
     assert everything(tmp_path / "offload") == before
@@ -102,7 +121,9 @@ def test_what_is_in_use_stays(cache, ids_model: Path, tmp_path: Path) -> None:
     assert everything(tmp_path / "offload") == []
 
 
-def test_packed_weights_are_in_use_while_an_engine_streams_them(cache, ids_model: Path, tmp_path: Path) -> None:
+def test_packed_weights_are_in_use_while_an_engine_streams_them(
+    cache, ids_model: Path, tmp_path: Path
+) -> None:
     policy = Policy(compress_weight=True, percent=(0, 0, 100, 0, 100, 0))
     with LLM(str(ids_model), policy, path="_DUMMY_", offload_dir=tmp_path / "offload") as llm:
         llm.generate([[5, 6]], SamplingParams(max_tokens=2))
@@ -138,22 +159,31 @@ def test_what_killed_runs_left(cache, forks: Forks, tmp_path: Path) -> None:
 
 
 def test_nothing_of_the_users_is_removed(cache, ids_model: Path, tmp_path: Path) -> None:
-    """Neither listed nor touched: folders that only look like ours, and links. A kept folder with more in it stays."""
+    """Neither listed nor touched: folders that only look like ours, and links. A kept folder with
+    more in it stays."""
     offload = tmp_path / "offload"
     random_weights(ids_model, offload).close()
     [name] = names(cache())
-    kept, elsewhere = offload / "weights" / name, tmp_path / "elsewhere"
+    kept = offload / "weights" / name
+    elsewhere = tmp_path / "elsewhere"
     shutil.copytree(kept, elsewhere)
     (kept.parent / "link").symlink_to(elsewhere)
     for path in (
-        offload / "run-exp1/cache.bin", offload / "run-12-0123abcd/cache.bin", offload / "notes.txt",
-        offload / "weights/imported/my-model/model.safetensors", offload / "weights/packed/.x.flexgen-building/a",
-        tmp_path / "xdg/flexgen_h2o/profile-notes.json", kept / "tokenizer.json",
-    ):  # fmt: skip
+        offload / "run-exp1/cache.bin",
+        offload / "run-12-0123abcd/cache.bin",
+        offload / "notes.txt",
+        offload / "weights/imported/my-model/model.safetensors",
+        offload / "weights/packed/.x.flexgen-building/a",
+        tmp_path / "xdg/flexgen_h2o/profile-notes.json",
+        kept / "tokenizer.json",
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
     before = everything(tmp_path)
-    assert names(cache()) == [name] and "holds 'tokenizer.json', which is not the package's" in cache().out
+    assert (
+        names(cache()) == [name]
+        and "holds 'tokenizer.json', which is not the package's" in cache().out
+    )
     refused = cache("--remove", name)
     assert refused.code == 2 and "'tokenizer.json'" in refused.err and "move it away" in refused.err
     assert cache("--remove-all").code == 0
@@ -172,21 +202,31 @@ def test_a_fetched_model_is_listed_and_removed_and_says_how_it_comes_back(
     name, model = next(iter(NAMED.items()))
     folder = folder_of(model, tmp_path / "offload")
     shutil.copytree(PACKAGED["opt-tiny"], folder)
-    mark(folder, kind="checkpoint", model=name, files=sorted(path.name for path in folder.iterdir()))
+    mark(
+        folder, kind="checkpoint", model=name, files=sorted(path.name for path in folder.iterdir())
+    )
     fetched = cache("--fetch", name)
     assert (fetched.code, fetched.out, fetched.err) == (0, f"{name} is in {folder}\n", "")
     assert names(cache()) == [f"fetched/{name}"]
-    asked = f"complete --model {next(iter(BY_HUB_ID))} --offload-dir {tmp_path / 'offload'} --gen-len 2 x"
+    asked = (
+        f"complete --model {next(iter(BY_HUB_ID))} --offload-dir {tmp_path / 'offload'} "
+        "--gen-len 2 x"
+    )
     answer = command(asked)
     assert answer.code == 0 and f"{folder} is used" in answer.err, answer.err
     assert cache("--remove", f"fetched/{name}").code == 0 and everything(tmp_path / "offload") == []
     gone = command(asked.replace(model.hub_id, name))
-    assert gone.code == 2 and gone.err.count("\n") == 1 and f"flexgen-h2o cache --fetch {name}" in gone.err
+    assert (
+        gone.code == 2
+        and gone.err.count("\n") == 1
+        and f"flexgen-h2o cache --fetch {name}" in gone.err
+    )
 
 
 def test_profiles(cache, tmp_path: Path) -> None:
     (tmp_path / "offload").mkdir()
-    folder, profile = tmp_path / "xdg" / "flexgen_h2o", "profile-0123456789abcdef.json"
+    folder = tmp_path / "xdg" / "flexgen_h2o"
+    profile = "profile-0123456789abcdef.json"
     folder.mkdir(parents=True)
     shutil.copy(find_profile("t4"), folder / profile)
     assert names(cache()) == [profile]
@@ -199,7 +239,9 @@ def test_wrong_use(cache, tmp_path: Path) -> None:
     assert missing.err == f"cache: --offload-dir {tmp_path / 'offload'}: there is no such folder\n"
     (tmp_path / "offload").mkdir()
     unknown = cache("--remove", "../elsewhere")
-    assert unknown.code == 2 and "--remove ../elsewhere: nothing of that name is kept" in unknown.err
+    assert (
+        unknown.code == 2 and "--remove ../elsewhere: nothing of that name is kept" in unknown.err
+    )
     assert cache("--list", "--remove-all").code == 2
     assert cache("--remove").code == 2
 

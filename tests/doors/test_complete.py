@@ -1,4 +1,5 @@
-"""`complete`: one's own prompts from the command line, a file or standard input, each with what follows on it."""
+"""`complete`: one's own prompts from the command line, a file or standard input, each with what
+follows on it."""
 
 from __future__ import annotations
 
@@ -27,17 +28,28 @@ def texts(model: Path, prompts: list[str], params: SamplingParams) -> list[str |
         return [one.text for one in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("flags", ["--gen-len 7", "--gen-len 7 --temperature 0.9 --seed 4", "--gen-len 500"])
-def test_one_prompt_is_shown_as_it_comes(flags: str, complete: Door, words_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", ["--gen-len 7", "--gen-len 7 --temperature 0.9 --seed 4", "--gen-len 500"]
+)
+def test_one_prompt_is_shown_as_it_comes(
+    flags: str, complete: Door, words_model: Path, tmp_path: Path
+) -> None:
     answer = complete(f"'{PROMPTS[0]}' {flags} --json r.json")
     assert answer.code == 0, answer.err
     drawn = {"temperature": 0.9, "seed": 4} if "seed" in flags else {}
-    [want] = texts(words_model, PROMPTS[:1], SamplingParams(max_tokens=int(flags.split()[1]), **drawn))
+    [want] = texts(
+        words_model, PROMPTS[:1], SamplingParams(max_tokens=int(flags.split()[1]), **drawn)
+    )
     [row] = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert answer.out == f"{PROMPTS[0]}{want}\n" and (row["text"], row["finish_reason"]) == (want, "length")
+    assert answer.out == f"{PROMPTS[0]}{want}\n" and (row["text"], row["finish_reason"]) == (
+        want,
+        "length",
+    )
 
 
-def test_an_answer_ends_before_its_stop_string(complete: Door, words_model: Path, tmp_path: Path) -> None:
+def test_an_answer_ends_before_its_stop_string(
+    complete: Door, words_model: Path, tmp_path: Path
+) -> None:
     [whole] = texts(words_model, PROMPTS[:1], SamplingParams(max_tokens=9))
     assert whole is not None
     stop = whole[4:6]
@@ -47,7 +59,9 @@ def test_an_answer_ends_before_its_stop_string(complete: Door, words_model: Path
     assert answer.out == f"{PROMPTS[0]}{row['text']}\n"
 
 
-def test_several_prompts_are_shown_in_their_order(complete: Door, words_model: Path, tmp_path: Path) -> None:
+def test_several_prompts_are_shown_in_their_order(
+    complete: Door, words_model: Path, tmp_path: Path
+) -> None:
     want = texts(words_model, PROMPTS, SamplingParams(max_tokens=5))
     first, second, third = PROMPTS
     answer = complete(f"'{first}' --prompt '{second}' --prompt '{third}' --gen-len 5 --json r.json")
@@ -58,7 +72,9 @@ def test_several_prompts_are_shown_in_their_order(complete: Door, words_model: P
     assert at == sorted(at) and "prompt 2: " in answer.out
 
 
-def test_standard_input_is_one_prompt(complete: Door, words_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_is_one_prompt(
+    complete: Door, words_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def given(data: bytes) -> Answer:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
         return complete("--gen-len 3")
@@ -73,7 +89,9 @@ def test_standard_input_is_one_prompt(complete: Door, words_model: Path, monkeyp
         assert refused.code == 2 and says in refused.err and refused.err.count("\n") == 1
 
 
-def test_token_ids_need_no_tokenizer(complete: Door, ids_model: Path, write_jsonl: Callable[..., Path]) -> None:
+def test_token_ids_need_no_tokenizer(
+    complete: Door, ids_model: Path, write_jsonl: Callable[..., Path]
+) -> None:
     asked = write_jsonl({"prompt_token_ids": [5, 6, 7]})
     answer = complete(f"--prompts {asked} --gen-len 2", model=ids_model)
     assert answer.code == 0 and answer.out.startswith("5 6 7 ") and len(answer.out.split()) == 5

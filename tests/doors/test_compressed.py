@@ -1,4 +1,5 @@
-"""Compressed weights through the doors: flags, policy files, `auto`, and the command that policy_search prints."""
+"""Compressed weights through the doors: flags, policy files, `auto`, and the command that
+policy_search prints."""
 
 from __future__ import annotations
 
@@ -34,30 +35,43 @@ def stores() -> list[Path]:
 
 def test_less_is_read(door: Door) -> None:
     """From a store that the first run makes and the next one finds."""
-    read, made = [], {}
-    for more in ([], ["--compress-weight", "--weight-bits", "8"], ["--int8-compute"], ["--compress-weight"]):
+    read = []
+    made = {}
+    for more in (
+        [],
+        ["--compress-weight", "--weight-bits", "8"],
+        ["--int8-compute"],
+        ["--compress-weight"],
+    ):
         for _ in range(2):
             assert door(*ON_DISK, "--json", "r.json", *more).code == 0
-            report, times = json.loads(Path("r.json").read_text()), {p: p.stat().st_mtime_ns for p in stores()}
+            report = json.loads(Path("r.json").read_text())
+            times = {p: p.stat().st_mtime_ns for p in stores()}
             assert made.items() <= times.items() and report["policy"]["compress_weight"] == (
                 "--compress-weight" in more
             )
             made = times
         read.append(report["io_bytes"]["disk_read"])
     assert len(made) == 3
-    # Rows of 64 values: beside 8 bits a value, 4 bytes of a group's ends, or 8 of a row's scale and sum.
+    # Rows of 64 values: beside 8 bits a value, 4 bytes of a group's ends, or 8 of a row's scale and
+    # sum.
     assert read[0] > read[2] >= read[1] > read[3]
 
 
 def test_the_breakdown_shows_unpacking(door: Door) -> None:
-    assert "unpack_weights (per-layer): 0.0" in door(*ON_DISK, "--compress-weight", "--debug-mode", "breakdown").out
+    assert (
+        "unpack_weights (per-layer): 0.0"
+        in door(*ON_DISK, "--compress-weight", "--debug-mode", "breakdown").out
+    )
     assert "unpack_weights" not in door(*ON_DISK, "--debug-mode", "breakdown").out
 
 
 @pytest.mark.parametrize(("flags", "store"), [("", "-int8-"), ("--compress-weight", "-4bit-")])
 def test_products_in_int8(flags: str, store: str, door: Door, profile: Path) -> None:
     """From flags, a policy file and `auto`; with 4 bits from their store, unpacked once a block."""
-    out = door(*ON_DISK, "--int8-compute", *flags.split(), "--debug-mode", "breakdown", "--json", "r.json")
+    out = door(
+        *ON_DISK, "--int8-compute", *flags.split(), "--debug-mode", "breakdown", "--json", "r.json"
+    )
     assert out.code == 0 and ("unpack_weights (per-layer): 0.0" in out.out) == bool(flags), out.err
     policy = json.loads(Path("r.json").read_text())["policy"]
     assert policy["int8_compute"] and policy["compress_weight"] == bool(flags)
@@ -71,11 +85,15 @@ def test_products_in_int8(flags: str, store: str, door: Door, profile: Path) -> 
 
 
 def test_bits_without_compression_are_refused_in_python(ids_model: Path, tmp_path: Path) -> None:
-    model, says = str(ids_model), "^weight_bits: 8 goes with compress_weight, which is off; give both$"
+    model = str(ids_model)
+    says = "^weight_bits: 8 goes with compress_weight, which is off; give both$"
     for policy in (Policy(weight_bits=8), AutoPolicy(Policy(weight_bits=8, compress_cache=True))):
         with pytest.raises(UsageError, match=says):
             LLM(model, policy, offload_dir=tmp_path)
-        with LLM(model, Policy(weight_bits=4), offload_dir=tmp_path) as llm, pytest.raises(UsageError, match=says):
+        with (
+            LLM(model, Policy(weight_bits=4), offload_dir=tmp_path) as llm,
+            pytest.raises(UsageError, match=says),
+        ):
             llm.use(policy)
 
 
@@ -83,7 +101,10 @@ def test_the_command_of_a_plan_runs(
     door: Door, ids_model: Path, profile: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of a given policy that compresses."""
-    asked = f"--model {ids_model} --prompt-len 8 --gen-len 4 --num-prompts 4 --hardware {profile} --offload-dir offload"
+    asked = (
+        f"--model {ids_model} --prompt-len 8 --gen-len 4 --num-prompts 4 --hardware {profile} "
+        "--offload-dir offload"
+    )
     given = [*ON_DISK, "--num-gpu-batches", "2", "--compress-weight", "--weight-bits", "8"]
     assert policy_search.main([*asked.split(), *given]) == 0
     lines = [line.strip() for line in capfd.readouterr().out.splitlines()]
@@ -93,7 +114,8 @@ def test_the_command_of_a_plan_runs(
 
 
 def test_a_weight_that_is_not_finite(door: Door, ids_model: Path, tmp_path: Path) -> None:
-    folder, name = tmp_path / "broken", "model.decoder.layers.0.fc1.weight"
+    folder = tmp_path / "broken"
+    name = "model.decoder.layers.0.fc1.weight"
     folder.mkdir()
     (folder / "config.json").write_text((ids_model / "config.json").read_text())
     state = load_file(ids_model / "model.safetensors")

@@ -60,7 +60,9 @@ def healthy(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(doctor, "descriptor_limits", lambda: (1024, 4096))
 
 
-def test_a_line_each_of_a_machine_on_which_nothing_hurts(command: Door, healthy: None, tmp_path: Path) -> None:
+def test_a_line_each_of_a_machine_on_which_nothing_hurts(
+    command: Door, healthy: None, tmp_path: Path
+) -> None:
     said = command("doctor --offload-dir o")
     assert (said.code, said.err) == (0, "")
     found = {re.split(" {2,}", line)[1]: line for line in said.out.splitlines()}
@@ -69,7 +71,9 @@ def test_a_line_each_of_a_machine_on_which_nothing_hurts(command: Door, healthy:
     assert not list((tmp_path / "o").iterdir())
 
 
-def set_attribute(target: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch, Path], None]:
+def set_attribute(
+    target: object, name: str, value: object
+) -> Callable[[pytest.MonkeyPatch, Path], None]:
     return lambda monkeypatch, folder: monkeypatch.setattr(target, name, value)
 
 
@@ -83,25 +87,45 @@ def say(name: str, text: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
 
 HURTS = {
     "numba cache": (set_attribute(jit, "kept_in", lambda: None), "NUMBA_CACHE_DIR"),
-    "waiting threads": (lambda m, _: m.setenv("OMP_WAIT_POLICY", "ACTIVE"), "OMP_WAIT_POLICY is ACTIVE; unset it"),
-    "threads": (set_attribute(torch, "get_num_threads", lambda: 9), "9 for 4 cores; export OMP_NUM_THREADS=4"),
-    "threads, quota": (say("CPU_QUOTA", "150000 100000\n"), "4 for 1.5 cores; export OMP_NUM_THREADS=1"),
+    "waiting threads": (
+        lambda m, _: m.setenv("OMP_WAIT_POLICY", "ACTIVE"),
+        "OMP_WAIT_POLICY is ACTIVE; unset it",
+    ),
+    "threads": (
+        set_attribute(torch, "get_num_threads", lambda: 9),
+        "9 for 4 cores; export OMP_NUM_THREADS=4",
+    ),
+    "threads, quota": (
+        say("CPU_QUOTA", "150000 100000\n"),
+        "4 for 1.5 cores; export OMP_NUM_THREADS=1",
+    ),
     "threads, idle": (set_attribute(torch, "get_num_threads", lambda: 1), "1 for 4 cores; raise"),
-    "open files": (set_attribute(doctor, "descriptor_limits", lambda: (64, 64)), "ask the administrator"),
-    "open files, soft": (set_attribute(doctor, "descriptor_limits", lambda: (255, 10**6)), "255 at a time (ulimit -n)"),
+    "open files": (
+        set_attribute(doctor, "descriptor_limits", lambda: (64, 64)),
+        "ask the administrator",
+    ),
+    "open files, soft": (
+        set_attribute(doctor, "descriptor_limits", lambda: (255, 10**6)),
+        "255 at a time (ulimit -n)",
+    ),
     "memory": (set_attribute(device, "free_host_bytes", lambda: GIB), "1.00 GiB of"),
     "cgroup": (say("OLD_MEMORY_LIMIT", "1073741824\n"), "version 1, at most 1.00 GiB"),
     "huge pages": (say("HUGE_PAGES", "always madvise [never]\n"), "is never; echo madvise"),
     "card": (set_attribute(doctor, "CARD_FILES", ("/dev/null",)), "torch cannot use it"),
     "disk": (set_attribute(engine.DiskProbe, "is_direct", False), "without O_DIRECT"),
-    "disk, in RAM": (set_attribute(run, "_mount", lambda folder: "tmpfs tmpfs at /tmp"), "stays in RAM"),
+    "disk, in RAM": (
+        set_attribute(run, "_mount", lambda folder: "tmpfs tmpfs at /tmp"),
+        "stays in RAM",
+    ),
     "disk, slow": (
         set_attribute(
-            engine.DiskProbe, "rates", lambda probe: {"disk_read_bytes_per_s": 1e8, "disk_write_bytes_per_s": 1e8}
+            engine.DiskProbe,
+            "rates",
+            lambda probe: {"disk_read_bytes_per_s": 1e8, "disk_write_bytes_per_s": 1e8},
         ),
         "reads 0.1 GB/s",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HURTS)
@@ -112,11 +136,17 @@ def test_what_hurts_is_named_with_what_to_do_and_ends_with_1(
     change(monkeypatch, tmp_path)
     said = command("doctor --offload-dir o")
     assert said.code == 1
-    [line] = [line for line in said.out.splitlines() if line.startswith("look  " + name.partition(",")[0] + " ")]
+    [line] = [
+        line
+        for line in said.out.splitlines()
+        if line.startswith("look  " + name.partition(",")[0] + " ")
+    ]
     assert says in line, line
 
 
-def test_an_offload_dir_that_cannot_be_used_hurts(command: Door, healthy: None, tmp_path: Path) -> None:
+def test_an_offload_dir_that_cannot_be_used_hurts(
+    command: Door, healthy: None, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     said = command("doctor --offload-dir file")
     assert said.code == 1
@@ -136,9 +166,15 @@ def test_a_profile_of_another_machine_is_no_profile(
     assert "none of this machine, disk and torch (one of another is kept); measure it" in said.out
 
 
-def test_memory_that_is_swapped_out_is_worth_a_look_and_hurts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=10 * GIB, used=9 * GIB))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=16 * GIB, available=8 * GIB))
+def test_memory_that_is_swapped_out_is_worth_a_look_and_hurts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        psutil, "swap_memory", lambda: SimpleNamespace(total=10 * GIB, used=9 * GIB)
+    )
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(total=16 * GIB, available=8 * GIB)
+    )
     [swap] = [one for one in doctor.memory() if one.name == "swap"]
     assert swap.text == "9.00 GiB of 10.00 GiB in use" and swap.advice and not swap.hurts
 
@@ -154,15 +190,23 @@ def test_versions_that_are_not_the_tested_ones_are_named(monkeypatch: pytest.Mon
     message = SimpleNamespace(get_all=lambda key: ["tested", "plot", "ok"])
     monkeypatch.setattr(doctor.metadata, "metadata", lambda name: message)
     versions, extras = doctor.installed()
-    assert versions.advice.startswith("tested are torch==2.999.0: pip install") and not versions.hurts
+    assert (
+        versions.advice.startswith("tested are torch==2.999.0: pip install") and not versions.hurts
+    )
     assert extras.text == "ok installed; not there: plot"
 
 
-def test_without_proc_it_is_one_line(command: Door, healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_it_is_one_line(
+    command: Door, healthy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def absent() -> None:
         raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
 
     monkeypatch.setattr(psutil, "virtual_memory", absent)
     said = command("doctor --offload-dir o")
     assert said.code == 1
-    assert said.err == "doctor: /proc/meminfo: No such file or directory; mount /proc, which says what RAM is free\n"
+    assert (
+        said.err
+        == "doctor: /proc/meminfo: No such file or directory; mount /proc, which says what RAM is "
+        "free\n"
+    )

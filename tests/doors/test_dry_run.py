@@ -1,4 +1,5 @@
-"""--dry-run of every command that runs a model: the plan, its exit codes, and nothing read or left behind."""
+"""--dry-run of every command that runs a model: the plan, its exit codes, and nothing read or left
+behind."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_command_prints_the_plan_and_leaves_nothing(
     name: str, command: Door, words_model: Path, write_jsonl: Callable[..., Path], tmp_path: Path
 ) -> None:
-    write_jsonl({"prompt": "import os", "max_tokens": 4}, {"prompt": "def f(x):", "max_tokens": 2}, name="in.jsonl")
+    write_jsonl(
+        {"prompt": "import os", "max_tokens": 4},
+        {"prompt": "def f(x):", "max_tokens": 2},
+        name="in.jsonl",
+    )
     said = command(f"{COMMANDS[name]} --model {words_model} --offload-dir o --dry-run")
     assert said.code == 0, said.err
     for begin in PLANNED:
@@ -58,7 +63,9 @@ def test_what_does_not_fit_ends_with_3(
     name: str, command: Door, words_model: Path, write_jsonl: Callable[..., Path]
 ) -> None:
     write_jsonl({"prompt": "import os", "max_tokens": 4}, name="in.jsonl")
-    said = command(f"{COMMANDS[name]} --model {words_model} --offload-dir o --host-mem 1MiB --dry-run")
+    said = command(
+        f"{COMMANDS[name]} --model {words_model} --offload-dir o --host-mem 1MiB --dry-run"
+    )
     assert (said.code, said.out) == (3, "")
     assert "--host-mem" in said.err
 
@@ -67,21 +74,31 @@ def test_lengths_of_requests_and_bad_ones_are_told(
     command: Door, words_model: Path, write_jsonl: Callable[..., Path]
 ) -> None:
     write_jsonl(
-        {"prompt": "import os", "max_tokens": 4}, {"prompt": "x", "max_tokens": 6}, {"prompt": 7}, name="in.jsonl"
+        {"prompt": "import os", "max_tokens": 4},
+        {"prompt": "x", "max_tokens": 6},
+        {"prompt": 7},
+        name="in.jsonl",
     )
-    said = command(f"run-batch -i in.jsonl --model {words_model} --offload-dir o --dry-run --percent 0 50 0 100 100 0")
+    said = command(
+        f"run-batch -i in.jsonl --model {words_model} --offload-dir o --dry-run --percent 0 50 0 "
+        "100 100 0"
+    )
     assert "2 prompts of at most" in said.out and "at most 6 new tokens each" in said.out
     assert "plan, as given:" in said.out and "--percent 0 50 0 100 100 0" in said.out
     assert "run-batch: 1 of 3 requests would be error rows; the first: line 3: prompt" in said.err
     write_jsonl({"prompt": 7}, name="in.jsonl")
     said = command(f"run-batch -i in.jsonl --model {words_model} --dry-run")
-    assert said.code == 2 and "--input in.jsonl: no request in it that can be run (line 1: prompt" in said.err
+    assert (
+        said.code == 2
+        and "--input in.jsonl: no request in it that can be run (line 1: prompt" in said.err
+    )
 
 
 def test_weights_need_not_be_there_nor_are_they_imported(
     command: Door, ids_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a folder without weights, as the hub's config alone is; and of a .bin checkpoint, by its config's dtype."""
+    """Of a folder without weights, as the hub's config alone is; and of a .bin checkpoint, by its
+    config's dtype."""
     folder = tmp_path / "model"
     folder.mkdir()
     config = json.loads((ids_model / "config.json").read_text())
@@ -95,7 +112,9 @@ def test_weights_need_not_be_there_nor_are_they_imported(
     assert "in float32: " in command(line).out  # as stored
 
 
-def test_flags_that_a_dry_run_does_not_go_with(command: Door, write_jsonl: Callable[..., Path]) -> None:
+def test_flags_that_a_dry_run_does_not_go_with(
+    command: Door, write_jsonl: Callable[..., Path]
+) -> None:
     write_jsonl({"prompt": "x"}, name="in.jsonl")
     for line in ("flex-opt --pipeline --dry-run", "batch --status --output rows.jsonl --dry-run"):
         said = command(line)

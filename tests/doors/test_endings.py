@@ -1,4 +1,5 @@
-"""How a command ends: signals that were swallowed, a standard output that takes nothing, memory that runs out."""
+"""How a command ends: signals that were swallowed, a standard output that takes nothing, memory
+that runs out."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def swallow(number: int) -> None:
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_swallowed_signal_counts(number: int, code: int, fails: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_swallowed_signal_counts(
+    number: int, code: int, fails: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     def body(argv: list[str] | None) -> int:
         swallow(number)
         if fails:
@@ -52,7 +55,9 @@ def test_a_search_ends_with_the_candidate_it_is_at(
 ) -> None:
     calls = 0
 
-    def interrupted(corners: Corners, sweeps: int, overlap: bool, budgets: Budgets) -> Solution | None:
+    def interrupted(
+        corners: Corners, sweeps: int, overlap: bool, budgets: Budgets
+    ) -> Solution | None:
         nonlocal calls
         calls += 1
         swallow(signal.SIGINT)
@@ -64,14 +69,19 @@ def test_a_search_ends_with_the_candidate_it_is_at(
     assert capfd.readouterr() == ("", "plan: ended by SIGINT\n")
 
 
-def test_a_signal_while_a_verb_is_imported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(importlib, "import_module", lambda name: os.kill(os.getpid(), signal.SIGINT))
+def test_a_signal_while_a_verb_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name: os.kill(os.getpid(), signal.SIGINT)
+    )
     assert cli.main(["plan"]) == 130
     assert capfd.readouterr().err == "flexgen-h2o plan: ended by SIGINT\n"
 
 
 def test_a_terminal_that_goes_away(tmp_path: Path) -> None:
-    """It takes nothing any more, and the kernel sends SIGHUP: the body's clean-up runs, and the exit code says it."""
+    """It takes nothing any more, and the kernel sends SIGHUP: the body's clean-up runs, and the
+    exit code says it."""
     script = f"""
 import fcntl, sys, termios, time
 from pathlib import Path
@@ -89,9 +99,14 @@ sys.exit(run_cli("plan", body, []))
 """
     ours, theirs = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        cwd=Path(cli.__file__).parents[1], preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        cwd=Path(cli.__file__).parents[1],
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
     os.close(theirs)
     try:
         assert os.read(ours, 100).startswith(b"running")
@@ -106,17 +121,26 @@ sys.exit(run_cli("plan", body, []))
 def test_standard_output_that_is_full(size: int) -> None:
     """At the flush after the body, and within the body's print."""
     body = f"lambda argv: print('x' * {size}) or 0"
-    script = f"import sys; from flexgen_h2o.cli_common import run_cli; sys.exit(run_cli('plan', {body}, []))"
+    script = (
+        "import sys; from flexgen_h2o.cli_common import run_cli; sys.exit(run_cli('plan', "
+        f"{body}, []))"
+    )
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            [sys.executable, "-c", script],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
             cwd=Path(cli.__file__).parents[1],
-        )  # fmt: skip
+        )
     assert done.returncode == 1
     assert done.stderr == "plan: cannot write to standard output (No space left on device)\n"
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("No space")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("No space")]
+)
 def test_other_errors_are_bugs(error: Exception) -> None:
     def body(argv: list[str] | None) -> int:
         raise error
@@ -159,10 +183,16 @@ def test_a_swallowed_signal_ends_the_writing_of_weights(
     ("error", "code", "flag"),
     [
         (MemoryError(), EXIT_FAILED, "--host-mem"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), EXIT_DOES_NOT_FIT, "--device-mem"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            EXIT_DOES_NOT_FIT,
+            "--device-mem",
+        ),
     ],
 )
-def test_it_names_the_flag(error: BaseException, code: int, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_names_the_flag(
+    error: BaseException, code: int, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def body(argv: list[str] | None) -> int:
         raise error
 

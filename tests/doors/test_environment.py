@@ -1,4 +1,5 @@
-"""What the environment of a process must not do to it: a line of ours says what is wrong, not a library's."""
+"""What the environment of a process must not do to it: a line of ours says what is wrong, not a
+library's."""
 
 from __future__ import annotations
 
@@ -12,24 +13,50 @@ from tests.forks import Forks, environment
 
 GONE = "the working folder has been removed; change to another one (cd), and run again"
 VERBS = ("complete --prompt hi", "batch --input in.jsonl --output out.jsonl", "doctor", "cache")
-COMPLETE = ("complete", "--model", "opt-tiny", "--prompt", "hi", "--gen-len", "2", "--device", "cpu")
+COMPLETE = (
+    "complete",
+    "--model",
+    "opt-tiny",
+    "--prompt",
+    "hi",
+    "--gen-len",
+    "2",
+    "--device",
+    "cpu",
+)
 
 
 def run(tmp_path: Path, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
     env = environment() | variables
-    return subprocess.run([sys.executable, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("NUMBA_NUM_THREADS", "0", "numba refuses its value (Number of threads specified must be > 0)"),
-        ("NUMBA_NUM_THREADS", "-2", "numba refuses its value (Number of threads specified must be > 0)"),
-        ("NUMBA_DISABLE_JIT", "1", "keeps loops from being compiled, and they run no other way; unset it"),
+        (
+            "NUMBA_NUM_THREADS",
+            "0",
+            "numba refuses its value (Number of threads specified must be > 0)",
+        ),
+        (
+            "NUMBA_NUM_THREADS",
+            "-2",
+            "numba refuses its value (Number of threads specified must be > 0)",
+        ),
+        (
+            "NUMBA_DISABLE_JIT",
+            "1",
+            "keeps loops from being compiled, and they run no other way; unset it",
+        ),
     ],
 )
 def test_settings_of_numba(name: str, value: str, says: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "-m", "flexgen_h2o.cli", *COMPLETE, "--offload-dir", "off", **{name: value})
+    done = run(
+        tmp_path, "-m", "flexgen_h2o.cli", *COMPLETE, "--offload-dir", "off", **{name: value}
+    )
     [line] = done.stderr.splitlines()
     assert done.returncode == 2
     assert line.startswith(f"complete: {name}: ") and says in line
@@ -39,7 +66,10 @@ def test_settings_of_numba(name: str, value: str, says: str, tmp_path: Path) -> 
 def test_a_working_folder_that_is_gone(verb: str, forks: Forks, tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
-    script = f"import os, sys; from flexgen_h2o import cli; os.chdir({str(folder)!r}); os.rmdir({str(folder)!r})"
+    script = (
+        f"import os, sys; from flexgen_h2o import cli; os.chdir({str(folder)!r}); "
+        f"os.rmdir({str(folder)!r})"
+    )
     done = forks.run(tmp_path, f"{script}; sys.exit(cli.main(sys.argv[1:]))", *verb.split())
     assert (done.code, done.out) == (2, "")
     assert done.err == f"{verb.split()[0]}: {GONE}\n"

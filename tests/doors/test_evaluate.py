@@ -1,4 +1,5 @@
-"""`evaluate` run to its end: fidelity with few rows, texts with and without eviction, and streams past the cache."""
+"""`evaluate` run to its end: fidelity with few rows, texts with and without eviction, and streams
+past the cache."""
 
 from __future__ import annotations
 
@@ -23,14 +24,20 @@ from tests.parity.reference import random_model
 
 Door = Callable[..., Answer]
 FEW_ROWS = (
-    "--num-prompts 3 --recall-prompts 2 --depths 2 --prompt-len 128 --gen-len 12 --policies local h2o --budgets 0.2 "
+    "--num-prompts 3 --recall-prompts 2 --depths 2 --prompt-len 128 --gen-len 12 --policies local "
+    "h2o --budgets 0.2 "
     "--resamples 20 --mass-steps 2 --gpu-batch-size 4"
 )
 TEXTS = ["def read(self, path):\n        with open(path", "import os"]
 SMALL = "--hh-size 5 --recent-size 4"
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["import os", "class Shape:"]},
-    {"question_id": 82, "category": "coding", "turns": ["def area(self):"], "reference": ["ignored"]},
+    {
+        "question_id": 82,
+        "category": "coding",
+        "turns": ["def area(self):"],
+        "reference": ["ignored"],
+    },
 ]
 
 
@@ -54,7 +61,9 @@ def text(evaluate: Door) -> Door:
 
 @pytest.fixture
 def streaming(evaluate: Door) -> Door:
-    return lambda flags, code=0: evaluate(f"streaming --offload-dir o --gpu-batch-size 4 --dtype float32 {flags}", code)
+    return lambda flags, code=0: evaluate(
+        f"streaming --offload-dir o --gpu-batch-size 4 --dtype float32 {flags}", code
+    )
 
 
 def chat_model(model: Path, folder: Path) -> Path:
@@ -77,28 +86,46 @@ def test_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> None:
     out = evaluate(f"fidelity {FEW_ROWS} --free-run --offload-dir o --json r.json --markdown r.md")
     assert out.out.strip() == (tmp_path / "r.md").read_text().strip()
     result = figures(tmp_path / "r.json")
-    assert [(cell["policy"], cell["columns"]) for cell in result["cells"]] == [("local", 24), ("h2o", 24)]
+    assert [(cell["policy"], cell["columns"]) for cell in result["cells"]] == [
+        ("local", 24),
+        ("h2o", 24),
+    ]
     for cell in result["cells"]:
-        assert cell["kl"]["n"] == 3 and 0 < cell["kl"]["low"] <= cell["kl"]["value"] <= cell["kl"]["high"]
+        assert (
+            cell["kl"]["n"] == 3
+            and 0 < cell["kl"]["low"] <= cell["kl"]["value"] <= cell["kl"]["high"]
+        )
         assert 0 < cell["evicted_mass"]["value"] < 1
     assert result["full"]["recall"]["inside"]["questions"] == 2
     assert result["settings"]["seed"] == 0
-    assert "evaluate: recall of the full cache: " in out.err and "evaluate: recall of h2o at 20%: " in out.err
+    assert (
+        "evaluate: recall of the full cache: " in out.err
+        and "evaluate: recall of h2o at 20%: " in out.err
+    )
     evaluate(f"fidelity {FEW_ROWS} --offload-dir o --json again.json")
     for one, other in zip(result["cells"], figures(tmp_path / "again.json")["cells"], strict=True):
         assert one["kl"] == other["kl"] and one["recall"] == other["recall"]
 
 
 @needs("plot")
-@pytest.mark.parametrize("flags", ["fidelity --policies h2o --budgets 0.2 --recall-prompts 0", "attention"])
+@pytest.mark.parametrize(
+    "flags", ["fidelity --policies h2o --budgets 0.2 --recall-prompts 0", "attention"]
+)
 def test_pictures(evaluate: Door, tmp_path: Path, flags: str) -> None:
-    evaluate(f"{flags} --num-prompts 2 --prompt-len 32 --gen-len 4 --offload-dir o --resamples 20 --plot r.png")
+    evaluate(
+        f"{flags} --num-prompts 2 --prompt-len 32 --gen-len 4 --offload-dir o --resamples 20 "
+        "--plot r.png"
+    )
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
 def test_fewer_bits_of_weights_are_further_from_the_model(evaluate: Door, tmp_path: Path) -> None:
-    """The runs that are compared have what the flags say, the reference has not; products in int8 lie between."""
-    small, kl = FEW_ROWS.replace("local h2o", "local").replace("--recall-prompts 2", "--recall-prompts 0"), []
+    """The runs that are compared have what the flags say, the reference has not; products in int8
+    lie between."""
+    small = FEW_ROWS.replace("local h2o", "local").replace(
+        "--recall-prompts 2", "--recall-prompts 0"
+    )
+    kl = []
     for flags in ("--compress-weight --weight-bits 8", "--int8-compute", "--compress-weight"):
         evaluate(f"fidelity {small} --offload-dir o --json r.json {flags}")
         result = figures(tmp_path / "r.json")
@@ -115,14 +142,19 @@ def test_fewer_bits_of_weights_are_further_from_the_model(evaluate: Door, tmp_pa
             "--policies h2o-norm --budgets 0.3 --budgets-of bytes --compress-cache",
             ["full", "h2o-norm"],
         ),
-        pytest.param("--attn-sparsity 0.2", ["full"], marks=pytest.mark.slow),  # its loops take seconds to compile
+        pytest.param(
+            "--attn-sparsity 0.2", ["full"], marks=pytest.mark.slow
+        ),  # its loops take seconds to compile
     ],
 )
 def test_a_whole_policy_in_one_line_with_its_speed(
     flags: str, names: list[str], evaluate: Door, tmp_path: Path
 ) -> None:
-    """Shares of the bytes, as they are held; and a share of the columns that is read, which drops none."""
-    small = FEW_ROWS.replace("--policies local h2o", "").replace("--recall-prompts 2", "--recall-prompts 0")
+    """Shares of the bytes, as they are held; and a share of the columns that is read, which drops
+    none."""
+    small = FEW_ROWS.replace("--policies local h2o", "").replace(
+        "--recall-prompts 2", "--recall-prompts 0"
+    )
     small = small.replace("--budgets 0.2", "")
     out = evaluate(f"fidelity {small} --offload-dir o --json r.json {flags} --speed 1").out
     result = figures(tmp_path / "r.json")
@@ -131,26 +163,41 @@ def test_a_whole_policy_in_one_line_with_its_speed(
     drops = last["policy"] != "full"
     assert last["kv_share"] <= 0.3 if drops else last["kv_share"] > 1
     assert (last["evicted_mass"]["value"] > 0) is drops
-    assert last["speed"]["tokens_per_s"] > 0 and last["speed"]["least"] == last["speed"]["largest"] > 0
+    assert (
+        last["speed"]["tokens_per_s"] > 0 and last["speed"]["least"] == last["speed"]["largest"] > 0
+    )
     assert last["kl"]["value"] > 0 and f"{last['speed']['tokens_per_s']:.1f}" in out
     assert drops or result["settings"]["compression"] == "--attn-sparsity 0.2"
 
 
-def test_follows_the_model_s_own_tokens_after_a_prompt_file(evaluate: Door, tmp_path: Path, ids_model: Path) -> None:
+def test_follows_the_model_s_own_tokens_after_a_prompt_file(
+    evaluate: Door, tmp_path: Path, ids_model: Path
+) -> None:
     rows = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (30, 12, 12)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = evaluate(
-        f"fidelity --model {ids_model} --offload-dir o --prompts p.jsonl --continuation greedy --prompt-len 20 "
-        "--gen-len 5 --policies h2o-norm:sinks=0 --budgets 0.5 --budgets-of sequence --mass-steps 0 --json r.json"
+        f"fidelity --model {ids_model} --offload-dir o --prompts p.jsonl --continuation greedy "
+        "--prompt-len 20 "
+        "--gen-len 5 --policies h2o-norm:sinks=0 --budgets 0.5 --budgets-of sequence --mass-steps "
+        "0 --json r.json"
     )
     result = figures(tmp_path / "r.json")
     assert result["recall"] is None and "evicted_mass" not in result["cells"][0]
-    prompts, sequences = pytest.approx(44 / 3), pytest.approx(59 / 3)
-    assert result["text"] == {"prompts": 3, "steps": 4, "mean_prompt_len": prompts, "mean_columns": sequences}
+    prompts = pytest.approx(44 / 3)
+    sequences = pytest.approx(59 / 3)
+    assert result["text"] == {
+        "prompts": 3,
+        "steps": 4,
+        "mean_prompt_len": prompts,
+        "mean_columns": sequences,
+    }
     (cell,) = result["cells"]
     assert cell["eviction"]["sinks"] == 0 and cell["eviction"]["kv_budget"] == 0.5
     assert (cell["budget_of"], cell["columns"]) == ("sequence", pytest.approx((12 + 8 + 8) / 3))
-    assert result["settings"]["budgets_of"] == "sequence" and "### 50% of the sequence's columns" in out.out
+    assert (
+        result["settings"]["budgets_of"] == "sequence"
+        and "### 50% of the sequence's columns" in out.out
+    )
 
 
 # ---- attention
@@ -193,11 +240,17 @@ def test_attention_of_a_file_without_a_tokenizer_and_without_removals(
         ("--mass 1", "--mass 1: is not between 0 and 1"),
         ("--near-zero nan", "--near-zero nan: is not between 0 and 1"),
         ("--remove 0.2 0.2", "--remove: 0.2 is given twice"),
-        ("--remove 1.5", "--remove 1.5: must remove at least 1 of 32 KV entries and leave 4 (--sinks)"),
+        (
+            "--remove 1.5",
+            "--remove 1.5: must remove at least 1 of 32 KV entries and leave 4 (--sinks)",
+        ),
         ("--remove 0.95", "--remove 0.95: must remove at least 1 of 32 KV entries"),
         ("--remove 0.01", "--remove 0.01: must remove at least 1 of 32 KV entries"),
         ("--prompt-len 3", "--prompt-len 3: "),
-        ("--first-query 32", "--first-query 32: the last token of --prompt-len is 31; give that or less"),
+        (
+            "--first-query 32",
+            "--first-query 32: the last token of --prompt-len is 31; give that or less",
+        ),
         ("--gen-len 1", "--gen-len 1: "),
         ("--prompts none.jsonl", "none.jsonl"),
         ("--json /none/a.json", "--json /none/a.json"),
@@ -217,7 +270,10 @@ def test_attention_within_windows_is_not_measured(evaluate: Door, tmp_path: Path
     model.save_pretrained(tmp_path / "m")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt_token_ids": list(range(5, 45))}) + "\n")
     out = evaluate(f"{SEEN} --model m --prompts p.jsonl", code=2)
-    assert "--model m: has sliding windows, and full attention is measured; give another model" in out.err
+    assert (
+        "--model m: has sliding windows, and full attention is measured; give another model"
+        in out.err
+    )
 
 
 # ---- texts
@@ -232,11 +288,18 @@ def test_both_texts_are_the_engine_s(text: Door, tmp_path: Path) -> None:
     for side, eviction in (("full", None), ("evicted", H2O(heavy_size=3, recent_size=2))):
         with LLM("opt-tiny", Policy(), eviction, dtype="float32", offload_dir="o") as llm:
             want = llm.generate(TEXTS, params)
-            blocks, column = llm.model.spec.num_blocks, llm.model.spec.kv_bytes_per_token(4)
+            blocks = llm.model.spec.num_blocks
+            column = llm.model.spec.kv_bytes_per_token(4)
         for row, completion in zip(result["rows"], want, strict=True):
-            assert row[side]["text"] == completion.text and row[side]["token_ids"] == completion.token_ids
+            assert (
+                row[side]["text"] == completion.text
+                and row[side]["token_ids"] == completion.token_ids
+            )
             columns = row["prompt_len"] + 9 if eviction is None else min(6, row["prompt_len"] + 9)
-            assert (row[side]["columns"], row[side]["bytes"]) == (columns, columns * column) and blocks == 6
+            assert (row[side]["columns"], row[side]["bytes"]) == (
+                columns,
+                columns * column,
+            ) and blocks == 6
             assert completion.text in out.out
     assert result["eviction"]["name"] == "h2o" and result["rows"][0]["same_tokens"] < 10
     held = [sum(row[side]["bytes"] for row in result["rows"]) for side in ("evicted", "full")]
@@ -248,10 +311,16 @@ def test_texts_of_a_chat(text: Door, rotary: Path, tmp_path: Path) -> None:
     folder = chat_model(rotary, tmp_path / "chat")
     text(f"--model {folder} --prompt one --chat --gen-len 6 --dtype float32 --json r.json")
     with LLM(str(folder), Policy(), dtype="float32", offload_dir="o") as llm:
-        [want] = llm.generate([llm.model.encode_more("<user>one\n<assistant>")], SamplingParams(max_tokens=6))
+        [want] = llm.generate(
+            [llm.model.encode_more("<user>one\n<assistant>")], SamplingParams(max_tokens=6)
+        )
     result = figures(tmp_path / "r.json")
     (row,) = result["rows"]
-    assert (result["chat"], row["prompt"], row["full"]["token_ids"]) == (True, "one", want.token_ids)
+    assert (result["chat"], row["prompt"], row["full"]["token_ids"]) == (
+        True,
+        "one",
+        want.token_ids,
+    )
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     end = next(name for name, i in tokenizer.items() if i == want.token_ids[2])
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -259,13 +328,18 @@ def test_texts_of_a_chat(text: Door, rotary: Path, tmp_path: Path) -> None:
     text(f"--model {folder} --prompt one --chat --gen-len 6 --dtype float32 --json s.json")
     (row,) = figures(tmp_path / "s.json")["rows"]
     assert row["full"]["finish_reason"] == "stop" and row["full"]["token_ids"] == want.token_ids[:3]
-    assert "llama-words has no chat template" in text(f"--model {rotary} --prompt one --chat", code=2).err
+    assert (
+        "llama-words has no chat template"
+        in text(f"--model {rotary} --prompt one --chat", code=2).err
+    )
 
 
 @pytest.mark.slow
 def test_budget_for_everything_writes_the_same(text: Door, tmp_path: Path) -> None:
     full = "--gen-len 6 --hh-ratio 1 --recent-ratio 1"
-    out = text(f"--prompt {shlex.quote(TEXTS[0])} {full} --compress-cache --cache-bits 4 --json r.json")
+    out = text(
+        f"--prompt {shlex.quote(TEXTS[0])} {full} --compress-cache --cache-bits 4 --json r.json"
+    )
     result = figures(tmp_path / "r.json")
     (row,) = result["rows"]
     assert row["full"] == row["evicted"] and row["same_tokens"] == 6
@@ -277,11 +351,13 @@ def test_budget_for_everything_writes_the_same(text: Door, tmp_path: Path) -> No
 def test_flags_of_run_text_generation(text: Door, words_model: Path) -> None:
     """The same output as with our names; without any, its shares and a prompt of our own."""
     theirs = text(
-        f"--model_arch opt --model_name {words_model} --cache_dir c --heavy_ratio 0.3 --recent_ratio 0.2 --length 8 "
+        f"--model_arch opt --model_name {words_model} --cache_dir c --heavy_ratio 0.3 "
+        "--recent_ratio 0.2 --length 8 "
         f"--seed 42 --no_cuda --prompt 'import os and more'"
     )
     ours = text(
-        f"--model {words_model} --hh-ratio 0.3 --recent-ratio 0.2 --gen-len 8 --device cpu --seed 1 "
+        f"--model {words_model} --hh-ratio 0.3 --recent-ratio 0.2 --gen-len 8 --device cpu --seed "
+        "1 "
         f"--prompt 'import os and more'"
     )
     assert theirs.out == ours.out
@@ -292,10 +368,17 @@ def test_flags_of_run_text_generation(text: Door, words_model: Path) -> None:
 
 def test_texts_of_token_ids_need_no_tokenizer(text: Door, tmp_path: Path, ids_model: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11, 12]}\n')
-    out = text(f"--model {ids_model} --prompts p.jsonl --gen-len 4 --eviction tova --kv-budget 0.5 --json r.json")
+    out = text(
+        f"--model {ids_model} --prompts p.jsonl --gen-len 4 --eviction tova --kv-budget 0.5 --json "
+        "r.json"
+    )
     (row,) = figures(tmp_path / "r.json")["rows"]
     assert row["evicted"]["columns"] == 6 + 1  # of 8 + 4, and the newcomer
-    assert row["full"]["text"] is None and str(row["full"]["token_ids"]) in out.out and "tova: " in out.out
+    assert (
+        row["full"]["text"] is None
+        and str(row["full"]["token_ids"]) in out.out
+        and "tova: " in out.out
+    )
 
 
 def test_a_share_of_bytes_with_rolling_positions(text: Door, rotary: Path) -> None:
@@ -306,7 +389,9 @@ def test_a_share_of_bytes_with_rolling_positions(text: Door, rotary: Path) -> No
 # ---- turns
 
 
-def test_turns_share_one_cache(streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+def test_turns_share_one_cache(
+    streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
     """The answers to MT-bench's turns are those to all that was said before them as one prompt."""
     asked = write_jsonl(*QUESTIONS, name="question.jsonl")
     out = streaming(f"--model {rotary} --turns {asked} --gen-len 6 {SMALL} --json r.json")
@@ -315,11 +400,14 @@ def test_turns_share_one_cache(streaming: Door, rotary: Path, tmp_path: Path, wr
     assert [turn.get("question_id") for turn in full["turns"]] == [81, 81, 82]
     assert full["turns"][2]["category"] == "coding" and full["answered"] == 3
     with LLM(str(rotary), Policy(), dtype="float32", offload_dir="o") as llm:
-        encode, said = llm.model.encode_more, llm.model.encode("\nimport os\n")
+        encode = llm.model.encode_more
+        said = llm.model.encode("\nimport os\n")
         for turn in full["turns"]:
             said += [] if turn["turn"] == 0 else encode(f"\n{turn['prompt']}\n")
             (want,) = llm.generate([said], SamplingParams(max_tokens=6))
-            assert (turn["token_ids"], turn["text"]) == (want.token_ids, want.text) and turn["text"] in out.out
+            assert (turn["token_ids"], turn["text"]) == (want.token_ids, want.text) and turn[
+                "text"
+            ] in out.out
             said += want.token_ids
         column = llm.model.spec.kv_bytes_per_token(4)
     assert full["tokens"] == h2o["tokens"] == len(said)
@@ -336,7 +424,8 @@ def test_the_perplexity_is_that_of_the_turns(
     asked = write_jsonl({"turns": turns[:2]}, {"prompt_token_ids": turns[2]})
     streaming(f"--model {rotary} --turns {asked} --gen-len 3 --policies full --json r.json")
     (full,) = figures(tmp_path / "r.json")["policies"]
-    said, given = list(turns[0]), []
+    said = list(turns[0])
+    given = []
     for turn, answer in zip([*turns[1:], []], full["turns"], strict=True):
         said += answer["token_ids"]
         given += range(len(said), len(said) + len(turn))
@@ -349,9 +438,15 @@ def test_the_perplexity_is_that_of_the_turns(
     assert full["perplexity"] == pytest.approx(math.exp(full["nll"]))
 
 
-def test_rolling_positions_go_on_where_others_end(streaming: Door, rotary: Path, tmp_path: Path) -> None:
-    """64 positions: the full cache and plain h2o break off, as much as fits being shown; memory stays what it is."""
-    out = streaming(f"--model {rotary} --gen-len 9 {SMALL} --policies full h2o h2o:positions=rolling --json r.json")
+def test_rolling_positions_go_on_where_others_end(
+    streaming: Door, rotary: Path, tmp_path: Path
+) -> None:
+    """64 positions: the full cache and plain h2o break off, as much as fits being shown; memory
+    stays what it is."""
+    out = streaming(
+        f"--model {rotary} --gen-len 9 {SMALL} --policies full h2o h2o:positions=rolling --json "
+        "r.json"
+    )
     full, original, rolling = figures(tmp_path / "r.json")["policies"]
     assert full["tokens"] == original["tokens"] == POSITIONS + 1 and full["answered"] < 8
     assert rolling["answered"] == 8 and rolling["tokens"] > 2 * POSITIONS
@@ -367,45 +462,64 @@ def test_rolling_positions_go_on_where_others_end(streaming: Door, rotary: Path,
         assert one["compared"]["perplexity"] == pytest.approx(expected)
         row = next(line for line in out.out.splitlines() if line.startswith(f"| `{name}` |"))
         assert f" {one['answered']} of 8 | {tokens} | {expected:.2f} |" in row
-    streaming(f"--model {rotary} --gen-len 9 {SMALL} --policies h2o --positions rolling --num-turns 2 --json s.json")
+    streaming(
+        f"--model {rotary} --gen-len 9 {SMALL} --policies h2o --positions rolling --num-turns 2 "
+        "--json s.json"
+    )
     (two,) = figures(tmp_path / "s.json")["policies"]
     assert [t["token_ids"] for t in two["turns"]] == [t["token_ids"] for t in rolling["turns"][:2]]
     assert two["peak_bytes"] == rolling["peak_bytes"] and two["kv_bytes"] == rolling["kv_bytes"]
 
 
-def test_chat(streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+def test_chat(
+    streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
     """Each turn is what the template puts between two answers."""
     folder = chat_model(rotary, tmp_path / "chat")
     asked = write_jsonl({"turns": ["one", "two"]})
     streaming(f"--model {folder} --turns {asked} --chat --gen-len 4 --policies full --json a.json")
     with LLM(str(folder), Policy(), dtype="float32", offload_dir="o") as llm:
-        ids = [llm.model.encode_more(t) for t in ("<user>one\n<assistant>", "\n<user>two\n<assistant>")]
+        ids = [
+            llm.model.encode_more(t) for t in ("<user>one\n<assistant>", "\n<user>two\n<assistant>")
+        ]
     plain = write_jsonl({"turns": ids}, name="plain.jsonl")
     streaming(f"--model {rotary} --turns {plain} --gen-len 4 --policies full --json b.json")
-    answers = [[t["token_ids"] for t in figures(tmp_path / f)["policies"][0]["turns"]] for f in ("a.json", "b.json")]
+    answers = [
+        [t["token_ids"] for t in figures(tmp_path / f)["policies"][0]["turns"]]
+        for f in ("a.json", "b.json")
+    ]
     assert answers[0] == answers[1]
 
 
-def test_flags_of_others(streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+def test_flags_of_others(
+    streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
     """llama-recipes' run_streaming.py and h2o_hf's streaming script."""
     write_jsonl(*QUESTIONS, name=MT_BENCH)
-    ours = f"--model {rotary} --turns {MT_BENCH} --gen-len 4 --policies h2o --hh-size 6 --recent-size 10"
+    ours = (
+        f"--model {rotary} --turns {MT_BENCH} --gen-len 4 --policies h2o --hh-size 6 "
+        "--recent-size 10"
+    )
     streaming(f"{ours} --positions rolling --json a.json")
     streaming(
-        f"--model-name {rotary} --input-path {MT_BENCH} --gen-len 4 --enable_h2o_generation --seed 42 "
-        "--num_heavy_hitter_tokens 6 --num_window_length 16 --enable_position_rolling --output b.json"
+        f"--model-name {rotary} --input-path {MT_BENCH} --gen-len 4 --enable_h2o_generation --seed "
+        "42 "
+        "--num_heavy_hitter_tokens 6 --num_window_length 16 --enable_position_rolling --output "
+        "b.json"
     )
     first, second = (figures(tmp_path / name)["policies"][0] for name in ("a.json", "b.json"))
     assert first["eviction"] == second["eviction"]
     assert [t["token_ids"] for t in first["turns"]] == [t["token_ids"] for t in second["turns"]]
     streaming(
-        f"--model_name_or_path {rotary} --data_root . --gen-len 4 --enable_streaming_with_H2O --start_size 4 "
+        f"--model_name_or_path {rotary} --data_root . --gen-len 4 --enable_streaming_with_H2O "
+        "--start_size 4 "
         "--heavy_hitter_size 6 --recent_size 10 --json c.json"
     )
     (third,) = figures(tmp_path / "c.json")["policies"]
     assert {**first["eviction"], "positions": None} == {**third["eviction"], "positions": None}
     half = streaming(
-        f"--model {rotary} --num_heavy_hitter_tokens -1 --num_window_length 12 --num-turns 1 --json d.json"
+        f"--model {rotary} --num_heavy_hitter_tokens -1 --num_window_length 12 --num-turns 1 "
+        "--json d.json"
     )
     assert "6 heavy + 6 recent" in half.out
 
@@ -417,13 +531,19 @@ def test_a_long_text_by_window(streaming: Door, rotary: Path, tmp_path: Path) ->
     """NLL as transformers has it; the full cache grows, the others do not."""
     text = " ".join(f"def f{i}(x): return x + {i}" for i in range(40))
     (tmp_path / "text.txt").write_text(text)
-    flags = "--text text.txt --stream-len 33 --streams 3 --policies full h2o local:positions=rolling h2o:kv_budget=0.25"
+    flags = (
+        "--text text.txt --stream-len 33 --streams 3 --policies full h2o "
+        "local:positions=rolling h2o:kv_budget=0.25"
+    )
     out = streaming(f"--model {rotary} {flags} {SMALL} --json r.json")
     full, h2o, local, share = figures(tmp_path / "r.json")["policies"]
     with LLM(str(rotary), Policy(), dtype="float32", offload_dir="o") as llm:
-        start, ids = llm.model.encode(""), llm.model.encode_more(text)
+        start = llm.model.encode("")
+        ids = llm.model.encode_more(text)
         column = llm.model.spec.kv_bytes_per_token(4)
-    streams = torch.tensor([[*start, *ids[at : at + 32]] for at in (i * len(ids) // 3 for i in range(3))])
+    streams = torch.tensor(
+        [[*start, *ids[at : at + 32]] for at in (i * len(ids) // 3 for i in range(3))]
+    )
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(rotary)(streams).logits
     nats = -logits[:, :-1].double().log_softmax(-1).gather(-1, streams[:, 1:, None])[..., 0]
@@ -470,7 +590,9 @@ def test_what_is_compressed_is_said(
     """Above each policy, with the table, and in the JSON."""
     (tmp_path / "t.txt").write_text("import os\n" * 9)
     out = streaming(f"--model {rotary} {asked} {SMALL} {compression} --json r.json")
-    assert figures(tmp_path / "r.json")["compression"] == (compression and f"{compression} --cache-window 16")
+    assert figures(tmp_path / "r.json")["compression"] == (
+        compression and f"{compression} --cache-window 16"
+    )
     said = out.out + out.err
     assert said.count("--compress-cache --cache-bits 8") == (3 if compression else 0)
     assert ("all with" in said.lower()) == bool(compression)
@@ -497,11 +619,16 @@ def test_a_template_that_forgets(
 def write_prompts(folder: Path, count: int = 5) -> Path:
     path = folder / "prompts.jsonl"
     text = "def read(self, path):\n    with open(path) as file:\n        return file.read()\n"
-    path.write_text("".join(json.dumps({"prompt": f"# {i}\n" + text * 4}) + "\n" for i in range(count)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"# {i}\n" + text * 4}) + "\n" for i in range(count))
+    )
     return path
 
 
-FRONTIER = "frontier --prompts prompts.jsonl --prompt-len 48 --gen-len 8 --offload-dir o --gpu-batch-size 4"
+FRONTIER = (
+    "frontier --prompts prompts.jsonl --prompt-len 48 --gen-len 8 --offload-dir o "
+    "--gpu-batch-size 4"
+)
 
 
 def test_frontier_says_what_each_setting_loses_and_saves(evaluate: Door, tmp_path: Path) -> None:
@@ -515,8 +642,14 @@ def test_frontier_says_what_each_setting_loses_and_saves(evaluate: Door, tmp_pat
         assert 0 <= cell["changed"]["value"] <= 1
         assert cell["tokens_per_s"] > 0
     full = cells["full"]
-    assert (full["kl"]["value"], full["changed"]["value"], full["kv_share"], full["read_share"]) == (0, 0, 1, 1)
-    everything, some = cells["h2o, 1 of the entries"], cells["h2o, 0.2 of the entries"]
+    assert (
+        full["kl"]["value"],
+        full["changed"]["value"],
+        full["kv_share"],
+        full["read_share"],
+    ) == (0, 0, 1, 1)
+    everything = cells["h2o, 1 of the entries"]
+    some = cells["h2o, 0.2 of the entries"]
     assert everything["kl"]["value"] == 0 < some["kl"]["value"]
     assert (some["policy"], some["kv_budget"], some["kv_bits"]) == ("h2o", 0.2, 16)
     assert 0.15 < some["kv_share"] < 0.25
@@ -529,10 +662,15 @@ def test_frontier_says_what_each_setting_loses_and_saves(evaluate: Door, tmp_pat
 
 def test_frontier_is_what_fidelity_finds(evaluate: Door, tmp_path: Path) -> None:
     write_prompts(tmp_path)
-    evaluate(f"{FRONTIER} --policies h2o --kv-budget 0.3 --no-answers --json r.json --keep-mem 1KiB")
+    evaluate(
+        f"{FRONTIER} --policies h2o --kv-budget 0.3 --no-answers --json r.json --keep-mem 1KiB"
+    )
     same = FRONTIER.replace("frontier", "fidelity")
-    evaluate(f"{same} --policies h2o --budgets 0.3 --budgets-of sequence --json f.json --mass-steps 0")
-    ours, theirs = figures(tmp_path / "r.json")["cells"][1], figures(tmp_path / "f.json")["cells"][0]
+    evaluate(
+        f"{same} --policies h2o --budgets 0.3 --budgets-of sequence --json f.json --mass-steps 0"
+    )
+    ours = figures(tmp_path / "r.json")["cells"][1]
+    theirs = figures(tmp_path / "f.json")["cells"][0]
     assert ours["kl"]["value"] == pytest.approx(theirs["kl"]["value"], rel=1e-3)
     assert ours["changed"]["value"] == theirs["flips"]["value"]
     assert ours["kv_share"] == theirs["kv_share"]
@@ -542,12 +680,17 @@ def test_frontier_is_what_fidelity_finds(evaluate: Door, tmp_path: Path) -> None
 def test_frontier_goes_on_where_it_was_and_adds_settings(evaluate: Door, tmp_path: Path) -> None:
     write_prompts(tmp_path)
     kept = tmp_path / "r.json.rows.jsonl"
-    longer = FRONTIER.replace("--prompt-len 48", "--prompt-len 160 --join --tasks niah --num-questions 2")
+    longer = FRONTIER.replace(
+        "--prompt-len 48", "--prompt-len 160 --join --tasks niah --num-questions 2"
+    )
     evaluate(f"{longer} --policies h2o --kv-budget 0.3 --json r.json")
     before = kept.read_bytes()
     out = evaluate(f"{longer} --policies local --kv-budget 0.3 --json r.json")
     assert kept.read_bytes().startswith(before)
-    assert "h2o, 0.3 of the entries: prompts" not in out.err and "local, 0.3 of the entries: prompts" in out.err
+    assert (
+        "h2o, 0.3 of the entries: prompts" not in out.err
+        and "local, 0.3 of the entries: prompts" in out.err
+    )
     cells = figures(tmp_path / "r.json")["cells"]
     assert [cell["policy"] for cell in cells] == ["full", "local", "h2o"]
     assert all(0 <= cell["tasks"]["niah"]["value"] <= 1 for cell in cells)
@@ -557,7 +700,10 @@ def test_frontier_of_other_prompts_does_not_touch_the_file(evaluate: Door, tmp_p
     write_prompts(tmp_path)
     evaluate(f"{FRONTIER} --policies h2o --kv-budget 0.3 --json r.json --no-answers")
     before = (tmp_path / "r.json.rows.jsonl").read_bytes()
-    out = evaluate(f"{FRONTIER} --policies h2o --kv-budget 0.3 --json r.json --no-answers --num-prompts 2", code=2)
+    out = evaluate(
+        f"{FRONTIER} --policies h2o --kv-budget 0.3 --json r.json --no-answers --num-prompts 2",
+        code=2,
+    )
     assert "--json: " in out.err and "remove it, or name another" in out.err
     assert (tmp_path / "r.json.rows.jsonl").read_bytes() == before
 
@@ -579,7 +725,9 @@ def test_frontier_learns_what_kv_size_should_choose(evaluate: Door, tmp_path: Pa
 
 
 @needs("eval")
-def test_frontier_scores_summaries_and_follows_the_models_own_answers(evaluate: Door, tmp_path: Path) -> None:
+def test_frontier_scores_summaries_and_follows_the_models_own_answers(
+    evaluate: Door, tmp_path: Path
+) -> None:
     article = "def area(self):\n    return self.width * self.height\n" * 3 + "\n\nclass Shape:"
     line = json.dumps({"article": article, "summary_gt": "def area self width"}) + "\n"
     (tmp_path / "prompts.jsonl").write_text(line * 3)
@@ -593,8 +741,14 @@ def test_frontier_scores_summaries_and_follows_the_models_own_answers(evaluate: 
     ("flags", "wrong"),
     [
         ("--prompts nowhere.jsonl", "--prompts nowhere.jsonl"),
-        ("--prompts prompts.jsonl --prompt-len 4000 --gen-len 8", "--prompt-len 4000 and --gen-len 8"),
-        ("--prompts prompts.jsonl --prompt-len 400 --gen-len 8", "--prompts prompts.jsonl: no prompt has 408 tokens"),
+        (
+            "--prompts prompts.jsonl --prompt-len 4000 --gen-len 8",
+            "--prompt-len 4000 and --gen-len 8",
+        ),
+        (
+            "--prompts prompts.jsonl --prompt-len 400 --gen-len 8",
+            "--prompts prompts.jsonl: no prompt has 408 tokens",
+        ),
         ("--prompts prompts.jsonl --gen-len 1", "--gen-len 1"),
         ("--prompts prompts.jsonl --tasks riddle", "--tasks riddle"),
         ("--prompts prompts.jsonl --learn", "--learn: "),
@@ -603,7 +757,9 @@ def test_frontier_scores_summaries_and_follows_the_models_own_answers(evaluate: 
         ("", "--prompts: is missing"),
     ],
 )
-def test_frontier_refuses_in_one_line(evaluate: Door, tmp_path: Path, flags: str, wrong: str) -> None:
+def test_frontier_refuses_in_one_line(
+    evaluate: Door, tmp_path: Path, flags: str, wrong: str
+) -> None:
     write_prompts(tmp_path)
     out = evaluate(f"frontier {flags} --json r.json", code=2)
     assert out.err.count("\n") == 1 and wrong in out.err

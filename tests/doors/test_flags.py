@@ -1,4 +1,5 @@
-"""Flags of all commands: odd values, flags of other scripts, flags without effect, and what libraries say meanwhile."""
+"""Flags of all commands: odd values, flags of other scripts, flags without effect, and what
+libraries say meanwhile."""
 
 from __future__ import annotations
 
@@ -19,10 +20,18 @@ from tests.forks import Forks
 
 Door = Callable[..., Answer]
 COMMANDS = {
-    "flex-opt": flex_opt, "plan": policy_search, "hardware": hardware, "batch": batch,
-    "evaluate fidelity": evaluate, "evaluate text": evaluate, "evaluate streaming": evaluate,
-    "evaluate data-wrangling": evaluate, "complete": complete, "chat": chat, "serve": serve,
-}  # fmt: skip
+    "flex-opt": flex_opt,
+    "plan": policy_search,
+    "hardware": hardware,
+    "batch": batch,
+    "evaluate fidelity": evaluate,
+    "evaluate text": evaluate,
+    "evaluate streaming": evaluate,
+    "evaluate data-wrangling": evaluate,
+    "complete": complete,
+    "chat": chat,
+    "serve": serve,
+}
 
 
 # ---- Odd values
@@ -37,9 +46,15 @@ def parser_of(name: str, module: ModuleType) -> argparse.ArgumentParser:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_two_dashes_are_a_value_like_any_other(name: str) -> None:
-    """Of every flag: it is taken as a text, or refused by the flag's name. Python 3.11 makes an empty list of it."""
+    """Of every flag: it is taken as a text, or refused by the flag's name. Python 3.11 makes an
+    empty list of it."""
     parser = parser_of(name, COMMANDS[name])
-    flags = [(a, option) for a in parser._actions for option in a.option_strings if a.nargs != 0 and option[:2] == "--"]
+    flags = [
+        (a, option)
+        for a in parser._actions
+        for option in a.option_strings
+        if a.nargs != 0 and option[:2] == "--"
+    ]
     assert len(flags) > 4
     for action, option in flags:
         try:
@@ -47,7 +62,9 @@ def test_two_dashes_are_a_value_like_any_other(name: str) -> None:
         except UsageError as refusal:
             assert option in str(refusal)  # noqa: PT017 - a text is taken, a number is not
         else:
-            assert "--" in str(value) or option[-9:] in ("cache_dir", "cache-dir"), option  # no folder yet
+            assert "--" in str(value) or option[-9:] in ("cache_dir", "cache-dir"), (
+                option
+            )  # no folder yet
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -67,11 +84,14 @@ def test_what_begins_with_a_minus_and_a_digit_is_a_value(name: str) -> None:
 
 
 def idle(answer: Answer) -> set[str]:
-    """The flags that stderr says have none; it says nothing else, but what is kept for later runs (`# `)."""
+    """The flags that stderr says have none; it says nothing else, but what is kept for later runs
+    (`# `)."""
     assert answer.code == 0, answer
     lines = [line for line in answer.err.splitlines() if not line.startswith("# ")]
     assert all(" no effect: " in line for line in lines), answer.err
-    return {flag for line in lines for flag in line.partition(": ")[2].partition(" ha")[0].split(", ")}
+    return {
+        flag for line in lines for flag in line.partition(": ")[2].partition(" ha")[0].split(", ")
+    }
 
 
 NO_EFFECT = [
@@ -92,27 +112,45 @@ def test_a_flag_without_effect_is_said(flags: str, said: set[str], door: Door) -
     assert idle(door("--no-log", "--gpu-batch-size", 1, *flags.split())) == said
 
 
-def test_lengths_of_prompts_in_a_file_are_their_own(door: Door, write_jsonl: Callable[..., Path]) -> None:
-    path, one = write_jsonl({"prompt_token_ids": [4, 5]}), ("--no-log", "--gpu-batch-size", 1)
+def test_lengths_of_prompts_in_a_file_are_their_own(
+    door: Door, write_jsonl: Callable[..., Path]
+) -> None:
+    path = write_jsonl({"prompt_token_ids": [4, 5]})
+    one = ("--no-log", "--gpu-batch-size", 1)
     assert idle(door("--prompts", path, "--prompt-len", 8, *one)) == {"--prompt-len"}
     assert idle(door("--prompts", path, "--ignore-eos", *one)) == set()
 
 
 def test_other_commands_say_so_too(command: Callable[[str], Answer], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 1}\n')
-    done = "batch --model opt-tiny --input in.jsonl --output out.jsonl --offload-dir o --gpu-batch-size 1"
+    done = (
+        "batch --model opt-tiny --input in.jsonl --output out.jsonl --offload-dir o "
+        "--gpu-batch-size 1"
+    )
     assert idle(command(f"{done} --path . --seed 3")) == {"--path"}  # rows may draw
-    assert idle(command(f"{done} --status")) == {"--model", "--input", "--offload-dir", "--gpu-batch-size"}
+    assert idle(command(f"{done} --status")) == {
+        "--model",
+        "--input",
+        "--offload-dir",
+        "--gpu-batch-size",
+    }
     assert idle(command("batch --output out.jsonl --status")) == set()
     assert command(f"{done} --output other.jsonl --host-mem 1KiB").code == 3
     assert idle(command("hardware --show t4 --device cpu")) == {"--device"}
-    asked = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
+    asked = (
+        "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
+    )
     assert idle(command(f"{asked} --path models --revision main")) == {"--path", "--revision"}
-    text = "evaluate text opt-tiny --prompt x --gen-len 2 --offload-dir o --gpu-batch-size 1 --dtype float32"
+    text = (
+        "evaluate text opt-tiny --prompt x --gen-len 2 --offload-dir o --gpu-batch-size 1 "
+        "--dtype float32"
+    )
     assert idle(command(f"{text} --seed 3")) == {"--seed"}
 
 
-def test_a_conversation_cannot_be_longer_than_the_positions_unless_they_roll(command: Door, rotary: Path) -> None:
+def test_a_conversation_cannot_be_longer_than_the_positions_unless_they_roll(
+    command: Door, rotary: Path
+) -> None:
     chat = f"chat --model {rotary} --offload-dir o --dry-run --max-len"
     assert idle(command(f"{chat} 65")) == {"--max-len"}
     assert idle(command(f"{chat} 64")) == set()
@@ -134,15 +172,24 @@ from flexgen_h2o import flex_opt
 for model in sys.argv[1:]:
     flags = f"--model {model} --path _DUMMY_ --offload-dir o --prompt-len 4 --gen-len 2 --no-log --verbose 0"
     print("ended", flex_opt.main(flags.split()), file=sys.stderr)
-"""
+"""  # noqa: E501
 
 
-def test_what_transformers_warns_of_does_not_stand_beside_the_error(forks: Forks, tmp_path: Path) -> None:
+def test_what_transformers_warns_of_does_not_stand_beside_the_error(
+    forks: Forks, tmp_path: Path
+) -> None:
     """Nor does it say a thing twice; where the model is taken, its warning is kept."""
     config = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
     for i, (changed, _) in enumerate(WARNED):
         (tmp_path / f"m{i}").mkdir()
         (tmp_path / f"m{i}" / "config.json").write_text(json.dumps({**config, **changed}))
@@ -150,7 +197,9 @@ def test_what_transformers_warns_of_does_not_stand_beside_the_error(forks: Forks
     lines = iter(line for line in done.err.splitlines() if not line.startswith("# "))
     for _, says in WARNED:
         line = next(lines)
-        assert ("pad_token_id" if says is None else says) in line and line.startswith("flex_opt") == (says is not None)
+        assert ("pad_token_id" if says is None else says) in line and line.startswith(
+            "flex_opt"
+        ) == (says is not None)
         assert next(lines) == f"ended {0 if says is None else 2}"
 
 
@@ -161,7 +210,14 @@ def test_a_full_disk_is_no_small_budget(
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": free})())
     asked = () if budget is None else ("--disk-mem", budget)
     answer = door(
-        "--percent", *"000000", "--gpu-batch-size", 512, "--num-gpu-batches", 64, *asked, model=PACKAGED["opt-tiny"]
+        "--percent",
+        *"000000",
+        "--gpu-batch-size",
+        512,
+        "--num-gpu-batches",
+        64,
+        *asked,
+        model=PACKAGED["opt-tiny"],
     )
     assert answer.code == 3 and len(answer.err.splitlines()) == 1, answer.err
     assert ("free space, or give another --offload-dir" in answer.err) == (free < TIB), answer.err

@@ -1,4 +1,5 @@
-"""Every command line by its own parser: exit codes 0, 2, 3 and 4 only, one line for what is wrong, bounded memory."""
+"""Every command line by its own parser: exit codes 0, 2, 3 and 4 only, one line for what is wrong,
+bounded memory."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.unit.test_profile import PROFILE
 
 PARSERS = parsers()
 del PARSERS["evaluate lm-eval"]  # each line would read lm-eval's 10,000 task files
-FEW, MANY = 70, 5_000  # cases of the default suite, and of the slow one
+# cases of the default suite, and of the slow one
+FEW = 70
+MANY = 5_000
 COMMANDS = [*PARSERS, "verbs"]
 
 
@@ -69,12 +72,16 @@ class Fuzzed:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(forks: Forks, ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fuzzed:
+def fuzzed(
+    forks: Forks, ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Fuzzed:
     """Good files, and runs of each command that load what later ones need."""
     parent = tmp_path_factory.mktemp("fuzz")
     home = parent / "home"
     home.mkdir()
-    maker = Fuzzed(Measured(forks, home), parent, {"ids": ids_model, "words": words_model}, good_files(parent))
+    maker = Fuzzed(
+        Measured(forks, home), parent, {"ids": ids_model, "words": words_model}, good_files(parent)
+    )
     first = maker.folder()
     lines = [["hardware", *BASE["hardware"]], ["batch", *BASE["batch"], "--output", "done.jsonl"]]
     lines += [[*name.split(), *flags] for name, flags in BASE.items()]
@@ -88,7 +95,8 @@ def fuzzed(forks: Forks, ids_model: Path, words_model: Path, tmp_path_factory: p
 
 WARM = (
     "--hh-ratio 0.5 --prompts prompts.jsonl --percent 0 0 0 0 0 0",
-    "--compress-weight --compress-cache --device-mem 32MiB --percent 30 30 30 30 30 30 --dtype bfloat16",
+    "--compress-weight --compress-cache --device-mem 32MiB --percent 30 30 30 30 30 30 --dtype "
+    "bfloat16",
     "--int8-compute --eviction h2o-norm --hh-size 2 --policy auto",
 )
 
@@ -104,7 +112,11 @@ def good_files(parent: Path) -> dict[str, bytes]:
     ]
     plain = [{"prompt": text} for text in texts] + [{"prompt_token_ids": [5, 6, 7]}]
     asked = [
-        {"custom_id": f"r{i}", "url": "/v1/completions", "body": {"prompt": text, "max_tokens": 3, "temperature": i}}
+        {
+            "custom_id": f"r{i}",
+            "url": "/v1/completions",
+            "body": {"prompt": text, "max_tokens": 3, "temperature": i},
+        }
         for i, text in enumerate(texts)
     ]
     turns = [{"question_id": 1, "category": "code", "turns": texts}]
@@ -119,9 +131,13 @@ def search(command: str, fuzzed: Fuzzed, examples: int, repeatable: bool) -> Non
     drawn = verbs() if command == "verbs" else cases(command, PARSERS[command])
 
     @settings(
-        max_examples=examples, derandomize=repeatable, database=None, print_blob=True, deadline=None,
+        max_examples=examples,
+        derandomize=repeatable,
+        database=None,
+        print_blob=True,
+        deadline=None,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(drawn)
     def check(case: Case) -> None:
         found = fuzzed(case)
@@ -130,7 +146,9 @@ def search(command: str, fuzzed: Fuzzed, examples: int, repeatable: bool) -> Non
     check()
 
 
-@pytest.mark.timeout(900)  # seconds where all is well; the shortest line that is wrong takes a minute to find
+@pytest.mark.timeout(
+    900
+)  # seconds where all is well; the shortest line that is wrong takes a minute to find
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_few_lines(command: str, fuzzed: Fuzzed) -> None:
     search(command, fuzzed, FEW // len(COMMANDS), True)

@@ -1,4 +1,5 @@
-"""`generate`: prompts from flags, files and pipes, printed or written as a job; and what its help and advice say."""
+"""`generate`: prompts from flags, files and pipes, printed or written as a job; and what its help
+and advice say."""
 
 from __future__ import annotations
 
@@ -38,7 +39,17 @@ def run(call: Door) -> Door:
     """generate with short answers in fp32."""
 
     def answered(*words: object) -> Answer:
-        return call(cli.main, "generate", *words, "--max-tokens", 5, "--dtype", "float32", "--offload-dir", "offload")
+        return call(
+            cli.main,
+            "generate",
+            *words,
+            "--max-tokens",
+            5,
+            "--dtype",
+            "float32",
+            "--offload-dir",
+            "offload",
+        )
 
     return answered
 
@@ -89,8 +100,12 @@ def test_several_prompts_are_printed_in_their_order(run: Door, words_model: Path
         assert f"\n{text}\n" in answer.out
 
 
-def test_a_piped_text_is_one_prompt(run: Door, words_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"import os\n"), isatty=lambda: False))
+def test_a_piped_text_is_one_prompt(
+    run: Door, words_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"import os\n"), isatty=lambda: False)
+    )
     assert run(words_model).out == f"{texts_of(words_model, PROMPTS[:1])[0]}\n"
 
 
@@ -104,7 +119,9 @@ def test_the_lines_of_a_file_are_printed(run: Door, words_model: Path, tmp_path:
 # ---- Chat templates
 
 
-def test_texts_are_messages_if_the_model_has_a_template(run: Door, chat_model: Path, tmp_path: Path) -> None:
+def test_texts_are_messages_if_the_model_has_a_template(
+    run: Door, chat_model: Path, tmp_path: Path
+) -> None:
     message, raw = texts_of(chat_model, [messages("import os"), "import os"])
     assert run(chat_model, "-p", "import os").out == f"{message}\n"
     assert run(chat_model, "-p", "import os", "--no-chat").out == f"{raw}\n"
@@ -115,7 +132,9 @@ def test_texts_are_messages_if_the_model_has_a_template(run: Door, chat_model: P
     assert answers_of(tmp_path / "texts.jsonl") == [message]
 
 
-def test_lines_of_json_say_themselves_what_they_are(run: Door, chat_model: Path, tmp_path: Path) -> None:
+def test_lines_of_json_say_themselves_what_they_are(
+    run: Door, chat_model: Path, tmp_path: Path
+) -> None:
     chat = {"messages": [{"role": "user", "content": "import os"}]}
     batch = {"custom_id": "line-3", "method": "POST", "url": "/v1/chat/completions", "body": chat}
     lines = [{"prompt": "import os"}, chat, batch, {"text": "import os"}]
@@ -129,7 +148,11 @@ def test_lines_of_json_say_themselves_what_they_are(run: Door, chat_model: Path,
 
 def test_chat_needs_a_template(run: Door, words_model: Path) -> None:
     answer = run(words_model, "-p", "import os", "--chat")
-    assert answer.code == EXIT_USAGE and "has no chat template" in answer.err and answer.err.count("\n") == 1
+    assert (
+        answer.code == EXIT_USAGE
+        and "has no chat template" in answer.err
+        and answer.err.count("\n") == 1
+    )
 
 
 # ---- Jobs
@@ -151,41 +174,59 @@ def test_a_job_of_a_text_file_is_resumed(run: Door, words_model: Path, tmp_path:
     assert "state: done" in run("-o", "out.jsonl", "--status").out
 
 
-def test_other_texts_or_another_system_message_are_another_job(run: Door, chat_model: Path, tmp_path: Path) -> None:
+def test_other_texts_or_another_system_message_are_another_job(
+    run: Door, chat_model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "p.txt").write_text("import os\n")
     assert run(chat_model, "-i", "p.txt", "-o", "out.jsonl").code == EXIT_DONE
     other = run(chat_model, "-i", "p.txt", "-o", "out.jsonl", "--system", "Be brief.")
     assert other.code == EXIT_USAGE and "system" in other.err and other.err.count("\n") == 1
 
 
-def test_prompts_of_the_command_line_are_kept_beside_an_output(run: Door, words_model: Path, tmp_path: Path) -> None:
+def test_prompts_of_the_command_line_are_kept_beside_an_output(
+    run: Door, words_model: Path, tmp_path: Path
+) -> None:
     line = (words_model, "-p", "import os\n", "-p", "class Shape:", "-o", "out.jsonl")
     assert run(*line).code == EXIT_DONE
-    assert answers_of(tmp_path / "out.jsonl") == texts_of(words_model, ["import os\n", "class Shape:"])
+    assert answers_of(tmp_path / "out.jsonl") == texts_of(
+        words_model, ["import os\n", "class Shape:"]
+    )
     assert "2 of them done before" in run(*line).out
     kept = (tmp_path / "out.jsonl.prompts.jsonl").read_bytes()
     other = run(words_model, "-p", "other", "-o", "out.jsonl")
-    assert other.code == EXIT_USAGE and "--prompt: " in other.err and "has other prompts" in other.err
+    assert (
+        other.code == EXIT_USAGE and "--prompt: " in other.err and "has other prompts" in other.err
+    )
     assert (tmp_path / "out.jsonl.prompts.jsonl").read_bytes() == kept
 
 
-@pytest.mark.parametrize("made", [lambda path: path.write_bytes(b"\xff\xfe"), lambda path: path.mkdir()])
+@pytest.mark.parametrize(
+    "made", [lambda path: path.write_bytes(b"\xff\xfe"), lambda path: path.mkdir()]
+)
 def test_a_file_where_the_prompts_would_be_kept_is_left_alone(
     run: Door, words_model: Path, tmp_path: Path, made: Callable[[Path], object]
 ) -> None:
     made(tmp_path / "out.jsonl.prompts.jsonl")
     answer = run(words_model, "-p", "a", "-o", "out.jsonl")
-    assert answer.code == EXIT_USAGE and answer.err.count("\n") == 1 and "out.jsonl.prompts.jsonl" in answer.err
+    assert (
+        answer.code == EXIT_USAGE
+        and answer.err.count("\n") == 1
+        and "out.jsonl.prompts.jsonl" in answer.err
+    )
 
 
-def test_words_that_are_not_text_and_systems_without_use_are_refused(run: Door, words_model: Path) -> None:
+def test_words_that_are_not_text_and_systems_without_use_are_refused(
+    run: Door, words_model: Path
+) -> None:
     assert "--prompt: is not UTF-8 text" in run(words_model, "-p", "\udcff", "-o", "out.jsonl").err
     assert "--system: is not UTF-8 text" in run(words_model, "-p", "a", "--system", "\udcff").err
     refused = run(words_model, "-p", "a", "--system", "Be brief.")
     assert refused.code == EXIT_USAGE and "--system: is a message of a chat" in refused.err
 
 
-def test_a_dry_run_of_the_command_lines_prompts_writes_nothing(run: Door, words_model: Path, tmp_path: Path) -> None:
+def test_a_dry_run_of_the_command_lines_prompts_writes_nothing(
+    run: Door, words_model: Path, tmp_path: Path
+) -> None:
     answer = run(words_model, "-p", "import os", "-o", "out.jsonl", "--dry-run")
     assert answer.code == EXIT_DONE and "time for all prompts" in answer.out
     assert not list(tmp_path.glob("out.jsonl*"))
@@ -194,7 +235,10 @@ def test_a_dry_run_of_the_command_lines_prompts_writes_nothing(run: Door, words_
 def test_batch_is_the_same_job(run: Door, call: Door, words_model: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("\n".join(PROMPTS))
     asked = ("--max-tokens", 5, "--dtype", "float32", "--offload-dir", "offload")
-    assert call(cli.main, "batch", words_model, "-i", "p.txt", "-o", "out.jsonl", *asked).code == EXIT_DONE
+    assert (
+        call(cli.main, "batch", words_model, "-i", "p.txt", "-o", "out.jsonl", *asked).code
+        == EXIT_DONE
+    )
     assert "3 of them done before" in run(words_model, "-i", "p.txt", "-o", "out.jsonl").out
 
 
@@ -203,27 +247,42 @@ def test_batch_is_the_same_job(run: Door, call: Door, words_model: Path, tmp_pat
     [
         (["-p", "a", "-i", "p.txt"], "--prompt and --input: give one of them"),
         (["-i", "none.txt"], "--input none.txt: does not exist; name a .jsonl or .txt file"),
-        (["-p", "a", "--force"], "--force: is for answers that are written to a file; give --output"),
+        (
+            ["-p", "a", "--force"],
+            "--force: is for answers that are written to a file; give --output",
+        ),
         (["-p", "a", "-o", "out.csv"], "--output out.csv: the file name must end in .jsonl"),
         (["--status"], "--output: is missing"),
         (["-p", ""], "no tokens"),
         (["-p", "a", "more"], "more; one MODEL is taken"),
         (["-p", "a", "-m", "other"], "--model other names the model already"),
         (["-m", "a", "-p", "a", "-m", "b"], "--model b: a is named before it; name one model"),
-        (["-p", "-x"], "a value that begins with a hyphen stands behind an equals sign: --prompt=-x"),
-        (["-p", "a", "--plan", "none.json"], "--plan none.json: No such file; name one that `flexgen-h2o plan"),
+        (
+            ["-p", "-x"],
+            "a value that begins with a hyphen stands behind an equals sign: --prompt=-x",
+        ),
+        (
+            ["-p", "a", "--plan", "none.json"],
+            "--plan none.json: No such file; name one that `flexgen-h2o plan",
+        ),
     ],
 )
 def test_refusals_are_one_line(run: Door, ids_model: Path, words: list[str], says: str) -> None:
     answer = run(ids_model, *words)
     assert answer.code == EXIT_USAGE and answer.out == ""
     [line] = answer.err.splitlines()
-    assert line.startswith("generate: ") and (says in line or (says == "no tokens" and "tokenizer" in line)), line
+    assert line.startswith("generate: ") and (
+        says in line or (says == "no tokens" and "tokenizer" in line)
+    ), line
 
 
 def test_a_model_must_be_named(run: Door) -> None:
     answer = run("-p", "a")
-    assert answer.code == EXIT_USAGE and "MODEL: is missing" in answer.err and "quickstart" in answer.err
+    assert (
+        answer.code == EXIT_USAGE
+        and "MODEL: is missing" in answer.err
+        and "quickstart" in answer.err
+    )
 
 
 def test_a_line_that_cannot_be_run_is_named(run: Door, words_model: Path, tmp_path: Path) -> None:
@@ -238,7 +297,9 @@ def test_a_line_that_cannot_be_run_is_named(run: Door, words_model: Path, tmp_pa
 # ---- Flags and help
 
 
-def test_help_is_one_screen_in_sections_with_three_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_one_screen_in_sections_with_three_examples(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for verb in ("generate", "chat", "serve", "plan", "bench", "batch"):
         assert cli.main([verb, "--help"]) == EXIT_DONE
         short = capsys.readouterr().out
@@ -272,7 +333,10 @@ def test_new_and_old_names_set_the_same(monkeypatch: pytest.MonkeyPatch) -> None
         ("m --ram 1GiB --gpu-mem 2GiB", "--model m --host-mem 1GiB --device-mem 2GiB"),
         ("m --max-tokens 7", "-m m --gen-len 7"),
         ("m -n 7", "m --max-new-tokens 7"),
-        ("m --weight-bits 8 --kv-bits 4/3", "m --compress-weight --weight-bits 8 --compress-cache --cache-bits 4/3"),
+        (
+            "m --weight-bits 8 --kv-bits 4/3",
+            "m --compress-weight --weight-bits 8 --compress-cache --cache-bits 4/3",
+        ),
         ("m --kv-size 20%", "m --kv-bytes 0.2"),
         ("m --attn-sparsity 10%", "m --attn-sparsity 0.1"),
         ("m --micro-batch 3 --micro-batches 2", "m --gpu-batch-size 3 --num-gpu-batches 2"),
@@ -321,7 +385,10 @@ def test_flags_of_other_programs_are_taken_or_answered() -> None:
                 generate._parser().parse_args(["m", theirs, "1"])
             assert advice in str(raised.value)
         for named in [word.strip(",;()") for word in advice.split() if word.startswith("--")]:
-            assert named in parser._option_string_actions or named in ("--pipeline", "--prompts"), (theirs, named)
+            assert named in parser._option_string_actions or named in ("--pipeline", "--prompts"), (
+                theirs,
+                named,
+            )
 
 
 def test_verbs_of_other_programs_are_answered(capsys: pytest.CaptureFixture[str]) -> None:

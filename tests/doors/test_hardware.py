@@ -1,4 +1,5 @@
-"""`hardware`: a tiny measurement is shown, written and kept; wrong use ends with one line and exit code 2."""
+"""`hardware`: a tiny measurement is shown, written and kept; wrong use ends with one line and exit
+code 2."""
 
 from __future__ import annotations
 
@@ -24,9 +25,13 @@ Door = Callable[..., Answer]
 
 @pytest.fixture
 def hardware(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    plain_cpu: None,
 ) -> Door:
-    """The console command in the working folder `tmp_path`, with a cache of its own and sizes that take a second."""
+    """The console command in the working folder `tmp_path`, with a cache of its own and sizes that
+    take a second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(measure, "HOST", TINY)
@@ -45,7 +50,10 @@ def test_measures_shows_writes_and_keeps(hardware: Door, tmp_path: Path) -> None
     out = hardware(*flags, "--output", "p.json", "--machine", "mine")
     assert out.code == 0, out.err
     assert out.out.startswith("mine: ") and "GFLOP/s" in out.out
-    assert all(line.startswith("hardware: ") for line in out.err.splitlines()) and "compute in bfloat16" in out.err
+    assert (
+        all(line.startswith("hardware: ") for line in out.err.splitlines())
+        and "compute in bfloat16" in out.err
+    )
     profile = read_profile(tmp_path / "p.json")
     assert profile.machine == "mine" and profile.device_is_host
     (kept,) = (tmp_path / "cache" / "flexgen_h2o").iterdir()
@@ -56,7 +64,9 @@ def test_measures_shows_writes_and_keeps(hardware: Door, tmp_path: Path) -> None
         assert (again.code, again.out) == (0, out.out), again.err
 
 
-def test_shows_a_file_without_measuring(hardware: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shows_a_file_without_measuring(
+    hardware: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.planner.profile.SHIPPED", tmp_path / "shipped")
     write_profile(tmp_path / "shipped" / "t4.json", PROFILE)
     out = hardware("--show", "t4")
@@ -103,12 +113,23 @@ def test_full_disk_is_exit_code_3(hardware: Door, monkeypatch: pytest.MonkeyPatc
 
 def test_signal_leaves_nothing_behind(tmp_path: Path) -> None:
     number = signal.SIGHUP
-    offload, environment = tmp_path / "o", {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    offload = tmp_path / "o"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "flexgen_h2o.hardware", "--device", "cpu", "--offload-dir", str(offload)],
-        env=environment, stderr=subprocess.PIPE, text=True,
+        [
+            sys.executable,
+            "-m",
+            "flexgen_h2o.hardware",
+            "--device",
+            "cpu",
+            "--offload-dir",
+            str(offload),
+        ],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # shells may have it ignored
-    )  # fmt: skip
+    )
     assert process.stderr is not None
     try:
         until = time.monotonic() + 60

@@ -1,4 +1,5 @@
-"""Inputs that would fill the memory or lead out of a folder: one line that names flag or file, exit code 2.
+"""Inputs that would fill the memory or lead out of a folder: one line that names flag or file, exit
+code 2.
 
 Every command runs under an address space that is little larger than what the tests have already.
 """
@@ -89,7 +90,9 @@ READERS = [
     ("batch", "--input", "in.jsonl", "--policy", "a.json", "--output", "out.jsonl"),
 ]
 MADE = [
-    (made, READERS[i]) for made in (device, pipe, large) for i in ((0, 2, 8, 9) if made is not device else range(11))
+    (made, READERS[i])
+    for made in (device, pipe, large)
+    for i in ((0, 2, 8, 9) if made is not device else range(11))
 ]
 
 
@@ -97,14 +100,20 @@ MADE = [
     ("made", "command"), MADE, ids=lambda one: one.__name__ if callable(one) else " ".join(one[:3])
 )
 def test_what_a_flag_names_is_a_regular_file_of_bounded_size(
-    command: tuple[str, ...], made: Callable[[Path], None], refusal: Callable[..., str], tmp_path: Path
+    command: tuple[str, ...],
+    made: Callable[[Path], None],
+    refusal: Callable[..., str],
+    tmp_path: Path,
 ) -> None:
     name = next(word for word in command if word.startswith("a."))
     made(tmp_path / name)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     line = refusal(*command)
     assert f"{command[command.index(name) - 1]} {name}" in line
-    assert any(text in line for text in ("is no regular file", "is larger than", "is longer than", "no such file"))
+    assert any(
+        text in line
+        for text in ("is no regular file", "is larger than", "is longer than", "no such file")
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +125,11 @@ def test_what_a_flag_names_is_a_regular_file_of_bounded_size(
     ],
 )
 def test_a_tokenizer_is_read_from_regular_files(
-    name: str, made: Callable[[Path], None], refusal: Callable[..., str], words_model: Path, tmp_path: Path
+    name: str,
+    made: Callable[[Path], None],
+    refusal: Callable[..., str],
+    words_model: Path,
+    tmp_path: Path,
 ) -> None:
     folder = shutil.copytree(words_model, tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
@@ -131,7 +144,9 @@ def test_a_models_other_files_have_a_bounded_size(
     folder = shutil.copytree(words_model, tmp_path / "model")
     (folder / "model.safetensors").unlink()
     large(folder / name)
-    assert f"{name}: is larger than" in refusal("flex_opt", "--model", folder, "--percent", *"000000")
+    assert f"{name}: is larger than" in refusal(
+        "flex_opt", "--model", folder, "--percent", *"000000"
+    )
 
 
 @pytest.mark.parametrize("made", [pipe, large], ids=lambda made: made.__name__)
@@ -142,7 +157,9 @@ def test_a_jobs_own_files_are_regular_ones(
     for name in ("job", "status"):
         made(tmp_path / f"out.jsonl.{name}.json")
     assert "out.jsonl.status.json: is " in refusal("batch", "--output", "out.jsonl", "--status")
-    assert "out.jsonl.job.json: is " in refusal("batch", "--input", "in.jsonl", "--output", "out.jsonl")
+    assert "out.jsonl.job.json: is " in refusal(
+        "batch", "--input", "in.jsonl", "--output", "out.jsonl"
+    )
 
 
 def test_python_takes_no_device_either() -> None:
@@ -161,13 +178,18 @@ def prompts_with(tmp_path: Path, line: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", [("flex_opt",), ("evaluate", "text"), ("evaluate", "streaming")], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [("flex_opt",), ("evaluate", "text"), ("evaluate", "streaming")], ids=" ".join
+)
 def test_a_text_that_no_positions_hold_is_not_tokenised(
     command: tuple[str, ...], refusal: Callable[..., str], tmp_path: Path
 ) -> None:
     path = prompts_with(tmp_path, json.dumps({"prompt": LONG_TEXT}))
     line = refusal(*command, "--turns" if "streaming" in command else "--prompts", path)
-    assert f"{path}:2: 475000" in line and "characters, too many for the 1024 positions of opt-tiny" in line
+    assert (
+        f"{path}:2: 475000" in line
+        and "characters, too many for the 1024 positions of opt-tiny" in line
+    )
 
 
 def test_a_line_that_is_too_long_is_not_read(refusal: Callable[..., str], tmp_path: Path) -> None:
@@ -177,7 +199,10 @@ def test_a_line_that_is_too_long_is_not_read(refusal: Callable[..., str], tmp_pa
 
 def test_python_refuses_them_too(tmp_path: Path) -> None:
     with LLM("opt-tiny", device="cpu", offload_dir=tmp_path) as llm, little_room():
-        for prompt, says in ((LONG_TEXT, "4750000 characters"), ([5] * 10**7, "10000000 tokens, but")):
+        for prompt, says in (
+            (LONG_TEXT, "4750000 characters"),
+            ([5] * 10**7, "10000000 tokens, but"),
+        ):
             with pytest.raises(UsageError, match=rf"prompts\[1\]: {says}"):
                 llm.generate(["import os", prompt])
         with pytest.raises(UsageError, match="stop: the strings have more than 4096 characters"):
@@ -185,7 +210,9 @@ def test_python_refuses_them_too(tmp_path: Path) -> None:
 
 
 TEXTS = {
-    "sources": "".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:11]),
+    "sources": "".join(
+        path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:11]
+    ),
     "one word": "a" * 300_000,
     "few tokens": "-" * 600_000,
     "other scripts": "\u00e9\u4e2d\U0001f600e\u0301" * 20_000,
@@ -198,10 +225,13 @@ def test_a_text_that_fits_is_never_refused(text: str) -> None:
     shipped = find_model("opt-tiny", None)
     ids = shipped.encode_more(text)
     fits, far_too_few = (
-        replace(shipped, spec=replace(shipped.spec, max_positions=n)) for n in (len(ids), len(ids) // 4)
+        replace(shipped, spec=replace(shipped.spec, max_positions=n))
+        for n in (len(ids), len(ids) // 4)
     )
     assert fits.encode(text)[-len(ids) :] == ids
-    with pytest.raises(UsageError, match=f"{len(text)} characters, too many for the {len(ids) // 4} positions"):
+    with pytest.raises(
+        UsageError, match=f"{len(text)} characters, too many for the {len(ids) // 4} positions"
+    ):
         far_too_few.encode(text)
 
 
@@ -210,7 +240,9 @@ def test_texts_whose_tokenizer_leaves_most_of_them_out_are_not_refused() -> None
     few = Tokenizer(models.WordLevel({"[UNK]": 0, "b": 1}, unk_token="[UNK]"))
     few.normalizer = normalizers.Replace(" a", "")
     few.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    model = replace(find_model("opt-tiny", None), tokenizer=PreTrainedTokenizerFast(tokenizer_object=few))
+    model = replace(
+        find_model("opt-tiny", None), tokenizer=PreTrainedTokenizerFast(tokenizer_object=few)
+    )
     for text, count in (
         ("x" * 400_000, 1),
         ("b" + " " * 400_000 + "b", 2),
@@ -237,12 +269,17 @@ b'|indent(width=2, first=true) }}{{ 'a b'|wordwrap(2, wrapstring='/') }}
 {{ [1, 2, 3]|batch(linecount=2, fill_with=0)|list }}{{ [1, 2, 3]|slice(2)|list }}{{ [3, 1]|sort }}{{ 1.256|round(2) }}
 {{ 'a' in 'abc' and 2 not in [1] and 1 < 2 <= 3 }}{{ messages[-1]['content'][:2] ~ 1 }}{{ undefined_one }}{{ 7 % 4 }}
 {{ strftime_now('%Y') }}{% for x in undefined_one %}{% else %}empty{% endfor %}{{ [1, 2]|sum }}{{ 'a'.center(5) }}
-"""
+"""  # noqa: E501
 
 
-def test_a_usual_chat_template_writes_what_it_does_in_transformers(words_model: Path, tmp_path: Path) -> None:
+def test_a_usual_chat_template_writes_what_it_does_in_transformers(
+    words_model: Path, tmp_path: Path
+) -> None:
     model = find_model(str(with_template(words_model, tmp_path, USUAL)), None)
-    messages = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user")]
+    messages = [
+        {"role": role, "content": f"{role} says"}
+        for role in ("system", "user", "assistant", "user")
+    ]
     text = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert "4/4" not in text and "3/3/1" in text and "empty" in text and "<X>ayb" in text
     for _ in range(2):
@@ -269,19 +306,32 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("template", ESCAPES.values(), ids=ESCAPES)
-def test_a_chat_template_runs_no_code_and_opens_no_files(template: str, words_model: Path, tmp_path: Path) -> None:
+def test_a_chat_template_runs_no_code_and_opens_no_files(
+    template: str, words_model: Path, tmp_path: Path
+) -> None:
     """It may be slow or wrong; its rows are errors then, and others go on."""
     folder = with_template(words_model, tmp_path, template)
     body = {"messages": [{"role": "user", "content": "x"}]}
-    rows = rows_of_job(tmp_path, folder, {"custom_id": "a", "url": "/v1/chat/completions", "body": body}, [5, 6])
+    rows = rows_of_job(
+        tmp_path, folder, {"custom_id": "a", "url": "/v1/chat/completions", "body": body}, [5, 6]
+    )
     assert rows["a"]["error"]["code"] == "invalid_request" and rows["line-2"]["error"] is None
     assert "messages: the chat template does not take them" in rows["a"]["error"]["message"]
 
 
 def run_job(tmp_path: Path, model: Path) -> None:
     """From in.jsonl to out.jsonl."""
-    argv = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--offload-dir", tmp_path / "off"]
-    assert batch.main([*map(str, ["--model", model, "--device", "cpu", "--gen-len", 2, *argv])]) == 0
+    argv = [
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "out.jsonl",
+        "--offload-dir",
+        tmp_path / "off",
+    ]
+    assert (
+        batch.main([*map(str, ["--model", model, "--device", "cpu", "--gen-len", 2, *argv])]) == 0
+    )
 
 
 def rows_of_job(tmp_path: Path, model: Path, *lines: object) -> dict[str, dict[str, Any]]:
@@ -295,7 +345,8 @@ def rows_of_job(tmp_path: Path, model: Path, *lines: object) -> dict[str, dict[s
     return {row["custom_id"]: row for row in found}
 
 
-LONG, LONGER = "x" * 100_000, LONG_TEXT[:100_000]
+LONG = "x" * 100_000
+LONGER = LONG_TEXT[:100_000]
 
 
 def test_fields_of_any_length_are_error_rows(
@@ -309,10 +360,18 @@ def test_fields_of_any_length_are_error_rows(
         "ids of all sizes": ({"prompt": [5] * 3_000_000}, "invalid_json", "longer than 8 MiB"),
         "line": ({"prompt": LONG_TEXT * 2}, "invalid_json", "longer than 8 MiB"),
         "stop": ({"prompt": "a", "stop": [LONG]}, "invalid_request", "stop: "),
-        "record": ({"article": "a", "data": LONG}, "invalid_request", "more than 16 KiB beside its prompt"),
+        "record": (
+            {"article": "a", "data": LONG},
+            "invalid_request",
+            "more than 16 KiB beside its prompt",
+        ),
         "url": ({"url": LONG, "body": {}}, "unknown_url", "url: "),
         "a field": ({"prompt": "a", "n": LONG}, "invalid_request", "n: "),
-        "a name": ({"url": "/v1/completions", "body": {"prompt": "a", LONG: 1}}, "unsupported", "xxx"),
+        "a name": (
+            {"url": "/v1/completions", "body": {"prompt": "a", LONG: 1}},
+            "unsupported",
+            "xxx",
+        ),
     }
     lines = [{"custom_id": name, **line} for name, (line, _, _) in said.items()]  # type: ignore[dict-item]
     long_id = {"custom_id": LONG, "prompt": "a"}
@@ -322,23 +381,41 @@ def test_fields_of_any_length_are_error_rows(
         error = rows[name]["error"]
         assert error["code"] == code and says in error["message"] and len(error["message"]) < 600
     at = len(lines) + 2
-    assert rows[f"line-{at}"]["error"]["message"] == f"line {at}: custom_id: is longer than 1024 characters"
+    assert (
+        rows[f"line-{at}"]["error"]["message"]
+        == f"line {at}: custom_id: is longer than 1024 characters"
+    )
     assert "longer than 8 MiB" in rows[f"line-{at + 1}"]["error"]["message"]
     assert rows["line-1"]["error"] is None and rows[f"line-{at + 2}"]["error"] is None
     before = (tmp_path / "out.jsonl").read_bytes()
     capfd.readouterr()
     run_job(tmp_path, words_model)
-    assert "nothing was left to do" in capfd.readouterr().out and (tmp_path / "out.jsonl").read_bytes() == before
+    assert (
+        "nothing was left to do" in capfd.readouterr().out
+        and (tmp_path / "out.jsonl").read_bytes() == before
+    )
 
 
 # ---- shards
 
-SHARD_NAMES = ["x" * 300, "a\0b", "..", ".", "", "../up.safetensors", "/etc/passwd", "a/b", "\ud800.safetensors"]
+SHARD_NAMES = [
+    "x" * 300,
+    "a\0b",
+    "..",
+    ".",
+    "",
+    "../up.safetensors",
+    "/etc/passwd",
+    "a/b",
+    "\ud800.safetensors",
+]
 INDICES = ["model.safetensors.index.json", "pytorch_model.bin.index.json"]
 
 
 @pytest.mark.parametrize("i", range(len(SHARD_NAMES)), ids=lambda i: repr(SHARD_NAMES[i])[:25])
-def test_a_shard_name_that_is_none(i: int, refusal: Callable[..., str], words_model: Path, tmp_path: Path) -> None:
+def test_a_shard_name_that_is_none(
+    i: int, refusal: Callable[..., str], words_model: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(words_model, tmp_path / "model")
     (folder / "model.safetensors").unlink()
     body = {"weight_map": {"model.decoder.embed_tokens.weight": SHARD_NAMES[i]}}

@@ -1,4 +1,5 @@
-"""The files beside a job's output: damaged ones, links in their place, names of drafts that somebody guesses."""
+"""The files beside a job's output: damaged ones, links in their place, names of drafts that
+somebody guesses."""
 
 from __future__ import annotations
 
@@ -19,12 +20,18 @@ def ended(job: Callable[..., Answer], tmp_path: Path) -> Path:
 
 
 def test_damaged_files_are_one_line(job: Callable[..., Answer], ended: Path) -> None:
-    """A sidecar is left alone; a status is written anew by the next run. tests/unit/jobs/test_sidecar.py has more."""
+    """A sidecar is left alone; a status is written anew by the next run.
+    tests/unit/jobs/test_sidecar.py has more."""
     sidecar, status = (ended.with_name(f"out.jsonl.{name}.json") for name in ("job", "status"))
-    good, before = sidecar.read_bytes(), ended.read_bytes()
+    good = sidecar.read_bytes()
+    before = ended.read_bytes()
     for path, flags, says in (
         (sidecar, (), "batch: out.jsonl.job.json: is not the sidecar of a job"),
-        (status, ("--status",), "batch: --status: out.jsonl.status.json: is not the status of a job"),
+        (
+            status,
+            ("--status",),
+            "batch: --status: out.jsonl.status.json: is not the status of a job",
+        ),
     ):
         path.write_text("[" * 100_000)
         answer = job(*flags)
@@ -40,18 +47,25 @@ def test_the_status_counts_rows_of_this_input_in_the_output(
     job: Callable[..., Answer], ended: Path, tmp_path: Path
 ) -> None:
     """Those of another input, which --force went on with, are not among them."""
-    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": [5]}\n{"custom_id": "b"}\n{"custom_id": "c"}\n')
+    (tmp_path / "in.jsonl").write_text(
+        '{"custom_id": "a", "prompt": [5]}\n{"custom_id": "b"}\n{"custom_id": "c"}\n'
+    )
     assert job("--force").code == 0
     assert "prompts: 3 of 3 done, 2 of them errors, 0 to do" in job("--status").out
     whole = ended.read_bytes().splitlines(keepends=True)
     ended.write_bytes(b"".join(whole[:-1]) + whole[-1][:20])
     said = job("--status").out
-    assert "state: done, and rows were taken away since" in said and "2 of 3 done, 2 of them errors, 1 to do" in said
+    assert (
+        "state: done, and rows were taken away since" in said
+        and "2 of 3 done, 2 of them errors, 1 to do" in said
+    )
     ended.unlink()
     assert "prompts: 0 of 3 done, 0 of them errors, 3 to do" in job("--status").out
 
 
-def test_links_beside_an_output_lead_a_job_nowhere(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_links_beside_an_output_lead_a_job_nowhere(
+    job: Callable[..., Answer], tmp_path: Path
+) -> None:
     """A draft whose name is known would be written through a link that somebody has put there."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -63,6 +77,9 @@ def test_links_beside_an_output_lead_a_job_nowhere(job: Callable[..., Answer], t
     before = {path.name for path in tmp_path.iterdir()}
     assert job().code == 0
     assert victim.read_text() == "mine"
-    assert not (tmp_path / "out.jsonl.status.json").is_symlink() and "1 of 1 done" in job("--status").out
+    assert (
+        not (tmp_path / "out.jsonl.status.json").is_symlink()
+        and "1 of 1 done" in job("--status").out
+    )
     left = {path.name for path in tmp_path.iterdir()} - before
     assert left - {"offload"} == {"out.jsonl", "out.jsonl.job.json"}, "no draft stays"

@@ -1,4 +1,5 @@
-"""A job's memory does not grow with its rows, though one block runs them all: real jobs, engine and files."""
+"""A job's memory does not grow with its rows, though one block runs them all: real jobs, engine and
+files."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.llm import LLM
 from tests.unit.jobs.stub import run_job, write_lines
 
-EARLY, LATE = 1_000, 4_000
-MOST_GROWTH = 24_000  # bytes; a float that stays of each row would be 72,000, and a list of each sweep twice that
+EARLY = 1_000
+LATE = 4_000
+# bytes; a float that stays of each row would be 72,000, and a list of each sweep twice that
+MOST_GROWTH = 24_000
 
 
 class Watched(LLM):
@@ -27,7 +30,8 @@ class Watched(LLM):
     def run(self, prompts: Any, params: Any, on_finished: Any, *args: Any, **how: Any) -> Any:
         def finish(done: Any) -> None:
             on_finished(done)
-            before, self.rows = self.rows, self.rows + len(done)
+            before = self.rows
+            self.rows = self.rows + len(done)
             for mark in (EARLY, LATE):
                 if before < mark <= self.rows:
                     gc.collect()
@@ -51,7 +55,14 @@ def test_memory_is_flat_in_rows(ids_model: Path, tmp_path: Path, tracing: None) 
     lines: list[Any] = []
     for i in range(LATE + 100):
         ids = [generator.randrange(4, 120) for _ in range(generator.randint(4, 8))]
-        lines.append({"prompt_token_ids": ids, "max_tokens": generator.randint(1, 4), "temperature": i % 2, "seed": i})
+        lines.append(
+            {
+                "prompt_token_ids": ids,
+                "max_tokens": generator.randint(1, 4),
+                "temperature": i % 2,
+                "seed": i,
+            }
+        )
     lines[10::100] = ["{bad"] * len(lines[10::100])
     source = write_lines(tmp_path / "in.jsonl", *lines)
     del lines

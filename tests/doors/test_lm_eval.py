@@ -1,4 +1,5 @@
-"""`evaluate lm-eval` run to its end over tasks of local JSON lines: tables, files, h2o_hf's steps, kills, refusals."""
+"""`evaluate lm-eval` run to its end over tasks of local JSON lines: tables, files, h2o_hf's steps,
+kills, refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ from tests.forks import Forks
 from tests.parity.reference import random_model
 
 Door = Callable[..., Answer]
-FLAGS = "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 --num-gpu-batches 2"
+FLAGS = (
+    "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 --num-gpu-batches 2"
+)
 QUESTIONS = 12
 CHOICES = [" x", " y", " x + 1", " self.x"]
 CHOICE = """
@@ -99,7 +102,8 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "tasks"
     folder.mkdir()
     rows = [
-        {"question": f"def f{i}(self, x):\n    return", "choices": CHOICES, "answer": i % 4} for i in range(QUESTIONS)
+        {"question": f"def f{i}(self, x):\n    return", "choices": CHOICES, "answer": i % 4}
+        for i in range(QUESTIONS)
     ]
     (folder / "choice.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, text in (("choice", CHOICE), ("text", TEXT), ("rolling", ROLLING)):
@@ -112,7 +116,11 @@ def lm_eval(command: Door) -> Door:
     """The command with its flags, which ends with `code`."""
 
     def run(flags: str, code: int = 0) -> Answer:
-        named = flags if "--model" in flags or flags.startswith("generate") else f"{flags} --model opt-tiny"
+        named = (
+            flags
+            if "--model" in flags or flags.startswith("generate")
+            else f"{flags} --model opt-tiny"
+        )
         out = command(f"evaluate lm-eval {named}")
         assert out.code == code, out.err
         return out
@@ -131,12 +139,21 @@ def samples(folder: Path, task: str = "choice") -> list[Any]:
 
 
 def test_tasks_of_all_kinds_in_one_command(lm_eval: Door, tmp_path: Path) -> None:
-    out = lm_eval(f"{FLAGS} --tasks choice,text rolling --num-fewshot 1 --limit 6 --output_path out --log_samples")
+    out = lm_eval(
+        f"{FLAGS} --tasks choice,text rolling --num-fewshot 1 --limit 6 --output_path out "
+        "--log_samples"
+    )
     assert "|choice" in out.out and "acc_norm" in out.out and "exact_match" in out.out
     found = results(tmp_path / "out")
     assert set(found["results"]) == {"choice", "text", "rolling"} and found["n-shot"]["choice"] == 1
-    assert found["config"]["model"] == "flexgen-h2o" and found["config"]["model_args"]["model"] == "opt-tiny"
-    assert found["config"]["eviction"]["name"] == "full" and found["config"]["model_dtype"] == "float32"
+    assert (
+        found["config"]["model"] == "flexgen-h2o"
+        and found["config"]["model_args"]["model"] == "opt-tiny"
+    )
+    assert (
+        found["config"]["eviction"]["name"] == "full"
+        and found["config"]["model_dtype"] == "float32"
+    )
     assert found["results"]["rolling"]["word_perplexity,none"] > 1
     assert len(samples(tmp_path / "out")) == 6
 
@@ -150,10 +167,15 @@ def test_a_misspelt_key_of_a_line_is_refused_with_its_number(lm_eval: Door, task
 
 
 def test_eviction_changes_the_answers(lm_eval: Door, tmp_path: Path) -> None:
-    for name, flags in (("full", ""), ("h2o", "--hh-size 2 --recent-size 2"), ("all", "--hh-size 400")):
+    for name, flags in (
+        ("full", ""),
+        ("h2o", "--hh-size 2 --recent-size 2"),
+        ("all", "--hh-size 400"),
+    ):
         lm_eval(f"{FLAGS} --tasks choice --output_path {name} --log_samples {flags}")
     full, h2o, everything = (
-        [float(value[0][0]) for doc in samples(tmp_path / name) for value in doc] for name in ("full", "h2o", "all")
+        [float(value[0][0]) for doc in samples(tmp_path / name) for value in doc]
+        for name in ("full", "h2o", "all")
     )
     assert len(full) == QUESTIONS * len(CHOICES)
     assert everything == pytest.approx(full, abs=1e-4) and h2o != pytest.approx(full, abs=0.01)
@@ -166,11 +188,15 @@ def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
     assert out.out == "20 requests in requests.jsonl, 20 of them different\n" and len(lines) == 20
     text = json.dumps("def f0(self, x):\n    return x")
     assert lines[0] == (
-        '{"best_of": 1, "echo": true, "logprobs": 1, "max_tokens": 0, "model": "x", "n": 1, "prompt": ' + text + ", "
+        '{"best_of": 1, "echo": true, "logprobs": 1, "max_tokens": 0, "model": "x", "n": 1, '
+        '"prompt": ' + text + ", "
         '"request_type": "language-model-inference", "stop": null, "temperature": 0, "top_p": 1}'
     )
     lm_eval(f"run --input requests.jsonl --output answers.jsonl {FLAGS.partition('tasks ')[2]}")
-    out = lm_eval("score --input answers.jsonl --tasks choice --include_path tasks --limit 5 --json scored.json")
+    out = lm_eval(
+        "score --input answers.jsonl --tasks choice --include_path tasks --limit 5 --json "
+        "scored.json"
+    )
     assert out.out.startswith("20 items in the cache\n{\n")
     scored = json.loads((tmp_path / "scored.json").read_text())
     assert json.loads(out.out.partition("\n")[2]) == scored
@@ -183,7 +209,9 @@ def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
     with open(tmp_path / "theirs.jsonl", "w") as file:
         for line in lines:
             request = json.loads(line)
-            [row] = [r for r in own if r["response"]["body"]["choices"][0]["text"] == request["prompt"]]
+            [row] = [
+                r for r in own if r["response"]["body"]["choices"][0]["text"] == request["prompt"]
+            ]
             result = {"choices": row["response"]["body"]["choices"]}
             file.write(json.dumps({"request": request, "result": result}) + "\n")
     flags = "--tasks choice --include_path tasks --limit 5"
@@ -191,7 +219,10 @@ def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
     assert again.out == out.out
     mean = lm_eval(f"score --input theirs.jsonl {flags} --loglikelihood mean")
     assert mean.out.startswith("20 items in the cache")
-    assert "has no answer to" in lm_eval("score --input theirs.jsonl --tasks choice --include_path tasks", code=2).err
+    assert (
+        "has no answer to"
+        in lm_eval("score --input theirs.jsonl --tasks choice --include_path tasks", code=2).err
+    )
 
 
 SINGLE = CHOICE.replace("task: choice", "task: single").replace('"{{choices}}"', "[' x', ' y']")
@@ -203,10 +234,15 @@ def test_choices_of_one_token_are_warned_of_once_per_task(lm_eval: Door, tasks: 
     (tasks / "single.yaml").write_text(SINGLE.replace("FOLDER", str(tasks)))
     evicted = lm_eval(f"{FLAGS} --tasks single,choice --limit 4 --hh-size 2 --recent-size 2")
     said = [line for line in evicted.err.splitlines() if "each choice is one token long" in line]
-    assert len(said) == 1 and "single: " in said[0] and "`generate`, `run` and `score`" in said[0], evicted.err
+    assert (
+        len(said) == 1 and "single: " in said[0] and "`generate`, `run` and `score`" in said[0]
+    ), evicted.err
     full = lm_eval(f"{FLAGS} --tasks single,choice --limit 4")
     assert "one token long" not in full.err
-    table = [[line for line in one.out.splitlines() if line.startswith("|single")] for one in (evicted, full)]
+    table = [
+        [line for line in one.out.splitlines() if line.startswith("|single")]
+        for one in (evicted, full)
+    ]
     assert table[0] == table[1] != []
 
 
@@ -214,23 +250,41 @@ GRID = "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 
 
 
 def test_a_grid_of_policies_and_budgets(lm_eval: Door, tasks: Path, tmp_path: Path) -> None:
-    """It evicts inside the context: choices of one token change too. A second run has nothing to do."""
+    """It evicts inside the context: choices of one token change too. A second run has nothing to
+    do."""
     pytest.importorskip("matplotlib", reason=why_not("plot"))
     (tasks / "single.yaml").write_text(SINGLE.replace("FOLDER", str(tasks)))
-    flags = f"grid {GRID} --tasks single,choice --limit 4 --policies full local:sinks=0 h2o --kv-budget 0.5 0.2"
-    first = lm_eval(f"{flags} --output-dir grid --json grid.json --markdown grid.md --plot grid.png")
+    flags = (
+        f"grid {GRID} --tasks single,choice --limit 4 --policies full local:sinks=0 h2o "
+        "--kv-budget 0.5 0.2"
+    )
+    first = lm_eval(
+        f"{flags} --output-dir grid --json grid.json --markdown grid.md --plot grid.png"
+    )
     found = json.loads((tmp_path / "grid.json").read_text())
     assert [cell["title"] for cell in found["cells"]] == [
-        "full", "local:sinks=0 0.5", "h2o 0.5", "local:sinks=0 0.2", "h2o 0.2",
-    ]  # fmt: skip
+        "full",
+        "local:sinks=0 0.5",
+        "h2o 0.5",
+        "local:sinks=0 0.2",
+        "h2o 0.2",
+    ]
     assert found["cells"][0]["kv_share"] == 1 and found["cells"][-1]["kv_share"] < 0.4
     full, evicted = (found["cells"][i]["output"] for i in (0, -1))
-    assert _last_logprobs(tmp_path / full) != pytest.approx(_last_logprobs(tmp_path / evicted), abs=0.01)
-    assert "| `full` |" in first.out and "single acc" in first.out and (tmp_path / "grid.png").stat().st_size > 1000
+    assert _last_logprobs(tmp_path / full) != pytest.approx(
+        _last_logprobs(tmp_path / evicted), abs=0.01
+    )
+    assert (
+        "| `full` |" in first.out
+        and "single acc" in first.out
+        and (tmp_path / "grid.png").stat().st_size > 1000
+    )
     assert (tmp_path / "grid.md").read_text().strip() in first.out
     lm_eval(f"{flags} --output-dir grid --json again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == found
-    assert len(answers := (tmp_path / full).read_text().splitlines()) == 24 and len(set(answers)) == 24
+    assert (
+        len(answers := (tmp_path / full).read_text().splitlines()) == 24 and len(set(answers)) == 24
+    )
     other = lm_eval(f"{flags} --num-fewshot 1 --output-dir grid", code=2)
     assert "has requests of other tasks, or was made with other flags" in other.err
 
@@ -241,18 +295,26 @@ def _last_logprobs(answers: Path) -> list[float]:
 
 def test_a_grid_agrees_with_its_three_steps(lm_eval: Door, tmp_path: Path) -> None:
     flags = "--tasks choice --include_path tasks --limit 5"
-    lm_eval(f"grid {GRID} --tasks choice --limit 5 --policies h2o --kv-budget 0.3 --output-dir grid")
+    lm_eval(
+        f"grid {GRID} --tasks choice --limit 5 --policies h2o --kv-budget 0.3 --output-dir grid"
+    )
     lm_eval(f"generate {flags} --output requests.jsonl")
-    lm_eval(f"run {GRID.partition('tasks ')[2]} --input requests.jsonl --output answers.jsonl --kv-budget 0.3")
+    lm_eval(
+        f"run {GRID.partition('tasks ')[2]} --input requests.jsonl --output answers.jsonl "
+        "--kv-budget 0.3"
+    )
     lm_eval(f"score {flags} --input answers.jsonl --json scored.json")
     found = json.loads((tmp_path / "grid/summary.json").read_text())["cells"]
-    assert [cell["results"] for cell in found] == [json.loads((tmp_path / "scored.json").read_text())["results"]]
+    assert [cell["results"] for cell in found] == [
+        json.loads((tmp_path / "scored.json").read_text())["results"]
+    ]
 
 
 def test_the_lines_of_h2o_hfs_readme(command: Door, tmp_path: Path) -> None:
     """Its steps 1 to 3, with their flags as written and another model."""
     step = "evaluate lm-eval"
-    own, steps = "--include_path tasks --limit 3", "--offload-dir o --dtype float32"
+    own = "--include_path tasks --limit 3"
+    steps = "--offload-dir o --dtype float32"
     task = f"--task-name choice --num-fewshot 1 {own}"
     assert command(f"{step} generate --output-file choice-1.jsonl {task}").code == 0
     model = f"--input-path choice-1.jsonl --model-name opt-tiny --model-type opt {steps}"
@@ -272,27 +334,43 @@ def test_the_lines_of_h2o_hfs_readme(command: Door, tmp_path: Path) -> None:
     scored = command(f"{step} score --result-file h2o.jsonl {task} --model-type opt")
     assert scored.code == 0 and '"acc,none"' in scored.out, scored.err
     wrong = command(f"{step} score --result-file h2o.jsonl {task} --model-type llama")
-    assert wrong.code == 2 and "--model-type llama: opt-tiny is opt; leave the flag out" in wrong.err
+    assert (
+        wrong.code == 2 and "--model-type llama: opt-tiny is opt; leave the flag out" in wrong.err
+    )
     wrong = command(f"{step} run --output-path x.jsonl {model.replace('opt --off', 'llama --off')}")
-    assert wrong.code == 2 and "--model-type llama: opt-tiny is opt" in wrong.err and not Path("x.jsonl").exists()
+    assert (
+        wrong.code == 2
+        and "--model-type llama: opt-tiny is opt" in wrong.err
+        and not Path("x.jsonl").exists()
+    )
 
 
-def test_score_finds_a_named_model_in_the_offload_dir(lm_eval: Door, command: Door, tmp_path: Path) -> None:
+def test_score_finds_a_named_model_in_the_offload_dir(
+    lm_eval: Door, command: Door, tmp_path: Path
+) -> None:
     name, model = next(iter(NAMED.items()))
     folder = folder_of(model, tmp_path / "here")
     shutil.copytree(PACKAGED["opt-tiny"], folder)
-    mark(folder, kind="checkpoint", model=name, files=sorted(path.name for path in folder.iterdir()))
+    mark(
+        folder, kind="checkpoint", model=name, files=sorted(path.name for path in folder.iterdir())
+    )
     flags = "--tasks choice --include_path tasks --limit 2"
     lm_eval(f"generate {flags} --output requests.jsonl")
     lm_eval(f"run --model {name} --offload-dir here --input requests.jsonl --output answers.jsonl")
     for named in (f"--model {name}", ""):
-        out = command(f"evaluate lm-eval score {flags} --input answers.jsonl --offload-dir here {named} --json s.json")
+        out = command(
+            f"evaluate lm-eval score {flags} --input answers.jsonl --offload-dir here {named} "
+            "--json s.json"
+        )
         assert out.code == 0 and out.out.startswith("8 items in the cache"), out.err
         assert "choice" in json.loads((tmp_path / "s.json").read_text())["results"]
 
 
 def test_nothing_is_said_of_a_repository(
-    lm_eval: Door, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    lm_eval: Door,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """lm-eval runs git in the current folder, and git writes on the process's own stderr."""
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -317,15 +395,27 @@ def test_nothing_is_said_of_a_download_that_is_not_allowed(
 
 
 PAPERS_LINES: dict[str, dict[str, Any]] = {  # of the data sets
-    "copa": {"premise": "It rained.", "choice1": "It got wet.", "choice2": "It is.", "question": "effect", "label": 0},
-    "mathqa": {"Problem": "1 + 1 ?", "options": "a ) 1 , b ) 2 , c ) 3 , d ) 4 , e ) 5", "correct": "b"},
+    "copa": {
+        "premise": "It rained.",
+        "choice1": "It got wet.",
+        "choice2": "It is.",
+        "question": "effect",
+        "label": 0,
+    },
+    "mathqa": {
+        "Problem": "1 + 1 ?",
+        "options": "a ) 1 , b ) 2 , c ) 3 , d ) 4 , e ) 5",
+        "correct": "b",
+    },
     "openbookqa": {
-        "question_stem": "Rain is", "choices": {"text": ["wet", "dry"], "label": ["A", "B"]}, "answerKey": "A"
+        "question_stem": "Rain is",
+        "choices": {"text": ["wet", "dry"], "label": ["A", "B"]},
+        "answerKey": "A",
     },
     "piqa": {"goal": "Dry it", "sol1": "in the sun", "sol2": "in the rain", "label": 0},
     "rte": {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 0},
     "winogrande": {"sentence": "The _ is wet.", "option1": "sun", "option2": "rain", "answer": "2"},
-}  # fmt: skip
+}
 
 
 def test_the_papers_tasks_by_include(lm_eval: Door, tmp_path: Path) -> None:
@@ -340,8 +430,13 @@ def test_the_papers_tasks_by_include(lm_eval: Door, tmp_path: Path) -> None:
             (tmp_path / "data" / f"{name}.{split}.jsonl").write_text("".join(lines))
     exec(script, {})
     names = ",".join(f"my_{name}" for name in H2O_PAPER)
-    out = lm_eval(f"generate --include-path papers --tasks {names} --num-fewshot 1 --limit 1 --output six.jsonl")
-    assert out.out.startswith("15 requests in six.jsonl")  # five of the tasks have 2 choices, mathqa has 5
+    out = lm_eval(
+        f"generate --include-path papers --tasks {names} --num-fewshot 1 --limit 1 --output "
+        "six.jsonl"
+    )
+    assert out.out.startswith(
+        "15 requests in six.jsonl"
+    )  # five of the tasks have 2 choices, mathqa has 5
 
 
 KILLED = (
@@ -380,7 +475,17 @@ sys.exit(code)
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
-    flags = ["lm-eval", *FLAGS.split(), "--tasks", "choice", "--log_samples", "--device", "cpu", "--hh-size", "6"]
+    flags = [
+        "lm-eval",
+        *FLAGS.split(),
+        "--tasks",
+        "choice",
+        "--log_samples",
+        "--device",
+        "cpu",
+        "--hh-size",
+        "6",
+    ]
     whole = forks.run(tmp_path, COUNTED, *flags, "--output_path", "whole")
     assert whole.code == 0 and f"computed {QUESTIONS * len(CHOICES)}" in whole.out, whole.err
     cached = [*flags, "--use_cache", "answers", "--output_path", "killed"]
@@ -392,10 +497,15 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
     assert 0 < computed <= QUESTIONS * len(CHOICES) - 8
     assert results(tmp_path / "killed")["results"] == results(tmp_path / "whole")["results"]
     for one, other in zip(samples(tmp_path / "killed"), samples(tmp_path / "whole"), strict=True):
-        assert [float(value[0][0]) for value in one] == pytest.approx([float(v[0][0]) for v in other], abs=1e-4)
+        assert [float(value[0][0]) for value in one] == pytest.approx(
+            [float(v[0][0]) for v in other], abs=1e-4
+        )
     # Other settings have a cache of their own.
     other = forks.run(tmp_path, COUNTED, *cached[:-1], "other", "--recent-size", "2")
-    assert f"computed {QUESTIONS * len(CHOICES)}" in other.out and len(list(tmp_path.glob("answers-*.db"))) == 2
+    assert (
+        f"computed {QUESTIONS * len(CHOICES)}" in other.out
+        and len(list(tmp_path.glob("answers-*.db"))) == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -409,8 +519,14 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
         ("--tasks choice --log_samples", "lm-eval: Specify --output_path"),
         ("--tasks choice --seed x", "'x' is neither a number"),
         ("--tasks choice --metadata x", "expected `key=value`"),
-        ("--tasks choice --metadata max_seq_lengths=abc", "max_seq_lengths=abc: 'abc' is not a number of tokens"),
-        ("--tasks choice --num-fewshot 500", "--num-fewshot: asks for more solved examples than choice has"),
+        (
+            "--tasks choice --metadata max_seq_lengths=abc",
+            "max_seq_lengths=abc: 'abc' is not a number of tokens",
+        ),
+        (
+            "--tasks choice --num-fewshot 500",
+            "--num-fewshot: asks for more solved examples than choice has",
+        ),
         ("--tasks choice --output_path tasks/choice.yaml/x", "choice.yaml is no folder"),
         ("--tasks choice --apply_chat_template", "has no chat template"),
         ("--tasks text --gen_kwargs num_beams=3", "--gen-kwargs num_beams=3: is not supported"),
@@ -423,7 +539,10 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
         ("run --output x.jsonl", "--input: is missing"),
         ("run --input none.jsonl --output x.jsonl", "--input none.jsonl: is no file"),
         ("score --tasks choice", "--input: is missing"),
-        ("score --tasks choice --input tasks/choice.jsonl", "choice.jsonl:1: has no request with its result"),
+        (
+            "score --tasks choice --input tasks/choice.jsonl",
+            "choice.jsonl:1: has no request with its result",
+        ),
     ],
 )
 def test_refusals(lm_eval: Door, tmp_path: Path, flags: str, says: str) -> None:
@@ -431,8 +550,12 @@ def test_refusals(lm_eval: Door, tmp_path: Path, flags: str, says: str) -> None:
     steps = step in ("generate", "run", "score")
     own = "" if step == "run" or "--include_path" in flags else "--include_path tasks "
     out = lm_eval(f"{step} {own}{rest}" if steps else f"{own}{flags}", code=2)
-    lines = [line for line in out.err.splitlines() if "it/s" not in line and "examples/s" not in line]
-    assert [line for line in lines if line] == [out.err.splitlines()[-1]] and says in out.err, out.err
+    lines = [
+        line for line in out.err.splitlines() if "it/s" not in line and "examples/s" not in line
+    ]
+    assert [line for line in lines if line] == [out.err.splitlines()[-1]] and says in out.err, (
+        out.err
+    )
     assert not (tmp_path / "x.jsonl").exists()
 
 
@@ -442,7 +565,9 @@ def answer_of(prompt: object, values: object, tops: object) -> dict[str, Any]:
     return {"request": {"prompt": prompt}, "result": {"choices": [{"logprobs": logprobs}]}}
 
 
-NO_ROW, NO_ECHO, TOPS = "has no request with its result", "the logprobs are not those of an echo", [None, {"a": -1.0}]
+NO_ROW = "has no request with its result"
+NO_ECHO = "the logprobs are not those of an echo"
+TOPS = [None, {"a": -1.0}]
 
 
 @pytest.mark.parametrize(
@@ -462,7 +587,9 @@ NO_ROW, NO_ECHO, TOPS = "has no request with its result", "the logprobs are not 
         (answer_of("a", [None], [None]), NO_ECHO),
     ],
 )
-def test_answers_of_other_tools_are_refused_by_line(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+def test_answers_of_other_tools_are_refused_by_line(
+    tmp_path: Path, row: dict[str, Any], says: str
+) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(UsageError, match=rf"--input .*:1: {says}"):
@@ -476,28 +603,47 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
         shutil.copy(path, tmp_path)
     with LLM(tmp_path, Policy(1, 1), device="cpu") as llm:
         own = EngineLM(llm)
-        text = next(t for t in map(own.tokenizer.decode, range(2000, 2048)) if max(own.tok_encode(t)) >= 2000)
+        text = next(
+            t
+            for t in map(own.tokenizer.decode, range(2000, 2048))
+            if max(own.tok_encode(t)) >= 2000
+        )
         asked: list[tuple[Callable[..., object], tuple[object, ...]]] = [
-            *((own.loglikelihood, pair) for pair in ((text, " x"), ("x", f"{text} x"), ("x", f" x{text}"))),
+            *(
+                (own.loglikelihood, pair)
+                for pair in ((text, " x"), ("x", f"{text} x"), ("x", f" x{text}"))
+            ),
             (own.loglikelihood_rolling, (text,)),
             (own.generate_until, (text, {"until": [], "max_gen_toks": 2})),
         ]
         for method, args in asked:
-            with pytest.raises(UsageError, match=r"request \d: token id 20.. is outside the model's vocabulary"):
+            with pytest.raises(
+                UsageError, match=r"request \d: token id 20.. is outside the model's vocabulary"
+            ):
                 method([Instance(method.__name__, {}, args, 0)], disable_tqdm=True)
 
 
 def test_missing_data_is_said_in_a_line(lm_eval: Door, tasks: Path) -> None:
-    (tasks / "copa.yaml").write_text(CHOICE.replace("task: choice", "task: copa").replace("path: json", "path: aps/x"))
+    (tasks / "copa.yaml").write_text(
+        CHOICE.replace("task: choice", "task: copa").replace("path: json", "path: aps/x")
+    )
     for name in [*H2O_PAPER][1:]:
         (tasks / f"{name}.yaml").write_text(CHOICE.replace("task: choice", f"task: {name}"))
     out = lm_eval(f"{FLAGS} --tasks h2o-paper", code=2)
-    assert out.err.count("\n") == 1 and "--download" in out.err and "https://huggingface.co/datasets" in out.err
+    assert (
+        out.err.count("\n") == 1
+        and "--download" in out.err
+        and "https://huggingface.co/datasets" in out.err
+    )
     for name, path in H2O_PAPER.items():
         assert f"{name} ({path})" in out.err or name == "copa"
     (tasks / "choice.jsonl").unlink()
     out = lm_eval(f"{FLAGS} --tasks choice", code=2)
-    assert "--tasks choice (json)" in out.err and "choice.jsonl" in out.err and "--download" not in out.err
+    assert (
+        "--tasks choice (json)" in out.err
+        and "choice.jsonl" in out.err
+        and "--download" not in out.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -509,7 +655,9 @@ def test_missing_data_is_said_in_a_line(lm_eval: Door, tasks: Path) -> None:
         (('doc_to_choice: "{{choices}}"', 'doc_to_choice: "{{none}}"'), "lm-eval cannot run it"),
     ],
 )
-def test_a_bad_task_file_is_one_line(lm_eval: Door, tasks: Path, change: tuple[str, str], says: str) -> None:
+def test_a_bad_task_file_is_one_line(
+    lm_eval: Door, tasks: Path, change: tuple[str, str], says: str
+) -> None:
     assert change[0] in CHOICE
     (tasks / "choice.yaml").write_text((tasks / "choice.yaml").read_text().replace(*change))
     for step in ("", "generate --output x.jsonl "):
@@ -520,13 +668,18 @@ def test_a_bad_task_file_is_one_line(lm_eval: Door, tasks: Path, change: tuple[s
 @pytest.mark.parametrize(
     ("names", "length", "says"),
     [
-        (["ruler_cwe"], 1024, "ruler_cwe takes 1"), (["ruler_*"], 1024, "ruler_vt takes 1"),
+        (["ruler_cwe"], 1024, "ruler_cwe takes 1"),
+        (["ruler_*"], 1024, "ruler_vt takes 1"),
         (["longcxt"], 64, "ruler_vt"),
-        (["ruler_fwe"], 64, "ruler_fwe takes 200 tokens"), (["ruler_fwe"], 1024, None), (["ruler"], 4096, None),
+        (["ruler_fwe"], 64, "ruler_fwe takes 200 tokens"),
+        (["ruler_fwe"], 1024, None),
+        (["ruler"], 4096, None),
         (["ruler_cwe", "choice"], "x", "max_seq_lengths=x: 'x' is not a number of tokens"),
     ],
-)  # fmt: skip
-def test_lengths_that_lm_eval_would_loop_on_are_refused(names: list[str], length: object, says: str | None) -> None:
+)
+def test_lengths_that_lm_eval_would_loop_on_are_refused(
+    names: list[str], length: object, says: str | None
+) -> None:
     model = find_model("opt-tiny", None, None)
     given = {"max_seq_lengths": [length] if isinstance(length, int) else length}
     if says is None:
@@ -539,12 +692,16 @@ def test_lengths_that_lm_eval_would_loop_on_are_refused(names: list[str], length
 def test_a_tokenizer_that_ruler_vt_has_no_example_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = find_model("opt-tiny", None, None)
     monkeypatch.setattr(type(model), "encode_more", lambda self, text: list(text))
-    with pytest.raises(UsageError, match="--tasks ruler_vt: its solved example takes more than 500 tokens"):
+    with pytest.raises(
+        UsageError, match="--tasks ruler_vt: its solved example takes more than 500 tokens"
+    ):
         check_ruler(model, ["ruler_vt"], {})
 
 
 def test_flags_without_a_value_are_lm_evals_own() -> None:
-    args = _parser().parse_args(["lm-eval", "--tasks", "x", "--apply-chat-template", "--fewshot_as_multiturn"])
+    args = _parser().parse_args(
+        ["lm-eval", "--tasks", "x", "--apply-chat-template", "--fewshot_as_multiturn"]
+    )
     _, own = _parse_own([*_own_flags(args, ["x"])])
     assert own.apply_chat_template is own.fewshot_as_multiturn is True
 
@@ -558,12 +715,14 @@ def test_bad_data_is_one_line(lm_eval: Door, tasks: Path) -> None:
     (tasks / "choice.jsonl").write_text('{"question": "x"\n[[[\n')
     out = lm_eval("--include_path tasks --tasks choice", code=2)
     said = out.err.splitlines()[-1]
-    assert said.startswith("evaluate: --tasks choice: ") and "choice.jsonl:1: not valid JSON (" in said
+    assert (
+        said.startswith("evaluate: --tasks choice: ") and "choice.jsonl:1: not valid JSON (" in said
+    )
 
 
 def test_an_error_of_the_engine_is_not_blamed_on_a_task(
     lm_eval: Door, command: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("flexgen_h2o.llm.LLM.expect", lambda self, rows: {}["bug"])
     with pytest.raises(KeyError, match="bug"):
         command(f"evaluate lm-eval {FLAGS} --model opt-tiny --tasks choice")
@@ -571,31 +730,43 @@ def test_an_error_of_the_engine_is_not_blamed_on_a_task(
 
 def test_results_that_cannot_be_written_are_said_to_be(
     lm_eval: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "out" / "opt-tiny").parent.mkdir()
     (tmp_path / "out" / "opt-tiny").write_text("a file where lm-eval's folder would be")
     out = lm_eval(f"{FLAGS} --tasks choice --limit 2 --output_path out", code=1)
-    assert "|choice" in out.out and "--output-path out: lm-eval could not write all of its results" in out.err
+    assert (
+        "|choice" in out.out
+        and "--output-path out: lm-eval could not write all of its results" in out.err
+    )
 
 
-def test_without_lm_eval_one_line_says_what_to_install(lm_eval: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lm_eval_one_line_says_what_to_install(
+    lm_eval: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.evaluation.lm_eval.find_spec", lambda name: None)
     for step in ("", "generate --output x.jsonl ", "score --input x.jsonl "):
         assert "pip install -e '.[eval]'" in lm_eval(f"{step}--tasks piqa", code=2).err
 
 
 def test_kvpress_folders(lm_eval: Door, tmp_path: Path) -> None:
-    """Of tasks that generate; the answers are lm-eval's own, and its own files do not get samples by that."""
+    """Of tasks that generate; the answers are lm-eval's own, and its own files do not get samples
+    by that."""
     flags = f"{FLAGS} --tasks choice,text --limit 4 --kv-budget 0.5 --output-path out"
     out = lm_eval(f"{flags} --kvpress-dir press --log-samples")
     assert "--kvpress-dir: choice: no text is generated" in out.err
     [folder] = (tmp_path / "press").iterdir()
-    assert folder.name.startswith("text__opt-tiny__h2o__0.") and folder.name.endswith("__fraction0.333")
+    assert folder.name.startswith("text__opt-tiny__h2o__0.") and folder.name.endswith(
+        "__fraction0.333"
+    )
     with (folder / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     written = samples(tmp_path / "out", "text")
     assert [row["predicted_answer"] for row in rows] == [resps[0][0] for resps in written]
-    assert rows[1]["question"] == "return" and rows[1]["answer"] == " y" and rows[1]["max_new_tokens"] == "6"
+    assert (
+        rows[1]["question"] == "return"
+        and rows[1]["answer"] == " y"
+        and rows[1]["max_new_tokens"] == "6"
+    )
     assert 0.4 < float(rows[0]["compression_ratio"]) < 0.6
     assert "exact_match,none" in json.loads((folder / "metrics.json").read_text())
     assert folder.samefile(str(out.out).rpartition("kvpress: ")[2].strip())

@@ -1,5 +1,6 @@
-"""What runs hold of RAM. Random placements of OPT's shapes, each in a process of its own that may hold just what its
-plan says: the kernel's peak RSS stays within the budgets of RAM + 300 MB over a process that has only torch."""
+"""What runs hold of RAM. Random placements of OPT's shapes, each in a process of its own that may
+hold just what its plan says: the kernel's peak RSS stays within the budgets of RAM + 300 MB over a
+process that has only torch."""
 
 from __future__ import annotations
 
@@ -24,16 +25,28 @@ from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams, policy_search
 from flexgen_h2o.planner.profile import write_profile
 from tests.unit.test_profile import PROFILE
 
-SEED, MOST_BEYOND = 18, 300_000_000
-MODELS = {"facebook/opt-125m": 8, "facebook/opt-350m": 6, "facebook/opt-1.3b": 6}  # placements of each
-PEAK = "[print(int(x.split()[1]) * 1024) for x in open('/proc/self/status') if x.startswith('VmHWM')]"
-RUN = f"import sys\nfrom flexgen_h2o import flex_opt\ncode = flex_opt.main(sys.argv[1:])\n{PEAK}\nsys.exit(code)"
+SEED = 18
+MOST_BEYOND = 300_000_000
+MODELS = {
+    "facebook/opt-125m": 8,
+    "facebook/opt-350m": 6,
+    "facebook/opt-1.3b": 6,
+}  # placements of each
+PEAK = (
+    "[print(int(x.split()[1]) * 1024) for x in open('/proc/self/status') if x.startswith('VmHWM')]"
+)
+RUN = (
+    "import sys\nfrom flexgen_h2o import flex_opt\ncode = "
+    f"flex_opt.main(sys.argv[1:])\n{PEAK}\nsys.exit(code)"
+)
 
 
 def peak_rss(*words: str) -> int:
     """Of a Python process; its last line says so."""
     env = {**os.environ, "PYTHONPATH": str(Path(flexgen_h2o.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", *words], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", *words], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, (words[1:], done.stderr)
     return int(done.stdout.splitlines()[-1])
 
@@ -44,10 +57,14 @@ def pair(generator: random.Random) -> list[int]:
 
 
 def placement(generator: random.Random, index: int) -> str:
-    """The flags of a run. Two and three tiers, H2O and the full cache, whole and compressed take turns."""
+    """The flags of a run. Two and three tiers, H2O and the full cache, whole and compressed take
+    turns."""
     percent = " ".join(str(n) for _ in range(3) for n in pair(generator))
     flags = f"--percent {percent} --gpu-batch-size {generator.choice([1, 2, 4])}"
-    flags += f" --num-gpu-batches {generator.choice([1, 2, 3])} --prompt-len {generator.choice([16, 64, 128])}"
+    flags += (
+        f" --num-gpu-batches {generator.choice([1, 2, 3])} --prompt-len "
+        f"{generator.choice([16, 64, 128])}"
+    )
     flags += f" --gen-len {generator.randint(2, 4)}"
     flags += " --hh-ratio 0.2" if index % 2 else ""
     flags += " --compress-weight" if index // 2 % 2 else ""
@@ -76,25 +93,53 @@ def test_peak_rss_of_random_placements(
     model: str, empty: int, offload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs that write random weights first are among them."""
-    generator, found = random.Random(f"{SEED} {model}"), []
+    generator = random.Random(f"{SEED} {model}")
+    found = []
     write_profile(tmp_path / "profile.json", PROFILE)
-    common = ["--model", model, "--path", "_DUMMY_", "--offload-dir", str(offload), "--dtype", "bfloat16"]
+    common = [
+        "--model",
+        model,
+        "--path",
+        "_DUMMY_",
+        "--offload-dir",
+        str(offload),
+        "--dtype",
+        "bfloat16",
+    ]
     for index in range(MODELS[model]):
         flags = placement(generator, index)
         three_tiers = ["--device-mem", "64GiB"] if index % 3 else []
-        planned = [*common, *flags.split(), "--hardware", str(tmp_path / "profile.json"), "--host-mem", "64GiB"]
+        planned = [
+            *common,
+            *flags.split(),
+            "--hardware",
+            str(tmp_path / "profile.json"),
+            "--host-mem",
+            "64GiB",
+        ]
         capsys.readouterr()
         assert policy_search.main([*planned, "--disk-mem", "64GiB", *three_tiers, "--json"]) == 0
         needed = json.loads(capsys.readouterr().out)["predicted"]["peak_bytes"]
-        budgets = [word for tier in ("device", "host", "disk") for word in (f"--{tier}-mem", str(max(1, needed[tier])))]
+        budgets = [
+            word
+            for tier in ("device", "host", "disk")
+            for word in (f"--{tier}-mem", str(max(1, needed[tier])))
+        ]
         if not three_tiers:
             budgets = budgets[2:]
         run = [*common, *flags.split(), *budgets, "--device", "cpu", "--no-log"]
-        allowed, held = needed["host"] + needed["device"], peak_rss(RUN, *run) - empty
+        allowed = needed["host"] + needed["device"]
+        held = peak_rss(RUN, *run) - empty
         found.append(
-            (held - allowed, f"{(held - allowed) / 1e6:.0f} MB beyond {allowed / 1e6:.0f} MB: {' '.join(run)}")
+            (
+                held - allowed,
+                f"{(held - allowed) / 1e6:.0f} MB beyond {allowed / 1e6:.0f} MB: {' '.join(run)}",
+            )
         )
-    print(f"{model}: median {statistics.median(beyond for beyond, _ in found) / 1e6:.0f} MB beyond the budgets")
+    print(
+        f"{model}: median {statistics.median(beyond for beyond, _ in found) / 1e6:.0f} MB beyond "
+        "the budgets"
+    )
     print(*(line for _, line in found), sep="\n")
     worst, line = max(found)
     assert worst <= MOST_BEYOND, line
@@ -108,13 +153,16 @@ def tensor_bytes() -> int:
         tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     found: dict[int, int] = {}
     for one in tensors:
-        with contextlib.suppress(RuntimeError):  # torch.compile's stand-ins, which other tests leave, have no storage
+        with contextlib.suppress(
+            RuntimeError
+        ):  # torch.compile's stand-ins, which other tests leave, have no storage
             found[one.data_ptr()] = one.untyped_storage().nbytes()
     return sum(found.values())
 
 
 @pytest.mark.parametrize(
-    ("percent", "eviction"), [((100, 0) * 3, Full()), ((0,) * 6, H2O(heavy_ratio=0.5, recent_ratio=0.5))]
+    ("percent", "eviction"),
+    [((100, 0) * 3, Full()), ((0,) * 6, H2O(heavy_ratio=0.5, recent_ratio=0.5))],
 )
 def test_a_closed_llm_gives_its_memory_back_at_once(
     percent: tuple[int, ...], eviction: object, ids_model: Path, tmp_path: Path, plain_cpu: None
@@ -125,7 +173,9 @@ def test_a_closed_llm_gives_its_memory_back_at_once(
     try:
         before = tensor_bytes()
         params = [SamplingParams(max_tokens=n) for n in (1, 2, 5, 3)]
-        with LLM(str(ids_model), Policy(2, 1, percent), eviction, "cpu", offload_dir=tmp_path / "offload") as llm:
+        with LLM(
+            str(ids_model), Policy(2, 1, percent), eviction, "cpu", offload_dir=tmp_path / "offload"
+        ) as llm:
             llm.generate([[5, 6, 7]] * 4, params)
             held = tensor_bytes()
         assert held > before + 100_000
@@ -141,10 +191,15 @@ def test_an_engine_for_longer_rows_is_planned_when_the_one_before_is_gone(
     gc.collect()
     gc.disable()
     try:
-        before, held = tensor_bytes(), list[int]()
+        before = tensor_bytes()
+        held = list[int]()
         budgets = LLM._budgets
-        monkeypatch.setattr(LLM, "_budgets", lambda llm: held.append(tensor_bytes()) or budgets(llm))
-        with LLM(str(ids_model), Policy(2, 1), device="cpu", offload_dir=tmp_path / "offload") as llm:
+        monkeypatch.setattr(
+            LLM, "_budgets", lambda llm: held.append(tensor_bytes()) or budgets(llm)
+        )
+        with LLM(
+            str(ids_model), Policy(2, 1), device="cpu", offload_dir=tmp_path / "offload"
+        ) as llm:
             for tokens in (2, 9):
                 llm.generate([[5, 6, 7]], SamplingParams(max_tokens=tokens))
         assert len(held) == 2 and max(held) < before + 10_000

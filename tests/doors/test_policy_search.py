@@ -1,4 +1,5 @@
-"""`policy_search`: its object, its exit codes, and that what it prints and writes is what flex_opt takes."""
+"""`policy_search`: its object, its exit codes, and that what it prints and writes is what flex_opt
+takes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plan(
-    tmp_path: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
+    tmp_path: Path,
+    profiles: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    plain_cpu: None,
 ) -> Door:
     """The door in the working folder `tmp_path`; hardware: card, host or None."""
     monkeypatch.chdir(tmp_path)
@@ -69,7 +74,9 @@ def test_a_search_prints_the_contract_s_object(plan: Door) -> None:
     found = object_of(plan(f"{SMALL} --json"))
     assert found["fits"] is True
     assert set(found["predicted"]) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
-    assert found["eta_s"] == pytest.approx(found["predicted"]["prefill_s"] + found["predicted"]["decode_s"])
+    assert found["eta_s"] == pytest.approx(
+        found["predicted"]["prefill_s"] + found["predicted"]["decode_s"]
+    )
     assert found["predicted"]["tokens_per_s"] == pytest.approx(4 * 8 / found["eta_s"])
     assert found["bound_by"] in found["details"]["busy_s"]["decode"]
     assert Policy(**found["policy"]).block_size <= 4
@@ -77,9 +84,13 @@ def test_a_search_prints_the_contract_s_object(plan: Door) -> None:
     assert found["details"]["workload"]["num_prompts"] == 4
 
 
-def test_the_verb_is_plan_and_a_search_is_for_1024_prompts(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb_is_plan_and_a_search_is_for_1024_prompts(
+    plan: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
-    monkeypatch.setattr(search, "search", lambda space: asked.append(space.need) or pytest.skip("not reached"))
+    monkeypatch.setattr(
+        search, "search", lambda space: asked.append(space.need) or pytest.skip("not reached")
+    )
     with pytest.raises(pytest.skip.Exception):
         cli.main(["plan", "--model", "opt-tiny", "--hardware", "t4"])
     assert asked[0].rows == 1024
@@ -90,7 +101,9 @@ def test_a_given_policy_is_evaluated_for_one_block(plan: Door) -> None:
     assert Policy(**found["policy"]) == Policy(4, 2, (0, 50, 0, 100, 100, 0))
     assert found["details"]["workload"]["num_prompts"] == 8
     assert found["details"]["search_s"] is found["details"]["dual_s_per_gib"] is None
-    assert found["details"]["gain_found_by"] == "duals" and set(found["details"]["gain_s_per_gib"]) == set(TIERS)
+    assert found["details"]["gain_found_by"] == "duals" and set(
+        found["details"]["gain_s_per_gib"]
+    ) == set(TIERS)
     more = object_of(plan(f"--model facebook/opt-125m {GIVEN} --num-prompts 80 --json"))
     assert more["eta_s"] == pytest.approx(10 * found["eta_s"])
 
@@ -114,10 +127,15 @@ def test_a_flag_that_is_predicted_to_be_faster_is_named(plan: Door) -> None:
     usual = object_of(plan(f"{asked} --json", "host"))
     faster = object_of(plan(f"{asked} --int8-compute --json", "host"))
     assert usual["details"]["binds"]["prefill"] == "device_compute"
-    assert usual["details"]["faster"] == {"flag": "--int8-compute", "total_s": pytest.approx(faster["eta_s"])}
+    assert usual["details"]["faster"] == {
+        "flag": "--int8-compute",
+        "total_s": pytest.approx(faster["eta_s"]),
+    }
     assert faster["details"]["faster"] is None and faster["eta_s"] < 0.9 * usual["eta_s"]
     assert "what makes it faster: --int8-compute, predicted " in plan(asked, "host").out
-    on_disk = "--model facebook/opt-1.3b --num-prompts 1 --prompt-len 8 --gen-len 8 --host-mem 500MiB"
+    on_disk = (
+        "--model facebook/opt-1.3b --num-prompts 1 --prompt-len 8 --gen-len 8 --host-mem 500MiB"
+    )
     assert object_of(plan(f"{on_disk} --json", "host"))["details"]["faster"] is None
 
 
@@ -126,7 +144,9 @@ def test_a_checkpoint_that_is_not_here_counts_in_the_disk_need(
 ) -> None:
     from flexgen_h2o.planner.measure import run
 
-    resolve = importlib.import_module("flexgen_h2o.checkpoint.resolve")  # the room has a function of this name
+    resolve = importlib.import_module(
+        "flexgen_h2o.checkpoint.resolve"
+    )  # the room has a function of this name
     profile = nominal_profile(True)
     monkeypatch.setattr(run, "profile_of_this_machine", lambda *given, **more: profile)
     found = {}
@@ -142,8 +162,16 @@ def test_a_checkpoint_that_is_not_here_counts_in_the_disk_need(
 
 
 def test_printed_flags_are_flex_opt_s(plan: Door) -> None:
-    flags = f"{GIVEN} --cpu-cache-compute --overlap false --sep-layer 0 --pin-weight no --attn-sparsity 0.5"
-    switches = {"cpu_cache_compute": True, "overlap": False, "sep_layer": False, "pin_weight": False}
+    flags = (
+        f"{GIVEN} --cpu-cache-compute --overlap false --sep-layer 0 --pin-weight no "
+        "--attn-sparsity 0.5"
+    )
+    switches = {
+        "cpu_cache_compute": True,
+        "overlap": False,
+        "sep_layer": False,
+        "pin_weight": False,
+    }
     policy = Policy(4, 2, (0, 50, 0, 100, 100, 0), **switches, attn_sparsity=0.5)
     out = plan(f"{SMALL} {flags} --host-mem 4GiB --dtype bfloat16").out
     lines = out.splitlines()
@@ -159,7 +187,10 @@ def test_printed_flags_are_flex_opt_s(plan: Door) -> None:
 
 
 def test_eviction_counts_and_is_printed(plan: Door) -> None:
-    asked = "--model facebook/opt-125m --num-prompts 8 --prompt-len 200 --gen-len 8 --percent 0 100 0 0 100 0"
+    asked = (
+        "--model facebook/opt-125m --num-prompts 8 --prompt-len 200 --gen-len 8 --percent 0 "
+        "100 0 0 100 0"
+    )
     full = object_of(plan(f"{asked} --json"))
     flags = "--hh-ratio 0.1 --hh-all false --eviction h2o-norm:grace=8"
     kept = object_of(plan(f"{asked} {flags} --json"))
@@ -172,10 +203,18 @@ def test_eviction_counts_and_is_printed(plan: Door) -> None:
 
 def test_small_losses_are_the_fastest_way_to_have_all_columns(plan: Door) -> None:
     """It never drops a column, says what it costs, and its command runs it."""
-    asked = "--model facebook/opt-125m --num-prompts 16 --prompt-len 1000 --gen-len 100 --host-mem 1GiB"
+    asked = (
+        "--model facebook/opt-125m --num-prompts 16 --prompt-len 1000 --gen-len 100 --host-mem 1GiB"
+    )
     for hardware in ("card", "host"):
-        none, small = (object_of(plan(f"{asked} --kv-loss {loss} --json", hardware)) for loss in ("none", "small"))
-        assert small["eta_s"] <= none["eta_s"] and small["details"]["workload"]["eviction"]["name"] == "full"
+        none, small = (
+            object_of(plan(f"{asked} --kv-loss {loss} --json", hardware))
+            for loss in ("none", "small")
+        )
+        assert (
+            small["eta_s"] <= none["eta_s"]
+            and small["details"]["workload"]["eviction"]["name"] == "full"
+        )
         policy = Policy(**small["policy"])
         assert not none["policy"]["compress_cache"]
         assert none["details"]["kv_loss_kl"] is None and 0 <= small["details"]["kv_loss_kl"] < 0.03
@@ -186,24 +225,36 @@ def test_small_losses_are_the_fastest_way_to_have_all_columns(plan: Door) -> Non
     assert policy_of(args)[0].cache_bits == policy.cache_bits
 
 
-def test_a_share_of_prompt_and_new_tokens_is_planned_and_run(plan: Door, capfd: pytest.CaptureFixture[str]) -> None:
-    """int(0.25 x (20 + 12)) columns and the newcomer's slot, in the plan, the command, and the run that follows it."""
+def test_a_share_of_prompt_and_new_tokens_is_planned_and_run(
+    plan: Door, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """int(0.25 x (20 + 12)) columns and the newcomer's slot, in the plan, the command, and the run
+    that follows it."""
     asked = "--model opt-tiny --prompt-len 20 --gen-len 12"
-    lines = plan(f"{asked} --num-prompts 3 --kv-budget 0.25 --output p.json", "host").out.splitlines()
+    lines = plan(
+        f"{asked} --num-prompts 3 --kv-budget 0.25 --output p.json", "host"
+    ).out.splitlines()
     assert "h2o, 9 KV slots per prompt" in lines[0]
     command = shlex.split(lines[lines.index("benchmark it:") + 1])[2:]
     assert command[command.index("--kv-budget") + 1] == "0.25"
     assert (read_policy(Path("p.json")).workload or {})["eviction"] == {
-        "name": "h2o", "kv_budget": 0.25, "while_decoding": True,
-    }  # fmt: skip
-    argv = f"{asked} --policy p.json --kv-budget 0.25 --offload-dir o --json r.json --no-log --host-mem 1GiB"
+        "name": "h2o",
+        "kv_budget": 0.25,
+        "while_decoding": True,
+    }
+    argv = (
+        f"{asked} --policy p.json --kv-budget 0.25 --offload-dir o --json r.json --no-log "
+        "--host-mem 1GiB"
+    )
     assert flex_opt.main(argv.split()) == 0
     report = json.loads(Path("r.json").read_text())
     assert report["kv"]["slots"] == 9 and report["eviction"]["kv_budget"] == 0.25
     assert "eviction: h2o, 9 slots a row" in capfd.readouterr().out
 
 
-def test_output_is_a_policy_file_that_flex_opt_runs(plan: Door, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_is_a_policy_file_that_flex_opt_runs(
+    plan: Door, capfd: pytest.CaptureFixture[str]
+) -> None:
     short = "--model opt-tiny --prompt-len 16 --gen-len 4"
     assert plan(f"{short} --num-prompts 6 --hh-ratio 0.5 --output p.json", "host").code == 0
     saved = read_policy(Path("p.json"))
@@ -211,17 +262,26 @@ def test_output_is_a_policy_file_that_flex_opt_runs(plan: Door, capfd: pytest.Ca
     assert (saved.model, saved.profile) == ("opt-tiny", "nominal")
     assert saved.workload["num_prompts"] == 6 and saved.workload["eviction"]["name"] == "h2o"
     assert saved.predicted["tokens_per_s"] > 0
-    argv = f"{short} --policy p.json --hh-ratio 0.5 --offload-dir o --json r.json --no-log --verbose 0 --host-mem 1GiB"
+    argv = (
+        f"{short} --policy p.json --hh-ratio 0.5 --offload-dir o --json r.json --no-log "
+        "--verbose 0 --host-mem 1GiB"
+    )
     assert flex_opt.main(argv.split()) == 0, capfd.readouterr().err
     report = json.loads(Path("r.json").read_text())
-    assert report["policy"] == saved.policy.to_json() and report["peak_bytes"] == saved.predicted["peak_bytes"]
+    assert (
+        report["policy"] == saved.policy.to_json()
+        and report["peak_bytes"] == saved.predicted["peak_bytes"]
+    )
     again = object_of(plan(f"{short} --policy p.json --json", "host"))
     assert again["policy"] == saved.policy.to_json()
 
 
 def test_bits_that_a_search_did_not_use_are_not_in_its_policy(plan: Door) -> None:
     """Everything fits the card: nothing is compressed, and flex_opt takes the file."""
-    asked = "--model facebook/opt-125m --hardware t4 --num-prompts 4 --prompt-len 16 --gen-len 4 --output p.json"
+    asked = (
+        "--model facebook/opt-125m --hardware t4 --num-prompts 4 --prompt-len 16 --gen-len 4 "
+        "--output p.json"
+    )
     bits = "--compress-cache --cache-bits 8 --json"
     found = object_of(plan(f"{asked} {bits}", None))["policy"]
     assert (found["compress_cache"], found["cache_bits"]) == (False, 4)
@@ -231,19 +291,36 @@ def test_bits_that_a_search_did_not_use_are_not_in_its_policy(plan: Door) -> Non
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--hardware nowhere.json", "--hardware nowhere.json: no such file, and not a shipped profile"),
+        (
+            "--hardware nowhere.json",
+            "--hardware nowhere.json: no such file, and not a shipped profile",
+        ),
         ("--hardware t4 --device cpu", "--device cpu and --hardware"),
         ("--hardware t4 --model no/such-model", "--model no/such-model: "),
-        ("--hardware t4 --prompt-len 2040 --gen-len 10", "--prompt-len 2040 and --gen-len 10: facebook/opt-125m has"),
+        (
+            "--hardware t4 --prompt-len 2040 --gen-len 10",
+            "--prompt-len 2040 and --gen-len 10: facebook/opt-125m has",
+        ),
         ("--hardware t4 --dtype int8", "--dtype int8: not one of"),
-        ("--hardware host.json --dtype float16", "--dtype float16: the profile of nominal has only float32, bfloat16"),
-        ("--hardware t4 --policy auto --percent 0 0 0 0 0 0", "--policy auto and --percent: give one of them"),
+        (
+            "--hardware host.json --dtype float16",
+            "--dtype float16: the profile of nominal has only float32, bfloat16",
+        ),
+        (
+            "--hardware t4 --policy auto --percent 0 0 0 0 0 0",
+            "--policy auto and --percent: give one of them",
+        ),
         ("--hardware t4 --output missing/p.json", "--output missing/p.json: the folder"),
         ("--kv-loss small --gpu-batch-size 2", "--kv-loss small: is for a search"),
-        ("--kv-loss small --attn-sparsity 0.5", "--kv-loss small: says how KV is held and read, and so does"),
+        (
+            "--kv-loss small --attn-sparsity 0.5",
+            "--kv-loss small: says how KV is held and read, and so does",
+        ),
     ],
 )
-def test_wrong_use_is_one_line(plan: Door, profiles: Path, tmp_path: Path, flags: str, says: str) -> None:
+def test_wrong_use_is_one_line(
+    plan: Door, profiles: Path, tmp_path: Path, flags: str, says: str
+) -> None:
     (tmp_path / "host.json").write_text((profiles / "host.json").read_text())
     model = "" if "--model" in flags else "--model facebook/opt-125m "
     refused(plan(model + flags, None), 2, says)
@@ -253,10 +330,16 @@ def test_wrong_use_is_one_line(plan: Door, profiles: Path, tmp_path: Path, flags
     ("hardware", "budgets", "switches"),
     [
         ("host", "--host-mem 20MiB --device-mem 5MiB", "--hh-size 3"),
-        ("card", "--device-mem 10MiB --host-mem 1GiB", "--compress-weight --compress-cache --num-prompts 1"),
+        (
+            "card",
+            "--device-mem 10MiB --host-mem 1GiB",
+            "--compress-weight --compress-cache --num-prompts 1",
+        ),
     ],
 )
-def test_the_smallest_budget_that_would_do_does(plan: Door, hardware: str, budgets: str, switches: str) -> None:
+def test_the_smallest_budget_that_would_do_does(
+    plan: Door, hardware: str, budgets: str, switches: str
+) -> None:
     answer = plan(f"{SMALL} {switches} {budgets}", hardware)
     refused(answer, 3, " too small by ")
     assert ("--compress-weight" in answer.err) is ("--compress-weight" in switches)
@@ -271,8 +354,11 @@ def test_the_smallest_budget_that_would_do_does(plan: Door, hardware: str, budge
         assert plan(f"{SMALL} {switches} {less}", hardware).code == 3
 
 
-def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_they_read(plan: Door) -> None:
-    """Where the largest layer leaves room for a row only, all weights are read for each row and new token."""
+def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_they_read(
+    plan: Door,
+) -> None:
+    """Where the largest layer leaves room for a row only, all weights are read for each row and new
+    token."""
     task = "--model facebook/opt-125m --dtype float32 --num-prompts 8 --prompt-len 32 --gen-len 8"
     answer = plan(f"{task} --host-mem 30MiB", "host")
     refused(answer, 3, " too small by ")
@@ -284,7 +370,10 @@ def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_t
     assert said is not None, answer.err
     least, reads, enough, fewer = (float(text) for text in said.groups())
     assert fewer < reads / 2 and enough * 2**20 <= 1.25 * least + 2**20
-    two = [object_of(plan(f"{task} --json --host-mem {int(n)}", "host"))["details"] for n in (least, enough * 2**20)]
+    two = [
+        object_of(plan(f"{task} --json --host-mem {int(n)}", "host"))["details"]
+        for n in (least, enough * 2**20)
+    ]
     assert two[0]["disk_read_bytes"] <= 1.01 * reads * 2**30
     assert two[1]["disk_read_bytes"] <= 1.01 * fewer * 2**30 < two[0]["disk_read_bytes"] / 2
     assert two[0]["worth_more"]["budgets"]["host"] <= 1.25 * least + 2**20
@@ -295,25 +384,40 @@ def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_t
 
 @pytest.mark.parametrize(
     ("model", "mebibytes", "is_given"),
-    [("facebook/opt-125m", 75, False), ("facebook/opt-125m", 405, False), ("facebook/opt-350m", 75, True)],
+    [
+        ("facebook/opt-125m", 75, False),
+        ("facebook/opt-125m", 405, False),
+        ("facebook/opt-350m", 75, True),
+    ],
 )
-def test_a_budget_that_would_cut_disk_reads_does(plan: Door, model: str, mebibytes: int, is_given: bool) -> None:
+def test_a_budget_that_would_cut_disk_reads_does(
+    plan: Door, model: str, mebibytes: int, is_given: bool
+) -> None:
     """The search may take a plan that reads more and is faster: then there is no such budget."""
     rows, length = (64, 64) if model.endswith("125m") else (32, 256)
-    task = f"--model {model} --dtype float32 --num-prompts {rows} --prompt-len {length} --gen-len 32 --json"
+    task = (
+        f"--model {model} --dtype float32 --num-prompts {rows} --prompt-len {length} --gen-len "
+        "32 --json"
+    )
     details = object_of(plan(f"{task} --host-mem {mebibytes}MiB", "host"))["details"]
     more = details["worth_more"]
     assert (more is not None) is is_given
     if more is not None:
-        followed = object_of(plan(f"{task} --host-mem {more['budgets']['host']}", "host"))["details"]
-        assert followed["disk_read_bytes"] == more["disk_read_bytes"] < details["disk_read_bytes"] / 2
+        followed = object_of(plan(f"{task} --host-mem {more['budgets']['host']}", "host"))[
+            "details"
+        ]
+        assert (
+            followed["disk_read_bytes"] == more["disk_read_bytes"] < details["disk_read_bytes"] / 2
+        )
 
 
 def test_what_does_not_fit_is_said_in_both_ways(plan: Door) -> None:
     answer = plan(f"{SMALL} {GIVEN} --host-mem 10MiB --json")
     refused(answer, 3, "raise --host-mem")
     found = object_of(answer)
-    assert found["fits"] is False and found["predicted"] is found["bound_by"] is found["eta_s"] is None
+    assert (
+        found["fits"] is False and found["predicted"] is found["bound_by"] is found["eta_s"] is None
+    )
     assert Policy(**found["policy"]).percent == (0, 50, 0, 100, 100, 0)
     assert found["details"]["problem"] in answer.err
     answer = plan(f"{SMALL} --device-mem 10MiB --json")
@@ -330,7 +434,10 @@ def test_a_device_budget_makes_three_tiers_of_a_host(plan: Door) -> None:
 
 
 def test_rolling_positions_have_no_end_however_they_are_asked_for(plan: Door) -> None:
-    asked = "--model TinyLlama/TinyLlama-1.1B-Chat-v1.0 --hh-size 8 --prompt-len 1000 --gen-len 4000 --num-prompts 1"
+    asked = (
+        "--model TinyLlama/TinyLlama-1.1B-Chat-v1.0 --hh-size 8 --prompt-len 1000 --gen-len "
+        "4000 --num-prompts 1"
+    )
     for flags in ("--positions rolling", "--eviction h2o:positions=rolling"):
         assert object_of(plan(f"{asked} {flags} --json"))["fits"]
     refused(plan(asked), 2, "has 2048 positions")
@@ -338,7 +445,10 @@ def test_rolling_positions_have_no_end_however_they_are_asked_for(plan: Door) ->
 
 def test_rows_that_balance_a_block_are_no_more_than_a_policy_may_have(plan: Door) -> None:
     """Rounded to micro-batches."""
-    asked = "--model facebook/opt-30b --percent 0 0 100 0 100 0 --gpu-batch-size 4 --num-gpu-batches 6 --json"
+    asked = (
+        "--model facebook/opt-30b --percent 0 0 100 0 100 0 --gpu-batch-size 4 "
+        "--num-gpu-batches 6 --json"
+    )
     balanced = object_of(plan(f"{asked} --hardware a100-80", None))["details"]["balanced_rows"]
     assert balanced is None or balanced > 24
 
@@ -353,7 +463,9 @@ def test_the_command_for_a_folder_says_which_dtype_was_planned(plan: Door, ids_m
 def test_this_machine_s_profile_is_asked_for(
     plan: Door, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def measured(device: str, folder: Path, progress: Callable[[str], None], measure_missing: bool) -> HardwareProfile:
+    def measured(
+        device: str, folder: Path, progress: Callable[[str], None], measure_missing: bool
+    ) -> HardwareProfile:
         assert (device, folder, measure_missing) == ("auto", Path("o"), True)
         progress("measuring")
         return nominal_profile(device_is_host=True)
@@ -382,7 +494,11 @@ def test_picture_of_the_simulated_block(plan: Door) -> None:
 
 def test_a_picture_needs_matplotlib(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.cli_common.find_spec", lambda name: None)
-    refused(plan(f"{SMALL} --plot p.png"), 2, "--plot: needs matplotlib; pip install -e '.[plot]' in a clone")
+    refused(
+        plan(f"{SMALL} --plot p.png"),
+        2,
+        "--plot: needs matplotlib; pip install -e '.[plot]' in a clone",
+    )
 
 
 @pytest.mark.slow
@@ -395,7 +511,9 @@ def test_opt_175b_without_simulating_much(plan: Door, monkeypatch: pytest.Monkey
 
     predict = search.predict
     monkeypatch.setattr(search, "predict", counted)
-    found = object_of(plan("--model facebook/opt-175b --num-prompts 8 --prompt-len 512 --gen-len 4 --json"))
+    found = object_of(
+        plan("--model facebook/opt-175b --num-prompts 8 --prompt-len 512 --gen-len 4 --json")
+    )
     assert found["bound_by"] == "disk_read"
     assert 0 < len(simulated) <= 100
 

@@ -1,4 +1,5 @@
-"""The command lines as a shell runs them, in processes of their own; and the verbs of `flexgen-h2o`."""
+"""The command lines as a shell runs them, in processes of their own; and the verbs of
+`flexgen-h2o`."""
 
 from __future__ import annotations
 
@@ -17,23 +18,34 @@ from flexgen_h2o import cli, flex_opt
 from tests.forks import environment
 
 RUN = (
-    "flexgen_h2o.flex_opt --device cpu --dtype float32 --gpu-batch-size 2 --percent 30 30 30 30 30 30 "
-    "--device-mem 32MiB --prompts prompts.jsonl --output out.jsonl --gen-len 4 --offload-dir offload --model"
+    "flexgen_h2o.flex_opt --device cpu --dtype float32 --gpu-batch-size 2 --percent 30 30 30 30 30 "
+    "30 "
+    "--device-mem 32MiB --prompts prompts.jsonl --output out.jsonl --gen-len 4 --offload-dir "
+    "offload --model"
 )
 
 
 def run(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     """A module's command in a process that a shell might start."""
     return subprocess.run(
-        [sys.executable, "-m", *argv], cwd=folder, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-m", *argv],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 def test_a_run(ids_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt_token_ids": [7]}\n')
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt_token_ids": [5, 6]}\n{"prompt_token_ids": [7]}\n'
+    )
     process = run(tmp_path, *RUN.split(), str(ids_model))
     assert (process.returncode, process.stderr) == (0, "")
-    assert [json.loads(line)["index"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [0, 1]
+    assert [
+        json.loads(line)["index"] for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ] == [0, 1]
     assert "total throughput:" in process.stdout
     assert not list(tmp_path.glob("*.log"))
     assert not list((tmp_path / "offload").iterdir())
@@ -79,7 +91,10 @@ def test_an_embedding_programs_signal_handlers_are_put_back(door: Callable) -> N
 
 # ---- a standard output that takes nothing
 
-PLAN = "plan --model facebook/opt-125m --prompt-len 32 --gen-len 8 --hardware t4 --percent 100 0 100 0 100 0"
+PLAN = (
+    "plan --model facebook/opt-125m --prompt-len 32 --gen-len 8 --hardware t4 --percent 100 0 "
+    "100 0 100 0"
+)
 # Each with the file that gets the results, and whether that is all that was asked for.
 LOSSES = [
     ("flex-opt --no-log --output out.jsonl", "out.jsonl", True),
@@ -102,15 +117,31 @@ def lossy(request: pytest.FixtureRequest) -> Iterator[TextIO]:
 
 @pytest.mark.parametrize(("command", "name", "is_all"), LOSSES)
 def test_files_are_written_where_standard_output_takes_nothing(
-    command: str, name: str, is_all: bool, lossy: TextIO, words_model: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    command: str,
+    name: str,
+    is_all: bool,
+    lossy: TextIO,
+    words_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """What is lost is a failure where it was what had been asked for."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
-    words, is_full = command.split(), lossy.name == "/dev/full"
+    words = command.split()
+    is_full = lossy.name == "/dev/full"
     if words[0] != "plan":
-        words += ["--model", str(words_model), "--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"]
+        words += [
+            "--model",
+            str(words_model),
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+            "--offload-dir",
+            "offload",
+        ]
         words += ["--gen-len", "2", *(["--prompt-len", "8"] if words[0] == "flex-opt" else [])]
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", lossy)
@@ -118,21 +149,47 @@ def test_files_are_written_where_standard_output_takes_nothing(
     said = [line for line in capfd.readouterr().err.splitlines() if "standard output" in line]
     assert len(said) == is_full
     assert not said or not is_all or said[0].endswith(f"the results are in {name}")
-    assert (tmp_path / name).exists() or not (is_all or is_full), "where nobody reads, a run without results ends"
+    assert (tmp_path / name).exists() or not (is_all or is_full), (
+        "where nobody reads, a run without results ends"
+    )
 
 
 @pytest.mark.parametrize("kind", ["closed", "ascii"])
 def test_files_are_written_where_standard_output_is_closed_or_lacks_a_character(
-    kind: str, words_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    kind: str,
+    words_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("café €\n", encoding="utf-8")
-    command = f"flex-opt --model {words_model} --prompts prompts.txt --gen-len 2 --offload-dir offload --no-log"
+    command = (
+        f"flex-opt --model {words_model} --prompts prompts.txt --gen-len 2 --offload-dir "
+        "offload --no-log"
+    )
     with open("printed", "w", encoding="ascii") as printed, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", None if kind == "closed" else printed)
-        assert cli.main([*command.split(), "--device", "cpu", "--output", "out.jsonl", "--json", "report.json"]) == 0
-        alone = cli.main([*command.split(), "--device", "cpu"])  # standard output has the only results
-    assert capfd.readouterr().err == ("flex-opt: cannot write to standard output (it is closed)\n" * alone)
+        assert (
+            cli.main(
+                [
+                    *command.split(),
+                    "--device",
+                    "cpu",
+                    "--output",
+                    "out.jsonl",
+                    "--json",
+                    "report.json",
+                ]
+            )
+            == 0
+        )
+        alone = cli.main(
+            [*command.split(), "--device", "cpu"]
+        )  # standard output has the only results
+    assert capfd.readouterr().err == (
+        "flex-opt: cannot write to standard output (it is closed)\n" * alone
+    )
     assert alone == (kind == "closed")
     assert (tmp_path / "out.jsonl").exists() and (tmp_path / "report.json").exists()
     assert (r"caf\xe9" in (tmp_path / "printed").read_text()) is (kind == "ascii")

@@ -31,23 +31,28 @@ def reference_model(folder: Path) -> OPTForCausalLM:
 
 
 def assert_done(answer: Answer, *idle: str) -> None:
-    """idle: flags without effect, of which stderr says so, and nothing else but what is kept for later runs (`# `)."""
+    """idle: flags without effect, of which stderr says so, and nothing else but what is kept for
+    later runs (`# `)."""
     assert answer.code == 0, answer
     lines = [line for line in answer.err.splitlines() if not line.startswith("# ")]
     said = [re.fullmatch(r"flex_opt: (--.+) ha(?:s|ve) no effect: .+", line) for line in lines]
-    assert sorted(", ".join(found[1] if found else "?" for found in said).split(", ")) == sorted(idle or [""]), answer
+    assert sorted(", ".join(found[1] if found else "?" for found in said).split(", ")) == sorted(
+        idle or [""]
+    ), answer
     assert not list(Path("offload").glob("run-*"))
 
 
-def test_text_prompts_in_text_completions_out(door: Callable[..., Answer], words_model: Path) -> None:
+def test_text_prompts_in_text_completions_out(
+    door: Callable[..., Answer], words_model: Path
+) -> None:
     Path("prompts.txt").write_text("\n".join([*TEXTS[:2], "", *TEXTS[2:]]) + "\n", encoding="utf-8")
     flags = ("--dtype", "float32", "--gpu-batch-size", 2, "--num-gpu-batches", 2)
-    assert_done(door("--prompts", "prompts.txt", "--output", "out.jsonl", *flags, model=words_model))
-    rows, tokenizer, model = (
-        read_jsonl(Path("out.jsonl")),
-        AutoTokenizer.from_pretrained(words_model),
-        reference_model(words_model),
+    assert_done(
+        door("--prompts", "prompts.txt", "--output", "out.jsonl", *flags, model=words_model)
     )
+    rows = read_jsonl(Path("out.jsonl"))
+    tokenizer = AutoTokenizer.from_pretrained(words_model)
+    model = reference_model(words_model)
     assert [list(row) for row in rows] == [FIELDS] * len(TEXTS)
     assert [(row["index"], row["prompt"]) for row in rows] == list(enumerate(TEXTS))
     for row in rows:
@@ -59,11 +64,19 @@ def test_text_prompts_in_text_completions_out(door: Callable[..., Answer], words
 def test_opt_with_more_positions_by_its_config(
     door: Callable[..., Answer], write_jsonl: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The published models have 2,048. Own weights give transformers' tokens; random ones need a config alone."""
+    """The published models have 2,048. Own weights give transformers' tokens; random ones need a
+    config alone."""
     config = OPTConfig(
-        vocab_size=120, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=2, ffn_dim=64,
-        num_attention_heads=2, max_position_embeddings=2300, eos_token_id=None, bos_token_id=2,
-    )  # fmt: skip
+        vocab_size=120,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        num_hidden_layers=2,
+        ffn_dim=64,
+        num_attention_heads=2,
+        max_position_embeddings=2300,
+        eos_token_id=None,
+        bos_token_id=2,
+    )
     torch.manual_seed(0)
     model = OPTForCausalLM(config).eval()
     with torch.no_grad():
@@ -73,12 +86,27 @@ def test_opt_with_more_positions_by_its_config(
     model.save_pretrained(folder)
     ids = [5 + i * i % 100 for i in range(2200)]
     prompts = write_jsonl({"prompt_token_ids": ids})
-    assert_done(door("--prompts", prompts, "--output", "out.jsonl", "--dtype", "float32", model=folder))
+    assert_done(
+        door("--prompts", prompts, "--output", "out.jsonl", "--dtype", "float32", model=folder)
+    )
     [row] = read_jsonl(Path("out.jsonl"))
     assert row["token_ids"] == greedy(model, ids, 4)
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    flags = ("--random-weights", "--prompt-len", 2200, "--percent", 100, 0, 100, 0, 100, 0, "--gpu-batch-size", 1)
+    flags = (
+        "--random-weights",
+        "--prompt-len",
+        2200,
+        "--percent",
+        100,
+        0,
+        100,
+        0,
+        100,
+        0,
+        "--gpu-batch-size",
+        1,
+    )
     assert door(*flags, model=folder).code == 0
     too_long = door("--random-weights", "--prompt-len", 2300, model=folder)
     assert too_long.code == 2 and "has 2300 positions" in too_long.err
@@ -88,13 +116,27 @@ def test_token_ids_need_no_tokenizer(
     door: Callable[..., Answer], write_jsonl: Callable[..., Path], ids_model: Path
 ) -> None:
     prompts = write_jsonl(*({"prompt_token_ids": ids, "id": "kept out"} for ids in IDS))
-    assert_done(door("--prompts", prompts, "--output", "out.jsonl", "--dtype", "float32", "--percent", *[0] * 6))
-    rows, model = read_jsonl(Path("out.jsonl")), reference_model(ids_model)
+    assert_done(
+        door(
+            "--prompts",
+            prompts,
+            "--output",
+            "out.jsonl",
+            "--dtype",
+            "float32",
+            "--percent",
+            *[0] * 6,
+        )
+    )
+    rows = read_jsonl(Path("out.jsonl"))
+    model = reference_model(ids_model)
     assert [row["token_ids"] for row in rows] == [greedy(model, ids, 4) for ids in IDS]
     assert all(row["text"] is None and row["prompt"] is None for row in rows)
 
 
-def test_a_stop_string_ends_a_row_and_is_cut_off(door: Callable[..., Answer], words_model: Path) -> None:
+def test_a_stop_string_ends_a_row_and_is_cut_off(
+    door: Callable[..., Answer], words_model: Path
+) -> None:
     Path("prompts.txt").write_text(TEXTS[0] + "\n")
     flags = ("--prompts", "prompts.txt", "--output", "out.jsonl", "--gen-len", 12)
     assert_done(door(*flags, model=words_model))
@@ -106,12 +148,16 @@ def test_a_stop_string_ends_a_row_and_is_cut_off(door: Callable[..., Answer], wo
     assert stopped["text"] == free["text"][: free["text"].index(middle)]
 
 
-def test_sampling_follows_its_seed(door: Callable[..., Answer], write_jsonl: Callable[..., Path]) -> None:
+def test_sampling_follows_its_seed(
+    door: Callable[..., Answer], write_jsonl: Callable[..., Path]
+) -> None:
     prompts = write_jsonl(*({"prompt_token_ids": ids} for ids in IDS))
 
     def drawn(seed: int, *more: object) -> list[list[int]]:
         flags = ("--temperature", 1.5, "--top-p", 0.95, "--top-k", 50, "--dtype", "float32")
-        assert_done(door("--prompts", prompts, "--output", "out.jsonl", *flags, "--seed", seed, *more))
+        assert_done(
+            door("--prompts", prompts, "--output", "out.jsonl", *flags, "--seed", seed, *more)
+        )
         return [row["token_ids"] for row in read_jsonl(Path("out.jsonl"))]
 
     first = drawn(1)
@@ -119,32 +165,53 @@ def test_sampling_follows_its_seed(door: Callable[..., Answer], write_jsonl: Cal
     assert first[0] != first[3], "rows with one prompt must draw differently"
 
 
-def test_every_engine_flag_is_taken(door: Callable[..., Answer], write_jsonl: Callable[..., Path]) -> None:
+def test_every_engine_flag_is_taken(
+    door: Callable[..., Answer], write_jsonl: Callable[..., Path]
+) -> None:
     prompts = write_jsonl(*({"prompt_token_ids": ids} for ids in IDS))
     flags = (
-        "--percent 30 30 30 30 30 30 --gpu-batch-size 2 --num-gpu-batches 2 --sep-layer false --pin-weight no "
-        "--cpu-cache-compute --attn-sparsity 0.5 --overlap 0 --device cpu --dtype bfloat16 --device-mem 64MiB "
-        "--host-mem 64MiB --disk-mem 0.5GiB --eviction full --ignore-eos --revision main --path . --verbose 1"
+        "--percent 30 30 30 30 30 30 --gpu-batch-size 2 --num-gpu-batches 2 --sep-layer false "
+        "--pin-weight no "
+        "--cpu-cache-compute --attn-sparsity 0.5 --overlap 0 --device cpu --dtype bfloat16 "
+        "--device-mem 64MiB "
+        "--host-mem 64MiB --disk-mem 0.5GiB --eviction full --ignore-eos --revision main --path . "
+        "--verbose 1"
     )
     idle = ("--path", "--pin-weight", "--revision")
     assert_done(door("--prompts", prompts, "--json", "report.json", *flags.split()), *idle)
     policy = json.loads(Path("report.json").read_text())["policy"]
-    assert policy == Policy(
-        2, 2, (30, 30, 30, 30, 30, 30), sep_layer=False, pin_weight=False, cpu_cache_compute=True, attn_sparsity=0.5,
-        overlap=False,
-    ).to_json()  # fmt: skip
+    assert (
+        policy
+        == Policy(
+            2,
+            2,
+            (30, 30, 30, 30, 30, 30),
+            sep_layer=False,
+            pin_weight=False,
+            cpu_cache_compute=True,
+            attn_sparsity=0.5,
+            overlap=False,
+        ).to_json()
+    )
 
 
 def test_policy_file_round_trip(door: Callable[..., Answer], tmp_path: Path) -> None:
-    saved = Policy(3, 2, (50, 0, 0, 50, 0, 0), cpu_cache_compute=True, overlap=False, attn_sparsity=0.75)
-    write_policy(tmp_path / "policy.json", SavedPolicy(saved, None, {"num_prompts": 6}, "here", {"prefill_s": 1.0}))
+    saved = Policy(
+        3, 2, (50, 0, 0, 50, 0, 0), cpu_cache_compute=True, overlap=False, attn_sparsity=0.75
+    )
+    write_policy(
+        tmp_path / "policy.json",
+        SavedPolicy(saved, None, {"num_prompts": 6}, "here", {"prefill_s": 1.0}),
+    )
     assert_done(door("--policy", "policy.json", "--json", "report.json"))
     report = json.loads(Path("report.json").read_text())
     assert report["policy"] == saved.to_json()
     assert report["num_prompts"] == saved.block_size
 
 
-def test_policy_of_another_model_and_cache_is_said(door: Callable[..., Answer], tmp_path: Path) -> None:
+def test_policy_of_another_model_and_cache_is_said(
+    door: Callable[..., Answer], tmp_path: Path
+) -> None:
     saved = SavedPolicy(Policy(), "facebook/opt-30b", {"eviction": {"name": "h2o"}})
     write_policy(tmp_path / "policy.json", saved)
     answer = door("--policy", "policy.json")
@@ -153,16 +220,25 @@ def test_policy_of_another_model_and_cache_is_said(door: Callable[..., Answer], 
         "flex_opt: --policy policy.json was found for facebook/opt-30b",
         "flex_opt: --policy policy.json was found with h2o",
     ]
-    for flags, code, named in (("--host-mem 1KiB", 3, "host tier"), ("--prompts bad.jsonl", 2, "bad.jsonl:1")):
+    for flags, code, named in (
+        ("--host-mem 1KiB", 3, "host tier"),
+        ("--prompts bad.jsonl", 2, "bad.jsonl:1"),
+    ):
         (tmp_path / "bad.jsonl").write_text("{}\n")
         refused = door("--policy", "policy.json", *flags.split())
         assert refused.code == code
-        assert len(refused.err.splitlines()) == 1 and named in refused.err, "one line for what is wrong, and no other"
+        assert len(refused.err.splitlines()) == 1 and named in refused.err, (
+            "one line for what is wrong, and no other"
+        )
 
 
 @pytest.mark.parametrize("flags", ["", "--policy auto", "--overlap false --cpu-cache-compute"])
-def test_auto_is_the_default_without_a_placement_flag(flags: str, door: Callable[..., Answer]) -> None:
-    assert_done(door(*flags.split(), "--json", "report.json"), *re.findall("--cpu-cache-compute", flags))
+def test_auto_is_the_default_without_a_placement_flag(
+    flags: str, door: Callable[..., Answer]
+) -> None:
+    assert_done(
+        door(*flags.split(), "--json", "report.json"), *re.findall("--cpu-cache-compute", flags)
+    )
     policy = json.loads(Path("report.json").read_text())["policy"]
     assert policy["gpu_batch_size"] * policy["num_gpu_batches"] == 32
     assert policy["overlap"] is (not flags.startswith("--overlap"))
@@ -190,7 +266,17 @@ def test_the_output_is_replaced_and_nothing_else_left(
     """Reports may stand in the model's folder, and go nowhere twice."""
     prompts = write_jsonl({"prompt_token_ids": [4, 5]})
     Path("out.jsonl").write_text("old\n" * 99)
-    flags = ("--prompts", prompts, "--log-file", prompts, "--no-log", "--verbose", 0, "--output", "out.jsonl")
+    flags = (
+        "--prompts",
+        prompts,
+        "--log-file",
+        prompts,
+        "--no-log",
+        "--verbose",
+        0,
+        "--output",
+        "out.jsonl",
+    )
     answer = door(*flags, "--json", "/dev/null", "--trace", "/dev/null")
     assert_done(answer, "--log-file") if answer.err else assert_done(answer)
     model = shutil.copytree(ids_model, tmp_path / "offload/model")
@@ -202,7 +288,11 @@ def test_the_output_is_replaced_and_nothing_else_left(
     assert not Path("offload").exists() or not list(Path("offload").iterdir())
 
 
-def test_a_full_context_is_used_up(door: Callable[..., Answer], write_jsonl: Callable[..., Path]) -> None:
-    prompts = write_jsonl({"prompt_token_ids": [4] * POSITIONS}, {"prompt_token_ids": [4] * (POSITIONS - 2)})
+def test_a_full_context_is_used_up(
+    door: Callable[..., Answer], write_jsonl: Callable[..., Path]
+) -> None:
+    prompts = write_jsonl(
+        {"prompt_token_ids": [4] * POSITIONS}, {"prompt_token_ids": [4] * (POSITIONS - 2)}
+    )
     assert_done(door("--prompts", prompts, "--output", "out.jsonl"))
     assert [len(row["token_ids"]) for row in read_jsonl(Path("out.jsonl"))] == [1, 3]

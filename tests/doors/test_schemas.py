@@ -1,4 +1,5 @@
-"""The JSON Schemas of docs/reference/files.md: valid for what the code writes, and of one mind with what it reads."""
+"""The JSON Schemas of docs/reference/files.md: valid for what the code writes, and of one mind with
+what it reads."""
 
 from __future__ import annotations
 
@@ -11,14 +12,26 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from flexgen_h2o.core.config import ABOUT, POLICY_SCHEMA, Policy, SavedPolicy, read_policy, write_policy
+from flexgen_h2o.core.config import (
+    ABOUT,
+    POLICY_SCHEMA,
+    Policy,
+    SavedPolicy,
+    read_policy,
+    write_policy,
+)
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Line
 from flexgen_h2o.jobs.requests import FIELDS, NOT_CHOSEN, OF_TEMPLATE, URLS, RequestReader, RowError
 from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.planner.profile import ComputeRates, HardwareProfile, nominal_profile, profile_from_json
+from flexgen_h2o.planner.profile import (
+    ComputeRates,
+    HardwareProfile,
+    nominal_profile,
+    profile_from_json,
+)
 from tests.doors.conftest import Answer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,13 +39,50 @@ SCHEMAS = ROOT / "docs" / "reference" / "schemas"
 POLICIES = [p for p in sorted((ROOT / "policies").glob("*/*.json")) if p.parent.name != "profiles"]
 PROFILES = sorted((ROOT / "policies" / "profiles").glob("*.json"))
 INPUT = (  # lines, and does the engine take them?
-    ({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 3}}, True),
-    ({"custom_id": "b", "url": "/v1/completions", "body": {"prompt_token_ids": [5, 6], "stop": ["a"], "n": 1}}, True),
+    (
+        {
+            "custom_id": "a",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "x", "max_tokens": 3},
+        },
+        True,
+    ),
+    (
+        {
+            "custom_id": "b",
+            "url": "/v1/completions",
+            "body": {"prompt_token_ids": [5, 6], "stop": ["a"], "n": 1},
+        },
+        True,
+    ),
     ({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "x", "tools": []}}, True),
     ({"prompt": "x", "note": {"anything": 1}}, True),
-    ({"custom_id": "n", "url": "/v1/completions", "method": None, "body": {"prompt": "x", "audio": None}}, True),
-    ({"custom_id": "t", "url": "/v1/completions", "body": {"prompt": "x", "tools": [{}], "tool_choice": "none"}}, True),
-    ({"custom_id": "s", "url": "/v1/completions", "body": {"prompt": "x", "seed": -1, "stop_token_ids": [3]}}, True),
+    (
+        {
+            "custom_id": "n",
+            "url": "/v1/completions",
+            "method": None,
+            "body": {"prompt": "x", "audio": None},
+        },
+        True,
+    ),
+    (
+        {
+            "custom_id": "t",
+            "url": "/v1/completions",
+            "body": {"prompt": "x", "tools": [{}], "tool_choice": "none"},
+        },
+        True,
+    ),
+    (
+        {
+            "custom_id": "s",
+            "url": "/v1/completions",
+            "body": {"prompt": "x", "seed": -1, "stop_token_ids": [3]},
+        },
+        True,
+    ),
     ({"prompt": [5, 9], "temperature": 0.5, "top_k": -1, "seed": None}, True),
     ({"scenario": {}, "request": {"prompt": "x", "max_tokens": 2, "more": 1}}, True),
     ({"article": "x", "max_tokens": 2, "summary_gt": "y"}, True),
@@ -42,11 +92,35 @@ INPUT = (  # lines, and does the engine take them?
     ({"text": 3}, False),
     ({"messages": []}, False),
     ({"custom_id": "m", "url": "/v1/completions", "body": {"prompt": ["x", "y"]}}, False),
-    ({"custom_id": "o", "url": "/v1/completions", "body": {"prompt": "x", "stream_options": 3}}, False),
-    ({"custom_id": "p", "url": "/v1/completions", "body": {"prompt": "x", "add_special_tokens": False}}, False),
+    (
+        {"custom_id": "o", "url": "/v1/completions", "body": {"prompt": "x", "stream_options": 3}},
+        False,
+    ),
+    (
+        {
+            "custom_id": "p",
+            "url": "/v1/completions",
+            "body": {"prompt": "x", "add_special_tokens": False},
+        },
+        False,
+    ),
     ({"custom_id": "u", "url": "/v1/completions", "body": {"prompt": "x", "tools": [{}]}}, False),
-    ({"custom_id": "v", "url": "/v1/completions", "body": {"prompt": "x", "stop_token_ids": [-3]}}, False),
-    ({"custom_id": "w", "url": "/v1/completions", "body": {"prompt": "x", "reasoning_effort": "low"}}, False),
+    (
+        {
+            "custom_id": "v",
+            "url": "/v1/completions",
+            "body": {"prompt": "x", "stop_token_ids": [-3]},
+        },
+        False,
+    ),
+    (
+        {
+            "custom_id": "w",
+            "url": "/v1/completions",
+            "body": {"prompt": "x", "reasoning_effort": "low"},
+        },
+        False,
+    ),
     ({"custom_id": "", "prompt": "x"}, False),
     ({"custom_id": "d", "url": "/v1/embeddings", "body": {"prompt": "x"}}, False),
     ({"custom_id": "e", "url": "/v1/completions", "body": {"prompt": "x", "whatever": 1}}, False),
@@ -56,13 +130,16 @@ INPUT = (  # lines, and does the engine take them?
     ({"prompt": "x", "temperature": -1}, False),
     ({"prompt": 7}, False),
     ({}, False),
-)  # fmt: skip
+)
 
 
 def problems(name: str, value: Any) -> list[str]:
     schema = json.loads((SCHEMAS / f"{name}.schema.json").read_text())
     Draft202012Validator.check_schema(schema)
-    return [f"{error.json_path}: {error.message:.200}" for error in Draft202012Validator(schema).iter_errors(value)]
+    return [
+        f"{error.json_path}: {error.message:.200}"
+        for error in Draft202012Validator(schema).iter_errors(value)
+    ]
 
 
 def names(name: str, *where: str) -> set[str]:
@@ -75,7 +152,9 @@ def names(name: str, *where: str) -> set[str]:
 def test_fields_are_those_of_the_code() -> None:
     assert names("policy") == {"schema", *ABOUT, *(f.name for f in fields(Policy))}
     assert names("profile") == {"schema", *(f.name for f in fields(HardwareProfile))}
-    assert names("profile", "properties", "compute", "additionalProperties") == {f.name for f in fields(ComputeRates)}
+    assert names("profile", "properties", "compute", "additionalProperties") == {
+        f.name for f in fields(ComputeRates)
+    }
     assert names("batch-status") == {f.name for f in fields(Status)}
 
 
@@ -90,7 +169,11 @@ def test_fields_of_a_line_are_those_of_the_reader() -> None:
         ]
         shown = schema["$defs"]["common"]["properties"] | body
         is_chat = URLS[url] == "chat"
-        others = {"prompt", "prompt_token_ids", "echo"} if is_chat else {"messages", "top_logprobs", *OF_TEMPLATE}
+        others = (
+            {"prompt", "prompt_token_ids", "echo"}
+            if is_chat
+            else {"messages", "top_logprobs", *OF_TEMPLATE}
+        )
         assert shown.keys() == FIELDS.keys() - others
         for name in shown:
             only = FIELDS[name].values(is_chat)
@@ -99,7 +182,9 @@ def test_fields_of_a_line_are_those_of_the_reader() -> None:
 
 
 def test_policies_and_profiles_are_valid(tmp_path: Path) -> None:
-    write_policy(tmp_path / "p.json", SavedPolicy(Policy(compress_cache=True, cache_bits=3), model="m"))
+    write_policy(
+        tmp_path / "p.json", SavedPolicy(Policy(compress_cache=True, cache_bits=3), model="m")
+    )
     for path in [tmp_path / "p.json", *POLICIES]:
         body = json.loads(path.read_text())
         later = {"cache_rotation": False}  # which older files lack
@@ -112,11 +197,19 @@ def test_policies_and_profiles_are_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"gpu_batch_size": 0}, {"percent": [1, 2]}, {"percent": [1, 2, 3, 4, 5, 101]}, {"cache_bits": 5}, {"schema": 9},
-        {"cache_window": 3}, {"cache_rotation": 1}, {"attn_sparsity": 0}, {"overlap": 1}, {"unknown": 1},
+        {"gpu_batch_size": 0},
+        {"percent": [1, 2]},
+        {"percent": [1, 2, 3, 4, 5, 101]},
+        {"cache_bits": 5},
+        {"schema": 9},
+        {"cache_window": 3},
+        {"cache_rotation": 1},
+        {"attn_sparsity": 0},
+        {"overlap": 1},
+        {"unknown": 1},
         {"workload": "text"},
     ],
-)  # fmt: skip
+)
 def test_a_bad_policy_is_refused_by_both(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     write_policy(path, SavedPolicy(Policy()))
@@ -127,7 +220,9 @@ def test_a_bad_policy_is_refused_by_both(change: dict[str, Any], tmp_path: Path)
         read_policy(path)
 
 
-@pytest.mark.parametrize(("key", "value"), [("step_s", -1), ("h2d_bytes_per_s", 0), ("compute", {}), ("more", 1)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("step_s", -1), ("h2d_bytes_per_s", 0), ("compute", {}), ("more", 1)]
+)
 def test_a_bad_profile_is_refused_by_both(key: str, value: Any) -> None:
     bad = nominal_profile(True).to_json() | {key: value}
     assert problems("profile", bad)
@@ -147,14 +242,22 @@ def test_lines_are_taken_by_both_or_by_none(words_model: Path) -> None:
                 reader.read(line)
 
 
-def test_a_job_writes_what_the_schemas_say(job: Callable[..., Answer], tmp_path: Path, words_model: Path) -> None:
+def test_a_job_writes_what_the_schemas_say(
+    job: Callable[..., Answer], tmp_path: Path, words_model: Path
+) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(value) + "\n" for value, _ in INPUT))
     ended = job("--gen-len", 4, model=words_model)
     assert ended.code == 0, ended.err
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert len(rows) == len(INPUT) and sum(row["error"] is None for row in rows) == sum(good for _, good in INPUT)
+    assert len(rows) == len(INPUT) and sum(row["error"] is None for row in rows) == sum(
+        good for _, good in INPUT
+    )
     assert [problem for row in rows for problem in problems("batch-output", row)] == []
-    assert problems("batch-sidecar", json.loads((tmp_path / "out.jsonl.job.json").read_text())) == []
-    assert problems("batch-status", json.loads((tmp_path / "out.jsonl.status.json").read_text())) == []
+    assert (
+        problems("batch-sidecar", json.loads((tmp_path / "out.jsonl.job.json").read_text())) == []
+    )
+    assert (
+        problems("batch-status", json.loads((tmp_path / "out.jsonl.status.json").read_text())) == []
+    )
     half = rows[0] | {"error": None, "response": None}
     assert problems("batch-output", half)

@@ -1,4 +1,5 @@
-"""`chat`: piped and typed, answers against transformers and `evaluate streaming`, and what may go wrong."""
+"""`chat`: piped and typed, answers against transformers and `evaluate streaming`, and what may go
+wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tests.parity.reference import random_model
 
 Door = Callable[..., Answer]
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if "
+    "add_generation_prompt %}<me>{% endif %}"
 )
 SMALL = "--hh-size 5 --recent-size 4"
 TURNS = ["import os", "class Shape:", "def area(self):"]
@@ -42,7 +44,9 @@ def chat(command: Door, monkeypatch: pytest.MonkeyPatch) -> Door:
     """The command with lines on its standard input."""
 
     def run(flags: str, *lines: str | bytes) -> Answer:
-        data = b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines)
+        data = b"".join(
+            (line.encode() if isinstance(line, str) else line) + b"\n" for line in lines
+        )
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
         return command(f"chat --offload-dir o --gpu-batch-size 4 --dtype float32 {flags}")
 
@@ -53,10 +57,13 @@ def saved(path: Path) -> list[dict[str, Any]]:
     return list(json.loads(path.read_text())["turns"])
 
 
-def greedy(folder: Path, pieces: Sequence[str], sizes: Sequence[int], special: bool) -> list[list[int]]:
-    """Answers of so many tokens by transformers, each to all that was said before it. special: the first piece begins
-    with the tokenizer's special tokens."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).float()
+def greedy(
+    folder: Path, pieces: Sequence[str], sizes: Sequence[int], special: bool
+) -> list[list[int]]:
+    """Answers of so many tokens by transformers, each to all that was said before it. special: the
+    first piece begins with the tokenizer's special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).float()
     said: list[int] = []
     answers = []
     for i, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
@@ -74,7 +81,8 @@ def greedy(folder: Path, pieces: Sequence[str], sizes: Sequence[int], special: b
 
 
 def test_answers_are_those_of_transformers(chat: Door, tmp_path: Path) -> None:
-    """To the whole conversation at once. Only new tokens are fed: each has one column, the newest none."""
+    """To the whole conversation at once. Only new tokens are fed: each has one column, the newest
+    none."""
     answer = chat("--model opt-tiny --gen-len 6 --ignore-eos", *TURNS, "/save a.json", "/memory")
     assert answer.code == 0, answer.err
     found = saved(tmp_path / "a.json")
@@ -87,7 +95,8 @@ def test_answers_are_those_of_transformers(chat: Door, tmp_path: Path) -> None:
 
 def test_answers_of_a_mixture_with_windows(chat: Door, tmp_path: Path) -> None:
     """gpt-oss, whose window of 8 is shorter than what is said."""
-    shipped, folder = PACKAGED["opt-tiny"], tmp_path / "mixture"
+    shipped = PACKAGED["opt-tiny"]
+    folder = tmp_path / "mixture"
     vocab = json.loads((shipped / "config.json").read_text())["vocab_size"]
     random_model(model_type="gpt_oss", vocab_size=vocab).save_pretrained(folder)
     for path in shipped.glob("tokenizer*"):
@@ -109,23 +118,36 @@ def test_a_chat_template_and_a_system_prompt(chat: Door, rotary: Path, tmp_path:
     flags = f"--model {folder} --gen-len 5 --system 'be brief'"
     assert chat(flags, "one", "two", "/save a.json").code == 0
     pieces = ["<system>be brief\n<user>one\n<me>", "\n<user>two\n<me>"]
-    assert [t["token_ids"] for t in saved(tmp_path / "a.json")] == greedy(folder, pieces, [5, 5], False)
+    assert [t["token_ids"] for t in saved(tmp_path / "a.json")] == greedy(
+        folder, pieces, [5, 5], False
+    )
     assert chat(f"{flags} --turn-format 'Q: {{turn}}\\nA:'", "one", "two", "/save b.json").code == 0
     plain = greedy(folder, ["be brief\nQ: one\nA:", "Q: two\nA:"], [5, 5], True)
     assert [t["token_ids"] for t in saved(tmp_path / "b.json")] == plain
 
 
-@pytest.mark.parametrize("flags", [SMALL, f"{SMALL} --positions rolling", f"--eviction tova {SMALL}"])
+@pytest.mark.parametrize(
+    "flags", [SMALL, f"{SMALL} --positions rolling", f"--eviction tova {SMALL}"]
+)
 def test_answers_are_those_of_evaluate_streaming(
     flags: str, chat: Door, command: Door, rotary: Path, tmp_path: Path
 ) -> None:
-    """With columns dropped, and past the model's positions with rolling ones; /save gives a file for --turns."""
+    """With columns dropped, and past the model's positions with rolling ones; /save gives a file
+    for --turns."""
     turns = TURNS if "rolling" not in flags else [*TURNS, *TURNS, *TURNS, *TURNS]
-    assert chat(f"--model {rotary} --gen-len 5 {flags}", *turns, "/save a.json", "/save turns.jsonl").code == 0
+    assert (
+        chat(
+            f"--model {rotary} --gen-len 5 {flags}", *turns, "/save a.json", "/save turns.jsonl"
+        ).code
+        == 0
+    )
     found = saved(tmp_path / "a.json")
     policy = "tova" if "tova" in flags else "h2o"
     rest = flags.replace("--eviction tova ", "")
-    line = f"evaluate streaming --model {rotary} --offload-dir o --gpu-batch-size 4 --dtype float32 --gen-len 5 {rest}"
+    line = (
+        f"evaluate streaming --model {rotary} --offload-dir o --gpu-batch-size 4 --dtype "
+        f"float32 --gen-len 5 {rest}"
+    )
     assert command(f"{line} --policies {policy} --turns turns.jsonl --json b.json").code == 0
     [policy_found] = json.loads((tmp_path / "b.json").read_text())["policies"]
     assert [t["token_ids"] for t in found] == [t["token_ids"] for t in policy_found["turns"]]
@@ -137,15 +159,20 @@ def test_answers_are_those_of_evaluate_streaming(
 
 def test_titles_say_what_layers_keep_that_drop_columns(
     chat: Door, command: Door, rotary: Path, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     """Of a share of bytes too, and where the first layer has a window."""
     said = "5 heavy + 4 recent KV entries per sequence"
     assert f"h2o: {said}" in chat(f"--model {rotary} {SMALL}", "x", "/memory").err
-    assert title(Case("h2o", Windowed(H2O(heavy_size=5, recent_size=4), (8, None))), "").startswith(f"h2o: {said}")
+    assert title(Case("h2o", Windowed(H2O(heavy_size=5, recent_size=4), (8, None))), "").startswith(
+        f"h2o: {said}"
+    )
     (tmp_path / "t.txt").write_text("import os\n" * 20)
     text = "--text t.txt --stream-len 33 --streams 1 --policies h2o:kv_bytes=0.25,positions=rolling"
     out = command(f"evaluate streaming --model {rotary} --offload-dir o {text}")
-    assert "0.25,positions=rolling: 3 heavy + 4 recent KV entries per sequence, rolling positions" in out.err
+    assert (
+        "0.25,positions=rolling: 3 heavy + 4 recent KV entries per sequence, rolling positions"
+        in out.err
+    )
 
 
 # ---- Limits
@@ -153,19 +180,35 @@ def test_titles_say_what_layers_keep_that_drop_columns(
 
 def test_a_full_cache_that_is_used_up(chat: Door, rotary: Path, tmp_path: Path) -> None:
     """One line says what to do, what was said can be saved, and /reset begins anew as at first."""
-    answer = chat(f"--model {rotary} --gen-len 30", *TURNS, "more", "/save a.json", "/reset", TURNS[0], "/save b.json")
+    answer = chat(
+        f"--model {rotary} --gen-len 30",
+        *TURNS,
+        "more",
+        "/save a.json",
+        "/reset",
+        TURNS[0],
+        "/save b.json",
+    )
     assert answer.code == 2
-    used = f"the {POSITIONS} positions of {rotary} are used up: /reset begins anew, /save FILE keeps what was said; "
+    used = (
+        f"the {POSITIONS} positions of {rotary} are used up: /reset begins anew, /save FILE "
+        "keeps what was said; "
+    )
     lines = [line for line in answer.err.splitlines() if "used up" in line]
     assert lines[0] == f"chat: {used}a chat with --positions rolling goes on"
-    assert len(lines) == 3 and lines[1].startswith("chat: line 3 of standard input: the 64 positions")
-    found, again = saved(tmp_path / "a.json"), saved(tmp_path / "b.json")
+    assert len(lines) == 3 and lines[1].startswith(
+        "chat: line 3 of standard input: the 64 positions"
+    )
+    found = saved(tmp_path / "a.json")
+    again = saved(tmp_path / "b.json")
     assert sum(t["tokens"] + len(t["token_ids"]) for t in found) == POSITIONS + 1
     assert found[-1]["finish_reason"] is None and answer.out.count(found[-1]["text"]) >= 1
     assert [t["token_ids"] for t in again] == [found[0]["token_ids"]]
 
 
-def test_a_turn_that_has_no_room_is_refused_and_a_shorter_one_taken(chat: Door, words_model: Path) -> None:
+def test_a_turn_that_has_no_room_is_refused_and_a_shorter_one_taken(
+    chat: Door, words_model: Path
+) -> None:
     long = "value = " * 60
     answer = chat(f"--model {words_model} --gen-len 2", long, "x", long, "y")
     assert answer.code == 2 and answer.err.count("[KV ") == 2
@@ -185,27 +228,60 @@ def test_max_len_bounds_what_is_reserved(chat: Door, words_model: Path) -> None:
 # ---- Lines
 
 
-def test_odd_lines_are_skipped_or_refused_and_change_nothing(chat: Door, words_model: Path, tmp_path: Path) -> None:
+def test_odd_lines_are_skipped_or_refused_and_change_nothing(
+    chat: Door, words_model: Path, tmp_path: Path
+) -> None:
     flags = f"--model {words_model} --gen-len 3"
     plain = chat(flags, "a", "//b", "/save a.json")
     assert plain.code == 0
-    odd = chat(flags, "", "a", "   ", b"caf\xe9", "/nothing", b"x" * (MOST_LINE_BYTES + 9), "//b", "/save b.json")
+    odd = chat(
+        flags,
+        "",
+        "a",
+        "   ",
+        b"caf\xe9",
+        "/nothing",
+        b"x" * (MOST_LINE_BYTES + 9),
+        "//b",
+        "/save b.json",
+    )
     assert odd.code == 2 and odd.out == plain.out
     lines = [line for line in odd.err.splitlines() if line.startswith("chat: ")]
     assert lines[0] == "chat: line 4 of standard input: is not UTF-8 text; write it in UTF-8"
-    assert lines[1] == "chat: line 5 of standard input: /nothing: is not a command; /help lists the commands"
+    assert (
+        lines[1]
+        == "chat: line 5 of standard input: /nothing: is not a command; /help lists the commands"
+    )
     assert lines[2] == "chat: line 6 of standard input: is longer than 8 MiB"
-    assert [t["token_ids"] for t in saved(tmp_path / "a.json")] == [t["token_ids"] for t in saved(tmp_path / "b.json")]
+    assert [t["token_ids"] for t in saved(tmp_path / "a.json")] == [
+        t["token_ids"] for t in saved(tmp_path / "b.json")
+    ]
     assert saved(tmp_path / "b.json")[1]["prompt"] == "/b"
 
 
 def test_save_refuses_what_cannot_be_written(chat: Door, words_model: Path, tmp_path: Path) -> None:
     bad = {
-        "/save": "name a file", "/save none/a.json": "/save none/a.json: the folder", "/save a.csv": "must end in one",
-        f"/save {words_model}/config.json": "is the name of a file of --model", "/save .json": "must end in one of",
-    }  # fmt: skip
-    answer = chat(f"--model {words_model} --gen-len 2", "/save early.json", "a", *bad, "b", "/save a.txt", "/quit", "c")
-    lines = [line.partition("standard input: ")[2] for line in answer.err.splitlines() if "standard input" in line]
+        "/save": "name a file",
+        "/save none/a.json": "/save none/a.json: the folder",
+        "/save a.csv": "must end in one",
+        f"/save {words_model}/config.json": "is the name of a file of --model",
+        "/save .json": "must end in one of",
+    }
+    answer = chat(
+        f"--model {words_model} --gen-len 2",
+        "/save early.json",
+        "a",
+        *bad,
+        "b",
+        "/save a.txt",
+        "/quit",
+        "c",
+    )
+    lines = [
+        line.partition("standard input: ")[2]
+        for line in answer.err.splitlines()
+        if "standard input" in line
+    ]
     assert answer.code == 2 and lines[0] == "/save: nothing was said yet"
     for line, says in zip(lines[1:], bad.values(), strict=True):
         assert says in line
@@ -214,8 +290,14 @@ def test_save_refuses_what_cannot_be_written(chat: Door, words_model: Path, tmp_
 
 NO_TOKENIZER = "a model without a tokenizer"
 REFUSED = [
-    ("--hh-ratio 0.2", "--hh-ratio 0.2: the length of a conversation is not known; give numbers of KV entries"),
-    ("--recent-ratio 0.2 --hh-size 3", "--recent-ratio 0.2: the length of a conversation is not known"),
+    (
+        "--hh-ratio 0.2",
+        "--hh-ratio 0.2: the length of a conversation is not known; give numbers of KV entries",
+    ),
+    (
+        "--recent-ratio 0.2 --hh-size 3",
+        "--recent-ratio 0.2: the length of a conversation is not known",
+    ),
     ("--turn-format x", "has no {turn} in it"),
     ("--eviction nope", "--eviction nope"),
     ("--positions rolling", "--positions rolling: needs rotary embeddings"),
@@ -225,7 +307,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "says"), REFUSED, ids=[flags for flags, _ in REFUSED])
-def test_one_line_says_what_is_wrong(flags: str, says: str, chat: Door, words_model: Path, ids_model: Path) -> None:
+def test_one_line_says_what_is_wrong(
+    flags: str, says: str, chat: Door, words_model: Path, ids_model: Path
+) -> None:
     model = ids_model if flags == NO_TOKENIZER else words_model
     answer = chat(f"--model {model} {flags.replace(NO_TOKENIZER, '')}", "a")
     assert answer.code == 2 and answer.out == ""
@@ -238,7 +322,8 @@ def test_one_line_says_what_is_wrong(flags: str, says: str, chat: Door, words_mo
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, times: int) -> None:
     """SIGINT comes with the `after`-th piece of the first answer."""
-    written, left = module._write, [after]
+    written = module._write
+    left = [after]
 
     def write(text: str) -> None:
         written(text)
@@ -256,20 +341,35 @@ def test_an_interrupted_answer_ends_and_the_conversation_goes_on(
     interrupt(monkeypatch, 3, 1)
     answer = chat(f"--model {rotary} --gen-len 9", *TURNS[:2], "/save a.json")
     first, second = saved(tmp_path / "a.json")
-    assert answer.code == 0 and first["finish_reason"] == "interrupted" and 3 <= len(first["token_ids"]) <= 4
+    assert (
+        answer.code == 0
+        and first["finish_reason"] == "interrupted"
+        and 3 <= len(first["token_ids"]) <= 4
+    )
     sizes = [len(first["token_ids"]), 9]
     pieces = [f"\n{turn}\n" for turn in TURNS[:2]]
     assert [first["token_ids"], second["token_ids"]] == greedy(rotary, pieces, sizes, True)
 
 
-def test_a_second_signal_ends_the_chat(chat: Door, rotary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_the_chat(
+    chat: Door, rotary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupt(monkeypatch, 3, 2)
     answer = chat(f"--model {rotary} --gen-len 9", *TURNS)
     assert answer.code == 130 and answer.err.splitlines()[-1] == "chat: ended by SIGINT"
 
 
 # In the dtype whose loops the server has loaded.
-IN_A_PROCESS = ("--model", "opt-tiny", "--offload-dir", "o", "--device", "cpu", "--dtype", "float32")
+IN_A_PROCESS = (
+    "--model",
+    "opt-tiny",
+    "--offload-dir",
+    "o",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+)
 NOBODY_READS = """
 import os, sys
 read, write = os.pipe()
@@ -318,7 +418,9 @@ def test_on_a_terminal(forks: Forks, tmp_path: Path) -> None:
     assert b"opt-tiny, full: every KV entry; /help lists" in greeting
     os.write(master, b"import os\n")
     wait_for(b"import os\r\n")
-    while not re.sub(rb"\x1b(\[[?0-9;]*([a-zA-Z]|$)|$)|\s", b"", shown):  # readline's own, before the answer
+    while not re.sub(
+        rb"\x1b(\[[?0-9;]*([a-zA-Z]|$)|$)|\s", b"", shown
+    ):  # readline's own, before the answer
         shown += os.read(master, 4096)
     os.write(master, b"\x03")
     assert wait_for(b"; interrupted]")
@@ -326,7 +428,9 @@ def test_on_a_terminal(forks: Forks, tmp_path: Path) -> None:
     os.write(master, b"half a li")
     wait_for(b"half a li")
     os.write(master, b"\x03")
-    while not select.select([master], [], [], 5)[0]:  # CPython misses one that comes just before it waits for a key
+    while not select.select([master], [], [], 5)[
+        0
+    ]:  # CPython misses one that comes just before it waits for a key
         os.write(master, b"\x03")
     wait_for(b"> ")
     os.write(master, b"/memory\n")

@@ -17,12 +17,16 @@ from tests.eviction.reference import PlainModel
 from tests.parity.cases import FAMILY_SHAPES, SHAPES
 from tests.parity.reference import random_model
 
-# One token; a budget of 8 reached only while decoding; filled by the prompt; neighbours of one length; longer.
+# One token; a budget of 8 reached only while decoding; filled by the prompt; neighbours of one
+# length; longer.
 LENGTHS = (1, 4, 8, 9, 9, 21)
 NEW_TOKENS = 12
 OTHER_SHAPES: dict[str, dict[str, Any]] = {
     "heads of 64": {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 2},
-    **{f"llama, heads of {width}": {"model_type": "llama", "head_dim": width} for width in (64, 80, 96, 128)},
+    **{
+        f"llama, heads of {width}": {"model_type": "llama", "head_dim": width}
+        for width in (64, 80, 96, 128)
+    },
     "head width 15": {"hidden_size": 60, "word_embed_proj_dim": 60},
     "three layers": {"num_hidden_layers": 3},
     "long": {"max_position_embeddings": 256},
@@ -37,10 +41,12 @@ OTHER_SHAPES: dict[str, dict[str, Any]] = {
 }
 # Of models that repeat themselves, or whose heavy columns are the recent ones, with the usual one.
 SEEDS = {
-    "post-norm, narrow embedding (350m)": 1, "qwen3, biases, one kv-head, odd sizes, tied": 4,
-    "qwen3, one layer, window filled": 1, "qwen3_moe, a narrow MLP in every other layer, tied": 3,
+    "post-norm, narrow embedding (350m)": 1,
+    "qwen3, biases, one kv-head, odd sizes, tied": 4,
+    "qwen3, one layer, window filled": 1,
+    "qwen3_moe, a narrow MLP in every other layer, tied": 3,
     "qwen3_moe, the first layer an MLP, odd sizes": 3,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,9 @@ def reference(known: Callable[[str], Known]) -> Callable[..., Wanted]:
     """What the reference generates, by the names of shape and pair."""
 
     @cache
-    def made(shape: str, pair: str, lengths: Sequence[int] = LENGTHS, new_tokens: int = NEW_TOKENS) -> Wanted:
+    def made(
+        shape: str, pair: str, lengths: Sequence[int] = LENGTHS, new_tokens: int = NEW_TOKENS
+    ) -> Wanted:
         return wanted(known(shape).plain, PAIRS[pair], lengths, new_tokens)
 
     return made

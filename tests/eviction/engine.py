@@ -1,4 +1,5 @@
-"""The engine beside the slow reference: policies in pairs, prompts without near ties, one checked run.
+"""The engine beside the slow reference: policies in pairs, prompts without near ties, one checked
+run.
 
 want = wanted(plain, PAIRS["h2o"], (9, 4, 21), 8)
 assert_same(want, generate(folder, want.prompts, 8, PAIRS["h2o"].engine, Policy(2, 2), offload_dir))
@@ -35,7 +36,13 @@ from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.eviction import policies as plain
 from tests.eviction.policies import Budget
 from tests.eviction.reference import Evicted, PlainModel, Stored, Turn, evicted_greedy
-from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, random_prompts, tokens_of
+from tests.parity.reference import (
+    LEAST_GAP,
+    LOGIT_TOLERANCE,
+    LogitsByRow,
+    random_prompts,
+    tokens_of,
+)
 
 LEAST_SCORE_GAP = 1e-5
 STAND_IN = MemoryBudget("64MiB", "64MiB", "64MiB")
@@ -51,7 +58,11 @@ class Pair:
     @property
     def decides(self) -> bool:
         """Whether scores choose in decode steps: not where the newest always win."""
-        return self.plain.in_decode and not isinstance(self.engine, Local) and self.engine.heavy_size != 0
+        return (
+            self.plain.in_decode
+            and not isinstance(self.engine, Local)
+            and self.engine.heavy_size != 0
+        )
 
 
 SIZES: dict[str, Any] = {"heavy_size": 5, "recent_size": 3}
@@ -60,28 +71,46 @@ LARGER: dict[str, Any] = {"heavy_size": 8, "recent_size": 2}
 
 PAIRS: dict[str, Pair] = {
     "h2o": Pair(H2O(**SIZES), plain.h2o(SMALL)),
-    "h2o, mostly recent": Pair(H2O(heavy_size=2, recent_size=6), plain.h2o(Budget(heavy_size=2, recent_size=6))),
-    "h2o, one recent": Pair(H2O(heavy_size=7, recent_size=1), plain.h2o(Budget(heavy_size=7, recent_size=1))),
+    "h2o, mostly recent": Pair(
+        H2O(heavy_size=2, recent_size=6), plain.h2o(Budget(heavy_size=2, recent_size=6))
+    ),
+    "h2o, one recent": Pair(
+        H2O(heavy_size=7, recent_size=1), plain.h2o(Budget(heavy_size=7, recent_size=1))
+    ),
     "h2o, ratios": Pair(H2O(0.5, 0.25), plain.h2o(Budget(0.5, 0.25))),
     "h2o, one ratio": Pair(H2O(0.34), plain.h2o(Budget(0.34, 0.34))),
-    "h2o, ratio and size": Pair(H2O(heavy_ratio=0.4, recent_size=2), plain.h2o(Budget(0.4, recent_size=2))),
+    "h2o, ratio and size": Pair(
+        H2O(heavy_ratio=0.4, recent_size=2), plain.h2o(Budget(0.4, recent_size=2))
+    ),
     "h2o, by default": Pair(H2O(), plain.h2o(Budget())),
-    "h2o, no heavy": Pair(H2O(heavy_size=0, recent_size=8), plain.h2o(Budget(heavy_size=0, recent_size=8))),
+    "h2o, no heavy": Pair(
+        H2O(heavy_size=0, recent_size=8), plain.h2o(Budget(heavy_size=0, recent_size=8))
+    ),
     "h2o, prompt only": Pair(H2O(**SIZES, while_decoding=False), plain.h2o(SMALL, in_decode=False)),
     "local": Pair(Local(**SIZES), plain.local(SMALL, sinks=4)),
-    "local, window alone": Pair(Local(recent_size=6, sinks=0), plain.local(Budget(heavy_size=0, recent_size=6))),
+    "local, window alone": Pair(
+        Local(recent_size=6, sinks=0), plain.local(Budget(heavy_size=0, recent_size=6))
+    ),
     "local, prompt only": Pair(
         Local(**SIZES, sinks=2, while_decoding=False), plain.local(SMALL, sinks=2, in_decode=False)
     ),
-    "h2o-norm": Pair(H2ONorm(heavy_size=12, recent_size=3), plain.h2o_norm(Budget(heavy_size=12, recent_size=3))),
-    "h2o-norm, plain": Pair(H2ONorm(**SIZES, sinks=0, grace=0), plain.h2o_norm(SMALL, sinks=0, grace=0)),
+    "h2o-norm": Pair(
+        H2ONorm(heavy_size=12, recent_size=3), plain.h2o_norm(Budget(heavy_size=12, recent_size=3))
+    ),
+    "h2o-norm, plain": Pair(
+        H2ONorm(**SIZES, sinks=0, grace=0), plain.h2o_norm(SMALL, sinks=0, grace=0)
+    ),
     "h2o-norm, one sink": Pair(
         H2ONorm(**SIZES, sinks=1, grace=4), plain.h2o_norm(SMALL, sinks=1, grace=4)
     ),
     "tova": Pair(Tova(**SIZES), plain.tova(SMALL)),
-    "tova, prompt only": Pair(Tova(**SIZES, while_decoding=False), replace(plain.tova(SMALL), in_decode=False)),
+    "tova, prompt only": Pair(
+        Tova(**SIZES, while_decoding=False), replace(plain.tova(SMALL), in_decode=False)
+    ),
     "snapkv": Pair(SnapKV(**SIZES, window=4), plain.snapkv(SMALL, rows=4)),
-    "snapkv, narrow": Pair(SnapKV(**LARGER, window=6, kernel=3), plain.snapkv(Budget(**LARGER), rows=6, kernel=3)),
+    "snapkv, narrow": Pair(
+        SnapKV(**LARGER, window=6, kernel=3), plain.snapkv(Budget(**LARGER), rows=6, kernel=3)
+    ),
     "snapkv, prompt only": Pair(
         SnapKV(**SIZES, window=3, kernel=5, while_decoding=False),
         replace(plain.snapkv(SMALL, rows=3, kernel=5), in_decode=False),
@@ -95,13 +124,17 @@ PAIRS: dict[str, Pair] = {
     "h2o, of the sequence, prompt only": Pair(
         H2O(kv_budget=0.3, while_decoding=False), plain.h2o(Budget(kv_budget=0.3), in_decode=False)
     ),
-    "local, of the sequence": Pair(Local(kv_budget=0.35), plain.local(Budget(kv_budget=0.35), sinks=4)),
+    "local, of the sequence": Pair(
+        Local(kv_budget=0.35), plain.local(Budget(kv_budget=0.35), sinks=4)
+    ),
     "h2o-norm, of the sequence": Pair(
-        H2ONorm(kv_budget=0.5, sinks=1, grace=2), plain.h2o_norm(Budget(kv_budget=0.5), sinks=1, grace=2)
+        H2ONorm(kv_budget=0.5, sinks=1, grace=2),
+        plain.h2o_norm(Budget(kv_budget=0.5), sinks=1, grace=2),
     ),
     "tova, of the sequence": Pair(Tova(kv_budget=0.35), plain.tova(Budget(kv_budget=0.35))),
     "snapkv, of the sequence": Pair(
-        SnapKV(kv_budget=0.4, window=6, kernel=3), plain.snapkv(Budget(kv_budget=0.4), rows=6, kernel=3)
+        SnapKV(kv_budget=0.4, window=6, kernel=3),
+        plain.snapkv(Budget(kv_budget=0.4), rows=6, kernel=3),
     ),
     "vase": Pair(VaSE(**LARGER, sinks=2, window=5), plain.vase(Budget(**LARGER), rows=5, sinks=2)),
     "vase, seeded": Pair(
@@ -114,21 +147,25 @@ PAIRS: dict[str, Pair] = {
         plain.triattention(Budget(heavy_size=5, recent_size=4), 100, 4),
     ),
     "triattention, of the sequence": Pair(
-        TriAttention(kv_budget=0.4, interval=1), plain.triattention(Budget(kv_budget=0.4), interval=1)
+        TriAttention(kv_budget=0.4, interval=1),
+        plain.triattention(Budget(kv_budget=0.4), interval=1),
     ),
     "triattention, prompt only": Pair(
-        TriAttention(**SIZES, while_decoding=False), replace(plain.triattention(SMALL), in_decode=False)
+        TriAttention(**SIZES, while_decoding=False),
+        replace(plain.triattention(SMALL), in_decode=False),
     ),
     "triattention, prompt protected": Pair(
         TriAttention(heavy_size=18, recent_size=10, farthest=32, interval=2, protect="prompt"),
         plain.protecting(plain.triattention(Budget(heavy_size=18, recent_size=10), 32, 2)),
     ),
-    "h2o, protected": Pair(H2O(**LARGER, protect=3), plain.protecting(plain.h2o(Budget(**LARGER)), 3)),
+    "h2o, protected": Pair(
+        H2O(**LARGER, protect=3), plain.protecting(plain.h2o(Budget(**LARGER)), 3)
+    ),
     "random, prompt protected": Pair(
         Random(heavy_size=18, recent_size=7, seed=3, protect="prompt"),
         plain.protecting(plain.random(Budget(heavy_size=18, recent_size=7), seed=3)),
     ),
-}  # fmt: skip
+}
 
 
 # ---- what the reference says
@@ -145,27 +182,45 @@ class Wanted:
 
 
 def wanted(
-    model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int],
-    stored: Callable[[], Stored] | None = None, turn: Turn | None = None, header: Sequence[int] = (),
-) -> Wanted:  # fmt: skip
-    """Random prompts of these lengths, each the first that leads to no near tie, with what follows on them.
+    model: PlainModel,
+    pair: Pair,
+    lengths: Sequence[int],
+    new_tokens: int | Sequence[int],
+    stored: Callable[[], Stored] | None = None,
+    turn: Turn | None = None,
+    header: Sequence[int] = (),
+) -> Wanted:
+    """Random prompts of these lengths, each the first that leads to no near tie, with what follows
+    on them.
 
-    stored: makes what a cache makes of columns, turn: gives them positions (reference.forward). header: tokens before
-    those of every prompt. Refuses references that could not tell right from wrong.
+    stored: makes what a cache makes of columns, turn: gives them positions (reference.forward).
+    header: tokens before those of every prompt. Refuses references that could not tell right from
+    wrong.
     """
     each = [new_tokens] * len(lengths) if isinstance(new_tokens, int) else new_tokens
-    prompts, rows = [], []
+    prompts = []
+    rows = []
     for i, (length, most) in enumerate(zip(lengths, each, strict=True)):
         for attempt in count():
             prompt = [*header, *random_prompts((length,), seed=37 * i + attempt)[0]]
-            row = evicted_greedy(model, prompt, most, pair.plain, None if stored is None else stored(), turn)
-            if not row.is_near and row.least_gap > LEAST_SCORE_GAP and row.least_token_gap > LEAST_GAP:
+            row = evicted_greedy(
+                model, prompt, most, pair.plain, None if stored is None else stored(), turn
+            )
+            if (
+                not row.is_near
+                and row.least_gap > LEAST_SCORE_GAP
+                and row.least_token_gap > LEAST_GAP
+            ):
                 break
         prompts.append(prompt)
         rows.append(row)
-    assert len({token for row in rows for token in row.tokens}) > 3, "greedy repeats itself: take another seed"
+    assert len({token for row in rows for token in row.tokens}) > 3, (
+        "greedy repeats itself: take another seed"
+    )
     if pair.decides:
-        assert sum(row.promotions for row in rows) > 0, "a plain window would pass: take another seed"
+        assert sum(row.promotions for row in rows) > 0, (
+            "a plain window would pass: take another seed"
+        )
     return Wanted(prompts, rows)
 
 
@@ -173,7 +228,8 @@ def wanted(
 
 
 class SeenByRow:
-    """Collects the positions that attention saw: by prompt and block, of each decode step, ascending by kv-head."""
+    """Collects the positions that attention saw: by prompt and block, of each decode step,
+    ascending by kv-head."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[int, int], list[list[list[int]]]] = {}
@@ -197,20 +253,33 @@ class Ran:
 
 
 def generate(
-    folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, eviction: Eviction | None, policy: Policy | str,
-    offload_dir: Path, budget: MemoryBudget | None = None, dtype: str = "float32", share_prefix: str = "auto",
-) -> Ran:  # fmt: skip
-    with LLM(str(folder), policy, eviction, dtype=dtype, budget=budget, offload_dir=offload_dir) as llm:
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    eviction: Eviction | None,
+    policy: Policy | str,
+    offload_dir: Path,
+    budget: MemoryBudget | None = None,
+    dtype: str = "float32",
+    share_prefix: str = "auto",
+) -> Ran:
+    with LLM(
+        str(folder), policy, eviction, dtype=dtype, budget=budget, offload_dir=offload_dir
+    ) as llm:
         llm.share_prefix = share_prefix
         return run_with(llm, prompts, SamplingParams(max_tokens=new_tokens))
 
 
 def run_with(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], refill: bool = False
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    refill: bool = False,
 ) -> Ran:
     read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
     done: list[Completion] = []
-    logits, seen = LogitsByRow(), SeenByRow()
+    logits = LogitsByRow()
+    seen = SeenByRow()
     watch: Callable[..., None] | None = seen if llm.eviction.needs.record else None
     report = llm.run(read, params, done.extend, Callbacks(logits, watch), refill=refill)
     return Ran(sorted(done, key=lambda c: c.index), logits.rows, seen.rows, report)
@@ -228,7 +297,9 @@ def assert_same(want: Wanted, ran: Ran) -> None:
                     continue
                 own = len(prompt) + step
                 expected = [[*held, own] for held in heads]
-                assert ran.seen[i, block][step] == expected, f"row {i}, decode step {step}, block {block}"
+                assert ran.seen[i, block][step] == expected, (
+                    f"row {i}, decode step {step}, block {block}"
+                )
 
 
 def cut(want: Wanted, tokens: Sequence[int]) -> Wanted:
@@ -241,8 +312,15 @@ def cut(want: Wanted, tokens: Sequence[int]) -> Wanted:
 
 
 def assert_equal(
-    folder: Path, want: Wanted, pair: Pair, policy: Policy, offload_dir: Path, budget: MemoryBudget | None = None
+    folder: Path,
+    want: Wanted,
+    pair: Pair,
+    policy: Policy,
+    offload_dir: Path,
+    budget: MemoryBudget | None = None,
 ) -> Ran:
-    ran = generate(folder, want.prompts, max(map(len, want.tokens)), pair.engine, policy, offload_dir, budget)
+    ran = generate(
+        folder, want.prompts, max(map(len, want.tokens)), pair.engine, policy, offload_dir, budget
+    )
     assert_same(want, ran)
     return ran

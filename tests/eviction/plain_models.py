@@ -1,4 +1,5 @@
-"""transformers' models in the pieces between which eviction happens: `reference.PlainModel` of each family."""
+"""transformers' models in the pieces between which eviction happens: `reference.PlainModel` of each
+family."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.eviction.reference import PlainModel
 
 
 class PlainOPT:
-    """transformers' OPT of any kind: pre- or post-norm, narrow embedding, with or without biases, any activation."""
+    """transformers' OPT of any kind: pre- or post-norm, narrow embedding, with or without biases,
+    any activation."""
 
     def __init__(self, model: OPTForCausalLM, dtype: torch.dtype = torch.float32) -> None:
         self._model = copy.deepcopy(model).eval().to(dtype=dtype)
@@ -33,10 +35,15 @@ class PlainOPT:
             words = self._decoder.project_in(words)
         return words + self._decoder.embed_positions.weight[2 : 2 + len(ids)]
 
-    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, layer: int, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         block = self._decoder.layers[layer]
-        own, inputs = block.self_attn, block.self_attn_layer_norm(x) if self._pre_norm else x
-        q, k, v = (f(inputs).view(len(x), self.kv_heads, -1) for f in (own.q_proj, own.k_proj, own.v_proj))
+        own = block.self_attn
+        inputs = block.self_attn_layer_norm(x) if self._pre_norm else x
+        q, k, v = (
+            f(inputs).view(len(x), self.kv_heads, -1) for f in (own.q_proj, own.k_proj, own.v_proj)
+        )
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
     def sinks(self, layer: int) -> torch.Tensor | None:
@@ -62,21 +69,29 @@ class PlainRotary:
 
     apply = staticmethod(modeling_llama.apply_rotary_pos_emb)
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, rolling: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, rolling: bool = False
+    ) -> None:
         self._rolling = rolling
         self._model = copy.deepcopy(model).eval().to(dtype=dtype)
         self._decoder = self._model.base_model
         self.num_layers = len(self._decoder.layers)
-        self.kv_heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+        self.kv_heads = getattr(
+            model.config, "num_key_value_heads", model.config.num_attention_heads
+        )
         window = getattr(model.config, "sliding_window", None)
-        kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * self.num_layers
+        kinds = (
+            getattr(model.config, "layer_types", None) or ["sliding_attention"] * self.num_layers
+        )
         self.frequencies = self._decoder.rotary_emb.inv_freq.double()
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self._model.get_input_embeddings()(ids)
 
-    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, layer: int, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = self._heads(self._decoder.layers[layer], x)
         if self._rolling:
             return q, k, v
@@ -90,7 +105,9 @@ class PlainRotary:
         angles = self._decoder.rotary_emb(heads, positions[None])
         return self.apply(heads[None], heads[None], *angles)[0][0]
 
-    def _heads(self, block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _heads(
+        self, block: nn.Module, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         raise NotImplementedError
 
 
@@ -100,11 +117,16 @@ class PlainLlama(PlainRotary):
     Qwen3 norms q and k of each head besides, OLMoE those of all heads together.
     """
 
-    def _heads(self, block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        own, inputs = block.self_attn, block.input_layernorm(x)
+    def _heads(
+        self, block: nn.Module, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        own = block.self_attn
+        inputs = block.input_layernorm(x)
         q, k, v = (f(inputs) for f in (own.q_proj, own.k_proj, own.v_proj))
         if hasattr(own, "q_norm"):
-            q, k = (n(y.view(len(x), -1, len(n.weight))) for n, y in ((own.q_norm, q), (own.k_norm, k)))
+            q, k = (
+                n(y.view(len(x), -1, len(n.weight))) for n, y in ((own.q_norm, q), (own.k_norm, k))
+            )
         q, k, v = (y.reshape(len(x), -1, own.head_dim) for y in (q, k, v))
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
@@ -134,25 +156,38 @@ class PlainNeoX(PlainRotary):
 
     apply = staticmethod(modeling_gpt_neox.apply_rotary_pos_emb)
 
-    def _heads(self, block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        fused = block.attention.query_key_value(block.input_layernorm(x)).view(len(x), self.kv_heads, -1)
+    def _heads(
+        self, block: nn.Module, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        fused = block.attention.query_key_value(block.input_layernorm(x)).view(
+            len(x), self.kv_heads, -1
+        )
         q, k, v = fused.transpose(0, 1).chunk(3, dim=-1)
         return q, k, v
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]
         y = x + block.attention.dense(mixed)
-        return y + block.mlp(block.post_attention_layernorm(x if self._model.config.use_parallel_residual else y))
+        return y + block.mlp(
+            block.post_attention_layernorm(x if self._model.config.use_parallel_residual else y)
+        )
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self._model.lm_head(self._decoder.final_layer_norm(x))
 
 
 PLAIN: dict[str, Callable[[PreTrainedModel], PlainModel]] = {
-    "opt": PlainOPT, "llama": PlainLlama, "mistral": PlainLlama, "qwen2": PlainLlama,
-    "qwen3": PlainLlama, "qwen3_moe": PlainLlama, "mixtral": PlainLlama, "olmoe": PlainLlama, "gpt_neox": PlainNeoX,
+    "opt": PlainOPT,
+    "llama": PlainLlama,
+    "mistral": PlainLlama,
+    "qwen2": PlainLlama,
+    "qwen3": PlainLlama,
+    "qwen3_moe": PlainLlama,
+    "mixtral": PlainLlama,
+    "olmoe": PlainLlama,
+    "gpt_neox": PlainNeoX,
     "gpt_oss": PlainGptOss,
-}  # fmt: skip
+}
 
 
 def plain_model(model: PreTrainedModel) -> PlainModel:

@@ -1,7 +1,9 @@
-"""The eviction policies as the reference runs them: a few lines each, column scores in fp64 and by position.
+"""The eviction policies as the reference runs them: a few lines each, column scores in fp64 and by
+position.
 
-Letters: kv = kv-heads, g = query heads of one kv-head, n = columns so far. A policy says how many columns stay
-(`Sizes`) and scores them (`Scorer`); `choose` decides. Whatever a paper leaves open is settled as the engine does.
+Letters: kv = kv-heads, g = query heads of one kv-head, n = columns so far. A policy says how many
+columns stay (`Sizes`) and scores them (`Scorer`); `choose` decides. Whatever a paper leaves open is
+settled as the engine does.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ Turns = Sequence[tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Columns that stay of one row: its first positions, those with the largest scores, its newest."""
+    """Columns that stay of one row: its first positions, those with the largest scores, its
+    newest."""
 
     sinks: int
     heavy: int
@@ -32,8 +35,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Budget:
-    """Heavy and recent columns of a row: shares of its prompt, at least 1 each, or absolute sizes, which may be 0; or
-    half each of a share of its prompt and most new tokens, at least 1 together, an odd one recent."""
+    """Heavy and recent columns of a row: shares of its prompt, at least 1 each, or absolute sizes,
+    which may be 0; or half each of a share of its prompt and most new tokens, at least 1 together,
+    an odd one recent."""
 
     heavy_ratio: float = 0.1
     recent_ratio: float = 0.1
@@ -45,27 +49,38 @@ class Budget:
         if self.kv_budget is not None:
             both = max(1, int(self.kv_budget * (prompt_len + most_new)))
             return both // 2, both - both // 2
-        heavy = max(1, int(self.heavy_ratio * prompt_len)) if self.heavy_size is None else self.heavy_size
-        recent = max(1, int(self.recent_ratio * prompt_len)) if self.recent_size is None else self.recent_size
+        heavy = (
+            max(1, int(self.heavy_ratio * prompt_len))
+            if self.heavy_size is None
+            else self.heavy_size
+        )
+        recent = (
+            max(1, int(self.recent_ratio * prompt_len))
+            if self.recent_size is None
+            else self.recent_size
+        )
         return heavy, recent
 
 
 class Scorer:
-    """Scores of one layer's columns. Columns that were evicted keep an entry, which nobody reads."""
+    """Scores of one layer's columns. Columns that were evicted keep an entry, which nobody
+    reads."""
 
     def __init__(self, layer: int, sizes: Sizes) -> None:
-        self.layer, self.sizes = layer, sizes
+        self.layer = layer
+        self.sizes = sizes
 
     def see_keys(self, q: torch.Tensor, k: torch.Tensor, frequencies: torch.Tensor) -> None:
-        """Comes before the other two. q: (kv, g, n, d), k: (kv, n, d), both with rotary embeddings of these frequencies
-        (pairs,), in radians per position."""
+        """Comes before the other two. q: (kv, g, n, d), k: (kv, n, d), both with rotary embeddings
+        of these frequencies (pairs,), in radians per position."""
 
     def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
         """p: (kv, g, n, n) fp64 causal probabilities; v: (kv, n, d) values."""
         raise NotImplementedError
 
     def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        """p: (kv, g, n) probabilities of the newest query, its own column the last; v: (kv, n, d)."""
+        """p: (kv, g, n) probabilities of the newest query, its own column the last; v: (kv, n,
+        d)."""
         raise NotImplementedError
 
     def scores(self) -> torch.Tensor:
@@ -78,8 +93,9 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Policy:
-    """`sizes` of a row by its prompt tokens and its most new tokens. in_decode False: only the prefill evicts. share:
-    of the columns whose values count, below 1 for a policy that keeps all."""
+    """`sizes` of a row by its prompt tokens and its most new tokens. in_decode False: only the
+    prefill evicts. share: of the columns whose values count, below 1 for a policy that keeps
+    all."""
 
     sizes: Callable[[int, int], Sizes]
     scorer: Callable[[int, Sizes], Scorer]
@@ -87,21 +103,27 @@ class Policy:
     share: float = 1.0
 
 
-def choose(held: Sequence[int], sizes: Sizes, turns: Sequence[tuple[int, torch.Tensor]]) -> tuple[list[int], float]:
-    """Which of the `held` positions (ascending) of one kv-head stay, by its turns (scores: (n,) by position).
+def choose(
+    held: Sequence[int], sizes: Sizes, turns: Sequence[tuple[int, torch.Tensor]]
+) -> tuple[list[int], float]:
+    """Which of the `held` positions (ascending) of one kv-head stay, by its turns (scores: (n,) by
+    position).
 
-    Sinks and the newest always do; of the others those with the largest scores, on equal ones the newer. Also the
-    least distance in score between one that stays and one that goes: infinite where there was no choice.
+    Sinks and the newest always do; of the others those with the largest scores, on equal ones the
+    newer. Also the least distance in score between one that stays and one that goes: infinite where
+    there was no choice.
     """
     if len(held) <= sizes.total:
         return list(held), math.inf
     newest = list(held[len(held) - sizes.recent :])
     sinks = [j for j in held if j < sizes.sinks]
     rest = [j for j in held if j not in {*sinks, *newest}]
-    stay, gap = [*sinks, *newest], math.inf
+    stay = [*sinks, *newest]
+    gap = math.inf
     for count, score in turns:
         order = sorted(rest, key=lambda j: (float(score[j]), j), reverse=True)
-        chosen, rest = order[:count], order[count:]
+        chosen = order[:count]
+        rest = order[count:]
         if chosen and rest:
             gap = min(gap, float(score[chosen[-1]] - score[rest[0]]))
         stay += chosen
@@ -148,7 +170,8 @@ def h2o(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
 
 
 def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
-    """Sinks and a window, together as many columns as heavy and recent ones. Never less than one recent column."""
+    """Sinks and a window, together as many columns as heavy and recent ones. Never less than one
+    recent column."""
 
     def sizes(prompt_len: int, most_new: int) -> Sizes:
         total = sum(budget.sizes(prompt_len, most_new))
@@ -164,11 +187,13 @@ def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
 class MeanSeen(ColumnSums):
     """Column sums per query row that saw the column.
 
-    What a decode step gives counts by the share of the columns that are held (those of probability above 0).
+    What a decode step gives counts by the share of the columns that are held (those of probability
+    above 0).
     """
 
     def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        kv, n = p.shape[0], p.shape[-1]
+        kv = p.shape[0]
+        n = p.shape[-1]
         self.sums = p.sum((1, 2))
         self.count = torch.arange(n, 0, -1, dtype=torch.float64).expand(kv, n)
 
@@ -182,7 +207,8 @@ class MeanSeen(ColumnSums):
 
 
 class LastQuery(Scorer):
-    """TOVA: what the newest query gives the column, mean over all heads of the layer; so all hold the same set."""
+    """TOVA: what the newest query gives the column, mean over all heads of the layer; so all hold
+    the same set."""
 
     def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
         self.see_token(p[:, :, -1], v)
@@ -195,20 +221,27 @@ class LastQuery(Scorer):
 
 
 class ObservationWindow(Scorer):
-    """SnapKV: mean over the last `rows` queries, average-pooled over neighbours for the columns before them.
+    """SnapKV: mean over the last `rows` queries, average-pooled over neighbours for the columns
+    before them.
 
-    Group summed. Neighbours past the first column, or in the window of those queries, count as zeros. A shorter prompt
-    has fewer rows. While decoding a moving mean goes on from there.
+    Group summed. Neighbours past the first column, or in the window of those queries, count as
+    zeros. A shorter prompt has fewer rows. While decoding a moving mean goes on from there.
     """
 
     def __init__(self, layer: int, sizes: Sizes, rows: int = 32, kernel: int = 7) -> None:
         super().__init__(layer, sizes)
-        self.rows, self.kernel = rows, kernel
+        self.rows = rows
+        self.kernel = kernel
 
     def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        mean, reach, n = p[:, :, -self.rows :].sum(1).mean(1), self.kernel // 2, p.shape[-1]
+        mean = p[:, :, -self.rows :].sum(1).mean(1)
+        reach = self.kernel // 2
+        n = p.shape[-1]
         before = range(max(0, n - self.rows))
-        pooled = [sum(mean[:, i] for i in range(j - reach, j + reach + 1) if i in before) / self.kernel for j in before]
+        pooled = [
+            sum(mean[:, i] for i in range(j - reach, j + reach + 1) if i in before) / self.kernel
+            for j in before
+        ]
         self.mean = torch.stack([*pooled, *mean[:, len(before) :].unbind(1)], dim=1)
 
     def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
@@ -219,7 +252,8 @@ class ObservationWindow(Scorer):
 
 
 class ValueAware(MeanSeen):
-    """Half of the heavy columns by `MeanSeen` (rounded down), the others by (that + 1e-4) x the value's L2 norm."""
+    """Half of the heavy columns by `MeanSeen` (rounded down), the others by (that + 1e-4) x the
+    value's L2 norm."""
 
     def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
         super().see_prompt(p, v)
@@ -230,12 +264,14 @@ class ValueAware(MeanSeen):
         self.norms = v.double().norm(dim=-1)
 
     def turns(self) -> Turns:
-        mean, half = self.scores(), self.sizes.heavy // 2
+        mean = self.scores()
+        half = self.sizes.heavy // 2
         return [(half, mean), (self.sizes.heavy - half, (mean + 1e-4) * self.norms)]
 
 
 class Hashed(Scorer):
-    """A fixed pseudo-random number for each (seed, layer, kv-head, position): the same whatever else is computed."""
+    """A fixed pseudo-random number for each (seed, layer, kv-head, position): the same whatever
+    else is computed."""
 
     def __init__(self, layer: int, sizes: Sizes, seed: int = 0) -> None:
         super().__init__(layer, sizes)
@@ -253,7 +289,11 @@ class Hashed(Scorer):
 
     def _number(self, head: int, position: int) -> int:
         """24 bits of a 32-bit integer hash: the engine's, in Python's whole numbers."""
-        x = (position + 1) * 0x9E3779B1 + (head + 1) * 0x85EBCA77 + (self.layer + 65537 * self.seed + 1) * 0xC2B2AE3D
+        x = (
+            (position + 1) * 0x9E3779B1
+            + (head + 1) * 0x85EBCA77
+            + (self.layer + 65537 * self.seed + 1) * 0xC2B2AE3D
+        )
         for shift in (15, 13, 16):
             x &= 0xFFFFFFFF
             x = (x ^ (x >> shift)) * 0x85EBCA77
@@ -261,10 +301,12 @@ class Hashed(Scorer):
 
 
 class Vase(ObservationWindow):
-    """A quarter of the heavy columns (rounded down) by the range of their values, the others by log(score) + Gumbel
-    noise, of a number that is each column's own."""
+    """A quarter of the heavy columns (rounded down) by the range of their values, the others by
+    log(score) + Gumbel noise, of a number that is each column's own."""
 
-    def __init__(self, layer: int, sizes: Sizes, rows: int = 64, kernel: int = 7, seed: int = 0) -> None:
+    def __init__(
+        self, layer: int, sizes: Sizes, rows: int = 64, kernel: int = 7, seed: int = 0
+    ) -> None:
         super().__init__(layer, sizes, rows, kernel)
         self.numbers = Hashed(layer, sizes, seed)
 
@@ -279,23 +321,27 @@ class Vase(ObservationWindow):
         self.ranges = v.double().amax(-1) - v.double().amin(-1)
 
     def turns(self) -> Turns:
-        quarter, uniform = self.sizes.heavy // 4, (self.numbers.scores() + 0.5) / 2**24
+        quarter = self.sizes.heavy // 4
+        uniform = (self.numbers.scores() + 0.5) / 2**24
         drawn = (self.mean + 1e-9).log() - (-uniform.log()).log()
         return [(quarter, self.ranges), (self.sizes.heavy - quarter, drawn)]
 
 
 class Trigonometric(Scorer):
-    """TriAttention: sum_f |mean q_f| |k_f| cos(w_f (t + step - j) + angle of mean q_f to k_f), mean over steps 1, 2, 4,
-    ..., plus sum_f (mean |q_f| - |mean q_f|) |k_f|; q and k as complex numbers without rotary embeddings.
+    """TriAttention: sum_f |mean q_f| |k_f| cos(w_f (t + step - j) + angle of mean q_f to k_f), mean
+    over steps 1, 2, 4, ..., plus sum_f (mean |q_f| - |mean q_f|) |k_f|; q and k as complex numbers
+    without rotary embeddings.
 
-    Of each query head less its mean, over its deviation, both over the columns that may leave; then the largest of the
-    group. Scores are made anew every `interval` positions, when a row is full for the first time, and always if fewer
-    columns are recent.
+    Of each query head less its mean, over its deviation, both over the columns that may leave; then
+    the largest of the group. Scores are made anew every `interval` positions, when a row is full
+    for the first time, and always if fewer columns are recent.
     """
 
     def __init__(self, layer: int, sizes: Sizes, farthest: int = 2**16, interval: int = 16) -> None:
         super().__init__(layer, sizes)
-        self.farthest, self.interval, self.was_full = farthest, interval, False
+        self.farthest = farthest
+        self.interval = interval
+        self.was_full = False
 
     def see_keys(self, q: torch.Tensor, k: torch.Tensor, frequencies: torch.Tensor) -> None:
         alone = q.shape[-1] - 2 * len(frequencies)  # numbers that do not turn
@@ -316,10 +362,15 @@ class Trigonometric(Scorer):
         self._score(torch.ones(len(p), p.shape[-1], dtype=torch.bool))
 
     def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        now, held = p.shape[-1] - 1, (p > 0).any(1)
+        now = p.shape[-1] - 1
+        held = (p > 0).any(1)
         self.found = _grown(self.found)
         full = int(held[0].sum()) > self.sizes.total
-        if now % self.interval == 0 or (full and not self.was_full) or self.sizes.recent < self.interval:
+        if (
+            now % self.interval == 0
+            or (full and not self.was_full)
+            or self.sizes.recent < self.interval
+        ):
             self._score(held)
         self.was_full |= full
 
@@ -330,11 +381,18 @@ class Trigonometric(Scorer):
         steps = [2**i for i in range(40) if 2**i <= self.farthest]
         self.found = torch.zeros(kv, n, dtype=torch.float64)
         for head in range(kv):
-            size, angle = self.k[head].abs(), self.k[head].angle()  # (n, f)
+            # (n, f)
+            size = self.k[head].abs()
+            angle = self.k[head].angle()
             of_queries = []
             for centre, spread in zip(self.centre[head], self.spread[head], strict=True):
-                phase = [(n - 1 + step - places.double())[:, None] * self.w + centre.angle() - angle for step in steps]
-                series = torch.stack([(centre.abs() * size * x.cos()).sum(1) for x in phase]).mean(0)
+                phase = [
+                    (n - 1 + step - places.double())[:, None] * self.w + centre.angle() - angle
+                    for step in steps
+                ]
+                series = torch.stack([(centre.abs() * size * x.cos()).sum(1) for x in phase]).mean(
+                    0
+                )
                 score = series + (spread * size).sum(1)
                 some = score[may_leave[head]]
                 if len(some):
@@ -354,11 +412,14 @@ def triattention(budget: Budget, farthest: int = 2**16, interval: int = 16) -> P
 
 
 def vase(budget: Budget, rows: int = 64, kernel: int = 7, sinks: int = 4, seed: int = 0) -> Policy:
-    return Policy(_of_heavy(budget, sinks, 0), lambda layer, sizes: Vase(layer, sizes, rows, kernel, seed))
+    return Policy(
+        _of_heavy(budget, sinks, 0), lambda layer, sizes: Vase(layer, sizes, rows, kernel, seed)
+    )
 
 
 def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int], Sizes]:
-    """Sinks, and recent columns until `grace` queries saw each, out of the heavy share: the budget stays what it is."""
+    """Sinks, and recent columns until `grace` queries saw each, out of the heavy share: the budget
+    stays what it is."""
 
     def sizes(prompt_len: int, most_new: int) -> Sizes:
         heavy, recent = budget.sizes(prompt_len, most_new)
@@ -390,18 +451,22 @@ def snapkv(budget: Budget, rows: int = 32, kernel: int = 7) -> Policy:
 
 
 def random(budget: Budget, seed: int = 0) -> Policy:
-    return Policy(lambda n, new: Sizes(0, *budget.sizes(n, new)), lambda layer, sizes: Hashed(layer, sizes, seed))
+    return Policy(
+        lambda n, new: Sizes(0, *budget.sizes(n, new)),
+        lambda layer, sizes: Hashed(layer, sizes, seed),
+    )
 
 
 # ---- what goes with any of them
 
 
 def protecting(policy: Policy, first: float = math.inf) -> Policy:
-    """The first columns of a prompt stay, all of them by default; heavy and recent ones share the rest as they would
-    share all. Only for policies without sinks or grace of their own."""
+    """The first columns of a prompt stay, all of them by default; heavy and recent ones share the
+    rest as they would share all. Only for policies without sinks or grace of their own."""
 
     def sizes(prompt_len: int, most_new: int) -> Sizes:
-        own, safe = policy.sizes(prompt_len, most_new), int(min(prompt_len, first))
+        own = policy.sizes(prompt_len, most_new)
+        safe = int(min(prompt_len, first))
         left = own.total - safe
         heavy = own.heavy * left // own.total
         return Sizes(safe, heavy, left - heavy)

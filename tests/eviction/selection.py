@@ -1,4 +1,5 @@
-"""FlexGen's sparse attention, slow and obvious: one query, one query head and one column after another."""
+"""FlexGen's sparse attention, slow and obvious: one query, one query head and one column after
+another."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ SHARE_GAP = 1e-5
 
 
 class Selection:
-    """share: of a row's columns whose values count, the newest beside them. is_near: rounding may decide otherwise
-    elsewhere."""
+    """share: of a row's columns whose values count, the newest beside them. is_near: rounding may
+    decide otherwise elsewhere."""
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -19,11 +20,11 @@ class Selection:
 
     def mixed(
         self, scores: torch.Tensor, sinks: torch.Tensor, found: torch.Tensor, prompt_len: int
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """What queries behind the prompt get, (kv, g, n - prompt_len, d).
 
-        scores: (kv, g, n, n), scaled products with columns as they are read; sinks: (kv, g), -inf for none; found:
-        (kv, n, n, d), values as query i reads them.
+        scores: (kv, g, n, n), scaled products with columns as they are read; sinks: (kv, g), -inf
+        for none; found: (kv, n, n, d), values as query i reads them.
         """
         kv, g, n, _ = scores.shape
         out = torch.zeros(kv, g, n - prompt_len, found.shape[-1])
@@ -38,6 +39,7 @@ class Selection:
         count = int(self.share * len(p))
         order = sorted(range(len(p)), key=lambda j: (-p[j], j))
         if 0 < count < len(p):
-            last, next_ = p[order[count - 1]], p[order[count]]
+            last = p[order[count - 1]]
+            next_ = p[order[count]]
             self.is_near |= last - next_ < SHARE_GAP * last
         return order[:count]

@@ -1,4 +1,5 @@
-"""Turns in one conversation: the KV of a row lives on, and room is made for the coming turn as for any new column."""
+"""Turns in one conversation: the KV of a row lives on, and room is made for the coming turn as for
+any new column."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.eviction.reference import Evicted, PlainModel, Turn, evicted_greedy
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, random_prompts
 
-LENGTHS, ANSWER = (9, 5, 1, 7), 4
+LENGTHS = (9, 5, 1, 7)
+ANSWER = 4
 
 
 @dataclass
@@ -51,7 +53,8 @@ class Heard:
 
 @dataclass(frozen=True)
 class Held:
-    """What a conversation was: every token behind the first turn, logits and held positions by step."""
+    """What a conversation was: every token behind the first turn, logits and held positions by
+    step."""
 
     heard: Heard
     tokens: list[int]
@@ -62,28 +65,48 @@ class Held:
 
 
 def converse(
-    folder: Path, turns: Sequence[Sequence[int]], eviction: Eviction | None, policy: Policy, offload_dir: Path,
-    answer: int = ANSWER, eos: Sequence[int] = (), budget: MemoryBudget | None = None, room: int | None = None,
+    folder: Path,
+    turns: Sequence[Sequence[int]],
+    eviction: Eviction | None,
+    policy: Policy,
+    offload_dir: Path,
+    answer: int = ANSWER,
+    eos: Sequence[int] = (),
+    budget: MemoryBudget | None = None,
+    room: int | None = None,
     max_tokens_per_sweep: int = GIVEN_CHUNK,
-) -> Held:  # fmt: skip
+) -> Held:
     """One token at once: held positions too."""
-    heard, logits, seen = Heard(), LogitsByRow(), SeenByRow()
+    heard = Heard()
+    logits = LogitsByRow()
+    seen = SeenByRow()
     params = SamplingParams(max_tokens=answer)
     ends = StopCriteria((), eos, None)
     room = tokens_after_first(turns, answer) if room is None else room
-    talk = Conversation(turns[0], heard.next(turns), params, ends, heard, room, max_tokens_per_sweep)
+    talk = Conversation(
+        turns[0], heard.next(turns), params, ends, heard, room, max_tokens_per_sweep
+    )
     done: list[list[int]] = []
-    with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
+    with LLM(
+        str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir
+    ) as llm:
         watch = seen if max_tokens_per_sweep == 1 and llm.eviction.needs.record else None
         llm.run(
-            [talk.prompt], talk, lambda rows: done.extend(row.token_ids for row in rows), Callbacks(logits, watch),
-        )  # fmt: skip
-        return Held(heard, done[0], torch.stack(logits.rows[0]), seen, llm.times[0].held, llm.peak_bytes)
+            [talk.prompt],
+            talk,
+            lambda rows: done.extend(row.token_ids for row in rows),
+            Callbacks(logits, watch),
+        )
+        return Held(
+            heard, done[0], torch.stack(logits.rows[0]), seen, llm.times[0].held, llm.peak_bytes
+        )
 
 
 def given_steps(turns: Sequence[Sequence[int]], answer: int) -> dict[int, int]:
-    """At which step behind the first turn each token of the later ones is taken, where all answers are as long."""
-    steps, at = {}, 0
+    """At which step behind the first turn each token of the later ones is taken, where all answers
+    are as long."""
+    steps = {}
+    at = 0
     for turn in turns[1:]:
         at += answer
         steps |= dict(enumerate(turn, start=at))
@@ -93,42 +116,72 @@ def given_steps(turns: Sequence[Sequence[int]], answer: int) -> dict[int, int]:
 
 CASES = [
     ("llama", "h2o", "rolling", Policy(1, percent=PLACEMENTS["kv on disk"]), None),
-    ("llama", "h2o-norm, one sink", "rolling", Policy(1, percent=PLACEMENTS["kv split three ways"]), STAND_IN),
+    (
+        "llama",
+        "h2o-norm, one sink",
+        "rolling",
+        Policy(1, percent=PLACEMENTS["kv split three ways"]),
+        STAND_IN,
+    ),
     ("long", "h2o", "original", Policy(1, percent=PLACEMENTS["everything split 30/30"]), STAND_IN),
-    ("long", "tova", "original", Policy(1, percent=PLACEMENTS["kv on disk"], sep_layer=False, overlap=False), None),
+    (
+        "long",
+        "tova",
+        "original",
+        Policy(1, percent=PLACEMENTS["kv on disk"], sep_layer=False, overlap=False),
+        None,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("shape", "pair", "positions", "policy", "budget"), CASES)
 def test_every_turn_equals_the_reference(
-    shape: str, pair: str, positions: str, policy: Policy, budget: MemoryBudget | None,
-    known: Callable[[str], Known], tmp_path: Path,
-) -> None:  # fmt: skip
-    """Tokens, logits and held columns of a run that computes everything anew from the ids at each token.
+    shape: str,
+    pair: str,
+    positions: str,
+    policy: Policy,
+    budget: MemoryBudget | None,
+    known: Callable[[str], Known],
+    tmp_path: Path,
+) -> None:
+    """Tokens, logits and held columns of a run that computes everything anew from the ids at each
+    token.
 
     However many tokens of a turn a sweep takes: of 5 tokens all, some, or one at a time.
     """
-    model, how = known(shape), PAIRS[pair]
+    model = known(shape)
+    how = PAIRS[pair]
     plain = PlainLlama(model.model, rolling=True) if positions == ROLLING else model.plain
     turns, want = turns_without_near_ties(plain, pair, plain.turn if positions == ROLLING else None)
     given = sum(map(len, turns[1:]))
     for max_tokens_per_sweep in (GIVEN_CHUNK, 3, 1):
         found = converse(
-            model.folder, turns, replace(how.engine, positions=positions), policy, tmp_path, budget=budget,
+            model.folder,
+            turns,
+            replace(how.engine, positions=positions),
+            policy,
+            tmp_path,
+            budget=budget,
             max_tokens_per_sweep=max_tokens_per_sweep,
-        )  # fmt: skip
+        )
         assert found.tokens == want.tokens
         assert (found.logits - want.logits).abs().max() <= LOGIT_TOLERANCE
-        assert found.heard.taken == [(i, token) for i, turn in enumerate(turns[1:], start=1) for token in turn]
+        assert found.heard.taken == [
+            (i, token) for i, turn in enumerate(turns[1:], start=1) for token in turn
+        ]
         assert [len(found.heard.answers[i]) for i in range(len(turns))] == [ANSWER] * len(turns)
         sweeps = {GIVEN_CHUNK: len(want.tokens) - given, 1: len(want.tokens)}
         assert len(found.columns) == sweeps.get(max_tokens_per_sweep, len(found.columns))
     for step, kept in enumerate(want.kept[:-1]):
         for block, heads in enumerate(kept):
-            assert found.seen.rows[0, block][step] == [[*held, len(turns[0]) + step] for held in heads]
+            assert found.seen.rows[0, block][step] == [
+                [*held, len(turns[0]) + step] for held in heads
+            ]
 
 
-def turns_without_near_ties(plain: PlainModel, pair: str, turn: Turn | None) -> tuple[list[list[int]], Evicted]:
+def turns_without_near_ties(
+    plain: PlainModel, pair: str, turn: Turn | None
+) -> tuple[list[list[int]], Evicted]:
     """Random turns, and what the reference makes of them."""
     most = tokens_after_first([[0] * n for n in LENGTHS], ANSWER)
     for seed in count(1000):
@@ -140,16 +193,31 @@ def turns_without_near_ties(plain: PlainModel, pair: str, turn: Turn | None) -> 
     return turns, want
 
 
-@pytest.mark.parametrize("name", [pytest.param("all on device", marks=pytest.mark.slow), "kv split three ways"])
-def test_many_rows_follow_many_tokens_at_once(name: str, known: Callable[[str], Known], tmp_path: Path) -> None:
-    """Rows of unequal prompts and ends, in two micro-batches, with a full cache in segments: logits of single steps."""
-    model, prompts, more = known("llama"), random_prompts((5, 9, 2, 7)), random_prompts((40, 31, 57, 57), seed=5)
+@pytest.mark.parametrize(
+    "name", [pytest.param("all on device", marks=pytest.mark.slow), "kv split three ways"]
+)
+def test_many_rows_follow_many_tokens_at_once(
+    name: str, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """Rows of unequal prompts and ends, in two micro-batches, with a full cache in segments: logits
+    of single steps."""
+    model = known("llama")
+    prompts = random_prompts((5, 9, 2, 7))
+    more = random_prompts((40, 31, 57, 57), seed=5)
     budget = None if name == "all on device" else STAND_IN
     for eviction in (None, PAIRS["h2o"].engine, replace(PAIRS["h2o"].engine, positions=ROLLING)):
         found = []
         for max_tokens_per_sweep in (1, 7):
-            seen, policy = LogitsByRow(), Policy(2, 2, PLACEMENTS[name])
-            with LLM(str(model.folder), policy, eviction, dtype="float32", budget=budget, offload_dir=tmp_path) as llm:
+            seen = LogitsByRow()
+            policy = Policy(2, 2, PLACEMENTS[name])
+            with LLM(
+                str(model.folder),
+                policy,
+                eviction,
+                dtype="float32",
+                budget=budget,
+                offload_dir=tmp_path,
+            ) as llm:
                 llm.follow(prompts, more, seen, max_tokens_per_sweep=max_tokens_per_sweep)
                 read = sum(llm.times[0].read)
             found.append((seen.rows, read))
@@ -160,10 +228,14 @@ def test_many_rows_follow_many_tokens_at_once(name: str, known: Callable[[str], 
             assert (torch.stack(one[row]) - torch.stack(many[row])).abs().max() <= LOGIT_TOLERANCE
 
 
-def test_memory_does_not_grow_with_the_conversation(known: Callable[[str], Known], tmp_path: Path) -> None:
-    """Neither what rows hold nor what the budgets are charged; nor do rolling positions run out: 16 there are."""
+def test_memory_does_not_grow_with_the_conversation(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """Neither what rows hold nor what the budgets are charged; nor do rolling positions run out: 16
+    there are."""
     model = known("llama, 16 positions")
-    eviction, peaks = H2O(heavy_size=3, recent_size=4, positions=ROLLING), []
+    eviction = H2O(heavy_size=3, recent_size=4, positions=ROLLING)
+    peaks = []
     for turns in (3, 12):
         asked = random_prompts((8,) * turns)
         found = converse(model.folder, asked, eviction, Policy(1), tmp_path)
@@ -177,18 +249,25 @@ def test_memory_does_not_grow_with_the_conversation(known: Callable[[str], Known
 def test_an_end_of_sequence_token_ends_an_answer_and_is_not_repeated(
     known: Callable[[str], Known], tmp_path: Path
 ) -> None:
-    model, turns = known("llama"), random_prompts((6, 3))
+    model = known("llama")
+    turns = random_prompts((6, 3))
     free = converse(model.folder, turns, None, Policy(1), tmp_path)
     eos = free.heard.answers[0][1]
     assert eos != free.heard.answers[0][0]
-    found = converse(model.folder, [turns[0], [eos, *turns[1]]], None, Policy(1), tmp_path, eos=[eos])
+    found = converse(
+        model.folder, [turns[0], [eos, *turns[1]]], None, Policy(1), tmp_path, eos=[eos]
+    )
     assert found.heard.answers[0] == free.heard.answers[0][:2] and found.heard.reasons[0] == "stop"
     assert found.tokens[2:5] == turns[1]
-    other = converse(model.folder, [turns[0], [eos, *turns[1]]], None, Policy(1), tmp_path, answer=1, eos=[eos])
+    other = converse(
+        model.folder, [turns[0], [eos, *turns[1]]], None, Policy(1), tmp_path, answer=1, eos=[eos]
+    )
     assert other.tokens[1:5] == [eos, *turns[1]], "an answer that was cut is closed by the turn"
 
 
-def test_a_conversation_ends_where_the_room_does(known: Callable[[str], Known], tmp_path: Path) -> None:
+def test_a_conversation_ends_where_the_room_does(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
     turns = random_prompts((6, 3, 4))
     found = converse(known("llama").folder, turns, None, Policy(1), tmp_path, room=9)
     assert len(found.tokens) == 9

@@ -1,4 +1,5 @@
-"""What eviction saves: bytes held, planned and moved, against sums by hand; memory of the prefill."""
+"""What eviction saves: bytes held, planned and moved, against sums by hand; memory of the
+prefill."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ from tests.eviction.engine import PAIRS, STAND_IN, Wanted, generate
 from tests.parity.cases import BASE, PLACEMENTS
 from tests.parity.reference import random_model, random_prompts
 
-LAYERS, HEADS, WIDTH = BASE["num_hidden_layers"], BASE["num_attention_heads"], 12
+LAYERS = BASE["num_hidden_layers"]
+HEADS = BASE["num_attention_heads"]
+WIDTH = 12
 COLUMN = 2 * HEADS * WIDTH * 4  # bytes of a key and a value of every head in fp32
 
 # ---- what the report says is held
 
 
 def held(pair: str, n: int, step: int) -> int:
-    """Columns of both layers in decode step 1, 2, ... of a prompt of n tokens: with the new one, 9 at most."""
+    """Columns of both layers in decode step 1, 2, ... of a prompt of n tokens: with the new one, 9
+    at most."""
     kept = {
         "h2o": [8, 8],
         "h2o, ratios": [max(1, n // 2) + max(1, n // 4)] * 2,
@@ -37,16 +41,27 @@ def held(pair: str, n: int, step: int) -> int:
 @pytest.mark.parametrize(
     ("pair", "slots", "gbs", "num_batches", "blocks"),
     [
-        ("h2o", 9, 2, 2, 2), ("h2o", 9, 1, 3, 2), ("h2o, ratios", 16, 1, 1, 6),
+        ("h2o", 9, 2, 2, 2),
+        ("h2o", 9, 1, 3, 2),
+        ("h2o, ratios", 16, 1, 1, 6),
     ],
-)  # fmt: skip
+)
 def test_kv_of_the_report(
-    pair: str, slots: int, gbs: int, num_batches: int, blocks: int, known: Callable[[str], Known],
-    reference: Callable[..., Wanted], tmp_path: Path,
-) -> None:  # fmt: skip
+    pair: str,
+    slots: int,
+    gbs: int,
+    num_batches: int,
+    blocks: int,
+    known: Callable[[str], Known],
+    reference: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:
     """The mean of the decode sweeps of all blocks."""
-    prompts, policy = reference("normal", pair).prompts, Policy(gbs, num_batches)
-    ran = generate(known("normal").folder, prompts, NEW_TOKENS, PAIRS[pair].engine, policy, tmp_path)
+    prompts = reference("normal", pair).prompts
+    policy = Policy(gbs, num_batches)
+    ran = generate(
+        known("normal").folder, prompts, NEW_TOKENS, PAIRS[pair].engine, policy, tmp_path
+    )
     steps = range(1, NEW_TOKENS)
     sweeps = blocks * len(steps)
     assert ran.report.kv == {
@@ -57,32 +72,54 @@ def test_kv_of_the_report(
 
 
 def test_kv_of_a_prefill_alone(known: Callable[[str], Known], tmp_path: Path) -> None:
-    ran = generate(known("normal").folder, random_prompts((20, 5)), 1, PAIRS["h2o"].engine, Policy(2, 1), tmp_path)
-    assert ran.report.kv == {"slots": 8, "bytes": COLUMN * LAYERS * 13, "full_bytes": COLUMN * LAYERS * 25}
+    ran = generate(
+        known("normal").folder,
+        random_prompts((20, 5)),
+        1,
+        PAIRS["h2o"].engine,
+        Policy(2, 1),
+        tmp_path,
+    )
+    assert ran.report.kv == {
+        "slots": 8,
+        "bytes": COLUMN * LAYERS * 13,
+        "full_bytes": COLUMN * LAYERS * 25,
+    }
 
 
 # ---- what is moved and reserved
 
-# Eight prompts of 100 tokens grow by 29: 128 columns, or with the budget 15 and the new one. All areas are full pages.
-ROWS, PROMPT, GROWS, SLOTS = 8, 100, 29, 16
-STEPS, WRITES = GROWS - 1, (GROWS - 1) // WRITE_BACK_STEPS
+# Eight prompts of 100 tokens grow by 29: 128 columns, or with the budget 15 and the new one. All
+# areas are full pages.
+ROWS = 8
+PROMPT = 100
+GROWS = 29
+SLOTS = 16
+STEPS = GROWS - 1
+WRITES = (GROWS - 1) // WRITE_BACK_STEPS
 EVICTION = H2O(heavy_size=9, recent_size=SLOTS - 10)
 SPARE = 1.2  # reserved are whole pages for any smaller unit too
 
 
-def moved(known: Callable[[str], Known], placement: str, eviction: Eviction | None, tmp_path: Path) -> RunReport:
-    prompts, policy = random_prompts((PROMPT,) * ROWS), Policy(ROWS, 1, PLACEMENTS[placement])
-    return generate(known("long").folder, prompts, GROWS, eviction, policy, tmp_path, STAND_IN).report
+def moved(
+    known: Callable[[str], Known], placement: str, eviction: Eviction | None, tmp_path: Path
+) -> RunReport:
+    prompts = random_prompts((PROMPT,) * ROWS)
+    policy = Policy(ROWS, 1, PLACEMENTS[placement])
+    return generate(
+        known("long").folder, prompts, GROWS, eviction, policy, tmp_path, STAND_IN
+    ).report
 
 
 @pytest.mark.parametrize(
-    ("eviction", "slots"), [(None, 128), (EVICTION, SLOTS), (ValueH2O(heavy_size=9, recent_size=6), SLOTS)]
+    ("eviction", "slots"),
+    [(None, 128), (EVICTION, SLOTS), (ValueH2O(heavy_size=9, recent_size=6), SLOTS)],
 )
 def test_a_unit_moves_its_slots(
     eviction: Evicting | None, slots: int, known: Callable[[str], Known], tmp_path: Path
 ) -> None:
-    """Each step reads the unit. On disk it is written after the prefill and every WRITE_BACK_STEPS steps; to the host
-    go the unit once and each new column. What the policy records never moves."""
+    """Each step reads the unit. On disk it is written after the prefill and every WRITE_BACK_STEPS
+    steps; to the host go the unit once and each new column. What the policy records never moves."""
     unit = LAYERS * ROWS * slots * COLUMN
     for placement, read, written, bytes_written in (
         ("kv on disk", "disk_read", "disk_write", (1 + WRITES) * unit),
@@ -96,7 +133,9 @@ def test_a_unit_moves_its_slots(
 def test_only_what_is_kept_is_planned_for(known: Callable[[str], Known], tmp_path: Path) -> None:
     """Whatever the tier, peak bytes fall by the slots that are not there."""
     for placement, tier in (("kv on disk", "disk"), ("kv on host", "host")):
-        full, evicted = (moved(known, placement, e, tmp_path).peak_bytes[tier] for e in (None, EVICTION))
+        full, evicted = (
+            moved(known, placement, e, tmp_path).peak_bytes[tier] for e in (None, EVICTION)
+        )
         saved = LAYERS * ROWS * (128 - SLOTS) * COLUMN
         assert saved <= full - evicted <= SPARE * saved
 
@@ -107,7 +146,8 @@ def test_only_what_is_kept_is_planned_for(known: Callable[[str], Known], tmp_pat
 def most_resident(run: Callable[[], Any]) -> int:
     """Bytes by which this process grows at most while it runs, by the kernel's count.
 
-    What earlier tests freed goes back to the kernel first: memory of theirs that is used again would not be seen.
+    What earlier tests freed goes back to the kernel first: memory of theirs that is used again
+    would not be seen.
     """
 
     def status(name: str) -> int:
@@ -126,15 +166,24 @@ def most_resident(run: Callable[[], Any]) -> int:
 
 def test_a_long_prompt_takes_memory_in_its_length(tmp_path: Path) -> None:
     """One matrix of scores of 1,900 columns is 14 MB; a layer here has 32 of them."""
-    random_model(num_hidden_layers=1, max_position_embeddings=2048).save_pretrained(tmp_path / "model")
-    budget, grown, planned = MemoryBudget(None, "2GiB", "64MiB"), [], []
+    random_model(num_hidden_layers=1, max_position_embeddings=2048).save_pretrained(
+        tmp_path / "model"
+    )
+    budget = MemoryBudget(None, "2GiB", "64MiB")
+    grown = []
+    planned = []
 
     def run(length: int) -> None:
-        prompts, policy = random_prompts((length,) * 8), Policy(8, 1)
-        ran = generate(tmp_path / "model", prompts, 2, ValueH2O(0.1), policy, tmp_path / "offload", budget)
+        prompts = random_prompts((length,) * 8)
+        policy = Policy(8, 1)
+        ran = generate(
+            tmp_path / "model", prompts, 2, ValueH2O(0.1), policy, tmp_path / "offload", budget
+        )
         planned.append(ran.report.peak_bytes["host"])
 
-    assert most_resident(lambda: torch.ones(2**24)) > 60 * 2**20, "the measure sees what is freed again"
+    assert most_resident(lambda: torch.ones(2**24)) > 60 * 2**20, (
+        "the measure sees what is freed again"
+    )
     run(16)  # compiles, starts threads
     for length in (950, 1900):
         grown.append(most_resident(lambda length=length: run(length)))

@@ -1,5 +1,6 @@
-"""Every policy and model shape in the engine against the slow reference, tokens, logits and held columns, in fp32; and
-what must not change a bit: a budget for everything, and the other rows of a batch."""
+"""Every policy and model shape in the engine against the slow reference, tokens, logits and held
+columns, in fp32; and what must not change a bit: a budget for everything, and the other rows of a
+batch."""
 
 from __future__ import annotations
 
@@ -20,20 +21,29 @@ PLACES = ("all on device", "kv split three ways", "kv on disk", "kv on host")
 
 
 def test_every_policy_has_a_row() -> None:
-    missing = [name for name in EVICTING if name not in {pair.engine.name for pair in PAIRS.values()}]
-    assert not missing, f"{missing}: add a pair to PAIRS in tests/eviction/engine.py, with a scorer in policies.py"
+    missing = [
+        name for name in EVICTING if name not in {pair.engine.name for pair in PAIRS.values()}
+    ]
+    assert not missing, (
+        f"{missing}: add a pair to PAIRS in tests/eviction/engine.py, with a scorer in policies.py"
+    )
 
 
 @pytest.mark.parametrize("pair", thinned(PAIRS, 2))
-def test_policy(pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path) -> None:
+def test_policy(
+    pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
+) -> None:
     """On several batches whose KV lies in three places."""
     policy = Policy(2, 2, PLACEMENTS["kv split three ways"])
-    assert_equal(known("normal").folder, reference("normal", pair), PAIRS[pair], policy, tmp_path, STAND_IN)
+    assert_equal(
+        known("normal").folder, reference("normal", pair), PAIRS[pair], policy, tmp_path, STAND_IN
+    )
 
 
 def cases_of_shapes() -> Iterator[tuple[str, str, str, str]]:
     """(shape, pair, placement, configuration)"""
-    shapes, configurations = [*list(SHAPES)[1:], *OTHER_SHAPES], list(CONFIGURATIONS)
+    shapes = [*list(SHAPES)[1:], *OTHER_SHAPES]
+    configurations = list(CONFIGURATIONS)
     shapes = [shape for shape in shapes if shape not in ("long", "llama, 16 positions")]
     for i, shape in enumerate(shapes):
         pair = ("h2o", "h2o-v", "snapkv, narrow", "tova")[i % 4]
@@ -42,12 +52,19 @@ def cases_of_shapes() -> Iterator[tuple[str, str, str, str]]:
 
 @pytest.mark.parametrize(("shape", "pair", "placement", "configuration"), cases_of_shapes())
 def test_shape(
-    shape: str, pair: str, placement: str, configuration: str, known: Callable[[str], Known],
-    reference: Callable[..., Wanted], tmp_path: Path,
-) -> None:  # fmt: skip
+    shape: str,
+    pair: str,
+    placement: str,
+    configuration: str,
+    known: Callable[[str], Known],
+    reference: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement])
-    assert_equal(known(shape).folder, reference(shape, pair), PAIRS[pair], policy, tmp_path, chosen.budget)
+    assert_equal(
+        known(shape).folder, reference(shape, pair), PAIRS[pair], policy, tmp_path, chosen.budget
+    )
 
 
 # ---- the other families
@@ -57,7 +74,10 @@ def test_shape(
     ("shape", "pair"),
     thinned(
         [
-            *(("llama", p) for p in ("h2o", "h2o-norm, one sink", "tova", "snapkv", "h2o-v", "random")),
+            *(
+                ("llama", p)
+                for p in ("h2o", "h2o-norm, one sink", "tova", "snapkv", "h2o-v", "random")
+            ),
             *(("qwen3", "h2o"), ("mixtral", "h2o")),
             *(("gpt_oss", p) for p in ("h2o", "h2o-norm, one sink")),
             ("gpt_neox", "h2o"),
@@ -66,19 +86,28 @@ def test_shape(
     ),
 )
 def test_family(
-    shape: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
+    shape: str,
+    pair: str,
+    known: Callable[[str], Known],
+    reference: Callable[..., Wanted],
+    tmp_path: Path,
 ) -> None:
     """llama: three query heads of a kv-head, whose scores are summed."""
-    folder, want = known(shape).folder, reference(shape, pair)
+    folder = known(shape).folder
+    want = reference(shape, pair)
     policy = Policy(2, 2, PLACEMENTS["kv split three ways"])
     assert_equal(folder, want, PAIRS[pair], policy, tmp_path, STAND_IN)
 
 
 # All layers of these have windows, which leave nothing to a policy.
 IN_WINDOWS = (
-    "mistral, windows", "qwen3, one layer, window filled", "gpt_oss, one layer, one expert a token, odd sizes"
-)  # fmt: skip
-OF_FAMILIES = [shape for shape, of in FAMILY_SHAPES.items() if shape not in (of["model_type"], *IN_WINDOWS)]
+    "mistral, windows",
+    "qwen3, one layer, window filled",
+    "gpt_oss, one layer, one expert a token, odd sizes",
+)
+OF_FAMILIES = [
+    shape for shape, of in FAMILY_SHAPES.items() if shape not in (of["model_type"], *IN_WINDOWS)
+]
 
 
 @pytest.mark.parametrize("shape", OF_FAMILIES)
@@ -121,17 +150,31 @@ def test_a_budget_for_everything_gives_the_full_caches_bits(
 
 
 @pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
-def test_the_least_budget_for_everything(policy: type[Evicting], known: Callable[[str], Known], tmp_path: Path) -> None:
-    """The newest column is never read again: a column for all tokens but two is enough, one less is not."""
-    folder, prompt, past = known("normal").folder, PROMPTS[3:], LENGTHS[3] + NEW_TOKENS - 2
+def test_the_least_budget_for_everything(
+    policy: type[Evicting], known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """The newest column is never read again: a column for all tokens but two is enough, one less is
+    not."""
+    folder = known("normal").folder
+    prompt = PROMPTS[3:]
+    past = LENGTHS[3] + NEW_TOKENS - 2
     full = generate(folder, prompt, NEW_TOKENS, None, Policy(1, 1), tmp_path)
     enough, short = (
-        generate(folder, prompt, NEW_TOKENS, policy(heavy_size=n - 9, recent_size=9), Policy(1, 1), tmp_path)
+        generate(
+            folder,
+            prompt,
+            NEW_TOKENS,
+            policy(heavy_size=n - 9, recent_size=9),
+            Policy(1, 1),
+            tmp_path,
+        )
         for n in (past, past - 1)
     )
     assert_same_bits(enough, full)
     assert not torch.equal(bits(short)[0][-1], bits(full)[0][-1])
-    assert all(torch.equal(a, b) for a, b in zip(bits(short)[0][:-1], bits(full)[0][:-1], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(bits(short)[0][:-1], bits(full)[0][:-1], strict=True)
+    )
 
 
 # ---- a row is alone in its batch
@@ -141,9 +184,13 @@ def test_the_least_budget_for_everything(policy: type[Evicting], known: Callable
 def test_a_batch_is_so_many_batches_of_one(
     pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
 ) -> None:
-    want, eviction, folder = reference("normal", pair), PAIRS[pair].engine, known("normal").folder
+    want = reference("normal", pair)
+    eviction = PAIRS[pair].engine
+    folder = known("normal").folder
     together = generate(folder, want.prompts, NEW_TOKENS, eviction, Policy(6, 1), tmp_path)
     for i, prompt in enumerate(want.prompts):
         alone = generate(folder, [prompt], NEW_TOKENS, eviction, Policy(1, 1), tmp_path)
         assert alone.tokens == [together.tokens[i]]
-        assert [alone.seen[0, block] for block in (0, 1)] == [together.seen[i, block] for block in (0, 1)]
+        assert [alone.seen[0, block] for block in (0, 1)] == [
+            together.seen[i, block] for block in (0, 1)
+        ]

@@ -1,9 +1,9 @@
-"""Random ways to keep the KV cache small against the slow reference: policies with budgets, protected columns,
-a whole first layer, columns by layer, compressed columns, on random placements, with refill and shared
-prefixes.
+"""Random ways to keep the KV cache small against the slow reference: policies with budgets,
+protected columns, a whole first layer, columns by layer, compressed columns, on random placements,
+with refill and shared prefixes.
 
-A run is drawn from its index alone. The default suite takes a few; FLEXGEN_KV_RUNS=2000 bash scripts/slow_tests.sh
-tests/eviction/test_fuzz.py takes as many.
+A run is drawn from its index alone. The default suite takes a few; FLEXGEN_KV_RUNS=2000 bash
+scripts/slow_tests.sh tests/eviction/test_fuzz.py takes as many.
 """
 
 from __future__ import annotations
@@ -18,16 +18,35 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Local, Random, SnapKV, Tova, TriAttention, ValueH2O, VaSE
+from flexgen_h2o.kvcache.eviction import (
+    H2O,
+    H2ONorm,
+    Local,
+    Random,
+    SnapKV,
+    Tova,
+    TriAttention,
+    ValueH2O,
+    VaSE,
+)
 from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
-from tests.eviction.engine import LEAST_SCORE_GAP, STAND_IN, Pair, Wanted, assert_same, cut, run_with
+from tests.eviction.engine import (
+    LEAST_SCORE_GAP,
+    STAND_IN,
+    Pair,
+    Wanted,
+    assert_same,
+    cut,
+    run_with,
+)
 from tests.eviction.policies import Budget
 from tests.eviction.reference import Evicted, evicted_greedy
 from tests.eviction.test_packed_cache import FAR, Rotated, Rounded
 from tests.parity.reference import LEAST_GAP, random_prompts
 
-RUNS, FEW = int(os.environ.get("FLEXGEN_KV_RUNS", "200")), 8
+RUNS = int(os.environ.get("FLEXGEN_KV_RUNS", "200"))
+FEW = 8
 CHUNK = 50
 SHAPES = (
     "normal",
@@ -40,21 +59,31 @@ SHAPES = (
 
 
 def draw_policy(rng: random.Random) -> Pair:
-    """Any policy of any size, with what goes with all of them, or all columns, of which a share is read."""
-    heavy, recent = rng.randint(1, 12), rng.randint(1, 8)
+    """Any policy of any size, with what goes with all of them, or all columns, of which a share is
+    read."""
+    heavy = rng.randint(1, 12)
+    recent = rng.randint(1, 8)
     sizes: dict[str, Any] = {"heavy_size": heavy, "recent_size": recent}
     if rng.random() < 0.3:
         sizes = {"kv_budget": round(rng.uniform(0.15, 0.9), 2)}
-    budget, seed = Budget(**sizes), rng.randrange(9)
-    window, kernel = rng.randint(2, 9), rng.choice((1, 3, 5))
+    budget = Budget(**sizes)
+    seed = rng.randrange(9)
+    window = rng.randint(2, 9)
+    kernel = rng.choice((1, 3, 5))
     own = {"sinks": rng.randint(0, 3), "grace": rng.randint(0, 4)}
     made: dict[str, Callable[[], tuple[Any, plain.Policy]]] = {
         "h2o": lambda: (H2O(**sizes), plain.h2o(budget)),
-        "local": lambda: (Local(**sizes, sinks=own["sinks"]), plain.local(budget, sinks=own["sinks"])),
+        "local": lambda: (
+            Local(**sizes, sinks=own["sinks"]),
+            plain.local(budget, sinks=own["sinks"]),
+        ),
         "h2o-norm": lambda: (H2ONorm(**sizes, **own), plain.h2o_norm(budget, **own)),
         "h2o-v": lambda: (ValueH2O(**sizes, **own), plain.h2o_v(budget, **own)),
         "tova": lambda: (Tova(**sizes), plain.tova(budget)),
-        "snapkv": lambda: (SnapKV(**sizes, window=window, kernel=kernel), plain.snapkv(budget, window, kernel)),
+        "snapkv": lambda: (
+            SnapKV(**sizes, window=window, kernel=kernel),
+            plain.snapkv(budget, window, kernel),
+        ),
         "vase": lambda: (
             VaSE(**sizes, window=window, kernel=kernel, sinks=own["sinks"], seed=seed),
             plain.vase(budget, window, kernel, own["sinks"], seed),
@@ -73,7 +102,8 @@ def draw_policy(rng: random.Random) -> Pair:
     slow = plain.replace(slow, in_decode=more["while_decoding"])
     if name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:
         first = rng.randint(1, heavy + recent - 1)
-        more["protect"], slow = first, plain.protecting(slow, first)
+        more["protect"] = first
+        slow = plain.protecting(slow, first)
     return Pair(plain.replace(engine, **more), slow)
 
 
@@ -92,27 +122,40 @@ def draw_placement(rng: random.Random, share: float) -> Policy:
             "cache_window": rng.choice((0, 4, 8)),
         }
     return Policy(
-        rng.randint(1, 4), rng.randint(1, 3), (*shares(), *shares(), *shares()), overlap=rng.random() < 0.7,
-        cpu_cache_compute=rng.random() < 0.3, sep_layer=rng.random() < 0.5, attn_sparsity=share, **packing,
-    )  # fmt: skip
+        rng.randint(1, 4),
+        rng.randint(1, 3),
+        (*shares(), *shares(), *shares()),
+        overlap=rng.random() < 0.7,
+        cpu_cache_compute=rng.random() < 0.3,
+        sep_layer=rng.random() < 0.5,
+        attn_sparsity=share,
+        **packing,
+    )
 
 
 def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     """Run what the index stands for; False where a near tie lets rounding decide."""
     rng = random.Random(index)
     shape = rng.choice(SHAPES)
-    one, pair = known(shape), draw_policy(rng)
-    policy, eviction = draw_placement(rng, pair.plain.share), pair.engine if pair.plain.share == 1 else None
+    one = known(shape)
+    pair = draw_policy(rng)
+    policy = draw_placement(rng, pair.plain.share)
+    eviction = pair.engine if pair.plain.share == 1 else None
     if policy.compress_cache:
         policy = replace(policy, cache_rotation=random.Random(-index).random() < 0.4)
-    rows, header = rng.randint(1, 5), random_prompts((rng.choice((0, 0, 6)) or 1,), index)[0]
-    lengths, most = [rng.randint(1, 20) for _ in range(rows)], [rng.randint(1, 9) for _ in range(rows)]
+    rows = rng.randint(1, 5)
+    header = random_prompts((rng.choice((0, 0, 6)) or 1,), index)[0]
+    lengths = [rng.randint(1, 20) for _ in range(rows)]
+    most = [rng.randint(1, 9) for _ in range(rows)]
     prompts = [[*header, *random_prompts((n,), 31 * index + i)[0]] for i, n in enumerate(lengths)]
     found = references(one, prompts, most, pair, policy, edges=1.0)
     if found is None:
         return False
-    budget, refill = STAND_IN if rng.random() < 0.6 else None, rng.random() < 0.5
-    with LLM(str(one.folder), policy, eviction, dtype="float32", budget=budget, offload_dir=folder) as llm:
+    budget = STAND_IN if rng.random() < 0.6 else None
+    refill = rng.random() < 0.5
+    with LLM(
+        str(one.folder), policy, eviction, dtype="float32", budget=budget, offload_dir=folder
+    ) as llm:
         llm.share_prefix = rng.choice(("auto", "on", "off"))
         ran = run_with(llm, prompts, [SamplingParams(max_tokens=n) for n in most], refill)
     try:
@@ -127,12 +170,14 @@ def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
 def references(
     one: Known, prompts: list[list[int]], most: list[int], pair: Pair, policy: Policy, edges: float
 ) -> list[Evicted] | None:
-    """What the reference makes of each prompt; None where one is a near tie. edges: of packed codes, how near is
-    near."""
+    """What the reference makes of each prompt; None where one is a near tie. edges: of packed
+    codes, how near is near."""
     found = []
     for prompt, new in zip(prompts, most, strict=True):
         kind = Rotated if policy.cache_rotation else Rounded
-        packed = kind(policy.cache_bits, policy.cache_window, edges) if policy.compress_cache else None
+        packed = (
+            kind(policy.cache_bits, policy.cache_window, edges) if policy.compress_cache else None
+        )
         row = evicted_greedy(one.plain, prompt, new, pair.plain, packed)
         if row.is_near:
             return None
@@ -144,7 +189,8 @@ def references(
 
 
 @pytest.mark.parametrize(
-    "start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in range(FEW, RUNS, CHUNK))]
+    "start",
+    [0, *(pytest.param(start, marks=pytest.mark.slow) for start in range(FEW, RUNS, CHUNK))],
 )
 def test_random_runs(start: int, known: Callable[[str], Known], tmp_path: Path) -> None:
     """Most of them decide something."""

@@ -1,4 +1,5 @@
-"""The slow reference itself: transformers' OPT when nothing is evicted, a real cache when something is."""
+"""The slow reference itself: transformers' OPT when nothing is evicted, a real cache when something
+is."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from tests.eviction.policies import (
 )
 from tests.eviction.reference import Kept, PlainModel, evicted_greedy, forward
 from tests.parity.cases import SHAPES
-from tests.parity.reference import LOGIT_TOLERANCE, greedy, random_model, random_prompts, teacher_forced
+from tests.parity.reference import (
+    LOGIT_TOLERANCE,
+    greedy,
+    random_model,
+    random_prompts,
+    teacher_forced,
+)
 
 NEW_TOKENS = 9
 PROMPT = random_prompts((21,))[0]
@@ -60,20 +67,27 @@ def gqa() -> PlainLlama:
 
 
 MODELS: dict[str, Callable[[], PlainModel]] = {
-    "OPT": opt, "OPT 350m": lambda: opt("post-norm, narrow embedding (350m)"), "grouped kv-heads": gqa,
-}  # fmt: skip
+    "OPT": opt,
+    "OPT 350m": lambda: opt("post-norm, narrow embedding (350m)"),
+    "grouped kv-heads": gqa,
+}
 
 
 @pytest.mark.parametrize(
     ("shape", "policy"),
-    zip(SHAPES, cycle([h2o(ALL), local(ALL, sinks=4), h2o_norm(ALL), tova(ALL), snapkv(ALL), h2o_v(ALL)])),
+    zip(
+        SHAPES,
+        cycle([h2o(ALL), local(ALL, sinks=4), h2o_norm(ALL), tova(ALL), snapkv(ALL), h2o_v(ALL)]),
+    ),
 )
 def test_a_budget_for_everything_gives_transformers_logits(shape: str, policy: Policy) -> None:
     model = random_model(**SHAPES[shape])
     plain = PlainOPT(model)
     got = evicted_greedy(plain, PROMPT, NEW_TOKENS, policy)
     assert got.tokens == greedy(model, PROMPT, NEW_TOKENS)
-    assert (got.logits - teacher_forced(model, PROMPT, got.tokens)).abs().max() <= LOGIT_TOLERANCE / 10
+    assert (
+        got.logits - teacher_forced(model, PROMPT, got.tokens)
+    ).abs().max() <= LOGIT_TOLERANCE / 10
     assert got.least_gap == math.inf
     whole = [list(range(len(PROMPT) + step)) for step in range(NEW_TOKENS)]
     assert got.kept == [[[columns] * plain.kv_heads] * plain.num_layers for columns in whole]
@@ -94,22 +108,30 @@ def test_the_prefill_keeps_what_transformers_own_attention_says() -> None:
 def cached_logits(
     model: PlainModel, prompt: Sequence[int], tokens: Sequence[int], kept: Sequence[Kept]
 ) -> torch.Tensor:
-    """(tokens, vocab) by one query at a time over a real cache from which columns are dropped. Told which, not why.
+    """(tokens, vocab) by one query at a time over a real cache from which columns are dropped. Told
+    which, not why.
 
     For models whose positions are in the embedding.
     """
     n = len(prompt)
     masks = [torch.ones(model.kv_heads, n, n).tril().bool()] * model.num_layers
     newest, seen = forward(model, prompt, masks)
-    cache = [[(a.k[h, held], a.v[h, held]) for h, held in enumerate(kept[0][i])] for i, a in enumerate(seen)]
-    logits, held_before = [newest], kept[0]
+    cache = [
+        [(a.k[h, held], a.v[h, held]) for h, held in enumerate(kept[0][i])]
+        for i, a in enumerate(seen)
+    ]
+    logits = [newest]
+    held_before = kept[0]
     for step, token in enumerate(tokens[:-1]):
         x = model.embed(torch.tensor([0] * (n + step) + [token]))[-1:]
         for layer in range(model.num_layers):
             q, k, v = model.project(layer, x)
             mixed = []
             for h in range(model.kv_heads):
-                keys, values = (torch.cat([old, new[h]]) for old, new in zip(cache[layer][h], (k, v), strict=True))
+                keys, values = (
+                    torch.cat([old, new[h]])
+                    for old, new in zip(cache[layer][h], (k, v), strict=True)
+                )
                 queries = q.view(model.kv_heads, -1, q.shape[-1])[h]
                 mixed.append((queries @ keys.T * q.shape[-1] ** -0.5).softmax(-1) @ values)
                 held = [*held_before[layer][h], n + step]
@@ -122,8 +144,12 @@ def cached_logits(
 
 
 @pytest.mark.parametrize(("model", "name"), zip(cycle(MODELS), POLICIES))
-def test_what_every_policy_keeps_and_that_masking_is_dropping_from_a_cache(model: str, name: str) -> None:
-    plain, n, sizes = MODELS[model](), len(PROMPT), POLICIES[name].sizes(len(PROMPT), NEW_TOKENS)
+def test_what_every_policy_keeps_and_that_masking_is_dropping_from_a_cache(
+    model: str, name: str
+) -> None:
+    plain = MODELS[model]()
+    n = len(PROMPT)
+    sizes = POLICIES[name].sizes(len(PROMPT), NEW_TOKENS)
     got = evicted_greedy(plain, PROMPT, NEW_TOKENS, POLICIES[name])
     if model != "grouped kv-heads":
         again = cached_logits(plain, PROMPT, got.tokens, got.kept)
@@ -138,7 +164,9 @@ def test_what_every_policy_keeps_and_that_masking_is_dropping_from_a_cache(model
                 assert held <= before[layer][head] | ({n + step - 1} if step else set())
         before = [[set(held) for held in heads] for heads in kept]
     if sizes.heavy and name != "tova":
-        assert len({tuple(held) for heads in got.kept[-1] for held in heads}) > 1, "all heads alike: a poor test"
+        assert len({tuple(held) for heads in got.kept[-1] for held in heads}) > 1, (
+            "all heads alike: a poor test"
+        )
 
 
 @pytest.mark.parametrize("recent", [0, 3])
@@ -154,11 +182,14 @@ def test_promotions_are_evictions_of_older_columns(recent: int) -> None:
 
 
 # The two score by what prompts alone have.
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("snapkv", "triattention")])
+@pytest.mark.parametrize(
+    "name", [name for name in POLICIES if name not in ("snapkv", "triattention")]
+)
 def test_a_decode_step_is_one_more_row_of_the_prompt(name: str) -> None:
     torch.manual_seed(0)
     scores = torch.randn(2, 3, 9, 9).masked_fill(~torch.ones(9, 9).tril().bool(), -math.inf)
-    p, v = scores.double().softmax(-1), torch.randn(2, 9, 4)
+    p = scores.double().softmax(-1)
+    v = torch.randn(2, 9, 4)
     whole, stepped = (POLICIES[name].scorer(1, Sizes(1, 4, 2)) for _ in range(2))
     whole.see_prompt(p, v)
     stepped.see_prompt(p[:, :, :7, :7], v[:, :7])
@@ -173,7 +204,12 @@ def test_a_decode_step_is_one_more_row_of_the_prompt(name: str) -> None:
     ("sizes", "score", "stay", "gap"),
     [
         (Sizes(0, 2, 2), [5, 1, 3, 2, 9, 9], [0, 2, 4, 5], 1),
-        (Sizes(0, 1, 2), [3, 1, 3, 3, 0, 0], [3, 4, 5], 0),  # a tie: the newest of the equal ones stays
+        (
+            Sizes(0, 1, 2),
+            [3, 1, 3, 3, 0, 0],
+            [3, 4, 5],
+            0,
+        ),  # a tie: the newest of the equal ones stays
         (Sizes(1, 1, 2), [0, 1, 3, 7, 0, 0], [0, 3, 4, 5], 4),
         (Sizes(0, 3, 0), [5, 1, 3, 2, 9, 0], [0, 2, 4], 1),  # nothing protects the newest
         (Sizes(0, 0, 2), [5, 1, 3, 2, 9, 9], [4, 5], math.inf),
@@ -188,13 +224,19 @@ def test_what_stays(sizes: Sizes, score: list[float], stay: list[int], gap: floa
 def test_h2o_by_hand() -> None:
     """One kv-head of two query heads, three prompt tokens, one heavy and one recent column."""
     p = torch.tensor(
-        [[[1, 0, 0], [0.5, 0.5, 0], [0.2, 0.7, 0.1]], [[1, 0, 0], [0.1, 0.9, 0], [0.1, 0.8, 0.1]]], dtype=torch.float64
+        [[[1, 0, 0], [0.5, 0.5, 0], [0.2, 0.7, 0.1]], [[1, 0, 0], [0.1, 0.9, 0], [0.1, 0.8, 0.1]]],
+        dtype=torch.float64,
     )
     scorer = ColumnSums(0, Sizes(0, 1, 1))
     scorer.see_prompt(p[None], torch.zeros(1, 3, 1))
     torch.testing.assert_close(scorer.scores(), torch.tensor([[2.9, 2.9, 0.2]]).double())
-    assert choose([0, 1, 2], Sizes(0, 1, 1), [(1, scorer.scores()[0].round(decimals=9))]) == ([1, 2], 0.0)
-    scorer.see_token(torch.tensor([[[0, 0.1, 0.3, 0.6], [0, 0.2, 0.2, 0.6]]]).double(), torch.zeros(1, 4, 1))
+    assert choose([0, 1, 2], Sizes(0, 1, 1), [(1, scorer.scores()[0].round(decimals=9))]) == (
+        [1, 2],
+        0.0,
+    )
+    scorer.see_token(
+        torch.tensor([[[0, 0.1, 0.3, 0.6], [0, 0.2, 0.2, 0.6]]]).double(), torch.zeros(1, 4, 1)
+    )
     torch.testing.assert_close(scorer.scores()[0, 1:], torch.tensor([3.2, 0.7, 1.2]).double())
     # Column 3 is the newest; of 1 and 2 the weaker leaves.
     stay, gap = choose([1, 2, 3], Sizes(0, 1, 1), [(1, scorer.scores()[0])])

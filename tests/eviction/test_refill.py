@@ -1,4 +1,5 @@
-"""Rows that enter a running block drop the columns that each drops alone, beside others that are far ahead of them."""
+"""Rows that enter a running block drop the columns that each drops alone, beside others that are
+far ahead of them."""
 
 from __future__ import annotations
 
@@ -32,12 +33,18 @@ def some_of_each() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("placement", "configuration", "pair"), thinned(some_of_each(), 4))
 def test_placement_by_configuration(
-    placement: str, configuration: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted],
+    placement: str,
+    configuration: str,
+    pair: str,
+    known: Callable[[str], Known],
+    reference: Callable[..., Wanted],
     tmp_path: Path,
-) -> None:  # fmt: skip
-    one, chosen = reference("normal", pair), CONFIGURATIONS[configuration]
+) -> None:
+    one = reference("normal", pair)
+    chosen = CONFIGURATIONS[configuration]
     want = cut(Wanted(one.prompts * 3, one.rows * 3), ASKED)
-    policy, params = chosen.policy(PLACEMENTS[placement]), [SamplingParams(max_tokens=n) for n in ASKED]
+    policy = chosen.policy(PLACEMENTS[placement])
+    params = [SamplingParams(max_tokens=n) for n in ASKED]
     folder = str(known("normal").folder)
     with LLM(folder, policy, PAIRS[pair].engine, "auto", "float32", chosen.budget, tmp_path) as llm:
         ran = run_with(llm, want.prompts, params, refill=True)
@@ -50,15 +57,23 @@ def test_placement_by_configuration(
     [("normal", "h2o", True), ("llama", "h2o-norm, one sink", True), ("llama", "tova", False)],
 )
 def test_prompts_in_parts(
-    shape: str, pair: str, refills: bool, known: Callable[[str], Known], reference: Callable[..., Wanted],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    shape: str,
+    pair: str,
+    refills: bool,
+    known: Callable[[str], Known],
+    reference: Callable[..., Wanted],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a micro-batch's prompts, behind rows that decode or alone, some attend at a time."""
-    one, parts = reference(shape, pair), split_parts(monkeypatch)
+    one = reference(shape, pair)
+    parts = split_parts(monkeypatch)
     want = cut(Wanted(one.prompts * 3, one.rows * 3), ASKED)
     params = [SamplingParams(max_tokens=n) for n in ASKED]
     policy = Policy(4, 2, PLACEMENTS["kv split three ways"])
-    with LLM(str(known(shape).folder), policy, PAIRS[pair].engine, "auto", "float32", None, tmp_path) as llm:
+    with LLM(
+        str(known(shape).folder), policy, PAIRS[pair].engine, "auto", "float32", None, tmp_path
+    ) as llm:
         ran = run_with(llm, want.prompts, params, refill=refills)
     assert_same(want, ran)
     assert max(parts) > 1
@@ -70,26 +85,46 @@ ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
 
 @pytest.mark.parametrize(
     ("shape", "eviction", "switches", "configuration", "placement"),
-    thinned([
-        ("llama", ROLLS, {}, "device, 2x2", "kv split three ways"),
-        ("llama", None, {}, "device, 2x3, attends on host", "kv on host and disk"),
-        ("normal", None, {"compress_cache": True}, "device, 2x2", "everything split 30/30"),
-        ("normal", None, {"attn_sparsity": 0.5}, "device, 2x2", "kv split three ways"),
-        ("llama", PAIRS["h2o"].engine, FEW_BITS, "device, 2x2", "kv split three ways"),
-        ("llama", PAIRS["h2o"].engine, {**FEW_BITS, "cache_rotation": True}, "device, 2x2", "kv split three ways"),
-    ], 2),
+    thinned(
+        [
+            ("llama", ROLLS, {}, "device, 2x2", "kv split three ways"),
+            ("llama", None, {}, "device, 2x3, attends on host", "kv on host and disk"),
+            ("normal", None, {"compress_cache": True}, "device, 2x2", "everything split 30/30"),
+            ("normal", None, {"attn_sparsity": 0.5}, "device, 2x2", "kv split three ways"),
+            ("llama", PAIRS["h2o"].engine, FEW_BITS, "device, 2x2", "kv split three ways"),
+            (
+                "llama",
+                PAIRS["h2o"].engine,
+                {**FEW_BITS, "cache_rotation": True},
+                "device, 2x2",
+                "kv split three ways",
+            ),
+        ],
+        2,
+    ),
     ids=str,
-)  # fmt: skip
+)
 def test_other_ways_of_keeping_columns(
-    shape: str, eviction: Eviction | None, switches: dict[str, Any], configuration: str, placement: str,
-    known: Callable[[str], Known], tmp_path: Path,
-) -> None:  # fmt: skip
+    shape: str,
+    eviction: Eviction | None,
+    switches: dict[str, Any],
+    configuration: str,
+    placement: str,
+    known: Callable[[str], Known],
+    tmp_path: Path,
+) -> None:
     """As without refill, which other tests hold against their references."""
-    chosen, params = CONFIGURATIONS[configuration], [SamplingParams(max_tokens=n) for n in ASKED]
-    policy, lengths = chosen.policy(PLACEMENTS[placement], **switches), [1 + i * 5 % 17 for i in range(len(ASKED))]
-    with LLM(str(known(shape).folder), policy, eviction, "auto", "float32", chosen.budget, tmp_path) as llm:
+    chosen = CONFIGURATIONS[configuration]
+    params = [SamplingParams(max_tokens=n) for n in ASKED]
+    policy = chosen.policy(PLACEMENTS[placement], **switches)
+    lengths = [1 + i * 5 % 17 for i in range(len(ASKED))]
+    with LLM(
+        str(known(shape).folder), policy, eviction, "auto", "float32", chosen.budget, tmp_path
+    ) as llm:
         tries = (random_prompts(lengths, seed) for seed in range(20))
-        prompts, want = next((p, w) for p in tries if least_gap(w := run_with(llm, p, params)) > LEAST_GAP)
+        prompts, want = next(
+            (p, w) for p in tries if least_gap(w := run_with(llm, p, params)) > LEAST_GAP
+        )
         ran = run_with(llm, prompts, params, refill=True)
     assert ran.tokens == want.tokens and ran.seen == want.seen
     for row, logits in want.logits.items():

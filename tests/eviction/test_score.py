@@ -24,8 +24,10 @@ from tests.eviction.policies import Sizes
 from tests.eviction.reference import evicted_greedy
 from tests.parity.reference import random_prompts
 
-LENGTHS, SCORED = (12, 12, 3, 21, 1), (6, 9, 12, 4, 15)
-PROMPTS, SCORES = random_prompts(LENGTHS, seed=11), random_prompts(SCORED, seed=12)
+LENGTHS = (12, 12, 3, 21, 1)
+SCORED = (6, 9, 12, 4, 15)
+PROMPTS = random_prompts(LENGTHS, seed=11)
+SCORES = random_prompts(SCORED, seed=12)
 PROMPTS[1] = PROMPTS[0]
 EIGHT = H2O(heavy_size=4, recent_size=4)  # columns of a row
 
@@ -44,7 +46,8 @@ EIGHT = H2O(heavy_size=4, recent_size=4)  # columns of a row
 def test_scores_equal_the_reference(
     shape: str, pair: str, policy: Policy, known: Callable[[str], Known], tmp_path: Path
 ) -> None:
-    one, both = known(shape), PAIRS[pair]
+    one = known(shape)
+    both = PAIRS[pair]
     with LLM(str(one.folder), policy, both.engine, dtype="float32", offload_dir=tmp_path) as llm:
         found = llm.score(PROMPTS, SCORES)
         whole = llm.score(PROMPTS, SCORES, "prefill")
@@ -54,7 +57,9 @@ def test_scores_equal_the_reference(
         each = want.logits.log_softmax(-1)[range(len(ids)), ids]
         assert row.logprobs is not None
         assert [lp.logprob for lp in row.logprobs] == pytest.approx(each.tolist(), abs=1e-4)
-    assert max(abs(a.logprob - b) for a, b in zip(found, full, strict=True)) > 1e-3, "nothing was evicted"
+    assert max(abs(a.logprob - b) for a, b in zip(found, full, strict=True)) > 1e-3, (
+        "nothing was evicted"
+    )
 
 
 def of_length(policy: PlainPolicy, length: int, most_new: int, fed: int, decoded: int) -> Sizes:
@@ -67,10 +72,14 @@ def of_length(policy: PlainPolicy, length: int, most_new: int, fed: int, decoded
 def test_prompts_beyond_the_budget_are_scored_in_decode_steps(
     pair: str, max_tokens: int, known: Callable[[str], Known], tmp_path: Path
 ) -> None:
-    """As h2o_hf's mask does: a budget of the whole prompt, full until it is used up, and one column out for each in."""
-    one, both = known("llama"), PAIRS[pair]
+    """As h2o_hf's mask does: a budget of the whole prompt, full until it is used up, and one column
+    out for each in."""
+    one = known("llama")
+    both = PAIRS[pair]
     prompts = random_prompts((30, 9, 1, 17, 8), seed=13)
-    with LLM(str(one.folder), Policy(3, 1), both.engine, dtype="float32", offload_dir=tmp_path) as llm:
+    with LLM(
+        str(one.folder), Policy(3, 1), both.engine, dtype="float32", offload_dir=tmp_path
+    ) as llm:
         params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1, logprobs=0)
         found = llm.generate(prompts, params)
         new = max(2, max_tokens)
@@ -78,15 +87,21 @@ def test_prompts_beyond_the_budget_are_scored_in_decode_steps(
     evicted = 0
     for prompt, columns, row in zip(prompts, budgets, found, strict=True):
         assert row.prompt_logprobs is not None and len(row.prompt_logprobs) == len(prompt)
-        assert row.token_ids == row.token_ids[:max_tokens] and len(row.logprobs or ()) == len(row.token_ids)
+        assert row.token_ids == row.token_ids[:max_tokens] and len(row.logprobs or ()) == len(
+            row.token_ids
+        )
         fed = min(columns, len(prompt))
         of_whole = replace(both.plain, sizes=partial(of_length, both.plain, len(prompt), new))
         given = dict(enumerate(prompt[fed:]))
-        want = evicted_greedy(one.plain, prompt[:fed], len(given) + max(1, max_tokens), of_whole, given=given)
+        want = evicted_greedy(
+            one.plain, prompt[:fed], len(given) + max(1, max_tokens), of_whole, given=given
+        )
         evicted += len(given)
         each = want.logits.log_softmax(-1)
         wanted = each[range(len(given)), prompt[fed:]].tolist()
-        assert [lp.logprob for lp in row.prompt_logprobs[fed:] if lp] == pytest.approx(wanted, abs=1e-4)
+        assert [lp.logprob for lp in row.prompt_logprobs[fed:] if lp] == pytest.approx(
+            wanted, abs=1e-4
+        )
         if max_tokens and want.least_token_gap > 1e-3:
             assert row.token_ids == want.tokens[len(given) :]
     assert evicted > 15
@@ -96,10 +111,14 @@ def test_prompts_beyond_the_budget_are_scored_in_decode_steps(
 def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_given(
     fails: bool, known: Callable[[str], Known], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of these and a row's own first one come out of one sweep, in which no row may end before."""
-    head, calls = llama.head, list[int]()
+    """The last of these and a row's own first one come out of one sweep, in which no row may end
+    before."""
+    head = llama.head
+    calls = list[int]()
 
-    def broken(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None:
+    def broken(
+        spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace
+    ) -> None:
         head(spec, w, x, logits, ws)
         calls.append(len(x))
         if len(calls) > 2:  # from the first decode sweep on
@@ -107,38 +126,62 @@ def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_g
 
     if fails:
         monkeypatch.setattr(llama, "head", broken)
-    prompts = [Prompt(i, tuple(ids), None) for i, ids in enumerate(random_prompts((30, 30), seed=13))]
-    done, seen = list[Completion](), list[int]()
+    prompts = [
+        Prompt(i, tuple(ids), None) for i, ids in enumerate(random_prompts((30, 30), seed=13))
+    ]
+    done = list[Completion]()
+    seen = list[int]()
     params = SamplingParams(max_tokens=5, prompt_logprobs=0, ignore_eos=True)
     callbacks = Callbacks(goes_on=lambda row: bool(seen.append(len(row.own_ids))), spares_rows=True)
-    with LLM(str(known("llama").folder), Policy(2, 1), EIGHT, dtype="float32", offload_dir=tmp_path) as llm:
+    with LLM(
+        str(known("llama").folder), Policy(2, 1), EIGHT, dtype="float32", offload_dir=tmp_path
+    ) as llm:
         llm.run(prompts, params, done.extend, callbacks)
-    assert sorted(str(one.finish_reason) for one in done) == (["error", "length"] if fails else ["length", "length"])
+    assert sorted(str(one.finish_reason) for one in done) == (
+        ["error", "length"] if fails else ["length", "length"]
+    )
     assert seen == [1] * (1 if fails else 2)
 
 
-def test_the_report_is_of_the_budgets_that_rows_had(known: Callable[[str], Known], tmp_path: Path) -> None:
+def test_the_report_is_of_the_budgets_that_rows_had(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
     """Of a prompt that is cut to its budget, not of what is left of it."""
     params = SamplingParams(max_tokens=3, prompt_logprobs=0, ignore_eos=True)
     eviction = H2O(heavy_ratio=0.2, recent_ratio=0.2, protect=4)
-    with LLM(str(known("llama").folder), Policy(2, 1), eviction, dtype="float32", offload_dir=tmp_path) as llm:
+    with LLM(
+        str(known("llama").folder), Policy(2, 1), eviction, dtype="float32", offload_dir=tmp_path
+    ) as llm:
         llm.generate(random_prompts((30, 30), seed=13), params)
         report = llm.report
-    assert report is not None and (report.prompt_len, report.gen_len, report.kv["slots"]) == (30, 3, 13)
+    assert report is not None and (report.prompt_len, report.gen_len, report.kv["slots"]) == (
+        30,
+        3,
+        13,
+    )
     assert report.prefill.tokens == 2 * 12
 
 
-def test_rows_enter_only_where_their_given_tokens_have_room(known: Callable[[str], Known], tmp_path: Path) -> None:
+def test_rows_enter_only_where_their_given_tokens_have_room(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
     """Longer prompts take more tokens a sweep."""
     asked = SamplingParams(max_tokens=3, prompt_logprobs=0)
-    few, many = Prompt(1, (5,) * 9, None), Prompt(2, (5,) * 40, None)
-    with LLM(str(known("llama").folder), Policy(3, 1), EIGHT, dtype="float32", offload_dir=tmp_path) as llm:
+    few = Prompt(1, (5,) * 9, None)
+    many = Prompt(2, (5,) * 40, None)
+    with LLM(
+        str(known("llama").folder), Policy(3, 1), EIGHT, dtype="float32", offload_dir=tmp_path
+    ) as llm:
         llm.prepare([few], asked)
         assert llm.has_room([few], [asked]) and not llm.has_room([many], [asked])
 
 
-def test_wrong_continuations_are_named_by_their_place(known: Callable[[str], Known], tmp_path: Path) -> None:
-    with LLM(str(known("llama").folder), Policy(2, 1), dtype="float32", offload_dir=tmp_path) as llm:
+def test_wrong_continuations_are_named_by_their_place(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    with LLM(
+        str(known("llama").folder), Policy(2, 1), dtype="float32", offload_dir=tmp_path
+    ) as llm:
         for wrong, says in (([[3], [10**6]], "token id"), ([[3], [4] * 5000], "do not fit")):
             name = r"continuations\[1\]" if says == "token id" else r"prompts\[1\]"
             with pytest.raises(UsageError, match=f"^{name}: .*{says}"):

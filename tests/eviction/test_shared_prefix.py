@@ -1,4 +1,5 @@
-"""Eviction where rows share a prefix: scores, kept columns and victims are those of whole prompts."""
+"""Eviction where rows share a prefix: scores, kept columns and victims are those of whole
+prompts."""
 
 from __future__ import annotations
 
@@ -17,20 +18,31 @@ from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import random_prompts
 
 HEADER = 11
-# Fewer own tokens than the last rows that a policy looks at, and more; neighbours of one length; more than the header.
-OWN, NEW_TOKENS = (1, 4, 9, 9, 3, 14), 10
-WHERE = ("all on device", "kv split three ways", "kv on disk", "everything split 30/30", "kv on host and disk")
+# Fewer own tokens than the last rows that a policy looks at, and more; neighbours of one length;
+# more than the header.
+OWN = (1, 4, 9, 9, 3, 14)
+NEW_TOKENS = 10
+WHERE = (
+    "all on device",
+    "kv split three ways",
+    "kv on disk",
+    "everything split 30/30",
+    "kv on host and disk",
+)
 
 
 @pytest.fixture(scope="module")
 def headed(known: Callable[[str], Known]) -> Callable[..., Wanted]:
-    """What the slow reference generates on prompts that begin alike, by shape, pair, and what becomes of columns."""
+    """What the slow reference generates on prompts that begin alike, by shape, pair, and what
+    becomes of columns."""
 
     @cache
     def made(shape: str, pair: str, how: str = "") -> Wanted:
         plain = known(shape).plain
         if how == "rolling":
-            plain = (PlainNeoX if shape == "gpt_neox" else PlainLlama)(known(shape).model, rolling=True)
+            plain = (PlainNeoX if shape == "gpt_neox" else PlainLlama)(
+                known(shape).model, rolling=True
+            )
         stored = {"packed": lambda: Rounded(8), "rotated": lambda: Rotated(8)}.get(how)
         turn = plain.turn if how == "rolling" else None
         for seed in range(77, 90):
@@ -44,13 +56,27 @@ def headed(known: Callable[[str], Known]) -> Callable[..., Wanted]:
     return made
 
 
-def check(want: Wanted, pair: Pair, folder: Path, where: tuple[str, str], offload_dir: Path, **switches: object) -> Ran:
+def check(
+    want: Wanted,
+    pair: Pair,
+    folder: Path,
+    where: tuple[str, str],
+    offload_dir: Path,
+    **switches: object,
+) -> Ran:
     placement, configuration = where
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement], **switches)
     ran = generate(
-        folder, want.prompts, NEW_TOKENS, pair.engine, policy, offload_dir, chosen.budget, share_prefix="on"
-    )  # fmt: skip
+        folder,
+        want.prompts,
+        NEW_TOKENS,
+        pair.engine,
+        policy,
+        offload_dir,
+        chosen.budget,
+        share_prefix="on",
+    )
     assert_same(want, ran)
     return ran
 
@@ -67,15 +93,30 @@ def places() -> Iterator[tuple[str, str]]:
 PLACES = places()
 # Of each policy, and with prefixes shorter and longer than the rows that are scored.
 SCORED = (
-    "h2o", "h2o, ratios", "h2o, prompt only", "local", "h2o-norm, one sink", "tova", "snapkv",
-    "snapkv, narrow", "h2o-v, two sinks", "random", "h2o, of the sequence", "h2o-norm", "vase",
+    "h2o",
+    "h2o, ratios",
+    "h2o, prompt only",
+    "local",
+    "h2o-norm, one sink",
+    "tova",
+    "snapkv",
+    "snapkv, narrow",
+    "h2o-v, two sinks",
+    "random",
+    "h2o, of the sequence",
+    "h2o-norm",
+    "vase",
     "triattention",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("pair", "where"), thinned([(pair, next(PLACES)) for pair in SCORED], 2))
 def test_every_policy(
-    pair: str, where: tuple[str, str], known: Callable[[str], Known], headed: Callable[..., Wanted], tmp_path: Path
+    pair: str,
+    where: tuple[str, str],
+    known: Callable[[str], Known],
+    headed: Callable[..., Wanted],
+    tmp_path: Path,
 ) -> None:
     ran = check(headed("normal", pair), PAIRS[pair], known("normal").folder, where, tmp_path)
     saved = len(OWN) * HEADER + sum(OWN) - ran.report.extra["prefill_fed_tokens"]
@@ -87,37 +128,64 @@ def test_every_policy(
     [
         (shape, pair, next(PLACES))
         for shape, pair in (
-            ("post-norm, narrow embedding (350m)", "snapkv"), ("llama", "h2o-norm, one sink"), ("gpt_neox", "snapkv"),
+            ("post-norm, narrow embedding (350m)", "snapkv"),
+            ("llama", "h2o-norm, one sink"),
+            ("gpt_neox", "snapkv"),
             ("llama", "triattention"),
         )
     ],
-)  # fmt: skip
+)
 def test_other_families(
-    shape: str, pair: str, where: tuple[str, str], known: Callable[[str], Known], headed: Callable[..., Wanted],
+    shape: str,
+    pair: str,
+    where: tuple[str, str],
+    known: Callable[[str], Known],
+    headed: Callable[..., Wanted],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     check(headed(shape, pair), PAIRS[pair], known(shape).folder, where, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("shape", "pair", "where"),
-    [(shape, pair, next(PLACES)) for shape, pair in (("llama", "h2o"), ("llama", "snapkv"), ("gpt_neox", "local"))],
+    [
+        (shape, pair, next(PLACES))
+        for shape, pair in (("llama", "h2o"), ("llama", "snapkv"), ("gpt_neox", "local"))
+    ],
 )
 def test_rolling_positions(
-    shape: str, pair: str, where: tuple[str, str], known: Callable[[str], Known], headed: Callable[..., Wanted],
+    shape: str,
+    pair: str,
+    where: tuple[str, str],
+    known: Callable[[str], Known],
+    headed: Callable[..., Wanted],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Keys of the prefix are kept as they were before they turned."""
     check(headed(shape, pair, "rolling"), rolling(pair), known(shape).folder, where, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("pair", "where", "how"),
-    [(pair, next(PLACES), how) for pair, how in (("h2o-v", "packed"), ("local", "packed"), ("h2o-v", "rotated"))],
+    [
+        (pair, next(PLACES), how)
+        for pair, how in (("h2o-v", "packed"), ("local", "packed"), ("h2o-v", "rotated"))
+    ],
 )
 def test_a_compressed_cache(
-    pair: str, where: tuple[str, str], how: str, known: Callable[[str], Known], headed: Callable[..., Wanted],
+    pair: str,
+    where: tuple[str, str],
+    how: str,
+    known: Callable[[str], Known],
+    headed: Callable[..., Wanted],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     switches = {"compress_cache": True, "cache_bits": 8, "cache_rotation": how == "rotated"}
-    check(headed("normal", pair, how), PAIRS[pair], known("normal").folder, where, tmp_path, **switches)
+    check(
+        headed("normal", pair, how),
+        PAIRS[pair],
+        known("normal").folder,
+        where,
+        tmp_path,
+        **switches,
+    )

@@ -1,4 +1,5 @@
-"""TriAttention in the engine against the slow reference: kept columns, tokens and logits of several shapes."""
+"""TriAttention in the engine against the slow reference: kept columns, tokens and logits of several
+shapes."""
 
 from __future__ import annotations
 
@@ -40,22 +41,34 @@ from tests.parity.reference import LONG, folder_with_eos, random_prompts, token_
         ("llama, one kv-head, odd sizes", "triattention, of the sequence", "kv on host"),
         ("llama, biases, one layer, gelu", "triattention", "all on device"),
         ("llama, rope yarn", "triattention, at an interval", "kv split three ways"),
-        ("gpt_neox", "triattention, at an interval", "kv split three ways"),  # a quarter of a head turns
+        (
+            "gpt_neox",
+            "triattention, at an interval",
+            "kv split three ways",
+        ),  # a quarter of a head turns
         ("gpt_oss", "triattention", "kv on host"),
         ("normal", "triattention, prompt protected", "kv split three ways"),  # nothing turns
     ],
 )
 def test_shapes(
-    shape: str, pair: str, placement: str, known: Callable[[str], Known], reference: Callable[..., Wanted],
+    shape: str,
+    pair: str,
+    placement: str,
+    known: Callable[[str], Known],
+    reference: Callable[..., Wanted],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Prompts of 1 to 21 tokens."""
     policy = Policy(2, 2, PLACEMENTS[placement])
-    assert_equal(known(shape).folder, reference(shape, pair), PAIRS[pair], policy, tmp_path, STAND_IN)
+    assert_equal(
+        known(shape).folder, reference(shape, pair), PAIRS[pair], policy, tmp_path, STAND_IN
+    )
 
 
 @pytest.mark.parametrize(("heavy", "recent"), [(1, 3), (2, 1), (3, 1)])
-def test_tiny_budgets_of_one_sequence(heavy: int, recent: int, known: Callable[[str], Known], tmp_path: Path) -> None:
+def test_tiny_budgets_of_one_sequence(
+    heavy: int, recent: int, known: Callable[[str], Known], tmp_path: Path
+) -> None:
     sizes = {"heavy_size": heavy, "recent_size": recent}
     pair = Pair(TriAttention(**sizes, interval=1), plain.triattention(Budget(**sizes), interval=1))
     want = wanted(known("llama").plain, pair, (13,), 10)
@@ -72,17 +85,31 @@ def test_rows_that_end_in_the_middle(
     want = cut(whole, [row.index(eos) + 1 if eos in row else len(row) for row in whole.tokens])
     assert len({len(row) for row in want.tokens}) > 2
     folder = folder_with_eos(known("llama").folder, tmp_path / "model", eos)
-    assert_equal(folder, want, PAIRS[pair], Policy(3, 2, PLACEMENTS["kv on host and disk"]), tmp_path, STAND_IN)
+    assert_equal(
+        folder,
+        want,
+        PAIRS[pair],
+        Policy(3, 2, PLACEMENTS["kv on host and disk"]),
+        tmp_path,
+        STAND_IN,
+    )
 
 
 @pytest.mark.parametrize("rotary", [4, 3, 0])
 def test_scores_are_the_formula(rotary: int) -> None:
-    """In float64, the norm term and the series term by term; rotary: pairs that turn of a head of 8 numbers."""
+    """In float64, the norm term and the series term by term; rotary: pairs that turn of a head of 8
+    numbers."""
     rng = np.random.default_rng(rotary)
-    group, n, count, newest, sinks, recent = 3, 11, 17, 30, 2, 4
+    group = 3
+    n = 11
+    count = 17
+    newest = 30
+    sinks = 2
+    recent = 4
     frequencies = tuple(float(10 ** (-i / 3)) for i in range(rotary))
     score = Trigonometric(Heads(group, 8, frequencies), 20, 1)
-    queries, keys = rng.normal(size=(group, count, 8)) + 1, rng.normal(size=(n, 8))
+    queries = rng.normal(size=(group, count, 8)) + 1
+    keys = rng.normal(size=(n, 8))
     positions = rng.choice(newest, n, replace=False)
 
     def turned(x: np.ndarray, places: np.ndarray) -> torch.Tensor:
@@ -111,10 +138,13 @@ def test_scores_are_the_formula(rotary: int) -> None:
                 first = f if not alone else rotary + f
                 zq = q[:, first] if alone else q[:, f] + 1j * q[:, f + rotary]
                 zk = k[first] if alone else k[f] + 1j * k[f + rotary]
-                w, mean = 0.0 if alone else frequencies[f], zq.mean()
+                w = 0.0 if alone else frequencies[f]
+                mean = zq.mean()
                 phase = np.angle(mean) - np.angle(zk)
                 for step in (1, 2, 4, 8, 16):
-                    of_keys[j] += abs(mean) * abs(zk) * np.cos(w * (newest + step - positions[j]) + phase) / 5
+                    of_keys[j] += (
+                        abs(mean) * abs(zk) * np.cos(w * (newest + step - positions[j]) + phase) / 5
+                    )
                 of_keys[j] += (np.abs(zq).mean() - abs(mean)) * abs(zk)
         some = of_keys[may_leave]
         of_heads.append((of_keys - some.mean()) / some.std())
@@ -124,11 +154,15 @@ def test_scores_are_the_formula(rotary: int) -> None:
 def test_an_entered_row_keeps_its_own_queries(
     known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
 ) -> None:
-    one, asked = reference("llama", "triattention"), (3, 12, 1, 5, 2, 9, 12, 1, 4, 2, 8, 3)
+    one = reference("llama", "triattention")
+    asked = (3, 12, 1, 5, 2, 9, 12, 1, 4, 2, 8, 3)
     want = cut(Wanted(one.prompts * 2, one.rows * 2), asked)
     params = [SamplingParams(max_tokens=n) for n in asked]
-    eviction, policy = PAIRS["triattention"].engine, Policy(3, 2, PLACEMENTS["kv split three ways"])
-    with LLM(str(known("llama").folder), policy, eviction, "auto", "float32", STAND_IN, tmp_path) as llm:
+    eviction = PAIRS["triattention"].engine
+    policy = Policy(3, 2, PLACEMENTS["kv split three ways"])
+    with LLM(
+        str(known("llama").folder), policy, eviction, "auto", "float32", STAND_IN, tmp_path
+    ) as llm:
         ran = run_with(llm, want.prompts, params, refill=True)
     assert ran.tokens == want.tokens
     assert ran.report.extra["refilled"] > 0
@@ -140,8 +174,11 @@ def test_without_a_model_there_are_no_heads() -> None:
 
 
 def test_tokens_do_not_depend_on_the_batch(known: Callable[[str], Known], tmp_path: Path) -> None:
-    prompts, eviction = random_prompts((21, 9, 17)), PAIRS["triattention, at an interval"].engine
+    prompts = random_prompts((21, 9, 17))
+    eviction = PAIRS["triattention, at an interval"].engine
     folder = known("llama").folder
     together = generate(folder, prompts, 12, eviction, Policy(3, 1), tmp_path)
     for i, prompt in enumerate(prompts):
-        assert generate(folder, [prompt], 12, eviction, Policy(1, 1), tmp_path).tokens == [together.tokens[i]]
+        assert generate(folder, [prompt], 12, eviction, Policy(1, 1), tmp_path).tokens == [
+            together.tokens[i]
+        ]

@@ -24,7 +24,9 @@ def workers() -> list[str]:
 @pytest.fixture(scope="session")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     prompts = random_prompts((5, 9, 9, 1, 12))
-    return make_reference(random_model(), tmp_path_factory.mktemp("models") / "opt-known", prompts, NEW_TOKENS)
+    return make_reference(
+        random_model(), tmp_path_factory.mktemp("models") / "opt-known", prompts, NEW_TOKENS
+    )
 
 
 @pytest.fixture(scope="session")

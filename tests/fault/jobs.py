@@ -45,7 +45,8 @@ class Job(Process):
         return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
 
     def wait_for_moment(self, has_come: Callable[[], bool], generator: random.Random) -> None:
-        """And a little longer, or until the job has ended: a kill at any moment is as good as another."""
+        """And a little longer, or until the job has ended: a kill at any moment is as good as
+        another."""
         while not has_come() and not self.has_ended():
             time.sleep(generator.uniform(0, 0.02))
 
@@ -63,7 +64,9 @@ class Jobs:
     forks: Forks
 
     def start(self, folder: Path, *flags: str, file_limit: int = 0) -> Job:
-        return self.forks.start(folder, RUN, *FILES, *FLAGS, *_with_model(flags), file_limit=file_limit, kind=Job)
+        return self.forks.start(
+            folder, RUN, *FILES, *FLAGS, *_with_model(flags), file_limit=file_limit, kind=Job
+        )
 
 
 def launch(folder: Path, *flags: str) -> Job:
@@ -72,19 +75,24 @@ def launch(folder: Path, *flags: str) -> Job:
     with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
         process = subprocess.Popen(
             argv, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err
-        )  # fmt: skip
+        )
     return Job(folder, process.pid, lambda: (process.wait(), 0))
 
 
 def write_input(folder: Path, rows: int) -> dict[str, int]:
-    """Requests of many lengths, two lines that cannot be run among them; their ids, each with its most new tokens."""
-    lines, ids = [], {}
+    """Requests of many lengths, two lines that cannot be run among them; their ids, each with its
+    most new tokens."""
+    lines = []
+    ids = {}
     for i in range(rows):
         most = 1 + i * 7 % 17
         ids[f"row-{i}"] = most
         body = {"prompt": f"def f{i}(x):\n" + "    x += 1\n" * (i % 5), "max_tokens": most}
         lines.append(json.dumps({"custom_id": f"row-{i}", "url": "/v1/completions", "body": body}))
-    lines[rows // 2 : rows // 2] = ["{bad", json.dumps({"custom_id": "unknown", "url": "/v1/embeddings", "body": {}})]
+    lines[rows // 2 : rows // 2] = [
+        "{bad",
+        json.dumps({"custom_id": "unknown", "url": "/v1/embeddings", "body": {}}),
+    ]
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
     return {**ids, f"line-{rows // 2 + 1}": 0, "unknown": 0}
 
@@ -99,7 +107,8 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
 def tokens_of(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
     """Token ids by custom id, [] for error rows; fails where an id is there twice."""
     found = {
-        row["custom_id"]: [] if row["error"] else row["response"]["body"]["choices"][0]["token_ids"] for row in rows
+        row["custom_id"]: [] if row["error"] else row["response"]["body"]["choices"][0]["token_ids"]
+        for row in rows
     }
     assert len(found) == len(rows)
     return found

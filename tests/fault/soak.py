@@ -1,7 +1,8 @@
-"""Real jobs, killed with -9 at random moments: every row once, the tokens of a job that nobody disturbs, nothing left.
+"""Real jobs, killed with -9 at random moments: every row once, the tokens of a job that nobody
+disturbs, nothing left.
 
-FLEXGEN_SOAK_KILLS: how many kills, over all kinds of jobs (100). FLEXGEN_SOAK_SEED: of the moments and of the input (a
-new one; it is printed when a job fails).
+FLEXGEN_SOAK_KILLS: how many kills, over all kinds of jobs (100). FLEXGEN_SOAK_SEED: of the moments
+and of the input (a new one; it is printed when a job fails).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import pytest
 
 from tests.fault.jobs import Job, launch, rows_of, tear_the_end, tokens_of, whole_rows_of
 
-ROWS, MOST_NEW = 100, 12
+ROWS = 100
+MOST_NEW = 12
 KILLS = int(os.environ.get("FLEXGEN_SOAK_KILLS", "100"))
 SEED = int(os.environ.get("FLEXGEN_SOAK_SEED") or random.SystemRandom().randrange(2**32))
 
@@ -37,7 +39,10 @@ KINDS = {
     "three-tiers-h2o": f"{THREE_TIERS} {H2O} --refill --share-prefix on --cpu-cache-compute",
     "three-tiers-packed": f"{THREE_TIERS} {PACKED} --refill --share-prefix on",
 }
-ALIKE = (("ram", "disk", "three-tiers"), ("ram-h2o", "disk-h2o", "three-tiers-h2o"))  # a placement changes no token
+ALIKE = (
+    ("ram", "disk", "three-tiers"),
+    ("ram-h2o", "disk-h2o", "three-tiers-h2o"),
+)  # a placement changes no token
 # In the offload dir, beside what a job makes there. None of it is a job's, whatever it is called.
 USERS_FILES = (
     "notes.txt",
@@ -59,15 +64,22 @@ class Undisturbed:
 
 
 def write_requests(folder: Path, generator: random.Random) -> None:
-    """Rows that begin alike and rows that do not, greedy and drawn, with seeds and without; some that cannot be run."""
-    begins = ["\n".join(f"def {word}_{i}(x):\n    return x" for i in range(n)) for word, n in (("f", 4), ("read", 7))]
+    """Rows that begin alike and rows that do not, greedy and drawn, with seeds and without; some
+    that cannot be run."""
+    begins = [
+        "\n".join(f"def {word}_{i}(x):\n    return x" for i in range(n))
+        for word, n in (("f", 4), ("read", 7))
+    ]
     lines: list[str] = []
     for i in range(ROWS):
         body: dict[str, Any] = {"max_tokens": generator.randint(1, MOST_NEW)}
         own = f"\ndef g{i}(y):\n" + "    y += 1\n" * generator.randint(0, 6)
         body["prompt"] = (begins[i % 3] if i % 3 < 2 else "") + own
         if i % 2:
-            body |= {"temperature": generator.uniform(0.3, 1.5), "top_p": generator.choice([1.0, 0.9])}
+            body |= {
+                "temperature": generator.uniform(0.3, 1.5),
+                "top_p": generator.choice([1.0, 0.9]),
+            }
         if i % 4 == 1:
             body |= {"seed": generator.randrange(2**31), "top_k": generator.choice([0, 20])}
         lines.append(json.dumps({"custom_id": f"row-{i}", "url": "/v1/completions", "body": body}))
@@ -78,7 +90,8 @@ def write_requests(folder: Path, generator: random.Random) -> None:
 
 
 def folder_of(parent: Path) -> Path:
-    """With the input, which is the same for all jobs, and files of the user's where the job works."""
+    """With the input, which is the same for all jobs, and files of the user's where the job
+    works."""
     parent.mkdir()
     write_requests(parent, random.Random(SEED))
     for name in USERS_FILES:
@@ -96,14 +109,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Undisturb
 
 def answer(kind: str, known: dict[str, Undisturbed], parent: Path) -> Undisturbed:
     if kind not in known:
-        folder, began = folder_of(parent / f"undisturbed-{kind}"), time.monotonic()
-        job, generator = launch(folder, *KINDS[kind].split()), random.Random(0)
+        folder = folder_of(parent / f"undisturbed-{kind}")
+        began = time.monotonic()
+        job = launch(folder, *KINDS[kind].split())
+        generator = random.Random(0)
         job.wait_for_moment(lambda: job.lines() > 0, generator)
         first_row_s = time.monotonic() - began
         assert job.wait() == 0, job.err
         tokens = tokens_of(rows_of(job.output))
         assert len(tokens) == ROWS + 2 and sum(map(len, tokens.values())) > ROWS * MOST_NEW / 4
-        assert len({tuple(found) for found in tokens.values()}) > ROWS / 3, "rows that are alike tell nothing"
+        assert len({tuple(found) for found in tokens.values()}) > ROWS / 3, (
+            "rows that are alike tell nothing"
+        )
         assert_nothing_left(folder)
         known[kind] = Undisturbed(tokens, time.monotonic() - began, first_row_s)
     return known[kind]
@@ -119,14 +136,19 @@ def assert_nothing_left(folder: Path) -> None:
     assert not [name for name in others if name.startswith(("run-", "."))]
 
 
-def wait_for_a_moment(job: Job, alone: Undisturbed, kills_left: int, generator: random.Random) -> None:
-    """While it starts, as its scratch folder appears, or some rows on: few, so that many kills fit a job."""
+def wait_for_a_moment(
+    job: Job, alone: Undisturbed, kills_left: int, generator: random.Random
+) -> None:
+    """While it starts, as its scratch folder appears, or some rows on: few, so that many kills fit
+    a job."""
     kind = generator.random()
     if kind < 0.15:
         time.sleep(generator.uniform(0, alone.first_row_s))
     elif kind < 0.35:
         before = set((job.folder / "offload").iterdir())
-        job.wait_for_moment(lambda: bool(set((job.folder / "offload").iterdir()) - before), generator)
+        job.wait_for_moment(
+            lambda: bool(set((job.folder / "offload").iterdir()) - before), generator
+        )
         time.sleep(generator.uniform(0, 0.05))
     else:
         done = job.lines()
@@ -135,9 +157,13 @@ def wait_for_a_moment(job: Job, alone: Undisturbed, kills_left: int, generator: 
         time.sleep(generator.uniform(0, 0.05))
 
 
-def kill_until_done(folder: Path, flags: list[str], alone: Undisturbed, kills: int, generator: random.Random) -> int:
-    """The same command, until a run of it ends by itself. How many of at most `kills` kills hit one that ran?"""
-    hit, kept = 0, dict[str, list[int]]()
+def kill_until_done(
+    folder: Path, flags: list[str], alone: Undisturbed, kills: int, generator: random.Random
+) -> int:
+    """The same command, until a run of it ends by itself. How many of at most `kills` kills hit one
+    that ran?"""
+    hit = 0
+    kept = dict[str, list[int]]()
     while True:
         job = launch(folder, *flags)
         if hit < kills:
@@ -157,13 +183,19 @@ def kill_until_done(folder: Path, flags: list[str], alone: Undisturbed, kills: i
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_jobs_lose_nothing(kind: str, undisturbed: dict[str, Undisturbed], tmp_path: Path) -> None:
+def test_killed_jobs_lose_nothing(
+    kind: str, undisturbed: dict[str, Undisturbed], tmp_path: Path
+) -> None:
     print(f"FLEXGEN_SOAK_SEED={SEED}")
-    generator, names = random.Random(f"{SEED} {kind}"), list(KINDS)
+    generator = random.Random(f"{SEED} {kind}")
+    names = list(KINDS)
     wanted = len(range(names.index(kind), KILLS, len(names)))
-    alone, hit, jobs = answer(kind, undisturbed, tmp_path), 0, 0
+    alone = answer(kind, undisturbed, tmp_path)
+    hit = 0
+    jobs = 0
     while hit < wanted:
-        folder, jobs = folder_of(tmp_path / f"job{jobs}"), jobs + 1
+        folder = folder_of(tmp_path / f"job{jobs}")
+        jobs = jobs + 1
         hit += kill_until_done(folder, KINDS[kind].split(), alone, wanted - hit, generator)
         assert tokens_of(rows_of(folder / "out.jsonl")) == alone.tokens
         assert_nothing_left(folder)

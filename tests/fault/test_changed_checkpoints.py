@@ -1,4 +1,5 @@
-"""Files of a checkpoint that change while it is in use: no row leaves that may have been computed with two models."""
+"""Files of a checkpoint that change while it is in use: no row leaves that may have been computed
+with two models."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from tests.fault.jobs import Job, Jobs, rows_of, tokens_of, write_input
 from tests.parity.reference import Reference, random_model
 
 ROWS = 32
-NEW_TOKENS = (1, 5, 2, 5, 4)  # of each prompt: some rows finish before the change, others are in the middle
+NEW_TOKENS = (
+    1,
+    5,
+    2,
+    5,
+    4,
+)  # of each prompt: some rows finish before the change, others are in the middle
 ON_DISK = (0, 0, 100, 0, 100, 0)
 
 
@@ -68,7 +75,8 @@ CHANGES = (overwrite, replace, point_elsewhere, remove)
 @pytest.fixture
 def folder(known: Reference, tmp_path: Path) -> Path:
     """The known model as the hub's cache has it: links to files with other names."""
-    found, blobs = tmp_path / "model", tmp_path / "blobs"
+    found = tmp_path / "model"
+    blobs = tmp_path / "blobs"
     known.model.save_pretrained(blobs, max_shard_size="60KB")
     found.mkdir()
     for path in blobs.iterdir():
@@ -85,8 +93,11 @@ def opened(folder: Path, tmp_path: Path, policy: Policy) -> LLM:
     return LLM(str(folder), policy, dtype="float32", offload_dir=tmp_path / "offload")
 
 
-def run(llm: LLM, known: Reference, refill: bool, at_step: Callable[[int], None]) -> list[Completion]:
-    """What is handed out. at_step: called with the number of each step that logits are looked at."""
+def run(
+    llm: LLM, known: Reference, refill: bool, at_step: Callable[[int], None]
+) -> list[Completion]:
+    """What is handed out. at_step: called with the number of each step that logits are looked
+    at."""
     done: list[Completion] = []
     steps = 0
 
@@ -108,7 +119,9 @@ def run(llm: LLM, known: Reference, refill: bool, at_step: Callable[[int], None]
     return done
 
 
-@pytest.mark.parametrize(("change", "refill"), zip(CHANGES, (True, False, True, False), strict=True))
+@pytest.mark.parametrize(
+    ("change", "refill"), zip(CHANGES, (True, False, True, False), strict=True)
+)
 def test_a_run_that_streams_weights_ends(
     change: Callable[[Path], None],
     refill: bool,
@@ -123,7 +136,9 @@ def test_a_run_that_streams_weights_ends(
             run(llm, known, refill, lambda step: change(path) if step == 3 else None)
         assert "\n" not in str(caught.value)
         assert_clean()
-        with pytest.raises(CheckpointChangedError):  # the LLM is of the checkpoint that it has opened
+        with pytest.raises(
+            CheckpointChangedError
+        ):  # the LLM is of the checkpoint that it has opened
             run(llm, known, refill, lambda step: None)
     assert_clean()
 
@@ -200,7 +215,8 @@ def test_metadata_is_not_content(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A file with another ctime and the same contents ends no run; that is said once. Then new contents end it."""
+    """A file with another ctime and the same contents ends no run; that is said once. Then new
+    contents end it."""
     say_once.cache_clear()
     path = shards(folder)[-1].resolve()
     with opened(folder, tmp_path, Policy(2, 1, ON_DISK)) as llm:
@@ -235,7 +251,8 @@ def test_many_changes_of_metadata(folder: Path, known: Reference, tmp_path: Path
 
 
 def test_a_copy_keeps_its_fingerprint_through_changes_of_metadata(tmp_path: Path) -> None:
-    """What was imported or packed is found again; other contents of the same size and time are not."""
+    """What was imported or packed is found again; other contents of the same size and time are
+    not."""
     path = tmp_path / "model" / "pytorch_model.bin"
     path.parent.mkdir()
     path.write_bytes(bytes(1000))
@@ -253,9 +270,15 @@ def test_a_copy_keeps_its_fingerprint_through_changes_of_metadata(tmp_path: Path
 
 
 def test_what_is_in_memory_is_not_reached(folder: Path, known: Reference, tmp_path: Path) -> None:
-    """A run that holds all weights goes on, with the right tokens; what would read the files again does not."""
+    """A run that holds all weights goes on, with the right tokens; what would read the files again
+    does not."""
     with opened(folder, tmp_path, Policy(2, 1, (100, 0, 100, 0, 100, 0))) as llm:
-        done = run(llm, known, True, lambda step: overwrite(shards(folder)[-1].resolve()) if step == 3 else None)
+        done = run(
+            llm,
+            known,
+            True,
+            lambda step: overwrite(shards(folder)[-1].resolve()) if step == 3 else None,
+        )
         assert len(done) == len(known.prompts)
         assert len(run(llm, known, True, lambda step: None)) == len(known.prompts)
         llm.close()
@@ -263,8 +286,12 @@ def test_what_is_in_memory_is_not_reached(folder: Path, known: Reference, tmp_pa
             run(llm, known, True, lambda step: None)
 
 
-@pytest.mark.parametrize("policy", [Policy(2, 1), Policy(2, 1, ON_DISK), Policy(2, 1, compress_weight=True)])
-def test_between_opening_and_loading(policy: Policy, folder: Path, known: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "policy", [Policy(2, 1), Policy(2, 1, ON_DISK), Policy(2, 1, compress_weight=True)]
+)
+def test_between_opening_and_loading(
+    policy: Policy, folder: Path, known: Reference, tmp_path: Path
+) -> None:
     """Where tensors lie was read from the files as they were."""
     with opened(folder, tmp_path, policy) as llm:
         llm.digests()
@@ -276,7 +303,9 @@ def test_between_opening_and_loading(policy: Policy, folder: Path, known: Refere
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "config.json", "tokenizer.json"])
-def test_a_job_is_of_the_files_that_it_has_read(name: str, known: Reference, tmp_path: Path) -> None:
+def test_a_job_is_of_the_files_that_it_has_read(
+    name: str, known: Reference, tmp_path: Path
+) -> None:
     """Between reading them and saying in the sidecar what they were."""
     model = tmp_path / "model"
     model.mkdir()
@@ -299,8 +328,10 @@ def started(jobs: Jobs, folder: Path) -> Job:
 
 
 def test_a_job_whose_model_is_overwritten(jobs: Jobs, tmp_path: Path) -> None:
-    """It ends, a rerun refuses to mix, and with the old weights back it is finished with the right tokens."""
-    model, apart = tmp_path / "model", tmp_path / "apart"
+    """It ends, a rerun refuses to mix, and with the old weights back it is finished with the right
+    tokens."""
+    model = tmp_path / "model"
+    apart = tmp_path / "apart"
     for folder in (tmp_path, apart):
         shutil.copytree(PACKAGED["opt-tiny"], folder / "model")
         write_input(folder, ROWS)
@@ -334,7 +365,13 @@ def test_random_weights_are_read_by_one_model(known: Reference, tmp_path: Path) 
     folder = tmp_path / "model"
     random_model().config.save_pretrained(folder)
     prompts = prompts_from_python(known.prompts, None, 120)
-    llm = LLM(str(folder), Policy(2, 1, ON_DISK), dtype="float32", path="_DUMMY_", offload_dir=tmp_path / "offload")
+    llm = LLM(
+        str(folder),
+        Policy(2, 1, ON_DISK),
+        dtype="float32",
+        path="_DUMMY_",
+        offload_dir=tmp_path / "offload",
+    )
     with llm:
         llm.run(prompts, SamplingParams(max_tokens=2), lambda done: None)
         [written] = (tmp_path / "offload").rglob("*.safetensors")

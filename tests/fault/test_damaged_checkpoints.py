@@ -1,4 +1,5 @@
-"""Checkpoints with something wrong are refused before the run, by name; one that breaks during it ends the run."""
+"""Checkpoints with something wrong are refused before the run, by name; one that breaks during it
+ends the run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from flexgen_h2o.core.errors import TransferError
 from tests.fault.conftest import NEW_TOKENS
 from tests.parity.reference import Reference, run, tokens_of
 
-FC1, KEYS = "model.decoder.layers.1.fc1.weight", "model.decoder.layers.0.self_attn.k_proj.bias"
+FC1 = "model.decoder.layers.1.fc1.weight"
+KEYS = "model.decoder.layers.0.self_attn.k_proj.bias"
 
 
 def shards(folder: Path) -> list[Path]:
@@ -28,11 +30,17 @@ def shard_with(folder: Path, tensor: str) -> Path:
     return folder / index["weight_map"][tensor]
 
 
-def change_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> str:
+def change_tensor(
+    folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]
+) -> str:
     path = shard_with(folder, name)
     state = load_file(path)
     changed = change(state.pop(name))
-    save_file(state if changed is None else {**state, name: changed.contiguous()}, path, metadata={"format": "pt"})
+    save_file(
+        state if changed is None else {**state, name: changed.contiguous()},
+        path,
+        metadata={"format": "pt"},
+    )
     return path.name
 
 
@@ -62,7 +70,7 @@ def broken_index(folder: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "damage",
     [truncated_shard, missing_tensor, integers, transposed, broken_index],
-)  # fmt: skip
+)
 def test_refused_before_the_run(
     damage: Callable[[Path], tuple[str, ...]],
     known: Reference,
@@ -75,7 +83,15 @@ def test_refused_before_the_run(
     says = damage(folder)
     (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [4, 5]}\n')
     capfd.readouterr()
-    argv = ["--model", str(folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--no-log", "--percent", *"000000"]
+    argv = [
+        "--model",
+        str(folder),
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--no-log",
+        "--percent",
+        *"000000",
+    ]
     code = flex_opt.main([*argv, "--offload-dir", str(tmp_path / "offload")])
     [line] = capfd.readouterr().err.splitlines()
     assert code == 2, line
@@ -83,7 +99,9 @@ def test_refused_before_the_run(
     assert_clean()
 
 
-def test_a_damaged_bin_file(known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_bin_file(
+    known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text((known.folder / "config.json").read_text())
@@ -91,7 +109,10 @@ def test_a_damaged_bin_file(known: Reference, tmp_path: Path, capfd: pytest.Capt
     os.truncate(folder / "pytorch_model.bin", 50_000)
     capfd.readouterr()
     offload = tmp_path / "offload"
-    assert flex_opt.main(["--model", str(folder), "--prompt-len", "4", "--offload-dir", str(offload)]) == 2
+    assert (
+        flex_opt.main(["--model", str(folder), "--prompt-len", "4", "--offload-dir", str(offload)])
+        == 2
+    )
     said, line = capfd.readouterr().err.splitlines()
     assert said.startswith("# ") and "pytorch_model.bin" in line and "truncated" in line
     assert not [p for p in offload.rglob("*") if p.is_file()]
@@ -104,7 +125,8 @@ def test_a_checkpoint_truncated_during_the_run(
 ) -> None:
     folder = tmp_path / "model"
     known.model.save_pretrained(folder)
-    path, steps = folder / "model.safetensors", 0
+    path = folder / "model.safetensors"
+    steps = 0
     whole = path.read_bytes()
 
     def truncate(rows: list[int], logits: torch.Tensor) -> None:
@@ -120,5 +142,7 @@ def test_a_checkpoint_truncated_during_the_run(
             llm.generate(known.prompts, params, watch_logits=truncate)
         assert_clean()
     path.write_bytes(whole)
-    assert tokens_of(run(folder, known.prompts, policy, tmp_path / "offload", params)) == known.tokens
+    assert (
+        tokens_of(run(folder, known.prompts, policy, tmp_path / "offload", params)) == known.tokens
+    )
     assert_clean()

@@ -1,4 +1,5 @@
-"""Processes that are forked after torch was used: they generate, or are refused at once, and never wait without end."""
+"""Processes that are forked after torch was used: they generate, or are refused at once, and never
+wait without end."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 
 from tests.forks import environment
 
-# `use` has torch start its threads; `answer` generates. Each script ends with "done" and what the children printed.
+# `use` has torch start its threads; `answer` generates. Each script ends with "done" and what the
+# children printed.
 BEGIN = """
 import multiprocessing, os, signal, sys
 signal.alarm(240)
@@ -36,7 +38,7 @@ def fork(*steps):
             step()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-"""
+"""  # noqa: E501
 SCRIPTS = {
     "the package is imported before": """
 import flexgen_h2o
@@ -65,7 +67,11 @@ fork(answer, answer, lambda: fork(answer))
 def lines_of(script: str, tmp_path: Path) -> list[str]:
     env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN + script, str(tmp_path)], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", BEGIN + script, str(tmp_path)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -77,7 +83,8 @@ def test_forked_after_torch_was_used(name: str, tmp_path: Path) -> None:
     if "was used" in name:
         assert len(lines) == 4
         assert all(
-            "forked from one that had used torch" in line and "import flexgen_h2o before" in line for line in lines
+            "forked from one that had used torch" in line and "import flexgen_h2o before" in line
+            for line in lines
         )
     else:
         assert len(lines) == (6 if "before" in name else 3)

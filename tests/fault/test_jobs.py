@@ -17,7 +17,8 @@ from tests.fault.jobs import Job, Jobs, rows_of, tear_the_end, tokens_of, whole_
 from tests.forks import Forks
 from tests.parity.cases import thinned
 
-ROWS, MOST_KILLS = 44, 6
+ROWS = 44
+MOST_KILLS = 6
 Tokens = dict[str, list[int]]  # by custom id
 
 
@@ -40,7 +41,8 @@ def whole(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
 
 
 def kill_until_done(jobs: Jobs, folder: Path, whole: Tokens, generator: random.Random) -> int:
-    """Kill -9 at random moments, sometimes with a torn end as after a power cut, until a run ends. How many kills?
+    """Kill -9 at random moments, sometimes with a torn end as after a power cut, until a run ends.
+    How many kills?
 
     After MOST_KILLS nobody kills it: on a slow machine it would never get to its end.
     """
@@ -69,18 +71,26 @@ def wait_for_a_moment(job: Job, rows: int, generator: random.Random) -> None:
 
 def test_kill_9_loses_nothing(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
     """A few times; soak.py does it a hundred times, to jobs of many kinds."""
-    generator, kills, runs = random.Random(1), 0, 0
+    generator = random.Random(1)
+    kills = 0
+    runs = 0
     while kills < 2:
         folder = tmp_path / f"run{runs}"
         folder.mkdir()
         write_input(folder, ROWS)
-        kills, runs = kills + kill_until_done(jobs, folder, whole, generator), runs + 1
+        kills = kills + kill_until_done(jobs, folder, whole, generator)
+        runs = runs + 1
         assert tokens_of(rows_of(folder / "out.jsonl")) == whole
 
 
-def test_a_process_that_is_killed_while_it_draws_its_bar_stops_no_other(forks: Forks, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_while_it_draws_its_bar_stops_no_other(
+    forks: Forks, tmp_path: Path
+) -> None:
     """They are forked off one server, and tqdm's own lock is one for all of them."""
-    killed = forks.run(tmp_path, "import os\nfrom tqdm import tqdm\ntqdm.get_lock().acquire()\nos.kill(os.getpid(), 9)")
+    killed = forks.run(
+        tmp_path,
+        "import os\nfrom tqdm import tqdm\ntqdm.get_lock().acquire()\nos.kill(os.getpid(), 9)",
+    )
     drawn = forks.run(tmp_path, "from tqdm import tqdm\nfor _ in tqdm([0]): pass")
     assert (killed.code, drawn.code) == (-signal.SIGKILL, 0)
 
@@ -88,7 +98,8 @@ def test_a_process_that_is_killed_while_it_draws_its_bar_stops_no_other(forks: F
 def test_a_job_that_was_killed_while_rows_entered_goes_on_with_or_without_refill(
     jobs: Jobs, whole: Tokens, tmp_path: Path
 ) -> None:
-    """One block serves windows until it is killed, past the first of them; the other way does the rest."""
+    """One block serves windows until it is killed, past the first of them; the other way does the
+    rest."""
     for first, then in (("--refill", "--no-refill"), ("--no-refill", "--refill")):
         folder = tmp_path / first
         folder.mkdir()
@@ -110,7 +121,8 @@ def status_of(jobs: Jobs, folder: Path) -> str:
 
 
 def test_the_status_counts_what_a_killed_job_has_written(jobs: Jobs, tmp_path: Path) -> None:
-    """The file beside the output is written once a second, and says less; the output says what is there."""
+    """The file beside the output is written once a second, and says less; the output says what is
+    there."""
     write_input(tmp_path, ROWS)
     job = jobs.start(tmp_path)
     job.wait_for_rows(12)
@@ -122,10 +134,13 @@ def test_the_status_counts_what_a_killed_job_has_written(jobs: Jobs, tmp_path: P
     assert sorted(tmp_path.iterdir()) == before and "state: running" in status_of(jobs, tmp_path)
     job.send(signal.SIGKILL)
     job.wait()
-    said, errors = status_of(jobs, tmp_path), sum(row["error"] is not None for row in rows_of(job.output))
+    said = status_of(jobs, tmp_path)
+    errors = sum(row["error"] is not None for row in rows_of(job.output))
     assert "state: killed" in said
     left = ROWS + 2 - job.lines()
-    assert f"prompts: {job.lines()} of {ROWS + 2} done, {errors} of them errors, {left} to do" in said
+    assert (
+        f"prompts: {job.lines()} of {ROWS + 2} done, {errors} of them errors, {left} to do" in said
+    )
 
 
 # ---- somebody else
@@ -174,18 +189,24 @@ def test_an_output_that_somebody_changes_ends_the_job_and_the_next_run_mends_it(
     assert job.wait() == 1
     [line] = job.err.splitlines()
     assert line.startswith(f"batch: --output out.jsonl: {says}") and "the same command does" in line
-    assert (job.output.read_bytes() if job.output.exists() else None) == left, "nothing more was written"
+    assert (job.output.read_bytes() if job.output.exists() else None) == left, (
+        "nothing more was written"
+    )
     assert "state: failed: --output out.jsonl" in status_of(jobs, tmp_path)
     if change is write_more:  # a whole line of somebody else's is not thrown away
-        again, [data, notes] = jobs.start(tmp_path), (left or b"").rsplit(b"not a row", 1)
+        again = jobs.start(tmp_path)
+        [data, notes] = (left or b"").rsplit(b"not a row", 1)
         assert again.wait() == 2 and f"out.jsonl:{data.count(10) + 1}: is not a row" in again.err
         assert job.output.read_bytes() == left and notes == b"\n"
         job.output.write_bytes(data)
     assert finish(jobs, tmp_path) == whole
 
 
-def test_rows_that_somebody_writes_over_inside_the_output_are_missed_at_the_end(jobs: Jobs, tmp_path: Path) -> None:
-    """Size and last bytes stay; the next run names the line, and does its row again once it is gone."""
+def test_rows_that_somebody_writes_over_inside_the_output_are_missed_at_the_end(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Size and last bytes stay; the next run names the line, and does its row again once it is
+    gone."""
     ids = write_input(tmp_path, ROWS)
     job = jobs.start(tmp_path)
     job.wait_for_rows(10)
@@ -203,13 +224,18 @@ def test_rows_that_somebody_writes_over_inside_the_output_are_missed_at_the_end(
     assert finish(jobs, tmp_path).keys() == ids.keys()
 
 
-def test_an_output_that_was_laid_out_anew_is_refused_and_left_alone(jobs: Jobs, tmp_path: Path) -> None:
-    """As by `jq .`, which gives each row many lines; with --force the sidecar of the older settings stays too."""
+def test_an_output_that_was_laid_out_anew_is_refused_and_left_alone(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """As by `jq .`, which gives each row many lines; with --force the sidecar of the older settings
+    stays too."""
     write_input(tmp_path, 2)
     finish(jobs, tmp_path)
-    output, sidecar = tmp_path / "out.jsonl", tmp_path / "out.jsonl.job.json"
+    output = tmp_path / "out.jsonl"
+    sidecar = tmp_path / "out.jsonl.job.json"
     output.write_text("".join(json.dumps(row, indent=2) + "\n" for row in rows_of(output)))
-    before, settings = output.read_bytes(), sidecar.read_bytes()
+    before = output.read_bytes()
+    settings = sidecar.read_bytes()
     for flags in ((), ("--force", "--temperature", "0.5")):
         again = jobs.start(tmp_path, *flags)
         assert again.wait() == 2, again.err
@@ -221,7 +247,9 @@ def test_an_output_that_was_laid_out_anew_is_refused_and_left_alone(jobs: Jobs, 
 SIDE_FILES = ("out.jsonl.job.json", "out.jsonl.status.json")
 
 
-def test_a_side_file_that_is_removed_during_a_job_is_written_again(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
+def test_a_side_file_that_is_removed_during_a_job_is_written_again(
+    jobs: Jobs, whole: Tokens, tmp_path: Path
+) -> None:
     write_input(tmp_path, ROWS)
     job = jobs.start(tmp_path)
     job.wait_for_rows(1)
@@ -232,7 +260,9 @@ def test_a_side_file_that_is_removed_during_a_job_is_written_again(jobs: Jobs, w
     job.send(signal.SIGCONT)
     assert job.wait() == 0, job.err
     assert tokens_of(rows_of(job.output)) == whole
-    assert (tmp_path / SIDE_FILES[0]).read_bytes() == settings and (tmp_path / SIDE_FILES[1]).exists()
+    assert (tmp_path / SIDE_FILES[0]).read_bytes() == settings and (
+        tmp_path / SIDE_FILES[1]
+    ).exists()
     assert jobs.start(tmp_path).wait() == 0
 
 
@@ -253,15 +283,21 @@ def test_a_side_file_that_cannot_be_written_again_is_said_at_the_end(
     assert tokens_of(rows_of(job.output)) == whole
 
 
-def test_a_full_standard_output_and_standard_error_cost_no_row(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
+def test_a_full_standard_output_and_standard_error_cost_no_row(
+    jobs: Jobs, whole: Tokens, tmp_path: Path
+) -> None:
     write_input(tmp_path, ROWS)
     (tmp_path / "stdout").symlink_to("/dev/full")
     job = jobs.start(tmp_path)
     assert job.wait() == 0, job.err
     assert tokens_of(rows_of(job.output)) == whole
     [line] = job.err.splitlines()
-    assert line.startswith("batch: cannot write to standard output (No space left on device); only the summary is lost")
-    os.truncate(job.output, job.output.stat().st_size - 9)  # which is said on standard error, before the rest is done
+    assert line.startswith(
+        "batch: cannot write to standard output (No space left on device); only the summary is lost"
+    )
+    os.truncate(
+        job.output, job.output.stat().st_size - 9
+    )  # which is said on standard error, before the rest is done
     (tmp_path / "stderr").unlink()
     (tmp_path / "stderr").symlink_to("/dev/full")
     assert finish(jobs, tmp_path) == whole
@@ -270,7 +306,9 @@ def test_a_full_standard_output_and_standard_error_cost_no_row(jobs: Jobs, whole
 # ---- signals and disks
 
 
-def test_sigterm_ends_a_job_soon_and_the_rest_can_be_done(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
+def test_sigterm_ends_a_job_soon_and_the_rest_can_be_done(
+    jobs: Jobs, whole: Tokens, tmp_path: Path
+) -> None:
     """In between a second job is refused, and is told how the first stands."""
     write_input(tmp_path, ROWS)
     job = jobs.start(tmp_path)
@@ -300,7 +338,10 @@ def end_by(job: Job, name: str, code: int) -> None:
     job.send(signal.SIGCONT)
     assert job.wait() == code, job.err
     assert 6 <= len(tokens_of(rows_of(job.output))) < ROWS
-    assert json.loads((job.folder / "out.jsonl.status.json").read_text())["state"] == f"ended by {name}"
+    assert (
+        json.loads((job.folder / "out.jsonl.status.json").read_text())["state"]
+        == f"ended by {name}"
+    )
 
 
 def test_a_full_disk_ends_a_job_clearly(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
@@ -321,7 +362,9 @@ def test_a_full_file_system_ends_a_job_clearly_and_the_rest_can_be_done(
     """A real one, of 16 KiB, where mounting is permitted; a link leads there."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(disk)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(disk)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("no permission to mount")
     try:
@@ -347,7 +390,8 @@ MOST_GROWTH = 50_000_000  # bytes; 5 MB of text took 1.5 GB
 @pytest.mark.slow
 def test_a_long_line_takes_no_memory_and_no_other_row(jobs: Jobs, tmp_path: Path) -> None:
     """It is an error row, at once and after a restart; the others are those of a job without it."""
-    tokens, peaks = {}, {}
+    tokens = {}
+    peaks = {}
     for name, long_line in {"none": {}, **LONG_LINES}.items():
         folder = tmp_path / name.replace(" ", "-")
         folder.mkdir()
@@ -357,7 +401,8 @@ def test_a_long_line_takes_no_memory_and_no_other_row(jobs: Jobs, tmp_path: Path
         (folder / "in.jsonl").write_text("".join(lines))
         job = jobs.start(folder, "--host-mem", "256MiB")
         assert job.wait() == 0, job.err
-        tokens[name], peaks[name] = tokens_of(rows_of(job.output)), job.peak_rss
+        tokens[name] = tokens_of(rows_of(job.output))
+        peaks[name] = job.peak_rss
         before = job.output.read_bytes()
         again = jobs.start(folder, "--host-mem", "256MiB")
         assert again.wait() == 0 and job.output.read_bytes() == before, again.err

@@ -1,4 +1,5 @@
-"""LLMs that nobody closes: dropped, in a circle, left at the end of a process, and in a child of os.fork()."""
+"""LLMs that nobody closes: dropped, in a circle, left at the end of a process, and in a child of
+os.fork()."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 from tests.forks import Forks, Process
 from tests.parity.reference import Reference
 
-# What each script begins with. `made()` is an LLM that has generated, with weights, KV and hidden states on disk.
+# What each script begins with. `made()` is an LLM that has generated, with weights, KV and hidden
+# states on disk.
 BEGIN = """
 import gc, multiprocessing, os, sys, threading
 import psutil
@@ -46,12 +48,20 @@ ENDS = {
     "sys.exit": ("llm = made(); sys.exit(7)", 7),
     "an uncaught exception": ("llm = made(); raise ValueError('mine')", 1),
     "in a circle": ("llm = made(); llm.me = llm; del llm", 0),
-    "an exception during generate": ("llm = made(); llm.generate(PROMPTS, PARAMS, lambda rows, logits: 1 / 0)", 1),
-    "made by a thread": ("t = threading.Thread(target=lambda: globals().update(llm=made())); t.start(); t.join()", 0),
+    "an exception during generate": (
+        "llm = made(); llm.generate(PROMPTS, PARAMS, lambda rows, logits: 1 / 0)",
+        1,
+    ),
+    "made by a thread": (
+        "t = threading.Thread(target=lambda: globals().update(llm=made())); t.start(); t.join()",
+        0,
+    ),
 }
 
 
-def test_nothing_is_left_when_the_process_ends(run: Callable[[str], Process], tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_process_ends(
+    run: Callable[[str], Process], tmp_path: Path
+) -> None:
     """Each is a child that is forked before anything has run, so that torch is imported once."""
     script = f"""
 for name, (script, code) in {ENDS!r}.items():
@@ -68,8 +78,11 @@ print("all", flush=True)
     assert "Exception ignored" not in done.err
 
 
-def test_twenty_dropped_llms_leave_what_one_leaves(run: Callable[[str], Process], tmp_path: Path) -> None:
-    """Threads, descriptors and folders at once, or with the garbage where they are in a circle; RSS within 1 MiB each.
+def test_twenty_dropped_llms_leave_what_one_leaves(
+    run: Callable[[str], Process], tmp_path: Path
+) -> None:
+    """Threads, descriptors and folders at once, or with the garbage where they are in a circle; RSS
+    within 1 MiB each.
 
     Before they were closed, each held five threads, three descriptors and 16 MiB.
     """
@@ -99,7 +112,8 @@ print("one", one)
     assert done.out.endswith(", [])\n"), "no scratch folder while the process lives on"
 
 
-# How a child of a process with an open LLM ends, and its exit code. It must not wait for threads that it does not have.
+# How a child of a process with an open LLM ends, and its exit code. It must not wait for threads
+# that it does not have.
 CHILDREN = {
     "exits": ("sys.exit(0)", 0),
     "closes": ("llm.close(); sys.exit(0)", 0),
@@ -110,7 +124,9 @@ CHILDREN = {
 }
 
 
-def test_a_forked_child_ends_and_leaves_its_parents_scratch(run: Callable[[str], Process], tmp_path: Path) -> None:
+def test_a_forked_child_ends_and_leaves_its_parents_scratch(
+    run: Callable[[str], Process], tmp_path: Path
+) -> None:
     script = f"""
 llm = made()
 before, tokens = held(), [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
@@ -140,8 +156,11 @@ print("all", flush=True)
 USES = ["llm.generate(PROMPTS, PARAMS)", "llm.close(); llm.generate(PROMPTS, PARAMS)", "made()"]
 
 
-def test_a_forked_child_is_told_that_it_cannot_generate(run: Callable[[str], Process], tmp_path: Path) -> None:
-    """With its parent's LLM or its own: it would wait without end for OpenMP's threads, which stay in the parent."""
+def test_a_forked_child_is_told_that_it_cannot_generate(
+    run: Callable[[str], Process], tmp_path: Path
+) -> None:
+    """With its parent's LLM or its own: it would wait without end for OpenMP's threads, which stay
+    in the parent."""
     script = f"""
 llm = made()
 for use in {USES!r}:
@@ -163,7 +182,9 @@ for use in {USES!r}:
     assert not list(tmp_path.iterdir())
 
 
-def test_children_forked_before_the_first_generate_generate(run: Callable[[str], Process], tmp_path: Path) -> None:
+def test_children_forked_before_the_first_generate_generate(
+    run: Callable[[str], Process], tmp_path: Path
+) -> None:
     """The LLM is there, and its weights' folder; nothing is open yet."""
     script = """
 llm = LLM(FOLDER, Policy(2, 2, (0,) * 6), device="cpu", dtype="float32", offload_dir=OFFLOAD)

@@ -1,4 +1,5 @@
-"""The offload dir between runs: shared by two at a time, cleaned after a killed one, refused when unusable."""
+"""The offload dir between runs: shared by two at a time, cleaned after a killed one, refused when
+unusable."""
 
 from __future__ import annotations
 
@@ -28,9 +29,12 @@ def generate(folder: Path, known: Reference, offload_dir: Path) -> list[list[int
         return tokens_of(llm.generate(known.prompts, PARAMS))
 
 
-def test_two_runs_at_the_same_time(known: Reference, tmp_path: Path, assert_clean: Callable[[], None]) -> None:
+def test_two_runs_at_the_same_time(
+    known: Reference, tmp_path: Path, assert_clean: Callable[[], None]
+) -> None:
     """From one .bin checkpoint too: one imports it, the other waits and uses the import."""
-    folder, offload = tmp_path / "model", tmp_path / "offload"
+    folder = tmp_path / "model"
+    offload = tmp_path / "offload"
     folder.mkdir()
     (folder / "config.json").write_text((known.folder / "config.json").read_text())
     torch.save(known.model.state_dict(), folder / "pytorch_model.bin")
@@ -54,9 +58,12 @@ def test_two_runs_at_the_same_time(known: Reference, tmp_path: Path, assert_clea
     assert len(list(offload.rglob("*.safetensors"))) == 1
 
 
-def test_a_run_starts_while_another_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_starts_while_another_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other one must neither remove the newcomer's lock nor make it fail."""
-    lock, others = fcntl.flock, []
+    lock = fcntl.flock
+    others = []
 
     def interrupted(*args: Any) -> None:
         if not others:
@@ -99,7 +106,9 @@ def dead_run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return made
 
 
-def test_folders_of_live_and_dead_runs(known: Reference, tmp_path: Path, dead_run: Callable[[Path], Path]) -> None:
+def test_folders_of_live_and_dead_runs(
+    known: Reference, tmp_path: Path, dead_run: Callable[[Path], Path]
+) -> None:
     """What looks like a run's folder is removed only if its lock can be taken."""
     offload = tmp_path / "offload"
     alive = Scratch(offload)
@@ -115,9 +124,10 @@ def test_folders_of_live_and_dead_runs(known: Reference, tmp_path: Path, dead_ru
 def test_what_only_looks_like_a_scratch_folder_stays(
     known: Reference, tmp_path: Path, dead_run: Callable[[Path], Path]
 ) -> None:
-    """A user's folders beside locks, also under a name of our pattern, without our mark; a copy with the mark under
-    another name; a link to a scratch folder elsewhere."""
-    offload, names = tmp_path / "offload", ("run-exp1", "run-7", "run-1234-0123abcd")
+    """A user's folders beside locks, also under a name of our pattern, without our mark; a copy
+    with the mark under another name; a link to a scratch folder elsewhere."""
+    offload = tmp_path / "offload"
+    names = ("run-exp1", "run-7", "run-1234-0123abcd")
     for name in names:
         (offload / name).mkdir(parents=True)
         (offload / name / "cache.bin").write_text("results of a week")
@@ -131,7 +141,9 @@ def test_what_only_looks_like_a_scratch_folder_stays(
     assert [path for path in before if path not in left and path.suffix != ".lock"] == []
     assert all((offload / f"{name}.lock").exists() for name in names)
     assert all((offload / name / "cache.bin").read_text() == "results of a week" for name in names)
-    assert (offload / "run-kept-for-later" / "cache.bin").is_file() and (linked / "cache.bin").is_file()
+    assert (offload / "run-kept-for-later" / "cache.bin").is_file() and (
+        linked / "cache.bin"
+    ).is_file()
 
 
 def test_what_a_user_put_into_a_scratch_folder_stays(
@@ -142,7 +154,9 @@ def test_what_a_user_put_into_a_scratch_folder_stays(
     (dead / "notes").mkdir()
     (dead / "notes" / "today.txt").write_text("mine")
     assert generate(known.folder, known, offload) == known.tokens
-    assert (dead / "notes" / "today.txt").read_text() == "mine" and not (dead / "cache.bin").exists()
+    assert (dead / "notes" / "today.txt").read_text() == "mine" and not (
+        dead / "cache.bin"
+    ).exists()
     (dead / "notes" / "today.txt").unlink()
     (dead / "notes").rmdir()
     assert generate(known.folder, known, offload) == known.tokens
@@ -159,7 +173,17 @@ def test_an_offload_dir_that_cannot_be_used(
         pytest.skip("root may write everywhere")
     offload = tmp_path / place
     capfd.readouterr()
-    argv = ["--model", str(known.folder), "--prompt-len", "4", "--gen-len", "2", "--percent", *"000000", "--no-log"]
+    argv = [
+        "--model",
+        str(known.folder),
+        "--prompt-len",
+        "4",
+        "--gen-len",
+        "2",
+        "--percent",
+        *"000000",
+        "--no-log",
+    ]
     assert flex_opt.main([*argv, "--offload-dir", str(offload)]) == 2
     [line] = capfd.readouterr().err.splitlines()
     assert f"--offload-dir {offload}" in line

@@ -1,4 +1,5 @@
-"""Batch jobs on a Ray of their own, two actors on this machine: killed actors, a killed driver, signals, bad rows."""
+"""Batch jobs on a Ray of their own, two actors on this machine: killed actors, a killed driver,
+signals, bad rows."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ RAY = ("--ray", "--ray-actors", "2", "--host-mem", "512MiB")
 
 def ray_processes(job: Job) -> dict[int, str]:
     """All that descend from the job, with their titles."""
-    found = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     lines = (line.split(None, 2) for line in found.splitlines())
     table = {int(pid): (int(parent), title) for pid, parent, title in lines}
     inside = {job.pid}
@@ -35,7 +38,16 @@ def ray_processes(job: Job) -> dict[int, str]:
 
 def actors(job: Job) -> list[int]:
     """Both engines, as soon as they live."""
-    while len(found := [pid for pid, title in ray_processes(job).items() if title.startswith("ray::MapWorker")]) < 2:
+    while (
+        len(
+            found := [
+                pid
+                for pid, title in ray_processes(job).items()
+                if title.startswith("ray::MapWorker")
+            ]
+        )
+        < 2
+    ):
         assert not job.has_ended(), job.err
         time.sleep(0.1)
     return found
@@ -58,14 +70,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_two_actors_answer_what_one_engine_does(folder: Path, whole: dict[str, list[int]]) -> None:
-    """Bad rows among them; then nothing is left to be done, and a third row that is bad is one too many."""
+    """Bad rows among them; then nothing is left to be done, and a third row that is bad is one too
+    many."""
     job = launch(folder, *RAY, "--share-prefix", "on", "--max-errors", "2")
     assert job.wait() == 0, job.err
     assert tokens_of(rows_of(job.output)) == whole
     assert "2 engines on Ray" in job.err
     assert f"{ROWS + 2} answers in out.jsonl, 2 of them errors" in job.out
     status = json.loads((folder / "out.jsonl.status.json").read_text())
-    assert status["state"] == "done" and status["done"] == ROWS + 2 and status["peak_bytes"]["host"] > 0
+    assert (
+        status["state"] == "done"
+        and status["done"] == ROWS + 2
+        and status["peak_bytes"]["host"] > 0
+    )
     job.output.unlink()
     again = launch(folder, *RAY, "--max-errors", "1")
     assert again.wait() == 2 and "--max-errors 1: 2 rows of out.jsonl are errors" in again.err
@@ -87,10 +104,13 @@ def test_killed_actors_lose_nothing(folder: Path, whole: dict[str, list[int]]) -
 def test_a_killed_driver_takes_its_ray_with_it_and_the_rest_can_be_done(
     folder: Path, whole: dict[str, list[int]]
 ) -> None:
-    """Twice: by kill -9, and by SIGTERM, which ends the job within seconds. The rest is done without Ray."""
+    """Twice: by kill -9, and by SIGTERM, which ends the job within seconds. The rest is done
+    without Ray."""
     job = launch(folder, *RAY)
     job.wait_for_rows(20)
-    left = {pid: title for pid, title in ray_processes(job).items() if "Agent" not in title}  # Ray's, which end later
+    left = {
+        pid: title for pid, title in ray_processes(job).items() if "Agent" not in title
+    }  # Ray's, which end later
     job.send(signal.SIGKILL)
     job.wait()
     before = job.output.read_bytes().count(b"\n")
@@ -102,8 +122,11 @@ def test_a_killed_driver_takes_its_ray_with_it_and_the_rest_can_be_done(
     assert f"{ROWS + 2} prompts, {before} of them done before" in again.out
     says = subprocess.run(
         [sys.executable, "-m", "flexgen_h2o.batch", "--output", "out.jsonl", "--status"],
-        capture_output=True, text=True, cwd=folder, env=environment(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(),
+    )
     assert says.returncode == 0 and f"state: running (process {again.pid})" in says.stdout
     again.send(signal.SIGTERM)
     time.sleep(0.3)

@@ -1,4 +1,5 @@
-"""Signals at the worst moments, in process: while cleaning up, and where Python drops exceptions."""
+"""Signals at the worst moments, in process: while cleaning up, and where Python drops
+exceptions."""
 
 from __future__ import annotations
 
@@ -17,20 +18,27 @@ from flexgen_h2o.engine.generation import Progress
 from tests.forks import SIGNALS
 from tests.parity.reference import Reference
 
-ROWS, SWEEPS = 40, 3
+ROWS = 40
+SWEEPS = 3
 pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 @pytest.fixture
 def run_until(
-    known: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    known: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> Callable[[Callable[[], None]], tuple[int, str, int]]:
-    """A run of ten blocks on disk that calls `act` in the middle of the sixth: exit code, stderr, rows written."""
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    """A run of ten blocks on disk that calls `act` in the middle of the sixth: exit code, stderr,
+    rows written."""
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     prompts.write_text('{"prompt_token_ids": [4, 5, 6]}\n' * ROWS)
 
     def run(act: Callable[[], None]) -> tuple[int, str, int]:
-        calls, sweep = 0, Progress.sweep
+        calls = 0
+        sweep = Progress.sweep
 
         def watched(self: Progress, tokens: int) -> None:
             nonlocal calls
@@ -40,10 +48,28 @@ def run_until(
                 act()
 
         monkeypatch.setattr(Progress, "sweep", watched)
-        flags = ["--percent", *"000000", "--gpu-batch-size", "2", "--num-gpu-batches", "2", "--no-log"]
-        argv = ["--model", str(known.folder), "--prompts", str(prompts), "--output", str(out), *flags]
+        flags = [
+            "--percent",
+            *"000000",
+            "--gpu-batch-size",
+            "2",
+            "--num-gpu-batches",
+            "2",
+            "--no-log",
+        ]
+        argv = [
+            "--model",
+            str(known.folder),
+            "--prompts",
+            str(prompts),
+            "--output",
+            str(out),
+            *flags,
+        ]
         capfd.readouterr()
-        code = flex_opt.main([*argv, "--gen-len", str(SWEEPS), "--offload-dir", str(tmp_path / "offload")])
+        code = flex_opt.main(
+            [*argv, "--gen-len", str(SWEEPS), "--offload-dir", str(tmp_path / "offload")]
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()  # what an interrupted clean-up left open must not trouble another test
@@ -55,8 +81,11 @@ def run_until(
 
 @pytest.fixture
 def removed(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[Path]]:
-    """The signals to send as each scratch folder is removed, and the folders that were removed since."""
-    remove, numbers, folders = os.rmdir, [], []
+    """The signals to send as each scratch folder is removed, and the folders that were removed
+    since."""
+    remove = os.rmdir
+    numbers = []
+    folders = []
 
     def rmdir(path: Path) -> None:
         for number in numbers:
@@ -84,7 +113,8 @@ def test_a_signal_ends_a_run_after_its_clean_up(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_inside_a_finaliser(run_until, assert_clean: Callable[[], None]) -> None:
-    """About one in a hundred signals falls into some object's `__del__` or a weak reference's callback."""
+    """About one in a hundred signals falls into some object's `__del__` or a weak reference's
+    callback."""
 
     class Dying:
         def __del__(self) -> None:
@@ -96,7 +126,9 @@ def test_a_signal_inside_a_finaliser(run_until, assert_clean: Callable[[], None]
     assert_clean()
 
 
-def test_a_signal_that_comes_out_as_another_error(run_until, assert_clean: Callable[[], None]) -> None:
+def test_a_signal_that_comes_out_as_another_error(
+    run_until, assert_clean: Callable[[], None]
+) -> None:
     """As when it falls into `threading`'s own bookkeeping: RuntimeError, release unlocked lock."""
 
     def turned() -> None:

@@ -13,7 +13,9 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from tests.forks import Forks, Process
 from tests.parity.reference import Reference, tokens_of
 
-PROMPTS, ROWS, NEW_TOKENS = [[5, 6, 7], [8, 9], [10]], 8_000, 3
+PROMPTS = [[5, 6, 7], [8, 9], [10]]
+ROWS = 8_000
+NEW_TOKENS = 3
 FLAGS = (
     "--device cpu --dtype float32 --percent 0 0 0 0 0 0 --gpu-batch-size 2 --num-gpu-batches 2 "
     "--prompts prompts.jsonl --output out.jsonl --offload-dir offload"
@@ -24,7 +26,8 @@ SIGNALS = {name: getattr(signal, name) for name in EXIT_CODES}
 
 RUN = "import sys; from flexgen_h2o import flex_opt; sys.exit(flex_opt.main(sys.argv[1:]))"
 
-# SIGTERM arrives as the condition of an event or a future has been locked for the `at`th time, and nobody knows it yet.
+# SIGTERM arrives as the condition of an event or a future has been locked for the `at`th time, and
+# nobody knows it yet.
 RUN_LOCKED = (
     """
 import os, signal, sys, threading
@@ -38,14 +41,17 @@ def count(frame, event, arg):
         os.kill(os.getpid(), signal.SIGTERM)
     return count
 sys.settrace(trace)
-"""
+"""  # noqa: E501
     + RUN
 )
-MOMENTS = range(4, 13)  # the engine's threads start, and the progress bar's; then it waits for transfers
+MOMENTS = range(
+    4, 13
+)  # the engine's threads start, and the progress bar's; then it waits for transfers
 
 
 def wait_until_midway(folder: Path) -> None:
-    """Until some blocks are done: a block writes its KV four times, and as many times at least are seen for each."""
+    """Until some blocks are done: a block writes its KV four times, and as many times at least are
+    seen for each."""
     seen: set[int] = set()
     while len(seen) < 4 * FINISHED_BLOCKS:
         assert not (folder / "stderr").exists() or not (folder / "stderr").read_text()
@@ -54,9 +60,13 @@ def wait_until_midway(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ended(known: Reference, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Process]:
+def ended(
+    known: Reference, forks: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Process]:
     """A run for each signal, sent in the middle of it."""
-    lines = "\n".join(json.dumps({"prompt_token_ids": PROMPTS[i % len(PROMPTS)]}) for i in range(ROWS))
+    lines = "\n".join(
+        json.dumps({"prompt_token_ids": PROMPTS[i % len(PROMPTS)]}) for i in range(ROWS)
+    )
     flags = ["--model", str(known.folder), *FLAGS.split(), "--gen-len", str(NEW_TOKENS)]
     runs = {}
     for name in SIGNALS:
@@ -83,7 +93,9 @@ def test_finished_rows_are_kept_and_nothing_else(
     rows = [json.loads(line) for line in (run.folder / "out.jsonl").read_text().splitlines()]
     assert 0 < len(rows) < ROWS, len(rows)
     indices = [row["index"] for row in rows]
-    assert indices == sorted(set(indices)) and len(rows) % 2 == 0, "rows of whole micro-batches, in input order"
+    assert indices == sorted(set(indices)) and len(rows) % 2 == 0, (
+        "rows of whole micro-batches, in input order"
+    )
     with LLM(str(known.folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path) as llm:
         want = tokens_of(llm.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS)))
     assert all(row["token_ids"] == want[row["index"] % len(PROMPTS)] for row in rows)
@@ -91,11 +103,16 @@ def test_finished_rows_are_kept_and_nothing_else(
 
 
 def test_a_locked_condition_is_let_go(known: Reference, forks: Forks, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt_token_ids": p}) for p in PROMPTS * 40))
+    (tmp_path / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"prompt_token_ids": p}) for p in PROMPTS * 40)
+    )
     flags = ["--model", str(known.folder), *FLAGS.split(), "--gen-len", str(NEW_TOKENS)]
     for at in MOMENTS:
         run = forks.run(tmp_path, RUN_LOCKED, at, *flags)
-        assert (run.code, run.err.splitlines()[-1:]) == (EXIT_CODES["SIGTERM"], ["flex_opt: ended by SIGTERM"]), at
+        assert (run.code, run.err.splitlines()[-1:]) == (
+            EXIT_CODES["SIGTERM"],
+            ["flex_opt: ended by SIGTERM"],
+        ), at
         assert not list((tmp_path / "offload").iterdir())
 
 
@@ -104,6 +121,8 @@ def test_the_next_run_cleans_up_after_kill_9(known: Reference, ended: dict[str, 
     assert run.code == EXIT_CODES["SIGKILL"]
     offload = run.folder / "offload"
     assert any(path.name.startswith("run-") for path in offload.iterdir())
-    with LLM(str(known.folder), Policy(2, 2, (0,) * 6), dtype="float32", offload_dir=offload) as llm:
+    with LLM(
+        str(known.folder), Policy(2, 2, (0,) * 6), dtype="float32", offload_dir=offload
+    ) as llm:
         llm.generate(PROMPTS, SamplingParams(max_tokens=1))
     assert not list(offload.iterdir())

@@ -1,4 +1,5 @@
-"""A worker that raises ends the run at once, with its own error: no hang, no thread, no file left behind."""
+"""A worker that raises ends the run at once, with its own error: no hang, no thread, no file left
+behind."""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ class OnFireError(Exception):
 def fail_after(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: int, error: Exception
 ) -> Callable[[], int]:
-    """`owner.name` works `calls` times and raises from then on. Returns how often it has been called."""
-    whole, count = getattr(owner, name), 0
+    """`owner.name` works `calls` times and raises from then on. Returns how often it has been
+    called."""
+    whole = getattr(owner, name)
+    count = 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -55,9 +58,13 @@ def calls_of_a_run(known: Reference, tmp_path_factory: pytest.TempPathFactory) -
         with pytest.MonkeyPatch.context() as patch:
             made = fail_after(patch, owner, work, 10**9, OnFireError())
             with LLM(
-                str(known.folder), Policy(2, 2, SPLIT), device="cpu", dtype="float32", budget=STAND_IN,
+                str(known.folder),
+                Policy(2, 2, SPLIT),
+                device="cpu",
+                dtype="float32",
+                budget=STAND_IN,
                 offload_dir=tmp_path_factory.mktemp("offload"),
-            ) as llm:  # fmt: skip
+            ) as llm:
                 assert tokens_of(llm.generate(known.prompts, PARAMS)) == known.tokens
             counts[work] = made()
     return counts
@@ -75,24 +82,43 @@ def calls_of_a_run(known: Reference, tmp_path_factory: pytest.TempPathFactory) -
     ],
 )
 def test_its_error_reaches_the_caller(
-    work: str, share: float, overlap: bool, calls_of_a_run, known: Reference, tmp_path: Path, monkeypatch, assert_clean
+    work: str,
+    share: float,
+    overlap: bool,
+    calls_of_a_run,
+    known: Reference,
+    tmp_path: Path,
+    monkeypatch,
+    assert_clean,
 ) -> None:
-    error, calls = OnFireError(f"{work} {share}"), int(share * calls_of_a_run[work])
+    error = OnFireError(f"{work} {share}")
+    calls = int(share * calls_of_a_run[work])
     policy = Policy(2, 2, SPLIT, overlap=overlap)
-    with LLM(str(known.folder), policy, dtype="float32", budget=STAND_IN, offload_dir=tmp_path / "offload") as llm:
+    with LLM(
+        str(known.folder),
+        policy,
+        dtype="float32",
+        budget=STAND_IN,
+        offload_dir=tmp_path / "offload",
+    ) as llm:
         with monkeypatch.context() as patch:
             fail_after(patch, OWNERS[work], work, calls, error)
             with pytest.raises(OnFireError) as caught:
                 llm.generate(known.prompts, PARAMS)
             assert caught.value is error
             assert_clean()
-        assert tokens_of(llm.generate(known.prompts, PARAMS)) == known.tokens, "the LLM must be usable again"
+        assert tokens_of(llm.generate(known.prompts, PARAMS)) == known.tokens, (
+            "the LLM must be usable again"
+        )
     assert_clean()
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_an_error_of_the_caller_passes_through(step: int, known: Reference, tmp_path: Path, assert_clean) -> None:
-    """As a KeyboardInterrupt in the middle of compute: loads ahead and stores behind are under way."""
+def test_an_error_of_the_caller_passes_through(
+    step: int, known: Reference, tmp_path: Path, assert_clean
+) -> None:
+    """As a KeyboardInterrupt in the middle of compute: loads ahead and stores behind are under
+    way."""
     steps = 0
 
     def watch(rows: list[int], logits: object) -> None:
@@ -101,7 +127,9 @@ def test_an_error_of_the_caller_passes_through(step: int, known: Reference, tmp_
         if steps == step:
             raise KeyboardInterrupt
 
-    with LLM(str(known.folder), Policy(2, 2, (0,) * 6), dtype="float32", offload_dir=tmp_path / "offload") as llm:
+    with LLM(
+        str(known.folder), Policy(2, 2, (0,) * 6), dtype="float32", offload_dir=tmp_path / "offload"
+    ) as llm:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(known.prompts, PARAMS, watch_logits=watch)
         assert_clean()
@@ -110,7 +138,8 @@ def test_an_error_of_the_caller_passes_through(step: int, known: Reference, tmp_
 def test_workers_end_before_their_files_are_closed(
     known: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that still writes by a closed file's number writes into whichever file has got that number since."""
+    """A worker that still writes by a closed file's number writes into whichever file has got that
+    number since."""
     alive: list[str] = []
     close = DirectFile.close
 
@@ -122,7 +151,9 @@ def test_workers_end_before_their_files_are_closed(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(DirectFile, "close", watched)
-    llm = LLM(str(known.folder), Policy(2, 2, (0,) * 6), dtype="float32", offload_dir=tmp_path / "offload")
+    llm = LLM(
+        str(known.folder), Policy(2, 2, (0,) * 6), dtype="float32", offload_dir=tmp_path / "offload"
+    )
     with llm, pytest.raises(KeyboardInterrupt):
         llm.generate(known.prompts, PARAMS, watch_logits=interrupt)
     assert not alive
@@ -131,19 +162,37 @@ def test_workers_end_before_their_files_are_closed(
 # ---- The disk
 
 
-def run_cli(known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
-    """flex_opt over 40 prompts in blocks of four with everything on disk: exit code, stderr, lines of the output."""
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+def run_cli(
+    known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> tuple[int, str, list[str]]:
+    """flex_opt over 40 prompts in blocks of four with everything on disk: exit code, stderr, lines
+    of the output."""
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     prompts.write_text('{"prompt_token_ids": [4, 5, 6]}\n' * 40)
-    flags = ["--percent", *"000000", "--gpu-batch-size", "2", "--num-gpu-batches", "2", "--gen-len", "3", "--no-log"]
+    flags = [
+        "--percent",
+        *"000000",
+        "--gpu-batch-size",
+        "2",
+        "--num-gpu-batches",
+        "2",
+        "--gen-len",
+        "3",
+        "--no-log",
+    ]
     argv = ["--model", str(known.folder), "--prompts", str(prompts), "--output", str(out), *flags]
     capfd.readouterr()
     code = flex_opt.main([*argv, "--offload-dir", str(tmp_path / "offload")])
     return code, capfd.readouterr().err, out.read_text().splitlines() if out.exists() else []
 
 
-def test_no_room_for_the_scratch_files(known: Reference, tmp_path: Path, monkeypatch, capfd, assert_clean) -> None:
-    fail_after(monkeypatch, os, "posix_fallocate", 1, OSError(errno.ENOSPC, "No space left on device"))
+def test_no_room_for_the_scratch_files(
+    known: Reference, tmp_path: Path, monkeypatch, capfd, assert_clean
+) -> None:
+    fail_after(
+        monkeypatch, os, "posix_fallocate", 1, OSError(errno.ENOSPC, "No space left on device")
+    )
     code, err, rows = run_cli(known, tmp_path, capfd)
     assert code == 3 and len(err.splitlines()) == 1 and rows == []
     assert "--offload-dir" in err and "No space left" in err and "are free" in err
@@ -159,7 +208,9 @@ def test_the_disk_fills_up_during_the_run(
     code, err, rows = run_cli(known, tmp_path, capfd)
     assert code == DoesNotFitError.exit_code and len(err.splitlines()) == 1
     assert "--offload-dir" in err and "full" in err
-    assert len(rows) % 4 == 0 and (0 < len(rows) < 40 if calls else rows == []), "rows of whole blocks are kept"
+    assert len(rows) % 4 == 0 and (0 < len(rows) < 40 if calls else rows == []), (
+        "rows of whole blocks are kept"
+    )
     assert_clean()
 
 

@@ -1,16 +1,19 @@
-"""A card made of the CPU's memory: what a run does on a card, counted and checked where there is none.
+"""A card made of the CPU's memory: what a run does on a card, counted and checked where there is
+none.
 
-Tensors of device type `card` wrap CPU tensors, on torch's backend for devices that are written in Python. An operation
-on one is a launch; a value that the host reads back, and a copy that it waits for, is a sync. Whether two accesses to
-the same bytes are ordered is told by vector clocks (Fidge 1988, Mattern 1988) over streams and threads: what a stream
-has been given is ordered, and so is what a thread does after it has waited for a fence or a `Done`. An access that is
-not ordered behind an earlier one to the same bytes, and one of them writes, is a race. A stream that waits for an event
-joins its clock; the thread that makes it wait does not. What a thread does to pinned memory itself is checked, too.
+Tensors of device type `card` wrap CPU tensors, on torch's backend for devices that are written in
+Python. An operation on one is a launch; a value that the host reads back, and a copy that it waits
+for, is a sync. Whether two accesses to the same bytes are ordered is told by vector clocks (Fidge
+1988, Mattern 1988) over streams and threads: what a stream has been given is ordered, and so is
+what a thread does after it has waited for a fence or a `Done`. An access that is not ordered behind
+an earlier one to the same bytes, and one of them writes, is a race. A stream that waits for an
+event joins its clock; the thread that makes it wait does not. What a thread does to pinned memory
+itself is checked, too.
 
-Operations are carried out at once by the thread that issues them, where a race corrupts nothing: only clocks tell. A
-worker's copy is put off: it is carried out before the first operation that is ordered behind it, on its stream, on one
-that waits for it or of a thread that did. What is not ordered finds other bytes.
-Bytes of a view count from its first to its last.
+Operations are carried out at once by the thread that issues them, where a race corrupts nothing:
+only clocks tell. A worker's copy is put off: it is carried out before the first operation that is
+ordered behind it, on its stream, on one that waits for it or of a thread that did. What is not
+ordered finds other bytes. Bytes of a view count from its first to its last.
 """
 
 from __future__ import annotations
@@ -66,7 +69,8 @@ def merge(into: Clock, other: Clock) -> None:
 
 
 class Access(NamedTuple):
-    """Of the bytes [start, end) of a storage, by the operation that a stream had as its `time`-th."""
+    """Of the bytes [start, end) of a storage, by the operation that a stream had as its
+    `time`-th."""
 
     start: int
     end: int
@@ -83,14 +87,16 @@ class Watch(Protocol):
         """A storage is new."""
 
     def issued(self, name: str, tensors: Sequence[torch.Tensor], numbers: Sequence[object]) -> None:
-        """A launch or copy, with the CPU tensors that it reads and writes and what else a kernel is given."""
+        """A launch or copy, with the CPU tensors that it reads and writes and what else a kernel is
+        given."""
 
 
 @dataclass
 class Card:
-    """What has been done. counts: by (step, what), of what the computing thread did; a step is a phase and a layer's
-    kind. places: the same by line of code. recorded: what a graph does, while one is made. races: by the two places.
-    watch: sees each launch. late: copies that are put off, each with its stream and time."""
+    """What has been done. counts: by (step, what), of what the computing thread did; a step is a
+    phase and a layer's kind. places: the same by line of code. recorded: what a graph does, while
+    one is made. races: by the two places. watch: sees each launch. late: copies that are put off,
+    each with its stream and time."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     places: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -99,7 +105,8 @@ class Card:
     late: list[tuple[str, int, Callable[[], object]]] = field(default_factory=list)
     watch: Watch | None = None
     recorded: list[Callable[[], object]] | None = None
-    # Host memory that is or was pinned, by its address, whose accesses are ordered too; and what of it is unpinned.
+    # Host memory that is or was pinned, by its address, whose accesses are ordered too; and what of
+    # it is unpinned.
     staging: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     unpinned: set[int] = field(default_factory=set)
     _streams: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict))
@@ -161,12 +168,18 @@ class Card:
 
     def put_off(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """A copy between the card and pinned memory, at the last moment."""
-        sides = [([_raw(t)] if isinstance(t, CardTensor) or self.is_pinned(t) else []) for t in (src, dst)]
+        sides = [
+            ([_raw(t)] if isinstance(t, CardTensor) or self.is_pinned(t) else [])
+            for t in (src, dst)
+        ]
         self.launch("copy", "copy_", *sides)
-        self.late.append((self.stream, self.now()[self.stream], partial(_copy, _raw(dst), _raw(src))))
+        self.late.append(
+            (self.stream, self.now()[self.stream], partial(_copy, _raw(dst), _raw(src)))
+        )
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Until there is no reference to `memory` any more, as tiers.device.CudaDevice does it: views do not count."""
+        """Until there is no reference to `memory` any more, as tiers.device.CudaDevice does it:
+        views do not count."""
         storage = memory.untyped_storage()  # is kept, so that no other memory gets its address
         self.staging[storage._cdata] = storage
         weakref.finalize(memory, self.unpinned.add, storage._cdata)
@@ -176,8 +189,11 @@ class Card:
         assert address not in self.unpinned, "host memory is used after it was unpinned"
         return address in self.staging
 
-    def launch(self, what: str, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        clock, where = self._streams[self.stream], _place()
+    def launch(
+        self, what: str, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        clock = self._streams[self.stream]
+        where = _place()
         merge(clock, self.clock)
         clock[self.stream] = clock.get(self.stream, 0) + 1
         for tensor in reads:
@@ -190,7 +206,8 @@ class Card:
 
     def touch(self, tensor: torch.Tensor, writes: bool) -> None:
         """Memory in `staging` is read or written by this thread itself."""
-        name, clock = f"host of {threading.current_thread().name}", self.clock
+        name = f"host of {threading.current_thread().name}"
+        clock = self.clock
         if self.is_pinned(tensor):
             clock[name] = clock.get(name, 0) + 1
             self._access(tensor, writes, clock, _place(), name)
@@ -226,28 +243,41 @@ class Card:
             self.watch.made(tensor, _place())
 
     def _access(
-        self, tensor: torch.Tensor, writes: bool, clock: Clock, where: str, stream: str | None = None
-    ) -> None:  # fmt: skip
+        self,
+        tensor: torch.Tensor,
+        writes: bool,
+        clock: Clock,
+        where: str,
+        stream: str | None = None,
+    ) -> None:
         if not tensor.numel():
             return
         start = tensor.storage_offset() * tensor.itemsize
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end, stream = start + (last + 1) * tensor.itemsize, stream or self.stream
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        end = start + (last + 1) * tensor.itemsize
+        stream = stream or self.stream
         kept = []
         found = self._accesses[tensor.untyped_storage()._cdata]
         for old in found:
             ordered = old.stream == stream or clock.get(old.stream, 0) >= old.time
             if not ordered and old.start < end and start < old.end and (old.writes or writes):
                 sides = ("writes" if old.writes else "reads"), ("writes" if writes else "reads")
-                self.races[f"{old.where} {sides[0]} on {old.stream}", f"{where} {sides[1]} on {stream}"] += 1
+                self.races[
+                    f"{old.where} {sides[0]} on {old.stream}", f"{where} {sides[1]} on {stream}"
+                ] += 1
             if not (ordered and writes and start <= old.start and old.end <= end):
                 kept.append(old)
-        found[:] = [*kept, Access(start, end, writes, stream, clock[stream], where)][-_MOST_ACCESSES:]
+        found[:] = [*kept, Access(start, end, writes, stream, clock[stream], where)][
+            -_MOST_ACCESSES:
+        ]
 
 
 def _place() -> str:
     """The two innermost lines of the package that are being run."""
-    frame, found = sys._getframe(1), list[str]()
+    frame = sys._getframe(1)
+    found = list[str]()
     while frame is not None and len(found) < 2:
         name = frame.f_code.co_filename
         if "/flexgen_h2o/" in name and "site-packages" not in name:
@@ -265,9 +295,13 @@ class CardTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> CardTensor:
         found: CardTensor = torch.Tensor._make_wrapper_subclass(
-            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
             device=torch.device(NAME, 0),
-        )  # fmt: skip
+        )
         found.raw = raw
         return found
 
@@ -299,7 +333,10 @@ class _Operation:
     """One operation of torch, carried out on the CPU tensors that are wrapped."""
 
     def __init__(self, card: Card, func: Any, args: Any, kwargs: Any) -> None:
-        self._card, self._func, self._args, self._kwargs = card, func, args, kwargs
+        self._card = card
+        self._func = func
+        self._args = args
+        self._kwargs = kwargs
         self._name = func._schema.name.split("::")[1]
         self._given = [t for t in _leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)]
         self._cards = [t for t in self._given if isinstance(t, CardTensor)]
@@ -311,7 +348,8 @@ class _Operation:
             self._touch()
             return self._func(*self._args, **self._kwargs)
         assert not self._mixes, f"{self._name} of tensors of the card and of the host"
-        args, kwargs = _mapped(_raw, self._args), _mapped(_raw, self._kwargs)
+        args = _mapped(_raw, self._args)
+        kwargs = _mapped(_raw, self._kwargs)
         if self._target == NAME:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
@@ -333,7 +371,13 @@ class _Operation:
         def wrap(value: Any) -> Any:
             if not _is_tensor(value):
                 return value
-            return wrapped[id(value)] if id(value) in wrapped else CardTensor(value) if stays else value
+            return (
+                wrapped[id(value)]
+                if id(value) in wrapped
+                else CardTensor(value)
+                if stays
+                else value
+            )
 
         return _mapped(wrap, out)
 
@@ -356,7 +400,9 @@ class _Operation:
     @property
     def _is_view(self) -> bool:
         arguments = self._func._schema.arguments
-        return self._name == "_unsafe_view" or any(a.alias_info and not a.alias_info.is_write for a in arguments)
+        return self._name == "_unsafe_view" or any(
+            a.alias_info and not a.alias_info.is_write for a in arguments
+        )
 
     @property
     def _mixes(self) -> bool:
@@ -380,7 +426,11 @@ class _Operation:
         card = self._card
         written = [t for t in self._written() if isinstance(t, CardTensor)]
         is_copy = self._name == "copy_"
-        made = [] if written or is_copy or self._leaves else [t for t in _leaves_of(out) if _is_tensor(t)]
+        made = (
+            []
+            if written or is_copy or self._leaves
+            else [t for t in _leaves_of(out) if _is_tensor(t)]
+        )
         for tensor in made:
             card.forget(tensor)
         if self._name in _ALLOCATES:
@@ -400,7 +450,8 @@ class _Operation:
         if self._card.recorded is None:
             return
         assert not self._crosses and not self._waits, f"{self._name} in a graph"
-        reads, writes = [t.raw for t in self._cards], [t for t in _leaves_of(out) if _is_tensor(t)]
+        reads = [t.raw for t in self._cards]
+        writes = [t for t in _leaves_of(out) if _is_tensor(t)]
 
         def again() -> None:
             self._card.launch("launch", self._name, reads, writes)
@@ -425,8 +476,8 @@ class _Operation:
 
 
 def _leaves_of(value: Any) -> Iterator[Any]:
-    """What is not a list, tuple or dictionary in it. torch's own, for all kinds of containers, takes ten times as
-    long, which is a third of a run."""
+    """What is not a list, tuple or dictionary in it. torch's own, for all kinds of containers,
+    takes ten times as long, which is a third of a run."""
     if isinstance(value, list | tuple | dict):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _leaves_of(one)
@@ -437,7 +488,11 @@ def _leaves_of(value: Any) -> Iterator[Any]:
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(function, one) for key, one in value.items()}
-    return type(value)(_mapped(function, one) for one in value) if type(value) in (list, tuple) else function(value)
+    return (
+        type(value)(_mapped(function, one) for one in value)
+        if type(value) in (list, tuple)
+        else function(value)
+    )
 
 
 def _raw(value: Any) -> Any:

@@ -56,7 +56,8 @@ class _ReadBack(_Fence):
 
     def __init__(self, card: Card, host: torch.Tensor, numbers: torch.Tensor) -> None:
         super().__init__(card)
-        self._host, self._numbers = host, numbers
+        self._host = host
+        self._numbers = numbers
 
     def wait(self) -> None:
         super().wait()
@@ -73,7 +74,8 @@ class CardDevice(Device):
 
     def __init__(self, card: Card, has_graphs: bool = False) -> None:
         self.torch_device = torch.device(NAME, 0)
-        self._card, self.has_graphs = card, has_graphs
+        self._card = card
+        self.has_graphs = has_graphs
 
     def card(self) -> tuple[str, int]:
         return "a card of CPU memory", CARD_BYTES
@@ -124,8 +126,10 @@ class CardDevice(Device):
         return host, _ReadBack(self._card, host, numbers)
 
     def graph(self, issue: Callable[[], None], pool: object) -> Callable[[], None]:
-        """What is recorded is carried out meanwhile: the first time that it is wanted it is done."""
-        card, is_done = self._card, True
+        """What is recorded is carried out meanwhile: the first time that it is wanted it is
+        done."""
+        card = self._card
+        is_done = True
         with card.lock:
             assert card.recorded is None
             card.recorded = recorded = list[Callable[[], object]]()
@@ -153,8 +157,8 @@ _setup: list[bool] = []
 
 @contextmanager
 def fake_card(has_triton: bool = True, has_graphs: bool = False) -> Iterator[Card]:
-    """Runs on `cuda` within are on a card of CPU memory. has_triton: else kernels are torch's operations. has_graphs:
-    decode steps become graphs."""
+    """Runs on `cuda` within are on a card of CPU memory. has_triton: else kernels are torch's
+    operations. has_graphs: decode steps become graphs."""
     if not _setup:
         _setup_privateuseone_for_python_backend(NAME, Backend())
         _setup.append(True)
@@ -169,7 +173,9 @@ def fake_card(has_triton: bool = True, has_graphs: bool = False) -> Iterator[Car
 
 def _patch_engine(patch: pytest.MonkeyPatch, card: Card, has_graphs: bool) -> None:
     """The engine opens the card, and tells its steps."""
-    begin, compute, made = Executor.begin_step, Executor.run, torch.tensor
+    begin = Executor.begin_step
+    compute = Executor.run
+    made = torch.tensor
 
     def open_device(name: str, separate_budget: bool) -> Device:
         return CardDevice(card, has_graphs)
@@ -186,7 +192,9 @@ def _patch_engine(patch: pytest.MonkeyPatch, card: Card, has_graphs: bool) -> No
         return found if device is None else found.to(device)
 
     patch.setattr("flexgen_h2o.llm.open_device", open_device)
-    patch.setattr("flexgen_h2o.planner.plans.profile_of_this_machine", lambda *given: nominal_profile(False))
+    patch.setattr(
+        "flexgen_h2o.planner.plans.profile_of_this_machine", lambda *given: nominal_profile(False)
+    )
     patch.setattr(Executor, "begin_step", begin_step)
     # Tensors of inference mode are not seen by a tensor type of Python's.
     patch.setattr(Executor, "run", torch.no_grad()(compute.__wrapped__))  # type: ignore[attr-defined]
@@ -196,7 +204,13 @@ def _patch_engine(patch: pytest.MonkeyPatch, card: Card, has_graphs: bool) -> No
 def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None:
     """A kernel's launch is counted as one, and done by its reference."""
 
-    def launch(name: str, grid: tuple[int, ...], reference: Callable[[], object], arguments: Any, **more: Any) -> None:
+    def launch(
+        name: str,
+        grid: tuple[int, ...],
+        reference: Callable[[], object],
+        arguments: Any,
+        **more: Any,
+    ) -> None:
         assert is_there, f"{name} is launched where there is no Triton"
         with card.lock:
             card.count("launch", name)
@@ -204,7 +218,8 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
                 tensors = [one.raw for one in arguments if isinstance(one, CardTensor)]
                 numbers = [one for one in arguments if not isinstance(one, CardTensor)]
                 card.watch.issued(name, tensors, (*grid, *numbers, *more.items()))
-        before, card.recorded = card.recorded, None
+        before = card.recorded
+        card.recorded = None
         with card.uncounted():
             reference()
         card.recorded = before
@@ -212,19 +227,30 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
             before.append(reference)
 
     def angles(rotation: Rotation, positions: torch.Tensor, dtype: torch.dtype) -> Any:
-        return rotation._angles(positions, dtype)  # a kernel keeps none: in a graph positions are overwritten
+        return rotation._angles(
+            positions, dtype
+        )  # a kernel keeps none: in a graph positions are overwritten
 
     patch.setattr(Rotation, "_newest_angles", angles)
     patch.setattr(triton, "is_installed", lambda: is_there)  # no kernel runs: it need not be
     patch.setattr(triton, "launch", launch)
-    patch.setattr(triton, "takes", lambda *tensors: is_there and all(t.device.type == NAME for t in tensors))
+    patch.setattr(
+        triton, "takes", lambda *tensors: is_there and all(t.device.type == NAME for t in tensors)
+    )
 
 
 def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
-    """Jobs begin behind what their submitter has done, and who waits for them goes on behind what they did."""
-    finish, begun, wait, submit, work = Done.finish_one, Done._wait_until_begun, Done.wait, Lanes.submit, Lanes._work
+    """Jobs begin behind what their submitter has done, and who waits for them goes on behind what
+    they did."""
+    finish = Done.finish_one
+    begun = Done._wait_until_begun
+    wait = Done.wait
+    submit = Lanes.submit
+    work = Lanes._work
 
-    def finish_one(done: Any, error: BaseException | None = None, begun: Sequence[Waitable] = ()) -> None:
+    def finish_one(
+        done: Any, error: BaseException | None = None, begun: Sequence[Waitable] = ()
+    ) -> None:
         with card.lock:
             merge(done.__dict__.setdefault("clock", {}), card.clock)
         finish(done, error, begun)
@@ -248,8 +274,13 @@ def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
         return True
 
     def submit_bound(
-        lanes: Lanes, lane: str, name: str, jobs: Sequence[Any], after: Sequence[Waitable] = (), *how: Any
-    ) -> Done:  # fmt: skip
+        lanes: Lanes,
+        lane: str,
+        name: str,
+        jobs: Sequence[Any],
+        after: Sequence[Waitable] = (),
+        *how: Any,
+    ) -> Done:
         with card.lock:
             before = dict(card.clock)
 
@@ -274,12 +305,15 @@ def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
     patch.setattr(Done, "is_done", property(is_done))
     patch.setattr(Lanes, "submit", submit_bound)
     patch.setattr(Lanes, "_work", work_on_card)
-    patch.setattr(Lanes, "_see_end", lambda *given: None)  # nothing may rest on a wait for the sake of a span
+    patch.setattr(
+        Lanes, "_see_end", lambda *given: None
+    )  # nothing may rest on a wait for the sake of a span
 
 
 def _patch_files(patch: pytest.MonkeyPatch, card: Card) -> None:
     """Pinned memory is read and written by the thread that moves it."""
-    read, write = DirectFile.read, DirectFile.write
+    read = DirectFile.read
+    write = DirectFile.write
 
     def read_on_card(file: DirectFile, data: torch.Tensor, offset: int, needed: int) -> int:
         with card.lock:
@@ -305,7 +339,8 @@ class _Deferred(Waitable):
         self._run: Callable[[], object] | None = run
 
     def wait(self) -> None:
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is not None:
             run()
 
@@ -316,12 +351,18 @@ class _Deferred(Waitable):
 
 @contextmanager
 def deferred_transfers() -> Iterator[None]:
-    """Within, bytes move at the last moment that waiting allows: what nobody waited for is not there, or comes too late
-    over bytes that are newer. A queue of one thread keeps its order. So do chosen tokens."""
+    """Within, bytes move at the last moment that waiting allows: what nobody waited for is not
+    there, or comes too late over bytes that are newer. A queue of one thread keeps its order. So do
+    chosen tokens."""
 
     def submit(
-        lanes: Lanes, lane: str, name: str, jobs: Sequence[Any], after: Sequence[Waitable] = (), *how: Any
-    ) -> _Deferred:  # fmt: skip
+        lanes: Lanes,
+        lane: str,
+        name: str,
+        jobs: Sequence[Any],
+        after: Sequence[Waitable] = (),
+        *how: Any,
+    ) -> _Deferred:
         queue = lanes._queue_of(lane, name)
         line: list[_Deferred] = lanes.__dict__.setdefault("deferred", {}).setdefault(queue, [])
         before = list(line) if lanes._queue_of_thread.count(queue) == 1 else []
@@ -337,7 +378,8 @@ def deferred_transfers() -> Iterator[None]:
         return line[-1]
 
     def read_back(device: Device, found: torch.Tensor) -> tuple[torch.Tensor, _Deferred]:
-        numbers, host = found.clone(), torch.full_like(found, NOT_THERE)
+        numbers = found.clone()
+        host = torch.full_like(found, NOT_THERE)
         return host, _Deferred(lambda: host.copy_(numbers))
 
     with pytest.MonkeyPatch.context() as patch:

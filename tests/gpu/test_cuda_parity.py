@@ -1,7 +1,8 @@
-"""The same tokens on a card as on the CPU, for placements that send every kind of bytes over every link.
+"""The same tokens on a card as on the CPU, for placements that send every kind of bytes over every
+link.
 
-Run by scripts/gpu_suite.sh. FLEXGEN_GPU_TEST_DEVICE=cpu runs them on the stand-in device instead (a device tier of
-ordinary memory), which checks the tests themselves where there is no card.
+Run by scripts/gpu_suite.sh. FLEXGEN_GPU_TEST_DEVICE=cpu runs them on the stand-in device instead (a
+device tier of ordinary memory), which checks the tests themselves where there is no card.
 """
 
 from __future__ import annotations
@@ -24,30 +25,58 @@ ON_CARD = DEVICE == "cuda"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(ON_CARD and not torch.cuda.is_available(), reason="no CUDA device is usable here"),
+    pytest.mark.skipif(
+        ON_CARD and not torch.cuda.is_available(), reason="no CUDA device is usable here"
+    ),
 ]
 
 CONFIG = {
-    "model_type": "opt", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 512,
-    "vocab_size": 1000, "max_position_embeddings": 128, "word_embed_proj_dim": 128,
-}  # fmt: skip
+    "model_type": "opt",
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "ffn_dim": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 128,
+}
 POST_NORM = {**CONFIG, "word_embed_proj_dim": 64, "do_layer_norm_before": False}
 LLAMA = {
-    "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 1000, "max_position_embeddings": 128,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+}
 NEOX = {
-    "model_type": "gpt_neox", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 128,
-}  # fmt: skip
+    "model_type": "gpt_neox",
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+}
 CONFIGS = {"normal": CONFIG, "post-norm": POST_NORM, "llama": LLAMA, "gpt_neox": NEOX}
 OLMOE = {
-    **LLAMA, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64,
-}  # fmt: skip
+    **LLAMA,
+    "model_type": "olmoe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 64,
+}
 GPT_OSS = {
-    **LLAMA, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
-    "intermediate_size": 64, "sliding_window": 16,
-}  # fmt: skip
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "sliding_window": 16,
+}
 MXFP4 = {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}
 MIXTURES = [
     pytest.param(config, packed, id=f"{name}-{''.join(packed)}")
@@ -55,7 +84,15 @@ MIXTURES = [
     for packed in ({}, {"compress_weight": True}, {"compress_cache": True})
     if config is not MXFP4 or "compress_weight" not in packed  # is in few bits already
 ]
-PROMPT_LENGTHS = (23, 5, 41, 5, 17, 1, 30)  # not divisible by gbs x K = 6, and one row of a single token
+PROMPT_LENGTHS = (
+    23,
+    5,
+    41,
+    5,
+    17,
+    1,
+    30,
+)  # not divisible by gbs x K = 6, and one row of a single token
 THOUSAND = 1000 if ON_CARD else 40
 NEW_TOKENS = 20  # more than the steps after which a disk part of the KV cache is written back
 BUDGET = MemoryBudget(device="64MiB", host="1GiB")
@@ -70,8 +107,14 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "KV on host": {"percent": (100, 0, 0, 100, 100, 0)},
     "KV on disk": {"percent": (100, 0, 0, 0, 100, 0)},
     "KV split three ways": {"percent": (100, 0, 40, 30, 100, 0)},
-    "attention on the CPU, KV on host": {"percent": (100, 0, 0, 100, 100, 0), "cpu_cache_compute": True},
-    "attention on the CPU, KV split": {"percent": (100, 0, 30, 30, 100, 0), "cpu_cache_compute": True},
+    "attention on the CPU, KV on host": {
+        "percent": (100, 0, 0, 100, 100, 0),
+        "cpu_cache_compute": True,
+    },
+    "attention on the CPU, KV split": {
+        "percent": (100, 0, 30, 30, 100, 0),
+        "cpu_cache_compute": True,
+    },
     "hidden states split three ways": {"percent": (100, 0, 100, 0, 30, 30)},
     "hidden states on disk": {"percent": (100, 0, 100, 0, 0, 0)},
     "everything split": {"percent": (30, 30, 30, 30, 30, 30)},
@@ -80,7 +123,12 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-EVICTIONS = (H2O(heavy_size=6, recent_size=3), ValueH2O(heavy_size=9), SnapKV(heavy_size=4), Tova(heavy_size=4))
+EVICTIONS = (
+    H2O(heavy_size=6, recent_size=3),
+    ValueH2O(heavy_size=9),
+    SnapKV(heavy_size=4),
+    Tova(heavy_size=4),
+)
 
 
 class Watched:
@@ -108,15 +156,27 @@ GREEDY = SamplingParams(NEW_TOKENS, ignore_eos=True)
 
 
 def generate(
-    folder: Path, policy: Policy, device: str, budget: MemoryBudget, dtype: str = "float32", eviction=None,
+    folder: Path,
+    policy: Policy,
+    device: str,
+    budget: MemoryBudget,
+    dtype: str = "float32",
+    eviction=None,
     params: SamplingParams = GREEDY,
-):  # fmt: skip
-    """Tokens and logits of every row, and the report. The random checkpoint beside `folder` is shared by all runs."""
+):
+    """Tokens and logits of every row, and the report. The random checkpoint beside `folder` is
+    shared by all runs."""
     watched = Watched()
     with LLM(
-        str(folder), policy, eviction, device=device, dtype=dtype, budget=budget, path="_DUMMY_",
+        str(folder),
+        policy,
+        eviction,
+        device=device,
+        dtype=dtype,
+        budget=budget,
+        path="_DUMMY_",
         offload_dir=folder.parent,
-    ) as llm:  # fmt: skip
+    ) as llm:
         outs = llm.generate(prompts(), params, watch_logits=watched)
         return [out.token_ids for out in outs], watched.of_rows, llm.report
 
@@ -140,7 +200,9 @@ def test_tokens_equal_the_cpu_engine(expected, settings) -> None:
     folder, tokens, logits = expected
     got, got_logits, report = generate(folder, Policy(3, 2, **settings), DEVICE, BUDGET)
     for row, (mine, theirs) in enumerate(zip(got_logits, logits, strict=True)):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4, msg=lambda text, row=row: f"row {row}: {text}")
+        torch.testing.assert_close(
+            mine, theirs, rtol=0, atol=1e-4, msg=lambda text, row=row: f"row {row}: {text}"
+        )
     assert got == tokens
     assert report.peak_bytes["device"] <= BUDGET.device
     streams = settings["percent"] != (100, 0, 100, 0, 100, 0)
@@ -148,7 +210,9 @@ def test_tokens_equal_the_cpu_engine(expected, settings) -> None:
 
 
 @pytest.mark.parametrize(("config", "packed"), MIXTURES)
-@pytest.mark.parametrize("place", ["all on the device", "weights on host, pinned", "everything split"])
+@pytest.mark.parametrize(
+    "place", ["all on the device", "weights on host, pinned", "everything split"]
+)
 def test_experts_give_what_they_give_on_the_cpu(
     tmp_path, place: str, config: dict[str, Any], packed: dict[str, Any]
 ) -> None:
@@ -163,13 +227,19 @@ def test_experts_give_what_they_give_on_the_cpu(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("place", [name for name in PLACEMENTS if "eight" in name] + ["all on the device"])
+@pytest.mark.parametrize(
+    "place", [name for name in PLACEMENTS if "eight" in name] + ["all on the device"]
+)
 def test_compressed_weights_give_what_they_give_on_the_cpu(tmp_path, place: str, bits: int) -> None:
     """Unpacked by torch operations on a card, by compiled loops on the CPU: the same values."""
     packed = {"compress_weight": True, "weight_bits": bits}
     folder = model_folder(tmp_path, CONFIG)
-    tokens, expected, plain = generate(folder, Policy(4, 1, **packed), "cpu", MemoryBudget(host="1GiB"))
-    got, logits, report = generate(folder, Policy(3, 2, **packed, **PLACEMENTS[place]), DEVICE, BUDGET)
+    tokens, expected, plain = generate(
+        folder, Policy(4, 1, **packed), "cpu", MemoryBudget(host="1GiB")
+    )
+    got, logits, report = generate(
+        folder, Policy(3, 2, **packed, **PLACEMENTS[place]), DEVICE, BUDGET
+    )
     for mine, theirs in zip(logits, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
     assert got == tokens
@@ -178,7 +248,8 @@ def test_compressed_weights_give_what_they_give_on_the_cpu(tmp_path, place: str,
 
 
 def test_a_compressed_model_that_evicts_is_the_same_on_the_cpu(tmp_path) -> None:
-    folder, eviction = model_folder(tmp_path, CONFIG), H2O(heavy_size=6, recent_size=3)
+    folder = model_folder(tmp_path, CONFIG)
+    eviction = H2O(heavy_size=6, recent_size=3)
     everywhere = {"percent": (30, 30, 30, 30, 30, 30), "compress_weight": True}
     alone = Policy(4, 1, compress_weight=True)
     _, expected, _ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=eviction)
@@ -188,47 +259,75 @@ def test_a_compressed_model_that_evicts_is_the_same_on_the_cpu(tmp_path) -> None
 
 
 def test_rows_draw_what_they_draw_on_the_cpu(tmp_path) -> None:
-    """One row may differ: a number drawn may lie between what two sums of probabilities are rounded to."""
-    params = SamplingParams(NEW_TOKENS, temperature=0.8, top_p=0.9, top_k=50, seed=3, ignore_eos=True)
+    """One row may differ: a number drawn may lie between what two sums of probabilities are rounded
+    to."""
+    params = SamplingParams(
+        NEW_TOKENS, temperature=0.8, top_p=0.9, top_k=50, seed=3, ignore_eos=True
+    )
     folder = model_folder(tmp_path, CONFIG)
     expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), params=params)
-    got, *_ = generate(folder, Policy(3, 2, **PLACEMENTS["KV on host"]), DEVICE, BUDGET, params=params)
+    got, *_ = generate(
+        folder, Policy(3, 2, **PLACEMENTS["KV on host"]), DEVICE, BUDGET, params=params
+    )
     greedy, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"))
-    assert sum(a == b for a, b in zip(got, expected, strict=True)) >= len(got) - (1 if ON_CARD else 0)
+    assert sum(a == b for a, b in zip(got, expected, strict=True)) >= len(got) - (
+        1 if ON_CARD else 0
+    )
     assert expected != greedy
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS, ids=[e.name for e in EVICTIONS])
-@pytest.mark.parametrize("place", [name for name in PLACEMENTS if "KV" in name] + ["all on the device"])
+@pytest.mark.parametrize(
+    "place", [name for name in PLACEMENTS if "KV" in name] + ["all on the device"]
+)
 def test_evicted_caches_give_what_they_give_on_the_cpu(tmp_path, place: str, eviction) -> None:
-    """A near tie between two columns may fall the other way on a card; it moves logits by little."""
+    """A near tie between two columns may fall the other way on a card; it moves logits by
+    little."""
     folder = model_folder(tmp_path, CONFIG)
-    _, expected, _ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction)
-    _, logits, report = generate(folder, Policy(3, 2, **PLACEMENTS[place]), DEVICE, BUDGET, eviction=eviction)
+    _, expected, _ = generate(
+        folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction
+    )
+    _, logits, report = generate(
+        folder, Policy(3, 2, **PLACEMENTS[place]), DEVICE, BUDGET, eviction=eviction
+    )
     for mine, theirs in zip(logits, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
     assert report.kv["bytes"] < report.kv["full_bytes"]
 
 
 @pytest.mark.parametrize("config", [LLAMA, NEOX], ids=["llama", "gpt_neox"])
-@pytest.mark.parametrize("place", [name for name in PLACEMENTS if "KV" in name] + ["all on the device"])
-def test_rolling_positions_give_what_they_give_on_the_cpu(tmp_path, place: str, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "place", [name for name in PLACEMENTS if "KV" in name] + ["all on the device"]
+)
+def test_rolling_positions_give_what_they_give_on_the_cpu(
+    tmp_path, place: str, config: dict[str, Any]
+) -> None:
     """Keys are turned by torch operations on a card, by a compiled loop on the CPU."""
-    folder, eviction = model_folder(tmp_path, config), H2O(heavy_size=6, recent_size=3, positions="rolling")
-    _, expected, _ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction)
-    _, logits, _ = generate(folder, Policy(3, 2, **PLACEMENTS[place]), DEVICE, BUDGET, eviction=eviction)
+    folder = model_folder(tmp_path, config)
+    eviction = H2O(heavy_size=6, recent_size=3, positions="rolling")
+    _, expected, _ = generate(
+        folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction
+    )
+    _, logits, _ = generate(
+        folder, Policy(3, 2, **PLACEMENTS[place]), DEVICE, BUDGET, eviction=eviction
+    )
     for mine, theirs in zip(logits, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
 
 
 # And how far logits may be off, of their own spread. Cards before Ampere are refused bfloat16.
 HALVES = {"float16": 0.02, "bfloat16": 0.1}
-if ON_CARD and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+if (
+    ON_CARD
+    and torch.cuda.is_available()
+    and not torch.cuda.is_bf16_supported(including_emulation=False)
+):
     del HALVES["bfloat16"]
 
 
 def off_by(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """The mean distance of logits over their spread, of the steps for which all tokens before are the same."""
+    """The mean distance of logits over their spread, of the steps for which all tokens before are
+    the same."""
     errors = []
     for found, expected in zip(mine, theirs, strict=True):
         alike = (found.argmax(1) == expected.argmax(1)).long().cumprod(0).sum()
@@ -242,9 +341,13 @@ def off_by(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> floa
 @pytest.mark.parametrize("place", ["all on the device", "KV on host", "everything split"])
 @pytest.mark.parametrize("eviction", [None, EVICTIONS[0]], ids=["full", "h2o"])
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["opt", "llama"])
-def test_half_precision_is_near_the_cpu_in_full(tmp_path, config, eviction, place: str, dtype: str) -> None:
+def test_half_precision_is_near_the_cpu_in_full(
+    tmp_path, config, eviction, place: str, dtype: str
+) -> None:
     folder = model_folder(tmp_path, config)
-    _, expected, _ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction)
+    _, expected, _ = generate(
+        folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction
+    )
     policy = Policy(3, 2, **PLACEMENTS[place])
     tokens, logits, report = generate(folder, policy, DEVICE, BUDGET, dtype, eviction=eviction)
     assert all(len(row) == NEW_TOKENS for row in tokens)
@@ -256,11 +359,13 @@ def test_half_precision_is_near_the_cpu_in_full(tmp_path, config, eviction, plac
 def test_a_thousand_steps_with_kv_on_the_host(tmp_path, config: dict[str, Any]) -> None:
     """Long enough for a transfer that comes late to be seen."""
     long = {**config, "max_position_embeddings": 1100}
-    folder, params = model_folder(tmp_path, long), SamplingParams(THOUSAND, ignore_eos=True)
-    eviction, policy = EVICTIONS[0], Policy(3, 2, **PLACEMENTS["KV on host"])
+    folder = model_folder(tmp_path, long)
+    params = SamplingParams(THOUSAND, ignore_eos=True)
+    eviction = EVICTIONS[0]
+    policy = Policy(3, 2, **PLACEMENTS["KV on host"])
     _, expected, _ = generate(
         folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction, params=params
-    )  # fmt: skip
+    )
     _, logits, _ = generate(folder, policy, DEVICE, BUDGET, eviction=eviction, params=params)
     assert off_by(logits, expected) <= 1e-3
 

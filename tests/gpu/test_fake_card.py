@@ -1,4 +1,5 @@
-"""Runs on a card of CPU memory (fake_card.py): tokens, races, launches and syncs, where there is no card."""
+"""Runs on a card of CPU memory (fake_card.py): tokens, races, launches and syncs, where there is no
+card."""
 
 from __future__ import annotations
 
@@ -22,15 +23,28 @@ from tests.extras import needs
 from tests.gpu import test_cuda_parity
 from tests.gpu.fake_card import NAME, Card
 from tests.gpu.fake_engine import fake_card
-from tests.gpu.test_cuda_parity import BUDGET, GREEDY, H2O, HALVES, PLACEMENTS, model_folder, off_by, prompts
+from tests.gpu.test_cuda_parity import (
+    BUDGET,
+    GREEDY,
+    H2O,
+    HALVES,
+    PLACEMENTS,
+    model_folder,
+    off_by,
+    prompts,
+)
 
-CONFIGS = {name: {**config, "num_hidden_layers": 2} for name, config in test_cuda_parity.CONFIGS.items()}
+CONFIGS = {
+    name: {**config, "num_hidden_layers": 2} for name, config in test_cuda_parity.CONFIGS.items()
+}
 FEW_TOKENS = SamplingParams(8, ignore_eos=True)  # a sweep takes a second on the fake card
 EVICTIONS = {"full": None, "h2o": H2O(heavy_size=6, recent_size=3)}
 
 
 def generate(folder, policy: Policy, device: str, budget: MemoryBudget, **more: Any):
-    return test_cuda_parity.generate(folder, policy, device, budget, **{"params": FEW_TOKENS, **more})
+    return test_cuda_parity.generate(
+        folder, policy, device, budget, **{"params": FEW_TOKENS, **more}
+    )
 
 
 def params_of(placement: str) -> SamplingParams:
@@ -39,12 +53,18 @@ def params_of(placement: str) -> SamplingParams:
 
 
 def on_fake_card(
-    folder, placement: str, eviction: Any = None, has_triton: bool = True, has_graphs: bool = False, params: Any = None,
+    folder,
+    placement: str,
+    eviction: Any = None,
+    has_triton: bool = True,
+    has_graphs: bool = False,
+    params: Any = None,
     **more: Any,
-):  # fmt: skip
+):
     """Tokens, and what was counted."""
     with fake_card(has_triton, has_graphs) as card:
-        policy, params = Policy(3, 2, **PLACEMENTS[placement], **more), params or params_of(placement)
+        policy = Policy(3, 2, **PLACEMENTS[placement], **more)
+        params = params or params_of(placement)
         tokens, *_ = generate(folder, policy, "cuda", BUDGET, eviction=eviction, params=params)
     return tokens, card
 
@@ -55,7 +75,10 @@ def some_slow(cases: Iterable[tuple[Any, ...]], fast: set[tuple[Any, ...]]) -> l
 
 
 FAMILIES = ("normal", "llama")
-OLMOE, GPT_OSS = ({**config, "num_hidden_layers": 2} for config in (test_cuda_parity.OLMOE, test_cuda_parity.GPT_OSS))
+OLMOE, GPT_OSS = (
+    {**config, "num_hidden_layers": 2}
+    for config in (test_cuda_parity.OLMOE, test_cuda_parity.GPT_OSS)
+)
 RUNS = product(FAMILIES, EVICTIONS, (False, True), PLACEMENTS)
 FAST = {("normal", "h2o", False, "KV on host"), ("llama", "h2o", True, "KV on host")}
 
@@ -64,8 +87,11 @@ FAST = {("normal", "h2o", False, "KV on host"), ("llama", "h2o", True, "KV on ho
 def test_tokens_are_those_of_the_cpu_and_nothing_races(
     tmp_path, family: str, eviction: str, packed: bool, placement: str
 ) -> None:
-    folder, kept = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction]
-    in_ram, params, alone = MemoryBudget(host="1GiB"), params_of(placement), Policy(4, 1, compress_cache=packed)
+    folder = model_folder(tmp_path, CONFIGS[family])
+    kept = EVICTIONS[eviction]
+    in_ram = MemoryBudget(host="1GiB")
+    params = params_of(placement)
+    alone = Policy(4, 1, compress_cache=packed)
     expected, *_ = generate(folder, alone, "cpu", in_ram, eviction=kept, params=params)
     tokens, card = on_fake_card(folder, placement, kept, compress_cache=packed)
     assert tokens == expected
@@ -73,10 +99,14 @@ def test_tokens_are_those_of_the_cpu_and_nothing_races(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "family", "eviction"), some_slow(product(HALVES, FAMILIES, EVICTIONS), {("float16", "llama", "h2o")})
+    ("dtype", "family", "eviction"),
+    some_slow(product(HALVES, FAMILIES, EVICTIONS), {("float16", "llama", "h2o")}),
 )
-def test_half_precision_is_near_the_cpu_in_full(tmp_path, dtype: str, family: str, eviction: str) -> None:
-    folder, kept = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction]
+def test_half_precision_is_near_the_cpu_in_full(
+    tmp_path, dtype: str, family: str, eviction: str
+) -> None:
+    folder = model_folder(tmp_path, CONFIGS[family])
+    kept = EVICTIONS[eviction]
     _, expected, _ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept)
     with fake_card():
         policy = Policy(3, 2, **PLACEMENTS["KV on host"])
@@ -98,10 +128,18 @@ EIGHT = H2O(heavy_size=6, recent_size=3)
         (None, {"attn_sparsity": 0.5}),
     ],
 )
-def test_prompts_are_packed_where_they_are_held(tmp_path, eviction: Any, more: dict[str, Any], placement: str) -> None:
-    folder, params = model_folder(tmp_path, CONFIGS["llama"]), params_of(placement)
+def test_prompts_are_packed_where_they_are_held(
+    tmp_path, eviction: Any, more: dict[str, Any], placement: str
+) -> None:
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    params = params_of(placement)
     expected, *_ = generate(
-        folder, Policy(4, 1, **more), "cpu", MemoryBudget(host="1GiB"), eviction=eviction, params=params
+        folder,
+        Policy(4, 1, **more),
+        "cpu",
+        MemoryBudget(host="1GiB"),
+        eviction=eviction,
+        params=params,
     )
     tokens, card = on_fake_card(folder, placement, eviction, **more)
     assert tokens == expected and not card.races
@@ -117,20 +155,30 @@ KINDS = ("embedding", "attention", "mlp", "head")
 
 # Launches and syncs of a decode step of a block where kernels are torch's operations.
 WITHOUT_TRITON = {
-    ("normal", "full"): (34, 7), ("normal", "h2o"): (64, 7), ("llama", "full"): (66, 7), ("llama", "h2o"): (97, 7),
-}  # fmt: skip
+    ("normal", "full"): (34, 7),
+    ("normal", "h2o"): (64, 7),
+    ("llama", "full"): (66, 7),
+    ("llama", "h2o"): (97, 7),
+}
 
 
 @pytest.mark.parametrize(
     ("family", "eviction", "placement"),
     some_slow(
-        [("llama", "h2o", "all on the device"), ("normal", "full", "KV on host"), ("llama", "full", ON_CPU[0])],
+        [
+            ("llama", "h2o", "all on the device"),
+            ("normal", "full", "KV on host"),
+            ("llama", "full", ON_CPU[0]),
+        ],
         {("llama", "h2o", "all on the device")},
     ),
 )
 def test_rotated_columns(tmp_path, family: str, eviction: str, placement: str) -> None:
-    folder, kept, packed = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction], {"compress_cache": True}
-    in_ram, params = MemoryBudget(host="1GiB"), params_of(placement)
+    folder = model_folder(tmp_path, CONFIGS[family])
+    kept = EVICTIONS[eviction]
+    packed = {"compress_cache": True}
+    in_ram = MemoryBudget(host="1GiB")
+    params = params_of(placement)
     alone = Policy(4, 1, **packed, cache_rotation=True)
     expected, *_ = generate(folder, alone, "cpu", in_ram, eviction=kept, params=params)
     tokens, card = on_fake_card(folder, placement, kept, **packed, cache_rotation=True)
@@ -138,22 +186,31 @@ def test_rotated_columns(tmp_path, family: str, eviction: str, placement: str) -
 
 
 @pytest.mark.parametrize(
-    ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)})
+    ("family", "eviction", "packed"),
+    some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)}),
 )
-def test_a_card_without_triton_takes_torchs_operations(tmp_path, family: str, eviction: str, packed: bool) -> None:
-    folder, kept = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction]
+def test_a_card_without_triton_takes_torchs_operations(
+    tmp_path, family: str, eviction: str, packed: bool
+) -> None:
+    folder = model_folder(tmp_path, CONFIGS[family])
+    kept = EVICTIONS[eviction]
     alone = Policy(4, 1, compress_cache=packed)
     expected, *_ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=kept)
-    tokens, card = on_fake_card(folder, "all on the device", kept, has_triton=False, compress_cache=packed)
+    tokens, card = on_fake_card(
+        folder, "all on the device", kept, has_triton=False, compress_cache=packed
+    )
     assert tokens == expected and not card.races
     if not packed:
         found = tuple(of_block(card, "decode", what) for what in ("launch", "sync"))
-        assert all(n <= most for n, most in zip(found, WITHOUT_TRITON[family, eviction], strict=True)), found
+        assert all(
+            n <= most for n, most in zip(found, WITHOUT_TRITON[family, eviction], strict=True)
+        ), found
 
 
 class Watched:
-    """What each step of the walk issues: names, shapes, and numbers that kernels are given. Addresses are those of
-    tensors that were there before the step, with the place that made them; a graph has its own for the others."""
+    """What each step of the walk issues: names, shapes, and numbers that kernels are given.
+    Addresses are those of tensors that were there before the step, with the place that made them; a
+    graph has its own for the others."""
 
     def __init__(self) -> None:
         self.steps: dict[tuple[int, int, int], list[tuple[Any, list[tuple[int, str]]]]] = {}
@@ -168,7 +225,8 @@ class Watched:
         self._made[tensor.untyped_storage()._cdata] = self._now, where
 
     def issued(self, name: str, tensors: Sequence[torch.Tensor], numbers: Sequence[object]) -> None:
-        form, places = [name, *numbers], list[tuple[int, str]]()
+        form = [name, *numbers]
+        places = list[tuple[int, str]]()
         for tensor in tensors:
             form.append((tensor.dtype, tensor.shape, tensor.stride()))
             made, where = self._made.get(tensor.untyped_storage()._cdata, (None, "before"))
@@ -177,11 +235,16 @@ class Watched:
 
 
 @pytest.mark.parametrize(
-    ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)})
+    ("family", "eviction", "packed"),
+    some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)}),
 )
 def test_decode_steps_are_alike(tmp_path, family: str, eviction: str, packed: bool) -> None:
-    """What a graph of a step would need: all that differs is where a sweep's own state is uploaded to."""
-    folder, watched, begin, kinds = model_folder(tmp_path, CONFIGS[family]), Watched(), Executor.begin_step, {}
+    """What a graph of a step would need: all that differs is where a sweep's own state is uploaded
+    to."""
+    folder = model_folder(tmp_path, CONFIGS[family])
+    watched = Watched()
+    begin = Executor.begin_step
+    kinds = {}
 
     def watched_step(executor: Executor, step: Step) -> str | None:
         watched.begin(step)
@@ -193,12 +256,15 @@ def test_decode_steps_are_alike(tmp_path, family: str, eviction: str, packed: bo
         patch.setattr(Executor, "begin_step", watched_step)
         policy = Policy(3, 2, **PLACEMENTS["all on the device"], compress_cache=packed)
         generate(folder, policy, "cuda", BUDGET, eviction=EVICTIONS[eviction])
-    moved, compared = set[str](), 0
+    moved = set[str]()
+    compared = 0
     for (sweep, layer, k), mine in watched.steps.items():
         if 2 <= sweep < FEW_TOKENS.max_tokens - 1 and kinds[layer] in ("attention", "mlp"):
             theirs = watched.steps[sweep + 1, layer, k]
             assert [form for form, _ in mine] == [form for form, _ in theirs]
-            both = zip((p for _, of in mine for p in of), (p for _, of in theirs for p in of), strict=True)
+            both = zip(
+                (p for _, of in mine for p in of), (p for _, of in theirs for p in of), strict=True
+            )
             moved |= {where for (here, where), (there, _) in both if here != there}
             compared += bool(mine)
     assert compared >= 30
@@ -206,18 +272,24 @@ def test_decode_steps_are_alike(tmp_path, family: str, eviction: str, packed: bo
 
 
 ONE_LAUNCH = {**EVICTIONS, "h2o-norm": H2ONorm(heavy_size=6, recent_size=3)}
-FAST_BLOCKS = {("llama", "h2o-norm", False)}  # packed: the loops that stand for the launches compile first
+FAST_BLOCKS = {
+    ("llama", "h2o-norm", False)
+}  # packed: the loops that stand for the launches compile first
 
 
 @pytest.mark.parametrize(
-    ("family", "eviction", "packed"), some_slow(product(FAMILIES, ONE_LAUNCH, (False, True)), FAST_BLOCKS)
+    ("family", "eviction", "packed"),
+    some_slow(product(FAMILIES, ONE_LAUNCH, (False, True)), FAST_BLOCKS),
 )
 def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, packed: bool) -> None:
-    """Nothing in a layer waits for the card; packed columns give the CPU's tokens, as others do above."""
-    folder, kept = model_folder(tmp_path, CONFIGS[family]), ONE_LAUNCH[eviction]
+    """Nothing in a layer waits for the card; packed columns give the CPU's tokens, as others do
+    above."""
+    folder = model_folder(tmp_path, CONFIGS[family])
+    kept = ONE_LAUNCH[eviction]
     tokens, card = on_fake_card(folder, "all on the device", kept, compress_cache=packed)
     if packed:
-        alone, in_ram = Policy(4, 1, compress_cache=True), MemoryBudget(host="1GiB")
+        alone = Policy(4, 1, compress_cache=True)
+        in_ram = MemoryBudget(host="1GiB")
         assert tokens == generate(folder, alone, "cpu", in_ram, eviction=kept)[0]
         assert not card.races
     for phase, launches in (("decode", 12), ("prefill", 40)):
@@ -227,76 +299,119 @@ def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, pac
     assert of_block(card, "decode", "fence") == 0, card.places
 
 
-OF_STEP = 5  # launches of attention, and of an MLP, in a decode step: the planner adds what others take more
+# launches of attention, and of an MLP, in a decode step: the planner adds what others take more
+OF_STEP = 5
 OF_PREFILL = 13  # launches of a layer with the full cache in 16 bits
 
 
 @pytest.mark.parametrize(
-    ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", True)})
+    ("family", "eviction", "packed"),
+    some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", True)}),
 )
 def test_launches_of_prefill_do_not_grow_with_prompts(
     tmp_path, monkeypatch, family: str, eviction: str, packed: bool
 ) -> None:
     """Nor with their lengths."""
-    folder, kept, random = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction], torch.Generator()
+    folder = model_folder(tmp_path, CONFIGS[family])
+    kept = EVICTIONS[eviction]
+    random = torch.Generator()
     more: dict[str, Any] = {"eviction": kept, "params": SamplingParams(2, ignore_eos=True)}
     policy = Policy(8, 1, **PLACEMENTS["all on the device"], compress_cache=packed)
-    most = OF_PREFILL + 2 * (eviction == "h2o") + packed  # scores and a choice; what lies beside packed slots
+    most = (
+        OF_PREFILL + 2 * (eviction == "h2o") + packed
+    )  # scores and a choice; what lies beside packed slots
     for lengths in ((20,), (20,) * 8, (1, 2, 9, 15, 16, 17, 33, 100)):
-        given = [torch.randint(4, 1000, (n,), generator=random.manual_seed(n)).tolist() for n in lengths]
+        given = [
+            torch.randint(4, 1000, (n,), generator=random.manual_seed(n)).tolist() for n in lengths
+        ]
         monkeypatch.setattr("tests.gpu.test_cuda_parity.prompts", lambda given=given: given)
         with fake_card() as card:
             tokens, *_ = generate(folder, policy, "cuda", BUDGET, **more)
-        told = {place: count for place, count in card.places.items() if place[0].startswith("prefill")}
+        told = {
+            place: count for place, count in card.places.items() if place[0].startswith("prefill")
+        }
         assert of_block(card, "prefill", "launch") <= most <= 40, told
         assert of_block(card, "prefill", "sync") == 0, told
         assert card.per_step("prefill attention", "launch") <= OF_STEP + PROMPT_LAUNCHES, told
     alone = Policy(8, 1, compress_cache=packed)
-    assert tokens == generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), **more)[0] and not card.races
+    assert (
+        tokens == generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), **more)[0]
+        and not card.races
+    )
 
 
 OTHERS = {
-    "snapkv": SnapKV(window=4, kv_budget=0.5), "vase": VaSE(kv_budget=0.5),
+    "snapkv": SnapKV(window=4, kv_budget=0.5),
+    "vase": VaSE(kv_budget=0.5),
     "triattention": TriAttention(kv_budget=0.5, interval=2),
     "h2o-norm": H2ONorm(heavy_size=6, recent_size=3, grace=6),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("eviction", "placement"), product(OTHERS, ("all on the device", *ON_CPU)))
-def test_other_policies_keep_the_same_columns_of_prompts(tmp_path, eviction: str, placement: str) -> None:
-    """Those that smooth scores, or rank by more than scores, see the prompts of one length at a time."""
-    folder, kept, params = model_folder(tmp_path, CONFIGS["llama"]), OTHERS[eviction], params_of(placement)
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept, params=params)
+def test_other_policies_keep_the_same_columns_of_prompts(
+    tmp_path, eviction: str, placement: str
+) -> None:
+    """Those that smooth scores, or rank by more than scores, see the prompts of one length at a
+    time."""
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    kept = OTHERS[eviction]
+    params = params_of(placement)
+    expected, *_ = generate(
+        folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept, params=params
+    )
     tokens, card = on_fake_card(folder, placement, kept)
     assert tokens == expected and not card.races
 
 
 def test_states_of_layers_with_different_budgets_are_one_copy(tmp_path) -> None:
-    """What lies whole beside packed slots differs as well: as many columns as half of a layer's slots, or less."""
+    """What lies whole beside packed slots differs as well: as many columns as half of a layer's
+    slots, or less."""
     kinds = ["full_attention", "sliding_attention", "full_attention"]
-    windows = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 12, "layer_types": kinds}
+    windows = {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "layer_types": kinds,
+    }
     folder = model_folder(tmp_path, {**CONFIGS["llama"], **windows, "num_hidden_layers": 3})
     kept = H2O(heavy_size=16, recent_size=16)
     packed = {"compress_cache": True}
-    alone, in_ram = Policy(4, 1, **packed), MemoryBudget(host="1GiB")
+    alone = Policy(4, 1, **packed)
+    in_ram = MemoryBudget(host="1GiB")
     expected, *_ = generate(folder, alone, "cpu", in_ram, eviction=kept)
     tokens, card = on_fake_card(folder, "all on the device", kept, **packed)
     assert tokens == expected and not card.races
-    copies = sum(n for (step, what, _), n in card.places.items() if (step, what) == ("decode attention", "copy"))
+    copies = sum(
+        n
+        for (step, what, _), n in card.places.items()
+        if (step, what) == ("decode attention", "copy")
+    )
     assert copies == card.counts["decode embedding", "steps"], card.places
 
 
 CHOICES = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
 MOST_OF_A_HEAD = {"greedy": 6, "drawn": 39}  # launches
-HELD = ("all on the device", "weights on host, pinned", "KV on host", "hidden states split three ways")
+HELD = (
+    "all on the device",
+    "weights on host, pinned",
+    "KV on host",
+    "hidden states split three ways",
+)
 FAST_HEADS = {("llama", "greedy", "KV on host"), ("llama", "drawn", "all on the device")}
 
 
-@pytest.mark.parametrize(("family", "choice", "placement"), some_slow(product(FAMILIES, CHOICES, HELD), FAST_HEADS))
-def test_a_sweep_waits_for_its_tokens_alone(tmp_path, family: str, choice: str, placement: str) -> None:
-    """Once a micro-batch, where they go on. They come in one copy, and what the next sweep is fed goes in one."""
-    folder, params = model_folder(tmp_path, CONFIGS[family]), SamplingParams(6, ignore_eos=True, **CHOICES[choice])
+@pytest.mark.parametrize(
+    ("family", "choice", "placement"), some_slow(product(FAMILIES, CHOICES, HELD), FAST_HEADS)
+)
+def test_a_sweep_waits_for_its_tokens_alone(
+    tmp_path, family: str, choice: str, placement: str
+) -> None:
+    """Once a micro-batch, where they go on. They come in one copy, and what the next sweep is fed
+    goes in one."""
+    folder = model_folder(tmp_path, CONFIGS[family])
+    params = SamplingParams(6, ignore_eos=True, **CHOICES[choice])
 
     def tokens_of(policy: Policy, device: str, budget: MemoryBudget) -> list[list[int]]:
         given = {"device": device, "budget": budget, "dtype": "float32", "offload_dir": tmp_path}
@@ -307,17 +422,30 @@ def test_a_sweep_waits_for_its_tokens_alone(tmp_path, family: str, choice: str, 
     with fake_card() as card:
         assert tokens_of(Policy(3, 2, **PLACEMENTS[placement]), "cuda", BUDGET) == expected
     assert not card.races
-    assert not [place for place in card.places if place[:2] in {(f"decode {kind}", "sync") for kind in KINDS}]
+    assert not [
+        place
+        for place in card.places
+        if place[:2] in {(f"decode {kind}", "sync") for kind in KINDS}
+    ]
     assert card.per_step("decode head", "launch") <= MOST_OF_A_HEAD[choice], card.places
     assert card.per_step("decode embedding", "launch") <= 4, card.places
     waits = [
-        place for place in card.places if place[1] == "wait" and place[0] in {f"decode {kind}" for kind in KINDS[:3]}
+        place
+        for place in card.places
+        if place[1] == "wait" and place[0] in {f"decode {kind}" for kind in KINDS[:3]}
     ]
-    assert all("decoding.py" in at for *_, at in waits), waits  # for what comes to the card it is the card that waits
+    assert all("decoding.py" in at for *_, at in waits), (
+        waits
+    )  # for what comes to the card it is the card that waits
     edges = [f"{phase} {kind}" for phase in ("prefill", "decode") for kind in ("head", "embedding")]
     heads = sum(card.counts[step, "steps"] for step in edges[::2])
-    assert sum(card.counts[step, "copy"] for step in edges) <= (3 if choice == "drawn" else 2) * heads, card.places
-    assert sum(n for (_, what, at), n in card.places.items() if what == "wait" and "decoding.py" in at) == heads
+    assert (
+        sum(card.counts[step, "copy"] for step in edges) <= (3 if choice == "drawn" else 2) * heads
+    ), card.places
+    assert (
+        sum(n for (_, what, at), n in card.places.items() if what == "wait" and "decoding.py" in at)
+        == heads
+    )
     if placement == "all on the device":
         assert [card.per_step(f"decode {kind}", "fence") for kind in KINDS] == [0, 0, 0, 1]
 
@@ -330,25 +458,39 @@ def test_rows_behind_a_common_prefix_wait_for_nothing(tmp_path, monkeypatch, fam
     folder = model_folder(tmp_path, CONFIGS[family])
     expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"))
     with fake_card() as card:
-        tokens, _, report = generate(folder, Policy(3, 2, **PLACEMENTS["all on the device"]), "cuda", BUDGET)
+        tokens, _, report = generate(
+            folder, Policy(3, 2, **PLACEMENTS["all on the device"]), "cuda", BUDGET
+        )
     assert tokens == expected and not card.races and report.extra["common_prefix"]["tokens"] == 40
     assert of_block(card, "decode", "sync") == 0
     assert of_block(card, "decode", "launch") <= 30, card.places
 
 
 @needs("gpu")
-@pytest.mark.parametrize(("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o", False)}))
+@pytest.mark.parametrize(
+    ("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o", False)})
+)
 def test_sinks_are_part_of_the_launch(tmp_path, eviction: str, packed: bool) -> None:
     """gpt-oss: windows in every other layer, learned sinks in all."""
     folder = model_folder(tmp_path, GPT_OSS)
     alone = Policy(4, 1, compress_cache=packed)
-    expected, *_ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=ONE_LAUNCH[eviction])
-    tokens, card = on_fake_card(folder, "all on the device", ONE_LAUNCH[eviction], compress_cache=packed)
+    expected, *_ = generate(
+        folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=ONE_LAUNCH[eviction]
+    )
+    tokens, card = on_fake_card(
+        folder, "all on the device", ONE_LAUNCH[eviction], compress_cache=packed
+    )
     assert tokens == expected and not card.races
-    groups = card.counts["decode experts", "steps"]  # one a block, of the micro-batches that are joined
-    assert card.counts["decode attention", "sync"] == groups, "the host is told which experts the router has chosen"
+    groups = card.counts[
+        "decode experts", "steps"
+    ]  # one a block, of the micro-batches that are joined
+    assert card.counts["decode attention", "sync"] == groups, (
+        "the host is told which experts the router has chosen"
+    )
     assert card.per_step("decode experts", "sync") == 0
-    assert card.per_step("decode experts", "launch") <= 15, "products of two experts, two each, among them"
+    assert card.per_step("decode experts", "launch") <= 15, (
+        "products of two experts, two each, among them"
+    )
 
 
 @pytest.mark.parametrize("bits", [0, pytest.param(4, marks=pytest.mark.slow)])
@@ -360,15 +502,22 @@ def test_experts_of_a_group_are_one_launch(tmp_path, bits: int) -> None:
     tokens, card = on_fake_card(folder, "all on the device", None, expert_group=4, **more)
     assert tokens == expected and not card.races
     assert card.per_step("decode experts", "sync") == 0
-    assert card.per_step("decode experts", "launch") <= 10 <= OF_STEP + EXPERTS_LAUNCHES, card.places
+    assert card.per_step("decode experts", "launch") <= 10 <= OF_STEP + EXPERTS_LAUNCHES, (
+        card.places
+    )
     assert card.per_step("decode attention", "launch") <= OF_STEP + ROUTER_LAUNCHES, card.places
 
 
 @needs("gpu")
-@pytest.mark.parametrize(("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o-norm", False)}))
+@pytest.mark.parametrize(
+    ("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o-norm", False)})
+)
 def test_a_run_launches_what_was_warmed_up(tmp_path, eviction: str, packed: bool) -> None:
-    """Nothing else, in prompts of any length and while rows leave: whatever a kernel is compiled for is the same."""
-    folder, kept, launched = model_folder(tmp_path, CONFIGS["llama"]), ONE_LAUNCH[eviction], set[Any]()
+    """Nothing else, in prompts of any length and while rows leave: whatever a kernel is compiled
+    for is the same."""
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    kept = ONE_LAUNCH[eviction]
+    launched = set[Any]()
     with fake_card(), pytest.MonkeyPatch.context() as patch:
         launch = triton.launch
 
@@ -378,7 +527,8 @@ def test_a_run_launches_what_was_warmed_up(tmp_path, eviction: str, packed: bool
 
         patch.setattr(triton, "launch", watched)
         patch.setattr("flexgen_h2o.llm.compile_subprocess", lambda *given: None)
-        sizes, packing = (128, 4, 2, 32, 16), KVPacking.of(32, 4) if packed else None
+        sizes = (128, 4, 2, 32, 16)
+        packing = KVPacking.of(32, 4) if packed else None
         card = torch.device(NAME, 0)
         warm_up_card(card, torch.float32, sizes, kept is not None, eviction == "h2o-norm", packing)
         warmed = set(launched)
@@ -393,14 +543,18 @@ def compiled_for(name: str, arguments: Sequence[Any]) -> list[tuple[str, bool, b
     kernel = getattr(import_module(f"{triton.__name__}.{file}"), function)
     free = vars(kernel).get("kwargs", vars(kernel))["do_not_specialize"] or ()
     given = zip(kernel.arg_names, arguments, strict=False)
-    return [(one, n == 1, n % 16 == 0) for one, n in given if isinstance(n, int) and one not in free]
+    return [
+        (one, n == 1, n % 16 == 0) for one, n in given if isinstance(n, int) and one not in free
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products_of_few_rows_take_a_packed_weight_in_one_launch(tmp_path, bits: int) -> None:
-    """That is resident, which is not unpacked then; beyond, a block unpacks each matrix in one launch."""
-    folder, packed = model_folder(tmp_path, CONFIGS["llama"]), {"compress_weight": True, "weight_bits": bits}
+    """That is resident, which is not unpacked then; beyond, a block unpacks each matrix in one
+    launch."""
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    packed = {"compress_weight": True, "weight_bits": bits}
     expected, *_ = generate(folder, Policy(4, 1, **packed), "cpu", MemoryBudget(host="1GiB"))
     _, plain = on_fake_card(folder, "all on the device")
     tokens, resident = on_fake_card(folder, "all on the device", **packed)

@@ -50,7 +50,9 @@ def launches_of() -> Iterator[tuple[Card, Launched]]:
 
 
 @pytest.mark.parametrize(("room", "copies"), [(STAGING_BYTES, 1), (150, 3)])
-def test_columns_come_to_the_host_in_one_copy(room: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_come_to_the_host_in_one_copy(
+    room: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For which the thread waits once; in several where they are more than its staging holds."""
     monkeypatch.setattr(transfers, "STAGING_BYTES", room)
     areas = [torch.randn(2, 6, 4, 8), torch.randn(2, 6, 4, 8)]
@@ -60,13 +62,18 @@ def test_columns_come_to_the_host_in_one_copy(room: int, copies: int, monkeypatc
         device = CardDevice(card)
         lanes = Lanes({"d2h": 1}, Timeline())
         try:
-            pairs = [(there, here.to(device.torch_device)) for there, here in zip(targets, areas, strict=True)]
+            pairs = [
+                (there, here.to(device.torch_device))
+                for there, here in zip(targets, areas, strict=True)
+            ]
             slots = torch.tensor(chosen).to(device.torch_device)
             card.step = "store"
             Mover(device, lanes).copy_columns("store_cache", pairs, slots, []).wait()
         finally:
             lanes.close()
-    assert (card.counts["store", "copy"], card.counts["store", "sync"]) == (copies, copies), card.places
+    assert (card.counts["store", "copy"], card.counts["store", "sync"]) == (copies, copies), (
+        card.places
+    )
     assert lanes.bytes_moved["d2h"] == 2 * 6 * 8 * 4
     for target, area in zip(targets, areas, strict=True):
         expected = torch.zeros_like(target)
@@ -76,12 +83,15 @@ def test_columns_come_to_the_host_in_one_copy(room: int, copies: int, monkeypatc
 
 
 def read_in_chunks(tmp_path: Path) -> tuple[Card, bool]:
-    """Of a run's reads from a file to the card: many chunks, of one thread and its slots; and whether all came."""
+    """Of a run's reads from a file to the card: many chunks, of one thread and its slots; and
+    whether all came."""
     chunk = TRANSFER_CHUNK // 4
-    path, values = tmp_path / "values", torch.arange(9 * chunk, dtype=torch.float32)
+    path = tmp_path / "values"
+    values = torch.arange(9 * chunk, dtype=torch.float32)
     path.write_bytes(values.numpy().tobytes())
     with fake_card() as card, torch.no_grad():
-        device, file = CardDevice(card), DirectFile(path)
+        device = CardDevice(card)
+        file = DirectFile(path)
         lanes = Lanes({"disk_read": 1, "h2d": 1}, Timeline())
         try:
             there = device.buffer(values.nbytes).view(torch.float32)
@@ -101,14 +111,19 @@ def test_reads_go_on_beside_copies_of_what_was_read(tmp_path: Path) -> None:
     assert came and not card.races
 
 
-def test_a_slot_that_is_read_into_too_early_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_is_read_into_too_early_is_a_race(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_Staging, "is_read_by", lambda staging, copy, source: None)
     card, came = read_in_chunks(tmp_path)
     assert card.races and not came
 
 
-def test_staging_that_is_unpinned_while_it_is_used_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots are views: without the memory itself nothing keeps it pinned once each has been read into."""
+def test_staging_that_is_unpinned_while_it_is_used_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots are views: without the memory itself nothing keeps it pinned once each has been read
+    into."""
     made = _Staging.__init__
 
     def forgetful(staging: _Staging, memory: torch.Tensor) -> None:
@@ -121,28 +136,46 @@ def test_staging_that_is_unpinned_while_it_is_used_is_found(tmp_path: Path, monk
 
 
 def test_vectors_go_to_the_card_in_one_copy() -> None:
-    """Each begins where the card would put one of its own: a kernel is compiled anew for another place."""
+    """Each begins where the card would put one of its own: a kernel is compiled anew for another
+    place."""
     hosts = [torch.arange(n) for n in (3, 0, 8, 1)]
     with fake_card() as card, torch.no_grad():
         card.step = "upload"
         there = upload_together(hosts, CardDevice(card).torch_device)
         assert [t.storage_offset() * t.itemsize % ALIGN for t in there] == [0] * 4
-        assert all(torch.equal(here.to("cpu"), host) for here, host in zip(there, hosts, strict=True))
-    assert (card.counts["upload", "copy"], card.counts["upload", "launch"]) == (1 + len(hosts), 0), card.places
+        assert all(
+            torch.equal(here.to("cpu"), host) for here, host in zip(there, hosts, strict=True)
+        )
+    assert (card.counts["upload", "copy"], card.counts["upload", "launch"]) == (
+        1 + len(hosts),
+        0,
+    ), card.places
 
 
 # ---- columns of prompts
 
 
 def test_columns_of_prompts_wait_for_nothing_without_triton() -> None:
-    """Packed and put by torch operations, as many for all rows as for a few, to the bits of a CPU."""
-    packing, counted = KVPacking.of(16, "3/4"), list[int]()
+    """Packed and put by torch operations, as many for all rows as for a few, to the bits of a
+    CPU."""
+    packing = KVPacking.of(16, "3/4")
+    counted = list[int]()
     for prompts in (2, 6):
         k, v = (torch.randn(prompts, 30, 2, 16) for _ in range(2))
         scores = torch.rand(prompts, 2, 30)
-        areas = [torch.zeros(2, 2 * prompts, 16, of.words).int() for of in (packing.keys, packing.values)]
+        areas = [
+            torch.zeros(2, 2 * prompts, 16, of.words).int() for of in (packing.keys, packing.values)
+        ]
         beside = [torch.ones(2 * prompts, *of) for of in ((16,), (16,), (4, 16), (4, 16), (4,))]
-        given = [k, v, scores, *areas, *(t.bfloat16() for t in beside[:2]), *beside[2:4], beside[4].int()]
+        given = [
+            k,
+            v,
+            scores,
+            *areas,
+            *(t.bfloat16() for t in beside[:2]),
+            *beside[2:4],
+            beside[4].int(),
+        ]
         given += [torch.zeros(2 * prompts, 20).int(), torch.zeros(2 * prompts, 20)]
         expected = put_all([t.clone() for t in given], packing)
         with fake_card() as card, pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -153,13 +186,28 @@ def test_columns_of_prompts_wait_for_nothing_without_triton() -> None:
             assert card.counts["put", "sync"] == 0, card.places
             counted.append(card.counts["put", "launch"])
             card.step = "after"
-            assert all(torch.equal(t.to("cpu"), one) for t, one in zip(of_card, expected, strict=True))
+            assert all(
+                torch.equal(t.to("cpu"), one) for t, one in zip(of_card, expected, strict=True)
+            )
     assert counted[0] == counted[1]
 
 
 def put_all(given: list[torch.Tensor], packing: KVPacking) -> list[torch.Tensor]:
     """A few columns of prompts into slots, and what lies beside."""
-    k, v, scores, keys, values, centres, ranges, whole_keys, whole_values, whole_slots, positions, recorded = given
+    (
+        k,
+        v,
+        scores,
+        keys,
+        values,
+        centres,
+        ranges,
+        whole_keys,
+        whole_values,
+        whole_slots,
+        positions,
+        recorded,
+    ) = given
     whole = WholeColumns(centres, ranges, whole_keys, whole_values, whole_slots)
     slots = PromptSlots(keys, values, 0, SlotForm(packing, whole=whole), 4, positions, recorded)
     put_prompts(k, v, choose_kept(scores, 2, 27, 18), scores, slots)
@@ -173,14 +221,18 @@ def test_decode_attention_is_measured_as_the_engine_runs_it() -> None:
     """In one launch, with scores and without; whenever it begins, each row has a victim to lose."""
     with launches_of() as (card, launched):
         plain, scored = measuring.decode_rates(Bench(CardDevice(card), TINY), torch.float32)
-        victims = [arguments[10].tolist() for _, arguments, constants in launched if constants["RECORDS"]]
+        victims = [
+            arguments[10].tolist() for _, arguments, constants in launched if constants["RECORDS"]
+        ]
     assert all(rate > 0 for curve in (plain, scored) for _, rate in curve.points)
     assert {name for name, *_ in launched} == {"slots.attend_step"}
     assert {constants["RECORDS"] for *_, constants in launched} == {False, True}
     assert all(0 <= slot <= TINY.slots // 2 for slots in victims for slot in slots)
 
 
-def test_columns_that_wait_for_the_disk_are_measured_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_that_wait_for_the_disk_are_measured_in_ram(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = list[torch.Tensor]()
 
     def overlay(layout: Any, part: Any, memory: torch.Tensor, dtype: torch.dtype) -> Overlay:
@@ -207,7 +259,13 @@ def untried() -> Iterator[None]:
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(
     ("inputs", "columns", "rows", "launches"),
-    [(3, 2056, 1032, 3), (17, 2048, 1024, 3), (40, 2048, 1024, 1), (40, 2050, 1024, 100), (40, 2048, 1028, 100)],
+    [
+        (3, 2056, 1032, 3),
+        (17, 2048, 1024, 3),
+        (40, 2048, 1024, 1),
+        (40, 2050, 1024, 100),
+        (40, 2048, 1028, 100),
+    ],
 )
 def test_products_in_int8_take_few_launches(
     inputs: int, columns: int, rows: int, launches: int, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +286,8 @@ def test_products_in_int8_take_few_launches(
 
         monkeypatch.setattr(torch, "_int_mm", int_mm)
         where = CardDevice(card).torch_device
-        out, held = found.to(where), weight.to(where)
+        out = found.to(where)
+        held = weight.to(where)
         assert int8._int_mm_works(where)
         card.step = "product"
         int8.int8_products(codes.to(where), held[:, :columns], out)

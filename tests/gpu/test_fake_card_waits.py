@@ -1,4 +1,5 @@
-"""Whether a wait that is left out is found, on a card of CPU memory and with transfers at the last moment."""
+"""Whether a wait that is left out is found, on a card of CPU memory and with transfers at the last
+moment."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, generate, on_fake_card,
 
 def _no_fence_behind_weights(patch: pytest.MonkeyPatch) -> None:
     opened = BaseWeightStream.open
-    patch.setattr(BaseWeightStream, "open", lambda stream, unit, fence: opened(stream, unit, lambda: NOTHING))
+    patch.setattr(
+        BaseWeightStream, "open", lambda stream, unit, fence: opened(stream, unit, lambda: NOTHING)
+    )
 
 
 def _no_fence_behind_decoding(patch: pytest.MonkeyPatch) -> None:
@@ -37,12 +40,20 @@ def _no_fence_behind_decoding(patch: pytest.MonkeyPatch) -> None:
 
 def _no_fence_behind_kv(patch: pytest.MonkeyPatch) -> None:
     closed = Executor.close_cache
-    patch.setattr(Executor, "close_cache", lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING))
+    patch.setattr(
+        Executor,
+        "close_cache",
+        lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING),
+    )
 
 
 def _no_fence_behind_hidden_states(patch: pytest.MonkeyPatch) -> None:
     closed = Executor.close_hidden
-    patch.setattr(Executor, "close_hidden", lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING))
+    patch.setattr(
+        Executor,
+        "close_hidden",
+        lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING),
+    )
 
 
 @pytest.mark.slow
@@ -58,7 +69,9 @@ def _no_fence_behind_hidden_states(patch: pytest.MonkeyPatch) -> None:
         (_no_fence_behind_hidden_states, "hidden states on disk", {}),
     ],
 )
-def test_a_fence_that_is_left_out_is_a_race(tmp_path, monkeypatch, drop, placement: str, more: dict[str, Any]) -> None:
+def test_a_fence_that_is_left_out_is_a_race(
+    tmp_path, monkeypatch, drop, placement: str, more: dict[str, Any]
+) -> None:
     folder = model_folder(tmp_path, CONFIGS["normal"])
     _, sound = on_fake_card(folder, placement, **more)
     assert not sound.races
@@ -71,35 +84,67 @@ def at_the_last_moment(folder, placement: str, eviction: Any = None) -> Any:
     """Tokens, where bytes move once somebody waits for them."""
     with deferred_transfers():
         tokens, *_ = generate(
-            folder, Policy(3, 2, **PLACEMENTS[placement]), "cpu", BUDGET, eviction=eviction, params=GREEDY
+            folder,
+            Policy(3, 2, **PLACEMENTS[placement]),
+            "cpu",
+            BUDGET,
+            eviction=eviction,
+            params=GREEDY,
         )
     return tokens
 
 
 @pytest.mark.parametrize(
     ("eviction", "placement"),
-    some_slow(product(EVICTIONS, PLACEMENTS), {("h2o", "everything split"), ("full", "KV on disk")}),
+    some_slow(
+        product(EVICTIONS, PLACEMENTS), {("h2o", "everything split"), ("full", "KV on disk")}
+    ),
 )
-def test_bytes_that_move_at_the_last_moment_are_the_same(tmp_path, eviction: str, placement: str) -> None:
-    folder, kept = model_folder(tmp_path, CONFIGS["normal"]), EVICTIONS[eviction]
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept, params=GREEDY)
+def test_bytes_that_move_at_the_last_moment_are_the_same(
+    tmp_path, eviction: str, placement: str
+) -> None:
+    folder = model_folder(tmp_path, CONFIGS["normal"])
+    kept = EVICTIONS[eviction]
+    expected, *_ = generate(
+        folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept, params=GREEDY
+    )
     assert at_the_last_moment(folder, placement, kept) == expected
 
 
 LENGTHS = (9, 2, 1, 3, 3, 3, 7)
 
 
-@pytest.mark.parametrize("placement", ["all on the device", "KV on host", "hidden states on disk", "everything split"])
+@pytest.mark.parametrize(
+    "placement", ["all on the device", "KV on host", "hidden states on disk", "everything split"]
+)
 def test_rows_take_places_whose_tokens_come_late(tmp_path, placement: str) -> None:
     """In the same order, where rows have ended and where a micro-batch is empty."""
-    folder, finished = model_folder(tmp_path, CONFIGS["llama"]), dict[str, list[int]]()
-    given = {"dtype": "float32", "device": "cpu", "path": "_DUMMY_", "offload_dir": tmp_path, "budget": BUDGET}
-    rows = [Prompt(i, tuple(ids), None) for i, ids in enumerate(sorted(prompts(), key=len, reverse=True))]
-    params, tokens = [SamplingParams(n, ignore_eos=True) for n in LENGTHS], dict[str, list[Any]]()
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    finished = dict[str, list[int]]()
+    given = {
+        "dtype": "float32",
+        "device": "cpu",
+        "path": "_DUMMY_",
+        "offload_dir": tmp_path,
+        "budget": BUDGET,
+    }
+    rows = [
+        Prompt(i, tuple(ids), None)
+        for i, ids in enumerate(sorted(prompts(), key=len, reverse=True))
+    ]
+    params = [SamplingParams(n, ignore_eos=True) for n in LENGTHS]
+    tokens = dict[str, list[Any]]()
     for name, late in (("at once", nullcontext()), ("late", deferred_transfers())):
         with late, LLM(str(folder), Policy(2, 2, **PLACEMENTS[placement]), **given) as llm:
-            done, coming = list[Completion](), iter([([], []), (rows[3:], params[3:])])
-            llm.run(rows[:3], params[:3], done.extend, refill=True, more=lambda it=coming: next(it, None))
+            done = list[Completion]()
+            coming = iter([([], []), (rows[3:], params[3:])])
+            llm.run(
+                rows[:3],
+                params[:3],
+                done.extend,
+                refill=True,
+                more=lambda it=coming: next(it, None),
+            )
         finished[name] = [one.index for one in done]
         tokens[name] = [one.token_ids for one in sorted(done, key=lambda one: one.index)]
     assert [len(ids) for ids in tokens["late"]] == list(LENGTHS)
@@ -155,7 +200,10 @@ def _weights_are_used_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
     _without_waiting(patch, WeightStore, "load_resident", stores)
 
 
-LAYERS = {**CONFIGS["normal"], "num_hidden_layers": 4}  # more units of KV in a block than the ring holds
+LAYERS = {
+    **CONFIGS["normal"],
+    "num_hidden_layers": 4,
+}  # more units of KV in a block than the ring holds
 
 
 @pytest.mark.slow
@@ -169,7 +217,7 @@ LAYERS = {**CONFIGS["normal"], "num_hidden_layers": 4}  # more units of KV in a 
 )
 def test_a_wait_of_the_computing_thread_that_is_left_out_is_a_race(
     tmp_path, monkeypatch, drop, placement: str
-) -> None:  # fmt: skip
+) -> None:
     folder = model_folder(tmp_path, LAYERS)
     _, sound = on_fake_card(folder, placement)
     assert not sound.races
@@ -200,9 +248,18 @@ def _compute_takes_what_is_still_coming(patch: pytest.MonkeyPatch, kind: str) ->
 def _a_lane_goes_before_what_comes_first(patch: pytest.MonkeyPatch, lane: str) -> None:
     submit = Lanes.submit
 
-    def too_early(lanes: Any, on: str, name: str, jobs: Any, after: Any = (), wait: Any = None) -> Done:
+    def too_early(
+        lanes: Any, on: str, name: str, jobs: Any, after: Any = (), wait: Any = None
+    ) -> Done:
         is_card = wait is not None and wait.__name__ == "_wait_on_card"
-        return submit(lanes, on, name, jobs, after, _until_begun if is_card and on == lane else wait or wait_all)
+        return submit(
+            lanes,
+            on,
+            name,
+            jobs,
+            after,
+            _until_begun if is_card and on == lane else wait or wait_all,
+        )
 
     patch.setattr(Lanes, "submit", too_early)
 
@@ -229,7 +286,7 @@ def _a_lane_goes_before_what_comes_first(patch: pytest.MonkeyPatch, lane: str) -
 )
 def test_a_wait_of_the_card_that_is_left_out_is_a_race(
     tmp_path, monkeypatch, drop: Callable[..., None], of: str, placement: str
-) -> None:  # fmt: skip
+) -> None:
     """Nothing is one with it: `test_tokens_are_those_of_the_cpu_and_nothing_races`."""
     folder = model_folder(tmp_path, CONFIGS["normal"])
     drop(monkeypatch, of)

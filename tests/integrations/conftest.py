@@ -1,4 +1,5 @@
-"""Random models of each family, made once; every test here runs on the plain CPU, as does the engine beside it."""
+"""Random models of each family, made once; every test here runs on the plain CPU, as does the
+engine beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tiny random models that transformers generates with, and the same in the pieces that the slow reference runs."""
+"""Tiny random models that transformers generates with, and the same in the pieces that the slow
+reference runs."""
 
 from __future__ import annotations
 
@@ -31,17 +32,36 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt, post-norm": SHAPES["post-norm, narrow embedding (350m)"],
     "llama, grouped": {**_LLAMA, "head_dim": 8},
     "llama, one kv-head": {
-        **_LLAMA, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": True,
+        **_LLAMA,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "tie_word_embeddings": True,
     },
-    "llama, own heads": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16},
-    "mistral": {"model_type": "mistral", "num_attention_heads": 4, "head_dim": 12, "intermediate_size": 96},
-    "qwen3": {"model_type": "qwen3", "head_dim": 16, "intermediate_size": 96, "tie_word_embeddings": True},
+    "llama, own heads": {
+        **_LLAMA,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        "num_attention_heads": 4,
+        "head_dim": 12,
+        "intermediate_size": 96,
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
     "olmoe": {"model_type": "olmoe", "num_attention_heads": 4, "intermediate_size": 16},
     "neox": {**_NEOX, "rotary_pct": 0.5},
     "neox, sequential": {**_NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},
     "qwen3_moe": {"model_type": "qwen3_moe", "seed": 7, "head_dim": 16, "num_experts": 6},
     "mixtral": {"model_type": "mixtral", "intermediate_size": 32, "tie_word_embeddings": True},
-}  # fmt: skip
+}
 
 
 def known_model(name: str) -> Known:
@@ -57,12 +77,17 @@ def padded(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-def generated(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int, **settings: Any) -> Any:
+def generated(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int, **settings: Any
+) -> Any:
     """What `model.generate` gives for one padded batch: its output with sequences and cache."""
     return model.generate(
-        **padded(prompts), max_new_tokens=new_tokens, pad_token_id=PAD, return_dict_in_generate=True,
+        **padded(prompts),
+        max_new_tokens=new_tokens,
+        pad_token_id=PAD,
+        return_dict_in_generate=True,
         **{"do_sample": False, **settings},
-    )  # fmt: skip
+    )
 
 
 def new_tokens_of(output: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

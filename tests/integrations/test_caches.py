@@ -1,4 +1,5 @@
-"""Beside plain greedy generation: full budgets, beams, further turns, pipelines, texts that are scored, memory."""
+"""Beside plain greedy generation: full budgets, beams, further turns, pipelines, texts that are
+scored, memory."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SMALL = H2O(heavy_size=4, recent_size=3)
 FAMILIES = pytest.mark.parametrize("name", ["opt", "llama, grouped"])
 # Each family with one of them.
 FAMILY_AND_MODE = pytest.mark.parametrize(
-    ("name", "mode"), [("opt", "drop"), ("llama, grouped", "mask"), ("mistral", "drop"), ("neox", "mask")]
+    ("name", "mode"),
+    [("opt", "drop"), ("llama, grouped", "mask"), ("mistral", "drop"), ("neox", "mask")],
 )
 
 Models = Callable[[str], Known]
@@ -67,8 +69,12 @@ def test_memory_shrinks_to_the_slots_of_the_neediest_row(known: Models) -> None:
     full = generated(model, PROMPTS, 16).past_key_values
     with evicting(model, SMALL):
         kept = generated(model, PROMPTS, 16).past_key_values
-    rows, columns = len(PROMPTS) * 4, 18 + 15
-    assert sum(t.nbytes for layer in full.layers for t in (layer.keys, layer.values)) == 2 * rows * columns * 2 * 12 * 4
+    rows = len(PROMPTS) * 4
+    columns = 18 + 15
+    assert (
+        sum(t.nbytes for layer in full.layers for t in (layer.keys, layer.values))
+        == 2 * rows * columns * 2 * 12 * 4
+    )
     assert kept.nbytes == 2 * (rows * 8 * (2 * 12 * 4 + 4 + 4) + rows * 4)
     assert all(layer.keys.shape == (len(PROMPTS), 4, 8, 12) for layer in kept.layers)
     assert kept.get_seq_length() == columns
@@ -78,7 +84,8 @@ def test_memory_shrinks_to_the_slots_of_the_neediest_row(known: Models) -> None:
 
 def test_large_budget_takes_memory_as_it_is_needed(known: Models) -> None:
     """Slots are added while decoding, and what they hold stays."""
-    model, prompt = known("opt").model, random_prompts((4,), seed=5)
+    model = known("opt").model
+    prompt = random_prompts((4,), seed=5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flexgen_h2o.integrations.cache.GROWTH", 3)
         with evicting(model, ValueH2O(heavy_size=9, recent_size=3, sinks=1, grace=0)):
@@ -91,7 +98,9 @@ def test_large_budget_takes_memory_as_it_is_needed(known: Models) -> None:
 @FAMILIES
 def test_a_further_turn_goes_on_from_what_is_left(name: str, known: Models) -> None:
     """Several tokens on a cache are as many forwards of one token, in both modes."""
-    model, turn, ids = known(name).model, 6, torch.tensor(random_prompts((15, 15), seed=4))
+    model = known(name).model
+    turn = 6
+    ids = torch.tensor(random_prompts((15, 15), seed=4))
     logits: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for mode in ("drop", "mask"):
@@ -100,14 +109,17 @@ def test_a_further_turn_goes_on_from_what_is_left(name: str, known: Models) -> N
                     cache: Any = DynamicCache(config=model.config)
                     cache = model(ids[:, :-turn], past_key_values=cache).past_key_values
                     parts = ids[:, -turn:].split(step, dim=1)
-                    logits[f"{mode} {step}"] = torch.cat([model(p, past_key_values=cache).logits for p in parts], 1)
+                    logits[f"{mode} {step}"] = torch.cat(
+                        [model(p, past_key_values=cache).logits for p in parts], 1
+                    )
                     assert isinstance(cache, EvictingCache) and cache.get_seq_length() == 15
     first = logits.pop("drop 1")
     assert all((first - other).abs().max() < 1e-4 for other in logits.values())
 
 
 def test_generate_takes_the_cache_of_the_turn_before(known: Models) -> None:
-    model, more = known("llama, grouped").model, torch.tensor([[7, 8, 9]] * len(PROMPTS))
+    model = known("llama, grouped").model
+    more = torch.tensor([[7, 8, 9]] * len(PROMPTS))
     found = []
     for mode in ("drop", "mask"):
         with evicting(model, SMALL, mode):
@@ -116,7 +128,11 @@ def test_generate_takes_the_cache_of_the_turn_before(known: Models) -> None:
             mask = torch.nn.functional.pad(padded(PROMPTS)["attention_mask"], (0, 8), value=1)
             found.append(
                 model.generate(
-                    ids, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=5, do_sample=False
+                    ids,
+                    attention_mask=mask,
+                    past_key_values=first.past_key_values,
+                    max_new_tokens=5,
+                    do_sample=False,
                 )
             )
     assert found[0].shape == (4, 31) and found[0].equal(found[1])
@@ -127,7 +143,8 @@ def test_generate_takes_the_cache_of_the_turn_before(known: Models) -> None:
 
 @FAMILIES
 def test_scored_text_sees_all_columns_when_dropping(name: str, known: Models) -> None:
-    model, batch = known(name).model, padded(PROMPTS)
+    model = known(name).model
+    batch = padded(PROMPTS)
     real = batch["attention_mask"].bool()
     with torch.no_grad():
         want = model(**batch).logits
@@ -138,8 +155,10 @@ def test_scored_text_sees_all_columns_when_dropping(name: str, known: Models) ->
 
 
 def test_scored_text_keeps_a_share_of_its_own_length(known: Models) -> None:
-    """In mode "mask": the sizes that the share comes to, whatever number of new tokens was promised."""
-    model, found = known("neox").model, []
+    """In mode "mask": the sizes that the share comes to, whatever number of new tokens was
+    promised."""
+    model = known("neox").model
+    found = []
     ids = torch.tensor(random_prompts((20,), seed=5))
     for eviction, most in ((H2O(kv_budget=0.35), 3), (H2O(heavy_size=3, recent_size=4), None)):
         enable_eviction(model, eviction, "mask", most)
@@ -154,19 +173,25 @@ def test_scored_text_keeps_a_share_of_its_own_length(known: Models) -> None:
 @pytest.mark.parametrize(
     ("name", "padding"), [("opt", "left"), ("llama, grouped", "right"), ("neox", "right, unmasked")]
 )
-def test_scored_text_sees_what_would_be_left_when_masking(name: str, padding: str, known: Models) -> None:
-    """As if each text had been generated from its first token, whatever is padded and computed beside it."""
-    model, batch = known(name).model, padded(PROMPTS)
+def test_scored_text_sees_what_would_be_left_when_masking(
+    name: str, padding: str, known: Models
+) -> None:
+    """As if each text had been generated from its first token, whatever is padded and computed
+    beside it."""
+    model = known(name).model
+    batch = padded(PROMPTS)
     if padding != "left":
         batch = {
-            key: torch.stack([t.roll(len(p), 0) for t, p in zip(batch[key], PROMPTS, strict=True)]) for key in batch
+            key: torch.stack([t.roll(len(p), 0) for t, p in zip(batch[key], PROMPTS, strict=True)])
+            for key in batch
         }
     real = batch["attention_mask"].bool()
     if padding == "right, unmasked":  # as lm_eval gives them
         del batch["attention_mask"]
     with torch.no_grad():
         with evicting(model, SMALL, "mask"):
-            got, scored = model(**batch).logits, model(**batch, use_cache=False)
+            got = model(**batch).logits
+            scored = model(**batch, use_cache=False)
         assert scored.past_key_values is None and scored.logits.equal(got)
         with evicting(model, SMALL):
             for row, prompt in enumerate(PROMPTS):
@@ -174,4 +199,6 @@ def test_scored_text_sees_what_would_be_left_when_masking(name: str, padding: st
                 for i, token in enumerate(prompt):
                     one = model(torch.tensor([[token]]), past_key_values=cache)
                     cache = one.past_key_values
-                    assert (one.logits[0, 0] - got[row][real[row]][i]).abs().max() < 1e-4, f"row {row}, token {i}"
+                    assert (one.logits[0, 0] - got[row][real[row]][i]).abs().max() < 1e-4, (
+                        f"row {row}, token {i}"
+                    )

@@ -1,4 +1,5 @@
-"""lm_eval's own Hugging Face model: what docs/reference/hugging-face.md says of scoring and generation."""
+"""lm_eval's own Hugging Face model: what docs/reference/hugging-face.md says of scoring and
+generation."""
 
 from __future__ import annotations
 
@@ -12,10 +13,13 @@ from flexgen_h2o.integrations import disable_h2o, enable_h2o
 from tests.extras import needs
 
 TEXTS = (
-    ("import os\n\n\ndef main(path):\n    with open(path) as file:\n        for line in", " file:\n            print("),
+    (
+        "import os\n\n\ndef main(path):\n    with open(path) as file:\n        for line in",
+        " file:\n            print(",
+    ),
     ("class Queue:\n    def __init__(self):\n", "        self.items = []"),
     ("def add(a, b):\n    return", " a + b"),
-)  # fmt: skip
+)
 SIZES = {"heavy_size": 6, "recent_size": 6}
 
 
@@ -28,7 +32,9 @@ def test_loglikelihoods_and_generation() -> None:
     )
     scored = [instance("loglikelihood", {}, pair, i) for i, pair in enumerate(TEXTS)]
     until = {"until": ["\n\n\n"], "max_gen_toks": 16}
-    written = [instance("generate_until", {}, (context, until), i) for i, (context, _) in enumerate(TEXTS)]
+    written = [
+        instance("generate_until", {}, (context, until), i) for i, (context, _) in enumerate(TEXTS)
+    ]
 
     def ask() -> tuple[Any, list[str]]:
         found = [value for value, _ in harness.loglikelihood(scored, disable_tqdm=True)]

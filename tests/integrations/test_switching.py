@@ -1,4 +1,5 @@
-"""Enabling is undone without a trace; what eviction cannot do is refused in one line that says so."""
+"""Enabling is undone without a trace; what eviction cannot do is refused in one line that says
+so."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_eviction, enable_h2o
@@ -26,18 +34,24 @@ def state(model: PreTrainedModel) -> dict[str, Any]:
     parts = dict(model.named_modules())
     return {
         "attributes": {name: sorted(vars(part)) for name, part in parts.items()},
-        "hooks": {name: len(part._forward_pre_hooks) + len(part._forward_hooks) for name, part in parts.items()},
+        "hooks": {
+            name: len(part._forward_pre_hooks) + len(part._forward_hooks)
+            for name, part in parts.items()
+        },
         "config": copy.deepcopy(vars(model.config)),
         "generation": model.generation_config.to_dict(),
         "methods": (type(model).generate, type(model).forward, type(model.get_decoder()).forward),
     }
 
 
-@pytest.mark.parametrize(("name", "attention"), [("opt", "sdpa"), ("llama, grouped", "eager"), ("neox", "sdpa")])
+@pytest.mark.parametrize(
+    ("name", "attention"), [("opt", "sdpa"), ("llama, grouped", "eager"), ("neox", "sdpa")]
+)
 def test_disabled_model_is_as_before(name: str, attention: str) -> None:
     model = known_model(name).model
     model.set_attn_implementation(attention)
-    before, want = state(model), generated(model, PROMPTS, 8)
+    before = state(model)
+    want = generated(model, PROMPTS, 8)
     enable_h2o(model, **SIZES)
     evicted = generated(model, PROMPTS, 8)
     assert state(model) != before and not evicted.sequences.equal(want.sequences)
@@ -52,7 +66,8 @@ def test_disabled_model_is_as_before(name: str, attention: str) -> None:
 
 
 def test_two_models_evict_apart(known: Callable[[str], Known]) -> None:
-    one, other = known("opt").model, known("neox").model
+    one = known("opt").model
+    other = known("neox").model
     want = generated(other, PROMPTS, 8).sequences
     enable_h2o(one, **SIZES)
     try:
@@ -70,15 +85,29 @@ def test_two_models_evict_apart(known: Callable[[str], Known]) -> None:
     [
         ({"mode": "hide"}, "mode: 'hide' is not one of drop, mask"),
         ({"heavy_ratio": 0.1, "heavy_size": 3}, "heavy_size: both"),
-        ({"kv_budget": 0.2}, "max_new_tokens: kv_budget is a share of prompt and new tokens; say how many"),
-        ({"heavy_size": 3, "max_new_tokens": 8}, "max_new_tokens: only kv_budget and kv_bytes ask for it"),
-        ({"kv_bytes": 0.2}, "max_new_tokens: kv_bytes is a share of prompt and new tokens; say how many"),
-        ({"kv_budget": 0.2, "heavy_size": 3, "max_new_tokens": 8}, "kv_budget: says how many KV entries stay"),
+        (
+            {"kv_budget": 0.2},
+            "max_new_tokens: kv_budget is a share of prompt and new tokens; say how many",
+        ),
+        (
+            {"heavy_size": 3, "max_new_tokens": 8},
+            "max_new_tokens: only kv_budget and kv_bytes ask for it",
+        ),
+        (
+            {"kv_bytes": 0.2},
+            "max_new_tokens: kv_bytes is a share of prompt and new tokens; say how many",
+        ),
+        (
+            {"kv_budget": 0.2, "heavy_size": 3, "max_new_tokens": 8},
+            "kv_budget: says how many KV entries stay",
+        ),
         ({"kv_budget": 0.2, "max_new_tokens": 0}, "max_new_tokens: 0"),
         ({"kv_budget": 20, "max_new_tokens": 8}, "kv_budget: 20"),
     ],
 )
-def test_wrong_settings_are_refused(settings: dict[str, Any], says: str, known: Callable[[str], Known]) -> None:
+def test_wrong_settings_are_refused(
+    settings: dict[str, Any], says: str, known: Callable[[str], Known]
+) -> None:
     model = known("opt").model
     before = state(model)
     with pytest.raises(UsageError, match=says):
@@ -89,12 +118,22 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], says: str, known: 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)), "type bert is not"),
+        (
+            lambda: BertModel(
+                BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+            ),
+            "type bert is not",
+        ),
         (
             lambda: MistralForCausalLM(
                 MistralConfig(
-                    hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=9,
-                    intermediate_size=16, sliding_window=8,
+                    hidden_size=16,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    num_key_value_heads=1,
+                    vocab_size=9,
+                    intermediate_size=16,
+                    sliding_window=8,
                 )
             ),
             "sliding windows",
@@ -105,7 +144,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], says: str, known: 
         ),
         (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
     ],
-)  # fmt: skip
+)
 def test_models_that_are_not_supported_are_refused(make: Callable[[], Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         enable_eviction(make(), H2O(**SIZES))
@@ -149,20 +188,30 @@ def test_generation_that_is_not_supported_is_refused(
     enable_h2o(model, **SIZES)
     try:
         with pytest.raises(UsageError, match=says):
-            model.generate(**{**padded(PROMPTS), **settings}, max_new_tokens=4, do_sample=False, pad_token_id=PAD)
+            model.generate(
+                **{**padded(PROMPTS), **settings},
+                max_new_tokens=4,
+                do_sample=False,
+                pad_token_id=PAD,
+            )
     finally:
         disable_h2o(model)
 
 
 @pytest.mark.parametrize("mode", ["drop", "mask"])
-def test_a_generation_beyond_what_was_promised_is_refused(mode: str, known: Callable[[str], Known]) -> None:
+def test_a_generation_beyond_what_was_promised_is_refused(
+    mode: str, known: Callable[[str], Known]
+) -> None:
     """Up to it nothing is; a further turn counts too."""
     model = known("llama, grouped").model
     enable_h2o(model, kv_budget=0.5, max_new_tokens=6, mode=mode)
     try:
         done = generated(model, PROMPTS, 6)
         assert done.sequences.shape[1] == 18 + 6
-        says = r"max_new_tokens: a prompt of 18 tokens was to grow by at most 6 \(max_new_tokens 6, 64 positions\)"
+        says = (
+            r"max_new_tokens: a prompt of 18 tokens was to grow by at most 6 \(max_new_tokens "
+            r"6, 64 positions\)"
+        )
         with pytest.raises(UsageError, match=says):
             generated(model, PROMPTS, 7)
         with torch.no_grad(), pytest.raises(UsageError, match=says):
@@ -172,8 +221,10 @@ def test_a_generation_beyond_what_was_promised_is_refused(mode: str, known: Call
 
 
 def test_misuse_is_refused(known: Callable[[str], Known]) -> None:
-    """Gradients, masks of one's own, tokens that are taken back, caches of another time, the name set by hand."""
-    model, ids = known("llama, grouped").model, torch.tensor(PROMPTS[:1])
+    """Gradients, masks of one's own, tokens that are taken back, caches of another time, the name
+    set by hand."""
+    model = known("llama, grouped").model
+    ids = torch.tensor(PROMPTS[:1])
     with torch.no_grad():
         filled = model(ids).past_key_values
     enable_h2o(model, **SIZES)
@@ -183,17 +234,24 @@ def test_misuse_is_refused(known: Callable[[str], Known]) -> None:
         with torch.no_grad():
             with pytest.raises(UsageError, match="attention_mask: shape"):
                 model(ids, attention_mask=torch.ones(1, 1, 18, 18).tril())
-            with pytest.raises(UsageError, match="past_key_values: filled before eviction was enabled"):
+            with pytest.raises(
+                UsageError, match="past_key_values: filled before eviction was enabled"
+            ):
                 model(ids, past_key_values=filled)
             mine = model(ids).past_key_values
         with pytest.raises(UsageError, match="assisted decoding"):
             model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4)
         model.set_attn_implementation("sdpa")
-        with pytest.raises(UsageError, match="attn_implementation: changed while eviction is enabled"):
+        with pytest.raises(
+            UsageError, match="attn_implementation: changed while eviction is enabled"
+        ):
             generated(model, PROMPTS, 2)
     finally:
         disable_h2o(model)
-    with torch.no_grad(), pytest.raises(UsageError, match="past_key_values: made while eviction was enabled"):
+    with (
+        torch.no_grad(),
+        pytest.raises(UsageError, match="past_key_values: made while eviction was enabled"),
+    ):
         model(ids, past_key_values=mine)
     before = model.config._attn_implementation
     model.set_attn_implementation("flexgen_h2o")

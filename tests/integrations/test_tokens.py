@@ -1,4 +1,5 @@
-"""`generate` with eviction against the slow reference and the engine: tokens and held columns, in fp32.
+"""`generate` with eviction against the slow reference and the engine: tokens and held columns, in
+fp32.
 
 A family that the engine knows is also run by the engine; the others join as soon as it does.
 """
@@ -21,7 +22,14 @@ from tests.eviction.engine import PAIRS, Wanted, generate, wanted
 from tests.integrations.models import MODELS, Known, generated, new_tokens_of
 from tests.parity.cases import thinned
 
-LENGTHS = (4, 9, 9, 21, 1, 8)  # filled while decoding; by the prompt, neighbours of one length; longer; one token
+LENGTHS = (
+    4,
+    9,
+    9,
+    21,
+    1,
+    8,
+)  # filled while decoding; by the prompt, neighbours of one length; longer; one token
 NEW_TOKENS = 12
 MODES = ("drop", "mask")
 
@@ -29,7 +37,9 @@ MODES = ("drop", "mask")
 def held(cache: Any, block: int, sequence: int) -> list[list[int]]:
     """Positions by kv-head, ascending."""
     layer = cache.layers[block]
-    positions = layer.metadata.positions.view(len(layer.past), -1, layer.metadata.positions.shape[1])[sequence]
+    positions = layer.metadata.positions.view(
+        len(layer.past), -1, layer.metadata.positions.shape[1]
+    )[sequence]
     return [sorted(p for p in row if p >= 0) for row in positions.tolist()]
 
 
@@ -45,10 +55,23 @@ def assert_held(cache: Any, want: Wanted, mode: str) -> None:
 
 # Every policy, and what changes budgets.
 PAIRS_OF_ALL = (
-    "h2o", "h2o, ratios", "h2o, no heavy", "h2o, prompt only", "local", "h2o-norm", "h2o-norm, one sink",
-    "tova", "snapkv, narrow", "h2o-v, two sinks", "random", "h2o, of the sequence",
-    "h2o, of the sequence, prompt only", "local, of the sequence", "vase, seeded", "h2o, protected",
-)  # fmt: skip
+    "h2o",
+    "h2o, ratios",
+    "h2o, no heavy",
+    "h2o, prompt only",
+    "local",
+    "h2o-norm",
+    "h2o-norm, one sink",
+    "tova",
+    "snapkv, narrow",
+    "h2o-v, two sinks",
+    "random",
+    "h2o, of the sequence",
+    "h2o, of the sequence, prompt only",
+    "local, of the sequence",
+    "vase, seeded",
+    "h2o, protected",
+)
 OTHERS = ("h2o, ratios", "tova", "h2o-v", "h2o-norm, one sink", "snapkv")
 
 
@@ -63,7 +86,8 @@ def cases() -> Iterator[tuple[str, str]]:
 def test_equal_to_the_reference_and_the_engine(
     name: str, pair: str, known: Callable[[str], Known], tmp_path: Path
 ) -> None:
-    model, eviction = known(name).model, PAIRS[pair].engine
+    model = known(name).model
+    eviction = PAIRS[pair].engine
     want = wanted(known(name).plain, PAIRS[pair], LENGTHS, NEW_TOKENS)
     promised = None if eviction.kv_budget is None else NEW_TOKENS
     for mode in MODES:
@@ -74,14 +98,20 @@ def test_equal_to_the_reference_and_the_engine(
         assert_held(out.past_key_values, want, mode)
     if model.config.model_type in FAMILIES:
         model.save_pretrained(tmp_path / "model")
-        ran = generate(tmp_path / "model", want.prompts, NEW_TOKENS, eviction, Policy(8, 1), tmp_path)
+        ran = generate(
+            tmp_path / "model", want.prompts, NEW_TOKENS, eviction, Policy(8, 1), tmp_path
+        )
         assert ran.tokens == want.tokens
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_share_of_what_the_model_has_positions_for(mode: str, known: Callable[[str], Known]) -> None:
-    """As in the engine: a prompt of 60 in a model of 64 positions grows by 5, whatever is asked for."""
-    model, pair = known("opt").model, PAIRS["local, of the sequence"]
+def test_a_share_of_what_the_model_has_positions_for(
+    mode: str, known: Callable[[str], Known]
+) -> None:
+    """As in the engine: a prompt of 60 in a model of 64 positions grows by 5, whatever is asked
+    for."""
+    model = known("opt").model
+    pair = PAIRS["local, of the sequence"]
     want = wanted(known("opt").plain, pair, (60,), (5,))
     enable_eviction(model, pair.engine, mode, max_new_tokens=40)
     try:
@@ -113,9 +143,12 @@ def test_shipped_model_writes_what_the_engine_writes() -> None:
 
 @pytest.mark.parametrize("pair", ["h2o", "h2o-norm, one sink", "snapkv, narrow"])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_callers_default_dtype_changes_nothing(pair: str, mode: str, known: Callable[[str], Known]) -> None:
+def test_the_callers_default_dtype_changes_nothing(
+    pair: str, mode: str, known: Callable[[str], Known]
+) -> None:
     """Scores stay in fp32."""
-    model, want = known("llama, grouped").model, wanted(known("llama, grouped").plain, PAIRS[pair], LENGTHS, NEW_TOKENS)
+    model = known("llama, grouped").model
+    want = wanted(known("llama, grouped").plain, PAIRS[pair], LENGTHS, NEW_TOKENS)
     enable_eviction(model, PAIRS[pair].engine, mode, None)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

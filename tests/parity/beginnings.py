@@ -1,4 +1,5 @@
-"""What the tests of rows that begin alike share: references of shapes, and which shape runs where."""
+"""What the tests of rows that begin alike share: references of shapes, and which shape runs
+where."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ POSITIONS = 64
 def references(
     prompts: Callable[[int], list[list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Reference]:
-    """The reference of a shape by its name. prompts: of a seed; the first seed that leads to no near tie counts."""
+    """The reference of a shape by its name. prompts: of a seed; the first seed that leads to no
+    near tie counts."""
 
     @cache
     def made(shape: str) -> Reference:
@@ -25,7 +27,9 @@ def references(
         for seed in range(5, 30):
             model = random_model(SEEDS.get(shape, 0), **config)
             try:
-                return make_reference(model, tmp_path_factory.mktemp("model"), prompts(seed), NEW_TOKENS)
+                return make_reference(
+                    model, tmp_path_factory.mktemp("model"), prompts(seed), NEW_TOKENS
+                )
             except AssertionError:
                 continue
         raise AssertionError(f"{shape}: no prompts without near ties")
@@ -34,16 +38,23 @@ def references(
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
-    """(shape, placement, configuration): every placement with the normal shape, each configuration in turn; each of the
-    other shapes at one placement."""
-    names, turn = list(CONFIGURATIONS), 0
+    """(shape, placement, configuration): every placement with the normal shape, each configuration
+    in turn; each of the other shapes at one placement."""
+    names = list(CONFIGURATIONS)
+    turn = 0
     for placement in PLACEMENTS:
         yield "normal", placement, names[turn % len(names)]
         turn += 1
     others = (
-        "post-norm, narrow embedding (350m)", "odd sizes", "llama", "llama, one kv-head, odd sizes",
-        "llama, rope yarn", "qwen2", "gpt_neox", "gpt_neox, one after the other",
-    )  # fmt: skip
+        "post-norm, narrow embedding (350m)",
+        "odd sizes",
+        "llama",
+        "llama, one kv-head, odd sizes",
+        "llama, rope yarn",
+        "qwen2",
+        "gpt_neox",
+        "gpt_neox, one after the other",
+    )
     for s, shape in enumerate(others):
         yield shape, list(PLACEMENTS)[s * 2 % len(PLACEMENTS)], names[turn % len(names)]
         turn += 1

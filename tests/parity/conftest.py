@@ -34,17 +34,22 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
     @cache
     def made(shape: str) -> Reference:
         model = random_model(SEEDS.get(shape, 0), **(SHAPES | FAMILY_SHAPES)[shape])
-        return make_reference(model, tmp_path_factory.mktemp("model"), random_prompts(LENGTHS), NEW_TOKENS)
+        return make_reference(
+            model, tmp_path_factory.mktemp("model"), random_prompts(LENGTHS), NEW_TOKENS
+        )
 
     return made
 
 
 @pytest.fixture(scope="session")
 def ended(reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    known, prompts = reference("normal"), random_prompts(EOS_LENGTHS, seed=2)
+    known = reference("normal")
+    prompts = random_prompts(EOS_LENGTHS, seed=2)
     eos = token_that_ends([greedy(known.model, p, LONG) for p in prompts])
     tokens = [greedy(known.model, p, LONG, eos) for p in prompts]
-    assert len({len(row) for row in tokens}) >= 4 and max(map(len, tokens)) == LONG > min(map(len, tokens))
+    assert len({len(row) for row in tokens}) >= 4 and max(map(len, tokens)) == LONG > min(
+        map(len, tokens)
+    )
     folder = folder_with_eos(known.folder, tmp_path_factory.mktemp("eos") / "model", eos)
     return Ended(folder, eos, prompts, tokens)
 

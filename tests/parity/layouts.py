@@ -1,6 +1,8 @@
-"""Lays a checkpoint out anew, at random, in ways that transformers loads: names, ties, shards, dtypes, stacks.
+"""Lays a checkpoint out anew, at random, in ways that transformers loads: names, ties, shards,
+dtypes, stacks.
 
-The numbers may become others, by rounding. What transformers makes of the same files is the reference.
+The numbers may become others, by rounding. What transformers makes of the same files is the
+reference.
 """
 
 from __future__ import annotations
@@ -20,9 +22,17 @@ from tests.parity.reference import stored_tensors
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-WIDER = {torch.bfloat16: (torch.float32, torch.float64), torch.float16: (torch.float32, torch.float64)}
+WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+}
 STACKS = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-IN_STACK = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj"}
+IN_STACK = {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "w1": "gate_up_proj",
+    "w3": "gate_up_proj",
+}
 
 
 @dataclass
@@ -46,7 +56,9 @@ def layout_of(model: PreTrainedModel) -> Layout:
     tensors = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
     config = model.config.to_dict()
     prefix = model.base_model_prefix
-    [table] = [name for name in tensors if name.endswith(("embed_tokens.weight", "embed_in.weight"))]
+    [table] = [
+        name for name in tensors if name.endswith(("embed_tokens.weight", "embed_in.weight"))
+    ]
     heads = ("lm_head.weight", "embed_out.weight") if prefix == "gpt_neox" else ("lm_head.weight",)
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
@@ -64,26 +76,35 @@ def stack_experts(rng: random.Random, made: Layout) -> None:
         if rng.random() < 0.5:
             continue
         made.said.append(f"stacks in {base}")
-        first, second, last = ("w1", "w3", "w2") if "w1" in experts[0] else ("gate_proj", "up_proj", "down_proj")
+        first, second, last = (
+            ("w1", "w3", "w2") if "w1" in experts[0] else ("gate_proj", "up_proj", "down_proj")
+        )
         ordered = [experts[i] for i in range(len(experts))]
         for kind in (first, second, last):
             for i in range(len(experts)):
                 del made.tensors[f"{base}.{i}.{kind}.weight"]
-        made.tensors[f"{base}.gate_up_proj"] = torch.stack([torch.cat([one[first], one[second]]) for one in ordered])
+        made.tensors[f"{base}.gate_up_proj"] = torch.stack(
+            [torch.cat([one[first], one[second]]) for one in ordered]
+        )
         made.tensors[f"{base}.down_proj"] = torch.stack([one[last] for one in ordered])
 
 
 def rename_mixtral(rng: random.Random, made: Layout) -> None:
     if made.kind == "mixtral" and rng.random() < 0.5:
         made.said.append("mlp for block_sparse_moe")
-        made.tensors = {name.replace(".block_sparse_moe.", ".mlp."): value for name, value in made.tensors.items()}
+        made.tensors = {
+            name.replace(".block_sparse_moe.", ".mlp."): value
+            for name, value in made.tensors.items()
+        }
 
 
 def round_numbers(rng: random.Random, made: Layout) -> None:
     """Any dtype for any tensor, or one for all."""
     one = rng.choice((None, *DTYPES))
     made.said.append(f"dtype {one}")
-    made.tensors = {name: value.to(one or rng.choice(DTYPES)) for name, value in made.tensors.items()}
+    made.tensors = {
+        name: value.to(one or rng.choice(DTYPES)) for name, value in made.tensors.items()
+    }
 
 
 def untie(rng: random.Random, made: Layout) -> None:
@@ -93,7 +114,8 @@ def untie(rng: random.Random, made: Layout) -> None:
             [own] = [name for name in made.heads if name in made.tensors]
             made.tensors[rng.choice(made.heads)] = made.tensors.pop(own)
         return
-    head, table = rng.choice(made.heads), made.tensors[made.table]
+    head = rng.choice(made.heads)
+    table = made.tensors[made.table]
     way = rng.choice(("table", "head", "both", "wider head", "wider table", "another head"))
     made.said.append(way)
     if way == "head":
@@ -108,9 +130,11 @@ def untie(rng: random.Random, made: Layout) -> None:
 
 
 def change_prefixes(rng: random.Random, made: Layout) -> None:
-    """Each name with the base model's prefix, without it, or with it once more; the same way for all, or not.
+    """Each name with the base model's prefix, without it, or with it once more; the same way for
+    all, or not.
 
-    Experts of a block go the same way: transformers stacks them in the order of their names, and would mix them up.
+    Experts of a block go the same way: transformers stacks them in the order of their names, and
+    would mix them up.
     """
     ways: tuple[Callable[[str], str], ...] = (
         lambda name: name,
@@ -121,9 +145,13 @@ def change_prefixes(rng: random.Random, made: Layout) -> None:
     )
     one = rng.choice((None, *ways))
     made.said.append("mixed prefixes" if one is None else f"prefixes {ways.index(one)}")
-    of_blocks = {base: rng.choice(ways) for base in sorted({name.partition(".experts.")[0] for name in made.tensors})}
+    of_blocks = {
+        base: rng.choice(ways)
+        for base in sorted({name.partition(".experts.")[0] for name in made.tensors})
+    }
     made.tensors = {
-        (one or of_blocks[name.partition(".experts.")[0]])(name): value for name, value in made.tensors.items()
+        (one or of_blocks[name.partition(".experts.")[0]])(name): value
+        for name, value in made.tensors.items()
     }
 
 
@@ -131,16 +159,20 @@ def add_unused(rng: random.Random, made: Layout) -> None:
     if rng.random() < 0.3:
         made.said.append("unused")
         made.tensors["not.of.the.model.weight"] = torch.ones(3, 2)
-        made.tensors[f"{made.prefix}.layers.99.self_attn.q_proj.weight"] = torch.ones(4, dtype=torch.int32)
+        made.tensors[f"{made.prefix}.layers.99.self_attn.q_proj.weight"] = torch.ones(
+            4, dtype=torch.int32
+        )
 
 
 def _is_named_twice(weight_map: dict[str, str], name: str) -> bool:
-    """Does the index list the file of `name` once more? transformers opens no file that it does not list."""
+    """Does the index list the file of `name` once more? transformers opens no file that it does not
+    list."""
     return list(weight_map.values()).count(weight_map[name]) > 1
 
 
 def save(rng: random.Random, made: Layout, folder: Path) -> None:
-    """In one file or in several, as safetensors or .bin, with an index that is right, or wrong in parts."""
+    """In one file or in several, as safetensors or .bin, with an index that is right, or wrong in
+    parts."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(made.config))
     is_safe = rng.random() < 0.8
@@ -153,7 +185,9 @@ def save(rng: random.Random, made: Layout, folder: Path) -> None:
     files = [one for one in files if one]
     made.said.append(f"{len(files)} files {end}")
     if rng.random() < 0.3 and len(files) > 1:
-        made.said.append("twice")  # another state of it in an earlier file, which the last one replaces
+        made.said.append(
+            "twice"
+        )  # another state of it in an earlier file, which the last one replaces
         name = rng.choice(list(files[-1]))
         files[0][name] = files[-1][name].clone() + 1
     shards = [f"{base}-{i + 1:05d}-of-{len(files):05d}{end}" for i in range(len(files))]

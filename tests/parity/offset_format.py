@@ -1,6 +1,8 @@
-"""A format of checkpoints that exists for the tests: what a new file in checkpoint/formats/ looks like.
+"""A format of checkpoints that exists for the tests: what a new file in checkpoint/formats/ looks
+like.
 
-Numbers of a matrix are stored in fp32 less an offset that OFFSET_ROWS rows share; tables of embeddings are plain.
+Numbers of a matrix are stored in fp32 less an offset that OFFSET_ROWS rows share; tables of
+embeddings are plain.
 """
 
 from __future__ import annotations
@@ -31,17 +33,34 @@ class Offset(WeightFormat):
         base = tensor.name.removesuffix(".weight")
         stored = (
             StoredRows((f"{base}.less",), (rows, columns), ("float32",), 4 * columns),
-            StoredRows((f"{base}.offset",), (-(-rows // OFFSET_ROWS),), ("float32",), 4, rows_each=OFFSET_ROWS),
+            StoredRows(
+                (f"{base}.offset",),
+                (-(-rows // OFFSET_ROWS),),
+                ("float32",),
+                4,
+                rows_each=OFFSET_ROWS,
+            ),
         )
         return TensorLayout(tensor.shape, stored, columns * self.itemsize)
 
-    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def decode_rows(
+        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
         import torch
 
         numbers, offsets = (piece.view(torch.float32) for piece in pieces)
-        rows = torch.arange(part.start, part.end, device=out.device) // OFFSET_ROWS - part.start // OFFSET_ROWS
+        rows = (
+            torch.arange(part.start, part.end, device=out.device) // OFFSET_ROWS
+            - part.start // OFFSET_ROWS
+        )
         out.copy_(numbers.view(part.rows, -1) + offsets[rows, None])
 
 
-def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Offset | None:
-    return Offset(itemsize) if quantization is not None and quantization.get("quant_method") == "offset" else None
+def recognise(
+    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
+) -> Offset | None:
+    return (
+        Offset(itemsize)
+        if quantization is not None and quantization.get("quant_method") == "offset"
+        else None
+    )

@@ -22,40 +22,68 @@ from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
 from tests.parity.reference import random_prompts, stored_tensors
 
-# 16 rows of every matrix are whole pages in fp32, and so are the keys of a head of one row in 64 slots.
+# 16 rows of every matrix are whole pages in fp32, and so are the keys of a head of one row in 64
+# slots.
 SHAPE: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "max_position_embeddings": 254,
-}  # fmt: skip
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 128,
+    "max_position_embeddings": 254,
+}
 # The same of the other families, by model_type.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 254,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "max_position_embeddings": 254,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
     },
     "qwen2": {  # the first of its two blocks has a window
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 254,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "use_sliding_window": True,
-        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "max_position_embeddings": 254,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "gpt_neox": {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 254,
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "max_position_embeddings": 254,
         "num_attention_heads": 4,
     },
     "qwen3_moe": {
-        "vocab_size": 128, "hidden_size": 64, "moe_intermediate_size": 64, "max_position_embeddings": 254,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 16,
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "max_position_embeddings": 254,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 16,
         "num_experts_per_tok": 2,
     },
-}  # fmt: skip
+}
 ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
 class Run:
-    """A policy but for its placement, and what is run: by default five prompts, so that the last block is smaller.
+    """A policy but for its placement, and what is run: by default five prompts, so that the last
+    block is smaller.
 
-    stand_in: a device tier of ordinary memory, else the device is host memory. header: tokens that all prompts begin
-    with, before those of `lengths`; they are fed once a micro-batch, with the full cache once a block.
+    stand_in: a device tier of ordinary memory, else the device is host memory. header: tokens that
+    all prompts begin with, before those of `lengths`; they are fed once a micro-batch, with the
+    full cache once a block.
     """
 
     gbs: int = 2
@@ -82,7 +110,9 @@ class Run:
     def need(self, spec: ModelSpec) -> WorkloadShape:
         sizes = {(self.header + n, self.new_tokens) for n in self.lengths}
         eviction = fitted(self.eviction, spec, kv_sizes_of(spec, Policy()))
-        return need_of(eviction, len(self.lengths), sizes, spec.num_blocks, spec.windows).in_one_copy(self.common)
+        return need_of(
+            eviction, len(self.lengths), sizes, spec.num_blocks, spec.windows
+        ).in_one_copy(self.common)
 
     @property
     def common(self) -> int:
@@ -97,7 +127,9 @@ class Run:
         blocks = make_blocks(rows, self.gbs, self.num_batches, self.sharing)
         found = [
             [
-                group_prompts([r.prompt.token_ids for r in batch], self.sharing, self.common, opens=k == 0)
+                group_prompts(
+                    [r.prompt.token_ids for r in batch], self.sharing, self.common, opens=k == 0
+                )
                 for k, batch in enumerate(block)
             ]
             for block in blocks
@@ -105,13 +137,23 @@ class Run:
         return [[Batch.of(groups) for groups in block] for block in found]
 
     def go(
-        self, folder: Path, percent: tuple[int, int, int, int, int, int], offload_dir: Path,
+        self,
+        folder: Path,
+        percent: tuple[int, int, int, int, int, int],
+        offload_dir: Path,
         before: Callable[[LLM], None] = lambda llm: None,
-    ) -> LLM:  # fmt: skip
+    ) -> LLM:
         """The engine has run it, and is closed. before: is shown the LLM first."""
         budget = MemoryBudget("64MiB" if self.stand_in else None, "64MiB", "64MiB")
         policy = self.policy(percent)
-        with LLM(str(folder), policy, self.eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
+        with LLM(
+            str(folder),
+            policy,
+            self.eviction,
+            dtype="float32",
+            budget=budget,
+            offload_dir=offload_dir,
+        ) as llm:
             llm.share_prefix = "on" if self.header else "off"
             before(llm)
             llm.generate(self.prompts, SamplingParams(max_tokens=self.new_tokens, ignore_eos=True))
@@ -119,15 +161,21 @@ class Run:
 
 
 def write_aligned(model: PreTrainedModel, folder: Path) -> None:
-    """The model's folder, its matrices first and one behind the other from the second page of their file on."""
+    """The model's folder, its matrices first and one behind the other from the second page of their
+    file on."""
     model.config.save_pretrained(folder)
     tied = model.config.tie_word_embeddings
-    tensors = [(name, t) for name, t in stored_tensors(model).items() if not (tied and name == "lm_head.weight")]
+    tensors = [
+        (name, t)
+        for name, t in stored_tensors(model).items()
+        if not (tied and name == "lm_head.weight")
+    ]
     tensors.sort(key=lambda pair: pair[1].dim() < 2)
     entries: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors:
-        start, end = end, end + ITEMSIZE * tensor.numel()
+        start = end
+        end = end + ITEMSIZE * tensor.numel()
         entries[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
     head = json.dumps(entries).encode()
     head = head.ljust(round_up(len(head) + 8, PAGE) - 8)

@@ -1,4 +1,5 @@
-"""Formats of quantised checkpoints by their definitions: what is stored of a matrix, and what it stands for."""
+"""Formats of quantised checkpoints by their definitions: what is stored of a matrix, and what it
+stands for."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 _LLAMA = {"model_type": "llama", "tie_word_embeddings": False, "intermediate_size": 96}
 _PLAIN = ("lm_head", "mlp.gate", "block_sparse_moe.gate")
-# Of which the formats below that have experts one by one can be; matrices of sizes that all their groups divide.
+# Of which the formats below that have experts one by one can be; matrices of sizes that all their
+# groups divide.
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", "moe_intermediate_size": 48},
     "mixtral": {"model_type": "mixtral", "intermediate_size": 96},
@@ -50,18 +52,28 @@ def fp8(block: tuple[int, int], scale_dtype: torch.dtype) -> Callable[[torch.Ten
         padded[: weight.shape[0], : weight.shape[1]] = weight
         blocks = padded.view(high, block[0], wide, block[1])
         scales = (blocks.abs().amax((1, 3)) / 448).to(scale_dtype)
-        codes = (blocks / scales.float()[:, None, :, None]).clamp(-448, 448).view_as(padded).to(torch.float8_e4m3fn)
+        codes = (
+            (blocks / scales.float()[:, None, :, None])
+            .clamp(-448, 448)
+            .view_as(padded)
+            .to(torch.float8_e4m3fn)
+        )
         numbers = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
         inside = tuple(slice(size) for size in weight.shape)
-        return {"weight": codes[inside].contiguous(), "weight_scale_inv": scales}, numbers[inside].contiguous()
+        return {"weight": codes[inside].contiguous(), "weight_scale_inv": scales}, numbers[
+            inside
+        ].contiguous()
 
     return quantise
 
 
-def integers(weight: torch.Tensor, bits: int, group: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+def integers(
+    weight: torch.Tensor, bits: int, group: int, symmetric: bool
+) -> tuple[torch.Tensor, ...]:
     """Codes (N, K) from 0 on, scales and zeros (N, groups) and numbers; scales in bf16."""
     groups = weight.unflatten(1, (-1, group))
-    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    least = groups.amin(2, keepdim=True)
+    most = groups.amax(2, keepdim=True)
     if symmetric:
         scales = (torch.maximum(most, -least) / (2 ** (bits - 1) - 1)).bfloat16().float()
         zeros = torch.full_like(scales, 2 ** (bits - 1))
@@ -74,16 +86,22 @@ def integers(weight: torch.Tensor, bits: int, group: int, symmetric: bool) -> tu
 
 
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """(n, m) int32 of so many bits as (n, ceil(m x bits / 32)), from the lowest bits of a word on."""
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits))).unflatten(1, (-1, 32 // bits))
+    """(n, m) int32 of so many bits as (n, ceil(m x bits / 32)), from the lowest bits of a word
+    on."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits))).unflatten(
+        1, (-1, 32 // bits)
+    )
     return (codes.long() << (bits * torch.arange(32 // bits))).sum(2).to(torch.int32)
 
 
 def packed(bits: int, group: int | None, symmetric: bool) -> Callable[[torch.Tensor], Stored]:
     def quantise(weight: torch.Tensor) -> Stored:
         codes, scales, zeros, numbers = integers(weight, bits, group or weight.shape[1], symmetric)
-        stored = {"weight_packed": words(codes, bits), "weight_scale": scales.bfloat16(),
-                  "weight_shape": torch.tensor(weight.shape)}  # fmt: skip
+        stored = {
+            "weight_packed": words(codes, bits),
+            "weight_scale": scales.bfloat16(),
+            "weight_shape": torch.tensor(weight.shape),
+        }
         if not symmetric:
             stored["weight_zero_point"] = words(zeros.t(), bits).t().contiguous()
         return stored, numbers
@@ -97,17 +115,33 @@ def int8(weight: torch.Tensor) -> Stored:
 
 
 def mxfp4(weight: torch.Tensor) -> Stored:
-    """weight: (experts, columns, rows). Numbers are the nearest of those that transformers decodes."""
+    """weight: (experts, columns, rows). Numbers are the nearest of those that transformers
+    decodes."""
     groups = weight.transpose(1, 2).unflatten(2, (-1, 32))
-    scales = groups.abs().amax(3).log2().floor() - 2  # the largest of 4 bits is 6, between 2^2 and 2^3
+    scales = (
+        groups.abs().amax(3).log2().floor() - 2
+    )  # the largest of 4 bits is 6, between 2^2 and 2^3
     values = torch.tensor(FP4_VALUES)
-    codes = ((groups / scales.exp2().unsqueeze(3)).unsqueeze(4) - values).abs().argmin(4).to(torch.uint8)
-    stored = {"blocks": codes[..., ::2] | codes[..., 1::2] << 4, "scales": (scales + 127).to(torch.uint8)}
-    return stored, convert_moe_packed_tensors(stored["blocks"], stored["scales"], dtype=torch.float32)
+    codes = (
+        ((groups / scales.exp2().unsqueeze(3)).unsqueeze(4) - values)
+        .abs()
+        .argmin(4)
+        .to(torch.uint8)
+    )
+    stored = {
+        "blocks": codes[..., ::2] | codes[..., 1::2] << 4,
+        "scales": (scales + 127).to(torch.uint8),
+    }
+    return stored, convert_moe_packed_tensors(
+        stored["blocks"], stored["scales"], dtype=torch.float32
+    )
 
 
-def gptq(bits: int, group: int, more: int, order: bool, symmetric: bool = True) -> Callable[[torch.Tensor], Stored]:
-    """order: columns are quantised by another order than theirs (desc_act). more: of zeros than what is stored."""
+def gptq(
+    bits: int, group: int, more: int, order: bool, symmetric: bool = True
+) -> Callable[[torch.Tensor], Stored]:
+    """order: columns are quantised by another order than theirs (desc_act). more: of zeros than
+    what is stored."""
 
     def quantise(weight: torch.Tensor) -> Stored:
         columns = weight.shape[1]
@@ -115,11 +149,14 @@ def gptq(bits: int, group: int, more: int, order: bool, symmetric: bool = True) 
         codes, scales, zeros, numbers = integers(weight[:, chosen], bits, group, symmetric)
         back = chosen.argsort()
         stored = {
-            "qweight": words(codes[:, back], bits).t().contiguous(), "scales": scales.t().contiguous(),
+            "qweight": words(codes[:, back], bits).t().contiguous(),
+            "scales": scales.t().contiguous(),
             "qzeros": words(zeros.t().clamp_min(more) - more, bits).contiguous(),
             "g_idx": (back // group).int(),
-        }  # fmt: skip
-        numbers = (codes - zeros.clamp_min(more).repeat_interleave(group, 1)) * scales.repeat_interleave(group, 1)
+        }
+        numbers = (
+            codes - zeros.clamp_min(more).repeat_interleave(group, 1)
+        ) * scales.repeat_interleave(group, 1)
         return stored, numbers[:, back]
 
     return quantise
@@ -134,55 +171,121 @@ def awq(group: int) -> Callable[[torch.Tensor], Stored]:
         codes, scales, zeros, numbers = integers(weight, 4, group, False)
         order = [0, 2, 4, 6, 1, 3, 5, 7]
         qweight, qzeros = (
-            words(each.t().reshape(each.shape[1], -1, 8)[..., order].flatten(1), 4) for each in (codes, zeros)
+            words(each.t().reshape(each.shape[1], -1, 8)[..., order].flatten(1), 4)
+            for each in (codes, zeros)
         )
-        return {"qweight": qweight, "qzeros": qzeros, "scales": scales.t().contiguous().half()}, numbers
+        return {
+            "qweight": qweight,
+            "qzeros": qzeros,
+            "scales": scales.t().contiguous().half(),
+        }, numbers
 
     return quantise
 
 
-def compressed(form: str, bits: int, group: int | None, symmetric: bool = True, **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel",
-               "group_size": group, "dynamic": False, "actorder": None, "observer": "minmax"}  # fmt: skip
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme | more},
-            "ignore": ["lm_head", r"re:.*\.gate$"],
-            "quantization_status": "compressed", "kv_cache_scheme": None}  # fmt: skip
+def compressed(
+    form: str, bits: int, group: int | None, symmetric: bool = True, **more: Any
+) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group" if group else "channel",
+        "group_size": group,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+    }
+    scheme = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": scheme | more},
+        "ignore": ["lm_head", r"re:.*\.gate$"],
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+    }
 
 
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True, "damp_percent": 0.01}
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "fmt": "e4m3",
+}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 16,
+    "desc_act": False,
+    "sym": True,
+    "damp_percent": 0.01,
+}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 24, "version": "gemm", "zero_point": True}
 QUANTISERS: dict[str, Quantiser] = {
     "fp8": Quantiser(FP8, fp8((128, 128), torch.bfloat16)),
     "fp8, blocks that parts cut": Quantiser(
-        FP8 | {"weight_block_size": [24, 20], "modules_to_not_convert":
-               ["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.experts.2.up_proj"]},
-        fp8((24, 20), torch.float32), ("layers.1.mlp.gate_proj", "layers.1.mlp.experts.2.up_proj"),
+        FP8
+        | {
+            "weight_block_size": [24, 20],
+            "modules_to_not_convert": [
+                "lm_head",
+                "model.layers.1.mlp.gate_proj",
+                "model.layers.1.mlp.experts.2.up_proj",
+            ],
+        },
+        fp8((24, 20), torch.float32),
+        ("layers.1.mlp.gate_proj", "layers.1.mlp.experts.2.up_proj"),
     ),
     "4 bits, groups": Quantiser(compressed("pack-quantized", 4, 16), packed(4, 16, True)),
     "4 bits, groups with zeros": Quantiser(
-        compressed("pack-quantized", 4, 8, False) | {"ignore": ["lm_head", r"re:.*\.gate$", "re:.*layers.0.*v_proj$"]},
-        packed(4, 8, False), ("layers.0.self_attn.v_proj",),
+        compressed("pack-quantized", 4, 8, False)
+        | {"ignore": ["lm_head", r"re:.*\.gate$", "re:.*layers.0.*v_proj$"]},
+        packed(4, 8, False),
+        ("layers.0.self_attn.v_proj",),
     ),
-    "8 bits, rows with zeros": Quantiser(compressed("pack-quantized", 8, None, False), packed(8, None, False)),
+    "8 bits, rows with zeros": Quantiser(
+        compressed("pack-quantized", 8, None, False), packed(8, None, False)
+    ),
     "int8": Quantiser(
-        compressed("int-quantized", 8, None, input_activations={"num_bits": 8, "dynamic": True, "strategy": "token"}),
+        compressed(
+            "int-quantized",
+            8,
+            None,
+            input_activations={"num_bits": 8, "dynamic": True, "strategy": "token"},
+        ),
         int8,
     ),
     "mxfp4": Quantiser(
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
-        mxfp4, shape={"model_type": "gpt_oss", "hidden_size": 96, "intermediate_size": 64}, dims=3,
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        },
+        mxfp4,
+        shape={"model_type": "gpt_oss", "hidden_size": 96, "intermediate_size": 64},
+        dims=3,
     ),
     "gptq": Quantiser(GPTQ, gptq(4, 16, 1, False)),
     "gptq, in another order, with zeros": Quantiser(
-        GPTQ | {"desc_act": True, "group_size": 24, "sym": False, "checkpoint_format": "gptq_v2",
-                "dynamic": {r"-:.*layers\.0\.mlp\.up_proj": {}}},
-        gptq(4, 24, 0, True, False), ("layers.0.mlp.up_proj",),
+        GPTQ
+        | {
+            "desc_act": True,
+            "group_size": 24,
+            "sym": False,
+            "checkpoint_format": "gptq_v2",
+            "dynamic": {r"-:.*layers\.0\.mlp\.up_proj": {}},
+        },
+        gptq(4, 24, 0, True, False),
+        ("layers.0.mlp.up_proj",),
     ),
     "gptq, 8 bits, one group": Quantiser(GPTQ | {"bits": 8, "group_size": -1}, gptq_whole),
     "awq": Quantiser(AWQ, awq(24)),
-}  # fmt: skip
+}
 
 
 @torch.no_grad()
@@ -196,8 +299,13 @@ def save_quantised(model: PreTrainedModel, folder: Path, quantiser: Quantiser) -
         if value.dim() != quantiser.dims or "embed" in name or left_out:
             continue
         parts, numbers = quantiser.quantise(stored.pop(name))
-        stored |= {f"{base}{'_' if quantiser.dims == 3 else '.'}{kind}": part for kind, part in parts.items()}
+        stored |= {
+            f"{base}{'_' if quantiser.dims == 3 else '.'}{kind}": part
+            for kind, part in parts.items()
+        }
         value.copy_(numbers)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantiser.config}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": quantiser.config
+    }
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,5 @@
-"""A rank of a pipeline for tests: many small runs in one set of processes, which take time to meet."""
+"""A rank of a pipeline for tests: many small runs in one set of processes, which take time to
+meet."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from flexgen_h2o.kvcache.eviction import Full, make_eviction
 
 @dataclass(frozen=True)
 class Run:
-    """folder: of the model. keeping: settings of the eviction policy. stand_in: with a device tier of its own.
+    """folder: of the model. keeping: settings of the eviction policy. stand_in: with a device tier
+    of its own.
 
     in_flight: None takes as many as ranks.
     """
@@ -37,17 +39,22 @@ class Run:
         """The tokens and the report; None as a pipeline runs all layers in this process."""
         budget = MemoryBudget("64MiB" if self.stand_in else None, "64MiB", "64MiB")
         policy = Policy(**{**self.policy, "percent": tuple(self.policy["percent"])})
-        eviction = Full() if self.eviction == "full" else make_eviction(self.eviction, **self.keeping)
+        eviction = (
+            Full() if self.eviction == "full" else make_eviction(self.eviction, **self.keeping)
+        )
         with LLM(self.folder, policy, eviction, "cpu", "float32", budget, offload_dir) as llm:
             if pipeline is not None:
                 llm.join(dataclasses.replace(pipeline, in_flight=self.in_flight or pipeline.ranks))
-            out = llm.generate(self.prompts, SamplingParams(max_tokens=self.max_tokens, **self.sampling))
+            out = llm.generate(
+                self.prompts, SamplingParams(max_tokens=self.max_tokens, **self.sampling)
+            )
             assert llm.report is not None
             return {"tokens": [one.token_ids for one in out], "report": llm.report.to_json()}
 
 
 def main(runs: str, answers: str) -> int:
-    """runs: a JSON file, a list of `Run` as objects. answers: what rank 0 writes, tokens and report of each run."""
+    """runs: a JSON file, a list of `Run` as objects. answers: what rank 0 writes, tokens and report
+    of each run."""
     torch.set_num_threads(1)
     pipeline = join_pipeline(None)
     with tempfile.TemporaryDirectory() as offload_dir:

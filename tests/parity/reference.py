@@ -24,13 +24,20 @@ LONG = 24  # more new tokens than a disk unit's overlay holds
 
 def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(4, BASE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+    return [
+        torch.randint(4, BASE["vocab_size"], (n,), generator=generator).tolist() for n in lengths
+    ]
 
 
-def random_model(seed: int = 0, std: float = 0.2, model_type: str = "opt", **shape: Any) -> PreTrainedModel:
-    """fp32 values large enough that tokens vary: with transformers' own std of 0.02 greedy repeats one token."""
+def random_model(
+    seed: int = 0, std: float = 0.2, model_type: str = "opt", **shape: Any
+) -> PreTrainedModel:
+    """fp32 values large enough that tokens vary: with transformers' own std of 0.02 greedy repeats
+    one token."""
     config = AutoConfig.for_model(**deepcopy({**BASES[model_type], **shape}))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -41,8 +48,8 @@ def random_model(seed: int = 0, std: float = 0.2, model_type: str = "opt", **sha
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A model's parameters as checkpoints have them: experts, which transformers holds together, one by one, but for
-    those of gpt-oss."""
+    """A model's parameters as checkpoints have them: experts, which transformers holds together,
+    one by one, but for those of gpt-oss."""
     found = dict[str, torch.Tensor]()
     of_mixtral = model.config.model_type == "mixtral"
     names = ("w1", "w3", "w2") if of_mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -52,23 +59,35 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             found[stored] = value
             continue
         for i, expert in enumerate(value):
-            own = zip(names[:2], expert.chunk(2), strict=True) if "gate_up" in name else ((names[2], expert),)
+            own = (
+                zip(names[:2], expert.chunk(2), strict=True)
+                if "gate_up" in name
+                else ((names[2], expert),)
+            )
             found |= {f"{stored.rpartition('.')[0]}.{i}.{kind}.weight": part for kind, part in own}
     return found
 
 
-def greedy(model: PreTrainedModel, prompt: Sequence[int], max_new: int, eos: int | None = None) -> list[int]:
+def greedy(
+    model: PreTrainedModel, prompt: Sequence[int], max_new: int, eos: int | None = None
+) -> list[int]:
     """transformers' tokens for a single prompt, without padding."""
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new, do_sample=False, eos_token_id=eos,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new,
+        do_sample=False,
+        eos_token_id=eos,
         pad_token_id=1,
-    )  # fmt: skip
+    )
     return out[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()
-def teacher_forced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+def teacher_forced(
+    model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]
+) -> torch.Tensor:
     """(tokens, vocab): the logits that each generated token was chosen from."""
     logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0]
     return logits[len(prompt) - 1 :]
@@ -76,7 +95,8 @@ def teacher_forced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequen
 
 @dataclass(frozen=True)
 class Reference:
-    """A model on disk, prompts, and what transformers makes of them; `tokens` and `logits` by prompt."""
+    """A model on disk, prompts, and what transformers makes of them; `tokens` and `logits` by
+    prompt."""
 
     folder: Path
     model: PreTrainedModel
@@ -85,12 +105,17 @@ class Reference:
     logits: list[torch.Tensor]
 
 
-def make_reference(model: PreTrainedModel, folder: Path, prompts: list[list[int]], max_new: int) -> Reference:
-    """Saves `model` in `folder` and runs transformers. Refuses references that could not tell right from wrong."""
+def make_reference(
+    model: PreTrainedModel, folder: Path, prompts: list[list[int]], max_new: int
+) -> Reference:
+    """Saves `model` in `folder` and runs transformers. Refuses references that could not tell right
+    from wrong."""
     model.save_pretrained(folder)
     tokens = [greedy(model, p, max_new) for p in prompts]
     logits = [teacher_forced(model, p, t) for p, t in zip(prompts, tokens, strict=True)]
-    assert len({token for row in tokens for token in row}) > 3, "greedy repeats itself: take another seed"
+    assert len({token for row in tokens for token in row}) > 3, (
+        "greedy repeats itself: take another seed"
+    )
     best = torch.cat(logits).topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > LEAST_GAP, "a near tie: take another seed"
     return Reference(folder, model, prompts, tokens, logits)
@@ -108,9 +133,14 @@ class LogitsByRow:
 
 
 def run(
-    folder: Path, prompts: Sequence[Sequence[int]], policy: Policy | str, offload_dir: Path, params: SamplingParams,
-    budget: MemoryBudget | None = None, watch: LogitsByRow | None = None,
-) -> list[Completion]:  # fmt: skip
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    policy: Policy | str,
+    offload_dir: Path,
+    params: SamplingParams,
+    budget: MemoryBudget | None = None,
+    watch: LogitsByRow | None = None,
+) -> list[Completion]:
     with LLM(str(folder), policy, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
         return llm.generate(prompts, params, watch_logits=watch)
 
@@ -119,9 +149,12 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
     return [c.token_ids for c in completions]
 
 
-def assert_equal(reference: Reference, policy: Policy, budget: MemoryBudget, offload_dir: Path) -> None:
+def assert_equal(
+    reference: Reference, policy: Policy, budget: MemoryBudget, offload_dir: Path
+) -> None:
     """The engine gives the reference's tokens, and its logits within 1e-4."""
-    watch, params = LogitsByRow(), SamplingParams(max_tokens=len(reference.tokens[0]))
+    watch = LogitsByRow()
+    params = SamplingParams(max_tokens=len(reference.tokens[0]))
     out = run(reference.folder, reference.prompts, policy, offload_dir, params, budget, watch)
     assert tokens_of(out) == reference.tokens
     for row, want in enumerate(reference.logits):
@@ -150,10 +183,13 @@ def folder_with_eos(source: Path, folder: Path, eos: int | list[int]) -> Path:
 
 
 def token_that_ends(rows: Sequence[Sequence[int]]) -> int:
-    """The token that makes rows end at the most different steps, while one at least goes on to its length."""
+    """The token that makes rows end at the most different steps, while one at least goes on to its
+    length."""
 
     def lengths(token: int) -> set[int]:
         return {row.index(token) if token in row else len(row) for row in rows}
 
     everywhere = Counter(t for row in rows for t in set(row))
-    return max((t for t, n in everywhere.items() if n < len(rows)), key=lambda t: (len(lengths(t)), -t))
+    return max(
+        (t for t, n in everywhere.items() if n < len(rows)), key=lambda t: (len(lengths(t)), -t)
+    )

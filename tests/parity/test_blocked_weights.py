@@ -1,5 +1,5 @@
-"""In bf16 and in int8, resident matrices are blocked and streamed ones are not: the same logits, in bf16 as near fp32's
-as bf16 is."""
+"""In bf16 and in int8, resident matrices are blocked and streamed ones are not: the same logits, in
+bf16 as near fp32's as bf16 is."""
 
 from __future__ import annotations
 
@@ -20,16 +20,22 @@ from tests.parity.reference import LogitsByRow
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [300, 301, 302]]
 CONTINUATIONS = [[20, 21, 22], [23, 24, 25], [26, 27, 28]]
 NEAR_FP32 = 0.08  # of the logits' standard deviation
-WARM_UP = (BLOCK_ROWS, BLOCK_ROWS)  # what a run multiplies once before it begins, also where nothing else is blocked
+WARM_UP = (
+    BLOCK_ROWS,
+    BLOCK_ROWS,
+)  # what a run multiplies once before it begins, also where nothing else is blocked
 
 
 def logits(
     dtype: str, placement: str, offload_dir: Path, device_mem: str | None = None, int8: bool = False
 ) -> torch.Tensor:
     """Of all rows and steps, with given tokens. The shipped model's width can be blocked."""
-    watch, policy = LogitsByRow(), Policy(2, 2, PLACEMENTS[placement], int8_compute=int8)
+    watch = LogitsByRow()
+    policy = Policy(2, 2, PLACEMENTS[placement], int8_compute=int8)
     budget = MemoryBudget(device=device_mem)
-    with LLM("opt-tiny", policy, dtype=dtype, device="cpu", budget=budget, offload_dir=offload_dir) as llm:
+    with LLM(
+        "opt-tiny", policy, dtype=dtype, device="cpu", budget=budget, offload_dir=offload_dir
+    ) as llm:
         llm.follow(PROMPTS, CONTINUATIONS, watch)
     return torch.stack([torch.stack(watch.rows[row]) for row in range(len(PROMPTS))]).float()
 
@@ -40,7 +46,10 @@ def count_blocks(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[in
     block = module.block_words
 
     def counted(words: torch.Tensor, memory: torch.Tensor) -> None:
-        if (len(words), words.shape[1] * words.itemsize // (2 if module is linear else 1)) != WARM_UP:
+        if (
+            len(words),
+            words.shape[1] * words.itemsize // (2 if module is linear else 1),
+        ) != WARM_UP:
             blocked.append(len(words))
         block(words, memory)
 
@@ -73,7 +82,11 @@ def test_bf16_is_near_fp32(exact: torch.Tensor, plain: torch.Tensor) -> None:
     ],
 )
 def test_blocked_or_not_is_no_difference(
-    placement: str, device_mem: str | None, plain: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str,
+    device_mem: str | None,
+    plain: torch.Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blocked = count_blocks(monkeypatch, linear)
     found = logits("bfloat16", placement, tmp_path, device_mem)
@@ -83,7 +96,9 @@ def test_blocked_or_not_is_no_difference(
 
 @pytest.mark.parametrize("device_mem", [None, "1GiB"])
 @pytest.mark.parametrize("placement", ["all on device", "weights split three ways"])
-def test_in_int8_too(placement: str, device_mem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_int8_too(
+    placement: str, device_mem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want = logits("bfloat16", "weights on disk", tmp_path, int8=True)
     blocked = count_blocks(monkeypatch, int8_rows)
     assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8=True), want)

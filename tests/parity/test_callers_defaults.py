@@ -17,11 +17,20 @@ from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import Reference, tokens_of
 
 PACKAGE = Path(flexgen_h2o.__file__).parent
-# torch's functions that make tensors: of these all take the default device, and of the first the default dtype.
+# torch's functions that make tensors: of these all take the default device, and of the first the
+# default dtype.
 WITH_DTYPE = {"empty", "zeros", "ones", "eye", "rand", "randn", "linspace", "logspace"}
 WITH_DEVICE = WITH_DTYPE | {
-    "full", "tensor", "arange", "as_tensor", "asarray", "scalar_tensor", "randint", "randperm", "empty_strided"
-}  # fmt: skip
+    "full",
+    "tensor",
+    "arange",
+    "as_tensor",
+    "asarray",
+    "scalar_tensor",
+    "randint",
+    "randperm",
+    "empty_strided",
+}
 
 
 @contextmanager
@@ -46,7 +55,11 @@ def defaults(dtype: torch.dtype, device: str, by_context: bool) -> Iterator[None
     ("shape", "policy", "eviction"),
     [
         ("normal", Policy(2, 2, PLACEMENTS["everything split 30/30"]), None),
-        ("llama, rope yarn", Policy(2, 2, PLACEMENTS["all on disk"]), H2O(heavy_size=3, recent_size=3)),
+        (
+            "llama, rope yarn",
+            Policy(2, 2, PLACEMENTS["all on disk"]),
+            H2O(heavy_size=3, recent_size=3),
+        ),
         ("qwen3_moe", Policy(2, 1, compress_cache=True, cache_window=4), H2O(kv_budget=0.5)),
     ],
 )
@@ -78,9 +91,18 @@ def test_whatever_makes_a_tensor_says_its_dtype_and_its_device() -> None:
         for call in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
                 continue
-            name, given = call.func.attr, {keyword.arg for keyword in call.keywords}
-            if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "torch") or None in given:
+            name = call.func.attr
+            given = {keyword.arg for keyword in call.keywords}
+            if (
+                not (isinstance(call.func.value, ast.Name) and call.func.value.id == "torch")
+                or None in given
+            ):
                 continue
-            wanted = ({"dtype"} if name in WITH_DTYPE else set()) | ({"device"} if name in WITH_DEVICE else set())
-            problems += [f"{path.name}:{call.lineno}: {ast.unparse(call)} lacks {lack}" for lack in wanted - given]
+            wanted = ({"dtype"} if name in WITH_DTYPE else set()) | (
+                {"device"} if name in WITH_DEVICE else set()
+            )
+            problems += [
+                f"{path.name}:{call.lineno}: {ast.unparse(call)} lacks {lack}"
+                for lack in wanted - given
+            ]
     assert not problems

@@ -33,22 +33,28 @@ def save_safetensors(
 ) -> None:
     """`source`'s checkpoint with changed names or values."""
     shutil.copy(source / "config.json", folder)
-    state = dict(change(name, value) for name, value in load_file(source / "model.safetensors").items())
+    state = dict(
+        change(name, value) for name, value in load_file(source / "model.safetensors").items()
+    )
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("dtype", "placement"), zip((torch.bfloat16, torch.float16, torch.bfloat16), STORED, strict=True)
+    ("dtype", "placement"),
+    zip((torch.bfloat16, torch.float16, torch.bfloat16), STORED, strict=True),
 )
 def test_half_precision_checkpoint_in_fp32(
     dtype: torch.dtype, placement: str, reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    known, folder = reference("normal"), tmp_path / "model"
+    known = reference("normal")
+    folder = tmp_path / "model"
     folder.mkdir()
     save_safetensors(known.folder, folder, lambda name, value: (name, value.to(dtype)))
     model = OPTForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     params = SamplingParams(max_tokens=5)
-    out = run(folder, known.prompts, Policy(2, 2, PLACEMENTS[placement]), tmp_path / "offload", params)
+    out = run(
+        folder, known.prompts, Policy(2, 2, PLACEMENTS[placement]), tmp_path / "offload", params
+    )
     assert tokens_of(out) == [greedy(model, p, 5) for p in known.prompts]
 
 
@@ -81,63 +87,93 @@ def without_prefix(known: Reference, folder: Path) -> None:
 
 
 def at_odd_bytes(known: Reference, folder: Path) -> None:
-    """safetensors promises no alignment: a header that is a byte longer moves every value to an odd address."""
+    """safetensors promises no alignment: a header that is a byte longer moves every value to an odd
+    address."""
     shutil.copy(known.folder / "config.json", folder)
     data = (known.folder / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     odd = length + 1 - length % 2
     header = data[8 : 8 + length].ljust(odd)
-    (folder / "model.safetensors").write_bytes(odd.to_bytes(8, "little") + header + data[8 + length :])
+    (folder / "model.safetensors").write_bytes(
+        odd.to_bytes(8, "little") + header + data[8 + length :]
+    )
 
 
 @pytest.mark.parametrize(
     ("store", "placement"),
     [
-        (bin_file, STORED[1]), (sharded, STORED[0]), (sharded_bin, STORED[2]), (without_prefix, STORED[0]),
+        (bin_file, STORED[1]),
+        (sharded, STORED[0]),
+        (sharded_bin, STORED[2]),
+        (without_prefix, STORED[0]),
         *((at_odd_bytes, placement) for placement in STORED),
     ],
-)  # fmt: skip
+)
 def test_stored_as(
-    store: Callable[[Reference, Path], None], placement: str, reference: Callable[[str], Reference], tmp_path: Path
+    store: Callable[[Reference, Path], None],
+    placement: str,
+    reference: Callable[[str], Reference],
+    tmp_path: Path,
 ) -> None:
-    known, folder = reference("normal"), tmp_path / "model"
+    known = reference("normal")
+    folder = tmp_path / "model"
     folder.mkdir()
     store(known, folder)
     params = SamplingParams(max_tokens=len(known.tokens[0]))
-    out = run(folder, known.prompts, Policy(2, 2, PLACEMENTS[placement]), tmp_path / "offload", params)
+    out = run(
+        folder, known.prompts, Policy(2, 2, PLACEMENTS[placement]), tmp_path / "offload", params
+    )
     assert tokens_of(out) == known.tokens
 
 
-def test_a_tied_model_with_a_head_of_its_own(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_a_tied_model_with_a_head_of_its_own(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
     """transformers ties where the two are equal, and else uses both, whatever the config says."""
-    known, folder = reference("llama, a kv-head for each query head, tied"), tmp_path / "model"
+    known = reference("llama, a kv-head for each query head, tied")
+    folder = tmp_path / "model"
     folder.mkdir()
     shutil.copy(known.folder / "config.json", folder)
-    stored, params = load_file(known.folder / "model.safetensors"), SamplingParams(max_tokens=5)
+    stored = load_file(known.folder / "model.safetensors")
+    params = SamplingParams(max_tokens=5)
 
     def tokens(head: torch.Tensor) -> list[list[int]]:
-        save_file({**stored, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {**stored, "lm_head.weight": head},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         return tokens_of(run(folder, known.prompts, Policy(2, 3), tmp_path / "offload", params))
 
     table = stored["model.embed_tokens.weight"]
     assert tokens(table.clone()) == known.tokens
     other = tokens(table.flip(0))
-    want = [greedy(AutoModelForCausalLM.from_pretrained(folder), prompt, 5) for prompt in known.prompts]
+    want = [
+        greedy(AutoModelForCausalLM.from_pretrained(folder), prompt, 5) for prompt in known.prompts
+    ]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     assert tokens(table.flip(0)) == want == other != known.tokens
 
 
-TEXTS = ["def main(argv=None):\n    ", "import", "class Queue:\n    def put(self, item):\n        self."]
+TEXTS = [
+    "def main(argv=None):\n    ",
+    "import",
+    "class Queue:\n    def put(self, item):\n        self.",
+]
 
 
 def test_shipped_model(tmp_path: Path) -> None:
-    folder, new = PACKAGED["opt-tiny"], 10
+    folder = PACKAGED["opt-tiny"]
+    new = 10
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = OPTForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
-    watch, eos = LogitsByRow(), model.config.eos_token_id
-    with LLM("opt-tiny", Policy(2, 2, (20, 0, 0, 50, 100, 0)), dtype="float32", offload_dir=tmp_path) as llm:
+    watch = LogitsByRow()
+    eos = model.config.eos_token_id
+    with LLM(
+        "opt-tiny", Policy(2, 2, (20, 0, 0, 50, 100, 0)), dtype="float32", offload_dir=tmp_path
+    ) as llm:
         out = llm.generate(TEXTS, SamplingParams(max_tokens=new), watch_logits=watch)
     for row, (prompt, one) in enumerate(zip(prompts, out, strict=True)):
         assert one.token_ids == greedy(model, prompt, new, eos)

@@ -1,4 +1,5 @@
-"""What all rows of a block begin with has its KV in one copy: transformers' tokens and logits, on every tier."""
+"""What all rows of a block begin with has its KV in one copy: transformers' tokens and logits, on
+every tier."""
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ HEADER = 13
 
 
 def alike(seed: int) -> list[list[int]]:
-    """A header; two equal prompts, three that share more than the header, one that is the beginning of another."""
+    """A header; two equal prompts, three that share more than the header, one that is the beginning
+    of another."""
     header, more = random_prompts((HEADER, 4), seed)
     owns = random_prompts((3, 1, 6, 2, 9, 1, 5), seed + 1)
     owns[3:6] = [[*more, *own] for own in owns[3:6]]
-    owns[0][0], owns[1][0], owns[2][0] = 5, 6, 7  # they share nothing behind the header
+    # they share nothing behind the header
+    owns[0][0] = 5
+    owns[1][0] = 6
+    owns[2][0] = 7
     prompts = [[*header, *own] for own in owns]
     return [*prompts, prompts[0], prompts[2][:-2]]
 
@@ -47,7 +52,9 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Referenc
     return references(alike, tmp_path_factory)
 
 
-def open_llm(folder: Path, policy: Policy | str, offload_dir: Path, how: str = "on", **more: object) -> LLM:
+def open_llm(
+    folder: Path, policy: Policy | str, offload_dir: Path, how: str = "on", **more: object
+) -> LLM:
     llm = LLM(str(folder), policy, dtype="float32", offload_dir=offload_dir, **more)  # type: ignore[arg-type]
     llm.share_prefix = how
     return llm
@@ -57,16 +64,25 @@ def held_in_one_copy(llm: LLM) -> int:
     """Tokens, as the report of the newest run says."""
     assert llm.report is not None
     found = llm.report.extra["common_prefix"]
-    assert found["kv_bytes"] == found["tokens"] * llm.model.spec.kv_bytes_per_token(DTYPE_BYTES[llm.dtype])
+    assert found["kv_bytes"] == found["tokens"] * llm.model.spec.kv_bytes_per_token(
+        DTYPE_BYTES[llm.dtype]
+    )
     return int(found["tokens"])
 
 
 @pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(cases(), 2))
 def test_tokens_and_logits(
-    shape: str, placement: str, configuration: str, headed: Callable[[str], Reference], tmp_path: Path
+    shape: str,
+    placement: str,
+    configuration: str,
+    headed: Callable[[str], Reference],
+    tmp_path: Path,
 ) -> None:
-    known, chosen, watch = headed(shape), CONFIGURATIONS[configuration], LogitsByRow()
-    policy, params = chosen.policy(PLACEMENTS[placement]), SamplingParams(max_tokens=NEW_TOKENS)
+    known = headed(shape)
+    chosen = CONFIGURATIONS[configuration]
+    watch = LogitsByRow()
+    policy = chosen.policy(PLACEMENTS[placement])
+    params = SamplingParams(max_tokens=NEW_TOKENS)
     with open_llm(known.folder, policy, tmp_path, budget=chosen.budget) as llm:
         out = llm.generate(known.prompts, params, watch_logits=watch)
     assert tokens_of(out) == known.tokens
@@ -75,12 +91,15 @@ def test_tokens_and_logits(
     assert held_in_one_copy(llm) == HEADER
     assert llm.report is not None
     # The header is fed once a block, and each row's slots are for the others.
-    blocks, fed = llm.report.extra["blocks"], llm.report.extra["prefill_fed_tokens"]
+    blocks = llm.report.extra["blocks"]
+    fed = llm.report.extra["prefill_fed_tokens"]
     assert fed <= sum(len(p) - HEADER for p in known.prompts) + blocks * HEADER
     assert llm.report.kv["slots"] == max(map(len, known.prompts)) - HEADER + NEW_TOKENS - 1
 
 
-@pytest.mark.parametrize(("placement", "refill"), [("all on device", False), ("kv split three ways", True)])
+@pytest.mark.parametrize(
+    ("placement", "refill"), [("all on device", False), ("kv split three ways", True)]
+)
 def test_rows_that_end_at_different_steps(
     refill: bool, placement: str, headed: Callable[[str], Reference], tmp_path: Path
 ) -> None:
@@ -98,8 +117,11 @@ def test_rows_that_end_at_different_steps(
     assert len({len(row) for row in want}) >= 3
 
 
-def test_more_rows_enter_only_with_the_same_header(headed: Callable[[str], Reference], tmp_path: Path) -> None:
-    """As the batch door asks: what begins otherwise, or is no longer than the header, has no room."""
+def test_more_rows_enter_only_with_the_same_header(
+    headed: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """As the batch door asks: what begins otherwise, or is no longer than the header, has no
+    room."""
     known = headed("normal")
     further = [[*p[:HEADER], 8, *p[HEADER + 1 :]] for p in known.prompts[:4]]
     asked = [SamplingParams(max_tokens=n) for n in (5, 2, 4, 1, 3, 5, 2, 4, 5)]
@@ -118,9 +140,12 @@ def test_more_rows_enter_only_with_the_same_header(headed: Callable[[str], Refer
     found: dict[int, list[int]] = {}
     with open_llm(known.folder, Policy(2, 2), tmp_path) as llm:
         llm.run(
-            prompts_of(known.prompts, 0), asked, lambda done: found.update((c.index, c.token_ids) for c in done),
-            refill=True, more=more,
-        )  # fmt: skip
+            prompts_of(known.prompts, 0),
+            asked,
+            lambda done: found.update((c.index, c.token_ids) for c in done),
+            refill=True,
+            more=more,
+        )
     assert rooms == [False, False, True]
     rows = [*known.prompts, *further]
     assert [found[i] for i in range(13)] == [
@@ -128,10 +153,15 @@ def test_more_rows_enter_only_with_the_same_header(headed: Callable[[str], Refer
     ]
 
 
-def test_equal_prompts_one_row_and_others_in_turn(headed: Callable[[str], Reference], tmp_path: Path) -> None:
-    """An engine that is open for one header serves shorter ones, and is opened again for what it has no room for."""
-    known, params = headed("llama"), SamplingParams(max_tokens=NEW_TOKENS)
-    first, last = known.prompts[0], known.prompts[4]
+def test_equal_prompts_one_row_and_others_in_turn(
+    headed: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """An engine that is open for one header serves shorter ones, and is opened again for what it
+    has no room for."""
+    known = headed("llama")
+    params = SamplingParams(max_tokens=NEW_TOKENS)
+    first = known.prompts[0]
+    last = known.prompts[4]
     with open_llm(known.folder, Policy(4, 1), tmp_path) as llm:
         for prompts, rows, common in (
             ([first] * 6, [0] * 6, len(first) - 1),  # all but the last token
@@ -139,13 +169,20 @@ def test_equal_prompts_one_row_and_others_in_turn(headed: Callable[[str], Refere
             ([last], [4], 0),
             ([first[:4], last], None, 3),
         ):
-            want = [known.tokens[i] for i in rows] if rows else [greedy(known.model, p, NEW_TOKENS) for p in prompts]
+            want = (
+                [known.tokens[i] for i in rows]
+                if rows
+                else [greedy(known.model, p, NEW_TOKENS) for p in prompts]
+            )
             assert tokens_of(llm.generate(prompts, params)) == want
             assert held_in_one_copy(llm) == common
 
 
-def test_teacher_forcing_takes_several_tokens_at_once(headed: Callable[[str], Reference], tmp_path: Path) -> None:
-    known, watch = headed("llama"), LogitsByRow()
+def test_teacher_forcing_takes_several_tokens_at_once(
+    headed: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    known = headed("llama")
+    watch = LogitsByRow()
     with open_llm(known.folder, Policy(5, 2), tmp_path) as llm:
         llm.follow(known.prompts, known.tokens, watch, max_tokens_per_sweep=3)
     assert held_in_one_copy(llm) == HEADER
@@ -166,7 +203,9 @@ def test_with_and_without_are_the_same(
     switches: dict[str, object], common: int, headed: Callable[[str], Reference], tmp_path: Path
 ) -> None:
     """Where tokens are not transformers' own. Packed and sparse columns stay with their rows."""
-    known, params, found = headed("llama"), SamplingParams(max_tokens=NEW_TOKENS), []
+    known = headed("llama")
+    params = SamplingParams(max_tokens=NEW_TOKENS)
+    found = []
     for how in ("off", "on"):
         watch = LogitsByRow()
         with open_llm(known.folder, Policy(4, 2, **switches), tmp_path, how) as llm:  # type: ignore[arg-type]
@@ -174,38 +213,59 @@ def test_with_and_without_are_the_same(
         found.append((out, torch.stack([torch.stack(watch.rows[i]) for i in range(len(out))])))
         assert held_in_one_copy(llm) == (common if how == "on" else 0)
     assert found[0][0] == found[1][0]
-    assert (found[0][1] - found[1][1]).abs().max() <= (0.2 if "int8_compute" in switches else LOGIT_TOLERANCE)
+    assert (found[0][1] - found[1][1]).abs().max() <= (
+        0.2 if "int8_compute" in switches else LOGIT_TOLERANCE
+    )
 
 
-def test_rows_with_an_eviction_policy_have_their_own(headed: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_rows_with_an_eviction_policy_have_their_own(
+    headed: Callable[[str], Reference], tmp_path: Path
+) -> None:
     known = headed("normal")
-    with open_llm(known.folder, Policy(4, 2), tmp_path, eviction=H2O(heavy_size=4, recent_size=3)) as llm:
+    with open_llm(
+        known.folder, Policy(4, 2), tmp_path, eviction=H2O(heavy_size=4, recent_size=3)
+    ) as llm:
         llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS))
     assert held_in_one_copy(llm) == 0
-    assert llm.report is not None and llm.report.extra["prefill_fed_tokens"] < sum(map(len, known.prompts))
+    assert llm.report is not None and llm.report.extra["prefill_fed_tokens"] < sum(
+        map(len, known.prompts)
+    )
 
 
 # ---- bytes
 
 
 @pytest.mark.parametrize("placement", ["all on device", "kv split three ways"])
-def test_the_plan_holds_one_copy(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Homes of units are for rows' own columns, exactly; peak bytes are the plan's, with the copy in it."""
+def test_the_plan_holds_one_copy(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Homes of units are for rows' own columns, exactly; peak bytes are the plan's, with the copy
+    in it."""
     random_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     prompts = [[*random_prompts((300,), 8)[0], *own] for own in random_prompts((5,) * 8, 9)]
-    reserved, peak, slots = {}, {}, []
+    reserved = {}
+    peak = {}
+    slots = []
     begin = CacheStore.begin_block
     monkeypatch.setattr(
-        CacheStore, "begin_block",
-        lambda store, layouts, *rest: (slots.append(layouts[0][0].slots), begin(store, layouts, *rest))[1],
-    )  # fmt: skip
+        CacheStore,
+        "begin_block",
+        lambda store, layouts, *rest: (
+            slots.append(layouts[0][0].slots),
+            begin(store, layouts, *rest),
+        )[1],
+    )
     for how in ("off", "on"):
-        with open_llm(tmp_path / "model", Policy(4, 2, PLACEMENTS[placement]), tmp_path, how) as llm:
+        with open_llm(
+            tmp_path / "model", Policy(4, 2, PLACEMENTS[placement]), tmp_path, how
+        ) as llm:
             llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
             assert llm._engine is not None
-            plan, report = llm._engine.plan, llm.report
+            plan = llm._engine.plan
+            report = llm.report
         assert report is not None
-        reserved[how], peak[how] = report.extra["kv_reserved_bytes"], sum(report.peak_bytes.values())
+        reserved[how] = report.extra["kv_reserved_bytes"]
+        peak[how] = sum(report.peak_bytes.values())
         assert peak[how] == sum(b.nbytes for b in plan.buffers)
     column = 2 * BASE["num_hidden_layers"] * BASE["hidden_size"] * 4
     assert slots == [307, 7]
@@ -218,7 +278,8 @@ def test_the_plan_holds_one_copy(placement: str, tmp_path: Path, monkeypatch: py
 
 def test_bf16_is_as_near_to_fp32(headed: Callable[[str], Reference], tmp_path: Path) -> None:
     """Two results in bf16 are joined: what that rounds is no more than what all else does."""
-    known, errors = headed("llama"), {}
+    known = headed("llama")
+    errors = {}
     for how in ("off", "on"):
         watch = LogitsByRow()
         with LLM(str(known.folder), Policy(4, 2), dtype="bfloat16", offload_dir=tmp_path) as llm:

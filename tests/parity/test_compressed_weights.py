@@ -1,4 +1,5 @@
-"""Compressed weights give the tokens of the model whose weights are the unpacked ones, wherever they lie."""
+"""Compressed weights give the tokens of the model whose weights are the unpacked ones, wherever
+they lie."""
 
 from __future__ import annotations
 
@@ -36,9 +37,15 @@ def unpacked(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, value in found.named_parameters():
             if value.dim() > 1 and not name.endswith((*ROUTERS, "_bias")):
-                stored = value.transpose(1, 2) if name.endswith(TRANSPOSED.get(model.config.model_type, ())) else value
+                stored = (
+                    value.transpose(1, 2)
+                    if name.endswith(TRANSPOSED.get(model.config.model_type, ()))
+                    else value
+                )
                 rows = stored.flatten(0, -2)  # of all experts
-                unpacked = unpack_rows_reference(pack_rows(rows, bits), bits, torch.empty(rows.shape))
+                unpacked = unpack_rows_reference(
+                    pack_rows(rows, bits), bits, torch.empty(rows.shape)
+                )
                 stored.copy_(unpacked.view(stored.shape))
     return found
 
@@ -48,13 +55,16 @@ SEEDS = {("gpt_neox", 8): 1, ("untied head", 4): 1}  # of models that nearly tie
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Reference]:
-    """A model of a shape on disk as it is, and what transformers makes of it unpacked from so many bits."""
+    """A model of a shape on disk as it is, and what transformers makes of it unpacked from so many
+    bits."""
 
     @cache
     def made(shape: str, bits: int) -> Reference:
         model = random_model(SEEDS.get((shape, bits), 0), **(SHAPES | FAMILY_SHAPES)[shape])
         prompts = random_prompts(LENGTHS)
-        known = make_reference(unpacked(model, bits), tmp_path_factory.mktemp("unpacked"), prompts, NEW_TOKENS)
+        known = make_reference(
+            unpacked(model, bits), tmp_path_factory.mktemp("unpacked"), prompts, NEW_TOKENS
+        )
         folder = tmp_path_factory.mktemp("model")
         model.save_pretrained(folder)
         return replace(known, folder=folder)
@@ -65,24 +75,34 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Ref
 NAMES = list(CONFIGURATIONS)
 # Where weights may lie; each place meets three configurations, 4 and 8 bits take turns.
 PLACES = (
-    "all on device", "all on host", "all on disk", "everything split 30/30", "weights split three ways",
-)  # fmt: skip
+    "all on device",
+    "all on host",
+    "all on disk",
+    "everything split 30/30",
+    "weights split three ways",
+)
 CASES = [
     ("normal", place, NAMES[(i + 3 * j) % len(NAMES)], 4 + 4 * ((i + j) % 2))
     for i, place in enumerate(PLACES)
     for j in range(3)
 ] + [
     (shape, PLACES[(2 * s + p) % 5], NAMES[(2 * s + 5 * p) % len(NAMES)], 8 - 4 * ((s + p) % 2))
-    for s, shape in enumerate([*list(SHAPES)[1:], "llama", "gpt_neox", "qwen3", "mixtral", "gpt_oss"])
+    for s, shape in enumerate(
+        [*list(SHAPES)[1:], "llama", "gpt_neox", "qwen3", "mixtral", "gpt_oss"]
+    )
     for p in range(2)
 ]
 
 
 @pytest.mark.parametrize(("shape", "placement", "configuration", "bits"), thinned(CASES, 2))
 def test_tokens_are_those_of_the_unpacked_weights(
-    shape: str, placement: str, configuration: str, bits: int, packed: Callable[[str, int], Reference],
+    shape: str,
+    placement: str,
+    configuration: str,
+    bits: int,
+    packed: Callable[[str, int], Reference],
     offload_dir: Path,
-) -> None:  # fmt: skip
+) -> None:
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement], compress_weight=True, weight_bits=bits)
     assert_equal(packed(shape, bits), policy, chosen.budget, offload_dir)
@@ -93,18 +113,25 @@ PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 def test_from_a_bin_checkpoint(packed: Callable[[str, int], Reference], tmp_path: Path) -> None:
-    known, folder = packed("normal", 4), tmp_path / "model"
+    known = packed("normal", 4)
+    folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text((known.folder / "config.json").read_text())
     torch.save(random_model().state_dict(), folder / "pytorch_model.bin")
-    assert tokens_of(run(folder, known.prompts, POLICY, tmp_path / "offload", PARAMS)) == known.tokens
+    assert (
+        tokens_of(run(folder, known.prompts, POLICY, tmp_path / "offload", PARAMS)) == known.tokens
+    )
 
 
-def test_half_precision_is_packed_as_it_is_stored(packed: Callable[[str, int], Reference], tmp_path: Path) -> None:
-    """A bfloat16 checkpoint computed in fp32: vectors are converted when read, matrices unpacked."""
+def test_half_precision_is_packed_as_it_is_stored(
+    packed: Callable[[str, int], Reference], tmp_path: Path
+) -> None:
+    """A bfloat16 checkpoint computed in fp32: vectors are converted when read, matrices
+    unpacked."""
     half = random_model().to(torch.bfloat16)
     half.save_pretrained(tmp_path / "model")
-    prompts, offload = packed("normal", 4).prompts, tmp_path / "offload"
+    prompts = packed("normal", 4).prompts
+    offload = tmp_path / "offload"
     known = make_reference(unpacked(half.float(), 8), tmp_path / "unpacked", prompts, NEW_TOKENS)
     policy = replace(POLICY, weight_bits=8)
     assert tokens_of(run(tmp_path / "model", prompts, policy, offload, PARAMS)) == known.tokens
@@ -113,12 +140,15 @@ def test_half_precision_is_packed_as_it_is_stored(packed: Callable[[str, int], R
 @pytest.mark.parametrize("bits", [4, 8])
 def test_random_weights_are_those_of_the_checkpoint_packed(bits: int, tmp_path: Path) -> None:
     """They are packed without writing the checkpoint, whose values they are."""
-    model, prompts = "opt-tiny", [[5, 6, 7, 8], [9, 10]]
+    model = "opt-tiny"
+    prompts = [[5, 6, 7, 8], [9, 10]]
     policy = replace(POLICY, weight_bits=bits)
     at = {"path": "_DUMMY_", "dtype": "float32", "offload_dir": tmp_path / "packed"}
     with LLM(model, policy, **at) as llm:  # type: ignore[arg-type]
         found = tokens_of(llm.generate(prompts, PARAMS))
-    assert [f.parent.parent.name for f in (tmp_path / "packed").rglob("*.safetensors")] == ["packed"]
+    assert [f.parent.parent.name for f in (tmp_path / "packed").rglob("*.safetensors")] == [
+        "packed"
+    ]
     with LLM(model, Policy(), **{**at, "offload_dir": tmp_path / "whole"}) as llm:  # type: ignore[arg-type]
         llm.generate(prompts, PARAMS)
     (folder,) = (f.parent for f in (tmp_path / "whole").rglob("*.safetensors"))

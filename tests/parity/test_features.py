@@ -1,4 +1,5 @@
-"""Where attention runs, how long the overlay lives, how tokens are drawn: under every policy the same tokens."""
+"""Where attention runs, how long the overlay lives, how tokens are drawn: under every policy the
+same tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ STAND_IN = MemoryBudget("64MiB", "64MiB", "64MiB")
 def test_attending_on_the_host_keeps_micro_batches_apart(
     placement: str, reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    """FlexGen mixes the micro-batches' caches up here; prompts of one length make it invisible to shapes."""
+    """FlexGen mixes the micro-batches' caches up here; prompts of one length make it invisible to
+    shapes."""
     known = reference("normal")
     prompts = random_prompts([6] * 6, seed=6)
     want = [greedy(known.model, p, 6) for p in prompts]
@@ -37,7 +39,8 @@ def test_attending_on_the_host_keeps_micro_batches_apart(
 def test_the_overlay_is_written_back_many_times(
     placement: str, budget: MemoryBudget, reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    known, new = reference("normal"), 2 * WRITE_BACK_STEPS + 5
+    known = reference("normal")
+    new = 2 * WRITE_BACK_STEPS + 5
     prompts = random_prompts([5, 1, 11], seed=7)
     policy = Policy(2, 2, PLACEMENTS[placement])
     out = run(known.folder, prompts, policy, tmp_path, SamplingParams(max_tokens=new), budget)
@@ -53,30 +56,48 @@ POLICIES = [
 ]
 
 
-def test_sampling_draws_the_same_under_every_policy(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_sampling_draws_the_same_under_every_policy(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
     known = reference("normal")
-    drawn = [tokens_of(run(known.folder, known.prompts, p, tmp_path, SAMPLED, b)) for p, b in POLICIES]
+    drawn = [
+        tokens_of(run(known.folder, known.prompts, p, tmp_path, SAMPLED, b)) for p, b in POLICIES
+    ]
     assert all(rows == drawn[0] for rows in drawn[1:])
     assert drawn[0] != known.tokens, "nothing was drawn: these are the greedy tokens"
     again = SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=12)
     assert tokens_of(run(known.folder, known.prompts, POLICIES[0][0], tmp_path, again)) != drawn[0]
 
 
-@pytest.mark.parametrize("percent", [(100, 0, 30, 5, 100, 0), (100, 0, 30, 5, 30, 5), (30, 5, 30, 5, 30, 5)], ids=str)
+@pytest.mark.parametrize(
+    "percent", [(100, 0, 30, 5, 100, 0), (100, 0, 30, 5, 30, 5), (30, 5, 30, 5, 30, 5)], ids=str
+)
 def test_a_last_micro_batch_whose_split_rounds_otherwise(
-    percent: tuple[int, int, int, int, int, int], reference: Callable[[str], Reference], tmp_path: Path
+    percent: tuple[int, int, int, int, int, int],
+    reference: Callable[[str], Reference],
+    tmp_path: Path,
 ) -> None:
-    """Of 12 KV rows none falls to the host at 30/5, of 8 one does: the plan must hold room for both."""
+    """Of 12 KV rows none falls to the host at 30/5, of 8 one does: the plan must hold room for
+    both."""
     known = reference("normal")
     params = SamplingParams(max_tokens=len(known.tokens[0]))
     for switches in ({}, {"cpu_cache_compute": True}):
-        out = run(known.folder, known.prompts, Policy(3, 2, percent, **switches), tmp_path, params, STAND_IN)
+        out = run(
+            known.folder,
+            known.prompts,
+            Policy(3, 2, percent, **switches),
+            tmp_path,
+            params,
+            STAND_IN,
+        )
         assert tokens_of(out) == known.tokens
 
 
 def test_one_run_at_a_time(reference: Callable[[str], Reference], tmp_path: Path) -> None:
-    """A second run on the same engine would overwrite the first one's slots: it is refused, and the first goes on."""
-    known, refused = reference("normal"), []
+    """A second run on the same engine would overwrite the first one's slots: it is refused, and the
+    first goes on."""
+    known = reference("normal")
+    refused = []
     with LLM(str(known.folder), Policy(2, 1), dtype="float32", offload_dir=tmp_path) as llm:
 
         def second(rows: list[int], logits: torch.Tensor) -> None:
@@ -87,4 +108,6 @@ def test_one_run_at_a_time(reference: Callable[[str], Reference], tmp_path: Path
         new = len(known.tokens[0])
         out = llm.generate(known.prompts, SamplingParams(max_tokens=new), watch_logits=second)
         assert refused and tokens_of(out) == known.tokens
-        assert tokens_of(llm.generate(known.prompts, SamplingParams(max_tokens=new))) == known.tokens
+        assert (
+            tokens_of(llm.generate(known.prompts, SamplingParams(max_tokens=new))) == known.tokens
+        )

@@ -1,4 +1,5 @@
-"""A head that is computed in parts gives the tokens and logits of transformers, and those of the whole head."""
+"""A head that is computed in parts gives the tokens and logits of transformers, and those of the
+whole head."""
 
 from __future__ import annotations
 
@@ -41,9 +42,10 @@ from tests.parity.test_pipeline import answers_of
 
 ROWS = 48  # of a part: the last one has fewer
 TIED = (
-    "qwen3, biases, one kv-head, odd sizes, tied", "gpt_neox, no bias, odd sizes, tied",
+    "qwen3, biases, one kv-head, odd sizes, tied",
+    "gpt_neox, no bias, odd sizes, tied",
     "qwen3_moe, a narrow MLP in every other layer, tied",
-)  # fmt: skip
+)
 SHAPES = (*LAID_OUT, *TIED, "qwen3_moe", "mixtral", "olmoe")
 NAMES = list(CONFIGURATIONS)
 CASES = [
@@ -51,8 +53,11 @@ CASES = [
     for i, placement in enumerate(PLACEMENTS)
     for j in range(8)
 ]
-DISK, HALVES = PLACEMENTS["weights on disk"], PLACEMENTS["device and disk in halves"]
-MANY = {"vocab_size": 2000}  # so many tokens that parts pay by themselves, where the head is not tied
+DISK = PLACEMENTS["weights on disk"]
+HALVES = PLACEMENTS["device and disk in halves"]
+MANY = {
+    "vocab_size": 2000
+}  # so many tokens that parts pay by themselves, where the head is not tied
 
 
 @pytest.fixture
@@ -75,16 +80,21 @@ def rows_of_parts(llm: LLM) -> int:
 def logits_of(
     known: Reference, policy: Policy, offload_dir: Path, budget: MemoryBudget | None = None
 ) -> tuple[list[list[int]], torch.Tensor]:
-    watch, params = LogitsByRow(), SamplingParams(max_tokens=4, ignore_eos=True)
+    watch = LogitsByRow()
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
     out = run(known.folder, known.prompts, policy, offload_dir, params, budget, watch)
     return tokens_of(out), torch.stack([torch.stack(watch.rows[i]) for i in range(len(out))])
 
 
 @pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(CASES, 5))
 def test_tokens_and_logits_are_those_of_transformers(
-    shape: str, placement: str, configuration: str, reference: Callable[[str], Reference], tmp_path: Path,
+    shape: str,
+    placement: str,
+    configuration: str,
+    reference: Callable[[str], Reference],
+    tmp_path: Path,
     forced: Callable[[], None],
-) -> None:  # fmt: skip
+) -> None:
     forced()
     chosen = CONFIGURATIONS[configuration]
     assert_equal(reference(shape), chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path)
@@ -102,15 +112,23 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 PACKED_SHAPES = "normal", "llama, one kv-head, odd sizes", "post-norm, narrow embedding (350m)"
-PACKED_CASES = product(("device and disk in halves", "weights on disk"), PACKED_SHAPES, SWITCHES, (False, True))
+PACKED_CASES = product(
+    ("device and disk in halves", "weights on disk"), PACKED_SHAPES, SWITCHES, (False, True)
+)
 
 
 @pytest.mark.parametrize(("placement", "shape", "switches", "stand_in"), thinned(PACKED_CASES, 5))
 def test_packed_weights_and_products_in_int8(
-    placement: str, shape: str, switches: str, stand_in: bool, reference: Callable[[str], Reference],
-    offload_dir: Path, forced: Callable[[], None],
-) -> None:  # fmt: skip
-    known, policy = reference(shape), Policy(2, 2, PLACEMENTS[placement], **SWITCHES[switches])
+    placement: str,
+    shape: str,
+    switches: str,
+    stand_in: bool,
+    reference: Callable[[str], Reference],
+    offload_dir: Path,
+    forced: Callable[[], None],
+) -> None:
+    known = reference(shape)
+    policy = Policy(2, 2, PLACEMENTS[placement], **SWITCHES[switches])
     budget = MemoryBudget("64MiB" if stand_in else None)
     tokens, logits = logits_of(known, policy, offload_dir, budget)
     forced()
@@ -121,10 +139,13 @@ def test_packed_weights_and_products_in_int8(
 
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_quantised_checkpoints(name: str, tmp_path: Path, forced: Callable[[], None]) -> None:
-    """Heads that are plain, beside matrices that are decoded; and in formats that hold heads too, these."""
-    model, prompts = random_model(2, **QUANTISERS[name].shape), random_prompts((5, 9, 1))
+    """Heads that are plain, beside matrices that are decoded; and in formats that hold heads too,
+    these."""
+    model = random_model(2, **QUANTISERS[name].shape)
+    prompts = random_prompts((5, 9, 1))
     save_quantised(model, tmp_path / "model", QUANTISERS[name])
-    known, policy = Reference(tmp_path / "model", model, prompts, [], []), Policy(2, 2, HALVES)
+    known = Reference(tmp_path / "model", model, prompts, [], [])
+    policy = Policy(2, 2, HALVES)
     tokens, logits = logits_of(known, policy, tmp_path / "offload")
     forced()
     same, near = logits_of(known, policy, tmp_path / "offload")
@@ -133,13 +154,20 @@ def test_quantised_checkpoints(name: str, tmp_path: Path, forced: Callable[[], N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), thinned(product(("bfloat16", "float32"), ("normal", "untied head", "qwen3_moe")), 4)
+    ("dtype", "shape"),
+    thinned(product(("bfloat16", "float32"), ("normal", "untied head", "qwen3_moe")), 4),
 )
 def test_samples_and_log_probabilities(
-    shape: str, dtype: str, reference: Callable[[str], Reference], tmp_path: Path, forced: Callable[[], None]
+    shape: str,
+    dtype: str,
+    reference: Callable[[str], Reference],
+    tmp_path: Path,
+    forced: Callable[[], None],
 ) -> None:
-    """A prompt that is scored wants more logits than one: such rows have the whole head, and others parts again."""
-    known, found = reference(shape), []
+    """A prompt that is scored wants more logits than one: such rows have the whole head, and others
+    parts again."""
+    known = reference(shape)
+    found = []
     drawn = SamplingParams(max_tokens=6, temperature=1.3, top_k=20, top_p=0.9, seed=5, logprobs=3)
     scored = replace(drawn, prompt_logprobs=1)
     for parts in (False, True):
@@ -151,17 +179,25 @@ def test_samples_and_log_probabilities(
                 assert rows_of_parts(llm) == (ROWS if parts and params is drawn else 0)
             found.append(llm.generate(known.prompts, drawn, refill=True))
     for whole, cut in zip(found[:4], found[4:], strict=True):
-        assert tokens_of(whole) == tokens_of(cut) and len(set(map(tuple, tokens_of(whole)))) == len(whole)
+        assert tokens_of(whole) == tokens_of(cut) and len(set(map(tuple, tokens_of(whole)))) == len(
+            whole
+        )
         for one, other in zip(whole, cut, strict=True):
             assert one.logprobs is not None and other.logprobs is not None
-            assert [o.logprob for o in other.logprobs] == pytest.approx([o.logprob for o in one.logprobs], abs=1e-4)
+            assert [o.logprob for o in other.logprobs] == pytest.approx(
+                [o.logprob for o in one.logprobs], abs=1e-4
+            )
 
 
 @pytest.mark.parametrize("per_sweep", [1, 3])
 def test_given_tokens(
-    per_sweep: int, reference: Callable[[str], Reference], tmp_path: Path, forced: Callable[[], None]
+    per_sweep: int,
+    reference: Callable[[str], Reference],
+    tmp_path: Path,
+    forced: Callable[[], None],
 ) -> None:
-    known, watch = reference("normal"), LogitsByRow()
+    known = reference("normal")
+    watch = LogitsByRow()
     forced()
     with LLM(str(known.folder), Policy(2, 2, HALVES), dtype="float32", offload_dir=tmp_path) as llm:
         llm.generate(known.prompts, SamplingParams(max_tokens=2))
@@ -178,8 +214,11 @@ def test_rows_that_end_and_rows_that_enter(
 ) -> None:
     forced()
     chosen = CONFIGURATIONS[configuration]
-    policy, params = chosen.policy(HALVES), SamplingParams(max_tokens=LONG)
-    with LLM(str(ended.folder), policy, dtype="float32", budget=chosen.budget, offload_dir=tmp_path) as llm:
+    policy = chosen.policy(HALVES)
+    params = SamplingParams(max_tokens=LONG)
+    with LLM(
+        str(ended.folder), policy, dtype="float32", budget=chosen.budget, offload_dir=tmp_path
+    ) as llm:
         assert tokens_of(llm.generate(ended.prompts, params, refill=refill)) == ended.tokens
 
 
@@ -192,8 +231,11 @@ def many_tokens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ref
 
     @cache
     def made(family: str) -> Reference:
-        more = {"opt": {"tie_word_embeddings": False}, "gpt_neox": {"num_hidden_layers": 4}}.get(family, {})
-        model, prompts = random_model(model_type=family, **MANY, **more), random_prompts((5, 9, 9, 1, 12))
+        more = {"opt": {"tie_word_embeddings": False}, "gpt_neox": {"num_hidden_layers": 4}}.get(
+            family, {}
+        )
+        model = random_model(model_type=family, **MANY, **more)
+        prompts = random_prompts((5, 9, 9, 1, 12))
         return make_reference(model, tmp_path_factory.mktemp("model"), prompts, 4)
 
     return made
@@ -201,10 +243,15 @@ def many_tokens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ref
 
 @pytest.mark.parametrize(
     ("percent", "family"),
-    thinned(product((DISK, (10, 10, 40, 0, 50, 0)), ("opt", "llama", "gpt_neox", "qwen3", "mixtral")), 2),
+    thinned(
+        product((DISK, (10, 10, 40, 0, 50, 0)), ("opt", "llama", "gpt_neox", "qwen3", "mixtral")), 2
+    ),
 )
-def test_many_tokens(family: str, percent: Percent, many_tokens: Callable[[str], Reference], tmp_path: Path) -> None:
-    known, policy = many_tokens(family), Policy(2, 2, percent)
+def test_many_tokens(
+    family: str, percent: Percent, many_tokens: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    known = many_tokens(family)
+    policy = Policy(2, 2, percent)
     assert_equal(known, policy, MemoryBudget(), tmp_path)
     with LLM(str(known.folder), policy, dtype="float32", offload_dir=tmp_path) as llm:
         llm.generate(known.prompts, SamplingParams(max_tokens=1))
@@ -213,10 +260,15 @@ def test_many_tokens(family: str, percent: Percent, many_tokens: Callable[[str],
 
 def test_a_tied_table_with_many_rows(tmp_path: Path) -> None:
     """Its embedding reads rows, as of a model that is not tied."""
-    model, prompts = random_model(vocab_size=45_000), random_prompts((5, 3))
+    model = random_model(vocab_size=45_000)
+    prompts = random_prompts((5, 3))
     model.save_pretrained(tmp_path / "model")
-    with LLM(str(tmp_path / "model"), Policy(1, 2, DISK), dtype="float32", offload_dir=tmp_path) as llm:
-        assert tokens_of(llm.generate(prompts, SamplingParams(max_tokens=3))) == [greedy(model, p, 3) for p in prompts]
+    with LLM(
+        str(tmp_path / "model"), Policy(1, 2, DISK), dtype="float32", offload_dir=tmp_path
+    ) as llm:
+        assert tokens_of(llm.generate(prompts, SamplingParams(max_tokens=3))) == [
+            greedy(model, p, 3) for p in prompts
+        ]
         assert 0 < rows_of_parts(llm) < 45_000
 
 
@@ -242,9 +294,12 @@ def test_the_last_rank_of_a_pipeline(
     """It has no embedding, so that parts pay beside a device as well, and with a tied head."""
     tied = random_model(**MANY)
     tied.save_pretrained(tmp_path / "tied")
-    known, policy = many_tokens("llama"), Policy(1, 2, DISK)
+    known = many_tokens("llama")
+    policy = Policy(1, 2, DISK)
     spec = find_model(str(tmp_path / "tied"), None).spec.stage(range(1, 2))
-    assert memory_plan.head_rows(spec, policy, BlockShape(1, 4, 12, (16,)), 4, not stand_in, SEQUENTIAL)
+    assert memory_plan.head_rows(
+        spec, policy, BlockShape(1, 4, 12, (16,)), 4, not stand_in, SEQUENTIAL
+    )
     work = [(known.folder, known.model), (tmp_path / "tied", tied)]
     runs = [
         PipelineRun(str(folder), known.prompts, 3, policy.to_json(), stand_in=stand_in, in_flight=2)

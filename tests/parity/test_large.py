@@ -13,23 +13,37 @@ from flexgen_h2o.core.units import TOKEN_CHUNK, TRANSFER_CHUNK
 from flexgen_h2o.engine import workload
 from flexgen_h2o.engine.generation import SweepInput
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
-from tests.parity.reference import Reference, assert_equal, make_reference, random_model, random_prompts
+from tests.parity.reference import (
+    Reference,
+    assert_equal,
+    make_reference,
+    random_model,
+    random_prompts,
+)
 from tests.parity.test_checkpoints import save_safetensors
 
 WIDE = {
-    "hidden_size": 256, "word_embed_proj_dim": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "vocab_size": 4999, "max_position_embeddings": 1100,
-}  # fmt: skip
+    "hidden_size": 256,
+    "word_embed_proj_dim": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 4999,
+    "max_position_embeddings": 1100,
+}
 LENGTHS = (1050, 1050, 990, 1051, 3)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    assert min(TOKEN_CHUNK, LENGTHS[0]) == TOKEN_CHUNK, "a prompt alone must be more than a chunk of tokens"
+    assert min(TOKEN_CHUNK, LENGTHS[0]) == TOKEN_CHUNK, (
+        "a prompt alone must be more than a chunk of tokens"
+    )
     assert WIDE["vocab_size"] * WIDE["hidden_size"] * 4 > TRANSFER_CHUNK
     assert len(LENGTHS) * max(LENGTHS) * WIDE["hidden_size"] * 4 > TRANSFER_CHUNK
     model = random_model(std=0.1, **WIDE)
-    return make_reference(model, tmp_path_factory.mktemp("model"), random_prompts(LENGTHS, seed=8), 3)
+    return make_reference(
+        model, tmp_path_factory.mktemp("model"), random_prompts(LENGTHS, seed=8), 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,11 +51,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     [
         (Policy(5, 1, PLACEMENTS["all on disk"]), MemoryBudget()),
         (Policy(2, 3, PLACEMENTS["all on disk"]), MemoryBudget("256MiB", "256MiB", "256MiB")),
-        (Policy(5, 1, PLACEMENTS["everything split 30/30"]), MemoryBudget("256MiB", "256MiB", "256MiB")),
+        (
+            Policy(5, 1, PLACEMENTS["everything split 30/30"]),
+            MemoryBudget("256MiB", "256MiB", "256MiB"),
+        ),
     ],
     ids=["one batch", "three batches, device", "split, device"],
 )
-def test_larger_than_a_chunk(policy: Policy, budget: MemoryBudget, large: Reference, tmp_path: Path) -> None:
+def test_larger_than_a_chunk(
+    policy: Policy, budget: MemoryBudget, large: Reference, tmp_path: Path
+) -> None:
     assert_equal(large, policy, budget, tmp_path)
 
 
@@ -54,17 +73,24 @@ def test_larger_than_a_chunk(policy: Policy, budget: MemoryBudget, large: Refere
     ],
 )
 def test_prompts_attend_in_parts(
-    shape: str, configuration: str, placement: str, reference: Callable[[str], Reference], tmp_path: Path,
+    shape: str,
+    configuration: str,
+    placement: str,
+    reference: Callable[[str], Reference],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    chosen, parts = CONFIGURATIONS[configuration], split_parts(monkeypatch)
+) -> None:
+    chosen = CONFIGURATIONS[configuration]
+    parts = split_parts(monkeypatch)
     assert_equal(reference(shape), chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path)
     assert max(parts) > 1
 
 
 def split_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Parts have 8 tokens or a longer prompt from now on. Returns how many there were of each micro-batch in turn."""
-    found, parts = [], SweepInput.parts
+    """Parts have 8 tokens or a longer prompt from now on. Returns how many there were of each
+    micro-batch in turn."""
+    found = []
+    parts = SweepInput.parts
 
     def counted(fed: SweepInput, most: int) -> list[SweepInput]:
         of_sweep = parts(fed, most)
@@ -87,4 +113,6 @@ def test_conversion_of_more_than_a_chunk(large: Reference, tmp_path: Path) -> No
     rounded = make_reference(model, tmp_path / "rounded", large.prompts[3:], 3)
     save_safetensors(rounded.folder, folder, lambda name, value: (name, value.bfloat16()))
     stored = Reference(folder, model, rounded.prompts, rounded.tokens, rounded.logits)
-    assert_equal(stored, Policy(2, 1, PLACEMENTS["weights on disk"]), MemoryBudget(), tmp_path / "offload")
+    assert_equal(
+        stored, Policy(2, 1, PLACEMENTS["weights on disk"]), MemoryBudget(), tmp_path / "offload"
+    )

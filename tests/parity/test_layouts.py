@@ -1,6 +1,7 @@
 """Checkpoints laid out in any way that transformers loads give transformers' tokens.
 
-A layout is drawn from its index alone. The default suite takes a few; `scripts/slow_tests.sh` takes LAYOUTS of them.
+A layout is drawn from its index alone. The default suite takes a few; `scripts/slow_tests.sh` takes
+LAYOUTS of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from tests.parity.reference import (
     tokens_of,
 )
 
-LAYOUTS, FEW, CHUNK = 300, 20, 40
+LAYOUTS = 300
+FEW = 20
+CHUNK = 40
 NEW_TOKENS = 4
 PROMPTS = random_prompts((6, 3))
 
@@ -48,7 +51,9 @@ def source(kind: str, tied: bool) -> PreTrainedModel:
 
 
 def loaded(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
 
 
 def check_layout(number: int, folder: Path, offload: Path) -> None:
@@ -61,11 +66,17 @@ def check_layout(number: int, folder: Path, offload: Path) -> None:
     got = tokens_of(run(folder, PROMPTS, policy, offload, SamplingParams(max_tokens=NEW_TOKENS)))
     if got == want:
         return
-    best = torch.cat([teacher_forced(theirs, p, t) for p, t in zip(PROMPTS, want, strict=True)]).topk(2).values
+    best = (
+        torch.cat([teacher_forced(theirs, p, t) for p, t in zip(PROMPTS, want, strict=True)])
+        .topk(2)
+        .values
+    )
     assert (best[:, 0] - best[:, 1]).min() < LEAST_GAP, (number, kind, made.said, want, got)
 
 
-@pytest.mark.parametrize("start", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(FEW, LAYOUTS, CHUNK))])
+@pytest.mark.parametrize(
+    "start", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(FEW, LAYOUTS, CHUNK))]
+)
 def test_any_layout_that_transformers_loads(start: int, tmp_path: Path) -> None:
     end = FEW if start == 0 else min(start + CHUNK, LAYOUTS)
     for number in range(start, end):
@@ -106,7 +117,16 @@ def assert_tokens(folder: Path, tmp_path: Path) -> None:
     theirs = loaded(folder)
     want = [greedy(theirs, prompt, NEW_TOKENS) for prompt in PROMPTS]
     assert (
-        tokens_of(run(folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS))) == want
+        tokens_of(
+            run(
+                folder,
+                PROMPTS,
+                Policy(2, 1),
+                tmp_path / "off",
+                SamplingParams(max_tokens=NEW_TOKENS),
+            )
+        )
+        == want
     )
 
 
@@ -126,13 +146,20 @@ def test_an_adapter_beside_a_model_is_said(
 ) -> None:
     folder = copy_of("llama")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(2, 2)}, folder / "adapter_model.safetensors")
-    got = run(folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS))
+    save_file(
+        {"base_model.model.q_proj.lora_A.weight": torch.ones(2, 2)},
+        folder / "adapter_model.safetensors",
+    )
+    got = run(
+        folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS)
+    )
     assert got
     [line] = stderr_lines(capfd)
     assert "adapter_config.json: this adapter is not used" in line
     (folder / "config.json").unlink()
-    with pytest.raises(UsageError, match=r"holds an adapter \(adapter_config.json\), not a model; merge it"):
+    with pytest.raises(
+        UsageError, match=r"holds an adapter \(adapter_config.json\), not a model; merge it"
+    ):
         LLM(str(folder))
 
 
@@ -141,7 +168,9 @@ def test_a_head_that_the_config_ties_and_that_differs(
 ) -> None:
     folder = copy_of("llama, a kv-head for each query head, tied")
     table = "model.embed_tokens.weight"
-    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[table].flip(0)}))
+    change_tensors(
+        folder, lambda tensors: tensors.update({"lm_head.weight": tensors[table].flip(0)})
+    )
     assert_tokens(folder, tmp_path)
     [line] = stderr_lines(capfd)
     assert "has a head with other numbers than the embedding that config.json ties it to" in line
@@ -165,29 +194,44 @@ def test_a_head_beside_a_tied_table_in_bin_files(
     table = tensors["model.embed_tokens.weight"]
     head = {"lm_head.weight": table.flip(0).contiguous() if differs else table.clone()}
     parts = [tensors, head] if is_sharded else [tensors | head]
-    shards = [f"pytorch_model-{i}.bin" for i in range(len(parts))] if is_sharded else ["pytorch_model.bin"]
+    shards = (
+        [f"pytorch_model-{i}.bin" for i in range(len(parts))]
+        if is_sharded
+        else ["pytorch_model.bin"]
+    )
     for shard, part in zip(shards, parts, strict=True):
         torch.save(part, folder / shard, _use_new_zipfile_serialization=is_zipped)
     if is_sharded:
-        weight_map = {name: shard for shard, part in zip(shards, parts, strict=True) for name in part}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        weight_map = {
+            name: shard for shard, part in zip(shards, parts, strict=True) for name in part
+        }
+        (folder / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     assert_tokens(folder, tmp_path)
-    assert len([line for line in stderr_lines(capfd) if "has a head with other numbers" in line]) == differs
+    assert (
+        len([line for line in stderr_lines(capfd) if "has a head with other numbers" in line])
+        == differs
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8", "4 bits, groups", "int8", "mxfp4", "gptq", "awq"])
 def test_a_head_of_its_own_beside_quantised_matrices(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The config ties it. Nothing that the format stores is said to be unused, shapes of matrices included."""
-    folder, quantiser = tmp_path / "m", QUANTISERS[name]
+    """The config ties it. Nothing that the format stores is said to be unused, shapes of matrices
+    included."""
+    folder = tmp_path / "m"
+    quantiser = QUANTISERS[name]
     model = random_model(2, **(dict(quantiser.shape) | {"tie_word_embeddings": False}))
     save_quantised(model, folder, quantiser)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     want = [greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     capfd.readouterr()
-    got = run(folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS))
+    got = run(
+        folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS)
+    )
     assert tokens_of(got) == want
     [line] = stderr_lines(capfd)
     assert "has a head with other numbers than the embedding that config.json ties it to" in line
@@ -197,7 +241,8 @@ def test_a_head_of_its_own_beside_quantised_matrices(
 def test_settings_of_a_quantiser_in_a_file_of_their_own(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """AutoGPTQ's quantize_config.json and AutoAWQ's quant_config.json, where config.json has no quantization_config."""
+    """AutoGPTQ's quantize_config.json and AutoAWQ's quant_config.json, where config.json has no
+    quantization_config."""
     say_once.cache_clear()
     quantiser = QUANTISERS[name]
     model = random_model(2, **quantiser.shape)
@@ -206,13 +251,31 @@ def test_settings_of_a_quantiser_in_a_file_of_their_own(
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     found = config.pop("quantization_config")
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"quantised \(GPTQ or AWQ\), and config.json has no quantization_config"):
-        run(tmp_path / "model", PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=1))
+    with pytest.raises(
+        UsageError, match=r"quantised \(GPTQ or AWQ\), and config.json has no quantization_config"
+    ):
+        run(
+            tmp_path / "model",
+            PROMPTS,
+            Policy(2, 1),
+            tmp_path / "off",
+            SamplingParams(max_tokens=1),
+        )
     if name == "awq":
-        side = {"zero_point": True, "q_group_size": found["group_size"], "w_bit": 4, "version": "GEMM"}
+        side = {
+            "zero_point": True,
+            "q_group_size": found["group_size"],
+            "w_bit": 4,
+            "version": "GEMM",
+        }
         (tmp_path / "model" / "quant_config.json").write_text(json.dumps(side))
     else:
-        side = {"bits": found["bits"], "group_size": found["group_size"], "desc_act": False, "sym": True}
+        side = {
+            "bits": found["bits"],
+            "group_size": found["group_size"],
+            "desc_act": False,
+            "sym": True,
+        }
         more = {
             "damp_percent": 0.01,
             "true_sequential": True,
@@ -223,7 +286,9 @@ def test_settings_of_a_quantiser_in_a_file_of_their_own(
     params = SamplingParams(max_tokens=NEW_TOKENS)
     want = tokens_of(run(tmp_path / "decoded", PROMPTS, Policy(2, 1), tmp_path / "off", params))
     capfd.readouterr()
-    assert tokens_of(run(tmp_path / "model", PROMPTS, Policy(2, 1), tmp_path / "off", params)) == want
+    assert (
+        tokens_of(run(tmp_path / "model", PROMPTS, Policy(2, 1), tmp_path / "off", params)) == want
+    )
     [line] = stderr_lines(capfd)
     assert "read as quantization_config, which config.json does not have" in line
 
@@ -266,7 +331,8 @@ def test_stretched_positions(
     with_rope(folder, 32, scaling)
     if shape == "mistral, windows":
         change_config(folder, sliding_window=40)  # that would hide nothing of 32 positions
-    theirs, [prompt] = loaded(folder), random_prompts((most - NEW_TOKENS + 1,))
+    theirs = loaded(folder)
+    [prompt] = random_prompts((most - NEW_TOKENS + 1,))
     with LLM(str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off") as llm:
         assert llm.model.spec.max_positions == most
         [got] = llm.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS))
@@ -276,7 +342,8 @@ def test_stretched_positions(
 
 
 def test_positions_that_are_not_stretched(copy_of: Callable[[str], Path]) -> None:
-    """ "dynamic" depends on a sequence's length; a stretch that ends before max_position_embeddings lowers nothing."""
+    """ "dynamic" depends on a sequence's length; a stretch that ends before max_position_embeddings
+    lowers nothing."""
     folder = copy_of("llama")
     cases = [
         ({"type": "dynamic", "factor": 4.0}, 64),
@@ -287,10 +354,16 @@ def test_positions_that_are_not_stretched(copy_of: Callable[[str], Path]) -> Non
         assert spec_from_folder("it", folder)[0].max_positions == most
 
 
-def test_at_most_so_many_tokens_of_a_sequence(copy_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_at_most_so_many_tokens_of_a_sequence(
+    copy_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = copy_of("llama")
-    want = LLM(str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off").generate(PROMPTS)
-    with LLM(str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off", max_model_len=40) as llm:
+    want = LLM(str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off").generate(
+        PROMPTS
+    )
+    with LLM(
+        str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off", max_model_len=40
+    ) as llm:
         assert llm.model.spec.max_positions == 40
         assert tokens_of(llm.generate(PROMPTS)) == tokens_of(want)
         with pytest.raises(UsageError, match="40 positions"):
@@ -299,7 +372,8 @@ def test_at_most_so_many_tokens_of_a_sequence(copy_of: Callable[[str], Path], tm
         with pytest.raises(UsageError, match="--max-model-len"):
             LLM(str(folder), max_model_len=wrong)  # type: ignore[arg-type]
     with pytest.raises(
-        UsageError, match=r"65: .* has 64 positions; lower it, or stretch .* rope_scaling in config.json"
+        UsageError,
+        match=r"65: .* has 64 positions; lower it, or stretch .* rope_scaling in config.json",
     ):
         LLM(str(folder), max_model_len=65)
 
@@ -307,20 +381,30 @@ def test_at_most_so_many_tokens_of_a_sequence(copy_of: Callable[[str], Path], tm
 # ---- Tokenizers
 
 
-def test_a_sentencepiece_model_alone(copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sentencepiece_model_alone(
+    copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The message names the packages that are missing, not one that would not help."""
     folder = copy_of("llama")
     (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}'
+    )
     for missing in (("sentencepiece", "google.protobuf"), ("google.protobuf",)):
-        monkeypatch.setattr(load, "_is_installed", lambda module, missing=missing: module not in missing)
+        monkeypatch.setattr(
+            load, "_is_installed", lambda module, missing=missing: module not in missing
+        )
         names = " ".join(name.replace("google.", "") for name in missing)
-        with pytest.raises(UsageError, match=f"tokenizer.model alone, .*; run pip install {names}, or") as caught:
+        with pytest.raises(
+            UsageError, match=f"tokenizer.model alone, .*; run pip install {names}, or"
+        ) as caught:
             LLM(str(folder))
         assert "tiktoken" not in str(caught.value)
 
 
-def test_dropout_of_a_tokenizer_is_not_obeyed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_dropout_of_a_tokenizer_is_not_obeyed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It cuts the same text in other ways each time, which is for training."""
     say_once.cache_clear()
     text = "def main(argv=None): hello world, this is a text"

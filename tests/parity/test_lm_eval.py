@@ -1,4 +1,5 @@
-"""lm-eval's questions through the engine: its own Hugging Face backend with the full cache, the reference with H2O."""
+"""lm-eval's questions through the engine: its own Hugging Face backend with the full cache, the
+reference with H2O."""
 
 from __future__ import annotations
 
@@ -40,13 +41,18 @@ FOLDERS = {
     "gpt_neox": {"model_type": "gpt_neox"},
 }
 PAIRS = [
-    ("import os\ndef f(x):\n    return", " x"), ("import os\ndef f(x):\n    return", " y"),  # the last token differs
-    ("import os\ndef f(x):\n    return", " x + 1"), ("import os\ndef f(x):\n    return", " x + 2"),
+    ("import os\ndef f(x):\n    return", " x"),
+    ("import os\ndef f(x):\n    return", " y"),  # the last token differs
+    ("import os\ndef f(x):\n    return", " x + 1"),
+    ("import os\ndef f(x):\n    return", " x + 2"),
     ("import os\ndef f(x):\n    return", " x"),  # asked twice
     ("class A: ", "pass"),  # the space goes to the continuation
-    ("", "import sys\nimport os"), ("a", " = 1"), ("x = [", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]"),
-    (LONG, "for"), (LONG, " a in b:\n        pass"),
-]  # fmt: skip
+    ("", "import sys\nimport os"),
+    ("a", " = 1"),
+    ("x = [", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]"),
+    (LONG, "for"),
+    (LONG, " a in b:\n        pass"),
+]
 TEXTS = ["import os", LONG, "x"]
 GENERATE: list[tuple[str, dict[str, Any]]] = [
     ("import os\n", {"until": ["\n\n"], "max_gen_toks": 12}),
@@ -60,16 +66,24 @@ def requests(kind: str, given: Sequence[tuple[Any, ...]]) -> list[Instance]:
     return [Instance(kind, {}, args, i) for i, args in enumerate(given)]
 
 
-LIKELIHOOD, ROLLING = requests("loglikelihood", PAIRS), requests("loglikelihood_rolling", [(text,) for text in TEXTS])
+LIKELIHOOD = requests("loglikelihood", PAIRS)
+ROLLING = requests("loglikelihood_rolling", [(text,) for text in TEXTS])
 
 
 @pytest.fixture(scope="module", params=["opt-tiny", *FOLDERS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each family with the shipped tokenizer, and the shipped model, cut to as few positions."""
-    shipped, made = PACKAGED["opt-tiny"], tmp_path_factory.mktemp("model")
+    """A model of each family with the shipped tokenizer, and the shipped model, cut to as few
+    positions."""
+    shipped = PACKAGED["opt-tiny"]
+    made = tmp_path_factory.mktemp("model")
     if request.param == "opt-tiny":
         return shipped
-    shape = {"vocab_size": 2048, "max_position_embeddings": POSITIONS, "eos_token_id": 2, "bos_token_id": 0}
+    shape = {
+        "vocab_size": 2048,
+        "max_position_embeddings": POSITIONS,
+        "eos_token_id": 2,
+        "bos_token_id": 0,
+    }
     random_model(0, **{**FOLDERS[request.param], **shape}).save_pretrained(made)
     for path in shipped.glob("tokenizer*"):
         shutil.copy(path, made)
@@ -93,7 +107,9 @@ def assert_close(found: Sequence[tuple[float, bool]], want: Sequence[tuple[float
         assert own == pytest.approx(other, abs=TOLERANCE, rel=1e-5)
 
 
-def test_whole_texts_are_the_sums_of_their_windows(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_texts_are_the_sums_of_their_windows(
+    ours: EngineLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever order the windows of many texts are done in."""
     given = ["import os", LONG, "", "x", LONG + "pass"]
 
@@ -102,7 +118,9 @@ def test_whole_texts_are_the_sums_of_their_windows(ours: EngineLM, monkeypatch: 
             done(i, (float(len(pairs[i][1])), False))
 
     monkeypatch.setattr(EngineLM, "_score", score)
-    found = ours.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in given]))
+    found = ours.loglikelihood_rolling(
+        requests("loglikelihood_rolling", [(text,) for text in given])
+    )
     assert found == [len(ours.tok_encode(text)) for text in given]
 
 
@@ -114,7 +132,9 @@ def test_log_likelihoods_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
 
 def test_the_likeliest_continuation_is_greedy(theirs: HFLM, ours: EngineLM) -> None:
     context = "def f(x):\n    return"
-    [text] = theirs.generate_until(requests("generate_until", [(context, {"until": [], "max_gen_toks": 5})]))
+    [text] = theirs.generate_until(
+        requests("generate_until", [(context, {"until": [], "max_gen_toks": 5})])
+    )
     asked = requests("loglikelihood", [(context, text), (context, text + "q")])
     found = ours.loglikelihood(asked, disable_tqdm=True)
     assert_close(found, theirs.loglikelihood(asked, disable_tqdm=True))
@@ -124,7 +144,9 @@ def test_rolling_likelihoods_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> N
     found = ours.loglikelihood_rolling(ROLLING, disable_tqdm=True)
     want = theirs.loglikelihood_rolling(ROLLING, disable_tqdm=True)
     for text, own, other in zip(TEXTS, found, want, strict=True):
-        assert own == pytest.approx(other, abs=TOLERANCE * (1 + len(theirs.tok_encode(text)) / 100)), text[:20]
+        assert own == pytest.approx(
+            other, abs=TOLERANCE * (1 + len(theirs.tok_encode(text)) / 100)
+        ), text[:20]
 
 
 def test_texts_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
@@ -136,9 +158,14 @@ def test_texts_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
 
 @pytest.mark.parametrize("shape", FOLDERS)
 @pytest.mark.parametrize("together", [True, False])
-def test_h2o_forces_the_continuation_through_decode(shape: str, together: bool, tmp_path: Path) -> None:
-    """The reference keeps the columns of its own full attention matrix; a continuation is taken token by token."""
-    model = random_model(0, **{**FOLDERS[shape], "vocab_size": 2048, "max_position_embeddings": POSITIONS})
+def test_h2o_forces_the_continuation_through_decode(
+    shape: str, together: bool, tmp_path: Path
+) -> None:
+    """The reference keeps the columns of its own full attention matrix; a continuation is taken
+    token by token."""
+    model = random_model(
+        0, **{**FOLDERS[shape], "vocab_size": 2048, "max_position_embeddings": POSITIONS}
+    )
     model.save_pretrained(tmp_path / "model")
     for path in PACKAGED["opt-tiny"].glob("tokenizer*"):
         shutil.copy(path, tmp_path / "model")
@@ -146,55 +173,82 @@ def test_h2o_forces_the_continuation_through_decode(shape: str, together: bool, 
     context = torch.randint(4, 2048, (21,), generator=generator).tolist()
     more = torch.randint(4, 2048, (GIVEN_CHUNK + 4,), generator=generator).tolist()
     rows = [(context, more), (context, [*more[:-1], 7]), (context, [9]), (context[:9], more[:6])]
-    with LLM(tmp_path / "model", Policy(2, 2), H2O(heavy_size=5, recent_size=3), "cpu", "float32") as llm:
+    with LLM(
+        tmp_path / "model", Policy(2, 2), H2O(heavy_size=5, recent_size=3), "cpu", "float32"
+    ) as llm:
         own = EngineLM(llm)
         asked = [(("a", str(i)), list(c), list(m)) for i, (c, m) in enumerate(rows)]
-        found = own._loglikelihood_tokens(asked) if together else [own._loglikelihood_tokens([r])[0] for r in asked]
+        found = (
+            own._loglikelihood_tokens(asked)
+            if together
+            else [own._loglikelihood_tokens([r])[0] for r in asked]
+        )
         llm.eviction = H2O(heavy_size=40, recent_size=40)
         whole = own._loglikelihood_tokens(asked)
-    want = [evicted(plain_model(model), c, m, plain.h2o(Budget(heavy_size=5, recent_size=3))) for c, m in rows]
+    want = [
+        evicted(plain_model(model), c, m, plain.h2o(Budget(heavy_size=5, recent_size=3)))
+        for c, m in rows
+    ]
     assert_close(found, want)
     assert abs(found[0][0] - whole[0][0]) > 0.01, "nothing was evicted"
 
 
 def test_where_engine_and_plug_in_agree(folder: Path, theirs: HFLM, ours: EngineLM) -> None:
-    """docs/reference/lm-eval.md, "How requests run": dropping is the full cache there, masking its echoed text."""
+    """docs/reference/lm-eval.md, "How requests run": dropping is the full cache there, masking its
+    echoed text."""
     sizes: dict[str, int] = {"heavy_size": 6, "recent_size": 4}
-    short, long = [5, 9, 7, 30, 11, 8], [*range(20, 50)]
+    short = [5, 9, 7, 30, 11, 8]
+    long = [*range(20, 50)]
     asked = [(None, short, [*range(60, 80)]), (None, long, [*range(60, 80)])]
     full = ours._loglikelihood_tokens(asked)
     with_plug_in = {}
     for mode in ("drop", "mask"):
         enable_h2o(theirs.model, **sizes, mode=mode)
         try:
-            with_plug_in[mode] = [theirs._loglikelihood_tokens([one], disable_tqdm=True)[0] for one in asked]
+            with_plug_in[mode] = [
+                theirs._loglikelihood_tokens([one], disable_tqdm=True)[0] for one in asked
+            ]
         finally:
             disable_h2o(theirs.model)
     assert_close(full, with_plug_in["drop"])
     ours.llm.eviction = H2O(**sizes)
     decoded = ours._loglikelihood_tokens(asked)
-    echoed = ours.llm.generate([[*c, *m] for _, c, m in asked], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    echoed = ours.llm.generate(
+        [[*c, *m] for _, c, m in asked], SamplingParams(max_tokens=0, prompt_logprobs=1)
+    )
     sums = [sum(one.logprob for one in (e.prompt_logprobs or [])[-20:] if one) for e in echoed]
-    assert sums == pytest.approx([value for value, _ in with_plug_in["mask"]], abs=TOLERANCE, rel=1e-5)
+    assert sums == pytest.approx(
+        [value for value, _ in with_plug_in["mask"]], abs=TOLERANCE, rel=1e-5
+    )
     # A context that fits the budget is where nothing has left before the continuation begins.
     assert_close(decoded[:1], with_plug_in["mask"][:1])
     assert abs(decoded[1][0] - with_plug_in["mask"][1][0]) > 1e-3 < abs(decoded[1][0] - full[1][0])
 
 
 def test_the_mode_follows_what_stays_in_the_cache(tmp_path: Path) -> None:
-    packed, sparse = Policy(1, 1, compress_cache=True), Policy(1, 1, attn_sparsity=0.5)
+    packed = Policy(1, 1, compress_cache=True)
+    sparse = Policy(1, 1, attn_sparsity=0.5)
     for policy, eviction, mode in (
-        (Policy(1, 1), None, "prefill"), (Policy(1, 1), H2O(), "decode"), (packed, None, "decode"),
+        (Policy(1, 1), None, "prefill"),
+        (Policy(1, 1), H2O(), "decode"),
+        (packed, None, "decode"),
         (sparse, None, "decode"),
-    ):  # fmt: skip
+    ):
         with LLM("opt-tiny", policy, eviction, "cpu", offload_dir=tmp_path) as llm:
             assert EngineLM(llm).score_mode == mode
 
 
-def evicted(model: Any, context: Sequence[int], tokens: Sequence[int], policy: plain.Policy) -> tuple[float, bool]:
+def evicted(
+    model: Any, context: Sequence[int], tokens: Sequence[int], policy: plain.Policy
+) -> tuple[float, bool]:
     """Slow and obvious: all is computed anew for each token, under masks that grow row by row."""
-    states = [LayerState(model, layer, len(context), len(tokens), policy) for layer in range(model.num_layers)]
-    ids, total, greedy = list(context), 0.0, True
+    states = [
+        LayerState(model, layer, len(context), len(tokens), policy)
+        for layer in range(model.num_layers)
+    ]
+    ids = list(context)
+    total = 0.0
+    greedy = True
     for step, token in enumerate(tokens):
         logits, seen = forward(model, ids, [state.mask for state in states])
         for state, own in zip(states, seen, strict=True):
@@ -214,7 +268,9 @@ def test_choices_of_one_token_are_one_row(ours: EngineLM, monkeypatch: pytest.Mo
     rows: list[int] = []
     run = ours.llm.run
     monkeypatch.setattr(
-        ours.llm, "run", lambda prompts, *more, **names: rows.append(len(prompts)) or run(prompts, *more)
+        ours.llm,
+        "run",
+        lambda prompts, *more, **names: rows.append(len(prompts)) or run(prompts, *more),
     )
     ours._loglikelihood_tokens([(None, [5, 6, 7], [choice]) for choice in (8, 9, 10, 11)])
     ours._loglikelihood_tokens([(None, [5, 6, 7], [4, choice]) for choice in (8, 9, 10, 11)])
@@ -235,14 +291,22 @@ def test_each_row_goes_to_the_cache_as_it_ends(ours: EngineLM) -> None:
     assert sorted(kept[1:] for kept in hook.kept) == sorted(zip(PAIRS, found, strict=True))
     hook.kept.clear()
     rolling = ours.loglikelihood_rolling(ROLLING)
-    assert sorted((req, res) for _, req, res in hook.kept) == sorted(zip([(t,) for t in TEXTS], rolling, strict=True))
+    assert sorted((req, res) for _, req, res in hook.kept) == sorted(
+        zip([(t,) for t in TEXTS], rolling, strict=True)
+    )
     hook.kept.clear()
     texts = ours.generate_until(requests("generate_until", GENERATE))
-    assert {req[0]: res for _, req, res in hook.kept} == dict(zip([c for c, _ in GENERATE], texts, strict=True))
+    assert {req[0]: res for _, req, res in hook.kept} == dict(
+        zip([c for c, _ in GENERATE], texts, strict=True)
+    )
 
 
 def test_no_requests_and_no_text(ours: EngineLM) -> None:
-    assert ours.loglikelihood([]) == [] and ours.generate_until([]) == [] and ours.loglikelihood_rolling([]) == []
+    assert (
+        ours.loglikelihood([]) == []
+        and ours.generate_until([]) == []
+        and ours.loglikelihood_rolling([]) == []
+    )
     assert ours.generate_until(requests("generate_until", [("", {"max_gen_toks": 2})]))
 
 
@@ -261,19 +325,32 @@ def test_draws_are_repeatable_and_differ(ours: EngineLM) -> None:
         ({"do_sample": True, "temperature": -1.0, "max_gen_toks": 5}, "--gen-kwargs temperature"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(ours: EngineLM, given: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_generated_is_refused(
+    ours: EngineLM, given: dict[str, Any], says: str
+) -> None:
     with pytest.raises(UsageError, match=says):
         ours.generate_until(requests("generate_until", [("x", given)]))
 
 
 def test_chat_templates(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes no system's message, as HFLM has it; one that takes nothing, and one that never ends."""
+    """One that takes no system's message, as HFLM has it; one that takes nothing, and one that
+    never ends."""
     history = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     refuse = "{{ raise_exception('not that') }}"
-    template = f"{{% if messages[0].role == 'system' %}}{refuse}{{% endif %}}{{{{ messages[0].content }}}}"
-    monkeypatch.setattr(ours.tokenizer, "chat_template", template + "{% if add_generation_prompt %}>{% endif %}")
-    assert (ours.apply_chat_template(history), ours.apply_chat_template(history, False)) == ("hi>", "hi")
-    for bad, says in ((refuse, "template refuses: not that"), ("{% for i in range(10**9) %}x{% endfor %}", "template")):
+    template = (
+        f"{{% if messages[0].role == 'system' %}}{refuse}{{% endif %}}{{{{ messages[0].content }}}}"
+    )
+    monkeypatch.setattr(
+        ours.tokenizer, "chat_template", template + "{% if add_generation_prompt %}>{% endif %}"
+    )
+    assert (ours.apply_chat_template(history), ours.apply_chat_template(history, False)) == (
+        "hi>",
+        "hi",
+    )
+    for bad, says in (
+        (refuse, "template refuses: not that"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "template"),
+    ):
         monkeypatch.setattr(ours.tokenizer, "chat_template", bad)
         with pytest.raises(UsageError, match=says):
             ours.apply_chat_template(history)
@@ -281,7 +358,10 @@ def test_chat_templates(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     random_model(0).save_pretrained(tmp_path)
-    with LLM(tmp_path, Policy(1, 1), device="cpu") as llm, pytest.raises(UsageError, match="no tokenizer"):
+    with (
+        LLM(tmp_path, Policy(1, 1), device="cpu") as llm,
+        pytest.raises(UsageError, match="no tokenizer"),
+    ):
         EngineLM(llm)
 
 
@@ -293,5 +373,12 @@ def test_log_probabilities_by_row() -> None:
 
     best = logits.argmax(-1).tolist()
     found = logprobs_at(logits, [[1, best[0]], [], [5]])
-    assert found[0][0][0] == pytest.approx(want(0, 1), abs=1e-4) and found[0][1] == (found[0][1][0], True)
-    assert found[1] == [] and found[2][0][0] == pytest.approx(want(2, 5), abs=1e-4) and not found[2][0][1]
+    assert found[0][0][0] == pytest.approx(want(0, 1), abs=1e-4) and found[0][1] == (
+        found[0][1][0],
+        True,
+    )
+    assert (
+        found[1] == []
+        and found[2][0][0] == pytest.approx(want(2, 5), abs=1e-4)
+        and not found[2][0][1]
+    )

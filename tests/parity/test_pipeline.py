@@ -34,14 +34,22 @@ GREEDY = SamplingParams(max_tokens=4)
 def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """OPT of three transformer blocks, which two ranks cannot share evenly; tied embeddings."""
     model = random_model(num_hidden_layers=3)
-    return make_reference(model, tmp_path_factory.mktemp("model") / "opt-3", random_prompts(LENGTHS), NEW_TOKENS)
+    return make_reference(
+        model, tmp_path_factory.mktemp("model") / "opt-3", random_prompts(LENGTHS), NEW_TOKENS
+    )
 
 
 def torchrun(ranks: int, *argv: object, timeout: int = 100) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *argv]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT, check=False
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=env,
+        cwd=ROOT,
+        check=False,
     )
 
 
@@ -53,11 +61,12 @@ os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZ
 os.environ["MASTER_ADDR"] = "127.0.0.1"
 from tests.parity.ranks import main
 sys.exit(main(*files))
-"""
+"""  # noqa: E501
 
 
 def answers_of(forks: Forks, ranks: int, runs: list[Run], folder: Path) -> list[dict[str, Any]]:
-    """Ranks are forked off; torchrun, which takes seconds to start, is left to the slow tests of the door."""
+    """Ranks are forked off; torchrun, which takes seconds to start, is left to the slow tests of
+    the door."""
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -84,25 +93,33 @@ def test_two_ranks_give_the_tokens_of_transformers_with_every_placement(
     runs = [run_of(three_blocks, Policy(2, 1))]
     for i, percent in enumerate(PLACEMENTS.values()):
         configuration = CONFIGURATIONS[names[i % len(names)]]
-        runs.append(run_of(three_blocks, configuration.policy(percent), stand_in=configuration.stand_in))
+        runs.append(
+            run_of(three_blocks, configuration.policy(percent), stand_in=configuration.stand_in)
+        )
     answers = answers_of(forks, 2, runs, tmp_path)
     for answer, placement in zip(answers, ("all on device", *PLACEMENTS), strict=True):
         assert answer["tokens"] == three_blocks.tokens, placement
     check_joint_report(answers[0]["report"], three_blocks, [[0, 2], [2, 3]], tmp_path)
 
 
-def check_joint_report(report: dict[str, Any], known: Reference, blocks: list[list[int]], folder: Path) -> None:
-    """Of Policy(2, 1) over as many ranks as `blocks` names. One process runs as many rows at a time for comparison."""
+def check_joint_report(
+    report: dict[str, Any], known: Reference, blocks: list[list[int]], folder: Path
+) -> None:
+    """Of Policy(2, 1) over as many ranks as `blocks` names. One process runs as many rows at a time
+    for comparison."""
     alone = run_of(known, Policy(2, len(blocks))).do(None, str(folder / "offload"))["report"]
     ranks = report["extra"]["ranks"]
     assert [one["blocks"] for one in ranks] == blocks
     assert report["total"]["tokens"] == alone["total"]["tokens"] and report["kv"] == alone["kv"]
     assert report["peak_bytes"]["host"] == sum(one["peak_bytes"]["host"] for one in ranks)
     for name in ("io_bytes", "peak_bytes"):
-        kinds, total = report[f"{name}_by_kind"], report[name]
+        kinds = report[f"{name}_by_kind"]
+        total = report[name]
         assert {key: sum(of[key] for of in kinds.values()) for key in total} == total
-    # Hidden states once to each neighbour but back to the first rank: of every prompt token, then of every new one.
-    width, rows = 48 * 4, len(LENGTHS)
+    # Hidden states once to each neighbour but back to the first rank: of every prompt token, then
+    # of every new one.
+    width = 48 * 4
+    rows = len(LENGTHS)
     hidden = (sum(LENGTHS) + (NEW_TOKENS - 1) * rows) * width
     assert all(hidden < one["sent_bytes"] < hidden * 1.5 for one in ranks[:-1])
     assert ranks[-1]["sent_bytes"] < hidden / 2
@@ -110,9 +127,15 @@ def check_joint_report(report: dict[str, Any], known: Reference, blocks: list[li
 
 @pytest.mark.slow
 def test_micro_batches_families_eviction_and_compression_are_those_of_one_process(
-    three_blocks: Reference, reference: Callable[[str], Reference], ended: Ended, forks: Forks, tmp_path: Path
+    three_blocks: Reference,
+    reference: Callable[[str], Reference],
+    ended: Ended,
+    forks: Forks,
+    tmp_path: Path,
 ) -> None:
-    llama, neox, disk = reference("llama"), reference("gpt_neox"), (30, 0, 30, 0, 30, 0)
+    llama = reference("llama")
+    neox = reference("gpt_neox")
+    disk = (30, 0, 30, 0, 30, 0)
     windows = reference("qwen2, windows of some layers")
     runs = [
         run_of(llama, Policy(2, 1)),  # one transformer block a rank
@@ -121,13 +144,24 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         run_of(three_blocks, Policy(1, 1), in_flight=3),
         run_of(three_blocks, Policy(2, 2, disk), eviction="h2o", keeping={"heavy_size": 2}),
         run_of(three_blocks, Policy(1, 1, disk), eviction="random", keeping={"heavy_size": 2}),
-        run_of(llama, Policy(2, 1, disk), eviction="h2o:positions=rolling", keeping={"heavy_size": 2}),
-        run_of(three_blocks, Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8)),
+        run_of(
+            llama, Policy(2, 1, disk), eviction="h2o:positions=rolling", keeping={"heavy_size": 2}
+        ),
+        run_of(
+            three_blocks,
+            Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8),
+        ),
         run_of(llama, Policy(2, 1, disk, int8_compute=True)),
         run_of(reference("olmoe"), Policy(1, 3, disk), in_flight=2),
         run_of(three_blocks, Policy(2, 1), sampling={"temperature": 1.0, "seed": 3}),
         Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(2, 1).to_json()),
-        Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(1, 3, disk).to_json(), in_flight=3),
+        Run(
+            str(ended.folder),
+            ended.prompts,
+            max(map(len, ended.tokens)),
+            Policy(1, 3, disk).to_json(),
+            in_flight=3,
+        ),
         run_of(windows, Policy(2, 1, disk)),
         run_of(windows, Policy(2, 1, disk), eviction="h2o", keeping={"heavy_size": 2}),
         run_of(reference("gpt_oss, all experts chosen, no biases"), Policy(2, 2, disk)),
@@ -149,17 +183,50 @@ def test_three_ranks_report_together(three_blocks: Reference, forks: Forks, tmp_
 
 
 @pytest.mark.slow
-def test_the_door_prints_and_writes_in_one_rank_only(three_blocks: Reference, tmp_path: Path) -> None:
-    prompts, out, report = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "report.json"
-    prompts.write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in three_blocks.prompts))
+def test_the_door_prints_and_writes_in_one_rank_only(
+    three_blocks: Reference, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
+    report = tmp_path / "report.json"
+    prompts.write_text(
+        "".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in three_blocks.prompts)
+    )
     done = torchrun(
-        2, "-m", "flexgen_h2o.flex_opt", "--pipeline", "--model", three_blocks.folder, "--device", "cpu",
-        "--dtype", "float32", "--prompts", prompts, "--gen-len", NEW_TOKENS, "--gpu-batch-size", 2,
-        "--num-gpu-batches", 1, "--num-inner-iterations", 3, "--host-mem", "64MiB", "--output", out, "--json", report,
-        "--offload-dir", tmp_path / "offload", "--no-log",
-    )  # fmt: skip
+        2,
+        "-m",
+        "flexgen_h2o.flex_opt",
+        "--pipeline",
+        "--model",
+        three_blocks.folder,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--prompts",
+        prompts,
+        "--gen-len",
+        NEW_TOKENS,
+        "--gpu-batch-size",
+        2,
+        "--num-gpu-batches",
+        1,
+        "--num-inner-iterations",
+        3,
+        "--host-mem",
+        "64MiB",
+        "--output",
+        out,
+        "--json",
+        report,
+        "--offload-dir",
+        tmp_path / "offload",
+        "--no-log",
+    )
     assert done.returncode == 0, done.stderr[:6000]
-    assert [json.loads(line)["token_ids"] for line in out.read_text().splitlines()] == three_blocks.tokens
+    assert [
+        json.loads(line)["token_ids"] for line in out.read_text().splitlines()
+    ] == three_blocks.tokens
     assert done.stdout.count("decode latency") == 1
     assert "ranks: 0: blocks 0 to 1, " in done.stdout
     assert len(json.loads(report.read_text())["extra"]["ranks"]) == 2
@@ -171,33 +238,55 @@ def test_a_rank_that_fails_ends_all_with_its_line(three_blocks: Reference, tmp_p
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, sys\nfrom flexgen_h2o import flex_opt\n"
-        "sys.exit(flex_opt.main([*sys.argv[1:], '--host-mem', '1MiB' if os.environ['RANK'] == '1' else '64MiB']))\n"
+        "sys.exit(flex_opt.main([*sys.argv[1:], '--host-mem', '1MiB' if os.environ['RANK'] == '1' "
+        "else '64MiB']))\n"
     )
     done = torchrun(
-        2, script, "--pipeline", "--model", three_blocks.folder, "--device", "cpu", "--dtype", "float32",
-        "--prompt-len", 8, "--gen-len", 4, "--gpu-batch-size", 2, "--no-log", "--offload-dir", tmp_path / "offload",
-    )  # fmt: skip
+        2,
+        script,
+        "--pipeline",
+        "--model",
+        three_blocks.folder,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--prompt-len",
+        8,
+        "--gen-len",
+        4,
+        "--gpu-batch-size",
+        2,
+        "--no-log",
+        "--offload-dir",
+        tmp_path / "offload",
+    )
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("flex_opt, rank")]
-    assert any(line.startswith("flex_opt, rank 1: the plan needs ") for line in lines), done.stderr[:6000]
+    assert any(line.startswith("flex_opt, rank 1: the plan needs ") for line in lines), done.stderr[
+        :6000
+    ]
     assert "latency" not in done.stdout
 
 
 @pytest.mark.slow
 def test_a_rank_that_never_comes_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """Rank 1 is called wrongly; rank 0, which waits to meet it, ends at torchrun's SIGTERM. Else torchrun kills it
-    after 30 seconds."""
+    """Rank 1 is called wrongly; rank 0, which waits to meet it, ends at torchrun's SIGTERM. Else
+    torchrun kills it after 30 seconds."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, sys\nfrom flexgen_h2o import flex_opt\n"
         "sys.exit(flex_opt.main([*sys.argv[1:], *['--nonsense'] * (os.environ['RANK'] == '1')]))\n"
     )
-    done = torchrun(2, script, "--pipeline", "--device", "cpu", "--gpu-batch-size", 2, "--no-log", timeout=28)
+    done = torchrun(
+        2, script, "--pipeline", "--device", "cpu", "--gpu-batch-size", 2, "--no-log", timeout=28
+    )
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("flex_opt, rank")]
     assert sorted(lines) == [
-        "flex_opt, rank 0: ended by SIGTERM", "flex_opt, rank 1: unrecognized arguments: --nonsense"
-    ]  # fmt: skip
+        "flex_opt, rank 0: ended by SIGTERM",
+        "flex_opt, rank 1: unrecognized arguments: --nonsense",
+    ]
 
 
 # ---- Bad use
@@ -208,12 +297,23 @@ def test_ranks_with_other_flags_are_told_which(monkeypatch: pytest.MonkeyPatch) 
     said: list[Any] = []
     monkeypatch.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: [mine, *said])
     names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
-    rows, work = [Row(Prompt(0, (5, 6), None), 4)], ({"layers": 3}, "float32", Policy(), Full(), GREEDY, "auto")
+    rows = [Row(Prompt(0, (5, 6), None), 4)]
+    work = ({"layers": 3}, "float32", Policy(), Full(), GREEDY, "auto")
     check_same(Pipeline(0, 2, 2), work, rows)
-    others = ({"layers": 4}, "bfloat16", Policy(2), H2O(0.1), replace(GREEDY, temperature=0.5), "off")
+    others = (
+        {"layers": 4},
+        "bfloat16",
+        Policy(2),
+        H2O(0.1),
+        replace(GREEDY, temperature=0.5),
+        "off",
+    )
     for i, name in enumerate(names):
         with monkeypatch.context() as patched:
-            patched.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: said.append(mine) or [mine])
+            patched.setattr(
+                "flexgen_h2o.engine.distributed._gather",
+                lambda _, mine: said.append(mine) or [mine],
+            )
             check_same(Pipeline(1, 2, 2), (*work[:i], others[i], *work[i + 1 :]), rows)
         with pytest.raises(UsageError, match=f"rank 1 has another {name} than rank 0"):
             check_same(Pipeline(0, 2, 2), work, rows)
@@ -222,20 +322,33 @@ def test_ranks_with_other_flags_are_told_which(monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UsageError, match=r"--pipeline: RANK is not set; start the processes with torchrun"):
+    with pytest.raises(
+        UsageError, match=r"--pipeline: RANK is not set; start the processes with torchrun"
+    ):
         join_pipeline(None)
 
 
 def test_a_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.setenv(name, "1" if "SIZE" in name else "0")
-    with pytest.raises(UsageError, match=r"--pipeline: torchrun started 1 process; start at least 2"):
+    with pytest.raises(
+        UsageError, match=r"--pipeline: torchrun started 1 process; start at least 2"
+    ):
         join_pipeline(None)
 
 
 def test_more_ranks_than_blocks_and_auto(three_blocks: Reference, tmp_path: Path) -> None:
     fixed = LLM(str(three_blocks.folder), Policy(), device="cpu", offload_dir=tmp_path)
-    with pytest.raises(UsageError, match=r"has 3 transformer blocks, and torchrun started 4 processes"):
+    with pytest.raises(
+        UsageError, match=r"has 3 transformer blocks, and torchrun started 4 processes"
+    ):
         fixed.join(Pipeline(0, 4, 4))
     chosen = LLM(str(three_blocks.folder), "auto", device="cpu", offload_dir=tmp_path)
     with pytest.raises(UsageError, match=r"--pipeline: auto plans for one process"):

@@ -1,4 +1,5 @@
-"""A policy never changes the tokens: every placement, shape and configuration against transformers in fp32."""
+"""A policy never changes the tokens: every placement, shape and configuration against transformers
+in fp32."""
 
 from __future__ import annotations
 
@@ -8,13 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, LAID_OUT, PLACEMENTS, SHAPES, pairwise_cases, thinned
+from tests.parity.cases import (
+    CONFIGURATIONS,
+    FAMILY_SHAPES,
+    LAID_OUT,
+    PLACEMENTS,
+    SHAPES,
+    pairwise_cases,
+    thinned,
+)
 from tests.parity.reference import Reference, assert_equal
 
 
 @pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(pairwise_cases(), 5))
 def test_tokens_and_logits_are_those_of_transformers(
-    shape: str, placement: str, configuration: str, reference: Callable[[str], Reference], tmp_path: Path
+    shape: str,
+    placement: str,
+    configuration: str,
+    reference: Callable[[str], Reference],
+    tmp_path: Path,
 ) -> None:
     chosen = CONFIGURATIONS[configuration]
     assert_equal(reference(shape), chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path)

@@ -35,7 +35,9 @@ from tests.parity.reference import random_model
 
 LANES = ("disk_read", "disk_write", "h2d", "d2h")
 KINDS = ("weights", "kv", "hidden")
-LAYERS, COLUMN = BASE["num_hidden_layers"], 2 * SHAPE["hidden_size"] * ITEMSIZE  # a key and a value of every head
+# a key and a value of every head
+LAYERS = BASE["num_hidden_layers"]
+COLUMN = 2 * SHAPE["hidden_size"] * ITEMSIZE
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,12 @@ Moved = dict[str, dict[str, float]]  # by kind and lane
 
 
 def planned(llm: LLM, run: Run) -> Moved:
-    """Bytes of each kind over each lane by planner/work.py, in whole pages where they go to or come from the disk."""
+    """Bytes of each kind over each lane by planner/work.py, in whole pages where they go to or come
+    from the disk."""
     assert llm.policy is not None
-    at = CostContext(llm.model.spec, llm.policy, run.need(llm.model.spec), ITEMSIZE, not run.stand_in)
+    at = CostContext(
+        llm.model.spec, llm.policy, run.need(llm.model.spec), ITEMSIZE, not run.stand_in
+    )
     blocks = [(tuple(block), 1) for block in run.blocks]
     read = sum(move.nbytes for _, move in moves_of(at, run) if move.lane == "disk_read")
     assert disk_read_bytes(at, blocks) == pytest.approx(read)
@@ -74,32 +79,45 @@ def planned(llm: LLM, run: Run) -> Moved:
 
 def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
     """Bytes that are read besides packed rows, because these begin and end within pages."""
-    plan, shares = layers_of(at.spec, at.policy), tier_shares(at.policy.weight_shares, at.device_is_host)
-    stored, total = llm._find_checkpoint(at.form.packed).tensors, 0
-    for unit in weight_sequence(run.new_tokens * len(run.blocks), tuple(layer.unit for layer in plan.layers)):
+    plan = layers_of(at.spec, at.policy)
+    shares = tier_shares(at.policy.weight_shares, at.device_is_host)
+    stored = llm._find_checkpoint(at.form.packed).tensors
+    total = 0
+    for unit in weight_sequence(
+        run.new_tokens * len(run.blocks), tuple(layer.unit for layer in plan.layers)
+    ):
         for tensor in plan.units[unit].tensors:
             for part in weight_parts(tensor.shape, shares):
                 if part.tier == "disk":
                     nbytes = at.form.layout(tensor).part_bytes(part)
-                    total += aligned_range(stored[tensor.name].rows(part.start, part.end).offset, nbytes)[1] - nbytes
+                    total += (
+                        aligned_range(
+                            stored[tensor.name].rows(part.start, part.end).offset, nbytes
+                        )[1]
+                        - nbytes
+                    )
     return total
 
 
 def moves_of(at: CostContext, run: Run) -> Iterator[tuple[str, Transfer]]:
     """Every transfer of a run, and what it brings."""
-    plan, blocks = layers_of(at.spec, at.policy), run.blocks
+    plan = layers_of(at.spec, at.policy)
+    blocks = run.blocks
     units = tuple(layer.unit for layer in plan.layers)
     for unit in weight_sequence(run.new_tokens * len(blocks), units):
         yield from (("weights", move) for move in weight_moves(at, plan.units[unit]))
     for block in blocks:
         for step in zigzag(run.new_tokens, len(units), len(block)):
-            layer, batch = plan.layers[step.layer], block[step.micro_batch]
+            layer = plan.layers[step.layer]
+            batch = block[step.micro_batch]
             if layer.kind in ATTENTION_KINDS:
                 for moves in (kv_load_moves, kv_store_moves):
                     yield from (("kv", move) for move in moves(at, layer.block, batch, step.sweep))
             for store, end in ((False, 0), (True, len(units) - 1)):
                 if step.layer != end:
-                    yield from (("hidden", move) for move in hidden_moves(at, batch, step.sweep, store))
+                    yield from (
+                        ("hidden", move) for move in hidden_moves(at, batch, step.sweep, store)
+                    )
 
 
 def both(run: Run, placement: str, folder: Path, offload_dir: Path) -> tuple[Moved, Moved]:
@@ -108,14 +126,17 @@ def both(run: Run, placement: str, folder: Path, offload_dir: Path) -> tuple[Mov
     report = llm.report
     assert report is not None
     for name in ("io_bytes", "peak_bytes"):
-        kinds, total = getattr(report, f"{name}_by_kind"), getattr(report, name)
+        kinds = getattr(report, f"{name}_by_kind")
+        total = getattr(report, name)
         assert {key: sum(of[key] for of in kinds.values()) for key in total} == total
     return {kind: dict(report.io_bytes_by_kind[kind]) for kind in KINDS}, planned(llm, run)
 
 
 # ---- exact
 
-FEW, H2O_6, PACKED = (2, 9, 4, 1, 5), H2O(heavy_size=4, recent_size=2), {"compress_cache": True}
+FEW = (2, 9, 4, 1, 5)
+H2O_6 = H2O(heavy_size=4, recent_size=2)
+PACKED = {"compress_cache": True}
 RUNS: dict[str, Run] = {
     "host": Run(stand_in=False),
     "device": Run(),
@@ -124,7 +145,9 @@ RUNS: dict[str, Run] = {
     "device, h2o": Run(eviction=H2O_6),
     "device, segments": Run(lengths=(70,) * 5),
     "host, h2o that fills up": Run(3, 1, False, eviction=H2O(heavy_size=6, recent_size=5)),
-    "device, evicts in the prompt only": Run(eviction=H2O(heavy_size=4, recent_size=2, while_decoding=False)),
+    "device, evicts in the prompt only": Run(
+        eviction=H2O(heavy_size=4, recent_size=2, while_decoding=False)
+    ),
     "host, packed KV in 8 bits, h2o": Run(3, 1, False, {**PACKED, "cache_bits": 8}, H2O_6),
     "device, packed KV, segments, attends on host": Run(
         switches={**PACKED, "cpu_cache_compute": True}, lengths=(70,) * 5
@@ -133,22 +156,29 @@ RUNS: dict[str, Run] = {
     "device, other lengths": Run(lengths=(5, 9, 30, 1, 12)),
     "device, 4 bits": Run(switches={"compress_weight": True}),
     "device, int8": Run(switches={"int8_compute": True}),
-    "host, 4 bits, int8": Run(stand_in=False, switches={"compress_weight": True, "int8_compute": True}),
+    "host, 4 bits, int8": Run(
+        stand_in=False, switches={"compress_weight": True, "int8_compute": True}
+    ),
     "host, a shared prefix, segments": Run(3, 1, False, header=60, lengths=FEW),
     "device, a shared prefix, packed KV": Run(switches=PACKED, header=11, lengths=FEW),
     "device, a shared prefix, attends on host": Run(
         2, 3, switches={"cpu_cache_compute": True}, header=70, lengths=(70, 9, 4, 1, 5)
     ),
     "device, a shared prefix, h2o": Run(header=11, lengths=FEW, eviction=H2O_6),
-    "device, 8 bits, joined": Run(switches={"compress_weight": True, "weight_bits": 8, "sep_layer": False}),
-}  # fmt: skip
-# Each run meets every twentieth placement, and one that moves of each kind what it has not on the device.
+    "device, 8 bits, joined": Run(
+        switches={"compress_weight": True, "weight_bits": 8, "sep_layer": False}
+    ),
+}
+# Each run meets every twentieth placement, and one that moves of each kind what it has not on the
+# device.
 PAIRS = [(p, r) for i, p in enumerate(PLACEMENTS) for j, r in enumerate(RUNS) if (i + j) % 20 == 0]
 PAIRS += [("everything split 30/30", r) for r in RUNS if ("everything split 30/30", r) not in PAIRS]
 
 
 @pytest.mark.parametrize(("placement", "run"), thinned(PAIRS, 2))
-def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path, tmp_path: Path) -> None:
+def test_the_engine_moves_what_is_planned(
+    placement: str, run: str, folder: Path, tmp_path: Path
+) -> None:
     """Every kind and lane to the byte."""
     moved, expected = both(RUNS[run], placement, folder, tmp_path)
     assert moved == expected
@@ -164,7 +194,11 @@ def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path
         ("qwen2", RUNS["device, h2o"], "kv on disk"),
         ("qwen2", RUNS["device, packed KV, h2o"], "kv on host"),
         ("qwen2", RUNS["device, a shared prefix, attends on host"], "kv split three ways"),
-        ("qwen3_moe", Run(switches={"expert_group": 16}), "weights on disk"),  # all experts of a block are one unit
+        (
+            "qwen3_moe",
+            Run(switches={"expert_group": 16}),
+            "weights on disk",
+        ),  # all experts of a block are one unit
     ],
 )
 def test_other_families(family: str, placement: str, run: Run, tmp_path: Path) -> None:
@@ -184,9 +218,13 @@ def test_a_row_reads_the_experts_of_its_tokens(stand_in: bool, tmp_path: Path) -
     at = CostContext(spec, llm.policy, run.need(spec), ITEMSIZE, not stand_in)
     planned = disk_read_bytes(at, [(tuple(run.blocks[0]), 1)])
     assert llm.report.io_bytes_by_kind["weights"]["disk_read"] == pytest.approx(planned)
-    of_an_expert, others = 3 * 64 * 64, 2 * 64 * (128 + 64) + 16 * 64  # projections of attention, router
+    # projections of attention, router
+    of_an_expert = 3 * 64 * 64
+    others = 2 * 64 * (128 + 64) + 16 * 64
     table = 128 * 64 * ITEMSIZE
-    tables = table + (table if stand_in else PAGE)  # the head, and of the embedding the row of the token
+    tables = table + (
+        table if stand_in else PAGE
+    )  # the head, and of the embedding the row of the token
     assert planned == 5 * (ITEMSIZE * spec.num_blocks * (2 * of_an_expert + others) + tables)
 
 
@@ -194,9 +232,27 @@ def test_a_row_reads_the_experts_of_its_tokens(stand_in: bool, tmp_path: Path) -
     ("run", "placement"),
     [
         (Run(1, 2, lengths=(150, 100, 70, 30, 8)), "kv on disk"),
-        (Run(1, 2, lengths=(30, 20, 9, 3, 1), new_tokens=8, eviction=H2O(heavy_size=4, recent_size=2)), "kv on host"),
+        (
+            Run(
+                1,
+                2,
+                lengths=(30, 20, 9, 3, 1),
+                new_tokens=8,
+                eviction=H2O(heavy_size=4, recent_size=2),
+            ),
+            "kv on host",
+        ),
         (Run(1, 2, lengths=(100, 60, 20, 10), new_tokens=12, eviction=H2O(0.2)), "kv on disk"),
-        (Run(1, 2, lengths=(30, 20, 9, 3, 1), new_tokens=8, eviction=Local(recent_size=4, sinks=2)), "kv on host"),
+        (
+            Run(
+                1,
+                2,
+                lengths=(30, 20, 9, 3, 1),
+                new_tokens=8,
+                eviction=Local(recent_size=4, sinks=2),
+            ),
+            "kv on host",
+        ),
     ],
     ids=["full", "sizes", "ratios", "window"],
 )
@@ -207,8 +263,11 @@ def test_shorter_prompts_move_less(run: Run, placement: str, folder: Path, tmp_p
 
 
 @pytest.mark.parametrize(("rows", "share"), [(1, 3 / 4), (5, 14 / 20)])
-def test_kv_shares_are_honoured_to_a_kv_head_of_a_row(rows: int, share: float, folder: Path, tmp_path: Path) -> None:
-    """Of 4 kv-heads of one row 30 30 puts 1 on the device, 1 on the host, 2 on disk: 75% leave the device, not 70."""
+def test_kv_shares_are_honoured_to_a_kv_head_of_a_row(
+    rows: int, share: float, folder: Path, tmp_path: Path
+) -> None:
+    """Of 4 kv-heads of one row 30 30 puts 1 on the device, 1 on the host, 2 on disk: 75% leave the
+    device, not 70."""
     run = Run(rows, 1, lengths=(64,) * rows, new_tokens=1)
     moved = [run.go(folder, (100, 0, *kv, 100, 0), tmp_path).report for kv in ((30, 30), (0, 100))]
     split, whole = (report.io_bytes_by_kind["kv"]["d2h"] for report in moved if report is not None)
@@ -219,7 +278,8 @@ def test_kv_shares_are_honoured_to_a_kv_head_of_a_row(rows: int, share: float, f
 
 
 def test_writing_back_is_spread_evenly(folder: Path, tmp_path: Path) -> None:
-    """Every WRITE_BACK_STEPS sweeps the engine writes what a row holds then; the plan writes a share in every sweep.
+    """Every WRITE_BACK_STEPS sweeps the engine writes what a row holds then; the plan writes a
+    share in every sweep.
 
     What they hold differs by less than a segment. Everything else is exact.
     """

@@ -1,7 +1,9 @@
-"""The simulator starts the same transfers as the engine, in the same order and between the same steps of compute.
+"""The simulator starts the same transfers as the engine, in the same order and between the same
+steps of compute.
 
-Both run engine/loop.py; what may differ is which units are ready, what they take of the rings, and what is moved. Both
-are noted where the thread that computes hands an operation to its lane, so no clock decides.
+Both run engine/loop.py; what may differ is which units are ready, what they take of the rings, and
+what is moved. Both are noted where the thread that computes hands an operation to its lane, so no
+clock decides.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def noted(monkeypatch: pytest.MonkeyPatch) -> Operations:
     """What the engine hands to its lanes from the first block on, and its steps of compute."""
     found: Operations = []
-    submit, record, reset = Lanes.submit, Timeline.record, Timeline.reset
+    submit = Lanes.submit
+    record = Timeline.record
+    reset = Timeline.reset
 
     def note_transfer(lanes: Lanes, lane: str, name: str, *args: Any, **more: Any) -> Any:
         found.append((lane, name))
@@ -68,9 +72,12 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Operations:
 
 def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operations:
     """The first block. A unit's weights are one operation there, and one a tensor in the engine."""
-    policy, need = run.policy(PLACEMENTS[placement]), run.need(spec)
+    policy = run.policy(PLACEMENTS[placement])
+    need = run.need(spec)
     machine = Machine(nominal_profile(not run.stand_in), "float32", not run.stand_in)
-    plan = memory_plan(spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, depth)
+    plan = memory_plan(
+        spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, depth
+    )
     spec = with_head_rows(spec, plan.head_rows)
     tensors = {lane: tensors_of(spec, run, placement, lane) for lane in ("disk_read", "h2d")}
     found: Operations = []
@@ -86,10 +93,14 @@ def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operat
 def tensors_of(spec: ModelSpec, run: Run, placement: str, lane: str) -> Iterator[int]:
     """Of each weight unit that comes over the lane, in the order of loads."""
     policy = run.policy(PLACEMENTS[placement])
-    at = Machine(nominal_profile(False), "float32", not run.stand_in).setting(spec, policy, run.need(spec))
+    at = Machine(nominal_profile(False), "float32", not run.stand_in).setting(
+        spec, policy, run.need(spec)
+    )
     plan = layers_of(spec, policy)
     for unit in weight_sequence(run.new_tokens + 1, tuple(layer.unit for layer in plan.layers)):
-        yield from (int(move.pieces) for move in weight_moves(at, plan.units[unit]) if move.lane == lane)
+        yield from (
+            int(move.pieces) for move in weight_moves(at, plan.units[unit]) if move.lane == lane
+        )
 
 
 def by_lane(operations: Operations, steps: int) -> dict[str, Operations]:
@@ -101,19 +112,39 @@ def by_lane(operations: Operations, steps: int) -> dict[str, Operations]:
 
 # (placement, run, look-ahead)
 CASES: dict[str, tuple[str, Run, Depth]] = {
-    "deep, sequential": ("all on disk", Run(2, 2, lengths=(9,) * 8, switches={"overlap": False}), SEQUENTIAL),
-    "h2o": ("all on disk", Run(2, 3, lengths=(9,) * 12, eviction=H2O(heavy_size=4, recent_size=2)), OVERLAPPED[3]),
+    "deep, sequential": (
+        "all on disk",
+        Run(2, 2, lengths=(9,) * 8, switches={"overlap": False}),
+        SEQUENTIAL,
+    ),
+    "h2o": (
+        "all on disk",
+        Run(2, 3, lengths=(9,) * 12, eviction=H2O(heavy_size=4, recent_size=2)),
+        OVERLAPPED[3],
+    ),
     "packed, split": (
-        "everything split 30/30", Run(2, 2, lengths=(9,) * 8, switches={"compress_cache": True}), Depth(1, 2, 3),
+        "everything split 30/30",
+        Run(2, 2, lengths=(9,) * 8, switches={"compress_cache": True}),
+        Depth(1, 2, 3),
     ),
-    "4 bits": ("weights on disk", Run(2, 2, lengths=(9,) * 8, switches={"compress_weight": True}), OVERLAPPED[0]),
+    "4 bits": (
+        "weights on disk",
+        Run(2, 2, lengths=(9,) * 8, switches={"compress_weight": True}),
+        OVERLAPPED[0],
+    ),
     "attends on host": (
-        "kv on disk", Run(1, 3, lengths=(9,) * 6, switches={"cpu_cache_compute": True}), OVERLAPPED[3],
+        "kv on disk",
+        Run(1, 3, lengths=(9,) * 6, switches={"cpu_cache_compute": True}),
+        OVERLAPPED[3],
     ),
-    "host, joined": ("all on disk", Run(1, 3, False, lengths=(9,) * 4, switches={"sep_layer": False}), OVERLAPPED[0]),
+    "host, joined": (
+        "all on disk",
+        Run(1, 3, False, lengths=(9,) * 4, switches={"sep_layer": False}),
+        OVERLAPPED[0],
+    ),
     "all on host": ("all on host", Run(3, 1, lengths=(9,) * 6), Depth(1, 2, 3)),
     "hidden": ("hidden on disk", Run(2, 2, lengths=(9,) * 7), OVERLAPPED[3]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -131,9 +162,12 @@ def test_the_order_of_experts_loaded_ahead_is_the_engines(
     group: int, tmp_path: Path, noted: Operations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In halves or together; so many rows that there is none that no token chooses."""
-    placement, depth = "weights on disk", OVERLAPPED[3]
+    placement = "weights on disk"
+    depth = OVERLAPPED[3]
     run = Run(16, 1, lengths=(9,) * 32, switches={"expert_group": group})
-    write_aligned(random_model(model_type="qwen3_moe", num_hidden_layers=3, **FAMILIES["qwen3_moe"]), tmp_path)
+    write_aligned(
+        random_model(model_type="qwen3_moe", num_hidden_layers=3, **FAMILIES["qwen3_moe"]), tmp_path
+    )
     monkeypatch.setattr("flexgen_h2o.engine.memory_plan.OVERLAPPED", (depth,))
     run.go(tmp_path, PLACEMENTS[placement], tmp_path)
     check_order(tmp_path, placement, run, depth, noted)
@@ -150,17 +184,21 @@ def test_the_order_of_parts_of_the_head_is_the_engines(
     shape = {**(SHAPE if family == "opt" else FAMILIES[family]), "num_hidden_layers": 3}
     random_model(model_type=family, **shape).save_pretrained(tmp_path)
     run.go(tmp_path, PLACEMENTS["weights on disk"], tmp_path)
-    noted = [one for one in noted if one[1] != "look_up_weight"]  # what is looked up is not simulated
+    noted = [
+        one for one in noted if one[1] != "look_up_weight"
+    ]  # what is looked up is not simulated
     check_order(tmp_path, "weights on disk", run, OVERLAPPED[3], noted, head_rows=48)
 
 
 def check_order(
     folder: Path, placement: str, run: Run, depth: Depth, noted: Operations, head_rows: int = 0
-) -> None:  # fmt: skip
+) -> None:
     spec = find_model(str(folder), None).spec
     whole = simulated(spec, run, placement, depth)
     steps = sum(name.startswith("compute_layer") for _, name in whole)
-    sweeps = run.new_tokens * len(layers_of(spec, run.policy(PLACEMENTS[placement]), head_rows).layers)
+    sweeps = run.new_tokens * len(
+        layers_of(spec, run.policy(PLACEMENTS[placement]), head_rows).layers
+    )
     assert sweeps <= steps <= sweeps * len(run.blocks[0]), "some micro-batches are joined"
     found = by_lane(whole, steps)
     assert max(map(len, found.values())) > steps

@@ -1,4 +1,5 @@
-"""Quantised checkpoints, read in place: tokens are those of transformers with what they stand for."""
+"""Quantised checkpoints, read in place: tokens are those of transformers with what they stand
+for."""
 
 from __future__ import annotations
 
@@ -32,37 +33,50 @@ from tests.parity.reference import (
     tokens_of,
 )
 
-OF_MIXTURES = [(name, mixture) for name, known in QUANTISERS.items() if known.dims == 2 for mixture in MIXTURES]
+OF_MIXTURES = [
+    (name, mixture) for name, known in QUANTISERS.items() if known.dims == 2 for mixture in MIXTURES
+]
 
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
-    """A checkpoint in a format, by its name, and the tokens that transformers makes of what it stands for; of the
-    format's own shape, or of a mixture."""
+    """A checkpoint in a format, by its name, and the tokens that transformers makes of what it
+    stands for; of the format's own shape, or of a mixture."""
 
     @cache
     def made(name: str, mixture: str | None = None) -> Reference:
         shape = MIXTURES[mixture] if mixture else QUANTISERS[name].shape
-        model, folder = random_model(2, **shape), tmp_path_factory.mktemp("model")
+        model = random_model(2, **shape)
+        folder = tmp_path_factory.mktemp("model")
         save_quantised(model, folder, QUANTISERS[name])
-        reference = make_reference(model, tmp_path_factory.mktemp("decoded"), random_prompts(LENGTHS), NEW_TOKENS)
+        reference = make_reference(
+            model, tmp_path_factory.mktemp("decoded"), random_prompts(LENGTHS), NEW_TOKENS
+        )
         return replace(reference, folder=folder)
 
     return made
 
 
 HELD = (
-    ("all on disk", "device, 2x2"), ("everything split 30/30", "device, 2x2"), ("everything split 30/30", "3x1, joined")
-)  # fmt: skip
+    ("all on disk", "device, 2x2"),
+    ("everything split 30/30", "device, 2x2"),
+    ("everything split 30/30", "3x1, joined"),
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "configuration"), thinned([(name, *held) for name in QUANTISERS for held in HELD], 2)
+    ("name", "placement", "configuration"),
+    thinned([(name, *held) for name in QUANTISERS for held in HELD], 2),
 )
 def test_tokens_are_those_of_transformers(
-    quantised: Callable[..., Reference], name: str, placement: str, configuration: str, offload_dir: Path
+    quantised: Callable[..., Reference],
+    name: str,
+    placement: str,
+    configuration: str,
+    offload_dir: Path,
 ) -> None:
-    """Wherever rows lie: parts that begin within blocks and words, and plain matrices beside decoded ones."""
+    """Wherever rows lie: parts that begin within blocks and words, and plain matrices beside
+    decoded ones."""
     chosen = CONFIGURATIONS[configuration]
     assert_equal(quantised(name), chosen.policy(PLACEMENTS[placement]), chosen.budget, offload_dir)
 
@@ -73,7 +87,9 @@ def test_experts_are_decoded_group_by_group(
 ) -> None:
     """Three at a time, or all; in FP8 one that is half plain."""
     chosen = CONFIGURATIONS["3x1, joined"]
-    policy = chosen.policy(PLACEMENTS["everything split 30/30"], expert_group=0 if mixture == "mixtral" else 3)
+    policy = chosen.policy(
+        PLACEMENTS["everything split 30/30"], expert_group=0 if mixture == "mixtral" else 3
+    )
     assert_equal(quantised(name, mixture), policy, chosen.budget, offload_dir)
 
 
@@ -84,25 +100,38 @@ def test_products_of_experts_in_int8(
     assert_products_in_int8(quantised(name, mixture), tmp_path)
 
 
-@pytest.mark.skipif(not products.has_loop(torch.bfloat16, in_order=True), reason="no loop here for rows in order")
-@pytest.mark.parametrize("placement", ["weights on disk", "weights split three ways", "all on device"])
+@pytest.mark.skipif(
+    not products.has_loop(torch.bfloat16, in_order=True), reason="no loop here for rows in order"
+)
+@pytest.mark.parametrize(
+    "placement", ["weights on disk", "weights split three ways", "all on device"]
+)
 @pytest.mark.parametrize("packs", [False, True])
 def test_experts_are_multiplied_from_codes_in_bf16(
-    quantised: Callable[..., Reference], packs: bool, placement: str, offload_dir: Path, monkeypatch: pytest.MonkeyPatch
+    quantised: Callable[..., Reference],
+    packs: bool,
+    placement: str,
+    offload_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the bits of what is decoded first; the codes stay in the ring meanwhile. Packed, rows of 96 are not taken."""
-    known, ways = quantised("mxfp4"), list[int]()
+    """To the bits of what is decoded first; the codes stay in the ring meanwhile. Packed, rows of
+    96 are not taken."""
+    known = quantised("mxfp4")
+    ways = list[int]()
     policy = Policy(3, 2, PLACEMENTS[placement], expert_group=3, compress_weight=packs)
 
     def logits() -> list[torch.Tensor]:
-        watch, params = LogitsByRow(), SamplingParams(max_tokens=6, ignore_eos=True)
+        watch = LogitsByRow()
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
         with LLM(str(known.folder), policy, dtype="bfloat16", offload_dir=offload_dir) as llm:
             llm.generate(known.prompts, params, watch_logits=watch)
         return [torch.stack(watch.rows[row]) for row in range(len(known.prompts))]
 
     run_jobs = products.run
     monkeypatch.setattr(
-        products, "run", lambda jobs, *rest: (ways.extend(j.coded for j in jobs), run_jobs(jobs, *rest))
+        products,
+        "run",
+        lambda jobs, *rest: (ways.extend(j.coded for j in jobs), run_jobs(jobs, *rest)),
     )
     found = logits()
     assert set(ways) == {0, products.PACKED if packs else products.MXFP4}
@@ -112,8 +141,11 @@ def test_experts_are_multiplied_from_codes_in_bf16(
 
 
 @pytest.mark.parametrize("name", QUANTISERS)
-def test_packed_from_what_it_stands_for(quantised: Callable[..., Reference], name: str, tmp_path: Path) -> None:
-    policy, params = Policy(2, 2, compress_weight=True, weight_bits=8), SamplingParams(max_tokens=5, ignore_eos=True)
+def test_packed_from_what_it_stands_for(
+    quantised: Callable[..., Reference], name: str, tmp_path: Path
+) -> None:
+    policy = Policy(2, 2, compress_weight=True, weight_bits=8)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
     known = quantised(name)
     known.model.save_pretrained(tmp_path / "decoded")
     found, want = (
@@ -129,10 +161,16 @@ def test_products_in_int8(quantised: Callable[..., Reference], name: str, tmp_pa
 
 
 def assert_products_in_int8(known: Reference, scratch: Path) -> None:
-    """As near to the numbers as int8 with a scale a row is, nothing packed, and the same from every tier."""
+    """As near to the numbers as int8 with a scale a row is, nothing packed, and the same from every
+    tier."""
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    policies = [Policy(2, 2, percent=(*place, 100, 0, 100, 0), int8_compute=True) for place in ((100, 0), (30, 0))]
-    first, other = (run(known.folder, known.prompts, policy, scratch / "offload", params) for policy in policies)
+    policies = [
+        Policy(2, 2, percent=(*place, 100, 0, 100, 0), int8_compute=True)
+        for place in ((100, 0), (30, 0))
+    ]
+    first, other = (
+        run(known.folder, known.prompts, policy, scratch / "offload", params) for policy in policies
+    )
     assert tokens_of(first) == tokens_of(other)
     assert not (scratch / "offload" / "weights" / "packed").exists()
     same = torch.tensor(tokens_of(first)) == torch.tensor(known.tokens)[:, :4]
@@ -140,10 +178,12 @@ def assert_products_in_int8(known: Reference, scratch: Path) -> None:
 
 
 def test_a_plan_counts_the_bytes_of_the_format(quantised: Callable[..., Reference]) -> None:
-    """Resident weights take what the files hold, scales as float32 and plain numbers in the compute dtype."""
+    """Resident weights take what the files hold, scales as float32 and plain numbers in the compute
+    dtype."""
     folder = quantised("4 bits, groups with zeros").folder
     spec, _ = spec_from_folder("tiny", folder)
-    policy, shape = Policy(percent=(100, 0, 100, 0, 100, 0)), BlockShape(1, 1, 1, (1,) * spec.num_blocks)
+    policy = Policy(percent=(100, 0, 100, 0, 100, 0))
+    shape = BlockShape(1, 1, 1, (1,) * spec.num_blocks)
     plan = memory_plan(spec, policy, shape, 2, True, Depth(1, 1, 1))
     held = {torch.int32: 1, torch.bfloat16: 2, torch.float32: 0.5, torch.int64: 0}
     stored = load_file(folder / "model.safetensors").values()

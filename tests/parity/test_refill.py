@@ -1,4 +1,5 @@
-"""Rows that enter a running block: the tokens that each gets alone, on every tier and with every eviction policy."""
+"""Rows that enter a running block: the tokens that each gets alone, on every tier and with every
+eviction policy."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from flexgen_h2o.engine.prompts import Completion, Prompt
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
 
-# In the order of the input; a block holds 4 to 8 of them. The longest answer goes on while all others come and go.
+# In the order of the input; a block holds 4 to 8 of them. The longest answer goes on while all
+# others come and go.
 LENGTHS = (5, 9, 9, 1, 12, 3, 17, 2, 9, 4, 6, 21, 8, 1, 5, 7, 11)
 ASKED = (3, 8, 1, 5, 2, LONG, 4, 9, 1, 2, 13, 3, 6, 1, 20, 2, 7)
 
@@ -21,27 +23,42 @@ ASKED = (3, 8, 1, 5, 2, LONG, 4, 9, 1, 2, 13, 3, 6, 1, 20, 2, 7)
 @pytest.fixture(scope="module")
 def known(reference: Callable[[str], Reference]) -> tuple[Path, list[list[int]], list[list[int]]]:
     """A model's folder, prompts, and what transformers makes of them."""
-    model, prompts = reference("normal"), random_prompts(LENGTHS, seed=5)
-    return model.folder, prompts, [greedy(model.model, p, n) for p, n in zip(prompts, ASKED, strict=True)]
+    model = reference("normal")
+    prompts = random_prompts(LENGTHS, seed=5)
+    return (
+        model.folder,
+        prompts,
+        [greedy(model.model, p, n) for p, n in zip(prompts, ASKED, strict=True)],
+    )
 
 
-# Every configuration, and every placement but those of weights alone, which rows that enter do not move.
+# Every configuration, and every placement but those of weights alone, which rows that enter do not
+# move.
 NAMES = [name for name in PLACEMENTS if not name.startswith("weights")]
-CASES = [(placement, list(CONFIGURATIONS)[i % len(CONFIGURATIONS)]) for i, placement in enumerate(NAMES)]
+CASES = [
+    (placement, list(CONFIGURATIONS)[i % len(CONFIGURATIONS)]) for i, placement in enumerate(NAMES)
+]
 
 
 @pytest.mark.parametrize(("placement", "configuration"), thinned(CASES, 2))
 def test_placement_by_configuration(
-    placement: str, configuration: str, known: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
+    placement: str,
+    configuration: str,
+    known: tuple[Path, list[list[int]], list[list[int]]],
+    tmp_path: Path,
 ) -> None:
     folder, prompts, tokens = known
     chosen = CONFIGURATIONS[configuration]
-    policy, params = chosen.policy(PLACEMENTS[placement]), [SamplingParams(max_tokens=n) for n in ASKED]
-    with LLM(str(folder), policy, dtype="float32", budget=chosen.budget, offload_dir=tmp_path) as llm:
+    policy = chosen.policy(PLACEMENTS[placement])
+    params = [SamplingParams(max_tokens=n) for n in ASKED]
+    with LLM(
+        str(folder), policy, dtype="float32", budget=chosen.budget, offload_dir=tmp_path
+    ) as llm:
         out = llm.generate(prompts, params)
         assert tokens_of(out) == tokens
         assert llm.report is not None
-        refilled, sweeps = llm.report.extra["refilled"], llm.report.extra["sweeps"]
+        refilled = llm.report.extra["refilled"]
+        sweeps = llm.report.extra["sweeps"]
         assert refilled == len(prompts) - policy.block_size and llm.report.extra["blocks"] == 1
         separate = llm.generate(prompts, params, refill=False)
         assert tokens_of(separate) == tokens
@@ -50,10 +67,12 @@ def test_placement_by_configuration(
 
 
 class Arriving(Silent):
-    """Rows that come one by one as the block gets tokens, so that micro-batches stand empty before."""
+    """Rows that come one by one as the block gets tokens, so that micro-batches stand empty
+    before."""
 
     def __init__(self, rows: list[tuple[Prompt, SamplingParams]]) -> None:
-        self.rows, self.tokens = rows, 0
+        self.rows = rows
+        self.tokens = 0
 
     def more(self) -> tuple[list[Prompt], list[SamplingParams]] | None:
         if not self.rows or self.tokens < 2:
@@ -68,24 +87,34 @@ class Arriving(Silent):
 
 @pytest.mark.parametrize(("placement", "configuration"), thinned(CASES, 3))
 def test_rows_enter_micro_batches_that_have_none(
-    placement: str, configuration: str, known: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
+    placement: str,
+    configuration: str,
+    known: tuple[Path, list[list[int]], list[list[int]]],
+    tmp_path: Path,
 ) -> None:
     folder, prompts, tokens = known
     chosen = CONFIGURATIONS[configuration]
-    policy, done = chosen.policy(PLACEMENTS[placement]), list[Completion]()
+    policy = chosen.policy(PLACEMENTS[placement])
+    done = list[Completion]()
     every = [
         (Prompt(i, tuple(p), None), SamplingParams(max_tokens=n))
         for i, (p, n) in enumerate(zip(prompts, ASKED, strict=True))
     ]
     longest = every.pop(ASKED.index(LONG))
-    with LLM(str(folder), policy, dtype="float32", budget=chosen.budget, offload_dir=tmp_path) as llm:
-        llm.share_prefix, coming = "off", Arriving(every[:10])
+    with LLM(
+        str(folder), policy, dtype="float32", budget=chosen.budget, offload_dir=tmp_path
+    ) as llm:
+        llm.share_prefix = "off"
+        coming = Arriving(every[:10])
         full = [Prompt(i, (i + 1,) * 21, None) for i in range(policy.block_size)]
         llm.prepare(full, [SamplingParams(max_tokens=LONG)] * len(full))
         one = [longest[0]], [longest[1]]
         llm.run(*one, done.extend, Callbacks(listener=coming), refill=True, more=coming.more)
         assert llm.report is not None and llm.report.extra["blocks"] == 1
-    want = {prompt.index: tokens[prompt.index] for prompt, _ in [longest, *every[: 10 - len(coming.rows)]]}
+    want = {
+        prompt.index: tokens[prompt.index]
+        for prompt, _ in [longest, *every[: 10 - len(coming.rows)]]
+    }
     assert {c.index: c.token_ids for c in done} == want and len(want) > policy.block_size / 2
 
 
@@ -97,6 +126,8 @@ def test_a_row_ends_where_nobody_waits_for_it(
     done = list[Completion]()
     callbacks = Callbacks(goes_on=lambda row: row.prompt.index != 5 or len(row.token_ids) < 3)
     with LLM(str(folder), Policy(2, 2), dtype="float32", offload_dir=tmp_path) as llm:
-        llm.run(read, [SamplingParams(max_tokens=n) for n in ASKED], done.extend, callbacks, refill=True)
+        llm.run(
+            read, [SamplingParams(max_tokens=n) for n in ASKED], done.extend, callbacks, refill=True
+        )
     want = [ids[:3] if i == 5 else ids for i, ids in enumerate(tokens)]
     assert [one.token_ids for one in sorted(done, key=lambda c: c.index)] == want

@@ -1,4 +1,5 @@
-"""Rows that ask for different things in one block: each gets what it gets alone. And parts of one job."""
+"""Rows that ask for different things in one block: each gets what it gets alone. And parts of one
+job."""
 
 from __future__ import annotations
 
@@ -32,20 +33,33 @@ def engine(known: Reference, policy: Policy, tmp_path: Path) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def alone(reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
+def alone(
+    reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory
+) -> list[Completion]:
     with engine(reference("normal"), Policy(1, 1), tmp_path_factory.mktemp("alone")) as llm:
         return [llm.generate([p], [asked])[0] for p, asked in zip(PROMPTS, ASKED, strict=True)]
 
 
 @pytest.mark.parametrize(
     ("gbs", "num_batches", "placement"),
-    [(6, 1, "kv on disk"), (2, 2, "all on device"), (2, 2, "everything split 30/30"), (4, 2, "kv on disk")],
+    [
+        (6, 1, "kv on disk"),
+        (2, 2, "all on device"),
+        (2, 2, "everything split 30/30"),
+        (4, 2, "kv on disk"),
+    ],
 )
 def test_a_row_gets_what_it_gets_alone(
-    gbs: int, num_batches: int, placement: str, alone: list[Completion], reference: Callable[[str], Reference],
+    gbs: int,
+    num_batches: int,
+    placement: str,
+    alone: list[Completion],
+    reference: Callable[[str], Reference],
     tmp_path: Path,
-) -> None:  # fmt: skip
-    with engine(reference("normal"), Policy(gbs, num_batches, PLACEMENTS[placement]), tmp_path) as llm:
+) -> None:
+    with engine(
+        reference("normal"), Policy(gbs, num_batches, PLACEMENTS[placement]), tmp_path
+    ) as llm:
         order = [3, 1, 5, 0, 4, 2]
         out = llm.generate([PROMPTS[i] for i in order], [ASKED[i] for i in order])
     assert tokens_of(out) == [alone[i].token_ids for i in order]
@@ -56,19 +70,28 @@ def test_greedy_rows_beside_others_equal_transformers(
     alone: list[Completion], reference: Callable[[str], Reference]
 ) -> None:
     assert alone[0].token_ids == greedy(reference("normal").model, PROMPTS[0], LONG)
-    assert alone[1].token_ids != greedy(reference("normal").model, PROMPTS[1], 3), "a draw that says nothing"
+    assert alone[1].token_ids != greedy(reference("normal").model, PROMPTS[1], 3), (
+        "a draw that says nothing"
+    )
 
 
-def test_logprobs_equal_transformers(alone: list[Completion], reference: Callable[[str], Reference]) -> None:
+def test_logprobs_equal_transformers(
+    alone: list[Completion], reference: Callable[[str], Reference]
+) -> None:
     model = reference("normal").model
     assert alone[0].logprobs is None
     for i in (3, 4):
-        found, tokens = alone[i].logprobs, alone[i].token_ids
+        found = alone[i].logprobs
+        tokens = alone[i].token_ids
         assert found is not None and len(found) == len(tokens)
         with torch.no_grad():
-            logits = model(torch.tensor([[*PROMPTS[i], *tokens[:-1]]])).logits[0, len(PROMPTS[i]) - 1 :]
+            logits = model(torch.tensor([[*PROMPTS[i], *tokens[:-1]]])).logits[
+                0, len(PROMPTS[i]) - 1 :
+            ]
         want = logits.log_softmax(-1)
-        assert [one.logprob for one in found] == pytest.approx(want[range(len(tokens)), tokens].tolist(), abs=1e-4)
+        assert [one.logprob for one in found] == pytest.approx(
+            want[range(len(tokens)), tokens].tolist(), abs=1e-4
+        )
         for one, row in zip(found, want, strict=True):
             best = row.topk(ASKED[i].logprobs)
             assert [token for token, _ in one.top] == best.indices.tolist()
@@ -92,7 +115,8 @@ def run_part(llm: LLM, lengths: tuple[int, ...], new: int) -> object:
 def test_an_engine_that_is_opened_again_serves_the_parts_before(
     reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    """Long prompts, then long answers, then long prompts again: the third finds an engine that does."""
+    """Long prompts, then long answers, then long prompts again: the third finds an engine that
+    does."""
     with engine(reference("normal"), Policy(2, 2), tmp_path) as llm:
         llm.expect(100)
         first = run_part(llm, (30, 9, 9, 9), 2)
@@ -100,10 +124,16 @@ def test_an_engine_that_is_opened_again_serves_the_parts_before(
         assert first is not second
         assert run_part(llm, (30, 9, 9, 9), 2) is second
     with engine(reference("normal"), Policy(2, 2), tmp_path) as llm:
-        assert run_part(llm, (30, 9, 9, 9), 2) is not run_part(llm, (9, 9, 9, 9), 30) is not run_part(llm, (30,), 2)
+        assert (
+            run_part(llm, (30, 9, 9, 9), 2)
+            is not run_part(llm, (9, 9, 9, 9), 30)
+            is not run_part(llm, (30,), 2)
+        )
 
 
-def test_auto_plans_for_the_whole_job(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_auto_plans_for_the_whole_job(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
     """A first part of two rows must not make blocks of two rows."""
     known = reference("normal")
     with LLM(str(known.folder), "auto", dtype="float32", offload_dir=tmp_path) as llm:
@@ -114,12 +144,19 @@ def test_auto_plans_for_the_whole_job(reference: Callable[[str], Reference], tmp
         assert run_part(llm, (9, 9), 3) is first
 
 
-def test_what_does_not_fit_is_said_and_nothing_is_open(reference: Callable[[str], Reference], tmp_path: Path) -> None:
-    rows, params = part((60, 9)), [SamplingParams(2)] * 2
+def test_what_does_not_fit_is_said_and_nothing_is_open(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    rows = part((60, 9))
+    params = [SamplingParams(2)] * 2
     allowed = MemoryBudget(host="12.4MiB")  # 12 MiB are staging of disk reads
     with LLM(
-        str(reference("normal").folder), Policy(2, 1), dtype="float32", budget=allowed, offload_dir=tmp_path
-    ) as llm:  # fmt: skip
+        str(reference("normal").folder),
+        Policy(2, 1),
+        dtype="float32",
+        budget=allowed,
+        offload_dir=tmp_path,
+    ) as llm:
         llm.expect(2)
         for look in (llm.prepare, llm.check_fit):
             with pytest.raises(DoesNotFitError):

@@ -1,4 +1,5 @@
-"""Rows that share a prefix give what they give alone: transformers' tokens and logits, whatever is shared and where."""
+"""Rows that share a prefix give what they give alone: transformers' tokens and logits, whatever is
+shared and where."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from tests.parity.reference import (
     tokens_of,
 )
 
-# Two headers that begin with the same three tokens, a prompt with neither, two that are equal, one that another begins
-# with, and one of a single token.
+# Two headers that begin with the same three tokens, a prompt with neither, two that are equal, one
+# that another begins with, and one of a single token.
 HEADERS = (13, 10)
 OTHERS = (4, 6)
 
@@ -47,7 +48,9 @@ def generate(
     known: Reference, policy: Policy, budget: object, offload_dir: Path, how: str, **more: object
 ) -> tuple[LLM, LogitsByRow, list[list[int]]]:
     watch = LogitsByRow()
-    with LLM(str(known.folder), policy, dtype="float32", budget=budget, offload_dir=offload_dir, **more) as llm:  # type: ignore[arg-type]
+    with LLM(
+        str(known.folder), policy, dtype="float32", budget=budget, offload_dir=offload_dir, **more
+    ) as llm:  # type: ignore[arg-type]
         llm.share_prefix = how
         out = llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS), watch_logits=watch)
     return llm, watch, tokens_of(out)
@@ -66,33 +69,46 @@ def fed_tokens(llm: LLM) -> int:
 
 @pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(cases(), 2))
 def test_tokens_and_logits(
-    shape: str, placement: str, configuration: str, shared: Callable[[str], Reference], tmp_path: Path
+    shape: str,
+    placement: str,
+    configuration: str,
+    shared: Callable[[str], Reference],
+    tmp_path: Path,
 ) -> None:
-    known, chosen = shared(shape), CONFIGURATIONS[configuration]
-    llm, watch, tokens = generate(known, chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path, "on")
+    known = shared(shape)
+    chosen = CONFIGURATIONS[configuration]
+    llm, watch, tokens = generate(
+        known, chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path, "on"
+    )
     assert_equal(known, watch, tokens)
     is_whole = chosen.gbs == 1
     assert (fed_tokens(llm) < sum(map(len, known.prompts))) is not is_whole
 
 
-def test_the_prefix_is_fed_once_a_micro_batch(shared: Callable[[str], Reference], tmp_path: Path) -> None:
-    """Counted where the tokens are fed: in one micro-batch the two headers, the rows' own tokens, and the others."""
+def test_the_prefix_is_fed_once_a_micro_batch(
+    shared: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """Counted where the tokens are fed: in one micro-batch the two headers, the rows' own tokens,
+    and the others."""
     known = shared("normal")
-    whole, fed = sum(map(len, known.prompts)), {}
+    whole = sum(map(len, known.prompts))
+    fed = {}
     for how in SHARINGS:
         llm, watch, tokens = generate(known, Policy(16, 1), None, tmp_path, how)
         assert_equal(known, watch, tokens)
         fed[how] = fed_tokens(llm)
         assert llm.report is not None and llm.report.prefill.tokens == whole
     assert fed["off"] == fed["auto"] == whole  # both headers are shorter than what pays
-    # Four rows have the first header and one is the beginning of one of them; five have the second, two of them equal.
+    # Four rows have the first header and one is the beginning of one of them; five have the second,
+    # two of them equal.
     assert fed["on"] <= whole - 4 * HEADERS[0] - 4 * HEADERS[1]
 
 
 def test_auto_shares_a_long_header(tmp_path: Path) -> None:
     """With the defaults; all rows have it, so it is fed once a block."""
     model = random_model(max_position_embeddings=96)
-    header, owns = random_prompts((40,), 8)[0], random_prompts((5, 2, 9, 1, 5, 7), 9)
+    header = random_prompts((40,), 8)[0]
+    owns = random_prompts((5, 2, 9, 1, 5, 7), 9)
     known = make_reference(model, tmp_path / "model", [[*header, *own] for own in owns], NEW_TOKENS)
     llm, watch, tokens = generate(known, Policy(2, 2), None, tmp_path, "auto")
     assert_equal(known, watch, tokens)
@@ -103,24 +119,31 @@ def test_auto_shares_a_long_header(tmp_path: Path) -> None:
 
 
 def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
-    """Step buffers and hidden states have room for the tokens that are fed, and a larger block fits."""
+    """Step buffers and hidden states have room for the tokens that are fed, and a larger block
+    fits."""
     model = random_model(max_position_embeddings=1024)
     model.save_pretrained(tmp_path / "model")
-    header, owns = random_prompts((600,), 8)[0], random_prompts((5,) * 16, 9)
+    header = random_prompts((600,), 8)[0]
+    owns = random_prompts((5,) * 16, 9)
     prompts = [[*header, *own] for own in owns]
     held = {}
     for how in ("off", "auto"):
-        with LLM(str(tmp_path / "model"), Policy(8, 2), dtype="float32", offload_dir=tmp_path) as llm:
+        with LLM(
+            str(tmp_path / "model"), Policy(8, 2), dtype="float32", offload_dir=tmp_path
+        ) as llm:
             llm.share_prefix = how
             llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
             held[how] = llm.peak_bytes["host"]
             assert llm._engine is not None
             tokens = llm._engine.plan.shape.tokens
             assert tokens == max(
-                sum(g.tokens for g in group_prompts(prompts[i : i + 8], SHARINGS[how])) for i in (0, 8)
+                sum(g.tokens for g in group_prompts(prompts[i : i + 8], SHARINGS[how]))
+                for i in (0, 8)
             )
             assert llm._engine.plan.shape.common == (600 if how == "auto" else 0)
     assert held["auto"] < held["off"]
     with LLM(str(tmp_path / "model"), "auto", dtype="float32", offload_dir=tmp_path) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
-        assert llm.report is not None and llm.report.extra["prefill_fed_tokens"] <= 600 + 16 * 5 + 600
+        assert (
+            llm.report is not None and llm.report.extra["prefill_fed_tokens"] <= 600 + 16 * 5 + 600
+        )

@@ -1,4 +1,5 @@
-"""However the transfers are delayed against compute and each other, the tokens stay: order is kept by events."""
+"""However the transfers are delayed against compute and each other, the tokens stay: order is kept
+by events."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ SECONDS = 0.004
 
 
 def delay(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, share: float) -> None:
-    """That share of the calls of `owner.name` takes longer, which ones by chance; before and after the work."""
-    whole, chance = getattr(owner, name), random.Random(name)
+    """That share of the calls of `owner.name` takes longer, which ones by chance; before and after
+    the work."""
+    whole = getattr(owner, name)
+    chance = random.Random(name)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         if chance.random() < share:
@@ -44,10 +47,15 @@ def delay(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, share: float)
     ids=str,
 )
 def test_slow_transfers(
-    percent: tuple[int, int, int, int, int, int], slow: tuple[str, ...], ended: Ended, tmp_path: Path, monkeypatch
+    percent: tuple[int, int, int, int, int, int],
+    slow: tuple[str, ...],
+    ended: Ended,
+    tmp_path: Path,
+    monkeypatch,
 ) -> None:
     for name in slow:
         delay(monkeypatch, WORK[name], name, 0.05)
-    budget, params = MemoryBudget("64MiB", "64MiB", "64MiB"), SamplingParams(max_tokens=LONG)
+    budget = MemoryBudget("64MiB", "64MiB", "64MiB")
+    params = SamplingParams(max_tokens=LONG)
     out = run(ended.folder, ended.prompts, Policy(3, 3, percent), tmp_path, params, budget)
     assert tokens_of(out) == ended.tokens

@@ -1,4 +1,5 @@
-"""A headless browser at the server's pages. Needs selenium (the extra `browser`), Debian's chromium and its driver."""
+"""A headless browser at the server's pages. Needs selenium (the extra `browser`), Debian's chromium
+and its driver."""
 
 from __future__ import annotations
 
@@ -22,14 +23,18 @@ def why_no_browser() -> str:
     missing = [*programs, *([] if find_spec("selenium") else ["selenium"])]
     if not missing:
         return ""
-    return f"no {' and no '.join(missing)} here (apt-get install chromium chromium-driver; pip install -e '.[browser]')"
+    return (
+        f"no {' and no '.join(missing)} here (apt-get install chromium chromium-driver; pip "
+        "install -e '.[browser]')"
+    )
 
 
 class Browser:
     """A headless one. driver: selenium's."""
 
     def __init__(self, driver: Any, width: int) -> None:
-        self.driver, self._width = driver, width
+        self.driver = driver
+        self._width = width
 
     def resize(self, height: int) -> None:
         size = {"width": self._width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -56,8 +61,13 @@ class Browser:
 
     @property
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, as of the content security policy; not a key that is asked for."""
-        return [one["message"] for one in self.driver.get_log("browser") if "401 (Unauthorized)" not in one["message"]]
+        """Errors and warnings of the console, as of the content security policy; not a key that is
+        asked for."""
+        return [
+            one["message"]
+            for one in self.driver.get_log("browser")
+            if "401 (Unauthorized)" not in one["message"]
+        ]
 
 
 @contextmanager
@@ -67,7 +77,12 @@ def browsing(width: int = 1100, dark: bool = False) -> Iterator[Browser]:
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
-    for flag in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", *["--no-sandbox"] * (os.geteuid() == 0)):
+    for flag in (
+        "--headless=new",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        *["--no-sandbox"] * (os.geteuid() == 0),
+    ):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
@@ -85,13 +100,24 @@ def start_batch(url: str, name: str, rows: int, key: str | None = None) -> str:
     """A batch of short functions to be completed; its id. url: with `/v1`."""
     body = {"max_tokens": 96, "ignore_eos": True}
     lines = [
-        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": f"def f{i}(x):"}}
+        {
+            "custom_id": f"r{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {**body, "prompt": f"def f{i}(x):"},
+        }
         for i in range(rows)
     ]
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     with httpx2.Client(base_url=url, headers=headers, timeout=PATIENCE_S) as web:
-        file = web.post("/files", files={"file": ("rows.jsonl", data)}, data={"purpose": "batch"}).json()
-        asked = {"endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"name": name}}
+        file = web.post(
+            "/files", files={"file": ("rows.jsonl", data)}, data={"purpose": "batch"}
+        ).json()
+        asked = {
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+            "metadata": {"name": name},
+        }
         found: str = web.post("/batches", json={**asked, "input_file_id": file["id"]}).json()["id"]
     return found

@@ -30,7 +30,19 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
 """
 ENGINE = (
     *("--model", "opt-chat", "--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"),
-    *("--percent", "0", "100", "0", "100", "0", "100", "--gpu-batch-size", "4", "--num-gpu-batches", "2"),
+    *(
+        "--percent",
+        "0",
+        "100",
+        "0",
+        "100",
+        "0",
+        "100",
+        "--gpu-batch-size",
+        "4",
+        "--num-gpu-batches",
+        "2",
+    ),
 )
 FLAGS = (*ENGINE, "--port", "0", "--state-dir", "state", "--max-len", "256")
 KEY = "a-key"
@@ -43,7 +55,9 @@ class Running(Process):
 
     @property
     def url(self) -> str:
-        while not (self.folder / "stdout").exists() or not (found := re.search(r"http://\S+/v1\n", self.out)):
+        while not (self.folder / "stdout").exists() or not (
+            found := re.search(r"http://\S+/v1\n", self.out)
+        ):
             assert not self.has_ended(), self.err
             time.sleep(0.01)
         return found[0].strip()
@@ -70,7 +84,8 @@ Start = Callable[..., Running]
 
 @pytest.fixture(scope="session")
 def start(forks: Forks) -> Iterator[Start]:
-    """Starts a server in a folder, with further flags; all end with the tests. descriptors: at most."""
+    """Starts a server in a folder, with further flags; all end with the tests. descriptors: at
+    most."""
     started: list[Running] = []
 
     def begin(folder: Path, *flags: str, descriptors: int = 0) -> Running:

@@ -1,4 +1,5 @@
-"""Batches on disk, in hand and waiting. What cannot be written has not happened; waiting costs nothing. No engine."""
+"""Batches on disk, in hand and waiting. What cannot be written has not happened; waiting costs
+nothing. No engine."""
 
 from __future__ import annotations
 
@@ -141,7 +142,12 @@ def create(batches: Batches, content: bytes, endpoint: str = "/v1/completions") 
 def lines(count: int, bad: int = 0, url: str = "/v1/completions") -> bytes:
     """Requests, of which the last ones are wrong."""
     found = [
-        {"custom_id": f"r{i}", "method": "POST", "url": url, "body": {"prompt": [5, 6], "max_tokens": 1}}
+        {
+            "custom_id": f"r{i}",
+            "method": "POST",
+            "url": url,
+            "body": {"prompt": [5, 6], "max_tokens": 1},
+        }
         for i in range(count - bad)
     ]
     return "".join(json.dumps(one) + "\n" for one in found).encode() + b"x\n" * bad
@@ -169,7 +175,9 @@ def message_of(batch: dict[str, Any]) -> str:
     return str(batch["errors"]["data"][0]["message"])
 
 
-def test_a_file_without_a_record_leaves_nothing(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_a_record_leaves_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill_disk(monkeypatch)
     with pytest.raises(Refused, match="No space left"):
         store.add_file(io.BytesIO(b"{}"), "a.jsonl")
@@ -180,7 +188,9 @@ def test_a_temporary_folder_that_is_full_is_told_to_the_client() -> None:
     async def form(**_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    sent: Any = SimpleNamespace(headers={"content-type": "multipart/form-data; boundary=a"}, form=form)
+    sent: Any = SimpleNamespace(
+        headers={"content-type": "multipart/form-data; boundary=a"}, form=form
+    )
     with pytest.raises(Refused, match="No space left") as caught:
         asyncio.run(Server.add_file(None, sent))  # type: ignore[arg-type]
     assert (caught.value.status, caught.value.body["error"]["code"]) == (500, "storage_failed")
@@ -195,7 +205,9 @@ def test_what_a_kill_left_goes_away_and_folders_stay(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "files").iterdir()] == ["b.part"]
 
 
-def in_progress(store: Store, content: bytes, answers: str = "", errors: str = "") -> dict[str, Any]:
+def in_progress(
+    store: Store, content: bytes, answers: str = "", errors: str = ""
+) -> dict[str, Any]:
     """A batch that an earlier server has begun."""
     batch = new_batch(store, content)
     store.save(batch, status="in_progress")
@@ -216,7 +228,9 @@ def test_rows_of_a_failed_batch_become_a_file_at_the_first_start_with_room(
         assert store.output(batch).read_text() == ROW
         assert not list(store.path(batch["input_file_id"]).parent.glob("*.part"))
     start_again(store, reader)
-    assert store.path(batch["output_file_id"]).read_text() == ROW and not store.output(batch).exists()
+    assert (
+        store.path(batch["output_file_id"]).read_text() == ROW and not store.output(batch).exists()
+    )
 
 
 def test_counts_of_a_batch_that_is_over_as_the_server_starts(
@@ -228,7 +242,11 @@ def test_counts_of_a_batch_that_is_over_as_the_server_starts(
     start_again(store, reader)
     for batch, status in ((cancelled, "cancelled"), (failed, "failed")):
         kept = json.loads((tmp_path / "batches" / f"{batch['id']}.json").read_text())
-        assert kept["status"] == status and kept["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        assert kept["status"] == status and kept["request_counts"] == {
+            "total": 3,
+            "completed": 2,
+            "failed": 1,
+        }
 
 
 def test_counts_are_kept_where_nothing_can_be_read(store: Store, batches: Batches) -> None:
@@ -241,7 +259,8 @@ def test_counts_are_kept_where_nothing_can_be_read(store: Store, batches: Batche
 def test_clients_are_told_ids_in_the_place_of_paths_and_flags(
     store: Store, reader: RequestReader, tmp_path: Path
 ) -> None:
-    twice, mixed = new_batch(store, b'{"custom_id": "a"}\n' * 2), in_progress(store, lines(1), ROW)
+    twice = new_batch(store, b'{"custom_id": "a"}\n' * 2)
+    mixed = in_progress(store, lines(1), ROW)
     torn = in_progress(store, lines(1), "", "no row\n")
     start_again(store, reader)
     for batch, begins in (
@@ -255,20 +274,31 @@ def test_clients_are_told_ids_in_the_place_of_paths_and_flags(
 
 @pytest.mark.parametrize("when", ["validate", "open", "end"])
 def test_a_bug_of_ours_ends_its_batch(
-    when: str, store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    when: str,
+    store: Store,
+    batches: Batches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*args: Any) -> None:
         raise KeyError("x")
 
-    where = {"validate": (module, "scan_steps"), "open": (Batch, "open"), "end": (Batches, "_results")}[when]
-    batch, other = create(batches, lines(1)), create(batches, lines(2))
+    where = {
+        "validate": (module, "scan_steps"),
+        "open": (Batch, "open"),
+        "end": (Batches, "_results"),
+    }[when]
+    batch = create(batches, lines(1))
+    other = create(batches, lines(2))
     with monkeypatch.context() as broken:
         broken.setattr(*where, fail)
         work(batches)
         while runs_of(batches) and not batch["errors"]:
             run_one(batches)
     assert message_of(batch) == "internal error" and batch["id"] not in batches.running
-    assert capsys.readouterr().err.startswith(f"serve: {batch['id']}: internal error: KeyError: 'x'\n")
+    assert capsys.readouterr().err.startswith(
+        f"serve: {batch['id']}: internal error: KeyError: 'x'\n"
+    )
     if when == "end":
         run_rows(batches)
         assert other["status"] == "completed"
@@ -288,7 +318,8 @@ def test_a_line_that_breaks_its_reader_ends_its_batch(
         yield from whole
         raise fault
 
-    batch, other = create(batches, lines(3)), create(batches, lines(2))
+    batch = create(batches, lines(3))
+    other = create(batches, lines(2))
     work(batches)
     run = batches.running[batch["id"]]
     whole = list(run._rows.requests)[:2]
@@ -296,14 +327,20 @@ def test_a_line_that_breaks_its_reader_ends_its_batch(
     run_rows(batches)
     assert message_of(batch) == "internal error" and not batches.running
     assert len(store.path(batch["output_file_id"]).read_text().splitlines()) == 2
-    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 0} and other["status"] == "completed"
+    assert (
+        batch["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
+        and other["status"] == "completed"
+    )
 
 
 @pytest.mark.parametrize("fault", [Panic("Rust"), ValueError("half an emoji")], ids=repr)
 def test_an_answer_that_cannot_be_written_is_an_error_row(
-    fault: BaseException, store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException,
+    store: Store,
+    batches: Batches,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     def answer(request: Request, *more: Any) -> Any:
         if request.prompt.index == 2:
             raise fault
@@ -313,7 +350,11 @@ def test_an_answer_that_cannot_be_written_is_an_error_row(
     monkeypatch.setattr(runner, "success_row", answer)
     batch = create(batches, lines(3))
     run_rows(batches)
-    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert batch["status"] == "completed" and batch["request_counts"] == {
+        "total": 3,
+        "completed": 2,
+        "failed": 1,
+    }
     [row] = map(json.loads, store.path(batch["error_file_id"]).read_text().splitlines())
     assert (row["custom_id"], row["error"]["code"]) == ("r1", "internal_error")
     assert capsys.readouterr().err.startswith(f"serve: {batch['id']}: line 2: internal error: ")
@@ -332,9 +373,14 @@ def test_a_signal_goes_through_a_batch(batches: Batches) -> None:
 
 
 def test_a_batch_is_asked_again_after_many_bad_lines(batches: Batches) -> None:
-    batch, request = Batch({}, batches), SimpleNamespace()
+    batch = Batch({}, batches)
+    request = SimpleNamespace()
     batch._rows = SimpleNamespace(requests=iter([None, request]))  # type: ignore[assignment]
-    assert [(batch.next(), batch.asks_again) for _ in range(3)] == [(None, True), (request, False), (None, False)]
+    assert [(batch.next(), batch.asks_again) for _ in range(3)] == [
+        (None, True),
+        (request, False),
+        (None, False),
+    ]
 
 
 def test_a_cancellation_that_cannot_be_written_changes_nothing(
@@ -360,18 +406,25 @@ def test_a_batch_whose_start_cannot_be_written_fails_until_the_next_server(
     fill_disk(monkeypatch)
     work(batches)
     assert "No space left" in message_of(batch) and not batches.running
-    assert json.loads((tmp_path / "batches" / f"{batch['id']}.json").read_text())["status"] == "validating"
+    assert (
+        json.loads((tmp_path / "batches" / f"{batch['id']}.json").read_text())["status"]
+        == "validating"
+    )
 
 
 # ---- Waiting costs nothing
 
 
-def test_batches_that_wait_hold_no_descriptor_and_keep_their_order(store: Store, batches: Batches) -> None:
+def test_batches_that_wait_hold_no_descriptor_and_keep_their_order(
+    store: Store, batches: Batches
+) -> None:
     before = descriptors()
     made = [create(batches, lines(1 + i % 3)) for i in range(60)]
     work(batches)
     assert {one["status"] for one in made} == {"in_progress"} and descriptors() == before
-    assert len(batches.running) == MOST_FEEDING and [one["request_counts"]["total"] for one in made[:3]] == [1, 2, 3]
+    assert len(batches.running) == MOST_FEEDING and [
+        one["request_counts"]["total"] for one in made[:3]
+    ] == [1, 2, 3]
     most = 0
     while runs_of(batches):
         run_one(batches)
@@ -397,15 +450,21 @@ def test_a_short_batch_overtakes_long_ones_that_have_had_a_turn(
     long = [create(batches, lines(40)) for _ in range(MOST_FEEDING + 2)]
     short = [create(batches, lines(1)) for _ in range(2)]
     ended = run_rows(batches)
-    assert ended[:2] == [one["id"] for one in short] and sorted(ended) == sorted(one["id"] for one in (*long, *short))
+    assert ended[:2] == [one["id"] for one in short] and sorted(ended) == sorted(
+        one["id"] for one in (*long, *short)
+    )
     for one in (*long, *short):
-        rows = [json.loads(line) for line in store.path(one["output_file_id"]).read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in store.path(one["output_file_id"]).read_text().splitlines()
+        ]
         assert one["status"] == "completed"
         assert sorted(row["custom_id"] for row in rows) == sorted(f"r{i}" for i in range(len(rows)))
         assert len(rows) == one["request_counts"]["total"]
 
 
-def test_a_batch_keeps_its_turn_while_nobody_waits(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_keeps_its_turn_while_nobody_waits(
+    batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module_of_one, "TURN_S", -1.0)
     create(batches, lines(40))
     work(batches)
@@ -413,7 +472,9 @@ def test_a_batch_keeps_its_turn_while_nobody_waits(batches: Batches, monkeypatch
     assert all(run.next() is not None for _ in range(40)) and not batches.others_wait
 
 
-def test_a_batch_that_rests_can_be_cancelled(store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_rests_can_be_cancelled(
+    store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module_of_one, "TURN_S", -1.0)
     made = [create(batches, lines(40)) for _ in range(MOST_FEEDING + 4)]
     work(batches)
@@ -426,10 +487,13 @@ def test_a_batch_that_rests_can_be_cancelled(store: Store, batches: Batches, mon
     assert [one["status"] for one in made if one is not resting] == ["completed"] * (len(made) - 1)
 
 
-def test_no_descriptor_left_is_waited_for(store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptor_left_is_waited_for(
+    store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever is being done with the batch's files, it does not fail."""
     monkeypatch.setattr(files, "_PATIENCE_S", 0.0)
-    batch, limits = create(batches, lines(3)), resource.getrlimit(resource.RLIMIT_NOFILE)
+    batch = create(batches, lines(3))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     for _ in range(8):
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() - 1, limits[1]))
         try:
@@ -445,15 +509,22 @@ def test_no_descriptor_left_is_waited_for(store: Store, batches: Batches, monkey
     assert len(store.path(batch["output_file_id"]).read_text().splitlines()) == 3
 
 
-def test_files_expire_when_no_batch_reads_them(store: Store, batches: Batches, tmp_path: Path) -> None:
+def test_files_expire_when_no_batch_reads_them(
+    store: Store, batches: Batches, tmp_path: Path
+) -> None:
     kept = store.add_file(io.BytesIO(lines(1)), "a.jsonl")
-    gone, later = (store.add_file(io.BytesIO(lines(1)), "a.jsonl", expires_in=3600 * n) for n in (1, 3))
+    gone, later = (
+        store.add_file(io.BytesIO(lines(1)), "a.jsonl", expires_in=3600 * n) for n in (1, 3)
+    )
     read = store.add_file(io.BytesIO(lines(1)), "a.jsonl", expires_in=3600)
     batch = batches.create({**BODY, "input_file_id": read["id"]})
     store.expire(time.time() + 3000)
     assert len(store.files) == 4
     store.expire(time.time() + 4000)
-    assert list(store.files) == [kept["id"], later["id"], read["id"]] and not (tmp_path / "files" / gone["id"]).exists()
+    assert (
+        list(store.files) == [kept["id"], later["id"], read["id"]]
+        and not (tmp_path / "files" / gone["id"]).exists()
+    )
     run_rows(batches)
     assert batch["status"] == "completed"
     store.expire(time.time() + 5000)
@@ -476,10 +547,13 @@ def test_ids_sort_as_batches_were_made(store: Store, tmp_path: Path) -> None:
 # ---- One long thing delays no short one
 
 
-def test_a_long_scan_delays_no_short_one_and_no_cancellation(store: Store, batches: Batches) -> None:
+def test_a_long_scan_delays_no_short_one_and_no_cancellation(
+    store: Store, batches: Batches
+) -> None:
     batches._most_rows = 10**6
     store._most_bytes = 2**30
-    long, other = create(batches, lines(400_000)), create(batches, lines(400_000))
+    long = create(batches, lines(400_000))
+    other = create(batches, lines(400_000))
     began = time.monotonic()
     batches._clerk.turn()
     short = create(batches, lines(2))
@@ -492,10 +566,16 @@ def test_a_long_scan_delays_no_short_one_and_no_cancellation(store: Store, batch
         batches._clerk.turn()
     assert time.monotonic() - began < 2
     run_rows(batches)
-    assert (long["status"], other["status"], short["status"]) == ("cancelled", "cancelled", "completed")
+    assert (long["status"], other["status"], short["status"]) == (
+        "cancelled",
+        "cancelled",
+        "completed",
+    )
 
 
-def test_a_clerk_that_is_closed_ends_within_a_step(store: Store, batches: Batches, tmp_path: Path) -> None:
+def test_a_clerk_that_is_closed_ends_within_a_step(
+    store: Store, batches: Batches, tmp_path: Path
+) -> None:
     batches._most_rows = 10**6
     store._most_bytes = 2**30
     long = create(batches, lines(50_000))
@@ -510,14 +590,19 @@ def test_a_clerk_that_is_closed_ends_within_a_step(store: Store, batches: Batche
 @pytest.mark.parametrize(
     ("content", "says"), [(lines(11), "more than 10 requests"), (b"\n" * 21, "more than 20 lines")]
 )
-def test_rows_of_a_batch_are_bounded(content: bytes, says: str, store: Store, reader: RequestReader) -> None:
+def test_rows_of_a_batch_are_bounded(
+    content: bytes, says: str, store: Store, reader: RequestReader
+) -> None:
     batches = batches_of(store, reader, most_rows=10)
-    batch, whole = create(batches, content), create(batches, lines(10))
+    batch = create(batches, content)
+    whole = create(batches, lines(10))
     run_rows(batches)
     assert says in message_of(batch) and whole["status"] == "completed"
 
 
-def test_error_rows_are_stored_once_and_count(store: Store, batches: Batches, tmp_path: Path) -> None:
+def test_error_rows_are_stored_once_and_count(
+    store: Store, batches: Batches, tmp_path: Path
+) -> None:
     """Two bytes of upload become some two hundred of an error row."""
     room = store._most_bytes
     batch = create(batches, lines(1000, bad=990))
@@ -543,12 +628,15 @@ def test_a_batch_without_room_for_its_error_rows_fails_and_others_run(
     store: Store, batches: Batches, tmp_path: Path
 ) -> None:
     store._most_bytes = 50_000
-    many, good = create(batches, lines(1000, bad=990)), create(batches, lines(5))
+    many = create(batches, lines(1000, bad=990))
+    good = create(batches, lines(5))
     run_rows(batches)
     assert "no room for more error rows" in message_of(many) and good["status"] == "completed"
     assert many["request_counts"]["completed"] == 10
     assert store._stored == sum(
-        one["bytes"] for one in store.files.values() if one["purpose"] == "batch" or "-errors" in one["id"]
+        one["bytes"]
+        for one in store.files.values()
+        if one["purpose"] == "batch" or "-errors" in one["id"]
     )
     store._most_bytes = store._stored
     with pytest.raises(Refused, match="no room"):
@@ -559,15 +647,24 @@ def test_a_batch_without_room_for_its_error_rows_fails_and_others_run(
     store._fd = again._fd
 
 
-def test_error_rows_among_the_answers_of_an_earlier_version_go_apart(store: Store, reader: RequestReader) -> None:
-    batch = in_progress(store, lines(3), ROW.replace('"a"', '"r0"') + ERROR_ROW.replace('"b"', '"r1"'))
+def test_error_rows_among_the_answers_of_an_earlier_version_go_apart(
+    store: Store, reader: RequestReader
+) -> None:
+    batch = in_progress(
+        store, lines(3), ROW.replace('"a"', '"r0"') + ERROR_ROW.replace('"b"', '"r1"')
+    )
     store.errors(batch).unlink()
-    source, status = store.path(batch["input_file_id"]), Status(rows=3, done=2, errors=1)
+    source = store.path(batch["input_file_id"])
+    status = Status(rows=3, done=2, errors=1)
     scan = scan_input(source)
     Sidecar(SETTINGS, str(source), scan.nbytes, scan.digest).write(store.output(batch))
     status.write(store.output(batch))
     run_rows(start_again(store, reader))
-    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert batch["status"] == "completed" and batch["request_counts"] == {
+        "total": 3,
+        "completed": 2,
+        "failed": 1,
+    }
     rows = [
         [json.loads(line)["custom_id"] for line in store.path(batch[name]).read_text().splitlines()]
         for name in ("output_file_id", "error_file_id")
@@ -599,11 +696,15 @@ def test_a_batch_is_not_tried_again_after_the_server_died_twice_with_it(
         batches._fill()
     fresh = create(batches, lines(2))
     run_rows(batches)
-    assert "died 2 times" in message_of(batch) and batch["errors"]["data"][0]["code"] == "server_died"
+    assert (
+        "died 2 times" in message_of(batch) and batch["errors"]["data"][0]["code"] == "server_died"
+    )
     assert fresh["status"] == "completed" and not store.with_jobs()
 
 
-def test_a_batch_that_gets_on_is_tried_again_however_often_the_server_dies(store: Store, reader: RequestReader) -> None:
+def test_a_batch_that_gets_on_is_tried_again_however_often_the_server_dies(
+    store: Store, reader: RequestReader
+) -> None:
     batches = batches_of(store, reader)
     batch = create(batches, lines(5))
     work(batches)
@@ -671,6 +772,12 @@ def test_lines_of_another_endpoint_are_error_rows(store: Store, batches: Batches
     other = create(batches, lines(2), endpoint="/v1/chat/completions")
     run_rows(batches)
     assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
-    assert other["request_counts"] == {"total": 2, "completed": 0, "failed": 2} and other["status"] == "completed"
+    assert (
+        other["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+        and other["status"] == "completed"
+    )
     for row in map(json.loads, store.path(other["error_file_id"]).read_text().splitlines()):
-        assert row["error"]["code"] == "unknown_url" and "/v1/chat/completions" in row["error"]["message"]
+        assert (
+            row["error"]["code"] == "unknown_url"
+            and "/v1/chat/completions" in row["error"]["message"]
+        )

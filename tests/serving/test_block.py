@@ -1,4 +1,5 @@
-"""Who enters the block, in which order, and what becomes of rows when clients go or the engine fails. No engine."""
+"""Who enters the block, in which order, and what becomes of rows when clients go or the engine
+fails. No engine."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from flexgen_h2o.serving import block
 from flexgen_h2o.serving.answers import Refused, read_asked
 from flexgen_h2o.serving.block import Service, Ticket
 
-PLACES, LENGTH, NO_COLUMN, NAN, BROKEN = 4, 50, 3, 99, 66
+PLACES = 4
+LENGTH = 50
+NO_COLUMN = 3
+NAN = 99
+BROKEN = 66
 
 
 class Over(Exception):
@@ -34,10 +39,12 @@ class Panic(BaseException):
 
 
 class StubLLM:
-    """An engine whose rows get a token a sweep. entered: first tokens of prompts, in their order."""
+    """An engine whose rows get a token a sweep. entered: first tokens of prompts, in their
+    order."""
 
     def __init__(self) -> None:
-        self.model, self.timeline = SimpleNamespace(spec=SimpleNamespace(vocab_size=100)), Timeline()
+        self.model = SimpleNamespace(spec=SimpleNamespace(vocab_size=100))
+        self.timeline = Timeline()
         self.eviction: Eviction = Full()
         self.entered: list[int] = []
         self.peak_bytes: dict[str, int] = {}
@@ -47,7 +54,10 @@ class StubLLM:
 
     def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Any:
         self.peak_bytes = {"host": 1}
-        assert max(len(p.token_ids) for p in prompts) == LENGTH and len({p.token_ids[0] for p in prompts}) == PLACES
+        assert (
+            max(len(p.token_ids) for p in prompts) == LENGTH
+            and len({p.token_ids[0] for p in prompts}) == PLACES
+        )
         return SimpleNamespace(block_size=PLACES)
 
     def foresee(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
@@ -59,10 +69,16 @@ class StubLLM:
         return len(prompts[0].token_ids) <= LENGTH
 
     def run(
-        self, prompts: list[Prompt], params: list[SamplingParams], on_finished: Callable[[list[Completion]], None],
-        callbacks: Callbacks, refill: bool, more: Callable[[], Any],
-    ) -> None:  # fmt: skip
-        running, sweep = [Row(prompts[0], params[0].max_tokens)], 0
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        on_finished: Callable[[list[Completion]], None],
+        callbacks: Callbacks,
+        refill: bool,
+        more: Callable[[], Any],
+    ) -> None:
+        running = [Row(prompts[0], params[0].max_tokens)]
+        sweep = 0
         assert callbacks.goes_on is not None and refill
         while running:
             for row in running:
@@ -74,7 +90,9 @@ class StubLLM:
                 self.peak_bytes = {}
                 raise self.fault
             self.after_sweep(sweep)
-            ended = [r for r in running if len(r.token_ids) >= r.max_new or not callbacks.goes_on(r)]
+            ended = [
+                r for r in running if len(r.token_ids) >= r.max_new or not callbacks.goes_on(r)
+            ]
             running = [r for r in running if r not in ended]
             on_finished([self._completion(row) for row in ended])
             while len(running) < PLACES and (found := more()) is not None:
@@ -85,17 +103,26 @@ class StubLLM:
     def _completion(self, row: Row) -> Completion:
         if row.prompt.token_ids[0] == NAN:
             why = "logits are not finite"
-            return Completion(row.prompt.index, None, None, [], "error", error=why, error_code=CODE_NOT_FINITE)
+            return Completion(
+                row.prompt.index, None, None, [], "error", error=why, error_code=CODE_NOT_FINITE
+            )
         return Completion(row.prompt.index, None, None, row.token_ids, "length")
 
 
 class StubBatch:
-    """Rows of a batch. later: how often it gives none for now. turn: rows after which it rests, once."""
+    """Rows of a batch. later: how often it gives none for now. turn: rows after which it rests,
+    once."""
 
     def __init__(self, rows: Sequence[Request], later: int = 0, turn: int | None = None) -> None:
-        self.rows, self.done, self.ended = deque(rows), list[int](), list[BaseException | None]()
-        self.is_gone, self.asks_again, self.later = False, False, later
-        self.turn, self.rests, self.is_read = turn, False, False
+        self.rows = deque(rows)
+        self.done = list[int]()
+        self.ended = list[BaseException | None]()
+        self.is_gone = False
+        self.asks_again = False
+        self.later = later
+        self.turn = turn
+        self.rests = False
+        self.is_read = False
 
     @property
     def is_over(self) -> bool:
@@ -107,7 +134,8 @@ class StubBatch:
         if self.asks_again:
             return None
         if self.turn == 0:
-            self.turn, self.rests = None, True
+            self.turn = None
+            self.rests = True
             return None
         if self.turn is not None:
             self.turn -= 1
@@ -129,7 +157,12 @@ class StubBatch:
 
 def rows_of(first: int, count: int, tokens: int = 1, length: int = 1) -> deque[Request]:
     return deque(
-        Request("completion", "a", Prompt(i, (first + i,) * length, None), SamplingParams(max_tokens=tokens))
+        Request(
+            "completion",
+            "a",
+            Prompt(i, (first + i,) * length, None),
+            SamplingParams(max_tokens=tokens),
+        )
         for i in range(count)
     )
 
@@ -158,17 +191,25 @@ def run(service: Service) -> None:
 
 
 def test_requests_take_turns(service: Service, llm: StubLLM) -> None:
-    (one, told), (other, others) = ticket_of(10, 6), ticket_of(20, 2)
+    one, told = ticket_of(10, 6)
+    other, others = ticket_of(20, 2)
     service.submit(one)
     service.submit(other)
     run(service)
     assert llm.entered == [10, 20, 11, 21, 12, 13, 14, 15]
-    assert [kind for kind, *_ in told] == ["done"] * 6 and [kind for kind, *_ in others] == ["done"] * 2
-    assert service.counts.rows == 8 and sum(service.counts.latencies) == 8 and service.running == (0, 0)
+    assert [kind for kind, *_ in told] == ["done"] * 6 and [kind for kind, *_ in others] == [
+        "done"
+    ] * 2
+    assert (
+        service.counts.rows == 8
+        and sum(service.counts.latencies) == 8
+        and service.running == (0, 0)
+    )
 
 
 def test_clients_come_first_and_batches_have_their_share(service: Service, llm: StubLLM) -> None:
-    batch, second = StubBatch(rows_of(50, 5)), StubBatch(rows_of(70, 5))
+    batch = StubBatch(rows_of(50, 5))
+    second = StubBatch(rows_of(70, 5))
     for one in (batch, second):
         service.add_batch(one)
     ticket, _ = ticket_of(10, 9)
@@ -187,7 +228,9 @@ def test_a_single_place_is_for_batches_where_no_client_waits(service: Service) -
 
 
 @pytest.mark.parametrize(("later", "clients"), [(1, 1), (3, 0)])
-def test_a_batch_without_a_row_for_now_is_asked_again(service: Service, llm: StubLLM, later: int, clients: int) -> None:
+def test_a_batch_without_a_row_for_now_is_asked_again(
+    service: Service, llm: StubLLM, later: int, clients: int
+) -> None:
     """After the clients, and at once where there are none."""
     batch = StubBatch(rows_of(50, 1), later)
     service.add_batch(batch)
@@ -196,9 +239,12 @@ def test_a_batch_without_a_row_for_now_is_asked_again(service: Service, llm: Stu
     assert llm.entered == [10] * clients + [50] and batch.done == [50] and batch.ended == [None]
 
 
-def test_a_batch_that_rests_ends_when_it_has_been_added_again(service: Service, llm: StubLLM) -> None:
+def test_a_batch_that_rests_ends_when_it_has_been_added_again(
+    service: Service, llm: StubLLM
+) -> None:
     """Its rows go on meanwhile, and others join them."""
-    batch, other = StubBatch(rows_of(50, 5, tokens=3), turn=2), StubBatch(rows_of(70, 6))
+    batch = StubBatch(rows_of(50, 5, tokens=3), turn=2)
+    other = StubBatch(rows_of(70, 6))
     service.add_batch(batch)
     service.add_batch(other)
     with pytest.raises(Over):
@@ -209,8 +255,11 @@ def test_a_batch_that_rests_ends_when_it_has_been_added_again(service: Service, 
     assert batch.done == [50, 51, 52, 53, 54] and batch.ended == [None]
 
 
-def test_a_batch_that_is_cancelled_while_it_rests_ends_with_its_rows(service: Service, llm: StubLLM) -> None:
-    batch, other = StubBatch(rows_of(50, 5, tokens=9), turn=2), StubBatch(rows_of(70, 6))
+def test_a_batch_that_is_cancelled_while_it_rests_ends_with_its_rows(
+    service: Service, llm: StubLLM
+) -> None:
+    batch = StubBatch(rows_of(50, 5, tokens=9), turn=2)
+    other = StubBatch(rows_of(70, 6))
     service.add_batch(batch)
     service.add_batch(other)
 
@@ -224,7 +273,9 @@ def test_a_batch_that_is_cancelled_while_it_rests_ends_with_its_rows(service: Se
     assert not batch.done and batch.ended == [None] and other.ended == [None]
 
 
-def test_rows_without_room_are_refused_some_at_a_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_room_are_refused_some_at_a_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(block, "MOST_BAD_LINES", 2)
     batch = StubBatch([*rows_of(60, 3, length=LENGTH + 1), *rows_of(70, 1)])
     service.add_batch(batch)
@@ -233,7 +284,9 @@ def test_rows_without_room_are_refused_some_at_a_time(service: Service, monkeypa
     assert batch.done == [-60, -61, -62, 70] and batch.ended == [None]
 
 
-def test_a_batch_that_asks_again_and_again_can_be_ended(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_asks_again_and_again_can_be_ended(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = StubBatch([], later=10**9)
     service.add_batch(batch)
     monkeypatch.setattr(interrupts, "_arrived", [15])
@@ -259,15 +312,24 @@ def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
     def slots(length: int, new: int) -> int:
         return llm.eviction.slots(length, new, 0)
 
-    template = [slots(len(prompt.token_ids), one.max_tokens) for prompt, one in zip(prompts, params, strict=True)]
-    assert len(template) == PLACES and max(template) == max(slots(n, LENGTH - n + 1) for n in range(1, LENGTH + 1))
+    template = [
+        slots(len(prompt.token_ids), one.max_tokens)
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    assert len(template) == PLACES and max(template) == max(
+        slots(n, LENGTH - n + 1) for n in range(1, LENGTH + 1)
+    )
 
 
 def test_a_queue_has_an_end(service: Service) -> None:
     service.submit(ticket_of(10, 15)[0])
     with pytest.raises(Refused) as caught:
         service.submit(ticket_of(30, 6)[0])
-    assert caught.value.status == 429 and (caught.value.retry_after or 0) >= 1 and service.counts.refused == 1
+    assert (
+        caught.value.status == 429
+        and (caught.value.retry_after or 0) >= 1
+        and service.counts.refused == 1
+    )
     service.submit(ticket_of(30, 5)[0])
     service.close()
     with pytest.raises(Refused, match="shutting down"):
@@ -276,7 +338,8 @@ def test_a_queue_has_an_end(service: Service) -> None:
 
 def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
     """The engine's thread goes on meanwhile."""
-    (ticket, told), running = ticket_of(10, 1), dict[int, Any]()
+    ticket, told = ticket_of(10, 1)
+    running = dict[int, Any]()
 
     class Entering:
         @property
@@ -291,15 +354,20 @@ def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
 
 
 def test_who_goes_away_frees_places(service: Service, llm: StubLLM) -> None:
-    (gone, told), (waits, others) = ticket_of(10, 6, tokens=40), ticket_of(20, 2, tokens=3)
+    gone, told = ticket_of(10, 6, tokens=40)
+    waits, others = ticket_of(20, 2, tokens=3)
     service.submit(gone)
-    llm.after_sweep = lambda sweep: None if sweep != 1 else (service.submit(waits), service.give_up(gone))[0]
+    llm.after_sweep = lambda sweep: (
+        None if sweep != 1 else (service.submit(waits), service.give_up(gone))[0]
+    )
     run(service)
     assert llm.entered == [10, 11, 12, 13, 20, 21] and not told and len(others) == 2
     assert service.counts.given_up == 6 and service.queued == 0
 
 
-def test_a_batch_that_is_cancelled_ends_when_its_rows_have_left(service: Service, llm: StubLLM) -> None:
+def test_a_batch_that_is_cancelled_ends_when_its_rows_have_left(
+    service: Service, llm: StubLLM
+) -> None:
     batch = StubBatch(rows_of(50, 9, tokens=5))
     service.add_batch(batch)
 
@@ -311,43 +379,58 @@ def test_a_batch_that_is_cancelled_ends_when_its_rows_have_left(service: Service
     assert batch.ended == [None] and not batch.done and len(llm.entered) == PLACES
 
 
-@pytest.mark.parametrize(("length", "code"), [(LENGTH + 1, "context_length_exceeded"), (NO_COLUMN, "does_not_fit")])
-def test_rows_without_room_are_refused_and_others_go_on(service: Service, llm: StubLLM, length: int, code: str) -> None:
-    (long, told), (short, others) = ticket_of(10, 1, length=length), ticket_of(20, 1)
+@pytest.mark.parametrize(
+    ("length", "code"), [(LENGTH + 1, "context_length_exceeded"), (NO_COLUMN, "does_not_fit")]
+)
+def test_rows_without_room_are_refused_and_others_go_on(
+    service: Service, llm: StubLLM, length: int, code: str
+) -> None:
+    long, told = ticket_of(10, 1, length=length)
+    short, others = ticket_of(20, 1)
     batch = StubBatch([*rows_of(60, 1, length=length), *rows_of(70, 1)])
     service.submit(long)
     service.submit(short)
     service.add_batch(batch)
     run(service)
-    assert [event[0] for event in told] == ["error"] and (told[0][1].status, told[0][1].code) == (400, code)
-    assert [event[0] for event in others] == ["done"] and batch.done == [-60, 70] and batch.ended == [None]
+    assert [event[0] for event in told] == ["error"] and (told[0][1].status, told[0][1].code) == (
+        400,
+        code,
+    )
+    assert (
+        [event[0] for event in others] == ["done"]
+        and batch.done == [-60, 70]
+        and batch.ended == [None]
+    )
 
 
 def test_a_row_that_is_not_finite_fails_alone(service: Service) -> None:
-    (bad, told), (good, others), batch = (
-        ticket_of(NAN, 1),
-        ticket_of(20, 2),
-        StubBatch([*rows_of(NAN, 1), *rows_of(70, 1)]),
-    )
+    bad, told = ticket_of(NAN, 1)
+    good, others = ticket_of(20, 2)
+    batch = StubBatch([*rows_of(NAN, 1), *rows_of(70, 1)])
     service.submit(bad)
     service.submit(good)
     service.add_batch(batch)
     run(service)
-    assert [event[0] for event in told] == ["error"] and (told[0][1].status, told[0][1].code) == (500, "not_finite")
+    assert [event[0] for event in told] == ["error"] and (told[0][1].status, told[0][1].code) == (
+        500,
+        "not_finite",
+    )
     assert [event[0] for event in others] == ["done"] * 2
     assert sorted(batch.done) == [-NAN, 70] and batch.ended == [None]
     assert (service.counts.failed, service.counts.rows) == (2, 3)
 
 
 def test_an_engine_that_fails_ends_its_rows_only(service: Service, llm: StubLLM) -> None:
-    (first, told), (later, others) = ticket_of(10, 9, tokens=5), ticket_of(20, 1)
+    first, told = ticket_of(10, 9, tokens=5)
+    later, others = ticket_of(20, 1)
     batch = StubBatch(rows_of(50, 9, tokens=5))
     service.submit(first)
     service.add_batch(batch)
 
     def fail(sweep: int) -> None:
         if sweep == 2:
-            llm.after_sweep, llm.peak_bytes = (lambda sweep: None), {}
+            llm.after_sweep = lambda sweep: None
+            llm.peak_bytes = {}
             service.submit(later)
             raise FlexgenError("logits are not finite")
 
@@ -358,19 +441,27 @@ def test_an_engine_that_fails_ends_its_rows_only(service: Service, llm: StubLLM)
     assert [event[0] for event in others] == ["done"] and llm.peak_bytes, "the engine is open again"
 
 
-@pytest.mark.parametrize("fault", [RuntimeError("half an emoji"), Panic("Rust"), MemoryError()], ids=repr)
+@pytest.mark.parametrize(
+    "fault", [RuntimeError("half an emoji"), Panic("Rust"), MemoryError()], ids=repr
+)
 def test_a_row_that_a_run_fails_on_fails_alone(
     service: Service, llm: StubLLM, fault: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows that ran with it run again in parts, and are done; a batch goes on behind it."""
     llm.fault = fault
-    (ticket, told), batch = ticket_of(10, 3, tokens=3), StubBatch(rows_of(BROKEN - 2, 8, tokens=2))
+    ticket, told = ticket_of(10, 3, tokens=3)
+    batch = StubBatch(rows_of(BROKEN - 2, 8, tokens=2))
     service.submit(ticket)
     service.add_batch(batch)
     run(service)
     assert sorted(batch.done) == [-BROKEN, 64, 65, 67, 68, 69, 70, 71] and batch.ended == [None]
     assert [event[0] for event in told] == ["done"] * 3
-    assert llm.failed_runs <= 3 and llm.peak_bytes and service.running == (0, 0) and not service._of_owner
+    assert (
+        llm.failed_runs <= 3
+        and llm.peak_bytes
+        and service.running == (0, 0)
+        and not service._of_owner
+    )
     assert (service.counts.failed, service.counts.rows) == (1, 10)
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith(f"serve: a run of 4 rows: internal error: {type(fault).__name__}")
@@ -378,7 +469,8 @@ def test_a_row_that_a_run_fails_on_fails_alone(
 
 def test_a_clients_row_that_a_run_fails_on_is_a_500(service: Service, llm: StubLLM) -> None:
     llm.fault = Panic("Rust")
-    (bad, told), (good, others) = ticket_of(BROKEN, 1), ticket_of(20, 2)
+    bad, told = ticket_of(BROKEN, 1)
+    good, others = ticket_of(20, 2)
     service.submit(bad)
     service.submit(good)
     run(service)
@@ -390,7 +482,8 @@ def test_a_clients_row_that_a_run_fails_on_is_a_500(service: Service, llm: StubL
 def test_a_stream_that_a_run_fails_on_ends_and_others_go_on(service: Service, llm: StubLLM) -> None:
     """Its client has seen tokens, which would come again."""
     llm.fault = Panic("Rust")
-    (stream, told), batch = ticket_of(20, 1, tokens=5), StubBatch(rows_of(BROKEN - 1, 3))
+    stream, told = ticket_of(20, 1, tokens=5)
+    batch = StubBatch(rows_of(BROKEN - 1, 3))
     stream.streams = True
     service.submit(stream)
     service.add_batch(batch)
@@ -401,7 +494,8 @@ def test_a_stream_that_a_run_fails_on_ends_and_others_go_on(service: Service, ll
 
 def test_runs_that_all_fail_end_their_batches(service: Service, llm: StubLLM) -> None:
     """It is no row's fault, and the server goes on with what comes."""
-    batch, later = StubBatch(rows_of(50, 100)), StubBatch(rows_of(80, 1))
+    batch = StubBatch(rows_of(50, 100))
+    later = StubBatch(rows_of(80, 1))
     service.add_batch(batch)
 
     def end(error: BaseException | None = None) -> None:
@@ -420,19 +514,28 @@ def test_runs_that_all_fail_end_their_batches(service: Service, llm: StubLLM) ->
     assert later.done == [80] and later.ended == [None]
 
 
-def test_a_client_that_goes_away_from_a_row_that_is_to_run_again(service: Service, llm: StubLLM) -> None:
+def test_a_client_that_goes_away_from_a_row_that_is_to_run_again(
+    service: Service, llm: StubLLM
+) -> None:
     llm.fault = Panic("Rust")
-    (gone, told), batch = ticket_of(20, 2, tokens=9), StubBatch(rows_of(BROKEN, 2))
+    gone, told = ticket_of(20, 2, tokens=9)
+    batch = StubBatch(rows_of(BROKEN, 2))
     service.submit(gone)
     service.add_batch(batch)
     gone.tell = lambda event: None
     llm.after_sweep = lambda sweep: service.give_up(gone) if service._is_trying else None
     run(service)
-    assert not told and sorted(batch.done) == [-BROKEN, 67] and batch.ended == [None] and not service._of_owner
+    assert (
+        not told
+        and sorted(batch.done) == [-BROKEN, 67]
+        and batch.ended == [None]
+        and not service._of_owner
+    )
 
 
 def test_an_answer_that_is_too_large_is_refused() -> None:
-    reader, most = RequestReader(find_model("opt-tiny", None, None), SamplingParams()), (1000, 1024)
+    reader = RequestReader(find_model("opt-tiny", None, None), SamplingParams())
+    most = (1000, 1024)
     body = {"prompt": [[5, 6]] * 500, "max_tokens": 200}
     assert len(read_asked(reader, "/v1/completions", body, *most).requests) == 500
     with pytest.raises(Refused, match="logprobs: more than") as caught:

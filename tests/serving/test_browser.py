@@ -1,4 +1,5 @@
-"""The pages in a real browser, against a real server: what a reader sees, with a key, in both schemes, at 400 px."""
+"""The pages in a real browser, against a real server: what a reader sees, with a key, in both
+schemes, at 400 px."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from tests.extras import needs
 from tests.serving.browser import Browser, browsing, start_batch, why_no_browser
 from tests.serving.conftest import KEY, Running, Start
 
-pytestmark = [pytest.mark.slow, needs("browser"), pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())]
+pytestmark = [
+    pytest.mark.slow,
+    needs("browser"),
+    pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser()),
+]
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 CONTRAST = """
 const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -35,17 +40,19 @@ for (const node of document.querySelectorAll("main *, header *")) {
   if (contrast < 4.5) poor.push(`${node.tagName} ${node.textContent.slice(0, 30)} ${contrast}`);
 }
 return poor;
-"""
+"""  # noqa: E501
 UNNAMED = """
 return [...document.querySelectorAll("input, select, textarea, button, [role=meter], svg[role=img], a")]
   .filter((one) => !(one.labels?.length || one.textContent.trim() || one.getAttribute("aria-label")))
   .map((one) => one.outerHTML);
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    return start(tmp_path_factory.mktemp("browser"), "--compare", "h2o:kv_budget=0.3", "--host-mem", "1GiB")
+    return start(
+        tmp_path_factory.mktemp("browser"), "--compare", "h2o:kv_budget=0.3", "--host-mem", "1GiB"
+    )
 
 
 @pytest.fixture(params=[(1100, False), (400, True)], ids=["wide and light", "narrow and dark"])
@@ -63,7 +70,8 @@ def enter(browser: Browser, server: Running, path: str) -> None:
 
 
 def check(browser: Browser) -> None:
-    """Nothing runs over the side, everything can be read and has a name, and the console is empty."""
+    """Nothing runs over the side, everything can be read and has a name, and the console is
+    empty."""
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.run(CONTRAST) == [] and browser.run(UNNAMED) == [] and browser.complaints == []
 
@@ -85,9 +93,15 @@ def test_jobs_memory_and_timeline(browser: Browser, server: Running) -> None:
     enter(browser, server, "/")
     batch = start_batch(server.url, HOSTILE, 30, KEY)
     browser.wait("document.querySelectorAll('.lane').length >= 2")
-    browser.wait(f"[...document.querySelectorAll('#jobs tr')].find((row) => row.textContent.includes('{batch}') "
-                 "&& row.querySelector('.tag.good') && row.textContent.includes('30 / 30'))")  # fmt: skip
-    assert HOSTILE in browser.find("#jobs").text and browser.run("return document.title") == "flexgen-h2o"
+    browser.wait(
+        "[...document.querySelectorAll('#jobs tr')].find((row) => "
+        f"row.textContent.includes('{batch}') "
+        "&& row.querySelector('.tag.good') && row.textContent.includes('30 / 30'))"
+    )
+    assert (
+        HOSTILE in browser.find("#jobs").text
+        and browser.run("return document.title") == "flexgen-h2o"
+    )
     assert "of 768 MiB" in browser.find("#memory").text
     assert "compute" in browser.find("#timeline").text and float(browser.find("#speed").text) >= 0
     check(browser)
@@ -105,7 +119,12 @@ def test_a_prompt_side_by_side(browser: Browser, server: Running) -> None:
             web.post(f"{path}/v1/completions", json=body).json()["choices"][0]["text"]
             for path, body in zip(("", "/compare"), bodies, strict=True)
         ]
-    assert browser.run("return [...document.querySelectorAll('#sides pre')].map((one) => one.textContent)") == texts
+    assert (
+        browser.run(
+            "return [...document.querySelectorAll('#sides pre')].map((one) => one.textContent)"
+        )
+        == texts
+    )
     check(browser)
     browser.fill("#prompt", "a " * 3000)
     browser.find("#run").click()
@@ -130,7 +149,9 @@ def test_a_plan(browser: Browser, server: Running, tmp_path: Path) -> None:
     browser.find("#plan").click()
     browser.wait("document.querySelector('#error').textContent.includes('too small by')")
     (tmp_path / "profile.json").write_text('{"schema": 5}')
-    browser.run("machine.value = machine.lastChild.value; machine.dispatchEvent(new Event('change'))")
+    browser.run(
+        "machine.value = machine.lastChild.value; machine.dispatchEvent(new Event('change'))"
+    )
     browser.find("#profile").send_keys(str(tmp_path / "profile.json"))
     browser.find("#plan").click()
     browser.wait("document.querySelector('#error').textContent.includes('profile: field')")

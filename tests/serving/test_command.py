@@ -39,11 +39,17 @@ from tests.serving.conftest import Start
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_refused(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    words: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a-file").touch()
-    code = serve.main(["--model", "opt-tiny", "--device", "cpu", "--port", "0", "--state-dir", "s", *words])
+    code = serve.main(
+        ["--model", "opt-tiny", "--device", "cpu", "--port", "0", "--state-dir", "s", *words]
+    )
     err = capfd.readouterr().err
     assert code == EXIT_USAGE and err.startswith("serve: ") and says in err and err.count("\n") == 1
 
@@ -54,14 +60,21 @@ def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         port = str(other.getsockname()[1])
         assert serve.main(["opt-tiny", "--port", port, "--state-dir", str(tmp_path)]) == EXIT_USAGE
         assert f"--port {port}: cannot listen there" in capfd.readouterr().err
-        assert serve.main(["opt-tiny", "--port", port, "--state-dir", str(tmp_path), "--dry-run"]) == EXIT_DONE
+        assert (
+            serve.main(["opt-tiny", "--port", port, "--state-dir", str(tmp_path), "--dry-run"])
+            == EXIT_DONE
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_tier_without_room_is_cut_in_two_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk's share of nothing is the least budget that there is."""
-    monkeypatch.setattr(device, "resolve_budgets", lambda *asked: {"device": 0, "host": 1000, "disk": 0})
-    args = serve._parser().parse_args(["--compare", "full", "--device", "cpu", "--compare-share", "0.3"])
+    monkeypatch.setattr(
+        device, "resolve_budgets", lambda *asked: {"device": 0, "host": 1000, "disk": 0}
+    )
+    args = serve._parser().parse_args(
+        ["--compare", "full", "--device", "cpu", "--compare-share", "0.3"]
+    )
     budgets = [budget_of(one) for one in serve._shares(args) if one is not None]
     assert [(budget.host, budget.disk) for budget in budgets] == [(700, 1), (300, 1)]
 
@@ -74,10 +87,15 @@ def test_connections_are_as_many_as_descriptors_allow(
     for limit, connections in ((2000, 512), (1024, 330), (128, 31), (37, 1)):
         monkeypatch.setattr(serve, "descriptor_limits", lambda limit=limit: (limit, limit))
         assert serve._within_descriptors(bounds).connections == connections
-        said = f"serve: ulimit -n is {limit}: at most {connections} connections at a time, not 512; raise it\n"
+        said = (
+            f"serve: ulimit -n is {limit}: at most {connections} connections at a time, not "
+            "512; raise it\n"
+        )
         assert capsys.readouterr().err == ("" if connections == 512 else said)
     monkeypatch.setattr(serve, "descriptor_limits", lambda: (36, 36))
-    with pytest.raises(UsageError, match="ulimit -n is 36, and a server needs at least 37; raise it"):
+    with pytest.raises(
+        UsageError, match="ulimit -n is 36, and a server needs at least 37; raise it"
+    ):
         serve._within_descriptors(bounds)
 
 
@@ -92,15 +110,22 @@ def test_the_soft_limit_of_descriptors_is_raised() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(serve.NEEDED, "no_such_module", "no-such-package")
     assert serve.main([]) == EXIT_USAGE
-    assert capfd.readouterr().err == "serve: needs no-such-package; pip install -e '.[serve]' in a clone\n"
+    assert (
+        capfd.readouterr().err
+        == "serve: needs no-such-package; pip install -e '.[serve]' in a clone\n"
+    )
 
 
 def test_a_signal_ends_it_while_clients_wait(start: Start, tmp_path: Path) -> None:
-    """They get a status, or the end of their stream; a second server may not have the folder meanwhile."""
-    server, found = start(tmp_path), dict[bool, Any]()
+    """They get a status, or the end of their stream; a second server may not have the folder
+    meanwhile."""
+    server = start(tmp_path)
+    found = dict[bool, Any]()
     body = {"prompt": ["a"] * 20, "max_tokens": 250, "ignore_eos": True}
 
     def ask(stream: bool) -> None:

@@ -1,4 +1,5 @@
-"""Bugs of ours, and of the libraries below, while a client waits: a status in OpenAI's shape, and a line in the log."""
+"""Bugs of ours, and of the libraries below, while a client waits: a status in OpenAI's shape, and a
+line in the log."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ FAULTS = [Panic("Rust: \ud83e"), ValueError("half an emoji"), KeyError("\ud83e")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_whatever_a_route_raises_is_a_500(fault: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatever_a_route_raises_is_a_500(
+    fault: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def fail(request: Request) -> Response:
         raise fault
 
@@ -44,7 +47,9 @@ def test_whatever_a_route_raises_is_a_500(fault: BaseException, capsys: pytest.C
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_whatever_reading_a_request_raises_is_a_500(fault: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_reading_a_request_raises_is_a_500(
+    fault: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is raised in another thread than the route's."""
 
     def fail(*args: Any) -> None:
@@ -60,7 +65,9 @@ def test_whatever_reading_a_request_raises_is_a_500(fault: BaseException, monkey
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_a_stream_ends_with_the_error(fault: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_ends_with_the_error(
+    fault: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
         def __init__(self, *args: Any) -> None: ...
 
@@ -77,4 +84,6 @@ def test_a_stream_ends_with_the_error(fault: BaseException, monkeypatch: pytest.
         return [piece async for piece in server._stream(asked, "ticket", asyncio.Queue())]  # type: ignore[arg-type]
 
     [event] = asyncio.run(read())
-    assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "internal_error" and given_up == ["ticket"]
+    assert json.loads(event.removeprefix(b"data: "))["error"][
+        "code"
+    ] == "internal_error" and given_up == ["ticket"]

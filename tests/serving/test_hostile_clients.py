@@ -43,12 +43,16 @@ def status_of(connection: socket.socket) -> int:
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
-        (b"{bad", 400, "invalid_json"), (b"\xff\xfe", 400, "invalid_json"), (b"[]", 400, "invalid_json"),
-        (b"[" * 100_000, 400, "invalid_json"), (b'{"prompt": NaN}', 400, "invalid_json"), (b"", 400, "invalid_json"),
+        (b"{bad", 400, "invalid_json"),
+        (b"\xff\xfe", 400, "invalid_json"),
+        (b"[]", 400, "invalid_json"),
+        (b"[" * 100_000, 400, "invalid_json"),
+        (b'{"prompt": NaN}', 400, "invalid_json"),
+        (b"", 400, "invalid_json"),
         (b'{"prompt": "' + b"a" * 300_000 + b'"}', 413, "too_large"),
     ],
     ids=lambda value: str(value)[:20],
-)  # fmt: skip
+)
 def test_bad_bodies(web: httpx2.Client, body: bytes, status: int, code: str) -> None:
     answer = web.post("/v1/completions", content=body, headers=JSON)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
@@ -58,8 +62,12 @@ def test_bad_bodies(web: httpx2.Client, body: bytes, status: int, code: str) -> 
 def test_nesting_that_can_just_be_parsed(web: httpx2.Client, levels: int) -> None:
     deep = b"[" * levels + b"]" * levels
     for path, field in (("completions", b"seed"), ("completions", b"n"), ("batches", b"endpoint")):
-        answer = web.post(f"/v1/{path}", content=b'{"prompt": "a", "%s": %s}' % (field, deep), headers=JSON)
-        assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+        answer = web.post(
+            f"/v1/{path}", content=b'{"prompt": "a", "%s": %s}' % (field, deep), headers=JSON
+        )
+        assert (
+            answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+        )
 
 
 def test_a_limit_of_many_digits(web: httpx2.Client) -> None:
@@ -78,25 +86,35 @@ def test_a_body_without_a_length_is_bounded_too(web: httpx2.Client) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/v1/models?x=1"), ("GET", "/v1/files?x=1"), ("GET", "/v1/files?order=up"),
-        ("GET", "/v1/files?limit=0"), ("GET", "/v1/files?limit=10001"), ("GET", "/v1/files?limit=1&limit=2"),
+        ("GET", "/v1/models?x=1"),
+        ("GET", "/v1/files?x=1"),
+        ("GET", "/v1/files?order=up"),
+        ("GET", "/v1/files?limit=0"),
+        ("GET", "/v1/files?limit=10001"),
+        ("GET", "/v1/files?limit=1&limit=2"),
         ("GET", "/v1/batches?order=asc"),
-        ("POST", "/v1/completions?stream=true"), ("DELETE", f"/v1/files/file-{'0' * 24}?force=true"),
+        ("POST", "/v1/completions?stream=true"),
+        ("DELETE", f"/v1/files/file-{'0' * 24}?force=true"),
     ],
-)  # fmt: skip
+)
 def test_query_fields_are_heeded_or_refused(web: httpx2.Client, method: str, path: str) -> None:
     answer = web.request(method, path, json={"prompt": "a"} if method == "POST" else None)
-    assert answer.status_code == 400 and answer.json()["error"]["code"] in ("unsupported", "invalid_request")
+    assert answer.status_code == 400 and answer.json()["error"]["code"] in (
+        "unsupported",
+        "invalid_request",
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("expires_after[seconds]", "expires_after: "), ("expires_after[anchor]", "expires_after: "),
+        ("expires_after[seconds]", "expires_after: "),
+        ("expires_after[anchor]", "expires_after: "),
         ("expires_after", "expires_after: is not supported"),
-        ("metadata", "metadata: is not supported"), ("purpose", "given twice"),
+        ("metadata", "metadata: is not supported"),
+        ("purpose", "given twice"),
     ],
-)  # fmt: skip
+)
 def test_form_fields_are_heeded_or_refused(web: httpx2.Client, name: str, says: str) -> None:
     before = len(web.get("/v1/files").json()["data"])
     parts = [("purpose", (None, b"batch")), (name, (None, b"batch")), ("file", ("a.jsonl", b"{}"))]
@@ -106,24 +124,39 @@ def test_form_fields_are_heeded_or_refused(web: httpx2.Client, name: str, says: 
 
 
 def test_files_are_bounded(web: httpx2.Client) -> None:
-    too_large = web.post("/v1/files", files={"file": ("a.jsonl", b"a" * 2**21)}, data={"purpose": "batch"})
+    too_large = web.post(
+        "/v1/files", files={"file": ("a.jsonl", b"a" * 2**21)}, data={"purpose": "batch"}
+    )
     assert too_large.status_code == 413
-    assert web.post("/v1/files", files={"file": ("a", b"a")}, data={"purpose": "vision"}).status_code == 400
+    assert (
+        web.post("/v1/files", files={"file": ("a", b"a")}, data={"purpose": "vision"}).status_code
+        == 400
+    )
     assert web.post("/v1/files", data={"purpose": "batch"}).status_code == 415
-    assert web.post("/v1/files", files={"other": ("a", b"a")}, data={"purpose": "batch"}).status_code == 400
+    assert (
+        web.post("/v1/files", files={"other": ("a", b"a")}, data={"purpose": "batch"}).status_code
+        == 400
+    )
     broken = {"content-type": "multipart/form-data; boundary=x"}
     assert web.post("/v1/files", content=b"nothing of a form", headers=broken).status_code == 400
 
 
-@pytest.mark.parametrize("key", ["", "Bearer", "Bearer other", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \xe9"])
+@pytest.mark.parametrize(
+    "key", ["", "Bearer", "Bearer other", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \xe9"]
+)
 def test_wrong_keys(server: Running, key: str) -> None:
     with httpx2.Client(base_url=server.url.removesuffix("/v1")) as anybody:
         for path in ("/v1/models", "/status", "/metrics", "/v1/files", "/nowhere"):
-            assert anybody.get(path, headers={"authorization": key.encode("latin-1")}).status_code == 401
+            assert (
+                anybody.get(path, headers={"authorization": key.encode("latin-1")}).status_code
+                == 401
+            )
         assert anybody.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize("name", ["..%2f..%2flock", "../lock", "file-0", "%00", "file-" + "0" * 24, "a" * 5000, "%ff"])
+@pytest.mark.parametrize(
+    "name", ["..%2f..%2flock", "../lock", "file-0", "%00", "file-" + "0" * 24, "a" * 5000, "%ff"]
+)
 def test_names_of_files_and_batches_lead_nowhere_else(server: Running, name: str) -> None:
     for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
         with connect(server) as connection:
@@ -132,7 +165,12 @@ def test_names_of_files_and_batches_lead_nowhere_else(server: Running, name: str
 
 
 def test_half_of_a_surrogate_pair_breaks_no_list(web: httpx2.Client) -> None:
-    line = {"custom_id": "\ud800", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1}}
+    line = {
+        "custom_id": "\ud800",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "a", "max_tokens": 1},
+    }
     sent = {"file": ("a.jsonl", json.dumps(line).encode())}
     file = web.post("/v1/files", files=sent, data={"purpose": "batch"}).json()
     batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -151,9 +189,19 @@ def test_half_of_a_surrogate_pair_breaks_no_list(web: httpx2.Client) -> None:
 def test_pages_of_others_and_other_hosts_are_refused(web: httpx2.Client) -> None:
     assert web.get("/v1/models", headers={"origin": "http://evil.example"}).status_code == 403
     assert web.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
-    for host in ("localhost:8000", "localhost", "LocalHost:1", "LOCALHOST", "127.0.0.1", "[::1]:8000", "[::1]"):
+    for host in (
+        "localhost:8000",
+        "localhost",
+        "LocalHost:1",
+        "LOCALHOST",
+        "127.0.0.1",
+        "[::1]:8000",
+        "[::1]",
+    ):
         assert web.get("/v1/models", headers={"host": host, "origin": f"http://{host}"}).is_success
-        assert web.get("/v1/models", headers={"host": host, "origin": f"HTTP://{host.lower()}"}).is_success
+        assert web.get(
+            "/v1/models", headers={"host": host, "origin": f"HTTP://{host.lower()}"}
+        ).is_success
     assert web.post("/v1/completions", content=b'{"prompt": "a"}').status_code == 415
     assert web.put("/v1/models").status_code == 405
 
@@ -161,7 +209,9 @@ def test_pages_of_others_and_other_hosts_are_refused(web: httpx2.Client) -> None
 def test_slow_writers_lose_their_connection(server: Running) -> None:
     begun = head("/v1/completions", "Content-Length: 100", "Content-Type: application/json")
     slow = [connect(server) for _ in range(4)]
-    for connection, sent in zip(slow, (b"", b"POST /v1/comp", begun, begun + b'{"prompt"'), strict=True):
+    for connection, sent in zip(
+        slow, (b"", b"POST /v1/comp", begun, begun + b'{"prompt"'), strict=True
+    ):
         connection.sendall(sent)
     with connect(server) as connection:  # the second request of a connection
         connection.sendall(head("/v1/models", method="GET"))
@@ -177,7 +227,15 @@ def test_slow_writers_lose_their_connection(server: Running) -> None:
 
 @pytest.mark.slow
 def test_a_client_that_reads_nothing_frees_its_row(server: Running, web: httpx2.Client) -> None:
-    body = json.dumps({"prompt": ["a"] * 60, "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 20})
+    body = json.dumps(
+        {
+            "prompt": ["a"] * 60,
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": 20,
+        }
+    )
     with connect(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         send(connection, body)
@@ -188,7 +246,9 @@ def test_a_client_that_reads_nothing_frees_its_row(server: Running, web: httpx2.
 def test_clients_that_go_away_free_their_rows(server: Running, web: httpx2.Client) -> None:
     before = web.get("/status").json()["totals"]["given_up"]
     for stream in (True, False):
-        body = json.dumps({"prompt": ["a"] * 30, "max_tokens": 200, "ignore_eos": True, "stream": stream})
+        body = json.dumps(
+            {"prompt": ["a"] * 30, "max_tokens": 200, "ignore_eos": True, "stream": stream}
+        )
         with connect(server) as connection:
             send(connection, body)
             wait_until(lambda: web.get("/status").json()["block"]["clients"] > 0)
@@ -246,15 +306,29 @@ def test_bodies_on_their_way_are_bounded_together(server: Running, web: httpx2.C
 
 def test_metrics_and_status_say_what_was_done(web: httpx2.Client) -> None:
     before = web.get("/status").json()["totals"]
-    web.post("/v1/completions", json={"prompt": ["def f(x):", "b"], "max_tokens": 6, "ignore_eos": True})
+    web.post(
+        "/v1/completions", json={"prompt": ["def f(x):", "b"], "max_tokens": 6, "ignore_eos": True}
+    )
     found = web.get("/status").json()
-    assert found["totals"]["tokens"] == before["tokens"] + 12 and found["totals"]["rows"] == before["rows"] + 2
+    assert (
+        found["totals"]["tokens"] == before["tokens"] + 12
+        and found["totals"]["rows"] == before["rows"] + 2
+    )
     assert found["model"]["dtype"] == "float32" and found["model"]["max_model_len"] == 256
     assert (
-        found["block"]["rows"] == 8 and found["memory"]["host"]["used"] > 2**20 and found["predicted_tokens_per_s"] > 0
+        found["block"]["rows"] == 8
+        and found["memory"]["host"]["used"] > 2**20
+        and found["predicted_tokens_per_s"] > 0
     )
     assert {span["row"] for span in found["timeline"]} >= {"compute"}
-    samples = dict(line.rsplit(" ", 1) for line in web.get("/metrics").text.splitlines() if line[0] != "#")
+    samples = dict(
+        line.rsplit(" ", 1) for line in web.get("/metrics").text.splitlines() if line[0] != "#"
+    )
     assert int(samples["flexgen_tokens_total"]) == found["totals"]["tokens"]
-    assert samples['flexgen_request_seconds_bucket{le="+Inf"}'] == samples["flexgen_request_seconds_count"]
-    assert float(samples['flexgen_memory_used_bytes{tier="host"}']) == found["memory"]["host"]["used"]
+    assert (
+        samples['flexgen_request_seconds_bucket{le="+Inf"}']
+        == samples["flexgen_request_seconds_count"]
+    )
+    assert (
+        float(samples['flexgen_memory_used_bytes{tier="host"}']) == found["memory"]["host"]["used"]
+    )

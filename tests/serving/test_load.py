@@ -22,7 +22,21 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = 30
 VOCABULARY = 2048
 FLAGS = (
-    *("--model", "opt-tiny", "--device", "cpu", "--dtype", "float32", "--percent", "0", "100", "0", "100", "0", "100"),
+    *(
+        "--model",
+        "opt-tiny",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--percent",
+        "0",
+        "100",
+        "0",
+        "100",
+        "0",
+        "100",
+    ),
     *("--port", "0", "--max-len", "128", "--offload-dir", "offload", "--state-dir", "state"),
     *("--gpu-batch-size", "8", "--num-gpu-batches", "2"),
 )
@@ -31,7 +45,8 @@ Row = dict[str, Any]
 
 @pytest.mark.slow
 def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
-    """Answers beside a batch, and those of a batch whose server is killed three times, are the answers alone."""
+    """Answers beside a batch, and those of a batch whose server is killed three times, are the
+    answers alone."""
     asked = make_rows(150, seed=1)
     rows = make_rows(300, seed=2)
     server = Server(tmp_path)
@@ -40,7 +55,9 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
         rss_first = server.rss()
         batch = run_batch(server, rows)
         together = list[list[list[int]]]()
-        side = threading.Thread(target=lambda: together.append(asyncio.run(complete(server.url, asked))))
+        side = threading.Thread(
+            target=lambda: together.append(asyncio.run(complete(server.url, asked)))
+        )
         side.start()
         assert run_batch(server, rows) == batch
         side.join()
@@ -125,13 +142,19 @@ async def complete(url: str, asked: list[Row]) -> list[list[int]]:
 
 
 def run_batch(server: Server, rows: list[Row], kills: int = 0) -> dict[str, list[int]]:
-    """Run a batch to its end while the server is killed `kills` times. Return token ids by custom id."""
+    """Run a batch to its end while the server is killed `kills` times. Return token ids by custom
+    id."""
     draw = random.Random(3)
-    lines = [{"custom_id": f"r{i}", "url": "/v1/completions", "method": "POST", "body": r} for i, r in enumerate(rows)]
+    lines = [
+        {"custom_id": f"r{i}", "url": "/v1/completions", "method": "POST", "body": r}
+        for i, r in enumerate(rows)
+    ]
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
     body = {"endpoint": "/v1/completions", "completion_window": "24h"}
     with httpx2.Client(base_url=server.url, timeout=None) as web:
-        file = web.post("/files", files={"file": ("rows.jsonl", data)}, data={"purpose": "batch"}).json()
+        file = web.post(
+            "/files", files={"file": ("rows.jsonl", data)}, data={"purpose": "batch"}
+        ).json()
         batch = web.post("/batches", json={**body, "input_file_id": file["id"]}).json()
     moments = sorted(draw.uniform(0.02, 0.9) * len(rows) for _ in range(kills))
     while True:
@@ -144,7 +167,9 @@ def run_batch(server: Server, rows: list[Row], kills: int = 0) -> dict[str, list
             server.kill()
             server.start()
         time.sleep(0.05)
-    assert found["status"] == "completed" and found["request_counts"]["completed"] == len(rows), found["errors"]
+    assert found["status"] == "completed" and found["request_counts"]["completed"] == len(rows), (
+        found["errors"]
+    )
     assert not moments, "the batch was done before all kills; give more rows"
     with httpx2.Client(base_url=server.url, timeout=None) as web:
         text = web.get(f"/files/{found['output_file_id']}/content").text

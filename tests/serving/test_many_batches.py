@@ -1,4 +1,5 @@
-"""Many batches, and very long ones: nothing is lost, they keep their order, and nobody waits for what takes long."""
+"""Many batches, and very long ones: nothing is lost, they keep their order, and nobody waits for
+what takes long."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ LONG_S = 30.0  # no machine is that slow
 
 def send(web: httpx2.Client, content: bytes) -> str:
     """The id of a batch of these lines."""
-    file = web.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"}).json()
+    file = web.post(
+        "/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"}
+    ).json()
     body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     return str(web.post("/v1/batches", json=body).json()["id"])
 
@@ -27,7 +30,8 @@ def send(web: httpx2.Client, content: bytes) -> str:
 def rows_of(name: int, count: int = 1) -> bytes:
     body = {"prompt": [5, 6, 7 + name % 50], "max_tokens": 1 + name % 3}
     found = [
-        {"custom_id": f"{name}-{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(count)
+        {"custom_id": f"{name}-{i}", "method": "POST", "url": "/v1/completions", "body": body}
+        for i in range(count)
     ]
     return "".join(json.dumps(one) + "\n" for one in found).encode()
 
@@ -47,9 +51,13 @@ def is_over(web: httpx2.Client, batch_id: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("count", "limit"), [(70, 56), pytest.param(1000, 128, marks=pytest.mark.slow)], ids=["70", "1000"]
+    ("count", "limit"),
+    [(70, 56), pytest.param(1000, 128, marks=pytest.mark.slow)],
+    ids=["70", "1000"],
 )
-def test_more_batches_than_descriptors(start: Start, tmp_path: Path, count: int, limit: int) -> None:
+def test_more_batches_than_descriptors(
+    start: Start, tmp_path: Path, count: int, limit: int
+) -> None:
     """A server that is ended and started again in the middle loses none either."""
     first = start(tmp_path, descriptors=limit)
     with first.web as web:
@@ -72,11 +80,15 @@ def test_more_batches_than_descriptors(start: Start, tmp_path: Path, count: int,
             [row] = web.get(f"/v1/files/{one['output_file_id']}/content").text.splitlines()
             assert json.loads(row)["custom_id"] == f"{i}-0"
     assert most < limit
-    assert server.err.startswith(f"serve: ulimit -n is {limit}: at most ") and server.err.count("\n") == 1
+    assert (
+        server.err.startswith(f"serve: ulimit -n is {limit}: at most ")
+        and server.err.count("\n") == 1
+    )
 
 
 def test_a_long_upload_delays_nobody(start: Start, tmp_path: Path) -> None:
-    """It has two million lines, and is still being read when a short batch is done and another long one cancelled."""
+    """It has two million lines, and is still being read when a short batch is done and another long
+    one cancelled."""
     server = start(tmp_path, "--max-rows", "10000000", "--max-file", "32MiB")
     with server.web as web:
         long, other = (send(web, b"1\n" * 2**21) for _ in range(2))
@@ -85,7 +97,10 @@ def test_a_long_upload_delays_nobody(start: Start, tmp_path: Path) -> None:
         assert web.post(f"/v1/batches/{other}/cancel").is_success
         wait_until(lambda: is_over(web, short) and is_over(web, other))
         assert batch_of(web, short)["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
-        assert batch_of(web, long)["status"] == "validating" and batch_of(web, other)["status"] == "cancelled"
+        assert (
+            batch_of(web, long)["status"] == "validating"
+            and batch_of(web, other)["status"] == "cancelled"
+        )
         assert time.monotonic() - began < LONG_S
     began = time.monotonic()
     server.send(15)
@@ -93,7 +108,8 @@ def test_a_long_upload_delays_nobody(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_batch_with_which_the_server_dies_twice_fails(start: Start, tmp_path: Path) -> None:
-    """It is killed before any row of the batch is done; the batch behind it is done by the third server."""
+    """It is killed before any row of the batch is done; the batch behind it is done by the third
+    server."""
     body = {"prompt": [5, 6], "max_tokens": 250, "ignore_eos": True}
     long = [{"custom_id": f"r{i}", "url": "/v1/completions", "body": body} for i in range(40)]
     content = "".join(json.dumps(one) + "\n" for one in long).encode()

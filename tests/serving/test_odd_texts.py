@@ -1,4 +1,5 @@
-"""Requests and batches with every oddity of Unicode: an answer or an error for each, and the server goes on."""
+"""Requests and batches with every oddity of Unicode: an answer or an error for each, and the server
+goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from tests.text.tiny import chat_line, text_line
 SIZE = 10
 UNLIMITED = settings(
     max_examples=200,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
 
 
@@ -26,21 +31,31 @@ def check(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
         body = json.dumps(line["body"]).encode()
         answer = web.post(line["url"], content=body, headers={"content-type": "application/json"})
         assert answer.status_code in (200, 400), (answer.text, line)
-        assert answer.status_code == 200 or answer.json()["error"]["type"] == "invalid_request_error"
+        assert (
+            answer.status_code == 200 or answer.json()["error"]["type"] == "invalid_request_error"
+        )
     assert web.get("/health").status_code == 200
 
 
 def served(web: httpx2.Client, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """What a batch of chats makes of lines: error codes of their rows by id, None for an answer."""
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    file = web.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"}).json()
-    body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    file = web.post(
+        "/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"}
+    ).json()
+    body = {
+        "input_file_id": file["id"],
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    }
     batch = web.post("/v1/batches", json=body).json()
     while not is_over(web, batch["id"]):
         time.sleep(0.02)
     batch = batch_of(web, batch["id"])
     assert batch["status"] == "completed", batch
-    files = [batch[name] for name in ("output_file_id", "error_file_id") if batch.get(name) is not None]
+    files = [
+        batch[name] for name in ("output_file_id", "error_file_id") if batch.get(name) is not None
+    ]
     texts = [web.get(f"/v1/files/{one}/content").content.decode() for one in files]
     rows = [json.loads(line) for text in texts for line in text.splitlines()]
     found = {row["custom_id"]: row["error"] and row["error"]["code"] for row in rows}
@@ -69,7 +84,13 @@ def check_batch(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
     good = chat_line("good", "hello", max_tokens=1)
     codes = served(web, [*odd, good, text_line("other", "a")])
     assert codes.pop("good") is None and codes.pop("other") == "unknown_url"
-    assert set(codes.values()) <= {None, "invalid_request", "context_length_exceeded", "unsupported", "unknown_url"}
+    assert set(codes.values()) <= {
+        None,
+        "invalid_request",
+        "context_length_exceeded",
+        "unsupported",
+        "unknown_url",
+    }
 
 
 @given(odd=line_lists(SIZE))
@@ -94,5 +115,7 @@ def test_odd_requests_end_no_server(web: httpx2.Client, odd: list[dict[str, Any]
 @pytest.mark.slow
 @given(odd=line_lists(SIZE))
 @settings(UNLIMITED)
-def test_two_thousand_odd_requests_end_no_server(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
+def test_two_thousand_odd_requests_end_no_server(
+    web: httpx2.Client, odd: list[dict[str, Any]]
+) -> None:
     check(web, odd)

@@ -1,4 +1,5 @@
-"""OpenAI's own client: completions, chat, streams, files and batches; answers are those of `batch`."""
+"""OpenAI's own client: completions, chat, streams, files and batches; answers are those of
+`batch`."""
 
 from __future__ import annotations
 
@@ -19,16 +20,30 @@ from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.serving.store import ACTIVE
 from tests.serving.conftest import Running, Start
 
-PROMPTS = ["def f(x):", "class Tree:\n    def", "import os\n", "for i in range(10):\n    print", "x = [1, 2"]
+PROMPTS = [
+    "def f(x):",
+    "class Tree:\n    def",
+    "import os\n",
+    "for i in range(10):\n    print",
+    "x = [1, 2",
+]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[list[int], str]]:
     """Token ids and texts of prompts, each with so many new tokens, without a server."""
     asked = [(p, n) for p in PROMPTS for n in (1, 5, 24)]
-    with LLM("opt-tiny", Policy(4, 2), dtype="float32", device="cpu", offload_dir=tmp_path_factory.mktemp("o")) as llm:
+    with LLM(
+        "opt-tiny",
+        Policy(4, 2),
+        dtype="float32",
+        device="cpu",
+        offload_dir=tmp_path_factory.mktemp("o"),
+    ) as llm:
         done = llm.generate([p for p, _ in asked], [SamplingParams(max_tokens=n) for _, n in asked])
-    return {one: (found.token_ids, found.text or "") for one, found in zip(asked, done, strict=True)}
+    return {
+        one: (found.token_ids, found.text or "") for one, found in zip(asked, done, strict=True)
+    }
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -44,17 +59,26 @@ def test_completions_are_those_of_the_engine(client: openai.OpenAI, alone: dict[
         for i, (prompt, choice) in enumerate(zip(PROMPTS, found.choices, strict=True)):
             ids, text = alone[prompt, n]
             assert (choice.index, choice.text, choice.token_ids) == (i, text, ids)  # type: ignore[attr-defined]
-        assert found.usage is not None and found.usage.completion_tokens == sum(len(alone[p, n][0]) for p in PROMPTS)
+        assert found.usage is not None and found.usage.completion_tokens == sum(
+            len(alone[p, n][0]) for p in PROMPTS
+        )
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI, alone: dict[Any, Any], logprobs: int | None) -> None:
+def test_a_stream_is_the_answer_in_pieces(
+    client: openai.OpenAI, alone: dict[Any, Any], logprobs: int | None
+) -> None:
     pieces = list(
         client.completions.create(
-            model="m", prompt=PROMPTS, max_tokens=24, stream=True, logprobs=logprobs, n=1,
+            model="m",
+            prompt=PROMPTS,
+            max_tokens=24,
+            stream=True,
+            logprobs=logprobs,
+            n=1,
             stream_options={"include_usage": True},
         )
-    )  # fmt: skip
+    )
     whole = client.completions.create(model="m", prompt=PROMPTS, max_tokens=24, logprobs=logprobs)
     *pieces, last = pieces
     assert last.usage == whole.usage and not last.choices
@@ -70,10 +94,14 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI, alone: dict[Any
 
 
 def test_evicted_rows_of_all_lengths_are_those_of_the_engine(start: Start, tmp_path: Path) -> None:
-    """Together, through a block of small micro-batches; a row that is left no column is refused alone."""
+    """Together, through a block of small micro-batches; a row that is left no column is refused
+    alone."""
     flags = ("--kv-bytes", "0.2", "--max-len", "600", "--percent", "0", "50", "0", "50", "0", "50")
     server = start(tmp_path / "server", *flags)
-    asked = [([5 + n + i for i in range(n)], new) for n, new in ((60, 5), (1, 1), (570, 24), (6, 20), (300, 9), (2, 3))]
+    asked = [
+        ([5 + n + i for i in range(n)], new)
+        for n, new in ((60, 5), (1, 1), (570, 24), (6, 20), (300, 9), (2, 3))
+    ]
     with server.client as client, ThreadPoolExecutor() as pool:
 
         def ask(one: tuple[list[int], int]) -> list[int] | str:
@@ -85,11 +113,17 @@ def test_evicted_rows_of_all_lengths_are_those_of_the_engine(start: Start, tmp_p
 
         answers = list(pool.map(ask, asked * 3))
     mix = table_for().mix_of(0.2)
-    policy = Policy(4, 2, compress_cache=True, cache_bits=mix.cache_bits, cache_window=mix.cache_window)
+    policy = Policy(
+        4, 2, compress_cache=True, cache_bits=mix.cache_bits, cache_window=mix.cache_window
+    )
     eviction = make_eviction(mix.eviction, kv_bytes=0.2)
-    with LLM("opt-tiny", policy, dtype="float32", device="cpu", offload_dir=tmp_path, eviction=eviction) as llm:
+    with LLM(
+        "opt-tiny", policy, dtype="float32", device="cpu", offload_dir=tmp_path, eviction=eviction
+    ) as llm:
         fit = [one for one in asked if len(one[0]) > 2]
-        done = llm.generate([ids for ids, _ in fit], [SamplingParams(max_tokens=new) for _, new in fit])
+        done = llm.generate(
+            [ids for ids, _ in fit], [SamplingParams(max_tokens=new) for _, new in fit]
+        )
     whole = {len(ids): one.token_ids for (ids, _), one in zip(fit, done, strict=True)}
     assert answers == [whole.get(len(ids), "does_not_fit") for ids, _ in asked * 3]
 
@@ -97,30 +131,49 @@ def test_evicted_rows_of_all_lengths_are_those_of_the_engine(start: Start, tmp_p
 def test_stop_strings_seeds_and_choices(client: openai.OpenAI) -> None:
     def ask(**fields: Any) -> list[str]:
         return [
-            c.text for c in client.completions.create(model="m", prompt="def f(x):", max_tokens=16, **fields).choices
+            c.text
+            for c in client.completions.create(
+                model="m", prompt="def f(x):", max_tokens=16, **fields
+            ).choices
         ]
 
     text = ask()[0]
     stop = text[6:8]
     assert ask(stop=[stop]) == [text[: text.index(stop)]]
-    streamed = client.completions.create(model="m", prompt="def f(x):", max_tokens=16, stop=stop, stream=True)
+    streamed = client.completions.create(
+        model="m", prompt="def f(x):", max_tokens=16, stop=stop, stream=True
+    )
     assert "".join(piece.choices[0].text for piece in streamed) == text[: text.index(stop)]
     drawn = ask(n=3, seed=5, temperature=1.0, top_p=0.95)
     assert drawn == ask(n=3, seed=5, temperature=1.0, top_p=0.95) and len(set(drawn)) == 3
     assert drawn[:1] == ask(seed=5, temperature=1.0, top_p=0.95)
-    assert len({ask(temperature=1.0)[0] for _ in range(4)}) > 1, "without a seed each request draws anew"
+    assert len({ask(temperature=1.0)[0] for _ in range(4)}) > 1, (
+        "without a seed each request draws anew"
+    )
 
 
 def test_what_lm_eval_asks(client: openai.OpenAI, web: httpx2.Client) -> None:
-    """Token ids with `echo`, `logprobs` and one new token, whose sum behind the context it takes."""
+    """Token ids with `echo`, `logprobs` and one new token, whose sum behind the context it
+    takes."""
     rows = [[5, 6, 7, 8, 9], [11, 12, 13], [5, 6, 7]]
-    body = {"model": "m", "prompt": rows, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    body = {
+        "model": "m",
+        "prompt": rows,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
     found = web.post("/v1/completions", json=body).json()
     with LLM("opt-tiny", Policy(4, 2), dtype="float32", device="cpu") as llm:
         scored = llm.score([r[:2] for r in rows], [r[2:] for r in rows], mode="prefill")
     for row, choice, want in zip(rows, found["choices"], scored, strict=True):
         logprobs = choice["logprobs"]
-        assert len(logprobs["token_logprobs"]) == len(row) + 1 and logprobs["token_logprobs"][0] is None
+        assert (
+            len(logprobs["token_logprobs"]) == len(row) + 1
+            and logprobs["token_logprobs"][0] is None
+        )
         assert sum(logprobs["token_logprobs"][2:-1]) == pytest.approx(want.logprob, abs=1e-4)
         tops = [max(top.values()) for top in logprobs["top_logprobs"][2:-1]]
         assert (tops == logprobs["token_logprobs"][2:-1]) == want.is_greedy
@@ -128,16 +181,34 @@ def test_what_lm_eval_asks(client: openai.OpenAI, web: httpx2.Client) -> None:
     assert [len(c["logprobs"]["tokens"]) for c in nothing] == [5, 3, 3]
     assert [c["token_ids"] for c in nothing] == [[], [], []]
     streamed = web.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
-    texts = {c["index"]: c for e in streamed[:-2] for c in json.loads(e.removeprefix("data: "))["choices"]}
+    texts = {
+        c["index"]: c
+        for e in streamed[:-2]
+        for c in json.loads(e.removeprefix("data: "))["choices"]
+    }
     assert [texts[i]["text"] for i in range(3)] == [c["text"] for c in found["choices"]]
-    assert web.post("/v1/completions", json={**body, "prompt": "a", "stop": None, "max_tokens": 3}).status_code == 200
+    assert (
+        web.post(
+            "/v1/completions", json={**body, "prompt": "a", "stop": None, "max_tokens": 3}
+        ).status_code
+        == 200
+    )
 
 
 def test_what_helm_asks(client: openai.OpenAI) -> None:
     found = client.completions.create(
-        model="meta/opt-tiny", prompt="def f(x):", temperature=0.7, n=2, max_tokens=5, best_of=1, stop=None, top_p=1,
-        presence_penalty=0, frequency_penalty=0, echo=False,
-    )  # fmt: skip
+        model="meta/opt-tiny",
+        prompt="def f(x):",
+        temperature=0.7,
+        n=2,
+        max_tokens=5,
+        best_of=1,
+        stop=None,
+        top_p=1,
+        presence_penalty=0,
+        frequency_penalty=0,
+        echo=False,
+    )
     assert [choice.finish_reason for choice in found.choices] == ["length", "length"]
 
 
@@ -152,10 +223,15 @@ def test_chat(client: openai.OpenAI, server: Running) -> None:
     choice = found.choices[0]
     assert (choice.message.role, choice.message.content) == ("assistant", plain.text)
     assert choice.logprobs is not None and len(choice.logprobs.content or ()) == 12
-    pieces = [piece.choices[0] for piece in client.chat.completions.create(**asked, stream=True, logprobs=True)]
+    pieces = [
+        piece.choices[0]
+        for piece in client.chat.completions.create(**asked, stream=True, logprobs=True)
+    ]
     assert pieces[0].delta.role == "assistant" and pieces[-1].finish_reason == choice.finish_reason
     assert "".join(piece.delta.content or "" for piece in pieces) == plain.text
-    parts = [one.logprob for piece in pieces if piece.logprobs for one in piece.logprobs.content or ()]
+    parts = [
+        one.logprob for piece in pieces if piece.logprobs for one in piece.logprobs.content or ()
+    ]
     assert parts == [one.logprob for one in choice.logprobs.content or ()]
     with pytest.raises(openai.BadRequestError, match="echo"):
         client.chat.completions.create(**asked, extra_body={"echo": True})
@@ -164,14 +240,25 @@ def test_chat(client: openai.OpenAI, server: Running) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 0}, "n"), ({"n": True}, "n"), ({"best_of": 3}, "best_of"), ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"max_tokens": 0}, "max_tokens"), ({"temperature": -1}, "temperature"), ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", 5]}, "prompt"), ({"prompt": [99999]}, "prompt"), ({"stream": 1}, "stream"),
-        ({"prompt": ["a"] * 65}, "prompt"), ({"prompt": [5] * 250}, "prompt"), ({"nonsense": 1}, "nonsense"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [99999]}, "prompt"),
+        ({"stream": 1}, "stream"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": [5] * 250}, "prompt"),
+        ({"nonsense": 1}, "nonsense"),
     ],
     ids=str,
-)  # fmt: skip
-def test_what_cannot_be_run_is_refused_and_named(web: httpx2.Client, fields: dict[str, Any], param: str) -> None:
+)
+def test_what_cannot_be_run_is_refused_and_named(
+    web: httpx2.Client, fields: dict[str, Any], param: str
+) -> None:
     body = {"prompt": "a", "max_tokens": 16, **fields}
     answer = web.post("/v1/completions", json=body)
     assert answer.status_code == 400
@@ -185,11 +272,13 @@ def test_what_cannot_be_run_is_refused_and_named(web: httpx2.Client, fields: dic
 def lines_of(count: int, bad: bool = False) -> bytes:
     rows: list[dict[str, Any]] = [
         {
-            "custom_id": f"r{i}", "method": "POST", "url": "/v1/completions",
+            "custom_id": f"r{i}",
+            "method": "POST",
+            "url": "/v1/completions",
             "body": {"prompt": PROMPTS[i % 5], "max_tokens": (1, 5, 24)[i % 3]},
         }
         for i in range(count)
-    ]  # fmt: skip
+    ]
     if bad:
         rows[3]["body"] = {"prompt": "a", "max_tokens": -1}
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -205,14 +294,24 @@ def test_a_batch(client: openai.OpenAI, alone: dict[Any, Any], server: Running) 
     file = client.files.create(file=("rows.jsonl", lines_of(30, bad=True)), purpose="batch")
     assert client.files.content(file.id).read() == lines_of(30, bad=True)
     batch = client.batches.create(
-        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"a": "b"}
+        input_file_id=file.id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        metadata={"a": "b"},
     )
     while_it_runs = client.completions.create(model="m", prompt=PROMPTS[0], max_tokens=5)
     assert while_it_runs.choices[0].text == alone[PROMPTS[0], 5][1]
     batch = wait_for(client, batch.id)
     assert batch.status == "completed" and batch.metadata == {"a": "b"} and batch.errors is None
-    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (30, 29, 1)
-    rows = {r["custom_id"]: r for r in map(json.loads, client.files.content(batch.output_file_id).text.splitlines())}
+    assert (
+        batch.request_counts.total,
+        batch.request_counts.completed,
+        batch.request_counts.failed,
+    ) == (30, 29, 1)
+    rows = {
+        r["custom_id"]: r
+        for r in map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    }
     assert rows.keys() == {f"r{i}" for i in range(30) if i != 3}
     for i in set(range(30)) - {3}:
         choice = rows[f"r{i}"]["response"]["body"]["choices"][0]
@@ -220,20 +319,33 @@ def test_a_batch(client: openai.OpenAI, alone: dict[Any, Any], server: Running) 
     [error] = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
     assert error["custom_id"] == "r3" and error["error"]["code"] == "invalid_request"
     assert client.batches.list(limit=1).data[0].id == batch.id
-    assert {f.id for f in client.files.list()} >= {file.id, batch.output_file_id, batch.error_file_id}
+    assert {f.id for f in client.files.list()} >= {
+        file.id,
+        batch.output_file_id,
+        batch.error_file_id,
+    }
     assert client.files.delete(file.id).deleted
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
-    assert not [p.name for p in (server.folder / "state" / "batches").iterdir() if not p.name.endswith(".json")]
+    assert not [
+        p.name
+        for p in (server.folder / "state" / "batches").iterdir()
+        if not p.name.endswith(".json")
+    ]
 
 
 def test_lists_of_files_and_batches(client: openai.OpenAI) -> None:
-    """All files are on a page, the newest first, or the other way round; pages of one hold each once."""
-    made = [client.files.create(file=(f"{i}.jsonl", lines_of(1)), purpose="batch").id for i in range(25)]
+    """All files are on a page, the newest first, or the other way round; pages of one hold each
+    once."""
+    made = [
+        client.files.create(file=(f"{i}.jsonl", lines_of(1)), purpose="batch").id for i in range(25)
+    ]
     first = client.files.list()
     assert [one.id for one in first.data][:25] == made[::-1] and not first.has_more
     assert [one.id for one in client.files.list(order="asc") if one.id in made] == made
-    assert [one.id for one in client.files.list(order="desc", limit=7) if one.id in made] == made[::-1]
+    assert [one.id for one in client.files.list(order="desc", limit=7) if one.id in made] == made[
+        ::-1
+    ]
     found = client.files.list(order="asc", after=made[3], limit=2)
     assert [one.id for one in found.data] == made[4:6] and found.has_more
     for name in made:
@@ -243,10 +355,15 @@ def test_lists_of_files_and_batches(client: openai.OpenAI) -> None:
 def test_a_file_that_expires(client: openai.OpenAI) -> None:
     def create(seconds: int) -> Any:
         after: Any = {"anchor": "created_at", "seconds": seconds}
-        return client.files.create(file=("a.jsonl", lines_of(1)), purpose="batch", expires_after=after)
+        return client.files.create(
+            file=("a.jsonl", lines_of(1)), purpose="batch", expires_after=after
+        )
 
     file = create(3600)
-    assert file.expires_at == file.created_at + 3600 and client.files.retrieve(file.id).expires_at == file.expires_at
+    assert (
+        file.expires_at == file.created_at + 3600
+        and client.files.retrieve(file.id).expires_at == file.expires_at
+    )
     for seconds in (0, 3599, 2592001):
         with pytest.raises(openai.BadRequestError, match="expires_after: "):
             create(seconds)
@@ -254,16 +371,27 @@ def test_a_file_that_expires(client: openai.OpenAI) -> None:
 
 def test_lines_of_another_endpoint_are_error_rows(client: openai.OpenAI) -> None:
     file = client.files.create(file=("rows.jsonl", lines_of(3)), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
     batch = wait_for(client, batch.id)
-    assert batch.status == "completed" and batch.request_counts.failed == 3 and batch.output_file_id is None
+    assert (
+        batch.status == "completed"
+        and batch.request_counts.failed == 3
+        and batch.output_file_id is None
+    )
     for row in map(json.loads, client.files.content(batch.error_file_id).text.splitlines()):
-        assert row["error"]["code"] == "unknown_url" and "for /v1/chat/completions" in row["error"]["message"]
+        assert (
+            row["error"]["code"] == "unknown_url"
+            and "for /v1/chat/completions" in row["error"]["message"]
+        )
 
 
 def test_a_batch_that_is_cancelled_keeps_what_is_done(client: openai.OpenAI) -> None:
     file = client.files.create(file=("rows.jsonl", lines_of(600)), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
     while client.batches.retrieve(batch.id).request_counts.completed < 5:
         time.sleep(0.01)
     with pytest.raises(openai.BadRequestError, match="reads it"):
@@ -278,26 +406,39 @@ def test_a_batch_that_is_cancelled_keeps_what_is_done(client: openai.OpenAI) -> 
 
 def test_a_batch_that_cannot_begin_fails(client: openai.OpenAI) -> None:
     twice = client.files.create(file=("rows.jsonl", lines_of(1) * 2), purpose="batch")
-    batch = client.batches.create(input_file_id=twice.id, endpoint="/v1/completions", completion_window="24h")
+    batch = client.batches.create(
+        input_file_id=twice.id, endpoint="/v1/completions", completion_window="24h"
+    )
     batch = wait_for(client, batch.id)
     assert batch.status == "failed" and "custom_id" in batch.errors.data[0].message
 
 
 @pytest.mark.parametrize(
-    "fields", [{"endpoint": "/v1/embeddings"}, {"input_file_id": "file-x"}, {"completion_window": "1h"}], ids=str
+    "fields",
+    [{"endpoint": "/v1/embeddings"}, {"input_file_id": "file-x"}, {"completion_window": "1h"}],
+    ids=str,
 )
 def test_batches_that_are_refused(client: openai.OpenAI, fields: dict[str, str]) -> None:
     file = client.files.create(file=("rows.jsonl", lines_of(1)), purpose="batch")
-    body = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h", **fields}
+    body = {
+        "input_file_id": file.id,
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+        **fields,
+    }
     with pytest.raises(openai.BadRequestError, match=next(iter(fields))):
         client.batches.create(**body)  # type: ignore[arg-type]
 
 
-def test_signals_end_it_and_the_next_start_goes_on(start: Any, tmp_path: Path, alone: dict[Any, Any]) -> None:
+def test_signals_end_it_and_the_next_start_goes_on(
+    start: Any, tmp_path: Path, alone: dict[Any, Any]
+) -> None:
     first = start(tmp_path)
     with first.client as client:
         file = client.files.create(file=("rows.jsonl", lines_of(90)), purpose="batch")
-        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
         while client.batches.retrieve(batch.id).request_counts.completed < 5:
             time.sleep(0.01)
         first.send(15)

@@ -1,4 +1,5 @@
-"""The pages' files and headers, and the questions that the planner's page asks. No browser: that is test_browser.py."""
+"""The pages' files and headers, and the questions that the planner's page asks. No browser: that is
+test_browser.py."""
 
 from __future__ import annotations
 
@@ -23,8 +24,16 @@ from flexgen_h2o.serving.pages import STATIC, Pages
 from tests.forks import Forks
 from tests.serving.conftest import KEY, RUN, Running, Start
 
-MACHINES = {"t4": profile_from_json(json.loads((SHIPPED / "t4.json").read_text())), "cpu": nominal_profile(True)}
-SMALL: dict[str, Any] = {"model": "facebook/opt-125m", "num_prompts": 4, "prompt_len": 16, "gen_len": 4}
+MACHINES = {
+    "t4": profile_from_json(json.loads((SHIPPED / "t4.json").read_text())),
+    "cpu": nominal_profile(True),
+}
+SMALL: dict[str, Any] = {
+    "model": "facebook/opt-125m",
+    "num_prompts": 4,
+    "prompt_len": 16,
+    "gen_len": 4,
+}
 BOUNDS = Bounds(2**20, 2**20, 10, 30, KEY, False)
 
 
@@ -39,9 +48,13 @@ def test_files_need_no_key_and_load_nothing_from_elsewhere(web: TestClient) -> N
     names = {path.name for path in STATIC.iterdir()}
     for path in ("/plan", *(f"/static/{name}" for name in names)):
         answer = web.get(path, headers={"authorization": ""})
-        assert answer.status_code == 200 and answer.headers["content-security-policy"].startswith("default-src 'self';")
+        assert answer.status_code == 200 and answer.headers["content-security-policy"].startswith(
+            "default-src 'self';"
+        )
         assert answer.headers["x-content-type-options"] == "nosniff"
-        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|innerHTML|<style|style=| on\w+=", answer.text)
+        assert not re.search(
+            r"https?://(?!www\.w3\.org/2000/svg)|innerHTML|<style|style=| on\w+=", answer.text
+        )
         for name in re.findall(r'["(]/static/([\w.]+)', answer.text):
             assert name in names
     assert web.get("/static/page.css").headers["content-type"].startswith("text/css")
@@ -60,14 +73,21 @@ def test_what_is_shown_needs_the_key(web: TestClient) -> None:
 
 def test_choices(web: TestClient) -> None:
     found = web.get("/api/plan").json()
-    assert found["models"][0] == "opt-tiny" and "facebook/opt-30b" in found["models"] and found["has_engine"] is False
+    assert (
+        found["models"][0] == "opt-tiny"
+        and "facebook/opt-30b" in found["models"]
+        and found["has_engine"] is False
+    )
     assert [one["name"] for one in found["machines"]] == ["t4", "cpu"]
     assert [one["device_is_host"] for one in found["machines"]] == [False, True]
     assert found["machines"][0]["memory"]["host"] == MACHINES["t4"].host_mem_bytes
 
 
-def test_the_machine_that_is_most_like_this_one_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own profile if it was measured, else one with or without a GPU as it is, of the most similar memory."""
+def test_the_machine_that_is_most_like_this_one_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own profile if it was measured, else one with or without a GPU as it is, of the most
+    similar memory."""
     from flexgen_h2o.tiers import device
 
     class Card:
@@ -84,7 +104,9 @@ def test_the_machine_that_is_most_like_this_one_comes_first(monkeypatch: pytest.
     monkeypatch.setattr(device, "open_device", lambda name, separate_budget: device.HostDevice())
     nearest = policy_search.nearest_machine(known)
     assert known[nearest].device_is_host and nearest != "some CPU"
-    assert policy_search.nearest_machine({**known, "this machine": MACHINES["t4"]}) == "this machine"
+    assert (
+        policy_search.nearest_machine({**known, "this machine": MACHINES["t4"]}) == "this machine"
+    )
     found = Pages(MACHINES, profile_from_json, policy_search.ask, ["opt-tiny"], False, "cpu")
     try:
         told = TestClient(found.app()).get("/api/plan").json()
@@ -101,15 +123,28 @@ def said(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> dict[str, 
 
 
 @pytest.mark.parametrize("machine", ["t4", "profile"])
-def test_a_plan_is_that_of_the_command_line(web: TestClient, capsys: pytest.CaptureFixture[str], machine: str) -> None:
+def test_a_plan_is_that_of_the_command_line(
+    web: TestClient, capsys: pytest.CaptureFixture[str], machine: str
+) -> None:
     where = {"machine": "t4"} if machine == "t4" else {"profile": MACHINES["t4"].to_json()}
-    asked = {**SMALL, **where, "eviction": "h2o", "kv_budget": "0.5", "host_mem": "1GiB", "compress_weight": True}
+    asked = {
+        **SMALL,
+        **where,
+        "eviction": "h2o",
+        "kv_budget": "0.5",
+        "host_mem": "1GiB",
+        "compress_weight": True,
+    }
     found = web.post("/api/plan", json=asked).json()
-    words = "--model facebook/opt-125m --num-prompts 4 --prompt-len 16 --gen-len 4 --hardware t4 --host-mem 1GiB"
+    words = (
+        "--model facebook/opt-125m --num-prompts 4 --prompt-len 16 --gen-len 4 --hardware t4 "
+        "--host-mem 1GiB"
+    )
     wanted = said(capsys, f"{words} --eviction h2o --kv-budget 0.5 --compress-weight".split())
     for one in (found, wanted):
         one["details"].pop("search_s")
-    text, command = found.pop("text"), found.pop("command")
+    text = found.pop("text")
+    command = found.pop("command")
     assert found == wanted and found["fits"] and "time for all prompts" in text
     assert command.startswith("flexgen-h2o generate facebook/opt-125m -i requests.jsonl ")
     assert "--kv-budget 0.5" in command and "--ram 1GiB" in command and "--max-tokens 4" in command
@@ -133,8 +168,12 @@ def test_no_folder_is_read_that_a_client_names(
 
 
 def test_what_does_not_fit(web: TestClient) -> None:
-    found = web.post("/api/plan", json={**SMALL, "machine": "cpu", "host_mem": "1MiB", "disk_mem": "1MiB"}).json()
-    assert not found["fits"] and "--host-mem" in found["details"]["problem"] and "command" not in found
+    found = web.post(
+        "/api/plan", json={**SMALL, "machine": "cpu", "host_mem": "1MiB", "disk_mem": "1MiB"}
+    ).json()
+    assert (
+        not found["fits"] and "--host-mem" in found["details"]["problem"] and "command" not in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +189,10 @@ def test_what_does_not_fit(web: TestClient) -> None:
         ({"compress_weight": 1}, "compress_weight: is no field"),
         ({"model": "/etc/passwd"}, "model: '/etc/passwd' is not a hub id"),
         ({"model": "../model"}, "model: "),
-        ({"model": "somebody/model"}, "model: 'somebody/model' is not a hub id whose shape is known here"),
+        (
+            {"model": "somebody/model"},
+            "model: 'somebody/model' is not a hub id whose shape is known here",
+        ),
         ({"model": "x" * 10_000}, "model: "),
         ({"model": ["opt-125m"]}, "model: "),
         ({"model": "--help"}, "model: "),
@@ -172,25 +214,35 @@ def test_bad_questions(web: TestClient, fields: dict[str, Any], says: str) -> No
     }
     answer = web.post("/api/plan", json=asked)
     message = answer.json()["error"]["message"]
-    assert answer.status_code == 400 and says in message and "\n" not in message and len(message) < 500
+    assert (
+        answer.status_code == 400 and says in message and "\n" not in message and len(message) < 500
+    )
 
 
-def test_a_search_is_ended_in_time_and_gives_back_its_place(monkeypatch: pytest.MonkeyPatch, web: TestClient) -> None:
+def test_a_search_is_ended_in_time_and_gives_back_its_place(
+    monkeypatch: pytest.MonkeyPatch, web: TestClient
+) -> None:
     monkeypatch.setattr(pages, "MOST_SEARCH_S", -1.0)
     for _ in range(pages.MOST_SEARCHES + 1):
         answer = web.post("/api/plan", json={**SMALL, "machine": "t4"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_long")
     monkeypatch.setattr(pages, "MOST_SEARCHES", 0)
     answer = web.post("/api/plan", json={**SMALL, "machine": "t4"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "busy") and answer.headers["retry-after"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "busy") and answer.headers[
+        "retry-after"
+    ]
 
 
 def test_two_eviction_policies_side_by_side(start: Start, tmp_path: Path) -> None:
     """The second engine answers as one alone does, within its share of the budgets."""
-    server = start(tmp_path, "--compare", "h2o:kv_budget=0.3", "--compare-share", "0.2", "--host-mem", "1GiB")
+    server = start(
+        tmp_path, "--compare", "h2o:kv_budget=0.3", "--compare-share", "0.2", "--host-mem", "1GiB"
+    )
     body = {"prompt": "class Tree:\n    def", "max_tokens": 24}
     with server.web as web:
-        one, other = (web.post(f"{path}/v1/completions", json=body).json() for path in ("", "/compare"))
+        one, other = (
+            web.post(f"{path}/v1/completions", json=body).json() for path in ("", "/compare")
+        )
         status = web.get("/status").json()
         assert web.get("/").text == (STATIC / "index.html").read_text()
         assert web.get("/static/status.js", headers={"authorization": ""}).status_code == 200
@@ -198,7 +250,8 @@ def test_two_eviction_policies_side_by_side(start: Start, tmp_path: Path) -> Non
     assert server.wait() == 143
     with LLM("opt-tiny", Policy(2, 1), H2O(kv_budget=0.3), dtype="float32", device="cpu") as llm:
         alone = llm.generate([body["prompt"]], SamplingParams(max_tokens=24))[0]
-    ids, others = one["choices"][0]["token_ids"], other["choices"][0]["token_ids"]
+    ids = one["choices"][0]["token_ids"]
+    others = other["choices"][0]["token_ids"]
     assert others == alone.token_ids != ids
     budgets = [of["memory"]["host"]["budget"] for of in (status, status["compare"])]
     assert budgets == [int(0.8 * 2**30), int(0.2 * 2**30)]
@@ -221,12 +274,24 @@ def test_two_eviction_policies_side_by_side(start: Start, tmp_path: Path) -> Non
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_the_command_refuses(
-    words: list[str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
-    engine = [] if "--plan-only" in words else ["opt-tiny", "--device", "cpu", "--dtype", "float32", "--max-len", "64"]
-    place = [] if "--plan-only" in words else ["--percent", "0", "100", "0", "100", "0", "100", "--state-dir", "s"]
+    engine = (
+        []
+        if "--plan-only" in words
+        else ["opt-tiny", "--device", "cpu", "--dtype", "float32", "--max-len", "64"]
+    )
+    place = (
+        []
+        if "--plan-only" in words
+        else ["--percent", "0", "100", "0", "100", "0", "100", "--state-dir", "s"]
+    )
     assert serve.main(["--port", "0", *engine, *place, *words]) == code
     err = capfd.readouterr().err
     assert says in err and err.count("\n") == 1
@@ -234,12 +299,18 @@ def test_what_the_command_refuses(
 
 def test_the_planner_alone(forks: Forks, tmp_path: Path) -> None:
     server = forks.start(tmp_path, RUN, "--plan-only", "--port", "0", kind=Running)
-    while not (found := re.search(r"^planner at (\S+)/plan\n", server.out if (tmp_path / "stdout").exists() else "")):
+    while not (
+        found := re.search(
+            r"^planner at (\S+)/plan\n", server.out if (tmp_path / "stdout").exists() else ""
+        )
+    ):
         assert not server.has_ended(), server.err
         time.sleep(0.01)
     with httpx2.Client(base_url=found[1], timeout=120) as web:
         assert web.get("/plan").status_code == 200 and web.get("/health").json() == {"status": "ok"}
-        assert {"t4", "some card", "some CPU"} <= {one["name"] for one in web.get("/api/plan").json()["machines"]}
+        assert {"t4", "some card", "some CPU"} <= {
+            one["name"] for one in web.get("/api/plan").json()["machines"]
+        }
         assert web.post("/api/plan", json={**SMALL, "machine": "some CPU"}).json()["fits"]
         assert web.get("/v1/models").status_code == 404
     server.send(2)

@@ -33,7 +33,13 @@ def test_a_long_request_that_is_read_delays_no_short_one(monkeypatch: pytest.Mon
     async def post(server: Any, prompt: str) -> int:
         body = json.dumps({"prompt": prompt}).encode()
         headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": headers,
+        }
         sent: list[Any] = []
 
         async def receive() -> Any:
@@ -68,7 +74,9 @@ def test_bad_lines_that_take_long_are_read_a_few_at_a_time(monkeypatch: pytest.M
             raise RowError("invalid_json", "bad")
         return SimpleNamespace(asked_model=None, params=SimpleNamespace(max_tokens=1))
 
-    sink: Any = SimpleNamespace(notes=Notes(), asked=lambda tokens: None, write=lambda answers: None)
+    sink: Any = SimpleNamespace(
+        notes=Notes(), asked=lambda tokens: None, write=lambda answers: None
+    )
     reader: Any = SimpleNamespace(model=SimpleNamespace(name="m"), read=read)
     found = list(JobRows(reader, [Line(i, b"{}") for i in range(1, 31)], sink).requests)
     assert sum(one is not None for one in found) == 3 and found.count(None) >= 6
@@ -84,7 +92,12 @@ def steps(said: list[str], name: str, count: int) -> Iterator[None]:
 def test_work_waits_for_what_is_about_as_large_only() -> None:
     said: list[str] = []
     clerk = Clerk()
-    for name, nbytes, count in (("huge", 2**30, 60), ("large", 2**25, 30), ("late", 2**25, 1), ("small", 5, 1)):
+    for name, nbytes, count in (
+        ("huge", 2**30, 60),
+        ("large", 2**25, 30),
+        ("late", 2**25, 1),
+        ("small", 5, 1),
+    ):
         clerk.add(lambda name=name, count=count: steps(said, name, count), nbytes)  # type: ignore[misc]
     clerk.add(lambda: said.append("no steps"))
     assert clerk.turn() and said == ["small", "no steps"]

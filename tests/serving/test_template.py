@@ -1,4 +1,5 @@
-"""What a server's engine is opened for: all rows within its limits have room, whatever is kept of them. No server."""
+"""What a server's engine is opened for: all rows within its limits have room, whatever is kept of
+them. No server."""
 
 from __future__ import annotations
 

@@ -47,7 +47,10 @@ class Said:
 
 @pytest.fixture
 def call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    plain_cpu: None,
 ) -> Callable[..., Said]:
     """`flexgen-h2o` with these words, in this process."""
     monkeypatch.chdir(tmp_path)
@@ -71,22 +74,40 @@ def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    plain_cpu: None,
 ) -> Callable[..., Job]:
     """`batch` with these lines."""
     monkeypatch.chdir(tmp_path)
 
     def run(model: Path, *lines: Any, flags: str = "") -> Job:
         source = tmp_path / "in.jsonl"
-        source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        source.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
         output = tmp_path / "out.jsonl"
         for path in tmp_path.glob("out.jsonl*"):
             path.unlink()
         capfd.readouterr()
-        words = ["--model", model, "--dtype", "float32", "--offload-dir", "offload", "--input", source]
+        words = [
+            "--model",
+            model,
+            "--dtype",
+            "float32",
+            "--offload-dir",
+            "offload",
+            "--input",
+            source,
+        ]
         code = batch.main([*map(str, words), "--output", str(output), *flags.split()])
         said = capfd.readouterr()
-        rows = [json.loads(line) for line in output.read_text().split("\n")[:-1]] if output.exists() else []
+        rows = (
+            [json.loads(line) for line in output.read_text().split("\n")[:-1]]
+            if output.exists()
+            else []
+        )
         return Job(code, said.out, said.err, {row["custom_id"]: row for row in rows})
 
     return run

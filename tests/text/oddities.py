@@ -8,14 +8,46 @@ from hypothesis import strategies as st
 
 from tests.text.tiny import chat_line, text_line
 
-# Halves of pairs, ends of lines, marks of order and direction, joiners, combining marks, private and unassigned
-# characters, the last one, and spellings of special tokens.
+# Halves of pairs, ends of lines, marks of order and direction, joiners, combining marks, private
+# and unassigned characters, the last one, and spellings of special tokens.
 ODD = (
-    "\ud83e", "\udd84", "\ud83e\udd84", "\udfff", "\x00", "\x85", "\u2028", "\u2029", "\ufeff", "\ufffe", "\uffff",
-    "\u202e", "\u200d", "\u200b", "e\u0301", "\u0301", "\ufffd", "\ue000", "\U000e0001", "\U0010ffff", "\U0001f984",
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u4e2d", "\u0130", "\ufb01", "\x1c", "\x7f", "\r\n", " ", "\u3000",
-    "<|end|>", "</s>", "<0xF0>", "\u2581", "{{ x }}", "{% raw %}",
-)  # fmt: skip
+    "\ud83e",
+    "\udd84",
+    "\ud83e\udd84",
+    "\udfff",
+    "\x00",
+    "\x85",
+    "\u2028",
+    "\u2029",
+    "\ufeff",
+    "\ufffe",
+    "\uffff",
+    "\u202e",
+    "\u200d",
+    "\u200b",
+    "e\u0301",
+    "\u0301",
+    "\ufffd",
+    "\ue000",
+    "\U000e0001",
+    "\U0010ffff",
+    "\U0001f984",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\u4e2d",
+    "\u0130",
+    "\ufb01",
+    "\x1c",
+    "\x7f",
+    "\r\n",
+    " ",
+    "\u3000",
+    "<|end|>",
+    "</s>",
+    "<0xF0>",
+    "\u2581",
+    "{{ x }}",
+    "{% raw %}",
+)
 
 
 def texts() -> st.SearchStrategy[str]:
@@ -26,7 +58,8 @@ def texts() -> st.SearchStrategy[str]:
 
 @st.composite
 def lines(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """A line of a chat or a text, with oddities in its content, role, name, stop strings or options."""
+    """A line of a chat or a text, with oddities in its content, role, name, stop strings or
+    options."""
     body: dict[str, Any] = {"max_tokens": draw(st.integers(1, 3))}
     if draw(st.booleans()):
         body["stop"] = draw(st.lists(texts(), max_size=2))
@@ -36,7 +69,10 @@ def lines(draw: st.DrawFn, name: str) -> dict[str, Any]:
         body |= draw(st.sampled_from([{}, {"logprobs": 2}, {"echo": True, "logprobs": 1}]))
         return text_line(name, draw(texts()), **body)
     content = draw(st.one_of(texts(), st.lists(texts(), max_size=3)))
-    message: dict[str, Any] = {"role": draw(st.one_of(st.just("user"), texts())), "content": content}
+    message: dict[str, Any] = {
+        "role": draw(st.one_of(st.just("user"), texts())),
+        "content": content,
+    }
     if draw(st.booleans()):
         message["name"] = draw(texts())
     if draw(st.booleans()):

@@ -1,4 +1,5 @@
-"""Where answers end: ends of turns by all of a model's files, special tokens as stop strings, stop tokens."""
+"""Where answers end: ends of turns by all of a model's files, special tokens as stop strings, stop
+tokens."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from tests.text.tiny import chat_line, edit_json, text_line, write_bytes_tokeniz
 
 Run = Callable[..., Job]
 Door = Callable[..., Said]
-END, TEXT_END = "<|im_end|>", "<|endoftext|>"
+END = "<|im_end|>"
+TEXT_END = "<|endoftext|>"
 SCRIPT = (*b">Hi", END, *b"\nuser: wat", TEXT_END, *b"k")
 
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers "Hi", the end of its turn, and then a user's turn that nobody asked for. Only the tokenizer names the
-    turn's end."""
+    """Answers "Hi", the end of its turn, and then a user's turn that nobody asked for. Only the
+    tokenizer names the turn's end."""
     folder = tmp_path_factory.mktemp("models") / "chatty"
     ids = write_bytes_tokenizer(folder, (END, TEXT_END))
     write_script(folder, (ids.get(one, one) for one in SCRIPT), eos_token_id=ids[TEXT_END])
@@ -45,17 +47,27 @@ HI = {"content": "Hi", "role": "assistant"}
 def test_a_chat_ends_where_the_turn_does(run_job: Run, chatty: Path) -> None:
     """A text goes on to the end of a sequence, as transformers' `generate` does."""
     job = run_job(
-        chatty, chat_line("chat", "Say hi"), text_line("text", "x>"), chat_line("on", "Say hi", ignore_eos=True)
-    )  # fmt: skip
+        chatty,
+        chat_line("chat", "Say hi"),
+        text_line("text", "x>"),
+        chat_line("on", "Say hi", ignore_eos=True),
+    )
     choice = job.choice("chat")
     assert (choice["message"], choice["finish_reason"]) == (HI, "stop")
     assert choice["token_ids"] == [*b"Hi", 256]
-    assert job.choice("text")["text"] == "Hi\nuser: wat" and job.choice("text")["finish_reason"] == "stop"
+    assert (
+        job.choice("text")["text"] == "Hi\nuser: wat"
+        and job.choice("text")["finish_reason"] == "stop"
+    )
     assert len(job.choice("on")["token_ids"]) == 40
 
 
-@pytest.mark.parametrize("place", ["config.json", "generation_config.json", "both", "special_tokens_map.json"])
-def test_every_file_may_name_the_end_of_a_turn(place: str, run_job: Run, chatty: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "place", ["config.json", "generation_config.json", "both", "special_tokens_map.json"]
+)
+def test_every_file_may_name_the_end_of_a_turn(
+    place: str, run_job: Run, chatty: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(chatty, tmp_path / "model")
     edit_json(folder / "tokenizer_config.json", eos_token=TEXT_END)
     if place == "special_tokens_map.json":
@@ -97,14 +109,17 @@ def test_special_tokens_are_stop_strings(name: str, run_job: Run, chatty: Path) 
     """Of texts, of chats, and where the end of a sequence is ignored; streams show the same."""
     stop, text, count = STOPS[name]
     job = run_job(
-        chatty, text_line("text", "x>", stop=stop),
+        chatty,
+        text_line("text", "x>", stop=stop),
         text_line("ignoring", "x>", stop=stop, ignore_eos=True, max_tokens=14),
-    )  # fmt: skip
+    )
     for row in ("text", "ignoring"):
         choice = job.choice(row)
         assert (choice["text"], len(choice["token_ids"]), choice["finish_reason"]) == (
-            text, count, "length" if name == "not there" and row == "ignoring" else "stop",
-        )  # fmt: skip
+            text,
+            count,
+            "length" if name == "not there" and row == "ignoring" else "stop",
+        )
     ids = job.choice("text")["token_ids"]
     assert "".join(pieces(chatty, ids, SamplingParams(stop=tuple(stop)))) == text
 
@@ -126,15 +141,17 @@ def test_a_special_stop_string_makes_text_wait(chatty: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "text", "count"), [([256], "Hi", 3), ([105], "H", 2), ([999_999, 10], "Hi", 4), ([], "Hi\nuser: wat", 14)]
+    ("stop", "text", "count"),
+    [([256], "Hi", 3), ([105], "H", 2), ([999_999, 10], "Hi", 4), ([], "Hi\nuser: wat", 14)],
 )
 def test_stop_tokens(stop: list[int], text: str, count: int, run_job: Run, chatty: Path) -> None:
     """Their own text is not in the answer's, and they end it whatever is ignored."""
     job = run_job(
-        chatty, text_line("text", "x>", stop_token_ids=stop),
+        chatty,
+        text_line("text", "x>", stop_token_ids=stop),
         text_line("ignoring", "x>", stop_token_ids=stop, ignore_eos=True, max_tokens=14),
         chat_line("chat", "Say hi", stop_token_ids=stop),
-    )  # fmt: skip
+    )
     for row in ("text", "ignoring"):
         choice = job.choice(row)
         assert (choice["text"], len(choice["token_ids"])) == (text, count)
@@ -145,7 +162,9 @@ def test_stop_tokens(stop: list[int], text: str, count: int, run_job: Run, chatt
 
 @pytest.mark.parametrize("wrong", ["256", [256.5], [-1], [True], {"a": 1}])
 def test_stop_tokens_are_ids(wrong: Any, run_job: Run, chatty: Path) -> None:
-    job = run_job(chatty, text_line("a", "x", stop_token_ids=wrong), text_line("b", "x", stop_token_ids=None))
+    job = run_job(
+        chatty, text_line("a", "x", stop_token_ids=wrong), text_line("b", "x", stop_token_ids=None)
+    )
     assert job.error("a")[0] == "invalid_request" and "stop_token_ids: " in job.error("a")[1]
     assert job.rows["b"]["error"] is None
 
@@ -154,7 +173,9 @@ def test_stop_tokens_need_no_tokenizer(run_job: Run, chatty: Path, tmp_path: Pat
     folder = shutil.copytree(chatty, tmp_path / "model")
     for path in folder.glob("*token*"):
         path.unlink()
-    job = run_job(folder, text_line("a", [*b"x>"], stop_token_ids=[256]), text_line("b", [*b"x>"], stop=["H"]))
+    job = run_job(
+        folder, text_line("a", [*b"x>"], stop_token_ids=[256]), text_line("b", [*b"x>"], stop=["H"])
+    )
     assert job.choice("a")["token_ids"] == [*b"Hi", 256]
     assert job.error("b") == (
         "unsupported",
@@ -172,30 +193,41 @@ def test_what_the_template_gets(run_job: Run, chatty: Path, tmp_path: Path) -> N
         "nulls": ({"reasoning_effort": None, "chat_template_kwargs": None}, "x"),
         "effort": ({"reasoning_effort": "low"}, "lowx"),
         "thinking": ({"chat_template_kwargs": {"enable_thinking": False, "other": [1]}}, "Falsex"),
-        "both": ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "highx"),
+        "both": (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "highx",
+        ),
     }
     model = find_model(str(folder), None)
-    job = run_job(folder, *(chat_line(name, "x", max_tokens=1, **body) for name, (body, _) in asked.items()))
+    job = run_job(
+        folder, *(chat_line(name, "x", max_tokens=1, **body) for name, (body, _) in asked.items())
+    )
     for name, (_, text) in asked.items():
         usage = job.rows[name]["response"]["body"]["usage"]
         assert usage["prompt_tokens"] == len(model.encode_more(text)), name
     wrong = {
-        "effort": {"reasoning_effort": "a bit"}, "no object": {"chat_template_kwargs": [1]},
+        "effort": {"reasoning_effort": "a bit"},
+        "no object": {"chat_template_kwargs": [1]},
         "reserved": {"chat_template_kwargs": {"tokenize": True}},
         "messages": {"chat_template_kwargs": {"messages": []}},
         "template": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
-    }  # fmt: skip
+    }
     job = run_job(
         folder,
         *(chat_line(name, "x", **body) for name, body in wrong.items()),
         text_line("text", "x", reasoning_effort="low"),
     )
     assert {name: job.error(name)[0] for name in job.rows} == {
-        "effort": "invalid_request", "no object": "invalid_request", "reserved": "unsupported",
-        "messages": "unsupported", "template": "unsupported", "text": "unsupported",
-    }  # fmt: skip
+        "effort": "invalid_request",
+        "no object": "invalid_request",
+        "reserved": "unsupported",
+        "messages": "unsupported",
+        "template": "unsupported",
+        "text": "unsupported",
+    }
     assert (
-        "chat_template_kwargs.tokenize: cannot be set for the chat template; leave it out" in job.error("reserved")[1]
+        "chat_template_kwargs.tokenize: cannot be set for the chat template; leave it out"
+        in job.error("reserved")[1]
     )
 
 
@@ -203,11 +235,28 @@ def test_what_the_template_gets(run_job: Run, chatty: Path, tmp_path: Path) -> N
 
 MARKS = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")
 ANALYSIS = ("<|channel|>", *b"analysis", "<|message|>", *b"Think!", "<|end|>")
-FINAL = ("<|start|>", *b"assistant", "<|channel|>", *b"final", "<|message|>", *b"42 \xf0\x9f\xa6\x84", "<|return|>")
+FINAL = (
+    "<|start|>",
+    *b"assistant",
+    "<|channel|>",
+    *b"final",
+    "<|message|>",
+    *b"42 \xf0\x9f\xa6\x84",
+    "<|return|>",
+)
 CALL = (
-    "<|start|>", *b"assistant to=functions.f", "<|channel|>", *b"commentary json", "<|message|>", *b"{}", "<|call|>",
-)  # fmt: skip
-TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+    "<|start|>",
+    *b"assistant to=functions.f",
+    "<|channel|>",
+    *b"commentary json",
+    "<|message|>",
+    *b"{}",
+    "<|call|>",
+)
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor "
+    "%}<|start|>assistant"
+)
 CHANNELS: dict[str, tuple[Sequence[int | str], str, str]] = {
     "both": ((*ANALYSIS, *FINAL), "42 \U0001f984", "Think!"),
     "cut in its thoughts": (ANALYSIS[:12], "", "Th"),
@@ -215,19 +264,41 @@ CHANNELS: dict[str, tuple[Sequence[int | str], str, str]] = {
     "final alone": (FINAL[10:], "42 \U0001f984", ""),
     "no marks": ((*b"plain text", "<|return|>"), "plain text", ""),
     "no marks, cut": ((*b"plain te",), "plain te", ""),
-    "thoughts twice": ((*ANALYSIS, "<|start|>", *b"assistant", *ANALYSIS, *FINAL), "42 \U0001f984", "Think!\nThink!"),
+    "thoughts twice": (
+        (*ANALYSIS, "<|start|>", *b"assistant", *ANALYSIS, *FINAL),
+        "42 \U0001f984",
+        "Think!\nThink!",
+    ),
     "a tool is called": ((*ANALYSIS, *CALL), "", "Think!\n{}"),
-    "an empty channel": (("<|channel|>", *b"analysis", "<|message|>", "<|end|>", *FINAL), "42 \U0001f984", ""),
+    "an empty channel": (
+        ("<|channel|>", *b"analysis", "<|message|>", "<|end|>", *FINAL),
+        "42 \U0001f984",
+        "",
+    ),
     "a header without a message": ((*ANALYSIS, "<|start|>", *b"42", "<|return|>"), "42", "Think!"),
-    "nothing behind a header": ((*ANALYSIS, "<|start|>", *b"assistant", "<|return|>"), "", "Think!"),
-}  # fmt: skip
+    "nothing behind a header": (
+        (*ANALYSIS, "<|start|>", *b"assistant", "<|return|>"),
+        "",
+        "Think!",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def harmonic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "harmonic"
     ids = write_bytes_tokenizer(folder, MARKS, TEMPLATE)
-    script = (*b"t", "<|channel|>", *b"wonder", "<|message|>", *b"THINK", "<|end|>", "<|start|>", *b"42", "<|return|>")
+    script = (
+        *b"t",
+        "<|channel|>",
+        *b"wonder",
+        "<|message|>",
+        *b"THINK",
+        "<|end|>",
+        "<|start|>",
+        *b"42",
+        "<|return|>",
+    )
     write_script(folder, (ids.get(one, one) for one in script), eos_token_id=ids["<|return|>"])
     return folder
 
@@ -256,20 +327,36 @@ def test_channels(name: str, prompt: str, harmonic: Path) -> None:
     assert ChatText(model.tokenizer, params, before).more(ids, True) == (content, reasoning)
     text = ChatText(model.tokenizer, params, before)
     found = [text.more(ids[:i], i == len(ids)) for i in range(1, len(ids) + 1)]
-    assert ("".join(one for one, _ in found), "".join(other for _, other in found)) == (content, reasoning)
+    assert ("".join(one for one, _ in found), "".join(other for _, other in found)) == (
+        content,
+        reasoning,
+    )
     assert all("\ufffd" not in one for one, _ in found)
 
 
 def test_channels_of_a_job(run_job: Run, harmonic: Path) -> None:
-    """An answer that is cut in its thoughts has an empty content, not null. Stop strings cut either."""
+    """An answer that is cut in its thoughts has an empty content, not null. Stop strings cut
+    either."""
     job = run_job(
-        harmonic, chat_line("whole", "6*7"), chat_line("cut", "6*7", max_tokens=10), chat_line("stop", "6*7", stop="N"),
+        harmonic,
+        chat_line("whole", "6*7"),
+        chat_line("cut", "6*7", max_tokens=10),
+        chat_line("stop", "6*7", stop="N"),
         chat_line("special", "6*7", stop=["<|end|>"]),
-    )  # fmt: skip
-    texts = {"whole": ("42", "THINK"), "cut": ("", "TH"), "stop": ("", "THI"), "special": ("", "THINK")}
+    )
+    texts = {
+        "whole": ("42", "THINK"),
+        "cut": ("", "TH"),
+        "stop": ("", "THI"),
+        "special": ("", "THINK"),
+    }
     for name, (content, reasoning) in texts.items():
         message = job.choice(name)["message"]
-        assert message == {"role": "assistant", "content": content, "reasoning_content": reasoning}, name
+        assert message == {
+            "role": "assistant",
+            "content": content,
+            "reasoning_content": reasoning,
+        }, name
 
 
 def test_channels_of_a_stream(harmonic: Path) -> None:
@@ -282,22 +369,28 @@ def test_channels_of_a_stream(harmonic: Path) -> None:
     events = [*stream.first()]
     for token in ids[:-1]:
         events += stream.token(0, token, TokenLogprobs(-1.0, ()))
-    events.append(stream.end(0, Completion(0, None, None, ids, "stop", [TokenLogprobs(-1.0, ())] * len(ids))))
+    events.append(
+        stream.end(0, Completion(0, None, None, ids, "stop", [TokenLogprobs(-1.0, ())] * len(ids)))
+    )
     choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
     deltas = [choice["delta"] for choice in choices]
     assert [delta for delta in deltas[1:] if delta] == [
-        *({"reasoning_content": letter} for letter in "THINK"), {"content": "42"},
-    ]  # fmt: skip
+        *({"reasoning_content": letter} for letter in "THINK"),
+        {"content": "42"},
+    ]
     assert [token for choice in choices[1:] for token in choice["token_ids"]] == ids
     assert sum(len(choice["logprobs"]["content"]) for choice in choices[1:]) == len(ids)
 
 
 def test_channels_on_a_terminal(harmonic: Path, call: Door, tmp_path: Path) -> None:
-    """One prompt that is streamed, several, and older names: thoughts in front, no marks; files have the content."""
+    """One prompt that is streamed, several, and older names: thoughts in front, no marks; files
+    have the content."""
     engine = ("--dtype", "float32", "--offload-dir", "offload", "--max-tokens", 40)
     shown = "(thinking) THINK\n\n42\n"
     assert call("generate", harmonic, "-p", "6*7", *engine).out == shown
-    assert call("generate", harmonic, "-p", "6*7", "-p", "6*7", *engine).out.count(f"-\n{shown}") == 2
+    assert (
+        call("generate", harmonic, "-p", "6*7", "-p", "6*7", *engine).out.count(f"-\n{shown}") == 2
+    )
     one = call("complete", "-m", harmonic, "6*7", "--chat", "--report", "r.json", *engine)
     assert one.out == f"6*7\n\n{shown}"
     two = call("complete", "-m", harmonic, "6*7", "6*7", "--chat", *engine)
@@ -309,11 +402,16 @@ def test_channels_on_a_terminal(harmonic: Path, call: Door, tmp_path: Path) -> N
     call("evaluate", "text", "-m", harmonic, *prompts, "--hh-size", 20, "--json", "t.json")
     [row] = json.loads((tmp_path / "t.json").read_text())["rows"]
     assert row["full"]["text"] == shown.strip()
-    rows = [json.loads((tmp_path / "r.json").read_text())["rows"][0], json.loads((tmp_path / "o.jsonl").read_text())]
+    rows = [
+        json.loads((tmp_path / "r.json").read_text())["rows"][0],
+        json.loads((tmp_path / "o.jsonl").read_text()),
+    ]
     assert [row["text"] for row in rows] == ["42", "42"]
 
 
-def test_older_names_end_an_answer_where_the_turn_ends(chatty: Path, call: Door, tmp_path: Path) -> None:
+def test_older_names_end_an_answer_where_the_turn_ends(
+    chatty: Path, call: Door, tmp_path: Path
+) -> None:
     engine = ("--dtype", "float32", "--offload-dir", "offload", "--max-tokens", 40)
     assert call("complete", "-m", chatty, "Say hi", "--chat", *engine).out == "Say hi\n\nHi\n"
     (tmp_path / "p.txt").write_text("Say hi\n")

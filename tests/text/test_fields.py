@@ -1,4 +1,5 @@
-"""Fields of requests: nulls, current fields without effect, messages; and output that no reader of lines cuts."""
+"""Fields of requests: nulls, current fields without effect, messages; and output that no reader of
+lines cuts."""
 
 from __future__ import annotations
 
@@ -27,8 +28,17 @@ from tests.text.tiny import chat_line, text_line
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 NO_EFFECT: dict[str, dict[str, Any]] = {
     "nulls": {
-        "audio": None, "prediction": None, "verbosity": None, "web_search_options": None, "never heard of": None,
-        "tools": None, "stop": None, "logprobs": None, "seed": None, "n": None, "response_format": None,
+        "audio": None,
+        "prediction": None,
+        "verbosity": None,
+        "web_search_options": None,
+        "never heard of": None,
+        "tools": None,
+        "stop": None,
+        "logprobs": None,
+        "seed": None,
+        "n": None,
+        "response_format": None,
     },
     "verbosity": {"verbosity": "low"},
     "cache": {"prompt_cache_retention": "24h", "prompt_cache_key": "k", "cache_salt": "s"},
@@ -37,12 +47,19 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
     "tools that are not chosen": {"tools": [TOOL], "tool_choice": "none"},
     "functions that are not chosen": {"functions": [{"name": "f"}], "function_call": "none"},
     "empty": {
-        "documents": [], "mm_processor_kwargs": {}, "vllm_xargs": {}, "kv_transfer_params": {},
+        "documents": [],
+        "mm_processor_kwargs": {},
+        "vllm_xargs": {},
+        "kv_transfer_params": {},
         "include_reasoning": True,
     },
-    "zeros": {"repetition_min_count": 0, "min_repetition_pattern_size": 0, "max_repetition_pattern_size": 0},
+    "zeros": {
+        "repetition_min_count": 0,
+        "min_repetition_pattern_size": 0,
+        "max_repetition_pattern_size": 0,
+    },
     "options of a cache": {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +83,33 @@ def test_fields_that_change_nothing(name: str, model: Model) -> None:
     plain = read(model, chat_line("a", "hi"))
     line = chat_line("a", "hi", **NO_EFFECT[name])
     assert read(model, line) == plain
-    [asked] = read_asked(RequestReader(model, SamplingParams()), line["url"], line["body"], 8, 200).requests
+    [asked] = read_asked(
+        RequestReader(model, SamplingParams()), line["url"], line["body"], 8, 200
+    ).requests
     assert asked.prompt.token_ids == plain.prompt.token_ids
     if name != "a prediction":
-        assert read(model, text_line("a", "hi", **NO_EFFECT[name])) == read(model, text_line("a", "hi"))
+        assert read(model, text_line("a", "hi", **NO_EFFECT[name])) == read(
+            model, text_line("a", "hi")
+        )
 
 
 def test_nulls_of_the_line_itself(model: Model) -> None:
     line = {**text_line("a", "hi"), "method": None, "request": None, "article": None, "note": None}
     assert read(model, line) == read(model, text_line("a", "hi"))
-    nulls = {"prompt": "hi", "url": None, "body": None, "method": None, "request": None, "custom_id": None}
+    nulls = {
+        "prompt": "hi",
+        "url": None,
+        "body": None,
+        "method": None,
+        "request": None,
+        "custom_id": None,
+    }
     assert read(model, nulls).prompt == read(model, {"prompt": "hi"}).prompt
-    for line in ({"prompt": "hi"}, {"text": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}):
+    for line in (
+        {"prompt": "hi"},
+        {"text": "hi"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ):
         others = dict.fromkeys(("url", "body", "request", "article", "prompt", "text", "messages"))
         assert read(model, {**others, **line}) == read(model, line)
 
@@ -85,11 +117,18 @@ def test_nulls_of_the_line_itself(model: Model) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"audio": {"voice": "x"}}, {"never heard of": 1}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "auto"},
-        {"return_tokens_as_token_ids": True}, {"web_search_options": {}}, {"include_reasoning": False},
+        {"audio": {"voice": "x"}},
+        {"never heard of": 1},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"return_tokens_as_token_ids": True},
+        {"web_search_options": {}},
+        {"include_reasoning": False},
     ],
-)  # fmt: skip
-def test_fields_that_would_change_the_answer_are_still_refused(body: dict[str, Any], model: Model) -> None:
+)
+def test_fields_that_would_change_the_answer_are_still_refused(
+    body: dict[str, Any], model: Model
+) -> None:
     assert refused(model, chat_line("a", "hi", **body))[0] == "unsupported"
     line = chat_line("a", "hi", **body)
     with pytest.raises(Refused) as error:
@@ -99,22 +138,64 @@ def test_fields_that_would_change_the_answer_are_still_refused(body: dict[str, A
 
 # ---- One reader for lines of a batch and for requests to the server
 
-ROWS, POSITIONS = 8, 256
+ROWS = 8
+POSITIONS = 256
 # Of every type, good for some field and bad for others.
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, 2, 3, 21, -1, -2, 1.0, 2.0, 0.5, 2**70, "", "x", "1", "low", "none", "auto", "\ud83e",
-    [], ["x"], ["x", "y"], [""], [5], [5, 6], [[5, 6]], [[5], [6]], [-3], [{}], ["x", 5], {}, {"x": 1},
-    {"include_usage": True}, {"include_usage": 1}, {"5": 1}, {"type": "text"}, {"type": "json_object"}, ["text"],
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    3,
+    21,
+    -1,
+    -2,
+    1.0,
+    2.0,
+    0.5,
+    2**70,
+    "",
+    "x",
+    "1",
+    "low",
+    "none",
+    "auto",
+    "\ud83e",
+    [],
+    ["x"],
+    ["x", "y"],
+    [""],
+    [5],
+    [5, 6],
+    [[5, 6]],
+    [[5], [6]],
+    [-3],
+    [{}],
+    ["x", 5],
+    {},
+    {"x": 1},
+    {"include_usage": True},
+    {"include_usage": 1},
+    {"5": 1},
+    {"type": "text"},
+    {"type": "json_object"},
+    ["text"],
     [{"role": "user", "content": "x"}],
-)  # fmt: skip
+)
 APIS: dict[str, tuple[type, dict[str, Any]]] = {
     "/v1/completions": (CompletionCreateParamsNonStreaming, {"prompt": "hi"}),
-    "/v1/chat/completions": (ChatCreateParamsNonStreaming, {"messages": [{"role": "user", "content": "hi"}]}),
+    "/v1/chat/completions": (
+        ChatCreateParamsNonStreaming,
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ),
 }
 
 
 def names_of(api: type) -> set[str]:
-    """Fields of OpenAI's schema, with those of the streaming form, and all that the reader knows."""
+    """Fields of OpenAI's schema, with those of the streaming form, and all that the reader
+    knows."""
     typed: Any = api
     return {*typed.__required_keys__, *typed.__optional_keys__, *FIELDS, "never heard of"}
 
@@ -122,7 +203,13 @@ def names_of(api: type) -> set[str]:
 def shown(request: Request) -> tuple[Any, ...]:
     """What a request says, without its name and the seed that is made of it."""
     prompt = (list(request.prompt.token_ids), request.prompt.text)
-    return (request.kind, prompt, replace(request.params, seed=0), request.asked_model, request.echo)
+    return (
+        request.kind,
+        prompt,
+        replace(request.params, seed=0),
+        request.asked_model,
+        request.echo,
+    )
 
 
 def of_batch(model: Model, url: str, body: dict[str, Any]) -> tuple[Any, ...]:
@@ -142,7 +229,8 @@ def of_server(model: Model, url: str, body: dict[str, Any]) -> tuple[tuple[Any, 
 
 @pytest.mark.parametrize("url", APIS)
 def test_every_field_is_read_alike(url: str, model: Model) -> None:
-    """The same verdict with the same message. Only the server gives several answers, and pieces of them."""
+    """The same verdict with the same message. Only the server gives several answers, and pieces of
+    them."""
     assert model.spec.max_positions == POSITIONS
     api, plain = APIS[url]
     answered = set()
@@ -152,9 +240,16 @@ def test_every_field_is_read_alike(url: str, model: Model) -> None:
             line = of_batch(model, url, body)
             served, asked = of_server(model, url, body)
             if line != served or (asked is not None and (asked.n > 1 or asked.stream)):
-                assert line[1] == "unsupported" and name in ("n", "stream", "prompt"), (body, line, served)
+                assert line[1] == "unsupported" and name in ("n", "stream", "prompt"), (
+                    body,
+                    line,
+                    served,
+                )
                 assert line[2].startswith(f"{name}: ")
-                assert asked is not None or served[1] in ("too_many_rows", "invalid_request"), (body, served)
+                assert asked is not None or served[1] in ("too_many_rows", "invalid_request"), (
+                    body,
+                    served,
+                )
             if asked is not None and value is not None:
                 answered.add(name)
             if value is None and name not in plain:
@@ -166,19 +261,30 @@ def test_every_field_is_read_alike(url: str, model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "n", "prompts"), [({"n": 3}, 3, 1), ({"prompt": ["a", "b"], "n": 2.0, "best_of": 2}, 2, 2)]
+    ("body", "n", "prompts"),
+    [({"n": 3}, 3, 1), ({"prompt": ["a", "b"], "n": 2.0, "best_of": 2}, 2, 2)],
 )
-def test_several_answers_of_the_server(body: dict[str, Any], n: int, prompts: int, model: Model) -> None:
+def test_several_answers_of_the_server(
+    body: dict[str, Any], n: int, prompts: int, model: Model
+) -> None:
     """`n` to each prompt, one after another, with seeds of their own."""
     reader = RequestReader(model, SamplingParams())
-    asked = read_asked(reader, "/v1/completions", {"prompt": "a", "seed": 5, **body}, ROWS, POSITIONS)
+    asked = read_asked(
+        reader, "/v1/completions", {"prompt": "a", "seed": 5, **body}, ROWS, POSITIONS
+    )
     assert asked.n == n and len(asked.requests) == n * prompts
-    assert [bytes(one.prompt.token_ids) for one in asked.requests] == [b"a"] * n + [b"b"] * n * (prompts - 1)
-    assert len({one.params.seed for one in asked.requests[:n]}) == n and asked.requests[0].params.seed == 5
+    assert [bytes(one.prompt.token_ids) for one in asked.requests] == [b"a"] * n + [b"b"] * n * (
+        prompts - 1
+    )
+    assert (
+        len({one.params.seed for one in asked.requests[:n]}) == n
+        and asked.requests[0].params.seed == 5
+    )
 
 
 def test_an_error_says_of_which_prompt_it_is(model: Model) -> None:
-    reader, url = RequestReader(model, SamplingParams()), "/v1/completions"
+    reader = RequestReader(model, SamplingParams())
+    url = "/v1/completions"
     for body, says in (
         ({"prompt": ["a", "\ud83e"]}, r"surrogate.*\(prompt 1 of 2\)"),
         ({"prompt": [[5], [5] * 150], "max_tokens": 9}, r"takes 100 together \(prompt 1 of 2\)"),
@@ -194,7 +300,8 @@ def test_a_list_of_one_prompt_in_a_line(model: Model) -> None:
     assert read(model, text_line("a", ["hi"])) == read(model, text_line("a", "hi"))
     assert read(model, text_line("a", [[5, 6]])) == read(model, text_line("a", [5, 6]))
     assert (
-        refused(model, text_line("a", ["hi", "you"]))[1] == "prompt: a single prompt is expected here, not a list of 2"
+        refused(model, text_line("a", ["hi", "you"]))[1]
+        == "prompt: a single prompt is expected here, not a list of 2"
     )
 
 
@@ -207,14 +314,27 @@ def test_stream_options_without_a_stream(model: Model) -> None:
 
 def test_special_tokens_of_chats_are_the_templates(model: Model) -> None:
     """false is the default of vLLM's chat API, and true that of its completions."""
-    assert read(model, chat_line("a", "hi", add_special_tokens=False)) == read(model, chat_line("a", "hi"))
-    assert read(model, text_line("a", "hi", add_special_tokens=True)) == read(model, text_line("a", "hi"))
-    for line in (chat_line("a", "hi", add_special_tokens=True), text_line("a", "hi", add_special_tokens=False)):
+    assert read(model, chat_line("a", "hi", add_special_tokens=False)) == read(
+        model, chat_line("a", "hi")
+    )
+    assert read(model, text_line("a", "hi", add_special_tokens=True)) == read(
+        model, text_line("a", "hi")
+    )
+    for line in (
+        chat_line("a", "hi", add_special_tokens=True),
+        text_line("a", "hi", add_special_tokens=False),
+    ):
         assert refused(model, line)[0] == "unsupported"
 
 
 def test_counts_that_are_written_as_floats(model: Model) -> None:
-    body = {"max_completion_tokens": 2.0, "max_tokens": 2, "top_k": 5.0, "logprobs": True, "top_logprobs": 3.0}
+    body = {
+        "max_completion_tokens": 2.0,
+        "max_tokens": 2,
+        "top_k": 5.0,
+        "logprobs": True,
+        "top_logprobs": 3.0,
+    }
     found = read(model, chat_line("a", "hi", **body)).params
     assert (found.max_tokens, found.top_k, found.logprobs) == (2, 5, 3)
     assert type(found.max_tokens) is int
@@ -227,7 +347,10 @@ def test_seeds_of_64_bits(model: Model) -> None:
     """-1 is none, as in vLLM."""
     plain = read(model, chat_line("a", "hi"))
     assert read(model, chat_line("a", "hi", seed=-1)) == plain
-    seeds = {read(model, chat_line("a", "hi", seed=seed)).params.seed for seed in (-2, -3, -(2**63), 0, 2**63 - 1, 7.0)}
+    seeds = {
+        read(model, chat_line("a", "hi", seed=seed)).params.seed
+        for seed in (-2, -3, -(2**63), 0, 2**63 - 1, 7.0)
+    }
     assert seeds == {2**63 - 2, 2**63 - 3, 0, 2**63 - 1, 7}
     for wrong in (2**63, -(2**63) - 1, "1", True):
         assert refused(model, chat_line("a", "hi", seed=wrong))[0] == "invalid_request"
@@ -255,21 +378,48 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "plain": ([{"role": "user", "content": "hi"}], "user||||hi;"),
     "a name": ([{"role": "user", "content": "hi", "name": "bob"}], "user|bob|||hi;"),
     "a type": ([{"role": "user", "content": "hi", "type": "text"}], "user||||hi;"),
-    "thoughts": ([{"role": "assistant", "content": "yes", "reasoning_content": "hm"}], "assistant||hm||yes;"),
-    "thoughts by another name": ([{"role": "assistant", "content": "yes", "reasoning": "hm"}], "assistant||hm||yes;"),
-    "thoughts alone": ([{"role": "assistant", "content": None, "reasoning_content": "hm"}], "assistant||hm||;"),
+    "thoughts": (
+        [{"role": "assistant", "content": "yes", "reasoning_content": "hm"}],
+        "assistant||hm||yes;",
+    ),
+    "thoughts by another name": (
+        [{"role": "assistant", "content": "yes", "reasoning": "hm"}],
+        "assistant||hm||yes;",
+    ),
+    "thoughts alone": (
+        [{"role": "assistant", "content": None, "reasoning_content": "hm"}],
+        "assistant||hm||;",
+    ),
     "empty ones": (
-        [{"role": "assistant", "content": "", "refusal": None, "audio": None, "tool_calls": [], "function_call": None}],
+        [
+            {
+                "role": "assistant",
+                "content": "",
+                "refusal": None,
+                "audio": None,
+                "tool_calls": [],
+                "function_call": None,
+            }
+        ],
         "assistant||||;",
     ),
     "one part": ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "user||||a;"),
     "parts": ([{"role": "user", "content": TWO}], "user||||a\nb;"),
     "other parts": (
-        [{"role": "user", "content": ["a", {"type": "input_text", "text": "b"}, {"type": "refusal", "refusal": "c"}]}],
+        [
+            {
+                "role": "user",
+                "content": [
+                    "a",
+                    {"type": "input_text", "text": "b"},
+                    {"type": "refusal", "refusal": "c"},
+                ],
+            }
+        ],
         "user||||a\nb\nc;",
     ),
     "no parts": ([{"role": "user", "content": []}], "user||||;"),
-}  # fmt: skip
+}
 
 
 def with_template(bytes_model: Path, folder: Path, template: str) -> Model:
@@ -292,7 +442,11 @@ def test_what_the_template_gets_of_a_message(name: str, bytes_model: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("template", "least", "alone", "two"),
-    [(BOTH, 2, "a", "ab"), (PARTS, 1, "[a]", "[a][b]"), (SHOWS, None, "user||||a;", "user||||a\nb;")],
+    [
+        (BOTH, 2, "a", "ab"),
+        (PARTS, 1, "[a]", "[a][b]"),
+        (SHOWS, None, "user||||a;", "user||||a\nb;"),
+    ],
 )
 def test_templates_that_read_parts_get_them(
     template: str, least: int | None, alone: str, two: str, bytes_model: Path, tmp_path: Path
@@ -309,8 +463,10 @@ def test_templates_that_read_parts_get_them(
 @pytest.mark.parametrize(
     ("message", "code"),
     [
-        ({"role": "user"}, "invalid_request"), ({"role": "user", "content": None}, "invalid_request"),
-        ({"content": "x"}, "invalid_request"), ({"role": "user", "content": "x", "name": 3}, "invalid_request"),
+        ({"role": "user"}, "invalid_request"),
+        ({"role": "user", "content": None}, "invalid_request"),
+        ({"content": "x"}, "invalid_request"),
+        ({"role": "user", "content": "x", "name": 3}, "invalid_request"),
         ({"role": "user", "content": "x", "name": "\ud83e"}, "invalid_request"),
         ({"role": "user", "content": "x", "reasoning_content": "\ud83e"}, "invalid_request"),
         ({"role": "user", "content": "x", "type": "image"}, "unsupported"),
@@ -319,7 +475,7 @@ def test_templates_that_read_parts_get_them(
         ({"role": "user", "content": [{"type": ["text"], "text": "x"}]}, "unsupported"),
         ({"role": "user", "content": [3]}, "unsupported"),
     ],
-)  # fmt: skip
+)
 def test_messages_that_are_refused(message: dict[str, Any], code: str, model: Model) -> None:
     found, text = refused(model, chat_line("a", "", messages=[message]))
     assert found == code and "messages[0]" in text
@@ -331,11 +487,18 @@ ENDS = ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\
 
 
 @pytest.mark.parametrize("end", ENDS, ids=ascii)
-def test_no_line_can_be_cut(end: str, run_job: Callable[..., Job], bytes_model: Path, tmp_path: Path) -> None:
+def test_no_line_can_be_cut(
+    end: str, run_job: Callable[..., Job], bytes_model: Path, tmp_path: Path
+) -> None:
     """Of ids, prompts that are echoed, records that are sent back, and errors that quote."""
     lines = [
         text_line(f"a{end}b", f"x{end}y", echo=True, max_tokens=1),
-        {"custom_id": f"record{end}", "article": f"x{end}", "max_tokens": 1, "summary_gt": f"{end}é"},
+        {
+            "custom_id": f"record{end}",
+            "article": f"x{end}",
+            "max_tokens": 1,
+            "summary_gt": f"{end}é",
+        },
         text_line(f"error{end}", f"x{end}\ud83e"),
         chat_line(f"field{end}", "x", **{f"na{end}me": 1}),
     ]
@@ -354,6 +517,9 @@ def test_lines_stay_readable() -> None:
     """Other characters are written as they are, and half surrogates as escapes."""
     assert json_line({"a": "é\U0001f984"}) == '{"a": "é\U0001f984"}'
     assert json_line("\u2028\x85é") == '"\\u2028\\u0085é"'
-    assert json.loads(json_line("\ud83e\u2028")) == "\ud83e\u2028" and json_line("\ud83e\u2028").isascii()
+    assert (
+        json.loads(json_line("\ud83e\u2028")) == "\ud83e\u2028"
+        and json_line("\ud83e\u2028").isascii()
+    )
     with pytest.raises(ValueError, match="JSON"):
         json_line(float("nan"))

@@ -1,4 +1,5 @@
-"""Text in its place: spaces of SentencePiece, characters of several tokens, bytes, keys and offsets of tokens."""
+"""Text in its place: spaces of SentencePiece, characters of several tokens, bytes, keys and offsets
+of tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ UNICORN = "\N{UNICORN FACE}"
 
 @pytest.fixture(scope="module")
 def pieces_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As LLaMA 2. Behind " The" come " cat", "sat", " sat" and the end; "cat" is the second likeliest behind " The"."""
+    """As LLaMA 2. Behind " The" come " cat", "sat", " sat" and the end; "cat" is the second
+    likeliest behind " The"."""
     folder = tmp_path_factory.mktemp("models") / "pieces"
     ids = write_pieces_tokenizer(folder, PIECES)
     script = [ids[name] for name in ("▁The", "▁cat", "sat", "▁sat", "</s>")]
@@ -48,7 +50,8 @@ def pieces_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["bytes", "pieces", "merges"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """With each kind of tokenizer; "merges": bytes that are merged to words, of the shipped model."""
+    """With each kind of tokenizer; "merges": bytes that are merged to words, of the shipped
+    model."""
     if request.param == "merges":
         return find_model(str(PACKAGED["opt-tiny"]), None)
     folder = tmp_path_factory.mktemp("models") / request.param
@@ -70,12 +73,20 @@ def decoded(model: Model, ids: Sequence[int]) -> str:
 
 def test_the_first_space_of_an_answer(run_job: Run, pieces_model: Path) -> None:
     job = run_job(
-        pieces_model, text_line("text", "The", max_tokens=3), text_line("echo", "The", max_tokens=3, echo=True),
-        text_line("ids", [1, *[find_model(str(pieces_model), None).encode_more("The")[-1]]], max_tokens=3, echo=True),
+        pieces_model,
+        text_line("text", "The", max_tokens=3),
+        text_line("echo", "The", max_tokens=3, echo=True),
+        text_line(
+            "ids",
+            [1, *[find_model(str(pieces_model), None).encode_more("The")[-1]]],
+            max_tokens=3,
+            echo=True,
+        ),
         text_line("stop", "The", max_tokens=3, stop=[" cat"]),
         text_line("other stop", "The", max_tokens=3, stop=["cat"]),
-        text_line("first", [1], max_tokens=1), text_line("logprobs", "The", max_tokens=1, logprobs=2),
-    )  # fmt: skip
+        text_line("first", [1], max_tokens=1),
+        text_line("logprobs", "The", max_tokens=1, logprobs=2),
+    )
     texts = {name: job.choice(name)["text"] for name in job.rows}
     assert texts["text"] == " catsat sat" and texts["echo"] == texts["ids"] == "The catsat sat"
     assert texts["stop"] == "" and len(job.choice("stop")["token_ids"]) == 1
@@ -104,7 +115,9 @@ def test_the_first_space_of_a_chat(run_job: Run, pieces_model: Path, tmp_path: P
 def tokens(size: int) -> st.SearchStrategy[list[int]]:
     """Of any tokenizer here: its first ids are special tokens and bytes, its last ones words."""
     some = st.one_of(
-        st.integers(0, 330), st.integers(0, 2100), st.sampled_from([240, 159, 166, 132, 243, 162, 169, 135])
+        st.integers(0, 330),
+        st.integers(0, 2100),
+        st.sampled_from([240, 159, 166, 132, 243, 162, 169, 135]),
     )
     return st.lists(some, max_size=size)
 
@@ -113,10 +126,14 @@ def tokens(size: int) -> st.SearchStrategy[list[int]]:
 @settings(max_examples=150)
 @example(before=[240, 159, 166], own=[132, 65])
 @example(before=[239, 191, 189], own=[65])
-def test_text_behind_others_is_theirs_less_what_was_there(model: Model, before: list[int], own: list[int]) -> None:
-    """By the whole prompt, and by its last tokens alone. What the prompt begins and the answer ends is the answer's."""
+def test_text_behind_others_is_theirs_less_what_was_there(
+    model: Model, before: list[int], own: list[int]
+) -> None:
+    """By the whole prompt, and by its last tokens alone. What the prompt begins and the answer ends
+    is the answer's."""
     found = detokenizer_of(model.tokenizer)
-    whole, prompt = decoded(model, [*before, *own]), decoded(model, before)
+    whole = decoded(model, [*before, *own])
+    prompt = decoded(model, before)
     text = found.behind(before, own)
     assert whole.endswith(text)
     assert found.behind(found.context(before), own) == text or "\ufffd" in whole
@@ -126,7 +143,9 @@ def test_text_behind_others_is_theirs_less_what_was_there(model: Model, before: 
 
 @given(before=tokens(12), own=tokens(60))
 @settings(max_examples=150)
-def test_pieces_are_the_whole_text_and_places_lie_in_it(model: Model, before: list[int], own: list[int]) -> None:
+def test_pieces_are_the_whole_text_and_places_lie_in_it(
+    model: Model, before: list[int], own: list[int]
+) -> None:
     detokenizer = detokenizer_of(model.tokenizer)
     shown = AnswerText(model.tokenizer, (), before)
     pieces = [shown.more(own[:i], i == len(own)) for i in range(1, len(own) + 1)]
@@ -153,7 +172,8 @@ def test_bytes_of_tokens_join_to_the_text(model: Model, text: str) -> None:
 
 
 def test_names_of_different_tokens_differ(model: Model) -> None:
-    """Bytes of a character, bytes that are words too, special tokens, and tokens beyond the table."""
+    """Bytes of a character, bytes that are words too, special tokens, and tokens beyond the
+    table."""
     size = model.spec.vocab_size + 20
     detokenizer = detokenizer_of(model.tokenizer)
     names = detokenizer.names(range(size))
@@ -164,19 +184,23 @@ def test_names_of_different_tokens_differ(model: Model) -> None:
 
 
 def likely(*ids: int) -> TokenLogprobs:
-    return TokenLogprobs(-1.0, tuple((token, -1.0 - i) for i, token in enumerate(dict.fromkeys(ids))))
+    return TokenLogprobs(
+        -1.0, tuple((token, -1.0 - i) for i, token in enumerate(dict.fromkeys(ids)))
+    )
 
 
 def test_a_character_of_four_tokens(run_job: Run, bytes_model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(bytes_model, tmp_path / "model")
     write_script(folder, [*b">", *UNICORN.encode(), 256])
     job = run_job(
-        folder, chat_line("chat", "x", max_tokens=4, logprobs=True, top_logprobs=3),
-        text_line("text", ">", max_tokens=4, logprobs=0), text_line("top", ">", max_tokens=4, logprobs=5),
+        folder,
+        chat_line("chat", "x", max_tokens=4, logprobs=True, top_logprobs=3),
+        text_line("text", ">", max_tokens=4, logprobs=0),
+        text_line("top", ">", max_tokens=4, logprobs=5),
         text_line("echo", f"a{UNICORN}b>", max_tokens=4, echo=True, logprobs=5),
         text_line("cut", ">", max_tokens=2, logprobs=1),
         text_line("prompt's", [*b">\xf0\x9f"], max_tokens=2, logprobs=1),
-    )  # fmt: skip
+    )
     entries = job.choice("chat")["logprobs"]["content"]
     assert [one["bytes"] for one in entries] == [[240], [159], [166], [132]]
     assert bytes(byte for one in entries for byte in one["bytes"]).decode() == UNICORN
@@ -184,23 +208,39 @@ def test_a_character_of_four_tokens(run_job: Run, bytes_model: Path, tmp_path: P
         assert len({other["token"] for other in one["top_logprobs"]}) == 3
     text = job.choice("text")
     assert text["text"] == UNICORN and text["logprobs"]["text_offset"] == [0, 0, 0, 0]
-    assert text["logprobs"]["tokens"] == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\xa6", "bytes:\\x84"]
+    assert text["logprobs"]["tokens"] == [
+        "bytes:\\xf0",
+        "bytes:\\x9f",
+        "bytes:\\xa6",
+        "bytes:\\x84",
+    ]
     assert all(len(top) == 5 for top in job.choice("top")["logprobs"]["top_logprobs"])
     echo = job.choice("echo")["logprobs"]
     assert echo["text_offset"] == [0, 1, 1, 1, 1, 2, 3, 4, 4, 4, 4]
     assert all(5 <= len(top) <= 6 for top in echo["top_logprobs"][1:])
-    for token, top, value in zip(echo["tokens"], echo["top_logprobs"], echo["token_logprobs"], strict=True):
+    for token, top, value in zip(
+        echo["tokens"], echo["top_logprobs"], echo["token_logprobs"], strict=True
+    ):
         assert top is None or top[token] == value, "the token that was taken is always there"
-    assert job.choice("cut")["text"] == "\ufffd" and job.choice("cut")["logprobs"]["text_offset"][0] == 0
+    assert (
+        job.choice("cut")["text"] == "\ufffd"
+        and job.choice("cut")["logprobs"]["text_offset"][0] == 0
+    )
     assert job.choice("prompt's")["text"] == UNICORN
 
 
-def answer_of(model: Model, body: dict[str, Any], ids: list[int], url: str = "/v1/completions") -> dict[str, Any]:
+def answer_of(
+    model: Model, body: dict[str, Any], ids: list[int], url: str = "/v1/completions"
+) -> dict[str, Any]:
     """A choice with these tokens, whole."""
-    request = RequestReader(model, SamplingParams()).request({"custom_id": "a", "url": url, "body": body}, 1, "a")
+    request = RequestReader(model, SamplingParams()).request(
+        {"custom_id": "a", "url": url, "body": body}, 1, "a"
+    )
     found = [likely(*ids[i:], 7) for i in range(len(ids))]
     text = StopText(model, request.params, request.prompt.token_ids).text(ids)
-    of_prompt = [None, *(likely(8, 9) for _ in request.prompt.token_ids[1:])] if request.echo else None
+    of_prompt = (
+        [None, *(likely(8, 9) for _ in request.prompt.token_ids[1:])] if request.echo else None
+    )
     done = Completion(1, None, text, ids, "stop", found, of_prompt)
     choice: dict[str, Any] = success_row(request, done, model)["response"]["body"]["choices"][0]
     return choice
@@ -216,7 +256,10 @@ class StopText:
         return self._shown.more(ids, True)
 
 
-@given(own=tokens(30), stop=st.lists(st.sampled_from(["a", "b\n", "\U0001f984", " s", "<|other|>"]), max_size=2))
+@given(
+    own=tokens(30),
+    stop=st.lists(st.sampled_from(["a", "b\n", "\U0001f984", " s", "<|other|>"]), max_size=2),
+)
 @settings(max_examples=100)
 def test_a_stream_is_the_answer_in_pieces(model: Model, own: list[int], stop: list[str]) -> None:
     """Texts, tokens and log-probabilities with their offsets. Rows end where a stop string does."""
@@ -225,8 +268,11 @@ def test_a_stream_is_the_answer_in_pieces(model: Model, own: list[int], stop: li
     ends = find_end(model, stop, own)
     own = own[:ends]
     whole = answer_of(model, body, own)
-    asked = read_asked(RequestReader(model, SamplingParams()), "/v1/completions", {**body, "stream": True}, 8, 200)
-    stream, events = Pieces(asked, model), list[bytes]()
+    asked = read_asked(
+        RequestReader(model, SamplingParams()), "/v1/completions", {**body, "stream": True}, 8, 200
+    )
+    stream = Pieces(asked, model)
+    events = list[bytes]()
     found = [likely(*own[i:], 7) for i in range(len(own))]
     for token, one in zip(own[:-1], found[:-1], strict=True):
         events += stream.token(0, token, one)
@@ -247,7 +293,11 @@ def find_end(model: Model, stop: list[str], own: list[int]) -> int:
     from flexgen_h2o.engine.decoding import StopCriteria
 
     criteria = StopCriteria(tuple(stop), (), model.tokenizer)
-    ends = (i for i in range(1, len(own) + 1) if criteria.is_eos(own[i - 1]) or criteria.found(own[:i], [65, 66]))
+    ends = (
+        i
+        for i in range(1, len(own) + 1)
+        if criteria.is_eos(own[i - 1]) or criteria.found(own[:i], [65, 66])
+    )
     return next(ends, len(own))
 
 
@@ -258,21 +308,35 @@ def test_two_tokens_of_one_text_have_two_keys(pieces_model: Path) -> None:
     assert model.tokenizer is not None
     word, byte = model.tokenizer.convert_tokens_to_ids(["A", "<0x41>"])
     assert detokenizer.token(word) == detokenizer.token(byte) == "A"
-    assert detokenizer.names([byte, word, 900, 901]) == ["A", f"token_id:{word}", "token_id:900", "token_id:901"]
-    assert detokenizer.token_bytes(model.tokenizer.convert_tokens_to_ids("\ufffd")) == "\ufffd".encode()
+    assert detokenizer.names([byte, word, 900, 901]) == [
+        "A",
+        f"token_id:{word}",
+        "token_id:900",
+        "token_id:901",
+    ]
+    assert (
+        detokenizer.token_bytes(model.tokenizer.convert_tokens_to_ids("\ufffd"))
+        == "\ufffd".encode()
+    )
 
 
 def test_a_value_that_json_has_not(model: Model) -> None:
     """A token that is forbidden has a logarithm of minus infinity."""
-    request = RequestReader(model, SamplingParams()).request({"prompt": [65], "logprobs": 1}, 1, "a")
+    request = RequestReader(model, SamplingParams()).request(
+        {"prompt": [65], "logprobs": 1}, 1, "a"
+    )
     found = TokenLogprobs(float("-inf"), ((66, -0.5),))
     row = success_row(request, Completion(1, None, "", [65], "length", [found]), model)
     logprobs = row["response"]["body"]["choices"][0]["logprobs"]
-    assert logprobs["token_logprobs"] == [-9999.0] and -9999.0 in logprobs["top_logprobs"][0].values()
+    assert (
+        logprobs["token_logprobs"] == [-9999.0] and -9999.0 in logprobs["top_logprobs"][0].values()
+    )
     json.dumps(row, allow_nan=False)
 
 
-def test_long_answers_are_measured_in_windows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_answers_are_measured_in_windows(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And not by decoding them again and again."""
     text = "The cat sat é\U0001f984 on " * 40
     ids = model.encode_more(text)
@@ -296,7 +360,11 @@ def test_long_answers_are_measured_in_windows(model: Model, monkeypatch: pytest.
 def test_places_of_a_text_that_ends_within_a_character(model: Model) -> None:
     """Of a prompt whose last character the answer ends; both belong to the answer."""
     ids = model.encode_more(UNICORN)[-4:]
-    ids = [token for token in model.encode_more(UNICORN) if detokenizer_of(model.tokenizer).has_text(token)][-4:]
+    ids = [
+        token
+        for token in model.encode_more(UNICORN)
+        if detokenizer_of(model.tokenizer).has_text(token)
+    ][-4:]
     assert len(ids) == 4
     places = Places(detokenizer_of(model.tokenizer), ids[:2])
     for token in [*ids[2:], *model.encode_more("a")]:

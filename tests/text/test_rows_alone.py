@@ -1,4 +1,5 @@
-"""A row can end no more than itself, whatever its text is, and whatever tokenizer and template raise for it."""
+"""A row can end no more than itself, whatever its text is, and whatever tokenizer and template
+raise for it."""
 
 from __future__ import annotations
 
@@ -27,10 +28,13 @@ class PanicException(BaseException):
     """As pyo3 has it: no `Exception`."""
 
 
-@pytest.fixture(params=[PanicException, ValueError, MemoryError, RecursionError], ids=lambda kind: kind.__name__)
+@pytest.fixture(
+    params=[PanicException, ValueError, MemoryError, RecursionError], ids=lambda kind: kind.__name__
+)
 def raising(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
     """A tokenizer that raises for texts with MARK in them, and when it decodes the byte `!`."""
-    encode, decode = PreTrainedTokenizerFast.__call__, PreTrainedTokenizerFast.decode
+    encode = PreTrainedTokenizerFast.__call__
+    decode = PreTrainedTokenizerFast.decode
 
     def encoded(self: Any, text: str, **options: Any) -> Any:
         if MARK in text:
@@ -50,7 +54,9 @@ def raising(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 HALVES = {
     "content": chat_line("content", HALF),
-    "parts": chat_line("parts", [{"type": "text", "text": "\ud83e"}, {"type": "text", "text": "\udd84"}]),
+    "parts": chat_line(
+        "parts", [{"type": "text", "text": "\ud83e"}, {"type": "text", "text": "\udd84"}]
+    ),
     "role": chat_line("role", "x", messages=[{"role": "us\ud83eer", "content": "x"}]),
     "system": chat_line("system", "x", messages=[{"role": "system", "content": HALF}]),
     "prompt": text_line("prompt", HALF),
@@ -58,19 +64,28 @@ HALVES = {
     "chat's stop": chat_line("chat's stop", "x", stop="\ud83e"),
     "plain": {"custom_id": "plain", "prompt": HALF},
     "article": {"custom_id": "article", "article": HALF},
-}  # fmt: skip
+}
 
 
 def test_half_a_character_is_an_error_row(run_job: Run, bytes_model: Path) -> None:
     """`json.dumps` writes halves as escapes. Whole pairs of them are characters."""
-    good = [chat_line("before", "one \U0001f984"), *HALVES.values(), text_line("after", "two", max_tokens=2)]
+    good = [
+        chat_line("before", "one \U0001f984"),
+        *HALVES.values(),
+        text_line("after", "two", max_tokens=2),
+    ]
     job = run_job(bytes_model, *good)
     assert job.code == 0
     assert {name for name, row in job.rows.items() if row["error"] is None} == {"before", "after"}
     for name in HALVES:
         code, message = job.error(name)
-        assert code == "invalid_request" and "half of a surrogate pair, which is not text" in message, message
-    assert "messages[0].content: " in job.error("content")[1] and "messages[0].role: " in job.error("role")[1]
+        assert (
+            code == "invalid_request" and "half of a surrogate pair, which is not text" in message
+        ), message
+    assert (
+        "messages[0].content: " in job.error("content")[1]
+        and "messages[0].role: " in job.error("role")[1]
+    )
     assert "stop: " in job.error("stop")[1]
     assert "surrogate" not in job.err
 
@@ -79,15 +94,20 @@ def test_what_a_tokenizer_raises_for_a_text_is_that_rows_error(
     run_job: Run, bytes_model: Path, raising: type[BaseException]
 ) -> None:
     job = run_job(
-        bytes_model, text_line("before", "one"), chat_line("chat", f"a {MARK}"), text_line("text", MARK),
+        bytes_model,
+        text_line("before", "one"),
+        chat_line("chat", f"a {MARK}"),
+        text_line("text", MARK),
         chat_line("after", "two"),
-    )  # fmt: skip
+    )
     assert job.code == 0 and job.out.splitlines()[-1] == "errors: 2 internal_error"
     assert job.rows["before"]["error"] is job.rows["after"]["error"] is None
     for number, name in ((2, "chat"), (3, "text")):
         code, message = job.error(name)
         assert code == "internal_error"
-        assert message.startswith(f"line {number}: internal error: ") and raising.__name__ in message
+        assert (
+            message.startswith(f"line {number}: internal error: ") and raising.__name__ in message
+        )
         assert f"batch: {message}" in job.err.splitlines()
 
 
@@ -95,22 +115,34 @@ def test_what_a_tokenizer_raises_for_an_answer_is_that_rows_error(
     run_job: Run, bytes_model: Path, raising: type[BaseException]
 ) -> None:
     """For its text, for a search for stop strings, and for log-probabilities."""
-    bad: dict[str, dict[str, Any]] = {"plain": {}, "stop": {"stop": ["zzz"]}, "logprobs": {"logprobs": 0}}
-    lines = [text_line(f"good {name}", [5, 6], max_tokens=1, ignore_eos=True, **more) for name, more in bad.items()]
-    lines += [text_line(name, [5, 6], max_tokens=1, ignore_eos=True, **more) for name, more in bad.items()]
+    bad: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "stop": {"stop": ["zzz"]},
+        "logprobs": {"logprobs": 0},
+    }
+    lines = [
+        text_line(f"good {name}", [5, 6], max_tokens=1, ignore_eos=True, **more)
+        for name, more in bad.items()
+    ]
+    lines += [
+        text_line(name, [5, 6], max_tokens=1, ignore_eos=True, **more) for name, more in bad.items()
+    ]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Sampler, "choose", _instead(Sampler.choose, len(bad)))
         job = run_job(bytes_model, *lines, flags="--gpu-batch-size 6 --num-gpu-batches 1")
     assert job.code == 0
     for name in bad:
-        if name != "logprobs":  # single tokens are decoded behind a neighbour, and `!` may be tried as one
+        if (
+            name != "logprobs"
+        ):  # single tokens are decoded behind a neighbour, and `!` may be tried as one
             assert job.rows[f"good {name}"]["error"] is None
         code, message = job.error(name)
         assert code == "internal_error" and raising.__name__ in message and message in job.err
 
 
 def _instead(choose: Any, count: int) -> Any:
-    """Every row takes `a`, and those of the last `count` lines take `!`, which the tokenizer cannot decode."""
+    """Every row takes `a`, and those of the last `count` lines take `!`, which the tokenizer cannot
+    decode."""
 
     def chosen(self: Sampler, logits: Any, rows: Any, steps: Any) -> Any:
         found = choose(self, logits, rows, steps)
@@ -141,7 +173,10 @@ def test_what_sampling_raises_for_a_row(
         return
     job = run_job(bytes_model, *lines)
     assert job.code == 0 and {name for name, row in job.rows.items() if row["error"]} == {"row 2"}
-    assert job.error("row 2") == ("internal_error", "line 2: internal error: ValueError: a distribution of nothing")
+    assert job.error("row 2") == (
+        "internal_error",
+        "line 2: internal error: ValueError: a distribution of nothing",
+    )
 
 
 def test_a_request_to_end_is_no_rows_error(
@@ -152,24 +187,36 @@ def test_a_request_to_end_is_no_rows_error(
     def encoded(self: Any, text: str, **options: Any) -> Any:
         raise Interrupted(2)
 
-    monkeypatch.setattr("flexgen_h2o.models.load._load_tokenizer", PreTrainedTokenizerFast.from_pretrained)
+    monkeypatch.setattr(
+        "flexgen_h2o.models.load._load_tokenizer", PreTrainedTokenizerFast.from_pretrained
+    )
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", encoded)
     job = run_job(bytes_model, text_line("one", "one"), text_line("two", "two"))
     assert job.code == 130 and not job.rows
 
 
-def test_internal_errors_do_not_flood_stderr(run_job: Run, bytes_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_do_not_flood_stderr(
+    run_job: Run, bytes_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.jobs.runner.MOST_SAID", 2)
     monkeypatch.setattr("flexgen_h2o.models.load.Model.encode", lambda self, text: 1 // 0)
     job = run_job(bytes_model, *(text_line(str(i), "x") for i in range(5)))
     said = [line for line in job.err.splitlines() if "ZeroDivisionError" in line]
-    assert job.code == 4 and len(said) == 3 and said[-1].endswith("further internal errors are in the output alone")
+    assert (
+        job.code == 4
+        and len(said) == 3
+        and said[-1].endswith("further internal errors are in the output alone")
+    )
 
 
-def test_python_gets_an_error_of_its_own(bytes_model: Path, raising: type[BaseException], tmp_path: Path) -> None:
+def test_python_gets_an_error_of_its_own(
+    bytes_model: Path, raising: type[BaseException], tmp_path: Path
+) -> None:
     """A panic would pass by every `except Exception` of the caller."""
     with LLM(str(bytes_model), dtype="float32", offload_dir=tmp_path) as llm:
-        with pytest.raises(FlexgenError, match=f"the tokenizer of .* fails on the text .{raising.__name__}: called"):
+        with pytest.raises(
+            FlexgenError, match=f"the tokenizer of .* fails on the text .{raising.__name__}: called"
+        ):
             llm.generate([f"a {MARK}"])
         with pytest.raises(UsageError, match="half of a surrogate pair"):
             llm.generate([HALF])
@@ -177,33 +224,51 @@ def test_python_gets_an_error_of_its_own(bytes_model: Path, raising: type[BaseEx
             SamplingParams(stop=("\ud83e",))
 
 
-def test_a_template_that_raises_is_its_rows_error(run_job: Run, bytes_model: Path, tmp_path: Path) -> None:
+def test_a_template_that_raises_is_its_rows_error(
+    run_job: Run, bytes_model: Path, tmp_path: Path
+) -> None:
     """What it writes is checked too: here it makes half a character of whole ones."""
     folder = shutil.copytree(bytes_model, tmp_path / "model")
     template = (
-        "{% for m in messages %}{% if m.content == 'half' %}{{ '\\ud83e' }}{% elif m.content == 'zero' %}{{ 1 / 0 }}"
+        "{% for m in messages %}{% if m.content == 'half' %}{{ '\\ud83e' }}{% elif m.content == "
+        "'zero' %}{{ 1 / 0 }}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     (folder / "chat_template.jinja").write_text(template)
-    job = run_job(folder, *(chat_line(name, name, max_tokens=2) for name in ("one", "half", "zero", "two")))
+    job = run_job(
+        folder, *(chat_line(name, name, max_tokens=2) for name in ("one", "half", "zero", "two"))
+    )
     assert job.code == 0 and job.rows["one"]["error"] is job.rows["two"]["error"] is None
     assert job.error("half") == (
-        "invalid_request", "line 2: messages: the text: holds half of a surrogate pair, which is not text; remove it"
-    )  # fmt: skip
+        "invalid_request",
+        "line 2: messages: the text: holds half of a surrogate pair, which is not text; remove it",
+    )
     code, message = job.error("zero")
-    assert code == "invalid_request" and "the chat template does not take them (division by zero)" in message
+    assert (
+        code == "invalid_request"
+        and "the chat template does not take them (division by zero)" in message
+    )
 
 
 @pytest.mark.parametrize("flag", ["--system", "--turn-format"])
 def test_bytes_of_the_command_line_that_are_not_utf8(
-    flag: str, bytes_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    flag: str,
+    bytes_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = chat.main(["--model", str(bytes_model), "--gen-len", "2", flag, "caf\udce9 {turn}"])
-    assert (code, capfd.readouterr().err) == (2, f"chat: {flag}: is not UTF-8 text; write it in UTF-8\n")
+    assert (code, capfd.readouterr().err) == (
+        2,
+        f"chat: {flag}: is not UTF-8 text; write it in UTF-8\n",
+    )
 
 
-def test_turns_of_a_conversation_come_through_the_same_door(bytes_model: Path, raising: type[BaseException]) -> None:
+def test_turns_of_a_conversation_come_through_the_same_door(
+    bytes_model: Path, raising: type[BaseException]
+) -> None:
     model = find_model(str(bytes_model), None)
     with pytest.raises(FlexgenError, match=raising.__name__):
         model.encode_turn([MARK])

@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if "
+    "add_generation_prompt %}>{% endif %}"
 )
 VOCAB = 320
 POSITIONS = 256
@@ -21,12 +30,14 @@ POSITIONS = 256
 
 def write_bytes_tokenizer(
     folder: Path, specials: Sequence[str] = ("<|end|>",), template: str = TEMPLATE
-) -> dict[str, int]:  # fmt: skip
-    """A token for each byte, as GPT-2 writes them, and special ones from 256 on; the first of them ends a sequence.
-    Returns the special tokens' ids."""
+) -> dict[str, int]:
+    """A token for each byte, as GPT-2 writes them, and special ones from 256 on; the first of them
+    ends a sequence. Returns the special tokens' ids."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
-    letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    letters = {byte: chr(byte) for byte in plain} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }
     made = Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -35,15 +46,27 @@ def write_bytes_tokenizer(
     return {text: 256 + i for i, text in enumerate(specials)}
 
 
-def write_pieces_tokenizer(folder: Path, pieces: Sequence[str], template: str = TEMPLATE) -> dict[str, int]:
-    """As LLaMA 2 has it: pieces with ▁ for a space, bytes for what no piece has. Returns the ids of all pieces."""
+def write_pieces_tokenizer(
+    folder: Path, pieces: Sequence[str], template: str = TEMPLATE
+) -> dict[str, int]:
+    """As LLaMA 2 has it: pieces with ▁ for a space, bytes for what no piece has. Returns the ids of
+    all pieces."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     made = Tokenizer(models.Unigram([(name, -1.0) for name in names], 0, True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     _save(made, folder, template, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     return {name: i for i, name in enumerate(names)}
 
@@ -57,16 +80,28 @@ def _save(made: Tokenizer, folder: Path, template: str, **names: str) -> None:
 def write_llama(folder: Path, **more: Any) -> None:
     """Random weights."""
     torch.manual_seed(0)
-    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     LlamaForCausalLM(_config(**config, **more)).save_pretrained(folder)
 
 
-def write_script(folder: Path, script: Iterable[int], likely: dict[int, float] | None = None, **more: Any) -> None:
-    """Behind each token of a script comes the next one. likely: logits of other tokens behind the first; the next one
-    has 8."""
+def write_script(
+    folder: Path, script: Iterable[int], likely: dict[int, float] | None = None, **more: Any
+) -> None:
+    """Behind each token of a script comes the next one. likely: logits of other tokens behind the
+    first; the next one has 8."""
     chain = [*script]
     assert len(set(chain)) == len(chain) <= 63
-    one_head = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    one_head = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     model = LlamaForCausalLM(_config(**one_head, **more))
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -81,9 +116,15 @@ def write_script(folder: Path, script: Iterable[int], likely: dict[int, float] |
 
 def _config(**more: Any) -> LlamaConfig:
     given: dict[str, Any] = {
-        "intermediate_size": 128, "vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "bos_token_id": None,
-        "eos_token_id": 256, "pad_token_id": None, "initializer_range": 0.2, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "intermediate_size": 128,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+        "pad_token_id": None,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
     return LlamaConfig(**{**given, **more})
 
 

@@ -1,4 +1,5 @@
-"""The text of an answer as it comes: pieces that are whole characters, and nothing of a stop string."""
+"""The text of an answer as it comes: pieces that are whole characters, and nothing of a stop
+string."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_characters_are_whole() -> None:
         (b"ab", ("abc",), ["", "ab"]),
     ],
 )
-def test_what_may_become_a_stop_string_waits(text: bytes, stop: tuple[str, ...], said: list[str]) -> None:
+def test_what_may_become_a_stop_string_waits(
+    text: bytes, stop: tuple[str, ...], said: list[str]
+) -> None:
     end = text[: len("".join(said)) + len(stop[0])] if "".join(said) == "one" else text
     assert pieces(end, stop) == said
 

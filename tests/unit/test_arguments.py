@@ -1,4 +1,5 @@
-"""Wrong types and values in Python: one UsageError that begins with the argument's name; numpy's numbers are taken."""
+"""Wrong types and values in Python: one UsageError that begins with the argument's name; numpy's
+numbers are taken."""
 
 from __future__ import annotations
 
@@ -17,33 +18,62 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_h2o
 from flexgen_h2o.kvcache.eviction import H2ONorm, Random, SnapKV
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 WRONG: list[tuple[type | Callable[..., Any], dict[str, Any], str]] = [
-    (LLM, {"budget": "1GiB"}, "budget"), (LLM, {"budget": {}}, "budget"), (LLM, {"budget": 5}, "budget"),
-    (LLM, {"policy": None}, "policy"), (LLM, {"policy": 5}, "policy"), (LLM, {"policy": ""}, "--policy"),
-    (LLM, {"model": 5}, "model"), (LLM, {"model": None}, "model"), (LLM, {"model": ""}, "--model"),
-    (LLM, {"device": 5}, "device"), (LLM, {"dtype": {}}, "dtype"), (LLM, {"hardware": 5}, "hardware"),
-    (LLM, {"path": 5}, "path"), (LLM, {"path": ""}, "--path"), (LLM, {"path": "no/such"}, "--path"),
-    (LLM, {"revision": 5}, "revision"), (LLM, {"offload_dir": 5}, "--offload-dir"),
-    (LLM, {"offload_dir": ""}, "--offload-dir"), (LLM, {"eviction": "h2o"}, "eviction"), (LLM, {"eviction": H2O}, "e"),
-    (MemoryBudget, {"host": 1.5}, "--host-mem"), (MemoryBudget, {"disk": NAN}, "--disk-mem"),
-    (MemoryBudget, {"host": b"1GiB"}, "--host-mem"), (MemoryBudget, {"host": np.float64(5.5)}, "--host-mem"),
-    (Policy, {"gpu_batch_size": 2.0}, "gpu_batch_size"), (Policy, {"percent": 5}, "percent"),
-    (Policy, {"weight_bits": "4"}, "weight_bits"), (SamplingParams, {"temperature": INF}, "temperature"),
-    (H2O, {"heavy_ratio": "x"}, "heavy_ratio"), (H2O, {"heavy_ratio": NAN}, "heavy_ratio"),
-    (H2O, {"recent_ratio": True}, "recent_ratio"), (H2O, {"heavy_size": 4.0}, "heavy_size"),
+    (LLM, {"budget": "1GiB"}, "budget"),
+    (LLM, {"budget": {}}, "budget"),
+    (LLM, {"budget": 5}, "budget"),
+    (LLM, {"policy": None}, "policy"),
+    (LLM, {"policy": 5}, "policy"),
+    (LLM, {"policy": ""}, "--policy"),
+    (LLM, {"model": 5}, "model"),
+    (LLM, {"model": None}, "model"),
+    (LLM, {"model": ""}, "--model"),
+    (LLM, {"device": 5}, "device"),
+    (LLM, {"dtype": {}}, "dtype"),
+    (LLM, {"hardware": 5}, "hardware"),
+    (LLM, {"path": 5}, "path"),
+    (LLM, {"path": ""}, "--path"),
+    (LLM, {"path": "no/such"}, "--path"),
+    (LLM, {"revision": 5}, "revision"),
+    (LLM, {"offload_dir": 5}, "--offload-dir"),
+    (LLM, {"offload_dir": ""}, "--offload-dir"),
+    (LLM, {"eviction": "h2o"}, "eviction"),
+    (LLM, {"eviction": H2O}, "e"),
+    (MemoryBudget, {"host": 1.5}, "--host-mem"),
+    (MemoryBudget, {"disk": NAN}, "--disk-mem"),
+    (MemoryBudget, {"host": b"1GiB"}, "--host-mem"),
+    (MemoryBudget, {"host": np.float64(5.5)}, "--host-mem"),
+    (Policy, {"gpu_batch_size": 2.0}, "gpu_batch_size"),
+    (Policy, {"percent": 5}, "percent"),
+    (Policy, {"weight_bits": "4"}, "weight_bits"),
+    (SamplingParams, {"temperature": INF}, "temperature"),
+    (H2O, {"heavy_ratio": "x"}, "heavy_ratio"),
+    (H2O, {"heavy_ratio": NAN}, "heavy_ratio"),
+    (H2O, {"recent_ratio": True}, "recent_ratio"),
+    (H2O, {"heavy_size": 4.0}, "heavy_size"),
     (H2O, {"positions": []}, "positions"),
-    (Local, {"sinks": -1}, "sinks"), (Local, {"sinks": "4"}, "sinks"), (H2ONorm, {"decay": NAN}, "decay"),
-    (SnapKV, {"kernel": 4}, "kernel"), (Random, {"seed": -1}, "seed"),
-    (enable_h2o, {"model": 5}, "model"), (enable_h2o, {"model": 5, "mode": []}, "mode"),
-    (enable_h2o, {"model": 5, "heavy_ratio": "x"}, "heavy_ratio"), (disable_h2o, {"model": 5}, "model"),
-]  # fmt: skip
+    (Local, {"sinks": -1}, "sinks"),
+    (Local, {"sinks": "4"}, "sinks"),
+    (H2ONorm, {"decay": NAN}, "decay"),
+    (SnapKV, {"kernel": 4}, "kernel"),
+    (Random, {"seed": -1}, "seed"),
+    (enable_h2o, {"model": 5}, "model"),
+    (enable_h2o, {"model": 5, "mode": []}, "mode"),
+    (enable_h2o, {"model": 5, "heavy_ratio": "x"}, "heavy_ratio"),
+    (disable_h2o, {"model": 5}, "model"),
+]
 
 
 def refused(name: str, call: Callable[[], object]) -> None:
     with pytest.raises(UsageError) as raised:
         call()
-    assert str(raised.value).startswith(name) and len(str(raised.value)) < 300 and "\n" not in str(raised.value)
+    assert (
+        str(raised.value).startswith(name)
+        and len(str(raised.value)) < 300
+        and "\n" not in str(raised.value)
+    )
 
 
 def test_a_wrong_argument_is_named() -> None:
@@ -54,7 +84,9 @@ def test_a_wrong_argument_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(Path("opt-tiny"), Policy(1, 1), device="cpu", offload_dir=tmp_path_factory.mktemp("offload")) as made:
+    with LLM(
+        Path("opt-tiny"), Policy(1, 1), device="cpu", offload_dir=tmp_path_factory.mktemp("offload")
+    ) as made:
         yield made
 
 
@@ -87,10 +119,17 @@ def test_a_wrong_argument_of_a_call_is_named(llm: LLM) -> None:
 
 def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
     """And become plain ones, which JSON takes."""
-    policy = Policy(np.int64(2), np.int32(1), tuple(np.array([100, 0, 100, 0, 100, 0])), attn_sparsity=np.float32(1))
+    policy = Policy(
+        np.int64(2),
+        np.int32(1),
+        tuple(np.array([100, 0, 100, 0, 100, 0])),
+        attn_sparsity=np.float32(1),
+    )
     assert policy == Policy(2, 1) and json.loads(json.dumps(policy.to_json())) == policy.to_json()
     budget = MemoryBudget(np.int64(5), 4e9, np.float64(7))
-    assert (budget.device, budget.host, budget.disk) == (5, 4 * 10**9, 7) and type(budget.device) is int
+    assert (budget.device, budget.host, budget.disk) == (5, 4 * 10**9, 7) and type(
+        budget.device
+    ) is int
     params = SamplingParams(
         np.int64(1), np.float32(0.5), np.float64(0.5), np.uint8(3), np.int64(7), logprobs=np.int8(2)
     )

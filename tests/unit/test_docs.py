@@ -1,6 +1,8 @@
-"""Links between the pages, and the names on them: every file, section, class and function that they name is there.
+"""Links between the pages, and the names on them: every file, section, class and function that they
+name is there.
 
-Rules are functions from text to problems, so that one test runs them on the tree and another on bad snippets.
+Rules are functions from text to problems, so that one test runs them on the tree and another on bad
+snippets.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ MENTION = re.compile(r'((?:docs|bench/results/notes)/[\w/-]+\.md)(?:, "([^"]+)")
 
 
 def sections(page: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them: lower case, no punctuation, spaces as hyphens."""
+    """The anchors of a page's headings, as GitHub makes them: lower case, no punctuation, spaces as
+    hyphens."""
     found: dict[str, int] = {}
     anchors = set()
     for title in HEADING.findall(FENCE.sub("", page)):
@@ -59,13 +62,15 @@ def broken_links(page: str, at: Path) -> Iterator[str]:
         if name and not (target.exists() and target.is_relative_to(ROOT)):
             yield f"{link}: no such file"
         elif anchor and (
-            target.suffix != ".md" or anchor not in sections(page if target == at else target.read_text())
+            target.suffix != ".md"
+            or anchor not in sections(page if target == at else target.read_text())
         ):
             yield f"{link}: no such section"
 
 
 def broken_mentions(text: str) -> Iterator[str]:
-    """Pages that a comment names, also with a section's title in quotes behind a comma, and that do not exist."""
+    """Pages that a comment names, also with a section's title in quotes behind a comma, and that do
+    not exist."""
     for name, title in MENTION.findall(text):
         if not (ROOT / name).exists():
             yield f"{name}: no such file"
@@ -79,10 +84,16 @@ NAME = re.compile(r"(?:(?P<folder>\w+(?:/\w+)*)/)?(?P<first>\w+)(?P<rest>(?:\.\w
 
 @cache
 def defined() -> dict[str, set[str]]:
-    """What each module, by its path and by its last part, and each class defines: `Name`, `Class.name`."""
+    """What each module, by its path and by its last part, and each class defines: `Name`,
+    `Class.name`."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted((ROOT / "flexgen_h2o").rglob("*.py")):
-        module = path.relative_to(ROOT / "flexgen_h2o").with_suffix("").as_posix().removesuffix("/__init__")
+        module = (
+            path.relative_to(ROOT / "flexgen_h2o")
+            .with_suffix("")
+            .as_posix()
+            .removesuffix("/__init__")
+        )
         body = ast.parse(path.read_text()).body
         names = set(_names(body))
         for node in body:
@@ -99,25 +110,42 @@ def _names(body: list[ast.stmt]) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         if isinstance(node, ast.FunctionDef):  # attributes that a method sets
-            yield from (n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+            yield from (
+                n.attr
+                for n in ast.walk(node)
+                if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+            )
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+            yield from (
+                n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)
+            )
 
 
 def unknown_names(page: str) -> Iterator[str]:
-    """Files, and names of modules and classes (`tiers/stream.Ring`, `Ring.take`), that the package does not have."""
+    """Files, and names of modules and classes (`tiers/stream.Ring`, `Ring.take`), that the package
+    does not have."""
     for span in (code.strip("`") for code in CODE.findall(FENCE.sub("", page))):
         if FILE.fullmatch(span):
             tops = [ROOT, ROOT / "flexgen_h2o", *(ROOT / "flexgen_h2o").glob("*/")]
-            if not any((top / span).exists() for top in tops) and span.partition("/")[0] in {t.name for t in tops}:
+            if not any((top / span).exists() for top in tops) and span.partition("/")[0] in {
+                t.name for t in tops
+            }:
                 yield span
-        elif (match := NAME.fullmatch(span)) and span.rpartition(".")[2] not in ("md", "json", "jsonl", "py", "sh"):
+        elif (match := NAME.fullmatch(span)) and span.rpartition(".")[2] not in (
+            "md",
+            "json",
+            "jsonl",
+            "py",
+            "sh",
+        ):
             owner = "/".join(filter(None, (match["folder"], match["first"])))
             if owner in defined():
                 if match["rest"][1:] not in defined()[owner]:
                     yield span
-            elif match["folder"] and match["folder"].partition("/")[0] in defined() | {"core": set()}:
+            elif match["folder"] and match["folder"].partition("/")[0] in defined() | {
+                "core": set()
+            }:
                 yield span
 
 
@@ -128,7 +156,8 @@ LONGEST_LINE = 120
 
 
 def refused_commands(page: str) -> Iterator[str]:
-    """Command lines of a page's shell blocks that their own parser does not take. `...` stands for more flags."""
+    """Command lines of a page's shell blocks that their own parser does not take. `...` stands for
+    more flags."""
     for language, body in BLOCK.findall(page):
         for line in body.replace("\\\n", " ").splitlines() if language in ("bash", "sh") else ():
             for found in map(COMMAND.search, re.split(r" \| | && |;", line)):
@@ -166,30 +195,52 @@ def long_lines(page: str) -> list[str]:
 
 def program_files() -> Iterable[Path]:
     folders = [ROOT / name for name in ("flexgen_h2o", "tests", "bench", "scripts")]
-    found = (path for folder in folders for pattern in ("*.py", "*.sh") for path in sorted(folder.rglob(pattern)))
+    found = (
+        path
+        for folder in folders
+        for pattern in ("*.py", "*.sh")
+        for path in sorted(folder.rglob(pattern))
+    )
     return (path for path in found if path != Path(__file__))
 
 
 def test_links_lead_somewhere() -> None:
     pages = (*PAGES, *BESIDE)
-    assert [f"{page}: {problem}" for page in pages for problem in broken_links(page.read_text(), page)] == []
+    assert [
+        f"{page}: {problem}" for page in pages for problem in broken_links(page.read_text(), page)
+    ] == []
 
 
 def test_comments_name_pages_and_sections_that_exist() -> None:
-    broken = [f"{path}: {problem}" for path in program_files() for problem in broken_mentions(path.read_text())]
+    broken = [
+        f"{path}: {problem}"
+        for path in program_files()
+        for problem in broken_mentions(path.read_text())
+    ]
     assert broken == []
 
 
 def test_pages_name_what_the_package_has() -> None:
     pages = [page for page in PAGES if page.parent.name == "developers"]
     pages += [ROOT / "docs" / "reference" / f"{name}.md" for name in ("jobs", "eviction")]
-    assert [f"{page.name}: {name}" for page in pages for name in unknown_names(page.read_text())] == []
+    assert [
+        f"{page.name}: {name}" for page in pages for name in unknown_names(page.read_text())
+    ] == []
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    good = "`engine/loop.Walk`, `Walk.run`, `zigzag`, `engine/loop.zigzag`, `tiers/stream.py`, `engine/`, `extra.ranks`"
+    good = (
+        "`engine/loop.Walk`, `Walk.run`, `zigzag`, `engine/loop.zigzag`, `tiers/stream.py`, "
+        "`engine/`, `extra.ranks`"
+    )
     assert list(unknown_names(good)) == []
-    for gone in ("engine/loop.Wolk", "Walk.ran", "tiers/none.py", "engine/none.Walk", "loop.zagzig"):
+    for gone in (
+        "engine/loop.Wolk",
+        "Walk.ran",
+        "tiers/none.py",
+        "engine/none.Walk",
+        "loop.zagzig",
+    ):
         assert list(unknown_names(f"a `{gone}` b")) == [gone]
 
 
@@ -213,13 +264,21 @@ def test_broken_links_are_found_and_good_ones_are_not() -> None:
         ("```\n# B\n```\n[a](#b)", "#b: no such section"),
     ):
         assert list(broken_links(text, page)) == [problem]
-    for text in ("# A `b`, c?\n[a](#a-b-c)", "# A\n# A\n[a](#a-1)", "[a](jobs.md) [b](https://x.y/z.md)", "`[a](b)`"):
+    for text in (
+        "# A `b`, c?\n[a](#a-b-c)",
+        "# A\n# A\n[a](#a-1)",
+        "[a](jobs.md) [b](https://x.y/z.md)",
+        "`[a](b)`",
+    ):
         assert list(broken_links(text, page)) == []
 
 
 def test_a_broken_mention_is_found() -> None:
     assert list(
-        broken_mentions('(docs/nowhere.md) (docs/reference/jobs.md, "Nowhere") (docs/reference/jobs.md, "On Ray")')
+        broken_mentions(
+            '(docs/nowhere.md) (docs/reference/jobs.md, "Nowhere") (docs/reference/jobs.md, "On '
+            'Ray")'
+        )
     ) == [
         "docs/nowhere.md: no such file",
         'docs/reference/jobs.md, "Nowhere": no such section',
@@ -232,9 +291,17 @@ def test_commands_are_taken_by_their_parsers(page: Path) -> None:
 
 
 def test_a_command_that_is_refused_is_found() -> None:
-    for good in ("flexgen-h2o plan --model m # why", "FLAG=1 python -m flexgen_h2o.batch --output o ...", "echo a | b"):
+    for good in (
+        "flexgen-h2o plan --model m # why",
+        "FLAG=1 python -m flexgen_h2o.batch --output o ...",
+        "echo a | b",
+    ):
         assert list(refused_commands(f"```bash\n{good}\n```")) == []
-    for bad in ("flexgen-h2o plan --modle m", "flexgen-h2o fly", "printf a | flexgen-h2o chat --gen-len \\\n  many"):
+    for bad in (
+        "flexgen-h2o plan --modle m",
+        "flexgen-h2o fly",
+        "printf a | flexgen-h2o chat --gen-len \\\n  many",
+    ):
         assert len(list(refused_commands(f"```bash\n{bad}\n```"))) == 1
 
 
@@ -247,7 +314,9 @@ def test_python_of_the_pages_is_python() -> None:
 
 def test_readme_names_the_tests_that_hold_its_promises() -> None:
     text = (ROOT / "README.md").read_text()
-    promises = text.partition("## What you can rely on")[2].partition("\nMore: ")[0].split("\n- ")[1:]
+    promises = (
+        text.partition("## What you can rely on")[2].partition("\nMore: ")[0].split("\n- ")[1:]
+    )
     assert len(promises) == 5
     for promise in promises:
         named = re.findall(r"`(tests/[\w/]+\.py)`", promise)
@@ -266,26 +335,47 @@ def test_pages_are_on_the_site_and_their_lines_are_wrapped() -> None:
 
 
 def test_every_command_has_its_flags_on_a_page() -> None:
-    shown = [command for page in PAGES for command, _ in flag_tables.MARKS.findall(page.read_text())]
+    shown = [
+        command for page in PAGES for command, _ in flag_tables.MARKS.findall(page.read_text())
+    ]
     assert len(shown) == len(set(shown))
     assert {flag_tables.SHARED, *flag_tables.documented()} <= set(shown)
 
 
 def test_tables_of_flags_are_those_of_the_parsers() -> None:
-    old = [page.name for page in flag_tables.pages() if flag_tables.filled(page.read_text(), page) != page.read_text()]
-    assert not old, f"flags have changed; write the tables of {', '.join(old)} again: {flag_tables.COMMAND}"
+    old = [
+        page.name
+        for page in flag_tables.pages()
+        if flag_tables.filled(page.read_text(), page) != page.read_text()
+    ]
+    assert not old, (
+        f"flags have changed; write the tables of {', '.join(old)} again: {flag_tables.COMMAND}"
+    )
 
 
 def test_a_table_is_written_between_its_marks() -> None:
     page = ROOT / "docs" / "reference" / "commands" / "chat.md"
-    text = "a\n\n<!-- flags: chat -->\nold\n<!-- end of flags -->\n\n<!-- flags: fly -->\n<!-- end of flags -->\nb\n"
+    text = (
+        "a\n\n<!-- flags: chat -->\nold\n<!-- end of flags -->\n\n<!-- flags: fly -->\n<!-- end "
+        "of flags -->\nb\n"
+    )
     made = flag_tables.filled(text, page)
-    assert "old" not in made and "| `--turn-format TEXT` |" in made and "](../cli.md#shared-flags): " in made
-    assert flag_tables.filled(made, page) == made and made.startswith("a\n\n<!--") and made.endswith("-->\nb\n")
+    assert (
+        "old" not in made
+        and "| `--turn-format TEXT` |" in made
+        and "](../cli.md#shared-flags): " in made
+    )
+    assert (
+        flag_tables.filled(made, page) == made
+        and made.startswith("a\n\n<!--")
+        and made.endswith("-->\nb\n")
+    )
     assert "<!-- flags: fly -->\n<!-- end of flags -->" in made  # a verb that does not exist yet
 
 
-def test_flags_of_groups_that_many_commands_have_are_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_groups_that_many_commands_have_are_shown_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = {verb: argparse.ArgumentParser() for verb in ("generate", "chat", "serve", "batch")}
     for verb, parser in made.items():
         model = parser.add_argument_group("Model")
@@ -302,37 +392,55 @@ def test_flags_of_groups_that_many_commands_have_are_shown_once(monkeypatch: pyt
     page = ROOT / "docs" / "reference" / "commands" / "serve.md"
     assert flag_tables.documented() == ["generate", "chat", "serve"]
     shared = flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE)
-    assert shared.index("**Model**") < shared.index("| `MODEL` | a folder |") < shared.index("**Memory**")
+    assert (
+        shared.index("**Model**")
+        < shared.index("| `MODEL` | a folder |")
+        < shared.index("**Memory**")
+    )
     assert "| `-r`, `--revision REVISION` |" in shared and "host-mem" not in shared
     own = flag_tables.table("serve", page)
-    assert own.startswith("\n**Memory**\n\n| flag | meaning |\n|---|---|\n| `--serve-mem` | its own |\n\n")
-    assert own.endswith("[Shared flags](../cli.md#shared-flags): Model (not `--dry-run`); Memory.\n\n")
+    assert own.startswith(
+        "\n**Memory**\n\n| flag | meaning |\n|---|---|\n| `--serve-mem` | its own |\n\n"
+    )
+    assert own.endswith(
+        "[Shared flags](../cli.md#shared-flags): Model (not `--dry-run`); Memory.\n\n"
+    )
 
 
 def test_flags_are_shown_as_they_are_typed() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
-    shown = docs_site.on_page_markdown(flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE), page)
+    shown = docs_site.on_page_markdown(
+        flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE), page
+    )
     assert "<code>--protect N&#124;prompt&#124;none</code>" in shown and r"\_offload\_dir" in shown
 
 
 def test_pages_name_flags_that_exist() -> None:
     """Of the lab notes, flags are those of the benchmarks too. A parser takes `_` for `-`."""
-    taken = {flag for parser in flag_tables.parsers().values() for flag in parser._option_string_actions}
+    taken = {
+        flag for parser in flag_tables.parsers().values() for flag in parser._option_string_actions
+    }
     known = taken | {flag.replace("-", "_").replace("__", "--", 1) for flag in taken}
     pages = [page for page in PAGES if page.parent.name != "lab"]
-    named = {flag for page in pages for flag in re.findall(r"`(--[\w-]+)[^`\n]*`", page.read_text())}
+    named = {
+        flag for page in pages for flag in re.findall(r"`(--[\w-]+)[^`\n]*`", page.read_text())
+    }
     assert named <= known, sorted(named - known)
 
 
 def test_links_out_of_the_pages_name_a_path_and_others_stay() -> None:
-    text = "[a](../../bench/x.md) [`x.py`](../../bench/x.py) ![p](../../bench/p.png) [b](../lab/h2o.md#c)"
+    text = (
+        "[a](../../bench/x.md) [`x.py`](../../bench/x.py) ![p](../../bench/p.png) "
+        "[b](../lab/h2o.md#c)"
+    )
     made = "a (`bench/x.md`) `bench/x.py` ![p](../bench/p.png) [b](../lab/h2o.md#c)"
     page = SimpleNamespace(file=SimpleNamespace(src_uri="lab/page.md"))
     assert docs_site.on_page_markdown(text, page) == made
 
 
 def test_figures_of_the_pages_are_of_the_stored_lines() -> None:
-    """Of README, Results, and the pages beside the lines. `python -m bench.sweep.page` makes them anew."""
+    """Of README, Results, and the pages beside the lines. `python -m bench.sweep.page` makes them
+    anew."""
     of_pages, beside = results_page.made(results_page.RESULTS)
     for name in results_page.PAGES:
         text = (ROOT / name).read_text()
@@ -349,9 +457,13 @@ def test_prompts_per_night_are_of_the_stored_lines() -> None:
         asked = line["asked"]
         nights[asked["model"].rpartition("/")[2], asked["ram"], asked["card"]] = line["night"]
     rows = re.findall(
-        r"^\| ([\w.-]+) \|([\d ,|]+)\|$", (ROOT / "docs" / "start" / "which-model.md").read_text(), re.MULTILINE
+        r"^\| ([\w.-]+) \|([\d ,|]+)\|$",
+        (ROOT / "docs" / "start" / "which-model.md").read_text(),
+        re.MULTILINE,
     )
     assert len(rows) >= 6
     for model, figures in rows:
         shown = [int(figure.replace(",", "")) for figure in figures.split("|")]
-        assert shown == [nights[model, ram, card] for ram, card in ((8, 0), (16, 0), (32, 0), (32, 16))], model
+        assert shown == [
+            nights[model, ram, card] for ram, card in ((8, 0), (16, 0), (32, 0), (32, 16))
+        ], model

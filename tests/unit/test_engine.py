@@ -27,16 +27,31 @@ from flexgen_h2o.tiers.device import Device, HostDevice, Site, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
 
 CONFIG: dict[str, Any] = {
-    "model_type": "opt", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2, "ffn_dim": 96,
-    "max_position_embeddings": 30, "num_attention_heads": 4, "word_embed_proj_dim": 48, "activation_function": "relu",
-    "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
-}  # fmt: skip
-SHAPE = BlockShape(rows=3, micro_batches=2, tokens=20, slots=(15, 70), record=RowRecord(("positions", "scores")))
+    "model_type": "opt",
+    "vocab_size": 90,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "ffn_dim": 96,
+    "max_position_embeddings": 30,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 48,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "do_layer_norm_before": True,
+}
+SHAPE = BlockShape(
+    rows=3, micro_batches=2, tokens=20, slots=(15, 70), record=RowRecord(("positions", "scores"))
+)
 UNLIMITED: dict[str, int | None] = dict.fromkeys(TIERS)
 PERCENTS = [
-    (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0), (30, 30, 30, 30, 30, 30),
-    (0, 50, 50, 0, 0, 100), (100, 0, 0, 50, 0, 0),
-]  # fmt: skip
+    (100, 0, 100, 0, 100, 0),
+    (0, 100, 0, 100, 0, 100),
+    (0, 0, 0, 0, 0, 0),
+    (30, 30, 30, 30, 30, 30),
+    (0, 50, 50, 0, 0, 100),
+    (100, 0, 0, 50, 0, 0),
+]
 DEVICES = (HostDevice, StandInDevice)
 TAKEN_BY_USERS = ("temporaries", "staging")
 Open = Callable[..., Engine]
@@ -44,8 +59,11 @@ Open = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, Checkpoint]:
-    folder, spec = tmp_path_factory.mktemp("model"), spec_from_config("tiny", CONFIG, "here")
-    tensors = {t.name: torch.randn(t.shape) for unit in spec.layers(True).units for t in unit.tensors}
+    folder = tmp_path_factory.mktemp("model")
+    spec = spec_from_config("tiny", CONFIG, "here")
+    tensors = {
+        t.name: torch.randn(t.shape) for unit in spec.layers(True).units for t in unit.tensors
+    }
     save_file(tensors, folder / "model.safetensors")
     return spec, match(spec, read_index(folder), folder)
 
@@ -54,10 +72,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, Checkpoi
 def open_engine(model: tuple[ModelSpec, Checkpoint], tmp_path: Path) -> Open:
     spec, checkpoint = model
 
-    def open_one(policy: Policy, device: Device, budgets: dict[str, int | None] = UNLIMITED) -> Engine:
+    def open_one(
+        policy: Policy, device: Device, budgets: dict[str, int | None] = UNLIMITED
+    ) -> Engine:
         plan = memory_plan(spec, policy, SHAPE, 4, device.is_host, OVERLAPPED[0])
         site = Site(device, budgets, tmp_path / "offload")
-        return Engine(ModelPart(spec, Full()), checkpoint, policy, plan, torch.float32, site, Timeline())
+        return Engine(
+            ModelPart(spec, Full()), checkpoint, policy, plan, torch.float32, site, Timeline()
+        )
 
     return open_one
 
@@ -72,7 +94,11 @@ def names_in(offload: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("device", "percent", "on_host"),
-    [(device, percent, (i + j) % 2 == 0) for i, device in enumerate(DEVICES) for j, percent in enumerate(PERCENTS)],
+    [
+        (device, percent, (i + j) % 2 == 0)
+        for i, device in enumerate(DEVICES)
+        for j, percent in enumerate(PERCENTS)
+    ],
 )
 def test_every_planned_buffer_is_taken_at_its_size(
     open_engine: Open, device: type[Device], percent: tuple[int, ...], on_host: bool
@@ -83,7 +109,9 @@ def test_every_planned_buffer_is_taken_at_its_size(
         memory = {place: buffer.numel() for place, buffer in engine._buffers.items()}
         files = {(name, "disk"): file.path.stat().st_size for name, file in engine._files.items()}
         assert not any(tier == "disk" for _, tier in memory)
-        assert {**memory, **files} == {place: n for place, n in plan.items() if place[0] not in TAKEN_BY_USERS}
+        assert {**memory, **files} == {
+            place: n for place, n in plan.items() if place[0] not in TAKEN_BY_USERS
+        }
         assert engine.peak_bytes == {tier: engine.plan.bytes_on(tier) for tier in TIERS}
         slots = 1 if device is HostDevice else STAGING_SLOTS  # of each thread that reads
         assert plan["staging", "host"] == (READ_THREADS * slots + WRITE_THREADS) * STAGING_BYTES
@@ -95,12 +123,17 @@ def test_every_planned_buffer_is_taken_at_its_size(
 def test_a_plan_over_budget_takes_nothing(open_engine: Open, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with pytest.raises(DoesNotFitError, match="on the disk tier"):
-        open_engine(Policy(percent=(0, 0, 0, 0, 0, 0)), HostDevice(), {"device": 0, "host": None, "disk": 1})
+        open_engine(
+            Policy(percent=(0, 0, 0, 0, 0, 0)), HostDevice(), {"device": 0, "host": None, "disk": 1}
+        )
     assert set(threading.enumerate()) == before and not (tmp_path / "offload").exists()
 
 
-def test_an_engine_leaves_no_thread_no_file_and_no_descriptor(open_engine: Open, tmp_path: Path) -> None:
-    threads, files = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
+def test_an_engine_leaves_no_thread_no_file_and_no_descriptor(
+    open_engine: Open, tmp_path: Path
+) -> None:
+    threads = set(threading.enumerate())
+    files = len(list(Path("/proc/self/fd").iterdir()))
     with open_engine(Policy(percent=(0, 0, 0, 0, 0, 0)), StandInDevice()) as engine:
         assert len(threading.enumerate()) > len(threads)
         assert len(names_in(tmp_path / "offload")) == 1  # its folder
@@ -115,7 +148,8 @@ def test_an_engine_that_does_not_open_leaves_nothing_either(
     def fail(*args: object) -> int:
         raise OSError("no reads today")
 
-    threads, files = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
+    threads = set(threading.enumerate())
+    files = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(DirectFile, "read", fail)
     with pytest.raises(OSError, match="no reads today"):
         open_engine(Policy(percent=(50, 0, 0, 0, 0, 0)), HostDevice())
@@ -123,7 +157,9 @@ def test_an_engine_that_does_not_open_leaves_nothing_either(
     assert len(list(Path("/proc/self/fd").iterdir())) == files
 
 
-def test_files_outlive_the_threads_that_use_them(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_outlive_the_threads_that_use_them(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A descriptor closed under a worker may be another file's a moment later."""
     alive: list[bool] = []
     close = DirectFile.close

@@ -14,7 +14,17 @@ import pytest
 from flexgen_h2o import flags as engine_flags
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full, H2ONorm, Local, SnapKV, Tova
+from flexgen_h2o.kvcache.eviction import (
+    EVICTING,
+    H2O,
+    POLICIES,
+    Eviction,
+    Full,
+    H2ONorm,
+    Local,
+    SnapKV,
+    Tova,
+)
 from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.parser import OneLineParser
 
@@ -39,11 +49,17 @@ def parse(flags: str) -> Eviction:
         ("--hh-ratio 0.1", H2O(heavy_ratio=0.1)),
         ("--hh-size 8 --hh-all false", H2O(heavy_size=8, while_decoding=False)),
         ("--hh-size 0 --recent-size 16", H2O(heavy_size=0, recent_size=16)),
-        ("--eviction h2o-norm --hh-ratio 0.3 --recent-size 9", H2ONorm(heavy_ratio=0.3, recent_size=9)),
+        (
+            "--eviction h2o-norm --hh-ratio 0.3 --recent-size 9",
+            H2ONorm(heavy_ratio=0.3, recent_size=9),
+        ),
         ("--eviction local --recent-size 64", Local(recent_size=64)),
         ("--eviction tova --hh-size 5", Tova(heavy_size=5)),
         ("--eviction snapkv --hh-all no", SnapKV(while_decoding=False)),
-        ("--eviction h2o-norm:grace=8,sinks=2 --hh-size 8", H2ONorm(heavy_size=8, grace=8, sinks=2)),
+        (
+            "--eviction h2o-norm:grace=8,sinks=2 --hh-size 8",
+            H2ONorm(heavy_size=8, grace=8, sinks=2),
+        ),
         ("--positions original", Full()),
         ("--protect none --eviction full", Full()),  # the defaults, typed out, ask for nothing
         ("--positions rolling", H2O(positions="rolling")),
@@ -73,8 +89,14 @@ def test_every_name_is_a_policy(name: str) -> None:
             "--attn-sparsity 0.5 --eviction h2o",
             ["--attn-sparsity:", "--eviction asks for h2o; leave one of them out"],
         ),
-        ("--attn-sparsity 0.5 --kv-bytes 0.2", ["--attn-sparsity:", "--kv-bytes asks for h2o; leave one"]),
-        ("--attn-sparsity 0.5 --protect none --hh-size 4", ["--attn-sparsity:", "--hh-size asks for h2o; leave one"]),
+        (
+            "--attn-sparsity 0.5 --kv-bytes 0.2",
+            ["--attn-sparsity:", "--kv-bytes asks for h2o; leave one"],
+        ),
+        (
+            "--attn-sparsity 0.5 --protect none --hh-size 4",
+            ["--attn-sparsity:", "--hh-size asks for h2o; leave one"],
+        ),
         ("--hh-ratio 0", ["--hh-ratio:", "(0, 1]"]),
         ("--hh-ratio 1.5", ["--hh-ratio: 1.5"]),
         ("--recent-ratio 0", ["--recent-ratio:"]),
@@ -82,7 +104,10 @@ def test_every_name_is_a_policy(name: str) -> None:
         ("--eviction h2o-norm:", ["--eviction:", "colon"]),
         ("--eviction full:sinks=2", ["--eviction: full"]),
         ("--eviction h2o:decay=0.5", ["--eviction: decay is not a setting of h2o"]),
-        ("--eviction h2o-norm:decay=0.95", ["--eviction: decay is not a setting of h2o-norm; it has", "grace"]),
+        (
+            "--eviction h2o-norm:decay=0.95",
+            ["--eviction: decay is not a setting of h2o-norm; it has", "grace"],
+        ),
         ("--eviction random:seed=1,seed=2", ["--eviction: seed is given twice"]),
         ("--eviction local:sinks=-1", ["--eviction local:sinks=-1: sinks: -1"]),
         ("--hh-ratio 0.1 --hh-size 4", ["--hh-size:"]),
@@ -106,9 +131,27 @@ TABLE = {
     "schema": 1,
     "model": "m",
     "mixes": [
-        {"least": 0.01, "eviction": "h2o-norm:grace=8", "cache_bits": 16, "cache_window": 16, "kl": {"value": 0.3}},
-        {"least": 0.1, "eviction": "tova", "cache_bits": "4/3", "cache_window": 0, "kl": {"value": 0.1}},
-        {"least": 0.5, "eviction": "local", "cache_bits": 8, "cache_window": 16, "kl": {"value": 0.0}},
+        {
+            "least": 0.01,
+            "eviction": "h2o-norm:grace=8",
+            "cache_bits": 16,
+            "cache_window": 16,
+            "kl": {"value": 0.3},
+        },
+        {
+            "least": 0.1,
+            "eviction": "tova",
+            "cache_bits": "4/3",
+            "cache_window": 0,
+            "kl": {"value": 0.1},
+        },
+        {
+            "least": 0.5,
+            "eviction": "local",
+            "cache_bits": 8,
+            "cache_window": 16,
+            "kl": {"value": 0.0},
+        },
     ],
     "small_losses": [{"settings": {}, "kl": {"value": 0.0}}],
 }
@@ -168,27 +211,37 @@ def test_a_model_without_a_table_takes_the_shipped_one(share: str) -> None:
         {"mixes": [{**TABLE["mixes"][0], "cache_bits": "4/2"}]},
         {"mixes": [{**TABLE["mixes"][0], "eviction": "full"}]},
         {"mixes": [{**TABLE["mixes"][0], "eviction": "h2o-norm:decay=0.9"}]},
-        {"small_losses": [{"settings": {"compress_cache": True, "cache_bits": 2}, "kl": {"value": 0.0}}]},
+        {
+            "small_losses": [
+                {"settings": {"compress_cache": True, "cache_bits": 2}, "kl": {"value": 0.0}}
+            ]
+        },
         {"small_losses": [{"settings": {"nope": 1}, "kl": {"value": 0.0}}]},
     ],
 )
-def test_a_damaged_table_is_named(of_own_table: list[str], tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_a_damaged_table_is_named(
+    of_own_table: list[str], tmp_path: Path, damage: dict[str, Any]
+) -> None:
     (tmp_path / "kv-size" / "some--model.json").write_text(json.dumps({**TABLE, **damage}))
-    with pytest.raises(UsageError, match=r"--kv-size: .*some--model.json is no table of .*; remove it, or make it"):
+    with pytest.raises(
+        UsageError, match=r"--kv-size: .*some--model.json is no table of .*; remove it, or make it"
+    ):
         engine_flags.policy_of(parser().parse_args([*of_own_table, "--kv-bytes", "0.2"]))
 
 
 def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:
     args = parser().parse_args(["--policy", "sparse.json", "--hh-ratio", "0.5"])
     with pytest.raises(
-        UsageError, match=r"--policy sparse.json: attn_sparsity: .*, and --hh-ratio asks for h2o; leave one"
+        UsageError,
+        match=r"--policy sparse.json: attn_sparsity: .*, and --hh-ratio asks for h2o; leave one",
     ):
         engine_flags.eviction_of(args, Policy(attn_sparsity=0.5))
 
 
 def test_help_names_every_policy_and_needs_no_torch() -> None:
     code = (
-        "import sys; from flexgen_h2o import batch, cache, evaluate, flex_opt, hardware, policy_search\n"
+        "import sys; from flexgen_h2o import batch, cache, evaluate, flex_opt, hardware, "
+        "policy_search\n"
         "for command in (batch, policy_search, flex_opt): command.main(['--help-all'])\n"
         "evaluate.main(['text', '--help']); sys.exit('torch' in sys.modules)"
     )
@@ -196,4 +249,7 @@ def test_help_names_every_policy_and_needs_no_torch() -> None:
     assert done.returncode == 0, done
     said = " ".join(done.stdout.split())
     assert said.count(f"which KV entries stay: {', '.join(POLICIES)} (") == 4
-    assert all(engine_flags.SHOWN_AS.get(flag, flag) in said for flag in engine_flags.EVICTION_FLAGS.values())
+    assert all(
+        engine_flags.SHOWN_AS.get(flag, flag) in said
+        for flag in engine_flags.EVICTION_FLAGS.values()
+    )

@@ -1,4 +1,5 @@
-"""Files: results appear whole, or the older file stays; locks have one holder; impossible paths are refused."""
+"""Files: results appear whole, or the older file stays; locks have one holder; impossible paths are
+refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from flexgen_h2o.core.files import (
     usable_path,
     wait_for_lock,
     write_whole,
-)  # fmt: skip
+)
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.prompts import Completion, write_outputs
 from flexgen_h2o.planner.profile import nominal_profile, write_profile
@@ -79,7 +80,8 @@ def test_no_room_leaves_the_older_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_drafts")
 def test_a_link_stays_and_the_mode_of_its_target(tmp_path: Path) -> None:
-    target, link = tmp_path / "target", tmp_path / "link"
+    target = tmp_path / "target"
+    link = tmp_path / "link"
     target.write_text("old")
     target.chmod(0o640)
     link.symlink_to(target)
@@ -101,7 +103,8 @@ def test_what_is_no_regular_file_is_written_to(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_drafts")
 def test_a_link_is_replaced_where_it_is_not_to_be_followed(tmp_path: Path) -> None:
-    target, link = tmp_path / "target", tmp_path / "link"
+    target = tmp_path / "target"
+    link = tmp_path / "link"
     target.write_text("old")
     link.symlink_to(target)
     write_whole(link, "new", follow=False)
@@ -109,7 +112,9 @@ def test_a_link_is_replaced_where_it_is_not_to_be_followed(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("_drafts")
-def test_a_draft_has_no_name_that_can_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_has_no_name_that_can_be_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what has the name all the same is not opened, a link neither."""
     (tmp_path / "victim").write_text("mine")
     names = []
@@ -191,7 +196,9 @@ def test_what_cannot_be_a_path(text: str) -> None:
         usable_path(text, "--offload-dir")
 
 
-def test_what_lies_below_a_folder_that_may_not_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_below_a_folder_that_may_not_be_looked_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As root it may: permissions are played."""
 
     def refuse(*args: Any, **named: Any) -> None:
@@ -199,7 +206,9 @@ def test_what_lies_below_a_folder_that_may_not_be_looked_into(monkeypatch: pytes
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "stat", refuse)
-        with pytest.raises(UsageError, match=r"--offload-dir .*not a usable path \(Permission denied\)"):
+        with pytest.raises(
+            UsageError, match=r"--offload-dir .*not a usable path \(Permission denied\)"
+        ):
             usable_path("/closed/folder", "--offload-dir")
 
 
@@ -242,7 +251,9 @@ def test_it_is_waited_for(two: tuple[int, int]) -> None:
     timer.join()
 
 
-def test_a_file_that_was_removed_or_replaced_is_not_the_one_that_is_open(path: Path, two: tuple[int, int]) -> None:
+def test_a_file_that_was_removed_or_replaced_is_not_the_one_that_is_open(
+    path: Path, two: tuple[int, int]
+) -> None:
     assert is_still(path, two[0])
     path.unlink()
     assert not is_still(path, two[0])

@@ -1,4 +1,5 @@
-"""Rows: how they are cut into blocks, what micro-batches feed, when rows leave, who joins, and the progress bar."""
+"""Rows: how they are cut into blocks, what micro-batches feed, when rows leave, who joins, and the
+progress bar."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 
 def row(index: int, length: int, max_new: int = 9, **more: Any) -> Row:
-    return Row(Prompt(index, tuple(range(100 * index, 100 * index + length)), None), max_new, **more)
+    return Row(
+        Prompt(index, tuple(range(100 * index, 100 * index + length)), None), max_new, **more
+    )
 
 
 def indices(rows: Sequence[Row]) -> list[int]:
@@ -45,13 +48,17 @@ class Letters:
 
 def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
     lengths = [3, 9, 9, 1, 5, 9, 2, 7, 4, 6, 8]
-    blocks = make_blocks([row(i, n) for i, n in enumerate(lengths)], gpu_batch_size=2, num_gpu_batches=2)
+    blocks = make_blocks(
+        [row(i, n) for i, n in enumerate(lengths)], gpu_batch_size=2, num_gpu_batches=2
+    )
     assert [[indices(batch) for batch in block] for block in blocks] == [
         [[1, 2], [5, 10]],
         [[7, 9], [4, 8]],
         [[0, 6], [3]],
     ]
-    rows = [row(i, n, asked=asked) for i, (n, asked) in enumerate([(3, 64), (9, 2), (4, 64), (8, 2)])]
+    rows = [
+        row(i, n, asked=asked) for i, (n, asked) in enumerate([(3, 64), (9, 2), (4, 64), (8, 2)])
+    ]
     assert [indices(block[0]) for block in make_blocks(rows, 2, 1)] == [[2, 0], [1, 3]]
     assert make_blocks([], 4, 2) == []
 
@@ -73,7 +80,11 @@ def test_known_tokens_are_fed_together_step_by_step() -> None:
     fed = batch.sweep_input(know)
     assert fed.ids.tolist() == [11, 12, 7, 4, 8, 5] and fed.positions.tolist() == [2, 3, 3, 4, 4, 5]
     assert (fed.steps, fed.counts, fed.past, fed.phase) == (3, (3, 3), (2, 3), "decode")
-    assert [torch.arange(6)[fed.last(step)].tolist() for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [torch.arange(6)[fed.last(step)].tolist() for step in range(3)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
     known_tokens[1] = []
     assert batch.sweep_input(know).steps == batch.sweep_input().steps == 1
     known_tokens[1] = [4, 5]
@@ -85,17 +96,28 @@ def test_known_tokens_are_fed_together_step_by_step() -> None:
 
 @given(
     st.lists(st.integers(1, 9), max_size=5),
-    st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 6), min_size=1, max_size=5)), max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.lists(st.integers(1, 6), min_size=1, max_size=5)),
+        max_size=5,
+    ),
     st.integers(1, 20),
 )
-def test_parts_are_the_sweep_in_order(past: list[int], prefixes: list[tuple[int, list[int]]], most: int) -> None:
+def test_parts_are_the_sweep_in_order(
+    past: list[int], prefixes: list[tuple[int, list[int]]], most: int
+) -> None:
     groups = tuple(PromptGroup(prefix, tuple(own)) for prefix, own in prefixes)
     prompts = [n for group in groups for n in group.lengths]
-    counts, tokens = (*(1 for _ in past), *prompts), len(past) + sum(group.tokens for group in groups)
+    counts = (*(1 for _ in past), *prompts)
+    tokens = len(past) + sum(group.tokens for group in groups)
     whole = SweepInput(
-        torch.arange(tokens), 100 + torch.arange(tokens), torch.tensor([]), counts, (*past, *(0 for _ in prompts)),
-        len(past), groups,
-    )  # fmt: skip
+        torch.arange(tokens),
+        100 + torch.arange(tokens),
+        torch.tensor([]),
+        counts,
+        (*past, *(0 for _ in prompts)),
+        len(past),
+        groups,
+    )
     parts = whole.parts(most)
     for name in ("ids", "positions"):
         assert torch.cat([getattr(part, name) for part in parts]).equal(getattr(whole, name))
@@ -103,7 +125,9 @@ def test_parts_are_the_sweep_in_order(past: list[int], prefixes: list[tuple[int,
         assert sum((getattr(part, name) for part in parts), ()) == getattr(whole, name)
     of_rows = [(group.prefix, n) for part in parts for group in part.groups for n in group.own]
     assert of_rows == [(group.prefix, n) for group in groups for n in group.own]
-    assert [group for part in parts for group in part.groups if group.prefix] == [g for g in groups if g.prefix]
+    assert [group for part in parts for group in part.groups if group.prefix] == [
+        g for g in groups if g.prefix
+    ]
     assert [part.decoding for part in parts] == [len(past), *(0 for _ in parts[1:])]
     entered = 0
     for part in parts:
@@ -114,7 +138,10 @@ def test_parts_are_the_sweep_in_order(past: list[int], prefixes: list[tuple[int,
     for part, behind in pairwise(parts):
         first = behind.groups[0]
         assert len(part.ids) + (first.tokens if first.prefix else first.own[0]) > most
-    alone = (len(part.ids) <= most or part.decoding + sum(g.rows for g in part.groups) == 1 for part in parts)
+    alone = (
+        len(part.ids) <= most or part.decoding + sum(g.rows for g in part.groups) == 1
+        for part in parts
+    )
     assert any(group.prefix for group in groups) or len(past) > most or all(alone)
 
 
@@ -134,7 +161,9 @@ def test_parts_are_the_sweep_in_order(past: list[int], prefixes: list[tuple[int,
     ],
 )
 def test_reasons(reason: str | None, new: list[int], max_new: int, params: dict[str, Any]) -> None:
-    criteria = StopCriteria(params.get("stop", ()), () if params.get("ignore_eos") else (2, 9), Letters())
+    criteria = StopCriteria(
+        params.get("stop", ()), () if params.get("ignore_eos") else (2, 9), Letters()
+    )
     assert criteria(row(0, 1, max_new, token_ids=new)) == reason
 
 
@@ -155,7 +184,11 @@ def test_rows_join_in_their_order_as_far_as_there_is_room() -> None:
     assert waiting.take(0, 100) == [] == waiting.take(3, 9)
     assert indices(waiting.take(2, 100)) == [0, 1]
     assert indices(waiting.take(4, 25)) == [2, 3]
-    assert indices(waiting.take(4, 100)) == [4, 5] and waiting.take(4, 100) == [] and waiting.joined == 6
+    assert (
+        indices(waiting.take(4, 100)) == [4, 5]
+        and waiting.take(4, 100) == []
+        and waiting.joined == 6
+    )
 
 
 def test_a_long_prompt_waits_and_is_asked_first_the_next_time() -> None:
@@ -177,8 +210,11 @@ def test_more_rows_are_read_when_all_have_joined() -> None:
     st.lists(st.integers(1, 20), max_size=30),
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 40)), min_size=5, max_size=30),
 )
-def test_no_row_is_lost_and_no_bound_is_passed(lengths: list[int], rooms: list[tuple[int, int]]) -> None:
-    waiting, joined = scheduler([row(i, n) for i, n in enumerate(lengths)]), []
+def test_no_row_is_lost_and_no_bound_is_passed(
+    lengths: list[int], rooms: list[tuple[int, int]]
+) -> None:
+    waiting = scheduler([row(i, n) for i, n in enumerate(lengths)])
+    joined = []
     for places, tokens in rooms:
         taken = waiting.take(places, tokens)
         assert len(taken) <= places and sum(len(r.prompt.token_ids) for r in taken) <= tokens
@@ -200,7 +236,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stderr", [io.StringIO(), None])
-def test_no_bar_without_a_terminal(stderr: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_without_a_terminal(
+    stderr: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
     with Progress(10) as progress:
         progress.sweep(5)

@@ -17,7 +17,8 @@ from flexgen_h2o.tiers.device import StandInDevice, host_buffer
 from flexgen_h2o.tiers.stream import Done, Ring, Shares, split_rows
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
-WIDTH, LAYERS = 24, 5
+WIDTH = 24
+LAYERS = 5
 
 
 @pytest.fixture
@@ -29,7 +30,9 @@ def mover() -> Iterator[Mover]:
 
 def test_a_block_is_settled_when_its_stores_are_done(mover: Mover) -> None:
     """The next one uses their homes anew."""
-    home, gate, ring = {"host": host_buffer(4 * PAGE)}, Done(), Ring(host_buffer(PAGE))
+    home = {"host": host_buffer(4 * PAGE)}
+    gate = Done()
+    ring = Ring(host_buffer(PAGE))
     store = HiddenStore(mover, [(WIDTH, torch.bfloat16)], (0.0, 1.0, 0.0), LAYERS, home, None)
     store.begin_block([5])
     store.begin_sweep(0, 5)
@@ -49,7 +52,9 @@ def test_a_block_is_settled_when_its_stores_are_done(mover: Mover) -> None:
 def test_micro_batches_in_place_are_side_by_side(mover: Mover) -> None:
     """Whatever they fed into the sweep before, and where one of them has no rows any more."""
     fields = [(WIDTH, torch.bfloat16), (2, torch.int32)]
-    store = HiddenStore(mover, fields, (1.0, 0.0, 0.0), LAYERS, {"device": host_buffer(6 * PAGE)}, None)
+    store = HiddenStore(
+        mover, fields, (1.0, 0.0, 0.0), LAYERS, {"device": host_buffer(6 * PAGE)}, None
+    )
     store.begin_block([5, 2, 4])
     for sweep, counts in enumerate(([5, 2, 4], [1, 0, 3])):
         for k, tokens in enumerate(counts):
@@ -71,7 +76,9 @@ def test_micro_batches_are_joined_up_to_a_bound() -> None:
     assert joined([0, 3, 0, 4], 0) == {1: (1,), 3: (3,)}
 
 
-@pytest.mark.parametrize("shares", [(0.33, 0.33, 0.34), (0.99, 0.0, 0.01), (0.25, 0.5, 0.25)], ids=str)
+@pytest.mark.parametrize(
+    "shares", [(0.33, 0.33, 0.34), (0.99, 0.0, 0.01), (0.25, 0.5, 0.25)], ids=str
+)
 def test_a_home_has_room_for_every_smaller_count_too(shares: Shares) -> None:
     """Rounding may give a tier one row more when there are fewer tokens."""
     for most in (1, 2, 3, 5, 17, 100):

@@ -1,6 +1,8 @@
-"""The rules of the house: who may import whom, where names may be compared, how large a tracked file may be.
+"""The rules of the house: who may import whom, where names may be compared, how large a tracked
+file may be.
 
-A rule is a function from sources to problems. It is run on the tree, and on snippets that it must find or let pass.
+A rule is a function from sources to problems. It is run on the tree, and on snippets that it must
+find or let pass.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "flexgen_h2o"
 
-# The rooms (files and folders of the package), each below the rooms that it may import from; UPWARD has the exceptions.
+# The rooms (files and folders of the package), each below the rooms that it may import from; UPWARD
+# has the exceptions.
 EDGES = {
     room: frozenset(others.split())
     for room, others in {
@@ -44,7 +47,8 @@ EDGES = {
         "generate": "core kvcache engine cli_common parser flags opening jobs",
         "complete": "core engine cli_common parser flags generate",
         "chat": "core kvcache engine cli_common parser flags evaluation",
-        "policy_search": "core tiers checkpoint models kvcache engine planner cli_common parser flags",
+        "policy_search": "core tiers checkpoint models kvcache engine planner cli_common parser "
+        "flags",
         "hardware": "core planner cli_common parser flags",
         "doctor": "core kernels tiers engine planner cli_common parser",
         "batch": "core cli_common parser flags generate",
@@ -61,7 +65,13 @@ WITH_TORCH = (f"{PACKAGE}.planner.measure", f"{PACKAGE}.planner.plans")
 # What else must not reach torch by any chain of imports, so that the planner can use it.
 WITHOUT_TORCH = tuple(
     f"{PACKAGE}.{name}"
-    for name in ("engine.loop", "engine.memory_plan", "engine.report", "tiers.stream", "checkpoint.formats")
+    for name in (
+        "engine.loop",
+        "engine.memory_plan",
+        "engine.report",
+        "tiers.stream",
+        "checkpoint.formats",
+    )
 )
 TORCH = {"torch", "transformers", "safetensors.torch"}
 
@@ -113,11 +123,18 @@ class Source:
                 yield from (Import(child.lineno, alias.name, lazy) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 base = self._absolute(child)
-                yield from (Import(child.lineno, f"{base}.{alias.name}", lazy) for alias in child.names)
-            elif isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                yield from (
+                    Import(child.lineno, f"{base}.{alias.name}", lazy) for alias in child.names
+                )
+            elif isinstance(child, ast.If) and ast.unparse(child.test) in (
+                "TYPE_CHECKING",
+                "typing.TYPE_CHECKING",
+            ):
                 yield from self._imports(ast.Module(child.orelse, []), lazy)
             else:
-                yield from self._imports(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+                yield from self._imports(
+                    child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+                )
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         """`from ..tiers import x` in `flexgen_h2o.kvcache.slots` names `flexgen_h2o.tiers`."""
@@ -139,7 +156,10 @@ class Source:
 @cache
 def python_files(*folders: str) -> list[Source]:
     paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
-    return [Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+    return [
+        Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for path in paths
+    ]
 
 
 # ---- Rules of the package
@@ -156,7 +176,10 @@ def forbidden_edges(sources: Iterable[Source]) -> list[str]:
         for imported, room in source.rooms if source.room in EDGES else ():
             where = f"{source.path}:{imported.line}"
             if room not in EDGES:
-                found.append(f"{where}: {imported.target} is not a room; import the name from the room that has it")
+                found.append(
+                    f"{where}: {imported.target} is not a room; import the name from the room that "
+                    "has it"
+                )
             elif room not in EDGES[source.room]:
                 found.append(f"{where}: {source.room} must not know {room}")
     return list(dict.fromkeys(found))
@@ -174,30 +197,40 @@ def unused_edges(sources: Iterable[Source]) -> list[str]:
 
 
 def reaches_torch(sources: Iterable[Source]) -> list[str]:
-    """Shortest chains of imports to torch. Lazy ones count in the planner itself, not further down."""
+    """Shortest chains of imports to torch. Lazy ones count in the planner itself, not further
+    down."""
     by_module = {source.module: source for source in sources}
     graph: dict[str, set[str]] = {}
     for module, source in by_module.items():
         reached = graph.setdefault(module, set())
-        for target in [module, *(i.target for i in source.imports if not i.lazy or source.room == "planner")]:
+        for target in [
+            module,
+            *(i.target for i in source.imports if not i.lazy or source.room == "planner"),
+        ]:
             parts = target.split(".")  # importing a.b.c runs a, a.b and a.b.c
             prefixes = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
             reached |= (prefixes & by_module.keys()) - {module} | ({parts[0], target} & TORCH)
-    starts = [m for m, s in by_module.items() if s.room == "planner" and not m.startswith(WITH_TORCH)]
+    starts = [
+        m for m, s in by_module.items() if s.room == "planner" and not m.startswith(WITH_TORCH)
+    ]
     found = []
     for start in [*starts, *(module for module in WITHOUT_TORCH if module in by_module)]:
-        chains, seen = [[start]], {start}
+        chains = [[start]]
+        seen = {start}
         for chain in chains:  # grows while it is walked: breadth first
             if chain[-1] in TORCH:
                 found.append(" -> ".join(chain))
                 break
-            chains += [[*chain, following] for following in sorted(graph.get(chain[-1], set()) - seen)]
+            chains += [
+                [*chain, following] for following in sorted(graph.get(chain[-1], set()) - seen)
+            ]
             seen |= graph.get(chain[-1], set())
     return found
 
 
 def comparisons(source: Source) -> Iterator[tuple[int, list[ast.AST]]]:
-    """What is compared with what: `==`, `in`, `match`, `startswith`. Literal tuples, lists and sets are opened."""
+    """What is compared with what: `==`, `in`, `match`, `startswith`. Literal tuples, lists and sets
+    are opened."""
     for node in ast.walk(source.tree):
         operands: list[ast.AST] = []
         if isinstance(node, ast.Compare):
@@ -213,14 +246,20 @@ def comparisons(source: Source) -> Iterator[tuple[int, list[ast.AST]]]:
             yield getattr(node, "lineno", 0), operands
 
 
-def compared(sources: Iterable[Source], text: re.Pattern[str], names: set[str], advice: str) -> list[str]:
+def compared(
+    sources: Iterable[Source], text: re.Pattern[str], names: set[str], advice: str
+) -> list[str]:
     """Comparisons with a string that is `text`, or of something called one of `names`."""
 
     def is_forbidden(node: ast.AST) -> bool:
         match node:
             case ast.Constant(value=str(value)):
                 return text.fullmatch(value) is not None
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=name)):
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.Subscript(slice=ast.Constant(value=name))
+            ):
                 return name in names
             case ast.Call(func=ast.Attribute(attr="get" | "lower"), args=args):
                 return any(isinstance(arg, ast.Constant) and arg.value in names for arg in args)
@@ -236,15 +275,24 @@ def compared(sources: Iterable[Source], text: re.Pattern[str], names: set[str], 
 
 def family_comparisons(sources: Iterable[Source]) -> list[str]:
     outside = [source for source in sources if source.room not in {"models", "integrations"}]
-    return compared(outside, FAMILY, FAMILY_FIELDS, "ask the family's object, only models/ knows families by name")
+    return compared(
+        outside,
+        FAMILY,
+        FAMILY_FIELDS,
+        "ask the family's object, only models/ knows families by name",
+    )
 
 
 def device_comparisons(sources: Iterable[Source]) -> list[str]:
     outside = [source for source in sources if source.room not in {"tiers", "kernels"}]
-    return compared(outside, DEVICE, set(), "give the tier or kernel a method, only they know devices by name")
+    return compared(
+        outside, DEVICE, set(), "give the tier or kernel a method, only they know devices by name"
+    )
 
 
-def functions(node: ast.AST, where: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def functions(
+    node: ast.AST, where: str
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """All functions, each named `PATH: Class.name`."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
@@ -258,17 +306,32 @@ def functions(node: ast.AST, where: str) -> Iterator[tuple[str, ast.FunctionDef 
 
 
 def stray_launches(sources: Iterable[Source]) -> list[str]:
-    """Triton's kernels that are reached beside kernels.triton.launch, which the fake card counts and replaces."""
-    room, found = f"{PACKAGE}.kernels.triton", list[str]()
+    """Triton's kernels that are reached beside kernels.triton.launch, which the fake card counts
+    and replaces."""
+    room = f"{PACKAGE}.kernels.triton"
+    found = list[str]()
     for source in sources:
         if source.module == room or source.module.startswith(f"{room}."):
-            launch = {n for _, f in functions(source.tree, "") if f.name == "launch" for n in ast.walk(f)}
-            calls = (n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript))
+            launch = {
+                n for _, f in functions(source.tree, "") if f.name == "launch" for n in ast.walk(f)
+            }
+            calls = (
+                n
+                for n in ast.walk(source.tree)
+                if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript)
+            )
             lines = [n.lineno for n in calls if source.module != room or n not in launch]
         else:
-            inside = (i for i in source.imports if i.target.startswith((f"{room}.", "triton.")) or i.target == "triton")
+            inside = (
+                i
+                for i in source.imports
+                if i.target.startswith((f"{room}.", "triton.")) or i.target == "triton"
+            )
             lines = [i.line for i in inside]
-        found += [f"{source.path}:{line}: kernels are launched by kernels.triton.launch alone" for line in lines]
+        found += [
+            f"{source.path}:{line}: kernels are launched by kernels.triton.launch alone"
+            for line in lines
+        ]
     return found
 
 
@@ -300,16 +363,23 @@ def test_tables_name_what_is_there() -> None:
     assert set(WITHOUT_TORCH) <= {source.module for source in python_files(PACKAGE)}
     order = {room: place for place, room in enumerate(EDGES)}
     assert {
-        (room, other) for room, others in EDGES.items() for other in others if order[other] >= order[room]
+        (room, other)
+        for room, others in EDGES.items()
+        for other in others
+        if order[other] >= order[room]
     } == UPWARD
 
 
 def test_tracked_files_are_small() -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if listed.returncode:
         pytest.skip("not a git checkout")
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
-    assert not [path for path in paths if path.is_file() and path.stat().st_size > MAX_TRACKED_BYTES]
+    assert not [
+        path for path in paths if path.is_file() and path.stat().st_size > MAX_TRACKED_BYTES
+    ]
 
 
 # (rule, path of a snippet, the snippet, what the problem says; None: the snippet is allowed)
@@ -317,34 +387,124 @@ LAZY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..llm impo
 SNIPPETS = [
     (unplaced_rooms, "utils.py", "", "place it in EDGES"),
     (unplaced_rooms, "__init__.py", "from flexgen_h2o.llm import LLM", None),
-    (forbidden_edges, "tiers/disk.py", "from ..engine.executor import run", "tiers must not know engine"),
-    (forbidden_edges, "core/config.py", "def f():\n    import flexgen_h2o.tiers", "core/config.py:2: core"),
+    (
+        forbidden_edges,
+        "tiers/disk.py",
+        "from ..engine.executor import run",
+        "tiers must not know engine",
+    ),
+    (
+        forbidden_edges,
+        "core/config.py",
+        "def f():\n    import flexgen_h2o.tiers",
+        "core/config.py:2: core",
+    ),
     (forbidden_edges, "llm.py", "from flexgen_h2o import Policy", "is not a room"),
-    (forbidden_edges, "tiers/disk.py", "if not TYPE_CHECKING:\n    import flexgen_h2o.llm", "must not know llm"),
+    (
+        forbidden_edges,
+        "tiers/disk.py",
+        "if not TYPE_CHECKING:\n    import flexgen_h2o.llm",
+        "must not know llm",
+    ),
     (forbidden_edges, "tiers/disk.py", LAZY, None),
-    (forbidden_edges, "kvcache/eviction/h2o.py", "from ..slots import Slots\nfrom flexgen_h2o.core import x", None),
-    (unused_edges, "tiers/disk.py", "import flexgen_h2o.kernels", "tiers may import core and does not"),
+    (
+        forbidden_edges,
+        "kvcache/eviction/h2o.py",
+        "from ..slots import Slots\nfrom flexgen_h2o.core import x",
+        None,
+    ),
+    (
+        unused_edges,
+        "tiers/disk.py",
+        "import flexgen_h2o.kernels",
+        "tiers may import core and does not",
+    ),
     (reaches_torch, "planner/lp.py", "def f():\n    import torch.nn", "planner.lp -> torch"),
     (reaches_torch, "planner/lp.py", "from flexgen_h2o.core.files import order", "files -> torch"),
-    (reaches_torch, "engine/memory_plan.py", "from ..core import files", "memory_plan -> flexgen_h2o.core.files"),
-    (reaches_torch, "planner/lp.py", "import pulp\nfrom flexgen_h2o.core.errors import UsageError", None),
-    (family_comparisons, "engine/executor.py", "x = 1 if spec.family in names else 2", "compares spec.family"),
-    (family_comparisons, "llm.py", "y = [m for m in ms if m.lower() in ('gpt2', 'llama')]", "compares 'llama'"),
-    (family_comparisons, "llm.py", "if config.get('model_type') == kind: ...", "compares config.get('model_type')"),
+    (
+        reaches_torch,
+        "engine/memory_plan.py",
+        "from ..core import files",
+        "memory_plan -> flexgen_h2o.core.files",
+    ),
+    (
+        reaches_torch,
+        "planner/lp.py",
+        "import pulp\nfrom flexgen_h2o.core.errors import UsageError",
+        None,
+    ),
+    (
+        family_comparisons,
+        "engine/executor.py",
+        "x = 1 if spec.family in names else 2",
+        "compares spec.family",
+    ),
+    (
+        family_comparisons,
+        "llm.py",
+        "y = [m for m in ms if m.lower() in ('gpt2', 'llama')]",
+        "compares 'llama'",
+    ),
+    (
+        family_comparisons,
+        "llm.py",
+        "if config.get('model_type') == kind: ...",
+        "compares config.get('model_type')",
+    ),
     (family_comparisons, "llm.py", "match kind:\n    case 'gpt_neox': ...", "compares 'gpt_neox'"),
     (family_comparisons, "models/opt.py", "if config.model_type == 'opt': ...", None),
-    (family_comparisons, "llm.py", "family = FAMILIES[spec.family]\nif name == 'option': ...", None),
+    (
+        family_comparisons,
+        "llm.py",
+        "family = FAMILIES[spec.family]\nif name == 'option': ...",
+        None,
+    ),
     (device_comparisons, "llm.py", "if str(device).startswith('cuda'): ...", "compares 'cuda'"),
     (device_comparisons, "llm.py", "assert device in {'cpu', 'cuda:0'}", "compares 'cpu'"),
     (device_comparisons, "tiers/device.py", "if device.type == 'cuda': ...", None),
-    (device_comparisons, "llm.py", "device = 'cuda' if usable() else 'cpu'\nif device == 'auto': ...", None),
-    (stray_launches, "kernels/packed.py", "from flexgen_h2o.kernels.triton import rows", "packed.py:1: kernels are"),
-    (stray_launches, "kernels/packed.py", "def f():\n    from .triton.rows import unpack", "packed.py:2: kernels are"),
-    (stray_launches, "engine/loop.py", "import triton.language as tl", "by kernels.triton.launch alone"),
-    (stray_launches, "kernels/triton/rows.py", "def f(n, *given):\n    unpack[(n,)](*given)", "rows.py:2: kernels are"),
-    (stray_launches, "kernels/triton/__init__.py", "def other(kernel, n):\n    kernel[n]()", "__init__.py:2: kernels"),
+    (
+        device_comparisons,
+        "llm.py",
+        "device = 'cuda' if usable() else 'cpu'\nif device == 'auto': ...",
+        None,
+    ),
+    (
+        stray_launches,
+        "kernels/packed.py",
+        "from flexgen_h2o.kernels.triton import rows",
+        "packed.py:1: kernels are",
+    ),
+    (
+        stray_launches,
+        "kernels/packed.py",
+        "def f():\n    from .triton.rows import unpack",
+        "packed.py:2: kernels are",
+    ),
+    (
+        stray_launches,
+        "engine/loop.py",
+        "import triton.language as tl",
+        "by kernels.triton.launch alone",
+    ),
+    (
+        stray_launches,
+        "kernels/triton/rows.py",
+        "def f(n, *given):\n    unpack[(n,)](*given)",
+        "rows.py:2: kernels are",
+    ),
+    (
+        stray_launches,
+        "kernels/triton/__init__.py",
+        "def other(kernel, n):\n    kernel[n]()",
+        "__init__.py:2: kernels",
+    ),
     (stray_launches, "kernels/triton/__init__.py", "def launch(kernel, n):\n    kernel[n]()", None),
-    (stray_launches, "kernels/packed.py", "from flexgen_h2o.kernels import triton\ntriton.launch('rows.unpack')", None),
+    (
+        stray_launches,
+        "kernels/packed.py",
+        "from flexgen_h2o.kernels import triton\ntriton.launch('rows.unpack')",
+        None,
+    ),
     (folders_without_init, "tiers/disk.py", "", "tiers/__init__.py is missing"),
 ]
 

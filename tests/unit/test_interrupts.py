@@ -33,7 +33,9 @@ def _fail() -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_in_a_finaliser_is_heard_and_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_in_a_finaliser_is_heard_and_not_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with interrupts.as_exceptions():
         Dropped(_end)
         assert str(interrupts.arrived()) == "SIGTERM"

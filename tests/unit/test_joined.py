@@ -1,4 +1,5 @@
-"""Layers compute neighbouring micro-batches together: what they see, and that answers are those of each alone."""
+"""Layers compute neighbouring micro-batches together: what they see, and that answers are those of
+each alone."""
 
 from __future__ import annotations
 
@@ -15,10 +16,16 @@ NEW = 4
 
 
 def seen_by(
-    policy: Policy, lengths: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
+    policy: Policy,
+    lengths: list[int],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    **settings: Any,
 ) -> tuple[Counter[int], Counter[int], list[list[int]]]:
-    """How many tokens each call of attention and of an MLP saw, how often; and what was generated."""
-    attention, mlp = Counter[int](), Counter[int]()
+    """How many tokens each call of attention and of an MLP saw, how often; and what was
+    generated."""
+    attention = Counter[int]()
+    mlp = Counter[int]()
     own = opt.attention, opt.mlp
 
     def watched_attention(spec: Any, w: Any, x: Any, ws: Any) -> Any:
@@ -32,7 +39,9 @@ def seen_by(
     with monkeypatch.context() as patched:
         patched.setattr(opt, "attention", watched_attention)
         patched.setattr(opt, "mlp", watched_mlp)
-        with LLM("opt-tiny", policy, dtype="float32", device="cpu", offload_dir=folder, **settings) as llm:
+        with LLM(
+            "opt-tiny", policy, dtype="float32", device="cpu", offload_dir=folder, **settings
+        ) as llm:
             prompts = [[20 + 7 * i + j for j in range(n)] for i, n in enumerate(lengths)]
             done = llm.generate(prompts, SamplingParams(max_tokens=NEW, ignore_eos=True))
             blocks = llm.model.spec.num_blocks
@@ -43,7 +52,9 @@ def seen_by(
     )
 
 
-@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 100, 0), (30, 0, 40, 0, 100, 0)])
+@pytest.mark.parametrize(
+    "percent", [(100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 100, 0), (30, 0, 40, 0, 100, 0)]
+)
 def test_decode_steps_of_a_block_are_one_product(
     percent: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +66,9 @@ def test_decode_steps_of_a_block_are_one_product(
     assert attention == mlp == {2 * 3: 4 + NEW - 1, 2: NEW - 1}
 
 
-def test_hidden_states_that_are_brought_are_of_one_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_that_are_brought_are_of_one_micro_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = Policy(2, 4, (100, 0, 100, 0, 0, 0))
     attention, mlp, tokens = seen_by(policy, [5] * 8, tmp_path, monkeypatch)
     assert attention == mlp == {2 * 5: 4, 2: 4 * (NEW - 1)}
@@ -68,10 +81,14 @@ def test_ragged_rows_and_small_prompts_are_joined_too(
 ) -> None:
     """Prompts where they are short beside the longest; a micro-batch of one row at the end."""
     lengths = [12, 11, 2, 1, 3, 1, 1]
-    attention, mlp, tokens = seen_by(Policy(2, 4, sep_layer=sep_layer), lengths, tmp_path, monkeypatch)
+    attention, mlp, tokens = seen_by(
+        Policy(2, 4, sep_layer=sep_layer), lengths, tmp_path, monkeypatch
+    )
     assert attention == mlp == {23: 1, 8: 1, 7: NEW - 1}
     for length, i in ((12, 0), (2, 2), (1, 6)):
         prompt = [20 + 7 * i + j for j in range(length)]
-        with LLM("opt-tiny", Policy(1, 1), dtype="float32", device="cpu", offload_dir=tmp_path) as llm:
+        with LLM(
+            "opt-tiny", Policy(1, 1), dtype="float32", device="cpu", offload_dir=tmp_path
+        ) as llm:
             (one,) = llm.generate([prompt], SamplingParams(max_tokens=NEW, ignore_eos=True))
         assert one.token_ids == tokens[i]

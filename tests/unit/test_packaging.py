@@ -1,4 +1,5 @@
-"""What is said in several places: versions, pins, files. Each has one place, and the others follow it."""
+"""What is said in several places: versions, pins, files. Each has one place, and the others follow
+it."""
 
 from __future__ import annotations
 
@@ -23,17 +24,29 @@ def text_of(name: str) -> str:
 
 def literals() -> dict[str, object]:
     body = ast.parse(text_of("setup.py")).body
-    return {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
+    return {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in body
+        if isinstance(node, ast.Assign)
+    }  # type: ignore[attr-defined]
 
 
 def pins() -> list[Requirement]:
-    lines = (line for line in text_of("constraints.txt").splitlines() if line and not line.startswith("#"))
+    lines = (
+        line
+        for line in text_of("constraints.txt").splitlines()
+        if line and not line.startswith("#")
+    )
     return [Requirement(line) for line in lines]
 
 
 def pinned(name: str) -> list[tuple[str, str]]:
     """(==version, marker) of a package in constraints.txt."""
-    return sorted((str(pin.specifier), str(pin.marker or "")) for pin in pins() if pin.name.lower() == name.lower())
+    return sorted(
+        (str(pin.specifier), str(pin.marker or ""))
+        for pin in pins()
+        if pin.name.lower() == name.lower()
+    )
 
 
 def test_the_version_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,12 +58,16 @@ def test_the_version_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_tested_is_what_ci_installs() -> None:
-    """The extra `tested`, the Dockerfile and the docs say the versions of constraints.txt; the bounds let them in."""
-    core, extras = literals()["CORE"], literals()["EXTRAS"]
+    """The extra `tested`, the Dockerfile and the docs say the versions of constraints.txt; the
+    bounds let them in."""
+    core = literals()["CORE"]
+    extras = literals()["EXTRAS"]
     assert isinstance(core, list) and isinstance(extras, dict)
     tested = [Requirement(line) for line in extras["tested"]]
     for name in ("torch", "transformers"):
-        said = sorted((str(one.specifier), str(one.marker or "")) for one in tested if one.name == name)
+        said = sorted(
+            (str(one.specifier), str(one.marker or "")) for one in tested if one.name == name
+        )
         assert said == pinned(name)
         for version, _ in said:
             assert f"{name} {version.removeprefix('==')}" in text_of("docs/reference/files.md")
@@ -69,7 +86,11 @@ def test_ci_begins_with_the_commands_that_readme_prints_first() -> None:
 
 def test_every_extra_that_a_test_names_is_installed_by_ci_or_at_night() -> None:
     files = (ROOT / "tests").rglob("test_*.py")
-    named = {extra for path in files for extra in re.findall(r'(?:needs|why_not)\("(\w+)"\)', path.read_text())}
+    named = {
+        extra
+        for path in files
+        for extra in re.findall(r'(?:needs|why_not)\("(\w+)"\)', path.read_text())
+    }
     (by_ci,) = re.findall(r"^extras=(.*)$", text_of(".ci/run"), re.MULTILINE)
     (at_night,) = re.findall(r"^use_venv (.*)$", text_of("scripts/nightly.sh"), re.MULTILINE)
     tests_are_slow = {"ray", "browser"}
@@ -79,10 +100,18 @@ def test_every_extra_that_a_test_names_is_installed_by_ci_or_at_night() -> None:
 
 def test_the_image_is_made_of_files_that_are_there_and_runs_as_nobody_special() -> None:
     lines = text_of("Dockerfile").replace("\\\n", " ").splitlines()
-    copied = [shlex.split(line)[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
+    copied = [
+        shlex.split(line)[1:-1]
+        for line in lines
+        if line.startswith("COPY ") and "--from" not in line
+    ]
     names = [name for words in copied for name in words]
     assert "flexgen_h2o" in names
-    kept = {line.removeprefix("!") for line in text_of(".dockerignore").splitlines() if line.startswith("!")}
+    kept = {
+        line.removeprefix("!")
+        for line in text_of(".dockerignore").splitlines()
+        if line.startswith("!")
+    }
     assert set(names) == kept
     assert all((ROOT / name).exists() for name in names)
     assert 'ENTRYPOINT ["flexgen-h2o"]' in lines and "USER 1000" in lines
@@ -90,11 +119,24 @@ def test_the_image_is_made_of_files_that_are_there_and_runs_as_nobody_special() 
 
 
 def test_an_sdist_has_all_files_at_the_top() -> None:
-    """What setuptools packs by itself, and what MANIFEST.in names: every file that is tracked is one of these."""
+    """What setuptools packs by itself, and what MANIFEST.in names: every file that is tracked is
+    one of these."""
     words = [word for line in text_of("MANIFEST.in").splitlines() for word in line.split()[1:]]
-    itself = {"README.md", "LICENSE", "MANIFEST.in", "pyproject.toml", "setup.py", "flexgen_h2o", "policies"}
+    itself = {
+        "README.md",
+        "LICENSE",
+        "MANIFEST.in",
+        "pyproject.toml",
+        "setup.py",
+        "flexgen_h2o",
+        "policies",
+    }
     assert all((ROOT / word).exists() for word in words if "*" not in word), words
-    there = {path.name for path in ROOT.iterdir() if path.suffix in (".md", ".txt", ".cff", ".py", ".toml")}
+    there = {
+        path.name
+        for path in ROOT.iterdir()
+        if path.suffix in (".md", ".txt", ".cff", ".py", ".toml")
+    }
     assert there <= {*words, *itself, "PKG-INFO"}
     for folder in ("tests", "docs", "scripts", "bench", "policies", ".ci"):
         assert folder in words

@@ -1,4 +1,5 @@
-"""Packed weights that are unpacked: what a layer opens are the rows that its matrices were packed to."""
+"""Packed weights that are unpacked: what a layer opens are the rows that its matrices were packed
+to."""
 
 from __future__ import annotations
 
@@ -35,34 +36,58 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], A
     """By tied or not and bits: (spec, packed checkpoint, tensors that it was made from)."""
     found = {}
     for tied in (True, False):
-        folder, spec = tmp_path_factory.mktemp("weights"), spec_of(tied)
+        folder = tmp_path_factory.mktemp("weights")
+        spec = spec_of(tied)
         tensors = write_checkpoint(folder, spec, torch.bfloat16, 1)
         checkpoint = match(spec, read_index(folder), folder)
         for bits in (4, 8):
-            found[tied, bits] = spec, pack_checkpoint(spec, checkpoint, folder, Groupwise(2, bits)), tensors
+            found[tied, bits] = (
+                spec,
+                pack_checkpoint(spec, checkpoint, folder, Groupwise(2, bits)),
+                tensors,
+            )
     return found
 
 
-@pytest.mark.parametrize(("dtype", "bits", "tied"), [(torch.float32, 4, True), (torch.bfloat16, 8, False)])
+@pytest.mark.parametrize(
+    ("dtype", "bits", "tied"), [(torch.float32, 4, True), (torch.bfloat16, 8, False)]
+)
 @pytest.mark.parametrize(("place", "device"), PAIRS)
 def test_packed_layers_are_unpacked_into_the_planned_memory(
-    packed: dict[tuple[bool, int], Any], place: tuple[int, int], device: type[Device], dtype: torch.dtype, bits: int,
+    packed: dict[tuple[bool, int], Any],
+    place: tuple[int, int],
+    device: type[Device],
+    dtype: torch.dtype,
+    bits: int,
     tied: bool,
-) -> None:  # fmt: skip
-    """Matrices whole, as their values were rounded, tables row by row; vectors as the file holds them. A region is free
-    once unpacked."""
+) -> None:
+    """Matrices whole, as their values were rounded, tables row by row; vectors as the file holds
+    them. A region is free once unpacked."""
     spec, checkpoint, tensors = packed[tied, bits]
-    with opened(spec, checkpoint, place, device(), dtype, sep_layer=tied, form=Groupwise(dtype.itemsize, bits)) as room:
+    with opened(
+        spec,
+        checkpoint,
+        place,
+        device(),
+        dtype,
+        sep_layer=tied,
+        form=Groupwise(dtype.itemsize, bits),
+    ) as room:
         stream = room.stream(2, ahead=len(room.layers.layers))
         for unit, w in unpacked_layers(room, stream):
             for t in unit.tensors:
-                want, found = tensors[t.name], w[t.role]
+                want = tensors[t.name]
+                found = w[t.role]
                 if t.looked_up:
-                    rows = lookup(torch.arange(len(want)), found, torch.empty(want.shape, dtype=dtype))
+                    rows = lookup(
+                        torch.arange(len(want)), found, torch.empty(want.shape, dtype=dtype)
+                    )
                     found = (DenseRows(rows),)
                 if want.dim() == 2:
                     assert len(found) == 1
-                    want = unpack_rows_reference(pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype))
+                    want = unpack_rows_reference(
+                        pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype)
+                    )
                 assert torch.equal(values(found), want.to(dtype)), t.name
 
 
@@ -76,10 +101,13 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
 def test_4_bits_become_int8_rows_in_the_planned_memory(
     wide: dict[bool, Any], tmp_path: Path, place: tuple[int, int], device: type[Device], tied: bool
 ) -> None:
-    """However a matrix is split: products and looked-up rows are those of its int8 rows in order, in every sweep."""
+    """However a matrix is split: products and looked-up rows are those of its int8 rows in order,
+    in every sweep."""
     spec, source, tensors = wide[tied]
     checkpoint = pack_checkpoint(spec, source, tmp_path, Groupwise(2, 4))
-    with opened(spec, checkpoint, place, device(), torch.bfloat16, form=Groupwise(2, 4, to_int8=True)) as room:
+    with opened(
+        spec, checkpoint, place, device(), torch.bfloat16, form=Groupwise(2, 4, to_int8=True)
+    ) as room:
         ws = int8_workspace()
         stream = room.stream(2, ahead=len(room.layers.layers))
         for unit, parts in unpacked_layers(room, stream):
@@ -89,19 +117,30 @@ def test_4_bits_become_int8_rows_in_the_planned_memory(
                     continue
                 rows = torch.empty(t.shape[0], int8_row_bytes(t.shape[1]), dtype=torch.uint8)
                 requantise_rows_reference(pack_rows(tensors[t.name], 4), rows, t.shape[1])
-                whole, x = (Int8Rows(rows, t.shape[1], ws),), torch.randn(5, t.shape[1])
+                whole = (Int8Rows(rows, t.shape[1], ws),)
+                x = torch.randn(5, t.shape[1])
                 found = torch.empty(2, 5, t.shape[0])
                 if not t.looked_up:
-                    assert torch.equal(linear(x, whole, None, found[0]), linear(x, parts[t.role], None, found[1]))
-                ids, found = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2]), torch.zeros(2, 3, t.shape[1])
-                assert torch.equal(lookup(ids, whole, found[0]), lookup(ids, parts[t.role], found[1]))
+                    assert torch.equal(
+                        linear(x, whole, None, found[0]), linear(x, parts[t.role], None, found[1])
+                    )
+                ids = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2])
+                found = torch.zeros(2, 3, t.shape[1])
+                assert torch.equal(
+                    lookup(ids, whole, found[0]), lookup(ids, parts[t.role], found[1])
+                )
 
 
-def test_a_region_is_taken_again_after_what_unpacked_it(packed: dict[tuple[bool, int], Any]) -> None:
+def test_a_region_is_taken_again_after_what_unpacked_it(
+    packed: dict[tuple[bool, int], Any],
+) -> None:
     """Its next writer waits for the fence of the unpacking, not for the compute that follows."""
     spec, checkpoint, _ = packed[True, 4]
-    with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32, depth=1, form=Groupwise(4, 4)) as room:
-        stream, fence = room.stream(2, ahead=1), Done()
+    with opened(
+        spec, checkpoint, (0, 0), HostDevice(), torch.float32, depth=1, form=Groupwise(4, 4)
+    ) as room:
+        stream = room.stream(2, ahead=1)
+        fence = Done()
         (first, second) = (room.layers.layers[i].unit for i in range(2))
         assert room.ring is not None
         stream.open(first, lambda: NOTHING)

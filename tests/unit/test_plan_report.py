@@ -24,12 +24,16 @@ BUDGETS = {"device": 4 * GIB, "host": 8 * GIB, "disk": 50 * GIB}
 STREAMED = Policy(4, 2, (0, 50, 0, 0, 100, 0))
 
 
-def question(eviction: Eviction, device_is_host: bool = False, searched: bool = False, **changes: object) -> Answer:
+def question(
+    eviction: Eviction, device_is_host: bool = False, searched: bool = False, **changes: object
+) -> Answer:
     profile = replace(nominal_profile(device_is_host), **changes)  # type: ignore[arg-type]
     found = built_in_spec("facebook/opt-125m")
     assert found is not None
     need = need_of(eviction, 8, {(32, 4)}, 12)
-    space = SearchSpace(found[0], need, Policy(), Machine(profile, "bfloat16", device_is_host), BUDGETS)
+    space = SearchSpace(
+        found[0], need, Policy(), Machine(profile, "bfloat16", device_is_host), BUDGETS
+    )
     return Answer(space, eviction.to_json(), searched)
 
 
@@ -58,14 +62,24 @@ def test_a_pile_that_takes_longer_than_a_night_says_what_a_night_brings() -> Non
 def test_words_are_those_of_users() -> None:
     """Also of where computing binds, of a download, and of a flag that is faster."""
     for device_is_host in (True, False):
-        asked = replace(question(H2O(heavy_size=3, recent_size=2), device_is_host=device_is_host), searched=True)
+        asked = replace(
+            question(H2O(heavy_size=3, recent_size=2), device_is_host=device_is_host), searched=True
+        )
         plan = plan_of(asked, Policy(4, 2))
         gains = {"device": 0.01, "host": 0.01, "disk": 0.01}
-        more = {"faster": ("--int8-compute", 90.0), "download_bytes": GIB, "disk_read_bytes": GIB, "s_per_gib": gains}
+        more = {
+            "faster": ("--int8-compute", 90.0),
+            "download_bytes": GIB,
+            "disk_read_bytes": GIB,
+            "s_per_gib": gains,
+        }
         lines = lines_of(asked, plan, **more)
         text = "\n".join(lines)
         assert not re.search(r"\b(block|sweep|row|device|host|policy|tier)s?\b", text), text
-        assert "what makes it faster: --int8-compute, predicted 1 min 30 s; it multiplies in lower precision" in lines
+        assert (
+            "what makes it faster: --int8-compute, predicted 1 min 30 s; it multiplies in lower "
+            "precision" in lines
+        )
         assert "not downloaded yet: this disk space is needed besides" in lines[2]
         assert any(line.startswith("CPU compute") for line in lines) is device_is_host
 
@@ -89,7 +103,9 @@ def test_tables_say_what_the_plan_says() -> None:
     device, _, disk = lines[12:15]
     assert device.startswith("GPU") and "4.00 GiB" in device and "weight ring" in device
     assert disk.startswith("disk") and "cache" in disk and "50.00 GiB" in disk
-    assert any(line.startswith("disk read") for line in lines) and any(line.startswith("disk write") for line in lines)
+    assert any(line.startswith("disk read") for line in lines) and any(
+        line.startswith("disk write") for line in lines
+    )
     assert words["loaded"].startswith("loaded ahead: 6 weight units, 4 KV units")
     names = {"disk_read": "disk read", "disk_write": "disk write", "h2d": "RAM to GPU"}
     assert words["bound:"].endswith(f"decode by {names[plan.prediction.binds('decode')]}")
@@ -102,7 +118,8 @@ def test_tables_say_what_the_plan_says() -> None:
 def test_reads_that_cost_no_time_are_named() -> None:
     """Where computing takes longer, reads hide behind it."""
     asked = question(Full())
-    plan, more = plan_of(asked, Policy(2, 2)), More({"host": 2 * GIB}, 1.0 * GIB)
+    plan = plan_of(asked, Policy(2, 2))
+    more = More({"host": 2 * GIB}, 1.0 * GIB)
     busy = {"disk_read": 1.0, "device_compute": 2.0}
 
     def reads(**seconds: float) -> str:
@@ -127,7 +144,9 @@ def test_doubt_of_a_profile_stands_beside_how_long_it_takes() -> None:
     ):
         told = question(Full(), **given)
         lines = lines_of(told, plan_of(told, Policy(4, 2)))
-        assert lines[-3].startswith(f"seconds may be several times off: {why}") and lines[-2].startswith("throughput")
+        assert lines[-3].startswith(f"seconds may be several times off: {why}") and lines[
+            -2
+        ].startswith("throughput")
 
 
 def test_one_tier_less_where_the_device_is_the_host() -> None:
@@ -135,7 +154,9 @@ def test_one_tier_less_where_the_device_is_the_host() -> None:
     lines = lines_of(asked, plan_of(asked, Policy(4, 2)), s_per_gib=dict.fromkeys(TIERS, 0.0))
     assert "h2o, 6 KV slots per prompt" in lines[0]
     assert "no GPU" in lines[1]
-    assert not any(line.startswith(("GPU ", "loaded ahead", "RAM to GPU")) for line in lines if "GiB" in line)
+    assert not any(
+        line.startswith(("GPU ", "loaded ahead", "RAM to GPU")) for line in lines if "GiB" in line
+    )
     (line,) = [line for line in lines if "would save" in line]
     assert "save: RAM nothing, disk nothing (" in line
 
@@ -144,7 +165,9 @@ def test_gains_are_named_where_they_count() -> None:
     asked = question(Full(), searched=True)
     plan = plan_of(asked, STREAMED)
     total = plan.prediction.total_s
-    lines = lines_of(asked, plan, s_per_gib={"device": total / 4, "host": total * 0.0006, "disk": total / 1e6})
+    lines = lines_of(
+        asked, plan, s_per_gib={"device": total / 4, "host": total * 0.0006, "disk": total / 1e6}
+    )
     (line,) = [line for line in lines if "would save" in line]
     assert "GPU" in line and "(25.0%)" in line and "(0.06%)" in line
     assert line.endswith("disk nothing (with these batch sizes)")
@@ -158,12 +181,17 @@ def test_object_has_the_contract_s_keys() -> None:
     assert list(found) == ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
     assert set(found["predicted"]) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
     assert set(found["predicted"]["peak_bytes"]) == {"device", "host", "disk"}
-    assert found["eta_s"] == pytest.approx(found["predicted"]["prefill_s"] + found["predicted"]["decode_s"])
+    assert found["eta_s"] == pytest.approx(
+        found["predicted"]["prefill_s"] + found["predicted"]["decode_s"]
+    )
     details = found["details"]
     assert details["gain_s_per_gib"] == details["dual_s_per_gib"] == {"device": 1.5}
     assert details["gain_found_by"] == "duals"
     held = sum(b["nbytes"] for b in details["buffers"] if b["tier"] == "device")
     assert held == found["predicted"]["peak_bytes"]["device"]
     nothing = to_json(replace(asked, problem="too small"))
-    assert nothing["fits"] is False and nothing["policy"] is nothing["predicted"] is nothing["eta_s"] is None
+    assert (
+        nothing["fits"] is False
+        and nothing["policy"] is nothing["predicted"] is nothing["eta_s"] is None
+    )
     assert nothing["details"]["problem"] == "too small"

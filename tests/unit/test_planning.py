@@ -38,9 +38,11 @@ NEED = WorkloadShape.full(8, 16, 4, SPEC.num_blocks)
 
 
 def planner(
-    tmp_path: Path, hardware: HardwareProfile | str | Path | None = None, dtype: str = "float32",
+    tmp_path: Path,
+    hardware: HardwareProfile | str | Path | None = None,
+    dtype: str = "float32",
     eviction: Eviction | None = None,
-) -> Planner:  # fmt: skip
+) -> Planner:
     return Planner(ModelPart(SPEC, eviction or Full()), "cpu", True, dtype, tmp_path, hardware)
 
 
@@ -77,7 +79,10 @@ PILES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
     "two headers": ([[*HEADERS[i % 2], *range(3 + i, 40 + 3 * i)] for i in range(64)], {}),
     "one header, not of all": ([[*HEADERS[0], i] if i else [7] * 60 for i in range(32)], {}),
     "one header": ([[*HEADERS[0], i, i] for i in range(9)], {}),
-    "given tokens": ([[3, 4 + i] for i in range(9)], {"given": (5,) * 64, "max_tokens_per_sweep": 64}),
+    "given tokens": (
+        [[3, 4 + i] for i in range(9)],
+        {"given": (5,) * 64, "max_tokens_per_sweep": 64},
+    ),
     "scored prompts": ([[3] * 50 + [i] for i in range(9)], {"scored": 4}),
 }
 
@@ -89,10 +94,14 @@ def rows_of(pile: str) -> list[Row]:
 
 @pytest.mark.parametrize("eviction", [Full(), H2O(0.1)], ids=["full", "h2o"])
 @pytest.mark.parametrize("pile", PILES)
-def test_what_a_policy_is_chosen_for_covers_what_it_runs(pile: str, eviction: Eviction, tmp_path: Path) -> None:
-    """Also where some rows begin alike, take many tokens a sweep, or want log-probabilities of their prompts; and in a
-    job whose other windows have none of it."""
-    mine, rows, policy = planner(tmp_path, eviction=eviction), rows_of(pile), Policy(8, 2)
+def test_what_a_policy_is_chosen_for_covers_what_it_runs(
+    pile: str, eviction: Eviction, tmp_path: Path
+) -> None:
+    """Also where some rows begin alike, take many tokens a sweep, or want log-probabilities of
+    their prompts; and in a job whose other windows have none of it."""
+    mine = planner(tmp_path, eviction=eviction)
+    rows = rows_of(pile)
+    policy = Policy(8, 2)
     need = mine._need(rows, Policy())
     shape = mine._shape(rows, policy, need)
     assert shape_of(policy, need).covers(shape)
@@ -103,9 +112,14 @@ def test_what_a_policy_is_chosen_for_covers_what_it_runs(pile: str, eviction: Ev
 
 def test_a_profile_without_the_dtype_is_refused_by_its_flag(tmp_path: Path) -> None:
     """Before anything is printed: by a plan, and by what a door asks first."""
-    with pytest.raises(UsageError, match=r"--hardware t4: .*float16.* computes in float32; leave --hardware out"):
+    with pytest.raises(
+        UsageError, match=r"--hardware t4: .*float16.* computes in float32; leave --hardware out"
+    ):
         planner(tmp_path, "t4").choose(NEED, Policy(), NO_BUDGETS)
-    with tiny(tmp_path, "auto", hardware="t4") as llm, pytest.raises(UsageError, match="--hardware t4"):
+    with (
+        tiny(tmp_path, "auto", hardware="t4") as llm,
+        pytest.raises(UsageError, match="--hardware t4"),
+    ):
         llm.check_plan()
     with tiny(tmp_path, Policy(), hardware="t4") as llm:
         llm.check_plan()
@@ -120,7 +134,9 @@ def test_only_a_long_run_is_worth_measuring_for(
     measured = replace(nominal_profile(True), machine="measured")
     asked: list[bool] = []
 
-    def of_this_machine(device: str, folder: Path, progress: object, measure_missing: bool) -> HardwareProfile:
+    def of_this_machine(
+        device: str, folder: Path, progress: object, measure_missing: bool
+    ) -> HardwareProfile:
         asked.append(measure_missing)
         return measured if measure_missing else nominal_profile(True)
 
@@ -144,17 +160,25 @@ def test_a_long_run_goes_on_where_this_machine_cannot_be_measured(
     """For want of RAM in the budget, or of disk, which the run may not need."""
     assert 2 * CARD_HOST.memory_bytes < MEASURING_BYTES
 
-    def of_this_machine(device: str, folder: Path, progress: object, measure_missing: bool) -> HardwareProfile:
+    def of_this_machine(
+        device: str, folder: Path, progress: object, measure_missing: bool
+    ) -> HardwareProfile:
         if measure_missing:
             raise DoesNotFitError("--offload-dir: is full")
         return nominal_profile(True)
 
     monkeypatch.setattr("flexgen_h2o.planner.plans.profile_of_this_machine", of_this_machine)
-    found = SimpleNamespace(policy=Policy(3), prediction=SimpleNamespace(total_s=WORTH_MEASURING_S + 1))
+    found = SimpleNamespace(
+        policy=Policy(3), prediction=SimpleNamespace(total_s=WORTH_MEASURING_S + 1)
+    )
     monkeypatch.setattr("flexgen_h2o.planner.plans.search", lambda space: found)
     assert planner(tmp_path).choose(NEED, Policy(), {**NO_BUDGETS, "host": room}) == Policy(3)
     said = capsys.readouterr().err
-    assert said == "" if room < MEASURING_BYTES else "cannot be measured: --offload-dir: is full" in said
+    assert (
+        said == ""
+        if room < MEASURING_BYTES
+        else "cannot be measured: --offload-dir: is full" in said
+    )
 
 
 # ---- predictions
@@ -167,12 +191,15 @@ def alone(*lengths: int) -> tuple[PromptGroup, ...]:
 
 def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
     """Blocks that are equal count together; shorter prompts cost less."""
-    plans, policy = planner(tmp_path), Policy(2, 2)
+    plans = planner(tmp_path)
+    policy = Policy(2, 2)
     plan = plan_within(SPEC, policy, shape_of(policy, NEED), 4, True, NO_BUDGETS)
     even = plans.predict_groups(policy, NEED, plan, [[alone(16, 16), alone(16, 16)]] * 2)
     where = Machine(nominal_profile(True), "float32", True)
     assert even == predict(SPEC, policy, NEED, where, plan, even_blocks(policy, NEED))
-    shorter = plans.predict_groups(policy, NEED, plan, [[alone(16, 16), alone(16, 16)], [alone(9, 3), alone(2, 1)]])
+    shorter = plans.predict_groups(
+        policy, NEED, plan, [[alone(16, 16), alone(16, 16)], [alone(9, 3), alone(2, 1)]]
+    )
     assert shorter.prefill_s < even.prefill_s
     block = tuple(Batch.of(groups) for groups in (alone(9, 3), alone(2, 1)))
     assert shorter.prefill_s == pytest.approx(
@@ -181,7 +208,8 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
 
 
 def test_what_is_shared_is_predicted_once(tmp_path: Path) -> None:
-    plans, policy = planner(tmp_path), Policy(2, 2)
+    plans = planner(tmp_path)
+    policy = Policy(2, 2)
     plan = plan_within(SPEC, policy, shape_of(policy, NEED), 4, True, NO_BUDGETS)
     whole = plans.predict_groups(policy, NEED, plan, [[alone(16, 16)] * 2])
     shared = plans.predict_groups(policy, NEED, plan, [[(PromptGroup(12, (4, 4)),)] * 2])
@@ -192,24 +220,37 @@ def test_a_dtype_that_was_not_measured_is_not_predicted(tmp_path: Path) -> None:
     """The run goes on and reports no prediction."""
     assert planner(tmp_path, nominal_profile(True)).can_predict
     assert not planner(tmp_path, nominal_profile(True), "float16").can_predict
-    only = replace(nominal_profile(True), compute={"bfloat16": nominal_profile(True).rates("bfloat16")})
+    only = replace(
+        nominal_profile(True), compute={"bfloat16": nominal_profile(True).rates("bfloat16")}
+    )
     with tiny(tmp_path, Policy(2, 2), hardware=only) as llm:
         llm.generate(PROMPTS, PARAMS)
         assert llm.predicted is None and llm.report is not None
         assert llm.report.predicted == {"prefill_s": None, "decode_s": None}
 
 
-@pytest.mark.parametrize(("policy", "stand_in"), [(Policy(2, 2, (0, 0, 100, 0, 100, 0)), True), ("auto", False)])
-def test_a_run_reports_what_was_predicted(policy: Policy | str, stand_in: bool, tmp_path: Path) -> None:
-    """Of both phases, with the profile that it was predicted with; peak bytes are those of the run."""
+@pytest.mark.parametrize(
+    ("policy", "stand_in"), [(Policy(2, 2, (0, 0, 100, 0, 100, 0)), True), ("auto", False)]
+)
+def test_a_run_reports_what_was_predicted(
+    policy: Policy | str, stand_in: bool, tmp_path: Path
+) -> None:
+    """Of both phases, with the profile that it was predicted with; peak bytes are those of the
+    run."""
     budget = MemoryBudget("1GiB" if stand_in else None, "1GiB", "1GiB")
     with tiny(tmp_path, policy, hardware=nominal_profile(True), budget=budget) as llm:
         llm.generate(PROMPTS, PARAMS)
         assert llm.predicted is not None and llm.report is not None
-        assert llm.report.predicted == {"prefill_s": llm.predicted.prefill_s, "decode_s": llm.predicted.decode_s}
+        assert llm.report.predicted == {
+            "prefill_s": llm.predicted.prefill_s,
+            "decode_s": llm.predicted.decode_s,
+        }
         assert llm.predicted.prefill_s > 0 and llm.predicted.decode_s > 0
         assert llm.predicted.peak_bytes == llm.report.peak_bytes
-        assert llm.report.extra["profile"] == NOMINAL and llm.report.extra["profile_disturbed"] is False
+        assert (
+            llm.report.extra["profile"] == NOMINAL
+            and llm.report.extra["profile_disturbed"] is False
+        )
 
 
 def test_each_generate_is_predicted_anew(tmp_path: Path) -> None:
@@ -227,7 +268,8 @@ def test_each_generate_is_predicted_anew(tmp_path: Path) -> None:
 
 def test_a_dry_run_tells_what_the_run_then_predicts(tmp_path: Path) -> None:
     """And what it charges to the budgets; rows of few new tokens take their share of the sweeps."""
-    policy, told = Policy(2, 1, (0, 50, 0, 100, 100, 0)), list[Answer]()
+    policy = Policy(2, 1, (0, 50, 0, 100, 100, 0))
+    told = list[Answer]()
 
     def stop(answer: Answer) -> NoReturn:
         told.append(answer)
@@ -241,16 +283,21 @@ def test_a_dry_run_tells_what_the_run_then_predicts(tmp_path: Path) -> None:
         report = llm.report
     even, uneven = told
     assert even.plan is not None and uneven.plan is not None and report is not None
-    assert report.predicted == {phase: getattr(even.plan.prediction, phase) for phase in ("prefill_s", "decode_s")}
+    assert report.predicted == {
+        phase: getattr(even.plan.prediction, phase) for phase in ("prefill_s", "decode_s")
+    }
     assert even.plan.prediction.new_tokens == 9 and uneven.plan.prediction.new_tokens == 7
-    assert uneven.plan.prediction.decode_s == pytest.approx(even.plan.prediction.decode_s * 7 / 9, rel=0.05)
+    assert uneven.plan.prediction.decode_s == pytest.approx(
+        even.plan.prediction.decode_s * 7 / 9, rel=0.05
+    )
     assert even.plan.prediction.peak_bytes == report.peak_bytes
     assert not (tmp_path / "weights").exists()
 
 
 def test_of_many_blocks_some_stand_for_their_neighbours(tmp_path: Path) -> None:
     """All rows are counted, and the seconds are nearly those of all blocks."""
-    plans, policy = planner(tmp_path, nominal_profile(True)), Policy(2, 1, (0, 50, 100, 0, 100, 0))
+    plans = planner(tmp_path, nominal_profile(True))
+    policy = Policy(2, 1, (0, 50, 100, 0, 100, 0))
     need = WorkloadShape.full(80, 200, 4, SPEC.num_blocks)
     memory = plan_within(SPEC, policy, shape_of(policy, need), 4, True, NO_BUDGETS)
     blocks = [[[PromptGroup(0, (n, n + 1))]] for n in range(10, 200, 5)]

@@ -20,7 +20,10 @@ policies = st.builds(
     gpu_batch_size=st.integers(1, 2**8),
     num_gpu_batches=st.integers(1, 2**8),
     percent=st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ())),
-    **{name: st.booleans() for name in ("compress_weight", "cpu_cache_compute", "overlap", "sep_layer", "pin_weight")},
+    **{
+        name: st.booleans()
+        for name in ("compress_weight", "cpu_cache_compute", "overlap", "sep_layer", "pin_weight")
+    },
     attn_sparsity=st.floats(0, 1, exclude_min=True),
     compress_cache=st.just(True),
     cache_bits=st.sampled_from([3, "4/3"]),
@@ -29,14 +32,23 @@ policies = st.builds(
 
 
 @given(policies)
-def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, policy: Policy) -> None:
+def test_what_is_written_reads_back(
+    tmp_path_factory: pytest.TempPathFactory, policy: Policy
+) -> None:
     path = tmp_path_factory.mktemp("policy") / "p.json"
-    saved = SavedPolicy(policy, "m", {"prompt_len": 3}, "here", {"tokens_per_s": 1.5}, "python -m x")
+    saved = SavedPolicy(
+        policy, "m", {"prompt_len": 3}, "here", {"tokens_per_s": 1.5}, "python -m x"
+    )
     write_policy(path, saved)
     assert read_policy(path) == saved
     assert set(json.loads(path.read_text())) == {f.name for f in fields(Policy)} | {
-        "schema", "model", "workload", "profile", "predicted", "command",
-    }  # fmt: skip
+        "schema",
+        "model",
+        "workload",
+        "profile",
+        "predicted",
+        "command",
+    }
 
 
 def test_what_it_was_found_for_may_be_left_out(tmp_path: Path) -> None:
@@ -56,12 +68,20 @@ def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> s
         ({"schema": 7}, None, "schema is 7"),
         ({"percent": [90, 20, 0, 0, 0, 0]}, None, "90 [+] 20 > 100"),
         ({"gpu_batch_size": 4.5}, None, "gpu_batch_size: 4.5"),
-        ({"gpu_batch_size": 2**9, "num_gpu_batches": 2**9}, None, "gpu_batch_size x num_gpu_batches: 262144"),
+        (
+            {"gpu_batch_size": 2**9, "num_gpu_batches": 2**9},
+            None,
+            "gpu_batch_size x num_gpu_batches: 262144",
+        ),
         ({"attn_sparsity": 2}, None, "attn_sparsity: 2"),
         ({"workload": "x"}, None, "workload is 'x', and must be an object or null"),
         ({"model": 5}, None, "model is 5, and must be a text or null"),
         ({"cache_bits": 8}, None, "cache_bits: 8 goes with compress_cache"),
-        ({"compress_cache": True, "cache_bits": 2}, None, "cache_bits: 2 is not one of 8, 4, 3, nor two of them"),
+        (
+            {"compress_cache": True, "cache_bits": 2},
+            None,
+            "cache_bits: 2 is not one of 8, 4, 3, nor two of them",
+        ),
     ],
 )
 def test_a_bad_field_is_named_with_its_file(
@@ -96,7 +116,9 @@ def test_files_of_older_schemas_are_still_read(tmp_path: Path) -> None:
     fifth = {k: v for k, v in Policy(8).to_json().items() if k != "cache_rotation"}
     third = {k: v for k, v in fifth.items() if k != "expert_group"}
     second = {k: v for k, v in third.items() if k != "cache_window"}
-    first = {k: v for k, v in second.items() if k not in ("weight_bits", "cache_bits", "int8_compute")}
+    first = {
+        k: v for k, v in second.items() if k not in ("weight_bits", "cache_bits", "int8_compute")
+    }
     for schema, old in ((1, first), (2, second), (3, third), (4, fifth), (5, fifth)):
         path.write_text(json.dumps({"schema": schema, **old}))
         assert read_policy(path).policy == Policy(8)

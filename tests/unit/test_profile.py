@@ -1,4 +1,5 @@
-"""Hardware profiles: JSON there and back, one clear line for every kind of bad field, curves between their points."""
+"""Hardware profiles: JSON there and back, one clear line for every kind of bad field, curves
+between their points."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ from flexgen_h2o.planner.profile import (
 )
 
 RATES = ComputeRates(
-    matmul_flops_per_s=((0.5, ((64.0, Curve(((1.0, 1e9), (16.0, 2e9)))), (1024.0, Curve(((1.0, 3e9), (16.0, 4e9)))))),),
+    matmul_flops_per_s=(
+        (
+            0.5,
+            ((64.0, Curve(((1.0, 1e9), (16.0, 2e9)))), (1024.0, Curve(((1.0, 3e9), (16.0, 4e9))))),
+        ),
+    ),
     prefill_attention_flops_per_s=Curve(((64.0, 5e9), (2048.0, 6e9))),
     column_sums_flops_per_s=Curve.flat(7e9),
     device_attention_bytes_per_s=Curve.flat(8e9),
@@ -46,16 +52,40 @@ RATES = ComputeRates(
     decode_speedup={"mxfp4": 0.7, "awq_int8": 0.2},
 )
 PROFILE = HardwareProfile(
-    machine="test", description="none", date="2026-11-20", source="made up", device_is_host=True,
-    device_is_asynchronous=False, device_mem_bytes=0, host_mem_bytes=2**34, disk_mem_bytes=2**36,
-    disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=2e9, h2d_bytes_per_s=3e9, d2h_bytes_per_s=4e9,
-    h2d_unpinned_bytes_per_s=5e9, d2h_unpinned_bytes_per_s=6e9, host_memory_bytes_per_s=7e9,
-    device_memory_bytes_per_s=8e9, disk_read_beside_compute=0.9, compute_beside_disk_read=1.0, link_both_ways=0.8,
-    kernel_s=1e-6, transfer_s=2e-6, disk_request_s=3e-6, overlay_bytes_per_s=3e9, step_s=4e-6, attention_step_s=5e-6,
-    eviction_step_s=6e-6, row_s=0.0, short_read_compute_s=7e-6, cache_load_step_s=8e-6,
+    machine="test",
+    description="none",
+    date="2026-11-20",
+    source="made up",
+    device_is_host=True,
+    device_is_asynchronous=False,
+    device_mem_bytes=0,
+    host_mem_bytes=2**34,
+    disk_mem_bytes=2**36,
+    disk_read_bytes_per_s=1e9,
+    disk_write_bytes_per_s=2e9,
+    h2d_bytes_per_s=3e9,
+    d2h_bytes_per_s=4e9,
+    h2d_unpinned_bytes_per_s=5e9,
+    d2h_unpinned_bytes_per_s=6e9,
+    host_memory_bytes_per_s=7e9,
+    device_memory_bytes_per_s=8e9,
+    disk_read_beside_compute=0.9,
+    compute_beside_disk_read=1.0,
+    link_both_ways=0.8,
+    kernel_s=1e-6,
+    transfer_s=2e-6,
+    disk_request_s=3e-6,
+    overlay_bytes_per_s=3e9,
+    step_s=4e-6,
+    attention_step_s=5e-6,
+    eviction_step_s=6e-6,
+    row_s=0.0,
+    short_read_compute_s=7e-6,
+    cache_load_step_s=8e-6,
     graph_step_s=9e-6,
-    compute={"float32": RATES, "bfloat16": RATES}, notes={"step_s": "a guess"},
-)  # fmt: skip
+    compute={"float32": RATES, "bfloat16": RATES},
+    notes={"step_s": "a guess"},
+)
 
 
 def test_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -98,21 +128,29 @@ def of_schema(schema: int, **changes: Any) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.parametrize(("schema", "is_host"), [(1, True), (2, True), (2, False), (3, False), (4, True), (5, True)])
+@pytest.mark.parametrize(
+    ("schema", "is_host"), [(1, True), (2, True), (2, False), (3, False), (4, True), (5, True)]
+)
 def test_older_schema_knows_nothing_of_what_came_later(schema: int, is_host: bool) -> None:
-    """Products in int8: what is known of one CPU over bf16, nothing over other dtypes and of cards."""
+    """Products in int8: what is known of one CPU over bf16, nothing over other dtypes and of
+    cards."""
     blocked = RATES.blocked_speedup if schema >= 2 else Curve.flat(1.0)
     plain = in_bf16 = replace(RATES, decode_speedup={} if schema < 5 else RATES.decode_speedup)
     if schema < 3:
         plain = replace(plain, blocked_speedup=blocked, int8_speedup=Curve.flat(1.0))
-        in_bf16 = replace(plain, int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP)) if is_host else plain
+        in_bf16 = (
+            replace(plain, int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP)) if is_host else plain
+        )
     faster = 1.0 if schema < 3 else 1.3
     assert profile_from_json(of_schema(schema, device_is_host=is_host)) == replace(
         PROFILE,
         device_is_host=is_host,
         link_both_ways=1.0,
         graph_step_s=1.0,
-        compute={"float32": plain.requantising(4, faster), "bfloat16": in_bf16.requantising(2, faster)},
+        compute={
+            "float32": plain.requantising(4, faster),
+            "bfloat16": in_bf16.requantising(2, faster),
+        },
         **(SINCE_4 if schema < 4 else {}),
     )
 
@@ -137,9 +175,10 @@ def test_4_bits_that_become_int8_rows_first_take_that_time_once_for_all_rows() -
 def test_older_schema_with_bad_rates() -> None:
     wrong = {**PROFILE.to_json()["compute"]["float32"], "requantise_speedup": "fast"}
     for compute, says in (
-        ({"float32": 1}, "float32: a JSON object"), ([], "object of dtypes"),
+        ({"float32": 1}, "float32: a JSON object"),
+        ([], "object of dtypes"),
         ({"float32": wrong}, r"compute\.float32: requantise_speedup: 'fast' is not a number"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match=says):
             profile_from_json({**PROFILE.to_json(), "schema": 1, "compute": compute})
 
@@ -171,7 +210,10 @@ F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
     (_set("schema", to=10), "schema is 10, this version reads 1 to 9"),
-    (_set(*F32, "decode_speedup", "mxfp3", to=1), "decode_speedup: 'mxfp3' is not one of 4bit_in_products, awq, "),
+    (
+        _set(*F32, "decode_speedup", "mxfp3", to=1),
+        "decode_speedup: 'mxfp3' is not one of 4bit_in_products, awq, ",
+    ),
     (_set(*F32, "decode_speedup", "mxfp4", to=1000), "decode_speedup: 1000 is out of range"),
     (_set(*F32, "decode_speedup", to=1), "decode_speedup: a JSON object"),
     (_set("kernel_s"), "'kernel_s' is missing"),
@@ -185,7 +227,10 @@ BAD = [
     (_set("step_s", to=-1e-9), "a time in seconds"),
     (_set(*F32, "blocked_speedup", "32", to=1000), "how many times faster is between"),
     (_set(*F32, "int4_speedup", to={"1": 1e3}), "int4_speedup: 1000.0 is out of range"),
-    (_set("compute", "bfloat16", "int8_speedup"), "compute.bfloat16: field 'int8_speedup' is missing"),
+    (
+        _set("compute", "bfloat16", "int8_speedup"),
+        "compute.bfloat16: field 'int8_speedup' is missing",
+    ),
     (_set("disk_read_beside_compute", to=0.0), "a share is between"),
     (_set("compute", to={}), "an object of dtypes"),
     (_set("compute", "int4", to={}), "compute: 'int4' is not one of"),
@@ -195,7 +240,7 @@ BAD = [
     (_set(*F32, "column_sums_flops_per_s", to={"1": 1e9, "1.0": 2e9}), "size 1 is there twice"),
     (_set(*F32, "matmul_flops_per_s", "0.5", "64", to=5), "matmul_flops_per_s: an object of sizes"),
     (_set("notes", "step_s", to=1), "notes.step_s: 1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "says"), BAD)
@@ -238,7 +283,10 @@ def test_unmeasured_dtype_is_named() -> None:
 
 
 CURVES = st.lists(
-    st.tuples(st.floats(1, 1e6), st.floats(1.0, 1e15)), min_size=1, max_size=6, unique_by=lambda point: point[0]
+    st.tuples(st.floats(1, 1e6), st.floats(1.0, 1e15)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda point: point[0],
 ).map(lambda points: Curve(tuple(sorted(points))))
 
 
@@ -257,7 +305,9 @@ def test_curve_hits_its_points_and_lies_between_neighbours(curve: Curve, size: f
 def test_between_points_the_time_grows_in_proportion_to_the_size() -> None:
     curve = Curve(((1.0, 1.0), (100.0, 4.0)))
     assert 10 / curve.at(10.0) == pytest.approx(1 + 9 / 99 * (25 - 1))
-    few_rows = Curve(((1.0, 19e9), (16.0, 246e9)))  # bound by reading the matrix: 8 rows take no longer than 16
+    few_rows = Curve(
+        ((1.0, 19e9), (16.0, 246e9))
+    )  # bound by reading the matrix: 8 rows take no longer than 16
     assert 1 / 19e9 < 8 / few_rows.at(8) < 16 / 246e9
     assert curve.scaled(2).at(10.0) == pytest.approx(2 * curve.at(10.0))
 
@@ -265,11 +315,20 @@ def test_between_points_the_time_grows_in_proportion_to_the_size() -> None:
 def test_product_rate_goes_over_rows_and_width() -> None:
     assert RATES.matmul_rate(1, 64, 64) == 1e9
     assert RATES.matmul_rate(99, 5000, 7) == 4e9
-    shares = ((1e9, 0.04), (2e9, 0.16), (3e9, 0.16), (4e9, 0.64))  # the lower point counts a fifth, of rows and width
-    assert 1 / RATES.matmul_rate(4, 256, 256) == pytest.approx(sum(share / rate for rate, share in shares))
+    shares = (
+        (1e9, 0.04),
+        (2e9, 0.16),
+        (3e9, 0.16),
+        (4e9, 0.64),
+    )  # the lower point counts a fifth, of rows and width
+    assert 1 / RATES.matmul_rate(4, 256, 256) == pytest.approx(
+        sum(share / rate for rate, share in shares)
+    )
 
 
-def test_profile_is_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_is_found_by_path_and_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("flexgen_h2o.planner.profile.SHIPPED", tmp_path / "shipped")
     for path in (tmp_path / "shipped" / "t4.json", tmp_path / "mine.json", tmp_path / "t4"):

@@ -41,7 +41,9 @@ def put(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def test_text_file_keeps_spaces_and_skips_blank_lines(tmp_path: Path) -> None:
-    path = put(tmp_path, "p.TXT", b"\xef\xbb\xbffirst\r\n\n  \t\n  two \xe2\x80\xa8 2\xc2\x85 \nlast")
+    path = put(
+        tmp_path, "p.TXT", b"\xef\xbb\xbffirst\r\n\n  \t\n  two \xe2\x80\xa8 2\xc2\x85 \nlast"
+    )
     found = read_prompts(path, encode, VOCAB)
     assert [p.text for p in found] == ["first", "  two \u2028 2\x85 ", "last"]
     assert [p.index for p in found] == [0, 1, 2]
@@ -49,7 +51,11 @@ def test_text_file_keeps_spaces_and_skips_blank_lines(tmp_path: Path) -> None:
 
 
 def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
-    lines = [{"prompt": "a\nb", "id": 7}, {"prompt_token_ids": [0, 299], "prompt": None}, {"prompt": ""}]
+    lines = [
+        {"prompt": "a\nb", "id": 7},
+        {"prompt_token_ids": [0, 299], "prompt": None},
+        {"prompt": ""},
+    ]
     path = put(tmp_path, "p.jsonl", "\n\n".join(map(json.dumps, lines)) + "\n")
     assert read_prompts(path, encode, VOCAB) == [
         Prompt(0, tuple(encode("a\nb")), "a\nb"),
@@ -63,16 +69,23 @@ def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "JSON"), ("[" * 100_000, "JSON"), ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "JSON"),
-        ('"text"', "object"), ('{"prompt": null}', "neither"), ('{"prompt": "x", "prompt_token_ids": [1]}', "both"),
-        ('{"prompt": 5}', "prompt must be a string"), ('{"prompt": [1, 2]}', "use prompt_token_ids"),
-        ('{"prompt_token_ids": "12"}', "list"), ('{"prompt_token_ids": []}', "no tokens"),
+        ("{", "JSON"),
+        ("[" * 100_000, "JSON"),
+        ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "JSON"),
+        ('"text"', "object"),
+        ('{"prompt": null}', "neither"),
+        ('{"prompt": "x", "prompt_token_ids": [1]}', "both"),
+        ('{"prompt": 5}', "prompt must be a string"),
+        ('{"prompt": [1, 2]}', "use prompt_token_ids"),
+        ('{"prompt_token_ids": "12"}', "list"),
+        ('{"prompt_token_ids": []}', "no tokens"),
         ('{"prompt_token_ids": [1, true]}', "True is not a whole number"),
         ('{"prompt_token_ids": [-1]}', "token id -1 is outside the model's vocabulary of 300"),
-        ('{"prompt_token_ids": [300]}', "token id 300 is outside"), ('{"prompt": "\\ud83d"}', "surrogate"),
+        ('{"prompt_token_ids": [300]}', "token id 300 is outside"),
+        ('{"prompt": "\\ud83d"}', "surrogate"),
         (b'{"prompt": "\xff"}', "UTF-8"),
     ],
-)  # fmt: skip
+)
 def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, line: str | bytes, says: str) -> None:
     raw = line.encode() if isinstance(line, str) else line
     path = put(tmp_path, "p.jsonl", b'{"prompt": "ok"}\n\n' + raw + b'\n{"prompt": "ok"}\n')
@@ -110,23 +123,38 @@ def test_missing_empty_and_folder(tmp_path: Path) -> None:
 
 
 def test_python_inputs_of_every_kind() -> None:
-    given: list[Any] = ["hi", [1, 2], (3,), np.array([4, 5]), torch.tensor([6]), [np.int64(7), torch.tensor(8)]]
+    given: list[Any] = [
+        "hi",
+        [1, 2],
+        (3,),
+        np.array([4, 5]),
+        torch.tensor([6]),
+        [np.int64(7), torch.tensor(8)],
+    ]
     found = prompts_from_python(given, encode, VOCAB)
     assert [p.token_ids for p in found] == [tuple(encode("hi")), (1, 2), (3,), (4, 5), (6,), (7, 8)]
     assert [p.text for p in found] == ["hi"] + [None] * 5
     assert all(type(i) is int for p in found for i in p.token_ids)
     assert prompts_from_python([], encode, VOCAB) == []
-    assert [p.token_ids for p in prompts_from_python(torch.tensor([[1, 2], [3, 4]]), None, VOCAB)] == [(1, 2), (3, 4)]  # type: ignore[arg-type]
+    assert [
+        p.token_ids for p in prompts_from_python(torch.tensor([[1, 2], [3, 4]]), None, VOCAB)
+    ] == [(1, 2), (3, 4)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (5, "not int"), (b"x", "not bytes"), ([VOCAB], "outside"), ([torch.tensor(True)], "whole number"),
-        (np.array([1.0]), "whole number"), (torch.tensor([[1]]), "whole number"), (torch.tensor(1), "not Tensor"),
-        ({1, 2}, "not set"), ("\ud800", "surrogate"),
+        (5, "not int"),
+        (b"x", "not bytes"),
+        ([VOCAB], "outside"),
+        ([torch.tensor(True)], "whole number"),
+        (np.array([1.0]), "whole number"),
+        (torch.tensor([[1]]), "whole number"),
+        (torch.tensor(1), "not Tensor"),
+        ({1, 2}, "not set"),
+        ("\ud800", "surrogate"),
     ],
-)  # fmt: skip
+)
 def test_bad_python_inputs_are_named_by_place(bad: Any, says: str) -> None:
     with pytest.raises(UsageError, match=r"^prompts\[3\]: ") as error:
         prompts_from_python([[1], [1], [1], bad], encode, VOCAB)
@@ -172,7 +200,10 @@ def test_benchmark_prompt_refuses_bad_arguments() -> None:
 # ---- output file
 
 
-DONE = [Completion(1, None, None, [3], "length"), Completion(0, "été", "a\nb\u2028", [1, 2], "stop")]
+DONE = [
+    Completion(1, None, None, [3], "length"),
+    Completion(0, "été", "a\nb\u2028", [1, 2], "stop"),
+]
 
 
 def test_outputs_are_in_input_order_and_replace_the_old_file(tmp_path: Path) -> None:
@@ -181,7 +212,13 @@ def test_outputs_are_in_input_order_and_replace_the_old_file(tmp_path: Path) -> 
     lines = path.read_bytes().decode().split("\n")
     assert lines.pop() == ""
     assert [json.loads(line) for line in lines] == [
-        {"index": 0, "prompt": "été", "text": "a\nb\u2028", "token_ids": [1, 2], "finish_reason": "stop"},
+        {
+            "index": 0,
+            "prompt": "été",
+            "text": "a\nb\u2028",
+            "token_ids": [1, 2],
+            "finish_reason": "stop",
+        },
         {"index": 1, "prompt": None, "text": None, "token_ids": [3], "finish_reason": "length"},
     ]
     assert list(json.loads(lines[0])) == ["index", "prompt", "text", "token_ids", "finish_reason"]
@@ -194,10 +231,15 @@ def test_outputs_follow_a_link(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "real" / "target.jsonl")
     check_output_path(link)
     write_outputs(link, DONE)
-    assert link.is_symlink() and len((tmp_path / "real" / "target.jsonl").read_text().splitlines()) == 2
+    assert (
+        link.is_symlink()
+        and len((tmp_path / "real" / "target.jsonl").read_text().splitlines()) == 2
+    )
 
 
-def test_output_path_is_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_path_is_checked_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_output_path(tmp_path / "out.jsonl")
     monkeypatch.chdir(tmp_path)
     check_output_path(Path("out.jsonl"))

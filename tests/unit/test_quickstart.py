@@ -22,7 +22,13 @@ def test_the_toy_answers_and_all_is_summed_up(
     out = capfd.readouterr().out
     prompts = quickstart_run.TOY_PROMPTS.read_text().splitlines()
     assert all(f"\n{prompt}" in out for prompt in prompts)
-    for beginning in ("RAM    ", "       ", "Time   ", "Next:", "  flexgen-h2o generate opt-tiny -p "):
+    for beginning in (
+        "RAM    ",
+        "       ",
+        "Time   ",
+        "Next:",
+        "  flexgen-h2o generate opt-tiny -p ",
+    ):
         assert f"\n{beginning}" in out
     assert "limit 256 MiB" in out and "for the whole process" in out
     assert [path.name for path in tmp_path.iterdir()] in ([], ["flexgen_h2o_offload_dir"])
@@ -40,7 +46,10 @@ def test_a_model_that_is_not_there_ends_with_the_runs_exit_code(
 @pytest.mark.parametrize("words", [["--model"], ["--other", "x"], ["x"], ["--model", "a", "b"]])
 def test_wrong_use(words: list[str]) -> None:
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts/quickstart.sh"), *words], capture_output=True, text=True, check=False
+        ["bash", str(ROOT / "scripts/quickstart.sh"), *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "usage: bash scripts/quickstart.sh [--model MODEL]\n"

@@ -1,4 +1,5 @@
-"""What blocks count, the run report's JSON contract, FlexGen's lines as its own parser reads them, projections."""
+"""What blocks count, the run report's JSON contract, FlexGen's lines as its own parser reads them,
+projections."""
 
 from __future__ import annotations
 
@@ -64,9 +65,15 @@ def make_report(**changes: Any) -> RunReport:
 
 @pytest.mark.parametrize("keeps_lists", [True, False])
 def test_sums_of_a_block(keeps_lists: bool) -> None:
-    """A mixed sweep's time is split by its tokens; columns are those of the sweeps behind the first, if any."""
-    stats, found = BlockStats(keeps_lists), []
-    sweeps = (4.0, Sweep(6, 6, 10, 12, 0)), (2.0, Sweep(8, 2, 20, 30, 7)), (1.0, Sweep(5, 0, 25, 35, 9))
+    """A mixed sweep's time is split by its tokens; columns are those of the sweeps behind the
+    first, if any."""
+    stats = BlockStats(keeps_lists)
+    found = []
+    sweeps = (
+        (4.0, Sweep(6, 6, 10, 12, 0)),
+        (2.0, Sweep(8, 2, 20, 30, 7)),
+        (1.0, Sweep(5, 0, 25, 35, 9)),
+    )
     for seconds, sweep in sweeps:
         stats.end_layer(seconds)
         stats.end_sweep(sweep, seconds)
@@ -76,7 +83,9 @@ def test_sums_of_a_block(keeps_lists: bool) -> None:
     assert (stats.sweeps, stats.prefill_s, stats.decode_s) == (3, 4.5, 5.5)
     assert stats.times.sweeps == ([4.0, 2.0, 4.0] if keeps_lists else [])
     assert stats.times.layers == ([4.0, 2.0, 1.0] if keeps_lists else [])
-    assert (stats.times.held, stats.times.read) == (([10, 20, 25], [0, 7, 9]) if keeps_lists else ([], []))
+    assert (stats.times.held, stats.times.read) == (
+        ([10, 20, 25], [0, 7, 9]) if keeps_lists else ([], [])
+    )
 
 
 # ---- the KV cache
@@ -84,9 +93,18 @@ def test_sums_of_a_block(keeps_lists: bool) -> None:
 
 def test_one_copy_of_what_all_rows_begin_with_is_no_eviction() -> None:
     kv = {"slots": 22, "bytes": 15, "full_bytes": 100}
-    assert eviction_line(make_report(kv=kv)) == "eviction: full, 22 slots a row, 15.0% of the full KV cache"
-    said = eviction_line(make_report(kv=kv, extra={"common_prefix": {"tokens": 607, "kv_bytes": 9}}))
-    assert said == "eviction: full, 22 slots a row behind one copy of 607 tokens for all, 15.0% of the full KV cache"
+    assert (
+        eviction_line(make_report(kv=kv))
+        == "eviction: full, 22 slots a row, 15.0% of the full KV cache"
+    )
+    said = eviction_line(
+        make_report(kv=kv, extra={"common_prefix": {"tokens": 607, "kv_bytes": 9}})
+    )
+    assert (
+        said
+        == "eviction: full, 22 slots a row behind one copy of 607 tokens for all, 15.0% of the "
+        "full KV cache"
+    )
 
 
 # ---- the prediction
@@ -103,12 +121,17 @@ def test_one_copy_of_what_all_rows_begin_with_is_no_eviction() -> None:
             {"profile": "here", "profile_disturbed": True},
             "predicted with here (profile measured while other programs were busy: run ",
         ),
-        ({"profile": "nominal", "profile_disturbed": False}, "predicted: nothing, this machine was not measured"),
+        (
+            {"profile": "nominal", "profile_disturbed": False},
+            "predicted: nothing, this machine was not measured",
+        ),
     ],
 )
 def test_a_prediction_says_how_far_it_can_be_trusted(extra: dict[str, Any], line: str) -> None:
     """Not at all at nominal speeds, which no machine has."""
-    said = prediction_line(make_report(predicted={"prefill_s": 90.0, "decode_s": 400.0}, extra=extra))
+    said = prediction_line(
+        make_report(predicted={"prefill_s": 90.0, "decode_s": 400.0}, extra=extra)
+    )
     assert said.startswith(line)
     assert ("90.000" in said) is (extra["profile"] != "nominal")
 
@@ -163,7 +186,8 @@ def test_log_block_is_flexgens_to_the_letter() -> None:
 
 def test_log_is_appended_five_lines_a_run(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
-    first, second = make_report(), make_report(projected=True)
+    first = make_report()
+    second = make_report(projected=True)
     append_log(path, first)
     append_log(path, second)
     assert path.read_text() == log_block(first) + "\n" + log_block(second) + "\n"
@@ -179,7 +203,11 @@ def test_sizes_line() -> None:
 @pytest.mark.parametrize(
     ("model", "changes", "name"),
     [
-        ("facebook/opt-30b", {}, "fo-30b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-gpu-cache.log"),
+        (
+            "facebook/opt-30b",
+            {},
+            "fo-30b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-gpu-cache.log",
+        ),
         (
             "/models/opt-6.7b/",
             {"cpu_cache_compute": True},
@@ -190,7 +218,11 @@ def test_sizes_line() -> None:
             {"compress_weight": True, "compress_cache": True, "percent": (0, 100, 100, 0, 100, 0)},
             "fo-plain-gbs48-ngbs3-prompt512-gen32-percent-0-100-100-0-100-0-gpu-cache-compw-compc.log",
         ),
-        ("x/we ird-a b", {}, "fo-a_b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-gpu-cache.log"),
+        (
+            "x/we ird-a b",
+            {},
+            "fo-a_b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-gpu-cache.log",
+        ),
     ],
 )
 def test_log_file_name(model: str, changes: dict[str, Any], name: str) -> None:

@@ -1,4 +1,5 @@
-"""Token choice against a slow reference, independence of batching, stop strings on a real byte-level tokenizer."""
+"""Token choice against a slow reference, independence of batching, stop strings on a real
+byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    lines = ["the quick brown fox jumps over the lazy dog", "### the end of the story ###", "over and over again"]
+    lines = [
+        "the quick brown fox jumps over the lazy dog",
+        "### the end of the story ###",
+        "over and over again",
+    ]
     raw.train_from_iterator(lines, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")  # type: ignore[no-untyped-call]
 
@@ -44,7 +49,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_stop_is_taken_in_every_spelling() -> None:
-    for given, kept in ((None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ())):
+    for given, kept in (
+        (None, ()),
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        (("a",), ("a",)),
+        ([], ()),
+    ):
         assert SamplingParams(stop=given).stop == kept  # type: ignore[arg-type]
 
 
@@ -81,7 +92,9 @@ def test_greedy_takes_the_lowest_of_equal_maxima(dtype: torch.dtype, temperature
 # ---- sampling
 
 
-def slow_probabilities(row: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+def slow_probabilities(
+    row: list[float], temperature: float, top_k: int, top_p: float
+) -> list[float]:
     """What top-k and then top-p leave of one row, one step after the other."""
     top = max(row)
     weight = [math.exp((x - top) / temperature) for x in row]
@@ -89,7 +102,8 @@ def slow_probabilities(row: list[float], temperature: float, top_k: int, top_p: 
     if top_k:
         order = order[:top_k]
     mass = sum(weight[i] for i in order)
-    kept, reached = [], 0.0
+    kept = []
+    reached = 0.0
     for i in order:
         kept.append(i)
         reached += weight[i] / mass
@@ -103,7 +117,18 @@ def slow_probabilities(row: list[float], temperature: float, top_k: int, top_p: 
 
 @pytest.mark.parametrize(
     ("top_k", "top_p"),
-    [(0, 0.0), (0, 0.9), (0, 1.0), (1, 0.3), (3, 0.999), (40, 1e-9), (40, 0.9), (50, 0.3), (99, 0.999), (40, 1.0)],
+    [
+        (0, 0.0),
+        (0, 0.9),
+        (0, 1.0),
+        (1, 0.3),
+        (3, 0.999),
+        (40, 1e-9),
+        (40, 0.9),
+        (50, 0.3),
+        (99, 0.999),
+        (40, 1.0),
+    ],
 )
 @pytest.mark.parametrize("ties", [False, True])
 def test_kept_probabilities_equal_the_slow_reference(top_k: int, top_p: float, ties: bool) -> None:
@@ -143,7 +168,9 @@ def test_steps_rows_and_seeds_draw_independently() -> None:
     """Neighbouring rows, steps and seeds must not share or shift one stream."""
     logits = torch.zeros(1, 2**20)
     drawn = {
-        (seed, row, step): Sampler(SamplingParams(temperature=1.0, seed=seed)).sample(logits, [row], [step])[0]
+        (seed, row, step): Sampler(SamplingParams(temperature=1.0, seed=seed)).sample(
+            logits, [row], [step]
+        )[0]
         for seed in range(4)
         for row in range(4)
         for step in range(4)
@@ -154,13 +181,16 @@ def test_steps_rows_and_seeds_draw_independently() -> None:
 def test_batching_and_order_do_not_change_a_token() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(37, 1031, generator=generator).to(torch.bfloat16)
-    rows, steps = list(range(100, 137)), [i % 5 for i in range(37)]
+    rows = list(range(100, 137))
+    steps = [i % 5 for i in range(37)]
     sampler = Sampler(SamplingParams(temperature=0.9, top_k=200, top_p=0.9, seed=5))
     together = sampler.sample(logits, rows, steps)
     assert len(set(together)) > 15
     alone = [sampler.sample(logits[i : i + 1], [rows[i]], [steps[i]])[0] for i in range(37)]
     shuffled = torch.randperm(37, generator=generator).tolist()
-    mixed = sampler.sample(logits[shuffled], [rows[i] for i in shuffled], [steps[i] for i in shuffled])
+    mixed = sampler.sample(
+        logits[shuffled], [rows[i] for i in shuffled], [steps[i] for i in shuffled]
+    )
     assert alone == together
     assert mixed == [together[i] for i in shuffled]
 
@@ -174,11 +204,14 @@ MIXED = [
 ]
 
 
-def test_rows_with_parameters_of_their_own_choose_as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_parameters_of_their_own_choose_as_if_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Greedy rows and rows cut differently side by side, in chunks; a row's index says nothing."""
     monkeypatch.setattr("flexgen_h2o.engine.sampling.SAMPLING_CHUNK", 3000)
     logits = torch.randn(40, 1031, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    rows, steps = [i * 2**33 for i in range(40)], [i % 3 for i in range(40)]
+    rows = [i * 2**33 for i in range(40)]
+    steps = [i % 3 for i in range(40)]
     params = {row: MIXED[i % 5] for i, row in enumerate(rows)}
     together = Sampler(params).sample(logits, rows, steps)
     alone = [Sampler(MIXED[i % 5]).sample(logits[i : i + 1], [0], [steps[i]])[0] for i in range(40)]
@@ -189,7 +222,8 @@ def test_logprobs_of_chosen_and_likeliest_tokens(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("flexgen_h2o.engine.sampling.SAMPLING_CHUNK", 130)
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     logits[:, 3:] = -math.inf  # a topic of three words
-    tokens, tops = [0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 3, 4, 20, 0]
+    tokens = [0, 1, 2, 0, 1, 2, 0]
+    tops = [0, 1, 2, 3, 4, 20, 0]
     want = logits.float().log_softmax(-1)
     found = token_logprobs(logits, tokens, tops)
     for i, one in enumerate(found):
@@ -205,14 +239,18 @@ def test_logprobs_of_chosen_and_likeliest_tokens(monkeypatch: pytest.MonkeyPatch
 def test_a_card_chooses_what_the_cpu_chooses(temperature: float) -> None:
     logits = torch.randn(16, 4099, generator=torch.Generator().manual_seed(1)).half()
     sampler = Sampler(SamplingParams(temperature=temperature, top_k=2000, top_p=0.9))
-    assert sampler.sample(logits.cuda(), range(16), range(16)) == sampler.sample(logits, range(16), range(16))
+    assert sampler.sample(logits.cuda(), range(16), range(16)) == sampler.sample(
+        logits, range(16), range(16)
+    )
 
 
 def test_the_extreme_draws_stay_in_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([[-math.inf, 0.0, 0.3, -math.inf]])
     sampler = Sampler(SamplingParams(temperature=1.0))
     for number, token in ((0.0, 1), (1 - 2.0**-53, 2), (1.0, 2)):
-        monkeypatch.setattr("flexgen_h2o.engine.sampling._uniform", lambda *_, number=number: number)
+        monkeypatch.setattr(
+            "flexgen_h2o.engine.sampling._uniform", lambda *_, number=number: number
+        )
         assert sampler.sample(logits, [0], [0]) == [token]
 
 
@@ -230,7 +268,9 @@ def test_logits_that_are_not_finite_end_the_run(temperature: float, value: float
     assert error.value.exit_code == EXIT_FAILED
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9), MIXED])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9), MIXED]
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_leaves_the_others_alone(params: Any, value: float) -> None:
     """Its place has the mark in the one tensor that comes back, and everyone else's the token."""
@@ -241,7 +281,9 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(params: Any, value: fl
         damaged = logits.clone()
         damaged[list(bad), 7] = value
         chosen = sampler.choose(damaged, range(5), range(5))
-        assert chosen.tolist() == [NOT_FINITE if i in bad else token for i, token in enumerate(expected)]
+        assert chosen.tolist() == [
+            NOT_FINITE if i in bad else token for i, token in enumerate(expected)
+        ]
 
 
 def test_a_row_of_forbidden_tokens_only_is_refused_and_no_rows_get_none() -> None:
@@ -266,9 +308,16 @@ def first_step_in_text(tokenizer: Any, stop: tuple[str, ...], ids: list[int]) ->
     return next((n for n, text in enumerate(texts, 1) if any(s in text for s in stop)), None)
 
 
-@pytest.mark.parametrize("stop", [("e end of",), ("é",), ("日本語の",), ("zz", "fox j"), ("🦊!",), ("never",)])
-def test_found_at_the_same_token_as_in_the_whole_text(tokenizer: Any, stop: tuple[str, ...]) -> None:
-    text = "the quick brown fox jumps é over 日本語の 🦊! dog\n### the end of the story ###" + " the lazy" * 20
+@pytest.mark.parametrize(
+    "stop", [("e end of",), ("é",), ("日本語の",), ("zz", "fox j"), ("🦊!",), ("never",)]
+)
+def test_found_at_the_same_token_as_in_the_whole_text(
+    tokenizer: Any, stop: tuple[str, ...]
+) -> None:
+    text = (
+        "the quick brown fox jumps é over 日本語の 🦊! dog\n### the end of the story ###"
+        + " the lazy" * 20
+    )
     ids = tokenizer.encode(text)
     assert len(ids) < len(text.encode()), "merged tokens are part of the test"
     step = first_step_found(tokenizer, stop, ids)
@@ -277,12 +326,17 @@ def test_found_at_the_same_token_as_in_the_whole_text(tokenizer: Any, stop: tupl
 
 
 def test_found_on_random_tokens(tokenizer: Any) -> None:
-    """Any bytes in any order, mostly not UTF-8, with special tokens and ids beyond the tokenizer between."""
+    """Any bytes in any order, mostly not UTF-8, with special tokens and ids beyond the tokenizer
+    between."""
     generator = random.Random(0)
     hits = 0
     for _ in range(150):
         stop = ("".join(generator.choice("thé o") for _ in range(generator.randint(1, 3))),)
-        pieces = [tokenizer.encode(c) for c in "th o"] + [tokenizer.encode("é")] * 2 + [[0], [305], [200], [130]]
+        pieces = (
+            [tokenizer.encode(c) for c in "th o"]
+            + [tokenizer.encode("é")] * 2
+            + [[0], [305], [200], [130]]
+        )
         ids = [i for _ in range(60) for i in generator.choice(pieces)]
         step = first_step_found(tokenizer, stop, ids)
         assert step == first_step_in_text(tokenizer, stop, ids), (stop, ids)
@@ -291,7 +345,8 @@ def test_found_on_random_tokens(tokenizer: Any) -> None:
 
 
 def test_tokens_without_text_do_not_push_a_stop_string_out(tokenizer: Any) -> None:
-    start, end = tokenizer.encode("##"), tokenizer.encode("#")
+    start = tokenizer.encode("##")
+    end = tokenizer.encode("#")
     assert StopCriteria(("###",), (), tokenizer).found([*start, *[0] * 50, *[305] * 50, *end])
 
 

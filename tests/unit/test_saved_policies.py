@@ -31,7 +31,10 @@ def remade(saved: SavedPolicy, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, id=n, marks=[] if n in QUICK else [pytest.mark.slow]) for p, n in zip(FILES, NAMES, strict=True)],
+    [
+        pytest.param(p, id=n, marks=[] if n in QUICK else [pytest.mark.slow])
+        for p, n in zip(FILES, NAMES, strict=True)
+    ],
 )
 def test_the_command_finds_the_saved_policy(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -40,13 +43,21 @@ def test_the_command_finds_the_saved_policy(
     found = remade(saved, tmp_path, monkeypatch)
     assert found.policy == saved.policy
     assert found.predicted is not None and saved.predicted is not None
-    assert found.predicted["tokens_per_s"] == pytest.approx(saved.predicted["tokens_per_s"], rel=1e-6)
-    assert (found.model, found.workload, found.profile) == (saved.model, saved.workload, saved.profile)
+    assert found.predicted["tokens_per_s"] == pytest.approx(
+        saved.predicted["tokens_per_s"], rel=1e-6
+    )
+    assert (found.model, found.workload, found.profile) == (
+        saved.model,
+        saved.workload,
+        saved.profile,
+    )
     assert "flexgen-h2o generate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["opt-30b/t4-h2o20", "opt-175b/a100-80", "gpt-oss-120b/a100-80"])
-def test_a_saved_policy_costs_what_its_file_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_policy_costs_what_its_file_says(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without looking for it again."""
     saved = read_policy(FOLDER / f"{name}.json")
     assert saved.command is not None and saved.predicted is not None
@@ -61,9 +72,21 @@ def test_every_model_machine_and_cache_is_there() -> None:
     cards = ("t4", "a100-80")
     everywhere = ("opt-6.7b", "opt-30b", "gpt-oss-20b", "qwen3-8b", "qwen3-30b-a3b", "olmoe-1b-7b")
     # Not for the disk of build-2core.
-    large = ("opt-175b", "gpt-oss-120b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-32b", "qwen3-235b-a22b")
+    large = (
+        "opt-175b",
+        "gpt-oss-120b",
+        "mixtral-8x7b",
+        "mixtral-8x22b",
+        "qwen3-32b",
+        "qwen3-235b-a22b",
+    )
     machines = dict.fromkeys(large, cards) | dict.fromkeys(everywhere, (*cards, "build-2core"))
-    wanted = {f"{model}/{name}{kind}" for model, names in machines.items() for name in names for kind in ("", "-h2o20")}
+    wanted = {
+        f"{model}/{name}{kind}"
+        for model, names in machines.items()
+        for name in names
+        for kind in ("", "-h2o20")
+    }
     assert set(NAMES) == wanted
 
 

@@ -1,4 +1,5 @@
-"""The test of a packed KV cache's bits: one warning where they are too few, and a run that is otherwise the same."""
+"""The test of a packed KV cache's bits: one warning where they are too few, and a run that is
+otherwise the same."""
 
 from __future__ import annotations
 
@@ -45,10 +46,12 @@ def policy(bits: int | None) -> Policy:
 
 
 @pytest.mark.usefixtures("strict", "plain_cpu")
-@pytest.mark.parametrize("eviction", [None, H2O(heavy_ratio=0.3, recent_ratio=0.3)], ids=["full", "h2o"])
+@pytest.mark.parametrize(
+    "eviction", [None, H2O(heavy_ratio=0.3, recent_ratio=0.3)], ids=["full", "h2o"]
+)
 def test_one_warning_and_the_same_run(
     eviction: H2O | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     found = []
     for tests_bits in (False, True):
         with LLM("opt-tiny", policy(3), eviction, device="cpu", offload_dir=tmp_path) as llm:
@@ -56,7 +59,9 @@ def test_one_warning_and_the_same_run(
             tokens = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
             report = llm.report
             assert report is not None
-            found.append((tokens, report.io_bytes, report.peak_bytes, report.kv, report.prefill.tokens))
+            found.append(
+                (tokens, report.io_bytes, report.peak_bytes, report.kv, report.prefill.tokens)
+            )
             assert capfd.readouterr().err.count(FLAG) == tests_bits
             llm.generate(LONGER, PARAMS)  # needs larger buffers, so the engine is opened again
             assert FLAG not in capfd.readouterr().err
@@ -65,7 +70,9 @@ def test_one_warning_and_the_same_run(
 
 @pytest.mark.usefixtures("strict", "plain_cpu")
 @pytest.mark.parametrize("bits", [None, 8])
-def test_no_warning_without_few_bits(bits: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_warning_without_few_bits(
+    bits: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with LLM("opt-tiny", policy(bits), device="cpu", offload_dir=tmp_path) as llm:
         llm.generate(PROMPTS, PARAMS)
     assert "--kv-bits" not in capfd.readouterr().err
@@ -74,7 +81,7 @@ def test_no_warning_without_few_bits(bits: int | None, tmp_path: Path, capfd: py
 @pytest.mark.usefixtures("plain_cpu")
 def test_a_short_job_is_not_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("flexgen_h2o.llm.MOST_KL", 0.0)
     with LLM("opt-tiny", policy(3), device="cpu", offload_dir=tmp_path) as llm:
         llm.generate(PROMPTS, PARAMS)
@@ -86,20 +93,35 @@ def test_a_short_job_is_not_tested(
 
 
 @pytest.mark.usefixtures("strict", "plain_cpu")
-def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """`generate` tests, with printed answers and in a job; a benchmark does not."""
     monkeypatch.chdir(tmp_path)
-    common = ["opt-tiny", "--device", "cpu", "--kv-bits", "3", "--micro-batch", "2", "--offload-dir", "o"]
+    common = [
+        "opt-tiny",
+        "--device",
+        "cpu",
+        "--kv-bits",
+        "3",
+        "--micro-batch",
+        "2",
+        "--offload-dir",
+        "o",
+    ]
     assert bench([*common, "--prompt-len", "20", "--gen-len", "2"]) == 0
     assert FLAG not in capfd.readouterr().err
     for output in ([], ["-o", "answers.jsonl"]):
         say_once.cache_clear()
-        assert generate([*common, "-p", "def f(", "-p", "import", "--max-tokens", "2", *output]) == 0
+        assert (
+            generate([*common, "-p", "def f(", "-p", "import", "--max-tokens", "2", *output]) == 0
+        )
         assert capfd.readouterr().err.count(f"with {FLAG}") == 1
 
 
 def test_divergence_of_the_likeliest() -> None:
-    """0 for equal logits; otherwise at most the divergence over all tokens, and equal to it where all are likeliest."""
+    """0 for equal logits; otherwise at most the divergence over all tokens, and equal to it where
+    all are likeliest."""
     for vocab, scale in ((20, 0.5), (500, 0.5), (500, 3.0)):
         whole = torch.randn(vocab)
         packed = whole + scale * torch.randn(vocab)

@@ -1,4 +1,5 @@
-"""The last lines of a run of the tests: what it skipped, and why (tests/skip_report.py), with workers and without."""
+"""The last lines of a run of the tests: what it skipped, and why (tests/skip_report.py), with
+workers and without."""
 
 from __future__ import annotations
 
@@ -29,8 +30,20 @@ def test_other(): pass
 def last_lines(folder: Path, *flags: str) -> list[str]:
     """Return what pytest prints after the heading of the report."""
     (folder / "conftest.py").write_text(CONFTEST)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder), *flags]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(folder),
+        str(folder),
+        *flags,
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.stdout.count("skipped, and why") == 1, done.stdout + done.stderr
     return done.stdout.partition("skipped, and why")[2].splitlines()[1:]
 
@@ -38,7 +51,9 @@ def last_lines(folder: Path, *flags: str) -> list[str]:
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_reasons_are_grouped_and_the_closing_line_stays_last(tmp_path: Path, workers: str) -> None:
     (tmp_path / "test_a.py").write_text(FILE)
-    (tmp_path / "test_b.py").write_text('import pytest\npytest.skip("no extra", allow_module_level=True)\n')
+    (tmp_path / "test_b.py").write_text(
+        'import pytest\npytest.skip("no extra", allow_module_level=True)\n'
+    )
     *lines, closing = last_lines(tmp_path, "-n", workers, "-k", "not other")
     assert lines == [
         "    2 tests: too hot",
@@ -52,10 +67,18 @@ def test_reasons_are_grouped_and_the_closing_line_stays_last(tmp_path: Path, wor
 def test_a_run_that_skips_nothing_says_so(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_done(): pass\ndef test_fails(): assert False\n")
     lines = last_lines(tmp_path)
-    assert lines[0] == "nothing was skipped" and "1 failed, 1 passed" in lines[-1] and len(lines) == 2
+    assert (
+        lines[0] == "nothing was skipped" and "1 failed, 1 passed" in lines[-1] and len(lines) == 2
+    )
 
 
-def test_a_reason_names_the_extra_and_what_of_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "extras", lambda: {"here": ["pytest>=1"], "fun": ["pytest>=1", "no-such-thing[x]>=2"]})
+def test_a_reason_names_the_extra_and_what_of_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        extras,
+        "extras",
+        lambda: {"here": ["pytest>=1"], "fun": ["pytest>=1", "no-such-thing[x]>=2"]},
+    )
     assert extras.why_not.__wrapped__("here") == ""
     assert extras.why_not.__wrapped__("fun") == "needs the extra fun (not installed: no-such-thing)"

@@ -10,7 +10,8 @@ from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.timeline import Span, _bars, _cut, around_prefill_end, draw_timeline
 from tests.extras import needs
 
-PREFILL, DECODE = "compute_layer prefill", "compute_layer decode"
+PREFILL = "compute_layer prefill"
+DECODE = "compute_layer decode"
 RUN = [
     Span("wait", "load_weight", 10.0, 10.5),
     *(Span("compute", PREFILL, 10.5 + i, 11.5 + i) for i in range(4)),
@@ -23,7 +24,9 @@ RUN = [
 
 def test_shows_the_end_of_prefill_and_three_decode_sweeps() -> None:
     assert around_prefill_end(RUN, steps=4) == pytest.approx((14.1, 15.7))
-    assert around_prefill_end(RUN, steps=1000) == pytest.approx((12.5, 16.5))  # less than a sweep: all there is
+    assert around_prefill_end(RUN, steps=1000) == pytest.approx(
+        (12.5, 16.5)
+    )  # less than a sweep: all there is
     assert around_prefill_end(RUN[:5], steps=4) is None
 
 

@@ -7,16 +7,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import GIB, KIB, MIB, TIB, format_bytes, format_free, format_seconds, parse_bytes, round_up
+from flexgen_h2o.core.units import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    format_bytes,
+    format_free,
+    format_seconds,
+    parse_bytes,
+    round_up,
+)
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("12GiB", 12 * GIB), ("12g", 12 * GIB), ("12GB", 12 * 10**9), ("1.5m", 3 * MIB // 2), (".5KiB", KIB // 2),
-        ("2 tib", 2 * TIB), ("3TB", 3 * 10**12), (" 7 ", 7), ("7b", 7), ("10kb", 10**4), (4096, 4096), ("1.0", 1),
+        ("12GiB", 12 * GIB),
+        ("12g", 12 * GIB),
+        ("12GB", 12 * 10**9),
+        ("1.5m", 3 * MIB // 2),
+        (".5KiB", KIB // 2),
+        ("2 tib", 2 * TIB),
+        ("3TB", 3 * 10**12),
+        (" 7 ", 7),
+        ("7b", 7),
+        ("10kb", 10**4),
+        (4096, 4096),
+        ("1.0", 1),
     ],
-)  # fmt: skip
+)
 def test_sizes_as_people_write_them(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
@@ -29,7 +49,23 @@ def test_a_plain_count_is_exact(size: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GiB", "-1GiB", "1e9", "0", "0.2", -5, "12 giga", "1,5g", "0x10", "nan", True, 1.5j, "9" * 400, -(10**400)],
+    [
+        "",
+        "GiB",
+        "-1GiB",
+        "1e9",
+        "0",
+        "0.2",
+        -5,
+        "12 giga",
+        "1,5g",
+        "0x10",
+        "nan",
+        True,
+        1.5j,
+        "9" * 400,
+        -(10**400),
+    ],
 )
 def test_anything_else_is_refused_by_the_name_of_its_flag(text: object) -> None:
     with pytest.raises(UsageError, match=r"^--host-mem: "):
@@ -38,7 +74,13 @@ def test_anything_else_is_refused_by_the_name_of_its_flag(text: object) -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 * MIB // 2, "1.50 MiB"), (5 * TIB, "5.00 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (3 * MIB // 2, "1.50 MiB"),
+        (5 * TIB, "5.00 TiB"),
+    ],
 )
 def test_sizes_for_people(size: int, text: str) -> None:
     assert format_bytes(size) == text
@@ -58,10 +100,17 @@ def test_round_up_is_the_smallest_multiple_not_below(size: int, multiple: int) -
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.031234, "0.031 s"), (9.94, "9.9 s"), (42.4, "42 s"), (59.6, "1 min 0 s"), (250, "4 min 10 s"),
-        (3599.7, "1 h 0 min"), (11_220, "3 h 7 min"), (86_399, "1 d 0 h"), (2 * 86_400 + 5 * 3600, "2 d 5 h"),
+        (0.031234, "0.031 s"),
+        (9.94, "9.9 s"),
+        (42.4, "42 s"),
+        (59.6, "1 min 0 s"),
+        (250, "4 min 10 s"),
+        (3599.7, "1 h 0 min"),
+        (11_220, "3 h 7 min"),
+        (86_399, "1 d 0 h"),
+        (2 * 86_400 + 5 * 3600, "2 d 5 h"),
     ],
-)  # fmt: skip
+)
 def test_durations_for_people(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 

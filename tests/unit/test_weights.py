@@ -1,4 +1,5 @@
-"""Weights of a real checkpoint, split over tiers and streamed: what a layer opens is what the file holds."""
+"""Weights of a real checkpoint, split over tiers and streamed: what a layer opens is what the file
+holds."""
 
 from __future__ import annotations
 
@@ -35,18 +36,23 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module", params=[(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
-def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+def stored(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[bool, Any]:
     """By tied or not: (spec, checkpoint, its tensors)."""
     found = {}
     for tied in (True, False):
-        folder, spec = tmp_path_factory.mktemp("weights"), spec_of(tied)
+        folder = tmp_path_factory.mktemp("weights")
+        spec = spec_of(tied)
         tensors = write_checkpoint(folder, spec, *request.param)
         found[tied] = spec, match(spec, read_index(folder), folder), tensors
     return found
 
 
 def resident_rows(room: Room) -> list[torch.Tensor]:
-    pieces = (piece for parts in room.store._parts.values() for held in parts for piece in held.pieces)
+    pieces = (
+        piece for parts in room.store._parts.values() for held in parts for piece in held.pieces
+    )
     return [piece.resident for piece in pieces if piece.resident is not None]
 
 
@@ -58,7 +64,9 @@ def small(tmp_path: Path) -> tuple[ModelSpec, Checkpoint, dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("place", "device"), PAIRS)
-def test_layers_open_what_the_file_holds(stored: dict[bool, Any], place: tuple[int, int], device: type[Device]) -> None:
+def test_layers_open_what_the_file_holds(
+    stored: dict[bool, Any], place: tuple[int, int], device: type[Device]
+) -> None:
     """Over two sweeps, through a ring that is reused, in the dtype that is computed in."""
     for tied, sep_layer, dtype in ((True, True, torch.float32), (False, False, torch.bfloat16)):
         spec, checkpoint, tensors = stored[tied]
@@ -76,7 +84,8 @@ def test_layers_open_what_the_file_holds(stored: dict[bool, Any], place: tuple[i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("place", "near", "pages"), [((0, 99), 0, (3, 6)), ((0, 99), 2**17, (7, 17)), ((60, 40), 0, (0, 0))]
+    ("place", "near", "pages"),
+    [((0, 99), 0, (3, 6)), ((0, 99), 2**17, (7, 17)), ((60, 40), 0, (0, 0))],
 )
 def test_rows_of_a_table_are_read_as_they_are_looked_up(
     stored: dict[bool, Any],
@@ -86,8 +95,8 @@ def test_rows_of_a_table_are_read_as_they_are_looked_up(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each once, into memory whose rows need not be adjacent; with nothing else on disk they are in memory. What lies
-    between rows that are near is read with them."""
+    """Each once, into memory whose rows need not be adjacent; with nothing else on disk they are in
+    memory. What lies between rows that are near is read with them."""
     monkeypatch.setattr("flexgen_h2o.tiers.transfers.NEAR_BYTES", near)
     spec, checkpoint, tensors = stored[False]
     with opened(spec, checkpoint, place, HostDevice(), dtype) as room:
@@ -102,7 +111,9 @@ def test_rows_of_a_table_are_read_as_they_are_looked_up(
 
 
 @pytest.mark.parametrize("place", [(20, 80), (20, 30), (99, 0)])
-def test_twenty_percent_is_twenty_percent_of_every_matrix(small: Any, place: tuple[int, int]) -> None:
+def test_twenty_percent_is_twenty_percent_of_every_matrix(
+    small: Any, place: tuple[int, int]
+) -> None:
     spec, checkpoint, _ = small
     with opened(spec, checkpoint, place, StandInDevice(), torch.float32) as room:
         arenas = {tier: m.data_ptr() for tier, m in room.memory.items()}
@@ -112,7 +123,9 @@ def test_twenty_percent_is_twenty_percent_of_every_matrix(small: Any, place: tup
                 parts = room.store.open_unit(unit, region)[t.role]
                 assert all(len(p) % ROW_BLOCK == 0 for p in parts[:-1])
                 on_device = sum(
-                    len(p) for p in parts if within(p.rows, arenas.get("device"), room.memory.get("device"))
+                    len(p)
+                    for p in parts
+                    if within(p.rows, arenas.get("device"), room.memory.get("device"))
                 )
                 share = place[0] / 100 if len(t.shape) > 1 else 1.0
                 assert abs(on_device - share * t.shape[0]) <= ROW_BLOCK
@@ -134,7 +147,9 @@ def test_resident_rows_fill_exactly_the_planned_memory(
         }
 
 
-def test_tied_head_and_next_embedding_are_loaded_once(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_head_and_next_embedding_are_loaded_once(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec, checkpoint, _ = small
     with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32) as room:
         loads: list[int] = []
@@ -186,8 +201,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
 def test_what_is_multiplied_where_it_lives_is_blocked(
     wide: dict[bool, Any], place: tuple[int, int], device: type[Device], tied: bool
 ) -> None:
-    """Beside streamed rows of the same matrix, and in the planned memory; a tied table too. What is only looked up in,
-    what is streamed and what a device of its own computes on are not."""
+    """Beside streamed rows of the same matrix, and in the planned memory; a tied table too. What is
+    only looked up in, what is streamed and what a device of its own computes on are not."""
     spec, checkpoint, tensors = wide[tied]
     with opened(spec, checkpoint, place, device(), torch.bfloat16) as room:
         tables = {t.name for t in spec.embedding} if not tied else set()
@@ -199,10 +214,16 @@ def test_what_is_multiplied_where_it_lives_is_blocked(
                 parts = room.store.open_unit(unit, region)[t.role]
                 here = [p for p in parts if isinstance(p, BlockedRows)]
                 assert not here or (t.name not in tables and len(t.shape) == 2)
-                assert all(any(within(p.memory, m.data_ptr(), m) for m in room.memory.values()) for p in here)
+                assert all(
+                    any(within(p.memory, m.data_ptr(), m) for m in room.memory.values())
+                    for p in here
+                )
                 blocked += sum(map(len, here))
                 if len(t.shape) == 2 and t.name not in tables:
-                    assert sum(map(len, here)) == round(t.shape[0] * resident / 100 / ROW_BLOCK) * ROW_BLOCK // 64 * 64
+                    assert (
+                        sum(map(len, here))
+                        == round(t.shape[0] * resident / 100 / ROW_BLOCK) * ROW_BLOCK // 64 * 64
+                    )
                     x = torch.randn(5, t.shape[1]).bfloat16()
                     out = linear(x, parts, None, torch.empty(5, t.shape[0], dtype=torch.bfloat16))
                     want = x.float() @ tensors[t.name].float().t()
@@ -226,7 +247,8 @@ def test_fp32_is_not_blocked(wide: dict[bool, Any]) -> None:
 def test_int8_rows_are_blocked_where_they_live(
     wide: dict[bool, Any], tmp_path: Path, place: tuple[int, int], device: type[Device], tied: bool
 ) -> None:
-    """A tied table too, as blocked rows can be looked up; in the planned memory. All is as it is from rows in order."""
+    """A tied table too, as blocked rows can be looked up; in the planned memory. All is as it is
+    from rows in order."""
     spec, source, tensors = wide[tied]
     checkpoint = pack_checkpoint(spec, source, tmp_path, Int8(2))
     with opened(spec, checkpoint, place, device(), torch.bfloat16, form=Int8(2)) as room:
@@ -238,12 +260,22 @@ def test_int8_rows_are_blocked_where_they_live(
             for t in [t for t in unit.tensors if len(t.shape) == 2]:
                 here = [p.packed for p in parts[t.role] if isinstance(p, Int8Rows)]
                 there = [p for p in here if isinstance(p, BlockedInt8)]
-                assert all(any(within(p.memory, m.data_ptr(), m) for m in room.memory.values()) for p in there)
+                assert all(
+                    any(within(p.memory, m.data_ptr(), m) for m in room.memory.values())
+                    for p in there
+                )
                 blocked = round(t.shape[0] * resident / 100 / ROW_BLOCK) * ROW_BLOCK // 64 * 64
                 assert sum(map(len, there)) == (0 if t.name in tables else blocked)
-                whole, x = (Int8Rows(pack_int8_rows(tensors[t.name]), t.shape[1], ws),), torch.randn(5, t.shape[1])
-                if not any(isinstance(p, Table) for p in parts[t.role]):  # whose rows are read one by one
-                    found = [linear(x, p, None, torch.empty(5, t.shape[0])) for p in (whole, parts[t.role])]
+                whole = (Int8Rows(pack_int8_rows(tensors[t.name]), t.shape[1], ws),)
+                x = torch.randn(5, t.shape[1])
+                if not any(
+                    isinstance(p, Table) for p in parts[t.role]
+                ):  # whose rows are read one by one
+                    found = [
+                        linear(x, p, None, torch.empty(5, t.shape[0]))
+                        for p in (whole, parts[t.role])
+                    ]
                     assert torch.equal(*found)
-                ids, rows = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2]), torch.zeros(2, 3, t.shape[1])
+                ids = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2])
+                rows = torch.zeros(2, 3, t.shape[1])
                 assert torch.equal(lookup(ids, whole, rows[0]), lookup(ids, parts[t.role], rows[1]))

@@ -28,33 +28,63 @@ from flexgen_h2o.tiers.stream import NOTHING, Region, Ring, tier_shares
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 CONFIG: dict[str, Any] = {
-    "model_type": "opt", "vocab_size": 200, "hidden_size": 80, "num_hidden_layers": 2, "ffn_dim": 160,
-    "max_position_embeddings": 30, "num_attention_heads": 4, "word_embed_proj_dim": 80, "activation_function": "relu",
-    "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
-}  # fmt: skip
+    "model_type": "opt",
+    "vocab_size": 200,
+    "hidden_size": 80,
+    "num_hidden_layers": 2,
+    "ffn_dim": 160,
+    "max_position_embeddings": 30,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 80,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "do_layer_norm_before": True,
+}
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-# Percent of the weights on device and host, and where the device is: what is on the host is streamed to one of its own.
+# Percent of the weights on device and host, and where the device is: what is on the host is
+# streamed to one of its own.
 PAIRS: list[tuple[tuple[int, int], type[Device]]] = [
-    ((100, 0), HostDevice), ((0, 100), StandInDevice), ((0, 0), HostDevice), ((0, 0), StandInDevice),
-    ((20, 80), StandInDevice), ((20, 30), HostDevice), ((20, 30), StandInDevice), ((0, 50), HostDevice),
-]  # fmt: skip
+    ((100, 0), HostDevice),
+    ((0, 100), StandInDevice),
+    ((0, 0), HostDevice),
+    ((0, 0), StandInDevice),
+    ((20, 80), StandInDevice),
+    ((20, 30), HostDevice),
+    ((20, 30), StandInDevice),
+    ((0, 50), HostDevice),
+]
 
 
 def spec_of(tied: bool) -> ModelSpec:
     return spec_from_config("tiny", {**CONFIG, "tie_word_embeddings": tied}, "here")
 
 
-def write_checkpoint(folder: Path, spec: ModelSpec, dtype: torch.dtype, shift: int) -> dict[str, torch.Tensor]:
-    """model.safetensors with all tensors of `spec` behind a tensor of `shift` bytes, which spoils their alignment."""
-    tensors = {t.name: torch.randn(t.shape).to(dtype) for unit in spec.layers(True).units for t in unit.tensors}
+def write_checkpoint(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, shift: int
+) -> dict[str, torch.Tensor]:
+    """model.safetensors with all tensors of `spec` behind a tensor of `shift` bytes, which spoils
+    their alignment."""
+    tensors = {
+        t.name: torch.randn(t.shape).to(dtype)
+        for unit in spec.layers(True).units
+        for t in unit.tensors
+    }
     head: dict[str, Any] = {"pad": {"dtype": "U8", "shape": [shift], "data_offsets": [0, shift]}}
     end = shift
     for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        head[name] = {"dtype": SAFETENSORS[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+        end = end + tensor.nbytes
+        head[name] = {
+            "dtype": SAFETENSORS[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(head).encode()
     data = b"".join(bytes(t.view(torch.uint8).flatten().tolist()) for t in tensors.values())
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(shift) + data)
+    (folder / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + bytes(shift) + data
+    )
     return tensors
 
 
@@ -62,26 +92,46 @@ class Room:
     """A store as the engine opens it, with exactly the memory that the plan names."""
 
     def __init__(
-        self, spec: ModelSpec, checkpoint: Checkpoint, place: tuple[int, int], device: Device, dtype: torch.dtype,
-        depth: int = 3, sep_layer: bool = True, form: WeightFormat | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        place: tuple[int, int],
+        device: Device,
+        dtype: torch.dtype,
+        depth: int = 3,
+        sep_layer: bool = True,
+        form: WeightFormat | None = None,
+    ) -> None:
         policy = Policy(
-            percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=isinstance(form, Groupwise),
+            percent=(*place, 100, 0, 100, 0),
+            sep_layer=sep_layer,
+            compress_weight=isinstance(form, Groupwise),
             weight_bits=form.bits if isinstance(form, Groupwise) else 4,
             int8_compute=form is not None and form.in_int8,
-        )  # fmt: skip
+        )
         shape = BlockShape(rows=1, micro_batches=1, tokens=1, slots=(1,))
         plan = memory_plan(spec, policy, shape, dtype.itemsize, device.is_host, Depth(depth, 1, 1))
         self.memory = {b.tier: host_buffer(b.nbytes) for b in plan.buffers if b.name == "weights"}
-        self.ring = Ring(host_buffer(plan.size("weight ring"))) if plan.size("weight ring") else None
+        self.ring = (
+            Ring(host_buffer(plan.size("weight ring"))) if plan.size("weight ring") else None
+        )
         self.lanes = Lanes({"disk_read": 2, "h2d": 1}, Timeline())
         self.layers = spec.layers(sep_layer)
         shares = tier_shares(policy.weight_shares, device.is_host)
-        decoded = host_buffer(plan.size("unpacked weights")) if form is not None and form.decodes else None
+        decoded = (
+            host_buffer(plan.size("unpacked weights"))
+            if form is not None and form.decodes
+            else None
+        )
         self.store = WeightStore(
-            self.layers, checkpoint, shares, form or WeightFormat(dtype.itemsize), Mover(device, self.lanes),
-            int8_workspace(dtype), decoded,
-        )  # fmt: skip
+            self.layers,
+            checkpoint,
+            shares,
+            form or WeightFormat(dtype.itemsize),
+            Mover(device, self.lanes),
+            int8_workspace(dtype),
+            decoded,
+        )
         self.store.load_resident(self.memory)
 
     def stream(self, sweeps: int, ahead: int) -> WeightStream:
@@ -114,8 +164,11 @@ def taken(room: Room, unit: int) -> Region | None:
     return region
 
 
-def unpacked_layers(room: Room, stream: WeightStream) -> Iterator[tuple[WeightUnit, dict[str, RowParts]]]:
-    """Two sweeps of a stream, each layer's unit and its tensors, unpacked once a unit; the region is given back."""
+def unpacked_layers(
+    room: Room, stream: WeightStream
+) -> Iterator[tuple[WeightUnit, dict[str, RowParts]]]:
+    """Two sweeps of a stream, each layer's unit and its tensors, unpacked once a unit; the region
+    is given back."""
     for layer in room.layers.layers * 2:
         stream.prefetch()
         if layer.unit != stream.unit:
@@ -127,7 +180,9 @@ def unpacked_layers(room: Room, stream: WeightStream) -> Iterator[tuple[WeightUn
 
 def int8_workspace(dtype: torch.dtype = torch.bfloat16) -> Workspace:
     """Room for products in int8 of the shapes here."""
-    return Workspace(torch.empty(len(BUFFERS) * 2**16, dtype=torch.uint8), dict.fromkeys(BUFFERS, 2**16), dtype)
+    return Workspace(
+        torch.empty(len(BUFFERS) * 2**16, dtype=torch.uint8), dict.fromkeys(BUFFERS, 2**16), dtype
+    )
 
 
 def values(parts: RowParts) -> torch.Tensor:
@@ -137,7 +192,8 @@ def values(parts: RowParts) -> torch.Tensor:
 
 def int8_values(parts: RowParts) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers (n, columns) that int8 rows stand for, and their scales (n, 1)."""
-    numbers, scales = [], []
+    numbers = []
+    scales = []
     for part in parts:
         assert isinstance(part, Int8Rows)
         numbers.append(torch.empty(len(part), part.columns))
@@ -148,7 +204,9 @@ def int8_values(parts: RowParts) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def within(part: torch.Tensor, start: int | None, arena: torch.Tensor | None) -> bool:
-    return start is not None and arena is not None and start <= part.data_ptr() < start + arena.numel()
+    return (
+        start is not None and arena is not None and start <= part.data_ptr() < start + arena.numel()
+    )
 
 
 WIDE = {"hidden_size": 128, "ffn_dim": 320, "word_embed_proj_dim": 128}

@@ -1,10 +1,11 @@
-"""Hugging Face Accelerate. Variants: disk (as many layers in RAM as the budget holds), disk-eager (with the
-eager attention for sdpa), cpu (all weights in RAM).
+"""Hugging Face Accelerate. Variants: disk (as many layers in RAM as the budget holds), disk-eager
+(with the eager attention for sdpa), cpu (all weights in RAM).
 
-disk: `device_map` sends the other layers to "disk", which reads the safetensors files in place, buffered and when a
-module needs them. The kernel's cache of a layer is dropped after it, so that each sweep reads the disk again.
-cpu: `accelerate.cpu_offload`, hooks included; with no card to move weights to it is generate with hooks. On a card
-`device_map` keeps there what --device-mem leaves beside KV cache and activations; the hooks bring the rest from RAM.
+disk: `device_map` sends the other layers to "disk", which reads the safetensors files in place,
+buffered and when a module needs them. The kernel's cache of a layer is dropped after it, so that
+each sweep reads the disk again. cpu: `accelerate.cpu_offload`, hooks included; with no card to move
+weights to it is generate with hooks. On a card `device_map` keeps there what --device-mem leaves
+beside KV cache and activations; the hooks bring the rest from RAM.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ from contract import (
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Where a family's modules keep their layers, and what it has besides. A head goes by either name.
 LAYERS = {
-    "opt": "model.decoder.layers", "llama": "model.layers", "gpt_neox": "gpt_neox.layers", "qwen3_moe": "model.layers",
+    "opt": "model.decoder.layers",
+    "llama": "model.layers",
+    "gpt_neox": "gpt_neox.layers",
+    "qwen3_moe": "model.layers",
     "olmoe": "model.layers",
-}  # fmt: skip
+}
 OUTSIDE = {
     "opt": ("embed_tokens", "embed_positions", "project_in", "project_out", "final_layer_norm"),
     **dict.fromkeys(("llama", "qwen3_moe", "olmoe"), ("embed_tokens", "norm", "rotary_emb")),
@@ -48,50 +52,68 @@ EXPERTS = ".experts."  # transformers joins those of a layer in one module
 def resident_layers(
     request: Request, layers: list[list[StoredTensor]], outside: list[StoredTensor]
 ) -> tuple[int, bool]:
-    """Layers that stay in RAM: what the budget leaves after embedding, head, KV cache, activations and a module in
-    flight; and whether embedding and head stay there.
+    """Layers that stay in RAM: what the budget leaves after embedding, head, KV cache, activations
+    and a module in flight; and whether embedding and head stay there.
 
-    outside: all other weights. No layer stays where the rest alone is more than the budget, and no embedding or head
-    where it is more than a run may take; DoesNotFitError where what a product of the largest module needs is, too.
+    outside: all other weights. No layer stays where the rest alone is more than the budget, and no
+    embedding or head where it is more than a run may take; DoesNotFitError where what a product of
+    the largest module needs is, too.
     """
     if request.budget is None:
         return 0, True  # all from disk: how fast it is without help from RAM
-    layer, beside = max(_in_memory(tensors, request) for tensors in layers), sum(kv_and_work_bytes(request))
+    layer = max(_in_memory(tensors, request) for tensors in layers)
+    beside = sum(kv_and_work_bytes(request))
     needed = _in_memory(outside, request) + beside + module_bytes(request, layers)
     if request.fits(needed):
         return min(len(layers), max(request.budget - needed, 0) // layer), True
-    # Seen on CPUs with products in bf16, not looked at with AVX2 alone: oneDNN packs a matrix before its product, while
-    # all of it is mapped. With room for one of the two the file is read again and again.
+    # Seen on CPUs with products in bf16, not looked at with AVX2 alone: oneDNN packs a matrix
+    # before its product, while all of it is mapped. With room for one of the two the file is read
+    # again and again.
     copies = 2 if request.itemsize == 2 else 1
-    least = beside + copies * module_bytes(request, [*layers, [tensor for tensor in outside if _is_end(tensor)]])
+    least = beside + copies * module_bytes(
+        request, [*layers, [tensor for tensor in outside if _is_end(tensor)]]
+    )
     if not request.fits(least):
         over = least - request.budget
-        raise DoesNotFitError(f"{request.rows} rows need {over} bytes more than the budget with every module on disk")
+        raise DoesNotFitError(
+            f"{request.rows} rows need {over} bytes more than the budget with every module on disk"
+        )
     return 0, False
 
 
 def card_and_host_bytes(request: Request, card: int) -> dict[int | str, int]:
-    """`max_memory`: weights on the card beside KV cache, activations and the module in flight, and on the host.
+    """`max_memory`: weights on the card beside KV cache, activations and the module in flight, and
+    on the host.
 
-    card: bytes that it has. Raises DoesNotFitError where no weight may stay; RefusedError for a budget of RAM.
+    card: bytes that it has. Raises DoesNotFitError where no weight may stay; RefusedError for a
+    budget of RAM.
     """
     if request.variant != "cpu" or request.budget is not None:
         raise RefusedError(
-            f"--device cuda: only offload to all of RAM is measured there, not {request.variant} in a budget"
+            f"--device cuda: only offload to all of RAM is measured there, not {request.variant} "
+            "in a budget"
         )
     layers, outside = tensors_by_layer(request)
     room = min(card, request.device_mem or card)
     free = room - sum(kv_and_work_bytes(request)) - module_bytes(request, layers)
     if free < 0:
-        raise DoesNotFitError(f"{request.rows} rows need {-free} bytes more than the card has, with every layer in RAM")
+        raise DoesNotFitError(
+            f"{request.rows} rows need {-free} bytes more than the card has, with every layer in "
+            "RAM"
+        )
     return {0: free, "cpu": sum(_in_memory(tensors, request) for tensors in (outside, *layers))}
 
 
 def module_bytes(request: Request, layers: list[list[StoredTensor]]) -> int:
-    """Of the largest module of a layer. Accelerate's hooks bring one at a time, and drop it once it has run."""
+    """Of the largest module of a layer. Accelerate's hooks bring one at a time, and drop it once it
+    has run."""
     modules: dict[str, list[StoredTensor]] = {}
     for tensor in (tensor for tensors in layers for tensor in tensors):
-        name = tensor.name.partition(EXPERTS)[0] if EXPERTS in tensor.name else tensor.name.rpartition(".")[0]
+        name = (
+            tensor.name.partition(EXPERTS)[0]
+            if EXPERTS in tensor.name
+            else tensor.name.rpartition(".")[0]
+        )
         modules.setdefault(name, []).append(tensor)
     return max(_in_memory(tensors, request) for tensors in modules.values())
 
@@ -168,7 +190,8 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
             end.register_forward_hook(lambda *_, tensor=tensor: _forget([tensor]))
 
     def forget_all() -> None:
-        # Experts, which transformers joins when it loads them, have been written again to the offload folder.
+        # Experts, which transformers joins when it loads them, have been written again to the
+        # offload folder.
         for path in (*request.weight_files, *request.offload_dir.glob("model.*.safetensors")):
             drop_page_cache(path)
 
@@ -186,10 +209,15 @@ def _device_map(request: Request, kept: int, keeps_ends: bool = True) -> dict[st
     family = request.config["model_type"]
     if family not in LAYERS:
         raise RefusedError(f"model_type {family}: measured with {', '.join(LAYERS)} only")
-    root, count = LAYERS[family], int(request.config["num_hidden_layers"])
-    outside = {f"{root.removesuffix('.layers')}.{name}": name for name in OUTSIDE[family]} | {n: n for n in HEADS}
+    root = LAYERS[family]
+    count = int(request.config["num_hidden_layers"])
+    outside = {f"{root.removesuffix('.layers')}.{name}": name for name in OUTSIDE[family]} | {
+        n: n for n in HEADS
+    }
     places = {f"{root}.{i}": "cpu" if i < kept else "disk" for i in range(count)}
-    return {path: "cpu" if keeps_ends or name not in ENDS else "disk" for path, name in outside.items()} | places
+    return {
+        path: "cpu" if keeps_ends or name not in ENDS else "disk" for path, name in outside.items()
+    } | places
 
 
 if __name__ == "__main__":

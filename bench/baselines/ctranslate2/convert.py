@@ -1,4 +1,5 @@
-"""Convert a Hugging Face folder without a tokenizer for CTranslate2: convert.py FOLDER TARGET COMPUTE_TYPE.
+"""Convert a Hugging Face folder without a tokenizer for CTranslate2: convert.py FOLDER TARGET
+COMPUTE_TYPE.
 
 The words of its vocabulary are made up, one a token id, and listed in TARGET/words.txt.
 """
@@ -32,7 +33,9 @@ class MadeUpWords:
 
 
 class Converter(TransformersConverter):  # type: ignore[misc]
-    def load_tokenizer(self, tokenizer_class: Any, model_name_or_path: str, **kwargs: Any) -> MadeUpWords:
+    def load_tokenizer(
+        self, tokenizer_class: Any, model_name_or_path: str, **kwargs: Any
+    ) -> MadeUpWords:
         return MadeUpWords(json.loads((Path(model_name_or_path) / "config.json").read_text()))
 
 

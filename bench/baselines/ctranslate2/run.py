@@ -1,7 +1,9 @@
-"""CTranslate2, everything in RAM. Variants: int8 (float32 activations around int8 products), float32.
+"""CTranslate2, everything in RAM. Variants: int8 (float32 activations around int8 products),
+float32.
 
-It refuses bfloat16 on a CPU. The folder is converted once into the offload dir, with made-up words for the token ids of
-random weights. Peak memory is over a process that has imported ctranslate2: it does not need torch to run.
+It refuses bfloat16 on a CPU. The folder is converted once into the offload dir, with made-up words
+for the token ids of random weights. Peak memory is over a process that has imported ctranslate2: it
+does not need torch to run.
 """
 
 from __future__ import annotations
@@ -21,16 +23,21 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     prompts = request.prompts()
     meter.begin()
     _generate(model, prompts, words, request.gen_len, meter.mark)
-    return meter.result(request.rows, request.gen_len) | {"setting": {"compute_type": model.compute_type}}
+    return meter.result(request.rows, request.gen_len) | {
+        "setting": {"compute_type": model.compute_type}
+    }
 
 
 def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
     import numpy as np
 
-    (model, words), found = _loaded(request), []
+    model, words = _loaded(request)
+    found = []
     for prompt, more in zip(prompts, continuations, strict=True):
         row = [words[i] for i in (*prompt, *more[:-1])]
-        found.append(np.array(model.forward_batch([row], return_log_probs=True))[0, len(prompt) - 1 :])
+        found.append(
+            np.array(model.forward_batch([row], return_log_probs=True))[0, len(prompt) - 1 :]
+        )
     return np.stack(found)[:, :, : len(words)]
 
 
@@ -40,14 +47,21 @@ def _loaded(request: Request) -> tuple[Any, list[str]]:
 
     folder = _converted(request)
     model = ctranslate2.Generator(
-        str(folder), device="cpu", compute_type=request.variant, inter_threads=1, intra_threads=request.threads
+        str(folder),
+        device="cpu",
+        compute_type=request.variant,
+        inter_threads=1,
+        intra_threads=request.threads,
     )
     return model, (folder / "words.txt").read_text().splitlines()
 
 
-def _generate(model: Any, prompts: list[list[int]], words: list[str], gen_len: int, mark: Any) -> None:
+def _generate(
+    model: Any, prompts: list[list[int]], words: list[str], gen_len: int, mark: Any
+) -> None:
     """One batch, greedy. CTranslate2 tells of each row's token; the last row's ends a step."""
-    rows, seen = len(prompts), 0
+    rows = len(prompts)
+    seen = 0
 
     def on_token(step: Any) -> bool:
         nonlocal seen
@@ -57,9 +71,14 @@ def _generate(model: Any, prompts: list[list[int]], words: list[str], gen_len: i
         return False
 
     results = model.generate_batch(
-        [[words[i] for i in row] for row in prompts], beam_size=1, min_length=gen_len, max_length=gen_len,
-        include_prompt_in_result=False, max_batch_size=0, callback=on_token,
-    )  # fmt: skip
+        [[words[i] for i in row] for row in prompts],
+        beam_size=1,
+        min_length=gen_len,
+        max_length=gen_len,
+        include_prompt_in_result=False,
+        max_batch_size=0,
+        callback=on_token,
+    )
     if any(len(result.sequences_ids[0]) != gen_len for result in results):
         raise RuntimeError("a row ended early")
 
@@ -68,10 +87,24 @@ def _converted(request: Request) -> Path:
     """The converted folder, made once."""
     folder = request.offload_dir / f"ctranslate2-{request.model_dir.name}-{request.variant}"
     if not (folder / "words.txt").exists():
-        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, folder, request.variant)
+        convert_apart(
+            Path(__file__).with_name("convert.py"), request.model_dir, folder, request.variant
+        )
     return folder
 
 
 if __name__ == "__main__":
-    variants, dtypes = ("int8", "float32"), ("bf16",)  # of weights; bf16 is converted
-    sys.exit(main(measure, variants, ("ctranslate2",), "ctranslate2", devices=("cpu",), score=score, dtypes=dtypes))
+    # of weights; bf16 is converted
+    variants = ("int8", "float32")
+    dtypes = ("bf16",)
+    sys.exit(
+        main(
+            measure,
+            variants,
+            ("ctranslate2",),
+            "ctranslate2",
+            devices=("cpu",),
+            score=score,
+            dtypes=dtypes,
+        )
+    )

@@ -1,11 +1,12 @@
 """The original FlexGen. Variants: cpu, cpu-4bit, disk, disk-4bit (see cpu.py), published.
 
-cpu: all in RAM. disk: KV in RAM, where it fits, and of the weights the share that the budget holds. -4bit: both with
-its own compression of weights and KV. All on a processor, where the package by itself hangs for ever, its copy threads
-dead; settings (--settings JSON): those of cpu.SETTINGS, which tune.py chooses.
-published: on a CUDA card, under the published policy nearest to what is asked, of those for a 16 GB card. It computes
-in fp16, with weights that are all ones (`--path _DUMMY_`): it converts no random checkpoint, and its speed does not
-depend on their values. Its own prompt, for which it asks the network for a tokenizer, gives way to everybody's.
+cpu: all in RAM. disk: KV in RAM, where it fits, and of the weights the share that the budget holds.
+-4bit: both with its own compression of weights and KV. All on a processor, where the package by
+itself hangs for ever, its copy threads dead; settings (--settings JSON): those of cpu.SETTINGS,
+which tune.py chooses. published: on a CUDA card, under the published policy nearest to what is
+asked, of those for a 16 GB card. It computes in fp16, with weights that are all ones (`--path
+_DUMMY_`): it converts no random checkpoint, and its speed does not depend on their values. Its own
+prompt, for which it asks the network for a tokenizer, gives way to everybody's.
 """
 
 from __future__ import annotations
@@ -25,11 +26,18 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from contract import Meter, RefusedError, Request, main, phases
 
 NAMES = {
-    (768, 12): "125m", (2048, 24): "1.3b", (2560, 32): "2.7b", (4096, 32): "6.7b", (5120, 40): "13b", (7168, 48): "30b",
-    (9216, 64): "66b", (12288, 96): "175b",
-}  # fmt: skip
+    (768, 12): "125m",
+    (2048, 24): "1.3b",
+    (2560, 32): "2.7b",
+    (4096, 32): "6.7b",
+    (5120, 40): "13b",
+    (7168, 48): "30b",
+    (9216, 64): "66b",
+    (12288, 96): "175b",
+}
 LATENCY = re.compile(r"(prefill|decode) latency: ([\d.]+) s")
-# Published for a 16 GB card: model size in billions of weights up to which it is meant, percent, further flags.
+# Published for a 16 GB card: model size in billions of weights up to which it is meant, percent,
+# further flags.
 PUBLISHED: tuple[tuple[float, str, tuple[str, ...]], ...] = (
     (7, "100 0 100 0 100 0", ("--overlap", "False")),
     (31, "20 80 0 100 0 100", ("--cpu-cache-compute",)),
@@ -41,11 +49,18 @@ MICRO_BATCHES = 3  # of the published policy for opt-30b, 48 x 3
 def published_flags(request: Request, weights: float) -> list[str]:
     """Flags for `rows` prompts. weights: number of the model's parameters."""
     percent, more = next((p, m) for limit, p, m in PUBLISHED if weights <= limit * 1e9)
-    batches = MICRO_BATCHES if percent != PUBLISHED[0][1] and request.rows % MICRO_BATCHES == 0 else 1
+    batches = (
+        MICRO_BATCHES if percent != PUBLISHED[0][1] and request.rows % MICRO_BATCHES == 0 else 1
+    )
     return [
-        "--gpu-batch-size", str(request.rows // batches), "--num-gpu-batches", str(batches),
-        "--percent", *percent.split(), *more,
-    ]  # fmt: skip
+        "--gpu-batch-size",
+        str(request.rows // batches),
+        "--num-gpu-batches",
+        str(batches),
+        "--percent",
+        *percent.split(),
+        *more,
+    ]
 
 
 def read_log(text: str, rows: int, gen_len: int) -> dict[str, Any]:
@@ -65,20 +80,35 @@ def flexgen_name(config: dict[str, Any]) -> str:
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
     if (request.device == "cuda") != (request.variant == "published"):
         raise RefusedError(
-            f"--variant {request.variant} --device {request.device}: published needs cuda, the others cpu"
+            f"--variant {request.variant} --device {request.device}: published needs cuda, the "
+            "others cpu"
         )
     if request.device == "cpu":
         import cpu
 
         return cpu.measure(request, meter)
     name = flexgen_name(request.config)
-    policy = published_flags(request, sum(path.stat().st_size for path in request.weight_files) / request.itemsize)
+    policy = published_flags(
+        request, sum(path.stat().st_size for path in request.weight_files) / request.itemsize
+    )
     with tempfile.TemporaryDirectory() as folder:
-        log, scratch = Path(folder) / "log", request.offload_dir / "flexgen"
+        log = Path(folder) / "log"
+        scratch = request.offload_dir / "flexgen"
         flags = [
-            "--model", name, "--path", "_DUMMY_", "--prompt-len", str(request.prompt_len), "--gen-len",
-            str(request.gen_len), "--offload-dir", str(scratch), "--log-file", str(log), *policy,
-        ]  # fmt: skip
+            "--model",
+            name,
+            "--path",
+            "_DUMMY_",
+            "--prompt-len",
+            str(request.prompt_len),
+            "--gen-len",
+            str(request.gen_len),
+            "--offload-dir",
+            str(scratch),
+            "--log-file",
+            str(log),
+            *policy,
+        ]
         meter.begin()
         try:
             run_published(request, flags)
@@ -109,4 +139,11 @@ def score(request: Request, prompts: list[list[int]], continuations: list[list[i
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ("cpu", "disk", "cpu-4bit", "disk-4bit", "published"), ("torch", "flexgen"), score=score))
+    sys.exit(
+        main(
+            measure,
+            ("cpu", "disk", "cpu-4bit", "disk-4bit", "published"),
+            ("torch", "flexgen"),
+            score=score,
+        )
+    )

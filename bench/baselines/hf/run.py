@@ -1,14 +1,16 @@
 """Hugging Face generate, all in RAM or on the card.
 
-Variants: sdpa, eager (its two attentions), each with -static (a KV cache allocated once instead of one that grows: no
-copy of it a step, but attention also over columns that are still empty) and with -static-compile (and its forward
-compiled by inductor, for the batch and lengths asked, before the timed part; needs g++); sdpa-loop (experts one after
-another instead of its grouped product). The best counts.
+Variants: sdpa, eager (its two attentions), each with -static (a KV cache allocated once instead of
+one that grows: no copy of it a step, but attention also over columns that are still empty) and with
+-static-compile (and its forward compiled by inductor, for the batch and lengths asked, before the
+timed part; needs g++); sdpa-loop (experts one after another instead of its grouped product). The
+best counts.
 
-On a card -static-compile is as transformers has it, decode steps in CUDA graphs; no card has run it yet. On a CPU it
-has settings (bench/baselines/hf/tune.py): prefill (compiled too, where generate itself compiles decode alone), freezing
-(weights are constants, packed ahead: a second copy of them), cpp_wrapper (C++ calls the kernels), max_autotune
-(inductor's own matrix products where they win on trial).
+On a card -static-compile is as transformers has it, decode steps in CUDA graphs; no card has run it
+yet. On a CPU it has settings (bench/baselines/hf/tune.py): prefill (compiled too, where generate
+itself compiles decode alone), freezing (weights are constants, packed ahead: a second copy of
+them), cpp_wrapper (C++ calls the kernels), max_autotune (inductor's own matrix products where they
+win on trial).
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from contract import Meter, RefusedError, Request, main
 
 SETTINGS: dict[str, int] = {"prefill": 0, "freezing": 1, "cpp_wrapper": 0, "max_autotune": 0}
-VARIANTS = ("sdpa", "eager", "sdpa-static", "eager-static", "sdpa-static-compile", "eager-static-compile", "sdpa-loop")
+VARIANTS = (
+    "sdpa",
+    "eager",
+    "sdpa-static",
+    "eager-static",
+    "sdpa-static-compile",
+    "eager-static-compile",
+    "sdpa-loop",
+)
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -35,7 +45,9 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     experts = {"experts_implementation": "eager"} if "loop" in others else {}
     cache: dict[str, Any] = {"cache_implementation": "static"} if "static" in others else {}
     if "compile" in others and shutil.which("g++") is None:
-        raise RefusedError("Hugging Face's compiled forward needs a C++ compiler: apt-get install g++")
+        raise RefusedError(
+            "Hugging Face's compiled forward needs a C++ compiler: apt-get install g++"
+        )
     torch.set_num_threads(request.threads)
     model = (
         AutoModelForCausalLM.from_pretrained(
@@ -44,7 +56,11 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         .eval()
         .to(request.device)
     )
-    setting = {"attention": attention, "cache": cache.get("cache_implementation", "dynamic"), **experts}
+    setting = {
+        "attention": attention,
+        "cache": cache.get("cache_implementation", "dynamic"),
+        **experts,
+    }
     if "compile" in others:
         if request.device == "cuda":
             cache["compile_config"] = CompileConfig()
@@ -62,7 +78,9 @@ def _compiled(model: Any, setting: dict[str, Any]) -> Any:
 
     for name in ("freezing", "cpp_wrapper", "max_autotune"):
         setattr(config, name, bool(setting[name]))
-    if setting["freezing"]:  # it takes tensors of a static address for constants: generate marks its cache so
+    if setting[
+        "freezing"
+    ]:  # it takes tensors of a static address for constants: generate marks its cache so
         torch._dynamo.mark_static_address = lambda *_, **__: None
     if setting["max_autotune"]:
         config.max_autotune_gemm_backends = "CPP,ATEN"

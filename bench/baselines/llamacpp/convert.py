@@ -1,9 +1,10 @@
-"""Convert a Hugging Face folder without a tokenizer for llama.cpp: convert.py FOLDER TARGET.gguf bf16|q8_0.
+"""Convert a Hugging Face folder without a tokenizer for llama.cpp: convert.py FOLDER TARGET.gguf
+bf16|q8_0.
 
-LLaMA, GPT-NeoX, Qwen3-MoE and OLMoE with plain rotary embeddings. llama.cpp's own converter refuses a folder without a
-tokenizer; GGUF has a vocabulary of none, to which token ids are given as they are. Matrices keep their bf16 (or become
-8-bit blocks of 32, as llama.cpp's own Q8_0); vectors and routers become float32, as llama.cpp wants them. One tensor is
-in memory at a time.
+LLaMA, GPT-NeoX, Qwen3-MoE and OLMoE with plain rotary embeddings. llama.cpp's own converter refuses
+a folder without a tokenizer; GGUF has a vocabulary of none, to which token ids are given as they
+are. Matrices keep their bf16 (or become 8-bit blocks of 32, as llama.cpp's own Q8_0); vectors and
+routers become float32, as llama.cpp wants them. One tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -28,35 +29,59 @@ Source = tuple[str, tuple[int, ...], Callable[[], Bits]]
 LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)$")
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)$")
 _LLAMA = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
 _MIXTURE = {
-    **_LLAMA, "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
-    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
-}  # fmt: skip
+    **_LLAMA,
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+}
 NAMES: dict[str, dict[str, str]] = {
     "llama": _LLAMA,
     "qwen3_moe": _MIXTURE,
     "olmoe": _MIXTURE,
     "gpt_neox": {
-        "input_layernorm": "attn_norm", "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output",
-        "post_attention_layernorm": "ffn_norm", "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
-        "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
+        "input_layernorm": "attn_norm",
+        "attention.query_key_value": "attn_qkv",
+        "attention.dense": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+        "gpt_neox.embed_in": "token_embd",
+        "gpt_neox.final_layer_norm": "output_norm",
+        "embed_out": "output",
     },
-}  # fmt: skip
+}
 
 
 def main() -> int:
-    source, target, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    source = Path(sys.argv[1])
+    target = Path(sys.argv[2])
+    kind = sys.argv[3]
     config = json.loads((source / "config.json").read_text())
     family = config["model_type"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind_of_rope = rope.get("rope_type", rope.get("type", "default"))
     if family not in NAMES or kind_of_rope != "default":
-        print(f"llama.cpp: not converted here: model_type {family}, rope_type {kind_of_rope}", file=sys.stderr)
+        print(
+            f"llama.cpp: not converted here: model_type {family}, rope_type {kind_of_rope}",
+            file=sys.stderr,
+        )
         return 2
     from gguf import GGUFWriter
 
@@ -77,7 +102,8 @@ def main() -> int:
 
 
 def _describe(writer: Any, config: dict[str, Any]) -> None:
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
     width = config.get("head_dim") or hidden // heads
     writer.add_name("random weights")
     writer.add_context_length(config["max_position_embeddings"])
@@ -92,7 +118,9 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+        writer.add_expert_feed_forward_length(
+            config.get("moe_intermediate_size", config["intermediate_size"])
+        )
     if config["model_type"] != "gpt_neox":
         writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
         writer.add_key_length(width)
@@ -107,7 +135,9 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
         writer.add_rope_dimension_count(int(share * width))
 
 
-def _sources(tensors: Iterator[StoredTensor], family: str, config: dict[str, Any]) -> Iterator[Source]:
+def _sources(
+    tensors: Iterator[StoredTensor], family: str, config: dict[str, Any]
+) -> Iterator[Source]:
     """Tensors by their names in GGUF; the experts of a layer as one."""
     experts: dict[str, dict[int, StoredTensor]] = {}
     for tensor in tensors:
@@ -141,13 +171,20 @@ def _stacked(tensors: list[StoredTensor]) -> Bits:
 
 def _ordered(tensor: StoredTensor, name: str, config: dict[str, Any]) -> Bits:
     """Rows in the order that llama.cpp expects."""
-    bits, heads = _bits(tensor), config["num_attention_heads"]
+    bits = _bits(tensor)
+    heads = config["num_attention_heads"]
     if name == "attn_k":
         heads = config.get("num_key_value_heads") or heads
-    if name in ("attn_q", "attn_k") and config["model_type"] == "llama":  # it turns neighbours, transformers halves
-        return bits.reshape(heads, 2, len(bits) // heads // 2, -1).swapaxes(1, 2).reshape(bits.shape)
+    if (
+        name in ("attn_q", "attn_k") and config["model_type"] == "llama"
+    ):  # it turns neighbours, transformers halves
+        return (
+            bits.reshape(heads, 2, len(bits) // heads // 2, -1).swapaxes(1, 2).reshape(bits.shape)
+        )
     if name == "attn_qkv":  # a head's q, k and v side by side; llama.cpp wants all q first
-        return bits.reshape(heads, 3, len(bits) // heads // 3, -1).swapaxes(0, 1).reshape(bits.shape)
+        return (
+            bits.reshape(heads, 3, len(bits) // heads // 3, -1).swapaxes(0, 1).reshape(bits.shape)
+        )
     return bits
 
 

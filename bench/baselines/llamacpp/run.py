@@ -1,10 +1,11 @@
-"""llama.cpp. Variants: bf16 (the weights as they are) and its own formats q8_0, q4_0, q4_k (Q4_K_M), all in RAM; with
--mmap behind it mapped from the file, of which the kernel reads again what its page cache does not keep.
+"""llama.cpp. Variants: bf16 (the weights as they are) and its own formats q8_0, q4_0, q4_k
+(Q4_K_M), all in RAM; with -mmap behind it mapped from the file, of which the kernel reads again
+what its page cache does not keep.
 
-Prompts as one batch of many sequences, then a token of each a step (its batched decode), chosen by numpy's argmax. The
-folder is converted once into the offload dir. Peak memory is over a process that has imported llama_cpp. Settings
-(bench/baselines/llamacpp/tune.py): flash_attn, kv_unified (one KV buffer for all sequences), ubatch (tokens computed
-together).
+Prompts as one batch of many sequences, then a token of each a step (its batched decode), chosen by
+numpy's argmax. The folder is converted once into the offload dir. Peak memory is over a process
+that has imported llama_cpp. Settings (bench/baselines/llamacpp/tune.py): flash_attn, kv_unified
+(one KV buffer for all sequences), ubatch (tokens computed together).
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, RefusedError, Request, convert_apart, drop_page_cache, main
+from contract import (
+    WARM_UP_PROMPT,
+    WARM_UP_TOKENS,
+    Meter,
+    RefusedError,
+    Request,
+    convert_apart,
+    drop_page_cache,
+    main,
+)
 
 SETTINGS: dict[str, int] = {"flash_attn": 1, "kv_unified": 0, "ubatch": 512}
 SWITCHES = ("flash_attn", "kv_unified")
@@ -35,7 +45,9 @@ MOST_ROWS = 256  # sequences of a context: LLAMA_MAX_SEQ
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
     if request.rows > MOST_ROWS:
-        raise RefusedError(f"llama.cpp: {request.rows} rows are more than the {MOST_ROWS} sequences of a context")
+        raise RefusedError(
+            f"llama.cpp: {request.rows} rows are more than the {MOST_ROWS} sequences of a context"
+        )
     settings = request.chosen(SETTINGS, SWITCHES)
     path = _converted(request)
     with _context(path, request, settings) as session:
@@ -51,7 +63,9 @@ def score(request: Request, prompts: list[list[int]], continuations: list[list[i
 
     with _context(_converted(request), request, request.chosen(SETTINGS, SWITCHES)) as session:
         found = [session.begin(prompts).copy()]
-        found += [session.follow(tokens).copy() for tokens in list(zip(*continuations, strict=True))[:-1]]
+        found += [
+            session.follow(tokens).copy() for tokens in list(zip(*continuations, strict=True))[:-1]
+        ]
     return np.stack(found, 1)
 
 
@@ -59,11 +73,16 @@ class Session:
     """A context of llama.cpp and a batch with room for all prompts."""
 
     def __init__(self, context: Any, batch: Any, vocab: int) -> None:
-        self._context, self._batch, self._vocab = context, batch, vocab
+        self._context = context
+        self._batch = batch
+        self._vocab = vocab
         self._lengths: list[int] = []  # tokens of each sequence in the KV cache
 
-    def generate(self, prompts: Sequence[Sequence[int]], gen_len: int, mark: Any) -> list[list[int]]:
-        """Greedily, `gen_len` tokens a prompt; `mark` is called when each prompt has its next one."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], gen_len: int, mark: Any
+    ) -> list[list[int]]:
+        """Greedily, `gen_len` tokens a prompt; `mark` is called when each prompt has its next
+        one."""
         out: list[list[int]] = [[] for _ in prompts]
         for step in range(gen_len):
             logits = self.begin(prompts) if step == 0 else self.follow([row[-1] for row in out])
@@ -73,7 +92,8 @@ class Session:
         return out
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Any:
-        """Logits of what follows each prompt, (prompts, vocabulary) in float32: a view until the next call."""
+        """Logits of what follows each prompt, (prompts, vocabulary) in float32: a view until the
+        next call."""
         import llama_cpp
 
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
@@ -89,11 +109,15 @@ class Session:
         import llama_cpp
         import numpy as np
 
-        batch, count = self._batch, 0
+        batch = self._batch
+        count = 0
         for row, some in enumerate(tokens):
             for at, token in enumerate(some, self._lengths[row]):
-                batch.token[count], batch.pos[count], batch.n_seq_id[count] = token, at, 1
-                batch.seq_id[count][0], batch.logits[count] = row, False
+                batch.token[count] = token
+                batch.pos[count] = at
+                batch.n_seq_id[count] = 1
+                batch.seq_id[count][0] = row
+                batch.logits[count] = False
                 count += 1
             batch.logits[count - 1] = True
             self._lengths[row] += len(some)
@@ -101,7 +125,9 @@ class Session:
         code = llama_cpp.llama_decode(self._context, batch)
         if code:
             raise RuntimeError(f"llama_decode ended with {code}")
-        return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (len(tokens), self._vocab))
+        return np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits(self._context), (len(tokens), self._vocab)
+        )
 
 
 @contextmanager
@@ -113,7 +139,9 @@ def _context(path: Path, request: Request, settings: dict[str, int]) -> Iterator
     llama_cpp.llama_backend_init()
     loading = llama_cpp.llama_model_default_params()
     loading.use_mmap = request.variant.endswith("-mmap")
-    loading.use_extra_bufts = not loading.use_mmap  # repacked weights would take RAM beside the mapped file
+    loading.use_extra_bufts = (
+        not loading.use_mmap
+    )  # repacked weights would take RAM beside the mapped file
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
     if model is None:
         raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -124,10 +152,14 @@ def _context(path: Path, request: Request, settings: dict[str, int]) -> Iterator
         if not settings["kv_unified"]
         else (request.prompt_len + request.gen_len)
     )
-    params.n_ctx, params.n_batch, params.n_ubatch = request.rows * columns, max(512, tokens), settings["ubatch"]
-    params.n_seq_max, params.kv_unified = request.rows, bool(settings["kv_unified"])
+    params.n_ctx = request.rows * columns
+    params.n_batch = max(512, tokens)
+    params.n_ubatch = settings["ubatch"]
+    params.n_seq_max = request.rows
+    params.kv_unified = bool(settings["kv_unified"])
     params.n_threads = params.n_threads_batch = request.threads
-    params.flash_attn_type, params.no_perf = settings["flash_attn"], True
+    params.flash_attn_type = settings["flash_attn"]
+    params.no_perf = True
     context = llama_cpp.llama_init_from_model(model, params)
     if context is None:
         raise RuntimeError("llama.cpp makes no context")
@@ -159,7 +191,9 @@ def _converted(request: Request) -> Path:
         half = path.with_suffix(".part")
         convert_apart("-c", QUANTISE, whole, half, str(FTYPES[kind]))
         half.rename(path)
-    drop_page_cache(path)  # the converter's pages are outside the group that holds this run, which maps them
+    drop_page_cache(
+        path
+    )  # the converter's pages are outside the group that holds this run, which maps them
     return path
 
 
@@ -168,5 +202,9 @@ def _gguf(request: Request, kind: str) -> Path:
 
 
 if __name__ == "__main__":
-    packages, dtypes = ("llama_cpp_python", "gguf"), ("bf16",)  # its converter reads no other
-    sys.exit(main(measure, VARIANTS, packages, "llama_cpp", devices=("cpu",), score=score, dtypes=dtypes))
+    # its converter reads no other
+    packages = ("llama_cpp_python", "gguf")
+    dtypes = ("bf16",)
+    sys.exit(
+        main(measure, VARIANTS, packages, "llama_cpp", devices=("cpu",), score=score, dtypes=dtypes)
+    )

@@ -1,8 +1,10 @@
-"""OpenVINO, everything in RAM. Variants: int8 (int8 weights), bf16; products of both in bf16 where the CPU has them.
+"""OpenVINO, everything in RAM. Variants: int8 (int8 weights), bf16; products of both in bf16 where
+the CPU has them.
 
-The folder is converted once into the offload dir, by OpenVINO's torch frontend. Peak memory is over a process that has
-imported openvino: it does not need torch to run. Settings (bench/baselines/tune.py): kv_u8 (a KV cache in 8
-bits, its own default), group (of the activations' int8 scales in products with int8 weights; 0: not quantised).
+The folder is converted once into the offload dir, by OpenVINO's torch frontend. Peak memory is over
+a process that has imported openvino: it does not need torch to run. Settings
+(bench/baselines/tune.py): kv_u8 (a KV cache in 8 bits, its own default), group (of the activations'
+int8 scales in products with int8 weights; 0: not quantised).
 """
 
 from __future__ import annotations
@@ -33,14 +35,20 @@ def score(request: Request, prompts: list[list[int]], continuations: list[list[i
 
     model, _ = _loaded(request)
     model.reset_state()
-    given, beams = np.array(continuations, np.int64), np.arange(len(prompts), dtype=np.int32)
+    given = np.array(continuations, np.int64)
+    beams = np.arange(len(prompts), dtype=np.int32)
     found = []
-    for tokens in (np.array(prompts, np.int64), *(given[:, i : i + 1] for i in range(given.shape[1] - 1))):
+    for tokens in (
+        np.array(prompts, np.int64),
+        *(given[:, i : i + 1] for i in range(given.shape[1] - 1)),
+    ):
         found.append(_logits(model, tokens, beams).copy())
     scores = np.stack(found, 1)
     if model.get_output_tensor(0).element_type.get_type_name() != "bf16":
         return scores.astype(np.float32)
-    return (scores.view(np.uint16).astype(np.uint32) << 16).view(np.float32)  # numpy does not have it
+    return (scores.view(np.uint16).astype(np.uint32) << 16).view(
+        np.float32
+    )  # numpy does not have it
 
 
 def _loaded(request: Request) -> tuple[Any, dict[str, int]]:
@@ -49,11 +57,16 @@ def _loaded(request: Request) -> tuple[Any, dict[str, int]]:
 
     settings = request.chosen(SETTINGS, ("kv_u8",), ("group",))
     told = {
-        "INFERENCE_NUM_THREADS": request.threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "bf16",
-        "PERFORMANCE_HINT": "LATENCY", "KV_CACHE_PRECISION": "u8" if settings["kv_u8"] else "bf16",
+        "INFERENCE_NUM_THREADS": request.threads,
+        "NUM_STREAMS": 1,
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "PERFORMANCE_HINT": "LATENCY",
+        "KV_CACHE_PRECISION": "u8" if settings["kv_u8"] else "bf16",
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": settings["group"],
-    }  # fmt: skip
-    model = openvino.Core().compile_model(str(_converted(request)), "CPU", told).create_infer_request()
+    }
+    model = (
+        openvino.Core().compile_model(str(_converted(request)), "CPU", told).create_infer_request()
+    )
     return model, settings
 
 
@@ -62,7 +75,9 @@ def _generate(model: Any, prompts: list[list[int]], gen_len: int, mark: Any) -> 
     import numpy as np
 
     model.reset_state()
-    tokens, beams, out = np.array(prompts, np.int64), np.arange(len(prompts), dtype=np.int32), []
+    tokens = np.array(prompts, np.int64)
+    beams = np.arange(len(prompts), dtype=np.int32)
+    out = []
     for _ in range(gen_len):
         tokens = _logits(model, tokens, beams).argmax(axis=-1)[:, None]
         out.append(tokens)
@@ -72,8 +87,8 @@ def _generate(model: Any, prompts: list[list[int]], gen_len: int, mark: Any) -> 
 
 
 def _logits(model: Any, tokens: Any, beams: Any) -> Any:
-    """Of the last of `tokens` (rows, n), which follow on what the model's state holds: (rows, vocabulary), a view; of
-    bf16 its bits as other numbers, of which the largest is the same."""
+    """Of the last of `tokens` (rows, n), which follow on what the model's state holds: (rows,
+    vocabulary), a view; of bf16 its bits as other numbers, of which the largest is the same."""
     model.infer({"input_ids": tokens, "beam_idx": beams})
     return model.get_output_tensor(0).data
 
@@ -84,7 +99,9 @@ def _converted(request: Request) -> Path:
     if not path.exists():
         request.offload_dir.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f"half-{path.name}")
-        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, half, request.variant)
+        convert_apart(
+            Path(__file__).with_name("convert.py"), request.model_dir, half, request.variant
+        )
         half.with_suffix(".bin").rename(path.with_suffix(".bin"))
         half.rename(path)
     return path
@@ -92,4 +109,14 @@ def _converted(request: Request) -> Path:
 
 if __name__ == "__main__":
     packages = ("openvino", "nncf")
-    sys.exit(main(measure, VARIANTS, packages, framework="openvino", devices=("cpu",), score=score, dtypes=("bf16",)))
+    sys.exit(
+        main(
+            measure,
+            VARIANTS,
+            packages,
+            framework="openvino",
+            devices=("cpu",),
+            score=score,
+            dtypes=("bf16",),
+        )
+    )

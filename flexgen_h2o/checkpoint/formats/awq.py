@@ -37,10 +37,20 @@ if TYPE_CHECKING:
     import torch
 
 _RULES: Rules = {
-    "bits": (4,), "w_bit": (4,), "version": ("gemm", "GEMM"), "format": ("gemm",), "zero_point": (True,),
-    "group_size": None, "q_group_size": None, "modules_to_not_convert": None, "backend": ("auto", "autoawq", None),
-    "do_fuse": None, "exllama_config": None, "fuse_max_seq_len": None, "modules_to_fuse": None,
-}  # fmt: skip
+    "bits": (4,),
+    "w_bit": (4,),
+    "version": ("gemm", "GEMM"),
+    "format": ("gemm",),
+    "zero_point": (True,),
+    "group_size": None,
+    "q_group_size": None,
+    "modules_to_not_convert": None,
+    "backend": ("auto", "autoawq", None),
+    "do_fuse": None,
+    "exllama_config": None,
+    "fuse_max_seq_len": None,
+    "modules_to_fuse": None,
+}
 _PER_WORD = 8
 _RANDOM_ZEROS = (b"\0", b"\x88")
 _RANDOM_SCALES = (b"\x0f\0", struct.pack("<e", 0.02 / 4.6))  # random codes have a std of 4.6
@@ -56,27 +66,56 @@ class Awq(Quantised):
     in_blocks_only = True
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        (rows, columns), words = tensor.shape, self.multiple(tensor, 0, _PER_WORD)
-        index, group = tensor.index, self.group or columns
+        rows, columns = tensor.shape
+        words = self.multiple(tensor, 0, _PER_WORD)
+        index = tensor.index
+        group = self.group or columns
         groups = -(-columns // group)
         return (
-            StoredRows(names_of(tensor, "qweight"), (columns, words), ("I32",), 4 * words, index=index),
-            StoredRows(names_of(tensor, "qzeros"), (groups, words), ("I32",), 4 * words, group, index=index,
-                       random=_RANDOM_ZEROS),
-            StoredRows(names_of(tensor, "scales"), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, group,
-                       in_float32=True, index=index, random=_RANDOM_SCALES),
-        )  # fmt: skip
+            StoredRows(
+                names_of(tensor, "qweight"), (columns, words), ("I32",), 4 * words, index=index
+            ),
+            StoredRows(
+                names_of(tensor, "qzeros"),
+                (groups, words),
+                ("I32",),
+                4 * words,
+                group,
+                index=index,
+                random=_RANDOM_ZEROS,
+            ),
+            StoredRows(
+                names_of(tensor, "scales"),
+                (groups, rows),
+                ("float16", "bfloat16", "float32"),
+                4 * rows,
+                group,
+                in_float32=True,
+                index=index,
+                random=_RANDOM_SCALES,
+            ),
+        )
 
     def decode_columns(
-        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], first: int, out: torch.Tensor
+        self,
+        layout: TensorLayout,
+        part: Part,
+        pieces: Sequence[torch.Tensor],
+        first: int,
+        out: torch.Tensor,
     ) -> None:
         import torch
 
         from flexgen_h2o.kernels.quantised import Groups, awq_parted, unpack_awq
 
         rows, columns = layout.shape
-        begin, end, some = first // _PER_WORD, -(-(first + len(out)) // _PER_WORD), slice(first, first + len(out))
-        words, zero_words = (piece.view(torch.int32).view(-1, rows // _PER_WORD)[:, begin:end] for piece in pieces[:2])
+        begin = first // _PER_WORD
+        end = -(-(first + len(out)) // _PER_WORD)
+        some = slice(first, first + len(out))
+        words, zero_words = (
+            piece.view(torch.int32).view(-1, rows // _PER_WORD)[:, begin:end]
+            for piece in pieces[:2]
+        )
         skip = first - begin * _PER_WORD
         zeros = awq_parted(zero_words)[:, skip:][:, : len(out)]
         scales = pieces[2].view(torch.float32).view(-1, rows)[:, some]

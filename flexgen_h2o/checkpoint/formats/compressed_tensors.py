@@ -44,24 +44,45 @@ from flexgen_h2o.tiers.stream import Part
 if TYPE_CHECKING:
     import torch
 
-_PACKED, _INTEGERS = "pack-quantized", "int-quantized"
+_PACKED = "pack-quantized"
+_INTEGERS = "int-quantized"
 _RULES: Rules = {
-    "format": (_PACKED, _INTEGERS), "config_groups": None, "ignore": None, "kv_cache_scheme": (None,),
-    "quantization_status": ("compressed", "frozen"), "global_compression_ratio": None, "version": None,
-    "sparsity_config": (None, {}), "transform_config": (None, {}), "moe_sparsity_config": (None,),
-}  # fmt: skip
+    "format": (_PACKED, _INTEGERS),
+    "config_groups": None,
+    "ignore": None,
+    "kv_cache_scheme": (None,),
+    "quantization_status": ("compressed", "frozen"),
+    "global_compression_ratio": None,
+    "version": None,
+    "sparsity_config": (None, {}),
+    "transform_config": (None, {}),
+    "moe_sparsity_config": (None,),
+}
 # Dynamic scales of activations are made during a run. Here the inputs of products are not
 # quantised.
 _GROUP_RULES: Rules = {
-    "targets": None, "weights": None, "input_activations": None, "output_activations": (None,),
+    "targets": None,
+    "weights": None,
+    "input_activations": None,
+    "output_activations": (None,),
     "format": (None, _PACKED, _INTEGERS),
-}  # fmt: skip
+}
 _WEIGHT_RULES: Rules = {
-    "num_bits": (4, 8), "type": ("int",), "symmetric": (True, False), "strategy": ("group", "channel"),
-    "group_size": None, "block_structure": (None,), "dynamic": (False,), "actorder": (None, False, "weight", "static"),
-    "scale_dtype": None, "zp_dtype": None, "observer": None, "observer_kwargs": None,
-}  # fmt: skip
-_LINEAR, _REGEX = "Linear", "re:"
+    "num_bits": (4, 8),
+    "type": ("int",),
+    "symmetric": (True, False),
+    "strategy": ("group", "channel"),
+    "group_size": None,
+    "block_structure": (None,),
+    "dynamic": (False,),
+    "actorder": (None, False, "weight", "static"),
+    "scale_dtype": None,
+    "zp_dtype": None,
+    "observer": None,
+    "observer_kwargs": None,
+}
+_LINEAR = "Linear"
+_REGEX = "re:"
 # Names that families give to embeddings. embed_out is a Linear.
 _EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in")
 _WORD_BITS = 32
@@ -81,17 +102,24 @@ class CompressedTensors(Quantised):
 
     def holds(self, tensor: TensorSpec) -> bool:
         module = tensor.name.removesuffix(".weight")
-        is_linear = len(tensor.shape) == 2 and module != tensor.name and not module.endswith(_EMBEDDINGS)
+        is_linear = (
+            len(tensor.shape) == 2 and module != tensor.name and not module.endswith(_EMBEDDINGS)
+        )
         is_meant = _LINEAR in self.targets or _is_named(module, self.targets)
         return is_linear and is_meant and not _is_named(module, self.left_out)
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        (rows, columns), index = tensor.shape, tensor.index
+        rows, columns = tensor.shape
+        index = tensor.index
         groups = -(-columns // (self.group or columns))
         words = -(-columns * self.bits // _WORD_BITS)
-        codes = StoredRows(names_of(tensor, "weight_packed"), (rows, words), ("I32",), 4 * words, index=index)
+        codes = StoredRows(
+            names_of(tensor, "weight_packed"), (rows, words), ("I32",), 4 * words, index=index
+        )
         if self.whole:
-            codes = StoredRows(names_of(tensor, "weight"), (rows, columns), ("I8",), columns, index=index)
+            codes = StoredRows(
+                names_of(tensor, "weight"), (rows, columns), ("I8",), columns, index=index
+            )
         bits = struct.unpack("<I", struct.pack("<f", 0.02 / _RANDOM_STD[self.bits]))[0]
         scale = (b"\x0f\0", struct.pack("<H", bits >> 16))  # in bf16
         dtypes = ("bfloat16", *(dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"))
@@ -106,20 +134,30 @@ class CompressedTensors(Quantised):
         )
         if self.symmetric:
             return codes, scales
-        per_word, name = _WORD_BITS // self.bits, names_of(tensor, "weight_zero_point")
+        per_word = _WORD_BITS // self.bits
+        name = names_of(tensor, "weight_zero_point")
         middle = (b"\0", b"\x88" if self.bits == 4 else b"\x80")
         shape = (-(-rows // per_word), groups)
-        return codes, scales, StoredRows(name, shape, ("I32",), 4 * groups, per_word, index=index, random=middle)
+        return (
+            codes,
+            scales,
+            StoredRows(name, shape, ("I32",), 4 * groups, per_word, index=index, random=middle),
+        )
 
-    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def decode_rows(
+        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
         import torch
 
         from flexgen_h2o.kernels.quantised import Groups, unpack_integers
         from flexgen_h2o.kernels.workspace import row_slices
 
-        columns, groups = layout.shape[1], layout.stored[1].shape[1]
-        codes, scales = pieces[0].view(part.rows, -1), pieces[1].view(torch.float32).view(-1, groups)
-        of_columns, per_word = Groups(self.group or columns), _WORD_BITS // self.bits
+        columns = layout.shape[1]
+        groups = layout.stored[1].shape[1]
+        codes = pieces[0].view(part.rows, -1)
+        scales = pieces[1].view(torch.float32).view(-1, groups)
+        of_columns = Groups(self.group or columns)
+        per_word = _WORD_BITS // self.bits
         if self.symmetric:
             unpack_integers(codes, self.bits, scales, None, of_columns, out, self.whole)
             return
@@ -127,8 +165,12 @@ class CompressedTensors(Quantised):
         for some in row_slices(part.rows, columns):
             rows = torch.arange(part.start + some.start, part.start + some.stop, device=out.device)
             shifts = (self.bits * (rows % per_word)).unsqueeze(1)
-            zeros = (words[rows // per_word - part.start // per_word] >> shifts).bitwise_and_((1 << self.bits) - 1)
-            unpack_integers(codes[some], self.bits, scales[some], zeros.float(), of_columns, out[some])
+            zeros = (words[rows // per_word - part.start // per_word] >> shifts).bitwise_and_(
+                (1 << self.bits) - 1
+            )
+            unpack_integers(
+                codes[some], self.bits, scales[some], zeros.float(), of_columns, out[some]
+            )
 
 
 @lru_cache(maxsize=2**16)
@@ -137,7 +179,9 @@ def _is_named(module: str, patterns: tuple[str, ...]) -> bool:
 
     A pattern is a name, or a regular expression behind "re:".
     """
-    return module in patterns or any(expression.match(module) for expression in _expressions(patterns))
+    return module in patterns or any(
+        expression.match(module) for expression in _expressions(patterns)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -152,7 +196,9 @@ def _expressions(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, [*alone, "|".join(others)] if others else alone))
 
 
-def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> CompressedTensors | None:
+def recognise(
+    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
+) -> CompressedTensors | None:
     name = CompressedTensors.name
     found = settings_of(quantization, name, _RULES)
     if found is None:
@@ -165,20 +211,23 @@ def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: 
         raise refused(name, "config_groups", groups, ("one group",))
     (scheme,) = groups.values()
     weights = _weights_of(scheme, found["format"])
-    bits, symmetric, group = weights.get("num_bits", 8), weights.get("symmetric", True), 0
+    bits = weights.get("num_bits", 8)
+    symmetric = weights.get("symmetric", True)
+    group = 0
     if weights["strategy"] == "group":
         group = read_group(name, weights)
     whole = found["format"] == _INTEGERS
     if whole and (bits, symmetric, group) != (8, True, 0):
         raise UsageError(
-            f"quantization_config: {name} with format {_INTEGERS!r} is supported in 8 bits, symmetric, with a scale a"
+            f"quantization_config: {name} with format {_INTEGERS!r} is supported in 8 bits, "
+            "symmetric, with a scale a"
             " row (strategy 'channel'); give such a checkpoint, or an unquantised one"
         )
-    left_out, targets = (
-        patterns_of(name, "ignore", found.get("ignore"), _REGEX),
-        patterns_of(name, "targets", scheme["targets"], _REGEX),
+    left_out = patterns_of(name, "ignore", found.get("ignore"), _REGEX)
+    targets = patterns_of(name, "targets", scheme["targets"], _REGEX)
+    return CompressedTensors(
+        itemsize, left_out, asks_for_int8(policy), bits, group, symmetric, whole, targets
     )
-    return CompressedTensors(itemsize, left_out, asks_for_int8(policy), bits, group, symmetric, whole, targets)
 
 
 def _weights_of(scheme: Any, form: str) -> Mapping[str, Any]:
@@ -187,14 +236,20 @@ def _weights_of(scheme: Any, form: str) -> Mapping[str, Any]:
     Both the group and its weights are checked.
     """
     name = CompressedTensors.name
-    if not isinstance(scheme, Mapping) or not isinstance(scheme.get("weights"), Mapping) or not scheme.get("targets"):
+    if (
+        not isinstance(scheme, Mapping)
+        or not isinstance(scheme.get("weights"), Mapping)
+        or not scheme.get("targets")
+    ):
         raise refused(name, "config_groups", scheme, ("a group of targets and weights",))
     for key, value in scheme.items():
         check_key(name, key, value, _GROUP_RULES)
     if scheme.get("format") not in (None, form):
         raise refused(name, "format", scheme["format"], (form,))
     activations = scheme.get("input_activations")
-    if activations is not None and (not isinstance(activations, Mapping) or activations.get("dynamic") is not True):
+    if activations is not None and (
+        not isinstance(activations, Mapping) or activations.get("dynamic") is not True
+    ):
         raise refused(name, "input_activations", activations, ("none", "dynamic ones"))
     weights: Mapping[str, Any] = scheme["weights"]
     for key, value in weights.items():

@@ -33,10 +33,16 @@ if TYPE_CHECKING:
 
 # Dynamic scales of activations are made during a run. Here products are not computed in FP8.
 _RULES: Rules = {
-    "activation_scheme": ("dynamic",), "fmt": ("e4m3", "float8_e4m3fn"), "weight_block_size": None,
-    "modules_to_not_convert": None, "ignored_layers": None, "modules_to_convert": (None, []),
-    "scale_fmt": ("float", "ue8m0", None), "expert_dtype": ("fp8",), "dequantize": None,
-}  # fmt: skip
+    "activation_scheme": ("dynamic",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "weight_block_size": None,
+    "modules_to_not_convert": None,
+    "ignored_layers": None,
+    "modules_to_convert": (None, []),
+    "scale_fmt": ("float", "ue8m0", None),
+    "expert_dtype": ("fp8",),
+    "dequantize": None,
+}
 _MOST_BLOCK = 2**16
 _RANDOM_CODES = (b"\xbf", b"\0")  # numbers below 2 with a std of 0.6, and no NaN
 _RANDOM_SCALES = (b"\xff\xff\0\0", struct.pack("<f", 1 / 32))
@@ -51,35 +57,64 @@ class BlockFp8(Quantised):
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, columns = tensor.shape
-        high, wide = (-(-size // block_size) for size, block_size in zip(tensor.shape, self.block, strict=True))
+        high, wide = (
+            -(-size // block_size)
+            for size, block_size in zip(tensor.shape, self.block, strict=True)
+        )
         names = (tensor.name, *tensor.aliases)
         return (
-            StoredRows(names, (rows, columns), ("F8_E4M3",), columns, index=tensor.index, random=_RANDOM_CODES),
-            StoredRows(tuple(f"{name}_scale_inv" for name in names), (high, wide), ("float32", "bfloat16"), 4 * wide,
-                       self.block[0], in_float32=True, index=tensor.index, random=_RANDOM_SCALES),
-        )  # fmt: skip
+            StoredRows(
+                names,
+                (rows, columns),
+                ("F8_E4M3",),
+                columns,
+                index=tensor.index,
+                random=_RANDOM_CODES,
+            ),
+            StoredRows(
+                tuple(f"{name}_scale_inv" for name in names),
+                (high, wide),
+                ("float32", "bfloat16"),
+                4 * wide,
+                self.block[0],
+                in_float32=True,
+                index=tensor.index,
+                random=_RANDOM_SCALES,
+            ),
+        )
 
-    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def decode_rows(
+        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
         import torch
 
         from flexgen_h2o.kernels.quantised import unpack_fp8
 
-        codes, scales = pieces[0].view(part.rows, -1), pieces[1].view(torch.float32)
+        codes = pieces[0].view(part.rows, -1)
+        scales = pieces[1].view(torch.float32)
         wide = layout.stored[1].shape[1]
         unpack_fp8(codes, scales.view(-1, wide), self.block, part.start % self.block[0], out)
 
 
-def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> BlockFp8 | None:
+def recognise(
+    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
+) -> BlockFp8 | None:
     found = settings_of(quantization, BlockFp8.name, _RULES)
     if found is None:
         return None
     block = found.get("weight_block_size")
     if not isinstance(block, list | tuple) or len(block) != 2:
         raise UsageError(
-            f"quantization_config: fp8 with weight_block_size {block!r:.60} is not supported, only blocks of rows and"
-            " columns such as [128, 128]; give a checkpoint with a scale for each block, or an unquantised one"
+            f"quantization_config: fp8 with weight_block_size {block!r:.60} is not supported, only "
+            "blocks of rows and"
+            " columns such as [128, 128]; give a checkpoint with a scale for each block, or an "
+            "unquantised one"
         )
     sizes = tuple(whole_number("fp8", "weight_block_size", size, 1, _MOST_BLOCK) for size in block)
-    key = "modules_to_not_convert" if found.get("modules_to_not_convert") is not None else "ignored_layers"
+    key = (
+        "modules_to_not_convert"
+        if found.get("modules_to_not_convert") is not None
+        else "ignored_layers"
+    )
     left_out = patterns_of("fp8", key, found.get(key))
     return BlockFp8(itemsize, left_out, asks_for_int8(policy), (sizes[0], sizes[1]))

@@ -42,17 +42,50 @@ if TYPE_CHECKING:
 # Keys that do not matter for the numbers: how the quantiser worked, and which kernels other
 # programs run.
 _FREE = (
-    "group_size", "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "mse",
-    "act_group_aware", "model_name_or_path", "model_file_base_name", "quantizer", "meta", "tokenizer", "dataset",
-    "batch_size", "pad_token_id", "max_input_length", "model_seqlen", "cache_block_outputs", "backend", "use_exllama",
-    "disable_exllama", "exllama_config", "use_cuda_fp16", "block_name_to_quantize", "module_name_preceding_first_block",
-    "hyb_act", "modules_to_not_convert", "dynamic",
-)  # fmt: skip
+    "group_size",
+    "desc_act",
+    "sym",
+    "static_groups",
+    "true_sequential",
+    "damp_percent",
+    "damp_auto_increment",
+    "mse",
+    "act_group_aware",
+    "model_name_or_path",
+    "model_file_base_name",
+    "quantizer",
+    "meta",
+    "tokenizer",
+    "dataset",
+    "batch_size",
+    "pad_token_id",
+    "max_input_length",
+    "model_seqlen",
+    "cache_block_outputs",
+    "backend",
+    "use_exllama",
+    "disable_exllama",
+    "exllama_config",
+    "use_cuda_fp16",
+    "block_name_to_quantize",
+    "module_name_preceding_first_block",
+    "hyb_act",
+    "modules_to_not_convert",
+    "dynamic",
+)
 _RULES: Rules = {
-    **dict.fromkeys(_FREE), "bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2"),
-    "pack_dtype": ("int32",), "lm_head": (False, None), "is_marlin_format": (False,), "adapter": (None, {}),
-    "awq_gemm_checkpoint": (False,), "modules_in_block_to_quantize": (None,), "rotation": (None,),
-}  # fmt: skip
+    **dict.fromkeys(_FREE),
+    "bits": (4, 8),
+    "checkpoint_format": ("gptq", "gptq_v2"),
+    "format": ("gptq", "gptq_v2"),
+    "pack_dtype": ("int32",),
+    "lm_head": (False, None),
+    "is_marlin_format": (False,),
+    "adapter": (None, {}),
+    "awq_gemm_checkpoint": (False,),
+    "modules_in_block_to_quantize": (None,),
+    "rotation": (None,),
+}
 _WORD_BITS = 32
 _LEAVES_OUT = "-:"
 _RANDOM_SCALES = {4: 0.02 / 4.6, 8: 0.02 / 73.9}  # by bits; random codes have a std of 4.6 or 73.9
@@ -70,39 +103,77 @@ class Gptq(Quantised):
     in_blocks_only = True
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        (rows, columns), per_word = tensor.shape, _WORD_BITS // self.bits
+        rows, columns = tensor.shape
+        per_word = _WORD_BITS // self.bits
         index = tensor.index
         groups, group = (-(-columns // self.group), self.group) if self.group else (1, columns)
-        words, zeros = self.multiple(tensor, 1, per_word), self.multiple(tensor, 0, per_word)
+        words = self.multiple(tensor, 1, per_word)
+        zeros = self.multiple(tensor, 0, per_word)
         middle = (1 << (self.bits - 1)) - self.more
         zero = (b"\0", bytes([middle | middle << 4 if self.bits == 4 else middle]))
         scale = (b"\x0f\0", struct.pack("<e", _RANDOM_SCALES[self.bits]))
         in_order = (b"\0", _in_order(columns, group))
         return (
-            StoredRows(names_of(tensor, "qweight"), (words, rows), ("I32",), 4 * rows, per_word, index=index),
-            StoredRows(names_of(tensor, "qzeros"), (groups, zeros), ("I32",), 4 * zeros, 0, index=index, random=zero),
-            StoredRows(names_of(tensor, "scales"), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, 0,
-                       in_float32=True, index=index, random=scale),
-            StoredRows(names_of(tensor, "g_idx"), (columns,), ("I32",), 4, index=index, random=in_order),
-        )  # fmt: skip
+            StoredRows(
+                names_of(tensor, "qweight"),
+                (words, rows),
+                ("I32",),
+                4 * rows,
+                per_word,
+                index=index,
+            ),
+            StoredRows(
+                names_of(tensor, "qzeros"),
+                (groups, zeros),
+                ("I32",),
+                4 * zeros,
+                0,
+                index=index,
+                random=zero,
+            ),
+            StoredRows(
+                names_of(tensor, "scales"),
+                (groups, rows),
+                ("float16", "bfloat16", "float32"),
+                4 * rows,
+                0,
+                in_float32=True,
+                index=index,
+                random=scale,
+            ),
+            StoredRows(
+                names_of(tensor, "g_idx"), (columns,), ("I32",), 4, index=index, random=in_order
+            ),
+        )
 
     def decode_columns(
-        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], first: int, out: torch.Tensor
+        self,
+        layout: TensorLayout,
+        part: Part,
+        pieces: Sequence[torch.Tensor],
+        first: int,
+        out: torch.Tensor,
     ) -> None:
         import torch
 
         from flexgen_h2o.kernels.quantised import parted, stored_groups, unpack_gptq
 
-        (rows, columns), per_word = layout.shape, _WORD_BITS // self.bits
+        rows, columns = layout.shape
+        per_word = _WORD_BITS // self.bits
         words, zero_words = (piece.view(torch.int32) for piece in pieces[:2])
-        some, begin = slice(first, first + len(out)), first // per_word
+        some = slice(first, first + len(out))
+        begin = first // per_word
         zero_words = zero_words.view(-1, rows // per_word)[:, begin : -(-some.stop // per_word)]
-        zeros = parted(zero_words, self.bits).add_(self.more)[:, first - begin * per_word :][:, : len(out)]
+        zeros = parted(zero_words, self.bits).add_(self.more)[:, first - begin * per_word :][
+            :, : len(out)
+        ]
         scales = pieces[2].view(torch.float32).view(-1, rows)[:, some]
         try:
             groups = stored_groups(pieces[3], len(scales), self.group or columns, part.start)
         except ValueError as error:
-            raise UsageError(f"tensor {layout.stored[3].key!r} {error}; download the checkpoint again") from error
+            raise UsageError(
+                f"tensor {layout.stored[3].key!r} {error}; download the checkpoint again"
+            ) from error
         unpack_gptq(words.view(-1, rows)[:, some], self.bits, scales, zeros, groups, out)
 
 
@@ -121,7 +192,14 @@ def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: 
     version = found.get("checkpoint_format", found.get("format", "gptq"))
     left_out = patterns_of(Gptq.name, "modules_to_not_convert", found.get("modules_to_not_convert"))
     more = 1 if version == "gptq" else 0
-    return Gptq(itemsize, left_out + _dynamic(found), asks_for_int8(policy), bits, read_group("gptq", found), more)
+    return Gptq(
+        itemsize,
+        left_out + _dynamic(found),
+        asks_for_int8(policy),
+        bits,
+        read_group("gptq", found),
+        more,
+    )
 
 
 def _dynamic(found: Mapping[str, Any]) -> tuple[str, ...]:

@@ -71,7 +71,11 @@ class Groupwise(PackedFormat):
         return pack_rows(rows, self.bits)
 
     def row_parts(
-        self, layout: TensorLayout, pieces: Sequence[torch.Tensor], workspace: Workspace, blocks: bool
+        self,
+        layout: TensorLayout,
+        pieces: Sequence[torch.Tensor],
+        workspace: Workspace,
+        blocks: bool,
     ) -> RowParts:
         if layout.stored[0].is_values:
             return super().row_parts(layout, pieces, workspace, blocks)
@@ -88,11 +92,19 @@ class Groupwise(PackedFormat):
 
         return groupwise_codes(held.pieces[0].view(held.part.rows, -1), self.bits, layout.shape[1])
 
-    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def decode_rows(
+        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
         from flexgen_h2o.kernels.packed import unpack_rows
 
         unpack_rows(pieces[0].view(part.rows, -1), self.bits, out)
 
 
-def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Groupwise | None:
-    return Groupwise(itemsize, policy.weight_bits, policy.int8_compute) if policy.compress_weight else None
+def recognise(
+    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
+) -> Groupwise | None:
+    return (
+        Groupwise(itemsize, policy.weight_bits, policy.int8_compute)
+        if policy.compress_weight
+        else None
+    )

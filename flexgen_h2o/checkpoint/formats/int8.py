@@ -52,7 +52,11 @@ class Int8(PackedFormat):
         return pack_int8_rows(rows)
 
     def row_parts(
-        self, layout: TensorLayout, pieces: Sequence[torch.Tensor], workspace: Workspace, blocks: bool
+        self,
+        layout: TensorLayout,
+        pieces: Sequence[torch.Tensor],
+        workspace: Workspace,
+        blocks: bool,
     ) -> RowParts:
         if layout.stored[0].is_values:
             return super().row_parts(layout, pieces, workspace, blocks)
@@ -60,7 +64,8 @@ class Int8(PackedFormat):
 
         rows = pieces[0].view(-1, layout.stored[0].row_bytes)
         return tuple(
-            Int8Rows(some, layout.shape[1], workspace) for some in (block_int8_rows(rows) if blocks else (rows,))
+            Int8Rows(some, layout.shape[1], workspace)
+            for some in (block_int8_rows(rows) if blocks else (rows,))
         )
 
 

@@ -55,18 +55,26 @@ class Mxfp4(Quantised):
         # Plain experts are stored for x W, quantised ones are not.
         if is_experts and is_left_out(module, self.left_out):
             raise UsageError(
-                f"quantization_config: mxfp4 with modules_to_not_convert that leave {module} out is not supported; give"
+                f"quantization_config: mxfp4 with modules_to_not_convert that leave {module} out "
+                "is not supported; give"
                 " a checkpoint with all experts in mxfp4, or none"
             )
         return len(tensor.shape) == 2 and is_experts
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        rows, groups = tensor.shape[0], self.multiple(tensor, 1, _BLOCK)
-        codes, index, names = _BLOCK // 2, tensor.index, (tensor.name, *tensor.aliases)
-        blocks, scales = (tuple(f"{name}_{kind}" for name in names) for kind in ("blocks", "scales"))
+        rows = tensor.shape[0]
+        groups = self.multiple(tensor, 1, _BLOCK)
+        codes = _BLOCK // 2
+        index = tensor.index
+        names = (tensor.name, *tensor.aliases)
+        blocks, scales = (
+            tuple(f"{name}_{kind}" for name in names) for kind in ("blocks", "scales")
+        )
         return (
             StoredRows(blocks, (rows, groups, codes), ("uint8",), groups * codes, index=index),
-            StoredRows(scales, (rows, groups), ("uint8",), groups, index=index, random=_RANDOM_SCALES),
+            StoredRows(
+                scales, (rows, groups), ("uint8",), groups, index=index, random=_RANDOM_SCALES
+            ),
         )
 
     def codes(self, layout: TensorLayout, held: Held) -> Codes:
@@ -74,7 +82,9 @@ class Mxfp4(Quantised):
 
         return mxfp4_codes(*_shaped(held.part.rows, held.pieces))
 
-    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def decode_rows(
+        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
         from flexgen_h2o.kernels.quantised import unpack_mxfp4
 
         unpack_mxfp4(*_shaped(part.rows, pieces), out)
@@ -83,7 +93,8 @@ class Mxfp4(Quantised):
         from flexgen_h2o.kernels.quantised import fill_blocks_from_mxfp4
 
         for one in held:
-            first, end = one.part.start, min(one.part.end, len(out))
+            first = one.part.start
+            end = min(one.part.end, len(out))
             if first < end:
                 codes = _shaped(end - first, [*pieces_of(layout, one, first, end)])
                 if not fill_blocks_from_mxfp4(*codes, first, out):
@@ -97,9 +108,13 @@ def _shaped(rows: int, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, to
     return blocks.view(rows, -1, _BLOCK // 2), scales.view(rows, -1)
 
 
-def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Mxfp4 | None:
+def recognise(
+    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
+) -> Mxfp4 | None:
     found = settings_of(quantization, Mxfp4.name, _RULES)
     if found is None:
         return None
-    left_out = patterns_of(Mxfp4.name, "modules_to_not_convert", found.get("modules_to_not_convert"))
+    left_out = patterns_of(
+        Mxfp4.name, "modules_to_not_convert", found.get("modules_to_not_convert")
+    )
     return Mxfp4(itemsize, left_out, asks_for_int8(policy))

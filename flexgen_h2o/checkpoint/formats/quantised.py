@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, WeightFormat, plain_layout
+from flexgen_h2o.checkpoint.formats import (
+    Held,
+    StoredRows,
+    TensorLayout,
+    WeightFormat,
+    plain_layout,
+)
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
@@ -33,9 +39,12 @@ _PLAIN_MODULES = ("lm_head", "embed_out", "gate", "router")  # quantisers leave 
 _EMBEDDING = "embed"  # part of the names of embeddings
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # boundary in a module's name
 # A regular expression that may take minutes to match: a repeated group, or many open repetitions.
-_REPEATED_GROUP, _OPEN, _MOST_OPEN = re.compile(r"\)[*+{]"), re.compile(r"[*+]"), 6
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_OPEN = re.compile(r"[*+]")
+_MOST_OPEN = 6
 # Limits of a list of modules. A longer one would take long to compile and to match.
-_MOST_PATTERNS, _MOST_CHARACTERS = 4096, 2**19
+_MOST_PATTERNS = 4096
+_MOST_CHARACTERS = 2**19
 # A reference to a group by its number or name. It would break, because several patterns become one.
 _REFERENCE = re.compile(r"\\[1-9]|\(\?(?:P[<=]|\()")
 
@@ -76,7 +85,11 @@ class Quantised(WeightFormat):
         is_linear = len(tensor.shape) == 2 and module != tensor.name and _EMBEDDING not in module
         if self.in_blocks_only:
             is_linear = is_linear and any(part.isdecimal() for part in module.split("."))
-        return is_linear and module.split(".")[-1] not in _PLAIN_MODULES and not is_left_out(module, self.left_out)
+        return (
+            is_linear
+            and module.split(".")[-1] not in _PLAIN_MODULES
+            and not is_left_out(module, self.left_out)
+        )
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         """Return the stored tensors of a quantised matrix."""
@@ -89,18 +102,27 @@ class Quantised(WeightFormat):
         decoded = int8_row_bytes(columns) if self.to_int8 else columns * self.itemsize
         return TensorLayout(tensor.shape, self.stored_rows(tensor), decoded, self.by_columns)
 
-    def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
+    def decode_range(
+        self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor
+    ) -> torch.Tensor:
         if not self.by_columns:
             return super().decode_range(layout, held, first, out)
         from flexgen_h2o.kernels.workspace import row_slices
 
         for some in row_slices(len(out), layout.shape[1]):  # slices keep temporary memory small
             for part, pieces in held:
-                self.decode_columns(layout, part, pieces, first + some.start, out[some, part.start : part.end])
+                self.decode_columns(
+                    layout, part, pieces, first + some.start, out[some, part.start : part.end]
+                )
         return out
 
     def decode_columns(
-        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], first: int, out: torch.Tensor
+        self,
+        layout: TensorLayout,
+        part: Part,
+        pieces: Sequence[torch.Tensor],
+        first: int,
+        out: torch.Tensor,
     ) -> None:
         """Fill `out` from a part of a matrix that is stored by columns.
 
@@ -116,7 +138,8 @@ class Quantised(WeightFormat):
         if tensor.shape[axis] % of:
             what = ("rows", "columns")[axis]
             raise UsageError(
-                f"quantization_config: {self.name} takes matrices whose {what} are a multiple of {of}, and"
+                f"quantization_config: {self.name} takes matrices whose {what} are a multiple of "
+                f"{of}, and"
                 f" {tensor.key!r} has {tensor.shape[axis]}; give an unquantised checkpoint"
             )
         return tensor.shape[axis] // of
@@ -134,12 +157,20 @@ class Quantised(WeightFormat):
 
         rows, columns = layout.shape
         parts = [some.packed for some in out if isinstance(some, Int8Rows)]
-        done = len(parts[0]) if isinstance(parts[0], BlockedInt8) and self.fill_blocks(layout, held, parts[0]) else 0
+        done = (
+            len(parts[0])
+            if isinstance(parts[0], BlockedInt8) and self.fill_blocks(layout, held, parts[0])
+            else 0
+        )
         some_rows = list(row_slices(rows - done, columns, BLOCK_ROWS))
         max_rows = some_rows[0].stop if some_rows else 0
-        values = torch.empty(max_rows, columns, device=held[0].pieces[0].device, dtype=torch.float32)
+        values = torch.empty(
+            max_rows, columns, device=held[0].pieces[0].device, dtype=torch.float32
+        )
         for some in some_rows:
-            here = self.decode_range(layout, held, done + some.start, values[: some.stop - some.start])
+            here = self.decode_range(
+                layout, held, done + some.start, values[: some.stop - some.start]
+            )
             fill_int8_rows(here, done + some.start, parts)
 
     def fill_blocks(self, layout: TensorLayout, held: Sequence[Held], out: BlockedInt8) -> bool:
@@ -152,10 +183,14 @@ class Quantised(WeightFormat):
 
 def names_of(tensor: TensorSpec, kind: str) -> tuple[str, ...]:
     """Return the names under which `base`.kind of a matrix `base`.weight may be stored."""
-    return tuple(f"{name.removesuffix('.weight')}.{kind}" for name in (tensor.name, *tensor.aliases))
+    return tuple(
+        f"{name.removesuffix('.weight')}.{kind}" for name in (tensor.name, *tensor.aliases)
+    )
 
 
-def settings_of(quantization: Mapping[str, Any] | None, method: str, rules: Rules) -> Mapping[str, Any] | None:
+def settings_of(
+    quantization: Mapping[str, Any] | None, method: str, rules: Rules
+) -> Mapping[str, Any] | None:
     """Return the config if it has this quant_method, otherwise None.
 
     Raises UsageError that names a key that is unknown or has an unsupported value.
@@ -171,18 +206,24 @@ def settings_of(quantization: Mapping[str, Any] | None, method: str, rules: Rule
 def check_key(where: str, key: str, value: Any, rules: Rules) -> None:
     if key not in rules:
         raise UsageError(
-            f"quantization_config: {where} with {key} ({value!r:.60}) is not known, so that weights could be read"
+            f"quantization_config: {where} with {key} ({value!r:.60}) is not known, so that "
+            "weights could be read"
             f" wrongly; {_OTHER}"
         )
     allowed = rules[key]
-    if allowed is not None and not any(type(value) is type(one) and value == one for one in allowed):
+    if allowed is not None and not any(
+        type(value) is type(one) and value == one for one in allowed
+    ):
         raise refused(where, key, value, allowed)
 
 
 def refused(where: str, key: str, value: Any, allowed: Sequence[Any]) -> UsageError:
-    known = " or ".join(dict.fromkeys(repr(one.lower() if isinstance(one, str) else one) for one in allowed))
+    known = " or ".join(
+        dict.fromkeys(repr(one.lower() if isinstance(one, str) else one) for one in allowed)
+    )
     return UsageError(
-        f"quantization_config: {where} with {key} {value!r:.60} is not supported, only {known}; give such a checkpoint,"
+        f"quantization_config: {where} with {key} {value!r:.60} is not supported, only {known}; "
+        "give such a checkpoint,"
         " or an unquantised one"
     )
 
@@ -190,7 +231,8 @@ def refused(where: str, key: str, value: Any, allowed: Sequence[Any]) -> UsageEr
 def whole_number(where: str, key: str, value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
         raise UsageError(
-            f"quantization_config: {where} with {key} {value!r:.60} is not a whole number from {low} to {high}; "
+            f"quantization_config: {where} with {key} {value!r:.60} is not a whole number from "
+            f"{low} to {high}; "
             f"{_OTHER}"
         )
     return value
@@ -219,11 +261,15 @@ def patterns_of(where: str, key: str, value: Any, mark: str = "") -> tuple[str, 
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise UsageError(f"quantization_config: {where} with {key} {value!r:.60} is not a list of names; {_OTHER}")
+        raise UsageError(
+            f"quantization_config: {where} with {key} {value!r:.60} is not a list of names; "
+            f"{_OTHER}"
+        )
     characters = sum(map(len, value))
     if len(value) > _MOST_PATTERNS or characters > _MOST_CHARACTERS:
         raise UsageError(
-            f"quantization_config: {where}: {key} has {len(value)} names of {characters} characters in all, and at most"
+            f"quantization_config: {where}: {key} has {len(value)} names of {characters} "
+            "characters in all, and at most"
             f" {_MOST_PATTERNS} of {_MOST_CHARACTERS} are matched; {_OTHER}"
         )
     patterns = tuple(value)
@@ -240,14 +286,18 @@ def _check_patterns(where: str, patterns: tuple[str, ...], mark: str) -> None:
         try:
             re.compile(pattern.removeprefix(mark) if mark else f"(?:{pattern}){_BOUNDARY}")
         except re.error as error:
-            raise UsageError(f"quantization_config: {where} has {pattern!r:.60} ({error})") from error
+            raise UsageError(
+                f"quantization_config: {where} has {pattern!r:.60} ({error})"
+            ) from error
         if _REPEATED_GROUP.search(pattern) or len(_OPEN.findall(pattern)) > _MOST_OPEN:
             raise UsageError(
-                f"quantization_config: {where} has {pattern!r:.60}, which may take minutes to match; {_OTHER}"
+                f"quantization_config: {where} has {pattern!r:.60}, which may take minutes to "
+                f"match; {_OTHER}"
             )
         if _REFERENCE.search(pattern):
             raise UsageError(
-                f"quantization_config: {where} has {pattern!r:.60}, which refers to a group, and that is not supported;"
+                f"quantization_config: {where} has {pattern!r:.60}, which refers to a group, and "
+                "that is not supported;"
                 f" {_OTHER}"
             )
 

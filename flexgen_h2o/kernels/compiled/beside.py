@@ -53,7 +53,8 @@ def spread_beside(kind, element, at, width, scratch):  # type: ignore[no-untyped
 
     Lanes that two chunks share are 0 in the second chunk.
     """
-    words, lanes = width // planes(kind), scratch.shape[3]
+    words = width // planes(kind)
+    lanes = scratch.shape[3]
     for g in range(scratch.shape[0]):
         done = 0
         for c in range(scratch.shape[1]):
@@ -61,7 +62,9 @@ def spread_beside(kind, element, at, width, scratch):  # type: ignore[no-untyped
             for plane in range(planes(kind)):
                 for i in range(lanes):
                     n = g * width + planes(kind) * (start + i) + plane
-                    scratch[g, c, plane, i] = number_at(element, at, n) if start + i >= done else np.float32(0)
+                    scratch[g, c, plane, i] = (
+                        number_at(element, at, n) if start + i >= done else np.float32(0)
+                    )
             done = start + lanes
 
 
@@ -80,10 +83,20 @@ def beside_mix(kind, columns, r, scratch, p, first):  # type: ignore[no-untyped-
 
 @jit
 def _over_beside(kind, is_dots, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
-    group, stride, words = np.int64(p.shape[0]), np.int64(p.shape[1]), columns.width // planes(kind)
-    scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data) + 4 * first
+    group = np.int64(p.shape[0])
+    stride = np.int64(p.shape[1])
+    words = columns.width // planes(kind)
+    scratch_at = np.int64(scratch.ctypes.data)
+    p_at = np.int64(p.ctypes.data) + 4 * first
     for j in range(0, columns.columns, TILE):
-        numbers = (columns.at + 4 * (r * columns.columns + j) * words, words, scratch_at, p_at + 4 * j, stride, group)
+        numbers = (
+            columns.at + 4 * (r * columns.columns + j) * words,
+            words,
+            scratch_at,
+            p_at + 4 * j,
+            stride,
+            group,
+        )
         if is_dots:
             vectors.dots(kind, numbers)
         else:
@@ -93,7 +106,8 @@ def _over_beside(kind, is_dots, columns, r, scratch, p, first):  # type: ignore[
 @jit
 def add_sums(kind, scratch, sums):  # type: ignore[no-untyped-def]
     """Add the sums in scratch to `sums` (group, width), in the order of numbers."""
-    words, lanes = sums.shape[1] // planes(kind), scratch.shape[3]
+    words = sums.shape[1] // planes(kind)
+    lanes = scratch.shape[3]
     for g in range(sums.shape[0]):
         done = 0
         for c in range(scratch.shape[1]):

@@ -12,7 +12,10 @@ from numba.core import cgutils as _cgutils
 from numba.extending import intrinsic
 
 cgutils: Any = _cgutils  # the module, without type annotations
-F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32 = ir.FloatType()
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
 # As in jit.FASTMATH, the compiler may not assume that there is no NaN.
 _FLAGS = ("contract", "reassoc", "nsz")
 
@@ -61,7 +64,9 @@ class Emitter:
         """Concatenate vectors; their number must be a power of two."""
         while len(vectors) > 1:
             size = list(range(2 * vectors[0].type.count))
-            vectors = [self.shuffle(a, b, size) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+            vectors = [
+                self.shuffle(a, b, size) for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
         return vectors[0]
 
     def store(self, value: Any, address: Any, align: int = 4) -> None:
@@ -80,8 +85,10 @@ class Emitter:
 
         The first has the lower halves, the second the upper halves.
         """
-        b, floats = self.builder, ir.VectorType(F32, words.type.count)
-        low, high = b.shl(words, self.constant(words.type, 16)), b.and_(words, self.constant(words.type, 0xFFFF0000))
+        b = self.builder
+        floats = ir.VectorType(F32, words.type.count)
+        low = b.shl(words, self.constant(words.type, 16))
+        high = b.and_(words, self.constant(words.type, 0xFFFF0000))
         return b.bitcast(low, floats), b.bitcast(high, floats)
 
     def add(self, a: Any, b: Any) -> Any:
@@ -106,7 +113,9 @@ class Emitter:
     def call(self, name: str, result: Any, *arguments: Any) -> Any:
         """Emit the LLVM intrinsic of this name (without "llvm.")."""
         kind = ir.FunctionType(result, [value.type for value in arguments])
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}"), arguments)
+        return self.builder.call(
+            cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}"), arguments
+        )
 
     def call_by_halves(self, name: str, result: Any, *vectors: Any) -> Any:
         """Emit an intrinsic on both halves of the vectors, and join the results.
@@ -115,7 +124,12 @@ class Emitter:
         """
         size = vectors[0].type.count // 2
         halves = (list(range(size)), list(range(size, 2 * size)))
-        return self.join([self.call(name, result, *(self.shuffle(v, v, half) for v in vectors)) for half in halves])
+        return self.join(
+            [
+                self.call(name, result, *(self.shuffle(v, v, half) for v in vectors))
+                for half in halves
+            ]
+        )
 
     def loop(self, count: Any) -> Any:
         """Return a context manager that emits a loop. The `index` of its value is the iteration."""
@@ -138,7 +152,9 @@ class Emitter:
 
     def variables(self, kind: Any, rows: int, columns: int) -> list[list[Any]]:
         """Return rows x columns vectors that stay in registers during a loop and begin as zero."""
-        found = [[cgutils.alloca_once(self.builder, kind) for _ in range(columns)] for _ in range(rows)]
+        found = [
+            [cgutils.alloca_once(self.builder, kind) for _ in range(columns)] for _ in range(rows)
+        ]
         for row in found:
             for variable in row:
                 self.builder.store(self.constant(kind, 0), variable)
@@ -154,7 +170,10 @@ class Emitter:
 
     def transposed(self, lines: list[Any]) -> list[Any]:
         """Transpose 16 vectors of 16 words: word i of line j becomes word j of line i."""
-        even, odd = ([q + i for q in firsts for i in range(4)] for firsts in ((0, 8, 16, 24), (4, 12, 20, 28)))
+        even, odd = (
+            [q + i for q in firsts for i in range(4)]
+            for firsts in ((0, 8, 16, 24), (4, 12, 20, 28))
+        )
         found: list[list[Any]] = [[], [], [], []]
         for i in range(4):
             for quarter, half in enumerate((even, odd, even, odd)):
@@ -168,8 +187,12 @@ class Emitter:
         Word i of each quarter of line j becomes word j of that quarter of line i.
         """
         quarters = range(0, 16, 4)
-        low, high = ([q + i for q in quarters for i in some] for some in ((0, 16, 1, 17), (2, 18, 3, 19)))
-        near, far = ([q + i for q in quarters for i in some] for some in ((0, 1, 16, 17), (2, 3, 18, 19)))
+        low, high = (
+            [q + i for q in quarters for i in some] for some in ((0, 16, 1, 17), (2, 18, 3, 19))
+        )
+        near, far = (
+            [q + i for q in quarters for i in some] for some in ((0, 1, 16, 17), (2, 3, 18, 19))
+        )
         found = []
         for half in (low, high):
             first, second = (self.shuffle(lines[i], lines[i + 1], half) for i in (0, 2))
@@ -201,7 +224,9 @@ class Emitter:
 
 def each(totals: list[list[Any]], places: list[list[Any]]) -> list[tuple[Any, Any]]:
     """Return pairs of a tile's variable and its place, row by row."""
-    return [pair for of_row in zip(totals, places, strict=True) for pair in zip(*of_row, strict=True)]
+    return [
+        pair for of_row in zip(totals, places, strict=True) for pair in zip(*of_row, strict=True)
+    ]
 
 
 def _checked(numbers: Any) -> Any:
@@ -209,7 +234,9 @@ def _checked(numbers: Any) -> Any:
 
     The numbers are not converted, so they must have 64 bits already.
     """
-    if not all(getattr(kind, "bitwidth", 0) == 64 and isinstance(kind, types.Integer) for kind in numbers):
+    if not all(
+        getattr(kind, "bitwidth", 0) == 64 and isinstance(kind, types.Integer) for kind in numbers
+    ):
         raise TypeError(f"vector code takes numbers of 64 bits, not {numbers}")
     return numbers
 
@@ -227,7 +254,9 @@ def room(nbytes: int) -> Any:
 
     @intrinsic
     def run(_context: Any) -> Any:
-        return types.int64(), lambda _context, builder, _signature, _arguments: Emitter(builder).room(nbytes)
+        return types.int64(), lambda _context, builder, _signature, _arguments: Emitter(
+            builder
+        ).room(nbytes)
 
     return run
 
@@ -254,7 +283,9 @@ def emitted_by_type(meaning: Callable[[Any], Any], emit: Callable[..., None]) ->
     @intrinsic
     def run(_context: Any, kind: Any, numbers: Any) -> Any:
         found = meaning(kind)
-        return types.int64(kind, _checked(numbers)), _generator(lambda e, *values: emit(e, found, *values))
+        return types.int64(kind, _checked(numbers)), _generator(
+            lambda e, *values: emit(e, found, *values)
+        )
 
     return run
 

@@ -76,7 +76,8 @@ def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
     for row in range(first, end):
         values = job.values + row * job.values_step
         largest, steps = factor_of(largest_magnitude(element, values, job.columns))
-        codes, zero = bytes_at(job.codes + row * job.codes_step), np.int32(job.zero)
+        codes = bytes_at(job.codes + row * job.codes_step)
+        zero = np.int32(job.zero)
         for i in range(job.columns):
             codes[i] = np.uint8(np.int32(np.rint(number_at(element, values, i) * steps)) + zero)
         floats_at(job.scales + row * job.scales_step)[0] = largest / _LEVELS
@@ -109,12 +110,15 @@ def rescale(element, job, first, end):  # type: ignore[no-untyped-def]
     """Set out = sums x row's scale x column's scale (+ bias) (+ out) in rows first..end-1."""
     columns = floats_at(job.column_scales)
     for row in range(first, end):
-        sums, out = ints_at(job.sums + 4 * row * job.columns), job.out + row * job.out_step
+        sums = ints_at(job.sums + 4 * row * job.columns)
+        out = job.out + row * job.out_step
         scale = floats_at(job.row_scales)[row]
         for i in range(job.columns):
             bias = number_at(element, job.bias, i) if job.bias != 0 else np.float32(0)
             before = number_at(element, out, i) if job.adds else np.float32(0)
-            set_number(element, out, i, scaled(np.float32(sums[i]), scale, columns[i], bias, before))
+            set_number(
+                element, out, i, scaled(np.float32(sums[i]), scale, columns[i], bias, before)
+            )
 
 
 SCALE_STEP = np.float32(1 / 127)
@@ -138,7 +142,8 @@ def in_order(job, first, end):  # type: ignore[no-untyped-def]
     """Requantise rows first..end-1: values, scale and sum (packing.int8_row_bytes)."""
     groups = (job.columns + job.group - 1) // job.group
     for row in range(first, end):
-        codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
+        codes = job.packed + row * job.row_bytes
+        out = job.out + row * job.out_step
         ends = words_at(codes + job.value_bytes)
         largest, steps = largest_of(codes + job.value_bytes, groups, out + job.out_step - 4)
         total = np.int32(0)
@@ -156,8 +161,10 @@ def in_order_by_groups(job, first, end):  # type: ignore[no-untyped-def]
     """Run `in_order` on rows whose columns are whole groups of GROUP values."""
     groups = job.columns // GROUP
     for row in range(first, end):
-        codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
-        ends, total = codes + job.value_bytes, out + job.out_step - 4
+        codes = job.packed + row * job.row_bytes
+        out = job.out + row * job.out_step
+        ends = codes + job.value_bytes
+        total = out + job.out_step - 4
         largest, steps = largest_of(ends, groups, total)
         floats_at(out + job.out_step - 8)[0] = largest * SCALE_STEP
         floats_at(total)[0] = steps
@@ -191,11 +198,15 @@ def factor_of(largest):  # type: ignore[no-untyped-def]
 @jit
 def _group(at, ends, steps, out, n):  # type: ignore[no-untyped-def]
     """Write n values of a group, and return their sum."""
-    codes, total = bytes_at(at), np.int32(0)
+    codes = bytes_at(at)
+    total = np.int32(0)
     for i in range(n // 2):
         code = np.uint32(codes[i])
-        low, high = _int8(code & np.uint32(15), ends, steps), _int8(code >> np.uint32(4), ends, steps)
-        shorts_at(out)[i] = np.uint16((low & np.int32(255)) | ((high & np.int32(255)) << np.int32(8)))
+        low = _int8(code & np.uint32(15), ends, steps)
+        high = _int8(code >> np.uint32(4), ends, steps)
+        shorts_at(out)[i] = np.uint16(
+            (low & np.int32(255)) | ((high & np.int32(255)) << np.int32(8))
+        )
         total += low + high
     if n % 2 == 1:
         last = _int8(np.uint32(codes[n // 2]) & np.uint32(15), ends, steps)
@@ -217,9 +228,12 @@ _ORDER_BITS = 22  # bits of a float below its exponent and first mantissa bit
 _INFINITE = 255 << 1
 _GROUP_BYTES = ROWS * (GROUP // 2 + 4)  # bytes of one group of a strip's packed rows
 _LINE = 64  # bytes per cache line
-_I8, _I16 = ir.IntType(8), ir.IntType(16)
-_BYTES, _HALVES = ir.VectorType(_I8, GROUP), ir.VectorType(_I16, GROUP // 2)
-_WORDS, _FLOATS = ir.VectorType(I32, ROWS), ir.VectorType(F32, ROWS)
+_I8 = ir.IntType(8)
+_I16 = ir.IntType(16)
+_BYTES = ir.VectorType(_I8, GROUP)
+_HALVES = ir.VectorType(_I16, GROUP // 2)
+_WORDS = ir.VectorType(I32, ROWS)
+_FLOATS = ir.VectorType(F32, ROWS)
 
 
 def _strip(line: Callable[..., Any], ahead: int = 0) -> Any:
@@ -236,7 +250,8 @@ def _strip(line: Callable[..., Any], ahead: int = 0) -> Any:
 
 
 def _emit_strip(e: Emitter, line: Any, ahead: int, *places: Any) -> None:
-    b, (*rows, groups, out, totals) = e.builder, places
+    b = e.builder
+    *rows, groups, out, totals = places
     sums = cgutils.alloca_once(b, _WORDS)
     b.store(e.constant(_WORDS, 0), sums)
     with e.loop(groups) as loop:
@@ -246,7 +261,9 @@ def _emit_strip(e: Emitter, line: Any, ahead: int, *places: Any) -> None:
             lines.append(line(e, rows, row, loop.index, step))
         # The hardware cannot prefetch as many as 16 rows at once.
         start, row_bytes = rows[:2]
-        next_one = b.add(b.add(start, b.mul(row_bytes, e.number(ROWS))), b.mul(loop.index, e.number(ahead)))
+        next_one = b.add(
+            b.add(start, b.mul(row_bytes, e.number(ROWS))), b.mul(loop.index, e.number(ahead))
+        )
         for at in range(0, ahead, _LINE):
             e.prefetch(b.add(next_one, e.number(at)))
         at = b.add(out, b.mul(loop.index, e.number(GROUP * BLOCK_ROWS)))
@@ -266,7 +283,8 @@ def _line_of_codes(end_bytes: int, table: Callable[[Emitter, Any, Any], Any]) ->
     """
 
     def line(e: Emitter, rows: list[Any], row: int, group: Any, step: Any) -> Any:
-        b, (packed, row_bytes, ends, ends_step) = e.builder, rows
+        b = e.builder
+        packed, row_bytes, ends, ends_step = rows
         end = b.add(b.add(ends, b.mul(ends_step, e.number(row))), b.mul(group, e.number(end_bytes)))
         start = b.add(packed, b.mul(row_bytes, e.number(row)))
         at = b.add(start, b.mul(group, e.number(GROUP // 2)))
@@ -277,18 +295,23 @@ def _line_of_codes(end_bytes: int, table: Callable[[Emitter, Any, Any], Any]) ->
 
 
 def _line_of_floats(e: Emitter, rows: list[Any], row: int, group: Any, step: Any) -> Any:
-    b, (values, row_bytes), steps = e.builder, rows, e.spread([step], ROWS)
+    b = e.builder
+    values, row_bytes = rows
+    steps = e.spread([step], ROWS)
     at = b.add(b.add(values, b.mul(row_bytes, e.number(row))), b.mul(group, e.number(4 * GROUP)))
     parts = [e.load(b.add(at, e.number(4 * i)), _FLOATS) for i in range(0, GROUP, ROWS)]
     return b.bitcast(e.join([_rounded(e, b.fmul(part, steps)) for part in parts]), _WORDS)
 
 
 def _emit_row(e: Emitter, packed: Any, ends: Any, groups: Any, out: Any, total: Any) -> None:
-    b, step = e.builder, e.load(total, F32)
+    b = e.builder
+    step = e.load(total, F32)
     sums = cgutils.alloca_once(b, _WORDS)
     b.store(e.constant(_WORDS, 0), sums)
     with e.loop(groups) as loop:
-        codes = e.load(b.add(packed, b.mul(loop.index, e.number(GROUP // 2))), ir.VectorType(_I8, GROUP // 2))
+        codes = e.load(
+            b.add(packed, b.mul(loop.index, e.number(GROUP // 2))), ir.VectorType(_I8, GROUP // 2)
+        )
         values = _look_up(e, _table(e, b.add(ends, b.mul(loop.index, e.number(4))), step), codes)
         e.store(values, b.add(out, b.mul(loop.index, e.number(GROUP))))
         b.store(b.add(b.load(sums), _halves_added(e, _pair_sums(e, values))), sums)
@@ -297,7 +320,9 @@ def _emit_row(e: Emitter, packed: Any, ends: Any, groups: Any, out: Any, total: 
 
 def _halves_added(e: Emitter, halves: Any) -> Any:
     """Return the sums of two adjacent int16 each, as int32."""
-    b, pairs, half = e.builder, e.builder.bitcast(halves, _WORDS), e.constant(_WORDS, 16)
+    b = e.builder
+    pairs = e.builder.bitcast(halves, _WORDS)
+    half = e.constant(_WORDS, 16)
     return b.add(b.ashr(b.shl(pairs, half), half), b.ashr(pairs, half))
 
 
@@ -315,7 +340,8 @@ def _mxfp4_table(e: Emitter, scales: Any, step: Any) -> Any:
 
     scales: the address of the blocks' scales.
     """
-    b, tables = e.builder, []
+    b = e.builder
+    tables = []
     twice = ir.Constant(_FLOATS, [2 * number for number in (*E2M1, *(-number for number in E2M1))])
     for i in range(2):
         scale = b.zext(e.load(b.add(scales, e.number(i)), _I8, align=1), I32)
@@ -325,7 +351,9 @@ def _mxfp4_table(e: Emitter, scales: Any, step: Any) -> Any:
         power = b.bitcast(b.shl(bits, ir.Constant(I32, 23)), F32)
         value = b.fmul(twice, e.spread([power], ROWS))
         tables.append(_rounded(e, b.fmul(value, e.spread([step], ROWS))))
-    return e.shuffle(tables[0], tables[1], [i % ROWS + i // (GROUP // 2) * ROWS for i in range(GROUP)])
+    return e.shuffle(
+        tables[0], tables[1], [i % ROWS + i // (GROUP // 2) * ROWS for i in range(GROUP)]
+    )
 
 
 def _emit_mxfp4_largest(e: Emitter, blocks: Any, scales: Any, groups: Any, out: Any) -> None:
@@ -335,7 +363,9 @@ def _emit_mxfp4_largest(e: Emitter, blocks: Any, scales: Any, groups: Any, out: 
     one power less than 1, and 0 is less than all.
     """
     b = e.builder
-    bytes_, halves, scale_pair = (ir.VectorType(*kind) for kind in ((_I8, 32), (_I16, 32), (_I8, 2)))
+    bytes_, halves, scale_pair = (
+        ir.VectorType(*kind) for kind in ((_I8, 32), (_I16, 32), (_I8, 2))
+    )
     most = cgutils.alloca_once(b, halves)
     b.store(e.constant(halves, _ALL_ZERO), most)
     with e.loop(groups) as loop:
@@ -344,7 +374,9 @@ def _emit_mxfp4_largest(e: Emitter, blocks: Any, scales: Any, groups: Any, out: 
         pair = b.and_(codes, seven), b.and_(b.lshr(codes, e.constant(bytes_, 4)), seven)
         m = b.zext(e.call("umax.v32i8", bytes_, *pair), halves)
         for code, order in ((0, _ALL_ZERO), (1, 0)):
-            m = b.select(b.icmp_unsigned("==", m, e.constant(halves, code)), e.constant(halves, order), m)
+            m = b.select(
+                b.icmp_unsigned("==", m, e.constant(halves, code)), e.constant(halves, order), m
+            )
         both = e.load(b.add(scales, b.mul(loop.index, e.number(2))), scale_pair, align=1)
         pair = b.zext(both, ir.VectorType(_I16, 2))
         twice = b.shl(e.shuffle(pair, pair, [i // 16 for i in range(32)]), e.constant(halves, 1))
@@ -361,10 +393,13 @@ def _emit_largest(e: Emitter, ends: Any, vectors: Any, out: Any) -> None:
 
     A loop over one group after another takes longer than a strip.
     """
-    b, most = e.builder, cgutils.alloca_once(e.builder, _WORDS)
+    b = e.builder
+    most = cgutils.alloca_once(e.builder, _WORDS)
     b.store(e.constant(_WORDS, 0), most)
     with e.loop(vectors) as loop:
-        scale, least = e.bf16_pairs(e.load(b.add(ends, b.mul(loop.index, e.number(4 * ROWS))), _WORDS))
+        scale, least = e.bf16_pairs(
+            e.load(b.add(ends, b.mul(loop.index, e.number(4 * ROWS))), _WORDS)
+        )
         for code in (0.0, float(_MOST)):
             value = b.fadd(b.fmul(e.constant(_FLOATS, code), scale), least)
             bits = b.and_(b.bitcast(value, _WORDS), e.constant(_WORDS, int(_MAGNITUDE)))
@@ -394,8 +429,12 @@ def _on_bytes(e: Emitter, avx512: str, avx2: str, result: Any, *vectors: Any) ->
     result: type of its numbers.
     """
     if cpu_has("avx512bw"):
-        return e.call(f"x86.avx512.{avx512}.512", ir.VectorType(result, 8 * GROUP // result.width), *vectors)
-    return e.call_by_halves(f"x86.avx2.{avx2}", ir.VectorType(result, 4 * GROUP // result.width), *vectors)
+        return e.call(
+            f"x86.avx512.{avx512}.512", ir.VectorType(result, 8 * GROUP // result.width), *vectors
+        )
+    return e.call_by_halves(
+        f"x86.avx2.{avx2}", ir.VectorType(result, 4 * GROUP // result.width), *vectors
+    )
 
 
 # largest_in_lanes((ends, vectors, out)): write the bits of the largest magnitude of `vectors` x 16

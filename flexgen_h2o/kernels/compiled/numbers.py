@@ -24,7 +24,8 @@ _WORDS = ir.VectorType(I32, LANES)
 _FLOATS = ir.VectorType(F32, LANES)
 
 _LEAST_NORMAL = np.uint32(8)  # least normal magnitude of e4m3, as a code
-_NAN_CODE, _NAN = np.uint32(127), np.uint32(0x7FC00000)
+_NAN_CODE = np.uint32(127)
+_NAN = np.uint32(0x7FC00000)
 _REBIASED = np.uint32((127 - 7) << 23)
 _LEAST = np.float32(2**-9)
 
@@ -54,7 +55,8 @@ def _numbers(made: Callable[..., Any]) -> Any:
     """
 
     def emit(e: Emitter, element: Any, vectors: Any, out: Any, *source: Any) -> None:
-        b, step = e.builder, e.number(LANES * 4 // num_planes(element))
+        b = e.builder
+        step = e.number(LANES * 4 // num_planes(element))
         with e.loop(vectors) as loop:
             value = rounded(e, element, made(e, loop.index, *source))
             e.store(value, b.add(out, b.mul(loop.index, step)), align=2)
@@ -83,9 +85,12 @@ def _less_zero(e: Emitter, codes: Any, zero: Any, scale: Any) -> Any:
 
 
 def _of_4(e: Emitter, index: Any, at: Any, zero: Any, scale: Any) -> Any:
-    b, half = e.builder, _bytes_from(e, at, index, LANES // 2)
+    b = e.builder
+    half = _bytes_from(e, at, index, LANES // 2)
     twice = b.zext(e.shuffle(half, half, [lane // 2 for lane in range(LANES)]), _WORDS)
-    codes = b.and_(b.lshr(twice, ir.Constant(_WORDS, [0, 4] * (LANES // 2))), e.constant(_WORDS, 15))
+    codes = b.and_(
+        b.lshr(twice, ir.Constant(_WORDS, [0, 4] * (LANES // 2))), e.constant(_WORDS, 15)
+    )
     return _less_zero(e, codes, zero, scale)
 
 
@@ -95,13 +100,15 @@ def _of_8(e: Emitter, index: Any, at: Any, flip: Any, zero: Any, scale: Any) -> 
 
 
 def _of_words(e: Emitter, index: Any, at: Any, shift: Any, zero: Any, scale: Any) -> Any:
-    b, words = e.builder, e.load(e.onward(at, e.builder.mul(index, e.number(LANES))), _WORDS)
+    b = e.builder
+    words = e.load(e.onward(at, e.builder.mul(index, e.number(LANES))), _WORDS)
     codes = b.and_(b.lshr(words, _spread_word(e, shift)), e.constant(_WORDS, 15))
     return _less_zero(e, codes, zero, scale)
 
 
 def _of_fp8(e: Emitter, index: Any, at: Any, scale: Any) -> Any:
-    b, code = e.builder, _bytes_from(e, at, index)
+    b = e.builder
+    code = _bytes_from(e, at, index)
     magnitude = b.and_(code, e.constant(_WORDS, 127))
     normal = b.add(b.shl(magnitude, e.constant(_WORDS, 20)), e.constant(_WORDS, int(_REBIASED)))
     small = b.fmul(b.sitofp(magnitude, _FLOATS), e.constant(_FLOATS, float(_LEAST)))
@@ -113,7 +120,8 @@ def _of_fp8(e: Emitter, index: Any, at: Any, scale: Any) -> Any:
     return b.fmul(b.bitcast(b.or_(bits, sign), _FLOATS), _spread_float(e, scale))
 
 
-numbers_of_8, fp8_numbers = _numbers(_of_8), _numbers(_of_fp8)
+numbers_of_8 = _numbers(_of_8)
+fp8_numbers = _numbers(_of_fp8)
 
 
 # ---- tables
@@ -121,7 +129,9 @@ numbers_of_8, fp8_numbers = _numbers(_of_8), _numbers(_of_fp8)
 CHUNK = 32  # codes that are looked up at a time
 HAS_SHUFFLES = cpu_has("avx2")
 _I8 = ir.IntType(8)
-_CODES, _SIXTEEN, _SHORTS = ir.VectorType(_I8, CHUNK), ir.VectorType(_I8, 16), ir.VectorType(I16, 16)
+_CODES = ir.VectorType(_I8, CHUNK)
+_SIXTEEN = ir.VectorType(_I8, 16)
+_SHORTS = ir.VectorType(I16, 16)
 
 
 def _tables() -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -150,7 +160,10 @@ def _twice(e: Emitter, table: Any) -> Any:
 def _table(e: Emitter, numbers: Any) -> list[Any]:
     """Return the low and the high bytes of 16 numbers of 16 bits, as tables."""
     b = e.builder
-    return [_twice(e, b.trunc(b.lshr(numbers, e.constant(_SHORTS, shift)), _SIXTEEN)) for shift in (0, 8)]
+    return [
+        _twice(e, b.trunc(b.lshr(numbers, e.constant(_SHORTS, shift)), _SIXTEEN))
+        for shift in (0, 8)
+    ]
 
 
 def _looked_up(e: Emitter, table: list[Any], codes: Any) -> Any:
@@ -167,7 +180,8 @@ def _codes_of_4(e: Emitter, at: Any, index: Any) -> Any:
 
 def codes_apart(e: Emitter, codes: Any) -> Any:
     """Unpack codes, two per byte with the first in the low half, to one per byte."""
-    b, wide = e.builder, ir.VectorType(I16, codes.type.count)
+    b = e.builder
+    wide = ir.VectorType(I16, codes.type.count)
     pairs = b.zext(codes, wide)
     apart = b.and_(b.or_(pairs, b.shl(pairs, e.constant(wide, 4))), e.constant(wide, 0x0F0F))
     return b.bitcast(apart, ir.VectorType(_I8, 2 * codes.type.count))
@@ -178,13 +192,17 @@ def packed_values(e: Emitter, ends: Any) -> Any:
 
     ends: the address of the group's scale and least value.
     """
-    b, (scale, least) = e.builder, e.bf16_pairs(e.spread([e.load(ends, I32)], LANES))
-    return b.fadd(b.fmul(ir.Constant(_FLOATS, [float(code) for code in range(LANES)]), scale), least)
+    b = e.builder
+    scale, least = e.bf16_pairs(e.spread([e.load(ends, I32)], LANES))
+    return b.fadd(
+        b.fmul(ir.Constant(_FLOATS, [float(code) for code in range(LANES)]), scale), least
+    )
 
 
 def _codes_of_words(e: Emitter, at: Any, index: Any, shift: Any) -> Any:
     """Load CHUNK codes of which each word holds one at bit `shift`, as one per byte."""
-    b, wide = e.builder, ir.VectorType(I32, CHUNK)
+    b = e.builder
+    wide = ir.VectorType(I32, CHUNK)
     words = e.load(e.onward(at, b.mul(index, e.number(CHUNK))), wide)
     codes = b.lshr(words, e.spread([b.trunc(shift, I32)], CHUNK))
     return b.trunc(b.and_(codes, e.constant(wide, 15)), _CODES)
@@ -198,10 +216,14 @@ def _numbers_by_code(codes_of: Callable[..., Any], made: Callable[..., Any]) -> 
     """
 
     def emit(e: Emitter, element: Any, vectors: Any, out: Any, *source: Any) -> None:
-        b, size = e.builder, 4 // num_planes(element)
+        b = e.builder
+        size = 4 // num_planes(element)
         chunks = b.lshr(vectors, e.number(1)) if by_tables(element) else e.number(0)
         if by_tables(element):
-            table = _table(e, rounded(e, element, _less_zero(e, ir.Constant(_WORDS, [*range(16)]), *source[-2:])))
+            table = _table(
+                e,
+                rounded(e, element, _less_zero(e, ir.Constant(_WORDS, [*range(16)]), *source[-2:])),
+            )
             with e.loop(chunks) as loop:
                 found = _looked_up(e, table, codes_of(e, source[0], loop.index, *source[1:-2]))
                 e.store(found, b.add(out, b.mul(loop.index, e.number(size * CHUNK))), align=2)
@@ -214,10 +236,13 @@ def _numbers_by_code(codes_of: Callable[..., Any], made: Callable[..., Any]) -> 
     return emitted_by_type(lambda element: element, emit)
 
 
-def _emit_mxfp4(e: Emitter, element: Any, groups: Any, out: Any, blocks: Any, scales: Any, tables: Any) -> None:
+def _emit_mxfp4(
+    e: Emitter, element: Any, groups: Any, out: Any, blocks: Any, scales: Any, tables: Any
+) -> None:
     if not HAS_SHUFFLES:
         return
-    b, size = e.builder, 4 // num_planes(element)
+    b = e.builder
+    size = 4 // num_planes(element)
     with e.loop(groups) as loop:
         scale = b.zext(e.load(b.add(scales, loop.index), _I8, align=1), I64)
         table = b.add(tables, b.mul(scale, e.number(CHUNK)))
@@ -232,7 +257,8 @@ def _emit_mxfp4(e: Emitter, element: Any, groups: Any, out: Any, blocks: Any, sc
 def _emit_packed(e: Emitter, element: Any, groups: Any, out: Any, packed: Any, ends: Any) -> None:
     if not by_tables(element):
         return
-    b, chunks = e.builder, GROUP // CHUNK
+    b = e.builder
+    chunks = GROUP // CHUNK
     with e.loop(groups) as loop:
         # there is no NaN, because packed weights are finite
         bits = b.bitcast(packed_values(e, e.onward(ends, loop.index)), _WORDS)

@@ -48,7 +48,8 @@ from flexgen_h2o.kernels.jit import (
     words_at,
 )
 
-_LEAST, _MOST = np.int32(-(2**31)), np.int32(2**31 - 1)
+_LEAST = np.int32(-(2**31))
+_MOST = np.int32(2**31 - 1)
 
 
 class Format(NamedTuple):
@@ -71,9 +72,17 @@ class Format(NamedTuple):
 def format_of(packing: SlotPacking) -> Format:
     lanes, table = _table_of(packing)
     return Format(
-        vectors.KINDS[packing.bits], packing.width, packing.bits, packing.low_bits, packing.group, packing.low_words,
-        packing.value_words, lanes, len(table), table.ctypes.data,
-    )  # fmt: skip
+        vectors.KINDS[packing.bits],
+        packing.width,
+        packing.bits,
+        packing.low_bits,
+        packing.group,
+        packing.low_words,
+        packing.value_words,
+        lanes,
+        len(table),
+        table.ctypes.data,
+    )
 
 
 def formats_of(packing: KVPacking) -> tuple[Format, Format]:
@@ -110,8 +119,10 @@ def attend_rows(element, forms, jobs, state, whole, first, end):  # type: ignore
     element: of the queries. forms, jobs: for keys and for values; jobs as for whole slots, with
     `words` of a packed slot. whole: the WholeAddresses of the rows.
     """
-    (form, of_values), (slots, value_slots) = forms, jobs
-    query, attn_out = scratch_of(form, slots.group), scratch_of(of_values, slots.group)
+    form, of_values = forms
+    slots, value_slots = jobs
+    query = scratch_of(form, slots.group)
+    attn_out = scratch_of(of_values, slots.group)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
     of_whole = beside_scratch(element, slots.group, whole.width)
     newest = np.empty((slots.group, whole.columns), np.float32)
@@ -119,17 +130,33 @@ def attend_rows(element, forms, jobs, state, whole, first, end):  # type: ignore
     one = np.empty((slots.group, form.width), np.float32)
     size = 4 // planes(element) * slots.group * form.width
     for r in range(first, end):
-        filled, q_at = np.int64(ints_at(slots.filled)[r]), slots.q + r * size
-        spread(element, form, q_at, whole.ranges + 2 * r * form.width if whole.centres else 0, one, query)
+        filled = np.int64(ints_at(slots.filled)[r])
+        q_at = slots.q + r * size
+        spread(
+            element,
+            form,
+            q_at,
+            whole.ranges + 2 * r * form.width if whole.centres else 0,
+            one,
+            query,
+        )
         if state.columns:
             fetch_scores(state, r)
-        keys, values = row_at(slots, slots.keys, r), row_at(value_slots, slots.values, r)
+        keys = row_at(slots, slots.keys, r)
+        values = row_at(value_slots, slots.values, r)
         over_row(form, slots, Pass(True, keys, values, filled), gathered, query, p)
         if whole.centres:
             restore_centre(element, q_at, whole.centres + 2 * r * form.width, form.width, filled, p)
         if whole.columns:
             spread_beside(element, element, q_at, whole.width, of_whole)
-            beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, np.int64(0))
+            beside_dots(
+                element,
+                Columns(whole.columns, whole.width, whole.keys),
+                r,
+                of_whole,
+                newest,
+                np.int64(0),
+            )
             exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
         softmax(p, filled, slots, r)
         if whole.columns:
@@ -139,7 +166,14 @@ def attend_rows(element, forms, jobs, state, whole, first, end):  # type: ignore
         over_row(of_values, value_slots, Pass(False, values, after, filled), gathered, attn_out, p)
         gather(of_values, attn_out, one)
         if whole.columns:
-            beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, np.int64(0))
+            beside_mix(
+                element,
+                Columns(whole.columns, whole.width, whole.values),
+                r,
+                of_whole,
+                newest,
+                np.int64(0),
+            )
             add_sums(element, of_whole, one)
             exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
         for g in range(slots.group):
@@ -165,16 +199,23 @@ def over_row(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped
 
     scratch: queries, or their sums.
     """
-    words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
+    words = slots.words
+    group = np.int64(p.shape[0])
+    stride = np.int64(p.shape[1])
     layout = (form.lanes, form.places, form.chunks, 4 * form.low_words)
-    scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
+    scratch_at = np.int64(scratch.ctypes.data)
+    p_at = np.int64(p.ctypes.data)
     size = 4 * words * BLOCK
-    at, j, inside = row.at, np.int64(0), np.int64(0)
+    at = row.at
+    j = np.int64(0)
+    inside = np.int64(0)
     while j < row.filled:
         run = min(row.filled - j, slots.per_segment - inside) // BLOCK
         count = max(1, run)
         block = at + 4 * inside * words if run else take(slots, at, inside, j, row.filled, gathered)
-        after = address_ahead(slots, at, j + count * BLOCK, row.filled, inside + count * BLOCK, row.next_at)
+        after = address_ahead(
+            slots, at, j + count * BLOCK, row.filled, inside + count * BLOCK, row.next_at
+        )
         for left in range(count * size, 0, -size):
             # Prefetch what is AHEAD bytes later: in this run, which has `left` bytes more, or after
             # it.
@@ -184,7 +225,8 @@ def over_row(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped
                 vectors.packed_dots(form.kind, layout + numbers)
             else:
                 vectors.packed_mix(form.kind, layout + numbers)
-            block, j = block + size, j + BLOCK
+            block = block + size
+            j = j + BLOCK
             at, inside = onwards(slots, at, inside)
 
 
@@ -239,7 +281,8 @@ def spread(element, form, at, ranges, one, query):  # type: ignore[no-untyped-de
 
     ranges: address of the factors of the numbers; 0: none. one: scratch.
     """
-    per_word, size = 32 // form.step, query.shape[3]
+    per_word = 32 // form.step
+    size = query.shape[3]
     for g in range(query.shape[0]):
         for i in range(form.width):
             one[g, i] = number_at(element, at, g * form.width + i)
@@ -264,7 +307,8 @@ def spread(element, form, at, ranges, one, query):  # type: ignore[no-untyped-de
 @jit
 def gather(form, attn_out, one):  # type: ignore[no-untyped-def]
     """Write the sums in the order of numbers to `one` (group, width)."""
-    per_word, size = 32 // form.step, attn_out.shape[3]
+    per_word = 32 // form.step
+    size = attn_out.shape[3]
     for g in range(attn_out.shape[0]):
         for c in range(attn_out.shape[1]):
             first, start, end = _place(form, c)
@@ -275,7 +319,9 @@ def gather(form, attn_out, one):  # type: ignore[no-untyped-def]
             for k in range(per_word):
                 unit = _unit(form, k)
                 for word in range(start, min(end, (form.width - k + per_word - 1) // per_word)):
-                    one[g, word * per_word + k] = lanes[k, word - first] * unit + lanes[per_word, word - first]
+                    one[g, word * per_word + k] = (
+                        lanes[k, word - first] * unit + lanes[per_word, word - first]
+                    )
 
 
 # ---- packing
@@ -287,26 +333,36 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
 
     The loops are short and over small buffers, so that all of them vectorise.
     """
-    per_word, levels, low = 32 // form.step, np.float32(2**form.bits - 1), np.uint32(2**form.step - 1)
+    per_word = 32 // form.step
+    levels = np.float32(2**form.bits - 1)
+    low = np.uint32(2**form.step - 1)
     most = -(-form.group // per_word)
-    numbers, values = np.empty(form.group, np.float32), np.zeros(most * per_word, np.uint32)
+    numbers = np.empty(form.group, np.float32)
+    values = np.zeros(most * per_word, np.uint32)
     packed = np.empty(most, np.uint32)
     for r in range(first, end):
-        slot, group = words_at(target + 4 * r * words), form.value_words
+        slot = words_at(target + 4 * r * words)
+        group = form.value_words
         for i in range(form.low_words, form.value_words):
             slot[i] = 0
         for start in range(0, form.width, form.group):
             count = min(form.group, form.width - start)
             for i in range(count):
                 numbers[i] = number_at(element, source, r * form.width + start + i)
-            lowest, highest = _MOST, _LEAST
+            lowest = _MOST
+            highest = _LEAST
             for i in range(count):
                 x = ordered(float_to_bits(numbers[i]))
-                lowest, highest = min(lowest, x), max(highest, x)
+                lowest = min(lowest, x)
+                highest = max(highest, x)
             least = bits_to_float(to_bf16_towards(bits_to_float(np.uint32(ordered(lowest))), False))
             most = bits_to_float(np.uint32(ordered(highest)))
             scale = bits_to_float(to_bf16_towards((most - least) / levels, True))
-            share = np.float32(1) / scale if np.float32(0) < scale < np.float32(np.inf) else np.float32(0)
+            share = (
+                np.float32(1) / scale
+                if np.float32(0) < scale < np.float32(np.inf)
+                else np.float32(0)
+            )
             for i in range(count):
                 value = (numbers[i] - least) * share + np.float32(0.5)
                 # also if the value is NaN; then the scale of its group is NaN
@@ -323,7 +379,9 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
             if form.bits != form.step:
                 for i in range(count):
                     place = form.low_words + (start + i) // 32
-                    slot[place] |= (values[i] >> np.uint32(form.step)) << np.uint32((start + i) % 32)
+                    slot[place] |= (values[i] >> np.uint32(form.step)) << np.uint32(
+                        (start + i) % 32
+                    )
             high = np.uint32(float_to_bits(least)) & np.uint32(0xFFFF0000)
             slot[group] = (np.uint32(float_to_bits(scale)) >> np.uint32(16)) | high
             group += 1
@@ -336,22 +394,31 @@ def put_new(element, forms, job, new, whole, first, end):  # type: ignore[no-unt
     job: a ColumnSlots, whose columns are memory for packed slots. new: the addresses of keys and
     values (rows, width), and of each row's index among its whole columns, int64; -1 for none.
     """
-    (form, of_values), (keys, values, places), width = forms, new, whole.width
-    count, size = end - first, 4 // planes(element) * width
+    form, of_values = forms
+    keys, values, places = new
+    width = whole.width
+    count = end - first
+    size = 4 // planes(element) * width
     smoothed = np.empty((count, width), np.float32)
     for r in range(first, end):
-        centres, ranges = whole.centres + 2 * r * width, whole.ranges + 2 * r * width
+        centres = whole.centres + 2 * r * width
+        ranges = whole.ranges + 2 * r * width
         for i in range(width):
             above = number_at(element, keys, r * width + i) - number_at(_BF16, centres, i)
             smoothed[r - first, i] = above / number_at(_BF16, ranges, i)
-    packed_keys, packed_values = job.column_keys + first * job.keys_step, job.column_values + first * job.values_step
-    none, source = np.int64(0), np.int64(smoothed.ctypes.data)
+    packed_keys = job.column_keys + first * job.keys_step
+    packed_values = job.column_values + first * job.values_step
+    none = np.int64(0)
+    source = np.int64(smoothed.ctypes.data)
     pack_rows(FLOAT, form, source, packed_keys, job.key_bytes // 4, none, count)
-    pack_rows(element, of_values, values + first * size, packed_values, job.value_bytes // 4, none, count)
+    pack_rows(
+        element, of_values, values + first * size, packed_values, job.value_bytes // 4, none, count
+    )
     keep(smoothed)
     put(job, 1, first, end)
     for r in range(first, end):
-        slot, place = longs_at(job.slots + r * job.slots_step)[0], longs_at(places)[r]
+        slot = longs_at(job.slots + r * job.slots_step)[0]
+        place = longs_at(places)[r]
         held = ints_at(whole.slots + 4 * r * whole.columns)
         for j in range(whole.columns):
             if held[j] == slot:  # the slot's old column was evicted within the window

@@ -61,10 +61,14 @@ _CHUNK = 512
 _TOKENS = 512  # input rows at a time, whose sums stay in the same cache from chunk to chunk
 # The same with AMX, whose CPUs have 2 MiB of that cache. With few rows, the loop waits for the
 # weights, and the next chunk must fit beside this one.
-_AMX_CHUNK, _AMX_TOKENS, _AMX_FEW = 1024, 256, 128
+_AMX_CHUNK = 1024
+_AMX_TOKENS = 256
+_AMX_FEW = 128
 _GROUP_WORDS = GROUP // 4
 # words of a group of codes in bf16
-_PACKED_WORDS, _MXFP4_WORDS = GROUP // 2, CHUNK // 2  # words of a group of codes in bf16
+# words of a group of codes in bf16
+_PACKED_WORDS = GROUP // 2
+_MXFP4_WORDS = CHUNK // 2
 _FIELDS = len(Job._fields)
 _part_end = jit(part_end)
 
@@ -87,24 +91,37 @@ def multiply(kind, element, table, ending, threads, first, end):  # type: ignore
     all jobs. threads: number of threads that share the panels, in parts (workspace.part_end).
     """
     jobs, count, panels = table
-    rooms = _sums_room(), _strip_room(), _rows_room(), _ends_room(), _factors_room(), _registers_room()
+    rooms = (
+        _sums_room(),
+        _strip_room(),
+        _rows_room(),
+        _ends_room(),
+        _factors_room(),
+        _registers_room(),
+    )
     for i in range(REGISTERS // 8):
         longs_at(rooms[-1])[i] = 0
     # upcoming: the part that this thread is likely to get next
-    token, more, upcoming = np.int64(0), True, end
+    token = np.int64(0)
+    more = True
+    upcoming = end
     for _ in range(threads - 1):
         upcoming = _part_end(upcoming, panels, threads)
     while more:  # a group of input rows stays in the caches while all panels are multiplied with it
         more = False
-        number, ahead = np.int64(0), np.int64(0)
+        number = np.int64(0)
+        ahead = np.int64(0)
         for panel in range(first, end):
             number = _job_of(jobs, count, number, panel)
             after = panel + 1 if panel + 1 < end else upcoming
             ahead = _job_of(jobs, count, number, after)
-            job, next_job = _job(jobs, number), _job(jobs, ahead)
+            job = _job(jobs, number)
+            next_job = _job(jobs, ahead)
             come = np.int64(0), np.int64(0), np.int64(0)
             if after < panels and next_job.ends == 0:
-                come = _place(next_job, after - next_job.first, _chunk(next_job, 0, _chunks(kind, next_job)))
+                come = _place(
+                    next_job, after - next_job.first, _chunk(next_job, 0, _chunks(kind, next_job))
+                )
             if token < job.tokens:
                 _multiply_panel(kind, element, job, ending, (panel - job.first, token), come, rooms)
             more = more or token + _tokens(kind) < job.tokens
@@ -124,9 +141,27 @@ def _job_of(jobs, count, number, panel):  # type: ignore[no-untyped-def]
 def _job(jobs, number):  # type: ignore[no-untyped-def]
     f = longs_at(jobs + 8 * _FIELDS * number)
     return Job(
-        f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15], f[16],
-        f[17], f[18], f[19],
-    )  # fmt: skip
+        f[0],
+        f[1],
+        f[2],
+        f[3],
+        f[4],
+        f[5],
+        f[6],
+        f[7],
+        f[8],
+        f[9],
+        f[10],
+        f[11],
+        f[12],
+        f[13],
+        f[14],
+        f[15],
+        f[16],
+        f[17],
+        f[18],
+        f[19],
+    )
 
 
 @jit
@@ -176,9 +211,12 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
     place: the panel within the job, and the first of the input rows. come: memory to prefetch after
     this panel: address of the first run, bytes from one run to the next, and words per run.
     """
-    (panel, token), (sums, panel_room, rows_room, ends, factors, registers) = place, rooms
-    tokens, most = min(_tokens(kind), job.tokens - token), most_rows(kind)
-    chunks, size = _chunks(kind, job), 4 // planes(element)
+    panel, token = place
+    sums, panel_room, rows_room, ends, factors, registers = rooms
+    tokens = min(_tokens(kind), job.tokens - token)
+    most = most_rows(kind)
+    chunks = _chunks(kind, job)
+    size = 4 // planes(element)
     tiles = (tokens + most - 1) // most
     for number in range(chunks):
         word, words = _chunk(job, number, chunks)
@@ -190,7 +228,8 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
         here, row_step, _ = _place(job, panel, (word, words))
         # Each tile prefetches its share of the lines, over all blocks of 16 words; laying a panel
         # out counts as one more tile.
-        run, blocks = (more + LANES - 1) // LANES, (words + LANES - 1) // LANES
+        run = (more + LANES - 1) // LANES
+        blocks = (words + LANES - 1) // LANES
         shares = tiles if job.row_step == 0 else tiles + 1
         lines = (PANEL * run + shares * blocks - 1) // (shares * blocks)
         asked = np.int64(0)
@@ -200,10 +239,12 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
         elif job.row_step != 0:
             if is_float(kind) and job.coded != 0:
                 _decode(job, panel, (word, words), rows_room)
-                here, row_step = rows_room, 4 * words
+                here = rows_room
+                row_step = 4 * words
             last = min(PANEL, job.rows - panel * PANEL) - 1
             lay((here, row_step, last, words, panel_room, lines, ahead, step, run, asked))
-            here, asked = panel_room, blocks * lines
+            here = panel_room
+            asked = blocks * lines
         if number + 1 == chunks and not is_float(kind) and job.ends == 0:
             _gather_ends(job, panel * PANEL, ends)
         done = np.int64(0)
@@ -216,7 +257,14 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
             set_registers(kind, registers, rows)
             tile(kind, (rows, words, here, x, job.x_step, sums + done * STEP, number, *to_come))
             if number + 1 == chunks:
-                _finish(kind, element, job, ending, (panel, token + done, rows), (sums + done * STEP, ends))
+                _finish(
+                    kind,
+                    element,
+                    job,
+                    ending,
+                    (panel, token + done, rows),
+                    (sums + done * STEP, ends),
+                )
             done += rows
             asked += blocks * lines
 
@@ -228,8 +276,11 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
     place: the panel, the first input row, and the number of input rows. The sums are rounded once.
     In bf16, if they are added to what is there, they are rounded once more for the bias.
     """
-    (panel, token, rows), (sums, ends), size = place, rooms, 4 // planes(element)
-    row, out = panel * PANEL, job.out + token * job.out_step + size * panel * PANEL
+    panel, token, rows = place
+    sums, ends = rooms
+    size = 4 // planes(element)
+    row = panel * PANEL
+    out = job.out + token * job.out_step + size * panel * PANEL
     bias = job.bias + size * row if job.bias != 0 else job.bias
     flags = np.int64(ending.adds), np.int64(ending.relu)
     count = min(PANEL, job.rows - row)
@@ -237,7 +288,10 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
     if is_float(kind):
         finish_floats(element, (rows, whole, sums, out, job.out_step, bias, *flags))
     else:
-        finish_ints(element, (rows, whole, sums, out, job.out_step, bias, *flags, job.x_scales + 4 * token, ends))
+        finish_ints(
+            element,
+            (rows, whole, sums, out, job.out_step, bias, *flags, job.x_scales + 4 * token, ends),
+        )
     for t in range(rows):
         for i in range(whole * LANES, count):
             at = out + t * job.out_step
@@ -250,7 +304,9 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
             else:
                 value = floats_at(sums + t * STEP)[i] + before
                 value = (rounded(element, value) if ending.adds and bias != 0 else value) + added
-            set_number(element, at, i, np.float32(0) if ending.relu and value < np.float32(0) else value)
+            set_number(
+                element, at, i, np.float32(0) if ending.relu and value < np.float32(0) else value
+            )
 
 
 @jit
@@ -258,14 +314,18 @@ def _decode(job, panel, chunk, out):  # type: ignore[no-untyped-def]
     """Decode a chunk of a panel of coded rows to bf16 rows, in order and adjacent."""
     word, words = chunk
     for r in range(min(PANEL, job.rows - panel * PANEL)):
-        row, to = panel * PANEL + r, out + 4 * r * words
-        codes, scales = job.weight + row * job.row_step + word, job.scales + row * job.scale_step
+        row = panel * PANEL + r
+        to = out + 4 * r * words
+        codes = job.weight + row * job.row_step + word
+        scales = job.scales + row * job.scale_step
         if job.coded == PACKED:
             group = word // _PACKED_WORDS
             packed_numbers(np.uint16(0), (words // _PACKED_WORDS, to, codes, scales + 4 * group))
         else:
             group = word // _MXFP4_WORDS
-            mxfp4_numbers(np.uint16(0), (words // _MXFP4_WORDS, to, codes, scales + group, job.tables))
+            mxfp4_numbers(
+                np.uint16(0), (words // _MXFP4_WORDS, to, codes, scales + group, job.tables)
+            )
 
 
 @jit
@@ -276,20 +336,28 @@ def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
     their old content, and their results are not used. places: addresses of the panel, of its ends,
     and of the factors of its rows' values before rounding.
     """
-    (word, words), (out, ends, factors) = chunk, places
-    group, groups = word // _GROUP_WORDS, words // _GROUP_WORDS
+    word, words = chunk
+    out, ends, factors = places
+    group = word // _GROUP_WORDS
+    groups = words // _GROUP_WORDS
     own = factors + STEP  # the factors of one strip, which the strip overwrites
     for i in range(0, min(PANEL, job.rows - panel * PANEL), LANES):
         packed = job.weight + (panel * PANEL + i) * job.row_step
         for r in range(LANES):
             if word == 0:
-                start, place = packed + r * job.row_step + job.ends, ends + 4 * (PANEL + i + r)
+                start = packed + r * job.row_step + job.ends
+                place = ends + 4 * (PANEL + i + r)
                 largest, factor = largest_of(start, job.words // _GROUP_WORDS, place)
                 floats_at(ends)[i + r] = largest * SCALE_STEP
                 ints_at(ends)[PANEL + i + r] = 0
                 floats_at(factors)[i + r] = factor
             floats_at(own)[r] = floats_at(factors)[i + r]
-        places = packed + group * (GROUP // 2), job.row_step, packed + job.ends + 4 * group, job.row_step
+        places = (
+            packed + group * (GROUP // 2),
+            job.row_step,
+            packed + job.ends + 4 * group,
+            job.row_step,
+        )
         strip((*places, groups, out + 4 * i, own))
         for r in range(LANES):
             ints_at(ends)[PANEL + i + r] += ints_at(own)[r] * np.int32(job.zero)
@@ -309,9 +377,14 @@ def _gather_ends(job, row, ends):  # type: ignore[no-untyped-def]
     """Copy the scales of a panel's rows, and what is added to products, to adjacent memory."""
     for i in range(min(PANEL, job.rows - row)):
         floats_at(ends)[i] = floats_at(job.scales + (row + i) * job.scale_step)[0]
-        ints_at(ends)[PANEL + i] = ints_at(job.row_sums + (row + i) * job.sum_step)[0] * np.int32(job.zero)
+        ints_at(ends)[PANEL + i] = ints_at(job.row_sums + (row + i) * job.sum_step)[0] * np.int32(
+            job.zero
+        )
 
 
-_sums_room, _strip_room, _rows_room = room(_TOKENS * STEP), room(_AMX_CHUNK * STEP), room(_AMX_CHUNK * STEP)
+_sums_room = room(_TOKENS * STEP)
+_strip_room = room(_AMX_CHUNK * STEP)
+_rows_room = room(_AMX_CHUNK * STEP)
 _ends_room = room(2 * STEP)
-_factors_room, _registers_room = room(STEP + LINE), room(REGISTERS)
+_factors_room = room(STEP + LINE)
+_registers_room = room(REGISTERS)

@@ -41,7 +41,8 @@ def _emit_gemm(vectors: int, adds: bool, e: Emitter, *numbers: Any) -> None:
     adds: add to what is in c. The numbers of a row of `a` are broadcast one by one.
     """
     a, a_step, b, b_step, c, c_step, count = numbers
-    builder, kind = e.builder, ir.VectorType(F32, LANES)
+    builder = e.builder
+    kind = ir.VectorType(F32, LANES)
 
     def at(start: Any, step: Any, row: Any, column: Any) -> Any:
         return e.onward(start, builder.add(builder.mul(step, row), column))
@@ -50,7 +51,9 @@ def _emit_gemm(vectors: int, adds: bool, e: Emitter, *numbers: Any) -> None:
     together = vectors if cpu_has("avx512f") else 1
     for part in range(0, vectors, together):
         columns = [e.number(v * LANES) for v in range(part, part + together)]
-        places = [[at(c, c_step, e.number(row), column) for column in columns] for row in range(ROWS)]
+        places = [
+            [at(c, c_step, e.number(row), column) for column in columns] for row in range(ROWS)
+        ]
         totals = e.variables(kind, ROWS, together)
         if adds:
             for total, place in each(totals, places):
@@ -104,7 +107,8 @@ def add_tile(element, tile, scale, start, end):  # type: ignore[no-untyped-def]
             i = 0
             while i + _ROWS <= tile.rows:
                 seen = tile.first + i + 1
-                at, lse = tile.products + row_bytes * (row + i), floats_at(tile.lse + 4 * (row + i))
+                at = tile.products + row_bytes * (row + i)
+                lse = floats_at(tile.lse + 4 * (row + i))
                 _add_four(element, at, tile.columns, lse, factor, sums, seen)
                 # the corner of the tile that the first of the four rows does not have
                 for late in range(1, _ROWS):
@@ -113,7 +117,8 @@ def add_tile(element, tile, scale, start, end):  # type: ignore[no-untyped-def]
                         sums[j] += exp2(s * factor - lse[late] * LOG2_E)
                 i += _ROWS
             while i < tile.rows:
-                at, lse = tile.products + row_bytes * (row + i), floats_at(tile.lse + 4 * (row + i))
+                at = tile.products + row_bytes * (row + i)
+                lse = floats_at(tile.lse + 4 * (row + i))
                 for j in range(tile.first + i + 1):
                     sums[j] += exp2(number_at(element, at, j) * factor - lse[0] * LOG2_E)
                 i += 1
@@ -121,9 +126,14 @@ def add_tile(element, tile, scale, start, end):  # type: ignore[no-untyped-def]
 
 @jit
 def _add_four(element, at, columns, lse, factor, sums, end):  # type: ignore[no-untyped-def]
-    a, b, c, d = lse[0] * LOG2_E, lse[1] * LOG2_E, lse[2] * LOG2_E, lse[3] * LOG2_E
+    a = lse[0] * LOG2_E
+    b = lse[1] * LOG2_E
+    c = lse[2] * LOG2_E
+    d = lse[3] * LOG2_E
     for j in range(end):
-        ab = exp2(number_at(element, at, j) * factor - a) + exp2(number_at(element, at, columns + j) * factor - b)
+        ab = exp2(number_at(element, at, j) * factor - a) + exp2(
+            number_at(element, at, columns + j) * factor - b
+        )
         cd = exp2(number_at(element, at, 2 * columns + j) * factor - c) + exp2(
             number_at(element, at, 3 * columns + j) * factor - d
         )
@@ -179,19 +189,28 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
     units = -(-job.tokens // job.queries)
     wide = -(-job.width // LANES) * LANES
     rows = job.group * job.queries
-    query, attn_out = np.empty((rows, job.width), np.float32), np.empty((rows, wide), np.float32)
-    top, total = np.empty(rows, np.float32), np.empty(rows, np.float32)
-    keys, values = np.empty((job.width, KEYS), np.float32), np.zeros((KEYS, wide), np.float32)
+    query = np.empty((rows, job.width), np.float32)
+    attn_out = np.empty((rows, wide), np.float32)
+    top = np.empty(rows, np.float32)
+    total = np.empty(rows, np.float32)
+    keys = np.empty((job.width, KEYS), np.float32)
+    values = np.zeros((KEYS, wide), np.float32)
     scores = np.empty((ROWS, KEYS), np.float32)
-    query_at, keys_at = np.int64(query.ctypes.data), np.int64(keys.ctypes.data)
+    query_at = np.int64(query.ctypes.data)
+    keys_at = np.int64(keys.ctypes.data)
     scores_at = np.int64(scores.ctypes.data)
     for number in range(first, end):
-        batch, rest = number // (job.kv_heads * units), number % (job.kv_heads * units)
+        batch = number // (job.kv_heads * units)
+        rest = number % (job.kv_heads * units)
         start = (rest % units) * job.queries
         unit = Unit(batch, rest // units, start, min(job.tokens, start + job.queries))
         _take_queries(element, job, scale, unit, query)
-        attn_out[:], total[:], top[:] = 0, 0, -np.float32(np.inf)
-        for block in range(max(0, job.before + start + 1 - job.window) // KEYS * KEYS, job.before + unit.stop, KEYS):
+        attn_out[:] = 0
+        total[:] = 0
+        top[:] = -np.float32(np.inf)
+        for block in range(
+            max(0, job.before + start + 1 - job.window) // KEYS * KEYS, job.before + unit.stop, KEYS
+        ):
             count = min(KEYS, job.before + unit.stop - block)
             own = block - job.before - start  # the first query that sees keys of this block
             # later queries see no keys of this block
@@ -205,7 +224,14 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
                     seen = min(count, i + ROWS - own)
                     for r in range(ROWS):
                         ends = i + r + 1 - own
-                        _weigh(scores[r], (ends - job.window, min(count, ends)), row + r, top, total, attn_out)
+                        _weigh(
+                            scores[r],
+                            (ends - job.window, min(count, ends)),
+                            row + r,
+                            top,
+                            total,
+                            attn_out,
+                        )
                     _add_values(scores, values, attn_out, row, seen)
         _write(element, job, unit, top, total, attn_out)
 
@@ -237,10 +263,12 @@ def _take_queries(element, job, scale, unit, query):  # type: ignore[no-untyped-
 @jit
 def _take_block(element, job, unit, block, count, keys, values):  # type: ignore[no-untyped-def]
     """Copy keys by columns and values by rows, in fp32. What the last block lacks is 0."""
-    k, v = _head_at(job.k, unit.batch, unit.kv_head), _head_at(job.v, unit.batch, unit.kv_head)
+    k = _head_at(job.k, unit.batch, unit.kv_head)
+    v = _head_at(job.v, unit.batch, unit.kv_head)
     for j in range(KEYS):
         if j < count:
-            key, value = k + (block + j) * job.k.token_step, v + (block + j) * job.v.token_step
+            key = k + (block + j) * job.k.token_step
+            value = v + (block + j) * job.v.token_step
             for d in range(job.width):
                 keys[d, j] = number_at(element, key, d)
                 values[j, d] = number_at(element, value, d)
@@ -264,7 +292,9 @@ def _weigh(scores, seen, row, top, total, attn_out):  # type: ignore[no-untyped-
         return
     largest = ordered(float_to_bits(top[row]))
     for j in range(KEYS):
-        largest = max(largest, ordered(float_to_bits(scores[j])) if (first <= j) & (j < end) else _LOWEST)
+        largest = max(
+            largest, ordered(float_to_bits(scores[j])) if (first <= j) & (j < end) else _LOWEST
+        )
     now = bits_to_float(np.uint32(ordered(largest)))
     added = np.float32(0)
     for j in range(KEYS):
@@ -284,8 +314,10 @@ def _weigh(scores, seen, row, top, total, attn_out):  # type: ignore[no-untyped-
 def _add_values(weights, values, attn_out, row, seen):  # type: ignore[no-untyped-def]
     """Add weights x the first `seen` values to attn_out[row..row+ROWS-1]."""
     wide = np.int64(values.shape[1])
-    to, source = np.int64(attn_out.ctypes.data) + 4 * row * wide, np.int64(values.ctypes.data)
-    weights_at, done = np.int64(weights.ctypes.data), 0
+    to = np.int64(attn_out.ctypes.data) + 4 * row * wide
+    source = np.int64(values.ctypes.data)
+    weights_at = np.int64(weights.ctypes.data)
+    done = 0
     while done + KEYS <= wide:
         add_gemm_tile((weights_at, KEYS, source + 4 * done, wide, to + 4 * done, wide, seen))
         done += KEYS
@@ -303,7 +335,8 @@ def _write(element, job, unit, top, total, attn_out):  # type: ignore[no-untyped
         lse = job.lse + 4 * (unit.batch * job.kv_heads * job.group + head) * job.tokens
         for token in range(unit.start, unit.stop):
             row = g * job.queries + token - unit.start
-            share, at = np.float32(1) / total[row], out + token * job.out.token_step
+            share = np.float32(1) / total[row]
+            at = out + token * job.out.token_step
             for d in range(job.width):
                 set_number(element, at, d, attn_out[row, d] * share)
             floats_at(lse)[token] = (top[row] + np.log2(total[row])) * LN_2

@@ -66,7 +66,8 @@ class Mxfp4Job(NamedTuple):
 def unpack_mxfp4(element, job, first, end):  # type: ignore[no-untyped-def]
     """Decode rows first..end-1."""
     for row in range(first, end):
-        scales, blocks = job.scales + row * job.groups, job.blocks + row * job.groups * _PAIRS
+        scales = job.scales + row * job.groups
+        blocks = job.blocks + row * job.groups * _PAIRS
         out = job.out + row * job.out_step
         if HAS_SHUFFLES:
             mxfp4_numbers(element, (job.groups, out, blocks, scales, job.tables))
@@ -82,7 +83,9 @@ def _look_up_row(element, job, blocks, scales, out):  # type: ignore[no-untyped-
         for i in range(_BLOCK):
             code = bytes_at(blocks + group * _PAIRS)[i >> 1] >> np.uint8(4 * (i & 1)) & np.uint8(15)
             half = np.uint32(low[code]) | (np.uint32(low[np.int64(code) + 16]) << np.uint32(8))
-            set_number(element, out, group * _BLOCK + i, bits_to_float(np.uint32(half << np.uint32(16))))
+            set_number(
+                element, out, group * _BLOCK + i, bits_to_float(np.uint32(half << np.uint32(16)))
+            )
 
 
 class StripJob(NamedTuple):
@@ -101,11 +104,13 @@ def mxfp4_strips(job, blocks, scales, first, end):  # type: ignore[no-untyped-de
 
     blocks, scales: addresses of the first row's.
     """
-    own, groups = _strip_room(), job.columns // _BLOCK
+    own = _strip_room()
+    groups = job.columns // _BLOCK
     row_bytes = groups * _PAIRS
     for strip in range(first, end):
         row = strip * STRIP_ROWS
-        here, ends = blocks + row * row_bytes, scales + row * groups
+        here = blocks + row * row_bytes
+        ends = scales + row * groups
         for r in range(STRIP_ROWS):
             mxfp4_largest((here + r * row_bytes, ends + r * groups, groups // 2, own + 4 * r))
         _set_factors(job, row, own)
@@ -116,7 +121,8 @@ def mxfp4_strips(job, blocks, scales, first, end):  # type: ignore[no-untyped-de
 @jit
 def float_strips(job, values, first, end):  # type: ignore[no-untyped-def]
     """Convert strips first..end-1 of STRIP_ROWS rows. values: address of the first row, float32."""
-    own, row_bytes = _strip_room(), 4 * job.columns
+    own = _strip_room()
+    row_bytes = 4 * job.columns
     for strip in range(first, end):
         row = strip * STRIP_ROWS
         here = values + row * row_bytes
@@ -180,11 +186,14 @@ def unpack_fp8(element, job, first, end):  # type: ignore[no-untyped-def]
     size = 4 // planes(element)
     for row in range(first, end):
         scales = floats_at(job.scales + 4 * ((job.first + row) // job.high) * job.scale_columns)
-        codes, out = job.codes + row * job.columns, job.out + row * job.out_step
+        codes = job.codes + row * job.columns
+        out = job.out + row * job.out_step
         for block in range(job.scale_columns):
             start = block * job.wide
-            count, scale = min(job.wide, job.columns - start), scales[block]
-            at, to = codes + start, out + start * size
+            count = min(job.wide, job.columns - start)
+            scale = scales[block]
+            at = codes + start
+            to = out + start * size
             fp8_numbers(element, (count // LANES, to, at, bits_of(scale)))
             for i in range(count - count % LANES, count):
                 set_number(element, to, i, e4m3(np.uint32(bytes_at(at)[i])) * scale)
@@ -211,20 +220,26 @@ class IntegerJob(NamedTuple):
 @jit
 def unpack_integers(element, job, first, end):  # type: ignore[no-untyped-def]
     """Decode rows first..end-1."""
-    size, middle = 4 // planes(element), np.float32(1 << (job.bits - 1))
+    size = 4 // planes(element)
+    middle = np.float32(1 << (job.bits - 1))
     for row in range(first, end):
-        codes, out = job.codes + row * job.row_bytes, job.out + row * job.out_step
+        codes = job.codes + row * job.row_bytes
+        out = job.out + row * job.out_step
         ends = 4 * row * job.groups
         if job.which != 0:
-            _by_index(element, job, codes, floats_at(job.zeros + ends), floats_at(job.scales + ends), out)
+            _by_index(
+                element, job, codes, floats_at(job.zeros + ends), floats_at(job.scales + ends), out
+            )
             continue
         for g in range(job.at // job.group, (job.at + job.columns - 1) // job.group + 1):
             start = max(0, g * job.group - job.at)
             count = min((g + 1) * job.group - job.at, job.columns) - start
-            scale, zero = floats_at(job.scales + ends)[g], middle
+            scale = floats_at(job.scales + ends)[g]
+            zero = middle
             if job.zeros != 0:
                 zero = floats_at(job.zeros + ends)[g]
-            from_, to = codes + start * job.bits // 8, out + start * size
+            from_ = codes + start * job.bits // 8
+            to = out + start * size
             if job.bits == 4:
                 _group_of_4(element, from_, zero, scale, to, count)
             else:
@@ -234,15 +249,21 @@ def unpack_integers(element, job, first, end):  # type: ignore[no-untyped-def]
 @jit
 def _by_index(element, job, codes, zeros, scales, out):  # type: ignore[no-untyped-def]
     """Decode a row whose columns may have any groups."""
-    which, code_at = ints_at(job.which), bytes_at(codes)
+    which = ints_at(job.which)
+    code_at = bytes_at(codes)
     if job.bits == 4:
         for i in range(job.columns // 2):
-            code, one, other = np.uint32(code_at[i]), which[2 * i], which[2 * i + 1]
+            code = np.uint32(code_at[i])
+            one = which[2 * i]
+            other = which[2 * i + 1]
             low = number(code & np.uint32(15), zeros[one], scales[one])
-            _store_pair(element, out, i, low, number(code >> np.uint32(4), zeros[other], scales[other]))
+            _store_pair(
+                element, out, i, low, number(code >> np.uint32(4), zeros[other], scales[other])
+            )
     else:
         for i in range(job.columns // 2):
-            one, other = which[2 * i], which[2 * i + 1]
+            one = which[2 * i]
+            other = which[2 * i + 1]
             low = number(np.uint32(code_at[2 * i]), zeros[one], scales[one])
             high = number(np.uint32(code_at[2 * i + 1]), zeros[other], scales[other])
             _store_pair(element, out, i, low, high)
@@ -288,21 +309,26 @@ def unpack_awq(element, job, first, end):  # type: ignore[no-untyped-def]
     """
     size = 4 // planes(element)
     for row in range(first, end):
-        at, inside = (row + job.skip) // 8, (row + job.skip) % 8
+        at = (row + job.skip) // 8
+        inside = (row + job.skip) % 8
         shift = np.uint32(4 * (inside // 2) + 16 * (inside % 2))
-        words, out = job.words + 4 * at * job.columns, job.out + row * job.out_step
+        words = job.words + 4 * at * job.columns
+        out = job.out + row * job.out_step
         ends = 4 * row * job.groups
         for g in range(job.at // job.group, (job.at + job.columns - 1) // job.group + 1):
             start = max(0, g * job.group - job.at)
             count = min((g + 1) * job.group - job.at, job.columns) - start
-            scale, zero = floats_at(job.scales + ends)[g], floats_at(job.zeros + ends)[g]
+            scale = floats_at(job.scales + ends)[g]
+            zero = floats_at(job.zeros + ends)[g]
             _shifted(element, words + 4 * start, shift, zero, scale, out + start * size, count)
 
 
 @jit
 def _shifted(element, at, shift, zero, scale, out, count):  # type: ignore[no-untyped-def]
     words = words_at(at)
-    numbers_of_words(element, (count // LANES, out, at, np.int64(shift), bits_of(zero), bits_of(scale)))
+    numbers_of_words(
+        element, (count // LANES, out, at, np.int64(shift), bits_of(zero), bits_of(scale))
+    )
     for i in range(count - count % LANES, count):
         set_number(element, out, i, number((words[i] >> shift) & np.uint32(15), zero, scale))
 
@@ -311,7 +337,8 @@ def _shifted(element, at, shift, zero, scale, out, count):  # type: ignore[no-un
 def sum_rows(codes, columns, sums, first, end):  # type: ignore[no-untyped-def]
     """Sum the int8 codes of rows first..end-1."""
     for row in range(first, end):
-        at, total = bytes_at(codes + row * columns), np.int32(0)
+        at = bytes_at(codes + row * columns)
+        total = np.int32(0)
         for i in range(columns):  # a byte, minus 256 if its sign bit is set
             total += np.int32(at[i]) - ((np.int32(at[i]) & np.int32(128)) << np.int32(1))
         ints_at(sums)[row] = total

@@ -46,7 +46,8 @@ class Norm(NamedTuple):
 def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
     """Run `rms_norm` on rows first..end-1."""
     for row in range(first, end):
-        x, out = job.x + row * job.x_step, job.out + row * job.out_step
+        x = job.x + row * job.x_step
+        out = job.out + row * job.out_step
         total = np.float32(0)
         for i in range(job.width):
             total += number_at(element, x, i) * number_at(element, x, i)
@@ -61,7 +62,8 @@ def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
 def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-def]
     """Set gate = silu(gate) x up for rows first..end-1 at the addresses `gate` and `up`."""
     size = 4 // planes(element)
-    gate, up = gate + size * first * width, up + size * first * width
+    gate = gate + size * first * width
+    up = up + size * first * width
     for i in range((end - first) * width):
         x = number_at(element, gate, i)
         active = rounded(element, x / (np.float32(1) + exp2(-x * LOG2_E)))
@@ -81,10 +83,16 @@ class Gate(NamedTuple):
 @jit
 def clamped_gate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
     """Run `clamped_gate` on rows first..end-1."""
-    size, one, width, alpha, limit = 4 // planes(element), np.float32(1), job.width, job.alpha, job.limit
-    x, out = job.x + size * first * 2 * width, job.out + size * first * width
+    size = 4 // planes(element)
+    one = np.float32(1)
+    width = job.width
+    alpha = job.alpha
+    limit = job.limit
+    x = job.x + size * first * 2 * width
+    out = job.out + size * first * width
     for i in range((end - first) * width):
-        gate, up = number_at(element, x, 2 * i), number_at(element, x, 2 * i + 1)
+        gate = number_at(element, x, 2 * i)
+        up = number_at(element, x, 2 * i + 1)
         gate = limit if gate > limit else gate
         up = limit if up > limit else (-limit if up < -limit else up)
         active = rounded(element, one / (one + exp2(-rounded(element, gate * alpha) * LOG2_E)))
@@ -109,10 +117,13 @@ COLUMNS = 64  # columns that a thread adds at a time
 def add_weighted_columns(element, job, first, end):  # type: ignore[no-untyped-def]
     """Run `add_weighted` on columns first * COLUMNS..end * COLUMNS - 1."""
     size = 4 // planes(element)
-    start, stop = first * COLUMNS, min(end * COLUMNS, job.width)
-    tokens, weights = ints_at(job.tokens), floats_at(job.weights)
+    start = first * COLUMNS
+    stop = min(end * COLUMNS, job.width)
+    tokens = ints_at(job.tokens)
+    weights = floats_at(job.weights)
     for row in range(job.rows):
-        x, out = job.x + size * (row * job.width + start), job.out + size * (tokens[row] * job.width + start)
+        x = job.x + size * (row * job.width + start)
+        out = job.out + size * (tokens[row] * job.width + start)
         for i in range(stop - start):
             weighed = rounded(element, number_at(element, x, i) * weights[row])
             set_number(element, out, i, number_at(element, out, i) + weighed)
@@ -141,10 +152,13 @@ def rotate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
     for slot in range(first * job.slots, end * job.slots):
         rank = ints_at(job.ranks)[slot]
         if rank < job.slots:
-            cos, sin = floats_at(job.cos + 4 * rank * job.pairs), floats_at(job.sin + 4 * rank * job.pairs)
-            key, out = job.keys + size * slot * job.width, job.out + size * slot * job.width
+            cos = floats_at(job.cos + 4 * rank * job.pairs)
+            sin = floats_at(job.sin + 4 * rank * job.pairs)
+            key = job.keys + size * slot * job.width
+            out = job.out + size * slot * job.width
             for i in range(job.pairs):
-                a, b = number_at(element, key, i), number_at(element, key, job.pairs + i)
+                a = number_at(element, key, i)
+                b = number_at(element, key, job.pairs + i)
                 set_number(element, out, i, a * cos[i] - b * sin[i])
                 set_number(element, out, job.pairs + i, b * cos[i] + a * sin[i])
             for i in range(2 * job.pairs, job.width):
@@ -171,14 +185,19 @@ def rotate_heads(element, job, first, end):  # type: ignore[no-untyped-def]
     """
     size = 4 // planes(element)
     for token in range(first, end):
-        cos, sin = job.cos + size * token * job.pairs, job.sin + size * token * job.pairs
+        cos = job.cos + size * token * job.pairs
+        sin = job.sin + size * token * job.pairs
         for head in range(job.heads):
             x = job.x + token * job.token_step + head * job.head_step
             for i in range(job.pairs):
-                a, b = number_at(element, x, i), number_at(element, x, job.pairs + i)
-                c, s = number_at(element, cos, i), number_at(element, sin, i)
+                a = number_at(element, x, i)
+                b = number_at(element, x, job.pairs + i)
+                c = number_at(element, cos, i)
+                s = number_at(element, sin, i)
                 set_number(element, x, i, rounded(element, a * c) - rounded(element, b * s))
-                set_number(element, x, job.pairs + i, rounded(element, b * c) + rounded(element, a * s))
+                set_number(
+                    element, x, job.pairs + i, rounded(element, b * c) + rounded(element, a * s)
+                )
 
 
 class Hadamard(NamedTuple):
@@ -194,7 +213,8 @@ class Hadamard(NamedTuple):
 @jit
 def hadamard_rows(element, job, first, end):  # type: ignore[no-untyped-def]
     """Run `hadamard` on rows first..end-1, in place."""
-    size, bytes_of_number = job.size, 4 // planes(element)
+    size = job.size
+    bytes_of_number = 4 // planes(element)
     numbers = np.empty(size, np.float32)
     for row in range(first, end):
         for block in range(job.blocks):
@@ -239,14 +259,18 @@ def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
     size = 4 // planes(element)
     for row in range(first, end):
         codes = job.packed + row * job.row_bytes
-        ends, done = words_at(codes + job.value_bytes), 0
+        ends = words_at(codes + job.value_bytes)
+        done = 0
         if HAS_SHUFFLES and planes(element) == 2 and job.bits == 4 and job.group == GROUP:
             done = job.columns // GROUP
-            packed_numbers(element, (done, job.out + row * job.columns * size, codes, codes + job.value_bytes))
+            packed_numbers(
+                element, (done, job.out + row * job.columns * size, codes, codes + job.value_bytes)
+            )
         for g in range(done, (job.columns + job.group - 1) // job.group):
             start = g * job.group
             count = min(job.group, job.columns - start)
-            at, out = codes + start * job.bits // 8, job.out + (row * job.columns + start) * size
+            at = codes + start * job.bits // 8
+            out = job.out + (row * job.columns + start) * size
             if count == GROUP:  # a constant, so that loops have a known length
                 _pairs(element, job.bits, at, ends[g], out, _PAIRS)
             else:
@@ -270,7 +294,13 @@ def _pairs_of_4(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
     codes = bytes_at(at)
     for i in range(pairs):
         code = np.uint32(codes[i])
-        _store(element, out, i, decoded(code & np.uint32(15), ends), decoded(code >> np.uint32(4), ends))
+        _store(
+            element,
+            out,
+            i,
+            decoded(code & np.uint32(15), ends),
+            decoded(code >> np.uint32(4), ends),
+        )
 
 
 @jit
@@ -278,7 +308,13 @@ def _pairs_of_8(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
     codes = shorts_at(at)
     for i in range(pairs):
         code = np.uint32(codes[i])
-        _store(element, out, i, decoded(code & np.uint32(255), ends), decoded(code >> np.uint32(8), ends))
+        _store(
+            element,
+            out,
+            i,
+            decoded(code & np.uint32(255), ends),
+            decoded(code >> np.uint32(8), ends),
+        )
 
 
 @jit

@@ -102,11 +102,19 @@ def attend_rows(element, slots, state, first, end):  # type: ignore[no-untyped-d
         unpack(element, slots.q + offset, slots.words, query)
         if state.columns:
             fetch_scores(state, r)
-        keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
+        keys = row_at(slots, slots.keys, r)
+        values = row_at(slots, slots.values, r)
         over_row(element, slots, Pass(True, keys, values, filled), gathered, query, p)
         softmax(p, filled, slots, r)
         attn_out[:] = 0
-        over_row(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
+        over_row(
+            element,
+            slots,
+            Pass(False, values, row_at(slots, slots.keys, r + 1), filled),
+            gathered,
+            attn_out,
+            p,
+        )
         pack(element, attn_out, slots.words, slots.out + offset)
         if state.columns:
             score_row(state, r, filled, p)
@@ -118,11 +126,15 @@ def over_row(element, slots, row, gathered, scratch, p):  # type: ignore[no-unty
 
     scratch: queries, or their sums.
     """
-    words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
+    words = slots.words
+    group = np.int64(p.shape[0])
+    stride = np.int64(p.shape[1])
     ahead = max(1, AHEAD // (BLOCK * 4 * words)) * BLOCK
-    scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
+    scratch_at = np.int64(scratch.ctypes.data)
+    p_at = np.int64(p.ctypes.data)
     tile = vectors.SLOTS * 4 * words  # bytes per tile
-    at, inside = row.at, np.int64(0)
+    at = row.at
+    inside = np.int64(0)
     for j in range(0, row.filled, BLOCK):
         ahead_at = address_ahead(slots, at, j + ahead, row.filled, inside + ahead, row.next_at)
         block = take(slots, at, inside, j, row.filled, gathered)
@@ -133,7 +145,8 @@ def over_row(element, slots, row, gathered, scratch, p):  # type: ignore[no-unty
                 vectors.dots(element, numbers)
             else:
                 vectors.mix(element, numbers)
-            block, ahead_at = block + tile, ahead_at + tile
+            block = block + tile
+            ahead_at = ahead_at + tile
         at, inside = onwards(slots, at, inside)
 
 
@@ -170,10 +183,14 @@ def pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
             start = g * words + min(c * lanes, words - lanes)
             for i in range(lanes):
                 if is_half(element):
-                    first, second = float_to_half(attn_out[g, c, 0, i]), float_to_half(attn_out[g, c, 1, i])
-                    words_at(at)[start + i] = np.uint32(first) | (np.uint32(second) << np.uint32(16))
+                    first = float_to_half(attn_out[g, c, 0, i])
+                    second = float_to_half(attn_out[g, c, 1, i])
+                    words_at(at)[start + i] = np.uint32(first) | (
+                        np.uint32(second) << np.uint32(16)
+                    )
                 elif planes(element) == 2:
-                    low, high = to_bf16(attn_out[g, c, 0, i]), to_bf16(attn_out[g, c, 1, i])
+                    low = to_bf16(attn_out[g, c, 0, i])
+                    high = to_bf16(attn_out[g, c, 1, i])
                     words_at(at)[start + i] = (low >> np.uint32(16)) | (high & HIGH)
                 else:
                     floats_at(at)[start + i] = attn_out[g, c, 0, i]
@@ -259,7 +276,9 @@ def take(slots, at, inside, j, filled, gathered):  # type: ignore[no-untyped-def
         return at + 4 * inside * words
     for s in range(BLOCK):
         for i in range(words):
-            gathered[s * words + i] = words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
+            gathered[s * words + i] = (
+                words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
+            )
         inside += 1
         if inside == slots.per_segment:
             inside = 0
@@ -270,7 +289,9 @@ def take(slots, at, inside, j, filled, gathered):  # type: ignore[no-untyped-def
 @jit
 def sink_of(slots, r, g):  # type: ignore[no-untyped-def]
     """Return log2(e) times the sink of a query of row r, or -inf if there are no sinks."""
-    return floats_at(slots.sinks)[r * slots.group + g] * LOG2_E if slots.sinks else np.float32(-np.inf)
+    return (
+        floats_at(slots.sinks)[r * slots.group + g] * LOG2_E if slots.sinks else np.float32(-np.inf)
+    )
 
 
 @jit
@@ -281,7 +302,8 @@ def softmax(p, filled, slots, r):  # type: ignore[no-untyped-def]
     """
     factor = np.float32(slots.scale) * LOG2_E
     for g in range(p.shape[0]):
-        row, sink = p[g], sink_of(slots, r, g)
+        row = p[g]
+        sink = sink_of(slots, r, g)
         largest = ordered(float_to_bits(sink))
         for j in range(filled):
             row[j] *= factor
@@ -306,12 +328,12 @@ def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
 
     Integers from `ordered` and 64-bit pairs make all loops vectorise.
     """
-    scores, positions = (
-        floats_at(state.scores + 4 * r * state.columns),
-        ints_at(state.positions + 4 * r * state.columns),
-    )
-    oldest, newest = ints_at(state.oldest)[r], ints_at(state.newest)[r]
-    decay, gain = np.float32(state.decay), floats_at(state.gains)[r]
+    scores = floats_at(state.scores + 4 * r * state.columns)
+    positions = ints_at(state.positions + 4 * r * state.columns)
+    oldest = ints_at(state.oldest)[r]
+    newest = ints_at(state.newest)[r]
+    decay = np.float32(state.decay)
+    gain = floats_at(state.gains)[r]
     lowest = np.int32(2**31 - 1)
     for g in range(1, p.shape[0]):
         for j in range(filled):
@@ -333,8 +355,13 @@ def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
     best = np.int64(_NONE)
     for j in range(filled):
         allowed = (oldest <= positions[j]) & (positions[j] <= newest) & (ranks[j] == floor)
-        best = min(best, (np.int64(positions[j]) << np.int64(32)) + np.int64(j) if allowed else np.int64(_NONE))
-    ints_at(state.victims)[r] = np.int32(-1) if best == _NONE else np.int32(best & np.int64(0xFFFFFFFF))
+        best = min(
+            best,
+            (np.int64(positions[j]) << np.int64(32)) + np.int64(j) if allowed else np.int64(_NONE),
+        )
+    ints_at(state.victims)[r] = (
+        np.int32(-1) if best == _NONE else np.int32(best & np.int64(0xFFFFFFFF))
+    )
 
 
 class ColumnSlots(NamedTuple):
@@ -363,7 +390,8 @@ def put(job, count, first, end):  # type: ignore[no-untyped-def]
     """Copy `count` columns of each of the rows first..end-1 to their slots, in order."""
     for row in range(first, end):
         slots = longs_at(job.slots + row * job.slots_step)
-        key, value = job.column_keys + row * job.keys_step, job.column_values + row * job.values_step
+        key = job.column_keys + row * job.keys_step
+        value = job.column_values + row * job.values_step
         for i in range(count):
             copy(job.keys + _place(job, row, slots[i], job.key_bytes), key, job.key_bytes)
             copy(job.values + _place(job, row, slots[i], job.value_bytes), value, job.value_bytes)
@@ -384,7 +412,11 @@ def get(job, count, first, end):  # type: ignore[no-untyped-def]
         for i in range(count + 1):
             if slots[i] == slots[count]:
                 copy(job.column_keys + row * job.keys_step + i * job.key_bytes, key, job.key_bytes)
-                copy(job.column_values + row * job.values_step + i * job.value_bytes, value, job.value_bytes)
+                copy(
+                    job.column_values + row * job.values_step + i * job.value_bytes,
+                    value,
+                    job.value_bytes,
+                )
 
 
 @jit

@@ -17,7 +17,17 @@ from numba import types
 from numba.extending import intrinsic
 
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
-from flexgen_h2o.kernels.compiled.emitter import F32, I16, I32, I64, Emitter, cgutils, each, emitted, emitted_by_type
+from flexgen_h2o.kernels.compiled.emitter import (
+    F32,
+    I16,
+    I32,
+    I64,
+    Emitter,
+    cgutils,
+    each,
+    emitted,
+    emitted_by_type,
+)
 from flexgen_h2o.kernels.jit import bytes_at, jit, num_planes, shorts_at
 
 LANES = 16
@@ -29,11 +39,15 @@ _VECTORS = PANEL // LANES
 _MOST_ROWS = 6
 _SIDE = 16  # rows of an AMX register, of LINE bytes each; a tile has up to twice as many input rows
 # bytes that configure AMX's registers; offsets of their widths and of their heights
-REGISTERS, _WIDTHS, _HEIGHTS = 64, 16, 48
+REGISTERS = 64
+_WIDTHS = 16
+_HEIGHTS = 48
 _NEXT_CACHE = 2  # cache to which is prefetched: a chunk exceeds the nearest cache
 _UNROLLED = 2  # words at a time: longer loops exceed the cache of decoded instructions
-_INTS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
-_SHORTS, _HALVES = ir.VectorType(I16, LANES), ir.VectorType(ir.HalfType(), LANES)
+_INTS = ir.VectorType(I32, LANES)
+_FLOATS = ir.VectorType(F32, LANES)
+_SHORTS = ir.VectorType(I16, LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
 _PAIRS = ir.VectorType(I16, 2 * LANES)
 AVX2_CHUNK = 256  # words of a row at a time: the split numbers of inputs must fit the nearest cache
 
@@ -63,7 +77,9 @@ def _known(meaning: Callable[[Any], bool]) -> Any:
     return run
 
 
-is_amx, is_avx2, is_float = _known(_is_amx), _known(_is_avx2), _known(_is_float)
+is_amx = _known(_is_amx)
+is_avx2 = _known(_is_avx2)
+is_float = _known(_is_float)
 
 
 @jit
@@ -81,10 +97,14 @@ def _emit_tile(e: Emitter, kind: Any, *numbers: Any) -> None:
     if _is_amx(kind):
         _emit_amx_tile(e, "tdpbf16ps" if _is_float(kind) else "tdpbusd", *numbers)
     else:
-        _emit_vector_tile(e, _emit_avx2_rows if _is_avx2(kind) else _emit_rows, _is_float(kind), *numbers)
+        _emit_vector_tile(
+            e, _emit_avx2_rows if _is_avx2(kind) else _emit_rows, _is_float(kind), *numbers
+        )
 
 
-def _emit_vector_tile(e: Emitter, emit: Callable[..., None], is_float: bool, rows: Any, *numbers: Any) -> None:
+def _emit_vector_tile(
+    e: Emitter, emit: Callable[..., None], is_float: bool, rows: Any, *numbers: Any
+) -> None:
     """Emit the code of a tile of each size, of which one runs."""
     b = e.builder
     end = b.append_basic_block("end")
@@ -99,10 +119,14 @@ def _emit_vector_tile(e: Emitter, emit: Callable[..., None], is_float: bool, row
 
 
 def _emit_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) -> None:
-    b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
+    b = e.builder
+    words, weight, x, x_step, sums, begun, *to_come = numbers
     kind = _FLOATS if is_float else _INTS
     totals = e.variables(kind, rows, _VECTORS)
-    places = [[b.add(sums, e.number(r * STEP + 4 * LANES * v)) for v in range(_VECTORS)] for r in range(rows)]
+    places = [
+        [b.add(sums, e.number(r * STEP + 4 * LANES * v)) for v in range(_VECTORS)]
+        for r in range(rows)
+    ]
     with b.if_then(b.icmp_signed("!=", begun, e.number(0))):
         for total, place in each(totals, places):
             b.store(e.load(place, kind), total)
@@ -131,12 +155,16 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
 
     Inputs are split once for all vectors.
     """
-    b, (words, weight, x, x_step, sums, begun, lines, *to_come) = e.builder, numbers
-    kind, together = _FLOATS if is_float else _INTS, max(1, _VECTORS // rows)
+    b = e.builder
+    words, weight, x, x_step, sums, begun, lines, *to_come = numbers
+    kind = _FLOATS if is_float else _INTS
+    together = max(1, _VECTORS // rows)
     parts = _VECTORS // together
     size = 4 * (AVX2_CHUNK + LANES)
     room = e.room(2 * rows * size)
-    apart = [[b.add(room, e.number((2 * r + half) * size)) for half in range(2)] for r in range(rows)]
+    apart = [
+        [b.add(room, e.number((2 * r + half) * size)) for half in range(2)] for r in range(rows)
+    ]
     end = b.sub(words, e.number(LANES))
     blocks = e.parts(words, LANES)
     with e.loop(blocks) as block:
@@ -167,11 +195,15 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
                 for word in e.unrolled(begin, count, _UNROLLED):
                     at = b.add(b.add(weight, lanes), b.mul(word, e.number(STEP)))
                     for half in some:
-                        vectors = [e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)]
+                        vectors = [
+                            e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)
+                        ]
                         ours = [_half(e, is_float, vector, half, True) for vector in vectors]
                         at = e.once_more(at)
                         for of_row, of_inputs in zip(totals, apart, strict=True):
-                            spread = e.spread([e.load(e.onward(of_inputs[half], word), kind.element)], LANES)
+                            spread = e.spread(
+                                [e.load(e.onward(of_inputs[half], word), kind.element)], LANES
+                            )
                             for total, values in zip(of_row, ours, strict=True):
                                 b.store(_add_products(e, b.load(total), spread, values), total)
         for total, place in each(totals, places):
@@ -186,7 +218,8 @@ def _half(e: Emitter, is_float: bool, words: Any, half: int, is_signed: bool) ->
     b = e.builder
     if is_float:
         return e.bf16_pairs(words)[half]
-    shorts, eight = b.bitcast(words, _PAIRS), e.constant(_PAIRS, 8)
+    shorts = b.bitcast(words, _PAIRS)
+    eight = e.constant(_PAIRS, 8)
     move = b.ashr if is_signed else b.lshr
     return b.bitcast(move(shorts if half else b.shl(shorts, eight), eight), _INTS)
 
@@ -199,7 +232,9 @@ def _add_products(e: Emitter, total: Any, x: Any, w: Any) -> Any:
     if total.type == _FLOATS:
         return e.call(f"fma.v{LANES}f32", _FLOATS, x, w, total)
     pairs = (e.builder.bitcast(v, _PAIRS) for v in (x, w))
-    return e.builder.add(total, e.call_by_halves("x86.avx2.pmadd.wd", ir.VectorType(I32, LANES // 2), *pairs))
+    return e.builder.add(
+        total, e.call_by_halves("x86.avx2.pmadd.wd", ir.VectorType(I32, LANES // 2), *pairs)
+    )
 
 
 def _amx(e: Emitter, name: str, *arguments: Any) -> None:
@@ -223,14 +258,18 @@ def _emit_amx_tile(e: Emitter, dot: str, rows: Any, *numbers: Any) -> None:
             _emit_registers(e, dot, numbers, 0, is_pair=False)
 
 
-def _emit_registers(e: Emitter, dot: str, numbers: tuple[Any, ...], half: int, is_pair: bool) -> None:
+def _emit_registers(
+    e: Emitter, dot: str, numbers: tuple[Any, ...], half: int, is_pair: bool
+) -> None:
     """Emit 16 input rows by a panel, or two times 16 rows by half of it.
 
     Registers of 16 rows: 0 to 3 are sums, 4 and 5 input rows, 6 and 7 words of 16 rows of the
     panel.
     """
-    b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
-    step, many = e.number(STEP), e.number(_SIDE)
+    b = e.builder
+    words, weight, x, x_step, sums, begun, *to_come = numbers
+    step = e.number(STEP)
+    many = e.number(_SIDE)
     start = b.add(sums, e.number(half * 2 * LINE))
     rest = b.add(start, e.number(_SIDE * STEP if is_pair else 2 * LINE))
     places = [start, b.add(start, e.number(LINE)), rest, b.add(rest, e.number(LINE))]
@@ -288,13 +327,21 @@ class _Ahead:
         column = b.sub(first, b.mul(of_run, some))
         place = b.add(ahead, b.add(b.mul(of_run, step), b.mul(column, e.number(LINE))))
         left = b.sub(b.mul(run, e.number(PANEL)), first)
-        return cls(e, lines, run, step, *(cgutils.alloca_once_value(b, value) for value in (place, column, left)))
+        return cls(
+            e,
+            lines,
+            run,
+            step,
+            *(cgutils.alloca_once_value(b, value) for value in (place, column, left)),
+        )
 
     def ask(self) -> None:
-        e, b = self.e, self.e.builder
+        e = self.e
+        b = self.e.builder
         left = b.load(self.left)
         with e.loop(e.least(left, self.lines)):
-            place, column = b.load(self.place), b.add(b.load(self.column), e.number(1))
+            place = b.load(self.place)
+            column = b.add(b.load(self.column), e.number(1))
             e.prefetch(place, _NEXT_CACHE)
             is_last = b.icmp_signed("==", column, self.run)
             back = b.sub(self.step, b.mul(self.run, e.number(LINE)))
@@ -304,8 +351,11 @@ class _Ahead:
         b.store(b.sub(left, self.lines), self.left)
 
 
-def _emit_lay(e: Emitter, source: Any, step: Any, last: Any, words: Any, out: Any, *to_come: Any) -> None:
-    b, coming = e.builder, _Ahead.begin(e, *to_come)
+def _emit_lay(
+    e: Emitter, source: Any, step: Any, last: Any, words: Any, out: Any, *to_come: Any
+) -> None:
+    b = e.builder
+    coming = _Ahead.begin(e, *to_come)
     end = b.sub(words, e.number(LANES))
     blocks = e.parts(words, LANES)
     for group in range(_VECTORS):
@@ -332,14 +382,20 @@ def _quarters(e: Emitter, places: list[Any]) -> Any:
     for number, place in enumerate(places):
         words = e.load(place, ir.VectorType(I32, 4))
         spread = e.shuffle(words, words, list(range(4)) * 4)
-        mask = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [lane // 4 == number for lane in range(LANES)])
+        mask = ir.Constant(
+            ir.VectorType(ir.IntType(1), LANES), [lane // 4 == number for lane in range(LANES)]
+        )
         found = spread if found is None else e.builder.select(mask, spread, found)
     return found
 
 
 def _numbers(e: Emitter, element: Any, at: Any) -> Any:
     """Load a vector of numbers at an address, in fp32 (as jit.number_at)."""
-    return e.load(at, _FLOATS) if element == types.float32 else _widened(e, element, e.load(at, _SHORTS, align=2))
+    return (
+        e.load(at, _FLOATS)
+        if element == types.float32
+        else _widened(e, element, e.load(at, _SHORTS, align=2))
+    )
 
 
 def _widened(e: Emitter, element: Any, kept: Any) -> Any:
@@ -347,7 +403,9 @@ def _widened(e: Emitter, element: Any, kept: Any) -> Any:
         return kept
     if element == types.int16:
         return e.builder.fpext(e.builder.bitcast(kept, _HALVES), _FLOATS)
-    return e.builder.bitcast(e.builder.shl(e.builder.zext(kept, _INTS), e.constant(_INTS, 16)), _FLOATS)
+    return e.builder.bitcast(
+        e.builder.shl(e.builder.zext(kept, _INTS), e.constant(_INTS, 16)), _FLOATS
+    )
 
 
 def rounded(e: Emitter, element: Any, value: Any) -> Any:
@@ -370,9 +428,14 @@ def _emit_finish(is_int: bool, e: Emitter, element: Any, *numbers: Any) -> None:
 
     Call it from a jit_rounded function, which computes the same for what is less than a vector.
     """
-    b, (rows, vectors, sums, out, out_step, bias, *flags) = e.builder, numbers
-    ends, zero, size = flags[2:], e.constant(_FLOATS, 0.0), e.number(4 // num_planes(element))
-    is_added, has_relu, has_bias = (b.icmp_signed("!=", flag, e.number(0)) for flag in (*flags[:2], bias))
+    b = e.builder
+    rows, vectors, sums, out, out_step, bias, *flags = numbers
+    ends = flags[2:]
+    zero = e.constant(_FLOATS, 0.0)
+    size = e.number(4 // num_planes(element))
+    is_added, has_relu, has_bias = (
+        b.icmp_signed("!=", flag, e.number(0)) for flag in (*flags[:2], bias)
+    )
     with e.loop(rows) as row, e.loop(vectors) as vector:
         first = b.mul(vector.index, e.number(LANES))
         at = e.onward(b.add(sums, b.mul(row.index, e.number(STEP))), first)
@@ -383,7 +446,9 @@ def _emit_finish(is_int: bool, e: Emitter, element: Any, *numbers: Any) -> None:
         with b.if_then(has_bias):
             b.store(_numbers(e, element, b.add(bias, b.mul(first, size))), added)
         if is_int:
-            total = b.fadd(b.fadd(_rescaled(e, at, row.index, first, *ends), b.load(added)), b.load(there))
+            total = b.fadd(
+                b.fadd(_rescaled(e, at, row.index, first, *ends), b.load(added)), b.load(there)
+            )
         else:
             value = cgutils.alloca_once_value(b, b.fadd(e.load(at, _FLOATS), b.load(there)))
             with b.if_then(b.and_(is_added, has_bias)):
@@ -398,7 +463,8 @@ def _rescaled(e: Emitter, at: Any, row: Any, first: Any, x_scales: Any, ends: An
 
     ends: address of the scales of the panel's rows, followed by what is added to sums.
     """
-    b, scales = e.builder, e.onward(ends, first)
+    b = e.builder
+    scales = e.onward(ends, first)
     total = b.add(e.load(at, _INTS), e.load(b.add(scales, e.number(STEP)), _INTS))
     x_scale = e.spread([e.load(e.onward(x_scales, row), F32)], LANES)
     return b.fmul(b.fmul(b.sitofp(total, _FLOATS), x_scale), e.load(scales, _FLOATS))
@@ -415,8 +481,12 @@ finish_floats = emitted_by_type(lambda element: element, partial(_emit_finish, F
 finish_ints = emitted_by_type(lambda element: element, partial(_emit_finish, True))
 # load_registers(kind, (address,)), release_registers(kind, ()): configure or release AMX; they do
 # nothing for other kinds.
-load_registers = emitted_by_type(_is_amx, lambda e, is_amx, at: _amx(e, "ldtilecfg", at) if is_amx else None)
-release_registers = emitted_by_type(_is_amx, lambda e, is_amx: _amx(e, "tilerelease") if is_amx else None)
+load_registers = emitted_by_type(
+    _is_amx, lambda e, is_amx, at: _amx(e, "ldtilecfg", at) if is_amx else None
+)
+release_registers = emitted_by_type(
+    _is_amx, lambda e, is_amx: _amx(e, "tilerelease") if is_amx else None
+)
 # lay((source, row_step, last, words, out, lines, ahead, step, run, first)): convert a panel of rows
 # in order to the blocked layout. Rows beyond `last` repeat it. words: at least LANES.
 lay = emitted(_emit_lay)

@@ -12,13 +12,13 @@ slots' words:
   the low halves are the even numbers). If chunks do not divide a slot, the last chunk overlaps the
   one before. The caller zeroes the lanes of the queries that are in both.
 - Packed slots (packing.SlotPacking): a word holds 16, 8 or 4 values, one per plane. In 3 bits the
-  highest bits of a word's 16 values are a half word elsewhere. A value is masked but not shifted, so
-  it is 2**(bits x plane) times too large. The caller divides by that in queries and sums. Only the
-  highest plane is shifted, to avoid the sign bit. Scale and least value of a group are applied once
-  per chunk: query . slot = scale x (query . values) + least x (sum of the query). The sum of the
-  query is the last plane. A table lists the places of the chunks; each chunk is within one group.
-  A vector of 16 is shared by two slots of 8 lanes, or by four of 4, which is what a group of 64
-  has in 3 bits. Lanes that are not a chunk's own are 0 in a query and have no meaning in a sum.
+  highest bits of a word's 16 values are a half word elsewhere. A value is masked but not shifted,
+  so it is 2**(bits x plane) times too large. The caller divides by that in queries and sums. Only
+  the highest plane is shifted, to avoid the sign bit. Scale and least value of a group are applied
+  once per chunk: query . slot = scale x (query . values) + least x (sum of the query). The sum of
+  the query is the last plane. A table lists the places of the chunks; each chunk is within one
+  group. A vector of 16 is shared by two slots of 8 lanes, or by four of 4, which is what a group of
+  64 has in 3 bits. Lanes that are not a chunk's own are 0 in a query and have no meaning in a sum.
 """
 
 from __future__ import annotations
@@ -98,37 +98,52 @@ class _Tile:
 
     def scratch(self, start: Any, query: int, chunk: Any, plane: int) -> Any:
         """Return the address of a vector of scratch."""
-        b, e = self.e.builder, self.e
+        b = self.e.builder
+        e = self.e
         number = b.add(b.mul(self.num_chunks(), e.number(query)), chunk)
         number = b.add(b.mul(number, e.number(self.planes)), e.number(plane))
         return e.onward(start, b.mul(number, e.number(self.size)))
 
     @contextmanager
     def chunks(self) -> Iterator[_Chunk]:
-        b, e = self.e.builder, self.e
+        b = self.e.builder
+        e = self.e
         last = b.sub(self.words, e.number(self.lanes))
         with e.loop(self.num_chunks()) as loop:
             regular = b.mul(loop.index, e.number(self.lanes))
             first = e.least(regular, last)
-            places = [e.onward(self.at, b.add(b.mul(self.words, e.number(s)), first)) for s in range(self.slots)]
+            places = [
+                e.onward(self.at, b.add(b.mul(self.words, e.number(s)), first))
+                for s in range(self.slots)
+            ]
             yield _Chunk(loop.index, [e.load(place, self.ints) for place in places], [], [], [])
 
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
         """Return the numbers of vector i in a plane, as floats."""
-        b, words = self.e.builder, chunk.words[i]
+        b = self.e.builder
+        words = chunk.words[i]
         if self.is_half:
-            halves = b.trunc(b.lshr(words, self.e.constant(self.ints, 16 * plane)), ir.VectorType(I16, self.size))
+            halves = b.trunc(
+                b.lshr(words, self.e.constant(self.ints, 16 * plane)), ir.VectorType(I16, self.size)
+            )
             return b.fpext(b.bitcast(halves, ir.VectorType(ir.HalfType(), self.size)), self.floats)
-        return self.e.bf16_pairs(words)[plane] if self.planes == 2 else b.bitcast(words, self.floats)
+        return (
+            self.e.bf16_pairs(words)[plane] if self.planes == 2 else b.bitcast(words, self.floats)
+        )
 
-    def add_dots(self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]) -> list[Any]:
+    def add_dots(
+        self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]
+    ) -> list[Any]:
         """Return totals[q] + the products of vector i and the query `asked[q]`.
 
         A query has one vector per plane.
         """
         for plane in range(self.planes):
             values = self.plane(chunk, i, plane)
-            totals = [self.e.multiply_add(q[plane], values, total) for q, total in zip(asked, totals, strict=True)]
+            totals = [
+                self.e.multiply_add(q[plane], values, total)
+                for q, total in zip(asked, totals, strict=True)
+            ]
         return totals
 
     def weights(self, chunk: _Chunk, p: list[Any], plane: int) -> list[Any]:
@@ -137,15 +152,19 @@ class _Tile:
 
     def slot_sums(self, vectors: list[Any]) -> list[Any]:
         """Return the sums over the lanes of vectors, in vectors of four, or one each."""
-        e, width, together = self.e, self.lanes, min(self.lanes, self.slots)
+        e = self.e
+        width = self.lanes
+        together = min(self.lanes, self.slots)
         if width == 1:
             return vectors
         while width > together:
             width //= 2
-            low, high = list(range(width)), list(range(width, 2 * width))
+            low = list(range(width))
+            high = list(range(width, 2 * width))
             vectors = [e.add(e.shuffle(v, v, low), e.shuffle(v, v, high)) for v in vectors]
         while len(vectors) > 1:
-            even, odd = list(range(0, 2 * width, 2)), list(range(1, 2 * width, 2))
+            even = list(range(0, 2 * width, 2))
+            odd = list(range(1, 2 * width, 2))
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
             vectors = [e.add(e.shuffle(a, b, even), e.shuffle(a, b, odd)) for a, b in pairs]
         return vectors
@@ -170,17 +189,30 @@ class _PackedTile(_Tile):
 
     @contextmanager
     def chunks(self) -> Iterator[_Chunk]:
-        b, e = self.e.builder, self.e
+        b = self.e.builder
+        e = self.e
         with e.loop(self.count) as loop:
             place = e.onward(self.places, b.mul(loop.index, e.number(PLACE)))
-            first, group = (b.sext(e.load(e.onward(place, e.number(i)), I32), I64) for i in range(2))
+            first, group = (
+                b.sext(e.load(e.onward(place, e.number(i)), I32), I64) for i in range(2)
+            )
             chunk = _Chunk(loop.index, [], [], [], [])
             for slot in range(0, self.slots, self.sharing):
-                each = [e.onward(self.at, b.mul(self.words, e.number(slot + i))) for i in range(self.sharing)]
-                chunk.words.append(e.join([e.load(e.onward(a, first), ir.VectorType(I32, self.lanes)) for a in each]))
+                each = [
+                    e.onward(self.at, b.mul(self.words, e.number(slot + i)))
+                    for i in range(self.sharing)
+                ]
+                chunk.words.append(
+                    e.join(
+                        [e.load(e.onward(a, first), ir.VectorType(I32, self.lanes)) for a in each]
+                    )
+                )
                 if self.bits == 3:
                     halves = b.add(self.high_at, b.mul(first, e.number(2)))
-                    high = [e.load(b.add(a, halves), ir.VectorType(I16, self.lanes), align=2) for a in each]
+                    high = [
+                        e.load(b.add(a, halves), ir.VectorType(I16, self.lanes), align=2)
+                        for a in each
+                    ]
                     chunk.high.append(b.zext(e.join(high), self.ints))
                 both = e.spread([e.load(e.onward(a, group), I32) for a in each], self.lanes)
                 scale, least = e.bf16_pairs(both)
@@ -193,7 +225,9 @@ class _PackedTile(_Tile):
 
         Values are 2**(bits x plane) times too large, except in the highest plane.
         """
-        b, e, values = self.e.builder, self.e, chunk.words[i]
+        b = self.e.builder
+        e = self.e
+        values = chunk.words[i]
         step = low_bits_of(self.bits)
         if plane == self.planes - 1:
             return chunk.least[i]
@@ -208,14 +242,25 @@ class _PackedTile(_Tile):
             values = b.or_(values, move(bit, e.constant(self.ints, by)))
         return b.sitofp(values, self.floats)
 
-    def add_dots(self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]) -> list[Any]:
-        e, sums = self.e, [None] * len(asked)
+    def add_dots(
+        self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]
+    ) -> list[Any]:
+        e = self.e
+        sums = [None] * len(asked)
         for plane in range(self.planes - 1):
             values = self.plane(chunk, i, plane)
             products = [e.multiply(values, q[plane]) for q in asked]
-            sums = [new if old is None else e.add(old, new) for old, new in zip(sums, products, strict=True)]
-        scaled = [e.multiply_add(a, chunk.scales[i], total) for a, total in zip(sums, totals, strict=True)]
-        return [e.multiply_add(q[-1], chunk.least[i], total) for q, total in zip(asked, scaled, strict=True)]
+            sums = [
+                new if old is None else e.add(old, new)
+                for old, new in zip(sums, products, strict=True)
+            ]
+        scaled = [
+            e.multiply_add(a, chunk.scales[i], total) for a, total in zip(sums, totals, strict=True)
+        ]
+        return [
+            e.multiply_add(q[-1], chunk.least[i], total)
+            for q, total in zip(asked, scaled, strict=True)
+        ]
 
     def weights(self, chunk: _Chunk, p: list[Any], plane: int) -> list[Any]:
         if plane == self.planes - 1:
@@ -227,12 +272,14 @@ class _PackedTile(_Tile):
 
         With 8 lanes the result is one vector, with 1 lane one vector per slot.
         """
-        e, lanes = self.e, self.lanes
+        e = self.e
+        lanes = self.lanes
         while lanes > 1:
             size = vectors[0].type.count
             others = vectors if len(vectors) == 1 else vectors[1::2]
             end = size if len(vectors) == 1 else 2 * size
-            even, odd = list(range(0, end, 2)), list(range(1, end, 2))
+            even = list(range(0, end, 2))
+            odd = list(range(1, end, 2))
             pairs = zip(vectors[::2], others, strict=True)
             vectors = [e.add(e.shuffle(x, y, even), e.shuffle(x, y, odd)) for x, y in pairs]
             lanes //= 2
@@ -241,10 +288,14 @@ class _PackedTile(_Tile):
 
 def _emit_dots(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> None:
     """Emit p[query, slot] = query . slot."""
-    e, b = tile.e, tile.e.builder
+    e = tile.e
+    b = tile.e.builder
     totals = e.variables(tile.floats, queries, tile.vectors)
     with tile.chunks() as chunk:
-        places = [[tile.scratch(scratch, q, chunk.number, x) for x in range(tile.planes)] for q in range(queries)]
+        places = [
+            [tile.scratch(scratch, q, chunk.number, x) for x in range(tile.planes)]
+            for q in range(queries)
+        ]
         asked = [[e.load(place, tile.floats) for place in row] for row in places]
         for i in range(tile.vectors):
             sums = tile.add_dots(chunk, i, asked, [b.load(row[i]) for row in totals])
@@ -257,7 +308,8 @@ def _emit_dots(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> 
 
 def _emit_mix(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> None:
     """Emit sums[query] += sum over slots of p[query, slot] x slot."""
-    e, b = tile.e, tile.e.builder
+    e = tile.e
+    b = tile.e.builder
     shares = []
     for q in range(queries):
         row = e.onward(p, b.mul(stride, e.number(q)))
@@ -270,20 +322,31 @@ def _emit_mix(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> N
             for q in range(queries):
                 place = tile.scratch(scratch, q, chunk.number, plane)
                 total = e.load(place, tile.floats)
-                for value, weight in zip(values, tile.weights(chunk, shares[q], plane), strict=True):
+                for value, weight in zip(
+                    values, tile.weights(chunk, shares[q], plane), strict=True
+                ):
                     total = e.multiply_add(value, weight, total)
                 e.store(total, place)
 
 
-def _for_queries(emit: Callable[..., None], tile: _Tile, scratch: Any, p: Any, stride: Any, group: Any) -> None:
+def _for_queries(
+    emit: Callable[..., None], tile: _Tile, scratch: Any, p: Any, stride: Any, group: Any
+) -> None:
     """Emit loops over the queries: four at a time if vectors are wide, then one by one."""
-    e, b = tile.e, tile.e.builder
+    e = tile.e
+    b = tile.e.builder
 
     def work(count: Any, first: Any, together: int) -> None:
         with e.loop(count) as loop:
             query = b.add(first, b.mul(loop.index, e.number(together)))
             floats = b.mul(tile.num_chunks(), e.number(tile.planes * tile.size))
-            emit(tile, together, e.onward(scratch, b.mul(query, floats)), e.onward(p, b.mul(query, stride)), stride)
+            emit(
+                tile,
+                together,
+                e.onward(scratch, b.mul(query, floats)),
+                e.onward(p, b.mul(query, stride)),
+                stride,
+            )
 
     if tile.lanes == 1:
         work(group, e.number(0), 1)
@@ -307,7 +370,11 @@ def _over_packed_slots(emit: Callable[..., None], e: Emitter, bits: int, *number
 
     kind = planes, at, words, False, bits, places, count, high_at
     is_wide = e.builder.icmp_signed(">", lanes, e.number(1))
-    e.choose(is_wide, (PACKED_WIDE[bits], 1), lambda n: _for_queries(emit, _PackedTile(e, n, *kind), *queries))
+    e.choose(
+        is_wide,
+        (PACKED_WIDE[bits], 1),
+        lambda n: _for_queries(emit, _PackedTile(e, n, *kind), *queries),
+    )
 
 
 # dots(element, (at, words, scratch, p, stride, group)). at: a tile's first slot; words: words per

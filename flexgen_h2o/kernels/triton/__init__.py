@@ -31,7 +31,11 @@ def takes(*tensors: torch.Tensor) -> bool:
 
 
 def launch(
-    name: str, grid: Grid, reference: Callable[[], object], arguments: tuple[Any, ...], **constants: Any
+    name: str,
+    grid: Grid,
+    reference: Callable[[], object],
+    arguments: tuple[Any, ...],
+    **constants: Any,
 ) -> None:
     """Start a kernel, FILE.FUNCTION of this folder, on the current stream.
 

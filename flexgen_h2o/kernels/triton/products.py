@@ -12,10 +12,30 @@ FIELDS = tl.constexpr(6)  # int64 numbers per product in `table`
 
 @triton.jit(do_not_specialize=("tokens",))
 def few_rows(
-    x, words, group_params, bias, out, table, tokens, rows, columns, x_row, words_row, params_row, out_row, group,
-    BITS: tl.constexpr, MX: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr, TABLE: tl.constexpr,
-    ALIGNED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    group_params,
+    bias,
+    out,
+    table,
+    tokens,
+    rows,
+    columns,
+    x_row,
+    words_row,
+    params_row,
+    out_row,
+    group,
+    BITS: tl.constexpr,
+    MX: tl.constexpr,
+    BIASED: tl.constexpr,
+    ADDS: tl.constexpr,
+    TABLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Multiply all tokens with ROWS rows of the weight, WORDS words of each row at a time.
 
     BITS: of a column; 0: words are numbers of x's dtype. group_params: for a group of columns its
@@ -30,9 +50,11 @@ def few_rows(
     if TABLE:
         own = table + tl.program_id(1) * FIELDS
         tokens = tl.load(own)
-        first_input, first_word = tl.load(own + 1), tl.load(own + 2)
+        first_input = tl.load(own + 1)
+        first_word = tl.load(own + 2)
         if ALIGNED:
-            first_input, first_word = tl.multiple_of(first_input, 16), tl.multiple_of(first_word, 16)
+            first_input = tl.multiple_of(first_input, 16)
+            first_word = tl.multiple_of(first_word, 16)
         x += first_input
         words += first_word
         group_params += tl.load(own + 3)
@@ -44,11 +66,21 @@ def few_rows(
     for first in range(0, columns, WORDS * per_word):
         column = first + tl.arange(0, WORDS) * per_word  # the first column of each word
         loads = (row < rows)[:, None] & (column < columns)[None, :]
-        word = tl.load(words + row[:, None] * words_row + (column // per_word)[None, :], mask=loads, other=0)
+        word = tl.load(
+            words + row[:, None] * words_row + (column // per_word)[None, :], mask=loads, other=0
+        )
         if BITS == 0:
-            total += tl.dot(_inputs(x, token, tokens, x_row, column, columns), tl.trans(word), input_precision="ieee")
+            total += tl.dot(
+                _inputs(x, token, tokens, x_row, column, columns),
+                tl.trans(word),
+                input_precision="ieee",
+            )
         else:
-            end = tl.load(group_params + row[:, None] * params_row + (column // group)[None, :], mask=loads, other=0)
+            end = tl.load(
+                group_params + row[:, None] * params_row + (column // group)[None, :],
+                mask=loads,
+                other=0,
+            )
             if TOKENS <= 16:
                 # Multiply the columns at one place in each word at a time. A sum has no order, and
                 # codes stay with the thread that loaded their word. With more tokens, gathering x
@@ -61,7 +93,9 @@ def few_rows(
                 codes = word[:, :, None] >> (tl.arange(0, per_word) * BITS)[None, None, :]
                 weight = _decoded(codes, end[:, :, None], BITS, MX).to(x.dtype.element_ty)
                 tile = tl.reshape(weight, [ROWS, WORDS * per_word])
-                inputs = _inputs(x, token, tokens, x_row, first + tl.arange(0, WORDS * per_word), columns)
+                inputs = _inputs(
+                    x, token, tokens, x_row, first + tl.arange(0, WORDS * per_word), columns
+                )
                 total += tl.dot(inputs, tl.trans(tile), input_precision="ieee")
     if BIASED:
         total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
@@ -123,4 +157,6 @@ def half_power(end):
     The largest scale itself exceeds fp32. The results for the two least bytes are subnormal.
     """
     bits = end.to(tl.int32)
-    return tl.where(bits < 2, (1 << 21) << (bits & 1), (bits - 1) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits < 2, (1 << 21) << (bits & 1), (bits - 1) << 23).to(
+        tl.float32, bitcast=True
+    )

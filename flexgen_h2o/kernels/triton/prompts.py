@@ -20,31 +20,77 @@ _MOST = tl.constexpr(3.4028234663852886e38)  # the largest number in fp32
 # Sizes that differ from prompt to prompt or from plan to plan. They make no code faster, so none is
 # compiled in.
 _SIZES = (
-    "lse_batch", "lse_head", "sums_batch", "sums_head", "last", "window", "rank_batch", "rank_head", "kept_batch",
-    "kept_head", "given_batch", "given_head", "length", "columns", "first", "windows",
-)  # fmt: skip
+    "lse_batch",
+    "lse_head",
+    "sums_batch",
+    "sums_head",
+    "last",
+    "window",
+    "rank_batch",
+    "rank_head",
+    "kept_batch",
+    "kept_head",
+    "given_batch",
+    "given_head",
+    "length",
+    "columns",
+    "first",
+    "windows",
+)
 # any number of columns, so rows may have any alignment
 _ROWS = "rank", "kept", "given", "scores", "positions", "whole_slots"
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def attend(
-    q, k, v, out, lse, prompts, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    out_batch, out_head, out_token, lse_batch, lse_head, heads, group, window, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    lse,
+    prompts,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    out_batch,
+    out_head,
+    out_token,
+    lse_batch,
+    lse_head,
+    heads,
+    group,
+    window,
+    scale,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """Attend with ROWS queries of a head. The queries belong to the last keys of the prompt.
 
     window: number of keys that a query sees.
     """
     # a head of a prompt; on the first axis, because the other axes end at 65,535
     of_all = tl.program_id(0)
-    start, batch, head = tl.program_id(1) * ROWS, (of_all // heads).to(tl.int64), of_all % heads
+    start = tl.program_id(1) * ROWS
+    batch = (of_all // heads).to(tl.int64)
+    head = of_all % heads
     origin, rows, keys = _line(prompts, batch)
-    number, query = tl.arange(0, WIDTH), start + tl.arange(0, ROWS)
-    row, in_head = keys - rows + query, number < D
-    of_query, asked = query[:, None] * q_token + number[None, :], (query < rows)[:, None] & in_head[None, :]
-    tile = tl.load(q + batch * q_batch + origin * q_token + head * q_head + of_query, mask=asked, other=0.0)
+    number = tl.arange(0, WIDTH)
+    query = start + tl.arange(0, ROWS)
+    row = keys - rows + query
+    in_head = number < D
+    of_query = query[:, None] * q_token + number[None, :]
+    asked = (query < rows)[:, None] & in_head[None, :]
+    tile = tl.load(
+        q + batch * q_batch + origin * q_token + head * q_head + of_query, mask=asked, other=0.0
+    )
     k += batch * k_batch + origin * k_token + head // group * k_head
     v += batch * v_batch + origin * v_token + head // group * v_head
     most, total, mixed = softmax_start(ROWS, WIDTH)
@@ -56,32 +102,67 @@ def attend(
         loads = (key < keys)[:, None] & in_head[None, :]
         some = tl.load(k + key[:, None] * k_token + number[None, :], mask=loads, other=0.0)
         product = tl.dot(tile, tl.trans(some), input_precision="ieee") * scale
-        seen = (key[None, :] <= row[:, None]) & (key[None, :] > row[:, None] - window) & (key < keys)[None, :]
+        seen = (
+            (key[None, :] <= row[:, None])
+            & (key[None, :] > row[:, None] - window)
+            & (key < keys)[None, :]
+        )
         product = tl.where(seen, product, float("-inf"))
         some = tl.load(v + key[:, None] * v_token + number[None, :], mask=loads, other=0.0)
         most, total, mixed = softmax_step(product, some, most, total, mixed)
     total = tl.where(query < rows, total, 1.0)
     of_query = query[:, None] * out_token + number[None, :]
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + batch * out_batch + origin * out_token + head * out_head + of_query, mixed, mask=asked)
-    tl.store(lse + batch * lse_batch + head * lse_head + origin + query, most + tl.log(total), mask=query < rows)
+    tl.store(
+        out + batch * out_batch + origin * out_token + head * out_head + of_query, mixed, mask=asked
+    )
+    tl.store(
+        lse + batch * lse_batch + head * lse_head + origin + query,
+        most + tl.log(total),
+        mask=query < rows,
+    )
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def column_sums(
-    q, k, lse, sums, prompts, q_batch, q_head, q_token, k_batch, k_head, k_token, lse_batch, lse_head, lse_token,
-    sums_batch, sums_head, kv_heads, group, last, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    lse,
+    sums,
+    prompts,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    lse_batch,
+    lse_head,
+    lse_token,
+    sums_batch,
+    sums_head,
+    kv_heads,
+    group,
+    last,
+    scale,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """Sum the attention of KEYS columns of a kv-head over the queries of its group.
 
     No other program adds to these columns. last: number of last queries that count.
     """
-    begin, of_all = tl.program_id(1) * KEYS, tl.program_id(0)
-    batch, kv_head = (of_all // kv_heads).to(tl.int64), of_all % kv_heads
+    begin = tl.program_id(1) * KEYS
+    of_all = tl.program_id(0)
+    batch = (of_all // kv_heads).to(tl.int64)
+    kv_head = of_all % kv_heads
     origin, rows, keys = _line(prompts, batch)
-    number, key = tl.arange(0, WIDTH), begin + tl.arange(0, KEYS)
-    in_head, before = number < D, keys - rows
+    number = tl.arange(0, WIDTH)
+    key = begin + tl.arange(0, KEYS)
+    in_head = number < D
+    before = keys - rows
     loads = (key < keys)[:, None] & in_head[None, :]
     k += batch * k_batch + origin * k_token + kv_head * k_head
     of_keys = tl.load(k + key[:, None] * k_token + number[None, :], mask=loads, other=0.0)
@@ -94,12 +175,20 @@ def column_sums(
             row = start + tl.arange(0, ROWS)
             query = row - before
             asked = (row < keys)[:, None] & in_head[None, :]
-            tile = tl.load(q + head * q_head + query[:, None] * q_token + number[None, :], mask=asked, other=0.0)
-            query_lse = tl.load(lse + head * lse_head + query * lse_token, mask=row < keys, other=0.0)
+            tile = tl.load(
+                q + head * q_head + query[:, None] * q_token + number[None, :],
+                mask=asked,
+                other=0.0,
+            )
+            query_lse = tl.load(
+                lse + head * lse_head + query * lse_token, mask=row < keys, other=0.0
+            )
             product = tl.dot(tile, tl.trans(of_keys), input_precision="ieee") * scale
             seen = (key[None, :] <= row[:, None]) & (row < keys)[:, None]
             received += tl.sum(tl.where(seen, tl.exp(product - query_lse[:, None]), 0.0), 0)
-    tl.store(sums + batch * sums_batch + kv_head * sums_head + origin + key, received, mask=key < keys)
+    tl.store(
+        sums + batch * sums_batch + kv_head * sums_head + origin + key, received, mask=key < keys
+    )
 
 
 @triton.jit
@@ -122,16 +211,19 @@ def _stays(prompts, batch):
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def choose(
     rank, kept, prompts, rank_batch, rank_head, kept_batch, kept_head, kv_heads, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Compute a row of `choose_kept`.
 
     The lowest rank that stays is found bit by bit, by counting how many ranks are as high.
     """
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    batch, head = row // kv_heads, row % kv_heads
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    batch = row // kv_heads
+    head = row % kv_heads
     origin, _, tokens = _line(prompts, batch)
     kept_at, count = _stays(prompts, batch)
-    begin, end = tl.load(prompts + batch * 8 + 5), tl.load(prompts + batch * 8 + 6)
+    begin = tl.load(prompts + batch * 8 + 5)
+    end = tl.load(prompts + batch * 8 + 6)
     heavy = count - tokens + end - begin
     rank += batch * rank_batch + head * rank_head + origin
     kept += batch * kept_batch + head * kept_head + kept_at
@@ -143,14 +235,18 @@ def choose(
         step = step >> 1
     high, equal = _above(rank, begin, end, lowest, BLOCK)
     # if ranks are equal, the oldest columns leave
-    skipped, seen, written = equal - (heavy - high), 0, 0
+    skipped = equal - (heavy - high)
+    seen = 0
+    written = 0
     for start in range(0, tokens, BLOCK):
         at = start + place
         judged = (at >= begin) & (at < end)
         order = _order(tl.load(rank + at, mask=judged, other=0.0))
         equals = (judged & (order == lowest)).to(tl.int32)
         is_newer = seen + tl.cumsum(equals, 0) > skipped
-        stays = (judged & ((order > lowest) | ((equals > 0) & is_newer))) | ((at < tokens) & (judged == 0))
+        stays = (judged & ((order > lowest) | ((equals > 0) & is_newer))) | (
+            (at < tokens) & (judged == 0)
+        )
         place_of = written + tl.cumsum(stays.to(tl.int32), 0) - 1
         tl.store(kept + place_of, at.to(tl.int64), mask=stays)
         seen += tl.sum(equals, 0)
@@ -163,7 +259,8 @@ def _above(rank, begin, end, limit, BLOCK: tl.constexpr):
 
     limit: a result of `_order`.
     """
-    above, equal = 0, 0
+    above = 0
+    equal = 0
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < end
@@ -189,21 +286,49 @@ def _order(x):
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def put(
-    k, v, kept, keys, values, given, scores, positions, prompts,
-    k_batch, k_token, k_head, v_batch, v_token, v_head, kept_batch, kept_head, given_batch, given_head, segment, length,
-    columns, kv_heads, first,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RECORDS: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    kept,
+    keys,
+    values,
+    given,
+    scores,
+    positions,
+    prompts,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    kept_batch,
+    kept_head,
+    given_batch,
+    given_head,
+    segment,
+    length,
+    columns,
+    kv_heads,
+    first,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECORDS: tl.constexpr,
+):
     """Write BLOCK columns of a row, those of tokens kept[row] of its prompt, to its first slots.
 
     first: row of the prompts that is row 0 of the slots.
     """
     row = tl.program_id(0).to(tl.int64)
-    batch, head = (first + row) // kv_heads, (first + row) % kv_heads
+    batch = (first + row) // kv_heads
+    head = (first + row) % kv_heads
     origin, _, _ = _line(prompts, batch)
     kept_at, count = _stays(prompts, batch)
-    slot, number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    token = tl.load(kept + batch * kept_batch + head * kept_head + kept_at + slot, mask=slot < count, other=0)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.arange(0, WIDTH)
+    token = tl.load(
+        kept + batch * kept_batch + head * kept_head + kept_at + slot, mask=slot < count, other=0
+    )
     if RECORDS:
         given += batch * given_batch + head * given_head + origin
         _record(row, slot, token, given, scores, positions, columns, count)
@@ -212,54 +337,118 @@ def put(
     v += batch * v_batch + origin * v_token + head * v_head
     at = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * D
     at = at[:, None] + number[None, :]
-    of_keys, of_values = token[:, None] * k_token + number[None, :], token[:, None] * v_token + number[None, :]
+    of_keys = token[:, None] * k_token + number[None, :]
+    of_values = token[:, None] * v_token + number[None, :]
     tl.store(keys + at, tl.load(k + of_keys, mask=loads, other=0.0), mask=loads)
     tl.store(values + at, tl.load(v + of_values, mask=loads, other=0.0), mask=loads)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def put_packed(
-    k, v, kept, keys, values, given, scores, positions, prompts, centres, ranges, whole_keys, whole_values, whole_slots,
-    k_batch, k_token, k_head, v_batch, v_token, v_head, kept_batch, kept_head, given_batch, given_head, segment, length,
-    columns, kv_heads, first, value_segment, windows, k_low, k_codes, k_words, v_low, v_codes, v_words,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RECORDS: tl.constexpr, K_BITS: tl.constexpr,
-    K_SHARING: tl.constexpr, K_GROUPS: tl.constexpr, V_BITS: tl.constexpr, V_SHARING: tl.constexpr,
+    k,
+    v,
+    kept,
+    keys,
+    values,
+    given,
+    scores,
+    positions,
+    prompts,
+    centres,
+    ranges,
+    whole_keys,
+    whole_values,
+    whole_slots,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    kept_batch,
+    kept_head,
+    given_batch,
+    given_head,
+    segment,
+    length,
+    columns,
+    kv_heads,
+    first,
+    value_segment,
+    windows,
+    k_low,
+    k_codes,
+    k_words,
+    v_low,
+    v_codes,
+    v_words,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECORDS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_SHARING: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_SHARING: tl.constexpr,
     V_GROUPS: tl.constexpr,
-):  # fmt: skip
+):
     """Write columns as `put` does, but packed, and a prompt's newest tokens also as whole columns.
 
     Whole columns go to some of the `windows` places. k_, v_: as in slots.attend_packed_step.
     `begin_whole` runs first.
     """
     row = tl.program_id(0).to(tl.int64)
-    batch, head = (first + row) // kv_heads, (first + row) % kv_heads
+    batch = (first + row) // kv_heads
+    head = (first + row) % kv_heads
     origin, _, tokens = _line(prompts, batch)
     kept_at, count = _stays(prompts, batch)
-    slot, number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    here, in_head = slot < count, number < D
-    token = tl.load(kept + batch * kept_batch + head * kept_head + kept_at + slot, mask=here, other=0)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.arange(0, WIDTH)
+    here = slot < count
+    in_head = number < D
+    token = tl.load(
+        kept + batch * kept_batch + head * kept_head + kept_at + slot, mask=here, other=0
+    )
     if RECORDS:
         given += batch * given_batch + head * given_head + origin
         _record(row, slot, token, given, scores, positions, columns, count)
     loads = here[:, None] & in_head[None, :]
     k += batch * k_batch + origin * k_token + head * k_head
     v += batch * v_batch + origin * v_token + head * v_head
-    of_keys, of_values = token[:, None] * k_token + number[None, :], token[:, None] * v_token + number[None, :]
-    new_keys, new_values = tl.load(k + of_keys, mask=loads, other=0.0), tl.load(v + of_values, mask=loads, other=0.0)
+    of_keys = token[:, None] * k_token + number[None, :]
+    of_values = token[:, None] * v_token + number[None, :]
+    new_keys = tl.load(k + of_keys, mask=loads, other=0.0)
+    new_values = tl.load(v + of_values, mask=loads, other=0.0)
     centre = tl.load(centres + row * D + number, mask=in_head, other=0.0).to(tl.float32)
     spread = tl.load(ranges + row * D + number, mask=in_head, other=1.0).to(tl.float32)
     spread = tl.broadcast_to(spread[None, :], [BLOCK, WIDTH])
     smoothed = tl.div_rn(new_keys.to(tl.float32) - centre[None, :], spread)
-    part, place = (slot // length).to(tl.int64), row * length + slot % length
+    part = (slot // length).to(tl.int64)
+    place = row * length + slot % length
     at = part * segment + place * k_words
     pack(smoothed, keys, at, here, k_low, k_codes, D, WIDTH, BLOCK, K_BITS, K_SHARING, K_GROUPS)
     at = part * value_segment + place * v_words
-    pack(new_values.to(tl.float32), values, at, here, v_low, v_codes, D, WIDTH, BLOCK, V_BITS, V_SHARING, V_GROUPS)
+    pack(
+        new_values.to(tl.float32),
+        values,
+        at,
+        here,
+        v_low,
+        v_codes,
+        D,
+        WIDTH,
+        BLOCK,
+        V_BITS,
+        V_SHARING,
+        V_GROUPS,
+    )
     window = tl.load(prompts + batch * 8 + 7)
     goes = here & (token >= tokens - window)
     entry = row * windows + token % tl.maximum(window, 1)
     tl.store(whole_slots + entry, slot, mask=goes)
-    at, stores = entry[:, None] * D + number[None, :], goes[:, None] & in_head[None, :]
+    at = entry[:, None] * D + number[None, :]
+    stores = goes[:, None] & in_head[None, :]
     tl.store(whole_keys + at, new_keys, mask=stores)
     tl.store(whole_values + at, new_values, mask=stores)
 
@@ -267,30 +456,52 @@ def put_packed(
 @triton.jit
 def _record(row, slot, token, given, scores, positions, columns, count):
     """Record the positions and scores of columns. given: scores of the row's tokens."""
-    at, here = row * columns + slot, slot < count
+    at = row * columns + slot
+    here = slot < count
     tl.store(positions + at, token.to(tl.int32), mask=here)
     tl.store(scores + at, tl.load(given + token, mask=here, other=0.0), mask=here)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def begin_whole(
-    k, prompts, centres, ranges, whole_keys, whole_values, whole_slots, k_batch, k_token, k_head, kv_heads, first,
-    windows, least_range, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SMOOTHS: tl.constexpr,
-):  # fmt: skip
+    k,
+    prompts,
+    centres,
+    ranges,
+    whole_keys,
+    whole_values,
+    whole_slots,
+    k_batch,
+    k_token,
+    k_head,
+    kv_heads,
+    first,
+    windows,
+    least_range,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+):
     """Initialise a row of WholeColumns, without whole columns. SMOOTHS: PromptSlots.smooths."""
     row = tl.program_id(0).to(tl.int64)
-    batch, head = (first + row) // kv_heads, (first + row) % kv_heads
+    batch = (first + row) // kv_heads
+    head = (first + row) % kv_heads
     number = tl.arange(0, WIDTH)
     in_head = number < D
-    centre, spread = tl.full([WIDTH], 0, tl.float32), tl.full([WIDTH], 1, tl.float32)
+    centre = tl.full([WIDTH], 0, tl.float32)
+    spread = tl.full([WIDTH], 1, tl.float32)
     if SMOOTHS:
         origin, _, tokens = _line(prompts, batch)
         k += batch * k_batch + origin * k_token + head * k_head
-        least, most = tl.full([WIDTH], float("inf"), tl.float32), tl.full([WIDTH], float("-inf"), tl.float32)
+        least = tl.full([WIDTH], float("inf"), tl.float32)
+        most = tl.full([WIDTH], float("-inf"), tl.float32)
         for start in range(0, tokens, BLOCK):
             token = start + tl.arange(0, BLOCK)
             loads = (token < tokens)[:, None] & in_head[None, :]
-            some = tl.load(k + token.to(tl.int64)[:, None] * k_token + number[None, :], mask=loads, other=0.0)
+            some = tl.load(
+                k + token.to(tl.int64)[:, None] * k_token + number[None, :], mask=loads, other=0.0
+            )
             some = some.to(tl.float32)
             least = tl.minimum(least, tl.min(tl.where(loads, some, float("inf")), 0))
             most = tl.maximum(most, tl.max(tl.where(loads, some, float("-inf")), 0))
@@ -304,6 +515,7 @@ def begin_whole(
         entry = start + tl.arange(0, BLOCK)
         there = entry < windows
         tl.store(whole_slots + row * windows + entry, -1, mask=there)
-        at, stores = (row * windows + entry)[:, None] * D + number[None, :], there[:, None] & in_head[None, :]
+        at = (row * windows + entry)[:, None] * D + number[None, :]
+        stores = there[:, None] & in_head[None, :]
         tl.store(whole_keys + at, 0.0, mask=stores)
         tl.store(whole_values + at, 0.0, mask=stores)

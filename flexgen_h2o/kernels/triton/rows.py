@@ -11,7 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def unpack(packed, out, row_words, columns, value_words, group, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def unpack(
+    packed, out, row_words, columns, value_words, group, BITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Unpack BLOCK columns of a row, as in `unpack_rows`. packed: int32 words of (n, row words)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -65,14 +67,19 @@ def add_weighted(x, tokens, weights, out, rows, width, ROWS: tl.constexpr, BLOCK
 
     If a token has several rows, the program of its first row adds all of them, in order.
     """
-    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token, place = tl.load(tokens + row), tl.arange(0, ROWS)
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + row)
+    place = tl.arange(0, ROWS)
     kind = out.dtype.element_ty
     before = 0
     for start in range(0, row, ROWS):
         at = start + place
-        before += tl.sum(((tl.load(tokens + at, mask=at < row, other=-1) == token) & (at < row)).to(tl.int32), 0)
-    stores, into = (column < width) & (before == 0), out + token.to(tl.int64) * width + column
+        before += tl.sum(
+            ((tl.load(tokens + at, mask=at < row, other=-1) == token) & (at < row)).to(tl.int32), 0
+        )
+    stores = (column < width) & (before == 0)
+    into = out + token.to(tl.int64) * width + column
     mixed = tl.load(into, mask=stores, other=0.0)
     for start in range(row, tl.where(before == 0, rows, 0), ROWS):
         at = start + place
@@ -80,7 +87,9 @@ def add_weighted(x, tokens, weights, out, rows, width, ROWS: tl.constexpr, BLOCK
         last = start - 1
         for _ in range(tl.sum(same.to(tl.int32), 0)):
             last = tl.min(tl.where(same & (at > last), at, rows), 0)
-            added = tl.load(x + last.to(tl.int64) * width + column, mask=stores, other=0.0).to(tl.float32)
+            added = tl.load(x + last.to(tl.int64) * width + column, mask=stores, other=0.0).to(
+                tl.float32
+            )
             added = (added * tl.load(weights + last)).to(kind).to(tl.float32)
             mixed = (mixed.to(tl.float32) + added).to(kind)
     tl.store(into, mixed, mask=stores)
@@ -100,12 +109,25 @@ def clamped_gate(x, out, alpha, limit, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rotate(q, k, positions, frequencies, scaling, q_token, k_token, heads, width, pairs, BLOCK: tl.constexpr):
+def rotate(
+    q,
+    k,
+    positions,
+    frequencies,
+    scaling,
+    q_token,
+    k_token,
+    heads,
+    width,
+    pairs,
+    BLOCK: tl.constexpr,
+):
     """Rotate a head of a token: the first `heads` heads are q's, the others k's.
 
     Angles are in fp32, products in the dtype of q.
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     pair = tl.arange(0, BLOCK)
     inside = pair < pairs
     if head < heads:
@@ -113,8 +135,11 @@ def rotate(q, k, positions, frequencies, scaling, q_token, k_token, heads, width
     else:
         start = k + token * k_token + (head - heads) * width
     kind = q.dtype.element_ty
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + pair, mask=inside, other=0.0)
-    cos, sin = _rounded(tl.cos(angle) * scaling, kind), _rounded(tl.sin(angle) * scaling, kind)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(
+        frequencies + pair, mask=inside, other=0.0
+    )
+    cos = _rounded(tl.cos(angle) * scaling, kind)
+    sin = _rounded(tl.sin(angle) * scaling, kind)
     first = tl.load(start + pair, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(start + pairs + pair, mask=inside, other=0.0).to(tl.float32)
     turned = _rounded(first * cos, kind) - _rounded(second * sin, kind)

@@ -22,21 +22,63 @@ _SCALARS = "gains", "victims"  # read number by number, so they need no alignmen
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
 def attend_step(
-    q, k, v, out, keys, values, state, gains, scores, positions, victims, products, taken, before,
+    q,
+    k,
+    v,
+    out,
+    keys,
+    values,
+    state,
+    gains,
+    scores,
+    positions,
+    victims,
+    products,
+    taken,
+    before,
     before_lse,
-    q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, BEFORE: tl.constexpr,
-):  # fmt: skip
+    q_token,
+    k_token,
+    v_token,
+    out_token,
+    segment,
+    sequences,
+    first_row,
+    kv_heads,
+    length,
+    columns,
+    scale,
+    decay,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECORDS: tl.constexpr,
+    PER_QUERY: tl.constexpr,
+    BEFORE: tl.constexpr,
+):
     """Run a row of kernels/decode_step.attend_step.
 
     GROUP, WIDTH: g and d, rounded up to powers of two. products: (R, g, C) fp32, written. BEFORE: 1
     if the log-sum-exp of what is in front of the slots is given, 2 if its values are given too.
     """
     row = tl.program_id(0).to(tl.int64)
-    sequence, head = (first_row + row) // kv_heads, (first_row + row) % kv_heads
-    filled, slot = tl.load(state + sequence), tl.load(state + sequences + sequence)
-    slot = _record(row, slot, state + 2 * sequences + sequence, scores, positions, victims, taken, columns, RECORDS)
+    sequence = (first_row + row) // kv_heads
+    head = (first_row + row) % kv_heads
+    filled = tl.load(state + sequence)
+    slot = tl.load(state + sequences + sequence)
+    slot = _record(
+        row,
+        slot,
+        state + 2 * sequences + sequence,
+        scores,
+        positions,
+        victims,
+        taken,
+        columns,
+        RECORDS,
+    )
     numbers = tl.arange(0, WIDTH)
     in_head = numbers < D
     place = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * D + numbers
@@ -46,12 +88,15 @@ def attend_step(
     tl.store(values + place, new_value, mask=in_head)
     tl.debug_barrier()
     query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
-    most, total, mixed = _begin(before, before_lse, first_row + row, query, asked, G, GROUP, D, WIDTH, BEFORE)
+    most, total, mixed = _begin(
+        before, before_lse, first_row + row, query, asked, G, GROUP, D, WIDTH, BEFORE
+    )
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
         here = column < filled
         at = (column // length).to(tl.int64) * segment + (row * length + column % length) * D
-        at, loads = at[:, None] + numbers[None, :], here[:, None] & in_head[None, :]
+        at = at[:, None] + numbers[None, :]
+        loads = here[:, None] & in_head[None, :]
         product = _products(tile, tl.load(keys + at, mask=loads, other=0.0), here, scale)
         if RECORDS:
             _keep(products, row, query, column, product, here, columns, G)
@@ -61,41 +106,145 @@ def attend_step(
     tl.store(out + sequence * out_token + of_query, mixed, mask=asked)
     if RECORDS:
         _score(
-            row, filled, most + tl.log(total), tl.load(gains + sequence), state + 2 * sequences + sequence, sequences,
-            scores, positions, victims, products, columns, decay, G, GROUP, BLOCK, PER_QUERY,
-        )  # fmt: skip
+            row,
+            filled,
+            most + tl.log(total),
+            tl.load(gains + sequence),
+            state + 2 * sequences + sequence,
+            sequences,
+            scores,
+            positions,
+            victims,
+            products,
+            columns,
+            decay,
+            G,
+            GROUP,
+            BLOCK,
+            PER_QUERY,
+        )
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
 def attend_packed_step(
-    q, k, v, out, keys, values, state, gains, scores, positions, victims, products, taken, before,
-    before_lse, centres, ranges, whole_keys, whole_values, whole_slots,
-    q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
-    windows, value_segment, k_low, k_codes, k_words, v_low, v_codes, v_words,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, BEFORE: tl.constexpr, K_BITS: tl.constexpr, K_SHARING: tl.constexpr,
-    K_GROUPS: tl.constexpr, V_BITS: tl.constexpr, V_SHARING: tl.constexpr, V_GROUPS: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    keys,
+    values,
+    state,
+    gains,
+    scores,
+    positions,
+    victims,
+    products,
+    taken,
+    before,
+    before_lse,
+    centres,
+    ranges,
+    whole_keys,
+    whole_values,
+    whole_slots,
+    q_token,
+    k_token,
+    v_token,
+    out_token,
+    segment,
+    sequences,
+    first_row,
+    kv_heads,
+    length,
+    columns,
+    scale,
+    decay,
+    windows,
+    value_segment,
+    k_low,
+    k_codes,
+    k_words,
+    v_low,
+    v_codes,
+    v_words,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECORDS: tl.constexpr,
+    PER_QUERY: tl.constexpr,
+    BEFORE: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_SHARING: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_SHARING: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """Run a row of decode_step.attend_step over packed slots, with the newest columns whole.
 
     k_, v_: for keys and values, the words of lower bits, of codes, of a slot. SHARING: numbers that
     share a scale. windows: number of whole columns; WINDOW: the next power of two.
     """
     row = tl.program_id(0).to(tl.int64)
-    sequence, head = (first_row + row) // kv_heads, (first_row + row) % kv_heads
-    filled, slot = tl.load(state + sequence), tl.load(state + sequences + sequence)
-    slot = _record(row, slot, state + 2 * sequences + sequence, scores, positions, victims, taken, columns, RECORDS)
-    numbers, one = tl.arange(0, WIDTH), tl.arange(0, 1)
+    sequence = (first_row + row) // kv_heads
+    head = (first_row + row) % kv_heads
+    filled = tl.load(state + sequence)
+    slot = tl.load(state + sequences + sequence)
+    slot = _record(
+        row,
+        slot,
+        state + 2 * sequences + sequence,
+        scores,
+        positions,
+        victims,
+        taken,
+        columns,
+        RECORDS,
+    )
+    numbers = tl.arange(0, WIDTH)
+    one = tl.arange(0, 1)
     in_head = numbers < D
     centre = tl.load(centres + row * D + numbers, mask=in_head, other=0.0).to(tl.float32)
     spread = tl.load(ranges + row * D + numbers, mask=in_head, other=1.0).to(tl.float32)
-    its_part, its_place = (slot // length).to(tl.int64), row * length + slot % length
+    its_part = (slot // length).to(tl.int64)
+    its_place = row * length + slot % length
     new_key = tl.load(k + sequence * k_token + head * D + numbers, mask=in_head, other=0.0)
     new_value = tl.load(v + sequence * v_token + head * D + numbers, mask=in_head, other=0.0)
-    smoothed, wide = tl.div_rn(new_key.to(tl.float32) - centre, spread)[None, :], new_value.to(tl.float32)[None, :]
-    key_at, value_at = its_part * segment + its_place * k_words, its_part * value_segment + its_place * v_words
-    pack(smoothed, keys, key_at + one, one == 0, k_low, k_codes, D, WIDTH, 1, K_BITS, K_SHARING, K_GROUPS)
-    pack(wide, values, value_at + one, one == 0, v_low, v_codes, D, WIDTH, 1, V_BITS, V_SHARING, V_GROUPS)
+    smoothed = tl.div_rn(new_key.to(tl.float32) - centre, spread)[None, :]
+    wide = new_value.to(tl.float32)[None, :]
+    key_at = its_part * segment + its_place * k_words
+    value_at = its_part * value_segment + its_place * v_words
+    pack(
+        smoothed,
+        keys,
+        key_at + one,
+        one == 0,
+        k_low,
+        k_codes,
+        D,
+        WIDTH,
+        1,
+        K_BITS,
+        K_SHARING,
+        K_GROUPS,
+    )
+    pack(
+        wide,
+        values,
+        value_at + one,
+        one == 0,
+        v_low,
+        v_codes,
+        D,
+        WIDTH,
+        1,
+        V_BITS,
+        V_SHARING,
+        V_GROUPS,
+    )
     entry = tl.arange(0, WINDOW)
     goes = tl.load(state + 6 * sequences + sequence)
     its = _enter(whole_slots + row * windows, entry, windows, slot, goes)
@@ -104,32 +253,59 @@ def attend_packed_step(
         tl.store(whole_values + (row * windows + goes) * D + numbers, new_value, mask=in_head)
     tl.debug_barrier()
     query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
-    most, total, mixed = _begin(before, before_lse, first_row + row, query, asked, G, GROUP, D, WIDTH, BEFORE)
+    most, total, mixed = _begin(
+        before, before_lse, first_row + row, query, asked, G, GROUP, D, WIDTH, BEFORE
+    )
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
         is_whole = tl.max((column[:, None] == its[None, :]).to(tl.int32), 1) > 0
         here = (column < filled) & (is_whole == 0)
-        part, place = (column // length).to(tl.int64), row * length + column % length
+        part = (column // length).to(tl.int64)
+        place = row * length + column % length
         at = part * segment + place * k_words
         unpacked = _unpack(keys, at, here, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING)
-        product = _products(tile, (unpacked * spread[None, :] + centre[None, :]).to(tile.dtype), here, scale)
+        product = _products(
+            tile, (unpacked * spread[None, :] + centre[None, :]).to(tile.dtype), here, scale
+        )
         if RECORDS:
             _keep(products, row, query, column, product, here, columns, G)
         at = part * value_segment + place * v_words
-        of_columns = _unpack(values, at, here, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING).to(tile.dtype)
+        of_columns = _unpack(values, at, here, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING).to(
+            tile.dtype
+        )
         most, total, mixed = softmax_step(product, of_columns, most, total, mixed)
     at = (row * windows + entry)[:, None] * D + numbers[None, :]
     loads = (its >= 0)[:, None] & in_head[None, :]
     product = _products(tile, tl.load(whole_keys + at, mask=loads, other=0.0), its >= 0, scale)
     if RECORDS:
         _keep(products, row, query, its, product, its >= 0, columns, G)
-    most, total, mixed = softmax_step(product, tl.load(whole_values + at, mask=loads, other=0.0), most, total, mixed)
-    tl.store(out + sequence * out_token + of_query, (mixed / total[:, None]).to(out.dtype.element_ty), mask=asked)
+    most, total, mixed = softmax_step(
+        product, tl.load(whole_values + at, mask=loads, other=0.0), most, total, mixed
+    )
+    tl.store(
+        out + sequence * out_token + of_query,
+        (mixed / total[:, None]).to(out.dtype.element_ty),
+        mask=asked,
+    )
     if RECORDS:
         _score(
-            row, filled, most + tl.log(total), tl.load(gains + sequence), state + 2 * sequences + sequence, sequences,
-            scores, positions, victims, products, columns, decay, G, GROUP, BLOCK, PER_QUERY,
-        )  # fmt: skip
+            row,
+            filled,
+            most + tl.log(total),
+            tl.load(gains + sequence),
+            state + 2 * sequences + sequence,
+            sequences,
+            scores,
+            positions,
+            victims,
+            products,
+            columns,
+            decay,
+            G,
+            GROUP,
+            BLOCK,
+            PER_QUERY,
+        )
 
 
 @triton.jit
@@ -138,15 +314,26 @@ def _queries(q, head, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WID
 
     Returns the query numbers, the offsets of the tile, its mask, and the tile.
     """
-    query, number = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+    query = tl.arange(0, GROUP)
+    number = tl.arange(0, WIDTH)
     of_query = (head * G + query)[:, None] * D + number[None, :]
     asked = (query < G)[:, None] & (number < D)[None, :]
     return query, of_query, asked, tl.load(q + of_query, mask=asked, other=0.0)
 
 
 @triton.jit
-def _begin(before, before_lse, row, query, asked, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-           WIDTH: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
+def _begin(
+    before,
+    before_lse,
+    row,
+    query,
+    asked,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BEFORE: tl.constexpr,
+):
     """Return the softmax's initial state.
 
     It includes what the queries attend to in front of the slots. row: of the unit.
@@ -214,7 +401,8 @@ def softmax_step(product, of_columns, most, total, mixed):
     """
     highest = tl.maximum(most, tl.max(product, 1))
     safe = tl.where(highest == float("-inf"), 0.0, highest)  # true only if there was no column yet
-    less, share = tl.exp(most - safe), tl.exp(product - safe[:, None])
+    less = tl.exp(most - safe)
+    share = tl.exp(product - safe[:, None])
     total = total * less + tl.sum(share, 1)
     added = tl.dot(share.to(of_columns.dtype), of_columns, input_precision="ieee")
     return highest, total, mixed * less[:, None] + added
@@ -222,9 +410,23 @@ def softmax_step(product, of_columns, most, total, mixed):
 
 @triton.jit
 def _score(
-    row, filled, lse, gain, now, sequences, scores, positions, victims, products, columns, decay,
-    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PER_QUERY: tl.constexpr,
-):  # fmt: skip
+    row,
+    filled,
+    lse,
+    gain,
+    now,
+    sequences,
+    scores,
+    positions,
+    victims,
+    products,
+    columns,
+    decay,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_QUERY: tl.constexpr,
+):
     """Add to scores what their columns received, and store the row's victim.
 
     The victim is the column of the lowest score that may leave, the earliest if scores are equal.
@@ -232,15 +434,21 @@ def _score(
     """
     tl.debug_barrier()  # other threads wrote the products
     query = tl.arange(0, GROUP)
-    oldest, newest, now = tl.load(now + sequences), tl.load(now + 2 * sequences), tl.load(now)
-    lowest, earliest, victim = float("inf"), _NO_POSITION + 0, -1
+    oldest = tl.load(now + sequences)
+    newest = tl.load(now + 2 * sequences)
+    now = tl.load(now)
+    lowest = float("inf")
+    earliest = _NO_POSITION + 0
+    victim = -1
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
         here = column < filled
         kept = products + (row * G + query)[:, None] * columns + column[None, :]
         product = tl.load(kept, mask=(query < G)[:, None] & here[None, :], other=float("-inf"))
         received = tl.sum(tl.exp(product - lse[:, None]), 0)
-        score = decay * tl.load(scores + row * columns + column, mask=here, other=0.0) + gain * received
+        score = (
+            decay * tl.load(scores + row * columns + column, mask=here, other=0.0) + gain * received
+        )
         tl.store(scores + row * columns + column, score, mask=here)
         position = tl.load(positions + row * columns + column, mask=here, other=0)
         may_leave = here & (position >= oldest) & (position <= newest)
@@ -263,42 +471,74 @@ def _score(
 
 
 @triton.jit
-def _unpack(area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-            SHARING: tl.constexpr):  # fmt: skip
+def _unpack(
+    area,
+    at,
+    here,
+    low_words,
+    value_words,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    SHARING: tl.constexpr,
+):
     """Decode the slots that begin at the words `at` to (columns, WIDTH) fp32."""
     low_bits: tl.constexpr = 2 if BITS == 3 else BITS
     shared: tl.constexpr = 32 // low_bits if 32 // low_bits < WIDTH else WIDTH  # numbers per word
     rows: tl.constexpr = at.shape[0]
-    of_word, word = tl.arange(0, shared), tl.arange(0, WIDTH // shared)
+    of_word = tl.arange(0, shared)
+    word = tl.arange(0, WIDTH // shared)
     loads = here[:, None] & (word * shared < D)[None, :]
     low = tl.load(area + at[:, None] + word[None, :], mask=loads, other=0)
     code = (low[:, :, None] >> (of_word * low_bits)[None, None, :]) & ((1 << low_bits) - 1)
     if BITS == 3:
-        high = tl.load(area + at[:, None] + (low_words + word * shared // 32)[None, :], mask=loads, other=0)
+        high = tl.load(
+            area + at[:, None] + (low_words + word * shared // 32)[None, :], mask=loads, other=0
+        )
         high = high >> (word * shared % 32)[None, :]
         code = code | (((high[:, :, None] >> of_word[None, None, :]) & 1) << 2)
-    end = tl.load(area + at[:, None] + (value_words + word * shared // SHARING)[None, :], mask=loads, other=0)
+    end = tl.load(
+        area + at[:, None] + (value_words + word * shared // SHARING)[None, :], mask=loads, other=0
+    )
     scale, least = scale_and_least(end)
     return tl.reshape(code.to(tl.float32) * scale[:, :, None] + least[:, :, None], [rows, WIDTH])
 
 
 @triton.jit
-def pack(x, area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-         BITS: tl.constexpr, SHARING: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def pack(
+    x,
+    area,
+    at,
+    here,
+    low_words,
+    value_words,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    SHARING: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """Pack numbers (COLUMNS, WIDTH) fp32 into the slots that begin at the words `at`, if `here`."""
     low_bits: tl.constexpr = 2 if BITS == 3 else BITS
     levels: tl.constexpr = (1 << BITS) - 1
     number = tl.arange(0, WIDTH)
     code = tl.zeros([COLUMNS, WIDTH], tl.int32)
     for group in tl.static_range(GROUPS):
-        inside = ((number >= group * SHARING) & (number < (group + 1) * SHARING) & (number < D))[None, :]
+        inside = ((number >= group * SHARING) & (number < (group + 1) * SHARING) & (number < D))[
+            None, :
+        ]
         is_odd = tl.max((inside & (x != x)).to(tl.int32), 1) > 0
         least = tl.where(is_odd, float("nan"), tl.min(tl.where(inside, x, float("inf")), 1))
-        least, most = _outwards(least, True), tl.max(tl.where(inside, x, float("-inf")), 1)
+        least = _outwards(least, True)
+        most = tl.max(tl.where(inside, x, float("-inf")), 1)
         scale = _outwards(tl.div_rn(most - least, levels * 1.0), False)
-        high, low = least.to(tl.int32, bitcast=True) & -65536, (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+        high = least.to(tl.int32, bitcast=True) & -65536
+        low = (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
         tl.store(area + at + value_words + group, high | low, mask=here)
-        level = tl.floor(tl.div_rn(x - least[:, None], tl.broadcast_to(scale[:, None], [COLUMNS, WIDTH])) + 0.5)
+        level = tl.floor(
+            tl.div_rn(x - least[:, None], tl.broadcast_to(scale[:, None], [COLUMNS, WIDTH])) + 0.5
+        )
         level = tl.where(level == level, level, 0.0)  # a group of equal numbers has a scale of 0
         code = tl.where(inside, tl.minimum(tl.maximum(level, 0.0), levels * 1.0).to(tl.int32), code)
     _join(code & ((1 << low_bits) - 1), area, at, here, low_words, WIDTH, COLUMNS, low_bits)
@@ -307,7 +547,9 @@ def pack(x, area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def _join(code, area, at, here, count, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
+def _join(
+    code, area, at, here, count, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr
+):
     """Store codes in `count` words of a slot, from the lowest bit on."""
     per_word: tl.constexpr = 32 // BITS
     if per_word > WIDTH:
@@ -316,7 +558,9 @@ def _join(code, area, at, here, count, WIDTH: tl.constexpr, COLUMNS: tl.constexp
         parts = tl.reshape(code, [COLUMNS, WIDTH // per_word, per_word])
         joined = tl.sum(parts << (tl.arange(0, per_word) * BITS)[None, None, :], 2)
         word = tl.arange(0, WIDTH // per_word)
-        tl.store(area + at[:, None] + word[None, :], joined, mask=here[:, None] & (word < count)[None, :])
+        tl.store(
+            area + at[:, None] + word[None, :], joined, mask=here[:, None] & (word < count)[None, :]
+        )
 
 
 @triton.jit

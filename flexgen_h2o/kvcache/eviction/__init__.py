@@ -23,14 +23,30 @@ from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 from flexgen_h2o.kvcache.eviction.vase import VaSE
 
 __all__ = [
-    "EVICTING", "H2O", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Random", "SnapKV", "Tova",
-    "TriAttention", "VaSE", "ValueH2O", "check_eviction", "make_eviction", "says_budget",
-]  # fmt: skip
+    "EVICTING",
+    "H2O",
+    "POLICIES",
+    "Evicting",
+    "Eviction",
+    "Full",
+    "H2ONorm",
+    "Local",
+    "Random",
+    "SnapKV",
+    "Tova",
+    "TriAttention",
+    "VaSE",
+    "ValueH2O",
+    "check_eviction",
+    "make_eviction",
+    "says_budget",
+]
 
 
 # The policies by their names in flags, reports and files.
 EVICTING: dict[str, type[Evicting]] = {
-    policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, VaSE, TriAttention, Random)
+    policy.name: policy
+    for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, VaSE, TriAttention, Random)
 }
 POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 
@@ -48,13 +64,16 @@ def make_eviction(text: str, **settings: Any) -> Evicting:
         raise UsageError(f"eviction: {name or 'nothing'} is not one of {', '.join(EVICTING)}")
     if colon and not rest:
         raise UsageError(f"eviction: no settings behind the colon of {text}")
-    known = [field.name for field in fields(EVICTING[name]) if field.metadata and field.name not in SIZES]
+    known = [
+        field.name for field in fields(EVICTING[name]) if field.metadata and field.name not in SIZES
+    ]
     own: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
         if key not in known:
             raise UsageError(
-                f"eviction: {key} is not a setting of {name}; it has {', '.join(known)} (sizes are flags of their own)"
+                f"eviction: {key} is not a setting of {name}; it has {', '.join(known)} (sizes are "
+                "flags of their own)"
             )
         if key in own or key in settings:
             raise UsageError(f"eviction: {key} is given twice")
@@ -94,8 +113,11 @@ def check_eviction(eviction: object) -> Eviction:
     if eviction is None:
         return Full()
     if isinstance(eviction, type) or not all(
-        hasattr(eviction, member) for member in ("needs", "budget", "slots", "prompt_scores", "rank")
+        hasattr(eviction, member)
+        for member in ("needs", "budget", "slots", "prompt_scores", "rank")
     ):
         names = ", ".join(policy.__name__ for policy in EVICTING.values())
-        raise UsageError(f"eviction: {eviction!r} is not an eviction policy; use Full() or one of {names}")
+        raise UsageError(
+            f"eviction: {eviction!r} is not an eviction policy; use Full() or one of {names}"
+        )
     return eviction  # type: ignore[return-value]

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.settings import setting
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Evicting, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import (
+    EVERYTHING,
+    POSITIONS,
+    SCORES,
+    Columns,
+    Evicting,
+    Needs,
+    RowBudget,
+)
 
 if TYPE_CHECKING:
     import torch

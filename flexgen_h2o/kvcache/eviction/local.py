@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.settings import setting
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, Columns, Evicting, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import (
+    EVERYTHING,
+    POSITIONS,
+    Columns,
+    Evicting,
+    Needs,
+    RowBudget,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +41,11 @@ class Local(Evicting):
 
         A window that is set by recent columns alone is not widened.
         """
-        recent_alone = self.heavy_ratio is None and self.heavy_size is None and (self.recent_ratio or self.recent_size)
+        recent_alone = (
+            self.heavy_ratio is None
+            and self.heavy_size is None
+            and (self.recent_ratio or self.recent_size)
+        )
         return ("size", 0) if kind == "heavy" and recent_alone else super()._share(kind)
 
     def split(self, heavy: int, recent: int) -> RowBudget:

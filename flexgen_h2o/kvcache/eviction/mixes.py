@@ -62,7 +62,9 @@ class MixTable:
 
 def table_file(model: str, offload_dir: str | Path | None) -> Path:
     """Return the path of a model's own table. model: the name that commands use."""
-    folder = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
+    folder = usable_path(
+        DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir"
+    )
     name = _NO_FILE_NAME.sub("--", model.strip("/"))
     return folder / FOLDER / f"{name[-_MOST_CHARACTERS:]}.json"
 
@@ -103,7 +105,9 @@ def read_table(path: Path) -> MixTable:
         ]
         for mix in mixes:
             make_eviction(mix.eviction, kv_bytes=mix.least)
-            packed: dict[str, Any] = {} if mix.cache_bits == WHOLE else {"cache_bits": mix.cache_bits}
+            packed: dict[str, Any] = (
+                {} if mix.cache_bits == WHOLE else {"cache_bits": mix.cache_bits}
+            )
             Policy(compress_cache=bool(packed), cache_window=mix.cache_window, **packed)
         for one in small:
             Policy(**one.settings)
@@ -111,7 +115,8 @@ def read_table(path: Path) -> MixTable:
             raise ValueError("there is nothing to choose from")
     except (KeyError, TypeError, ValueError, UsageError) as error:
         raise UsageError(
-            f"--kv-size: {path} is no table of `evaluate frontier --learn` ({error}); remove it, or make it again"
+            f"--kv-size: {path} is no table of `evaluate frontier --learn` ({error}); remove it, "
+            "or make it again"
         ) from error
     ordered = tuple(sorted(mixes, key=lambda mix: -mix.least))
     return MixTable(model, ordered, tuple(small))

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction.full import Full
-from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, OfOther, RowBudget, is_rolling, with_sizes
+from flexgen_h2o.kvcache.eviction.policy import (
+    Columns,
+    Eviction,
+    OfOther,
+    RowBudget,
+    is_rolling,
+    with_sizes,
+)
 from flexgen_h2o.kvcache.eviction.triattention import Heads, TriAttention
 
 if TYPE_CHECKING:
@@ -89,18 +96,23 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
     asked = eviction.policy if isinstance(eviction, Windowed) else eviction
     if spec.windows and None not in spec.windows and not isinstance(asked, Full):
         raise UsageError(
-            f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest KV entries, "
+            f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its "
+            "newest KV entries, "
             f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"
         )
     if not is_rolling(eviction):
         return
     if spec.rotary is None:
         raise UsageError(
-            f"--positions rolling: needs rotary embeddings, and {spec.name} has learned positions, which its hidden "
+            f"--positions rolling: needs rotary embeddings, and {spec.name} has learned positions, "
+            "which its hidden "
             "states and so its keys hold; leave it at original"
         )
     if compresses_cache:
-        raise UsageError("--positions rolling: does not work with a compressed KV cache; leave out --compress-cache")
+        raise UsageError(
+            "--positions rolling: does not work with a compressed KV cache; leave out "
+            "--compress-cache"
+        )
 
 
 @dataclass(frozen=True)

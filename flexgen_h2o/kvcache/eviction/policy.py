@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 EVERYTHING = 2**30  # more columns than any row has
 # The tensors that may be recorded of slots (SlotMetadata in kvcache/slots.py), in the order of
 # their bytes.
-POSITIONS, SCORES, NORMS, RANKS = "positions", "scores", "norms", "ranks"
+POSITIONS = "positions"
+SCORES = "scores"
+NORMS = "norms"
+RANKS = "ranks"
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,11 @@ class KeyScores(Protocol):
         """
 
     def scores(
-        self, keys: torch.Tensor, queries: torch.Tensor, newest: torch.Tensor, may_leave: torch.Tensor
+        self,
+        keys: torch.Tensor,
+        queries: torch.Tensor,
+        newest: torch.Tensor,
+        may_leave: torch.Tensor,
     ) -> torch.Tensor:
         """Return scores (rows, n) fp32. The columns with the lowest scores leave first.
 
@@ -117,7 +124,9 @@ class Needs:
 
     def __post_init__(self) -> None:
         if self.record and self.ranks_by_score and SCORES not in self.record:
-            raise ValueError("ranks_by_score: record has no SCORES; set it to False and give a `rank`")
+            raise ValueError(
+                "ranks_by_score: record has no SCORES; set it to False and give a `rank`"
+            )
 
     @property
     def in_one_launch(self) -> bool:
@@ -295,7 +304,11 @@ class Evicting(EvictionSettings):
             columns = self._columns_of(prompt_len + gen_len)
             heavy = columns // 2
             recent = columns - heavy
-        return self.split(heavy, recent) if self.protect is None else self._protecting(heavy, recent, prompt_len)
+        return (
+            self.split(heavy, recent)
+            if self.protect is None
+            else self._protecting(heavy, recent, prompt_len)
+        )
 
     def _columns_of(self, tokens: int) -> int:
         """Return the columns that kv_budget or kv_bytes allows a row.
@@ -305,11 +318,14 @@ class Evicting(EvictionSettings):
         if self.kv_bytes is None:
             return max(1, int((self.kv_budget or 0.0) * tokens))
         if self.kv_sizes is None:
-            raise UsageError("kv_bytes: is a share of a model's KV cache; give the policy to an LLM")
+            raise UsageError(
+                "kv_bytes: is a share of a model's KV cache; give the policy to an LLM"
+            )
         columns = _sized_columns(self.kv_sizes, self.kv_bytes, tokens)
         if columns < 1:
             raise UsageError(
-                f"--kv-bytes {self.kv_bytes}: leaves no KV entry of a prompt and answer of {tokens} tokens in all; "
+                f"--kv-bytes {self.kv_bytes}: leaves no KV entry of a prompt and answer of "
+                f"{tokens} tokens in all; "
                 "give a larger share"
             )
         return columns
@@ -319,12 +335,21 @@ class Evicting(EvictionSettings):
 
         Raise UsageError if no column is left for new tokens.
         """
-        protected = min(prompt_len, prompt_len if self.protect == PROMPT else int(self.protect or 0))
+        protected = min(
+            prompt_len, prompt_len if self.protect == PROMPT else int(self.protect or 0)
+        )
         columns = heavy + recent
         if (left := columns - protected) < 1:
-            flag = "--kv-bytes" if self.kv_bytes else "--kv-budget" if self.kv_budget else "--hh-ratio or --hh-size"
+            flag = (
+                "--kv-bytes"
+                if self.kv_bytes
+                else "--kv-budget"
+                if self.kv_budget
+                else "--hh-ratio or --hh-size"
+            )
             raise UsageError(
-                f"--protect {self.protect}: protects {protected} KV entries of a prompt of {prompt_len} tokens, and "
+                f"--protect {self.protect}: protects {protected} KV entries of a prompt of "
+                f"{prompt_len} tokens, and "
                 f"a sequence keeps {columns} in all; give a larger {flag}, or protect fewer"
             )
         own = self.split(heavy * left // columns, left - heavy * left // columns)
@@ -351,14 +376,18 @@ class Evicting(EvictionSettings):
         kinds = ("heavy", "recent") if self.kv_budget is None and self.kv_bytes is None else ()
         shares = {f"{kind}_{what}": value for kind in kinds for what, value in [self._share(kind)]}
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata}
-        settings = {k: v for k, v in given.items() if v is not None and (k, v) != ("positions", ORIGINAL)}
+        settings = {
+            k: v for k, v in given.items() if v is not None and (k, v) != ("positions", ORIGINAL)
+        }
         return {"name": self.name, **settings, **shares}
 
     def _share(self, kind: str) -> tuple[str, int | float]:
         """Return ("size", columns) or ("ratio", share of the prompt) for "heavy" or "recent"."""
-        ratio, size = getattr(self, f"{kind}_ratio"), getattr(self, f"{kind}_size")
+        ratio = getattr(self, f"{kind}_ratio")
+        size = getattr(self, f"{kind}_size")
         if ratio is None and size is None and kind == "recent":
-            ratio, size = self.heavy_ratio, self.heavy_size
+            ratio = self.heavy_ratio
+            size = self.heavy_size
         if size is not None:
             return "size", size
         return "ratio", DEFAULT_RATIO if ratio is None else ratio
@@ -386,7 +415,11 @@ def _sized_columns(sizes: KVSizes, share: float, tokens: int) -> int:
 
 def with_sizes(eviction: Eviction, sizes: KVSizes) -> Eviction:
     """Return the policy with `kv_sizes` set, if its budget is kv_bytes; else the policy itself."""
-    return replace(eviction, kv_sizes=sizes) if isinstance(eviction, Evicting) and eviction.kv_bytes else eviction
+    return (
+        replace(eviction, kv_sizes=sizes)
+        if isinstance(eviction, Evicting) and eviction.kv_bytes
+        else eviction
+    )
 
 
 def is_rolling(eviction: Eviction) -> bool:

@@ -40,7 +40,12 @@ class SnapKV(Evicting):
 
     @property
     def measures(self) -> Needs:
-        return Needs((POSITIONS, SCORES), query_rows=self.window, decay=1 - 1 / self.window, gain=1 / self.window)
+        return Needs(
+            (POSITIONS, SCORES),
+            query_rows=self.window,
+            decay=1 - 1 / self.window,
+            gain=1 / self.window,
+        )
 
     def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
         import torch.nn.functional as F
@@ -48,5 +53,7 @@ class SnapKV(Evicting):
         mean = sums / query_rows
         before = max(0, mean.shape[-1] - self.window)
         if before:
-            mean[..., :before] = F.avg_pool1d(mean[..., :before], self.kernel, stride=1, padding=self.kernel // 2)
+            mean[..., :before] = F.avg_pool1d(
+                mean[..., :before], self.kernel, stride=1, padding=self.kernel // 2
+            )
         return mean

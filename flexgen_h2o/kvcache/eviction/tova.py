@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Evicting, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import (
+    POSITIONS,
+    SCORES,
+    Columns,
+    Evicting,
+    Needs,
+    RowBudget,
+)
 
 if TYPE_CHECKING:
     import torch

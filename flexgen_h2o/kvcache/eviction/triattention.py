@@ -74,13 +74,18 @@ class TriAttention(Evicting):
         super().__post_init__()
         if self.positions == ROLLING:
             raise UsageError(
-                "positions: rolling does not work with triattention, which scores keys by the positions of their "
+                "positions: rolling does not work with triattention, which scores keys by the "
+                "positions of their "
                 "tokens; leave it at original"
             )
 
     @property
     def measures(self) -> Needs:
-        return Needs((POSITIONS, SCORES), gain=0.0, by_keys=Trigonometric(self.heads, self.farthest, self.interval))
+        return Needs(
+            (POSITIONS, SCORES),
+            gain=0.0,
+            by_keys=Trigonometric(self.heads, self.farthest, self.interval),
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,9 @@ class Trigonometric:
     def heads(self) -> Heads:
         """The model's heads. Raise UsageError if the policy is not fitted to a model."""
         if self.model is None:
-            raise UsageError("eviction: triattention depends on a model's heads; give the policy to an LLM")
+            raise UsageError(
+                "eviction: triattention depends on a model's heads; give the policy to an LLM"
+            )
         return self.model
 
     @property
@@ -116,18 +123,26 @@ class Trigonometric:
     def of_prompt(self, sums: torch.Tensor, count: int, kv_heads: int) -> torch.Tensor:
         import torch
 
-        b, heads = sums.shape[0], self.heads
+        b = sums.shape[0]
+        heads = self.heads
         centres, lengths = (sums / count).split([heads.width, heads.lengths], dim=-1)
         spreads = (lengths - _lengths(heads, centres)).clamp(min=0)
-        return torch.cat([centres.reshape(b, kv_heads, -1), spreads.reshape(b, kv_heads, -1)], dim=-1)
+        return torch.cat(
+            [centres.reshape(b, kv_heads, -1), spreads.reshape(b, kv_heads, -1)], dim=-1
+        )
 
     def scores(
-        self, keys: torch.Tensor, queries: torch.Tensor, newest: torch.Tensor, may_leave: torch.Tensor
+        self,
+        keys: torch.Tensor,
+        queries: torch.Tensor,
+        newest: torch.Tensor,
+        may_leave: torch.Tensor,
     ) -> torch.Tensor:
         import torch
 
         heads = self.heads
-        rows, group = len(keys), heads.group
+        rows = len(keys)
+        group = heads.group
         centres, spreads = queries.split([group * heads.width, group * heads.lengths], dim=-1)
         centres = centres.view(rows, group, heads.width)
         spreads = spreads.view(rows, group, heads.lengths)
@@ -169,7 +184,9 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     pairs = cos.shape[-1]
     first = x[..., :pairs]
     second = x[..., pairs : 2 * pairs]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., 2 * pairs :]], dim=-1)
+    return torch.cat(
+        [first * cos - second * sin, second * cos + first * sin, x[..., 2 * pairs :]], dim=-1
+    )
 
 
 def _angles(heads: Heads, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +201,9 @@ def _angles(heads: Heads, positions: torch.Tensor) -> tuple[torch.Tensor, torch.
     return angles.cos().float(), angles.sin().float()
 
 
-def _mean_angles(heads: Heads, newest: torch.Tensor, farthest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _mean_angles(
+    heads: Heads, newest: torch.Tensor, farthest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of `_angles` at the positions 1, 2, ..., `farthest` after `newest` (rows,).
 
     The distances are powers of two.

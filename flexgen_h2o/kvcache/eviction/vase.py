@@ -54,7 +54,12 @@ class VaSE(SnapKV):
     def measures(self) -> Needs:
         step = 1 / self.window
         return Needs(
-            (POSITIONS, SCORES, NORMS), self.window, decay=1 - step, gain=step, ranks_by_score=False, value_range=True
+            (POSITIONS, SCORES, NORMS),
+            self.window,
+            decay=1 - step,
+            gain=step,
+            ranks_by_score=False,
+            value_range=True,
         )
 
     def split(self, heavy: int, recent: int) -> RowBudget:

@@ -1,4 +1,5 @@
-"""Where and how seconds are measured, and the compute rates of one dtype: products, attention, what is between them."""
+"""Where and how seconds are measured, and the compute rates of one dtype: products, attention, what
+is between them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from flexgen_h2o.core.units import GIB, MIB, TOKEN_CHUNK
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.engine.temporaries import product_sizes, requantised_bytes
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.decode_step import FILLED, GAIN, NEWEST, PLACE, POSITION, SLOT, StepSlots, attend_step
+from flexgen_h2o.kernels.decode_step import (
+    FILLED,
+    GAIN,
+    NEWEST,
+    PLACE,
+    POSITION,
+    SLOT,
+    StepSlots,
+    attend_step,
+)
 from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows, block_int8_rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import BlockedRows, DenseRows, RowParts, block_rows, linear
 from flexgen_h2o.kernels.packed import pack_rows
@@ -37,17 +47,20 @@ from flexgen_h2o.tiers.device import Device
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is measured. Buffers in bytes, all larger than the caches, so that a figure is that of memory.
+    """Of what is measured. Buffers in bytes, all larger than the caches, so that a figure is that
+    of memory.
 
-    figure_s: seconds that one figure should take. longest_s: a product that would take longer is not measured, another
-    call is timed once. disk_bytes, disk_s: of the file, whichever is reached first. link_bytes: walked through by
-    copies over the link. memory_bytes: copied from and to. weight_bytes: matrices that products cycle through. rows: of
-    products; widths: of square matrices; hidden: h of (4 h, h) and (h, 4 h) matrices; heads: h of (16 h, h) ones.
-    prompt_tokens: of a micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x head width.
-    cache_bytes: keys and values that decode attention reads; head_widths, slots: their shape. block: (tokens, width) of
-    elementwise work, width also of unpacked matrices. logits: (rows, vocabulary). steps: decode sweeps of a small
-    model; step_rows: its micro-batches; step_width: its width; step_prompt: tokens of a prompt in its prefill sweep.
-    beside_s: seconds of disk reads and compute together.
+    figure_s: seconds that one figure should take. longest_s: a product that would take longer is
+    not measured, another call is timed once. disk_bytes, disk_s: of the file, whichever is reached
+    first. link_bytes: walked through by copies over the link. memory_bytes: copied from and to.
+    weight_bytes: matrices that products cycle through. rows: of products; widths: of square
+    matrices; hidden: h of (4 h, h) and (h, 4 h) matrices; heads: h of (16 h, h) ones.
+    prompt_tokens: of a micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x
+    head width. cache_bytes: keys and values that decode attention reads; head_widths, slots: their
+    shape. block: (tokens, width) of elementwise work, width also of unpacked matrices. logits:
+    (rows, vocabulary). steps: decode sweeps of a small model; step_rows: its micro-batches;
+    step_width: its width; step_prompt: tokens of a prompt in its prefill sweep. beside_s: seconds
+    of disk reads and compute together.
     """
 
     figure_s: float = 0.12
@@ -77,11 +90,18 @@ class Sizes:
 
 
 HOST = Sizes()
-# A card has larger caches and needs more work at a time to be busy; its prompts of a micro-batch fill it.
+# A card has larger caches and needs more work at a time to be busy; its prompts of a micro-batch
+# fill it.
 CARD = replace(
-    HOST, memory_bytes=GIB, weight_bytes=GIB, widths=(*HOST.widths, 12288), hidden=(256, 2048, 4096, 12288),
-    prompt_tokens=16384, cache_bytes=GIB, head_widths=(64, 128),
-)  # fmt: skip
+    HOST,
+    memory_bytes=GIB,
+    weight_bytes=GIB,
+    widths=(*HOST.widths, 12288),
+    hidden=(256, 2048, 4096, 12288),
+    prompt_tokens=16384,
+    cache_bytes=GIB,
+    head_widths=(64, 128),
+)
 # Of a card's host: attention there may run through torch operations that a CPU computes slowly.
 CARD_HOST = replace(HOST, head_widths=CARD.head_widths)
 
@@ -93,7 +113,8 @@ _TABLE = 2**20  # normal numbers that buffers are filled with, over and over
 
 
 def undisturbed(timings: Sequence[float]) -> float:
-    """The lower quartile of up to five timings, of two or three the shortest: a neighbour only makes them longer."""
+    """The lower quartile of up to five timings, of two or three the shortest: a neighbour only
+    makes them longer."""
     return sorted(timings)[len(timings) // 4]
 
 
@@ -111,12 +132,15 @@ class Bench:
     def rounds(self, *calls: Call) -> list[list[float]]:
         """Seconds of each call in each round.
 
-        The calls run in turn, so that a second in which the machine is slow spoils a round and not a figure.
+        The calls run in turn, so that a second in which the machine is slow spoils a round and not
+        a figure.
         """
         tried = [self.once(call) for call in calls]
         counts = [max(1, int(self.sizes.figure_s / ROUNDS / seconds)) for seconds in tried]
         # What takes very long is timed once.
-        found = [[seconds] * MIN_ROUNDS if seconds > self.sizes.longest_s else [] for seconds in tried]
+        found = [
+            [seconds] * MIN_ROUNDS if seconds > self.sizes.longest_s else [] for seconds in tried
+        ]
         for _ in range(ROUNDS):
             for call, count, timings in zip(calls, counts, found, strict=True):
                 if len(timings) < MIN_ROUNDS or sum(timings) * count < self.sizes.figure_s:
@@ -146,7 +170,8 @@ class Bench:
         return self.device.buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def normal(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """The same, filled with normal numbers: zeros are computed on faster, and some disks do not store them."""
+        """The same, filled with normal numbers: zeros are computed on faster, and some disks do not
+        store them."""
         made = self.empty(dtype, *shape)
         table = _table(made.device, dtype)
         for part in made.view(-1).split(_TABLE):
@@ -157,13 +182,14 @@ class Bench:
 
 @lru_cache(maxsize=2)
 def _table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(_TABLE, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
-        device, dtype
-    )
+    return torch.randn(
+        _TABLE, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    ).to(device, dtype)
 
 
 HEAD_WIDTH = 64  # of prompts
-MIN_SHARE = 0.05  # scoring takes at least this share of attention: the difference of two timings may be anything
+# scoring takes at least this share of attention: the difference of two timings may be anything
+MIN_SHARE = 0.05
 PROBE = 16  # a cache smaller by this factor is tried first, and kept where attention is slow
 
 
@@ -173,8 +199,12 @@ def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
     H2O adds the log-sum-exp of attention, the column sums, and choosing the columns to keep.
     """
     lengths = bench.sizes.prompt_lengths
-    timings = bench.rounds(*(call for length in lengths for call in _prefill_calls(bench, dtype, length)))
-    attention, scoring, one_prompt = [], [], []
+    timings = bench.rounds(
+        *(call for length in lengths for call in _prefill_calls(bench, dtype, length))
+    )
+    attention = []
+    scoring = []
+    one_prompt = []
     for length, plain, scored in zip(lengths, timings[::2], timings[1::2], strict=True):
         pairs = _prompts(bench, length) * length**2 * bench.sizes.prompt_width
         seconds = undisturbed(plain)
@@ -188,7 +218,8 @@ def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
 
 
 def no_longer_than_next(seconds: Sequence[float]) -> list[float]:
-    """Seconds of growing work. One that took longer than the next was disturbed, and gets the next one's seconds."""
+    """Seconds of growing work. One that took longer than the next was disturbed, and gets the next
+    one's seconds."""
     return list(accumulate(reversed(seconds), min))[::-1]
 
 
@@ -197,10 +228,15 @@ def _prompts(bench: Bench, length: int) -> int:
 
 
 def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call, Call]:
-    """Attention over a micro-batch of prompts of one length, as the engine packs them, without and with scores."""
-    prompts, heads = _prompts(bench, length), bench.sizes.prompt_width // HEAD_WIDTH
-    q, k, v = (bench.normal(dtype, prompts, length, heads, HEAD_WIDTH).transpose(1, 2) for _ in range(3))
-    policy, scale = H2O(), HEAD_WIDTH**-0.5
+    """Attention over a micro-batch of prompts of one length, as the engine packs them, without and
+    with scores."""
+    prompts = _prompts(bench, length)
+    heads = bench.sizes.prompt_width // HEAD_WIDTH
+    q, k, v = (
+        bench.normal(dtype, prompts, length, heads, HEAD_WIDTH).transpose(1, 2) for _ in range(3)
+    )
+    policy = H2O()
+    scale = HEAD_WIDTH**-0.5
     rows = KVRows(policy, 0, heads, SlotTable(policy, [(length, 1)] * prompts, 1).at(0))
 
     def scored() -> None:
@@ -211,9 +247,11 @@ def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call,
 
 
 def decode_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
-    """Bytes of keys and values a second that one query a head reads, over the head width, without and with scores."""
+    """Bytes of keys and values a second that one query a head reads, over the head width, without
+    and with scores."""
     cache = bench.normal(dtype, 2, bench.sizes.cache_bytes // dtype.itemsize // 2)
-    widths, sizes = bench.sizes.head_widths, []
+    widths = bench.sizes.head_widths
+    sizes = []
     calls: list[Call] = []
     for width in widths:
         rows = max(1, cache.shape[1] // (bench.sizes.slots * width))
@@ -222,14 +260,20 @@ def decode_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
         rows = rows if tried * rows / few < bench.sizes.longest_s else few
         calls += _decode_calls(bench, cache, width, rows)
         sizes += [2 * rows * bench.sizes.slots * width * dtype.itemsize] * 2
-    rates = [nbytes / seconds for nbytes, seconds in zip(sizes, bench.seconds_of(*calls), strict=True)]
-    plain, scored = (Curve(tuple(zip(map(float, widths), rates[i::2], strict=True))) for i in range(2))
+    rates = [
+        nbytes / seconds for nbytes, seconds in zip(sizes, bench.seconds_of(*calls), strict=True)
+    ]
+    plain, scored = (
+        Curve(tuple(zip(map(float, widths), rates[i::2], strict=True))) for i in range(2)
+    )
     return plain, scored
 
 
 def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> tuple[Call, Call]:
     """cache: (2, values), of which the rows take what they need for keys and for values."""
-    slots, scale, where = bench.sizes.slots, width**-0.5, cache.device
+    slots = bench.sizes.slots
+    scale = width**-0.5
+    where = cache.device
     keys, values = (part[: rows * slots * width].view(1, rows, slots, width) for part in cache)
     q = bench.normal(cache.dtype, rows, 1, width)
 
@@ -237,10 +281,8 @@ def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> t
         return torch.full((rows,), value, dtype=torch.int32, device=where)
 
     positions = torch.arange(slots, dtype=torch.int32, device=where).repeat(rows, 1)
-    scores, weights = (
-        torch.zeros(rows, slots, device=where, dtype=torch.float32),
-        torch.ones(rows, device=where, dtype=torch.float32),
-    )
+    scores = torch.zeros(rows, slots, device=where, dtype=torch.float32)
+    weights = torch.ones(rows, device=where, dtype=torch.float32)
     state = ScoreState(scores, positions, ints(0), ints(slots // 2), 1.0, weights, ints(0))
     if triton.takes(keys):
         return _step_calls(bench, keys, values, state)
@@ -251,18 +293,25 @@ def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> t
     )
 
 
-def _step_calls(bench: Bench, keys: torch.Tensor, values: torch.Tensor, recorded: ScoreState) -> tuple[Call, Call]:
-    """The same by a card's one launch, which also puts a new column into each row: always into its last slot, and never
-    one that a row may lose. A sequence has one kv-head."""
+def _step_calls(
+    bench: Bench, keys: torch.Tensor, values: torch.Tensor, recorded: ScoreState
+) -> tuple[Call, Call]:
+    """The same by a card's one launch, which also puts a new column into each row: always into its
+    last slot, and never one that a row may lose. A sequence has one kv-head."""
     _, rows, slots, width = keys.shape
     q, k, v, out = (bench.normal(keys.dtype, rows, 1, width) for _ in range(4))
     state = torch.zeros(7, rows, dtype=torch.int32, device="cpu")
-    state[FILLED], state[SLOT], state[POSITION] = slots, slots - 1, slots - 1
-    state[NEWEST], state[PLACE] = slots // 2, -1
+    state[FILLED] = slots
+    state[SLOT] = slots - 1
+    state[POSITION] = slots - 1
+    state[NEWEST] = slots // 2
+    state[PLACE] = -1
     state[GAIN] = torch.ones(rows, dtype=torch.float32, device="cpu").view(torch.int32)
     taken = torch.zeros(rows, dtype=torch.int64, device=keys.device)
     plain = StepSlots(keys, values, 0, 1, upload(state, keys.device), taken)
-    scored = replace(plain, scores=recorded.scores, positions=recorded.positions, victims=recorded.victims)
+    scored = replace(
+        plain, scores=recorded.scores, positions=recorded.positions, victims=recorded.victims
+    )
     return (
         lambda: attend_step(q, k, v, plain, width**-0.5, out),
         lambda: attend_step(q, k, v, scored, width**-0.5, out),
@@ -270,9 +319,12 @@ def _step_calls(bench: Bench, keys: torch.Tensor, values: torch.Tensor, recorded
 
 
 WARM_S = 1.0
-MLP, HEAD = 4, 16  # out / in of a block's first MLP matrix, and of what stands for the head
+# out / in of a block's first MLP matrix, and of what stands for the head
+MLP = 4
+HEAD = 16
 PACKED_BITS = 4
-# How matrices are held. int8: as the engine holds them in RAM, blocked where they can be; int4: multiplied in int8.
+# How matrices are held. int8: as the engine holds them in RAM, blocked where they can be; int4:
+# multiplied in int8.
 Held = Literal["in order", "blocked", "int8", "int4"]
 FASTER: tuple[Held, ...] = ("blocked", "int8", "int4")
 
@@ -280,11 +332,13 @@ FASTER: tuple[Held, ...] = ("blocked", "int8", "int4")
 def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
     """Curves over rows of (rows, in) times an (out, in) matrix and a bias, by out / in and by in.
 
-    A sweep uses each matrix once, so matrices cycle through a pool larger than the caches. A product that would take
-    too long gets the rate of the next smaller matrix of its shape.
+    A sweep uses each matrix once, so matrices cycle through a pool larger than the caches. A
+    product that would take too long gets the rate of the next smaller matrix of its shape.
     """
-    sizes, products = bench.sizes, Products(bench, dtype)
-    most, middle = sizes.rows[-1], sizes.widths[len(sizes.widths) // 2]
+    sizes = bench.sizes
+    products = Products(bench, dtype)
+    most = sizes.rows[-1]
+    middle = sizes.widths[len(sizes.widths) // 2]
     fastest = 2 * most * middle**2 / bench.once(products.call(most, middle, middle))
     by_shape = shapes(sizes)
     smallest = {by_inner[0] for by_inner in by_shape.values()}
@@ -295,7 +349,9 @@ def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
         for rows in sizes.rows
         if 2 * rows * inner * outer / fastest <= sizes.longest_s or (inner, outer) in smallest
     ]
-    seconds = bench.seconds_of(*(products.call(rows, inner, outer) for inner, outer, rows in measured))
+    seconds = bench.seconds_of(
+        *(products.call(rows, inner, outer) for inner, outer, rows in measured)
+    )
     found = {(i, o, r): 2 * r * i * o / s for (i, o, r), s in zip(measured, seconds, strict=True)}
     for by_inner in by_shape.values():
         for smaller, larger in pairwise(by_inner):
@@ -312,12 +368,14 @@ def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
 
 
 def speedups(bench: Bench, dtype: torch.dtype) -> Figures:
-    """`blocked_speedup`, `int8_speedup` and `int4_speedup`: how many times faster products are than with matrices in
-    order, over rows.
+    """`blocked_speedup`, `int8_speedup` and `int4_speedup`: how many times faster products are than
+    with matrices in order, over rows.
 
-    The mean of a square matrix and an MLP's first one. 1.0 where nothing is blocked, and in int8 on a card.
+    The mean of a square matrix and an MLP's first one. 1.0 where nothing is blocked, and in int8 on
+    a card.
     """
-    sizes, products = bench.sizes, Products(bench, dtype)
+    sizes = bench.sizes
+    products = Products(bench, dtype)
     width = sizes.widths[len(sizes.widths) // 2]
     pairs = [(width, width), (width, MLP * width)]
     faster: list[Held] = ["int8", "int4"] if bench.device.is_host else []
@@ -328,10 +386,14 @@ def speedups(bench: Bench, dtype: torch.dtype) -> Figures:
         seconds = bench.seconds_of(
             *(products.call(rows, *pair, way) for way in ("in order", *faster) for pair in pairs)
         )
-        square, mlp = seconds[::2], seconds[1::2]
+        square = seconds[::2]
+        mlp = seconds[1::2]
         for i, held in enumerate(faster, 1):
             points[held].append((float(rows), math.sqrt(square[0] / square[i] * mlp[0] / mlp[i])))
-    return {f"{held}_speedup": Curve(tuple(points[held])) if held in points else AS_FAST for held in FASTER}
+    return {
+        f"{held}_speedup": Curve(tuple(points[held])) if held in points else AS_FAST
+        for held in FASTER
+    }
 
 
 def shapes(sizes: Sizes) -> dict[float, list[tuple[int, int]]]:
@@ -345,7 +407,8 @@ def shapes(sizes: Sizes) -> dict[float, list[tuple[int, int]]]:
 
 
 class Products:
-    """Products with the matrices of a pool; inputs and results are as large as the largest needs."""
+    """Products with the matrices of a pool; inputs and results are as large as the largest
+    needs."""
 
     def __init__(self, bench: Bench, dtype: torch.dtype) -> None:
         self._bench = bench
@@ -356,22 +419,29 @@ class Products:
         self._held: dict[tuple[int, int, Held], list[RowParts]] = {}
         widest = max(outer for _, outer in every)
         self._inputs = bench.normal(dtype, sizes.rows[-1] * max(inner for inner, _ in every))
-        self._bias, self._out = bench.normal(dtype, widest), bench.empty(dtype, sizes.rows[-1] * widest)
+        self._bias = bench.normal(dtype, widest)
+        self._out = bench.empty(dtype, sizes.rows[-1] * widest)
 
     def call(self, rows: int, inner: int, outer: int, held: Held = "in order") -> Call:
-        """A product that takes the next matrix each time it is called. held: blocked only where it can be.
+        """A product that takes the next matrix each time it is called. held: blocked only where it
+        can be.
 
         Blocked matrices share their memory with those in order, whose numbers get another order.
         """
         matrices = cycle(self._matrices(inner, outer, held))
-        x, out = self._inputs[: rows * inner].view(rows, inner), self._out[: rows * outer].view(rows, outer)
+        x = self._inputs[: rows * inner].view(rows, inner)
+        out = self._out[: rows * outer].view(rows, outer)
         bias = self._bias[:outer]
         return lambda: linear(x, next(matrices), bias, out)
 
     def _matrices(self, inner: int, outer: int, held: Held) -> list[RowParts]:
         key = inner, outer, held
         if key not in self._held:
-            whole = [part.view(outer, inner) for part in self._pool.split(inner * outer) if len(part) == inner * outer]
+            whole = [
+                part.view(outer, inner)
+                for part in self._pool.split(inner * outer)
+                if len(part) == inner * outer
+            ]
             if held in ("int8", "int4"):
                 self._held[key] = self._in_int8(whole[0], packed=held == "int4")
             elif held == "blocked":
@@ -381,18 +451,25 @@ class Products:
         return self._held[key]
 
     def _in_int8(self, matrix: torch.Tensor, packed: bool) -> list[RowParts]:
-        """Copies of one matrix in int8, or packed in 4 bits, in half as many bytes as the pool has."""
-        (outer, inner), made = matrix.shape, pack_rows(matrix, PACKED_BITS) if packed else pack_int8_rows(matrix)
+        """Copies of one matrix in int8, or packed in 4 bits, in half as many bytes as the pool
+        has."""
+        outer, inner = matrix.shape
+        made = pack_rows(matrix, PACKED_BITS) if packed else pack_int8_rows(matrix)
         count = max(1, self._bench.sizes.weight_bytes // 2 // made.nbytes)
         memory = self._bench.empty(torch.uint8, count, *made.shape)
         memory.copy_(made)
         sizes = product_sizes(self._bench.sizes.rows[-1], inner, outer)
         if packed:
             sizes["int8 rows"] = requantised_bytes(outer, inner)
-        workspace = Workspace(self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype)
+        workspace = Workspace(
+            self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype
+        )
         if packed:
             return [(RequantisedRows(rows, inner, workspace),) for rows in memory]
-        return [tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows)) for rows in memory]
+        return [
+            tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows))
+            for rows in memory
+        ]
 
 
 def warm_cores(bench: Bench, dtype: torch.dtype) -> None:
@@ -418,11 +495,17 @@ def kernel_seconds(bench: Bench) -> float:
 
 def other_rates(bench: Bench, dtype: torch.dtype) -> Figures:
     """Fields of ComputeRates: of norms and activations, and of choosing tokens."""
-    (tokens, width), logits = bench.sizes.block, bench.normal(dtype, *bench.sizes.logits)
-    x, weight, bias = (bench.normal(dtype, *shape) for shape in ((tokens, width), (width,), (width,)))
-    sampler, rows = Sampler(SamplingParams()), range(len(logits))
+    tokens, width = bench.sizes.block
+    logits = bench.normal(dtype, *bench.sizes.logits)
+    x, weight, bias = (
+        bench.normal(dtype, *shape) for shape in ((tokens, width), (width,), (width,))
+    )
+    sampler = Sampler(SamplingParams())
+    rows = range(len(logits))
     calls: list[Call] = [
-        lambda: torch.relu_(F.layer_norm(x, (width,), weight, bias)),  # each reads and writes all of x
+        lambda: torch.relu_(
+            F.layer_norm(x, (width,), weight, bias)
+        ),  # each reads and writes all of x
         lambda: sampler.sample(logits, rows, rows),
     ]
     elementwise, choice = bench.seconds_of(*calls)

@@ -40,18 +40,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mxfp4": {"quant_method": "mxfp4"},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "compressed-tensors": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
     },
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
-}  # fmt: skip
+}
 # A decoded matrix has this fraction (1/16) of the rows that fill weight_bytes, so that ten of them
 # take little memory.
 DECODED_SHARE = 16
 # _EXPERT_ROWS: rows of inputs. _LEAST_LONGER: the least share of a product's time that can be told
 # from no time at all.
-_EXPERT_ROWS, _LEAST_LONGER = 4, 0.02
+_EXPERT_ROWS = 4
+_LEAST_LONGER = 0.02
 _WHOLE_BLOCKS = 128  # rows and columns are multiples of it, so they fill blocks of all formats
 
 
@@ -89,9 +91,11 @@ def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
         return rates
     plain, scored = decode_rates(host, kind)
     return replace(
-        rates, host_attention_bytes_per_s=plain, host_scored_attention_bytes_per_s=scored,
+        rates,
+        host_attention_bytes_per_s=plain,
+        host_scored_attention_bytes_per_s=scored,
         host_dequantise_bytes_per_s=weight_rates(host, kind, {})[0],
-    )  # fmt: skip
+    )
 
 
 def _in_bounds(speedup: float) -> float:
@@ -118,11 +122,15 @@ def weight_rates(
     # Rows in 4 bits that unpack to weight_bytes of the dtype, more than the CPU or GPU caches hold.
     # All rows are copies of one row.
     packed = bench.empty(
-        torch.uint8, bench.sizes.weight_bytes // (width * dtype.itemsize), SlotPacking(width, PACKED_BITS).slot_bytes
+        torch.uint8,
+        bench.sizes.weight_bytes // (width * dtype.itemsize),
+        SlotPacking(width, PACKED_BITS).slot_bytes,
     )
     packed.copy_(pack_rows(bench.normal(dtype, 1, width).cpu(), PACKED_BITS))
     out = bench.empty(dtype, len(packed), width)
-    calls: dict[str, tuple[Call, int]] = {"": (lambda: unpack_rows(packed, PACKED_BITS, out), out.numel())}
+    calls: dict[str, tuple[Call, int]] = {
+        "": (lambda: unpack_rows(packed, PACKED_BITS, out), out.numel())
+    }
     columns = -(-width // _WHOLE_BLOCKS) * _WHOLE_BLOCKS
     rows = -(-len(packed) // DECODED_SHARE // _WHOLE_BLOCKS) * _WHOLE_BLOCKS
     for config in checkpoints.values():
@@ -130,7 +138,10 @@ def weight_rates(
             form = quantised_format(config, dtype, to_int8)
             calls[form.decoder] = decoding(bench, form, dtype, rows, columns)[0], rows * columns
     seconds = bench.seconds_of(*(call for call, _ in calls.values()))
-    rates = {name: count / spent for (name, (_, count)), spent in zip(calls.items(), seconds, strict=True)}
+    rates = {
+        name: count / spent
+        for (name, (_, count)), spent in zip(calls.items(), seconds, strict=True)
+    }
     unpacking = rates.pop("")
     if checkpoints and bench.device.is_host:
         packed_form = weight_format(
@@ -156,7 +167,7 @@ def _known_spec() -> ModelSpec:
 
 def in_product_rate(
     bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Return {form.decoder_in_products: numbers per second}, or {} if products read no codes.
 
     The rate is the matrix's numbers over the time that a product of few rows takes longer from
@@ -167,12 +178,17 @@ def in_product_rate(
     coded = form.coded_parts(layout, whole, out)
     if not coded:
         return {}
-    x, result = bench.normal(dtype, _EXPERT_ROWS, columns), bench.empty(dtype, _EXPERT_ROWS, rows)
-    plain, own = bench.seconds_of(lambda: linear(x, out, None, result), lambda: linear(x, coded, None, result))
+    x = bench.normal(dtype, _EXPERT_ROWS, columns)
+    result = bench.empty(dtype, _EXPERT_ROWS, rows)
+    plain, own = bench.seconds_of(
+        lambda: linear(x, out, None, result), lambda: linear(x, coded, None, result)
+    )
     return {form.decoder_in_products: rows * columns / max(own - plain, _LEAST_LONGER * plain)}
 
 
-def decoding(bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int) -> tuple[Call, int]:
+def decoding(
+    bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
+) -> tuple[Call, int]:
     """Return a call that decodes a matrix of random bytes, and the bytes of the stored matrix."""
     layout, whole, out = _matrix(bench, form, dtype, rows, columns)
     return lambda: form.decode(layout, whole, out), sum(len(piece) for piece in whole[0].pieces)
@@ -183,7 +199,8 @@ def _matrix(
 ) -> tuple[TensorLayout, list[Held], RowParts]:
     """Return the layout of a matrix of random bytes, the matrix, and the rows for decoding it."""
     layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
-    raw, pieces = [any_bytes(stored) for stored in layout.stored], []
+    raw = [any_bytes(stored) for stored in layout.stored]
+    pieces = []
     for stored, made in zip(layout.stored, raw, strict=True):
         held = stored.held(made, stored.dtypes[0])
         pieces.append(bench.empty(torch.uint8, held.numel()).copy_(held.view(-1)))

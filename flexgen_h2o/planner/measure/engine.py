@@ -1,8 +1,10 @@
-"""What the engine reaches: rates of its lanes between tiers, and the fixed costs of a step of its loop.
+"""What the engine reaches: rates of its lanes between tiers, and the fixed costs of a step of its
+loop.
 
-Each function gives fields of a HardwareProfile. A step's fixed costs are the seconds of a small model's steps, less
-what its arithmetic takes alone. The model is wide enough that its matrices push the loop's code and data out of the
-caches, as real ones do: a step of a model that fits into the caches costs half as much.
+Each function gives fields of a HardwareProfile. A step's fixed costs are the seconds of a small
+model's steps, less what its arithmetic takes alone. The model is wide enough that its matrices push
+the loop's code and data out of the caches, as real ones do: a step of a model that fits into the
+caches costs half as much.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import MIB, PAGE, SEGMENT_SLOTS, TRANSFER_CHUNK, WRITE_BACK_STEPS, format_bytes
+from flexgen_h2o.core.units import (
+    MIB,
+    PAGE,
+    SEGMENT_SLOTS,
+    TRANSFER_CHUNK,
+    WRITE_BACK_STEPS,
+    format_bytes,
+)
 from flexgen_h2o.engine.decoding import Decoding, StopCriteria
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.executor import Executor
@@ -55,20 +64,29 @@ from flexgen_h2o.tiers.disk import FileRange, Scratch
 from flexgen_h2o.tiers.stream import Done, wait_all
 from flexgen_h2o.tiers.transfers import Mover
 
-HEADS, HEAD_DIM = 12, 64
+HEADS = 12
+HEAD_DIM = 64
 HOST_PIECE = 4 * TRANSFER_CHUNK  # one copy of weights that live on the host
 
 
 def link_rates(bench: Bench, mover: Mover) -> Figures:
     """Of copies between the host and the bench's device, which is not host memory itself."""
-    device, nbytes = bench.device, bench.sizes.link_bytes
-    pinned, plain, there = device.host_staging(nbytes), host_buffer(nbytes), device.buffer(nbytes)
+    device = bench.device
+    nbytes = bench.sizes.link_bytes
+    pinned = device.host_staging(nbytes)
+    plain = host_buffer(nbytes)
+    there = device.buffer(nbytes)
     half = nbytes // 2
 
     def copies(*ways: tuple[str, torch.Tensor, torch.Tensor]) -> Call:
         """Of lane, target and source: piece by piece, all of them queued."""
-        cut = [(lane, target.split(HOST_PIECE), source.split(HOST_PIECE)) for lane, target, source in ways]
-        return lambda: wait_all([mover.copy(lane, "probe", *p) for lane, t, s in cut for p in zip(t, s, strict=True)])
+        cut = [
+            (lane, target.split(HOST_PIECE), source.split(HOST_PIECE))
+            for lane, target, source in ways
+        ]
+        return lambda: wait_all(
+            [mover.copy(lane, "probe", *p) for lane, t, s in cut for p in zip(t, s, strict=True)]
+        )
 
     calls = {
         "h2d_bytes_per_s": copies(("h2d", there, pinned)),
@@ -82,22 +100,31 @@ def link_rates(bench: Bench, mover: Mover) -> Figures:
         lambda: mover.copy("h2d", "probe", there[:PAGE], pinned[:PAGE]).wait(),
     )
     rates: Figures = {name: nbytes / s for name, s in zip(calls, seconds, strict=True)}
-    return {**rates, "link_both_ways": _share(max(seconds[:2]) / 2, both_s), "transfer_s": transfer_s}
+    return {
+        **rates,
+        "link_both_ways": _share(max(seconds[:2]) / 2, both_s),
+        "transfer_s": transfer_s,
+    }
 
 
 def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
-    """Bytes read and written a second where the columns that wait are laid over a KV unit and another one is added.
+    """Bytes read and written a second where the columns that wait are laid over a KV unit and
+    another one is added.
 
-    The units together are larger than the caches. Each is a step further than the one before, up to the step at which
-    units are written back.
+    The units together are larger than the caches. Each is a step further than the one before, up to
+    the step at which units are written back.
     """
     on_disk = (0.0, 0.0, 1.0)
-    layout = UnitLayout(bench.sizes.step_rows[0], HEADS, SEGMENT_SLOTS, HEAD_DIM, dtype.itemsize, on_disk)
+    layout = UnitLayout(
+        bench.sizes.step_rows[0], HEADS, SEGMENT_SLOTS, HEAD_DIM, dtype.itemsize, on_disk
+    )
     (part,) = layout.parts
 
     def unit(waiting: int) -> tuple[Overlay, PartView]:
         """A unit where it is computed on, and an overlay of `waiting` columns in RAM."""
-        view = part_view(layout, part, bench.empty(torch.uint8, layout.part_bytes(part)), dtype, None)
+        view = part_view(
+            layout, part, bench.empty(torch.uint8, layout.part_bytes(part)), dtype, None
+        )
         overlay = Overlay(layout, part, host_buffer(layout.overlay_bytes(part)), dtype)
         for slot in range(waiting):
             overlay.add(view, torch.full((part.rows,), slot, device=view.keys.device))
@@ -126,24 +153,32 @@ LOAD_PIECE = 16 * TRANSFER_CHUNK  # of one load
 
 
 def check_space(offload_dir: Path) -> None:
-    """DoesNotFitError where the disk has no room for a file to measure with; the folder need not exist."""
+    """DoesNotFitError where the disk has no room for a file to measure with; the folder need not
+    exist."""
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     if free < MIN_FREE:
         raise DoesNotFitError(
-            f"--offload-dir {offload_dir}: {format_bytes(free)} are free there, and measuring the disk takes at least "
+            f"--offload-dir {offload_dir}: {format_bytes(free)} are free there, and measuring the "
+            "disk takes at least "
             f"{format_bytes(MIN_FREE)}; free space or give another --offload-dir"
         )
 
 
 class DiskProbe:
-    """A file on the disk tier that is read and written in pieces, through `BUFFERS` host buffers in turn."""
+    """A file on the disk tier that is read and written in pieces, through `BUFFERS` host buffers in
+    turn."""
 
     def __init__(self, bench: Bench, mover: Mover, scratch: Scratch) -> None:
-        self._bench, self._mover = bench, mover
+        self._bench = bench
+        self._mover = mover
         piece = min(LOAD_PIECE, bench.sizes.disk_bytes)
-        self._buffers = bench.normal(torch.float32, BUFFERS * piece // 4).view(torch.uint8).split(piece)
-        most = max(1, min(bench.sizes.disk_bytes, shutil.disk_usage(scratch.folder).free // 2) // piece)
+        self._buffers = (
+            bench.normal(torch.float32, BUFFERS * piece // 4).view(torch.uint8).split(piece)
+        )
+        most = max(
+            1, min(bench.sizes.disk_bytes, shutil.disk_usage(scratch.folder).free // 2) // piece
+        )
         self._file = scratch.create("profile.bin", most * piece)
         self._pieces = most
         until = time.perf_counter() + bench.sizes.disk_s
@@ -164,7 +199,8 @@ class DiskProbe:
 
     def rates(self) -> Figures:
         """Of a file whose space was written before, as that of a run's scratch files soon is."""
-        generator, page = random.Random(0), self._buffers[0][:PAGE]
+        generator = random.Random(0)
+        page = self._buffers[0][:PAGE]
 
         def small() -> None:
             offset = generator.randrange(self.nbytes // PAGE) * PAGE
@@ -180,7 +216,9 @@ class DiskProbe:
                     start = time.perf_counter()
                     wait_all(list(whole()))
                     timings[name].append(time.perf_counter() - start)
-        return figures | {name: self.nbytes / statistics.median(found) for name, found in timings.items()}
+        return figures | {
+            name: self.nbytes / statistics.median(found) for name, found in timings.items()
+        }
 
     def close(self) -> None:
         """Call it when no lane uses the file any more."""
@@ -189,7 +227,9 @@ class DiskProbe:
     def reads(self) -> Iterator[Done]:
         """Queue the reading of the whole file, piece by piece."""
         for offset, piece in self._in_turn():
-            yield self._mover.read("probe", piece, "host", FileRange(self._file, offset, len(piece)))
+            yield self._mover.read(
+                "probe", piece, "host", FileRange(self._file, offset, len(piece))
+            )
 
     def _writes(self) -> Iterator[Done]:
         for offset, piece in self._in_turn():
@@ -202,7 +242,8 @@ class DiskProbe:
             yield i * len(piece), piece
 
 
-ROWS, WIDTH = 64, 4096
+ROWS = 64
+WIDTH = 4096
 ISSUED = 8  # products before the device is waited for
 AHEAD = 8  # loads that wait in the lane: more than are read while the products run
 TURNS = 3  # alone and together, so that a machine's drift counts for all
@@ -211,9 +252,12 @@ LEAST_LEFT = 0.01
 
 
 def contention(bench: Bench, mover: Mover, probe: DiskProbe, dtype: torch.dtype) -> Figures:
-    """Shares that are left of the disk's read rate while products are computed, and of those while it is read."""
-    rows, width = min(ROWS, bench.sizes.rows[-1]), min(WIDTH, bench.sizes.widths[-1])
-    call, seconds = Products(bench, dtype).call(rows, width, width), bench.sizes.beside_s / TURNS
+    """Shares that are left of the disk's read rate while products are computed, and of those while
+    it is read."""
+    rows = min(ROWS, bench.sizes.rows[-1])
+    width = min(WIDTH, bench.sizes.widths[-1])
+    call = Products(bench, dtype).call(rows, width, width)
+    seconds = bench.sizes.beside_s / TURNS
 
     def compute() -> None:
         for _ in range(ISSUED):
@@ -238,10 +282,14 @@ def contention(bench: Bench, mover: Mover, probe: DiskProbe, dtype: torch.dtype)
     }
 
 
-def _beside(work: Callable[[], None], seconds: float, mover: Mover, loads: Iterator[Done]) -> tuple[float, float]:
+def _beside(
+    work: Callable[[], None], seconds: float, mover: Mover, loads: Iterator[Done]
+) -> tuple[float, float]:
     """Calls of `work` and bytes read a second, with `AHEAD` of the loads always in the lane."""
     queued: deque[Done] = deque()
-    moved, start, calls = mover.lanes.bytes_moved, time.perf_counter(), 0
+    moved = mover.lanes.bytes_moved
+    start = time.perf_counter()
+    calls = 0
     before = moved["disk_read"]
     while time.perf_counter() - start < seconds or not calls:
         interrupts.check()
@@ -251,7 +299,8 @@ def _beside(work: Callable[[], None], seconds: float, mover: Mover, loads: Itera
             queued.append(load)
         work()
         calls += 1
-    nbytes, took = moved["disk_read"] - before, time.perf_counter() - start
+    nbytes = moved["disk_read"] - before
+    took = time.perf_counter() - start
     wait_all(queued)
     return calls / took, nbytes / took
 
@@ -262,8 +311,17 @@ def _share(beside: float, alone: float) -> float:
 
 # ---- a step of the loop
 
-BLOCKS, VOCABULARY, PROMPT = 8, 128, 16
-FIXED = ("step_s", "attention_step_s", "eviction_step_s", "row_s", "short_read_compute_s", "cache_load_step_s")
+BLOCKS = 8
+VOCABULARY = 128
+PROMPT = 16
+FIXED = (
+    "step_s",
+    "attention_step_s",
+    "eviction_step_s",
+    "row_s",
+    "short_read_compute_s",
+    "cache_load_step_s",
+)
 KINDS = ("attention", "mlp")
 Steps = tuple[float, ...]  # seconds of a step of each kind
 SOME_WEIGHTS: Percent = (90, 0, 100, 0, 100, 0)
@@ -275,11 +333,19 @@ MIN_S = 1e-7  # a difference of two timings may be anything
 def config_of(width: int) -> dict[str, Any]:
     """OPT with square matrices only."""
     return {
-        "model_type": "opt", "vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": BLOCKS,
-        "ffn_dim": width, "max_position_embeddings": 2048, "num_attention_heads": width // HEAD_DIM,
-        "word_embed_proj_dim": width, "activation_function": "relu", "enable_bias": True,
-        "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
-    }  # fmt: skip
+        "model_type": "opt",
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "num_hidden_layers": BLOCKS,
+        "ffn_dim": width,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": width // HEAD_DIM,
+        "word_embed_proj_dim": width,
+        "activation_function": "relu",
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "do_layer_norm_before": True,
+    }
 
 
 @dataclass(frozen=True)
@@ -301,38 +367,59 @@ class _Run:
         return Batch.even(self.rows, self.prompt_len)
 
     def costs(self, spec: ModelSpec, profile: HardwareProfile, dtype: str) -> Costs:
-        need = need_of(self.eviction, self.rows, {(self.prompt_len, self.new_tokens)}, spec.num_blocks)
+        need = need_of(
+            self.eviction, self.rows, {(self.prompt_len, self.new_tokens)}, spec.num_blocks
+        )
         return Machine(profile, dtype, profile.device_is_host).costs(spec, self.policy, need)
 
 
-def with_step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: Path) -> HardwareProfile:
+def with_step_costs(
+    bench: Bench, profile: HardwareProfile, dtype: str, folder: Path
+) -> HardwareProfile:
     """The profile with the fixed costs of a step, and with other elementwise rates.
 
-    A fixed cost is what decode sweeps take more than the planner says without any: sweeps of a few rows, of many rows,
-    of a few rows that drop a column at each step, and of a few with some weights or the cache on disk. A few rows, not
-    one: from some rows on every operation wakes all cores. The elementwise rate is that at which the planner is right
-    about a prefill sweep; the rates of other dtypes change as much. folder: for the small model's checkpoint.
+    A fixed cost is what decode sweeps take more than the planner says without any: sweeps of a few
+    rows, of many rows, of a few rows that drop a column at each step, and of a few with some
+    weights or the cache on disk. A few rows, not one: from some rows on every operation wakes all
+    cores. The elementwise rate is that at which the planner is right about a prefill sweep; the
+    rates of other dtypes change as much. folder: for the small model's checkpoint.
     """
-    config, sizes = config_of(bench.sizes.step_width), bench.sizes
+    config = config_of(bench.sizes.step_width)
+    sizes = bench.sizes
     spec = spec_from_config("small", config, "profiling")
     write_random_checkpoint(spec, config, folder / "weights", dtype)
     few, many = sizes.step_rows
-    full, h2o, new = Full(), H2O(heavy_size=4, recent_size=4), 1 + sizes.steps
+    full = Full()
+    h2o = H2O(heavy_size=4, recent_size=4)
+    new = 1 + sizes.steps
     runs = (
-        _Run(few, PROMPT, new, full), _Run(many, PROMPT, new, full), _Run(few, PROMPT, new, h2o),
-        _Run(few, PROMPT, new, full, SOME_WEIGHTS), _Run(few, PROMPT, new, full, NO_CACHE),
+        _Run(few, PROMPT, new, full),
+        _Run(many, PROMPT, new, full),
+        _Run(few, PROMPT, new, h2o),
+        _Run(few, PROMPT, new, full, SOME_WEIGHTS),
+        _Run(few, PROMPT, new, full, NO_CACHE),
         _Run(few, sizes.step_prompt, 2, full),
-    )  # fmt: skip
+    )
     with ExitStack() as stack:
         engines = [stack.enter_context(_engine(bench, spec, dtype, folder, run)) for run in runs]
         # In turn, as all figures; the first round only warms up.
-        rounds = [[_run_block(e, run) for e, run in zip(engines, runs, strict=True)] for _ in range(1 + ROUNDS)][1:]
-        graphs = [_run_block(engines[0], runs[0], True)[1] for _ in range(ROUNDS * bench.device.is_asynchronous)]
+        rounds = [
+            [_run_block(e, run) for e, run in zip(engines, runs, strict=True)]
+            for _ in range(1 + ROUNDS)
+        ][1:]
+        graphs = [
+            _run_block(engines[0], runs[0], True)[1]
+            for _ in range(ROUNDS * bench.device.is_asynchronous)
+        ]
     nothing: Figures = dict.fromkeys(FIXED, 0.0)
     profile = replace(profile, **nothing)
     decode = [_median([found[i][1] for found in rounds]) for i in range(len(runs))]
-    if bench.device.is_asynchronous:  # what a thread that only issues them takes is part of the step
-        return replace(profile, **fixed_costs(decode[:3], 0, 0), graph_step_s=statistics.fmean(_median(graphs)))
+    if (
+        bench.device.is_asynchronous
+    ):  # what a thread that only issues them takes is part of the step
+        return replace(
+            profile, **fixed_costs(decode[:3], 0, 0), graph_step_s=statistics.fmean(_median(graphs))
+        )
     costs = [run.costs(spec, profile, dtype) for run in runs]
     planned = [_planned(c, run, new // 2) for c, run in zip(costs[:-1], runs, strict=False)]
     left = [(d[0] - p[0], d[1] - p[1]) for d, p in zip(decode, planned, strict=False)]
@@ -344,8 +431,8 @@ def with_step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: 
 
 
 def fixed_costs(left: Sequence[Steps], few: int, many: int) -> Figures:
-    """Fields of the profile. left: what the planner leaves of a few rows, of many, and of a few with eviction; few,
-    many: how many rows, 0 where rows cost nothing."""
+    """Fields of the profile. left: what the planner leaves of a few rows, of many, and of a few
+    with eviction; few, many: how many rows, 0 where rows cost nothing."""
     less, more, evicting = left
     row_s = max(MIN_S, (sum(more) - sum(less)) / 2 / (many - few)) if many > few else MIN_S
     return {
@@ -357,8 +444,9 @@ def fixed_costs(left: Sequence[Steps], few: int, many: int) -> Figures:
 
 
 def load_costs(costs: tuple[Costs, Costs], weights_s: float, cache_s: float) -> Figures:
-    """Fields of the profile, at least 0. costs: of runs with some weights and with the cache on disk; weights_s,
-    cache_s: what a transformer block of these took longer on average, as reads disturb compute now and then."""
+    """Fields of the profile, at least 0. costs: of runs with some weights and with the cache on
+    disk; weights_s, cache_s: what a transformer block of these took longer on average, as reads
+    disturb compute now and then."""
     reads = short_requests(costs[0])
     short_s = max(0.0, weights_s) / reads if reads else 0.0
     brought_s = cache_s - short_s * short_requests(costs[1])
@@ -367,21 +455,31 @@ def load_costs(costs: tuple[Costs, Costs], weights_s: float, cache_s: float) -> 
 
 def short_requests(costs: Costs) -> float:
     """Of weights and KV of a transformer block in the middle."""
-    at, layers, half = costs.at, costs.layers, costs.at.spec.num_blocks // 2
+    at = costs.at
+    layers = costs.layers
+    half = costs.at.spec.num_blocks // 2
     units = {layer.unit for layer in layers.layers if layer.block == half}
     moves = [move for unit in units for move in weight_moves(at, layers.units[unit])]
     batch = at.need.block((at.need.rows,))[0]
-    return sum(move.short_requests for move in (*moves, *kv_load_moves(at, half, batch, at.need.gen_len // 2)))
+    return sum(
+        move.short_requests
+        for move in (*moves, *kv_load_moves(at, half, batch, at.need.gen_len // 2))
+    )
 
 
 def _with_elementwise(costs: Costs, run: _Run, measured_s: float) -> HardwareProfile:
-    """The profile with the bytes that norms, activations and copies read and write, over the seconds that nothing else
-    explains. Between a twentieth of what a loop over them alone reaches and four times that."""
-    profile, alone = costs.profile, costs.profile.rates(costs.dtype).elementwise_bytes_per_s
-    nbytes, explained = 0.0, 0.0
+    """The profile with the bytes that norms, activations and copies read and write, over the
+    seconds that nothing else explains. Between a twentieth of what a loop over them alone reaches
+    and four times that."""
+    profile = costs.profile
+    alone = costs.profile.rates(costs.dtype).elementwise_bytes_per_s
+    nbytes = 0.0
+    explained = 0.0
     for index in _indices(costs):
         layer = costs.layers.layers[index]
-        nbytes += layer_work(costs.at, layer, costs.layers.units[layer.unit], run.batch, 0).elementwise
+        nbytes += layer_work(
+            costs.at, layer, costs.layers.units[layer.unit], run.batch, 0
+        ).elementwise
         step = costs.step(index, run.batch, 0)
         explained += step.device_s + step.issue_s
     left = measured_s - (explained - nbytes / alone)
@@ -410,22 +508,28 @@ def _median(found: Sequence[Steps]) -> Steps:
 
 
 def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[Steps, Steps, float]:
-    """Medians over the layers of a kind, in the prefill sweep and in the decode sweeps of a block; and the mean seconds
-    of a transformer block in those."""
+    """Medians over the layers of a kind, in the prefill sweep and in the decode sweeps of a block;
+    and the mean seconds of a transformer block in those."""
     params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
     decoding = Decoding(Sampler(params), StopCriteria((), (), None))
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
     executor.graphs = executor.graphs if with_graphs else None
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
     stats = BlockStats()
-    executor.run_block([[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]], stats)
+    executor.run_block(
+        [[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]], stats
+    )
     executor.finish()
-    kinds, seconds = [layer.kind for layer in engine.layers.layers], stats.times.layers
+    kinds = [layer.kind for layer in engine.layers.layers]
+    seconds = stats.times.layers
 
     def of_kinds(seconds: Sequence[float]) -> tuple[list[float], ...]:
-        return tuple([s for i, s in enumerate(seconds) if kinds[i % len(kinds)] == kind] for kind in KINDS)
+        return tuple(
+            [s for i, s in enumerate(seconds) if kinds[i % len(kinds)] == kind] for kind in KINDS
+        )
 
-    prefill, decode = of_kinds(seconds[: len(kinds)]), of_kinds(seconds[len(kinds) :])
+    prefill = of_kinds(seconds[: len(kinds)])
+    decode = of_kinds(seconds[len(kinds) :])
     mean = statistics.fmean([s for found in decode for s in found])
     return tuple(map(statistics.median, prefill)), tuple(map(statistics.median, decode)), 2 * mean
 
@@ -435,7 +539,10 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     """An engine for the run; what is on disk is loaded ahead."""
     policy = run.policy
     kind = getattr(torch, dtype)
-    slots = tuple(run.eviction.slots(run.prompt_len, run.new_tokens, block) for block in range(spec.num_blocks))
+    slots = tuple(
+        run.eviction.slots(run.prompt_len, run.new_tokens, block)
+        for block in range(spec.num_blocks)
+    )
     record = record_of(run.eviction)
     shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, record)
     depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD

@@ -1,5 +1,5 @@
-"""Measures the hardware profile of this machine in about a minute, and keeps it with notes of what other processes
-disturbed."""
+"""Measures the hardware profile of this machine in about a minute, and keeps it with notes of what
+other processes disturbed."""
 
 from __future__ import annotations
 
@@ -58,9 +58,12 @@ from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 SOURCE = f"measured by flexgen-h2o hardware, torch {torch.__version__}"
 WATCH_S = 0.5  # in which this process does nothing, to see what others do
-DISTURBED, DISTURBED_DISK = 0.05, 50 * MIB  # share of all cores, bytes a second
+# share of all cores, bytes a second
+DISTURBED = 0.05
+DISTURBED_DISK = 50 * MIB
 Progress = Callable[[str], None]
-# Parts of a profile, beside `compute.DTYPE`; a note of each says what disturbed it. STEPS depends on all others.
+# Parts of a profile, beside `compute.DTYPE`; a note of each says what disturbed it. STEPS depends
+# on all others.
 MEMORY = "memory"
 DISK = "disk"
 STEPS = "steps"
@@ -72,19 +75,25 @@ PARTS = {
 
 
 def measure(
-    device: str, offload_dir: Path, progress: Progress, sizes: Sizes | None = None, dtypes: tuple[str, ...] = ()
+    device: str,
+    offload_dir: Path,
+    progress: Progress,
+    sizes: Sizes | None = None,
+    dtypes: tuple[str, ...] = (),
 ) -> HardwareProfile:
-    """The profile of this machine with `device` (`auto`, `cpu` or `cuda`) and the disk that holds `offload_dir`.
+    """The profile of this machine with `device` (`auto`, `cpu` or `cuda`) and the disk that holds
+    `offload_dir`.
 
-    Takes about a minute, up to 2 GiB of disk for a while, and up to 1 GiB of memory on host and device. sizes: of
-    everything, to be quicker and worse; dtypes: some of the device's only.
+    Takes about a minute, up to 2 GiB of disk for a while, and up to 1 GiB of memory on host and
+    device. sizes: of everything, to be quicker and worse; dtypes: some of the device's only.
 
     Raises UsageError for a device that is not there, DoesNotFitError where the disk is too full.
     """
     interrupts.check()
     opened = open_device(device, separate_budget=False)
     check_space(offload_dir)
-    dtypes, notes = dtypes or opened.dtypes, dict[str, str]()
+    dtypes = dtypes or opened.dtypes
+    notes = dict[str, str]()
     with open_scratch(offload_dir) as scratch, torch.inference_mode():
         profile = _blank(opened, offload_dir)
         progress(profile.description)
@@ -94,7 +103,10 @@ def measure(
             with _noting(part, notes):
                 profile = setup.measured(profile, part)
     if notes:
-        progress(f"{next(iter(notes.values()))}: run flexgen-h2o hardware again when the machine is quiet")
+        progress(
+            f"{next(iter(notes.values()))}: run flexgen-h2o hardware again when the machine is "
+            "quiet"
+        )
     return replace(profile, notes=notes)
 
 
@@ -103,16 +115,24 @@ def _blank(device: Device, offload_dir: Path) -> HardwareProfile:
     machine = this_machine(device, offload_dir)
     nothing: Figures = {f.name: 0.0 for f in fields(HardwareProfile) if f.type == "float"}
     return HardwareProfile(
-        machine.short_name, machine.description, datetime.now(timezone.utc).isoformat(timespec="seconds"), SOURCE,
-        device.is_host, device.is_asynchronous, machine.card_bytes, machine.host_bytes, machine.disk_bytes,
-        compute={}, **nothing,
-    )  # fmt: skip
+        machine.short_name,
+        machine.description,
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        SOURCE,
+        device.is_host,
+        device.is_asynchronous,
+        machine.card_bytes,
+        machine.host_bytes,
+        machine.disk_bytes,
+        compute={},
+        **nothing,
+    )
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """Where figures are taken. host: of the host, which is `device` itself where that computes. dtype: of figures that
-    are measured in one only."""
+    """Where figures are taken. host: of the host, which is `device` itself where that computes.
+    dtype: of figures that are measured in one only."""
 
     device: Bench
     host: Bench
@@ -136,16 +156,23 @@ class _Setup:
         if part == DISK:
             return replace(profile, **self._disk())
         dtype = part.partition(".")[2]
-        return replace(profile, compute={**profile.compute, dtype: compute_rates(self.device, self.host, dtype)})
+        return replace(
+            profile,
+            compute={**profile.compute, dtype: compute_rates(self.device, self.host, dtype)},
+        )
 
     def _memory(self) -> Figures:
-        """Where the host computes, the link is that of the stand-in device, for three tiers without a card."""
-        device, host_rate = self.device.device, memory_rate(self.host)
+        """Where the host computes, the link is that of the stand-in device, for three tiers without
+        a card."""
+        device = self.device.device
+        host_rate = memory_rate(self.host)
         with open_mover(StandInDevice() if device.is_host else device) as mover:
             link = link_rates(Bench(mover.device, self.host.sizes), mover)
         return {
             "host_memory_bytes_per_s": host_rate,
-            "device_memory_bytes_per_s": host_rate if self.host is self.device else memory_rate(self.device),
+            "device_memory_bytes_per_s": host_rate
+            if self.host is self.device
+            else memory_rate(self.device),
             **link,
             "kernel_s": kernel_seconds(self.device),
             "overlay_bytes_per_s": overlay_rate(self.device, getattr(torch, self.dtype)),
@@ -166,9 +193,11 @@ class _Setup:
 
 @contextmanager
 def _noting(part: str, notes: dict[str, str]) -> Iterator[None]:
-    """Note where other processes took so much of the cores meanwhile, or of the disks before, that figures show it.
+    """Note where other processes took so much of the cores meanwhile, or of the disks before, that
+    figures show it.
 
-    While this process uses a disk nobody can tell what others do: devices on devices count its bytes twice.
+    While this process uses a disk nobody can tell what others do: devices on devices count its
+    bytes twice.
     """
     disk = _watched().of_disks() if part == DISK else ""
     load = BackgroundLoad()
@@ -197,7 +226,8 @@ def open_mover(device: Device) -> Iterator[Mover]:
 
 @contextmanager
 def open_scratch(offload_dir: Path) -> Iterator[Scratch]:
-    """A folder that is gone afterwards, however this ends; what kill -9 leaves, the next run removes."""
+    """A folder that is gone afterwards, however this ends; what kill -9 leaves, the next run
+    removes."""
     with interrupts.held():
         scratch = Scratch(offload_dir)
     try:
@@ -214,18 +244,26 @@ def open_scratch(offload_dir: Path) -> Iterator[Scratch]:
 def profile_of_this_machine(
     device: str, offload_dir: Path, progress: Progress, measure_missing: bool
 ) -> HardwareProfile:
-    """Return the cached profile; if there is none, one that is measured and cached now, or nominal speeds.
+    """Return the cached profile; if there is none, one that is measured and cached now, or nominal
+    speeds.
 
     device: `auto`, `cpu` or `cuda`. measure_missing: measure this machine if it has no profile yet.
     """
     if (found := cached_profile(device, offload_dir)) is not None:
         return found
-    if os.path.exists(kept := cache_path(device, offload_dir)):  # False where it cannot even be looked for
-        progress(f"the profile that is kept in {kept} cannot be used: broken, or of another version")
+    if os.path.exists(
+        kept := cache_path(device, offload_dir)
+    ):  # False where it cannot even be looked for
+        progress(
+            f"the profile that is kept in {kept} cannot be used: broken, or of another version"
+        )
     if not measure_missing:
         return nominal_profile(open_device(device, separate_budget=False).is_host)
     if others := _watched().of_cores():
-        progress(f"other work takes {others}: measuring takes longer, and rates come out too low, until that has ended")
+        progress(
+            f"other work takes {others}: measuring takes longer, and rates come out too low, until "
+            "that has ended"
+        )
     progress("this machine has no profile yet: measuring it once, which takes one to two minutes")
     profile = measure(device, offload_dir, progress)
     try:
@@ -246,7 +284,8 @@ def cache_path(device: str, offload_dir: Path) -> Path:
 
 
 def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
-    """None where none was measured, and where the file is broken or of another version; else as `cache_path`."""
+    """None where none was measured, and where the file is broken or of another version; else as
+    `cache_path`."""
     path = cache_path(device, offload_dir)
     try:
         return read_profile(path)
@@ -255,7 +294,8 @@ def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
 
 
 def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
-    """Keep the profile; who reads meanwhile sees the old file or the new one. Raises FlexgenError."""
+    """Keep the profile; who reads meanwhile sees the old file or the new one. Raises
+    FlexgenError."""
     path = cache_path(device, offload_dir)
     write_profile(path, profile)
     return path
@@ -266,7 +306,8 @@ def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class ThisMachine:
-    """mount: device, kind and place of the file system that holds the offload dir. card: its name, or empty."""
+    """mount: device, kind and place of the file system that holds the offload dir. card: its name,
+    or empty."""
 
     cpu: str
     cores: int
@@ -285,7 +326,10 @@ class ThisMachine:
     @property
     def description(self) -> str:
         card = f"{self.card} with {self.card_bytes / GIB:.0f} GiB, " if self.card else ""
-        return f"{card}{self.cpu}, {self.cores} cores, {self.host_bytes / GIB:.0f} GiB of RAM, disk {self.mount}"
+        return (
+            f"{card}{self.cpu}, {self.cores} cores, {self.host_bytes / GIB:.0f} GiB of RAM, "
+            f"disk {self.mount}"
+        )
 
 
 def this_machine(device: Device, offload_dir: Path) -> ThisMachine:
@@ -293,14 +337,26 @@ def this_machine(device: Device, offload_dir: Path) -> ThisMachine:
     card, card_bytes = device.card() or ("", 0)
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     return ThisMachine(
-        cpu_name(), os.cpu_count() or 1, host_memory()[0], card, card_bytes, _mount(folder),
+        cpu_name(),
+        os.cpu_count() or 1,
+        host_memory()[0],
+        card,
+        card_bytes,
+        _mount(folder),
         shutil.disk_usage(folder).free,
-    )  # fmt: skip
+    )
 
 
 def fingerprint_text(machine: ThisMachine) -> str:
     """What a measured profile depends on that stays the same from run to run."""
-    facts = (machine.cpu, machine.cores, machine.card, machine.mount, torch.__version__, torch.get_num_threads())
+    facts = (
+        machine.cpu,
+        machine.cores,
+        machine.card,
+        machine.mount,
+        torch.__version__,
+        torch.get_num_threads(),
+    )
     return "\n".join(map(str, facts))
 
 
@@ -308,7 +364,9 @@ class BackgroundLoad:
     """What other processes take of the machine while this one measures."""
 
     def __init__(self) -> None:
-        self._start, self._cpu, self._disk = time.monotonic(), _cpu_seconds(), _disk_bytes()
+        self._start = time.monotonic()
+        self._cpu = _cpu_seconds()
+        self._disk = _disk_bytes()
 
     @property
     def _seconds(self) -> float:
@@ -317,7 +375,11 @@ class BackgroundLoad:
     def of_cores(self) -> str:
         """`40% of the cores (load 3.1)`, where figures would show it; else ""."""
         share = self.share()
-        return f"{share:.0%} of the cores (load {os.getloadavg()[0]:.1f})" if share >= DISTURBED else ""
+        return (
+            f"{share:.0%} of the cores (load {os.getloadavg()[0]:.1f})"
+            if share >= DISTURBED
+            else ""
+        )
 
     def of_disks(self) -> str:
         """The same of bytes that disks moved; only while this process moves none."""
@@ -325,18 +387,23 @@ class BackgroundLoad:
         return f"{format_bytes(rate)} a second of the disks" if rate >= DISTURBED_DISK else ""
 
     def share(self) -> float:
-        """Of all cores since this was made, between 0 and 1. What the hypervisor takes does not show."""
-        (busy, own), (busy_now, own_now) = self._cpu, _cpu_seconds()
+        """Of all cores since this was made, between 0 and 1. What the hypervisor takes does not
+        show."""
+        busy, own = self._cpu
+        busy_now, own_now = _cpu_seconds()
         cores = self._seconds * (os.cpu_count() or 1)
         return min(1.0, max(0.0, busy_now - busy - (own_now - own)) / cores)
 
 
 def _cpu_seconds() -> tuple[float, float]:
     """Seconds that all cores were busy, and those of this process."""
-    times, own = psutil.cpu_times(), os.times()
+    times = psutil.cpu_times()
+    own = os.times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     # Guests' seconds are in `user` as well.
-    return sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), own.user + own.system
+    return sum(times) - idle - getattr(times, "guest", 0.0) - getattr(
+        times, "guest_nice", 0.0
+    ), own.user + own.system
 
 
 def _disk_bytes() -> float:
@@ -349,16 +416,23 @@ def _disk_bytes() -> float:
 
 
 def cpu_name() -> str:
-    """`AMD EPYC (25/1) with AVX2`: Linux's name, family and model, since one name has many, and what multiplies."""
-    facts = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in _lines("/proc/cpuinfo"))}
+    """`AMD EPYC (25/1) with AVX2`: Linux's name, family and model, since one name has many, and
+    what multiplies."""
+    facts = {
+        name.strip(): value.strip()
+        for name, _, value in (x.partition(":") for x in _lines("/proc/cpuinfo"))
+    }
     name = facts.get("model name") or platform.processor() or platform.machine() or "CPU"
-    generation = f" ({facts['cpu family']}/{facts.get('model', '')})" if "cpu family" in facts else ""
+    generation = (
+        f" ({facts['cpu family']}/{facts.get('model', '')})" if "cpu family" in facts else ""
+    )
     return " with ".join(filter(None, (name + generation, products.instructions())))
 
 
 def _mount(folder: Path) -> str:
     """`/dev/vda ext4 at /`; the same after a restart, unlike the number of the device."""
-    real, found = folder.resolve(), ("unknown", Path("/"), "file system")
+    real = folder.resolve()
+    found = ("unknown", Path("/"), "file system")
     for line in _lines("/proc/mounts"):
         source, place, kind = line.split(" ")[:3]
         here = Path(place.replace("\\040", " "))

@@ -26,7 +26,9 @@ SCRIPTS = sorted(MODULES)
 
 def run(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
-    monkeypatch.delitem(sys.modules, MODULES[name], raising=False)  # or runpy warns that another has imported it
+    monkeypatch.delitem(
+        sys.modules, MODULES[name], raising=False
+    )  # or runpy warns that another has imported it
     with pytest.raises(SystemExit) as stop:
         runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
     return stop.value.code
@@ -44,11 +46,14 @@ def test_a_flag_that_does_not_exist(
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("io_bandwidth", ["--repeats", "0"]), ("io_bandwidth", ["--model", "nobody/none"]),
-        ("roofline", ["--gen-len", "1"]), ("products", ["--hidden", "x"]), ("cut_model", ["--layers", "0"]),
+        ("io_bandwidth", ["--repeats", "0"]),
+        ("io_bandwidth", ["--model", "nobody/none"]),
+        ("roofline", ["--gen-len", "1"]),
+        ("products", ["--hidden", "x"]),
+        ("cut_model", ["--layers", "0"]),
         ("planner_accuracy", ["--quiet-wait", "nan"]),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_cannot_be(
     name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,12 +62,19 @@ def test_a_value_that_cannot_be(
     assert said.count("\n") == 1 and flags[0] in said
 
 
-FILES = [(name, "--output", "r.json") for name in SCRIPTS if name != "cut_model"]  # which writes a folder
+FILES = [
+    (name, "--output", "r.json") for name in SCRIPTS if name != "cut_model"
+]  # which writes a folder
 
 
 @pytest.mark.parametrize(("name", "flag", "file"), [*FILES, ("io_bandwidth", "--trace", "t.json")])
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(
-    name: str, flag: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    flag: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("bench.common.wait_for_quiet", pytest.fail)
     for path in (tmp_path / "none" / file, tmp_path):

@@ -38,22 +38,41 @@ for changed in json.loads(sys.argv[3]):
 
 
 def scored(peer: str, variant: str, dtype: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Four rows of 14 tokens, and what a peer's --score makes of them: logits (4, 6, vocabulary) after 8, 9, ..."""
+    """Four rows of 14 tokens, and what a peer's --score makes of them: logits (4, 6, vocabulary)
+    after 8, 9, ..."""
     tokens = torch.randint(4, 2000, (4, 14), generator=torch.Generator().manual_seed(0))
     given = folder / "given.json"
-    given.write_text(json.dumps({"prompts": tokens[:, :8].tolist(), "continuations": tokens[:, 8:].tolist()}))
+    given.write_text(
+        json.dumps({"prompts": tokens[:, :8].tolist(), "continuations": tokens[:, 8:].tolist()})
+    )
     command = [
-        str(PEERS / peer / "bin/python"), f"bench/baselines/{peer}/run.py", "--variant", variant, "--dtype", dtype,
-        "--model-dir", str(OPT_TINY), "--prompt-len", "8", "--gen-len", "6", "--rows", "4", "--offload-dir",
-        str(folder), "--score", str(given),
-    ]  # fmt: skip
+        str(PEERS / peer / "bin/python"),
+        f"bench/baselines/{peer}/run.py",
+        "--variant",
+        variant,
+        "--dtype",
+        dtype,
+        "--model-dir",
+        str(OPT_TINY),
+        "--prompt-len",
+        "8",
+        "--gen-len",
+        "6",
+        "--rows",
+        "4",
+        "--offload-dir",
+        str(folder),
+        "--score",
+        str(given),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return tokens, torch.from_numpy(np.load(given.with_suffix(".npy")))
 
 
 def packed(values: torch.Tensor, dim: int, group: int = 64) -> torch.Tensor:
-    """Groups along `dim` to 4 bits between their least and greatest value, and back; a rest counts with zeros."""
+    """Groups along `dim` to 4 bits between their least and greatest value, and back; a rest counts
+    with zeros."""
     moved = values.movedim(dim, -1)
     filled = nn.functional.pad(moved, (0, -moved.shape[-1] % group))
     groups = filled.unflatten(-1, (-1, group))
@@ -66,52 +85,78 @@ def packed(values: torch.Tensor, dim: int, group: int = 64) -> torch.Tensor:
 class PackedCache(DynamicCache):
     """Columns are packed once they are used: a step sees its own as they are."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         found = super().update(keys, values, layer_idx, *args, **kwargs)
-        layer, new = self.layers[layer_idx], keys.shape[2]
+        layer = self.layers[layer_idx]
+        new = keys.shape[2]
         layer.keys = torch.cat([found[0][:, :, :-new], packed(keys, 3)], 2)
         layer.values = torch.cat([found[1][:, :, :-new], packed(values, 3)], 2)
         return found
 
 
-def test_the_published_policy_runs_in_the_process_that_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_published_policy_runs_in_the_process_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the prompts of everybody, and without a tokenizer from the network."""
     asked = request(tmp_path, variant="published", device="cuda", rows=4)
     seen: list[Any] = []
 
     def run_flexgen(args: argparse.Namespace) -> None:
-        seen.append(package.get_test_inputs(args.prompt_len, 4, package.AutoTokenizer.from_pretrained("opt")))
+        seen.append(
+            package.get_test_inputs(
+                args.prompt_len, 4, package.AutoTokenizer.from_pretrained("opt")
+            )
+        )
         print("peak gpu mem: 1.500 GB\tprojected: False")
         Path(args.log_file).write_text("prefill latency: 2.000 s\tdecode latency: 6.000 s\n")
 
     def add_parser_arguments(parser: argparse.ArgumentParser) -> None:
         for flag in flags:
-            parser.add_argument(flag, nargs="+" if flag == "--percent" else None, type=int if "-len" in flag else str)
+            parser.add_argument(
+                flag,
+                nargs="+" if flag == "--percent" else None,
+                type=int if "-len" in flag else str,
+            )
 
     flags = [
-        "--model", "--path", "--prompt-len", "--gen-len", "--offload-dir", "--log-file", "--gpu-batch-size",
-        "--num-gpu-batches", "--percent", "--overlap",
-    ]  # fmt: skip
+        "--model",
+        "--path",
+        "--prompt-len",
+        "--gen-len",
+        "--offload-dir",
+        "--log-file",
+        "--gpu-batch-size",
+        "--num-gpu-batches",
+        "--percent",
+        "--overlap",
+    ]
     package = SimpleNamespace(run_flexgen=run_flexgen, add_parser_arguments=add_parser_arguments)
     monkeypatch.setitem(sys.modules, "flexgen", SimpleNamespace(flex_opt=package))
     flexgen = load("flexgen/run.py")
     monkeypatch.setattr(flexgen, "flexgen_name", lambda config: "facebook/opt-125m")
     found = flexgen.measure(asked, Meter(0))
     assert seen == [asked.prompts()]
-    assert "1.50 tok/s" in describe(found | {"status": OK, "others": 0.0})  # all that a line and its table read
+    assert "1.50 tok/s" in describe(
+        found | {"status": OK, "others": 0.0}
+    )  # all that a line and its table read
 
 
 def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
     cpu = load("flexgen/cpu.py")
     layers = [[4], [3, 1], [3, 1], [4]]
-    # Head and embedding are read one after the other; with half of a layer its first tensor is on disk.
+    # Head and embedding are read one after the other; with half of a layer its first tensor is on
+    # disk.
     assert [cpu.weight_elements(layers, percent) for percent in (0, 50, 100)] == [8, 16, 16]
     assert cpu.weight_elements(layers, 40) == 2 + 8
     model = cpu.layer_sizes(request(tmp_path).config)
     beside = cpu.work_bytes(request(tmp_path), 1) + cpu.kv_and_work_bytes(request(tmp_path))[0]
 
     def chosen(free: int, room: int = 0) -> tuple[int, int, int]:
-        found = cpu.choose(request(tmp_path, variant="disk", rows=4, budget=beside + free, room=room))
+        found = cpu.choose(
+            request(tmp_path, variant="disk", rows=4, budget=beside + free, room=room)
+        )
         return found["weights_in_ram"], found["micro_batches"], found["kv_on_disk"]
 
     whole, least = (4 * cpu.weight_elements(model, percent) for percent in (100, 0))
@@ -127,10 +172,14 @@ def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
 
 def test_4_bits_take_less_and_are_unpacked_a_layer_at_a_time(tmp_path: Path) -> None:
     cpu = load("flexgen/cpu.py")
-    plain, small = (request(tmp_path, variant=name, rows=4, dtype="bf16") for name in ("disk", "disk-4bit"))
+    plain, small = (
+        request(tmp_path, variant=name, rows=4, dtype="bf16") for name in ("disk", "disk-4bit")
+    )
     assert (cpu.packed_share(plain), cpu.packed_share(small)) == (1, 0.5 / 2 + 2 / 64)
     layer = max(map(sum, cpu.layer_sizes(small.config)))
-    assert cpu.work_bytes(small, 4) - cpu.work_bytes(plain, 4) == pytest.approx(layer * 2.5, rel=0.05)
+    assert cpu.work_bytes(small, 4) - cpu.work_bytes(plain, 4) == pytest.approx(
+        layer * 2.5, rel=0.05
+    )
     kv = cpu.kv_and_work_bytes(small)[0]
     whole = 2 * cpu.weight_elements(cpu.layer_sizes(small.config), 100)
     budget = cpu.work_bytes(small, 1) + int((kv + whole) * cpu.packed_share(small)) + 1
@@ -143,7 +192,11 @@ def test_4_bits_take_less_and_are_unpacked_a_layer_at_a_time(tmp_path: Path) -> 
 def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:
     cpu = load("flexgen/cpu.py")
     config = request(tmp_path).config
-    for changed in ({"model_type": "llama"}, {"do_layer_norm_before": False}, {"word_embed_proj_dim": 8}):
+    for changed in (
+        {"model_type": "llama"},
+        {"do_layer_norm_before": False},
+        {"word_embed_proj_dim": 8},
+    ):
         with pytest.raises(cpu.RefusedError, match="OPT only"):
             cpu.layer_sizes(config | changed)
 
@@ -154,16 +207,29 @@ def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:
     reason="needs FlexGen's own environment: bash bench/baselines/flexgen/setup.sh",
 )
 def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    settings = [{"weights_in_ram": 100}, {"weights_in_ram": 0}, {"weights_in_ram": 50, "micro_batches": 2}]
+    settings = [
+        {"weights_in_ram": 100},
+        {"weights_in_ram": 0},
+        {"weights_in_ram": 50, "micro_batches": 2},
+    ]
     settings += [{"weights_in_ram": 30, "sep_layer": 0}, {"weights_in_ram": 0, "kv_on_disk": 1}]
     settings += [{"weights_in_ram": 0, "kv_on_disk": 1, "micro_batches": 2}]
-    command = [str(VENV / "bin/python"), "-c", GENERATE, str(OPT_TINY), str(tmp_path), json.dumps(settings)]
+    command = [
+        str(VENV / "bin/python"),
+        "-c",
+        GENERATE,
+        str(OPT_TINY),
+        str(tmp_path),
+        json.dumps(settings),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(OPT_TINY, dtype=torch.float32)
     asked = request(tmp_path, prompt_len=8)
     ids = torch.tensor(asked.prompts())
-    want = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=1)
+    want = model.generate(
+        ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=1
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
     assert len(lines) == len(settings)
     assert all(json.loads(line) == want.tolist() for line in lines)
@@ -185,5 +251,7 @@ def test_its_4_bits_are_those_of_a_slow_reference(tmp_path: Path) -> None:
         cache = PackedCache() if variant == "cpu-4bit" else DynamicCache()
         with torch.inference_mode():
             steps = [tokens[:, :8], *tokens[:, 8:13].split(1, 1)]
-            want = torch.stack([model(step, past_key_values=cache).logits[:, -1] for step in steps], 1)
+            want = torch.stack(
+                [model(step, past_key_values=cache).logits[:, -1] for step in steps], 1
+            )
         torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)

@@ -1,4 +1,5 @@
-"""The GPU suite on a machine that is lent: what it lacks, what is first in its minutes, and what comes back of it."""
+"""The GPU suite on a machine that is lent: what it lacks, what is first in its minutes, and what
+comes back of it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_what_python_lacks_is_said_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert needs.problem() is None
-    monkeypatch.setattr(needs, "find_spec", lambda name: None if name in ("pulp", "pytest_timeout") else name)
+    monkeypatch.setattr(
+        needs, "find_spec", lambda name: None if name in ("pulp", "pytest_timeout") else name
+    )
     monkeypatch.setattr(needs, "import_module", pytest.fail)
     assert needs.main() == 2
     said = capsys.readouterr().err
@@ -53,7 +56,10 @@ def test_what_python_lacks_is_said_in_a_line(
     monkeypatch.setattr(needs, "import_module", too_old)
     assert needs.main() == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "cannot import numba (ImportError: numba needs another numpy)" in said
+    assert (
+        said.count("\n") == 1
+        and "cannot import numba (ImportError: numba needs another numpy)" in said
+    )
 
 
 def test_the_suite_looks_for_it_before_all_else(tmp_path: Path) -> None:
@@ -85,14 +91,22 @@ def test_the_first_cell_is_rounds_of_given_rows_that_end_in_time(tmp_path: Path)
         rows = dict(word.split("@") for word in first.command if "@" in word)
         assert {"ours-full", "ours-h2o:kv-budget=0.2", "hf-sdpa", "flexgen-published"} < set(rows)
         assert not any("@" in word for step in others for word in step.command)
-        assert asked is None or {system.rows for _, some in sweep._cells(asked) for system in some} == {4}
+        assert asked is None or {
+            system.rows for _, some in sweep._cells(asked) for system in some
+        } == {4}
 
 
 def test_weights_are_written_before_what_needs_them(tmp_path: Path) -> None:
     placed = [step for step in all_steps(Setting(False, tmp_path, tmp_path)) if step.call == 2]
     assert [step.name for step in placed][:7] == [
-        "weights", "launches-opt", "launches-opt-h2o", "profile", "auto", "weights-on-host", "kv-on-host-h2o"
-    ]  # fmt: skip
+        "weights",
+        "launches-opt",
+        "launches-opt-h2o",
+        "profile",
+        "auto",
+        "weights-on-host",
+        "kv-on-host-h2o",
+    ]
     assert all(step.essential for step in placed[:7])
     words = [pair for step in placed for pair in itertools.pairwise(step.command)]
     models = {word for flag, word in words if flag == "--model"}
@@ -100,7 +114,9 @@ def test_weights_are_written_before_what_needs_them(tmp_path: Path) -> None:
     assert {"--dtype", "bfloat16", "bench.gpu.weights"} <= set(placed[0].command)
 
 
-@pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")])
+@pytest.mark.parametrize(
+    ("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")]
+)
 def test_the_dtype_of_the_card_reaches_every_sweep(dtype: str, short: str, tmp_path: Path) -> None:
     steps = all_steps(replace(tiny_setting(tmp_path, tmp_path), dtype=dtype))
     given = [sweep._parse(list(step.command[3:])) for step in steps if step.kind == "sweep"]
@@ -115,22 +131,39 @@ def test_a_card_is_tested_by_several_processes_where_these_can_be_had(
 
     full = Setting(False, tmp_path, tmp_path)
     monkeypatch.setattr("bench.gpu.steps.find_spec", lambda name: name)
-    assert with_processes(full) == {True} and with_processes(tiny_setting(tmp_path, tmp_path)) == {False}
+    assert with_processes(full) == {True} and with_processes(tiny_setting(tmp_path, tmp_path)) == {
+        False
+    }
     monkeypatch.setattr("bench.gpu.steps.find_spec", lambda name: None)
     assert with_processes(full) == {False}
 
 
 @pytest.mark.parametrize(
-    ("flags", "limit"), [((), 4.0), pytest.param(("-n", "2"), 15.0, marks=pytest.mark.slow)], ids=["one", "several"]
+    ("flags", "limit"),
+    [((), 4.0), pytest.param(("-n", "2"), 15.0, marks=pytest.mark.slow)],
+    ids=["one", "several"],
 )
 @pytest.mark.usefixtures("interruptible")
-def test_tests_that_are_cut_short_name_what_has_failed(flags: tuple[str, ...], limit: float, tmp_path: Path) -> None:
-    """limit: the first has failed by then, and the second would not end. One process starts without others' plugins."""
-    setting, tests, found = tiny_setting(tmp_path, tmp_path), tmp_path / "test_some.py", tmp_path / "parity-tests.xml"
+def test_tests_that_are_cut_short_name_what_has_failed(
+    flags: tuple[str, ...], limit: float, tmp_path: Path
+) -> None:
+    """limit: the first has failed by then, and the second would not end. One process starts without
+    others' plugins."""
+    setting = tiny_setting(tmp_path, tmp_path)
+    tests = tmp_path / "test_some.py"
+    found = tmp_path / "parity-tests.xml"
     tests.write_text(ONE_FAILS)
     command = (
-        sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tests), f"--junitxml={found}", *flags
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--rootdir",
+        str(tmp_path),
+        str(tests),
+        f"--junitxml={found}",
+        *flags,
+    )
     environment = {} if flags else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     cut = Step("parity-tests", "tests", command, limit, found, environment)
     assert run([cut], tmp_path) == {"parity-tests": TIMEOUT}
@@ -143,11 +176,14 @@ def test_few_files_come_back_and_the_next_call_goes_on_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        common, "machine_facts", lambda: dict.fromkeys(("date", "commit", "cpu", "cores", "torch"), "x")
+        common,
+        "machine_facts",
+        lambda: dict.fromkeys(("date", "commit", "cpu", "cores", "torch"), "x"),
     )
     first, out, second = (tmp_path / name for name in ("first", "out", "second"))
     setting = tiny_setting(first, tmp_path)
-    steps, suite = all_steps(setting), Suite(first, 60.0, out)
+    steps = all_steps(setting)
+    suite = Suite(first, 60.0, out)
     placements = [step for step in steps if step.kind == "placement"]
     for step in placements:
         step.output.write_text(json.dumps({"exit_code": 3, "report": None, "card": None}))
@@ -160,7 +196,9 @@ def test_few_files_come_back_and_the_next_call_goes_on_from_them(
     never = replace(done, command=(sys.executable, "-c", "1 / 0"))
     Suite(second, 60.0).run([never], partial(write_report, setting, all_steps(setting)))
     text = (second / "gpu_suite.md").read_text()
-    assert text == (first / "gpu_suite.md").read_text() and text.count("exit code 3") == len(placements)
+    assert text == (first / "gpu_suite.md").read_text() and text.count("exit code 3") == len(
+        placements
+    )
     assert not (second / ARCHIVE).exists()  # a later suite's results are not overwritten by it
 
 

@@ -1,4 +1,5 @@
-"""The GPU suite: steps under limits, going on where it was stopped, the report; and the sweep's device tier."""
+"""The GPU suite: steps under limits, going on where it was stopped, the report; and the sweep's
+device tier."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ OURS = SYSTEMS[0]
 PEER = next(system for system in SYSTEMS if system.name == "accelerate-cpu")
 
 
-def step(name: str, code: str, tmp_path: Path, limit: float = 30.0, kind: str = "placement") -> Step:
+def step(
+    name: str, code: str, tmp_path: Path, limit: float = 30.0, kind: str = "placement"
+) -> Step:
     return Step(name, kind, (sys.executable, "-c", code), limit, tmp_path / f"{name}.json")
 
 
@@ -56,7 +59,9 @@ def exit_with(code: int, said: str = "") -> str:
 
 def test_a_step_ends_as_its_exit_code_says(tmp_path: Path) -> None:
     steps = [step(str(code), exit_with(code, "why not"), tmp_path) for code in (0, 1, 2, 3)]
-    steps.append(step("tests", exit_with(2), tmp_path, kind="tests"))  # of tests every code is a failure
+    steps.append(
+        step("tests", exit_with(2), tmp_path, kind="tests")
+    )  # of tests every code is a failure
     ends = {"0": DONE, "1": FAILED, "2": REFUSED, "3": DOES_NOT_FIT, "tests": FAILED}
     assert run(steps, tmp_path, copy_to=tmp_path / "out") == ends
     assert json.loads((tmp_path / "out" / "steps.json").read_text())["0"]["status"] == DONE
@@ -67,9 +72,14 @@ def test_a_step_ends_as_its_exit_code_says(tmp_path: Path) -> None:
 
 def test_the_next_call_goes_on(tmp_path: Path) -> None:
     """Finished steps are kept, what failed is tried once more, a refusal every time."""
-    count = "import pathlib, sys; p = pathlib.Path({0!r}); p.write_text(p.read_text() + 'x' if p.exists() else 'x')"
+    count = (
+        "import pathlib, sys; p = pathlib.Path({0!r}); p.write_text(p.read_text() + 'x' if "
+        "p.exists() else 'x')"
+    )
     files = {code: tmp_path / f"count{code}" for code in (0, 1, 2, 3)}
-    steps = [step(str(c), f"{count.format(str(p))}; sys.exit({c})", tmp_path) for c, p in files.items()]
+    steps = [
+        step(str(c), f"{count.format(str(p))}; sys.exit({c})", tmp_path) for c, p in files.items()
+    ]
     for _ in range(4):
         run(steps, tmp_path)
     assert [len(p.read_text()) for p in files.values()] == [1, runner.MOST_ATTEMPTS, 4, 1]
@@ -78,7 +88,8 @@ def test_the_next_call_goes_on(tmp_path: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Is there such a process, and is it not one that is dead and only waits to be forgotten by its parent?"""
+    """Is there such a process, and is it not one that is dead and only waits to be forgotten by its
+    parent?"""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -88,7 +99,8 @@ def _is_running(pid: int) -> bool:
 def test_a_step_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = (
-        f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
+        f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(pid)!r}, "
+        "'w').write(str(p.pid)); p.wait()"
     )
     assert run([step("slow", code, tmp_path, limit=2.0)], tmp_path) == {"slow": TIMEOUT}
     assert not _is_running(int(pid.read_text()))
@@ -102,7 +114,9 @@ def test_the_suite_keeps_its_own_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert json.loads((tmp_path / "steps.json").read_text())["cut"]["attempts"] == 0
 
 
-@pytest.mark.parametrize("state", ['{"auto": ', "[1]", '{"auto": 1}', '{"auto": {"status": "done"}}'])
+@pytest.mark.parametrize(
+    "state", ['{"auto": ', "[1]", '{"auto": 1}', '{"auto": {"status": "done"}}']
+)
 def test_a_state_that_is_none_is_named(state: str, tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text(state)
     with pytest.raises(UsageError, match=r"steps\.json: is (damaged|not what the suite keeps)"):
@@ -116,7 +130,9 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=flags[0]):
             door._run([*tiny, *flags])
     if not torch.cuda.is_available():
-        with pytest.raises(UsageError, match="no CUDA device is usable here; --tiny runs the same steps on the CPU"):
+        with pytest.raises(
+            UsageError, match="no CUDA device is usable here; --tiny runs the same steps on the CPU"
+        ):
             door._run(tiny[1:])
     assert not (tmp_path / "r").exists()
 
@@ -136,18 +152,24 @@ def test_what_was_killed_while_it_wrote_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "parity-tests.xml").write_text("<testsuites><testsuite tests=")
     write_report(setting, all_steps(setting), {})
     text = (tmp_path / "gpu_suite.md").read_text()
-    assert "parity-tests:" not in text and json.loads((tmp_path / "gpu_suite.json").read_text())["runs"] == {}
+    assert (
+        "parity-tests:" not in text
+        and json.loads((tmp_path / "gpu_suite.json").read_text())["runs"] == {}
+    )
 
 
 @pytest.mark.parametrize("content", ["null", '{"report": {"gen_len": 4}, "card": null}'])
 def test_what_no_placement_has_left_is_named(content: str, tmp_path: Path) -> None:
     """Before the first step runs: the suite reports first."""
-    setting, ran = tiny_setting(tmp_path, tmp_path), tmp_path / "ran"
+    setting = tiny_setting(tmp_path, tmp_path)
+    ran = tmp_path / "ran"
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "auto.json").write_text(content)
     only = step("one", f"open({str(ran)!r}, 'w')", tmp_path)
     report = partial(write_report, setting, all_steps(setting))
-    with pytest.raises(UsageError, match=r"auto\.json: is not what a placement leaves .*; remove it"):
+    with pytest.raises(
+        UsageError, match=r"auto\.json: is not what a placement leaves .*; remove it"
+    ):
         Suite(tmp_path, 60.0).run([only], report)
     assert not ran.exists()
 
@@ -157,20 +179,25 @@ def test_steps_are_in_order_of_worth_and_the_same_when_tiny(tmp_path: Path) -> N
     tiny = all_steps(tiny_setting(tmp_path, tmp_path))
     assert [s.name for s in full][:3] == ["parity-tests", "kernel-tests", "kernels"]
     assert len({s.name for s in full}) == len(full)
-    assert [s.name for s in full if s.kind == "placement"] == [s.name for s in tiny if s.kind == "placement"]
+    assert [s.name for s in full if s.kind == "placement"] == [
+        s.name for s in tiny if s.kind == "placement"
+    ]
     modules = {s.command[s.command.index("-m") + 1] for s in full}
     assert all(find_spec(name) is not None for name in modules), modules
     for steps, device in ((full, "cuda"), (tiny, "cpu")):
         for command in (s.command for s in steps if s.kind != "tests" and s.name != "weights"):
             assert command[command.index("--device") + 1] == device
     shapes = [s.name for s in full if s.name.startswith("table")]
-    assert shapes == [f"table {size} 512+{gen}" for size in ("6.7b", "30b") for gen in (32, 512, 1024)]
+    assert shapes == [
+        f"table {size} 512+{gen}" for size in ("6.7b", "30b") for gen in (32, 512, 1024)
+    ]
 
 
 def test_a_small_card_gives_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A T4 has less than 15 GiB, and no tensor cores for bfloat16."""
     card = MagicMock()
-    card.free_bytes.return_value, card.compute_dtype.return_value = 14 * 2**30, "float16"
+    card.free_bytes.return_value = 14 * 2**30
+    card.compute_dtype.return_value = "float16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(door, "open_device", lambda *_, **__: card)
     setting = door._card_setting(tmp_path, tmp_path)
@@ -188,7 +215,9 @@ def test_the_report_tells_what_is_there(tmp_path: Path) -> None:
     failed = {"exit_code": 3, "report": None, "card": None}
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "auto.json").write_text(json.dumps(failed))
-    write_report(setting, steps, {"auto": {"status": DOES_NOT_FIT, "seconds": 3.0, "reason": "a | b"}})
+    write_report(
+        setting, steps, {"auto": {"status": DOES_NOT_FIT, "seconds": 3.0, "reason": "a | b"}}
+    )
     text = (tmp_path / "gpu_suite.md").read_text()
     assert "| auto | does_not_fit | 3 | a / b |" in text
     assert "| auto | exit code 3 |" in text
@@ -212,7 +241,9 @@ def test_the_report_has_one_title_and_names_placements_of_another_model(tmp_path
     ]
 
 
-@pytest.mark.parametrize(("device", "flags"), [("cpu", []), ("cuda", ["--device", "cuda", "--device-mem", "7"])])
+@pytest.mark.parametrize(
+    ("device", "flags"), [("cpu", []), ("cuda", ["--device", "cuda", "--device-mem", "7"])]
+)
 def test_a_device_tier_of_ram_is_for_ours_only(device: str, flags: list[str]) -> None:
     setup = Setup(Path(), Path(), 1, 1.0, 1.0, device, 7)
     assert setup.device_flags(PEER) == flags
@@ -231,9 +262,12 @@ def card(usable: bool, total: int) -> Any:
 
 
 def test_every_system_is_held_to_the_same_share_of_the_card() -> None:
-    limited, total = card(True, 100 * 2**30), 100 * 2**30
+    limited = card(True, 100 * 2**30)
+    total = 100 * 2**30
     hold_card(limited, 15 * 2**30)
-    limited.cuda.set_per_process_memory_fraction.assert_called_once_with((15 * 2**30 + CARD_SLACK) / total)
+    limited.cuda.set_per_process_memory_fraction.assert_called_once_with(
+        (15 * 2**30 + CARD_SLACK) / total
+    )
     whole = card(True, total)
     hold_card(whole, None)
     whole.cuda.set_per_process_memory_fraction.assert_not_called()
@@ -253,7 +287,15 @@ def test_out_of_memory_is_seen_through_other_errors() -> None:
 
 @pytest.mark.slow
 def test_the_tiny_suite_runs(tmp_path: Path) -> None:
-    flags = ["--tiny", "--results", tmp_path / "r", "--offload-dir", tmp_path / "weights", "--limit", "1200"]
+    flags = [
+        "--tiny",
+        "--results",
+        tmp_path / "r",
+        "--offload-dir",
+        tmp_path / "weights",
+        "--limit",
+        "1200",
+    ]
     command = ["bash", str(ROOT / "scripts/gpu_suite.sh"), *map(str, flags)]
     environment = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -261,7 +303,9 @@ def test_the_tiny_suite_runs(tmp_path: Path) -> None:
     whole = json.loads((tmp_path / "r" / "gpu_suite.json").read_text())
     statuses = {name: found["status"] for name, found in whole["steps"].items()}
     assert set(statuses.values()) == {DONE}
-    assert {line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")} == {"ok"}
+    assert {
+        line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")
+    } == {"ok"}
     assert "| auto | done |" in (tmp_path / "r" / "gpu_suite.md").read_text()
 
 
@@ -273,14 +317,25 @@ def test_a_call_has_steps_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixtu
         found.append(capsys.readouterr().out.splitlines())
         assert all(f"(call {call}: {CALLS[call]})" in line for line in found[-1])
     whole = [step for step in all_steps(tiny_setting(tmp_path, tmp_path)) if step.call]
-    assert [len(lines) for lines in found] == [sum(step.call == call for step in whole) for call in CALLS]
+    assert [len(lines) for lines in found] == [
+        sum(step.call == call for step in whole) for call in CALLS
+    ]
     assert all(found)
     with pytest.raises(UsageError, match="--only table: no step of --call 1 has such a name"):
         door._run(["--tiny", "--results", str(tmp_path / "r"), "--call", "1", "--only", "table"])
 
 
-def event(name: str, category: str, start: float, seconds: float, thread: int = 1) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": category, "ts": 1e6 * start, "dur": 1e6 * seconds, "tid": thread}
+def event(
+    name: str, category: str, start: float, seconds: float, thread: int = 1
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": 1e6 * start,
+        "dur": 1e6 * seconds,
+        "tid": thread,
+    }
 
 
 def test_launches_and_waits_of_a_trace() -> None:
@@ -296,24 +351,41 @@ def test_launches_and_waits_of_a_trace() -> None:
         event("cudaStreamSynchronize", "cuda_runtime", 13, 0.1),
         event("cudaStreamSynchronize", "cuda_runtime", 13, 0.1, thread=2),  # a worker's
         event("cudaLaunchKernel", "cuda_runtime", 13, 0.1, thread=2),
-        event("a", "kernel", 10, 2, thread=7), event("b", "kernel", 11, 3, thread=8),
+        event("a", "kernel", 10, 2, thread=7),
+        event("b", "kernel", 11, 3, thread=8),
         event("c", "kernel", 17, 5, thread=7),
         event("copy", "gpu_memcpy", 14, 3, thread=9),
-    ]  # fmt: skip
+    ]
     found = counts(events, steps=2)
-    assert found == {"launches": 1.5, "syncs": 0.5, "seconds": 4.0, "idle share": pytest.approx(3 / 8)}
+    assert found == {
+        "launches": 1.5,
+        "syncs": 0.5,
+        "seconds": 4.0,
+        "idle share": pytest.approx(3 / 8),
+    }
 
 
 def test_gates_are_met_missed_or_not_measured() -> None:
     assert {verdict for *_, verdict in gates({}, {})} == {"not measured"}
     report = {
-        "model_bytes": 80, "gen_len": 3, "decode": {"seconds": 2.0}, "total": {"seconds": 10.0},
-        "predicted": {"prefill_s": 4.0, "decode_s": 7.0}, "extra": {"profile": "measured"},
-    }  # fmt: skip
+        "model_bytes": 80,
+        "gen_len": 3,
+        "decode": {"seconds": 2.0},
+        "total": {"seconds": 10.0},
+        "predicted": {"prefill_s": 4.0, "decode_s": 7.0},
+        "extra": {"profile": "measured"},
+    }
     runs = {"weights-on-host": {"report": report}, "auto": {"report": None}}
-    kernels = [("unpack, 4 bits", 0.9), ("unpack, 8 bits", 0.65), ("decode, OPT", 0.7), ("gate", 0.1)]
+    kernels = [
+        ("unpack, 4 bits", 0.9),
+        ("unpack, 8 bits", 0.65),
+        ("decode, OPT", 0.7),
+        ("gate", 0.1),
+    ]
     figures = {
-        "kernels": {"kernels": [{"kernel": name, "share_of_copy": share} for name, share in kernels]},
+        "kernels": {
+            "kernels": [{"kernel": name, "share_of_copy": share} for name, share in kernels]
+        },
         "launches-opt": {"counts": {"launches": 12.5, "syncs": 0.0}, "rates": {"h2d": 100}},
     }
     found = {name: (text, verdict) for name, text, _, verdict in gates(runs, figures)}
@@ -325,7 +397,8 @@ def test_gates_are_met_missed_or_not_measured() -> None:
         "link: share of time in which it is busy": ("0.80", "MISSED"),
         "prediction: largest error of a run": ("0.10", "met"),
     }
-    unknown, guessed = {"predicted": {"decode_s": None}}, {"extra": {"profile": NOMINAL}}
+    unknown = {"predicted": {"decode_s": None}}
+    guessed = {"extra": {"profile": NOMINAL}}
     for other in (unknown, guessed):
         given = {"weights-on-host": {"report": report | other}}
         verdicts = {name: verdict for name, _, _, verdict in gates(given, figures)}
@@ -335,7 +408,17 @@ def test_gates_are_met_missed_or_not_measured() -> None:
 def test_kernels_have_cases_where_there_is_no_card(tmp_path: Path) -> None:
     """In small, by references: what the cases build is what kernels take."""
     output = tmp_path / "kernels.json"
-    command = [sys.executable, "-m", "bench.gpu.kernels", "--device", "cpu", "--quiet-wait", "0", "--output", output]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu.kernels",
+        "--device",
+        "cpu",
+        "--quiet-wait",
+        "0",
+        "--output",
+        output,
+    ]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     found = json.loads(output.read_text())
     assert found["rates"] == {} and all(case["bytes"] > 0 for case in found["kernels"])

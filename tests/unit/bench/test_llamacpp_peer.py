@@ -1,4 +1,5 @@
-"""The llama.cpp peer: what it refuses, its settings, and the order of rows that its converter makes."""
+"""The llama.cpp peer: what it refuses, its settings, and the order of rows that its converter
+makes."""
 
 from __future__ import annotations
 
@@ -37,8 +38,12 @@ NEOX: dict[str, Any] = {"model_type": "gpt_neox", "num_attention_heads": 2}
 def stored(folder: Path, name: str, rows: int, first: int = 0) -> StoredTensor:
     """A tensor (rows, 3) whose values, as bits, are the numbers of their rows, from `first` on."""
     bits = np.repeat(np.arange(first, first + rows, dtype=np.uint16), 3)
-    header = json.dumps({name: {"dtype": "BF16", "shape": [rows, 3], "data_offsets": [0, bits.nbytes]}}).encode()
-    (folder / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bits.tobytes())
+    header = json.dumps(
+        {name: {"dtype": "BF16", "shape": [rows, 3], "data_offsets": [0, bits.nbytes]}}
+    ).encode()
+    (folder / "x.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bits.tobytes()
+    )
     return next(stored_tensors([folder / "x.safetensors"]))
 
 
@@ -46,17 +51,26 @@ def stored(folder: Path, name: str, rows: int, first: int = 0) -> StoredTensor:
     ("config", "name", "rows", "becomes", "order"),
     [
         # Pairs of a head of 4 are (i, i + 2) in transformers and neighbours in llama.cpp.
-        (LLAMA, "model.layers.7.self_attn.q_proj.weight", 8, "blk.7.attn_q.weight", [0, 2, 1, 3, 4, 6, 5, 7]),
+        (
+            LLAMA,
+            "model.layers.7.self_attn.q_proj.weight",
+            8,
+            "blk.7.attn_q.weight",
+            [0, 2, 1, 3, 4, 6, 5, 7],
+        ),
         (LLAMA, "model.layers.0.self_attn.k_proj.weight", 4, "blk.0.attn_k.weight", [0, 2, 1, 3]),
         (LLAMA, "model.layers.0.mlp.up_proj.weight", 4, "blk.0.ffn_up.weight", [0, 1, 2, 3]),
         (LLAMA, "lm_head.weight", 2, "output.weight", [0, 1]),
         # Rows are (heads, 3, width) in transformers and (3, heads, width) in llama.cpp.
         (
-            NEOX, "gpt_neox.layers.1.attention.query_key_value.weight", 12, "blk.1.attn_qkv.weight",
+            NEOX,
+            "gpt_neox.layers.1.attention.query_key_value.weight",
+            12,
+            "blk.1.attn_qkv.weight",
             [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11],
         ),
     ],
-)  # fmt: skip
+)
 def test_rows_are_in_the_order_of_llamacpp(
     tmp_path: Path, config: dict[str, Any], name: str, rows: int, becomes: str, order: list[int]
 ) -> None:
@@ -72,7 +86,9 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
     for expert in (2, 0, 1):  # as files have them: in any order
         folder = tmp_path / str(expert)
         folder.mkdir()
-        tensors.append(stored(folder, f"model.layers.3.mlp.experts.{expert}.down_proj.weight", 2, 10 * expert))
+        tensors.append(
+            stored(folder, f"model.layers.3.mlp.experts.{expert}.down_proj.weight", 2, 10 * expert)
+        )
     ((found, shape, read),) = load("llamacpp/convert.py")._sources(
         iter(tensors), "qwen3_moe", {"num_attention_heads": 2}
     )
@@ -81,14 +97,26 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"model_type": "opt"}, {"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}]
+    "config",
+    [{"model_type": "opt"}, {"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}],
 )
-def test_what_it_does_not_convert_is_refused_in_a_line(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_what_it_does_not_convert_is_refused_in_a_line(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, str(BASELINES / "llamacpp" / "convert.py"), str(tmp_path), str(tmp_path / "x"), "bf16"]
+    command = [
+        sys.executable,
+        str(BASELINES / "llamacpp" / "convert.py"),
+        str(tmp_path),
+        str(tmp_path / "x"),
+        "bf16",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("llama.cpp: not converted here: model_type") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("llama.cpp: not converted here: model_type")
+        and done.stderr.count("\n") == 1
+    )
     with pytest.raises(RefusedError, match=r"^llama\.cpp: not converted here: model_type"):
         convert_apart(*command[1:])
 
@@ -103,18 +131,23 @@ def test_a_converter_that_breaks_has_not_refused() -> None:
 
 @pytest.mark.skipif(not can_limit(), reason="no memory cgroup can be made here")
 def test_a_converter_is_outside_the_group_that_holds_the_run(tmp_path: Path) -> None:
-    took, made = 2**28, tmp_path / "made"
+    took = 2**28
+    made = tmp_path / "made"
     convert = f"from pathlib import Path; Path({str(made)!r}).write_bytes(b'x' * {took})"
     run = (
         f"import sys; sys.path.insert(0, {str(BASELINES)!r}); from contract import convert_apart\n"
         f"convert_apart('-c', {convert!r}); b'x' * {took}"
     )
     with memory_limit(took // 2) as held:
-        done = subprocess.run([*held, sys.executable, "-c", run], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*held, sys.executable, "-c", run], capture_output=True, text=True, check=False
+        )
     assert done.returncode == -9 and made.stat().st_size == took  # the run itself is held
 
 
-def test_a_converter_that_may_not_leave_runs_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_converter_that_may_not_leave_runs_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(OUTSIDE_GROUP, str(tmp_path / "none" / "cgroup.procs"))
     with pytest.raises(RefusedError, match="no such format"):
         convert_apart("-c", "import sys; print('no such format', file=sys.stderr); sys.exit(2)")
@@ -128,7 +161,8 @@ def test_more_rows_than_a_context_has_sequences_are_refused(tmp_path: Path) -> N
 
 
 class FakeLlama:
-    """What run.py asks of llama_cpp: of 16 logits of a sequence the one at the sum of its tokens so far is 1."""
+    """What run.py asks of llama_cpp: of 16 logits of a sequence the one at the sum of its tokens so
+    far is 1."""
 
     def __init__(self) -> None:
         self.seen: dict[int, list[int]] = {}
@@ -162,7 +196,8 @@ class FakeLlama:
 @pytest.fixture
 def llama(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeLlama, Any]:
     """The library, and run.py with sessions of a batch of 8 tokens on it."""
-    fake, run = FakeLlama(), load("llamacpp/run.py")
+    fake = FakeLlama()
+    run = load("llamacpp/run.py")
     batch = SimpleNamespace(n_tokens=0, seq_id=[[0] for _ in range(8)])
     for name in ("token", "pos", "n_seq_id", "logits"):
         setattr(batch, name, [0] * 8)
@@ -172,12 +207,17 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeLlama, Any]:
     return fake, run
 
 
-def test_a_session_generates_greedily_and_knows_each_sequences_positions(llama: tuple[FakeLlama, Any]) -> None:
+def test_a_session_generates_greedily_and_knows_each_sequences_positions(
+    llama: tuple[FakeLlama, Any],
+) -> None:
     fake, run = llama
     marks: list[None] = []
     with run._context() as session:
         for _ in range(2):  # the second starts from nothing
-            assert session.generate([[1, 2], [3, 5]], 3, lambda: marks.append(None)) == [[3, 6, 12], [8, 0, 0]]
+            assert session.generate([[1, 2], [3, 5]], 3, lambda: marks.append(None)) == [
+                [3, 6, 12],
+                [8, 0, 0],
+            ]
     assert len(marks) == 6 and fake.steps == [4, 2, 2] * 2
 
 
@@ -186,5 +226,8 @@ def test_given_tokens_are_scored_step_by_step(llama: tuple[FakeLlama, Any], tmp_
     request = Request("q8_0", tmp_path, 2, 3, 2, None, "bf16", tmp_path, 1)
     scores = run.score(request, [[1, 2], [3, 5]], [[4, 1, 9], [0, 7, 9]])
     assert scores.shape == (2, 3, 16) and scores.dtype == np.float32
-    assert scores.argmax(2).tolist() == [[3, 7, 8], [8, 8, 15]]  # the last token of each is not given
+    assert scores.argmax(2).tolist() == [
+        [3, 7, 8],
+        [8, 8, 15],
+    ]  # the last token of each is not given
     assert fake.steps == [4, 2, 2]

@@ -39,19 +39,27 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
     assert found.ratios(tables.FULL) == pytest.approx([0.5] * 3, rel=0.01)
     assert found.ratios(tables.MIX, "accelerate") == pytest.approx([2.0] * 3, rel=0.01)
     assert not found.ratios(tables.H2O)
-    assert tables.slower([found]).count("\n- ") == 0 and "of `accelerate-disk`" in tables.slower([found])
+    assert tables.slower([found]).count("\n- ") == 0 and "of `accelerate-disk`" in tables.slower(
+        [found]
+    )
     failed = {"status": FAILED, "reason": "a | b", "cpu": "Xeon"}
     sweep.store.add(rounds.key_of(CELL, System("deepspeed", "nvme", ()), 16, 0), failed)
     text = page.made(tmp_path)[1]["signed.md"]
-    assert "| `accelerate-disk` (fastest other) | 8, no others tried | 4" in text and "failed: a / b" in text
+    assert (
+        "| `accelerate-disk` (fastest other) | 8, no others tried | 4" in text
+        and "failed: a / b" in text
+    )
     assert "not run yet: `ours-h2o:kv-budget=0.2`" in text and "ran in a memory cgroup" in text
     assert "1 of 23 benchmarks have been run" in text and "‡" not in text
 
 
 def test_the_table_of_readme(tmp_path: Path) -> None:
-    """A benchmark that it names, one that it does not, and one whose fastest other system is in few bits."""
+    """A benchmark that it names, one that it does not, and one whose fastest other system is in few
+    bits."""
     path = tmp_path / "signed.jsonl"
-    mix, small = (System("ours", name.partition("-")[2], ("offload",)) for name in (tables.MIX, tables.SMALL))
+    mix, small = (
+        System("ours", name.partition("-")[2], ("offload",)) for name in (tables.MIX, tables.SMALL)
+    )
     q4 = System("llamacpp", "q4_0", ("ram", "offload"))
     llama = next(cell for cell in SIGNED[SHORT] if cell.name in page.SHOWN)
     for cell, speeds in (
@@ -72,14 +80,24 @@ def test_the_table_of_readme(tmp_path: Path) -> None:
     row = "| OPT-1.3B (8, 512 + 32) | 1/3 | Accelerate bf16: 2 | 6 (**3.0x**) | 8 (**4.0x**) [b] |"
     assert row in re.sub(r"(\d)\.00\d", r"\1", of_pages["speed"]).splitlines()
     assert "llama.cpp q4_0: 50" in text and "(**0.10x, slower**)" in text and "(1.2x) [c]" in text
-    assert "**[b]** KV cache in 20% of its bytes: 7%." in text and "matrix multiplications: 35%." in text
+    assert (
+        "**[b]** KV cache in 20% of its bytes: 7%." in text
+        and "matrix multiplications: 35%." in text
+    )
     assert "[a]" not in text and text.count("|\n|") == 0
-    assert "3 benchmarks have been run" in text and "slower than the fastest other system in 2 of them" in text
-    assert "slower in 1 if only systems in 16 or 32 bits count" in text and "42 more benchmarks" in text
+    assert (
+        "3 benchmarks have been run" in text
+        and "slower than the fastest other system in 2 of them" in text
+    )
+    assert (
+        "slower in 1 if only systems in 16 or 32 bits count" in text
+        and "42 more benchmarks" in text
+    )
 
 
 def test_like_is_compared_with_like(tmp_path: Path) -> None:
-    path, cell = tmp_path / "signed.jsonl", SIGNED["signed-opt-1.3b-none"][1]
+    path = tmp_path / "signed.jsonl"
+    cell = SIGNED["signed-opt-1.3b-none"][1]
     speeds = {"ours-full": 4.0, "ours-full-int8": 6.0, "vllm-bf16": 2.0, "ctranslate2-int8": 8.0}
     systems = [System(*name.split("-", 1), ("ram",)) for name in speeds]
     Sweep(path, speeds).rounds.run(cell, [(system, 8) for system in systems], 1)
@@ -113,14 +131,24 @@ def test_losses_are_of_the_usual_model_where_it_has_some(tmp_path: Path) -> None
 
 
 def test_short_benchmarks_have_a_page_of_their_own(tmp_path: Path) -> None:
-    (cell, *others), fp32 = SIGNED[SHORT], System("accelerate", "disk", ("offload",), dtype="fp32")
-    assert fp32 in systems_of(SHORT, cell, "EPYC with AVX2") and system_of(fp32.name) == system_of(PEER.name)
-    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0, fp32.name: 4.0}, cpu="EPYC with AVX2")
+    cell, *others = SIGNED[SHORT]
+    fp32 = System("accelerate", "disk", ("offload",), dtype="fp32")
+    assert fp32 in systems_of(SHORT, cell, "EPYC with AVX2") and system_of(fp32.name) == system_of(
+        PEER.name
+    )
+    sweep = Sweep(
+        tmp_path / "signed.jsonl",
+        {OURS.name: 2.0, PEER.name: 1.0, fp32.name: 4.0},
+        cpu="EPYC with AVX2",
+    )
     sweep.rounds.run(cell, [(system, 8) for system in (OURS, PEER, fp32)], 2)
     beside = {name: " ".join(text.split()) for name, text in page.made(tmp_path)[1].items()}
     assert "0 of 23 benchmarks" in beside["signed.md"]
     short = beside["signed-short.md"]
-    assert f"1 of {1 + len(others)} benchmarks have been run" in short and "chosen on 2026-11-27, before" in short
+    assert (
+        f"1 of {1 + len(others)} benchmarks have been run" in short
+        and "chosen on 2026-11-27, before" in short
+    )
     assert "| `accelerate-disk-fp32` (fastest other) | 8, no others tried | 4" in short
     assert "| EPYC with AVX2 |" in short and ") ‡ |" in short and "‡: fewer than 3 rounds" in short
     assert "`deepspeed-nvme-fp32`" in short  # not run yet
@@ -130,12 +158,20 @@ def test_short_benchmarks_have_a_page_of_their_own(tmp_path: Path) -> None:
 def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 4.0})
     sweep.run(OURS, PEER, count=3)
-    for line, share in zip((line for line in sweep.store.lines if line["system"] == OURS.name), (1, 2, 4), strict=True):
-        line["setting"] = {"predicted": {"prefill_s": line["prefill_s"] * share, "decode_s": line["decode_s"] / 2}}
+    for line, share in zip(
+        (line for line in sweep.store.lines if line["system"] == OURS.name), (1, 2, 4), strict=True
+    ):
+        line["setting"] = {
+            "predicted": {"prefill_s": line["prefill_s"] * share, "decode_s": line["decode_s"] / 2}
+        }
     found = found_of(CELL, sweep.store.lines)
     head, _, row = tables.predictions([found]).splitlines()
-    assert head.count("|") == row.count("|") and "| `ours-full` | 2 (1 - 4) | 0.5 (0.5 - 0.5) |" in row
-    assert PEER.name not in row and "## Predicted and measured" in tables.details([found], [], "signed")
+    assert (
+        head.count("|") == row.count("|") and "| `ours-full` | 2 (1 - 4) | 0.5 (0.5 - 0.5) |" in row
+    )
+    assert PEER.name not in row and "## Predicted and measured" in tables.details(
+        [found], [], "signed"
+    )
 
 
 def test_a_cell_names_its_machine(tmp_path: Path) -> None:
@@ -161,8 +197,10 @@ def test_a_withdrawn_peer_has_no_figure(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_cell_is_of_one_machine(tmp_path: Path) -> None:
     """On another one all is measured again, and shown once it has as many rounds."""
-    path, speeds = tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0}
-    sweep, key = Sweep(path, speeds), rounds.key_of(CELL, PEER, 8, 0)
+    path = tmp_path / "signed.jsonl"
+    speeds = {OURS.name: 2.0, PEER.name: 1.0}
+    sweep = Sweep(path, speeds)
+    key = rounds.key_of(CELL, PEER, 8, 0)
     sweep.store.add(key, figures(1.0) | {"cpu": "Xeon"})
     sweep.run(OURS, PEER, count=2)
     for count, shown in ((1, 2.0), (2, 6.0)):
@@ -171,35 +209,57 @@ def test_a_cell_is_of_one_machine(tmp_path: Path) -> None:
         found = found_of(CELL, Store(path).lines)
         assert found.entries[OURS.name].median("tokens_per_s") == pytest.approx(shown, rel=0.01)
         assert ("Xeon" in tables.machines([found])) != ("EPYC" in tables.machines([found]))
-    assert Sweep(path, speeds).store.find(key) is not None and not Sweep(path, {}).run(OURS, PEER, count=2)
+    assert Sweep(path, speeds).store.find(key) is not None and not Sweep(path, {}).run(
+        OURS, PEER, count=2
+    )
 
 
 def test_a_refusal_of_another_machine_is_shown(tmp_path: Path) -> None:
-    path, other = tmp_path / "signed.jsonl", System("llamacpp", "bf16-mmap", ("offload",))
+    path = tmp_path / "signed.jsonl"
+    other = System("llamacpp", "bf16-mmap", ("offload",))
     Sweep(path, {OURS.name: 2.0, PEER.name: 1.0}).run(OURS, PEER)
     refusal = {"status": REFUSED, "reason": "no OPT", "cpu": "EPYC"}
-    Store(path).add_all([vars(rounds.key_of(CELL, system, 8, 0)) | refusal for system in (other, PEER)])
+    Store(path).add_all(
+        [vars(rounds.key_of(CELL, system, 8, 0)) | refusal for system in (other, PEER)]
+    )
     found = found_of(CELL, Store(path).lines)
     assert found.reasons == {other.name: "refused: no OPT"} and PEER.name in found.entries
-    opt, llama = (found_of(SIGNED[f"signed-{x}"][0], Store(path).lines) for x in ("opt-30b", "llama-3-8b"))
-    assert opt.whys([q4 := "llamacpp-q4_0", f"{PEER.name}-eager"]) == {q4: "refused: no OPT"} and not llama.refusals
-    Store(path).add_all([vars(rounds.key_of(CELL, other, 8, 0)) | figures(1.0) | {"cpu": "EPYC"}])  # it does run now
+    opt, llama = (
+        found_of(SIGNED[f"signed-{x}"][0], Store(path).lines) for x in ("opt-30b", "llama-3-8b")
+    )
+    assert (
+        opt.whys([q4 := "llamacpp-q4_0", f"{PEER.name}-eager"]) == {q4: "refused: no OPT"}
+        and not llama.refusals
+    )
+    Store(path).add_all(
+        [vars(rounds.key_of(CELL, other, 8, 0)) | figures(1.0) | {"cpu": "EPYC"}]
+    )  # it does run now
     assert found_of(CELL, Store(path).lines).whys([other.name]) == {}
 
 
 def test_a_system_outside_the_rounds_says_what_it_made(tmp_path: Path) -> None:
-    """Slower in the search than another setting; failed in the rounds; rows that no others were tried beside."""
-    path, slower = tmp_path / "signed.jsonl", System("accelerate", "disk-eager", ("offload",))
+    """Slower in the search than another setting; failed in the rounds; rows that no others were
+    tried beside."""
+    path = tmp_path / "signed.jsonl"
+    slower = System("accelerate", "disk-eager", ("offload",))
     failing = System("deepspeed", "nvme", ("offload",))
     sweep = Sweep(path, {OURS.name: 2.0, PEER.name: 4.0, slower.name: 3.0})
-    for system, rows, speed in ((PEER, 8, 3.0), (PEER, 4, 1.0), (slower, 8, 2.0), (failing, 8, 1.0)):
-        sweep.store.add(rounds.key_of(CELL, system, rows, 0), figures(speed) | {"cpu": "Xeon", "rows": rows})
+    for system, rows, speed in (
+        (PEER, 8, 3.0),
+        (PEER, 4, 1.0),
+        (slower, 8, 2.0),
+        (failing, 8, 1.0),
+    ):
+        sweep.store.add(
+            rounds.key_of(CELL, system, rows, 0), figures(speed) | {"cpu": "Xeon", "rows": rows}
+        )
     sweep.run(OURS, PEER)
     of_round = {"status": FAILED, "cpu": "Xeon", "round": sweep.store.lines[-1]["round"]}
     sweep.store.add(rounds.key_of(CELL, failing, 8, 9), of_round)
     found = found_of(CELL, sweep.store.lines)
     assert found.reasons == {
-        slower.name: "in the search only: 2 with 8 prompts; `accelerate-disk` made 3 with 8 prompts there",
+        slower.name: "in the search only: 2 with 8 prompts; `accelerate-disk` made 3 with 8 "
+        "prompts there",
         failing.name: "failed in the rounds; in the search only: 1 with 8 prompts",
     }
     assert "no others tried" not in tables.table([found], [])
@@ -207,21 +267,25 @@ def test_a_system_outside_the_rounds_says_what_it_made(tmp_path: Path) -> None:
     assert "| 8, no others tried |" in tables.table([found], [])
     sweep.run(OURS, slower)  # takes the place of these rounds
     found = found_of(CELL, sweep.store.lines)
-    assert found.reasons[PEER.name].endswith("3 with 8 prompts; `accelerate-disk-eager` made 2 with 8 prompts there")
+    assert found.reasons[PEER.name].endswith(
+        "3 with 8 prompts; `accelerate-disk-eager` made 2 with 8 prompts there"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("signed.jsonl", "", "no signed.jsonl with measurements"), ("signed.jsonl", None, "no signed.jsonl with"),
+        ("signed.jsonl", "", "no signed.jsonl with measurements"),
+        ("signed.jsonl", None, "no signed.jsonl with"),
         ("signed.jsonl", '{"tokens_per_s": "fast"}', "signed.jsonl: line 1 is not"),
         ("signed.jsonl", '{"tokens_per_s": 0}', "signed.jsonl: line 1 is not"),
         ("signed.jsonl", '{"rows": "8"}', "signed.jsonl: line 1 is not"),
         ("signed.jsonl", '{"status": "well"}', "signed.jsonl: line 1 is not"),
-        ("quality.jsonl", "[1]\n", "quality.jsonl: line 1 does"), ("quality.jsonl", '{"kl": 3}', "quality.jsonl: line"),
+        ("quality.jsonl", "[1]\n", "quality.jsonl: line 1 does"),
+        ("quality.jsonl", '{"kl": 3}', "quality.jsonl: line"),
         ("quality.jsonl", '{"kl"', "quality.jsonl: line 1 does"),
     ],
-)  # fmt: skip
+)
 def test_lines_that_make_no_page_leave_the_pages(
     name: str, text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +296,9 @@ def test_lines_that_make_no_page_leave_the_pages(
     if text is None:
         path.unlink()
     elif name == "signed.jsonl" and text:
-        path.write_text(json.dumps(json.loads(path.read_text().splitlines()[0]) | json.loads(text)) + "\n")
+        path.write_text(
+            json.dumps(json.loads(path.read_text().splitlines()[0]) | json.loads(text)) + "\n"
+        )
     else:
         path.write_text(text)
     with pytest.raises(UsageError, match=re.escape(said)):
@@ -247,7 +313,12 @@ def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
     for _ in range(2):
         page.write(tmp_path, tmp_path)
     written = (tmp_path / "README.md").read_text()
-    assert written.startswith("a\n") and written.endswith("\nb\n") and "old" not in written and "planned" in written
+    assert (
+        written.startswith("a\n")
+        and written.endswith("\nb\n")
+        and "old" not in written
+        and "planned" in written
+    )
     assert (tmp_path / "signed.md").read_text().startswith("*Made by `python -m bench.sweep.page`")
     with pytest.raises(UsageError, match="no <!-- speed"):
         page.replaced("a", {"speed": "b"})

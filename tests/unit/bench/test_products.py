@@ -16,13 +16,26 @@ from flexgen_h2o.planner.measure.bench import FASTER, MLP
 
 
 @pytest.mark.skipif(
-    not (kernels.has_loop(torch.bfloat16) and kernels.has_loop(torch.uint8)), reason="no loop is compiled here"
+    not (kernels.has_loop(torch.bfloat16) and kernels.has_loop(torch.uint8)),
+    reason="no loop is compiled here",
 )
 def test_products_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(products.HOST, weight_bytes=2**20, longest_s=0.01)
     monkeypatch.setattr(products, "HOST", small)
     output = tmp_path / "r.json"
-    flags = ["--hidden", "128", "--rows", "8", "3", "--figure-s", "0", "--quiet-wait", "0", "--output", str(output)]
+    flags = [
+        "--hidden",
+        "128",
+        "--rows",
+        "8",
+        "3",
+        "--figure-s",
+        "0",
+        "--quiet-wait",
+        "0",
+        "--output",
+        str(output),
+    ]
     monkeypatch.setattr(sys, "argv", ["products.py", *flags])
     assert products.main() == 0
     found = json.loads(output.read_text())["products"]

@@ -1,4 +1,5 @@
-"""Rows of the papers: one list, a page that has all of it, runs that go on when a row fails, and claims."""
+"""Rows of the papers: one list, a page that has all of it, runs that go on when a row fails, and
+claims."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_the_page_has_every_row_as_the_list_has_it() -> None:
     page = (ROOT / "bench" / "reproduce" / "README.md").read_text()
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [one.name for one in ROWS]
     for one in ROWS:
-        assert f"\n# quick\n{one.quick}\n# full\n{one.full}\n" in page, f"{one.name}: write the page anew (--page)"
+        assert f"\n# quick\n{one.quick}\n# full\n{one.full}\n" in page, (
+            f"{one.name}: write the page anew (--page)"
+        )
         assert not one.real or f"\n# small real model\n{one.real}\n" in page
         assert f"{one.paper}: {one.shows}. Needs: {one.needs}." in page
         assert f"Measured with other models: {one.measured}." in page
@@ -44,22 +47,29 @@ def test_names_of_rows_are_distinct_and_commands_are_shell() -> None:
     assert len({one.name for one in ROWS}) == len(ROWS)
     for one in ROWS:
         for command in (one.quick, one.full, one.real):
-            assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0, command
+            assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0, (
+                command
+            )
 
 
 def test_inputs_are_what_the_formats_say(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     articles = [json.loads(line) for line in (tmp_path / "articles.jsonl").read_text().splitlines()]
     helm = [json.loads(line) for line in (tmp_path / "helm.jsonl").read_text().splitlines()]
-    assert all(one["article"].startswith("###\nArticle: ") and one["summary_gt"] for one in articles)
+    assert all(
+        one["article"].startswith("###\nArticle: ") and one["summary_gt"] for one in articles
+    )
     assert [one["request"]["prompt"] for one in helm] == [one["article"] for one in articles]
     lines = {
-        (tmp_path / "Restaurant" / f"{name}.csv").read_text().splitlines()[0] for name in ("train", "valid", "test")
+        (tmp_path / "Restaurant" / f"{name}.csv").read_text().splitlines()[0]
+        for name in ("train", "valid", "test")
     }
     assert lines == {"name,addr,city,type"}
 
 
-def test_a_quick_run_goes_on_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_run_goes_on_and_says_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = (
         row("bad", "echo '| lost |'; echo reason >&2; exit 3"),
         row("good", "echo '| a | b |'; echo noise; python -c 'print(\"| c | d |\")'"),
@@ -69,13 +79,19 @@ def test_a_quick_run_goes_on_and_says_what_failed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(door, "ROWS", rows)
     code, page = quick("--quick", tmp_path, monkeypatch)
     assert code == 1 and "failed: bad, piped." in page
-    assert "| [bad](#bad) | a paper | 3 |" in page and "```\nreason\n```" in page and page.count("| lost |") == 1
+    assert (
+        "| [bad](#bad) | a paper | 3 |" in page
+        and "```\nreason\n```" in page
+        and page.count("| lost |") == 1
+    )
     assert "\n| a | b |\n| c | d |\n" in page and "noise\n```" not in page
     assert page.count('"summary_gt"') == 4
     assert quick("--quick --only good", tmp_path, monkeypatch)[0] == 0
 
 
-def test_a_row_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_takes_too_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(door, "ROWS", (row("slow", "sleep 600"), row("next", "echo '| x |'")))
     code, page = quick("--quick --limit 0.2", tmp_path, monkeypatch)
     assert code == 1 and "none: too long" in page and "not done after 0 s" in page
@@ -88,7 +104,10 @@ def real(flags: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def articles_file(folder: Path) -> Path:
     path = folder / "articles.jsonl"
-    record = {"article": "###\nArticle: It rained.\n\nIt stopped.\n\nSummarize it.", "summary_gt": "Rain."}
+    record = {
+        "article": "###\nArticle: It rained.\n\nIt stopped.\n\nSummarize it.",
+        "summary_gt": "Rain.",
+    }
     path.write_text(json.dumps(record) + "\n")
     return path
 
@@ -96,17 +115,25 @@ def articles_file(folder: Path) -> Path:
 def test_a_real_run_keeps_rows_that_are_done_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counted = 'echo x >>"$WORK/runs"; echo \'{"cells": [1], "file": "/a/b.txt"}\' >"$WORK/NAME.json"'
+    counted = (
+        'echo x >>"$WORK/runs"; echo \'{"cells": [1], "file": "/a/b.txt"}\' >"$WORK/NAME.json"'
+    )
     rows = (
         row("one", "true", real=counted.replace("NAME", "one-full")),
         row("bad", "true", real="echo reason >&2; exit 3"),
-        row("fed", "true", real='test -s "$ARTICLES" && test -s "$WORK/long.txt" && ' + counted.replace("NAME", "fed")),
+        row(
+            "fed",
+            "true",
+            real='test -s "$ARTICLES" && test -s "$WORK/long.txt" && '
+            + counted.replace("NAME", "fed"),
+        ),
         row("quick-only", "true"),
     )
     for module in (door, claims):
         monkeypatch.setattr(module, "ROWS", rows)
     monkeypatch.setattr(door, "real_model", lambda name, offload_dir: tmp_path)
-    results, articles = tmp_path / "results", articles_file(tmp_path)
+    results = tmp_path / "results"
+    articles = articles_file(tmp_path)
     assert real(f"--model a/model --results {results}", monkeypatch) == 1
     said = capsys.readouterr()
     assert "fed: left out; it needs --articles FILE" in said.out and "quick-only" not in said.out
@@ -114,28 +141,51 @@ def test_a_real_run_keeps_rows_that_are_done_and_goes_on(
     kept = json.loads((results / "one.json").read_text())
     assert kept["figures"] == {"full": {"cells": [1], "file": "b.txt"}} and kept["model"] == "model"
     assert "`model`" in (results / "papers.md").read_text()
-    assert real(f"--model a/model --results {results} --articles {articles} --only one fed", monkeypatch) == 0
-    assert real(f"--model a/model --results {results} --articles {articles} --only one fed", monkeypatch) == 0
+    assert (
+        real(
+            f"--model a/model --results {results} --articles {articles} --only one fed", monkeypatch
+        )
+        == 0
+    )
+    assert (
+        real(
+            f"--model a/model --results {results} --articles {articles} --only one fed", monkeypatch
+        )
+        == 0
+    )
     assert "one: kept\nfed: kept\n" in capsys.readouterr().out
     assert (
         results / "work-model" / "runs"
     ).read_text() == "x\n" * 3  # the texts of row one were others without articles
 
 
-def test_a_named_model_that_cannot_be_had_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_model_that_cannot_be_had_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(door.common, "run_limited", lambda *_: (2, "", "no network\n"))
-    with pytest.raises(UsageError, match=r"could not be fetched \(no network\); run flexgen-h2o cache --fetch smollm2"):
+    with pytest.raises(
+        UsageError,
+        match=r"could not be fetched \(no network\); run flexgen-h2o cache --fetch smollm2",
+    ):
         real(f"--results {tmp_path / 'r'} --offload-dir {tmp_path}", monkeypatch)
 
 
 def test_texts_of_articles_are_without_their_instruction(tmp_path: Path) -> None:
     write_texts(tmp_path, articles_file(tmp_path), [])
-    assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {"prompt": "It rained.\n\nIt stopped."}
+    assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {
+        "prompt": "It rained.\n\nIt stopped."
+    }
     assert (tmp_path / "long.txt").read_text() == "It rained.\n\nIt stopped."
 
 
 def test_kept_figures_have_no_long_lists_and_no_paths() -> None:
-    found = {"a": [0.123456789] * 3, "b": [1] * 99, "c": [{"x": [2] * 99}] * 30, "d": "/home/me/x.txt", "highest": [1]}
+    found = {
+        "a": [0.123456789] * 3,
+        "b": [1] * 99,
+        "c": [{"x": [2] * 99}] * 30,
+        "d": "/home/me/x.txt",
+        "highest": [1],
+    }
     assert door.short(found) == {"a": [0.123457] * 3, "c": [{}] * 30, "d": "x.txt"}
 
 
@@ -148,15 +198,26 @@ def test_the_page_of_claims_is_that_of_the_committed_results() -> None:
     assert set(claims.TABLES) <= {one.name for one in ROWS if one.real}
 
 
-SCRIPTS = ("scripts/reproduce.sh", "scripts/quickstart.sh", "scripts/gpu_suite.sh", "scripts/test.sh",
-           "scripts/slow_tests.sh", "scripts/nightly.sh", "bench/throughput_sweep.sh")  # fmt: skip
+SCRIPTS = (
+    "scripts/reproduce.sh",
+    "scripts/quickstart.sh",
+    "scripts/gpu_suite.sh",
+    "scripts/test.sh",
+    "scripts/slow_tests.sh",
+    "scripts/nightly.sh",
+    "bench/throughput_sweep.sh",
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_installs_nothing(script: str, tmp_path: Path) -> None:
     environment = {**os.environ, "FLEXGEN_VENV": str(tmp_path / "venv"), "PYTHON": ""}
     done = subprocess.run(
-        ["bash", str(ROOT / script), "--help"], capture_output=True, text=True, check=False, env=environment
+        ["bash", str(ROOT / script), "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert f"  bash {script}" in done.stdout and "#" not in done.stdout
@@ -185,7 +246,9 @@ def test_the_list_of_rows_installs_nothing(tmp_path: Path) -> None:
         ("--page /none/x.md", "--page /none/x.md"),
     ],
 )
-def test_wrong_use_is_said_before_anything_runs(flags: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_use_is_said_before_anything_runs(
+    flags: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["reproduce.py", *flags.split()])
     with pytest.raises(UsageError, match=re.escape(says)):
         door.main()

@@ -1,4 +1,5 @@
-"""The signed grid: its cells, its rounds and how they go on, what it refuses, and the page of its lines."""
+"""The signed grid: its cells, its rounds and how they go on, what it refuses, and the page of its
+lines."""
 
 from __future__ import annotations
 
@@ -24,21 +25,33 @@ from flexgen_h2o.models.load import find_model
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures
 
 CELL = SIGNED["signed-opt-1.3b-third"][0]
-OURS, PEER = System("ours", "full", ("ram", "offload")), System("accelerate", "disk", ("offload",))
+OURS = System("ours", "full", ("ram", "offload"))
+PEER = System("accelerate", "disk", ("offload",))
 SETUP = Setup(Path("peers"), Path("offload"), threads=2, limit_s=60.0, quiet_wait=0.0)
 STEADY = {PRODUCTS: 1e12, MEMORY: 2e10, DISK: 2e9}
 
 
 class Sweep:
-    """Rounds with systems whose speed is `speeds` and a machine whose rates are `rates`, in turn."""
+    """Rounds with systems whose speed is `speeds` and a machine whose rates are `rates`, in
+    turn."""
 
     def __init__(
-        self, path: Path, speeds: dict[str, float], rates: list[Rates] | None = None, cpu: str = "Xeon"
+        self,
+        path: Path,
+        speeds: dict[str, float],
+        rates: list[Rates] | None = None,
+        cpu: str = "Xeon",
     ) -> None:
-        self.store, self.speeds, self.ran = Store(path, cpu=cpu), speeds, list[str]()
-        seen, clock = itertools.chain(rates or [], itertools.repeat(STEADY)), itertools.count(len(self.store.lines))
-        self.prepared, self.cpu = 0, cpu
-        self.rounds = Rounds(self.store, self.measure, lambda: next(seen), lambda: str(next(clock)), self.prepare)
+        self.store = Store(path, cpu=cpu)
+        self.speeds = speeds
+        self.ran = list[str]()
+        seen = itertools.chain(rates or [], itertools.repeat(STEADY))
+        clock = itertools.count(len(self.store.lines))
+        self.prepared = 0
+        self.cpu = cpu
+        self.rounds = Rounds(
+            self.store, self.measure, lambda: next(seen), lambda: str(next(clock)), self.prepare
+        )
 
     def prepare(self) -> None:
         self.prepared += 1
@@ -48,7 +61,13 @@ class Sweep:
         if not self.speeds[system.name]:
             raise KeyboardInterrupt
         line = figures(self.speeds[system.name] + len(self.ran) / 1000)
-        facts = {"commit": "abc", "cpu": self.cpu, "date": "2026-11-23T10", "cgroup": True, "budget_bytes": 10**9}
+        facts = {
+            "commit": "abc",
+            "cpu": self.cpu,
+            "date": "2026-11-23T10",
+            "cgroup": True,
+            "budget_bytes": 10**9,
+        }
         return line | facts
 
     def run(self, *systems: System, count: int = 3) -> list[str]:
@@ -60,7 +79,14 @@ def test_a_round_is_each_system_once_in_turn(tmp_path: Path) -> None:
     path = tmp_path / "signed.jsonl"
     sweep = Sweep(path, {OURS.name: 6.0, PEER.name: 2.0})
     ran = sweep.run(OURS, PEER)
-    assert sweep.prepared == 1 and ran == [OURS.name, PEER.name, PEER.name, OURS.name, OURS.name, PEER.name]
+    assert sweep.prepared == 1 and ran == [
+        OURS.name,
+        PEER.name,
+        PEER.name,
+        OURS.name,
+        OURS.name,
+        PEER.name,
+    ]
     lines = Store(path).lines
     assert [line["repeat"] for line in lines] == [1, 1, 2, 2, 3, 3]
     assert all(line["round"]["before"] == line["round"]["after"] == STEADY for line in lines)
@@ -78,7 +104,10 @@ def test_a_round_that_was_killed_is_done_again(tmp_path: Path) -> None:
     half = path.read_text().splitlines()[0] + "\n"
     path.write_text(half)  # a write that was cut off
     assert rounds_of(Store(path).lines) == {} and valid_rounds(Store(path).lines) == []
-    assert Sweep(path, {OURS.name: 6.0, PEER.name: 2.0}).run(OURS, PEER, count=1) == [OURS.name, PEER.name]
+    assert Sweep(path, {OURS.name: 6.0, PEER.name: 2.0}).run(OURS, PEER, count=1) == [
+        OURS.name,
+        PEER.name,
+    ]
 
 
 def test_a_round_is_repeated_while_the_machine_moves_but_not_for_ever(tmp_path: Path) -> None:
@@ -95,7 +124,8 @@ def test_a_round_is_repeated_while_the_machine_moves_but_not_for_ever(tmp_path: 
 
 
 def test_a_peer_that_comes_later_gets_rounds_with_all(tmp_path: Path) -> None:
-    path, speeds = tmp_path / "signed.jsonl", {OURS.name: 6.0, PEER.name: 2.0}
+    path = tmp_path / "signed.jsonl"
+    speeds = {OURS.name: 6.0, PEER.name: 2.0}
     Sweep(path, speeds).run(OURS, count=1)
     assert Sweep(path, speeds).run(OURS, PEER, count=1) == [OURS.name, PEER.name]
     (some,) = valid_rounds(Store(path).lines)
@@ -121,44 +151,76 @@ def test_cells_are_of_shapes_with_so_many_positions_and_systems_belong_to_them()
     every = [*SIGNED["signed"], *SIGNED[SHORT]]
     assert len(every) == (sum(map(len, SIGNED.values())) + len(SIGNED[SHORT])) // 2
     # By what lines are told apart (rounds.is_of).
-    assert len({(cell.model, cell.prompt_len, cell.gen_len, cell.budget) for cell in every}) == len(every)
+    assert len({(cell.model, cell.prompt_len, cell.gen_len, cell.budget) for cell in every}) == len(
+        every
+    )
     for cell in every:
-        assert cell.prompt_len + cell.gen_len <= door._model(door._cut(cell.model)[0]).spec.max_positions
-        for cpu, is_slow in (("Xeon with AMX", False), ("EPYC with AVX-512", False), ("EPYC with AVX2", True)):
+        assert (
+            cell.prompt_len + cell.gen_len
+            <= door._model(door._cut(cell.model)[0]).spec.max_positions
+        )
+        for cpu, is_slow in (
+            ("Xeon with AMX", False),
+            ("EPYC with AVX-512", False),
+            ("EPYC with AVX2", True),
+        ):
             names = [system.name for system in systems_of("signed", cell, cpu)]
             assert len(set(names)) == len(names) and tables.FULL in names and tables.SMALL in names
             assert ("hf-eager" in names) == (cell.kind == IN_RAM and not is_slow)
-            assert any(name.endswith("-fp32") for name in names) == (is_slow and cell.model != OPT["30b"])
-            assert ("llamacpp-q4_0" in names) == (cell.model != OPT["30b"]) and "llamacpp-q4_k" not in names
+            assert any(name.endswith("-fp32") for name in names) == (
+                is_slow and cell.model != OPT["30b"]
+            )
+            assert ("llamacpp-q4_0" in names) == (
+                cell.model != OPT["30b"]
+            ) and "llamacpp-q4_k" not in names
     whole, cut = SIGNED["signed-opt-30b"]
-    names = [{system.name for system in systems_of("signed", cell) if not system.ours} for cell in (whole, cut)]
+    names = [
+        {system.name for system in systems_of("signed", cell) if not system.ours}
+        for cell in (whole, cut)
+    ]
     assert names[0] == {"accelerate-disk"} < names[1]
 
 
 def test_a_model_may_be_its_first_blocks(tmp_path: Path) -> None:
     model = door._model_of("facebook/opt-125m:3", tmp_path)
-    assert model.spec.num_blocks == 3 and door._cut("facebook/opt-125m:3") == ("facebook/opt-125m", 3)
+    assert model.spec.num_blocks == 3 and door._cut("facebook/opt-125m:3") == (
+        "facebook/opt-125m",
+        3,
+    )
     assert door._cut("facebook/opt-125m") == ("facebook/opt-125m", None)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [([], "--grid signed"), (["--quick"], "--quick"), (["--repeats", "2"], "--repeats 2"),
-     (["--device-mem", "1GiB"], "--device-mem: "), (["--dtype", "fp16"], "--dtype: ")],
-)  # fmt: skip
+    [
+        ([], "--grid signed"),
+        (["--quick"], "--quick"),
+        (["--repeats", "2"], "--repeats 2"),
+        (["--device-mem", "1GiB"], "--device-mem: "),
+        (["--dtype", "fp16"], "--dtype: "),
+    ],
+)
 def test_what_could_not_be_signed_is_refused_in_a_line(
-    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without flags: a work tree with changes."""
     monkeypatch.setattr(door, "measure", pytest.fail)
     monkeypatch.setattr(common, "commit", lambda: "abc-dirty")
-    monkeypatch.setattr(sys, "argv", ["sweep", "--grid", "signed", *flags, "--results", str(tmp_path / "r")])
+    monkeypatch.setattr(
+        sys, "argv", ["sweep", "--grid", "signed", *flags, "--results", str(tmp_path / "r")]
+    )
     assert door.main() == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and said in err and not (tmp_path / "r").exists()
 
 
-def test_results_and_pages_do_not_make_a_tree_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_and_pages_do_not_make_a_tree_dirty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(common, "ROOT", tmp_path)
     assert common.commit() is None
     files = ["bench/results/here/signed.jsonl", "docs/results.md", "README.md", "code.py"]
@@ -185,25 +247,37 @@ MIX = table_for().mix_of(0.2).eviction
         ("h2o:kv-budget=0.2", "--policies h2o --budgets 0.2 --budgets-of sequence", "h2o"),
         ("h2o:0.1", "--policies h2o --budgets 0.2 --budgets-of prompt", "h2o"),
         ("full-int8", "--int8-compute --policies h2o --budgets 0.2 --budgets-of sequence", "full"),
-        ("mix:kv-bytes=0.2", f"--compress-cache --cache-bits 4/3 --cache-window 16 --policies {MIX} --budgets 0.2 "
-                             "--budgets-of bytes", MIX),
+        (
+            "mix:kv-bytes=0.2",
+            f"--compress-cache --cache-bits 4/3 --cache-window 16 --policies {MIX} --budgets 0.2 "
+            "--budgets-of bytes",
+            MIX,
+        ),
     ],
-)  # fmt: skip
-def test_quality_is_measured_with_the_flags_of_the_speed(variant: str, flags: str, policy: str) -> None:
+)
+def test_quality_is_measured_with_the_flags_of_the_speed(
+    variant: str, flags: str, policy: str
+) -> None:
     assert quality.flags_of(variant) == (flags.split(), policy)
 
 
 def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran, loss = [], {"kl": {"value": 0.5}, "flips": {"value": 0.25}, "kv_share": 0.2}
+    ran = []
+    loss = {"kl": {"value": 0.5}, "flips": {"value": 0.25}, "kv_share": 0.2}
 
     def cells(command: list[str], offload_dir: Path) -> dict[str, Any] | str:
         ran.append(command)
-        return "too few positions" if "--int8-compute" not in command else {"full": loss, "h2o": loss}
+        return (
+            "too few positions" if "--int8-compute" not in command else {"full": loss, "h2o": loss}
+        )
 
     monkeypatch.setattr(quality, "_cells", cells)
-    systems = [System("ours", name, ("offload",)) for name in ("full", "h2o:kv-budget=0.2", "full-4bit-int8")]
+    systems = [
+        System("ours", name, ("offload",))
+        for name in ("full", "h2o:kv-budget=0.2", "full-4bit-int8")
+    ]
     systems.append(System("ours", "h2o-4bit-int8:kv-budget=0.2", ("offload",)))
     for _ in range(2):
         quality.measure(tmp_path, CELL, systems, "opt-tiny", SETUP)
@@ -211,7 +285,9 @@ def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
     assert len(ran) == 3 and capsys.readouterr().out.count("not measured, too few positions") == 2
     found = quality.read(tmp_path)
     assert [line["variant"] for line in found] == ["full-4bit-int8", "h2o-4bit-int8:kv-budget=0.2"]
-    assert tables.lost(tables.SMALL, CELL, found) == "0.5; 25%" and tables.lost(tables.H2O, CELL, found).endswith("yet")
+    assert tables.lost(tables.SMALL, CELL, found) == "0.5; 25%" and tables.lost(
+        tables.H2O, CELL, found
+    ).endswith("yet")
     assert tables.lost("llamacpp-q8_0", CELL, found).startswith("not measured yet")
     loaded = quality.of_cell(CELL, "llamacpp-q8_0", "llama") | loss
     assert tables.lost("llamacpp-q8_0-mmap", CELL, [loaded]) == "0.5; 25% (llama)"
@@ -242,8 +318,10 @@ sys.exit(main(None, ("int8", "int4"), (), framework="json", devices=("cpu",), sc
 def test_quality_of_a_peer_with_bits_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that takes every token for as likely, one that cannot be given tokens, and one that is exact."""
-    rows, logits = [TextRow((1, 2), (3, 4, 5))] * 2, torch.randn(2, 3, 11)
+    """One that takes every token for as likely, one that cannot be given tokens, and one that is
+    exact."""
+    rows = [TextRow((1, 2), (3, 4, 5))] * 2
+    logits = torch.randn(2, 3, 11)
     (tmp_path / "stub").mkdir()
     (tmp_path / "stub" / "run.py").write_text(PEER_SCRIPT.format(baselines=str(BASELINES)))
     monkeypatch.setattr(runner, "BASELINES", tmp_path)
@@ -257,17 +335,30 @@ def test_quality_of_a_peer_with_bits_of_its_own(
     p = after.softmax(-1)
     assert line["kl"]["value"] == pytest.approx(float((p * (p * 11).log()).sum(-1).mean()))
     assert line["flips"]["value"] == pytest.approx(float((after.argmax(-1) != 0).double().mean()))
-    assert tables.lost("stub-int8", CELL, [line]).endswith("%") and tables.lost("stub-bf16", CELL, []) == "0; 0%"
+    assert (
+        tables.lost("stub-int8", CELL, [line]).endswith("%")
+        and tables.lost("stub-bf16", CELL, []) == "0; 0%"
+    )
     said = capsys.readouterr().out
-    assert said.count("stub-int8: KL") == 1 and said.count("not measured, --score: scoring is not implemented") == 2
+    assert (
+        said.count("stub-int8: KL") == 1
+        and said.count("not measured, --score: scoring is not implemented") == 2
+    )
 
 
 def test_figures_of_another_dtype_are_not_kept(tmp_path: Path) -> None:
-    path, key = tmp_path / "throughput.jsonl", rounds.key_of(CELL, PEER, 8, 0)
+    path = tmp_path / "throughput.jsonl"
+    key = rounds.key_of(CELL, PEER, 8, 0)
     Store(path).add(key, figures(1.0))  # from before a dtype was kept
-    assert Store(path, dtype="bf16").find(key) is not None and Store(path, dtype="fp16").find(key) is None
+    assert (
+        Store(path, dtype="bf16").find(key) is not None
+        and Store(path, dtype="fp16").find(key) is None
+    )
     Store(path, dtype="fp16").add(key, figures(2.0) | {"dtype": "fp16"})
-    assert [Store(path, dtype=one).find(key)["tokens_per_s"] for one in ("bf16", "fp16")] == [1.0, 2.0]  # type: ignore[index]
+    assert [Store(path, dtype=one).find(key)["tokens_per_s"] for one in ("bf16", "fp16")] == [
+        1.0,
+        2.0,
+    ]  # type: ignore[index]
 
 
 def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
@@ -284,19 +375,38 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
         speed = 4.0 if system.name == "hf-sdpa" else 5.0
         facts = {"cgroup": setup.cgroup, "date": "2026-11-23", "budget_bytes": None}
         facts |= {name: common.machine_facts()[name] for name in ("commit", "cpu")}
-        return {"status": REFUSED, "reason": "no"} | facts if system.peer == "llamacpp" else figures(speed) | facts
+        return (
+            {"status": REFUSED, "reason": "no"} | facts
+            if system.peer == "llamacpp"
+            else figures(speed) | facts
+        )
 
     monkeypatch.setattr(door, "measure", run)
     monkeypatch.setattr(door, "measure_profile", lambda setup: measured.append("profile"))
     monkeypatch.setattr(door.Setup, "missing", lambda *_: None)
-    flags = ["--signed", "--cell", f"{OPT_TINY},8,4,none,8,8", "--systems", "ours-full", "hf-sdpa", "hf-eager"]
+    flags = [
+        "--signed",
+        "--cell",
+        f"{OPT_TINY},8,4,none,8,8",
+        "--systems",
+        "ours-full",
+        "hf-sdpa",
+        "hf-eager",
+    ]
     flags += ["--results", str(tmp_path), "--offload-dir", str(tmp_path / "o"), "--quiet-wait", "0"]
     monkeypatch.setattr(sys, "argv", ["sweep", *flags])
     for _ in range(2):
         assert door.main() == 0
     lines = Store(tmp_path / "signed.jsonl").lines
-    assert [line["repeat"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3] and {x["status"] for x in lines} == {OK}
-    assert [line["system"] for line in lines[:4]] == ["hf-sdpa", "hf-eager", "ours-full", "hf-eager"]
+    assert [line["repeat"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3] and {
+        x["status"] for x in lines
+    } == {OK}
+    assert [line["system"] for line in lines[:4]] == [
+        "hf-sdpa",
+        "hf-eager",
+        "ours-full",
+        "hf-eager",
+    ]
     written = (tmp_path / "signed.md").read_text()
     assert measured == ["profile", *[quality.MODEL] * 2] and "opt-tiny, 8 + 4, in RAM" in written
     assert "in the search only: 4 with 8 prompts; `hf-eager` made 5 with 8 prompts there" in written
@@ -305,5 +415,7 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     monkeypatch.setattr(sys, "argv", [*given, "--repeats", "0", "--again"])
     assert door.main() == 0 and measured[-2:] == [quality.MODEL] * 2 and len(measured) == 4
     assert len(Store(tmp_path / "signed.jsonl").lines) == len(lines)
-    monkeypatch.setattr(sys, "argv", [*given, "--systems", "llamacpp-bf16"])  # where all refuse there is no round
+    monkeypatch.setattr(
+        sys, "argv", [*given, "--systems", "llamacpp-bf16"]
+    )  # where all refuse there is no round
     assert door.main() == 0 and Store(tmp_path / "signed.jsonl").lines[-1]["status"] == REFUSED

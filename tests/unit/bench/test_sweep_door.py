@@ -61,8 +61,13 @@ class _Timed:
         sweep._measure(SYSTEMS[0], Cell("m", 1, 2, "none", (1, 1)), Path(), 1, 0)
 
 
-def test_what_a_limit_ended_is_tried_again_with_a_higher_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [_Timed(tmp_path / "lines.jsonl", limit, monkeypatch).calls for limit in (5.0, 5.0, 3.0, 9.0, 9.0)]
+def test_what_a_limit_ended_is_tried_again_with_a_higher_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [
+        _Timed(tmp_path / "lines.jsonl", limit, monkeypatch).calls
+        for limit in (5.0, 5.0, 3.0, 9.0, 9.0)
+    ]
     assert calls == [1, 0, 0, 1, 0]
 
 
@@ -72,40 +77,62 @@ CELL = "facebook/opt-125m,16,4,none,2,2"
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--cell", "facebook/opt-125m,0,4,none,2,2"], ["--cell", "facebook/opt-125m,16,1,none,2,2"],
-        ["--cell", "facebook/opt-125m,16,4,none,4,2"], ["--cell", "facebook/opt-125m,16,4,much,2,2"],
-        ["--cell", "facebook/opt-125m,2046,4,none,2,2"], ["--cell", "nobody/none,16,4,none,2,2"],
-        ["--cell", "facebook/opt-125m,16"], ["--systems", "ours-h2o", "--cell", CELL],
+        ["--cell", "facebook/opt-125m,0,4,none,2,2"],
+        ["--cell", "facebook/opt-125m,16,1,none,2,2"],
+        ["--cell", "facebook/opt-125m,16,4,none,4,2"],
+        ["--cell", "facebook/opt-125m,16,4,much,2,2"],
+        ["--cell", "facebook/opt-125m,2046,4,none,2,2"],
+        ["--cell", "nobody/none,16,4,none,2,2"],
+        ["--cell", "facebook/opt-125m,16"],
+        ["--systems", "ours-h2o", "--cell", CELL],
         ["--cell", "facebook/opt-125m,16,4,none,2,6"],
-        ["--systems", "ours-h2o:2", "--cell", CELL], ["--systems", "ours-h2o:kv-budget=2", "--cell", CELL],
-        ["--systems", "ours-h2o:kv-budget", "--cell", CELL], ["--limit", "0", "--cell", CELL],
-        ["--quiet-wait", "-1", "--cell", CELL], ["--device-mem", "12XB", "--cell", CELL],
-        ["--systems", "ours-full@0", "--cell", CELL], ["--systems", "ours@4", "--cell", CELL],
-        ["--cell", "facebook/opt-125m:13,16,4,none,2,2"], ["--cell", "facebook/opt-125m:0,16,4,none,2,2"],
-        ["--cell", "opt-tiny:1,16,4,none,2,2"], ["--systems", "accelerate-disk@2", "--cell", CELL],
+        ["--systems", "ours-h2o:2", "--cell", CELL],
+        ["--systems", "ours-h2o:kv-budget=2", "--cell", CELL],
+        ["--systems", "ours-h2o:kv-budget", "--cell", CELL],
+        ["--limit", "0", "--cell", CELL],
+        ["--quiet-wait", "-1", "--cell", CELL],
+        ["--device-mem", "12XB", "--cell", CELL],
+        ["--systems", "ours-full@0", "--cell", CELL],
+        ["--systems", "ours@4", "--cell", CELL],
+        ["--cell", "facebook/opt-125m:13,16,4,none,2,2"],
+        ["--cell", "facebook/opt-125m:0,16,4,none,2,2"],
+        ["--cell", "opt-tiny:1,16,4,none,2,2"],
+        ["--systems", "accelerate-disk@2", "--cell", CELL],
         ["--name", "../x", "--cell", CELL],
     ],
-)  # fmt: skip
+)
 def test_wrong_use_is_one_line_before_anything_runs(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also where a cell before it is well."""
     monkeypatch.setattr(door, "measure", pytest.fail)
     well = [] if "--cell" not in flags or flags[-1] == CELL else ["--cell", CELL]
-    monkeypatch.setattr(sys, "argv", ["sweep", *flags[:1], *well[1:], *flags[1:], "--results", str(tmp_path / "r")])
+    monkeypatch.setattr(
+        sys, "argv", ["sweep", *flags[:1], *well[1:], *flags[1:], "--results", str(tmp_path / "r")]
+    )
     assert door.main() == 2
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and flags[0] in said.err
     assert said.out == "" and not (tmp_path / "r").exists()
 
 
-def test_the_model_of_several_cells_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_several_cells_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To check cells before any of them runs, and for the weights of each."""
-    read, find = [], door.find_model
-    monkeypatch.setattr(door, "find_model", lambda name, path: read.append(name) or find(name, path))
+    read = []
+    find = door.find_model
+    monkeypatch.setattr(
+        door, "find_model", lambda name, path: read.append(name) or find(name, path)
+    )
     folder = tmp_path / "model"
     shutil.copytree(OPT_TINY, folder)
-    args = door._parse(["--cell", f"{folder},8,4,none,2,2", f"{folder},4,4,third,2,2", "--results", str(tmp_path)])
+    args = door._parse(
+        ["--cell", f"{folder},8,4,none,2,2", f"{folder},4,4,third,2,2", "--results", str(tmp_path)]
+    )
     setup = Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0)
     weights = {door._model_folder(cell.model, setup) for cell, _ in door._cells(args)}
     assert len(weights) == 1 and read == [str(folder)]
@@ -114,18 +141,24 @@ def test_the_model_of_several_cells_is_read_once(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("script", "status", "reason"),
     [
-        ("true", FAILED, "printed no figures"), ("printf '\\377\\n'", FAILED, "printed no figures"),
+        ("true", FAILED, "printed no figures"),
+        ("printf '\\377\\n'", FAILED, "printed no figures"),
         ("echo '{\"tokens_per_s\": 1}'; echo why >&2", FAILED, "printed no figures; why"),
-        ("kill -9 $$", DOES_NOT_FIT, "killed: no memory left"), ("sleep 60 & sleep 60", TIMEOUT, "not done after 2 s"),
+        ("kill -9 $$", DOES_NOT_FIT, "killed: no memory left"),
+        ("sleep 60 & sleep 60", TIMEOUT, "not done after 2 s"),
     ],
-)  # fmt: skip
-def test_a_peer_that_breaks_is_a_line(script: str, status: str, reason: str, tmp_path: Path) -> None:
+)
+def test_a_peer_that_breaks_is_a_line(
+    script: str, status: str, reason: str, tmp_path: Path
+) -> None:
     python = tmp_path / "peers" / "hf" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/bash\n{script}\n")
     python.chmod(0o755)
     setup = Setup(tmp_path / "peers", tmp_path, 1, 2.0 if status == TIMEOUT else 30.0, 0.0)
-    line = measure(setup, System("hf", "sdpa", ("ram",)), Cell("m", 8, 4, "none", (1, 1)), OPT_TINY, 1)
+    line = measure(
+        setup, System("hf", "sdpa", ("ram",)), Cell("m", 8, 4, "none", (1, 1)), OPT_TINY, 1
+    )
     assert (line["status"], line["reason"]) == (status, reason)
 
 
@@ -136,7 +169,14 @@ def test_a_system_of_another_kind_is_named(
     monkeypatch.setattr(door, "measure", pytest.fail)
     asked = {"none": "accelerate-disk", "third": "hf-eager"}
     for budget, name in asked.items():
-        flags = ["--cell", f"facebook/opt-125m,16,4,{budget},2,2", "--systems", name, "--results", str(tmp_path)]
+        flags = [
+            "--cell",
+            f"facebook/opt-125m,16,4,{budget},2,2",
+            "--systems",
+            name,
+            "--results",
+            str(tmp_path),
+        ]
         monkeypatch.setattr(sys, "argv", ["sweep", *flags])
         assert door.main() == 2
     said = capsys.readouterr().err
@@ -154,12 +194,19 @@ def test_half_an_environment_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statuses", "code"),
     [
-        ([REFUSED, REFUSED], 0), ([FAILED, OK], 0), ([FAILED, REFUSED], 1), ([TIMEOUT, DOES_NOT_FIT], 1),
+        ([REFUSED, REFUSED], 0),
+        ([FAILED, OK], 0),
+        ([FAILED, REFUSED], 1),
+        ([TIMEOUT, DOES_NOT_FIT], 1),
         ([DOES_NOT_FIT, REFUSED], 3),
     ],
-)  # fmt: skip
+)
 def test_a_cell_without_a_figure_has_an_exit_code(
-    statuses: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    statuses: list[str],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """That all refuse is an answer; a line says why there is none."""
     by_name = dict(zip(("ours-full", "ours-h2o:0.1"), statuses, strict=True))
@@ -182,9 +229,10 @@ def test_a_cell_without_a_figure_has_an_exit_code(
 def test_rows_that_are_given_are_not_searched_for(
     seconds: float, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounds in turn, the order turned each time, of what gave a figure in the first; none is begun that would take
-    longer than there is time."""
-    now, seen = [0.0], list[tuple[str, int]]()
+    """Rounds in turn, the order turned each time, of what gave a figure in the first; none is begun
+    that would take longer than there is time."""
+    now = [0.0]
+    seen = list[tuple[str, int]]()
 
     def run(setup: Setup, system: System, cell: Cell, folder: Path, rows: int) -> Line:
         now[0] += 5.0
@@ -208,26 +256,42 @@ def test_what_was_carried_along_is_found_by_ours(monkeypatch: pytest.MonkeyPatch
     """A peer has an environment of its own."""
     monkeypatch.setenv("PYTHONPATH", "/tmp/site")
     setup = Setup(Path(), Path(), 1, 1.0, 0.0)
-    ours, peer = (environment_of(setup, system)[0] for system in (SYSTEMS[0], System("hf", "sdpa", ("ram",))))
-    assert ours["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/tmp/site"] and "PYTHONPATH" not in peer
+    ours, peer = (
+        environment_of(setup, system)[0] for system in (SYSTEMS[0], System("hf", "sdpa", ("ram",)))
+    )
+    assert (
+        ours["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/tmp/site"]
+        and "PYTHONPATH" not in peer
+    )
 
 
 def test_settings_of_peers_are_those_of_the_machine_or_of_its_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup, cell = Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0), Cell("m", 8, 4, "none", (1, 1))
+    setup = Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0)
+    cell = Cell("m", 8, 4, "none", (1, 1))
 
     def settings(peer: str, cpu: str) -> dict[str, int] | None:
         monkeypatch.setattr("bench.sweep.runner.cpu_name", lambda: cpu)
         command = command_of(setup, System(peer, "x", ("ram",)), cell, tmp_path, 1, None)
-        return json.loads(command[command.index("--settings") + 1]) if "--settings" in command else None
+        return (
+            json.loads(command[command.index("--settings") + 1])
+            if "--settings" in command
+            else None
+        )
 
     assert settings("hf", "AMD EPYC (25/1) with AVX2") == {"max_autotune": 1}
     assert settings("hf", "AMD EPYC (25/17) with AVX-512") == {"cpp_wrapper": 1}
     assert setup.settings("llamacpp") == {}  # tuned there, too: its defaults are best
     assert settings("openvino", "Intel (6/207) with AMX") == {"group": 0}
-    assert settings("hf", "Intel (6/63)") is settings("ctranslate2", "AMD EPYC (25/1) with AVX2") is None
-    assert replace(setup, device="cuda").settings("hf") == {}  # what is best on a CPU says nothing of a card
+    assert (
+        settings("hf", "Intel (6/63)")
+        is settings("ctranslate2", "AMD EPYC (25/1) with AVX2")
+        is None
+    )
+    assert (
+        replace(setup, device="cuda").settings("hf") == {}
+    )  # what is best on a CPU says nothing of a card
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/settings.json").write_text('{"freezing": 0}\n')  # as tune.py writes it
     assert settings("hf", "AMD EPYC (25/1) with AVX2") == settings("hf", "Intel") == {"freezing": 0}
@@ -239,7 +303,8 @@ def test_settings_of_peers_are_those_of_the_machine_or_of_its_kind(
 def test_a_peer_that_was_not_tuned_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup, cell = Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0), Cell(str(OPT_TINY), 8, 4, "none", (1, 1))
+    setup = Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0)
+    cell = Cell(str(OPT_TINY), 8, 4, "none", (1, 1))
     systems = tuple(System(peer, "x", ("ram",)) for peer in ("hf", "openvino", "ctranslate2"))
     monkeypatch.setattr(Setup, "missing", lambda self, system: None)
     monkeypatch.setattr(door, "search", lambda measure, first, last: [])  # no peer is run
@@ -249,7 +314,11 @@ def test_a_peer_that_was_not_tuned_is_named(
     def named(cpu: str) -> list[str]:
         monkeypatch.setattr("bench.sweep.runner.cpu_name", lambda: cpu)
         assert sweep.cell(cell, systems) == 0
-        return [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if "not tuned" in line]
+        return [
+            line.partition(":")[0]
+            for line in capsys.readouterr().out.splitlines()
+            if "not tuned" in line
+        ]
 
     assert named("Intel (6/63)") == ["hf", "openvino"]
     assert named("AMD EPYC (25/1) with AVX2") == named("Intel (6/207) with AMX") == []
@@ -260,25 +329,35 @@ def test_a_peer_that_was_not_tuned_is_named(
 
 def test_a_dtype_is_that_of_weights_commands_and_files(tmp_path: Path) -> None:
     asked = ["--cell", CELL]
-    names = [door._parse([*asked, *flags]).name for flags in ([], ["--dtype", "fp16"], ["--dtype", "fp32"])]
+    names = [
+        door._parse([*asked, *flags]).name
+        for flags in ([], ["--dtype", "fp16"], ["--dtype", "fp32"])
+    ]
     assert names == ["throughput", "throughput-fp16", "throughput-fp32"]
     setup = replace(Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0), dtype="fp16")
     folder = door._model_folder(str(OPT_TINY), setup)
     assert "-float16-" in folder.name
     command = command_of(setup, SYSTEMS[0], Cell("m", 8, 4, "none", (1, 1)), folder, 1, None)
     assert command[command.index("--dtype") + 1] == "fp16"
-    own = System("hf", "sdpa", ("ram",), dtype="fp32")  # computes in another dtype than the files have
+    own = System(
+        "hf", "sdpa", ("ram",), dtype="fp32"
+    )  # computes in another dtype than the files have
     command = command_of(setup, own, Cell("m", 8, 4, "none", (1, 1)), folder, 1, None)
-    assert command[command.index("--dtype") + 1] == "fp32" and command[command.index("--model-dir") + 1] == str(folder)
+    assert command[command.index("--dtype") + 1] == "fp32" and command[
+        command.index("--model-dir") + 1
+    ] == str(folder)
 
 
 def test_what_a_sweep_has_started_ends_with_it(tmp_path: Path) -> None:
     """Also where SIGKILL ends it: nothing runs beside the same sweep, begun again."""
     file = tmp_path / "pid"
     code = (
-        f"from bench.common import run_limited; run_limited(['sh', '-c', 'echo $$ > {file}; exec sleep 60'], {{}}, 60)"
+        f"from bench.common import run_limited; run_limited(['sh', '-c', 'echo $$ > {file}; "
+        "exec sleep 60'], {}, 60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}) as sweep:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as sweep:
         while not (file.exists() and file.read_text().endswith("\n")):
             assert sweep.poll() is None
             time.sleep(0.01)

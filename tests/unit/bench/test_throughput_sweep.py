@@ -1,4 +1,5 @@
-"""The throughput sweep: search for the best batch, going on where it was stopped, tables, and the face of a system."""
+"""The throughput sweep: search for the best batch, going on where it was stopped, tables, and the
+face of a system."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from flexgen_h2o.core.errors import UsageError
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
-from contract import DoesNotFitError, Meter, RefusedError, Request, check_length, kv_and_work_bytes, phases, read_rows
+from contract import (
+    DoesNotFitError,
+    Meter,
+    RefusedError,
+    Request,
+    check_length,
+    kv_and_work_bytes,
+    phases,
+    read_rows,
+)
 
 from bench.sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
 from bench.sweep.search import best_rows, search
@@ -56,7 +66,11 @@ def by_rows(rates: dict[int, float], otherwise: str = DOES_NOT_FIT) -> Callable[
     [
         ({4: 1.0, 8: 2.0, 16: 3.0, 32: 4.0}, [4, 8, 16, 32], 32),  # the last that is allowed
         ({4: 1.0, 8: 2.0, 16: 2.01, 32: 2.02, 64: 9.0}, [4, 8, 16, 32], 32),  # two misses end it
-        ({4: 1.0, 8: 0.5, 16: 3.0, 32: 2.0}, [4, 8, 16, 32], 16),  # one miss may be a neighbour's doing
+        (
+            {4: 1.0, 8: 0.5, 16: 3.0, 32: 2.0},
+            [4, 8, 16, 32],
+            16,
+        ),  # one miss may be a neighbour's doing
         ({4: 1.0, 8: 2.0}, [4, 8, 16, 12, 10, 9], 8),  # 16 do not fit, nor what is between
         ({4: 1.0, 8: 2.0, 12: 3.0}, [4, 8, 16, 12, 14, 13], 12),
         ({4: 1.0, 8: 2.0, 12: 3.0, 14: 2.5, 15: 2.4}, [4, 8, 16, 12, 14, 15], 12),
@@ -72,7 +86,11 @@ def test_the_search_doubles_until_nothing_is_gained(
     lines = search(by_rows(rates), 4, 32)
     assert [line["rows"] for line in lines] == tried
     assert best_rows(lines) == best
-    over = {"status": OVER, "rows": 99, "tokens_per_s": 99.0}  # counts only where nothing is within the budget
+    over = {
+        "status": OVER,
+        "rows": 99,
+        "tokens_per_s": 99.0,
+    }  # counts only where nothing is within the budget
     assert best_rows([*lines, over]) == (best or 99)
 
 
@@ -98,12 +116,17 @@ def test_a_sweep_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"system": "half a li')
     then = Store(path)
-    assert then.find(key()) == first.lines[0] and path.read_text().endswith("half a li")  # who reads leaves it
+    assert then.find(key()) == first.lines[0] and path.read_text().endswith(
+        "half a li"
+    )  # who reads leaves it
     assert then.find(key(repeat=1)) is None
     assert then.find(key(rows=16)) is None  # another version may run it
     with claimed(path):
         then.add(key(rows=32), figures(6.0))
-        with pytest.raises(UsageError, match="another sweep"), claimed(path):  # of the file that was cut
+        with (
+            pytest.raises(UsageError, match="another sweep"),
+            claimed(path),
+        ):  # of the file that was cut
             pass
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 3
 
@@ -128,7 +151,10 @@ def test_of_two_sweeps_one_writes(tmp_path: Path) -> None:
         Store(path).add(key(), figures(5.0))
     with claimed(path):
         assert len(Store(path).lines) == 1
-    with pytest.raises(UsageError, match=r"--results .*jsonl: cannot be written to"), claimed(path / "x"):
+    with (
+        pytest.raises(UsageError, match=r"--results .*jsonl: cannot be written to"),
+        claimed(path / "x"),
+    ):
         pass
 
 
@@ -145,7 +171,10 @@ def test_again_measures_anew_but_only_once(tmp_path: Path) -> None:
 def test_the_table_takes_the_median_of_the_repeats() -> None:
     lines = [vars(key()) | figures(99.0)]  # of the search: not counted once there are repeats
     lines += [vars(key(repeat=i)) | figures(rate) for i, rate in enumerate((4.0, 5.0, 9.0), 1)]
-    lines += [vars(key("hf-sdpa", 4)) | figures(2.5), vars(key("other")) | {"status": FAILED, "reason": "a | b"}]
+    lines += [
+        vars(key("hf-sdpa", 4)) | figures(2.5),
+        vars(key("other")) | {"status": FAILED, "reason": "a | b"},
+    ]
     rows = rows_of(lines)
     assert [row.system for row in rows] == ["ours-full", "hf-sdpa", "other"]
     assert [row.tokens_per_s for row in rows] == pytest.approx([5.0, 2.5, 0.0])
@@ -172,9 +201,16 @@ def test_a_budget_may_be_a_third_of_the_weights() -> None:
 
 def request(tmp_path: Path, **other: Any) -> Request:
     values = {
-        "variant": "full", "model_dir": OPT_TINY, "prompt_len": 6, "gen_len": 3, "rows": 4, "budget": None,
-        "dtype": "fp32", "offload_dir": tmp_path, "threads": 1,
-    }  # fmt: skip
+        "variant": "full",
+        "model_dir": OPT_TINY,
+        "prompt_len": 6,
+        "gen_len": 3,
+        "rows": 4,
+        "budget": None,
+        "dtype": "fp32",
+        "offload_dir": tmp_path,
+        "threads": 1,
+    }
     return Request(**(values | other))
 
 
@@ -191,21 +227,36 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
     assert len(layers) == request(tmp_path).config["num_hidden_layers"]
     layer = 2 * sum(t.end - t.start for t in layers[0])  # bf16 in the file, fp32 in memory
     module = accelerate.module_bytes(request(tmp_path), layers)
-    assert layer / 4 < module < layer / 2  # a matrix of the MLP: a third of the layer, whose vectors are small
-    ends, beside = accelerate._in_memory(outside, request(tmp_path)), sum(kv_and_work_bytes(request(tmp_path)))
+    assert (
+        layer / 4 < module < layer / 2
+    )  # a matrix of the MLP: a third of the layer, whose vectors are small
+    ends = accelerate._in_memory(outside, request(tmp_path))
+    beside = sum(kv_and_work_bytes(request(tmp_path)))
     budget = ends + layer + module + beside
-    kept = [accelerate.resident_layers(request(tmp_path, budget=budget, rows=rows), layers, outside) for rows in (4, 3)]
+    kept = [
+        accelerate.resident_layers(request(tmp_path, budget=budget, rows=rows), layers, outside)
+        for rows in (4, 3)
+    ]
     assert kept[0] == (1, True) and kept[1][0] >= 1
     little = {"budget": beside + module - 1}
-    assert accelerate.resident_layers(request(tmp_path, room=budget, **little), layers, outside) == (0, True)
-    table = accelerate._in_memory([t for t in outside if "embed_tokens" in t.name], request(tmp_path))
+    assert accelerate.resident_layers(
+        request(tmp_path, room=budget, **little), layers, outside
+    ) == (0, True)
+    table = accelerate._in_memory(
+        [t for t in outside if "embed_tokens" in t.name], request(tmp_path)
+    )
     least = beside + max(module, table)
-    assert accelerate.resident_layers(request(tmp_path, budget=least), layers, outside) == (0, False)
+    assert accelerate.resident_layers(request(tmp_path, budget=least), layers, outside) == (
+        0,
+        False,
+    )
     with pytest.raises(accelerate.DoesNotFitError, match="4 rows need 1 bytes more"):
         accelerate.resident_layers(request(tmp_path, budget=least - 1), layers, outside)
     in_bf16 = request(tmp_path, dtype="bf16")
     assert accelerate._in_memory(outside, in_bf16) == ends / 2
-    packed = sum(kv_and_work_bytes(in_bf16)) + max(module, table)  # mapped, and packed for the product
+    packed = sum(kv_and_work_bytes(in_bf16)) + max(
+        module, table
+    )  # mapped, and packed for the product
     assert accelerate.resident_layers(replace(in_bf16, budget=packed), layers, outside)[0] == 0
     with pytest.raises(accelerate.DoesNotFitError, match="4 rows need 1 bytes more"):
         accelerate.resident_layers(replace(in_bf16, budget=packed - 1), layers, outside)
@@ -216,7 +267,9 @@ def test_accelerate_places_every_module_of_a_family(family: str, tmp_path: Path)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 32}
-    wide = {"ffn_dim": 32, "word_embed_proj_dim": 16} if family == "opt" else {"intermediate_size": 32}
+    wide = (
+        {"ffn_dim": 32, "word_embed_proj_dim": 16} if family == "opt" else {"intermediate_size": 32}
+    )
     config = AutoConfig.for_model(family, **small, **wide)
     config.save_pretrained(tmp_path)
     accelerate = load("accelerate/run.py")
@@ -229,18 +282,26 @@ def test_accelerate_places_every_module_of_a_family(family: str, tmp_path: Path)
     assert [place for place in places.values() if place == "disk"] == ["disk"] * 2
     on_disk = {
         name
-        for name, place in accelerate._device_map(request(tmp_path, model_dir=tmp_path), 0, False).items()
+        for name, place in accelerate._device_map(
+            request(tmp_path, model_dir=tmp_path), 0, False
+        ).items()
         if place == "disk"
     }
-    words = [name for name, _ in model.named_modules() if name.endswith(("embed_tokens", "embed_in"))]
+    words = [
+        name for name, _ in model.named_modules() if name.endswith(("embed_tokens", "embed_in"))
+    ]
     assert on_disk >= {*words, "lm_head", "embed_out"} and len(on_disk) == len(words) + 2 + 3
 
 
 def test_kv_of_grouped_heads_is_narrower(tmp_path: Path) -> None:
     config = {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "intermediate_size": 96, "vocab_size": 50,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 50,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = request(tmp_path, model_dir=tmp_path, dtype="bf16")
     assert kv_and_work_bytes(asked)[0] == 2 * 2 * (2 * 8) * 2 * 4 * (6 + 3)
@@ -267,7 +328,9 @@ def test_prompts_are_where_the_model_computes(tmp_path: Path) -> None:
     class Model:
         device = torch.device("meta")
 
-        def generate(self, ids: torch.Tensor, generation_config: Any, stopping_criteria: Any, **_: Any) -> torch.Tensor:
+        def generate(
+            self, ids: torch.Tensor, generation_config: Any, stopping_criteria: Any, **_: Any
+        ) -> torch.Tensor:
             seen.append(str(ids.device))
             for _ in range(generation_config.max_new_tokens):
                 ids = torch.cat([ids, ids[:, :1]], dim=1)
@@ -281,10 +344,22 @@ def test_prompts_are_where_the_model_computes(tmp_path: Path) -> None:
 def test_flexgen_flags_and_log(tmp_path: Path) -> None:
     flexgen = load("flexgen/run.py")
     flags = flexgen.published_flags(request(tmp_path, rows=144), 30e9)
-    assert flags[:9] == ["--gpu-batch-size", "48", "--num-gpu-batches", "3", "--percent", "20", "80", "0", "100"]
+    assert flags[:9] == [
+        "--gpu-batch-size",
+        "48",
+        "--num-gpu-batches",
+        "3",
+        "--percent",
+        "20",
+        "80",
+        "0",
+        "100",
+    ]
     log = "prefill latency: 2.000 s\tprefill throughput: 1.0 token/s\ndecode latency: 6.000 s"
     assert flexgen.read_log(log, 4, 4)["tokens_per_s"] == 2.0
-    assert flexgen.flexgen_name({"hidden_size": 7168, "num_hidden_layers": 48}) == "facebook/opt-30b"
+    assert (
+        flexgen.flexgen_name({"hidden_size": 7168, "num_hidden_layers": 48}) == "facebook/opt-30b"
+    )
     with pytest.raises(flexgen.RefusedError, match="width 64 with 2 layers"):
         flexgen.flexgen_name({"hidden_size": 64, "num_hidden_layers": 2})
     with pytest.raises(flexgen.RefusedError, match="published needs cuda"):
@@ -293,13 +368,21 @@ def test_flexgen_flags_and_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("peer", "dtypes"), [("llamacpp", "bf16"), ("vllm", "bf16, fp32")])
 def test_a_dtype_that_a_peer_is_not_measured_in_is_refused_in_a_line(
-    peer: str, dtypes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    peer: str,
+    dtypes: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before the peer itself is imported."""
     path = ROOT / "bench" / "baselines" / peer / "run.py"
     flags = ["--prompt-len", "6", "--gen-len", "3", "--rows", "1", "--dtype", "fp16"]
     monkeypatch.setattr(os, "environ", dict(os.environ))  # vLLM's is changed
-    monkeypatch.setattr(sys, "argv", [str(path), *flags, "--model-dir", str(OPT_TINY), "--offload-dir", str(tmp_path)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [str(path), *flags, "--model-dir", str(OPT_TINY), "--offload-dir", str(tmp_path)],
+    )
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(path), run_name="__main__")
     assert stop.value.code == 2
@@ -314,16 +397,32 @@ def test_fp16_is_for_a_card_where_a_processor_is_not_measured_in_it(tmp_path: Pa
     for dtype in ("fp16", "bf16", "fp32"):
         asked = request(tmp_path, variant="cpu", device="cuda", dtype=dtype)
         config = deepspeed.zero_config(asked, deepspeed.SETTINGS, 1000, tmp_path)
-        assert [name for name in ("bf16", "fp16") if config[name]["enabled"]] == [dtype] * (dtype != "fp32")
+        assert [name for name in ("bf16", "fp16") if config[name]["enabled"]] == [dtype] * (
+            dtype != "fp32"
+        )
 
 
 @pytest.mark.slow
 def test_ours_shows_the_face_of_a_system(tmp_path: Path) -> None:
     command = [
-        sys.executable, str(ROOT / "bench/baselines/ours/run.py"), "--model-dir", str(OPT_TINY), "--prompt-len", "6",
-        "--gen-len", "3", "--rows", "4", "--dtype", "fp32", "--offload-dir", str(tmp_path), "--json",
-        "--variant", "paper-policy",
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "bench/baselines/ours/run.py"),
+        "--model-dir",
+        str(OPT_TINY),
+        "--prompt-len",
+        "6",
+        "--gen-len",
+        "3",
+        "--rows",
+        "4",
+        "--dtype",
+        "fp32",
+        "--offload-dir",
+        str(tmp_path),
+        "--json",
+        "--variant",
+        "paper-policy",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -351,7 +450,12 @@ def test_ours_says_why_not(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError, match="flex_opt: "):
         ours.measure(request(tmp_path, budget=1000, threads=torch.get_num_threads()), Meter(0))
     assert ours.variant_flags("h2o-4bit:0.2")[:4] == ["--policy", "auto", "--hh-ratio", "0.2"]
-    assert ours.variant_flags("h2o-8bit:kv-budget=0.2")[:4] == ["--policy", "auto", "--kv-budget", "0.2"]
+    assert ours.variant_flags("h2o-8bit:kv-budget=0.2")[:4] == [
+        "--policy",
+        "auto",
+        "--kv-budget",
+        "0.2",
+    ]
     for variant in ("h2o", "full:0.1", "h2o-3bit:0.1"):
         with pytest.raises(ours.RefusedError, match="--variant"):
             ours.variant_flags(variant)
@@ -361,20 +465,36 @@ def test_ours_says_why_not(tmp_path: Path) -> None:
 def test_the_quick_sweep_runs(tmp_path: Path) -> None:
     """With the peers that are installed here; of the others it says how to install them."""
     environment = os.environ | {"PYTHON": sys.executable}
-    command = ["bash", str(ROOT / "bench/throughput_sweep.sh"), "--quick", "--results", str(tmp_path / "results")]
+    command = [
+        "bash",
+        str(ROOT / "bench/throughput_sweep.sh"),
+        "--quick",
+        "--results",
+        str(tmp_path / "results"),
+    ]
     command += ["--offload-dir", str(tmp_path / "offload")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "results" / "throughput.jsonl").read_text().splitlines()]
-    assert {line["status"] for line in lines if line["system"] in ("ours-full", "ours-h2o:0.1")} == {OK}
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "results" / "throughput.jsonl").read_text().splitlines()
+    ]
+    assert {
+        line["status"] for line in lines if line["system"] in ("ours-full", "ours-h2o:0.1")
+    } == {OK}
     assert not [line for line in lines if line["status"] == FAILED]
-    missing = {line.split("bash ")[1] for line in done.stdout.splitlines() if ": skipped, not installed" in line}
+    missing = {
+        line.split("bash ")[1]
+        for line in done.stdout.splitlines()
+        if ": skipped, not installed" in line
+    }
     assert all((ROOT / path).exists() for path in missing)
     assert "| ours-full |" in (tmp_path / "results" / "throughput.md").read_text()
 
 
 def test_what_malloc_has_kept_goes_back_to_the_kernel() -> None:
-    """In a process of its own, under glibc: the last block keeps the heap from shrinking by itself."""
+    """In a process of its own, under glibc: the last block keeps the heap from shrinking by
+    itself."""
     code = f"""
 import ctypes, sys
 from pathlib import Path
@@ -391,24 +511,33 @@ for block in blocks[:-1]:
 kept = held()
 release_freed()
 print(kept - held())
-"""
+"""  # noqa: E501
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) > 80_000  # KiB of 97,656
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (None, "not prompts and continuations"), ("[", "not prompts and continuations"),
-        ({"prompts": [[5]]}, "KeyError"), ({"prompts": 5, "continuations": 5}, "TypeError"),
+        (None, "not prompts and continuations"),
+        ("[", "not prompts and continuations"),
+        ({"prompts": [[5]]}, "KeyError"),
+        ({"prompts": 5, "continuations": 5}, "TypeError"),
         ({"prompts": [[5], [5, 6]], "continuations": [[5], [5]]}, "each as long"),
-        ({"prompts": [[5], [6]], "continuations": [[5]]}, "as many"), ({"prompts": [], "continuations": []}, "each as"),
-        ({"prompts": [[]], "continuations": [[5]]}, "each"), ({"prompts": [["5"]], "continuations": [[5]]}, "numbers"),
+        ({"prompts": [[5], [6]], "continuations": [[5]]}, "as many"),
+        ({"prompts": [], "continuations": []}, "each as"),
+        ({"prompts": [[]], "continuations": [[5]]}, "each"),
+        ({"prompts": [["5"]], "continuations": [[5]]}, "numbers"),
         ({"prompts": [[9999]], "continuations": [[5]]}, "from 0 to 2047"),
-        ({"prompts": [[5] * 1000], "continuations": [[5] * 26]}, "1026 tokens a row, and the model has 1024"),
+        (
+            {"prompts": [[5] * 1000], "continuations": [[5] * 26]},
+            "1026 tokens a row, and the model has 1024",
+        ),
     ],
-)  # fmt: skip
+)
 def test_rows_to_score_are_checked(given: object, said: str, tmp_path: Path) -> None:
     path = tmp_path / "given.json"
     if given is not None:
@@ -420,5 +549,7 @@ def test_rows_to_score_are_checked(given: object, said: str, tmp_path: Path) -> 
 def test_rows_beyond_the_positions_are_refused(tmp_path: Path) -> None:
     config = request(tmp_path).config
     check_length("--gen-len 25", 1025, config)  # the last token is not fed
-    with pytest.raises(RefusedError, match="--gen-len 26: 1026 tokens a row, and the model has 1024 positions"):
+    with pytest.raises(
+        RefusedError, match="--gen-len 26: 1026 tokens a row, and the model has 1024 positions"
+    ):
         check_length("--gen-len 26", 1026, config)

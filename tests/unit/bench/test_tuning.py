@@ -38,12 +38,18 @@ def test_the_best_of_each_knob_is_kept_for_the_next(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run() == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+    ]
     assert rows[0] == ["small", "large", *tune.COLUMNS]
     assert [row[:3] for row in rows[2:]] == [
-        ["1", "7", "7.0"], ["2", "7", "7.0"], ["3", "7", "exit code 1: no such thing"], ["2", "5", "7.0"],
+        ["1", "7", "7.0"],
+        ["2", "7", "7.0"],
+        ["3", "7", "exit code 1: no such thing"],
+        ["2", "5", "7.0"],
         ["2", "8", "7.0"],
-    ]  # fmt: skip
+    ]
     assert {len(row) for row in rows} == {6}
     assert json.loads((tmp_path / "best.json").read_text()) == {"small": 2, "large": 8}
 
@@ -71,21 +77,42 @@ def test_tuning_starts_from_the_defaults(peer: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "code", "said"),
     [
-        ('{"small": 2}', 0, ""), ('{"small": 0}', 2, "small is from 1 to 1048576, not 0"),
-        ('{"is_on": 2}', 2, "is_on is from 0 to 1, not 2"), ('{"large": 10000000}', 2, "large is from 1"),
+        ('{"small": 2}', 0, ""),
+        ('{"small": 0}', 2, "small is from 1 to 1048576, not 0"),
+        ('{"is_on": 2}', 2, "is_on is from 0 to 1, not 2"),
+        ('{"large": 10000000}', 2, "large is from 1"),
         ('{"smal": 2}', 2, "--settings: no smal; the names are small, large, is_on"),
-        ("[1]", 2, "--settings: [1]: not a JSON object"), ('{"small": -1}', 2, "whole numbers from 0"),
-        ('{"small": "2"}', 2, "whole numbers from 0"), ("{small: 2}", 2, "not a JSON object"),
+        ("[1]", 2, "--settings: [1]: not a JSON object"),
+        ('{"small": -1}', 2, "whole numbers from 0"),
+        ('{"small": "2"}', 2, "whole numbers from 0"),
+        ("{small: 2}", 2, "not a JSON object"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_that_a_peer_has_not_is_refused(
-    settings: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings: str,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = ["--model-dir", str(OPT_TINY), "--prompt-len", "4", "--gen-len", "2", "--rows", "1", "--offload-dir", "x"]
+    flags = [
+        "--model-dir",
+        str(OPT_TINY),
+        "--prompt-len",
+        "4",
+        "--gen-len",
+        "2",
+        "--rows",
+        "1",
+        "--offload-dir",
+        "x",
+    ]
     monkeypatch.setattr(sys, "argv", ["run.py", *flags, "--settings", settings])
     try:
         defaults = {"small": 1, "large": 5, "is_on": 0}
-        got = contract.main(lambda request, _: request.chosen(defaults, ("is_on",)), ["only"], [], "json")
+        got = contract.main(
+            lambda request, _: request.chosen(defaults, ("is_on",)), ["only"], [], "json"
+        )
     except SystemExit as stop:
         got = int(str(stop.code))
     out, err = capsys.readouterr()

@@ -20,9 +20,14 @@ from flexgen_h2o.models import spec_from_config
 @pytest.fixture
 def config() -> OPTConfig:
     return OPTConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=2, ffn_dim=32, max_position_embeddings=24,
-        num_attention_heads=2, word_embed_proj_dim=16,
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        ffn_dim=32,
+        max_position_embeddings=24,
+        num_attention_heads=2,
+        word_embed_proj_dim=16,
+    )
 
 
 @pytest.fixture
@@ -38,7 +43,11 @@ def model(config: OPTConfig) -> OPTForCausalLM:
 @pytest.fixture
 def weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Random float32 tensors for every name of `spec`."""
-    return {t.name: torch.randn(t.shape) for unit in spec.layers(sep_layer=False).units for t in unit.tensors}
+    return {
+        t.name: torch.randn(t.shape)
+        for unit in spec.layers(sep_layer=False).units
+        for t in unit.tensors
+    }
 
 
 @pytest.fixture
@@ -69,7 +78,9 @@ def names_in() -> Callable[[Path], list[str]]:
     """Everything below a folder, hidden files too: what a failure must leave empty."""
 
     def names(folder: Path) -> list[str]:
-        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+        return sorted(
+            str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()
+        )
 
     return names
 

@@ -61,13 +61,17 @@ def test_a_full_disk_names_the_flag(tmp_path: Path, names_in) -> None:
     says = rf"--offload-dir {tmp_path}: made: needs 10 B, .* are free"
     with pytest.raises(DoesNotFitError, match=says), building(tmp_path / "made", nbytes=10):
         raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(DoesNotFitError, match="--offload-dir"), building(tmp_path / "made", nbytes=2**60):
+    with (
+        pytest.raises(DoesNotFitError, match="--offload-dir"),
+        building(tmp_path / "made", nbytes=2**60),
+    ):
         pytest.fail("must not be reached")
     assert names_in(tmp_path) == []
 
 
 def test_what_is_in_the_way(tmp_path: Path) -> None:
-    """A file as the folder or its parent, a link to nowhere or to an empty folder: no folder can be renamed onto it."""
+    """A file as the folder or its parent, a link to nowhere or to an empty folder: no folder can be
+    renamed onto it."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--offload-dir .*file/sub: cannot be written to"):
         build(tmp_path / "file" / "sub" / "made")
@@ -82,7 +86,9 @@ def test_what_is_in_the_way(tmp_path: Path) -> None:
 def test_two_processes_build_once(tmp_path: Path, names_in) -> None:
     context = multiprocessing.get_context("fork")
     log = tmp_path / "log"
-    workers = [context.Process(target=count_builds, args=(tmp_path / "p" / "made", log)) for _ in range(3)]
+    workers = [
+        context.Process(target=count_builds, args=(tmp_path / "p" / "made", log)) for _ in range(3)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -93,7 +99,8 @@ def test_two_processes_build_once(tmp_path: Path, names_in) -> None:
 
 
 def test_a_failing_builder_hands_over(tmp_path: Path) -> None:
-    inside, leave = threading.Event(), threading.Event()
+    inside = threading.Event()
+    leave = threading.Event()
 
     def fail() -> None:
         with contextlib.suppress(ValueError), building(tmp_path / "made"):
@@ -136,7 +143,8 @@ def test_a_living_builders_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_a_user_calls_as_we_do_is_not_removed(tmp_path: Path) -> None:
-    theirs, lock = tmp_path / ".made.flexgen-building", tmp_path / ".made.flexgen-lock"
+    theirs = tmp_path / ".made.flexgen-building"
+    lock = tmp_path / ".made.flexgen-lock"
     theirs.mkdir()
     for file in (theirs / "thesis.txt", lock):
         file.write_text("mine")

@@ -1,4 +1,5 @@
-"""A .bin checkpoint becomes a full safetensors folder once; damaged and malicious files are refused by name."""
+"""A .bin checkpoint becomes a full safetensors folder once; damaged and malicious files are refused
+by name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from flexgen_h2o.checkpoint import bin_import, import_bin, read_index
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.files import MARK
 
-BIN, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+BIN = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
 SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
 
 
@@ -41,7 +43,9 @@ def save_sharded(state: dict[str, torch.Tensor], folder: Path) -> None:
 
 def same(folder: Path, state: dict[str, torch.Tensor], read) -> bool:
     stored = read_index(folder)
-    return stored.keys() == state.keys() and all(torch.equal(read(stored[n]), t) for n, t in state.items())
+    return stored.keys() == state.keys() and all(
+        torch.equal(read(stored[n]), t) for n, t in state.items()
+    )
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -60,7 +64,9 @@ def test_sharded(source: Path, cache: Path, weights, read) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
 def test_dtypes_are_kept(source: Path, cache: Path, dtype: torch.dtype) -> None:
     tensor = torch.randn(5, 3).to(dtype)
-    torch.save({"t": tensor, "scalar": tensor[0, 0].clone(), "empty": tensor[:0].clone()}, source / BIN)
+    torch.save(
+        {"t": tensor, "scalar": tensor[0, 0].clone(), "empty": tensor[:0].clone()}, source / BIN
+    )
     stored = read_index(import_bin(source, cache))
     data = stored["t"].path.read_bytes()[stored["t"].offset :][: stored["t"].nbytes]
     assert data == bytes(tensor.view(torch.uint8).numpy().data)
@@ -75,7 +81,9 @@ def test_views_become_tensors_of_their_own(source: Path, cache: Path, read) -> N
 
 
 @pytest.mark.parametrize("order", [("first", "second"), ("second", "first")])
-def test_tied_tensors_are_written_once_and_found_by_both_names(source: Path, cache: Path, read, order) -> None:
+def test_tied_tensors_are_written_once_and_found_by_both_names(
+    source: Path, cache: Path, read, order
+) -> None:
     tied = torch.randn(64, 64)
     torch.save({order[0]: tied, order[1]: tied, "copy": tied.clone()}, source / BIN)
     made = import_bin(source, cache)
@@ -93,13 +101,21 @@ def test_a_full_folder_that_transformers_opens(source: Path, cache: Path, model,
     torch.save(model.state_dict(), source / BIN)
     made = import_bin(source, cache)
     assert names_in(made) == [
-        MARK, "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"
-    ]  # fmt: skip
+        MARK,
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
     again = AutoModelForCausalLM.from_pretrained(made)
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items()
+    )
 
 
-def test_second_call_returns_at_once_and_a_change_is_seen(source: Path, cache: Path, weights, monkeypatch) -> None:
+def test_second_call_returns_at_once_and_a_change_is_seen(
+    source: Path, cache: Path, weights, monkeypatch
+) -> None:
     torch.save(weights, source / BIN)
     made = import_bin(source, cache)
     with monkeypatch.context() as patch:
@@ -109,7 +125,9 @@ def test_second_call_returns_at_once_and_a_change_is_seen(source: Path, cache: P
     assert import_bin(source, cache) != made
 
 
-def test_files_that_are_not_the_models_do_not_count(source: Path, cache: Path, weights, names_in) -> None:
+def test_files_that_are_not_the_models_do_not_count(
+    source: Path, cache: Path, weights, names_in
+) -> None:
     torch.save(weights, source / BIN)
     (source / "generation_config.json").write_text("{}")
     made = import_bin(source, cache)
@@ -121,13 +139,24 @@ def test_files_that_are_not_the_models_do_not_count(source: Path, cache: Path, w
 @pytest.mark.parametrize(
     ("tensor", "says"),
     [
-        (torch.zeros(1).expand(2**34), f"tensor 't' of shape .* takes {2**36} bytes, and the file has 4 of it"),
-        (torch.zeros(8).as_strided((2**20, 8), (0, 1)), "tensor 't' of shape .* and the file has 32 of it"),
-        (torch.empty(2**40, device="meta"), "tensor 't' is torch.float32 .*meta.* cannot be imported"),
+        (
+            torch.zeros(1).expand(2**34),
+            f"tensor 't' of shape .* takes {2**36} bytes, and the file has 4 of it",
+        ),
+        (
+            torch.zeros(8).as_strided((2**20, 8), (0, 1)),
+            "tensor 't' of shape .* and the file has 32 of it",
+        ),
+        (
+            torch.empty(2**40, device="meta"),
+            "tensor 't' is torch.float32 .*meta.* cannot be imported",
+        ),
     ],
     ids=["expanded", "overlapping", "meta"],
 )
-def test_more_bytes_than_the_file_has(source: Path, cache: Path, names_in, tensor: torch.Tensor, says: str) -> None:
+def test_more_bytes_than_the_file_has(
+    source: Path, cache: Path, names_in, tensor: torch.Tensor, says: str
+) -> None:
     torch.save({"t": tensor}, source / BIN)
     assert (source / BIN).stat().st_size < 4096
     with pytest.raises(UsageError, match=f"{BIN}: {says}"):
@@ -138,7 +167,11 @@ def test_more_bytes_than_the_file_has(source: Path, cache: Path, names_in, tenso
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 def test_tensors_that_are_not_plain(source: Path, cache: Path) -> None:
     eye = torch.eye(3)
-    for tensor in (eye.to_sparse(), eye.to_sparse_csr(), torch.nested.nested_tensor([eye, eye[:1]])):
+    for tensor in (
+        eye.to_sparse(),
+        eye.to_sparse_csr(),
+        torch.nested.nested_tensor([eye, eye[:1]]),
+    ):
         torch.save({"t": tensor}, source / BIN)
         with pytest.raises(UsageError, match=f"{BIN}: tensor 't' is .* cannot be imported"):
             import_bin(source, cache)
@@ -161,16 +194,24 @@ class Malicious:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_malicious_pickle_is_not_run(source: Path, cache: Path, tmp_path: Path, names_in, zipped: bool) -> None:
-    torch.save({"t": Malicious(tmp_path / "owned")}, source / BIN, _use_new_zipfile_serialization=zipped)
+def test_malicious_pickle_is_not_run(
+    source: Path, cache: Path, tmp_path: Path, names_in, zipped: bool
+) -> None:
+    torch.save(
+        {"t": Malicious(tmp_path / "owned")}, source / BIN, _use_new_zipfile_serialization=zipped
+    )
     with pytest.raises(UsageError, match=rf"{BIN}: .*pickled code is never run"):
         import_bin(source, cache)
     assert not (tmp_path / "owned").exists()
     assert names_in(cache) == []
 
 
-@pytest.mark.parametrize(("keep", "zipped"), [(0.0, True), (0.02, False), (0.5, True), (0.99, False)])
-def test_truncated_file(source: Path, cache: Path, weights, names_in, keep: float, zipped: bool) -> None:
+@pytest.mark.parametrize(
+    ("keep", "zipped"), [(0.0, True), (0.02, False), (0.5, True), (0.99, False)]
+)
+def test_truncated_file(
+    source: Path, cache: Path, weights, names_in, keep: float, zipped: bool
+) -> None:
     torch.save(weights, source / BIN, _use_new_zipfile_serialization=zipped)
     data = (source / BIN).read_bytes()
     (source / BIN).write_bytes(data[: int(keep * len(data))])
@@ -180,11 +221,16 @@ def test_truncated_file(source: Path, cache: Path, weights, names_in, keep: floa
     assert names_in(cache) == []
 
 
-def test_shards_that_do_not_belong_to_the_index(source: Path, cache: Path, weights, names_in) -> None:
-    """An index that is wrong about where a tensor lies is no reason to refuse it; a shard that is not there is."""
+def test_shards_that_do_not_belong_to_the_index(
+    source: Path, cache: Path, weights, names_in
+) -> None:
+    """An index that is wrong about where a tensor lies is no reason to refuse it; a shard that is
+    not there is."""
     save_sharded(weights, source)
     torch.save({"other": torch.zeros(1)}, source / SHARDS[1])
-    assert read_index(import_bin(source, cache)).keys() == torch.load(source / SHARDS[0]).keys() | {"other"}
+    assert read_index(import_bin(source, cache)).keys() == torch.load(source / SHARDS[0]).keys() | {
+        "other"
+    }
     (source / SHARDS[1]).unlink()
     with pytest.raises(UsageError, match=rf"{SHARDS[1]}.*missing"):
         import_bin(source, cache)

@@ -19,7 +19,8 @@ def test_a_copy_is_the_same_and_other_weights_are_not(
 ) -> None:
     """Large files by pieces: what changes a matrix changes some piece."""
     monkeypatch.setattr(module, "WHOLE_BYTES", whole)
-    path, copy = tmp_path / "model.safetensors", tmp_path / "copy" / "model.safetensors"
+    path = tmp_path / "model.safetensors"
+    copy = tmp_path / "copy" / "model.safetensors"
     data = bytes(i * 7 % 251 for i in range(600_000))
     path.write_bytes(data)
     copy.parent.mkdir()

@@ -40,9 +40,14 @@ def test_names_without_and_with_the_prefix(tmp_path: Path, spec, weights, read) 
     for rename in (lambda name: name.removeprefix("model."), lambda name: f"model.{name}"):
         renamed = {rename(name): tensor for name, tensor in weights.items()}
         assert opened(spec, renamed, tmp_path).tensors.keys() == weights.keys()
-    twice = {**weights, **{name.removeprefix("model."): tensor + 1 for name, tensor in weights.items()}}
+    twice = {
+        **weights,
+        **{name.removeprefix("model."): tensor + 1 for name, tensor in weights.items()},
+    }
     found = opened(spec, twice, tmp_path).tensors[FC1]
-    assert torch.equal(read(found), weights[FC1] + 1)  # as transformers: the first in the order of the alphabet
+    assert torch.equal(
+        read(found), weights[FC1] + 1
+    )  # as transformers: the first in the order of the alphabet
 
 
 def test_rows_of_a_slice_of_a_larger_tensor(tmp_path: Path, spec, weights, read) -> None:
@@ -50,7 +55,9 @@ def test_rows_of_a_slice_of_a_larger_tensor(tmp_path: Path, spec, weights, read)
 
     def tensor(index: int, first: int, rows: int) -> TensorSpec:
         stacked = Stacked(("model.other", "model.stack"), (3, 5, 4), index, first)
-        return TensorSpec(f"{index} {first}", f"model.{index}.{first}.weight", (rows, 4), stacked=stacked)
+        return TensorSpec(
+            f"{index} {first}", f"model.{index}.{first}.weight", (rows, 4), stacked=stacked
+        )
 
     parts = tuple(tensor(i, first, rows) for i in range(3) for first, rows in ((0, 2), (2, 3)))
     small = dataclasses.replace(spec, num_blocks=1, attention=(parts,), mlp=((),))
@@ -59,7 +66,10 @@ def test_rows_of_a_slice_of_a_larger_tensor(tmp_path: Path, spec, weights, read)
     found = opened(small, {**own, "stack": stack}, tmp_path).tensors
     assert torch.equal(read(found["model.1.2.weight"]), stack[1, 2:])
     assert torch.equal(read(found["model.2.0.weight"]), stack[2, :2])
-    with pytest.raises(UsageError, match=r"'model.0.0.weight' has shape \(3, 4, 5\), config.json asks for \(3, 5, 4\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"'model.0.0.weight' has shape \(3, 4, 5\), config.json asks for \(3, 5, 4\)",
+    ):
         opened(small, {**own, "stack": stack.mT.contiguous()}, tmp_path)
 
 
@@ -76,30 +86,41 @@ def test_dtype_of_most_bytes(tmp_path: Path, spec, weights) -> None:
         (torch.zeros(32, 16, dtype=torch.int8), r"model.safetensors: tensor '{}' is stored as I8"),
     ],
 )
-def test_what_does_not_belong_to_the_spec(tmp_path: Path, spec, weights, value: torch.Tensor | None, says: str) -> None:
+def test_what_does_not_belong_to_the_spec(
+    tmp_path: Path, spec, weights, value: torch.Tensor | None, says: str
+) -> None:
     del weights[FC1]
     with pytest.raises(UsageError, match=says.format(FC1)):
         opened(spec, weights | ({} if value is None else {FC1: value}), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "embed_out.weight"])
-def test_a_tied_model_may_have_its_head_as_a_copy_only(tmp_path: Path, spec, weights, monkeypatch, name: str) -> None:
+def test_a_tied_model_may_have_its_head_as_a_copy_only(
+    tmp_path: Path, spec, weights, monkeypatch, name: str
+) -> None:
     """transformers uses one that differs, whatever the config says."""
     monkeypatch.setattr(tied, "_PIECE_BYTES", 1000)  # several pieces, and a last one
     table = weights[TABLE] = weights[TABLE].bfloat16()
-    copy, changed = table.clone(), table.clone()
+    copy = table.clone()
+    changed = table.clone()
     changed[-1, -1] += 1
     for equal in (copy, copy.float(), copy.double()):  # in another dtype, too
         assert opened(spec, {**weights, name: equal}, tmp_path).tensors.keys() == weights.keys()
         assert not has_other_head(spec, tmp_path)
-    says = rf"model.safetensors: '{name}' differs from 'model.decoder.embed_tokens.weight'.*set tie_word_embeddings"
+    says = (
+        rf"model.safetensors: '{name}' differs from 'model.decoder.embed_tokens.weight'.*set "
+        r"tie_word_embeddings"
+    )
     for head in (changed, changed.double(), copy[1:].clone()):
         with pytest.raises(UsageError, match=says):
             opened(spec, {**weights, name: head}, tmp_path)
         assert has_other_head(spec, tmp_path)
     save_file(weights, tmp_path / "model-1.safetensors")
     save_file({name: copy}, tmp_path / "model-2.safetensors")
-    found = {**read_file(tmp_path / "model-2.safetensors"), **read_file(tmp_path / "model-1.safetensors")}
+    found = {
+        **read_file(tmp_path / "model-2.safetensors"),
+        **read_file(tmp_path / "model-1.safetensors"),
+    }
     assert match(spec, found, tmp_path).tensors.keys() == weights.keys()
 
 
@@ -119,7 +140,8 @@ def said_of(spec, tensors, folder: Path, capsys) -> list[str]:
 
 
 def test_what_is_not_used_is_said_once(tmp_path: Path, spec, weights, capsys) -> None:
-    """Not buffers of older versions, copies of a tied table, names of the metadata, or biases of zeros."""
+    """Not buffers of older versions, copies of a tied table, names of the metadata, or biases of
+    zeros."""
     harmless = {
         "lm_head.weight": weights[TABLE].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
@@ -129,22 +151,41 @@ def test_what_is_not_used_is_said_once(tmp_path: Path, spec, weights, capsys) ->
     assert said_of(spec, {**weights, **harmless}, tmp_path, capsys) == []
     [line] = said_of(spec, {**weights, "extra.bias": torch.ones(2)}, tmp_path, capsys)
     assert "'extra.bias' in the checkpoint: not used" in line and str(tmp_path) in line
-    [line] = said_of(spec, {**weights, "a": torch.ones(2), "b": torch.ones(2, dtype=torch.int8)}, tmp_path, capsys)
+    [line] = said_of(
+        spec,
+        {**weights, "a": torch.ones(2), "b": torch.ones(2, dtype=torch.int8)},
+        tmp_path,
+        capsys,
+    )
     assert "'a' and 1 more in the checkpoint: not used" in line
 
 
 @pytest.mark.parametrize(
     ("rename", "says"),
     [
-        (lambda base: f"{base}qweight", "quantised (GPTQ or AWQ), and config.json has no quantization_config"),
-        (lambda base: f"{base}weight_packed", "quantised (compressed-tensors), and config.json has no"),
+        (
+            lambda base: f"{base}qweight",
+            "quantised (GPTQ or AWQ), and config.json has no quantization_config",
+        ),
+        (
+            lambda base: f"{base}weight_packed",
+            "quantised (compressed-tensors), and config.json has no",
+        ),
         (lambda base: f"{base}lora_A.weight", "holds a LoRA adapter, not a model; merge it"),
-        (lambda base: f"language_model.{base}weight", "rename the tensors, or save the language model alone"),
+        (
+            lambda base: f"language_model.{base}weight",
+            "rename the tensors, or save the language model alone",
+        ),
         (lambda base: f"{base}other", "give a folder whose weights belong to its config.json"),
     ],
 )
-def test_a_missing_tensor_comes_with_advice_that_fits(tmp_path: Path, spec, weights, rename, says: str) -> None:
-    tensors = {rename(FC1.removesuffix("weight")) if name == FC1 else name: one for name, one in weights.items()}
+def test_a_missing_tensor_comes_with_advice_that_fits(
+    tmp_path: Path, spec, weights, rename, says: str
+) -> None:
+    tensors = {
+        rename(FC1.removesuffix("weight")) if name == FC1 else name: one
+        for name, one in weights.items()
+    }
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
         opened(spec, tensors, tmp_path)
     assert "\n" not in str(caught.value)
@@ -153,7 +194,10 @@ def test_a_missing_tensor_comes_with_advice_that_fits(tmp_path: Path, spec, weig
 def test_advice_on_what_bitsandbytes_has_quantised(tmp_path: Path, spec, weights) -> None:
     weights[FC1] = torch.zeros(256, 1, dtype=torch.uint8)
     weights[f"{FC1}.absmax"] = torch.zeros(8)
-    with pytest.raises(UsageError, match=f"'{FC1}' is quantised by bitsandbytes, and config.json says nothing of it"):
+    with pytest.raises(
+        UsageError,
+        match=f"'{FC1}' is quantised by bitsandbytes, and config.json says nothing of it",
+    ):
         opened(spec, weights, tmp_path)
 
 
@@ -169,7 +213,10 @@ def test_a_tensor_that_the_index_lists_and_no_file_has(tmp_path: Path, spec, wei
     save_file(weights, tmp_path / "part.safetensors")
     weight_map = dict.fromkeys([*weights, FC1], "part.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(UsageError, match=rf"part.safetensors: model.safetensors.index.json says that tensor '{FC1}'"):
+    with pytest.raises(
+        UsageError,
+        match=rf"part.safetensors: model.safetensors.index.json says that tensor '{FC1}'",
+    ):
         open_checkpoint(spec, tmp_path, tmp_path / "cache")
 
 
@@ -181,7 +228,10 @@ def test_a_tensor_that_the_index_lists_and_no_file_has(tmp_path: Path, spec, wei
             ("gptq_model-4bit.safetensors",),
             "there is gptq_model-4bit.safetensors: if it is the whole model, name it model",
         ),
-        (("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"), "but no index of its shards"),
+        (
+            ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+            "but no index of its shards",
+        ),
         (("model.Q4_K_M.gguf",), "there is model.Q4_K_M.gguf, which is not read"),
     ],
 )

@@ -13,7 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from flexgen_h2o.checkpoint import open_checkpoint, pack_checkpoint, pack_random, packed_store, write_random_checkpoint
+from flexgen_h2o.checkpoint import (
+    open_checkpoint,
+    pack_checkpoint,
+    pack_random,
+    packed_store,
+    write_random_checkpoint,
+)
 from flexgen_h2o.checkpoint.formats.groupwise import FORMAT, Groupwise
 from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.checkpoint.safetensors import Checkpoint
@@ -36,7 +42,10 @@ def source(spec, weights, tmp_path: Path):
     def opened(dtype: torch.dtype = torch.float32, **more: torch.Tensor) -> Checkpoint:
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
-        save_file({name: value.to(dtype) for name, value in {**weights, **more}.items()}, folder / "model.safetensors")
+        save_file(
+            {name: value.to(dtype) for name, value in {**weights, **more}.items()},
+            folder / "model.safetensors",
+        )
         return open_checkpoint(spec, folder, tmp_path / "none")
 
     return opened
@@ -49,7 +58,9 @@ def bytes_of(stored) -> bytes:
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (8, torch.bfloat16)])
-def test_every_tensor(spec, source, weights, cache: Path, monkeypatch, bits: int, dtype: torch.dtype) -> None:
+def test_every_tensor(
+    spec, source, weights, cache: Path, monkeypatch, bits: int, dtype: torch.dtype
+) -> None:
     """Some rows at a time; matrices packed at multiples of 4 bytes, vectors as they are."""
     monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
     found = pack_checkpoint(spec, source(dtype), cache, Groupwise(2, bits))
@@ -84,11 +95,16 @@ def test_it_is_a_safetensors_folder_that_says_what_it_holds(spec, source, cache:
     assert (record["bits"], record["group"]) == (4, 64)
 
 
-def test_found_again_and_made_anew_for_a_changed_source(spec, source, cache: Path, monkeypatch) -> None:
+def test_found_again_and_made_anew_for_a_changed_source(
+    spec, source, cache: Path, monkeypatch
+) -> None:
     first = pack_checkpoint(spec, source(), cache, Groupwise(2, 4))
     with monkeypatch.context() as patch:
         patch.setattr(packed_store, "write_shards", None)
-        assert pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4)) == first
+        assert (
+            pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4))
+            == first
+        )
     eight = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 8))
     assert eight.folder != first.folder
     changed = pack_checkpoint(spec, source(**{FC1: torch.zeros(32, 16)}), cache, Groupwise(2, 4))
@@ -100,20 +116,29 @@ def test_another_model_of_the_same_name_size_and_time_has_its_own_store(
     spec, source, weights, cache: Path, tmp_path: Path
 ) -> None:
     first = pack_checkpoint(spec, source(), cache, Groupwise(2, 4))
-    file, other = tmp_path / "model" / "model.safetensors", tmp_path / "b" / "model"
+    file = tmp_path / "model" / "model.safetensors"
+    other = tmp_path / "b" / "model"
     shutil.copytree(file.parent, other)
     save_file({**weights, FC1: -weights[FC1]}, other / file.name)
     set_time(other / file.name, file.stat().st_mtime_ns)
     file.parent.rename(tmp_path / "c")
     (tmp_path / "c").rename(file.parent)
-    assert pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4)) == first  # moved
-    copied = pack_checkpoint(spec, open_checkpoint(spec, other, cache / "none"), cache, Groupwise(2, 4))
+    assert (
+        pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4)) == first
+    )  # moved
+    copied = pack_checkpoint(
+        spec, open_checkpoint(spec, other, cache / "none"), cache, Groupwise(2, 4)
+    )
     assert copied.folder != first.folder
     time = file.stat().st_mtime_ns
     save_file({**weights, FC1: -weights[FC1]}, file)
     set_time(file, time)
     changed = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4))
-    assert bytes_of(changed.tensors[FC1]) == bytes_of(copied.tensors[FC1]) != bytes_of(first.tensors[FC1])
+    assert (
+        bytes_of(changed.tensors[FC1])
+        == bytes_of(copied.tensors[FC1])
+        != bytes_of(first.tensors[FC1])
+    )
 
 
 def set_time(path: Path, ns: int) -> None:
@@ -125,17 +150,24 @@ def source_as_it_is(spec, found: Checkpoint, cache: Path) -> Checkpoint:
     return open_checkpoint(spec, cache.parent / "model", cache / "none")
 
 
-@pytest.mark.parametrize(("bad", "form"), [(float("nan"), Int8(2)), (float("inf"), Groupwise(2, 4))])
-def test_a_value_that_is_not_finite(spec, source, weights, cache: Path, names_in, bad: float, form) -> None:
+@pytest.mark.parametrize(
+    ("bad", "form"), [(float("nan"), Int8(2)), (float("inf"), Groupwise(2, 4))]
+)
+def test_a_value_that_is_not_finite(
+    spec, source, weights, cache: Path, names_in, bad: float, form
+) -> None:
     value = weights[FC1].clone()
     value[3, 5] = bad
-    with pytest.raises(UsageError, match=rf"model.safetensors: tensor '{FC1}' .*not finite.*leave {form.flag} out"):
+    with pytest.raises(
+        UsageError, match=rf"model.safetensors: tensor '{FC1}' .*not finite.*leave {form.flag} out"
+    ):
         pack_checkpoint(spec, source(**{FC1: value}), cache, form)
     assert names_in(cache) == []
 
 
 def test_a_header_with_a_byte_changed_is_named_or_says_the_same(spec, source, cache: Path) -> None:
-    """Of names, dtypes, shapes and places nothing can change unseen; of padding and notes it may."""
+    """Of names, dtypes, shapes and places nothing can change unseen; of padding and notes it
+    may."""
     checkpoint = source()
     found = pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
     path = found.folder / "model.safetensors"
@@ -145,7 +177,10 @@ def test_a_header_with_a_byte_changed_is_named_or_says_the_same(spec, source, ca
         for at, byte in [*enumerate(file.read(8)), *list(enumerate(text, 8))[::5]]:
             os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
             try:
-                assert pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).tensors == found.tensors
+                assert (
+                    pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).tensors
+                    == found.tensors
+                )
             except UsageError as error:
                 refused.append(str(error))
             os.pwrite(file.fileno(), bytes([byte]), at)
@@ -163,7 +198,9 @@ def test_a_header_with_a_byte_changed_is_named_or_says_the_same(spec, source, ca
     ("name", "was", "becomes"),
     [(FC1, "U8", "I8"), ("model.decoder.final_layer_norm.weight", "BF16", "F16")],
 )
-def test_a_store_with_another_dtype_is_named(spec, source, cache: Path, name: str, was: str, becomes: str) -> None:
+def test_a_store_with_another_dtype_is_named(
+    spec, source, cache: Path, name: str, was: str, becomes: str
+) -> None:
     checkpoint = source(torch.bfloat16)
     path = pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).folder / "model.safetensors"
     data = path.read_bytes()
@@ -172,14 +209,18 @@ def test_a_store_with_another_dtype_is_named(spec, source, cache: Path, name: st
     size = int.from_bytes(data[:8], "little") + len(new) - len(old)
     assert old in data
     path.write_bytes(size.to_bytes(8, "little") + data[8:].replace(old, new))
-    with pytest.raises(UsageError, match=rf"lack tensor '{name}', {was} of shape .*remove this folder"):
+    with pytest.raises(
+        UsageError, match=rf"lack tensor '{name}', {was} of shape .*remove this folder"
+    ):
         pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
 
 
 @pytest.mark.parametrize("text", ["", f'{{"format": {FORMAT - 1}, "bits": 4, "group": 64}}', None])
 def test_a_store_without_its_record_is_named(spec, source, cache: Path, text: str | None) -> None:
     checkpoint = source()
-    record = pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).folder / packed_store.RECORD_NAME
+    record = (
+        pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).folder / packed_store.RECORD_NAME
+    )
     if text is None:
         record.unlink()
     else:
@@ -195,11 +236,15 @@ def test_random_weights_are_packed_as_their_checkpoint_would_be(
     monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
     folder = write_random_checkpoint(spec, config_json, tmp_path / "random", "bfloat16", seed=3)
     whole = pack_checkpoint(spec, open_checkpoint(spec, folder, cache), cache, Groupwise(2, 4))
-    found = pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 3, Groupwise(2, 4))
+    found = pack_random(
+        spec, config_json, cache / "packed" / "random", "bfloat16", 3, Groupwise(2, 4)
+    )
     assert {name: bytes_of(s) for name, s in found.tensors.items()} == {
         name: bytes_of(s) for name, s in whole.tensors.items()
     }
     assert (
-        pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 4, Groupwise(2, 4)).folder
+        pack_random(
+            spec, config_json, cache / "packed" / "random", "bfloat16", 4, Groupwise(2, 4)
+        ).folder
         != found.folder
     )

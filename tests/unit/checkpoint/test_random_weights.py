@@ -1,4 +1,5 @@
-"""Random weights are a real checkpoint: seeded, at the true shape, opened by us and by transformers."""
+"""Random weights are a real checkpoint: seeded, at the true shape, opened by us and by
+transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_transformers_opens_it(write, spec, read, dtype: str) -> None:
 
 
 def test_seeded(write, spec, read) -> None:
-    first, second, other = (values(spec, write(n, seed=s), read) for n, s in (("a", 1), ("b", 1), ("c", 2)))
+    first, second, other = (
+        values(spec, write(n, seed=s), read) for n, s in (("a", 1), ("b", 1), ("c", 2))
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
     q, k = (first[f"model.decoder.layers.0.self_attn.{x}_proj.weight"] for x in "qk")

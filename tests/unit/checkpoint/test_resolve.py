@@ -69,7 +69,9 @@ def hub(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "~/no-such-folder-here", "", "{tmp}"])
+@pytest.mark.parametrize(
+    "model", ["/no/such/folder", "./nowhere", "~/no-such-folder-here", "", "{tmp}"]
+)
 def test_no_such_folder_or_none_with_a_config(model: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--model"):
         resolve(model.format(tmp=tmp_path), None)
@@ -105,7 +107,9 @@ def test_cached(home: Path) -> None:
     assert resolve(ID, str(home / "others")).folder == folder
     with pytest.raises(UsageError, match=r"--model a\.gguf: GGUF is not read"):
         resolve("a.gguf", None)
-    with pytest.raises(UsageError, match=r"--path .*: there is no such folder"):  # mistyped, most likely
+    with pytest.raises(
+        UsageError, match=r"--path .*: there is no such folder"
+    ):  # mistyped, most likely
         resolve(ID, str(home / "nothing here"))
 
 
@@ -147,20 +151,37 @@ def _with_endpoint(endpoint: str, init=huggingface_hub.HfApi.__init__):
 
 
 def test_downloads_one_format(tmp_path: Path, hub) -> None:
-    folder, bin_file = make(tmp_path / "got"), "pytorch_model.bin"
+    folder = make(tmp_path / "got")
+    bin_file = "pytorch_model.bin"
     patterns = ("*.safetensors", "pytorch_model*.bin")
-    for files, wanted in ((("model.safetensors", bin_file), patterns[0]), ((bin_file,), patterns[1])):
+    for files, wanted in (
+        (("model.safetensors", bin_file), patterns[0]),
+        ((bin_file,), patterns[1]),
+    ):
         asked = hub(folder, *files)
         assert resolve(ID, None, revision="v1").folder == folder
         assert asked[-1]["revision"] == "v1"
-        assert [pattern for pattern in patterns if pattern in asked[-1]["allow_patterns"]] == [wanted]
+        assert [pattern for pattern in patterns if pattern in asked[-1]["allow_patterns"]] == [
+            wanted
+        ]
 
 
 def test_what_is_downloaded(tmp_path: Path, hub) -> None:
     """Of Mistral's weights one copy; the end-of-sequence ids too."""
-    wanted = ["config.json", "generation_config.json", "model-00001-of-00001.safetensors",
-              "model.safetensors.index.json", "tokenizer.json", "tokenizer.model.v3"]  # fmt: skip
-    others = ["consolidated.safetensors", "consolidated.safetensors.index.json", "original/consolidated.00.pth", "x.md"]
+    wanted = [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer.model.v3",
+    ]
+    others = [
+        "consolidated.safetensors",
+        "consolidated.safetensors.index.json",
+        "original/consolidated.00.pth",
+        "x.md",
+    ]
     asked = hub(make(tmp_path / "got"), *wanted, *others)
     resolve(ID, None)
     patterns = {name: asked[-1][name] for name in ("allow_patterns", "ignore_patterns")}
@@ -172,6 +193,9 @@ def test_a_download_that_fails(tmp_path: Path, hub) -> None:
     with pytest.raises(DoesNotFitError, match="HF_HOME"):
         resolve(ID, None)
     response = SimpleNamespace(headers={}, request=None, status_code=404)
-    hub(tmp_path, error=RepositoryNotFoundError("404 Client Error.\n\nLong advice.", response=response))
+    hub(
+        tmp_path,
+        error=RepositoryNotFoundError("404 Client Error.\n\nLong advice.", response=response),
+    )
     with pytest.raises(UsageError, match=r"RepositoryNotFoundError: 404 Client Error\)"):
         resolve(ID, None)

@@ -1,4 +1,5 @@
-"""Tensors are found by byte range, and every damaged file is refused by name before a tensor is read."""
+"""Tensors are found by byte range, and every damaged file is refused by name before a tensor is
+read."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from safetensors.torch import save_file, save_model
 from flexgen_h2o.checkpoint.safetensors import read_index
 from flexgen_h2o.core.errors import UsageError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -40,7 +42,12 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def test_byte_ranges_of_a_single_file(tmp_path: Path, read) -> None:
-    tensors = {"a": torch.randn(7, 5), "b": torch.randn(3), "empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
+    tensors = {
+        "a": torch.randn(7, 5),
+        "b": torch.randn(3),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5),
+    }
     tensors |= {"half": torch.randn(3, 2).bfloat16(), "codes": torch.zeros(5, dtype=torch.int8)}
     save_file(tensors, tmp_path / SINGLE)
     stored = read_index(tmp_path)
@@ -72,7 +79,9 @@ def test_tied_names_in_the_metadata_point_at_the_same_bytes(tmp_path: Path) -> N
 
 
 def test_unknown_dtypes_are_kept_without_a_size_check(tmp_path: Path) -> None:
-    write_raw(tmp_path / SINGLE, {"x": {"dtype": "F3_NEW", "shape": [8], "data_offsets": [0, 3]}}, b"abc")
+    write_raw(
+        tmp_path / SINGLE, {"x": {"dtype": "F3_NEW", "shape": [8], "data_offsets": [0, 3]}}, b"abc"
+    )
     assert read_index(tmp_path)["x"].dtype == "F3_NEW"
 
 
@@ -80,7 +89,10 @@ def test_shards_that_do_not_belong_to_the_index(sharded: Path) -> None:
     path = sharded / SHARDS[1]
     data = path.read_bytes()
     path.write_bytes(data[:-13])
-    with pytest.raises(UsageError, match=rf"{path.name}: is truncated: {len(data) - 13} bytes, {len(data)} expected"):
+    with pytest.raises(
+        UsageError,
+        match=rf"{path.name}: is truncated: {len(data) - 13} bytes, {len(data)} expected",
+    ):
         read_index(sharded)
     path.unlink()
     with pytest.raises(UsageError, match=rf"{path.name}.*missing"):
@@ -88,8 +100,10 @@ def test_shards_that_do_not_belong_to_the_index(sharded: Path) -> None:
 
 
 def test_an_index_says_only_which_files_there_are(sharded: Path, read) -> None:
-    """As in transformers: a tensor may be in another file, not listed, or nowhere; the last file with a name counts."""
-    first, last = torch.randn(2), torch.randn(5)
+    """As in transformers: a tensor may be in another file, not listed, or nowhere; the last file
+    with a name counts."""
+    first = torch.randn(2)
+    last = torch.randn(5)
     (sharded / "deeper").mkdir()
     save_file({"b": first, "not listed": first.clone()}, sharded / SHARDS[0])
     save_file({"b": last}, sharded / SHARDS[1])
@@ -104,10 +118,16 @@ def test_an_index_says_only_which_files_there_are(sharded: Path, read) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../up.safetensors"}}',
-        '{"weight_map": {"a": "/up.safetensors"}}', '{"weight_map": {"a": "deeper/../../up.safetensors"}}',
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": "../up.safetensors"}}',
+        '{"weight_map": {"a": "/up.safetensors"}}',
+        '{"weight_map": {"a": "deeper/../../up.safetensors"}}',
     ],
-)  # fmt: skip
+)
 def test_bad_index(tmp_path: Path, body: str) -> None:
     (tmp_path / INDEX).write_text(body)
     with pytest.raises(UsageError, match=INDEX):
@@ -115,11 +135,15 @@ def test_bad_index(tmp_path: Path, body: str) -> None:
 
 
 def test_what_is_no_safetensors_file(tmp_path: Path) -> None:
-    (tmp_path / SINGLE).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (tmp_path / SINGLE).write_bytes(
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
     with pytest.raises(UsageError, match=r"model.safetensors: .*git-lfs"):
         read_index(tmp_path)
     write_raw(tmp_path / SINGLE, {"t": 3})
-    with pytest.raises(UsageError, match=r"model.safetensors: the header entry of tensor 't' is damaged"):
+    with pytest.raises(
+        UsageError, match=r"model.safetensors: the header entry of tensor 't' is damaged"
+    ):
         read_index(tmp_path)
 
 
@@ -127,7 +151,9 @@ def test_what_is_no_safetensors_file(tmp_path: Path) -> None:
 def test_a_shape_of_very_many_sizes(tmp_path: Path) -> None:
     entry = {"dtype": "F32", "shape": [2**64 - 1] * 200_000, "data_offsets": [0, 8]}
     write_raw(tmp_path / SINGLE, {"t": entry}, bytes(8))
-    with pytest.raises(UsageError, match=r"model.safetensors: the header entry of tensor 't' is damaged"):
+    with pytest.raises(
+        UsageError, match=r"model.safetensors: the header entry of tensor 't' is damaged"
+    ):
         read_index(tmp_path)
 
 
@@ -147,9 +173,12 @@ TWICE = [
 
 @pytest.mark.parametrize("head", TWICE, ids=str)
 def test_a_name_that_is_there_twice(tmp_path: Path, head: bytes) -> None:
-    """The format forbids it; the library takes the last where it is a tensor's, and which one is meant nobody knows."""
+    """The format forbids it; the library takes the last where it is a tensor's, and which one is
+    meant nobody knows."""
     write_raw(tmp_path / SINGLE, head, bytes(8))
-    with pytest.raises(UsageError, match=f"{SINGLE}: the safetensors header is damaged .*is there twice"):
+    with pytest.raises(
+        UsageError, match=f"{SINGLE}: the safetensors header is damaged .*is there twice"
+    ):
         read_index(tmp_path)
 
 
@@ -157,13 +186,15 @@ DTYPES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I64": 8, "BOOL": 1}
 
 
 def sound(rng: random.Random) -> tuple[dict[str, Any], bytes]:
-    """A header and data without a flaw, the tensors in any order, empty ones and scalars among them."""
+    """A header and data without a flaw, the tensors in any order, empty ones and scalars among
+    them."""
     head: dict[str, Any] = {}
     end = 0
     for i in range(rng.randint(1, 5)):
         dtype = rng.choice(list(DTYPES))
         shape = [rng.randint(0, 3) for _ in range(rng.randint(0, 3))]
-        begin, end = end, end + prod(shape) * DTYPES[dtype]
+        begin = end
+        end = end + prod(shape) * DTYPES[dtype]
         head[f"t{i}"] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     names = rng.sample(list(head), len(head))
     metadata = rng.choice([{}, {"__metadata__": {"format": "pt"}}, {"__metadata__": None}])
@@ -182,7 +213,8 @@ def damage(rng: random.Random, head: dict[str, Any]) -> None:
     match rng.randrange(6):
         case 0 if type(entry.get("data_offsets")) is list:  # holes, overlaps, another size
             entry["data_offsets"] = [
-                (n if type(n) is int else 0) + rng.choice((-8, -4, 0, 4)) for n in entry["data_offsets"]
+                (n if type(n) is int else 0) + rng.choice((-8, -4, 0, 4))
+                for n in entry["data_offsets"]
             ]
         case 1 if type(entry.get(field)) is list:
             entry[field] = [*entry[field][1:], rng.choice(NUMBERS)]
@@ -206,8 +238,11 @@ def damaged(rng: random.Random) -> tuple[bytes, bytes]:
     text = json.dumps(head).encode()
     if rng.random() < 0.15:
         at = rng.randrange(len(text))
-        text = text[:at] + rng.choice((b"", b",", b"0", b"-", b"\xff", b" ", b"NaN")) + text[at + 1 :]
-    before, behind = rng.choice((b"", b"", b"", b" ", b"\xef\xbb\xbf")), rng.choice((b"", b"", b"", b" ", b"\0"))
+        text = (
+            text[:at] + rng.choice((b"", b",", b"0", b"-", b"\xff", b" ", b"NaN")) + text[at + 1 :]
+        )
+    before = rng.choice((b"", b"", b"", b" ", b"\xef\xbb\xbf"))
+    behind = rng.choice((b"", b"", b"", b" ", b"\0"))
     return before + text + behind, data
 
 
@@ -224,20 +259,27 @@ def we_take(path: Path) -> bool:
     try:
         read_index(path.parent)
     except UsageError as error:
-        return not str(error).startswith(f"{path}: ")  # another file's fault would be a wrong answer
+        return not str(error).startswith(
+            f"{path}: "
+        )  # another file's fault would be a wrong answer
     return True
 
 
 def test_damaged_headers_are_refused_as_by_the_library(tmp_path: Path) -> None:
-    """600 files, the same verdict on each. A dtype that the library does not know yet is read: it may be of a tensor
-    that is not needed."""
-    rng, verdicts, different = random.Random(7), Counter[bool](), []
+    """600 files, the same verdict on each. A dtype that the library does not know yet is read: it
+    may be of a tensor that is not needed."""
+    rng = random.Random(7)
+    verdicts = Counter[bool]()
+    different = []
     for _ in range(600):
         text, data = damaged(rng)
         path = write_raw(tmp_path / SINGLE, text, data)
         taken = library_takes(path)
         verdicts[taken] += 1
-        is_unknown = any(name.decode(errors="replace") not in DTYPES for name in re.findall(rb'"dtype": "(.*?)"', text))
+        is_unknown = any(
+            name.decode(errors="replace") not in DTYPES
+            for name in re.findall(rb'"dtype": "(.*?)"', text)
+        )
         if we_take(path) != taken and (taken or not is_unknown):
             different.append((taken, text, len(data)))
     assert min(verdicts.values()) > 100, verdicts

@@ -1,4 +1,5 @@
-"""Tensors that are slices of one stored tensor, as a block's experts are: found, checked, written, packed, streamed."""
+"""Tensors that are slices of one stored tensor, as a block's experts are: found, checked, written,
+packed, streamed."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ EXPERTS = ("model.experts.w1", "model.experts.w2", "model.experts.w1_bias")
 
 @pytest.fixture
 def sliced(spec: ModelSpec) -> ModelSpec:
-    """Three experts in each block: one in the MLP's unit, two in that of the attention. One matrix of each is stored
-    transposed."""
+    """Three experts in each block: one in the MLP's unit, two in that of the attention. One matrix
+    of each is stored transposed."""
 
     def experts(block: int, numbers: range) -> tuple[TensorSpec, ...]:
         shapes = ((48, 16), (16, 48), (48,))
@@ -63,13 +64,18 @@ def stacked(sliced: ModelSpec) -> dict[str, torch.Tensor]:
     """What a checkpoint of that model stores."""
     tensors = sliced.tensors
     shapes = {t.name: t.shape[::-1] if t.transposed else t.shape for t in tensors}
-    whole = {t.name: torch.randn(shapes[t.name] if t.index is None else (3, *shapes[t.name])) for t in tensors}
+    whole = {
+        t.name: torch.randn(shapes[t.name] if t.index is None else (3, *shapes[t.name]))
+        for t in tensors
+    }
     assert len(whole) == len(tensors) - 2 * 2 * len(EXPERTS)
     return whole
 
 
 def by_key(spec: ModelSpec, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {t.key: whole[t.name] if t.index is None else whole[t.name][t.index] for t in spec.tensors}
+    return {
+        t.key: whole[t.name] if t.index is None else whole[t.name][t.index] for t in spec.tensors
+    }
 
 
 def test_a_slice_is_found_by_its_bytes(tmp_path: Path, sliced, stacked, read) -> None:
@@ -83,18 +89,28 @@ def test_a_slice_is_found_by_its_bytes(tmp_path: Path, sliced, stacked, read) ->
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_another_number_of_slices_is_refused(tmp_path: Path, sliced, stacked, count: int) -> None:
-    save_file(stacked | {"model.layers.1.experts.w1": torch.zeros(count, 48, 16)}, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match=rf"1.experts.w1' has shape \({count}, 48, 16\), config.json .* \(3, 48, 16\)"):
+    save_file(
+        stacked | {"model.layers.1.experts.w1": torch.zeros(count, 48, 16)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        UsageError,
+        match=rf"1.experts.w1' has shape \({count}, 48, 16\), config.json .* \(3, 48, 16\)",
+    ):
         match(sliced, read_index(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize(("place", "device"), [((0, 0), HostDevice), ((20, 30), StandInDevice), ((100, 0), HostDevice)])
+@pytest.mark.parametrize(
+    ("place", "device"), [((0, 0), HostDevice), ((20, 30), StandInDevice), ((100, 0), HostDevice)]
+)
 def test_layers_open_their_own_slices(
     tmp_path: Path, sliced, stacked, place: tuple[int, int], device: type[Device]
 ) -> None:
     save_file(stacked, tmp_path / "model.safetensors")
     want = by_key(sliced, stacked)
-    with opened(sliced, match(sliced, read_index(tmp_path), tmp_path), place, device(), torch.float32) as room:
+    with opened(
+        sliced, match(sliced, read_index(tmp_path), tmp_path), place, device(), torch.float32
+    ) as room:
         stream = room.stream(2, ahead=2)
         for layer in room.layers.layers * 2:
             stream.prefetch()
@@ -106,7 +122,8 @@ def test_layers_open_their_own_slices(
 
 def test_packed_slices_are_tensors_of_their_own(tmp_path: Path, sliced, stacked) -> None:
     save_file(stacked, tmp_path / "model.safetensors")
-    form, want = Groupwise(4, 8), by_key(sliced, stacked)
+    form = Groupwise(4, 8)
+    want = by_key(sliced, stacked)
     source = open_checkpoint(sliced, tmp_path, tmp_path / "none")
     packed = pack_checkpoint(sliced, source, tmp_path / "cache", form)
     assert packed.tensors.keys() == want.keys()
@@ -124,20 +141,25 @@ def whole_of(rows: torch.Tensor, form: Groupwise) -> Held:
     return Held(Part("host", 0, len(rows)), [pack_rows(rows, form.bits).view(-1)])
 
 
-def test_random_weights_store_slices_together(tmp_path: Path, sliced, config_json, read, monkeypatch) -> None:
+def test_random_weights_store_slices_together(
+    tmp_path: Path, sliced, config_json, read, monkeypatch
+) -> None:
     """Packed at once they are the same numbers as packed from the files."""
     monkeypatch.setattr(writing, "TABLE_VALUES", 5009)
     folder = write_random_checkpoint(sliced, config_json, tmp_path / "m", "float32")
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert set(file.keys()) == {t.name for t in sliced.tensors}
         assert file.get_slice("model.layers.0.experts.w1").get_shape() == [3, 48, 16]
-    source, form = open_checkpoint(sliced, folder, tmp_path / "none"), Groupwise(4, 8)
+    source = open_checkpoint(sliced, folder, tmp_path / "none")
+    form = Groupwise(4, 8)
     ones = [read(source.tensors[f"model.layers.0.experts.w1[{i}]"]) for i in range(3)]
     assert not torch.equal(ones[0], ones[1]) and not torch.equal(ones[1], ones[2])
     assert read(source.tensors["model.layers.0.experts.w1_bias[2]"]).abs().max() < 0.05
     from_file = pack_checkpoint(sliced, source, tmp_path / "cache", form)
     at_once = pack_random(sliced, config_json, tmp_path / "p", "float32", 0, form)
-    raw = [[stored.tensors[key] for key in sorted(stored.tensors)] for stored in (from_file, at_once)]
+    raw = [
+        [stored.tensors[key] for key in sorted(stored.tensors)] for stored in (from_file, at_once)
+    ]
     for one, other in zip(*raw, strict=True):
         assert one.shape == other.shape and bytes_of(one) == bytes_of(other)
 
@@ -150,20 +172,44 @@ def test_transformers_opens_stacked_random_weights(tmp_path: Path, spec, monkeyp
     """Experts of gpt-oss, whose matrices lie in one tensor of a block."""
     monkeypatch.setattr(writing, "TABLE_VALUES", 5009)
     config = GptOssConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
-        num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, layer_types=["full_attention"],
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=8,
+        num_key_value_heads=1,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        layer_types=["full_attention"],
+    )
     state = AutoModelForCausalLM.from_config(config).state_dict()
     tensors = []
     for name, value in state.items():
         if ".experts." in name:
-            tensors += [TensorSpec(f"{name}.{i}", name, tuple(value.shape[1:]), index=i) for i in range(3)]
+            tensors += [
+                TensorSpec(f"{name}.{i}", name, tuple(value.shape[1:]), index=i) for i in range(3)
+            ]
         else:
             tensors.append(TensorSpec(name, name, tuple(value.shape)))
-    model = replace(spec, num_blocks=1, embedding=(), attention=(tuple(tensors),), mlp=((),), head=(), tied=False)
-    folder = write_random_checkpoint(model, {**config.to_dict(), "architectures": ["GptOssForCausalLM"]},
-                                     tmp_path / "m", "float32")  # fmt: skip
-    found, info = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", output_loading_info=True)
+    model = replace(
+        spec,
+        num_blocks=1,
+        embedding=(),
+        attention=(tuple(tensors),),
+        mlp=((),),
+        head=(),
+        tied=False,
+    )
+    folder = write_random_checkpoint(
+        model,
+        {**config.to_dict(), "architectures": ["GptOssForCausalLM"]},
+        tmp_path / "m",
+        "float32",
+    )
+    found, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     with safe_open(folder / "model.safetensors", "pt") as file:
         for name, value in found.state_dict().items():

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.evaluation.articles import METRICS, Rouge, read_records, shortened, split_instruction
+from flexgen_h2o.evaluation.articles import (
+    METRICS,
+    Rouge,
+    read_records,
+    shortened,
+    split_instruction,
+)
 from tests.extras import needs
 
 INSTRUCTION = "Summarize the above article in 1 sentence.\n"
@@ -55,19 +61,33 @@ def test_instruction() -> None:
     assert split_instruction("a\nb") == ("a\nb", "", "")
 
 
-def records(path: Path, *lines: Any, most: int | None = None, **fields: Any) -> list[dict[str, Any]]:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+def records(
+    path: Path, *lines: Any, most: int | None = None, **fields: Any
+) -> list[dict[str, Any]]:
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return list(read_records(path, most, fields, 64))
 
 
-GOOD = {"article": "a", "summary_gt": "b", "temperature": 0.3, "top_p": 1.0, "stop": ["###"], "n": 1, "logprobs": 1}
+GOOD = {
+    "article": "a",
+    "summary_gt": "b",
+    "temperature": 0.3,
+    "top_p": 1.0,
+    "stop": ["###"],
+    "n": 1,
+    "logprobs": 1,
+}
 
 
 def test_records(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     one, two = records(path, GOOD, "", {**GOOD, "max_tokens": 5, "id": 7})
     assert one == {**GOOD, "max_tokens": 64} and two == {**GOOD, "max_tokens": 5, "id": 7}
-    assert records(path, GOOD, "{bad", most=1, temperature=0.0) == [{**GOOD, "max_tokens": 64, "temperature": 0.0}]
+    assert records(path, GOOD, "{bad", most=1, temperature=0.0) == [
+        {**GOOD, "max_tokens": 64, "temperature": 0.0}
+    ]
 
 
 @pytest.mark.parametrize(

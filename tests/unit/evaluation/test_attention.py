@@ -1,4 +1,5 @@
-"""The attention that is watched is transformers'; what is counted of it, by slow loops; columns removed, by masks."""
+"""The attention that is watched is transformers'; what is counted of it, by slow loops; columns
+removed, by masks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ from flexgen_h2o.kernels.prefill_attention import column_sums
 from flexgen_h2o.kvcache.slots import PromptAttention
 from tests.parity.reference import random_model
 
-PROMPT, STEPS = 13, 6
+PROMPT = 13
+STEPS = 6
 FAMILIES = ("opt-tiny", "llama", "gpt_neox")
 
 
@@ -56,7 +58,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def model(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def opened(folder: Path, tmp_path: Path, batch: int = 2) -> LLM:
@@ -88,14 +92,18 @@ def see_all(llm: LLM, prompts: list[list[int]], rows: int) -> dict[tuple[int, in
             assert [first for first, _ in tiles] == list(range(0, q.shape[2], rows))
             p = found[row, block] = torch.cat([tile for _, tile in tiles], dim=1)
             by_group = p.sum(dim=1).view(k.shape[1], -1, k.shape[2]).sum(dim=1)
-            assert torch.allclose(by_group, column_sums(q, k, lse, one.scale)[0], atol=1e-4), "what policies score"
+            assert torch.allclose(by_group, column_sums(q, k, lse, one.scale)[0], atol=1e-4), (
+                "what policies score"
+            )
 
     read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
     llm.run(read, SamplingParams(1, ignore_eos=True), lambda done: None, Callbacks(prompts=see))
     return found
 
 
-def test_what_is_watched_is_the_attention_of_transformers(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+def test_what_is_watched_is_the_attention_of_transformers(
+    folder: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
     """Ragged rows in micro-batches of two; one token; two of a length, computed together."""
     prompts = ids_of([7, 1, 12, 7, 3])
     with opened(folder, tmp_path) as llm:
@@ -108,7 +116,8 @@ def test_what_is_watched_is_the_attention_of_transformers(folder: Path, model: P
 
 
 def test_rows_that_join_a_running_block_are_seen_too(tmp_path: Path) -> None:
-    prompts, params = ids_of([5, 9, 4]), [SamplingParams(n, ignore_eos=True) for n in (2, 6, 3)]
+    prompts = ids_of([5, 9, 4])
+    params = [SamplingParams(n, ignore_eos=True) for n in (2, 6, 3)]
     rows: list[tuple[int, int]] = []
 
     def see(at: list[int], block: int, attention: PromptAttention) -> None:
@@ -125,13 +134,16 @@ def test_rows_that_join_a_running_block_are_seen_too(tmp_path: Path) -> None:
 
 
 def settings(**other: Any) -> Namespace:
-    return Namespace(**{"keep_mem": 2**20, "mass": 0.9, "near_zero": 0.05, "first_query": 3} | other)
+    return Namespace(
+        **{"keep_mem": 2**20, "mass": 0.9, "near_zero": 0.05, "first_query": 3} | other
+    )
 
 
 @pytest.mark.parametrize("keep_mem", [1, 2**20])
 def test_maps_are_what_slow_loops_count(keep_mem: int, tmp_path: Path) -> None:
     """A query at a time, and all at once."""
-    prompts, asked = ids_of([PROMPT] * 3), settings(keep_mem=keep_mem)
+    prompts = ids_of([PROMPT] * 3)
+    asked = settings(keep_mem=keep_mem)
     model_folder = tmp_path / "m"
     model = random_model(seed=1, model_type="llama", attn_implementation="eager")
     model.save_pretrained(model_folder)
@@ -156,9 +168,11 @@ def test_maps_are_what_slow_loops_count(keep_mem: int, tmp_path: Path) -> None:
 
 
 def _slow_needed(p: np.ndarray, mass: float) -> int:
-    held, count = 0.0, 0
+    held = 0.0
+    count = 0
     for value in sorted(p, reverse=True):
-        held, count = held + value, count + 1
+        held = held + value
+        count = count + 1
         if held >= mass * p.sum():
             break
     return count
@@ -166,7 +180,14 @@ def _slow_needed(p: np.ndarray, mass: float) -> int:
 
 def test_columns_needed_and_near_zero_by_hand() -> None:
     p = torch.tensor(
-        [[[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], [0.9, 0.09, 0.009, 0.001]]]
+        [
+            [
+                [1.0, 0.0, 0.0, 0.0],
+                [0.5, 0.5, 0.0, 0.0],
+                [0.25, 0.25, 0.25, 0.25],
+                [0.9, 0.09, 0.009, 0.001],
+            ]
+        ]
     )
     assert columns_needed(p, 0.95).tolist() == [[1, 2, 4, 2]]
     assert columns_needed(p, 0.5).tolist() == [[1, 1, 2, 1]]
@@ -176,7 +197,8 @@ def test_columns_needed_and_near_zero_by_hand() -> None:
 
 def test_a_power_law_and_an_exponential_are_told_apart() -> None:
     ranks = np.arange(1, 101, dtype=float)
-    power, exponential = 3 * ranks**-0.7, 2 * np.exp(-0.05 * ranks)
+    power = 3 * ranks**-0.7
+    exponential = 2 * np.exp(-0.05 * ranks)
     assert fit(power, 1, 100, True) == pytest.approx((-0.7, 1.0))
     assert fit(exponential, 1, 50, False) == pytest.approx((-0.05, 1.0))
     assert fit(power, 1, 100, False)[1] < 0.9 > fit(exponential, 1, 100, True)[1]
@@ -188,7 +210,9 @@ def test_spearman_shares_ranks_of_equal_values() -> None:
     a = np.array([1.0, 2.0, 2.0, 9.0])
     assert spearman(a, a**3) == pytest.approx(1)
     assert spearman(a, -a) == pytest.approx(-1)
-    assert spearman(a, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(0.9486833)  # ranks 1, 2.5, 2.5, 4
+    assert spearman(a, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(
+        0.9486833
+    )  # ranks 1, 2.5, 2.5, 4
     assert spearman(a, np.ones(4)) == 0
 
 
@@ -198,18 +222,27 @@ def test_co_occurrence_counts_distinct_neighbours() -> None:
     assert found.occurrences.tolist() == [1, 2, 2, 4 - 1]
     assert found.neighbours.tolist() == [1, 2, 2, 3]  # 1: 9; 5: 7, 9; 7: 5, 9; 9: 1, 5, 7
     alone = co_occurrence([(3,), (3,)], 4)
-    assert (alone.ids.tolist(), alone.occurrences.tolist(), alone.neighbours.tolist()) == ([3], [2], [0])
+    assert (alone.ids.tolist(), alone.occurrences.tolist(), alone.neighbours.tolist()) == (
+        [3],
+        [2],
+        [0],
+    )
 
 
 # ---- columns removed
 
 
-def masked_logits(model: PreTrainedModel, ids: list[int], removed: list[torch.Tensor]) -> torch.Tensor:
-    """Of the continuation's tokens but the first; removed: (heads, columns of the prompt) bool, of each block, that the
-    queries behind the prompt do not see."""
-    n, least = len(ids), torch.finfo(torch.float32).min
+def masked_logits(
+    model: PreTrainedModel, ids: list[int], removed: list[torch.Tensor]
+) -> torch.Tensor:
+    """Of the continuation's tokens but the first; removed: (heads, columns of the prompt) bool, of
+    each block, that the queries behind the prompt do not see."""
+    n = len(ids)
+    least = torch.finfo(torch.float32).min
 
-    def mask_of(block: int, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def mask_of(
+        block: int, module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         later = torch.ones(n, n, dtype=torch.bool).triu(1)
         hidden = later.expand(len(removed[block]), n, n).clone()
         hidden[:, PROMPT:, :PROMPT] |= removed[block][:, None, :]
@@ -217,7 +250,10 @@ def masked_logits(model: PreTrainedModel, ids: list[int], removed: list[torch.Te
 
     layers = [m for name, m in model.named_modules() if name.endswith(("self_attn", ".attention"))]
     assert len(layers) == len(removed)
-    hooks = [m.register_forward_pre_hook(partial(mask_of, i), with_kwargs=True) for i, m in enumerate(layers)]
+    hooks = [
+        m.register_forward_pre_hook(partial(mask_of, i), with_kwargs=True)
+        for i, m in enumerate(layers)
+    ]
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, PROMPT : n - 1]
     for hook in hooks:
@@ -229,14 +265,16 @@ def masked_logits(model: PreTrainedModel, ids: list[int], removed: list[torch.Te
 def test_removed_columns_are_masked_in_all_later_queries(
     folder: Path, model: PreTrainedModel, tmp_path: Path, kind: str, sinks: int
 ) -> None:
-    whole, share = ids_of([PROMPT + STEPS] * 3), 0.4
+    whole = ids_of([PROMPT + STEPS] * 3)
+    share = 0.4
     rows = [TextRow(tuple(ids[:PROMPT]), tuple(ids[PROMPT:])) for ids in whole]
     eviction = Without(share, kind, sinks, seed=5)
     with opened(folder, tmp_path) as llm:
         spec = llm.model.spec
         kept = _kept(llm, eviction, rows)
         _, (found,) = Runner(llm, 2**28, 0).texts(rows, [Case("x", eviction, 1 - share)])
-    group, count = spec.num_heads // spec.num_kv_heads, int(share * PROMPT)
+    group = spec.num_heads // spec.num_kv_heads
+    count = int(share * PROMPT)
     assert found.columns == PROMPT - count
     for row, ids in enumerate(whole):
         removed = []
@@ -249,13 +287,16 @@ def test_removed_columns_are_masked_in_all_later_queries(
                 assert torch.equal(torch.zeros_like(gone).scatter(1, ordered, True), gone)
             removed.append(gone.repeat_interleave(group, dim=0))
         logits = masked_logits(model, ids, removed)
-        want = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[PROMPT + 1 :]), reduction="none")
+        want = torch.nn.functional.cross_entropy(
+            logits, torch.tensor(ids[PROMPT + 1 :]), reduction="none"
+        )
         assert np.allclose(found.nll[row], want.numpy(), atol=2e-4)
     assert np.abs(found.kl).max() > 1e-3, "something is lost"
 
 
 def _kept(llm: LLM, eviction: Without, rows: list[TextRow]) -> dict[tuple[int, int], torch.Tensor]:
-    """(kv_heads, PROMPT) bool by row and block: the columns that the engine holds at the last step."""
+    """(kv_heads, PROMPT) bool by row and block: the columns that the engine holds at the last
+    step."""
     found = {}
 
     def see(at: list[int], filled: torch.Tensor, columns: Any) -> None:

@@ -1,4 +1,5 @@
-"""Whole runs of the shipped model: nothing evicted is nothing lost, and what is lost is what masking says."""
+"""Whole runs of the shipped model: nothing evicted is nothing lost, and what is lost is what
+masking says."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.parity.cases import BASES
 from tests.parity.reference import random_model
 
-PROMPT, STEPS = 24, 9
+PROMPT = 24
+STEPS = 9
 
 
 @pytest.fixture
@@ -51,18 +53,27 @@ def test_a_budget_for_everything_changes_nothing_at_all(llm: LLM, rows: list[Tex
 
 def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRow]) -> None:
     """Prompts are computed in full; a decode step sees the sinks, the window and itself."""
-    sinks, window = 2, 5
+    sinks = 2
+    window = 5
     cell = Case("local", Local(heavy_size=0, recent_size=sinks + window, sinks=sinks), 0.3)
     _, (found,) = Runner(llm, 2**30, 3).texts(rows, [cell])
     ids = torch.tensor([[*row.prompt, *row.continuation] for row in rows])
     place = torch.arange(PROMPT + STEPS)
-    query, column = place.unsqueeze(1), place.unsqueeze(0)
+    query = place.unsqueeze(1)
+    column = place.unsqueeze(0)
     seen = (column <= query) & ((query < PROMPT) | (column < sinks) | (column >= query - window))
-    model = OPTForCausalLM.from_pretrained(PACKAGED["opt-tiny"], dtype=torch.float32, attn_implementation="eager")
-    masks = [torch.where(m, 0.0, torch.finfo(torch.float32).min).expand(5, 1, -1, -1) for m in (column <= query, seen)]
+    model = OPTForCausalLM.from_pretrained(
+        PACKAGED["opt-tiny"], dtype=torch.float32, attn_implementation="eager"
+    )
+    masks = [
+        torch.where(m, 0.0, torch.finfo(torch.float32).min).expand(5, 1, -1, -1)
+        for m in (column <= query, seen)
+    ]
     with torch.no_grad():
         full, local = (
-            model.eval()(input_ids=ids, attention_mask=mask, position_ids=place.expand(5, -1)).logits[:, PROMPT:-1]
+            model.eval()(
+                input_ids=ids, attention_mask=mask, position_ids=place.expand(5, -1)
+            ).logits[:, PROMPT:-1]
             for mask in masks
         )
     want = divergence(full.flatten(0, 1), local.flatten(0, 1)).view(5, -1)
@@ -71,11 +82,15 @@ def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRo
 
 
 def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
-    """Memory for two rows at a time, and for all: prompts of one length each, so equal to rounding."""
-    cells = [Case(name, EVICTING[name](heavy_size=4, recent_size=4), 0.3) for name in ("h2o", "local")]
+    """Memory for two rows at a time, and for all: prompts of one length each, so equal to
+    rounding."""
+    cells = [
+        Case(name, EVICTING[name](heavy_size=4, recent_size=4), 0.3) for name in ("h2o", "local")
+    ]
     whole = Runner(llm, 2**30, 4)
     parts = Runner(llm, 2 * whole._row_bytes(rows, STEPS), 4)
-    (_, one), (_, many) = whole.texts(rows, cells), parts.texts(rows, cells)
+    _, one = whole.texts(rows, cells)
+    _, many = parts.texts(rows, cells)
     for a, b in zip(one, many, strict=True):
         assert np.allclose(a.kl, b.kl, atol=1e-5) and a.kl.shape == (5, STEPS - 1)
         assert np.allclose(a.mass, b.mass, atol=1e-5) and 0 < a.mass.mean() < 1
@@ -83,9 +98,12 @@ def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
 
 
 @pytest.mark.slow
-def test_compressed_runs_are_compared_with_an_uncompressed_one(llm: LLM, rows: list[TextRow]) -> None:
+def test_compressed_runs_are_compared_with_an_uncompressed_one(
+    llm: LLM, rows: list[TextRow]
+) -> None:
     """Fewer bits are further off; the full cache's own figures do not change."""
-    cell, off = Case("full", Full()), []
+    cell = Case("full", Full())
+    off = []
     full_nll, (plain,) = Runner(llm, 2**30, 4).texts(rows, [cell])
     assert (plain.kl == 0).all()
     for bits in (8, 4):
@@ -97,14 +115,21 @@ def test_compressed_runs_are_compared_with_an_uncompressed_one(llm: LLM, rows: l
     assert 0 < 5 * off[0] < off[1]
 
 
-def test_a_case_s_own_policy_is_the_runner_s_for_that_case_alone(llm: LLM, rows: list[TextRow]) -> None:
-    """Also one that reads some columns beside one that drops some, which no LLM does at once, in either order."""
-    asked, h2o = llm.asked_policy, EVICTING["h2o"](heavy_size=4, recent_size=4)
-    packed, sparse = replace(asked, compress_cache=True, cache_bits="4/3"), replace(asked, attn_sparsity=0.5)
+def test_a_case_s_own_policy_is_the_runner_s_for_that_case_alone(
+    llm: LLM, rows: list[TextRow]
+) -> None:
+    """Also one that reads some columns beside one that drops some, which no LLM does at once, in
+    either order."""
+    asked = llm.asked_policy
+    h2o = EVICTING["h2o"](heavy_size=4, recent_size=4)
+    packed = replace(asked, compress_cache=True, cache_bits="4/3")
+    sparse = replace(asked, attn_sparsity=0.5)
     cases = [
-        Case("plain", h2o, policy=asked), Case("read", Full(), policy=sparse), Case("packed", h2o, policy=packed),
+        Case("plain", h2o, policy=asked),
+        Case("read", Full(), policy=sparse),
+        Case("packed", h2o, policy=packed),
         Case("full", Full()),
-    ]  # fmt: skip
+    ]
     runner = Runner(llm, 2**30, 0)
     runner.check(cases)
     _, together = runner.texts(rows, cases)
@@ -124,28 +149,41 @@ def test_a_case_s_own_policy_is_the_runner_s_for_that_case_alone(llm: LLM, rows:
         ({"compress_cache": True}, Full(), 74, 4 * (5 + 5), whole_bytes(16, 32, 4)),
         # Loops of their own, which take seconds to compile.
         pytest.param(
-            {"compress_cache": True, "cache_bits": "4/3"}, Full(), 74, 4 * (5 + 4), whole_bytes(16, 32, 4),
+            {"compress_cache": True, "cache_bits": "4/3"},
+            Full(),
+            74,
+            4 * (5 + 4),
+            whole_bytes(16, 32, 4),
             marks=pytest.mark.slow,
         ),
         ({"attn_sparsity": 0.1}, Full(), 74, 2 * 32 * 4, 0),
         ({}, H2O(heavy_size=4, recent_size=4), 9, 2 * 32 * 4, 0),
     ],
-)  # fmt: skip
+)
 def test_bytes_that_are_held(
     switches: dict[str, Any], eviction: Eviction, columns: int, column: int, beside: int, llm: LLM
 ) -> None:
-    """Of a row of 70 + 5 tokens, whose last has no column; scales and what lies beside slots count."""
-    policy, spec = Policy(1, **switches), llm.model.spec
+    """Of a row of 70 + 5 tokens, whose last has no column; scales and what lies beside slots
+    count."""
+    policy = Policy(1, **switches)
+    spec = llm.model.spec
     llm.use(policy)
     llm.eviction = eviction
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
     heads = spec.num_blocks * spec.num_kv_heads
-    assert held_kv(llm, (70, 5), 5) == (spec.num_blocks * columns, heads * (columns * column + beside))
-    if not policy.compress_cache and eviction == Full():  # the full cache counts the last token's column, too
+    assert held_kv(llm, (70, 5), 5) == (
+        spec.num_blocks * columns,
+        heads * (columns * column + beside),
+    )
+    if (
+        not policy.compress_cache and eviction == Full()
+    ):  # the full cache counts the last token's column, too
         assert kv_share(spec, policy, eviction, (70, 5)) == pytest.approx(74 / 75)
 
 
-def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm: LLM, rows: list[TextRow]) -> None:
+def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(
+    llm: LLM, rows: list[TextRow]
+) -> None:
     runner = Runner(llm, 2**30, 0)
     rows = runner.greedy([replace(row, prompt=row.prompt[i:]) for i, row in enumerate(rows)], STEPS)
     everything = Case("h2o", EVICTING["h2o"](heavy_size=64, recent_size=64), 1.0)
@@ -160,28 +198,42 @@ def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm
 
 # ---- the probe drops nothing and sees the attention probabilities of each decode step
 
-LENGTHS, WATCHED = (7, 3, 3, 5), 6
+LENGTHS = (7, 3, 3, 5)
+WATCHED = 6
 
 
-def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(tmp_path: Path, plain_cpu: None) -> None:
-    """A random model with 3 query heads a kv-head; micro-batches of 3, so that rows are compacted and split."""
+def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(
+    tmp_path: Path, plain_cpu: None
+) -> None:
+    """A random model with 3 query heads a kv-head; micro-batches of 3, so that rows are compacted
+    and split."""
     random_model(model_type="llama").save_pretrained(tmp_path / "m")
     group = BASES["llama"]["num_attention_heads"] // BASES["llama"]["num_key_value_heads"]
-    found, full = FullWatch(LENGTHS, WATCHED, frozenset(range(WATCHED - 1))), FullWatch(LENGTHS, WATCHED, frozenset())
-    prompts, continuations = [[10 + i] * n for i, n in enumerate(LENGTHS)], torch.randint(0, 120, (4, WATCHED)).tolist()
-    with LLM(str(tmp_path / "m"), Policy(3, 2), Probe(), dtype="float32", offload_dir=tmp_path / "o") as llm:
+    found = FullWatch(LENGTHS, WATCHED, frozenset(range(WATCHED - 1)))
+    full = FullWatch(LENGTHS, WATCHED, frozenset())
+    prompts = [[10 + i] * n for i, n in enumerate(LENGTHS)]
+    continuations = torch.randint(0, 120, (4, WATCHED)).tolist()
+    with LLM(
+        str(tmp_path / "m"), Policy(3, 2), Probe(), dtype="float32", offload_dir=tmp_path / "o"
+    ) as llm:
         llm.follow(prompts, continuations, found.see_logits, found.see_slots)
         llm.eviction = Full()
         llm.follow(prompts, continuations, full.see_logits)
-    assert (found.logits - full.logits).abs().max() < 1e-4, "the probe computes what the full cache does"
+    assert (found.logits - full.logits).abs().max() < 1e-4, (
+        "the probe computes what the full cache does"
+    )
     blocks = BASES["llama"]["num_hidden_layers"]
-    assert sorted(found.weights) == [(step, block) for step in range(WATCHED - 1) for block in range(blocks)]
+    assert sorted(found.weights) == [
+        (step, block) for step in range(WATCHED - 1) for block in range(blocks)
+    ]
     for (step, _), weights in found.weights.items():
         assert weights.shape == (4, BASES["llama"]["num_key_value_heads"], max(LENGTHS) + WATCHED)
         assert torch.allclose(weights.sum(dim=-1), torch.tensor(float(group)), atol=1e-5)
         for row, length in enumerate(LENGTHS):
             assert (weights[row, :, : length + step + 1] > 0).all(), "every column is attended to"
-            assert (weights[row, :, length + step + 1 :] == 0).all(), "a column that is not there yet"
+            assert (weights[row, :, length + step + 1 :] == 0).all(), (
+                "a column that is not there yet"
+            )
 
 
 def test_weights_are_put_where_their_columns_are() -> None:

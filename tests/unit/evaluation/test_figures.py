@@ -1,4 +1,5 @@
-"""Policies at budgets as flags give them, metrics of a step by hand, intervals; figures, tables and the picture."""
+"""Policies at budgets as flags give them, metrics of a step by hand, intervals; figures, tables and
+the picture."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ from tests.extras import needs
 def test_all_policies_at_all_budgets_each_half_heavy_and_half_recent() -> None:
     cells = make_cells(list(EVICTING), [0.5, 0.1])
     assert len(cells) == 2 * len(EVICTING)
-    assert {(c.eviction.heavy_ratio, c.eviction.recent_ratio) for c in cells if c.budget == 0.1} == {(0.05, 0.05)}
+    assert {
+        (c.eviction.heavy_ratio, c.eviction.recent_ratio) for c in cells if c.budget == 0.1
+    } == {(0.05, 0.05)}
     assert all(c.eviction.budget(100, 50, 0).columns == 10 for c in cells if c.budget == 0.1)
     assert H2O(heavy_ratio=0.25, recent_ratio=0.25) in [c.eviction for c in cells]
 
@@ -63,7 +66,11 @@ def test_a_policy_takes_settings_of_its_own() -> None:
         (["h2o"], [0.1, 0.1], "--budgets: 0.1 is given twice"),
         (["h2o"], [0.0], "--budgets: 0.0 is not in"),
         (["h2o"], [float("nan")], "--budgets: nan is not in"),
-        (["h2o:kv_budget=0.2"], [0.1], "--policies h2o:kv_budget=0.2: --budgets sets the size; leave kv_budget and"),
+        (
+            ["h2o:kv_budget=0.2"],
+            [0.1],
+            "--policies h2o:kv_budget=0.2: --budgets sets the size; leave kv_budget and",
+        ),
     ],
 )
 def test_what_is_refused(policies: list[str], budgets: list[float], says: str) -> None:
@@ -86,8 +93,13 @@ def test_the_interval_holds_the_mean_and_is_as_wide_as_the_standard_error_says()
     )
     assert found["n"] == 400 and found == Bootstrap(400, 2000, 0).mean(values)
     steps = Bootstrap(20, 300, 0).percentile(np.arange(200.0).reshape(20, 10), 95)
-    assert steps["value"] == np.percentile(np.arange(200.0), 95) and steps["low"] < steps["value"] <= steps["high"]
-    share = Bootstrap(4, 500, 0).ratio(np.array([3.0, 0.0, 1.0, 0.0]), np.array([3.0, 1.0, 4.0, 0.0]))
+    assert (
+        steps["value"] == np.percentile(np.arange(200.0), 95)
+        and steps["low"] < steps["value"] <= steps["high"]
+    )
+    share = Bootstrap(4, 500, 0).ratio(
+        np.array([3.0, 0.0, 1.0, 0.0]), np.array([3.0, 1.0, 4.0, 0.0])
+    )
     assert share["value"] == 0.5 and 0 <= share["low"] < 0.5 < share["high"] <= 1
 
 
@@ -95,20 +107,26 @@ def test_the_interval_holds_the_mean_and_is_as_wide_as_the_standard_error_says()
 
 
 def test_divergence_flips_and_surprise_of_two_coins() -> None:
-    """KL looks from the full cache; of equal logits it is exactly nothing, and the lower index counts as likeliest."""
+    """KL looks from the full cache; of equal logits it is exactly nothing, and the lower index
+    counts as likeliest."""
     full = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.3, 0.7]])
     policy = torch.tensor([[0.0, math.log(9.0)], [5.0, 5.0], [0.3, 0.7]])
     want = 0.5 * math.log(0.5 / 0.1) + 0.5 * math.log(0.5 / 0.9)
     assert divergence(full, policy).tolist() == pytest.approx([want, 0.0, 0.0], abs=1e-7)
     assert divergence(full, policy)[1:].tolist() == [0.0, 0.0]
     assert flips(full, policy).tolist() == [True, False, False]
-    assert surprise(policy[:2], torch.tensor([0, 1])).tolist() == pytest.approx([math.log(10), math.log(2)])
+    assert surprise(policy[:2], torch.tensor([0, 1])).tolist() == pytest.approx(
+        [math.log(10), math.log(2)]
+    )
 
 
 def test_evicted_mass_is_what_the_columns_that_are_gone_would_get() -> None:
     """Two rows, two kv-heads of two query heads each; slots beyond `filled` hold nonsense."""
     weights = torch.tensor(
-        [[[0.5, 1.0, 0.25, 0.25], [0.0, 0.0, 2.0, 0.0]], [[1.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]]]
+        [
+            [[0.5, 1.0, 0.25, 0.25], [0.0, 0.0, 2.0, 0.0]],
+            [[1.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]],
+        ]
     )
     positions = torch.tensor([[[3, 1, 99], [0, 3, -7]], [[2, 0, 1], [1, 3, 2]]], dtype=torch.int32)
     lost = evicted_mass(weights, positions, torch.tensor([2, 3]))
@@ -118,11 +136,13 @@ def test_evicted_mass_is_what_the_columns_that_are_gone_would_get() -> None:
 # ---- Figures, tables and the picture, from results made by hand
 
 
-N, STEPS = 6, 12
+N = 6
+STEPS = 12
 
 
 def recall_row(depth: int) -> TextRow:
-    inside, after = Question(0.1 + depth / 2, True, (0,)), Question(0.2 + depth / 2, False, (3,))
+    inside = Question(0.1 + depth / 2, True, (0,))
+    after = Question(0.2 + depth / 2, False, (3,))
     return TextRow((1,), (2, 3), (inside, after), depth)
 
 
@@ -133,11 +153,16 @@ def result() -> dict[str, Any]:
     scale = {"local": 3.0, "h2o": 2.0, "h2o-norm": 1.0}
     found = [
         TextFidelity(
-            cell, 10, 0.5, np.full((N, STEPS), scale[cell.label]) * np.arange(1, N + 1)[:, None],
-            full_nll + scale[cell.label], np.zeros((N, STEPS), dtype=bool), np.full((N, 2), 0.25),
+            cell,
+            10,
+            0.5,
+            np.full((N, STEPS), scale[cell.label]) * np.arange(1, N + 1)[:, None],
+            full_nll + scale[cell.label],
+            np.zeros((N, STEPS), dtype=bool),
+            np.full((N, 2), 0.25),
         )
         for cell in cells
-    ]  # fmt: skip
+    ]
     full, figures = summarise_texts(full_nll, found, 100, 0)
     rows = [recall_row(i % 2) for i in range(N)]
     for one in (full, *figures):
@@ -145,13 +170,24 @@ def result() -> dict[str, Any]:
     for one in figures:
         one["greedy"] = summarise_divergence(np.array([3, 4, 12, 12, 12, 5]), 12, 100, 0)
     settings = {
-        "prompt_len": 20, "gen_len": STEPS + 1, "continuation": "text", "seed": 0, "budgets": [0.5, 0.1],
-        "budgets_of": "prompt", "dtype": "float32", "compression": "",
-    }  # fmt: skip
+        "prompt_len": 20,
+        "gen_len": STEPS + 1,
+        "continuation": "text",
+        "seed": 0,
+        "budgets": [0.5, 0.1],
+        "budgets_of": "prompt",
+        "dtype": "float32",
+        "compression": "",
+    }
     text = {"prompts": N, "steps": STEPS, "mean_prompt_len": 20.0, "mean_columns": 20.0}
     return {
-        "model": "m", "settings": settings, "text": text, "recall": {"prompts": N}, "full": full, "cells": figures,
-    }  # fmt: skip
+        "model": "m",
+        "settings": settings,
+        "text": text,
+        "recall": {"prompts": N},
+        "full": full,
+        "cells": figures,
+    }
 
 
 def test_figures_of_a_cell(result: dict[str, Any]) -> None:
@@ -166,7 +202,9 @@ def test_figures_of_a_cell(result: dict[str, Any]) -> None:
     assert local["greedy"]["never"]["value"] == 0.5
     recall = result["full"]["recall"]
     assert (recall["inside"]["value"], recall["after"]["value"]) == (1.0, 0.5)
-    assert [(part["at"], part["value"], part["questions"]) for part in recall["after"]["by_depth"]] == [
+    assert [
+        (part["at"], part["value"], part["questions"]) for part in recall["after"]["by_depth"]
+    ] == [
         (pytest.approx(0.2), 1.0, 3),
         (pytest.approx(0.7), 0.0, 3),
     ]
@@ -176,7 +214,12 @@ def test_tables_put_the_worst_policy_first_and_the_full_cache_last(result: dict[
     lines = markdown(result).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("### 10%"))
     table = [line for line in lines[start : start + 9] if line.startswith("|")]
-    assert [line.split("|")[1].strip() for line in table[2:]] == ["`local`", "`h2o`", "`h2o-norm`", "full"]
+    assert [line.split("|")[1].strip() for line in table[2:]] == [
+        "`local`",
+        "`h2o`",
+        "`h2o-norm`",
+        "full",
+    ]
     assert "| 10 | 50.0% |" in table[4] and "| 20 | 100% |" in table[5]
     assert table[5].endswith("| 13 |"), "all greedy tokens are equal"
     assert "-3.500 [" in table[4] and "25.0% [25.0, 25.0]" in table[4]
@@ -191,14 +234,20 @@ def test_the_compared_full_cache_and_the_reference_have_other_names(result: dict
     result["settings"]["compression"] = "--compress-cache --cache-bits 4"
     for cell in result["cells"]:
         cell["policy"] = "full" if cell["policy"] == "local" else cell["policy"]
-    names = {line.split("|")[1].strip() for line in markdown(result).splitlines() if line[0:1] == "|"}
+    names = {
+        line.split("|")[1].strip() for line in markdown(result).splitlines() if line[0:1] == "|"
+    }
     assert {name for name in names if "full" in name} == {
-        "`full`, --compress-cache --cache-bits 4", "full, uncompressed", "full, uncompressed: NLL"
-    }  # fmt: skip
+        "`full`, --compress-cache --cache-bits 4",
+        "full, uncompressed",
+        "full, uncompressed: NLL",
+    }
 
 
 @needs("plot")
-def test_the_picture(result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture(
+    result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FlexgenError, match="--plot"):

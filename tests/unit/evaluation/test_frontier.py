@@ -51,7 +51,15 @@ def cell(name: str, size: float, kl: float, spread: float = 0.01, **more: Any) -
         "chosen_by": "",
         "kv_rotation": False,
     }
-    return {"name": name, "kv_share": size, "read_share": size, "kl": interval, "changed": interval, **usual, **more}
+    return {
+        "name": name,
+        "kv_share": size,
+        "read_share": size,
+        "kl": interval,
+        "changed": interval,
+        **usual,
+        **more,
+    }
 
 
 def test_every_policy_at_every_size_in_all_bits_and_the_full_cache_first() -> None:
@@ -76,7 +84,10 @@ def test_a_share_of_the_bytes_is_what_kv_size_chooses() -> None:
     _, found = grid(flags(kv_sizes=[0.2]))
     mix = table_for().mix_of(0.2)
     assert (found.policy, found.kv_bits, found.kv_bytes) == (mix.eviction, mix.cache_bits, 0.2)
-    assert found.name == f"--kv-size 0.2: {mix.eviction}, KV in {mix.cache_bits} bits but for the newest 16"
+    assert (
+        found.name
+        == f"--kv-size 0.2: {mix.eviction}, KV in {mix.cache_bits} bits but for the newest 16"
+    )
 
 
 def test_learning_tries_policies_and_bits_of_equal_bytes() -> None:
@@ -86,7 +97,9 @@ def test_learning_tries_policies_and_bits_of_equal_bytes() -> None:
         assert Setting("h2o", kv_bytes=0.2, kv_bits=4, kv_window=window) in found
 
 
-@pytest.mark.parametrize("given", [{"kv_bits": ["5"]}, {"weight_bits": ["3"]}, {"policies": ["h3o"]}])
+@pytest.mark.parametrize(
+    "given", [{"kv_bits": ["5"]}, {"weight_bits": ["3"]}, {"policies": ["h3o"]}]
+)
 def test_what_there_is_not_is_refused_by_its_flag(given: dict[str, Any]) -> None:
     (name,) = given
     with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')} "):
@@ -94,7 +107,9 @@ def test_what_there_is_not_is_refused_by_its_flag(given: dict[str, Any]) -> None
 
 
 def test_a_cell_leaves_the_frontier_only_for_a_smaller_one_that_is_surely_better() -> None:
-    best, worse, within = cell("a", 0.2, 0.10), cell("b", 0.3, 0.20), cell("c", 0.3, 0.11)
+    best = cell("a", 0.2, 0.10)
+    worse = cell("b", 0.3, 0.20)
+    within = cell("c", 0.3, 0.11)
     whole = cell("d", 1.0, 0.0)
     assert on_frontier([whole, worse, within, best]) == [best, within, whole]
 
@@ -111,7 +126,9 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
         cell("full", 0.1, 0.0, weights="4"),
         cell("snapkv", 0.1, 0.5, kv_bytes=0.1),
     ]
-    about = dict.fromkeys(("dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation"))
+    about = dict.fromkeys(
+        ("dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation")
+    )
     path = tmp_path / "table.json"
     path.write_text(json.dumps(learned({**about, "model": "small", "cells": cells})))
     table = read_table(path)
@@ -128,17 +145,32 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
 
 def test_a_table_of_an_older_version_has_no_partial_reading(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    about = dict.fromkeys(("dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation"))
-    body = learned({**about, "model": "small", "cells": [cell("full", 1.0, 0.0), cell("h2o", 0.4, 0.2, kv_bytes=0.4)]})
+    about = dict.fromkeys(
+        ("dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation")
+    )
+    body = learned(
+        {
+            **about,
+            "model": "small",
+            "cells": [cell("full", 1.0, 0.0), cell("h2o", 0.4, 0.2, kv_bytes=0.4)],
+        }
+    )
     body["small_losses"].append({"settings": {"attn_sparsity": 0.1}, "kl": {"value": 0.02}})
     path.write_text(json.dumps(body))
     assert [kept.settings for kept in read_table(path).small_losses] == [{}]
 
 
 @pytest.mark.parametrize("kv_read", [1.0, 0.1])
-def test_rows_of_an_older_version_are_read_but_for_partial_reading(kv_read: float, tmp_path: Path) -> None:
+def test_rows_of_an_older_version_are_read_but_for_partial_reading(
+    kv_read: float, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
-    line = {"setting": {"policy": "full", "kv_read": kv_read}, "kind": LOSSES, "start": 0, "values": [[0.0, 0.0, 1.5]]}
+    line = {
+        "setting": {"policy": "full", "kv_read": kv_read},
+        "kind": LOSSES,
+        "start": 0,
+        "values": [[0.0, 0.0, 1.5]],
+    }
     path.write_text(json.dumps({"facts": FACTS}) + "\n" + json.dumps(line) + "\n")
     found = Measurements(path, FACTS)
     assert found.settings == ([REFERENCE] if kv_read == 1 else [])
@@ -168,7 +200,9 @@ def test_measurements_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: P
     assert again[Setting("h2o", 0.2), LOSSES] == [[0.3, 0.2, 1.0], [0.1, 0.2, 1.0]]
     assert again.settings == [REFERENCE, Setting("h2o", 0.2)]
     assert again.lacks(REFERENCE, SPEED) and not again.lacks(REFERENCE, LOSSES)
-    assert again.lacks(REFERENCE, LOSSES, range(2)) and not again.lacks(Setting("h2o", 0.2), LOSSES, range(2))
+    assert again.lacks(REFERENCE, LOSSES, range(2)) and not again.lacks(
+        Setting("h2o", 0.2), LOSSES, range(2)
+    )
     assert path.read_bytes() == whole
 
 

@@ -14,21 +14,44 @@ import yaml
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.evaluation.kvpress import PressRun, check_press_folder, dropped_share, file_label, write_press_run
+from flexgen_h2o.evaluation.kvpress import (
+    PressRun,
+    check_press_folder,
+    dropped_share,
+    file_label,
+    write_press_run,
+)
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models.load import find_spec
 
-RUN = PressRun("ruler", "meta-llama/Llama-3.2-1B", "h2o-norm:grace=8,sinks=0", 0.8, "4096", settings={"seed": 3})
+RUN = PressRun(
+    "ruler",
+    "meta-llama/Llama-3.2-1B",
+    "h2o-norm:grace=8,sinks=0",
+    0.8,
+    "4096",
+    settings={"seed": 3},
+)
 ROWS: list[dict[str, Any]] = [
     {
-        "context": "left out", "question": 'a "q",\nb', "answer_prefix": "", "answer": ["x", "y"], "max_new_tokens": 5,
-        "predicted_answer": "x y", "task": "niah_single_1",
+        "context": "left out",
+        "question": 'a "q",\nb',
+        "answer_prefix": "",
+        "answer": ["x", "y"],
+        "max_new_tokens": 5,
+        "predicted_answer": "x y",
+        "task": "niah_single_1",
     },
     {
-        "context": "left out", "question": "c", "answer_prefix": "A:", "answer": "z", "max_new_tokens": 5,
-        "predicted_answer": "", "task": "niah_single_1",
+        "context": "left out",
+        "question": "c",
+        "answer_prefix": "A:",
+        "answer": "z",
+        "max_new_tokens": 5,
+        "predicted_answer": "",
+        "task": "niah_single_1",
     },
-]  # fmt: skip
+]
 
 
 def predictions(folder: Path) -> list[dict[str, str]]:
@@ -37,36 +60,63 @@ def predictions(folder: Path) -> list[dict[str, str]]:
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    folder = write_press_run(tmp_path / "results", RUN, ROWS, {"niah_single_1": {"string_match": 50.0}})
+    folder = write_press_run(
+        tmp_path / "results", RUN, ROWS, {"niah_single_1": {"string_match": 50.0}}
+    )
     name = "ruler__4096__meta-llama--Llama-3.2-1B__h2o-norm-grace=8,sinks=0__0.80"
     assert folder == tmp_path / "results" / name
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.json", "predictions.csv"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.yaml",
+        "metrics.json",
+        "predictions.csv",
+    ]
     one, two = predictions(folder)
     assert list(one) == [
-        "question", "answer_prefix", "answer", "max_new_tokens", "predicted_answer", "task", "compression_ratio",
-    ]  # fmt: skip
-    assert (one["question"], one["answer"], one["compression_ratio"]) == ('a "q",\nb', "['x', 'y']", "0.8")
+        "question",
+        "answer_prefix",
+        "answer",
+        "max_new_tokens",
+        "predicted_answer",
+        "task",
+        "compression_ratio",
+    ]
+    assert (one["question"], one["answer"], one["compression_ratio"]) == (
+        'a "q",\nb',
+        "['x', 'y']",
+        "0.8",
+    )
     assert (two["answer_prefix"], two["predicted_answer"]) == ("A:", "")
-    assert json.loads((folder / "metrics.json").read_text()) == {"niah_single_1": {"string_match": 50.0}}
+    assert json.loads((folder / "metrics.json").read_text()) == {
+        "niah_single_1": {"string_match": 50.0}
+    }
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["press_name"] == RUN.press and config["compression_ratio"] == 0.8 and config["seed"] == 3
+    assert (
+        config["press_name"] == RUN.press
+        and config["compression_ratio"] == 0.8
+        and config["seed"] == 3
+    )
     assert (config["dataset"], config["data_dir"], config["fraction"]) == ("ruler", "4096", 1.0)
 
 
 def test_a_part_of_the_data_is_in_the_name() -> None:
-    assert replace(RUN, data_dir="", fraction=0.1, press="full", compression_ratio=0).folder_name == (
-        "ruler__meta-llama--Llama-3.2-1B__full__0.00__fraction0.100"
-    )
+    assert replace(
+        RUN, data_dir="", fraction=0.1, press="full", compression_ratio=0
+    ).folder_name == ("ruler__meta-llama--Llama-3.2-1B__full__0.00__fraction0.100")
 
 
 def test_the_same_run_again_and_another_one_of_the_name(tmp_path: Path) -> None:
     first = write_press_run(tmp_path, RUN, ROWS, {})
     assert write_press_run(tmp_path, RUN, ROWS[:1], {}) == first and len(predictions(first)) == 1
     other = replace(RUN, settings={"seed": 4})
-    assert write_press_run(tmp_path, other, ROWS, {}) == first / "1" and len(predictions(first)) == 1
+    assert (
+        write_press_run(tmp_path, other, ROWS, {}) == first / "1" and len(predictions(first)) == 1
+    )
     assert write_press_run(tmp_path, other, ROWS, {}) == first / "1"
     assert write_press_run(tmp_path, replace(RUN, settings={}), [], {}) == first / "2"
-    assert predictions(first / "2") == [] and "predicted_answer" in (first / "2" / "predictions.csv").read_text()
+    assert (
+        predictions(first / "2") == []
+        and "predicted_answer" in (first / "2" / "predictions.csv").read_text()
+    )
 
 
 def test_results_of_kvpress_itself_stay(tmp_path: Path) -> None:
@@ -75,7 +125,9 @@ def test_results_of_kvpress_itself_stay(tmp_path: Path) -> None:
     (theirs / "predictions.csv").write_text("theirs")
     (theirs / "metrics.json").write_text("{}")
     assert write_press_run(tmp_path, RUN, ROWS, {"m": 1}) == theirs / "1"
-    assert (theirs / "predictions.csv").read_text() == "theirs" and (theirs / "metrics.json").read_text() == "{}"
+    assert (theirs / "predictions.csv").read_text() == "theirs" and (
+        theirs / "metrics.json"
+    ).read_text() == "{}"
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
@@ -85,11 +137,16 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_the_share_that_is_dropped() -> None:
-    """Layers with a window hold it with either; a share of bytes is counted in what the model's columns take."""
-    spec, row = find_spec("facebook/opt-125m", None), [(60, 41)]
-    half, windowed = H2O(kv_budget=0.5), replace(spec, windows=(10, None) * 6)
+    """Layers with a window hold it with either; a share of bytes is counted in what the model's
+    columns take."""
+    spec = find_spec("facebook/opt-125m", None)
+    row = [(60, 41)]
+    half = H2O(kv_budget=0.5)
+    windowed = replace(spec, windows=(10, None) * 6)
     assert dropped_share(half, spec, Policy(), row) == pytest.approx(1 - 51 / 100)
-    assert dropped_share(half, windowed, Policy(), row) == pytest.approx(1 - (10 + 51) / (10 + 100), abs=1e-6)
+    assert dropped_share(half, windowed, Policy(), row) == pytest.approx(
+        1 - (10 + 51) / (10 + 100), abs=1e-6
+    )
     assert dropped_share(H2O(kv_bytes=0.3), spec, Policy(), row) == pytest.approx(0.7, abs=0.01)
 
 
@@ -99,7 +156,8 @@ def test_file_label() -> None:
 
 def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:
     """And that is said before anything is run."""
-    taken, new = tmp_path / "file", tmp_path / "new"
+    taken = tmp_path / "file"
+    new = tmp_path / "new"
     taken.touch()
     with pytest.raises(UsageError, match=r"--kvpress-dir .*file: is a file; name a folder"):
         check_press_folder(argparse.Namespace(kvpress_dir=taken))

@@ -1,4 +1,5 @@
-"""Questions of RULER's kinds: as long as asked for, answered in their text, the same for the same seed."""
+"""Questions of RULER's kinds: as long as asked for, answered in their text, the same for the same
+seed."""
 
 from __future__ import annotations
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 _PAIRS = "ltable_id,rtable_id,label\n"
 BEER = {
-    "tableA.csv": 'id,Beer_Name,Brew_Factory_Name,Style,year\n0,Red Ale,"Big, Brewing",x,2003\n1,Stout, Small ,y,07\n',
-    "tableB.csv": "id,Beer_Name,Brew_Factory_Name,Style,year\n0,Red ale,,x,2003\n1,Porter,Other,z,\n",
+    "tableA.csv": 'id,Beer_Name,Brew_Factory_Name,Style,year\n0,Red Ale,"Big, '
+    'Brewing",x,2003\n1,Stout, Small ,y,07\n',
+    "tableB.csv": "id,Beer_Name,Brew_Factory_Name,Style,year\n0,Red "
+    "ale,,x,2003\n1,Porter,Other,z,\n",
     "train.csv": _PAIRS + "0,0,1\n0,1,0\n1,0,0\n1,1,0\n",
     "valid.csv": _PAIRS + "0,0,1\n1,1,0\n",
     "test.csv": _PAIRS + "0,1,0\n",

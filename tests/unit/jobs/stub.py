@@ -1,4 +1,5 @@
-"""A job without a model: the real runner, files and formats around an engine that answers at once."""
+"""A job without a model: the real runner, files and formats around an engine that answers at
+once."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from flexgen_h2o.models.load import Model
 
 @dataclass
 class StubLLM:
-    """Answers with the prompt's tokens backwards, cut to what is asked for. runs: the lines of each run, and began:
-    how many it began with.
+    """Answers with the prompt's tokens backwards, cut to what is asked for. runs: the lines of each
+    run, and began: how many it began with.
 
-    room: prompt tokens that one run's rows may have in all, and one row alone. spared: prompt tokens, by each run.
-    asks, opened: how often it was asked whether rows fit, and for an engine.
+    room: prompt tokens that one run's rows may have in all, and one row alone. spared: prompt
+    tokens, by each run. asks, opened: how often it was asked whether rows fit, and for an engine.
     """
 
     model: Model
@@ -60,9 +61,15 @@ class StubLLM:
         return self.policy
 
     def run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, callbacks: Callbacks, *,
-        refill: bool, more: Any,
-    ) -> SimpleNamespace:  # fmt: skip
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        on_finished: Any,
+        callbacks: Callbacks,
+        *,
+        refill: bool,
+        more: Any,
+    ) -> SimpleNamespace:
         """With `more` a run goes on. Returns what a job asks of a report."""
         lines: list[int] = []
         tokens = 0
@@ -80,7 +87,11 @@ class StubLLM:
         return sum(len(p.token_ids) for p in prompts) <= self.room
 
     def _answer(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, listener: Any
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        on_finished: Any,
+        listener: Any,
     ) -> None:
         for prompt, asked in zip(prompts, params, strict=True):
             self.before_row(prompt.index)
@@ -107,9 +118,12 @@ def rows_before(output: OutputFile, ids: Digests) -> Before:
     return at_once(rows_before_steps(output.rows(), ids))
 
 
-def run_job(llm: Any, source: Path, output: Path, max_errors: int | None = None, **options: Any) -> Ran:
+def run_job(
+    llm: Any, source: Path, output: Path, max_errors: int | None = None, **options: Any
+) -> Ran:
     """As `batch` does it, without its checks."""
-    scan, file = scan_input(source), OutputFile(output)
+    scan = scan_input(source)
+    file = OutputFile(output)
     try:
         before = rows_before(file, scan.ids)
         writer = JobWriter(file, before, lambda: {"host": 5}, max_errors)
@@ -124,7 +138,9 @@ def run_job(llm: Any, source: Path, output: Path, max_errors: int | None = None,
 
 
 def write_lines(path: Path, *lines: Any) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 

@@ -12,20 +12,33 @@ import pytest
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.jobs import input as module
-from flexgen_h2o.jobs.input import cut_input, id_digest, read_cut, read_lines, scan_input, which_are_in
+from flexgen_h2o.jobs.input import (
+    cut_input,
+    id_digest,
+    read_cut,
+    read_lines,
+    scan_input,
+    which_are_in,
+)
 
 
 def test_lines_keep_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"custom_id": "a"}\r\n\n  \n{bad\n{"custom_id": 3}\n{"custom_id": ""}\n["x"]')
+    path.write_bytes(
+        b'\xef\xbb\xbf{"custom_id": "a"}\r\n\n  \n{bad\n{"custom_id": 3}\n{"custom_id": ""}\n["x"]'
+    )
     found = list(read_lines(path))
-    assert [path.read_bytes()[line.offset :].startswith(line.text or b"-") for line in found[1:]] == [True] * 4
+    assert [
+        path.read_bytes()[line.offset :].startswith(line.text or b"-") for line in found[1:]
+    ] == [True] * 4
     assert [line.number for line in found] == [1, 4, 5, 6, 7]
     assert [line.custom_id for line in found] == ["a", "line-4", "line-5", "line-6", "line-7"]
     assert len(scan_input(path).ids) == 5
 
 
-def test_a_line_that_is_too_long_is_one_line_without_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_is_one_line_without_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.core.files.MOST_LINE_BYTES", 10)
     path = tmp_path / "in.jsonl"
     for last in (b"", b"y" * 3, b"\n", b"y" * 3 + b"\n{}"):
@@ -38,7 +51,10 @@ def test_a_line_that_is_too_long_is_one_line_without_text(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     ("data", "says"),
-    [(gzip.compress(b"{}\n", mtime=0), "is packed by gzip; unpack it"), ("{}\n".encode("utf-16"), "is UTF-16 text")],
+    [
+        (gzip.compress(b"{}\n", mtime=0), "is packed by gzip; unpack it"),
+        ("{}\n".encode("utf-16"), "is UTF-16 text"),
+    ],
 )
 def test_a_packed_file_is_refused_as_a_whole(data: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
@@ -56,13 +72,18 @@ def test_duplicates_are_found_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         scan_input(path)
     assert str(error.value) == (
-        f"--input {path}: lines 2 and 5 both have the custom_id 'b', and 1 more lines repeat an id; "
+        f"--input {path}: lines 2 and 5 both have the custom_id 'b', and 1 more lines repeat an "
+        "id; "
         "give each line its own"
     )
 
 
-def test_ids_whose_first_words_are_alike_are_no_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "id_digest", lambda custom_id: b"8 bytes " + id_digest(custom_id)[:8])
+def test_ids_whose_first_words_are_alike_are_no_duplicates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        module, "id_digest", lambda custom_id: b"8 bytes " + id_digest(custom_id)[:8]
+    )
     path = tmp_path / "in.jsonl"
     path.write_text("{}\n{}\n")
     assert len(scan_input(path).ids) == 2
@@ -84,7 +105,9 @@ def test_an_input_that_has_grown_begins_as_before(tmp_path: Path) -> None:
 def test_which_are_in() -> None:
     names = [f"id{i}" for i in range(3000)]
     ids = np.frombuffer(b"".join(map(id_digest, names)), "S16")
-    done = np.frombuffer(bytearray(b"".join(id_digest(n) for n in [*names[::7], "other"][::-1])), "S16")
+    done = np.frombuffer(
+        bytearray(b"".join(id_digest(n) for n in [*names[::7], "other"][::-1])), "S16"
+    )
     assert np.flatnonzero(which_are_in(ids, done)).tolist() == list(range(0, 3000, 7))
     assert not which_are_in(ids, np.empty(0, "S16")).any()
 
@@ -95,9 +118,15 @@ def test_which_are_in() -> None:
 def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path) -> None:
     """Blank lines, a byte order mark and no newline at the end among them."""
     source = tmp_path / "in.jsonl"
-    source.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n' + b"\n".join(b'{"a": %d}\n' % i * 2 for i in range(9)) + b"{}")
+    source.write_bytes(
+        b'\xef\xbb\xbf{"a": 1}\n\n  \n'
+        + b"\n".join(b'{"a": %d}\n' % i * 2 for i in range(9))
+        + b"{}"
+    )
     lines = list(read_lines(source))
-    for pattern, size in product((0b0, 0b10110100, 0b11, 1 << 18, 2**19 - 1, 2**20 - 1), (1, 2, 3, 7, 100)):
+    for pattern, size in product(
+        (0b0, 0b10110100, 0b11, 1 << 18, 2**19 - 1, 2**20 - 1), (1, 2, 3, 7, 100)
+    ):
         done = np.array([bool(pattern >> i & 1) for i in range(len(lines))])
         cuts = list(cut_input(source, done, size))
         assert [int(cut.left.sum()) for cut in cuts[:-1]] == [size] * (len(cuts) - 1)
@@ -111,7 +140,11 @@ def test_lines_that_came_later_are_in_no_part_and_a_long_one_is_one_row(
     monkeypatch.setattr("flexgen_h2o.core.files.MOST_LINE_BYTES", 20)
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n{}\n')
-    found = [line for cut in cut_input(source, np.zeros(3, bool), 1) for line in read_cut(source, cut)]
+    found = [
+        line for cut in cut_input(source, np.zeros(3, bool), 1) for line in read_cut(source, cut)
+    ]
     assert [(line.row, line.number, line.text is None) for line in found] == [
-        (0, 1, False), (1, 2, True), (2, 3, False),
-    ]  # fmt: skip
+        (0, 1, False),
+        (1, 2, True),
+        (2, 3, False),
+    ]

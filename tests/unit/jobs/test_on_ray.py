@@ -1,4 +1,5 @@
-"""The driver of a job on Ray and a window in its actor, without Ray: sizes, room, rows that come twice or never."""
+"""The driver of a job on Ray and a window in its actor, without Ray: sizes, room, rows that come
+twice or never."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from flexgen_h2o.core.units import less_margin
 from flexgen_h2o.engine.sampling import NotFiniteError, SamplingParams
 from flexgen_h2o.jobs import on_ray
 from flexgen_h2o.jobs.input import Cut, cut_input, read_cut, read_lines, scan_input
-from flexgen_h2o.jobs.on_ray import Opening, Pool, Raised, RayJob, find_pool, run_window, window_size
+from flexgen_h2o.jobs.on_ray import (
+    Opening,
+    Pool,
+    Raised,
+    RayJob,
+    find_pool,
+    run_window,
+    window_size,
+)
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.runner import Answer, JobWriter, Notes
@@ -39,22 +48,33 @@ def test_windows_are_whole_blocks_and_about_as_many_for_each_actor() -> None:
 # ---- room for actors
 
 
-def ray_of(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, float], dead: dict[str, float] | None = None) -> None:
+def ray_of(
+    monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, float], dead: dict[str, float] | None = None
+) -> None:
     found = [{"Alive": True, "Resources": node} for node in nodes]
     found += [{"Alive": False, "Resources": dead}] if dead else []
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: found))
 
 
 def test_an_actor_a_node_gets_its_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_of(monkeypatch, {"CPU": 8, "memory": 64 * GIB}, {"CPU": 4, "memory": 32 * GIB}, dead={"CPU": 64, "memory": GIB})
-    assert find_pool(None, None, "cpu") == Pool(2, 4, 0, less_margin(32 * GIB)), "the large node has room for two"
+    ray_of(
+        monkeypatch,
+        {"CPU": 8, "memory": 64 * GIB},
+        {"CPU": 4, "memory": 32 * GIB},
+        dead={"CPU": 64, "memory": GIB},
+    )
+    assert find_pool(None, None, "cpu") == Pool(2, 4, 0, less_margin(32 * GIB)), (
+        "the large node has room for two"
+    )
     assert find_pool(3, None, "cpu") == Pool(3, 4, 0, less_margin(32 * GIB))
     assert find_pool(2, 20 * GIB, "cpu") == Pool(2, 4, 0, 20 * GIB)
 
 
 def test_an_actor_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_of(monkeypatch, {"CPU": 16, "GPU": 2, "memory": 64 * GIB}, {"CPU": 16, "memory": 64 * GIB})
-    assert find_pool(None, None, "auto") == Pool(2, 8, 1, less_margin(32 * GIB)), "both where the cards are"
+    assert find_pool(None, None, "auto") == Pool(2, 8, 1, less_margin(32 * GIB)), (
+        "both where the cards are"
+    )
     assert find_pool(None, 8 * GIB, "cpu").cards == 0
 
 
@@ -66,10 +86,15 @@ def test_actors_that_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -
         find_pool(2, 9 * GIB, "cpu")
 
 
-def test_an_address_where_nobody_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_where_nobody_listens_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     for address in ("127.0.0.1:1", "localhost:99999"):
-        with pytest.raises(UsageError, match=f"--ray {address}: no Ray there"), on_ray.ray_at(address):
+        with (
+            pytest.raises(UsageError, match=f"--ray {address}: no Ray there"),
+            on_ray.ray_at(address),
+        ):
             pass
 
 
@@ -77,7 +102,9 @@ def test_an_address_where_nobody_listens_is_refused_at_once(monkeypatch: pytest.
 
 
 def window(llm: Any, lines: list[Any], **how: Any) -> Iterator[Any]:
-    return run_window(llm, RequestReader(llm.model, SamplingParams()), lines, None, refill=True, **how)
+    return run_window(
+        llm, RequestReader(llm.model, SamplingParams()), lines, None, refill=True, **how
+    )
 
 
 def test_a_window_answers_each_row_once(tmp_path: Path, words: Model) -> None:
@@ -87,7 +114,14 @@ def test_a_window_answers_each_row_once(tmp_path: Path, words: Model) -> None:
     llm = StubLLM(words, spared=4)
     *some, notes = window(llm, list(read_cut(source, cut)))
     found = sorted((one.row, one.tokens, one.error) for answers in some for one in answers)
-    assert found == [(0, 1, None), (1, 2, None), (2, 3, None), (5, 2, None), (6, 3, None), (7, 1, None)]
+    assert found == [
+        (0, 1, None),
+        (1, 2, None),
+        (2, 3, None),
+        (5, 2, None),
+        (6, 3, None),
+        (7, 1, None),
+    ]
     assert (notes.prompt_tokens, notes.spared_tokens, llm.expected) == (6 * 3, 4, 6)
 
 
@@ -105,7 +139,9 @@ def test_what_the_engine_raises_comes_out_after_what_was_done(tmp_path: Path, wo
         next(found)
 
 
-def test_only_a_first_window_ends_the_job_where_its_rows_do_not_fit_together(tmp_path: Path, words: Model) -> None:
+def test_only_a_first_window_ends_the_job_where_its_rows_do_not_fit_together(
+    tmp_path: Path, words: Model
+) -> None:
     source = write_lines(tmp_path / "in.jsonl", *({"prompt": [9] * 5} for _ in range(6)))
     lines = list(read_lines(source))
     *answers, _ = window(StubLLM(words, room=20), lines, has_run=True)
@@ -118,14 +154,21 @@ def test_only_a_first_window_ends_the_job_where_its_rows_do_not_fit_together(tmp
 
 
 class Driven:
-    """A driver over an input of rows, whose flows are given: what the actors answer to the parts that each gets."""
+    """A driver over an input of rows, whose flows are given: what the actors answer to the parts
+    that each gets."""
 
     def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int, *flows: Any, max_errors: int | None = None
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        rows: int,
+        *flows: Any,
+        max_errors: int | None = None,
     ) -> None:
         self.path = folder / "out.jsonl"
         source = write_lines(folder / "in.jsonl", *({"custom_id": f"r{i}"} for i in range(rows)))
-        scan, self.output = scan_input(source), OutputFile(self.path)
+        scan = scan_input(source)
+        self.output = OutputFile(self.path)
         before = rows_before(self.output, scan.ids)
         self.writer = JobWriter(self.output, before, dict, max_errors)
         opening: Any = SimpleNamespace(args=SimpleNamespace(window=4), is_auto=True)
@@ -155,13 +198,18 @@ def gives_up(*found: Any) -> Iterator[Any]:
 def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    notes = Notes(2, "m in line 1", 9, 2, {"host": 5}), Notes(1, "n in line 4", 6, 3, {"host": 3, "disk": 1})
+    notes = (
+        Notes(2, "m in line 1", 9, 2, {"host": 5}),
+        Notes(1, "n in line 4", 6, 3, {"host": 3, "disk": 1}),
+    )
     driven = Driven(
-        tmp_path, monkeypatch, 6,
+        tmp_path,
+        monkeypatch,
+        6,
         [answers(3, 1), answers(1), answers(0, 3), notes[0]],
         gives_up(answers(4)),
         [answers(5, 4), notes[1], answers(2)],
-    )  # fmt: skip
+    )
     driven.job.run()
     assert driven.ids() == ["r3", "r1", "r0", "r4", "r5", "r2"]
     assert driven.asked == [[0, 1, 2, 3, 4, 5], [2, 4, 5], [2, 5]]
@@ -171,15 +219,23 @@ def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_aga
     assert (driven.writer.status.done, driven.writer.status.tokens) == (6, 12)
 
 
-def test_a_job_of_which_nothing_comes_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_which_nothing_comes_back_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driven = Driven(tmp_path, monkeypatch, 3, gives_up(answers(1)), gives_up(answers(1)))
-    with pytest.raises(FlexgenError, match=r"no answer came back from any actor \(the actor died\)"):
+    with pytest.raises(
+        FlexgenError, match=r"no answer came back from any actor \(the actor died\)"
+    ):
         driven.job.run()
     assert driven.ids() == ["r1"]
 
 
-def test_what_an_engine_raises_ends_the_job_as_it_would_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driven = Driven(tmp_path, monkeypatch, 3, [answers(2), Raised(DoesNotFitError("too large"), "where it was")])
+def test_what_an_engine_raises_ends_the_job_as_it_would_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = Driven(
+        tmp_path, monkeypatch, 3, [answers(2), Raised(DoesNotFitError("too large"), "where it was")]
+    )
     with pytest.raises(DoesNotFitError, match="too large") as found:
         driven.job.run()
     assert str(found.value.__cause__) == "where it was" and driven.ids() == ["r2"]
@@ -193,7 +249,9 @@ def test_logits_that_are_not_finite_are_told_to_the_driver() -> None:
 
 def test_an_actor_that_finds_another_model_ends_the_job(tmp_path: Path) -> None:
     """Started again by Ray after the model was replaced, or on a node that has another one."""
-    args = batch._parser().parse_args(["--model", "opt-tiny", "--offload-dir", str(tmp_path), "--device", "cpu"])
+    args = batch._parser().parse_args(
+        ["--model", "opt-tiny", "--offload-dir", str(tmp_path), "--device", "cpu"]
+    )
     how = (args, Policy(), False, Full())
     with LLM("opt-tiny", offload_dir=tmp_path, device="cpu") as driver:
         digests = driver.digests()
@@ -214,5 +272,8 @@ def test_ray_that_is_not_installed_is_one_line(
     assert batch.main([*argv, "--ray"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line == "batch: --ray: needs Ray Data; pip install -e '.[ray]' in a clone"
-    assert batch.main([*argv, "--ray-actors", "2"]) == 2 and "goes with --ray" in capsys.readouterr().err
+    assert (
+        batch.main([*argv, "--ray-actors", "2"]) == 2
+        and "goes with --ray" in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

@@ -21,7 +21,10 @@ from flexgen_h2o.core.errors import EXIT_FAILED, FlexgenError, UsageError
 from flexgen_h2o.jobs import output as module
 from flexgen_h2o.jobs.output import OutputFile, count_rows, is_locked, rows_of, to_line
 
-ROWS = [{"custom_id": name, "response": {"text": text}, "error": None} for name, text in zip("abc", "xéz", strict=True)]
+ROWS = [
+    {"custom_id": name, "response": {"text": text}, "error": None}
+    for name, text in zip("abc", "xéz", strict=True)
+]
 LINES = [to_line(row) for row in ROWS]
 WHOLE = b"".join(line + b"\n" for line in LINES)
 
@@ -52,21 +55,31 @@ def opened(path: Path) -> Iterator[Open]:
 
 
 def test_a_last_line_torn_at_any_byte(path: Path) -> None:
-    """Cut within the last line, or before it, or not at all: what was whole stays, and the rest can be done again."""
+    """Cut within the last line, or before it, or not at all: what was whole stays, and the rest can
+    be done again."""
     for torn in range(len(LINES[2]) + 2):
         kept = len(WHOLE) - torn
         path.write_bytes(WHOLE[:kept])
         whole = 3 if torn == 0 else 2
         with contextlib.closing(OutputFile(path)) as file:
             assert list(file.rows()) == ROWS[:whole]
-            assert file.cut_bytes == (0 if torn == 0 else kept - sum(len(line) + 1 for line in LINES[:2]))
+            assert file.cut_bytes == (
+                0 if torn == 0 else kept - sum(len(line) + 1 for line in LINES[:2])
+            )
             file.append(LINES[whole:])
         assert path.read_bytes() == WHOLE
 
 
 def test_what_a_power_cut_leaves_at_the_end_is_cut_off(path: Path) -> None:
     hole = b"\0" * 50
-    for tail in (hole * 100, hole + b"\n", hole + b'": null}\n', LINES[0][:9] + hole + b"\n", b"\xff", b"{}"):
+    for tail in (
+        hole * 100,
+        hole + b"\n",
+        hole + b'": null}\n',
+        LINES[0][:9] + hole + b"\n",
+        b"\xff",
+        b"{}",
+    ):
         path.write_bytes(WHOLE + tail)
         with contextlib.closing(OutputFile(path)) as file:
             assert list(file.rows()) == ROWS and file.cut_bytes == len(tail)
@@ -75,7 +88,15 @@ def test_what_a_power_cut_leaves_at_the_end_is_cut_off(path: Path) -> None:
 
 def test_a_whole_line_that_is_no_row_is_no_crash(path: Path) -> None:
     """At the end of the file, or with rows behind it."""
-    tails = [b"{}\n", b'{"custom_id": 1}\n[]\n', b"\xff\n", b"\n", b"notes\nmore", b"a\n\0", b"oops\n" + WHOLE]
+    tails = [
+        b"{}\n",
+        b'{"custom_id": 1}\n[]\n',
+        b"\xff\n",
+        b"\n",
+        b"notes\nmore",
+        b"a\n\0",
+        b"oops\n" + WHOLE,
+    ]
     for rows, tail in itertools.product((WHOLE, b""), tails):
         path.write_bytes(rows + tail)
         with (
@@ -107,7 +128,9 @@ def test_lines_that_are_whole_rows(path: Path) -> None:
     """Without a file there are none."""
     assert list(rows_of(path)) == []
     path.write_bytes(WHOLE + b"{}\n" + LINES[0][:9])
-    assert list(rows_of(path)) == [(line + b"\n", row) for line, row in zip(LINES, ROWS, strict=True)]
+    assert list(rows_of(path)) == [
+        (line + b"\n", row) for line, row in zip(LINES, ROWS, strict=True)
+    ]
 
 
 # ---- one writer
@@ -153,7 +176,8 @@ def test_syncs_are_at_most_one_a_second_and_fewer_on_a_slow_disk(
     slow: float, least: int, most: int, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each fsync takes `slow` seconds: together at most a twentieth of the time."""
-    now, syncs = [100.0], []
+    now = [100.0]
+    syncs = []
 
     def fsync(fd: int) -> None:
         now[0] += slow
@@ -175,9 +199,12 @@ def test_syncs_are_at_most_one_a_second_and_fewer_on_a_slow_disk(
 # ---- disks that fail
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, after: int, error: int = errno.ENOSPC) -> None:
+def failing(
+    monkeypatch: pytest.MonkeyPatch, name: str, after: int, error: int = errno.ENOSPC
+) -> None:
     """`os.write` writes `after` bytes more, and then none; `os.fsync` works `after` times."""
-    real, left = getattr(os, name), [after]
+    real = getattr(os, name)
+    left = [after]
 
     def call(fd: int, *data: Any) -> Any:
         take = len(data[0]) if data else 1
@@ -195,7 +222,9 @@ def test_a_full_disk_tears_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) 
         with contextlib.closing(OutputFile(path)) as file:
             with monkeypatch.context() as patched:
                 failing(patched, "write", room)
-                with pytest.raises(FlexgenError, match=r"No space left on device; the rows in it are whole") as error:
+                with pytest.raises(
+                    FlexgenError, match=r"No space left on device; the rows in it are whole"
+                ) as error:
                     file.append(LINES)
             assert error.value.exit_code == EXIT_FAILED
             fits = max(n for n in range(4) if sum(len(line) + 1 for line in LINES[:n]) <= room)
@@ -204,7 +233,9 @@ def test_a_full_disk_tears_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert path.read_bytes() == WHOLE
 
 
-def test_what_a_failed_sync_may_have_lost_is_cut_off(path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_failed_sync_may_have_lost_is_cut_off(
+    path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a failed fsync the kernel forgets: the rows since the last good one are done again."""
     file = opened()
     file.append(LINES[:1])
@@ -219,8 +250,11 @@ def test_what_a_failed_sync_may_have_lost_is_cut_off(path: Path, opened: Open, m
 # ---- somebody else (tests/fault/test_jobs.py has whole jobs)
 
 
-def interfering(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None], error: int = 0) -> None:
-    """Somebody changes the file after the job has looked at it and before it writes, or fails to."""
+def interfering(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[], None], error: int = 0
+) -> None:
+    """Somebody changes the file after the job has looked at it and before it writes, or fails
+    to."""
     real = os.write
 
     def write(fd: int, data: bytes) -> int:
@@ -242,7 +276,9 @@ def test_a_cut_at_the_moment_of_a_write(
     file.append(LINES[:1])
     file.append(LINES[1:2])
     interfering(monkeypatch, lambda: os.truncate(path, left), error)
-    with pytest.raises(FlexgenError, match="No space" if error else f"somebody else cut it .*\\({left} bytes"):
+    with pytest.raises(
+        FlexgenError, match="No space" if error else f"somebody else cut it .*\\({left} bytes"
+    ):
         file.append([LINES[2]] * 3)
     monkeypatch.undo()
     assert path.read_bytes() == WHOLE[:left]
@@ -256,7 +292,9 @@ def test_what_others_write_at_the_moment_of_a_write_is_left(
 ) -> None:
     file = opened()
     file.append(LINES[:1])
-    interfering(monkeypatch, lambda: os.truncate(path, path.write_bytes(path.read_bytes() + b"mine\n")))
+    interfering(
+        monkeypatch, lambda: os.truncate(path, path.write_bytes(path.read_bytes() + b"mine\n"))
+    )
     with pytest.raises(FlexgenError, match="somebody else"):
         file.append(LINES[1:])
     assert path.read_bytes() == LINES[0] + b"\nmine\n"
@@ -281,8 +319,11 @@ def test_a_failed_sync_does_not_make_a_cut_file_longer(
     assert path.read_bytes() == WHOLE[:5]
 
 
-def test_a_signal_comes_between_lines(path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It arrives in the middle of a write that takes two calls; the line is whole before it is heard."""
+def test_a_signal_comes_between_lines(
+    path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It arrives in the middle of a write that takes two calls; the line is whole before it is
+    heard."""
     real = os.write
 
     def write(fd: int, data: bytes) -> int:

@@ -19,9 +19,11 @@ from flexgen_h2o.jobs.responses import error_row, helm_result, success_row, text
 from flexgen_h2o.models.load import Model
 
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5, seed=4)
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if "
+    "add_generation_prompt %}<a>{% endif %}"
 )
 
 
@@ -45,11 +47,26 @@ def refused(model: Model, value: Any) -> tuple[str, str]:
 
 def test_an_openai_line_with_everything(words: Model) -> None:
     body = {
-        "model": "gpt-4o", "prompt": "def f(x):", "max_tokens": 5, "temperature": 0, "top_p": 0.9, "top_k": -1,
-        "seed": 7, "stop": "\n", "ignore_eos": True, "logprobs": 2, "n": 1, "best_of": 1, "echo": False,
-        "stream": False, "suffix": None, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {},
+        "model": "gpt-4o",
+        "prompt": "def f(x):",
+        "max_tokens": 5,
+        "temperature": 0,
+        "top_p": 0.9,
+        "top_k": -1,
+        "seed": 7,
+        "stop": "\n",
+        "ignore_eos": True,
+        "logprobs": 2,
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "stream": False,
+        "suffix": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "logit_bias": {},
         "user": "me",
-    }  # fmt: skip
+    }
     found = read(words, openai(body))
     assert found.params == SamplingParams(5, 0.0, 0.9, 0, 7, ("\n",), True, 2)
     assert found.kind == "completion" and found.custom_id == "a" and found.asked_model == "gpt-4o"
@@ -58,7 +75,9 @@ def test_an_openai_line_with_everything(words: Model) -> None:
 
 
 @pytest.mark.parametrize("field", ["stop", "seed", "logit_bias", "echo", "prompt"])
-def test_a_value_that_nests_too_deeply_for_its_error_is_an_error_row(words: Model, field: str) -> None:
+def test_a_value_that_nests_too_deeply_for_its_error_is_an_error_row(
+    words: Model, field: str
+) -> None:
     """Parsing takes fewer frames than quoting does, so such a value may get there."""
     deep: list[Any] = []
     for _ in range(10_000):
@@ -81,15 +100,23 @@ def test_a_chat_goes_through_the_template(words: Model) -> None:
     model = replace(model, tokenizer=tokenizer)
     messages = [
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": None,
+        },
     ]
-    found = read(model, openai({"messages": messages, "max_completion_tokens": 4, "logprobs": True}, CHAT))
+    found = read(
+        model, openai({"messages": messages, "max_completion_tokens": 4, "logprobs": True}, CHAT)
+    )
     text = "<system>be brief<user>a\nb<a>"
     assert list(found.prompt.token_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert (found.kind, found.params.max_tokens, found.params.logprobs) == ("chat", 4, 0)
     many = openai({"messages": messages, "logprobs": True, "top_logprobs": 3}, CHAT)
     assert read(model, many).params.logprobs == 3
-    assert read(model, openai({"messages": messages, "logprobs": False}, CHAT)).params.logprobs is None
+    assert (
+        read(model, openai({"messages": messages, "logprobs": False}, CHAT)).params.logprobs is None
+    )
 
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     code, message = refused(model, openai({"messages": messages}, CHAT))
@@ -98,26 +125,45 @@ def test_a_chat_goes_through_the_template(words: Model) -> None:
 
 def test_without_a_template_chat_says_so(words: Model, ids_only: Model) -> None:
     line = openai({"messages": [{"role": "user", "content": "hi"}]}, CHAT)
-    assert refused(words, line) == ("no_chat_template", "messages: opt-tiny has no chat template; send it as a prompt")
+    assert refused(words, line) == (
+        "no_chat_template",
+        "messages: opt-tiny has no chat template; send it as a prompt",
+    )
     assert refused(ids_only, line)[1] == "messages: opt-tiny has no tokenizer; send it as a prompt"
 
 
 HELM = {
-    "request_type": "language-model-inference", "model": "together/gpt-neox-20b", "prompt": "import os",
-    "temperature": 0.3, "n": 1, "max_tokens": 64, "best_of": 1, "logprobs": 1, "stop": ["###"], "echo": False,
+    "request_type": "language-model-inference",
+    "model": "together/gpt-neox-20b",
+    "prompt": "import os",
+    "temperature": 0.3,
+    "n": 1,
+    "max_tokens": 64,
+    "best_of": 1,
+    "logprobs": 1,
+    "stop": ["###"],
+    "echo": False,
     "top_p": 1,
-}  # fmt: skip
+}
 
 
 def test_helm_requests_and_h2o_articles(words: Model) -> None:
     want = SamplingParams(64, 0.3, 1.0, 0, 0, ("###",), logprobs=1)
     found = read(words, {"scenario": "xsum", "request": HELM})
-    assert (found.kind, found.custom_id, json.loads(found.record or b"")) == ("helm", "line-3", HELM)
+    assert (found.kind, found.custom_id, json.loads(found.record or b"")) == (
+        "helm",
+        "line-3",
+        HELM,
+    )
     assert replace(found.params, seed=0) == want
     keys = ("temperature", "n", "max_tokens", "logprobs", "stop", "top_p")
     article = {"article": "import os", "summary_gt": "no", **{key: HELM[key] for key in keys}}
     also = read(words, article)
-    assert (also.kind, json.loads(also.record or b""), also.prompt) == ("helm", article, found.prompt)
+    assert (also.kind, json.loads(also.record or b""), also.prompt) == (
+        "helm",
+        article,
+        found.prompt,
+    )
     assert also.params == found.params
 
 
@@ -125,12 +171,17 @@ def test_plain_prompts_keep_their_data_to_themselves(words: Model) -> None:
     """A key of a data set is not a request; one that a request could have counts."""
     found = read(words, {"prompt": "import os", "answer": 42, "max_tokens": 3, "custom_id": "mine"})
     assert (found.kind, found.custom_id, found.params.max_tokens) == ("completion", "mine", 3)
-    assert refused(words, {"prompt": "a", "n": 2}) == ("unsupported", "n: 2 is not supported, only 1")
+    assert refused(words, {"prompt": "a", "n": 2}) == (
+        "unsupported",
+        "n: 2 is not supported, only 1",
+    )
 
 
 def test_rows_without_a_seed_draw_from_their_own(words: Model) -> None:
     def seed(custom_id: str, defaults: SamplingParams = DEFAULTS, **body: Any) -> int:
-        return read(words, openai({"prompt": "a", **body}) | {"custom_id": custom_id}, defaults).params.seed
+        return read(
+            words, openai({"prompt": "a", **body}) | {"custom_id": custom_id}, defaults
+        ).params.seed
 
     assert seed("a") == seed("a") != seed("b") and seed("a") != seed("a", replace(DEFAULTS, seed=5))
     assert seed("a", seed=3) == seed("b", seed=3) == 3
@@ -145,45 +196,109 @@ BAD = [
     (b"[" * 10**5, "invalid_json", "nested too deeply"),
     (b'{"prompt": "a", "temperature": NaN}', "invalid_json", "NaN is not JSON"),
     (b'{"article": "a", "x": 1e400}', "invalid_json", "1e400 is too large a number"),
-    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json", "(a whole number has too many digits)"),
-    (b'{"prompt": "a", "user": {"x": 1, "x": 2}}', "invalid_json", "'x' stands twice in one object"),
+    (
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        "invalid_json",
+        "(a whole number has too many digits)",
+    ),
+    (
+        b'{"prompt": "a", "user": {"x": 1, "x": 2}}',
+        "invalid_json",
+        "'x' stands twice in one object",
+    ),
     ([1], "invalid_request", "a JSON object is expected, not list"),
     ({}, "invalid_request", "prompt: is missing"),
     ({"messages": []}, "invalid_request", "messages: a list of at least one message is expected"),
     ({"prompt": "a", "prompt_token_ids": [1]}, "invalid_request", "not both"),
     ({"prompt_token_ids": "a"}, "invalid_request", "prompt_token_ids: a list"),
     ({"prompt": "a", "custom_id": 3}, "invalid_request", "custom_id: 3 is not a string"),
-    ({"prompt": {"a": 1}}, "invalid_request", "prompt: a prompt is a string or a list of token ids, not dict"),
+    (
+        {"prompt": {"a": 1}},
+        "invalid_request",
+        "prompt: a prompt is a string or a list of token ids, not dict",
+    ),
     ({"prompt": [5, 2048]}, "invalid_request", "token id 2048 is outside"),
     ({"prompt": []}, "invalid_request", "no tokens"),
-    ({"prompt": ["a", "b"]}, "unsupported", "prompt: a single prompt is expected here, not a list of 2"),
+    (
+        {"prompt": ["a", "b"]},
+        "unsupported",
+        "prompt: a single prompt is expected here, not a list of 2",
+    ),
     ({"prompt": "\ud800"}, "invalid_request", "surrogate"),
-    ({"prompt": [5] * 1025}, "context_length_exceeded", "prompt: 1025 tokens, but the model has 1024 positions"),
+    (
+        {"prompt": [5] * 1025},
+        "context_length_exceeded",
+        "prompt: 1025 tokens, but the model has 1024 positions",
+    ),
     ({"request": "x"}, "invalid_request", "request: a JSON object"),
     ({"request": {**HELM, "echo": "yes"}}, "invalid_request", "echo: 'yes' is not true or false"),
-    ({"prompt": "x", "max_tokens": 0}, "invalid_request", "max_tokens: 0 must be at least 1, unless"),
-    (openai({"messages": [{"role": "user", "content": "x"}], "echo": True}, CHAT), "unsupported", "echo: works in"),
+    (
+        {"prompt": "x", "max_tokens": 0},
+        "invalid_request",
+        "max_tokens: 0 must be at least 1, unless",
+    ),
+    (
+        openai({"messages": [{"role": "user", "content": "x"}], "echo": True}, CHAT),
+        "unsupported",
+        "echo: works in",
+    ),
     ({"article": 3}, "invalid_request", "prompt: a prompt is"),
-    ({"article": "a", "data": "x" * 20_000}, "invalid_request", "more than 16 KiB beside its prompt"),
-    (b'{"article": "a", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "invalid_request", "nests more than 100 levels"),
+    (
+        {"article": "a", "data": "x" * 20_000},
+        "invalid_request",
+        "more than 16 KiB beside its prompt",
+    ),
+    (
+        b'{"article": "a", "data": ' + b"[" * 300 + b"]" * 300 + b"}",
+        "invalid_request",
+        "nests more than 100 levels",
+    ),
     (openai({}, custom_id=None), "invalid_request", "custom_id: is missing"),
     (openai([]), "invalid_request", "body: a JSON object"),
-    (openai({"prompt": "a"}, "/v1/embeddings"), "unknown_url", "'/v1/embeddings' is none of /v1/completions"),
+    (
+        openai({"prompt": "a"}, "/v1/embeddings"),
+        "unknown_url",
+        "'/v1/embeddings' is none of /v1/completions",
+    ),
     (openai({"prompt": "a"}, None), "invalid_request", "url: is missing"),  # type: ignore[arg-type]
     (openai({"prompt": "a"}, 3), "unknown_url", "url: 3"),  # type: ignore[arg-type]
     (openai({"prompt": "a"}, method="GET"), "invalid_request", "method: 'GET' is not POST"),
     (openai({"prompt": "a", "model": 3}), "invalid_request", "model: 3 is not a string"),
-    (openai({"prompt": "a", "model": "x" * 2000}), "invalid_request", "model: is longer than 1024 characters"),
+    (
+        openai({"prompt": "a", "model": "x" * 2000}),
+        "invalid_request",
+        "model: is longer than 1024 characters",
+    ),
     (openai({"prompt": "a", "foo": 1}), "unsupported", "foo: is not supported"),
     (openai({"prompt": "a", "n": True}), "invalid_request", "n: True"),
-    (openai({"prompt": "a", "n": 0}), "invalid_request", "n: 0 is not a whole number of at least 1"),
+    (
+        openai({"prompt": "a", "n": 0}),
+        "invalid_request",
+        "n: 0 is not a whole number of at least 1",
+    ),
     (openai({"prompt": "a", "n": 2}), "unsupported", "n: 2 is not supported, only 1"),
-    (openai({"prompt": "a", "best_of": 2}), "unsupported", "best_of: only 1 and n (1) are supported"),
+    (
+        openai({"prompt": "a", "best_of": 2}),
+        "unsupported",
+        "best_of: only 1 and n (1) are supported",
+    ),
     (openai({"prompt": "a", "stream": True}), "unsupported", "stream: True is not supported"),
     (openai({"prompt": "a", "stream": 0}), "invalid_request", "stream: 0 is not true or false"),
-    (openai({"prompt": "a", "stream_options": 3}), "invalid_request", "stream_options: 3 is not an object"),
-    (openai({"prompt": "a", "max_tokens": 0}), "invalid_request", "max_tokens: 0 must be at least 1"),
-    (openai({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4}), "invalid_request", "differ"),
+    (
+        openai({"prompt": "a", "stream_options": 3}),
+        "invalid_request",
+        "stream_options: 3 is not an object",
+    ),
+    (
+        openai({"prompt": "a", "max_tokens": 0}),
+        "invalid_request",
+        "max_tokens: 0 must be at least 1",
+    ),
+    (
+        openai({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4}),
+        "invalid_request",
+        "differ",
+    ),
     (openai({"prompt": "a", "temperature": "hot"}), "invalid_request", "temperature: 'hot'"),
     (openai({"prompt": "a", "stop": [""]}), "invalid_request", "stop: ''"),
     (openai({"prompt": "a", "logprobs": True}), "invalid_request", "logprobs: True"),
@@ -191,13 +306,37 @@ BAD = [
     (openai({"prompt": "a", "top_logprobs": 2}), "unsupported", "top_logprobs"),
     (openai({"messages": "hi"}, CHAT), "invalid_request", "messages: a list"),
     (openai({"messages": ["hi"]}, CHAT), "invalid_request", "messages[0]: an object with role"),
-    (openai({"messages": [{"role": "user"}]}, CHAT), "invalid_request", "messages[0].content: a string"),
-    (openai({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, CHAT), "unsupported", "'image_url'"),
-    (openai({"messages": [{"role": "tool", "content": "", "tool_id": "x"}]}, CHAT), "unsupported", ".tool_id"),
-    (openai({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, CHAT), "unsupported", "tools: [{}]"),
-    (openai({"messages": [{"role": "user", "content": "a"}], "logprobs": 3}, CHAT), "invalid_request", "logprobs: 3"),
-    (openai({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, CHAT), "invalid_request", "needs"),
-]  # fmt: skip
+    (
+        openai({"messages": [{"role": "user"}]}, CHAT),
+        "invalid_request",
+        "messages[0].content: a string",
+    ),
+    (
+        openai({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, CHAT),
+        "unsupported",
+        "'image_url'",
+    ),
+    (
+        openai({"messages": [{"role": "tool", "content": "", "tool_id": "x"}]}, CHAT),
+        "unsupported",
+        ".tool_id",
+    ),
+    (
+        openai({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, CHAT),
+        "unsupported",
+        "tools: [{}]",
+    ),
+    (
+        openai({"messages": [{"role": "user", "content": "a"}], "logprobs": 3}, CHAT),
+        "invalid_request",
+        "logprobs: 3",
+    ),
+    (
+        openai({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, CHAT),
+        "invalid_request",
+        "needs",
+    ),
+]
 
 
 def test_bad_lines_are_named(words: Model) -> None:
@@ -218,12 +357,11 @@ def test_what_needs_a_tokenizer_says_so(ids_only: Model) -> None:
 
 
 def test_a_token_as_likely_as_the_last_is_among_the_likeliest() -> None:
-    """As many as were asked for, then. The likeliest stays the first, and one that is less likely is one more."""
-    tied, single, other = (
-        TokenLogprobs(-2.0, ((1, -1.0), (2, -2.0), (3, -2.0))),
-        TokenLogprobs(-1.0, ((1, -1.0),)),
-        TokenLogprobs(-3.0, ((1, -1.0), (2, -2.0))),
-    )
+    """As many as were asked for, then. The likeliest stays the first, and one that is less likely
+    is one more."""
+    tied = TokenLogprobs(-2.0, ((1, -1.0), (2, -2.0), (3, -2.0)))
+    single = TokenLogprobs(-1.0, ((1, -1.0),))
+    other = TokenLogprobs(-3.0, ((1, -1.0), (2, -2.0)))
     found = text_logprobs([9, 9, 9], [tied, single, other], None, None)["top_logprobs"]
     assert [list(one.items()) for one in found] == [
         [("token_id:1", -1.0), ("token_id:2", -2.0), ("token_id:9", -2.0)],
@@ -235,7 +373,9 @@ def test_a_token_as_likely_as_the_last_is_among_the_likeliest() -> None:
 STEPS = [TokenLogprobs(-0.5, ((265, -0.25), (7, -2.0))), TokenLogprobs(-1.0, ())]
 
 
-def answered(model: Model, kind: Kind, logprobs: list[TokenLogprobs] | None = None, **fields: Any) -> dict[str, Any]:
+def answered(
+    model: Model, kind: Kind, logprobs: list[TokenLogprobs] | None = None, **fields: Any
+) -> dict[str, Any]:
     request = Request(kind, "a", Prompt(3, (5, 6, 7), None), SamplingParams(), **fields)
     return success_row(request, Completion(3, None, "text", [613, 265], "stop", logprobs), model)
 
@@ -248,7 +388,11 @@ def test_a_text_completion(words: Model) -> None:
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     [choice] = body["choices"]
     first, second, other = (words.tokenizer.decode([i]) for i in (613, 265, 7))
-    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("text", [613, 265], "stop")
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == (
+        "text",
+        [613, 265],
+        "stop",
+    )
     assert choice["logprobs"] == {
         "tokens": [first, second],
         "token_logprobs": [-0.5, -1.0],
@@ -258,40 +402,56 @@ def test_a_text_completion(words: Model) -> None:
 
 
 def test_a_request_that_echoes_its_prompt(words: Model) -> None:
-    """H2O's lm-eval records: the prompt's tokens and their log-probabilities, and nothing generated."""
+    """H2O's lm-eval records: the prompt's tokens and their log-probabilities, and nothing
+    generated."""
     found = read(words, {"prompt": "def f(x):", "echo": True, "logprobs": 1, "max_tokens": 0})
-    assert (found.params.max_tokens, found.params.prompt_logprobs, found.params.logprobs) == (0, 1, 1)
+    assert (found.params.max_tokens, found.params.prompt_logprobs, found.params.logprobs) == (
+        0,
+        1,
+        1,
+    )
     assert found.echo and found.prompt.text == "def f(x):"
     ids = found.prompt.token_ids
     scores = [None, *(TokenLogprobs(-float(i), ((i, -0.5),)) for i in range(1, len(ids)))]
-    [choice] = success_row(found, Completion(3, None, "", [], "length", [], scores), words)["response"]["body"][
-        "choices"
-    ]
+    [choice] = success_row(found, Completion(3, None, "", [], "length", [], scores), words)[
+        "response"
+    ]["body"]["choices"]
     assert (choice["text"], choice["token_ids"]) == ("def f(x):", [])
     assert choice["logprobs"]["tokens"] == [words.tokenizer.decode([i]) for i in ids]
     assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids)))]
     [likely, own] = (words.tokenizer.decode([i]) for i in (1, ids[1]))
     assert choice["logprobs"]["top_logprobs"][:2] == [None, {likely: -0.5, own: -1.0}]
     done = Completion(3, None, "text", [613], "stop", STEPS[:1], scores)
-    [both] = success_row(replace(found, prompt=Prompt(3, ids, None)), done, words)["response"]["body"]["choices"]
+    [both] = success_row(replace(found, prompt=Prompt(3, ids, None)), done, words)["response"][
+        "body"
+    ]["choices"]
     assert both["text"] == words.tokenizer.decode(ids, skip_special_tokens=True) + "text"
-    assert both["logprobs"]["token_logprobs"][-1] == -0.5 and len(both["logprobs"]["tokens"]) == len(ids) + 1
+    assert (
+        both["logprobs"]["token_logprobs"][-1] == -0.5
+        and len(both["logprobs"]["tokens"]) == len(ids) + 1
+    )
 
 
 def test_a_chat_completion(words: Model) -> None:
     body = answered(words, "chat", STEPS)["response"]["body"]
     assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
     [choice] = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "text"} and choice["token_ids"] == [613, 265]
+    assert choice["message"] == {"role": "assistant", "content": "text"} and choice[
+        "token_ids"
+    ] == [613, 265]
     first, second = choice["logprobs"]["content"]
     text = words.tokenizer.decode([613])
     assert (first["token"], first["logprob"], first["bytes"]) == (text, -0.5, list(text.encode()))
-    assert [top["logprob"] for top in first["top_logprobs"]] == [-0.25, -2.0] and second["top_logprobs"] == []
+    assert [top["logprob"] for top in first["top_logprobs"]] == [-0.25, -2.0] and second[
+        "top_logprobs"
+    ] == []
     assert answered(words, "chat")["response"]["body"]["choices"][0]["logprobs"] is None
     half = next(i for i in range(300) if "\ufffd" in words.tokenizer.decode([i]))
     done = Completion(3, None, "", [half], "stop", [TokenLogprobs(-0.5, ())])
     request = Request("chat", "a", Prompt(3, (5,), None), SamplingParams())
-    [token] = success_row(request, done, words)["response"]["body"]["choices"][0]["logprobs"]["content"]
+    [token] = success_row(request, done, words)["response"]["body"]["choices"][0]["logprobs"][
+        "content"
+    ]
     [byte] = token["bytes"]
     assert token["token"] == f"bytes:\\x{byte:02x}", "a part of a character"
 
@@ -301,16 +461,30 @@ def test_a_helm_result_has_lists_where_helm_reads_lists(words: Model) -> None:
     row = answered(words, "helm", record=to_line(record))
     assert row["request"] == record
     assert row["result"]["choices"][0]["logprobs"] == {
-        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
-    }  # fmt: skip
-    choice = answered(words, "helm", STEPS[1:] * 2, record=to_line(record))["response"]["body"]["choices"][0]
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    choice = answered(words, "helm", STEPS[1:] * 2, record=to_line(record))["response"]["body"][
+        "choices"
+    ][0]
     assert choice["logprobs"]["top_logprobs"] is None
     assert helm_result(choice)["choices"][0]["logprobs"]["top_logprobs"] == []
 
 
 def test_rows_have_the_same_names_whenever_they_are_done(words: Model) -> None:
-    one, other = answered(words, "completion"), answered(words, "chat")
-    assert one["id"] == other["id"] == error_row("a", 3, RowError("x", "y"))["id"] != error_row("b", 3, RowError("x", "y"))["id"]  # noqa: E501  # fmt: skip
+    one = answered(words, "completion")
+    other = answered(words, "chat")
+    assert (
+        one["id"]
+        == other["id"]
+        == error_row("a", 3, RowError("x", "y"))["id"]
+        != error_row("b", 3, RowError("x", "y"))["id"]
+    )
     assert error_row("a", 3, RowError("code", "what")) == {
-        "id": one["id"], "custom_id": "a", "response": None, "error": {"code": "code", "message": "line 3: what"},
-    }  # fmt: skip
+        "id": one["id"],
+        "custom_id": "a",
+        "response": None,
+        "error": {"code": "code", "message": "line 3: what"},
+    }

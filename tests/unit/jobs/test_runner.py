@@ -1,4 +1,5 @@
-"""Jobs through the real runner with an engine that answers at once: what is done, skipped, refused, written."""
+"""Jobs through the real runner with an engine that answers at once: what is done, skipped, refused,
+written."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ from tests.unit.jobs.stub import StubLLM, read_rows, rows_before, run_job, write
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
-    return [{"custom_id": f"r{i}", "prompt": [5 + i % 7, 9, 4], "max_tokens": 1 + i % 3} for i in range(count)]
+    return [
+        {"custom_id": f"r{i}", "prompt": [5 + i % 7, 9, 4], "max_tokens": 1 + i % 3}
+        for i in range(count)
+    ]
 
 
 def sized(*lengths: int) -> list[dict[str, Any]]:
@@ -61,10 +65,19 @@ def failed(output: Path) -> list[str]:
 
 
 def test_every_line_gets_one_row(source: Path, output: Path, words: Model) -> None:
-    lines = [*prompts(5), "{bad", "", {"prompt": "import os"}, {"custom_id": "x", "url": "/v2", "body": {}}]
+    lines = [
+        *prompts(5),
+        "{bad",
+        "",
+        {"prompt": "import os"},
+        {"custom_id": "x", "url": "/v2", "body": {}},
+    ]
     job = run_job(StubLLM(words), write_lines(source, *lines), output)
     rows = {row["custom_id"]: row for row in read_rows(output)}
-    assert sorted(rows) == ["line-6", "line-8", "r0", "r1", "r2", "r3", "r4", "x"] and len(read_rows(output)) == 8
+    assert (
+        sorted(rows) == ["line-6", "line-8", "r0", "r1", "r2", "r3", "r4", "x"]
+        and len(read_rows(output)) == 8
+    )
     assert rows["line-6"]["error"]["code"] == "invalid_json"
     assert rows["line-6"]["error"]["message"].startswith("line 6: ")
     assert rows["x"]["response"] is None and rows["x"]["error"]["code"] == "unknown_url"
@@ -74,7 +87,12 @@ def test_every_line_gets_one_row(source: Path, output: Path, words: Model) -> No
     ]
     assert (body["object"], body["model"]) == ("text_completion", "opt-tiny")
     new_tokens = 1 + 2 + 3 + 1 + 2 + len(words.encode("import os"))
-    assert (job.status.rows, job.status.done, job.status.errors, job.status.tokens) == (8, 8, 2, new_tokens)
+    assert (job.status.rows, job.status.done, job.status.errors, job.status.tokens) == (
+        8,
+        8,
+        2,
+        new_tokens,
+    )
     assert job.writer.errors == {"invalid_json": 1, "unknown_url": 1}
 
 
@@ -83,7 +101,9 @@ def test_a_restart_does_the_rest(source: Path, output: Path, words: Model) -> No
     run_job(StubLLM(words), source, output)
     whole = output.read_bytes().splitlines(keepends=True)
     for kept in ([3, 0, 7], [], list(range(11))):
-        output.write_bytes(b"".join(whole[i] for i in kept) + whole[-1][: 30 if len(kept) < 11 else 0])
+        output.write_bytes(
+            b"".join(whole[i] for i in kept) + whole[-1][: 30 if len(kept) < 11 else 0]
+        )
         llm = StubLLM(words)
         job = run_job(llm, source, output)
         assert sorted(read_rows(output), key=str) == sorted(map(json.loads, whole), key=str)
@@ -98,7 +118,9 @@ def test_a_restart_does_the_rest(source: Path, output: Path, words: Model) -> No
 def test_windows_are_whole_blocks_and_bounded(source: Path, output: Path, words: Model) -> None:
     llm = StubLLM(words)
     run_job(llm, write_lines(source, *prompts(20), "{bad"), output, window=6)
-    assert [len(run) for run in llm.runs] == [6, 8, 6], "after the first window its blocks have four rows"
+    assert [len(run) for run in llm.runs] == [6, 8, 6], (
+        "after the first window its blocks have four rows"
+    )
     assert llm.expected == 21
     assert [window_rows(n, None) for n in (1, 4, 300, 1000)] == [1024, 1024, 1200, 4000]
     assert [window_rows(n, 10) for n in (1, 4, 300)] == [10, 12, 300]
@@ -106,7 +128,8 @@ def test_windows_are_whole_blocks_and_bounded(source: Path, output: Path, words:
 
 def test_a_job_reads_no_further_than_its_window(source: Path, words: Model) -> None:
     write_lines(source, *prompts(20))
-    read, at_runs = [], []
+    read = []
+    at_runs = []
 
     def lines() -> Any:
         for line in read_cut(source, Cut(0, 1, 0, np.ones(20, bool))):
@@ -114,11 +137,19 @@ def test_a_job_reads_no_further_than_its_window(source: Path, words: Model) -> N
             yield line
 
     llm: Any = StubLLM(words, before_row=lambda line: at_runs.append(len(read) - line))
-    Job(llm, RequestReader(words, SamplingParams()), lines(), AnswerSink(lambda answers: None), window=4).run(20)
+    Job(
+        llm,
+        RequestReader(words, SamplingParams()),
+        lines(),
+        AnswerSink(lambda answers: None),
+        window=4,
+    ).run(20)
     assert at_runs == [3, 2, 1, 0] * 5
 
 
-def test_a_run_goes_on_with_the_next_windows_where_rows_enter(source: Path, output: Path, words: Model) -> None:
+def test_a_run_goes_on_with_the_next_windows_where_rows_enter(
+    source: Path, output: Path, words: Model
+) -> None:
     llm = StubLLM(words)
     ran = run_job(llm, write_lines(source, *prompts(9), "{bad"), output, window=4, refill=True)
     assert llm.runs == [list(range(1, 10))]
@@ -146,29 +177,47 @@ def test_a_later_window_that_has_no_room_is_run_in_parts(
 def test_a_block_that_rows_enter_is_full_from_its_start(
     window: int | None, source: Path, output: Path, words: Model
 ) -> None:
-    """However few rows a window has: the engine is opened for no more places than it begins with."""
+    """However few rows a window has: the engine is opened for no more places than it begins
+    with."""
     llm = StubLLM(words, policy=Policy(2048, 1))
     ran = run_job(llm, write_lines(source, *prompts(3000)), output, window=window, refill=True)
     assert llm.began == [2048] and llm.opened == 1 and len(llm.runs[0]) == ran.status.done == 3000
 
 
-def test_a_full_block_that_does_not_fit_begins_with_a_window(source: Path, output: Path, words: Model) -> None:
+def test_a_full_block_that_does_not_fit_begins_with_a_window(
+    source: Path, output: Path, words: Model
+) -> None:
     """Whose rows fit; others enter it as long as there is room for them."""
     llm = StubLLM(words, policy=Policy(8, 1), room=20)
     run_job(llm, write_lines(source, *prompts(20)), output, window=4, refill=True)
-    assert llm.began[0] == 4 and sorted(chain.from_iterable(llm.runs)) == [*range(1, 21)] and not failed(output)
-    llm, other = StubLLM(words, policy=Policy(8, 1), room=50), output.with_name("other.jsonl")
+    assert (
+        llm.began[0] == 4
+        and sorted(chain.from_iterable(llm.runs)) == [*range(1, 21)]
+        and not failed(output)
+    )
+    llm = StubLLM(words, policy=Policy(8, 1), room=50)
+    other = output.with_name("other.jsonl")
     run_job(llm, write_lines(source, *sized(3, 4, 5, 6, 60, 7)), other, window=4, refill=True)
-    assert llm.began[0] == 4 and sorted(chain.from_iterable(llm.runs)) == [1, 2, 3, 4, 6] and failed(other) == ["n60-4"]
+    assert (
+        llm.began[0] == 4
+        and sorted(chain.from_iterable(llm.runs)) == [1, 2, 3, 4, 6]
+        and failed(other) == ["n60-4"]
+    )
 
 
-def test_bad_lines_come_in_parts(source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_lines_come_in_parts(
+    source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.jobs.runner.MOST_BAD_LINES", 2)
     write_lines(source, *["{"] * 5, *prompts(1))
     written: list[Answer] = []
     lines = read_cut(source, Cut(0, 1, 0, np.ones(6, bool)))
     rows = JobRows(RequestReader(words, SamplingParams()), lines, AnswerSink(written.extend))
-    assert [(request is None, len(written)) for request in rows.requests] == [(True, 2), (True, 4), (False, 5)]
+    assert [(request is None, len(written)) for request in rows.requests] == [
+        (True, 2),
+        (True, 4),
+        (False, 5),
+    ]
     assert run_job(StubLLM(words), source, output, window=1).status.done == 6
 
 
@@ -186,43 +235,64 @@ def test_a_row_that_fits_nowhere_is_an_error_row(source: Path, output: Path, wor
 
 def test_long_answers_do_not_make_a_row_too_large(source: Path, output: Path, words: Model) -> None:
     lines = [
-        {"custom_id": name, "prompt": [5] * n, "max_tokens": new} for name, n, new in (("a", 60, 1), ("b", 3, 500))
+        {"custom_id": name, "prompt": [5] * n, "max_tokens": new}
+        for name, n, new in (("a", 60, 1), ("b", 3, 500))
     ]
     run_job(StubLLM(words, room=50), write_lines(source, *lines), output)
     assert failed(output) == ["a"] and len(read_rows(output)) == 2
 
 
-def test_many_rows_that_fit_nowhere_are_found_by_few_questions(source: Path, output: Path, words: Model) -> None:
+def test_many_rows_that_fit_nowhere_are_found_by_few_questions(
+    source: Path, output: Path, words: Model
+) -> None:
     """One that was not asked for names one that needs no more."""
     llm = StubLLM(words, room=10)
     run_job(llm, write_lines(source, *sized(4, 5, *range(11, 311))), output)
-    errors = {row["custom_id"]: row["error"]["message"] for row in read_rows(output) if row["error"]}
+    errors = {
+        row["custom_id"]: row["error"]["message"] for row in read_rows(output) if row["error"]
+    }
     assert len(errors) == 300 and llm.runs == [[1, 2]] and llm.asks < 15
     assert errors["n11-2"] == "line 3: 11 tokens are too many"
-    assert re.fullmatch(r"line 302: needs no less than line \d+: \d+ tokens are too many", errors["n310-301"])
+    assert re.fullmatch(
+        r"line 302: needs no less than line \d+: \d+ tokens are too many", errors["n310-301"]
+    )
 
 
-def test_rows_of_any_prompt_and_answer_are_parted_exactly(source: Path, output: Path, words: Model) -> None:
+def test_rows_of_any_prompt_and_answer_are_parted_exactly(
+    source: Path, output: Path, words: Model
+) -> None:
     """With the full cache a token of a prompt takes more than a new one: here as much as three."""
 
     class PerToken(StubLLM):
         def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
             self.asks += 1
-            if any(3 * len(p.token_ids) + one.max_tokens > 200 for p, one in zip(prompts, params, strict=True)):
+            if any(
+                3 * len(p.token_ids) + one.max_tokens > 200
+                for p, one in zip(prompts, params, strict=True)
+            ):
                 raise DoesNotFitError("too large")
             return self.policy
 
-    generator, llm = random.Random(0), PerToken(words)
+    generator = random.Random(0)
+    llm = PerToken(words)
     sizes = [(generator.randint(1, 40), generator.randint(1, 400)) for _ in range(200)]
     write_lines(
-        source, *({"custom_id": f"{n}-{m}-{i}", "prompt": [5] * n, "max_tokens": m} for i, (n, m) in enumerate(sizes))
+        source,
+        *(
+            {"custom_id": f"{n}-{m}-{i}", "prompt": [5] * n, "max_tokens": m}
+            for i, (n, m) in enumerate(sizes)
+        ),
     )
     run_job(llm, source, output)
-    assert sorted(failed(output)) == sorted(f"{n}-{m}-{i}" for i, (n, m) in enumerate(sizes) if 3 * n + m > 200)
+    assert sorted(failed(output)) == sorted(
+        f"{n}-{m}-{i}" for i, (n, m) in enumerate(sizes) if 3 * n + m > 200
+    )
     assert llm.asks < 100
 
 
-def test_budgets_that_suit_no_block_or_no_row_end_the_job(source: Path, output: Path, words: Model) -> None:
+def test_budgets_that_suit_no_block_or_no_row_end_the_job(
+    source: Path, output: Path, words: Model
+) -> None:
     """Then the flags are wrong, and no row is."""
     for lengths in ((30, 30), (60, 70)):
         with pytest.raises(DoesNotFitError):
@@ -230,7 +300,9 @@ def test_budgets_that_suit_no_block_or_no_row_end_the_job(source: Path, output: 
         assert not output.exists()
 
 
-def test_a_restart_before_rows_that_do_not_fit_together_goes_on(source: Path, output: Path, words: Model) -> None:
+def test_a_restart_before_rows_that_do_not_fit_together_goes_on(
+    source: Path, output: Path, words: Model
+) -> None:
     """As it would have gone on by itself; budgets in which no row fits are still refused."""
     lines = sized(3, 4, 30, 31)
     run_job(StubLLM(words), write_lines(source, *lines[:2]), output)
@@ -249,7 +321,9 @@ def test_max_errors(source: Path, output: Path, words: Model) -> None:
     with pytest.raises(UsageError, match="--max-errors 1: 2 rows"):
         run_job(StubLLM(words), source, output, max_errors=1, window=1)
     done = read_rows(output)
-    assert [row["custom_id"] for row in done] == ["r0", "line-3", "line-4"], "r1 was read and had not run"
+    assert [row["custom_id"] for row in done] == ["r0", "line-3", "line-4"], (
+        "r1 was read and had not run"
+    )
     with pytest.raises(UsageError, match="--max-errors 1: 2 rows"):
         run_job(StubLLM(words), source, output, max_errors=1)
     assert read_rows(output) == done
@@ -257,7 +331,9 @@ def test_max_errors(source: Path, output: Path, words: Model) -> None:
     assert len(read_rows(output)) == 5
 
 
-def test_the_status_follows_the_job(source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_follows_the_job(
+    source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.jobs.runner.WRITE_EVERY_S", 0.0)
     seen = []
 
@@ -276,7 +352,8 @@ def test_a_sidecar_that_is_removed_is_written_again_while_the_job_runs(
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
-    file, sidecar = OutputFile(output), Sidecar({"a": 1}, "in.jsonl", 3, "digest")
+    file = OutputFile(output)
+    sidecar = Sidecar({"a": 1}, "in.jsonl", 3, "digest")
     before = rows_before(file, scan_input(write_lines(source, *prompts(3))).ids)
     writer = JobWriter(file, replace(before, sidecar=sidecar), dict, shown=False)
     sidecar.write(output)
@@ -291,17 +368,21 @@ def test_a_sidecar_that_is_removed_is_written_again_while_the_job_runs(
 def test_what_is_left_is_told_by_tokens(
     source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a row is done, and as rows turn out shorter than they might have been; one of four cannot be run."""
+    """Before a row is done, and as rows turn out shorter than they might have been; one of four
+    cannot be run."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
     file = OutputFile(output)
-    writer = JobWriter(file, rows_before(file, scan_input(write_lines(source, *prompts(8))).ids), dict, shown=False)
+    writer = JobWriter(
+        file, rows_before(file, scan_input(write_lines(source, *prompts(8))).ids), dict, shown=False
+    )
     for most in (8, 8, 0, 8):
         writer.asked(most)
     left = []
     for clock.now, tokens, row in (
-        (110.0, 8, None), (120.0, 4, SimpleNamespace(token_ids=[1] * 5, answered=4, asked=8)),
-    ):  # fmt: skip
+        (110.0, 8, None),
+        (120.0, 4, SimpleNamespace(token_ids=[1] * 5, answered=4, asked=8)),
+    ):
         writer.sweep(tokens)
         writer.finish([] if row is None else [row])  # type: ignore[list-item]
         writer.end("running")
@@ -321,7 +402,9 @@ class Forgetful(list[Any]):
 def peak_of_job(words: Model, source: Path, output: Path) -> int:
     """The most bytes that Python's objects and arrays take meanwhile; cycles are not waited for."""
     gc.freeze()
-    llm = StubLLM(words, runs=Forgetful(), before_row=lambda line: None if line % 50 else gc.collect())
+    llm = StubLLM(
+        words, runs=Forgetful(), before_row=lambda line: None if line % 50 else gc.collect()
+    )
     tracemalloc.start()
     try:
         run_job(llm, source, output, window=40)
@@ -332,12 +415,18 @@ def peak_of_job(words: Model, source: Path, output: Path) -> int:
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, words: Model) -> None:
-    """A row takes 45 bytes at most, however long it is; the rest is a window of rows. In a restart as well."""
+    """A row takes 45 bytes at most, however long it is; the rest is a window of rows. In a restart
+    as well."""
     peaks = []
     for rows in (500, 2_000):
-        source, output = tmp_path / f"in{rows}.jsonl", tmp_path / f"out{rows}.jsonl"
+        source = tmp_path / f"in{rows}.jsonl"
+        output = tmp_path / f"out{rows}.jsonl"
         write_lines(
-            source, *({"custom_id": f"row-{i}", "prompt": [5, 6, 4 + i % 99], "max_tokens": 4} for i in range(rows))
+            source,
+            *(
+                {"custom_id": f"row-{i}", "prompt": [5, 6, 4 + i % 99], "max_tokens": 4}
+                for i in range(rows)
+            ),
         )
         begun = peak_of_job(words, source, output)
         os.truncate(output, output.stat().st_size * 9 // 10)
@@ -347,7 +436,9 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, words: Model) -> No
         assert many - few < 1_500 * 60, peaks
 
 
-def test_records_that_are_sent_back_are_kept_as_text(source: Path, output: Path, words: Model) -> None:
+def test_records_that_are_sent_back_are_kept_as_text(
+    source: Path, output: Path, words: Model
+) -> None:
     data = {"article": "a", "x": [{}] * 3200}  # 16 KB of text; parsed, 300 KB
     write_lines(source, *[json.dumps(data, separators=(",", ":"))] * 40)
     assert peak_of_job(words, source, output) < 6e6

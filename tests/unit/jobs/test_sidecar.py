@@ -12,7 +12,15 @@ import pytest
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.jobs.input import scan_input
-from flexgen_h2o.jobs.sidecar import Sidecar, Status, differences, read_sidecar, read_status, sidecar_path, status_path
+from flexgen_h2o.jobs.sidecar import (
+    Sidecar,
+    Status,
+    differences,
+    read_sidecar,
+    read_status,
+    sidecar_path,
+    status_path,
+)
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -48,7 +56,11 @@ def test_differences_are_named(source: Path) -> None:
     one = sidecar_of(source)
     scan = scan_input(source, one.input_bytes)
     assert differences(one, SETTINGS, scan) == []
-    other = {**SETTINGS, "policy": {"percent": [1, 3], "overlap": True}, "eviction": {"name": "h2o", "recent": 4}}
+    other = {
+        **SETTINGS,
+        "policy": {"percent": [1, 3], "overlap": True},
+        "eviction": {"name": "h2o", "recent": 4},
+    }
     assert differences(one, other, scan) == [
         "--percent was [1, 2] and is [1, 3]",
         "eviction.recent was null and is 4",
@@ -66,7 +78,9 @@ def test_a_setting_that_is_gone_is_refused_unless_it_changed_nothing(source: Pat
 
     def found(schedule: str) -> list[str]:
         eviction = {**SETTINGS["eviction"], "layer_schedule": schedule}
-        return differences(replace(one, settings={**SETTINGS, "eviction": eviction}), SETTINGS, scan)
+        return differences(
+            replace(one, settings={**SETTINGS, "eviction": eviction}), SETTINGS, scan
+        )
 
     assert found("uniform") == []
     assert found("pyramid") == ['eviction.layer_schedule was "pyramid" and is null']
@@ -78,23 +92,49 @@ SIDECARS: list[dict[str, Any] | str] = [
     *NO_JSON,
     *(
         {"input": {"path": "in.jsonl", "bytes": 5, "digest": "", **change}}
-        for change in ({"bytes": "x"}, {"bytes": INFINITE}, {"bytes": -1}, {"bytes": True}, {"path": []}, {"digest": 5})
+        for change in (
+            {"bytes": "x"},
+            {"bytes": INFINITE},
+            {"bytes": -1},
+            {"bytes": True},
+            {"path": []},
+            {"digest": 5},
+        )
     ),
-    {"input": 3}, {"settings": [["dtype", "float32"]]}, {"earlier": {}}, {"earlier": [3]}, {"schema": None},
-]  # fmt: skip
+    {"input": 3},
+    {"settings": [["dtype", "float32"]]},
+    {"earlier": {}},
+    {"earlier": [3]},
+    {"schema": None},
+]
 STATUSES: list[dict[str, Any] | str] = [
     *NO_JSON,
     *({name: value} for name in ("done", "seconds") for value in ("x", INFINITE)),
-    {"seconds": float("nan")}, {"rows": -1}, {"rows": 1.5}, {"done": True}, {"tokens": 10**300}, {"pid": "x"},
-    {"eta_s": "x"}, {"eta_s": INFINITE}, {"state": 3}, {"state": None}, {"unknown": 1},
-    {"peak_bytes": [1]}, {"peak_bytes": {"host": "x"}},
-]  # fmt: skip
+    {"seconds": float("nan")},
+    {"rows": -1},
+    {"rows": 1.5},
+    {"done": True},
+    {"tokens": 10**300},
+    {"pid": "x"},
+    {"eta_s": "x"},
+    {"eta_s": INFINITE},
+    {"state": 3},
+    {"state": None},
+    {"unknown": 1},
+    {"peak_bytes": [1]},
+    {"peak_bytes": {"host": "x"}},
+]
 
 
 def check_damaged(
-    path: Path, changes: list[dict[str, Any] | str], read: Callable[[Path], object], output: Path, says: str
+    path: Path,
+    changes: list[dict[str, Any] | str],
+    read: Callable[[Path], object],
+    output: Path,
+    says: str,
 ) -> None:
-    """Each change of a good file, of some fields or of the whole text, is a UsageError. 1e999 is not finite."""
+    """Each change of a good file, of some fields or of the whole text, is a UsageError. 1e999 is
+    not finite."""
     good = path.read_text()
     read(output)
     for change in changes:
@@ -102,14 +142,18 @@ def check_damaged(
         path.write_text(text.replace("Infinity", "1e999"))
         with pytest.raises(UsageError) as error:
             read(output)
-        assert str(path) in str(error.value) and (says in str(error.value) or "schema is" in str(error.value)), change
+        assert str(path) in str(error.value) and (
+            says in str(error.value) or "schema is" in str(error.value)
+        ), change
         assert "\n" not in str(error.value)
 
 
 def test_a_damaged_sidecar_is_refused(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     sidecar_of(source).write(output)
-    check_damaged(sidecar_path(output), SIDECARS, read_sidecar, output, "is not the sidecar of a job")
+    check_damaged(
+        sidecar_path(output), SIDECARS, read_sidecar, output, "is not the sidecar of a job"
+    )
 
 
 def test_a_damaged_status_is_refused(tmp_path: Path) -> None:

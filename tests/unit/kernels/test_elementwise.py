@@ -1,4 +1,5 @@
-"""Norms, gates and rotary embeddings: references are transformers to the bit, loops the references to rounding."""
+"""Norms, gates and rotary embeddings: references are transformers to the bit, loops the references
+to rounding."""
 
 from __future__ import annotations
 
@@ -40,29 +41,44 @@ def assert_rounded_alike(found: torch.Tensor, want: torch.Tensor) -> None:
 def test_rms_norm_equals_transformers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.kernels.elementwise.NORM_CHUNK", 4)
     x = (3 * torch.randn(11, 24)).to(dtype)
-    for once, norm in ((False, modeling_llama.LlamaRMSNorm), (True, modeling_gpt_oss.GptOssRMSNorm)):
+    for once, norm in (
+        (False, modeling_llama.LlamaRMSNorm),
+        (True, modeling_gpt_oss.GptOssRMSNorm),
+    ):
         theirs = norm(24, eps=1e-5).to(dtype)
         with torch.no_grad():
             theirs.weight.normal_(1, 0.3)
-            assert torch.equal(rms_norm_reference(x, theirs.weight, 1e-5, torch.empty_like(x), once), theirs(x))
+            assert torch.equal(
+                rms_norm_reference(x, theirs.weight, 1e-5, torch.empty_like(x), once), theirs(x)
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(3, 37), (700, 512)])
-def test_the_compiled_norm_is_the_reference(rows: int, width: int, once: bool, dtype: torch.dtype) -> None:
+def test_the_compiled_norm_is_the_reference(
+    rows: int, width: int, once: bool, dtype: torch.dtype
+) -> None:
     """Rows of x may be apart, and the result of one does not depend on the others."""
     apart = (3 * torch.randn(rows, width + 5)).to(dtype)
-    x, weight = apart[:, :width], torch.randn(width).to(dtype)
+    x = apart[:, :width]
+    weight = torch.randn(width).to(dtype)
     found = rms_norm(x, weight, 1e-5, torch.empty(rows, width, dtype=dtype), once)
-    assert_rounded_alike(found, rms_norm_reference(x, weight, 1e-5, torch.empty(rows, width, dtype=dtype), once))
-    assert torch.equal(found[-1:], rms_norm(x[-1:], weight, 1e-5, torch.empty(1, width, dtype=dtype), once))
+    assert_rounded_alike(
+        found, rms_norm_reference(x, weight, 1e-5, torch.empty(rows, width, dtype=dtype), once)
+    )
+    assert torch.equal(
+        found[-1:], rms_norm(x[-1:], weight, 1e-5, torch.empty(1, width, dtype=dtype), once)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_heads_are_normed_in_place_as_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_normed_in_place_as_rows(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.kernels.elementwise.NORM_CHUNK", 3)
-    x, weight = torch.randn(7, 3, 16).to(dtype), torch.randn(16).to(dtype)
+    x = torch.randn(7, 3, 16).to(dtype)
+    weight = torch.randn(16).to(dtype)
     want = rms_norm(x.view(21, 16), weight, 1e-6, torch.empty(21, 16, dtype=dtype)).view(7, 3, 16)
     for norm in (rms_norm, rms_norm_reference):
         found = x.clone()
@@ -73,9 +89,14 @@ def test_heads_are_normed_in_place_as_rows(dtype: torch.dtype, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("values", [lambda x: x, lambda x: 40 * x, torch.zeros_like], ids=["small", "large", "zero"])
-def test_the_compiled_gate_is_the_reference(values: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
-    gate, up = values(torch.randn(300, 1003)).to(dtype), torch.randn(300, 1003).to(dtype)
+@pytest.mark.parametrize(
+    "values", [lambda x: x, lambda x: 40 * x, torch.zeros_like], ids=["small", "large", "zero"]
+)
+def test_the_compiled_gate_is_the_reference(
+    values: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    gate = values(torch.randn(300, 1003)).to(dtype)
+    up = torch.randn(300, 1003).to(dtype)
     want = silu_gated_reference(gate.clone(), up)
     found = silu_gated(gate, up)
     assert found.data_ptr() == gate.data_ptr()
@@ -84,28 +105,40 @@ def test_the_compiled_gate_is_the_reference(values: Callable[[torch.Tensor], tor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 40], ids=["small", "large"])
-def test_a_clamped_gate_equals_transformers(size: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clamped_gate_equals_transformers(
+    size: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.kernels.elementwise.NORM_CHUNK", 7)
-    config = GptOssConfig(hidden_size=4, intermediate_size=1003, num_local_experts=1, swiglu_limit=5.0)
-    theirs, x = modeling_gpt_oss.GptOssExperts(config), (size * torch.randn(300, 2006)).to(dtype)
-    want, out = theirs._apply_gate(x), torch.empty(300, 1003, dtype=dtype)
+    config = GptOssConfig(
+        hidden_size=4, intermediate_size=1003, num_local_experts=1, swiglu_limit=5.0
+    )
+    theirs = modeling_gpt_oss.GptOssExperts(config)
+    x = (size * torch.randn(300, 2006)).to(dtype)
+    want = theirs._apply_gate(x)
+    out = torch.empty(300, 1003, dtype=dtype)
     assert_rounded_alike(clamped_gate_reference(x, 1.702, 5.0, out), want)
     assert_rounded_alike(clamped_gate(x, 1.702, 5.0, torch.empty_like(out)), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 3), (9, 64), (300, 130)])
-def test_the_compiled_weighted_sum_is_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_the_compiled_weighted_sum_is_the_reference(
+    rows: int, width: int, dtype: torch.dtype
+) -> None:
     """Several rows of one token are added in their order."""
-    x, out = torch.randn(rows, width).to(dtype), torch.randn(5, width).to(dtype)
-    tokens, weights = torch.randint(0, 5, (rows,), dtype=torch.int32), torch.rand(rows)
+    x = torch.randn(rows, width).to(dtype)
+    out = torch.randn(5, width).to(dtype)
+    tokens = torch.randint(0, 5, (rows,), dtype=torch.int32)
+    weights = torch.rand(rows)
     want = out.clone()
     for i, token in enumerate(tokens.tolist()):
         want[token] += (x[i] * weights[i]).to(dtype)
     reference = out.clone()
     add_weighted_reference(x, tokens, weights, reference)
     add_weighted(x, tokens, weights, out)
-    assert torch.equal(reference, want) and torch.allclose(out.float(), want.float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(reference, want) and torch.allclose(
+        out.float(), want.float(), rtol=1e-5, atol=1e-5
+    )
     with pytest.raises(ValueError, match="add_weighted: "):
         add_weighted(x, tokens.long(), weights, out)
 
@@ -113,7 +146,8 @@ def test_the_compiled_weighted_sum_is_the_reference(rows: int, width: int, dtype
 def test_a_card_adds_weighted_rows_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its `index_add_` would add them in any."""
     monkeypatch.setattr(torch.Tensor, "index_add_", pytest.fail)
-    x, tokens = torch.empty(4, 8, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    x = torch.empty(4, 8, device="meta")
+    tokens = torch.empty(4, dtype=torch.int32, device="meta")
     add_weighted(x, tokens, x[:, 0], torch.empty(3, 8, device="meta"))
 
 
@@ -131,7 +165,12 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     x = torch.zeros(3, 8)
-    for weight, out in ((x[0], x[:2]), (x[0].bfloat16(), x), (x[0, :4], x), (x[0], x.t().contiguous().t())):
+    for weight, out in (
+        (x[0], x[:2]),
+        (x[0].bfloat16(), x),
+        (x[0, :4], x),
+        (x[0], x.t().contiguous().t()),
+    ):
         with pytest.raises(ValueError, match="rms_norm: "):
             rms_norm(x, weight, 1e-5, out)
     for up in (x[:2], x.bfloat16(), x.t().contiguous().t()):
@@ -144,16 +183,21 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_rotation_equals_transformers(share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_equals_transformers(
+    share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.kernels.elementwise.ROTARY_CHUNK", 4)
     if share == 1:
-        module, config = modeling_llama, LlamaConfig(hidden_size=64, num_attention_heads=4)
+        module = modeling_llama
+        config = LlamaConfig(hidden_size=64, num_attention_heads=4)
         embedding = module.LlamaRotaryEmbedding(config)
     else:
-        module, config = modeling_gpt_neox, GPTNeoXConfig(hidden_size=64, num_attention_heads=4, rotary_pct=share)
+        module = modeling_gpt_neox
+        config = GPTNeoXConfig(hidden_size=64, num_attention_heads=4, rotary_pct=share)
         embedding = module.GPTNeoXRotaryEmbedding(config)
     positions = torch.tensor([0, 1, 2, 3, 4, 77, 5000, 0, 3])  # two rows' prompts
-    q, k = torch.randn(9, 4, 16).to(dtype), torch.randn(9, 3, 16).to(dtype)[:, ::2]
+    q = torch.randn(9, 4, 16).to(dtype)
+    k = torch.randn(9, 3, 16).to(dtype)[:, ::2]
     cos, sin = embedding(q, positions[None])
     want = module.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     Rotation(embedding.inv_freq, embedding.attention_scaling).rotate((q, k), positions)
@@ -162,7 +206,8 @@ def test_rotation_equals_transformers(share: float, dtype: torch.dtype, monkeypa
 
 
 def test_the_next_layers_rotate_by_the_same_angles_and_the_next_step_by_others() -> None:
-    frequencies, positions = torch.tensor([0.7, 0.1]), torch.tensor([3, 9])
+    frequencies = torch.tensor([0.7, 0.1])
+    positions = torch.tensor([3, 9])
     rotation = Rotation(frequencies, 1.2)
     for where, dtype in (
         (positions, DTYPES[0]),
@@ -179,7 +224,8 @@ def test_the_next_layers_rotate_by_the_same_angles_and_the_next_step_by_others()
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_key_rotated_by_its_rank_is_the_key_at_that_position(dtype: torch.dtype) -> None:
-    rotation, keys = Rotation(torch.tensor([0.7, 0.1]), 1.2), torch.randn(2, 5, 6).to(dtype)
+    rotation = Rotation(torch.tensor([0.7, 0.1]), 1.2)
+    keys = torch.randn(2, 5, 6).to(dtype)
     ranks = torch.tensor([[3, 0, 1, 4, 2], [0, 1, 2, 2, 2]], dtype=torch.int32)
     want = keys.clone()
     for row, order in zip(want, ranks, strict=True):
@@ -194,17 +240,28 @@ def test_the_compiled_rotation_is_the_reference(
     rows: int, slots: int, width: int, pairs: int, dtype: torch.dtype
 ) -> None:
     """To rounding: it rounds once. Slots without a rank are left alone."""
-    rotation, keys = Rotation(torch.rand(pairs), 1.1), torch.randn(rows, slots, width).to(dtype)
+    rotation = Rotation(torch.rand(pairs), 1.1)
+    keys = torch.randn(rows, slots, width).to(dtype)
     ranks = torch.stack([torch.randperm(slots) for _ in range(rows)]).int()
     ranks[0, -1] = 2**30
-    found, want = rotation.rotated(keys, ranks), rotation.rotated_reference(keys.float(), ranks)
+    found = rotation.rotated(keys, ranks)
+    want = rotation.rotated_reference(keys.float(), ranks)
     used = ranks < slots
     assert found.dtype == dtype
-    assert torch.allclose(found.float()[used], want[used], atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 2**-8)
+    assert torch.allclose(
+        found.float()[used], want[used], atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 2**-8
+    )
 
 
 def test_keys_and_ranks_that_do_not_go_together() -> None:
-    rotation, keys, ranks = Rotation(torch.ones(2), 1.0), torch.zeros(2, 5, 6), torch.zeros(2, 5).int()
-    for bad in ((keys, ranks.long()), (keys, ranks[:, :4]), (keys.transpose(0, 1), ranks), (keys[..., :3], ranks)):
+    rotation = Rotation(torch.ones(2), 1.0)
+    keys = torch.zeros(2, 5, 6)
+    ranks = torch.zeros(2, 5).int()
+    for bad in (
+        (keys, ranks.long()),
+        (keys, ranks[:, :4]),
+        (keys.transpose(0, 1), ranks),
+        (keys[..., :3], ranks),
+    ):
         with pytest.raises(ValueError, match="rotated: "):
             rotation.rotated(*bad)

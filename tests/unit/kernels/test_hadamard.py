@@ -1,4 +1,5 @@
-"""The Hadamard transform of heads: the matrix by its definition, in fp64, and what it must leave as it is."""
+"""The Hadamard transform of heads: the matrix by its definition, in fp64, and what it must leave as
+it is."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ WIDTHS = (64, 128, 80, 96, 12, 15, 256)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_multiplies_by_the_matrix(width: int, dtype: torch.dtype) -> None:
-    """Rounded once; the compiled loop gives the bits of torch operations; other heads stay as they are."""
+    """Rounded once; the compiled loop gives the bits of torch operations; other heads stay as they
+    are."""
     given = torch.randn(300, 5, width).to(dtype)
-    want, exact = given.clone(), given[:, 1:4].double() @ hadamard_matrix(width)
+    want = given.clone()
+    exact = given[:, 1:4].double() @ hadamard_matrix(width)
     hadamard_reference(want[:, 1:4])
     hadamard(given[:, 1:4])
     assert torch.equal(given, want)
@@ -27,8 +30,10 @@ def test_it_multiplies_by_the_matrix(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_products_stay_and_a_second_transform_restores(width: int) -> None:
     q, k = torch.randn(2, 7, 3, width).unbind(0)
-    q, k = q.contiguous(), k.contiguous()
-    before, products = q.clone(), (q * k).sum(-1)
+    q = q.contiguous()
+    k = k.contiguous()
+    before = q.clone()
+    products = (q * k).sum(-1)
     hadamard(q)
     hadamard(k)
     torch.testing.assert_close((q * k).sum(-1), products, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,5 @@
-"""Products in int8: the error of a code, compiled loops and blocked rows against references, odd shapes, bad values."""
+"""Products in int8: the error of a code, compiled loops and blocked rows against references, odd
+shapes, bad values."""
 
 from __future__ import annotations
 
@@ -35,21 +36,27 @@ from flexgen_h2o.kernels.workspace import Workspace
 
 WIDTHS = [1, 2, 3, 16, 60, 64, 83, 127, 200, 1025]
 DTYPES = [torch.float32, torch.bfloat16]
-needs_blocking = pytest.mark.skipif(not products.has_loop(torch.uint8), reason="int8 rows are not blocked here")
+needs_blocking = pytest.mark.skipif(
+    not products.has_loop(torch.uint8), reason="int8 rows are not blocked here"
+)
 
 
 def room(rows: int, columns: int, n: int, dtype: torch.dtype = torch.float32) -> Workspace:
     sizes = {
-        "int8 inputs": rows * columns, "int8 input scales": 4 * rows, "int8 weight scales": 4 * n,
-        "int8 sums": 4 * min(rows * n, INT8_TILE), "int8 rows": n * int8_row_bytes(columns),
-    }  # fmt: skip
+        "int8 inputs": rows * columns,
+        "int8 input scales": 4 * rows,
+        "int8 weight scales": 4 * n,
+        "int8 sums": 4 * min(rows * n, INT8_TILE),
+        "int8 rows": n * int8_row_bytes(columns),
+    }
     sizes = {name: round_up(nbytes, ALIGN) for name, nbytes in sizes.items()}
     return Workspace(torch.full((sum(sizes.values()),), 77, dtype=torch.uint8), sizes, dtype)
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """What products are, in float64, from the same codes."""
-    codes, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x))
+    codes = torch.empty(x.shape, dtype=torch.int8)
+    scales = torch.empty(len(x))
     quantise_rows(x, codes, scales)
     packed = pack_int8_rows(weight)
     values = codes_of(packed, weight.shape[1]).double() * scales_of(packed).double()[:, None]
@@ -62,39 +69,49 @@ def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 
 @settings(max_examples=60)
 @given(
-    st.integers(1, 5), st.sampled_from(WIDTHS), st.sampled_from([*DTYPES, torch.float16]), st.floats(-3, 3),
+    st.integers(1, 5),
+    st.sampled_from(WIDTHS),
+    st.sampled_from([*DTYPES, torch.float16]),
+    st.floats(-3, 3),
     st.floats(1e-4, 100),
-)  # fmt: skip
+)
 def test_a_weight_is_off_by_half_a_step_at_most(
     rows: int, columns: int, dtype: torch.dtype, offset: float, spread: float
 ) -> None:
     values = (torch.randn(rows, columns) * spread + offset).to(dtype)
     packed = pack_int8_rows(values)
     assert packed.shape == (rows, int8_row_bytes(columns)) and packed.dtype == torch.uint8
-    codes, scales = codes_of(packed, columns), scales_of(packed)
+    codes = codes_of(packed, columns)
+    scales = scales_of(packed)
     assert torch.allclose(scales, values.float().abs().amax(dim=1) / 127, rtol=1e-6)
     off = (codes.float() * scales[:, None] - values.float()).abs()
     assert bool((off <= scales[:, None] * 0.5001 + 1e-30).all()) and int(codes.abs().max()) <= 127
 
 
 def test_the_format() -> None:
-    """Codes, padding to a multiple of 4 bytes, the scale in float32 and the sum of the codes in int32."""
+    """Codes, padding to a multiple of 4 bytes, the scale in float32 and the sum of the codes in
+    int32."""
     packed = pack_int8_rows(torch.tensor([[127.0, -2.0, 64.0, 0.4, 0.6]]))
     assert packed[0, :8].tolist() == [127, 254, 64, 0, 1, 0, 0, 0]
     assert packed[0, 8:12].view(torch.float32).tolist() == [1.0]
     assert packed[0, 12:].view(torch.int32).tolist() == [127 - 2 + 64 + 0 + 1]
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(1, DTYPES[1]), (3, DTYPES[0]), (83, DTYPES[1]), (1025, DTYPES[0])])
+@pytest.mark.parametrize(
+    ("columns", "dtype"), [(1, DTYPES[1]), (3, DTYPES[0]), (83, DTYPES[1]), (1025, DTYPES[0])]
+)
 def test_compiled_quantising_is_the_reference_but_for_ties(
     columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows may lie apart, and nothing beside them is written; zeros stay zeros."""
-    x, wide = torch.randn(50, columns + 3).to(dtype)[:, :columns], torch.full((52, columns + 2), 77, dtype=torch.int8)
+    x = torch.randn(50, columns + 3).to(dtype)[:, :columns]
+    wide = torch.full((52, columns + 2), 77, dtype=torch.int8)
     x[7] = 0
-    codes, scales = wide[1:51, :columns], torch.full((50,), 7.0)
+    codes = wide[1:51, :columns]
+    scales = torch.full((50,), 7.0)
     quantise_rows(x, codes, scales)
-    want, want_scales = torch.empty(50, columns, dtype=torch.int8), torch.empty(50)
+    want = torch.empty(50, columns, dtype=torch.int8)
+    want_scales = torch.empty(50)
     monkeypatch.setattr(workspace, "UNPACK_CHUNK", 300)  # some rows at a time
     quantise_rows_reference(x, want, want_scales)
     assert torch.allclose(scales, want_scales, rtol=1e-6) and not codes[7].any() and not scales[7]
@@ -104,11 +121,13 @@ def test_compiled_quantising_is_the_reference_but_for_ties(
 
 
 @pytest.mark.parametrize(
-    ("bad", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.bfloat16), (float("-inf"), torch.float32)]
+    ("bad", "dtype"),
+    [(float("nan"), torch.float32), (float("inf"), torch.bfloat16), (float("-inf"), torch.float32)],
 )
 def test_what_is_not_finite(bad: float, dtype: torch.dtype) -> None:
     """In an input it shows in its own row, and in none else; a weight with it is refused."""
-    x, weight = torch.randn(3, 40).to(dtype), torch.randn(8, 40)
+    x = torch.randn(3, 40).to(dtype)
+    weight = torch.randn(8, 40)
     x[1, 7] = bad
     out = torch.zeros(3, 8, dtype=dtype)
     linear(x, (Int8Rows(pack_int8_rows(weight), 40, room(3, 40, 8)),), None, out)
@@ -121,22 +140,30 @@ def test_what_is_not_finite(bad: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("columns", "dtype", "has_bias", "adds"),
     [
-        (1, torch.bfloat16, True, True), (83, torch.bfloat16, False, True), (127, torch.float32, True, False),
-        (200, torch.float32, False, False), (200, torch.bfloat16, True, False), (83, torch.float32, True, True),
+        (1, torch.bfloat16, True, True),
+        (83, torch.bfloat16, False, True),
+        (127, torch.float32, True, False),
+        (200, torch.float32, False, False),
+        (200, torch.bfloat16, True, False),
+        (83, torch.float32, True, True),
     ],
-)  # fmt: skip
+)
 def test_compiled_rescaling_is_the_reference(
     columns: int, dtype: torch.dtype, has_bias: bool, adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums = torch.randint(-(10**6), 10**6, (5, columns), dtype=torch.int32)
-    rows, scales = torch.rand(5) / 100, torch.rand(columns) / 100
+    rows = torch.rand(5) / 100
+    scales = torch.rand(columns) / 100
     bias = torch.randn(columns).to(dtype) if has_bias else None
     before = torch.randn(7, columns + 3).to(dtype)
-    found, want = before.clone(), before.clone()
+    found = before.clone()
+    want = before.clone()
     rescale(sums, rows, scales, bias, found[1:6, 1:-2], adds)
     monkeypatch.setattr(workspace, "UNPACK_CHUNK", 300)  # some rows at a time
     rescale_reference(sums, rows, scales, bias, want[1:6, 1:-2], adds)
-    assert torch.allclose(found.float(), want.float(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    assert torch.allclose(
+        found.float(), want.float(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+    )
     assert not torch.equal(found[1:6, 1:-2], before[1:6, 1:-2])
     found[1:6, 1:-2] = before[1:6, 1:-2]
     assert torch.equal(found, before), "wrote beside its rows"
@@ -150,7 +177,9 @@ def test_whole_products_are_the_reference_to_the_bit(rows: int, columns: int) ->
     """Of the largest codes there are, too; the weight's rows lie apart."""
     codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
     weight = torch.randint(-127, 128, (50, int8_row_bytes(columns)), dtype=torch.int8)[:, :columns]
-    codes[0], weight[0], weight[1] = 127, 127, -127
+    codes[0] = 127
+    weight[0] = 127
+    weight[1] = -127
     found, want = (torch.full((rows, 50), 7, dtype=torch.int32) for _ in range(2))
     int8_products(codes, weight, found)
     int8_products_reference(codes, weight, want)
@@ -161,7 +190,8 @@ def test_whole_products_are_the_reference_to_the_bit(rows: int, columns: int) ->
 def test_products_without_int_mm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that has no `_int_mm`, one that refuses, and one whose sums are cut."""
     codes, weight = (torch.randint(-127, 128, (n, 40), dtype=torch.int8) for n in (3, 5))
-    want, found = torch.empty(3, 5, dtype=torch.int32), torch.empty(3, 5, dtype=torch.int32)
+    want = torch.empty(3, 5, dtype=torch.int32)
+    found = torch.empty(3, 5, dtype=torch.int32)
     int8_products_reference(codes, weight, want)
 
     def refuse(*_: object, **__: object) -> None:
@@ -173,7 +203,9 @@ def test_products_without_int_mm(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in (None, refuse, cut):
         int8._int_mm_works.cache_clear()
         with monkeypatch.context() as patch:
-            patch.delattr(torch, "_int_mm") if other is None else patch.setattr(torch, "_int_mm", other)
+            patch.delattr(torch, "_int_mm") if other is None else patch.setattr(
+                torch, "_int_mm", other
+            )
             int8_products(codes, weight, found.zero_())
         assert torch.equal(found, want)
     int8._int_mm_works.cache_clear()
@@ -181,34 +213,58 @@ def test_products_without_int_mm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 9), st.sampled_from(WIDTHS), st.integers(1, 40), st.booleans(), st.booleans(),
-    st.sampled_from([*DTYPES, torch.float16]), st.integers(0, 40),
-)  # fmt: skip
+    st.integers(1, 9),
+    st.sampled_from(WIDTHS),
+    st.integers(1, 40),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([*DTYPES, torch.float16]),
+    st.integers(0, 40),
+)
 def test_linear_and_add_linear_over_parts(
     rows: int, columns: int, n: int, has_bias: bool, adds: bool, dtype: torch.dtype, at: int
 ) -> None:
-    x, weight = torch.randn(rows, columns).to(dtype), torch.randn(n, columns)
+    x = torch.randn(rows, columns).to(dtype)
+    weight = torch.randn(n, columns)
     bias = torch.randn(n).to(dtype) if has_bias else None
     ws = room(rows, columns, n, dtype)
-    parts = tuple(Int8Rows(pack_int8_rows(part), columns, ws) for part in (weight[:at], weight[at:]) if len(part))
+    parts = tuple(
+        Int8Rows(pack_int8_rows(part), columns, ws)
+        for part in (weight[:at], weight[at:])
+        if len(part)
+    )
     before = torch.randn(rows, n).to(dtype)
-    out, want = before.clone(), plain(x, weight, bias)
+    out = before.clone()
+    want = plain(x, weight, bias)
     if adds:
         add_linear(out, x, parts, bias)
         want = want + before.double()
     else:
         linear(x, parts, bias, out)
-    assert ((out.double() - want).abs() <= (2**-8 if dtype != torch.float32 else 1e-5) * (1 + want.abs() + 4)).all()
+    assert (
+        (out.double() - want).abs()
+        <= (2**-8 if dtype != torch.float32 else 1e-5) * (1 + want.abs() + 4)
+    ).all()
 
 
-def test_more_rows_than_are_quantised_at_a_time_and_more_sums_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias = torch.randn(50, 33), torch.randn(70, 33), torch.randn(70)
-    whole, found = torch.empty(50, 70), torch.empty(50, 70)
+def test_more_rows_than_are_quantised_at_a_time_and_more_sums_than_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(50, 33)
+    weight = torch.randn(70, 33)
+    bias = torch.randn(70)
+    whole = torch.empty(50, 70)
+    found = torch.empty(50, 70)
     packed = pack_int8_rows(weight)
     linear(x, (Int8Rows(packed, 33, room(50, 33, 70)),), bias, whole)
     monkeypatch.setattr(int8, "TOKEN_CHUNK", 16)
     monkeypatch.setattr(int8, "INT8_TILE", 16 * 9)
-    sizes = {"int8 inputs": 16 * 33, "int8 input scales": 64, "int8 weight scales": 4 * 70, "int8 sums": 4 * 16 * 9}
+    sizes = {
+        "int8 inputs": 16 * 33,
+        "int8 input scales": 64,
+        "int8 weight scales": 4 * 70,
+        "int8 sums": 4 * 16 * 9,
+    }
     ws = Workspace(torch.empty(sum(sizes.values()), dtype=torch.uint8), sizes, torch.float32)
     # So little room: a larger slice would not be found.
     linear(x, (Int8Rows(packed, 33, ws),), bias, found)
@@ -216,10 +272,14 @@ def test_more_rows_than_are_quantised_at_a_time_and_more_sums_than_fit(monkeypat
 
 
 @pytest.mark.parametrize(("at", "dtype"), [(0, torch.float32), (5, torch.bfloat16)])
-def test_looked_up_rows_are_code_times_scale(at: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looked_up_rows_are_code_times_scale(
+    at: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workspace, "UNPACK_CHUNK", 40)  # some rows at a time
-    table, ids = torch.randn(12, 19), torch.tensor([3, 11, 0, 3, 7])
-    ws, packed = room(1, 1, 1), pack_int8_rows(table)
+    table = torch.randn(12, 19)
+    ids = torch.tensor([3, 11, 0, 3, 7])
+    ws = room(1, 1, 1)
+    packed = pack_int8_rows(table)
     parts = tuple(Int8Rows(part, 19, ws) for part in (packed[:at], packed[at:]) if len(part))
     want = (codes_of(packed, 19).float() * scales_of(packed)[:, None])[ids].to(dtype)
     assert torch.equal(lookup(ids, parts, torch.empty(5, 19, dtype=dtype)), want)
@@ -236,13 +296,17 @@ def blocked(packed: torch.Tensor) -> BlockedInt8:
 
 @needs_blocking
 @torch.inference_mode()
-@pytest.mark.parametrize(("shape", "n"), [((64, 64), 1), ((192, 128), 3), ((128, 2048), 32), ((320, 1024), 100)])
+@pytest.mark.parametrize(
+    ("shape", "n"), [((64, 64), 1), ((192, 128), 3), ((128, 2048), 32), ((320, 1024), 100)]
+)
 def test_blocked_products_are_the_reference_to_the_bit(shape: tuple[int, int], n: int) -> None:
     """Of the largest codes there are, too."""
     codes = torch.randint(-127, 128, (n, shape[1]), dtype=torch.int8)
     weight = torch.randint(-127, 128, shape).float()
     weight[:, 0] = 127  # a scale of 1: the codes are the values
-    codes[0], weight[0], weight[1, 1:] = 127, 127, -127
+    codes[0] = 127
+    weight[0] = 127
+    weight[1, 1:] = -127
     codes[:, 0] = 127
     want = torch.empty(n, shape[0], dtype=torch.int32)
     int8_products_reference(codes, weight.to(torch.int8), want)
@@ -254,14 +318,17 @@ def test_blocked_products_are_the_reference_to_the_bit(shape: tuple[int, int], n
 @needs_blocking
 @torch.inference_mode()
 def test_rows_are_blocked_where_they_lie() -> None:
-    """In as many bytes, and nothing around them is touched. Values and scales are what they were."""
+    """In as many bytes, and nothing around them is touched. Values and scales are what they
+    were."""
     packed = pack_int8_rows(torch.randn(128, 192))
     arena = torch.full((3, *packed.shape), 77, dtype=torch.uint8)
     arena[1] = packed
     part = blocked(arena[1])
     assert part.memory.data_ptr() == arena[1].data_ptr()
     assert part.memory.numel() == packed.numel() and len(part) == 128
-    assert bool((arena[0] == 77).all() and (arena[2] == 77).all()) and not torch.equal(arena[1], packed)
+    assert bool((arena[0] == 77).all() and (arena[2] == 77).all()) and not torch.equal(
+        arena[1], packed
+    )
     assert torch.equal(part.rows_at(torch.arange(128)), codes_of(packed, 192))
     assert torch.equal(part.scales, scales_of(packed))
 
@@ -272,16 +339,21 @@ def test_rows_are_blocked_where_they_lie() -> None:
 def test_no_bit_depends_on_which_rows_are_blocked(
     has_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts that are blocked some rows at a time, odd rows, and a part that is not resident; few sums at a time."""
+    """Parts that are blocked some rows at a time, odd rows, and a part that is not resident; few
+    sums at a time."""
     monkeypatch.setattr(linear_kernels, "BLOCK_CHUNK", 2 * BLOCK_ROWS * 128 + 100)
-    weight, x = torch.randn(336 + 48, 128), torch.randn(9, 128).to(dtype)
+    weight = torch.randn(336 + 48, 128)
+    x = torch.randn(9, 128).to(dtype)
     bias = torch.randn(384).to(dtype) if has_bias else None
-    packed, ws = pack_int8_rows(weight), room(9, 128, 384)
+    packed = pack_int8_rows(weight)
+    ws = room(9, 128, 384)
     whole: RowParts = (Int8Rows(packed, 128, ws),)
     pieces = (*block_int8_rows(packed[:336].clone()), packed[336:])
     assert [(type(p), len(p)) for p in pieces] == [
-        (BlockedInt8, 320), (torch.Tensor, 16), (torch.Tensor, 48),
-    ]  # fmt: skip
+        (BlockedInt8, 320),
+        (torch.Tensor, 16),
+        (torch.Tensor, 48),
+    ]
     parts: RowParts = tuple(Int8Rows(piece, 128, ws) for piece in pieces)
     want = linear(x, whole, bias, torch.empty(9, 384, dtype=dtype))
     monkeypatch.setattr(int8, "INT8_TILE", 4 * 128)
@@ -302,18 +374,26 @@ def test_no_bit_depends_on_which_rows_are_blocked(
 @pytest.mark.parametrize("blocks_first", [True, False])
 def test_inputs_serve_several_matrices(blocks_first: bool) -> None:
     """Blocked ones take them around 128, others around 0, in any order."""
-    x, weights, ws = torch.randn(5, 64), torch.randn(3, 64, 64), room(5, 64, 64)
+    x = torch.randn(5, 64)
+    weights = torch.randn(3, 64, 64)
+    ws = room(5, 64, 64)
     packed = [pack_int8_rows(weight) for weight in weights]
     want = [linear(x, (Int8Rows(rows, 64, ws),), None, torch.empty(5, 64)) for rows in packed]
-    parts = [blocked(rows) if (i % 2 == 0) == blocks_first else rows for i, rows in enumerate(packed)]
+    parts = [
+        blocked(rows) if (i % 2 == 0) == blocks_first else rows for i, rows in enumerate(packed)
+    ]
     outs = [torch.empty(5, 64) for _ in packed]
-    linear_each(x, [((Int8Rows(part, 64, ws),), None, out) for part, out in zip(parts, outs, strict=True)])
+    linear_each(
+        x, [((Int8Rows(part, 64, ws),), None, out) for part, out in zip(parts, outs, strict=True)]
+    )
     assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True))
 
 
 def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of other widths, too few, apart; and all where the instructions are missing."""
-    rows = [pack_int8_rows(torch.randn(*shape)) for shape in ((64, 72), (63, 64), (64, 60), (128, 64))]
+    rows = [
+        pack_int8_rows(torch.randn(*shape)) for shape in ((64, 72), (63, 64), (64, 60), (128, 64))
+    ]
     for packed in (*rows[:3], rows[3][::2]):
         assert block_int8_rows(packed)[0] is packed
     monkeypatch.setattr(products, "has_loop", lambda *_: False)
@@ -325,12 +405,23 @@ def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- rows of 4 bits as int8 rows
 
 SHAPES = [
-    (1, 1), (3, 5), (5, 77), (16, 64), (40, 72), (24, 128), (80, 2048), (32, 1216), (192, 128), (336, 192), (16464, 64)
-]  # fmt: skip
+    (1, 1),
+    (3, 5),
+    (5, 77),
+    (16, 64),
+    (40, 72),
+    (24, 128),
+    (80, 2048),
+    (32, 1216),
+    (192, 128),
+    (336, 192),
+    (16464, 64),
+]
 
 
 def packed_rows(n: int, columns: int) -> torch.Tensor:
-    """Of all sizes; with a row of zeros, one of equal values, one with an outlier at each end, tiny and huge ones."""
+    """Of all sizes; with a row of zeros, one of equal values, one with an outlier at each end, tiny
+    and huge ones."""
     values = torch.randn(n, columns) * torch.rand(n, 1)
     for row, scale in enumerate((0.0, 0.0, 1.0, 1e-32, 1e30)[:n]):
         values[row] *= scale
@@ -348,14 +439,19 @@ def in_order(packed: torch.Tensor, columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_requantised_in_order(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference to the bit, scales, sums and padding too; half a step from the values at most."""
-    packed, want = packed_rows(*shape), torch.full((shape[0], int8_row_bytes(shape[1])), 55, dtype=torch.uint8)
-    monkeypatch.setattr(workspace, "UNPACK_CHUNK", 3 * shape[1])  # the reference some rows at a time
+    """The reference to the bit, scales, sums and padding too; half a step from the values at
+    most."""
+    packed = packed_rows(*shape)
+    want = torch.full((shape[0], int8_row_bytes(shape[1])), 55, dtype=torch.uint8)
+    monkeypatch.setattr(
+        workspace, "UNPACK_CHUNK", 3 * shape[1]
+    )  # the reference some rows at a time
     requantise_rows_reference(packed[:500], want[:500], shape[1])
     rows = in_order(packed, shape[1])
     assert torch.equal(rows[:500], want[:500])
     values = unpack_rows_reference(packed, 4, torch.empty(shape))
-    codes, scales = codes_of(rows, shape[1]), scales_of(rows).unsqueeze(1)
+    codes = codes_of(rows, shape[1])
+    scales = scales_of(rows).unsqueeze(1)
     usual = values.abs().amax(dim=1, keepdim=True) >= 1e-30
     off = (codes * scales - values).abs()
     assert bool((off <= 0.5001 * scales)[usual.expand_as(off)].all())
@@ -372,19 +468,27 @@ def test_requantised_in_order(shape: tuple[int, int], monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("tokens", [1, 7, 600])
 @pytest.mark.parametrize("shape", SHAPES[:10])
 def test_rows_in_4_bits_are_multiplied_and_looked_up_as_their_int8_rows(
-    shape: tuple[int, int], tokens: int, dtype: torch.dtype, has_loop: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int],
+    tokens: int,
+    dtype: torch.dtype,
+    has_loop: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the bit, by the compiled loop where this CPU has its instructions, and elsewhere."""
     if not has_loop:
         monkeypatch.setattr(products, "has_loop", lambda *_: False)
     n, columns = shape
-    packed, x, bias = packed_rows(n, columns), torch.randn(tokens, columns).to(dtype), torch.randn(n).to(dtype)
+    packed = packed_rows(n, columns)
+    x = torch.randn(tokens, columns).to(dtype)
+    bias = torch.randn(n).to(dtype)
     ws = room(tokens, columns, n, dtype)
-    whole, coded = (Int8Rows(in_order(packed, columns), columns, ws),), (RequantisedRows(packed, columns, ws),)
+    whole = (Int8Rows(in_order(packed, columns), columns, ws),)
+    coded = (RequantisedRows(packed, columns, ws),)
     for adds in (False, True):
         want, found = (torch.ones(tokens, n, dtype=dtype) for _ in range(2))
         linear_each(x, [(whole, bias, want)], adds)
         linear_each(x, [(coded, bias, found)], adds)
         assert torch.equal(found, want)
-    ids, rows = torch.tensor([n - 1, 0, n // 2]), torch.zeros(2, 3, columns, dtype=dtype)
+    ids = torch.tensor([n - 1, 0, n // 2])
+    rows = torch.zeros(2, 3, columns, dtype=dtype)
     assert torch.equal(lookup(ids, whole, rows[0]), lookup(ids, coded, rows[1]))

@@ -1,4 +1,5 @@
-"""Matrices in row parts give what the whole matrix gives. What is multiplied by the compiled loop: test_products.py."""
+"""Matrices in row parts give what the whole matrix gives. What is multiplied by the compiled loop:
+test_products.py."""
 
 from __future__ import annotations
 
@@ -40,18 +41,31 @@ cuts = st.tuples(st.integers(0, 12), st.integers(0, 12))
 
 
 @given(
-    st.integers(1, 9), st.integers(1, 20), st.integers(1, 12), cuts, st.booleans(), st.booleans(),
+    st.integers(1, 9),
+    st.integers(1, 20),
+    st.integers(1, 12),
+    cuts,
+    st.booleans(),
+    st.booleans(),
     st.sampled_from(DTYPES),
-)  # fmt: skip
+)
 def test_linear_and_add_linear(
-    n: int, width: int, out_width: int, at: tuple[int, int], has_bias: bool, is_transposed: bool, dtype: torch.dtype
+    n: int,
+    width: int,
+    out_width: int,
+    at: tuple[int, int],
+    has_bias: bool,
+    is_transposed: bool,
+    dtype: torch.dtype,
 ) -> None:
     """Parts are runs of outputs, or of inputs where the matrix is stored transposed."""
-    x, weight = torch.randn(n, width).to(dtype), torch.randn(out_width, width).to(dtype)
+    x = torch.randn(n, width).to(dtype)
+    weight = torch.randn(out_width, width).to(dtype)
     bias = torch.randn(out_width).to(dtype) if has_bias else None
     wide = torch.full((n, out_width + 2), float("nan"), dtype=dtype)
     expected = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
-    out, parts = wide[:, 1:-1], cut(weight.t(), at, InputRows) if is_transposed else cut(weight, at)
+    out = wide[:, 1:-1]
+    parts = cut(weight.t(), at, InputRows) if is_transposed else cut(weight, at)
     assert linear(x, parts, bias, out) is out
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
     assert bool(wide[:, [0, -1]].isnan().all()), "wrote beside its rows"
@@ -63,16 +77,26 @@ def test_linear_and_add_linear(
 
 @pytest.mark.parametrize("rows", [7, 40])
 def test_products_in_fp32(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch multiplies bf16 number by number: rows of inputs, and rows that the loop does not take, which have
-    half a word too many; some inputs and some outputs at a time."""
+    """Where torch multiplies bf16 number by number: rows of inputs, and rows that the loop does not
+    take, which have half a word too many; some inputs and some outputs at a time."""
     monkeypatch.setattr(workspace, "UNPACK_CHUNK", 2**11)
     monkeypatch.setattr(linear_kernels, "_INPUTS", 9)
-    monkeypatch.setattr(linear_kernels, "multiplies_slowly", lambda device, dtype: dtype == torch.bfloat16)
-    x, weight, bias, before = normal(rows, 321), normal(321, 214) / 18, normal(214), normal(rows, 214)
+    monkeypatch.setattr(
+        linear_kernels, "multiplies_slowly", lambda device, dtype: dtype == torch.bfloat16
+    )
+    x = normal(rows, 321)
+    weight = normal(321, 214) / 18
+    bias = normal(214)
+    before = normal(rows, 214)
     expected = x.double() @ weight.double() + bias.double()
-    kinds = tuple(InputRows(part) for part in weight.split([64, 35, 222])), (DenseRows(weight.t().contiguous()),)
+    kinds = (
+        tuple(InputRows(part) for part in weight.split([64, 35, 222])),
+        (DenseRows(weight.t().contiguous()),),
+    )
     for parts in kinds:
-        assert (linear(x, parts, bias, torch.empty(rows, 214).bfloat16()).double() - expected).abs().max() < 0.1
+        assert (
+            linear(x, parts, bias, torch.empty(rows, 214).bfloat16()).double() - expected
+        ).abs().max() < 0.1
         add_linear(out := before.clone(), x, parts, bias)
         assert (out.double() - expected - before.double()).abs().max() < 0.1
 
@@ -87,14 +111,18 @@ def test_lookup(ids: list[int], at: tuple[int, int], dtype: torch.dtype) -> None
 
 # ---- blocked rows
 
-needs_loop = pytest.mark.skipif(not products.has_loop(torch.bfloat16), reason="nothing is compiled for bf16 here")
+needs_loop = pytest.mark.skipif(
+    not products.has_loop(torch.bfloat16), reason="nothing is compiled for bf16 here"
+)
 
 
 @needs_loop
 def test_rows_are_blocked_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same values in the same bytes, some rows at a time, and nothing around them is touched."""
+    """The same values in the same bytes, some rows at a time, and nothing around them is
+    touched."""
     arena = normal(3, 256, 64)
-    before, again = arena.clone(), arena[1].clone()
+    before = arena.clone()
+    again = arena[1].clone()
     (part,) = block_rows(arena[1])
     assert isinstance(part, BlockedRows) and part.memory.data_ptr() == arena[1].data_ptr()
     assert torch.equal(arena[0], before[0]) and torch.equal(arena[2], before[2])
@@ -123,19 +151,35 @@ def test_rows_are_looked_up_in_blocks(columns: int, monkeypatch: pytest.MonkeyPa
     weight = normal(208, columns)
     parts = block_rows(weight.clone())
     assert [type(part) for part in parts] == [BlockedRows, DenseRows]
-    for ids in (torch.arange(208), torch.tensor([207, 0, 63, 64, 64, 191, 192]), torch.tensor([5, 9, 7])[::2]):
+    for ids in (
+        torch.arange(208),
+        torch.tensor([207, 0, 63, 64, 64, 191, 192]),
+        torch.tensor([5, 9, 7])[::2],
+    ):
         out = torch.zeros(len(ids), columns + 6, dtype=torch.bfloat16)
         lookup(ids, parts, out[:, 2:-4])
-        assert torch.equal(out[:, 2:-4], weight[ids]) and not out[:, :2].any() and not out[:, -4:].any()
-    assert lookup(torch.zeros(0, dtype=torch.int64), parts[:1], normal(0, columns)).shape == (0, columns)
+        assert (
+            torch.equal(out[:, 2:-4], weight[ids])
+            and not out[:, :2].any()
+            and not out[:, -4:].any()
+        )
+    assert lookup(torch.zeros(0, dtype=torch.int64), parts[:1], normal(0, columns)).shape == (
+        0,
+        columns,
+    )
 
 
 @pytest.mark.parametrize(
-    "rows", [
-        torch.zeros(64, 72, dtype=torch.bfloat16), torch.zeros(48, 64, dtype=torch.bfloat16), torch.zeros(64, 64),
-        torch.zeros(64, 64, dtype=torch.float16), torch.zeros(64, 128, dtype=torch.bfloat16)[:, :64],
-    ], ids=["columns", "few rows", "fp32", "fp16", "apart"],
-)  # fmt: skip
+    "rows",
+    [
+        torch.zeros(64, 72, dtype=torch.bfloat16),
+        torch.zeros(48, 64, dtype=torch.bfloat16),
+        torch.zeros(64, 64),
+        torch.zeros(64, 64, dtype=torch.float16),
+        torch.zeros(64, 128, dtype=torch.bfloat16)[:, :64],
+    ],
+    ids=["columns", "few rows", "fp32", "fp16", "apart"],
+)
 def test_what_stays_as_it_is(rows: torch.Tensor) -> None:
     (part,) = block_rows(rows)
     assert isinstance(part, DenseRows) and part.rows is rows

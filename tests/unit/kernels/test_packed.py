@@ -1,4 +1,5 @@
-"""Packed numbers: what the format loses, compiled loops against torch, attention over packed slots, what is refused."""
+"""Packed numbers: what the format loses, compiled loops against torch, attention over packed slots,
+what is refused."""
 
 from __future__ import annotations
 
@@ -30,26 +31,40 @@ from flexgen_h2o.kernels.slots import (
     put_packed_reference,
     put_slots_reference,
 )
-from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_state, ragged, victims
+from tests.unit.kernels.test_slots import (
+    DTYPES,
+    copy_of,
+    in_segments,
+    make,
+    make_state,
+    ragged,
+    victims,
+)
 
 WIDTHS = [1, 3, 16, 20, 33, 63, 64, 65, 67, 80, 96, 128, 160, 200, 256, 1024]
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 BITS = [4, 8]
 BOTH = pytest.mark.parametrize("pack", [pack_columns, pack_columns_reference])
 OF_COLUMNS = [3, 4, 8]
-widths, draws = st.sampled_from(WIDTHS[:-1]), st.integers(0, 99)
+widths = st.sampled_from(WIDTHS[:-1])
+draws = st.integers(0, 99)
 Kinds = list[tuple[int, torch.dtype]]
 SlotKinds = list[tuple[int | str, torch.dtype]]
 # Bits and dtype have a loop of their own, which takes seconds to compile.
 FEW: Kinds = [(3, torch.float32), (4, torch.float32), (4, torch.bfloat16)]
 REST: Kinds = [(bits, dtype) for bits in OF_COLUMNS for dtype in DTYPES if (bits, dtype) not in FEW]
-EACH_LOOP = pytest.mark.parametrize("kinds", [FEW, pytest.param(REST, marks=pytest.mark.slow)], ids=["few", "rest"])
+EACH_LOOP = pytest.mark.parametrize(
+    "kinds", [FEW, pytest.param(REST, marks=pytest.mark.slow)], ids=["few", "rest"]
+)
 # Bits of keys and values, and dtype, are what attention has a loop for.
 FEW_SLOTS: SlotKinds = [(3, torch.float32), ("4/3", torch.float32), (4, torch.bfloat16)]
 REST_SLOTS: SlotKinds = [
     *((bits, dtype) for bits in OF_COLUMNS for dtype in DTYPES if (bits, dtype) not in FEW_SLOTS),
-    ("4/3", torch.bfloat16), ("3/4", torch.float32), ("3/8", torch.bfloat16), ("8/3", torch.float32),
-]  # fmt: skip
+    ("4/3", torch.bfloat16),
+    ("3/4", torch.float32),
+    ("3/8", torch.bfloat16),
+    ("8/3", torch.float32),
+]
 EACH_SLOT_LOOP = pytest.mark.parametrize(
     "kinds", [FEW_SLOTS, pytest.param(REST_SLOTS, marks=pytest.mark.slow)], ids=["few", "rest"]
 )
@@ -58,12 +73,18 @@ EACH_SLOT_LOOP = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("width", "group", "words4", "words8"),
     [
-        (16, 16, 2 + 1, 4 + 1), (64, 64, 8 + 1, 16 + 1), (80, 40, 10 + 2, 20 + 2), (96, 48, 12 + 2, 24 + 2),
-        (128, 64, 16 + 2, 32 + 2), (256, 64, 32 + 4, 64 + 4), (67, 40, 9 + 2, 17 + 2),
+        (16, 16, 2 + 1, 4 + 1),
+        (64, 64, 8 + 1, 16 + 1),
+        (80, 40, 10 + 2, 20 + 2),
+        (96, 48, 12 + 2, 24 + 2),
+        (128, 64, 16 + 2, 32 + 2),
+        (256, 64, 32 + 4, 64 + 4),
+        (67, 40, 9 + 2, 17 + 2),
     ],
-)  # fmt: skip
+)
 def test_bytes_of_a_slot(width: int, group: int, words4: int, words8: int) -> None:
-    four, eight = SlotPacking(width, 4), SlotPacking(width, 8)
+    four = SlotPacking(width, 4)
+    eight = SlotPacking(width, 8)
     assert four.group == eight.group == group
     assert (four.slot_bytes, eight.slot_bytes) == (4 * words4, 4 * words8)
 
@@ -77,19 +98,31 @@ def steps_of(packed: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
 @EACH_LOOP
 @settings(max_examples=80, deadline=None)
 @given(
-    widths, draws, st.booleans(), st.floats(-1e4, 1e4), st.floats(1e-6, 1e4), st.integers(0, 9),
+    widths,
+    draws,
+    st.booleans(),
+    st.floats(-1e4, 1e4),
+    st.floats(1e-6, 1e4),
+    st.integers(0, 9),
     st.sampled_from([pack_columns, pack_columns_reference]),
-)  # fmt: skip
-def test_no_number_is_further_off_than_half_a_step(kinds, width, kind, is_half, offset, size, seed, pack) -> None:  # type: ignore[no-untyped-def]
-    g, (bits, dtype) = torch.Generator().manual_seed(seed), kinds[kind % len(kinds)]
-    packing, dtype = SlotPacking(width, bits), torch.float16 if is_half else dtype
+)
+def test_no_number_is_further_off_than_half_a_step(
+    kinds, width, kind, is_half, offset, size, seed, pack
+) -> None:  # type: ignore[no-untyped-def]
+    g = torch.Generator().manual_seed(seed)
+    bits, dtype = kinds[kind % len(kinds)]
+    packing = SlotPacking(width, bits)
+    dtype = torch.float16 if is_half else dtype
     columns = (offset + size * torch.randn(5, 3, packing.width, generator=g)).to(dtype)
     packed = pack(columns, packing)
     assert packed.shape == (5, 3, packing.words) and packed.dtype == torch.int32
-    x, steps = columns.double(), steps_of(packed, packing).double()
+    x = columns.double()
+    steps = steps_of(packed, packing).double()
     off = (unpack_columns(packed, packing, torch.float32).double() - x).abs()
     assert bool((off <= 0.5 * steps * (1 + 1e-3) + 2.0**-22 * x.abs()).all())
-    for group in range(packing.groups):  # the steps are no larger than the numbers need, but for bf16's rounding
+    for group in range(
+        packing.groups
+    ):  # the steps are no larger than the numbers need, but for bf16's rounding
         here = slice(group * packing.group, (group + 1) * packing.group)
         part = x[..., here]
         needed = (part.amax(-1) - part.amin(-1) + part.amin(-1).abs() * 2.0**-7) / packing.levels
@@ -109,7 +142,9 @@ def test_the_two_ways_to_pack_agree(bits: int, width: int) -> None:
     columns = torch.randint(0, 2**bits, (7, width)).float()
     for start in range(0, width, packing.group):  # a step of 1
         columns[:, start] = 0
-        columns[:, min(start + 1, width - 1)] = 2**bits - 1 if min(start + packing.group, width) - start > 1 else 0
+        columns[:, min(start + 1, width - 1)] = (
+            2**bits - 1 if min(start + packing.group, width) - start > 1 else 0
+        )
     packed = pack_columns(columns, packing)
     assert torch.equal(packed, pack_columns_reference(columns, packing))
     assert torch.equal(unpack_columns(packed, packing, torch.float32), columns)
@@ -119,7 +154,12 @@ def test_the_two_ways_to_pack_agree(bits: int, width: int) -> None:
 @BOTH
 def test_numbers_that_are_exact(bits: int, pack) -> None:  # type: ignore[no-untyped-def]
     packing = SlotPacking(64, bits)
-    for column in (torch.zeros(64), torch.full((64,), -3.5), torch.arange(64.0) % 16, torch.full((64,), 3e38)):
+    for column in (
+        torch.zeros(64),
+        torch.full((64,), -3.5),
+        torch.arange(64.0) % 16,
+        torch.full((64,), 3e38),
+    ):
         expected = column.bfloat16().float()
         back = unpack_columns(pack(expected, packing), packing, torch.float32)
         assert torch.allclose(back, expected, rtol=1e-6, atol=0 if bits == 4 else 0.04)
@@ -130,26 +170,38 @@ def test_numbers_that_are_exact(bits: int, pack) -> None:  # type: ignore[no-unt
 
 def by_hand(row: bytes, columns: int, bits: int) -> list[float]:
     """The format, value by value."""
-    found, packing = [], SlotPacking(columns, bits)
+    found = []
+    packing = SlotPacking(columns, bits)
     for i in range(columns):
         code = row[i] if bits == 8 else (row[i // 2] >> (4 * (i % 2))) & 15
         at = 4 * (packing.value_words + i // packing.group)
-        scale, least = (torch.frombuffer(bytearray(row[a : a + 2]), dtype=torch.bfloat16).item() for a in (at, at + 2))
+        scale, least = (
+            torch.frombuffer(bytearray(row[a : a + 2]), dtype=torch.bfloat16).item()
+            for a in (at, at + 2)
+        )
         found.append(least + code * scale)
     return found
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_the_format_and_the_compiled_loop(bits: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop is the reference to the bit, some rows at a time, and writes nothing beside its rows."""
+def test_the_format_and_the_compiled_loop(
+    bits: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is the reference to the bit, some rows at a time, and writes nothing beside its
+    rows."""
     packed = pack_rows(torch.randn(19, columns), bits)
-    assert packed.dtype == torch.uint8 and packed.shape == (19, SlotPacking(columns, bits).slot_bytes)
+    assert packed.dtype == torch.uint8 and packed.shape == (
+        19,
+        SlotPacking(columns, bits).slot_bytes,
+    )
     monkeypatch.setattr(packed_kernels, "UNPACK_CHUNK", 300)
     for dtype in (*DTYPES, torch.float16):  # nothing is compiled for the last
         out = torch.full((21, columns), 7.0, dtype=dtype)
         unpack_rows(packed, bits, out[1:20])
-        assert torch.equal(out[1:20], unpack_rows_reference(packed, bits, torch.empty(19, columns, dtype=dtype)))
+        assert torch.equal(
+            out[1:20], unpack_rows_reference(packed, bits, torch.empty(19, columns, dtype=dtype))
+        )
         assert bool((out[[0, 20]] == 7).all()), "wrote beside its rows"
     want = [by_hand(bytes(row.tolist()), columns, bits) for row in packed[:2]]
     found = unpack_rows(packed[:2], bits, torch.empty(2, columns))
@@ -164,7 +216,8 @@ def test_any_magnitude(scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "at"), [(math.nan, 0), (math.inf, 64), (-math.inf, 99), (3.3e38, 0), (3.3e38, 64), (3.3e38, 99)]
+    ("bad", "at"),
+    [(math.nan, 0), (math.inf, 64), (-math.inf, 99), (3.3e38, 0), (3.3e38, 64), (3.3e38, 99)],
 )
 def test_what_cannot_be_packed(bad: float, at: int) -> None:
     """What is not finite, and a group that spans more than float32 does."""
@@ -199,7 +252,8 @@ def test_in_a_column_what_is_no_number_shows_in_its_group(odd: float, pack) -> N
 
 
 def packed_inputs(filled, group, packing, dtype, length):  # type: ignore[no-untyped-def]
-    """Queries, packed keys and values in segments (NaN groups where nothing is filled), and the columns they hold."""
+    """Queries, packed keys and values in segments (NaN groups where nothing is filled), and the
+    columns they hold."""
     q, keys, values, counts = make(filled, group, packing.width, dtype)
     of_each = packing.keys, packing.values
     pair = [pack_columns(t, one) for t, one in zip((keys, values), of_each, strict=True)]
@@ -211,16 +265,22 @@ def packed_inputs(filled, group, packing, dtype, length):  # type: ignore[no-unt
 @EACH_SLOT_LOOP
 @settings(max_examples=80, deadline=None)
 @given(ragged, st.sampled_from([1, 2, 4, 5, 8]), widths, draws, st.integers(1, 24))
-def test_attention_is_that_over_the_rounded_columns(kinds, filled, group, width, kind, length) -> None:  # type: ignore[no-untyped-def]
+def test_attention_is_that_over_the_rounded_columns(
+    kinds, filled, group, width, kind, length
+) -> None:  # type: ignore[no-untyped-def]
     bits, dtype = kinds[kind % len(kinds)]
     packing = KVPacking.of(width, bits)
     q, pair, back, counts = packed_inputs(filled, group, packing, dtype, length)
     actual = attend(q, *pair, counts, 0.3, form=SlotForm(packing))
     expected = attend_reference(q.float(), *back, counts, 0.3)
     assert actual.shape == q.shape and actual.dtype == dtype
-    assert (actual.float() - expected).abs().max() < TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+    assert (actual.float() - expected).abs().max() < TOLERANCE[dtype] * max(
+        1.0, float(expected.abs().max())
+    )
     if dtype == torch.float32:
-        assert torch.allclose(attend_reference(q, *pair, counts, 0.3, form=SlotForm(packing)), expected, atol=1e-6)
+        assert torch.allclose(
+            attend_reference(q, *pair, counts, 0.3, form=SlotForm(packing)), expected, atol=1e-6
+        )
 
 
 @EACH_SLOT_LOOP
@@ -242,19 +302,29 @@ def test_scores_and_victims(kinds, filled, group, width, kind, decay) -> None:  
 @pytest.mark.parametrize(
     ("group", "width", "bits", "dtype"),
     [
-        (1, 64, 4, torch.bfloat16), (6, 80, 4, torch.float32), (1, 128, 8, torch.float32), (2, 16, 4, torch.float32),
-        (1, 64, 3, torch.float32), (5, 128, 3, torch.float32), (3, 96, "4/3", torch.float32),
+        (1, 64, 4, torch.bfloat16),
+        (6, 80, 4, torch.float32),
+        (1, 128, 8, torch.float32),
+        (2, 16, 4, torch.float32),
+        (1, 64, 3, torch.float32),
+        (5, 128, 3, torch.float32),
+        (3, 96, "4/3", torch.float32),
         *(pytest.param(1, 64, bits, dtype, marks=pytest.mark.slow) for bits, dtype in REST_SLOTS),
     ],
-)  # fmt: skip
-def test_segments_and_rows_change_no_bit(group: int, width: int, bits: int | str, dtype: torch.dtype) -> None:
-    filled, packing = [50, 3, 103, 64, 1, 77, 12] * 60, KVPacking.of(width, bits)
+)
+def test_segments_and_rows_change_no_bit(
+    group: int, width: int, bits: int | str, dtype: torch.dtype
+) -> None:
+    filled = [50, 3, 103, 64, 1, 77, 12] * 60
+    packing = KVPacking.of(width, bits)
     q, whole, _, counts = packed_inputs(filled, group, packing, dtype, 105)
     expected = attend(q, *whole, counts, 0.2, form=SlotForm(packing))
     for length in (1, 16, 64, 300):
         _, parts, _, _ = packed_inputs(filled, group, packing, dtype, length)
         assert torch.equal(attend(q, *parts, counts, 0.2, form=SlotForm(packing)), expected)
-    alone = attend(q[2:3], *(t[:, 2:3].contiguous() for t in whole), counts[2:3], 0.2, form=SlotForm(packing))
+    alone = attend(
+        q[2:3], *(t[:, 2:3].contiguous() for t in whole), counts[2:3], 0.2, form=SlotForm(packing)
+    )
     assert torch.equal(alone, expected[2:3])
 
 
@@ -268,7 +338,9 @@ def test_torch_unpacks_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         state = make_state(5, 11)
         found.append((attend_reference(q, *pair, counts, 0.3, state, SlotForm(packing)), state))
     for out, state in found[1:]:
-        assert torch.allclose(out, found[0][0], atol=1e-6) and torch.allclose(state.scores, found[0][1].scores)
+        assert torch.allclose(out, found[0][0], atol=1e-6) and torch.allclose(
+            state.scores, found[0][1].scores
+        )
         assert state.victims.tolist() == found[0][1].victims.tolist()
 
 
@@ -276,8 +348,11 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
     packing = KVPacking.of(64, 4)
     q, pair, _, counts = packed_inputs([5, 5], 1, packing, torch.float32, 7)
     for queries, filled, how in (
-        (q, counts + 3, packing), (q, counts, KVPacking.of(64, 8)), (q[..., :48], counts, packing), (q, counts, None),
-    ):  # fmt: skip
+        (q, counts + 3, packing),
+        (q, counts, KVPacking.of(64, 8)),
+        (q[..., :48], counts, packing),
+        (q, counts, None),
+    ):
         with pytest.raises(ValueError, match="do not go together"):
             attend(queries, *pair, filled, 1.0, form=SlotForm(how))
     with pytest.raises(ValueError, match="is not of width 64"):
@@ -287,10 +362,13 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
 # ---- what lies beside packed slots
 
 
-def beside(rows: int, width: int, dtype: torch.dtype, filled: list[int], count: int) -> WholeColumns:
+def beside(
+    rows: int, width: int, dtype: torch.dtype, filled: list[int], count: int
+) -> WholeColumns:
     """Whole columns in some slots of each row."""
     g = torch.Generator().manual_seed(rows * width)
-    centres, ranges = (torch.randn(rows, width, generator=g), torch.rand(rows, width, generator=g) + 0.25)
+    centres = torch.randn(rows, width, generator=g)
+    ranges = torch.rand(rows, width, generator=g) + 0.25
     keys, values = (torch.randn(rows, count, width, generator=g).to(dtype) for _ in range(2))
     slots = torch.full((rows, count), -1, dtype=torch.int32)
     for r, n in enumerate(filled):
@@ -305,7 +383,9 @@ FEW_NEW_COLUMNS = {(64, 4, torch.bfloat16), (80, "4/3", torch.float32), (128, 3,
 @pytest.mark.parametrize(
     ("width", "bits", "dtype"),
     [
-        pytest.param(*form, dtype, marks=[] if (*form, dtype) in FEW_NEW_COLUMNS else pytest.mark.slow)
+        pytest.param(
+            *form, dtype, marks=[] if (*form, dtype) in FEW_NEW_COLUMNS else pytest.mark.slow
+        )
         for form, dtype in product([(64, 4), (80, "4/3"), (128, 3), (33, 8)], DTYPES)
     ],
 )
@@ -313,39 +393,63 @@ FEW_NEW_COLUMNS = {(64, 4, torch.bfloat16), (80, "4/3", torch.float32), (128, 3,
 def test_new_columns_go_to_slots_and_among_whole_ones(
     dtype: torch.dtype, width: int, bits: int | str, count: int
 ) -> None:
-    """To the bit what smoothing, packing and putting give one after the other; as the reference but for a rounding."""
-    rows, length, packing = 37, 7, KVPacking.of(width, bits)
+    """To the bit what smoothing, packing and putting give one after the other; as the reference but
+    for a rounding."""
+    rows = 37
+    length = 7
+    packing = KVPacking.of(width, bits)
     whole = beside(rows, width, dtype, [12] * rows, count)
-    slots, (keys, values) = torch.randint(0, 14, (rows,)), torch.randn(2, rows, width).to(dtype)
+    slots = torch.randint(0, 14, (rows,))
+    keys, values = torch.randn(2, rows, width).to(dtype)
     if count:
         slots[3] = int(whole.slots[3].max())  # its whole column is evicted
     places = torch.randint(-1, max(count, 1), (rows,)) if count else torch.full((rows,), -1)
     sizes = [rows * length * of.words for of in (packing.keys, packing.values)]
-    parts = torch.randint(0, 9, (2, sum(sizes))).int().split(sizes, dim=1)  # as slots lie, segment by segment
+    parts = (
+        torch.randint(0, 9, (2, sum(sizes))).int().split(sizes, dim=1)
+    )  # as slots lie, segment by segment
     areas = [part.unflatten(1, (rows, length, -1)) for part in parts]
-    want, of_want = [t.clone() for t in areas], whole.map(torch.clone)
+    want = [t.clone() for t in areas]
+    of_want = whole.map(torch.clone)
     of_want.enter(places, slots, keys, values)
-    packed = pack_columns(of_want.smoothed(keys), packing.keys), pack_columns(values, packing.values)
-    put_slots_reference((want[0], want[1]), slots.unsqueeze(1), (packed[0].unsqueeze(1), packed[1].unsqueeze(1)))
-    plain, of_plain = [t.clone() for t in areas], whole.map(torch.clone)
-    put_packed_reference((plain[0], plain[1]), slots, (keys, values), SlotForm(packing, whole=of_plain), places)
+    packed = (
+        pack_columns(of_want.smoothed(keys), packing.keys),
+        pack_columns(values, packing.values),
+    )
+    put_slots_reference(
+        (want[0], want[1]), slots.unsqueeze(1), (packed[0].unsqueeze(1), packed[1].unsqueeze(1))
+    )
+    plain = [t.clone() for t in areas]
+    of_plain = whole.map(torch.clone)
+    put_packed_reference(
+        (plain[0], plain[1]), slots, (keys, values), SlotForm(packing, whole=of_plain), places
+    )
     put_packed((areas[0], areas[1]), slots, (keys, values), SlotForm(packing, whole=whole), places)
     assert all(map(torch.equal, areas, want))
     for found in (whole, of_plain):
         assert all(map(torch.equal, vars(found).values(), vars(of_want).values()))
     ids = slots // length, torch.arange(rows), slots % length
     for area, other, of in zip(areas, plain, (packing.keys, packing.values), strict=True):
-        assert torch.allclose(*(unpack_columns(t[ids], of, torch.float32) for t in (area, other)), rtol=1e-2, atol=1.2)
+        assert torch.allclose(
+            *(unpack_columns(t[ids], of, torch.float32) for t in (area, other)), rtol=1e-2, atol=1.2
+        )
 
 
 @EACH_SLOT_LOOP
 @settings(max_examples=60, deadline=None)
 @given(
-    ragged, st.sampled_from([1, 2, 5, 8]), widths, draws, st.sampled_from([0, 4, 8]), st.booleans(),
-)  # fmt: skip
-def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, count, has_sinks) -> None:  # type: ignore[no-untyped-def]
-    """Whole columns in their slots, sinks. By definition in double precision: smoothed keys restored, sinks as
-    columns."""
+    ragged,
+    st.sampled_from([1, 2, 5, 8]),
+    widths,
+    draws,
+    st.sampled_from([0, 4, 8]),
+    st.booleans(),
+)
+def test_attention_with_all_that_lies_beside(
+    kinds, filled, group, width, kind, count, has_sinks
+) -> None:  # type: ignore[no-untyped-def]
+    """Whole columns in their slots, sinks. By definition in double precision: smoothed keys
+    restored, sinks as columns."""
     bits, dtype = kinds[kind % len(kinds)]
     packing = KVPacking.of(width, bits)
     q, keys, values, counts = make(filled, group, packing.width, dtype)
@@ -363,8 +467,10 @@ def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, 
     for r, n in enumerate(filled):
         for entry, slot in enumerate(whole.slots[r].tolist()):
             if slot >= 0:
-                k[r, slot], v[r, slot] = whole.keys[r, entry].float(), whole.values[r, entry].float()
-        logits, seen = 0.3 * (q[r].double() @ k[r, :n].double().T), v[r, :n].double()
+                k[r, slot] = whole.keys[r, entry].float()
+                v[r, slot] = whole.values[r, entry].float()
+        logits = 0.3 * (q[r].double() @ k[r, :n].double().T)
+        seen = v[r, :n].double()
         none = torch.full((group, 1), -torch.inf) if sinks is None else sinks[r].unsqueeze(1)
         p = torch.cat([logits, none.double()], dim=1).softmax(dim=1)[:, :-1]
         expected = p @ seen
@@ -372,7 +478,9 @@ def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, 
         assert (found[r].double() - expected).abs().max() < 4 * tolerance
         assert (reference[r].double() - expected).abs().max() < 16 * tolerance
         received = scores[r, :n] + state.gains[r] * p[:, :n].sum(0)
-        assert torch.allclose(state.scores[r, :n], received.float(), atol=4e-5 if dtype == torch.float32 else 0.03)
+        assert torch.allclose(
+            state.scores[r, :n], received.float(), atol=4e-5 if dtype == torch.float32 else 0.03
+        )
     assert torch.equal(found, attend(q, *pair, counts, 0.3, None, form))
 
 

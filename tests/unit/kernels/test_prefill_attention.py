@@ -1,4 +1,5 @@
-"""Attention over prompts and column sums: compiled, fused and tiled, against each other and the definition."""
+"""Attention over prompts and column sums: compiled, fused and tiled, against each other and the
+definition."""
 
 from __future__ import annotations
 
@@ -23,41 +24,65 @@ from flexgen_h2o.kernels.prefill_attention import (
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
-# In bf16 the products are rounded; they are below 8 here, a rounding of them below 2**-6 / 2, a column has many.
+# In bf16 the products are rounded; they are below 8 here, a rounding of them below 2**-6 / 2, a
+# column has many.
 SUMS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
-def prompts(batch: int, heads: int, group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def prompts(
+    batch: int, heads: int, group: int, n: int, d: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     """q, k, v as the engine has them: heads side by side in a token."""
-    return tuple(torch.randn(batch, n, h, d).to(dtype).transpose(1, 2) for h in (heads * group, heads, heads))
+    return tuple(
+        torch.randn(batch, n, h, d).to(dtype).transpose(1, 2) for h in (heads * group, heads, heads)
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.sampled_from([1, 8, 15, 20, 64]),
-    st.sampled_from(DTYPES), st.sampled_from([causal_attention_lse, causal_attention_lse_reference]),
-    st.sampled_from([0, 0, 1, 30]), st.sampled_from([None, None, 1, 2, 9, 40]),
-)  # fmt: skip
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.sampled_from([1, 8, 15, 20, 64]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([causal_attention_lse, causal_attention_lse_reference]),
+    st.sampled_from([0, 0, 1, 30]),
+    st.sampled_from([None, None, 1, 2, 9, 40]),
+)
 def test_against_the_definition(batch, heads, group, n, d, dtype, function, first, window) -> None:
     """Of all rows, and of the last ones only; of all keys, and of a window."""
     q, k, v = prompts(batch, heads, group, n, d, dtype)
     last = slice(min(first, n - 1), None)
     out, lse = function(q[:, :, last], k, v, 0.3, window)
     products = 0.3 * q.double() @ k.double().repeat_interleave(group, dim=1).transpose(2, 3)
-    seen = torch.ones(n, n, dtype=torch.bool).tril() & torch.ones(n, n, dtype=torch.bool).triu(1 - (window or n))
+    seen = torch.ones(n, n, dtype=torch.bool).tril() & torch.ones(n, n, dtype=torch.bool).triu(
+        1 - (window or n)
+    )
     products.masked_fill_(~seen, float("-inf"))
-    products, q = products[:, :, last], q[:, :, last]
+    products = products[:, :, last]
+    q = q[:, :, last]
     expected = torch.softmax(products, dim=3) @ v.double().repeat_interleave(group, dim=1)
-    assert out.shape == q.shape and out.dtype == dtype and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    assert (
+        out.shape == q.shape
+        and out.dtype == dtype
+        and lse.shape == q.shape[:3]
+        and lse.dtype == torch.float32
+    )
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
     assert (lse.double() - products.logsumexp(dim=3)).abs().max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
-@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (5, torch.bfloat16), (20, torch.float32)])
-def test_pieces_of_the_last_rows(rows, dtype, window, is_compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many queries one mask is for, or the reference takes, and with or without the log-sum-exp."""
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, torch.float32), (5, torch.bfloat16), (20, torch.float32)]
+)
+def test_pieces_of_the_last_rows(
+    rows, dtype, window, is_compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many queries one mask is for, or the reference takes, and with or without the
+    log-sum-exp."""
     q, k, v = prompts(2, 2, 2, 23, 16, dtype)
     whole, lse = causal_attention_lse(q, k, v, 0.3, window)
     if not is_compiled:
@@ -69,25 +94,38 @@ def test_pieces_of_the_last_rows(rows, dtype, window, is_compiled, monkeypatch: 
     assert torch.allclose(reference_lse, lse, atol=TOLERANCE[dtype], rtol=0)
     last, last_lse = causal_attention_lse(q[:, :, -rows:], k, v, 0.3, window)
     plain = causal_attention(q[:, :, -rows:], k, v, 0.3, window)
-    for a, b in ((last, whole[:, :, -rows:]), (last_lse, lse[:, :, -rows:]), (plain, whole[:, :, -rows:])):
+    for a, b in (
+        (last, whole[:, :, -rows:]),
+        (last_lse, lse[:, :, -rows:]),
+        (plain, whole[:, :, -rows:]),
+    ):
         assert a.shape == b.shape and torch.allclose(a, b, atol=TOLERANCE[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("has_amx", [True, False])
 @pytest.mark.parametrize("tile_bytes", [1, 3 * 2 * 23 * 64 * 2, TILE_BYTES])
-def test_whole_prompts_in_bf16_with_amx_and_without(has_amx, tile_bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kv-head at a time, two heads of a sequence, whole sequences; and the loop where there is no AMX."""
+def test_whole_prompts_in_bf16_with_amx_and_without(
+    has_amx, tile_bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kv-head at a time, two heads of a sequence, whole sequences; and the loop where there is no
+    AMX."""
     q, k, v = prompts(3, 3, 2, 23, 64, torch.bfloat16)
     monkeypatch.setattr(causal, "TILE_BYTES", tile_bytes)
     monkeypatch.setattr(causal, "cpu_has", lambda feature: has_amx or feature != "amx-bf16")
     out, lse = causal_attention_lse(q, k, v, 0.3)
     expected, sums = causal_attention_lse_reference(q.float(), k.float(), v.float(), 0.3)
-    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32 and out.transpose(1, 2).is_contiguous()
+    assert (
+        out.dtype == torch.bfloat16
+        and lse.dtype == torch.float32
+        and out.transpose(1, 2).is_contiguous()
+    )
     assert torch.allclose(out.float(), expected, atol=TOLERANCE[q.dtype], rtol=0)
     assert torch.allclose(lse, sums, atol=TOLERANCE[q.dtype], rtol=0)
     for row in range(3):
         one = slice(row, row + 1)
-        assert torch.equal(causal_attention(q[one], k[one], v[one], 0.3), out[one]), "a prompt by itself"
+        assert torch.equal(causal_attention(q[one], k[one], v[one], 0.3), out[one]), (
+            "a prompt by itself"
+        )
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (4, torch.bfloat16)])
@@ -104,12 +142,20 @@ def test_batches_are_prompts_and_lse_changes_nothing(group: int, dtype: torch.dt
 @pytest.mark.parametrize(
     ("heads", "group", "n", "d", "window"),
     [
-        (1, 1, 64, 16, None), (2, 8, 65, 64, None), (1, 3, 200, 80, None), (2, 1, 700, 128, None),
-        (1, 20, 130, 7, None), (2, 8, 65, 64, 64), (1, 3, 200, 80, 1), (2, 1, 700, 128, 65), (1, 20, 130, 7, 30),
+        (1, 1, 64, 16, None),
+        (2, 8, 65, 64, None),
+        (1, 3, 200, 80, None),
+        (2, 1, 700, 128, None),
+        (1, 20, 130, 7, None),
+        (2, 8, 65, 64, 64),
+        (1, 3, 200, 80, 1),
+        (2, 1, 700, 128, 65),
+        (1, 20, 130, 7, 30),
     ],
-)  # fmt: skip
+)
 def test_the_compiled_loop_is_the_reference(heads, group, n, d, window, dtype: torch.dtype) -> None:
-    """Beyond a block of keys, beyond a unit of queries, widths with and without whole vectors; the last rows alone."""
+    """Beyond a block of keys, beyond a unit of queries, widths with and without whole vectors; the
+    last rows alone."""
     q, k, v = prompts(2, heads, group, n, d, dtype)
     found = causal._attend_compiled(q, k, v, 0.2, window)
     want = causal_attention_lse_reference(*(t.float() for t in (q, k, v)), 0.2, window)
@@ -119,21 +165,34 @@ def test_the_compiled_loop_is_the_reference(heads, group, n, d, window, dtype: t
     for rows in (1, n * 6 // 7):
         last = causal._attend_compiled(q[:, :, n - rows :], k, v, 0.2, window)
         for a, b in zip(last, found, strict=True):
-            assert torch.allclose(a.float(), b[:, :, n - rows :].float(), atol=TOLERANCE[dtype], rtol=0)
+            assert torch.allclose(
+                a.float(), b[:, :, n - rows :].float(), atol=TOLERANCE[dtype], rtol=0
+            )
 
 
-@pytest.mark.parametrize(("window", "dtype"), [(None, torch.float32), (5, torch.float32), (5, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(None, torch.float32), (5, torch.float32), (5, torch.bfloat16)]
+)
 def test_sinks_are_those_of_gpt_oss(window: int | None, dtype: torch.dtype) -> None:
-    """Against transformers' eager attention; column sums then add up to less than there are queries."""
-    batch, heads, group, n, d = 2, 2, 3, 23, 16
+    """Against transformers' eager attention; column sums then add up to less than there are
+    queries."""
+    batch = 2
+    heads = 2
+    group = 3
+    n = 23
+    d = 16
     q, k, v = prompts(batch, heads, group, n, d, dtype)
     sinks = 2 * torch.randn(heads * group)
-    module = SimpleNamespace(sinks=sinks.to(dtype).float(), num_key_value_groups=group, training=False)
+    module = SimpleNamespace(
+        sinks=sinks.to(dtype).float(), num_key_value_groups=group, training=False
+    )
     seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - (window or n))
     mask = torch.zeros(n, n).masked_fill(~seen, float("-inf"))
     want, p = eager_attention_forward(module, *(t.float() for t in (q, k, v)), mask, 0.3)  # type: ignore[arg-type]
     out, lse = with_sinks(*causal_attention_lse(q, k, v, 0.3, window), sinks.to(dtype))
-    assert (out.transpose(1, 2).float() - want).abs().max() < TOLERANCE[dtype] and out.dtype == dtype
+    assert (out.transpose(1, 2).float() - want).abs().max() < TOLERANCE[
+        dtype
+    ] and out.dtype == dtype
     if window is None:
         sums = column_sums(q, k, lse, 0.3)
         assert torch.allclose(sums, p.sum(2).view(batch, heads, group, n).sum(2), atol=1e-4)
@@ -143,15 +202,21 @@ def test_sinks_are_those_of_gpt_oss(window: int | None, dtype: torch.dtype) -> N
 def test_what_is_no_number_stays_none_and_with_its_row() -> None:
     """Nor does a later token reach an earlier one."""
     q, k, v = prompts(2, 1, 2, 80, 16, torch.float32)
-    k[1, 0, 70, 3], v[1, 0, 75] = float("nan"), float("inf")
+    k[1, 0, 70, 3] = float("nan")
+    v[1, 0, 75] = float("inf")
     out, lse = causal._attend_compiled(q, k, v, 0.2)
-    assert not out[0].isnan().any() and out[1, :, :70].isfinite().all() and lse[1, :, :70].isfinite().all()
+    assert (
+        not out[0].isnan().any()
+        and out[1, :, :70].isfinite().all()
+        and lse[1, :, :70].isfinite().all()
+    )
     assert out[1, :, 70:].isnan().all() and lse[1, :, 70:].isnan().all()
 
 
 def test_what_does_not_go_together_is_refused() -> None:
     q, k, v = prompts(2, 2, 3, 9, 16, torch.float32)
-    fewer, narrow = (k[:, :, :8], v[:, :, :8]), (k[..., :8], v[..., :8])
+    fewer = (k[:, :, :8], v[:, :, :8])
+    narrow = (k[..., :8], v[..., :8])
     for keys, values in (fewer, (fewer[0], v), (k, v[:1]), (k.bfloat16(), v), narrow):
         with pytest.raises(ValueError, match="causal_attention: "):
             causal._attend_compiled(q, keys, values, 0.2)
@@ -161,7 +226,9 @@ def missing(*_args: object, **_kwargs: object) -> causal.Result:
     raise RuntimeError("no such operator")
 
 
-def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> causal.Result:
+def wrong(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> causal.Result:
     out, lse = causal_attention_lse_reference(q, k, v, scale, window)
     return out, lse / 0.693  # in base 2
 
@@ -180,19 +247,29 @@ def without_windows(
     return causal_attention_lse_reference(q, k, v, scale)
 
 
-def misshapen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> causal.Result:
+def misshapen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> causal.Result:
     out, lse = causal_attention_lse_reference(q, k, v, scale, window)
     return out, lse.transpose(1, 2)
 
 
-@pytest.mark.parametrize("fused", [missing, wrong, misshapen, aligned_to_the_first, without_windows])
-def test_a_private_operation_that_changed_is_left_alone(fused, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "fused", [missing, wrong, misshapen, aligned_to_the_first, without_windows]
+)
+def test_a_private_operation_that_changed_is_left_alone(
+    fused, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(causal._FUSED, "cpu", ((fused, (torch.float32,)),))
     monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)
     causal._checked.cache_clear()
     try:
         q, k, v = prompts(1, 2, 2, 9, 16, torch.float32)
-        for a, b in zip(causal_attention_lse(q, k, v, 0.3), causal_attention_lse_reference(q, k, v, 0.3), strict=True):
+        for a, b in zip(
+            causal_attention_lse(q, k, v, 0.3),
+            causal_attention_lse_reference(q, k, v, 0.3),
+            strict=True,
+        ):
             assert torch.equal(a, b)
     finally:
         causal._checked.cache_clear()
@@ -203,11 +280,16 @@ def test_a_private_operation_that_changed_is_left_alone(fused, monkeypatch: pyte
 def test_efficient_attention_is_used_where_flash_attention_cannot_be(
     kv_heads: int, of_base_2: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on Turing and in float32. A CPU has neither operation: one stands in here, under torch's own signature."""
+    """As on Turing and in float32. A CPU has neither operation: one stands in here, under torch's
+    own signature."""
     calls = []
 
-    def stand_in(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):  # type: ignore[no-untyped-def]
-        assert attn_bias is None and compute_log_sumexp and is_causal and q.shape == k.shape == v.shape
+    def stand_in(
+        q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+    ):  # type: ignore[no-untyped-def]
+        assert (
+            attn_bias is None and compute_log_sumexp and is_causal and q.shape == k.shape == v.shape
+        )
         calls.append(q.shape)
         out, lse = causal_attention_lse_reference(q, k, v, scale)
         padded = torch.full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), float("inf"))
@@ -221,7 +303,8 @@ def test_efficient_attention_is_used_where_flash_attention_cannot_be(
     causal._checked.cache_clear()
     try:
         q, k, v = prompts(2, kv_heads, 4 // kv_heads, 45, 16, torch.float32)
-        found, before = causal._checked("cpu", torch.float32, kv_heads == 2), len(calls)
+        found = causal._checked("cpu", torch.float32, kv_heads == 2)
+        before = len(calls)
         assert found is (None if of_base_2 else causal._efficient_cuda)
         out, lse = causal_attention_lse(q, k, v, 0.3)
         assert len(calls) - before == (0 if of_base_2 else 4 // kv_heads)
@@ -240,25 +323,46 @@ def test_the_fused_operation_of_this_torch_is_in_use(dtype: torch.dtype) -> None
     assert causal._checked("cpu", dtype, True) is causal._fused_cpu
 
 
-def scored_prompts(batch: int, heads: int, group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def scored_prompts(
+    batch: int, heads: int, group: int, n: int, d: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     """q, k, lse, scale."""
     q, k, _ = prompts(batch, heads, group, n, d, dtype)
     return q, k, causal_attention_lse(q, k, k, d**-0.5)[1], d**-0.5
 
 
-def sums_by_definition(q: torch.Tensor, k: torch.Tensor, scale: float, first_row: int) -> torch.Tensor:
+def sums_by_definition(
+    q: torch.Tensor, k: torch.Tensor, scale: float, first_row: int
+) -> torch.Tensor:
     batch, heads, n, _ = q.shape
-    products = scale * q.double() @ k.double().repeat_interleave(heads // k.shape[1], dim=1).transpose(2, 3)
+    products = (
+        scale
+        * q.double()
+        @ k.double().repeat_interleave(heads // k.shape[1], dim=1).transpose(2, 3)
+    )
     products.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
-    return torch.softmax(products, dim=3)[:, :, first_row:].sum(dim=2).view(batch, k.shape[1], -1, n).sum(dim=2)
+    return (
+        torch.softmax(products, dim=3)[:, :, first_row:]
+        .sum(dim=2)
+        .view(batch, k.shape[1], -1, n)
+        .sum(dim=2)
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 300), st.sampled_from([1, 15, 20, 64, 80]),
-    st.sampled_from(DTYPES), st.floats(0, 1), st.booleans(),
-)  # fmt: skip
-def test_column_sums_against_the_definition(batch, heads, group, n, d, dtype, skipped, is_compiled) -> None:
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 300),
+    st.sampled_from([1, 15, 20, 64, 80]),
+    st.sampled_from(DTYPES),
+    st.floats(0, 1),
+    st.booleans(),
+)
+def test_column_sums_against_the_definition(
+    batch, heads, group, n, d, dtype, skipped, is_compiled
+) -> None:
     """In the compiled loop and in torch operations; each query gives one."""
     q, k, lse, scale = scored_prompts(batch, heads, group, n, d, dtype)
     first_row = int(skipped * (n - 1))
@@ -273,7 +377,9 @@ def test_column_sums_against_the_definition(batch, heads, group, n, d, dtype, sk
     assert torch.allclose(actual.sum(dim=2), total, rtol=1e-5 if dtype == torch.float32 else 5e-3)
 
 
-@pytest.mark.parametrize(("first", "dtype"), [(1, torch.float32), (90, torch.bfloat16), (149, torch.float32)])
+@pytest.mark.parametrize(
+    ("first", "dtype"), [(1, torch.float32), (90, torch.bfloat16), (149, torch.float32)]
+)
 def test_the_first_and_the_last_rows_give_what_all_give(first: int, dtype: torch.dtype) -> None:
     q, k, lse, scale = scored_prompts(3, 2, 2, 150, 20, dtype)
     whole = column_sums(q, k, lse, scale)
@@ -281,7 +387,9 @@ def test_the_first_and_the_last_rows_give_what_all_give(first: int, dtype: torch
     sums[..., :first] += column_sums(q[:, :, :first], k[:, :, :first], lse[:, :, :first], scale)
     assert torch.allclose(sums, whole, rtol=SUMS_TOLERANCE[dtype], atol=1e-6)
     few = column_sums(q[:, :, first:], k, lse[:, :, first:], scale, 148)
-    assert torch.allclose(few[..., :148], column_sums(q, k, lse, scale, max(148, first))[..., :148], rtol=1e-5)
+    assert torch.allclose(
+        few[..., :148], column_sums(q, k, lse, scale, max(148, first))[..., :148], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 40_000, 130_000])
@@ -295,7 +403,8 @@ def test_pieces_of_any_size(limit: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_does_not_grow_with_the_square(dtype: torch.dtype) -> None:
-    """No allocation is larger than a tile or the tensors themselves; an n x n matrix of one head would be."""
+    """No allocation is larger than a tile or the tensors themselves; an n x n matrix of one head
+    would be."""
     q, k, lse, scale = scored_prompts(8, 2, 2, 1900, 16, dtype)
     column_sums(q[:, :, :8], k[:, :, :8], lse[:, :, :8].contiguous(), scale)  # compile first
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -1,4 +1,5 @@
-"""Compiled decoding of quantised matrices against torch operations, bit for bit, at odd sizes and extremes."""
+"""Compiled decoding of quantised matrices against torch operations, bit for bit, at odd sizes and
+extremes."""
 
 from __future__ import annotations
 
@@ -31,8 +32,11 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one.view(kind) == other.view(kind)) | (one.isnan() & other.isnan())).all())
 
 
-def both(name: str, shape: tuple[int, int], dtype: torch.dtype, *arguments: Any, **more: Any) -> torch.Tensor:
-    """What compiled loops and torch operations give, which is the same; into rows that lie apart, some at a time."""
+def both(
+    name: str, shape: tuple[int, int], dtype: torch.dtype, *arguments: Any, **more: Any
+) -> torch.Tensor:
+    """What compiled loops and torch operations give, which is the same; into rows that lie apart,
+    some at a time."""
     found = torch.full((shape[0], shape[1] + 6), 7.0, dtype=dtype)[:, : shape[1]]
     want = torch.full(shape, 7.0, dtype=dtype)
     getattr(quantised, name)(*arguments, found, **more)
@@ -46,16 +50,21 @@ def both(name: str, shape: tuple[int, int], dtype: torch.dtype, *arguments: Any,
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mxfp4(dtype: torch.dtype) -> None:
     """As transformers decodes it, with every scale: the smallest, those that overflow, and 255."""
-    blocks, scales = any_bytes(1, 64, 4, 16), torch.arange(256, dtype=torch.uint8).view(1, 64, 4)
+    blocks = any_bytes(1, 64, 4, 16)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 64, 4)
     found = both("unpack_mxfp4", (64, 128), dtype, blocks[0], scales[0])
     want = convert_moe_packed_tensors(blocks, scales, dtype=dtype)[0].t().contiguous()
     assert same_bits(found, want) and found.isinf().any() and (found != 0).sum() > 6000
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns", "block", "first"), [(5, 9, (3, 4), 2), (1, 1, (128, 128), 127),
-                                                                 (40, 57, (16, 24), 5)])  # fmt: skip
-def test_fp8(dtype: torch.dtype, rows: int, columns: int, block: tuple[int, int], first: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "block", "first"),
+    [(5, 9, (3, 4), 2), (1, 1, (128, 128), 127), (40, 57, (16, 24), 5)],
+)
+def test_fp8(
+    dtype: torch.dtype, rows: int, columns: int, block: tuple[int, int], first: int
+) -> None:
     codes = any_bytes(rows, columns)
     scales = torch.randn(-(-(first + rows) // block[0]), -(-columns // block[1]))
     found = both("unpack_fp8", (rows, columns), dtype, codes, scales, block, first)
@@ -69,29 +78,51 @@ def test_fp8(dtype: torch.dtype, rows: int, columns: int, block: tuple[int, int]
 @pytest.mark.parametrize(
     ("bits", "rows", "columns", "group", "signed"),
     [(4, 3, 64, 32, False), (4, 1, 33, 8, False), (8, 5, 31, 31, True), (8, 2, 100, 32, False)],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("with_zeros", [True, False])
 def test_integers(
-    dtype: torch.dtype, bits: int, rows: int, columns: int, group: int, signed: bool, with_zeros: bool
+    dtype: torch.dtype,
+    bits: int,
+    rows: int,
+    columns: int,
+    group: int,
+    signed: bool,
+    with_zeros: bool,
 ) -> None:
     codes = any_bytes(rows, 4 * -(-columns * bits // 32))
     scales = torch.randn(rows, -(-columns // group))
-    scales[0, 0] = torch.tensor([0x7FFFE000], dtype=torch.int32).view(torch.float32)  # a NaN of float16
+    scales[0, 0] = torch.tensor([0x7FFFE000], dtype=torch.int32).view(
+        torch.float32
+    )  # a NaN of float16
     zeros = torch.randint(0, 2**bits, scales.shape).float() if with_zeros else None
-    found = both("unpack_integers", (rows, columns), dtype, codes, bits, scales, zeros, Groups(group), signed=signed)
+    found = both(
+        "unpack_integers",
+        (rows, columns),
+        dtype,
+        codes,
+        bits,
+        scales,
+        zeros,
+        Groups(group),
+        signed=signed,
+    )
     assert found[0, :group].isnan().all()
     byte = int(codes[-1, (columns - 1) * bits // 8])
     code = (byte >> (bits * ((columns - 1) % (8 // bits)))) & (2**bits - 1)
     zero = 2 ** (bits - 1) if zeros is None else zeros[-1, -1]
     last = ((code ^ (128 if signed else 0)) - zero) * scales[-1, -1]
-    assert torch.equal(found[-1, -1], torch.as_tensor(last).to(dtype)) or (rows == 1 and columns <= group)
+    assert torch.equal(found[-1, -1], torch.as_tensor(last).to(dtype)) or (
+        rows == 1 and columns <= group
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups_of_columns(dtype: torch.dtype, bits: int) -> None:
     """A first group that is cut off, and columns in any order."""
-    codes, scales, zeros = any_bytes(3, 48 * bits // 8), torch.randn(3, 4), torch.randint(0, 17, (3, 4)).float()
+    codes = any_bytes(3, 48 * bits // 8)
+    scales = torch.randn(3, 4)
+    zeros = torch.randint(0, 17, (3, 4)).float()
     index = torch.randint(0, 4, (48,), dtype=torch.int32)
     for groups in (Groups(24, 40), Groups(24, 0, index)):
         found = both("unpack_integers", (3, 48), dtype, codes, bits, scales, zeros, groups)
@@ -103,11 +134,16 @@ def test_groups_of_columns(dtype: torch.dtype, bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 def test_matrices_by_columns(dtype: torch.dtype) -> None:
-    """GPTQ's and AWQ's orders by their definitions, some rows of a matrix, into some columns of another."""
-    columns, rows, some = 32, 24, slice(3, 14)
+    """GPTQ's and AWQ's orders by their definitions, some rows of a matrix, into some columns of
+    another."""
+    columns = 32
+    rows = 24
+    some = slice(3, 14)
     words = torch.randint(-(2**31), 2**31 - 1, (columns, rows // 8), dtype=torch.int32)
-    scales, zeros = torch.randn(2, rows), torch.randint(0, 16, (2, rows)).float()
-    which, out = torch.arange(columns) // 16, torch.zeros(11, columns + 16, dtype=dtype)[:, 16:]
+    scales = torch.randn(2, rows)
+    zeros = torch.randint(0, 16, (2, rows)).float()
+    which = torch.arange(columns) // 16
+    out = torch.zeros(11, columns + 16, dtype=dtype)[:, 16:]
     place = [0, 2, 4, 6, 1, 3, 5, 7]
     codes = torch.empty(columns, rows)
     for i in range(8):
@@ -123,22 +159,34 @@ def test_matrices_by_columns(dtype: torch.dtype) -> None:
         want = ((codes - zeros[index.long()]) * scales[index.long()]).t()[some].to(dtype)
         groups = stored_groups(index.view(torch.uint8), 2, 16, 0)
         assert (groups.index is None) == torch.equal(index, which.int())
-        assert torch.equal(quantised.unpack_gptq(words[:, some], 8, *arguments[:2], groups, out), want)
+        assert torch.equal(
+            quantised.unpack_gptq(words[:, some], 8, *arguments[:2], groups, out), want
+        )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gptq_of_a_single_row_of_words(bits: int) -> None:
     """All that a part may have of a matrix: 8 or 4 columns."""
-    columns, rows = 32 // bits, 8
+    columns = 32 // bits
+    rows = 8
     words = torch.randint(-(2**31), 2**31 - 1, (1, rows), dtype=torch.int32)
-    scales, zeros, out = torch.randn(1, rows), torch.randint(0, 16, (1, rows)).float(), torch.zeros(rows, columns)
-    codes = torch.stack([(words[0] >> (bits * i)) & (2**bits - 1) for i in range(columns)], 1).float()
+    scales = torch.randn(1, rows)
+    zeros = torch.randint(0, 16, (1, rows)).float()
+    out = torch.zeros(rows, columns)
+    codes = torch.stack(
+        [(words[0] >> (bits * i)) & (2**bits - 1) for i in range(columns)], 1
+    ).float()
     want = (codes - zeros.t()) * scales.t()
-    assert torch.equal(quantised.unpack_gptq(words, bits, scales, zeros, Groups(columns), out), want)
+    assert torch.equal(
+        quantised.unpack_gptq(words, bits, scales, zeros, Groups(columns), out), want
+    )
 
 
-def test_stored_groups_are_looked_at_once_for_as_long_as_they_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, found = torch.zeros(256, dtype=torch.uint8), torch.aminmax(torch.zeros(1))
+def test_stored_groups_are_looked_at_once_for_as_long_as_they_are_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = torch.zeros(256, dtype=torch.uint8)
+    found = torch.aminmax(torch.zeros(1))
     looks = MagicMock(return_value=found)
     monkeypatch.setattr(torch, "aminmax", looks)
     for some in (held[:128], held[128:]):
@@ -157,17 +205,25 @@ def test_columns_of_groups_that_are_not_there(bad: int) -> None:
 @pytest.mark.skipif(not cpu_has("avx2"), reason="the loop is made of instructions of AVX2")
 @pytest.mark.parametrize("columns", [64, 192, 2880])
 def test_mxfp4_becomes_int8_rows_in_one_pass(columns: int) -> None:
-    """With the bits that decoding into float32 and quantising give: any scale, codes that are all small, and rows of
-    zeros, in pieces."""
-    rows, groups = 128, columns // 32
+    """With the bits that decoding into float32 and quantising give: any scale, codes that are all
+    small, and rows of zeros, in pieces."""
+    rows = 128
+    groups = columns // 32
     blocks = torch.randint(0, 256, (rows, groups, 16), dtype=torch.uint8)
     scales = torch.randint(100, 140, (rows, groups), dtype=torch.uint8)
     blocks[:20] &= 0x99  # 0 and 0.5
-    blocks[3], blocks[4], scales[5], scales[6], scales[7, 0], scales[8] = 0, 0x88, 0, 1, 254, 60
+    blocks[3] = 0
+    blocks[4] = 0x88
+    scales[5] = 0
+    scales[6] = 1
+    scales[7, 0] = 254
+    scales[8] = 60
     memories = [torch.full((rows, int8_row_bytes(columns)), 9, dtype=torch.uint8) for _ in range(2)]
     (one,), want = (blank_int8_rows(memory) for memory in memories)
     assert isinstance(one, BlockedInt8)
-    quantised.fill_int8_rows(quantised.unpack_mxfp4(blocks, scales, torch.empty(rows, columns)), 0, want)
+    quantised.fill_int8_rows(
+        quantised.unpack_mxfp4(blocks, scales, torch.empty(rows, columns)), 0, want
+    )
     for some in (slice(0, 48), slice(48, 128)):
         assert quantised.fill_blocks_from_mxfp4(blocks[some], scales[some], some.start, one)
     assert torch.equal(*memories)
@@ -177,8 +233,11 @@ def test_mxfp4_becomes_int8_rows_in_one_pass(columns: int) -> None:
 
 @pytest.mark.parametrize("in_strips", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(192, 128), (130, 64), (5, 30)])
-def test_int8_rows(rows: int, columns: int, in_strips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filled in pieces, in one pass or several, they are as packed at once; blocked or in order, with sums."""
+def test_int8_rows(
+    rows: int, columns: int, in_strips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filled in pieces, in one pass or several, they are as packed at once; blocked or in order,
+    with sums."""
     if not in_strips:
         monkeypatch.setattr(quantised, "_fills_strips", lambda *_: False)
     values = torch.randn(rows, columns) * torch.logspace(-35, 30, rows).unsqueeze(1)
@@ -194,7 +253,8 @@ def test_int8_rows(rows: int, columns: int, in_strips: bool, monkeypatch: pytest
     assert torch.equal(numbers, want) and torch.equal(scales, want_scales)
     if len(parts) == 1 and isinstance(parts[0], torch.Tensor):
         assert torch.equal(parts[0], pack_int8_rows(values))
-    x, start = torch.randn(3, columns).bfloat16(), 0
+    x = torch.randn(3, columns).bfloat16()
+    start = 0
     for part in map(wrap, parts):  # the sums count where inputs are not around 0
         out = linear(x, (part,), None, torch.empty(3, len(part), dtype=torch.bfloat16))
         near = x.float() @ want[start : start + len(part)].t()

@@ -45,7 +45,9 @@ pytestmark = needs("gpu")
 ON_CARD = os.environ.get("FLEXGEN_GPU_TEST_DEVICE") == "cuda"
 HAS_BF16 = not ON_CARD or torch.cuda.is_bf16_supported(including_emulation=False)
 DTYPES = (torch.float32, *([torch.bfloat16] if HAS_BF16 else []), torch.float16)
-MULTIPLIED = DTYPES if ON_CARD else (torch.float32, torch.float16)  # the interpreter has no products of bf16
+MULTIPLIED = (
+    DTYPES if ON_CARD else (torch.float32, torch.float16)
+)  # the interpreter has no products of bf16
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -65,7 +67,9 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return
     patch_tensor = interpreter._patch_lang_tensor
 
-    def patched(tensor: Any, scope: Any) -> None:  # Triton 3.6's takes an array for a number, which numpy 2.4 refuses
+    def patched(
+        tensor: Any, scope: Any
+    ) -> None:  # Triton 3.6's takes an array for a number, which numpy 2.4 refuses
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda number: int(number.handle.data.item()))
 
@@ -78,10 +82,14 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", MULTIPLIED)  # the interpreter cuts bf16 off where others round it
 @pytest.mark.parametrize(("rows", "tokens", "width"), [(1, 1, 1), (17, 4, 300), (270, 90, 16)])
 def test_weighted_sums(rows: int, tokens: int, width: int, dtype: torch.dtype) -> None:
-    """Rows of one token far apart, and a token that has none: added in their order, so that they are rounded alike."""
+    """Rows of one token far apart, and a token that has none: added in their order, so that they
+    are rounded alike."""
     torch.manual_seed(0)
-    x, out, weights = torch.randn(rows, width).to(dtype), torch.randn(tokens + 1, width).to(dtype), torch.rand(rows)
-    to, expected = torch.randint(tokens, (rows,)).int(), out.clone()
+    x = torch.randn(rows, width).to(dtype)
+    out = torch.randn(tokens + 1, width).to(dtype)
+    weights = torch.rand(rows)
+    to = torch.randint(tokens, (rows,)).int()
+    expected = out.clone()
     add_weighted(x, to, weights, out)
     for i in range(rows):
         add_weighted_reference(x[i : i + 1], to[i : i + 1], weights[i : i + 1], expected)
@@ -92,8 +100,10 @@ def test_weighted_sums(rows: int, tokens: int, width: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("shape", [(1, 8), (5, 100), (2, 3, 64)])
 @pytest.mark.parametrize("once", [False, True])
 def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], once: bool) -> None:
-    x, weight = torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
-    found, expected = torch.empty_like(x), torch.empty_like(x)
+    x = torch.randn(shape).to(dtype)
+    weight = torch.rand(shape[-1]).to(dtype)
+    found = torch.empty_like(x)
+    expected = torch.empty_like(x)
     rms_norm(x, weight, 1e-6, found, once)
     rms_norm_reference(x, weight, 1e-6, expected, once)
     torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
@@ -102,7 +112,8 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], once: bool) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 700), (7, 1024)])
 def test_silu_gated(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    gate, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    gate = torch.randn(shape).to(dtype)
+    up = torch.randn(shape).to(dtype)
     expected = silu_gated_reference(gate.clone(), up)
     torch.testing.assert_close(silu_gated(gate, up), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
@@ -110,14 +121,19 @@ def test_silu_gated(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 700), (7, 1024)])
 def test_clamped_gate(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    x, found = 4 * torch.randn(shape[0], 2 * shape[1]).to(dtype), torch.empty(shape, dtype=dtype)
+    x = 4 * torch.randn(shape[0], 2 * shape[1]).to(dtype)
+    found = torch.empty(shape, dtype=dtype)
     expected = clamped_gate_reference(x.clone(), 1.702, 7.0, torch.empty_like(found))
     clamped_gate(x, 1.702, 7.0, found)
-    torch.testing.assert_close(found, expected, rtol=3 * CLOSE[dtype], atol=3 * CLOSE[dtype])  # four roundings
+    torch.testing.assert_close(
+        found, expected, rtol=3 * CLOSE[dtype], atol=3 * CLOSE[dtype]
+    )  # four roundings
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "pairs"), [(4, 2, 64, 32), (3, 3, 20, 5), (1, 1, 2, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "pairs"), [(4, 2, 64, 32), (3, 3, 20, 5), (1, 1, 2, 1)]
+)
 def test_rotate(dtype: torch.dtype, heads: int, kv_heads: int, width: int, pairs: int) -> None:
     """All of a head, or the first numbers of it."""
     rotation = Rotation(1.0 / 100 ** (torch.arange(pairs) / pairs), 1.5)
@@ -141,23 +157,30 @@ def test_hadamard(dtype: torch.dtype, width: int) -> None:
     torch.testing.assert_close(given, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
-Sizes = tuple[int, int, int, int, list[int], int]  # sequences, kv-heads, g, d, filled slots, slots of a segment
+Sizes = tuple[
+    int, int, int, int, list[int], int
+]  # sequences, kv-heads, g, d, filled slots, slots of a segment
 
 
 def step(
     dtype: torch.dtype, sizes: Sizes, rows: slice = slice(None), per_query: bool = False
-) -> tuple[list[torch.Tensor], StepSlots]:  # fmt: skip
+) -> tuple[list[torch.Tensor], StepSlots]:
     """q, k and v of a step, and the rows of a unit; what is not filled holds NaN."""
     sequences, kv_heads, group, width, filled, segment = sizes
-    every, most = sequences * kv_heads, max(filled)
+    every = sequences * kv_heads
+    most = max(filled)
     segments = -(-most // segment)
     keys, values = (torch.randn(segments, every, segment, width).to(dtype) for _ in range(2))
     held = torch.tensor(filled).repeat_interleave(kv_heads)
     for area in (keys, values):
-        flat = area.transpose(0, 1).reshape(every, segments * segment, width).clone()  # of one row it is a view
+        flat = (
+            area.transpose(0, 1).reshape(every, segments * segment, width).clone()
+        )  # of one row it is a view
         flat[torch.arange(segments * segment) >= held.unsqueeze(1)] = float("nan")
         area.copy_(flat.view(every, segments, segment, width).transpose(0, 1))
-    positions = torch.stack([torch.randperm(2 * segments * segment)[: segments * segment] for _ in range(every)]).int()
+    positions = torch.stack(
+        [torch.randperm(2 * segments * segment)[: segments * segment] for _ in range(every)]
+    ).int()
     now = torch.tensor(filled)
     full = torch.arange(sequences) % 2 == 0  # these lose a column
     slot = torch.where(full, -1, now - 1)
@@ -173,8 +196,11 @@ def step(
     first = rows.start or 0
     count = len(victims[rows])
     taken = torch.empty(count, dtype=torch.int64)
-    keys, values = keys[:, rows].clone(), values[:, rows].clone()
-    return qkv, StepSlots(keys, values, first, kv_heads, state, taken, *of_rows, decay=0.9, per_query=per_query)
+    keys = keys[:, rows].clone()
+    values = values[:, rows].clone()
+    return qkv, StepSlots(
+        keys, values, first, kv_heads, state, taken, *of_rows, decay=0.9, per_query=per_query
+    )
 
 
 SHAPES = {
@@ -187,7 +213,12 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "recorded"),
-    some_slow(SHAPES.values(), MULTIPLIED, (False, True), fast=(SHAPES["grouped queries"], torch.float32, True)),
+    some_slow(
+        SHAPES.values(),
+        MULTIPLIED,
+        (False, True),
+        fast=(SHAPES["grouped queries"], torch.float32, True),
+    ),
 )
 def test_a_decode_step(shape, dtype: torch.dtype, recorded: bool) -> None:
     torch.manual_seed(0)
@@ -201,20 +232,31 @@ def test_the_victim_is_that_of_the_lowest_score_per_query(shape) -> None:
 
 
 def test_a_score_that_is_no_number_names_the_victim() -> None:
-    """Of all of a row, and of one column; what names none would be written before the row's slots."""
+    """Of all of a row, and of one column; what names none would be written before the row's
+    slots."""
     torch.manual_seed(0)
     (q, k, v), slots = step(torch.float32, (2, 1, 1, 16, [9, 9], 16))
     q[0] = float("nan")
-    slots.scores[1, 3], slots.positions[1, 3] = float("nan"), int(slots.state[3, 1])  # the oldest that may go
-    other = replace(slots, **{n: t.clone() for n, t in vars(slots).items() if isinstance(t, torch.Tensor)})
+    slots.scores[1, 3], slots.positions[1, 3] = (
+        float("nan"),
+        int(slots.state[3, 1]),
+    )  # the oldest that may go
+    other = replace(
+        slots, **{n: t.clone() for n, t in vars(slots).items() if isinstance(t, torch.Tensor)}
+    )
     attend_step(q, k, v, slots, 0.25, torch.empty_like(q))
     attend_step_reference(q, k, v, other, 0.25, torch.empty_like(q))
-    assert torch.equal(slots.victims, other.victims) and slots.victims[0] >= 0 and slots.victims[1] == 3
+    assert (
+        torch.equal(slots.victims, other.victims)
+        and slots.victims[0] >= 0
+        and slots.victims[1] == 3
+    )
 
 
 @pytest.mark.parametrize("rows", [slice(1, 4), slice(3, 6)])
 def test_rows_of_a_part(rows: slice) -> None:
-    """A part may begin within the kv-heads of a sequence; what is in front of slots is of all rows."""
+    """A part may begin within the kv-heads of a sequence; what is in front of slots is of all
+    rows."""
     qkv, slots = step(torch.float32, (3, 2, 2, 16, [5, 9, 3], 4), rows)
     check(qkv, replace(slots, before=(None, torch.randn(6, 2))), torch.float32, True)
 
@@ -238,24 +280,36 @@ WIDTHS = [(64, 8), (128, 16), (80, 4), (64, 0)]  # and whole columns
 
 @pytest.mark.parametrize(
     ("bits", "recorded", "sizes", "dtype"),
-    some_slow(["3/4", 3, 4, 8], [False, True], WIDTHS, MULTIPLIED, fast=("3/4", True, (80, 4), torch.float32)),
+    some_slow(
+        ["3/4", 3, 4, 8],
+        [False, True],
+        WIDTHS,
+        MULTIPLIED,
+        fast=("3/4", True, (80, 4), torch.float32),
+    ),
 )
 def test_a_decode_step_of_packed_slots(
     bits: int | str, recorded: bool, sizes: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Every number of a slot, and those columns that are whole beside it: one enters, one has left its slot."""
+    """Every number of a slot, and those columns that are whole beside it: one enters, one has left
+    its slot."""
     torch.manual_seed(0)
-    (width, window), filled = sizes, [5, 70, 33]
+    width, window = sizes
+    filled = [5, 70, 33]
     packing = KVPacking.of(width, bits)
     qkv, slots = step(dtype, (3, 2, 4, width, filled, 32))
     held = torch.tensor(filled).repeat_interleave(2)
     areas = [torch.randn(*slots.keys.shape) for _ in range(2)]
-    packed = [pack_columns_reference(t, of) for t, of in zip(areas, vars(packing).values(), strict=True)]
+    packed = [
+        pack_columns_reference(t, of) for t, of in zip(areas, vars(packing).values(), strict=True)
+    ]
     places = [torch.randperm(int(n))[:window] if n > window else -torch.ones(window) for n in held]
     whole = WholeColumns(
-        torch.randn(len(held), width).bfloat16(), (torch.rand(len(held), width) + 0.5).bfloat16(),
-        *(torch.randn(len(held), window, width).to(dtype) for _ in range(2)), torch.stack(places).int(),
-    )  # fmt: skip
+        torch.randn(len(held), width).bfloat16(),
+        (torch.rand(len(held), width) + 0.5).bfloat16(),
+        *(torch.randn(len(held), window, width).to(dtype) for _ in range(2)),
+        torch.stack(places).int(),
+    )
     state = slots.state.clone()
     if window:
         state[PLACE] = torch.tensor([-1, window - 1, 0])
@@ -266,22 +320,30 @@ def test_a_decode_step_of_packed_slots(
 
 
 def check(qkv: list[torch.Tensor], slots: StepSlots, dtype: torch.dtype, recorded: bool) -> None:
-    (q, k, v), scale = qkv, qkv[0].shape[2] ** -0.5
+    q, k, v = qkv
+    scale = qkv[0].shape[2] ** -0.5
     if not recorded:
         state = slots.state.clone()
         state[1] = state[0] - 1
-        slots = replace(slots, state=state, scores=None, positions=None, victims=None, per_query=False)
+        slots = replace(
+            slots, state=state, scores=None, positions=None, victims=None, per_query=False
+        )
     names = [name for name in vars(slots) if isinstance(getattr(slots, name), torch.Tensor)]
-    form, whole = slots.form, slots.form.whole
+    form = slots.form
+    whole = slots.form.whole
     form = form if whole is None else replace(form, whole=whole.map(torch.clone))
-    expected_slots = replace(slots, **{name: getattr(slots, name).clone() for name in names}, form=form)
-    found, expected = torch.zeros_like(q), torch.zeros_like(q)
+    expected_slots = replace(
+        slots, **{name: getattr(slots, name).clone() for name in names}, form=form
+    )
+    found = torch.zeros_like(q)
+    expected = torch.zeros_like(q)
     attend_step(q, k, v, slots, scale, found)
     attend_step_reference(q, k, v, expected_slots, scale, expected)
     torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
     assert found.isfinite().all()
     for name in names:
-        mine, theirs = getattr(slots, name), getattr(expected_slots, name)
+        mine = getattr(slots, name)
+        theirs = getattr(expected_slots, name)
         if name == "scores":
             torch.testing.assert_close(mine, theirs, rtol=CLOSE[dtype], atol=CLOSE[dtype])
         elif name in ("keys", "values") and slots.form.packing is not None:
@@ -297,4 +359,7 @@ def off_by_a_rounding(mine: torch.Tensor, theirs: torch.Tensor, packing: SlotPac
     """Packed numbers that are equal but for a level here and there."""
     found, expected = (unpack_columns(t, packing, torch.float32) for t in (mine, theirs))
     level = (expected.amax() - expected.amin()) / packing.levels
-    return bool(((found - expected).abs() <= 1.01 * level).all()) and float((found != expected).float().mean()) < 0.01
+    return (
+        bool(((found - expected).abs() <= 1.01 * level).all())
+        and float((found != expected).float().mean()) < 0.01
+    )

@@ -38,19 +38,28 @@ pytestmark = needs("gpu")
 __all__ = ["on_card"]  # a fixture of all tests
 
 
-PROMPTS = [(1, 1, 1, 1, 1, 16), (2, 4, 2, 70, 70, 64), (1, 4, 1, 5, 130, 80), (3, 2, 2, 65, 129, 32)]
+PROMPTS = [
+    (1, 1, 1, 1, 1, 16),
+    (2, 4, 2, 70, 70, 64),
+    (1, 4, 1, 5, 130, 80),
+    (3, 2, 2, 65, 129, 32),
+]
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "dtype"), some_slow(PROMPTS, [None, 1, 40], MULTIPLIED, fast=(PROMPTS[2], None, torch.float16))
+    ("shape", "window", "dtype"),
+    some_slow(PROMPTS, [None, 1, 40], MULTIPLIED, fast=(PROMPTS[2], None, torch.float16)),
 )
-def test_attention_over_prompts(shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:
+def test_attention_over_prompts(
+    shape: tuple[int, ...], window: int | None, dtype: torch.dtype
+) -> None:
     """All rows of prompts, or the last of them; and what columns received, without a window."""
     batch, heads, kv_heads, rows, keys, width = shape
     torch.manual_seed(0)
     tokens = [(rows, heads), (keys, kv_heads), (keys, kv_heads)]
     q, k, v = (torch.randn(batch, *of, width).to(dtype).transpose(1, 2) for of in tokens)
-    scale, close = width**-0.5, CLOSE[dtype]
+    scale = width**-0.5
+    close = CLOSE[dtype]
     found, lse = causal_attention_lse(q, k, v, scale, window)
     expected, expected_lse = causal_attention_lse_reference(q, k, v, scale, window)
     torch.testing.assert_close(found, expected, rtol=close, atol=close)
@@ -66,35 +75,52 @@ RAGGED = {"one": (7,), "tiles": (1, 15, 16, 17), "far apart": (1, 300), "equals"
 
 
 def lines_of(lengths: Iterable[int], share: float = 1.0, window: int = 0) -> triton.Lines:
-    """Prompts one behind the other, which keep some columns each, their first and newest ones among them."""
-    found, start, kept_start = list[triton.PromptLine](), 0, 0
+    """Prompts one behind the other, which keep some columns each, their first and newest ones among
+    them."""
+    found = list[triton.PromptLine]()
+    start = 0
+    kept_start = 0
     for n in lengths:
         kept = max(1, int(share * n))
         ranked = (0, 0) if kept == n else (kept // 4, n - kept // 4)
         found.append(triton.PromptLine(start, n, n, kept_start, kept, *ranked, min(window, kept)))
-        start, kept_start = start + n, kept_start + kept
+        start = start + n
+        kept_start = kept_start + kept
     return tuple(found)
 
 
 @pytest.mark.parametrize(
     ("lengths", "group", "width", "window", "dtype"),
     some_slow(
-        RAGGED.values(), [1, 4], [64, 80], [None, 9], MULTIPLIED, fast=((1, 15, 16, 17), 4, 80, None, torch.float16)
+        RAGGED.values(),
+        [1, 4],
+        [64, 80],
+        [None, 9],
+        MULTIPLIED,
+        fast=((1, 15, 16, 17), 4, 80, None, torch.float16),
     ),
 )
 def test_prompts_of_all_lengths_in_one_launch(
     lengths: tuple[int, ...], group: int, width: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    """Each as by itself: attention, written where it belongs, and what columns received of all queries or the last."""
+    """Each as by itself: attention, written where it belongs, and what columns received of all
+    queries or the last."""
     torch.manual_seed(0)
-    lines, tokens, scale, close = lines_of(lengths), sum(lengths), width**-0.5, CLOSE[dtype]
-    q, k, v = (torch.randn(1, tokens, of, width).to(dtype).transpose(1, 2) for of in (2 * group, 2, 2))
+    lines = lines_of(lengths)
+    tokens = sum(lengths)
+    scale = width**-0.5
+    close = CLOSE[dtype]
+    q, k, v = (
+        torch.randn(1, tokens, of, width).to(dtype).transpose(1, 2) for of in (2 * group, 2, 2)
+    )
     out = torch.full((1, tokens, 2 * group, width), torch.nan).to(dtype).transpose(1, 2)
     lse = packed_attention(q, k, v, lines, scale, window, out)
     sums = {last: packed_column_sums(q, k, lse, lines, scale, last) for last in (None, 1, 16)}
     for line in lines:
         own = slice(None), slice(None), line.tokens
-        expected, expected_lse = causal_attention_lse_reference(q[own], k[own], v[own], scale, window)
+        expected, expected_lse = causal_attention_lse_reference(
+            q[own], k[own], v[own], scale, window
+        )
         torch.testing.assert_close(out[own], expected, rtol=close, atol=close)
         torch.testing.assert_close(lse[own], expected_lse, rtol=1e-4, atol=close)
         for last, found in sums.items() if window is None else ():
@@ -103,7 +129,9 @@ def test_prompts_of_all_lengths_in_one_launch(
             torch.testing.assert_close(found[own], theirs, rtol=close, atol=10 * close)
 
 
-def test_no_axis_of_a_grid_but_the_first_grows_with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_axis_of_a_grid_but_the_first_grows_with_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A card's others end at 65,535."""
     grids = list[tuple[int, ...]]()
     monkeypatch.setattr(triton, "launch", lambda name, grid, *_, **__: grids.append(grid))
@@ -129,7 +157,9 @@ def test_columns_that_stay(kind: str, n: int, begin: int, end: int, heavy: int) 
     if kind != "any":
         rank = rank.round()
     if kind == "odd":
-        odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3.4028234663852886e38])
+        odd = torch.tensor(
+            [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3.4028234663852886e38]
+        )
         rank[0, 1] = odd[torch.randint(0, len(odd), (n,))]
     count = begin + heavy + n - end
     expected = choose_kept_reference(rank, begin, end, count)
@@ -141,7 +171,8 @@ def test_columns_that_stay_of_all_lengths(lengths: tuple[int, ...]) -> None:
     """Some of them keep all, and one keeps none but its first and newest."""
     torch.manual_seed(0)
     short = lines_of(lengths, 0.6)[:-1]
-    start, kept_start = short[-1].tokens.stop, short[-1].stays.stop
+    start = short[-1].tokens.stop
+    kept_start = short[-1].stays.stop
     lines = (
         *short,
         triton.PromptLine(start, 9, 9, kept_start, 5, 2, 6),
@@ -158,13 +189,20 @@ def test_columns_that_stay_of_all_lengths(lengths: tuple[int, ...]) -> None:
 
 
 def rows_of_prompts(
-    packing: KVPacking | None, windows: int, window: int, width: int, dtype: torch.dtype, rows: slice, records: bool
+    packing: KVPacking | None,
+    windows: int,
+    window: int,
+    width: int,
+    dtype: torch.dtype,
+    rows: slice,
+    records: bool,
 ) -> PromptSlots:
     """Some rows of three prompts with two kv-heads, of more than one segment; they hold NaN."""
     sizes = (width, width) if packing is None else (packing.keys.words, packing.values.words)
     area = dtype if packing is None else torch.int32
     keys, values = (torch.full((3, 6, 32, size), -7).to(area)[:, rows] for size in sizes)
-    form, count = WHOLE, keys.shape[1]
+    form = WHOLE
+    count = keys.shape[1]
     if packing is not None:
         odd = [torch.full((count, width), torch.nan).bfloat16() for _ in range(2)]
         odd += [torch.full((count, windows, width), torch.nan, dtype=dtype) for _ in range(2)]
@@ -176,7 +214,11 @@ def rows_of_prompts(
 def tensors_of(slots: PromptSlots) -> list[torch.Tensor]:
     whole = slots.form.whole
     beside = [] if whole is None else list(vars(whole).values())
-    return [t for t in (slots.keys, slots.values, slots.positions, slots.scores, *beside) if t is not None]
+    return [
+        t
+        for t in (slots.keys, slots.values, slots.positions, slots.scores, *beside)
+        if t is not None
+    ]
 
 
 @pytest.mark.parametrize("records", [False, True])
@@ -197,23 +239,34 @@ def test_columns_of_prompts(rows: slice, dtype: torch.dtype, records: bool) -> N
 
 @pytest.mark.parametrize(
     ("bits", "rows", "records", "dtype"),
-    some_slow([None, 4, "3/4"], [slice(0, 6), slice(1, 5)], [False, True], DTYPES,
-              fast=(4, slice(1, 5), True, torch.float16)),
-)  # fmt: skip
+    some_slow(
+        [None, 4, "3/4"],
+        [slice(0, 6), slice(1, 5)],
+        [False, True],
+        DTYPES,
+        fast=(4, slice(1, 5), True, torch.float16),
+    ),
+)
 def test_columns_of_prompts_of_all_lengths(
     bits: int | str | None, rows: slice, records: bool, dtype: torch.dtype
 ) -> None:
-    """As each prompt's are put by itself, with its own number of whole columns beside packed slots."""
+    """As each prompt's are put by itself, with its own number of whole columns beside packed
+    slots."""
     torch.manual_seed(0)
-    lengths, packing = (1, 90, 17), None if bits is None else KVPacking.of(36, bits)
-    lines = tuple(line._replace(window=window) for line, window in zip(lines_of(lengths, 0.7), (0, 8, 4), strict=True))
+    lengths = (1, 90, 17)
+    packing = None if bits is None else KVPacking.of(36, bits)
+    lines = tuple(
+        line._replace(window=window)
+        for line, window in zip(lines_of(lengths, 0.7), (0, 8, 4), strict=True)
+    )
     k, v = (torch.randn(1, sum(lengths), 2, 36).to(dtype) for _ in range(2))
     scores = torch.rand(1, 2, sum(lengths)) if records else None
     kept = choose_packed(torch.randn(1, 2, sum(lengths)), lines)
     found, expected = (rows_of_prompts(packing, 8, 0, 36, dtype, rows, records) for _ in range(2))
     put_prompts(k, v, kept, scores, found, lines)
     for number, line in enumerate(lines):
-        part, own = expected.of_prompt(line, number, 2), (kept[..., line.stays],)
+        part = expected.of_prompt(line, number, 2)
+        own = (kept[..., line.stays],)
         given = None if scores is None else scores[..., line.tokens]
         if part.keys.shape[1]:
             put_prompts(k[:, line.tokens], v[:, line.tokens], *own, given, part)
@@ -222,37 +275,54 @@ def test_columns_of_prompts_of_all_lengths(
 
 
 PACKED = {
-    "all stay": (64, 90, 90, 8, 8), "some stay": (128, 90, 70, 16, 12), "one token": (80, 1, 1, 4, 4),
-    "a short prompt": (20, 5, 5, 16, 12), "nothing whole": (36, 33, 9, 0, 0), "a narrow head": (4, 40, 17, 4, 4),
-}  # fmt: skip
+    "all stay": (64, 90, 90, 8, 8),
+    "some stay": (128, 90, 70, 16, 12),
+    "one token": (80, 1, 1, 4, 4),
+    "a short prompt": (20, 5, 5, 16, 12),
+    "nothing whole": (36, 33, 9, 0, 0),
+    "a narrow head": (4, 40, 17, 4, 4),
+}
 
 
 @pytest.mark.parametrize(
     ("sizes", "bits", "dtype"),
-    some_slow(PACKED.values(), ["3/4", 3, 4, 8], DTYPES, fast=(PACKED["some stay"], "3/4", torch.float16)),
+    some_slow(
+        PACKED.values(), ["3/4", 3, 4, 8], DTYPES, fast=(PACKED["some stay"], "3/4", torch.float16)
+    ),
 )
 def test_columns_of_prompts_are_packed_as_the_reference_packs_them(
     sizes: tuple[int, ...], bits: int | str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, once centres and ranges are the same, which are sums of another order. Nothing is left of what was
-    there before."""
+    """To the bit, once centres and ranges are the same, which are sums of another order. Nothing is
+    left of what was there before."""
     torch.manual_seed(0)
     width, n, count, windows, window = sizes
     k, v = (3 * torch.randn(3, n, 2, width).to(dtype) + 1 for _ in range(2))
-    k[1, :, 1, :3], v[2, 0, 1] = 0.5, 5  # channels that hardly move, and a group of equals
-    kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)]).view(3, 2, count)
+    # channels that hardly move, and a group of equals
+    k[1, :, 1, :3] = 0.5
+    v[2, 0, 1] = 5
+    kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)]).view(
+        3, 2, count
+    )
     if count == n:
         kept = torch.arange(n).expand(3, 2, n)
-    packing, rows, scores = KVPacking.of(width, bits), slice(1, 6), torch.rand(3, 2, n)
-    found, expected = (rows_of_prompts(packing, windows, window, width, dtype, rows, True) for _ in range(2))
+    packing = KVPacking.of(width, bits)
+    rows = slice(1, 6)
+    scores = torch.rand(3, 2, n)
+    found, expected = (
+        rows_of_prompts(packing, windows, window, width, dtype, rows, True) for _ in range(2)
+    )
     put_prompts(k, v, kept, scores, found)
-    mine, theirs = found.form.whole, expected.form.whole
+    mine = found.form.whole
+    theirs = expected.form.whole
     assert mine is not None and theirs is not None
 
     def begin(whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool) -> None:
         begin_whole_reference(whole, k, first, smooths)
         for name in ("centres", "ranges"):
-            torch.testing.assert_close(getattr(mine, name), getattr(whole, name), rtol=2**-7, atol=2**-7)
+            torch.testing.assert_close(
+                getattr(mine, name), getattr(whole, name), rtol=2**-7, atol=2**-7
+            )
             getattr(whole, name).copy_(getattr(mine, name))
 
     monkeypatch.setattr(prompt_columns, "begin_whole_reference", begin)
@@ -266,12 +336,17 @@ def test_columns_of_prompts_are_packed_as_the_reference_packs_them(
 def test_keys_are_packed_as_they_are(dtype: torch.dtype) -> None:
     """To the bit. Beside them lie centres of 0 and ranges of 1, whatever was there before."""
     torch.manual_seed(0)
-    (width, n, count, windows, window), rows = PACKED["some stay"], slice(1, 6)
+    width, n, count, windows, window = PACKED["some stay"]
+    rows = slice(1, 6)
     k, v = (3 * torch.randn(3, n, 2, width).to(dtype) + 1 for _ in range(2))
-    kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)]).view(3, 2, count)
-    packing, scores = KVPacking.of(width, "3/4"), torch.rand(3, 2, n)
+    kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)]).view(
+        3, 2, count
+    )
+    packing = KVPacking.of(width, "3/4")
+    scores = torch.rand(3, 2, n)
     found, expected = (
-        replace(rows_of_prompts(packing, windows, window, width, dtype, rows, True), smooths=False) for _ in range(2)
+        replace(rows_of_prompts(packing, windows, window, width, dtype, rows, True), smooths=False)
+        for _ in range(2)
     )
     put_prompts(k, v, kept, scores, found)
     put_prompts_reference(k, v, kept, scores, expected)
@@ -283,11 +358,21 @@ def test_keys_are_packed_as_they_are(dtype: torch.dtype) -> None:
 
 def test_what_is_no_number_shows_in_its_group() -> None:
     """Of a value; no other group does."""
-    packing, (k, v) = KVPacking.of(128, 4), torch.randn(2, 1, 3, 1, 128)
-    v[0, 1, 0, 70], v[0, 2, 0, 3] = torch.nan, torch.inf
+    packing = KVPacking.of(128, 4)
+    k, v = torch.randn(2, 1, 3, 1, 128)
+    v[0, 1, 0, 70] = torch.nan
+    v[0, 2, 0, 3] = torch.inf
     areas = [torch.zeros(1, 1, 16, of.words).int() for of in (packing.keys, packing.values)]
-    whole = WholeColumns(*torch.ones(2, 1, 128).bfloat16(), *torch.zeros(2, 1, 0, 128), torch.zeros(1, 0).int())
-    put_prompts(k, v, torch.arange(3).expand(1, 1, 3), None, PromptSlots(*areas, 0, SlotForm(packing, whole=whole)))
+    whole = WholeColumns(
+        *torch.ones(2, 1, 128).bfloat16(), *torch.zeros(2, 1, 0, 128), torch.zeros(1, 0).int()
+    )
+    put_prompts(
+        k,
+        v,
+        torch.arange(3).expand(1, 1, 3),
+        None,
+        PromptSlots(*areas, 0, SlotForm(packing, whole=whole)),
+    )
     odd = unpack_columns(areas[1][0, 0, :3], packing.values, torch.float32).isnan().view(3, 2, 64)
     assert odd.all(dim=2).tolist() == [[False, False], [False, True], [True, False]]
     assert odd.any(dim=2).tolist() == odd.all(dim=2).tolist()

@@ -1,4 +1,5 @@
-"""Triton's products, and what decodes weights, against their references; run as test_triton.py is."""
+"""Triton's products, and what decodes weights, against their references; run as test_triton.py
+is."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ __all__ = ["on_card"]  # a fixture of all tests
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("columns", [8, 64, 120, 1000, 2304])
-def test_unpacked_weights_are_the_same_to_the_bit(dtype: torch.dtype, bits: int, columns: int) -> None:
+def test_unpacked_weights_are_the_same_to_the_bit(
+    dtype: torch.dtype, bits: int, columns: int
+) -> None:
     packed = pack_rows(torch.randn(3, columns, device="cpu"), bits).to(torch.get_default_device())
     assert packed.shape[1] == SlotPacking(columns, bits).slot_bytes
     found, expected = (torch.empty(3, columns, dtype=dtype) for _ in range(2))
@@ -51,17 +54,28 @@ def test_unpacked_weights_are_the_same_to_the_bit(dtype: torch.dtype, bits: int,
         assert torch.equal(found, expected)
 
 
-CODED = [(1, 1, 8), (3, 33, 72), (17, 5, 200), (32, 70, 64)]  # input rows, rows of the weight, columns
+CODED = [
+    (1, 1, 8),
+    (3, 33, 72),
+    (17, 5, 200),
+    (32, 70, 64),
+]  # input rows, rows of the weight, columns
 
 
 @pytest.mark.parametrize(
     ("shape", "bits", "adds", "dtype"),
     some_slow(CODED, [4, 8], [False, True], MULTIPLIED, fast=(CODED[1], 4, True, torch.float16)),
 )
-def test_products_with_coded_weights(shape: tuple[int, int, int], bits: int, adds: bool, dtype: torch.dtype) -> None:
+def test_products_with_coded_weights(
+    shape: tuple[int, int, int], bits: int, adds: bool, dtype: torch.dtype
+) -> None:
     tokens, rows, columns = shape
-    packed = pack_rows(torch.randn(rows, columns, device="cpu"), bits).to(torch.get_default_device())
-    check_coded(groupwise_codes(packed, bits, columns), torch.randn(tokens, columns).to(dtype), adds)
+    packed = pack_rows(torch.randn(rows, columns, device="cpu"), bits).to(
+        torch.get_default_device()
+    )
+    check_coded(
+        groupwise_codes(packed, bits, columns), torch.randn(tokens, columns).to(dtype), adds
+    )
 
 
 def mxfp4(rows: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +85,8 @@ def mxfp4(rows: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype"), some_slow([(1, 1, 1), (5, 40, 5), (32, 33, 8)], MULTIPLIED, fast=((5, 40, 5), torch.float16))
+    ("sizes", "dtype"),
+    some_slow([(1, 1, 1), (5, 40, 5), (32, 33, 8)], MULTIPLIED, fast=((5, 40, 5), torch.float16)),
 )
 def test_products_with_mxfp4_weights(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     tokens, rows, groups = sizes
@@ -81,8 +96,10 @@ def test_products_with_mxfp4_weights(sizes: tuple[int, int, int], dtype: torch.d
 
 def check_coded(codes: Codes, x: torch.Tensor, adds: bool) -> None:
     """With inputs and results whose rows lie apart."""
-    x, rows = torch.cat([x, x], 1)[:, : codes.columns], len(codes.words)
-    found, bias = torch.randn(len(x), rows + 3).to(x.dtype)[:, 1 : rows + 1], torch.randn(rows).to(x.dtype)
+    x = torch.cat([x, x], 1)[:, : codes.columns]
+    rows = len(codes.words)
+    found = torch.randn(len(x), rows + 3).to(x.dtype)[:, 1 : rows + 1]
+    bias = torch.randn(rows).to(x.dtype)
     expected = found.clone()
     multiply_coded(x, codes, bias if adds else None, found, adds)
     weight = codes.decode(torch.empty(rows, codes.columns, dtype=x.dtype)).float()
@@ -94,22 +111,31 @@ def check_coded(codes: Codes, x: torch.Tensor, adds: bool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "biased", "dtype"),
-    some_slow(["dense", "4 bits", "mxfp4"], [False, True], MULTIPLIED, fast=("dense", True, torch.float16)),
+    some_slow(
+        ["dense", "4 bits", "mxfp4"], [False, True], MULTIPLIED, fast=("dense", True, torch.float16)
+    ),
 )
 def test_products_of_experts_are_one_launch(
     kind: str, biased: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two matrices of each expert, of which one has no token and one too many."""
-    counts, (rows, columns) = [3, 0, FEW_ROWS + 1, FEW_ROWS, 5], (40, 96)
+    counts = [3, 0, FEW_ROWS + 1, FEW_ROWS, 5]
+    rows = 40
+    columns = 96
     memory = torch.randn(10 * rows + 1, columns).to(dtype)[1:]  # at odd places
     weights = list(memory.split(rows))
     parts: list[RowParts] = [(DenseRows(weight),) for weight in weights]
     if kind != "dense":
         packed = [pack_rows(weight.float().cpu(), 4).to(memory.device) for weight in weights]
-        coded = [mxfp4_codes(*mxfp4(rows, 3)) if kind == "mxfp4" else groupwise_codes(p, 4, columns) for p in packed]
+        coded = [
+            mxfp4_codes(*mxfp4(rows, 3)) if kind == "mxfp4" else groupwise_codes(p, 4, columns)
+            for p in packed
+        ]
         weights = [codes.decode(torch.empty(rows, columns, dtype=dtype)) for codes in coded]
         parts = [(CodedRows(codes, DenseRows(torch.empty_like(weights[0]))),) for codes in coded]
-    x, launched, launch = torch.randn(sum(counts), columns).to(dtype) / 8, list[tuple[Any, ...]](), triton.launch
+    x = torch.randn(sum(counts), columns).to(dtype) / 8
+    launched = list[tuple[Any, ...]]()
+    launch = triton.launch
     biases = [torch.randn(rows).to(dtype) for _ in counts] if biased else None
     first, second = torch.empty(2, len(x), rows + 3).to(dtype)[:, :, 1 : rows + 1]
 
@@ -124,8 +150,12 @@ def test_products_of_experts_are_one_launch(
     for out, some in ((first, weights[:5]), (second, weights[5:])):
         for expert, weight in enumerate(some):
             own = slice(at[expert], at[expert + 1])
-            exact = x[own].float() @ weight.float().t() + (0 if biases is None else biases[expert].float())
-            torch.testing.assert_close(out[own].float(), exact, rtol=4 * CLOSE[dtype], atol=4 * CLOSE[dtype])
+            exact = x[own].float() @ weight.float().t() + (
+                0 if biases is None else biases[expert].float()
+            )
+            torch.testing.assert_close(
+                out[own].float(), exact, rtol=4 * CLOSE[dtype], atol=4 * CLOSE[dtype]
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,7 +163,9 @@ def test_unpacked_mxfp4_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
     """Every code with every exponent; the last columns of a matrix whose rows lie apart."""
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(256, 1, 1).view(-1, 64, 16)
     scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(-1, 64)
-    if dtype == torch.bfloat16 and not ON_CARD:  # the interpreter cuts off what a card rounds: numbers near 0
+    if (
+        dtype == torch.bfloat16 and not ON_CARD
+    ):  # the interpreter cuts off what a card rounds: numbers near 0
         scales = scales.clamp(min=8)
     found, expected = (torch.zeros(64, 2050, dtype=dtype)[:, 2:] for _ in range(2))
     unpack_mxfp4(codes, scales, found)
@@ -148,7 +180,8 @@ FORMATS = [Groupwise(4, 4), Groupwise(4, 8), Mxfp4(4)]
 def test_formats_multiply_few_rows_from_codes(form: WeightFormat) -> None:
     """A matrix that is whole; of one in two parts, or to be decoded into int8, they do not."""
     layout = form.layout(TensorSpec("", form.sample_name or "a", (5, 96)))
-    part, memory = Part("device", 0, 5), torch.zeros(5 * layout.decoded_row_bytes, dtype=torch.uint8)
+    part = Part("device", 0, 5)
+    memory = torch.zeros(5 * layout.decoded_row_bytes, dtype=torch.uint8)
     decoded = (DenseRows(memory.view(torch.float32).view(5, 96)),)
     if isinstance(form, PackedFormat):
         pieces = [form.encode(torch.randn(5, 96, device="cpu")).flatten().to(memory.device)]
@@ -160,24 +193,30 @@ def test_formats_multiply_few_rows_from_codes(form: WeightFormat) -> None:
     found = linear(x, coded, None, torch.empty(2, 5))
     assert not decoded[0].rows.any()
     form.decode(layout, [held], decoded)
-    torch.testing.assert_close(found, linear(x, decoded, None, torch.empty(2, 5)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        found, linear(x, decoded, None, torch.empty(2, 5)), rtol=1e-4, atol=1e-4
+    )
     assert not form.coded_parts(layout, [held, held], decoded)
     assert not replace(form, to_int8=True).coded_parts(layout, [held], decoded)
 
 
 def test_coded_rows_are_decoded_once_for_many_rows() -> None:
     packed = pack_rows(torch.randn(6, 64, device="cpu"), 4).to(torch.get_default_device())
-    calls, whole, codes = list[torch.Tensor](), torch.zeros(6, 64), groupwise_codes(packed, 4, 64)
+    calls = list[torch.Tensor]()
+    whole = torch.zeros(6, 64)
+    codes = groupwise_codes(packed, 4, 64)
 
     def decode(out: torch.Tensor) -> torch.Tensor:
         calls.append(codes.decode(out))
         return out
 
     rows = CodedRows(replace(codes, decode=decode), DenseRows(whole))
-    x, few = torch.randn(FEW_ROWS + 1, 64), torch.empty(FEW_ROWS, 6)
+    x = torch.randn(FEW_ROWS + 1, 64)
+    few = torch.empty(FEW_ROWS, 6)
     linear(x[1:], (rows,), None, few)
     assert not calls
-    many, found = torch.empty(FEW_ROWS + 1, 6), torch.empty(2, 64)
+    many = torch.empty(FEW_ROWS + 1, 6)
+    found = torch.empty(2, 64)
     linear(x, (rows,), None, many)
     lookup(torch.tensor([5, 0]), (rows,), found)
     assert len(calls) == 1 and torch.equal(found, whole[[5, 0]])

@@ -1,4 +1,5 @@
-"""After the warm-up no kernel is compiled any more; what is compiled is so by another process, and read from disk."""
+"""After the warm-up no kernel is compiled any more; what is compiled is so by another process, and
+read from disk."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from flexgen_h2o.kernels.compiled import int8 as int8_loops
 from flexgen_h2o.kernels.compiled import packed_slots, products, prompts, rows, slots
 from flexgen_h2o.kernels.elementwise import Rotation, clamped_gate, rms_norm, silu_gated
 from flexgen_h2o.kernels.hadamard import hadamard
-from flexgen_h2o.kernels.int8 import BUFFERS, Int8Rows, RequantisedRows, pack_int8_rows, requantise_rows
+from flexgen_h2o.kernels.int8 import (
+    BUFFERS,
+    Int8Rows,
+    RequantisedRows,
+    pack_int8_rows,
+    requantise_rows,
+)
 from flexgen_h2o.kernels.linear import DenseRows, linear_each, linear_relu
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
@@ -36,13 +43,27 @@ from flexgen_h2o.kernels.slots import attend
 from flexgen_h2o.kernels.warm_up import _call_in_a_process, compile_subprocess, warm_up
 from flexgen_h2o.kernels.workspace import Workspace
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
 LOOPS: tuple[Any, ...] = (
-    slots.attend_rows, packed_slots.attend_rows, packed_slots.pack_rows, prompts.add_tile, prompts.attend_units,
-    rows.norm_rows, rows.silu_rows, rows.rotate_rows, rows.rotate_heads, rows.unpack, int8_loops.quantise,
-    int8_loops.rescale, int8_loops.in_order, int8_loops.in_order_by_groups, products.multiply,
-    rows.clamped_gate_rows, rows.hadamard_rows,
-)  # fmt: skip
+    slots.attend_rows,
+    packed_slots.attend_rows,
+    packed_slots.pack_rows,
+    prompts.add_tile,
+    prompts.attend_units,
+    rows.norm_rows,
+    rows.silu_rows,
+    rows.rotate_rows,
+    rows.rotate_heads,
+    rows.unpack,
+    int8_loops.quantise,
+    int8_loops.rescale,
+    int8_loops.in_order,
+    int8_loops.in_order_by_groups,
+    products.multiply,
+    rows.clamped_gate_rows,
+    rows.hadamard_rows,
+)
 
 
 def compiled() -> list[int]:
@@ -51,13 +72,15 @@ def compiled() -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
-    """Neither of attention, over packed slots too, nor of what a model with rotary embeddings and rolling needs."""
+    """Neither of attention, over packed slots too, nor of what a model with rotary embeddings and
+    rolling needs."""
     packing = KVPacking.of(64, 4)
     warm_up(CPU, dtype, scored=True)
     warm_up(CPU, dtype, scored=True, packing=packing, rolling=True, rotary=True)
     before = compiled()
     assert min(before[:4]) >= 1 and min(before[5:8]) >= 1
-    q, filled = torch.randn(3, 5, 70, 64).to(dtype), torch.full((5,), 9, dtype=torch.int32)
+    q = torch.randn(3, 5, 70, 64).to(dtype)
+    filled = torch.full((5,), 9, dtype=torch.int32)
     attend(q[0, :, :2].contiguous(), q[:2], q[:2], filled, 0.5)
     packed = pack_columns(q[:2], packing.keys)
     attend(q[0, :, :2].contiguous(), packed, packed, filled, 0.5, form=SlotForm(packing))
@@ -79,19 +102,28 @@ def requantises() -> None:
     """In order; and where this CPU can, panels as they are multiplied."""
     for columns in (100, 128):
         packed = pack_rows(torch.randn(128, columns), 4)
-        requantise_rows(packed, torch.empty(128, int8_row_bytes(columns), dtype=torch.uint8), columns)
+        requantise_rows(
+            packed, torch.empty(128, int8_row_bytes(columns), dtype=torch.uint8), columns
+        )
         sizes = dict.fromkeys(BUFFERS, 2**17)
         room = Workspace(torch.empty(sum(sizes.values()), dtype=torch.uint8), sizes, BF16)
-        x, out = torch.randn(3, columns).to(BF16), torch.zeros(3, 128, dtype=BF16)
+        x = torch.randn(3, columns).to(BF16)
+        out = torch.zeros(3, 128, dtype=BF16)
         linear_each(x, [((RequantisedRows(packed, columns, room),), None, out)])
 
 
 def multiplies() -> None:
-    """With a bias and without, into a result and added to it; columns that AMX takes, and others."""
+    """With a bias and without, into a result and added to it; columns that AMX takes, and
+    others."""
     for columns in (100, 128):
-        packed, x = pack_int8_rows(torch.randn(5, columns)), torch.randn(3, columns).to(BF16)
-        sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 384)
-        part = Int8Rows(packed, columns, Workspace(torch.empty(1536, dtype=torch.uint8), sizes, BF16))
+        packed = pack_int8_rows(torch.randn(5, columns))
+        x = torch.randn(3, columns).to(BF16)
+        sizes = dict.fromkeys(
+            ("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 384
+        )
+        part = Int8Rows(
+            packed, columns, Workspace(torch.empty(1536, dtype=torch.uint8), sizes, BF16)
+        )
         for bias in (None, torch.randn(5).to(BF16)):
             for adds in (False, True):
                 out = torch.zeros(3, 5, dtype=BF16)
@@ -100,7 +132,9 @@ def multiplies() -> None:
 
 def multiplies_in_order() -> None:
     """What models multiply in bf16, with all that may follow."""
-    part, x, bias = DenseRows(torch.randn(5, 64).to(BF16)), torch.randn(3, 64).to(BF16), torch.randn(5).to(BF16)
+    part = DenseRows(torch.randn(5, 64).to(BF16))
+    x = torch.randn(3, 64).to(BF16)
+    bias = torch.randn(5).to(BF16)
     out = torch.zeros(3, 5, dtype=BF16)
     for adds in (False, True):
         linear_each(x, [((part,), bias, out)], adds)
@@ -110,14 +144,21 @@ def multiplies_in_order() -> None:
 @pytest.mark.parametrize(
     ("form", "use"),
     [
-        (Groupwise(2, 4), partial(unpacks, 4)), (Groupwise(2, 8), partial(unpacks, 8)),
-        (Groupwise(2, 4, to_int8=True), requantises), (Int8(2), multiplies),
+        (Groupwise(2, 4), partial(unpacks, 4)),
+        (Groupwise(2, 8), partial(unpacks, 8)),
+        (Groupwise(2, 4, to_int8=True), requantises),
+        (Int8(2), multiplies),
         (WeightFormat(2), multiplies_in_order),
     ],
     ids=["4 bits", "8 bits", "4 bits to int8", "int8", "dense"],
-)  # fmt: skip
-def test_what_a_format_of_weights_needs_is_compiled(form: WeightFormat, use: Callable[[], None]) -> None:
-    packed = pack_int8_rows(torch.randn(5, 100)), *(pack_rows(torch.randn(3, 100), bits) for bits in (4, 8))
+)
+def test_what_a_format_of_weights_needs_is_compiled(
+    form: WeightFormat, use: Callable[[], None]
+) -> None:
+    packed = (
+        pack_int8_rows(torch.randn(5, 100)),
+        *(pack_rows(torch.randn(3, 100), bits) for bits in (4, 8)),
+    )
     assert all(len(rows) for rows in packed)  # of float32 weights, packed ahead
     warm_up(CPU, BF16, scored=False, weights=partial(formats.warm_up, form))
     before = compiled()
@@ -125,12 +166,18 @@ def test_what_a_format_of_weights_needs_is_compiled(form: WeightFormat, use: Cal
     assert compiled() == before
 
 
-@pytest.mark.parametrize("form", [Groupwise(4, 4), Groupwise(4, 8), Mxfp4(4)], ids=lambda form: form.name)
-def test_a_card_is_warmed_up_for_products_with_codes(form: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "form", [Groupwise(4, 4), Groupwise(4, 8), Mxfp4(4)], ids=lambda form: form.name
+)
+def test_a_card_is_warmed_up_for_products_with_codes(
+    form: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of few and of more rows, with a bias and without, into a result and added to it."""
     seen = set()
 
-    def launch(name: str, grid: object, reference: Callable[[], object], given: object, **constants: Any) -> None:
+    def launch(
+        name: str, grid: object, reference: Callable[[], object], given: object, **constants: Any
+    ) -> None:
         if name == "products.few_rows":
             kind = ("one", "dense", "coded")[constants["TABLE"] * (1 + bool(constants["BITS"]))]
             seen.add((kind, constants["TOKENS"], constants["BIASED"], constants["ADDS"]))
@@ -146,7 +193,12 @@ def test_a_card_is_warmed_up_for_products_with_codes(form: WeightFormat, monkeyp
 
 def test_what_is_compiled_is_stamped_with_all_that_it_has() -> None:
     names = {name for name, *_ in jit._STAMP}
-    assert {"packing.py", "units.py", "jit.py", "vectors.py"} <= names  # of core, of kernels, and below
+    assert {
+        "packing.py",
+        "units.py",
+        "jit.py",
+        "vectors.py",
+    } <= names  # of core, of kernels, and below
 
 
 # ---- in a process of its own
@@ -167,8 +219,13 @@ print(sum(silu_rows.stats.cache_hits.values()))
 
 
 def test_this_process_loads_what_another_compiled(tmp_path: Path) -> None:
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == 1 and list(tmp_path.rglob("*.nbc"))
 
@@ -199,7 +256,9 @@ def test_where_nothing_can_be_kept_this_process_compiles(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("executable", ["", "/nowhere/python"])
-def test_where_no_process_starts_this_one_compiles(executable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_process_starts_this_one_compiles(
+    executable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", executable)
     calls: list[torch.Tensor] = []
 
@@ -208,7 +267,9 @@ def test_where_no_process_starts_this_one_compiles(executable: str, monkeypatch:
         if len(calls) == 1 and executable:
             raise warm_up_module._NotCompiledError
 
-    monkeypatch.setattr(warm_up_module, "_call_in_a_process", _call_in_a_process)  # as it is outside of tests
+    monkeypatch.setattr(
+        warm_up_module, "_call_in_a_process", _call_in_a_process
+    )  # as it is outside of tests
     monkeypatch.setattr(warm_up_module.pickle, "dumps", lambda _: b"")
     compile_subprocess(call, torch.ones(1))
     assert len(calls) == 1 + bool(executable)

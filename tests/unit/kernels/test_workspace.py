@@ -1,4 +1,5 @@
-"""Step buffers are separate slices of one buffer; threads work on each row once, whatever happens."""
+"""Step buffers are separate slices of one buffer; threads work on each row once, whatever
+happens."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_threads_help_where_it_pays(three_threads) -> None:
 
 
 def test_an_error_comes_out_after_all_have_ended(three_threads) -> None:
-    ended, of_first = list[int](), list[int]()
+    ended = list[int]()
+    of_first = list[int]()
 
     def loop(first: int, end: int) -> None:
         if first == 0:
@@ -99,7 +101,8 @@ def test_threads_help_again_after_they_have_slept_and_keep_nothing(three_threads
 
 
 def test_a_loop_beside_another_threads_loop_is_done_alone(three_threads) -> None:
-    seen, others = list[int](), list[int]()
+    seen = list[int]()
+    others = list[int]()
 
     def beside() -> None:
         parallel_rows(lambda first, end: others.extend(range(first, end)), 47, 2**30)
@@ -115,7 +118,9 @@ def test_a_loop_beside_another_threads_loop_is_done_alone(three_threads) -> None
     assert sorted(seen) == others == list(range(47))
 
 
-def test_threads_help_after_a_signal_that_ended_a_wait(three_threads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_help_after_a_signal_that_ended_a_wait(
+    three_threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(_helper: object) -> None:
         raise KeyboardInterrupt
 
@@ -167,37 +172,47 @@ def run_tests(which: str, *names: str, **environment: str) -> None:
     """Tests of this folder in a process of their own, which must pass."""
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, *files]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 
 
 def test_loops_that_come_from_the_cache_multiply_as_compiled_ones() -> None:
-    """Numba caches a function with copies of those it calls, optimised once more. A process that compiles runs the
-    originals, one that finds the code on disk runs the copies."""
+    """Numba caches a function with copies of those it calls, optimised once more. A process that
+    compiles runs the originals, one that finds the code on disk runs the copies."""
     for _ in range(2):  # the first one compiles what nobody has yet
         run_tests("products_of_all_shapes", "products")
 
 
 def test_cached_code_counts_no_address_from_null() -> None:
-    """See Emitter.pointer. Loops that index arrays go without its attribute, which would keep some from vectorising."""
+    """See Emitter.pointer. Loops that index arrays go without its attribute, which would keep some
+    from vectorising."""
     folder = kept_in()
     assert folder is not None
     for file in folder.parent.rglob("*.nbc"):
         (_, _, (_, code)), *_ = pickle.loads(file.read_bytes())
         lines = str(parse_bitcode(code))
-        valid = set(re.findall(r"^attributes (#\d+) = .*null_pointer_is_valid", lines, re.MULTILINE))
+        valid = set(
+            re.findall(r"^attributes (#\d+) = .*null_pointer_is_valid", lines, re.MULTILINE)
+        )
         for function in re.findall(r"^define .*?^}", lines, re.MULTILINE | re.DOTALL):
             if not valid & set(function.partition("\n")[0].split()):
-                assert not re.search(r"getelementptr .*ptr null|store .*poison, ptr", function), file
+                assert not re.search(r"getelementptr .*ptr null|store .*poison, ptr", function), (
+                    file
+                )
 
 
 @pytest.mark.parametrize(
-    ("given", "has"), [
-        ({"NUMBA_CPU_NAME": "generic"}, False), ({"NUMBA_ENABLE_AVX": "0"}, False),
-        ({"NUMBA_CPU_NAME": "sandybridge"}, False), ({"NUMBA_CPU_FEATURES": "+sse2,+avx2"}, True),
+    ("given", "has"),
+    [
+        ({"NUMBA_CPU_NAME": "generic"}, False),
+        ({"NUMBA_ENABLE_AVX": "0"}, False),
+        ({"NUMBA_CPU_NAME": "sandybridge"}, False),
+        ({"NUMBA_CPU_FEATURES": "+sse2,+avx2"}, True),
         ({"NUMBA_CPU_FEATURES": "+avx2x"}, False),
     ],
-)  # fmt: skip
+)
 def test_loops_are_chosen_for_what_numba_compiles_for(
     given: dict[str, str], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,18 +226,27 @@ def test_loops_are_chosen_for_what_numba_compiles_for(
         config.reload_config()
 
 
-HASWELL = "64bit,avx,avx2,bmi,bmi2,cmov,cx16,cx8,f16c,fma,lzcnt,movbe,popcnt,sse,sse2,sse3,sse4.1,sse4.2,ssse3"
+HASWELL = (
+    "64bit,avx,avx2,bmi,bmi2,cmov,cx16,cx8,f16c,fma,lzcnt,movbe,popcnt,sse,sse2,sse3,"
+    "sse4.1,sse4.2,ssse3"
+)
 
 
 @pytest.mark.skipif(not cpu_has("avx512bw"), reason="the whole suite runs so here, or cannot")
 @pytest.mark.parametrize(
-    "which", [
+    "which",
+    [
         "requantised_in_order or (loop_is_the_reference and dtype0)",
         pytest.param("test", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_kernels_for_a_cpu_that_has_avx2_alone(which: str, tmp_path: Path) -> None:
-    """numba compiles for the CPU that its environment names, and we choose loops for the same one."""
+    """numba compiles for the CPU that its environment names, and we choose loops for the same
+    one."""
     features = ",".join(f"+{name}" for name in HASWELL.split(","))
-    named = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    named = {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": features,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
     run_tests(which, "prefill_attention", "int8", "products", **named)

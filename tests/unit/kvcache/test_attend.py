@@ -1,5 +1,5 @@
-"""A micro-batch's attention, prefill then decode, against full attention over what each row still holds; who leaves,
-against plain loops (tests/eviction has scores, ranks and every policy)."""
+"""A micro-batch's attention, prefill then decode, against full attention over what each row still
+holds; who leaves, against plain loops (tests/eviction has scores, ranks and every policy)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.rows import RowBudgets, SlotTable
 from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata, part_view
 
-HEADS, KV_HEADS, WIDTH, SCALE = 8, 2, 4, 0.5
+HEADS = 8
+KV_HEADS = 2
+WIDTH = 4
+SCALE = 0.5
 GROUP = HEADS // KV_HEADS
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -34,7 +37,11 @@ def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_qkv(tokens: int) -> Qkv:
-    return torch.randn(tokens, HEADS, WIDTH), torch.randn(tokens, KV_HEADS, WIDTH), torch.randn(tokens, KV_HEADS, WIDTH)
+    return (
+        torch.randn(tokens, HEADS, WIDTH),
+        torch.randn(tokens, KV_HEADS, WIDTH),
+        torch.randn(tokens, KV_HEADS, WIDTH),
+    )
 
 
 def cut_views(rows: int, slots: int, cuts: Sequence[int]) -> list[PartView]:
@@ -49,15 +56,16 @@ def cut_views(rows: int, slots: int, cuts: Sequence[int]) -> list[PartView]:
 
 
 def probabilities(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """q: (queries, group, d) of one kv-head, k: (columns, d), the last the newest query's own -> (g, queries, columns)
-    in fp64, with the whole matrix."""
+    """q: (queries, group, d) of one kv-head, k: (columns, d), the last the newest query's own ->
+    (g, queries, columns) in fp64, with the whole matrix."""
     scores = torch.einsum("qgd,kd->gqk", q.double(), k.double()) * SCALE
     future = torch.ones(len(q), len(k)).triu(len(k) - len(q) + 1).bool()
     return torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
 
 
 def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """All queries (n, heads, d) over the columns (m, kv_heads, d) up to their own. Returns (n, heads x d)."""
+    """All queries (n, heads, d) over the columns (m, kv_heads, d) up to their own. Returns (n,
+    heads x d)."""
     found = []
     for head in range(KV_HEADS):
         p = probabilities(q[:, head * GROUP : (head + 1) * GROUP], k[:, head])
@@ -74,14 +82,21 @@ def rows_of(counts: Sequence[int], steps: int, cuts: Sequence[int]) -> KVRows:
 
 def decode(rows: KVRows, new: Qkv, positions: torch.Tensor) -> torch.Tensor:
     out = torch.full((len(new[0]), HEADS * WIDTH), math.nan)
-    assert attend_slots(new, rows, rows.new_columns(rows.step_numbers(positions)), SCALE, out) is out
+    assert (
+        attend_slots(new, rows, rows.new_columns(rows.step_numbers(positions)), SCALE, out) is out
+    )
     return out.double()
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.lists(st.integers(0, 8), max_size=2), st.integers(0, 3))
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.lists(st.integers(0, 8), max_size=2),
+    st.integers(0, 3),
+)
 def test_generation_of_ragged_rows(counts: list[int], cuts: list[int], steps: int) -> None:
     """Each column in the slot of its position, and nothing behind them."""
-    rows, qkv = rows_of(counts, steps, cuts), random_qkv(sum(counts))
+    rows = rows_of(counts, steps, cuts)
+    qkv = random_qkv(sum(counts))
     history = [list(row) for row in zip(*(t.split(counts) for t in qkv), strict=True)]
     out = torch.full((sum(counts), HEADS * WIDTH), math.nan)
     assert attend_prompts(qkv, (PromptGroup(0, tuple(counts)),), rows, SCALE, out) is out
@@ -91,7 +106,9 @@ def test_generation_of_ragged_rows(counts: list[int], cuts: list[int], steps: in
         out = decode(rows, new, torch.tensor(counts) + step)
         for i, row in enumerate(history):
             row[1], row[2] = (torch.cat([row[j], new[j][i : i + 1]]) for j in (1, 2))
-            assert (out[i] - full_attention(new[0][i : i + 1], row[1], row[2])[0]).abs().max() < 1e-5
+            assert (
+                out[i] - full_attention(new[0][i : i + 1], row[1], row[2])[0]
+            ).abs().max() < 1e-5
     for stored, place in (("keys", 1), ("values", 2)):
         parts = [getattr(view, stored).transpose(0, 1).flatten(1, 2) for view in rows.views]
         whole = torch.cat(parts).view(len(counts), KV_HEADS, -1, WIDTH)
@@ -112,31 +129,51 @@ class ByScore(H2O):
 
 
 @given(st.integers(1, 4), st.lists(st.integers(0, 8), max_size=2), st.data())
-def test_the_lowest_rank_leaves_and_of_equals_the_oldest(count: int, cuts: list[int], data: st.DataObject) -> None:
-    """Never a sink, a recent column or an empty slot; rows have budgets and lengths of their own."""
+def test_the_lowest_rank_leaves_and_of_equals_the_oldest(
+    count: int, cuts: list[int], data: st.DataObject
+) -> None:
+    """Never a sink, a recent column or an empty slot; rows have budgets and lengths of their
+    own."""
     slots = 7
     one_row = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 3))
     limits = data.draw(st.lists(one_row, min_size=count, max_size=count))
     sinks, recent, more = (torch.tensor(t) for t in zip(*limits, strict=True))
     filled = torch.clamp(sinks + recent + 1 + more, max=slots)
     newest = filled + 4  # some columns are gone
-    positions, victims = torch.full((count * KV_HEADS, slots), 77).int(), torch.full((count * KV_HEADS,), -1).int()
-    metadata = SlotMetadata(positions, victims, scores=torch.full((count * KV_HEADS, slots), math.nan))
+    positions = torch.full((count * KV_HEADS, slots), 77).int()
+    victims = torch.full((count * KV_HEADS,), -1).int()
+    metadata = SlotMetadata(
+        positions, victims, scores=torch.full((count * KV_HEADS, slots), math.nan)
+    )
     assert metadata.scores is not None
     for row in range(len(metadata.positions)):
-        place, i = int(filled[row // KV_HEADS]), row // KV_HEADS
-        held = [*range(int(sinks[i])), *torch.randperm(int(newest[i]) - int(sinks[i])).add(int(sinks[i])).tolist()]
+        place = int(filled[row // KV_HEADS])
+        i = row // KV_HEADS
+        held = [
+            *range(int(sinks[i])),
+            *torch.randperm(int(newest[i]) - int(sinks[i])).add(int(sinks[i])).tolist(),
+        ]
         held = [*held[: place - 1], int(newest[i])]
         metadata.positions[row, :place] = torch.tensor(held)[torch.randperm(place)]
         metadata.scores[row, :place] = torch.randint(0, 3, (place,)).float()
-        metadata.positions[row, place:], metadata.scores[row, place:] = int(sinks[i]), -1.0  # left by an old row
-    ones, empty = torch.ones(count).long(), torch.zeros(1, count * KV_HEADS, slots, WIDTH)
+        # left by an old row
+        metadata.positions[row, place:] = int(sinks[i])
+        metadata.scores[row, place:] = -1.0
+    ones = torch.ones(count).long()
+    empty = torch.zeros(1, count * KV_HEADS, slots, WIDTH)
     whole = PartView(0, empty, empty, metadata)
-    views = [whole.part(a, b, a) for a, b in pairwise(sorted({0, whole.rows, *(c for c in cuts if c < whole.rows)}))]
+    views = [
+        whole.part(a, b, a)
+        for a, b in pairwise(sorted({0, whole.rows, *(c for c in cuts if c < whole.rows)}))
+    ]
     rows = KVRows(ByScore(), 5, KV_HEADS, RowBudgets(ones, sinks, ones, recent, filled), views)
     rank_victims(rows, newest, filled)
     columns = columns_of(rows, newest, filled)
-    assert columns.block == 5 and torch.equal(columns.newest, newest) and torch.equal(columns.heavy, ones)
+    assert (
+        columns.block == 5
+        and torch.equal(columns.newest, newest)
+        and torch.equal(columns.heavy, ones)
+    )
     assert columns.norms is None and columns.scores is not None  # what the policy records
     for row in range(count * KV_HEADS):
         i = row // KV_HEADS

@@ -1,4 +1,5 @@
-"""Eviction policies: how much is kept, what is refused, and what each ranks by, worked out by hand."""
+"""Eviction policies: how much is kept, what is refused, and what each ranks by, worked out by
+hand."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ NO_SHARES: tuple[Any, ...] = (0, -0.1, 1.5, math.nan, math.inf, True, "0.2", 10*
         (TriAttention, "positions", ("rolling",)),
     ],
 )
-def test_settings_that_are_refused(policy: type[Evicting], field: str, values: tuple[Any, ...]) -> None:
+def test_settings_that_are_refused(
+    policy: type[Evicting], field: str, values: tuple[Any, ...]
+) -> None:
     for value in values:
         with pytest.raises(UsageError, match=f"^{field}: "):
             policy(**{field: value})
@@ -122,13 +125,16 @@ def test_to_json_is_what_was_set(policy: type[Evicting]) -> None:
 
 @any_policy
 @given(
-    share=st.one_of(st.floats(0.01, 1), st.integers(1, 30)), recent=st.integers(1, 30), prompt=st.integers(1, 200),
+    share=st.one_of(st.floats(0.01, 1), st.integers(1, 30)),
+    recent=st.integers(1, 30),
+    prompt=st.integers(1, 200),
     block=st.integers(0, 3),
-)  # fmt: skip
+)
 def test_every_policy_keeps_as_many_columns(
     policy: type[Evicting], share: float, recent: int, prompt: int, block: int
 ) -> None:
-    """So that what is compared is their choice, not their budget; grace and sinks come out of it."""
+    """So that what is compared is their choice, not their budget; grace and sinks come out of
+    it."""
     settings: dict[str, Any] = {"heavy_ratio" if isinstance(share, float) else "heavy_size": share}
     settings["recent_size"] = recent
     expected = H2O(**settings).budget(prompt, 7, 0)
@@ -150,7 +156,10 @@ def test_every_policy_keeps_as_many_columns(
         (Random(heavy_size=4, recent_size=3), (0, 4, 3)),
         (H2ONorm(heavy_size=20, recent_size=20), (4, 16, 20)),
         (H2ONorm(heavy_size=20, recent_size=10), (4, 10, 16)),
-        (H2ONorm(heavy_size=20, recent_size=2), (4, 8, 10)),  # grace leaves half to the heavy hitters
+        (
+            H2ONorm(heavy_size=20, recent_size=2),
+            (4, 8, 10),
+        ),  # grace leaves half to the heavy hitters
         (H2ONorm(heavy_size=3, recent_size=2), (3, 0, 2)),
         (H2ONorm(heavy_size=9, recent_size=2, sinks=0, grace=0), (0, 9, 2)),
         (ValueH2O(heavy_size=20, recent_size=10), (4, 10, 16)),
@@ -164,11 +173,20 @@ def test_every_policy_keeps_as_many_columns(
         (Local(kv_budget=0.01), (0, 0, 1)),
         (Tova(kv_budget=0.1), (0, 13, 1)),
         (SnapKV(kv_budget=0.15), (0, 10, 11)),
-        (H2ONorm(kv_budget=0.1), (4, 2, 8)),  # a grace of 16 takes half of what sinks leave of 7 heavy ones
+        (
+            H2ONorm(kv_budget=0.1),
+            (4, 2, 8),
+        ),  # a grace of 16 takes half of what sinks leave of 7 heavy ones
         (ValueH2O(kv_budget=0.01), (0, 0, 1)),
-        (H2O(heavy_size=20, recent_size=10, protect=9), (9, 14, 7)),  # the others share 21 as they would share 30
+        (
+            H2O(heavy_size=20, recent_size=10, protect=9),
+            (9, 14, 7),
+        ),  # the others share 21 as they would share 30
         (H2O(heavy_size=20, recent_size=10, protect="none"), (0, 20, 10)),
-        (Local(heavy_size=20, recent_size=10, protect=2), (4, 2, 24)),  # its sinks are protected among them
+        (
+            Local(heavy_size=20, recent_size=10, protect=2),
+            (4, 2, 24),
+        ),  # its sinks are protected among them
         (Local(heavy_size=20, recent_size=10, protect=6), (6, 4, 20)),
         (Tova(heavy_size=60, recent_size=60, protect="prompt"), (100, 19, 1)),
         (H2O(kv_budget=0.8, protect="prompt"), (100, 6, 6)),
@@ -182,7 +200,10 @@ def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int
     ("sizes", "says"),
     [
         ({"kv_budget": 0.1}, "a sequence keeps 11 in all; give a larger --kv-budget, or"),
-        ({"heavy_size": 9, "recent_size": 2}, "a sequence keeps 11 in all; give a larger --hh-ratio or --hh-size, or"),
+        (
+            {"heavy_size": 9, "recent_size": 2},
+            "a sequence keeps 11 in all; give a larger --hh-ratio or --hh-size, or",
+        ),
     ],
 )
 def test_what_protected_columns_fill_is_named(sizes: dict[str, Any], says: str) -> None:
@@ -194,7 +215,10 @@ def test_what_protected_columns_fill_is_named(sizes: dict[str, Any], says: str) 
 @pytest.mark.parametrize(("protect", "columns"), [("prompt", 100), (30, 30), (31, 30)])
 def test_a_budget_that_protected_columns_fill_is_refused(protect: str | int, columns: int) -> None:
     policy = Random(heavy_size=columns // 2, recent_size=columns // 2, protect=protect)
-    with pytest.raises(UsageError, match=rf"^--protect {protect}: .*100 tokens, and a sequence keeps {columns} in all"):
+    with pytest.raises(
+        UsageError,
+        match=rf"^--protect {protect}: .*100 tokens, and a sequence keeps {columns} in all",
+    ):
         policy.budget(100, 40, 0)
     assert policy.budget(10, 40, 0).columns == columns  # all of a shorter prompt has room
 
@@ -203,14 +227,18 @@ packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (3, 4, 8,
 
 
 @given(
-    share=st.floats(0.02, 1), prompt=st.integers(1, 600), gen=st.integers(1, 600), packing=packings,
+    share=st.floats(0.02, 1),
+    prompt=st.integers(1, 600),
+    gen=st.integers(1, 600),
+    packing=packings,
     window=st.sampled_from([0, 4, 16]),
-)  # fmt: skip
+)
 def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
     share: float, prompt: int, gen: int, packing: KVPacking | None, window: int
 ) -> None:
     """By the bytes that a unit's layout has."""
-    tokens, sizes = prompt + gen, KVSizes(64, packing, window)
+    tokens = prompt + gen
+    sizes = KVSizes(64, packing, window)
     policy = with_sizes(H2O(kv_bytes=share), sizes)
     record = record_of(policy)
 
@@ -231,8 +259,11 @@ def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
 
 @any_policy
 @given(
-    share=st.floats(0.001, 1), prompt=st.integers(1, 300), gen=st.integers(1, 300), block=st.integers(0, 3)
-)  # fmt: skip
+    share=st.floats(0.001, 1),
+    prompt=st.integers(1, 300),
+    gen=st.integers(1, 300),
+    block=st.integers(0, 3),
+)
 def test_a_share_of_the_sequence_is_what_it_says(
     policy: type[Evicting], share: float, prompt: int, gen: int, block: int
 ) -> None:
@@ -246,15 +277,26 @@ def test_a_share_of_the_sequence_is_what_it_says(
 
 @any_policy
 @given(
-    prompt=st.integers(1, 200), gen=st.integers(1, 50), ratio=st.floats(0.01, 1), decoding=st.booleans(),
-    block=st.integers(0, 3), share=st.booleans(),
-)  # fmt: skip
+    prompt=st.integers(1, 200),
+    gen=st.integers(1, 50),
+    ratio=st.floats(0.01, 1),
+    decoding=st.booleans(),
+    block=st.integers(0, 3),
+    share=st.booleans(),
+)
 def test_slots_are_no_more_than_those_of_the_full_cache(
-    policy: type[Evicting], prompt: int, gen: int, ratio: float, decoding: bool, block: int, share: bool
+    policy: type[Evicting],
+    prompt: int,
+    gen: int,
+    ratio: float,
+    decoding: bool,
+    block: int,
+    share: bool,
 ) -> None:
     kept: dict[str, Any] = {"kv_budget" if share else "heavy_ratio": ratio}
     one = policy(**kept, while_decoding=decoding)
-    slots, columns = one.slots(prompt, gen, block), columns_of(one, prompt, gen, block)
+    slots = one.slots(prompt, gen, block)
+    columns = columns_of(one, prompt, gen, block)
     assert min(prompt, columns) <= slots <= Full().slots(prompt, gen)
     assert decoding is False or slots <= columns + 1
 
@@ -263,21 +305,32 @@ def test_slots_are_no_more_than_those_of_the_full_cache(
 
 
 def make_columns(
-    positions: Any, scores: Any = None, norms: Any = None, heavy: int = 2, newest: int = 9, leave: Any = None,
+    positions: Any,
+    scores: Any = None,
+    norms: Any = None,
+    heavy: int = 2,
+    newest: int = 9,
+    leave: Any = None,
     block: int = 0,
-) -> Columns:  # fmt: skip
+) -> Columns:
     """One sequence; lists are (kv_heads, n)."""
     place = torch.tensor([positions], dtype=torch.int32)
     return Columns(
-        block, place, torch.ones_like(place, dtype=torch.bool) if leave is None else torch.tensor([leave]),
-        torch.tensor([newest]), torch.tensor([heavy]),
-        None if scores is None else torch.tensor([scores]), None if norms is None else torch.tensor([norms]),
-    )  # fmt: skip
+        block,
+        place,
+        torch.ones_like(place, dtype=torch.bool) if leave is None else torch.tensor([leave]),
+        torch.tensor([newest]),
+        torch.tensor([heavy]),
+        None if scores is None else torch.tensor([scores]),
+        None if norms is None else torch.tensor([norms]),
+    )
 
 
 def test_value_h2o_chooses_one_half_by_score_and_one_by_score_times_value() -> None:
-    # All columns were seen once: positions do not count. Column 0 is protected, 1 and 2 have the best scores.
-    scores, norms = [[9.0, 4.0, 3.0, 2.0, 1.0, 0.0]], [[1.0, 0.1, 0.1, 1.0, 9.0, 50.0]]
+    # All columns were seen once: positions do not count. Column 0 is protected, 1 and 2 have the
+    # best scores.
+    scores = [[9.0, 4.0, 3.0, 2.0, 1.0, 0.0]]
+    norms = [[1.0, 0.1, 0.1, 1.0, 9.0, 50.0]]
     leave = [[False, True, True, True, True, True]]
     columns = make_columns([[9] * 6], scores, norms, heavy=4, newest=9, leave=leave)
     rank = ValueH2O().rank(columns)[0, 0]
@@ -293,7 +346,9 @@ def test_ranks_per_query_keep_what_may_not_leave() -> None:
     positions = torch.arange(40).expand(1, 1, 40).int()
     scores = torch.rand(1, 1, 40, generator=torch.Generator().manual_seed(0))
     may_leave = (positions >= 4) & (positions < 37)
-    columns = Columns(0, positions, may_leave, torch.tensor([39]), torch.tensor([8]), scores, scores)
+    columns = Columns(
+        0, positions, may_leave, torch.tensor([39]), torch.tensor([8]), scores, scores
+    )
     for policy in (H2ONorm(), ValueH2O()):
         kept = choose_kept(policy.rank(columns), 4, 37, 11)[0, 0].tolist()
         assert {0, 1, 2, 3, 37, 38, 39} <= set(kept) and len(set(kept)) == 11

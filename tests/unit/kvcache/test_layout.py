@@ -1,4 +1,5 @@
-"""Geometry of KV units: segments on pages, rows covered once, what moves of a part, bytes for overlay and record."""
+"""Geometry of KV units: segments on pages, rows covered once, what moves of a part, bytes for
+overlay and record."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ layouts = st.builds(
 )
 packed = st.builds(
     lambda layout, bits: replace(layout, packing=KVPacking.of(layout.width, bits)),
-    layouts, st.sampled_from([4, "4/3", "3/8"]),
-)  # fmt: skip
+    layouts,
+    st.sampled_from([4, "4/3", "3/8"]),
+)
 
 
 @given(layouts)
@@ -62,7 +64,9 @@ def test_areas(layout: UnitLayout) -> None:
 
 
 @given(few, few, all_shares)
-def test_rows_follow_the_shares(sequences: int, kv_heads: int, shares: tuple[float, float, float]) -> None:
+def test_rows_follow_the_shares(
+    sequences: int, kv_heads: int, shares: tuple[float, float, float]
+) -> None:
     layout = UnitLayout(sequences, kv_heads, 5, 8, 2, shares)
     for part in layout.parts:
         share = dict(zip(("device", "host", "disk"), shares, strict=True))[part.tier]
@@ -74,16 +78,24 @@ def test_rows_follow_the_shares(sequences: int, kv_heads: int, shares: tuple[flo
 def test_segments_are_equal_and_hold_every_slot(slots: int) -> None:
     layout = UnitLayout(1, 1, slots, 8, 2, (0.0, 1.0, 0.0))
     assert layout.segment_slots <= SEGMENT_SLOTS
-    assert (layout.segments - 1) * layout.segment_slots < slots <= layout.segments * layout.segment_slots
+    assert (
+        (layout.segments - 1) * layout.segment_slots
+        < slots
+        <= layout.segments * layout.segment_slots
+    )
     assert layout.segments * layout.segment_slots - slots < layout.segments
 
 
 # ---- what moves
 
 
-def live_bytes(layout: UnitLayout, index: int, sequences: int, columns: int) -> set[tuple[int, int]]:
-    """[start, end) of the rows that hold the first columns of the first sequences, area by area, one by one."""
-    part, areas = layout.parts[index], layout.area_bytes(layout.parts[index])
+def live_bytes(
+    layout: UnitLayout, index: int, sequences: int, columns: int
+) -> set[tuple[int, int]]:
+    """[start, end) of the rows that hold the first columns of the first sequences, area by area,
+    one by one."""
+    part = layout.parts[index]
+    areas = layout.area_bytes(layout.parts[index])
     live = min(part.rows, max(0, sequences * layout.kv_heads - part.start))
     rows = set()
     for segment in range(layout.segments):
@@ -95,15 +107,22 @@ def live_bytes(layout: UnitLayout, index: int, sequences: int, columns: int) -> 
 
 
 @given(layouts | packed, st.data())
-def test_live_ranges_hold_the_live_rows_and_no_other(layout: UnitLayout, data: st.DataObject) -> None:
+def test_live_ranges_hold_the_live_rows_and_no_other(
+    layout: UnitLayout, data: st.DataObject
+) -> None:
     """Pages are moved whole, so what two ranges share but a page's end is one range."""
     sequences = data.draw(st.integers(0, layout.sequences))
     columns = data.draw(st.integers(0, layout.slots))
     for index, part in enumerate(layout.parts):
-        ranges = [(start, start + size) for start, size in layout.live_ranges(part, sequences, columns)]
+        ranges = [
+            (start, start + size) for start, size in layout.live_ranges(part, sequences, columns)
+        ]
         live = live_bytes(layout, index, sequences, columns)
         assert all(start % PAGE == 0 and start < end for start, end in ranges)
-        assert all(start >= 0 and -(-end // PAGE) * PAGE <= layout.part_bytes(part) for start, end in ranges)
+        assert all(
+            start >= 0 and -(-end // PAGE) * PAGE <= layout.part_bytes(part)
+            for start, end in ranges
+        )
         # Apart by at least a page, so that neighbours whose pages touch are one range.
         assert all(-(-end // PAGE) * PAGE < start for (_, end), (start, _) in pairwise(ranges))
         assert all(any(a <= start and end <= b for a, b in ranges) for start, end in live)
@@ -118,6 +137,8 @@ def test_live_ranges_hold_the_live_rows_and_no_other(layout: UnitLayout, data: s
     ("record", "streamed", "segments"),
     [(NO_RECORD, True, 4), (NO_RECORD, False, 1), (SCORED, True, 1), (SCORED, False, 1)],
 )
-def test_only_a_cache_that_grows_and_travels_is_cut(record: RowRecord, streamed: bool, segments: int) -> None:
+def test_only_a_cache_that_grows_and_travels_is_cut(
+    record: RowRecord, streamed: bool, segments: int
+) -> None:
     layout = UnitLayout(2, 4, 3 * SEGMENT_SLOTS + 1, 8, 2, (0.0, 1.0, 0.0), record, streamed)
     assert layout.segments == segments and layout.segments * layout.segment_slots >= layout.slots

@@ -1,4 +1,5 @@
-"""Rows of a KV unit: where columns lie, where new ones go, what waits in RAM, and rows that are moved."""
+"""Rows of a KV unit: where columns lie, where new ones go, what waits in RAM, and rows that are
+moved."""
 
 from __future__ import annotations
 
@@ -16,13 +17,25 @@ from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.rows import SlotTable, plan_moves
-from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata, move_rows, part_view, put_columns, split_views
+from flexgen_h2o.kvcache.slots import (
+    KVRows,
+    PartView,
+    SlotMetadata,
+    move_rows,
+    part_view,
+    put_columns,
+    split_views,
+)
 from flexgen_h2o.kvcache.store import Overlay
 
-WIDTH, DTYPE, BLOCKS = 4, torch.float32, 3
+WIDTH = 4
+DTYPE = torch.float32
+BLOCKS = 3
 HOST = (0.0, 1.0, 0.0)
 slot_counts = st.sampled_from([1, 3, SEGMENT_SLOTS, SEGMENT_SLOTS + 1, 2 * SEGMENT_SLOTS + 3])
-batches = st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1))))
+batches = st.integers(1, 12).flatmap(
+    lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))
+)
 
 
 # ---- columns in their slots
@@ -49,10 +62,14 @@ def test_parts_begin_in_the_bytes_they_are_given() -> None:
 def test_keys_and_values_of_other_bits_begin_behind_each_other() -> None:
     layout = replace(one_part(3, 2 * SEGMENT_SLOTS)[0], width=32, packing=KVPacking.of(32, "8/3"))
     (part,) = layout.parts
-    data, (keys, values) = torch.zeros(layout.part_bytes(part), dtype=torch.uint8), layout.area_bytes(part)
-    view, starts = part_view(layout, part, data, DTYPE), (0, keys, keys + values, 2 * keys + values)
+    data = torch.zeros(layout.part_bytes(part), dtype=torch.uint8)
+    keys, values = layout.area_bytes(part)
+    view = part_view(layout, part, data, DTYPE)
+    starts = (0, keys, keys + values, 2 * keys + values)
     assert keys != values
-    for start, area in zip(starts, (view.keys[0], view.values[0], view.keys[1], view.values[1]), strict=True):
+    for start, area in zip(
+        starts, (view.keys[0], view.values[0], view.keys[1], view.values[1]), strict=True
+    ):
         assert area.data_ptr() == data.data_ptr() + start and area.is_contiguous()
 
 
@@ -61,18 +78,25 @@ def test_keys_and_values_of_other_bits_begin_behind_each_other() -> None:
 
 def make_overlay(layout: UnitLayout) -> Overlay:
     (part,) = layout.parts
-    memory = torch.full((layout.overlay_bytes(part),), 255, dtype=torch.uint8)  # what it held before is no column
+    memory = torch.full(
+        (layout.overlay_bytes(part),), 255, dtype=torch.uint8
+    )  # what it held before is no column
     return Overlay(layout, part, memory, DTYPE)
 
 
 @given(st.integers(1, 4), slot_counts, st.integers(0, WRITE_BACK_STEPS), st.data())
-def test_waiting_columns_are_put_over_what_was_written(rows: int, slots: int, steps: int, data: st.DataObject) -> None:
-    """Any slots in any order, the same slot again too; then by fewer rows; and nothing once it is cleared."""
+def test_waiting_columns_are_put_over_what_was_written(
+    rows: int, slots: int, steps: int, data: st.DataObject
+) -> None:
+    """Any slots in any order, the same slot again too; then by fewer rows; and nothing once it is
+    cleared."""
     layout, view = one_part(rows, slots, fill=0.5)
     overlay = make_overlay(layout)
     for _ in range(steps):
         assert not overlay.is_full
-        where = torch.tensor(data.draw(st.lists(st.integers(0, slots - 1), min_size=rows, max_size=rows)))
+        where = torch.tensor(
+            data.draw(st.lists(st.integers(0, slots - 1), min_size=rows, max_size=rows))
+        )
         put_columns(view, where, torch.randn(rows, WIDTH), torch.randn(rows, WIDTH))
         overlay.add(view, where)
     assert overlay.is_full is (steps == WRITE_BACK_STEPS)
@@ -99,18 +123,26 @@ def test_the_moves_make_the_order_that_is_named(batch: tuple[int, set[int]]) -> 
     places: list[int | None] = [None if i in leaving else i for i in range(count)]
     for source, target in moves:
         assert places[target] is None and places[source] is not None
-        places[target], places[source] = places[source], None
+        places[target] = places[source]
+        places[source] = None
     assert places == [*order, *[None] * len(leaving)]
-    assert all(order[i] == i for i in range(len(order)) if i not in leaving)  # no row moves that could have stayed
+    assert all(
+        order[i] == i for i in range(len(order)) if i not in leaving
+    )  # no row moves that could have stayed
 
 
 def random_views(rows: int, slots: int, cuts: Sequence[int], has_metadata: bool) -> list[PartView]:
     """Parts cut anywhere, in the middle of a sequence's heads too."""
-    keys, values = torch.randn(2, rows, slots, WIDTH), torch.randn(2, rows, slots, WIDTH)
+    keys = torch.randn(2, rows, slots, WIDTH)
+    values = torch.randn(2, rows, slots, WIDTH)
     positions = torch.randint(0, 99, (rows, slots), dtype=torch.int32)
-    metadata = SlotMetadata(positions, positions[:, 0].clone(), torch.randn(rows, slots), torch.randn(rows, slots))
+    metadata = SlotMetadata(
+        positions, positions[:, 0].clone(), torch.randn(rows, slots), torch.randn(rows, slots)
+    )
     whole = PartView(0, keys, values, metadata if has_metadata else None)
-    return [whole.part(a, b, a) for a, b in pairwise(sorted({0, rows, *(c for c in cuts if c < rows)}))]
+    return [
+        whole.part(a, b, a) for a, b in pairwise(sorted({0, rows, *(c for c in cuts if c < rows)}))
+    ]
 
 
 def joined(views: Sequence[PartView]) -> list[torch.Tensor]:
@@ -133,7 +165,8 @@ def test_rows_arrive_whole_across_parts(
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=2), st.data())
 def test_views_are_split_at_any_row(rows: int, cuts: list[int], data: st.DataObject) -> None:
-    views, row = random_views(rows, 3, cuts, True), data.draw(st.integers(0, rows))
+    views = random_views(rows, 3, cuts, True)
+    row = data.draw(st.integers(0, rows))
     before, behind = split_views(views, row)
     for half, first, count in ((before, 0, row), (behind, row, rows - row)):
         assert [v.start for v in half] == [0, *(v.end for v in half)][: len(half)]
@@ -151,10 +184,24 @@ def test_views_are_split_at_any_row(rows: int, cuts: list[int], data: st.DataObj
 budgets = st.tuples(st.integers(1, 6), st.integers(1, 6))
 policies = st.one_of(
     st.just(Full()),
-    st.builds(lambda b, w: H2O(heavy_size=b[0], recent_size=b[1], while_decoding=w), budgets, st.booleans()),
-    st.builds(lambda b, sinks: Local(heavy_size=b[0], recent_size=b[1], sinks=sinks), budgets, st.integers(0, 4)),
-    st.builds(lambda ratio, w: SnapKV(heavy_ratio=ratio, while_decoding=w), st.floats(0.01, 1), st.booleans()),
-    st.builds(lambda share, w: H2O(kv_budget=share, while_decoding=w), st.floats(0.01, 1), st.booleans()),
+    st.builds(
+        lambda b, w: H2O(heavy_size=b[0], recent_size=b[1], while_decoding=w),
+        budgets,
+        st.booleans(),
+    ),
+    st.builds(
+        lambda b, sinks: Local(heavy_size=b[0], recent_size=b[1], sinks=sinks),
+        budgets,
+        st.integers(0, 4),
+    ),
+    st.builds(
+        lambda ratio, w: SnapKV(heavy_ratio=ratio, while_decoding=w),
+        st.floats(0.01, 1),
+        st.booleans(),
+    ),
+    st.builds(
+        lambda share, w: H2O(kv_budget=share, while_decoding=w), st.floats(0.01, 1), st.booleans()
+    ),
 )
 workloads = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=4)
 KV_HEADS = 2
@@ -164,8 +211,10 @@ KV_HEADS = 2
 def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
     policy: Eviction, workload: list[tuple[int, int]], block: int, cuts: list[int]
 ) -> None:
-    """The next free slot, or the victim's; as many slots as the row was given, each of them filled in the end."""
-    count, record = len(workload), policy.needs.record
+    """The next free slot, or the victim's; as many slots as the row was given, each of them filled
+    in the end."""
+    count = len(workload)
+    record = policy.needs.record
     table = SlotTable(policy, workload, BLOCKS)
     views = random_views(count * KV_HEADS, table.most_slots(block), cuts, bool(record))
     rows = KVRows(policy, block, KV_HEADS, table.at(block), views)
@@ -178,7 +227,11 @@ def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
         for view in views:
             if view.metadata is not None:
                 view.metadata.victims.random_(0, 5)
-        victims = torch.cat([v.metadata.victims for v in views if v.metadata is not None]) if record else None
+        victims = (
+            torch.cat([v.metadata.victims for v in views if v.metadata is not None])
+            if record
+            else None
+        )
         new = rows.new_columns(rows.step_numbers(prompts + step))
         free = [h if h < r else None for h, r in zip(held, room, strict=True)]
         held = [min(h + 1, r) for h, r in zip(held, room, strict=True)]
@@ -187,7 +240,9 @@ def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
         assert slots.dtype == torch.int64 and [len(s) for s in new.slots] == [v.rows for v in views]
         for row, slot in enumerate(slots.tolist()):
             expected = free[row // KV_HEADS]
-            assert slot == (int(victims[row]) if expected is None and victims is not None else expected)
+            assert slot == (
+                int(victims[row]) if expected is None and victims is not None else expected
+            )
     if len({gen for _, gen in workload}) == 1 and workload[0][1] > 1:
         assert held == room
 
@@ -204,9 +259,12 @@ def test_tables_follow_rows_that_leave_and_enter() -> None:
     table.admit([(40, 3), (9, 1)])
     rows = [*(sizes[i] for i in order), (40, 3), (9, 1)]
     for block in range(BLOCKS):
-        mine, budget = table.at(block), [policy.budget(*row, block) for row in rows]
+        mine = table.at(block)
+        budget = [policy.budget(*row, block) for row in rows]
         assert mine.prompts.tolist() == [30, 8, 20, 40, 9]
-        assert mine.heavy.tolist() == [b.heavy for b in budget] and mine.recent.tolist() == [b.recent for b in budget]
+        assert mine.heavy.tolist() == [b.heavy for b in budget] and mine.recent.tolist() == [
+            b.recent for b in budget
+        ]
         assert mine.slots.tolist() == [policy.slots(*row, block) for row in rows]
         assert table.most_slots(block) == int(mine.slots.max())
         assert torch.equal(mine.select(slice(3, None)).heavy, mine.heavy[3:])

@@ -1,4 +1,5 @@
-"""KV units on real tiers against plain tensors: prefill, many decode columns, write-back, rows that leave.
+"""KV units on real tiers against plain tensors: prefill, many decode columns, write-back, rows that
+leave.
 
 Segments are short here, so that a few columns are several of them.
 """
@@ -30,9 +31,15 @@ from tests.parity.cases import thinned
 
 pytestmark = pytest.mark.timeout(60)
 
-BLOCKS, KV_HEADS, WIDTH, DTYPE = 2, 2, 32, torch.bfloat16
+BLOCKS = 2
+KV_HEADS = 2
+WIDTH = 32
+DTYPE = torch.bfloat16
 COLUMN = 2 * KV_HEADS * WIDTH * DTYPE.itemsize  # bytes of the key and the value of one token
-LARGEST_ROWS, MOST_SLOTS, BATCHES, DEPTH = 7, 80, 2, 3
+LARGEST_ROWS = 7
+MOST_SLOTS = 80
+BATCHES = 2
+DEPTH = 3
 RECORD = ("positions", "scores", "norms")
 ENOUGH = 10**6  # slots: no row ever fills them
 
@@ -71,22 +78,34 @@ class PlainRow:
 def random_columns(count: int, start: int) -> dict[str, torch.Tensor]:
     found = {name: torch.randn(KV_HEADS, count, WIDTH).to(DTYPE) for name in ("keys", "values")}
     found |= {name: torch.randn(KV_HEADS, count) for name in ("scores", "norms")}
-    return found | {"positions": torch.arange(start, start + count, dtype=torch.int32).expand(KV_HEADS, count).clone()}
+    return found | {
+        "positions": torch.arange(start, start + count, dtype=torch.int32)
+        .expand(KV_HEADS, count)
+        .clone()
+    }
 
 
 Changes = dict[tuple[int, int], list[int]]  # by (sweep, micro-batch)
-History = dict[tuple[int, int], list[PlainRow]]  # (block, micro-batch): its sequences, by their place now
+History = dict[
+    tuple[int, int], list[PlainRow]
+]  # (block, micro-batch): its sequences, by their place now
 
 
 class Bench:
-    """A store with arenas for the largest block. `budgets`: slots that a row of each transformer block fills."""
+    """A store with arenas for the largest block. `budgets`: slots that a row of each transformer
+    block fills."""
 
     def __init__(
-        self, folder: Path, place: str, budgets: Sequence[int] = (ENOUGH, ENOUGH), record: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        place: str,
+        budgets: Sequence[int] = (ENOUGH, ENOUGH),
+        record: tuple[str, ...] = (),
     ) -> None:
         kind, self.shares, on_host = PLACES[place]
         device = kind()
-        self.budgets, self.record = budgets, record
+        self.budgets = budgets
+        self.record = record
         self.lanes = Lanes({"disk_read": 2, "disk_write": 1, "h2d": 1, "d2h": 1}, Timeline())
         self.scratch = Scratch(folder)
         largest = self.layout(LARGEST_ROWS, MOST_SLOTS)
@@ -95,18 +114,26 @@ class Bench:
         memory = {tier: host_buffer(n) for tier, n in homes.items() if tier != "disk"}
         metadata: Counter[str] = Counter()
         for part in largest.parts:
-            where = ("host" if on_host else "device") if is_streamed(part.tier, on_host) else part.tier
+            where = (
+                ("host" if on_host else "device") if is_streamed(part.tier, on_host) else part.tier
+            )
             metadata[where] += units * (largest.metadata_bytes(part) + 64)
         arenas = {tier: host_buffer(n) for tier, n in metadata.items()}
-        overlay = host_buffer(sum(units * largest.overlay_bytes(p) for p in largest.parts if p.tier == "disk"))
+        overlay = host_buffer(
+            sum(units * largest.overlay_bytes(p) for p in largest.parts if p.tier == "disk")
+        )
         self.file = self.scratch.create("cache.bin", homes["disk"]) if "disk" in homes else None
-        self.store = CacheStore(Mover(device, self.lanes), DTYPE, memory, self.file, overlay, arenas, on_host)
+        self.store = CacheStore(
+            Mover(device, self.lanes), DTYPE, memory, self.file, overlay, arenas, on_host
+        )
         self.ring = Ring(host_buffer(DEPTH * sum(largest.part_bytes(p) for p in largest.parts)))
         for buffer in (*memory.values(), *arenas.values(), overlay):
             buffer.fill_(255)  # empty slots hold no numbers
 
     def layout(self, sequences: int, slots: int) -> UnitLayout:
-        return UnitLayout(sequences, KV_HEADS, slots, WIDTH, DTYPE.itemsize, self.shares, RowRecord(self.record))
+        return UnitLayout(
+            sequences, KV_HEADS, slots, WIDTH, DTYPE.itemsize, self.shares, RowRecord(self.record)
+        )
 
     def close(self) -> None:
         self.lanes.close()
@@ -115,15 +142,24 @@ class Bench:
         self.scratch.close()
 
     def run_block(
-        self, prompts: list[list[int]], sweeps: int, leaving: Changes, entering: Changes | None = None
+        self,
+        prompts: list[list[int]],
+        sweeps: int,
+        leaving: Changes,
+        entering: Changes | None = None,
     ) -> None:
-        """`prompts`: columns that stay of each, by micro-batch; `leaving`: who leaves after (sweep, micro-batch).
+        """`prompts`: columns that stay of each, by micro-batch; `leaving`: who leaves after (sweep,
+        micro-batch).
 
-        entering: the prompts that come then. They take the places that are free behind the others, as far as there are.
+        entering: the prompts that come then. They take the places that are free behind the others,
+        as far as there are.
         """
         entering = entering or {}
         most = max([n for p in prompts for n in p] + [n for p in entering.values() for n in p])
-        layouts = [[self.layout(len(n), min(budget, most + sweeps)) for n in prompts] for budget in self.budgets]
+        layouts = [
+            [self.layout(len(n), min(budget, most + sweeps)) for n in prompts]
+            for budget in self.budgets
+        ]
         self.store.begin_block(layouts, [len(n) for n in prompts])
         history: History = {(b, k): [] for b in range(BLOCKS) for k in range(len(prompts))}
         live = [list(lengths) for lengths in prompts]
@@ -147,7 +183,9 @@ class Bench:
         stream.drain()
         self.store.settle()
 
-    def step(self, key: CacheKey, stream: Stream[CacheKey], rows: list[PlainRow], prompts: list[int]) -> None:
+    def step(
+        self, key: CacheKey, stream: Stream[CacheKey], rows: list[PlainRow], prompts: list[int]
+    ) -> None:
         region = stream.take(key)
         views, whole = self.store.open(key, region)
         assert sum(view.rows for view in views) == len(prompts) * KV_HEADS
@@ -168,7 +206,8 @@ class Bench:
         stream.give_back(region, self.store.close(key, region, columns, taken, lambda: NOTHING))
 
     def _grow(self, row: PlainRow, budget: int) -> torch.Tensor:
-        """The slot of each kv-head that the row's next column takes: the next free one, else any."""
+        """The slot of each kv-head that the row's next column takes: the next free one, else
+        any."""
         new = random_columns(1, row.length)
         row.length += 1
         if row.filled < budget:
@@ -184,15 +223,22 @@ class Bench:
     def _put_prompt(self, views: list[PartView], place: int, row: PlainRow) -> None:
         for head in range(KV_HEADS):
             view, at = find(views, place * KV_HEADS + head)
-            put_first_columns(view, at, at + 1, row.keys[head : head + 1], row.values[head : head + 1])
+            put_first_columns(
+                view, at, at + 1, row.keys[head : head + 1], row.values[head : head + 1]
+            )
             for name in self.record:
                 getattr(view.metadata, name)[at, : row.filled] = getattr(row, name)[head]
 
-    def _put_new(self, views: list[PartView], rows: list[PlainRow], slots: torch.Tensor) -> list[torch.Tensor]:
-        """Write the newest column of each row to its slots (sequences, kv_heads); returns them view by view."""
+    def _put_new(
+        self, views: list[PartView], rows: list[PlainRow], slots: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Write the newest column of each row to its slots (sequences, kv_heads); returns them view
+        by view."""
         heads = torch.arange(KV_HEADS)
         new = {
-            name: torch.cat([getattr(row, name)[heads, s] for row, s in zip(rows, slots, strict=True)])
+            name: torch.cat(
+                [getattr(row, name)[heads, s] for row, s in zip(rows, slots, strict=True)]
+            )
             for name in ("keys", "values", *self.record)
         }
         taken = []
@@ -218,7 +264,9 @@ def check(views: list[PartView], rows: list[PlainRow]) -> None:
             assert torch.equal(view.values[:, at].flatten(0, 1)[: row.filled], row.values[head])
             if view.metadata is not None:
                 for name in RECORD:
-                    assert torch.equal(getattr(view.metadata, name)[at, : row.filled], getattr(row, name)[head])
+                    assert torch.equal(
+                        getattr(view.metadata, name)[at, : row.filled], getattr(row, name)[head]
+                    )
 
 
 # ---- the tests
@@ -227,7 +275,8 @@ def check(views: list[PartView], rows: list[PlainRow]) -> None:
 SEGMENT = 8
 PROMPTS = [[3, 9, 4, 1, 6, 2, 5], [8, 8, 1]]
 # Slots a row in each of the two blocks: of the full cache, and of one that drops columns.
-FULL, EVICTING = (ENOUGH, ENOUGH), (7, 12)
+FULL = (ENOUGH, ENOUGH)
+EVICTING = (7, 12)
 OpenBench = Callable[..., Bench]
 
 
@@ -257,23 +306,48 @@ places = pytest.mark.parametrize(("place", "budgets"), thinned(WHERE, 2))
 
 
 @places
-def test_columns_come_back_while_rows_leave_and_enter(bench: OpenBench, place: str, budgets: tuple[int, int]) -> None:
-    """Rows leave before any column waits, while some wait, at the write-back itself, and a whole micro-batch at once.
+def test_columns_come_back_while_rows_leave_and_enter(
+    bench: OpenBench, place: str, budgets: tuple[int, int]
+) -> None:
+    """Rows leave before any column waits, while some wait, at the write-back itself, and a whole
+    micro-batch at once.
 
-    Others enter where some have left and where there was room: a whole micro-batch, longer ones than any before, one
-    a sweep. Columns are overwritten where rows are full, the same slot many times while it waits in RAM.
+    Others enter where some have left and where there was room: a whole micro-batch, longer ones
+    than any before, one a sweep. Columns are overwritten where rows are full, the same slot many
+    times while it waits in RAM.
     """
     one = bench(place, budgets)
-    leaving = {(0, 0): [1], (3, 0): [0, 5], (3, 1): [2], (WRITE_BACK_STEPS, 1): [0], (20, 1): [0], (25, 0): [3]}
+    leaving = {
+        (0, 0): [1],
+        (3, 0): [0, 5],
+        (3, 1): [2],
+        (WRITE_BACK_STEPS, 1): [0],
+        (20, 1): [0],
+        (25, 0): [3],
+    }
     one.run_block(PROMPTS, 2 * WRITE_BACK_STEPS + 4, leaving)
-    leaving = {(0, 0): [1], (3, 0): [0, 5], (3, 1): [0, 1, 2], (9, 0): [0, 1, 2, 3, 4, 5, 6], (20, 1): [1]}
-    entering = {(0, 0): [4], (4, 0): [30, 2], (3, 1): [2, 33], (9, 0): [1, 38, 7], (10, 0): [5], (11, 0): [6]}
+    leaving = {
+        (0, 0): [1],
+        (3, 0): [0, 5],
+        (3, 1): [0, 1, 2],
+        (9, 0): [0, 1, 2, 3, 4, 5, 6],
+        (20, 1): [1],
+    }
+    entering = {
+        (0, 0): [4],
+        (4, 0): [30, 2],
+        (3, 1): [2, 33],
+        (9, 0): [1, 38, 7],
+        (10, 0): [5],
+        (11, 0): [6],
+    }
     one.run_block(PROMPTS, WRITE_BACK_STEPS + 12, leaving, entering)
 
 
 @places
 def test_blocks_follow_one_another(bench: OpenBench, place: str, budgets: tuple[int, int]) -> None:
-    """The first block is the longest; later ones find its bytes in every home, and rows leave early."""
+    """The first block is the longest; later ones find its bytes in every home, and rows leave
+    early."""
     one = bench(place, budgets)
     one.run_block([[38, 30, 31, 38, 30, 33, 38], [22, 25, 20]], 20, {(18, 0): [3]})
     one.run_block([[3, 9, 4, 1, 6, 2], [8, 1, 4]], 8, {(2, 0): [1], (2, 1): [1]})
@@ -285,7 +359,9 @@ def test_blocks_follow_one_another(bench: OpenBench, place: str, budgets: tuple[
 
 def moved(layout: UnitLayout, sequences: int, columns: int) -> int:
     """Bytes of the segments that hold the first columns."""
-    return sum(size for part in layout.parts for _, size in layout.live_ranges(part, sequences, columns))
+    return sum(
+        size for part in layout.parts for _, size in layout.live_ranges(part, sequences, columns)
+    )
 
 
 def in_pages(layout: UnitLayout, sequences: int, columns: int) -> int:
@@ -299,7 +375,8 @@ def test_a_disk_unit_is_written_after_prefill_and_then_every_so_many_steps(
     bench: OpenBench, place: str, budgets: tuple[int, int]
 ) -> None:
     """Only the segments that are filled by then: 3 columns of the prompt, then one more a sweep."""
-    one, sweeps = bench(place, budgets), 1 + 2 * WRITE_BACK_STEPS + 3
+    one = bench(place, budgets)
+    sweeps = 1 + 2 * WRITE_BACK_STEPS + 3
     one.run_block([[3] * 4], sweeps, {})
     one.lanes.close()  # all writes are done
     writes = reads = values_read = 0
@@ -310,14 +387,16 @@ def test_a_disk_unit_is_written_after_prefill_and_then_every_so_many_steps(
         for sweep in range(1, sweeps):
             reads += in_pages(layout, 4, min(budget, 3 + sweep - 1))
             values_read += moved(layout, 4, min(budget, 3 + sweep - 1))
-    found, crossing = one.lanes.bytes_moved, place == "disk, brought"
+    found = one.lanes.bytes_moved
+    crossing = place == "disk, brought"
     assert (found["disk_write"], found["disk_read"]) == (writes, reads)
     assert (found["d2h"], found["h2d"]) == (writes * crossing, values_read * crossing)
 
 
 @pytest.mark.parametrize("budgets", [FULL, EVICTING], ids=["full", "evicting"])
 def test_only_new_columns_go_back_to_the_host(bench: OpenBench, budgets: tuple[int, int]) -> None:
-    """And what comes of a full cache is the segments that are filled, one more when columns grow over a border."""
+    """And what comes of a full cache is the segments that are filled, one more when columns grow
+    over a border."""
     one = bench("host, brought", budgets)
     one.run_block([[5] * 4], 21, {})
     one.lanes.close()
@@ -337,10 +416,16 @@ def test_rows_that_left_are_not_brought(bench: OpenBench) -> None:
     one.run_block([[5] * 6], 4, {(0, 0): [0, 1, 2], (1, 0): [2]})
     one.lanes.close()
     layout = one.layout(6, 9)
-    # Already on its way when the first three leave: a load of all six; from then on those that were left at its start.
+    # Already on its way when the first three leave: a load of all six; from then on those that were
+    # left at its start.
     least = sum(moved(layout, rows, n) for rows, n in ((3, 5), (3, 6), (2, 7)))
     most = sum(moved(layout, rows, n) for rows, n in ((6, 5), (3, 6), (3, 7)))
-    assert BLOCKS * least <= one.lanes.bytes_moved["h2d"] <= BLOCKS * most < BLOCKS * 3 * moved(layout, 6, 7)
+    assert (
+        BLOCKS * least
+        <= one.lanes.bytes_moved["h2d"]
+        <= BLOCKS * most
+        < BLOCKS * 3 * moved(layout, 6, 7)
+    )
 
 
 @pytest.mark.parametrize(("place", "budgets"), [("host", EVICTING), ("device", FULL)])

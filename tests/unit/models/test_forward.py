@@ -1,4 +1,5 @@
-"""The forward of every family's layers, on matrices in one piece and in row parts, against transformers."""
+"""The forward of every family's layers, on matrices in one piece and in row parts, against
+transformers."""
 
 from __future__ import annotations
 
@@ -25,14 +26,24 @@ from tests.parity.cases import FAMILY_SHAPES
 from tests.parity.reference import random_model, stored_tensors
 
 SHAPE = {
-    "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "ffn_dim": 40, "max_position_embeddings": 32,
-    "num_attention_heads": 3, "word_embed_proj_dim": 24, "init_std": 0.2, "dropout": 0.0,
-}  # fmt: skip
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "ffn_dim": 40,
+    "max_position_embeddings": 32,
+    "num_attention_heads": 3,
+    "word_embed_proj_dim": 24,
+    "init_std": 0.2,
+    "dropout": 0.0,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "post-norm, narrow": {"word_embed_proj_dim": 10, "do_layer_norm_before": False},
     "galactica": {"activation_function": "gelu", "enable_bias": False},
-    "untied, norms without weights": {"tie_word_embeddings": False, "layer_norm_elementwise_affine": False},
+    "untied, norms without weights": {
+        "tie_word_embeddings": False,
+        "layer_norm_elementwise_affine": False,
+    },
 }
 Split = Callable[[torch.Tensor], RowParts]
 
@@ -48,9 +59,12 @@ def in_three(t: torch.Tensor) -> RowParts:
     return tuple(map(DenseRows, t.split(sizes)))
 
 
-def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tensor, split: Split) -> torch.Tensor:
+def logits_of(
+    spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tensor, split: Split
+) -> torch.Tensor:
     """The model's layers one after the other, as the executor calls them for one prompt."""
-    family, n = family_of(spec), len(ids)
+    family = family_of(spec)
+    n = len(ids)
     sizes = workspace_sizes(spec, BlockShape(rows=n, micro_batches=1, tokens=n, slots=(n,)), 4)
     ws = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8), sizes, torch.float32)
 
@@ -83,23 +97,30 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
         elif spec.experts_of(i):
             assert spec.experts is not None
             size = (n, spec.experts.per_token)
-            hidden = Hidden(x, torch.zeros_like(x), torch.empty(size, dtype=torch.int32), torch.empty(size))
+            hidden = Hidden(
+                x, torch.zeros_like(x), torch.empty(size, dtype=torch.int32), torch.empty(size)
+            )
             family.route(spec, roles(attention), hidden, ws)
             (counts,) = count_choices(hidden.chosen, [n], spec.experts.count)
             hidden = hidden._replace(counts=counts)
             sort_choices(hidden)
             for group in (range(2), range(2, spec.experts.count)):
-                tensors_of_group = spec.experts.inputs[i] + tuple(t for e in group for t in spec.experts_of(i)[e])
+                tensors_of_group = spec.experts.inputs[i] + tuple(
+                    t for e in group for t in spec.experts_of(i)[e]
+                )
                 family.experts(spec, roles(tensors_of_group), group, hidden, ws)
             x += hidden.mixed
-    before, logits = x.clone(), torch.empty(n, spec.vocab_size)
+    before = x.clone()
+    logits = torch.empty(n, spec.vocab_size)
     family.head(spec, roles(spec.embedding + spec.head), x, logits, ws)
     assert torch.equal(x, before)  # the head leaves the hidden states as they are
     return logits
 
 
 @pytest.mark.parametrize(("kind", "split"), zip(KINDS, cycle((in_three, whole)), strict=False))
-def test_logits_equal_transformers(kind: str, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_transformers(
+    kind: str, split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = OPTConfig(**{**SHAPE, **KINDS[kind]})
     model = OPTForCausalLM(config).eval()
     with torch.no_grad():
@@ -109,8 +130,12 @@ def test_logits_equal_transformers(kind: str, split: Split, monkeypatch: pytest.
     assert_logits(model, split, monkeypatch)
 
 
-@pytest.mark.parametrize(("shape", "split"), zip(FAMILY_SHAPES, cycle((whole, in_three)), strict=False))
-def test_logits_of_other_families(shape: str, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "split"), zip(FAMILY_SHAPES, cycle((whole, in_three)), strict=False)
+)
+def test_logits_of_other_families(
+    shape: str, split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert_logits(random_model(**FAMILY_SHAPES[shape]), split, monkeypatch)
 
 
@@ -118,7 +143,8 @@ def test_queries_are_normed_over_as_much_as_the_weight_is_long() -> None:
     """Each head of 8 as in Qwen3, or all three together as in OLMoE."""
     spec = spec_from_config("m", random_model(**FAMILY_SHAPES["qwen3"]).config.to_dict(), "here")
     for width, theirs in ((8, Qwen3RMSNorm(8)), (24, OlmoeRMSNorm(24))):
-        found, weight = torch.randn(5, 24), torch.randn(width)
+        found = torch.randn(5, 24)
+        weight = torch.randn(width)
         theirs.load_state_dict({"weight": weight})
         want = theirs(found.view(5, -1, width)).view(5, 24)
         llama.norm_heads(spec, {"q_norm.weight": whole(weight)}, "q_norm", found)
@@ -130,8 +156,13 @@ def test_queries_are_normed_over_as_much_as_the_weight_is_long() -> None:
 
 @torch.no_grad()
 def assert_logits(model: PreTrainedModel, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 11 tokens: two whole chunks and a short one, and more of those that norms and rotations see."""
-    for name, count in (("models.layers.TOKEN", 4), ("kernels.elementwise.NORM", 3), ("kernels.elementwise.ROTARY", 2)):
+    """Of 11 tokens: two whole chunks and a short one, and more of those that norms and rotations
+    see."""
+    for name, count in (
+        ("models.layers.TOKEN", 4),
+        ("kernels.elementwise.NORM", 3),
+        ("kernels.elementwise.ROTARY", 2),
+    ):
         monkeypatch.setattr(f"flexgen_h2o.{name}_CHUNK", count)
     ids = torch.randint(0, 50, (11,))
     expected = model(ids[None]).logits[0]

@@ -18,9 +18,14 @@ from tests.parity.cases import BASES, FAMILY_SHAPES
 from tests.parity.reference import stored_tensors
 
 SMALL = {
-    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "ffn_dim": 24, "max_position_embeddings": 20,
-    "num_attention_heads": 4, "word_embed_proj_dim": 16,
-}  # fmt: skip
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "ffn_dim": 24,
+    "max_position_embeddings": 20,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 16,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "untied": {"tie_word_embeddings": False},
@@ -60,24 +65,35 @@ def test_every_tensor_of_transformers_is_there_once(config: dict[str, Any]) -> N
         shapes.pop(next(name for name in ("lm_head.weight", "embed_out.weight") if name in shapes))
     tensors = spec.tensors
     found = Counter(stored_as(t, shapes) for t in tensors)
-    assert {name: shape if count == 1 else (count, *shape) for (name, shape), count in found.items()} == shapes
+    assert {
+        name: shape if count == 1 else (count, *shape) for (name, shape), count in found.items()
+    } == shapes
     assert spec.num_weights == sum(p.numel() for p in theirs.parameters())
 
 
-def stored_as(tensor: TensorSpec, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+def stored_as(
+    tensor: TensorSpec, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, tuple[int, ...]]:
     """Its name among these, and its shape there; of a slice, the slice's."""
     name = next(n for n in (tensor.name, *tensor.aliases) if n in shapes)
     return name, tensor.shape[::-1] if tensor.transposed else tensor.shape
 
 
 @pytest.mark.parametrize(("name", "gib"), [("opt-6.7b", 12.386), ("opt-175b", 325.175)])
-def test_the_difference_to_the_published_figures_is_known_to_the_byte(name: str, gib: float) -> None:
-    """FlexGen's formula leaves out the positions and the last norm, and counts biases and vocabulary in its own way."""
+def test_the_difference_to_the_published_figures_is_known_to_the_byte(
+    name: str, gib: float
+) -> None:
+    """FlexGen's formula leaves out the positions and the last norm, and counts biases and
+    vocabulary in its own way."""
     spec = published(name)
-    layers, h, vocab = spec.num_blocks, spec.hidden_size, spec.vocab_size
+    layers = spec.num_blocks
+    h = spec.hidden_size
+    vocab = spec.vocab_size
     layer = h * (3 * h + 1) + h * (h + 1) + h * (4 * h + 1) + 4 * h * (h + 1) + 4 * h
     flexgen = 2 * (layers * layer + vocab * (h + 1))
     assert round(flexgen / GIB, 3) == gib
     positions_and_norm = (2048 + 2) * h + 2 * h
-    biases = 2 * h * layers  # q, k, v have 3h and fc1 4h, fc2 h: 13h with out_proj and the norms' 4h, not 11h
+    biases = (
+        2 * h * layers
+    )  # q, k, v have 3h and fc1 4h, fc2 h: 13h with out_proj and the norms' 4h, not 11h
     assert 2 * spec.num_weights - flexgen == 2 * (positions_and_norm + biases - vocab)

@@ -21,18 +21,35 @@ from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile, no
 SCORED = RowRecord(("positions", "scores"))
 BLOCKS = 4
 CONFIG: dict[str, Any] = {
-    "model_type": "opt", "vocab_size": 500, "hidden_size": 128, "num_hidden_layers": BLOCKS, "ffn_dim": 512,
-    "max_position_embeddings": 300, "num_attention_heads": 4, "word_embed_proj_dim": 128, "activation_function": "relu",
-    "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
-}  # fmt: skip
+    "model_type": "opt",
+    "vocab_size": 500,
+    "hidden_size": 128,
+    "num_hidden_layers": BLOCKS,
+    "ffn_dim": 512,
+    "max_position_embeddings": 300,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 128,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "do_layer_norm_before": True,
+}
 DTYPE = "float32"
 HUGE: dict[str, int | None] = dict.fromkeys(TIERS, 100 * GIB)
 RATES = [f.name for f in fields(HardwareProfile) if f.name.endswith("per_s")]
 COMPUTE_RATES = [f.name for f in fields(ComputeRates)]
 FIXED = [
-    "kernel_s", "transfer_s", "disk_request_s", "step_s", "attention_step_s", "eviction_step_s", "row_s",
-    "short_read_compute_s", "cache_load_step_s", "graph_step_s",
-]  # fmt: skip
+    "kernel_s",
+    "transfer_s",
+    "disk_request_s",
+    "step_s",
+    "attention_step_s",
+    "eviction_step_s",
+    "row_s",
+    "short_read_compute_s",
+    "cache_load_step_s",
+    "graph_step_s",
+]
 
 
 def make_spec(**changes: Any) -> ModelSpec:
@@ -58,7 +75,10 @@ def faster(profile: HardwareProfile, name: str, factor: float) -> HardwareProfil
     """One rate higher, or one fixed cost lower."""
     if name in COMPUTE_RATES:
         return replace(
-            profile, compute={dtype: _scaled(rates, name, factor) for dtype, rates in profile.compute.items()}
+            profile,
+            compute={
+                dtype: _scaled(rates, name, factor) for dtype, rates in profile.compute.items()
+            },
         )
     value = getattr(profile, name)
     return replace(profile, **{name: value / factor if name in FIXED else value * factor})
@@ -71,12 +91,16 @@ def _scaled(rates: ComputeRates, name: str, factor: float) -> ComputeRates:
     if isinstance(value, Mapping):
         return replace(rates, **{name: {key: rate * factor for key, rate in value.items()}})
     if isinstance(value, tuple):
-        scaled = tuple((shape, tuple((i, c.scaled(factor)) for i, c in by_inner)) for shape, by_inner in value)
+        scaled = tuple(
+            (shape, tuple((i, c.scaled(factor)) for i, c in by_inner)) for shape, by_inner in value
+        )
         return replace(rates, **{name: scaled})
     return replace(rates, **{name: value * factor})
 
 
-def plan_of(policy: Policy, need: WorkloadShape, is_host: bool, spec: ModelSpec = SPEC, depth: int = 0) -> MemoryPlan:
+def plan_of(
+    policy: Policy, need: WorkloadShape, is_host: bool, spec: ModelSpec = SPEC, depth: int = 0
+) -> MemoryPlan:
     """depth: which of the look-aheads, where there is a choice."""
     ahead = OVERLAPPED[depth] if policy.overlap else SEQUENTIAL
     return memory_plan(spec, policy, shape_of(policy, need), 4, is_host, ahead)
@@ -92,10 +116,14 @@ def fitted(policy: Policy, need: WorkloadShape) -> Policy:
     return replace(policy, gpu_batch_size=shape.rows, num_gpu_batches=shape.micro_batches)
 
 
-def evicting(rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS) -> WorkloadShape:
+def evicting(
+    rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS
+) -> WorkloadShape:
     """H2O that keeps `kept` columns of each prompt."""
     slots = min(kept + 1, kept + gen_len - 1)
-    return WorkloadShape(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, SCORED, True)
+    return WorkloadShape(
+        rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, SCORED, True
+    )
 
 
 # ---- strategies
@@ -106,14 +134,21 @@ pairs = st.one_of(
 )
 percents = st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ()))
 policies = st.builds(
-    Policy, gpu_batch_size=st.integers(1, 40), num_gpu_batches=st.integers(1, 4), percent=percents,
-    cpu_cache_compute=st.booleans(), overlap=st.sampled_from([True, True, False]), sep_layer=st.booleans(),
-)  # fmt: skip
+    Policy,
+    gpu_batch_size=st.integers(1, 40),
+    num_gpu_batches=st.integers(1, 4),
+    percent=percents,
+    cpu_cache_compute=st.booleans(),
+    overlap=st.sampled_from([True, True, False]),
+    sep_layer=st.booleans(),
+)
 
 
 @st.composite
 def needs(draw: st.DrawFn, most_new: int = 7) -> WorkloadShape:
-    rows, prompt_len, gen_len = draw(st.integers(1, 100)), draw(st.integers(1, 200)), draw(st.integers(1, most_new))
+    rows = draw(st.integers(1, 100))
+    prompt_len = draw(st.integers(1, 200))
+    gen_len = draw(st.integers(1, most_new))
     if draw(st.booleans()):
         return WorkloadShape.full(rows, prompt_len, gen_len, BLOCKS)
     return evicting(rows, prompt_len, gen_len, draw(st.integers(1, prompt_len)))
@@ -122,11 +157,14 @@ def needs(draw: st.DrawFn, most_new: int = 7) -> WorkloadShape:
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
     """Rates and fixed costs far from those of real machines, so that anything may bind."""
-    is_host, profile = draw(st.booleans()), nominal_profile(draw(st.booleans()))
+    is_host = draw(st.booleans())
+    profile = nominal_profile(draw(st.booleans()))
     for name in draw(st.lists(st.sampled_from(RATES + FIXED), max_size=8, unique=True)):
         profile = faster(profile, name, 10 ** draw(st.sampled_from([-3, -2, -1, 1, 2])))
     slower = faster(profile, "matmul_flops_per_s", draw(st.sampled_from([1, 1e-1, 1e-2, 1e-3])))
-    shares = dict.fromkeys(("disk_read_beside_compute", "compute_beside_disk_read", "link_both_ways"), 1.0)
+    shares = dict.fromkeys(
+        ("disk_read_beside_compute", "compute_beside_disk_read", "link_both_ways"), 1.0
+    )
     alone = replace(slower, **shares, short_read_compute_s=0.0)
     return Machine(alone, DTYPE, is_host)
 
@@ -134,6 +172,12 @@ def machines(draw: st.DrawFn) -> Machine:
 @st.composite
 def cases(draw: st.DrawFn, most_new: int = 7) -> tuple[Policy, WorkloadShape, Machine, MemoryPlan]:
     """Something to run, and buffers for it."""
-    need, where = draw(needs(most_new)), draw(machines())
+    need = draw(needs(most_new))
+    where = draw(machines())
     policy = fitted(draw(policies), need)
-    return policy, need, where, plan_of(policy, need, where.device_is_host, depth=draw(st.integers(0, 4)))
+    return (
+        policy,
+        need,
+        where,
+        plan_of(policy, need, where.device_is_host, depth=draw(st.integers(0, 4))),
+    )

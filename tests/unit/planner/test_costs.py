@@ -1,5 +1,5 @@
-"""Work and its seconds: what they say of eviction, batches, tiers and int8. That the bytes are those that the engine
-moves is shown in tests/parity."""
+"""Work and its seconds: what they say of eviction, batches, tiers and int8. That the bytes are
+those that the engine moves is shown in tests/parity."""
 
 from __future__ import annotations
 
@@ -27,7 +27,16 @@ from flexgen_h2o.planner.work import (
     kv_load_moves,
     layer_work,
 )
-from tests.unit.planner.made_up import BLOCKS, DTYPE, SPEC, costs_of, evicting, faster, machine, make_spec
+from tests.unit.planner.made_up import (
+    BLOCKS,
+    DTYPE,
+    SPEC,
+    costs_of,
+    evicting,
+    faster,
+    machine,
+    make_spec,
+)
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
 NEED = WorkloadShape.full(6, 10, 4, BLOCKS)
@@ -42,14 +51,17 @@ def context(policy: Policy, need: WorkloadShape = NEED, is_host: bool = False) -
 def attention(at: CostContext, sweep: int) -> Work:
     """Of the first attention layer."""
     plan = at.spec.layers(True)
-    return layer_work(at, plan.layers[1], plan.units[1], Batch.even(at.need.rows, at.need.prompt_len), sweep)
+    return layer_work(
+        at, plan.layers[1], plan.units[1], Batch.even(at.need.rows, at.need.prompt_len), sweep
+    )
 
 
 # ---- bytes and FLOPs
 
 
 def test_attention_reads_the_columns_that_are_held() -> None:
-    """Of all rows, the sweep's own among them; on the host its share there, and then queries and results cross."""
+    """Of all rows, the sweep's own among them; on the host its share there, and then queries and
+    results cross."""
     for is_host in (True, False):
         for sweep in range(4):
             work = attention(context(Policy(), is_host=is_host), sweep)
@@ -62,13 +74,17 @@ def test_attention_reads_the_columns_that_are_held() -> None:
 
 
 def test_a_window_costs_its_columns() -> None:
-    """Not those that have left it, of 4 here: neither in a decode step nor among the pairs of a prompt."""
+    """Not those that have left it, of 4 here: neither in a decode step nor among the pairs of a
+    prompt."""
     spec = replace(SPEC, windows=(4, *(None,) * (BLOCKS - 1)))
     policy = fitted(Full(), spec, kv_sizes_of(spec, Policy()))
-    need, plan = need_of(policy, 6, {(10, 4)}, BLOCKS, spec.windows), spec.layers(True)
+    need = need_of(policy, 6, {(10, 4)}, BLOCKS, spec.windows)
+    plan = spec.layers(True)
     at = CostContext(spec, Policy(), need, 4, False)
     for sweep in (0, 1, 3):
-        window, full = (layer_work(at, plan.layers[i], plan.units[i], Batch.even(6, 10), sweep) for i in (1, 3))
+        window, full = (
+            layer_work(at, plan.layers[i], plan.units[i], Batch.even(6, 10), sweep) for i in (1, 3)
+        )
         if sweep:
             assert (window.device_kv, full.device_kv) == (6 * 4 * COLUMN, 6 * (10 + sweep) * COLUMN)
         else:
@@ -80,13 +96,17 @@ def test_a_window_costs_its_columns() -> None:
 @pytest.mark.parametrize("on_host", [False, True])
 def test_attention_to_a_share_of_the_values_costs_what_the_full_cache_does(on_host: bool) -> None:
     policy = Policy(6, 1, (100, 0, 0, 100, 100, 0), cpu_cache_compute=on_host)
-    assert attention(context(replace(policy, attn_sparsity=0.1)), 2) == attention(context(policy), 2)
+    assert attention(context(replace(policy, attn_sparsity=0.1)), 2) == attention(
+        context(policy), 2
+    )
 
 
 def blocked_rows(policy: Policy, is_host: bool, tied: bool) -> dict[str, tuple[int, int]]:
     """By kind of layer: rows of matrices that are multiplied blocked, and of all."""
-    spec, need = make_spec(tie_word_embeddings=tied), WorkloadShape.full(2, 10, 2, BLOCKS)
-    at, plan = CostContext(spec, policy, need, 2, is_host), spec.layers(True)
+    spec = make_spec(tie_word_embeddings=tied)
+    need = WorkloadShape.full(2, 10, 2, BLOCKS)
+    at = CostContext(spec, policy, need, 2, is_host)
+    plan = spec.layers(True)
     found = {}
     for layer in (plan.layers[1], plan.layers[2], plan.layers[-1]):
         work = layer_work(at, layer, plan.units[layer.unit], Batch.even(2, 10), 1)
@@ -116,30 +136,44 @@ def block_work(name: str, sweep: int, need: WorkloadShape) -> Work:
     assert found is not None
     at = CostContext(found[0], Policy(), need, 2, True)
     plan = at.spec.layers(at.policy.sep_layer)
-    steps = [layer_work(at, x, plan.units[x.unit], Batch.even(4, 100), sweep) for x in plan.layers if x.block == 0]
+    steps = [
+        layer_work(at, x, plan.units[x.unit], Batch.even(4, 100), sweep)
+        for x in plan.layers
+        if x.block == 0
+    ]
     return Work(
         tuple(p for step in steps for p in step.products),
-        **{f: sum(getattr(step, f) for step in steps) for f in ("prompt_flops", "device_kv", "elementwise")},
+        **{
+            f: sum(getattr(step, f) for step in steps)
+            for f in ("prompt_flops", "device_kv", "elementwise")
+        },
     )
 
 
 @pytest.mark.parametrize(
     ("name", "matrices", "columns", "numbers"),
     [
-        # q and o, k and v, three of the MLP; two norms, the heads that are rotated, gate and product of the MLP
+        # q and o, k and v, three of the MLP; two norms, the heads that are rotated, gate and
+        # product of the MLP
         (
-            "Meta-Llama-3-8B", 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 2 * 8 * 128,
+            "Meta-Llama-3-8B",
+            2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336,
+            2 * 8 * 128,
             4 * 4096 + 2 * 40 * 128 + 4 * 14336,
         ),
-        # the fused matrix and what comes of it, one step for both halves; a quarter of each head is rotated
+        # the fused matrix and what comes of it, one step for both halves; a quarter of each head is
+        # rotated
         (
-            "gpt-neox-20b", 4 * 6144 * 6144 + 2 * 6144 * 24576, 2 * 64 * 96,
+            "gpt-neox-20b",
+            4 * 6144 * 6144 + 2 * 6144 * 24576,
+            2 * 64 * 96,
             4 * 6144 + 2 * 128 * 24 + 2 * 24576 + 2 * 3 * 6144,
         ),
     ],
-)  # fmt: skip
+)
 def test_a_block_of_a_public_shape(name: str, matrices: int, columns: int, numbers: int) -> None:
-    """matrices: elements; columns: numbers of a key and a value of all kv-heads; numbers: elementwise, of a token."""
+    """matrices: elements; columns: numbers of a key and a value of all kv-heads; numbers:
+    elementwise, of a token."""
     need = WorkloadShape.full(4, 100, 4, 80)
     prompt, decode = (block_work(name, sweep, need) for sweep in (0, 2))
     assert sum(p.rows * p.inner * p.outer for p in prompt.products) == 400 * matrices
@@ -159,20 +193,25 @@ def test_rolling_positions_rotate_the_keys_that_are_read() -> None:
 
 @pytest.mark.parametrize("steps", [1, WRITE_BACK_STEPS + 1, 3 * WRITE_BACK_STEPS + 5])
 def test_columns_that_wait_for_the_disk_are_laid_over_their_unit(steps: int) -> None:
-    """In a decode sweep those since the last write-back, and its own is taken up; each read and written."""
+    """In a decode sweep those since the last write-back, and its own is taken up; each read and
+    written."""
     need = WorkloadShape.full(6, 30, 1 + steps, BLOCKS)
     for on_disk in (0, 40):
         at = context(Policy(6, 1, (100, 0, 100 - on_disk, 0, 100, 0)), need, is_host=True)
         work = [attention(at, sweep) for sweep in range(1 + steps)]
         columns = sum(1 + sweep % WRITE_BACK_STEPS for sweep in range(steps))
-        assert sum(w.overlay for w in work) == pytest.approx(2 * columns * 6 * COLUMN * on_disk / 100)
+        assert sum(w.overlay for w in work) == pytest.approx(
+            2 * columns * 6 * COLUMN * on_disk / 100
+        )
         assert work[0].overlay == 0
 
 
 # ---- seconds
 
 
-def measured(int8: Curve, int4: Curve = AS_FAST, is_host: bool = True, blocked: float = 1.0) -> Machine:
+def measured(
+    int8: Curve, int4: Curve = AS_FAST, is_host: bool = True, blocked: float = 1.0
+) -> Machine:
     """Those rates in the dtype of the other tests; no fixed costs."""
     where = machine(is_host)
     rates = replace(
@@ -192,7 +231,9 @@ def product_seconds(policy: Policy, where: Machine, rows: int, is_blocked: bool 
 @pytest.mark.parametrize("rows", [1, 8, 200])
 def test_products_in_int8_and_blocked_ones_are_faster_by_rows(rows: int) -> None:
     where = measured(TIMES, blocked=1.5)
-    in_order, blocked = (product_seconds(Policy(4), where, rows, is_blocked) for is_blocked in (False, True))
+    in_order, blocked = (
+        product_seconds(Policy(4), where, rows, is_blocked) for is_blocked in (False, True)
+    )
     assert in_order == pytest.approx(1.5 * blocked)
     int8 = product_seconds(Policy(4, int8_compute=True), where, rows)
     assert in_order == pytest.approx(int8 * TIMES.at(rows))
@@ -200,17 +241,29 @@ def test_products_in_int8_and_blocked_ones_are_faster_by_rows(rows: int) -> None
 
 def decoding_s(costs: Costs, layer: int = 1, sweep: int = 1) -> float:
     """Of a layer's weights, in a sweep of a block of the policy's size."""
-    steps = costs.steps_of(costs.layers.layers[layer].kind, even_blocks(costs.at.policy, NEED)[0][0], sweep)
+    steps = costs.steps_of(
+        costs.layers.layers[layer].kind, even_blocks(costs.at.policy, NEED)[0][0], sweep
+    )
     return costs.decoding(layer, steps.values(), sweep).device_s
 
 
 def test_products_of_few_rows_on_a_card_take_codes_as_they_are() -> None:
-    """They read those alone, or multiply as fast as many rows are; what streams, or more rows take, is decoded."""
-    where, policy, many = machine(False), Policy(6, compress_weight=True, weight_bits=4), NEED.rows * NEED.prompt_len
+    """They read those alone, or multiply as fast as many rows are; what streams, or more rows take,
+    is decoded."""
+    where = machine(False)
+    policy = Policy(6, compress_weight=True, weight_bits=4)
+    many = NEED.rows * NEED.prompt_len
     costs = costs_of(policy, NEED, where)
     unit = costs.layers.units[1]
-    work, prompts = (layer_work(costs.at, costs.layers.layers[1], unit, Batch.even(6, 10), sweep) for sweep in (1, 0))
-    codes = [coded_bytes(costs.at, layout) for layout in layouts_of(costs.at.form, unit.tensors) if layout.is_matrix]
+    work, prompts = (
+        layer_work(costs.at, costs.layers.layers[1], unit, Batch.even(6, 10), sweep)
+        for sweep in (1, 0)
+    )
+    codes = [
+        coded_bytes(costs.at, layout)
+        for layout in layouts_of(costs.at.form, unit.tensors)
+        if layout.is_matrix
+    ]
     assert [p.coded for p in work.products] == codes and min(codes) > 0 and many > FEW_ROWS
     assert not any(p.coded for p in prompts.products)
     assert decoding_s(costs) == 0.0 < decoding_s(costs, sweep=0)
@@ -218,34 +271,49 @@ def test_products_of_few_rows_on_a_card_take_codes_as_they_are() -> None:
     read_s = sum(codes) / where.profile.device_memory_bytes_per_s
     assert costs.compute_seconds(Work(work.products))[0] == pytest.approx(read_s)
     slow = machine(False, kernel_s=1.0)
-    assert costs_of(policy, NEED, slow).compute_seconds(Work(work.products))[0] == pytest.approx(len(codes) + read_s)
+    assert costs_of(policy, NEED, slow).compute_seconds(Work(work.products))[0] == pytest.approx(
+        len(codes) + read_s
+    )
     in_memory = replace(where, profile=replace(where.profile, device_memory_bytes_per_s=1e18))
     fastest = where.profile.rates(DTYPE).matmul_rate(TOKEN_CHUNK, 128, 128)
     multiplied_s = sum(2 * p.rows * p.inner * p.outer for p in work.products) / fastest
-    assert costs_of(policy, NEED, in_memory).compute_seconds(Work(work.products))[0] == pytest.approx(multiplied_s)
+    assert costs_of(policy, NEED, in_memory).compute_seconds(Work(work.products))[
+        0
+    ] == pytest.approx(multiplied_s)
     for other, on in ((replace(policy, percent=(50, 50, 100, 0, 100, 0)), False), (policy, True)):
         decoded = costs_of(other, NEED, machine(on))
-        assert decoding_s(decoded) > 0 and not any(p.coded for p in attention(decoded.at, 1).products)
+        assert decoding_s(decoded) > 0 and not any(
+            p.coded for p in attention(decoded.at, 1).products
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 8, 200])
 def test_4_bits_become_int8_as_they_are_multiplied(rows: int) -> None:
     """At that product's own rate; into the dtype when their unit is opened."""
-    where, both = measured(TIMES, MORE_TIMES), Policy(4, compress_weight=True, int8_compute=True)
-    alone, plain = Policy(4, int8_compute=True), Policy(4)
+    where = measured(TIMES, MORE_TIMES)
+    both = Policy(4, compress_weight=True, int8_compute=True)
+    alone = Policy(4, int8_compute=True)
+    plain = Policy(4)
     in_dtype, in_both = (product_seconds(policy, where, rows) for policy in (plain, both))
     assert in_dtype == pytest.approx(in_both * MORE_TIMES.at(rows))
-    opened = [decoding_s(costs_of(p, NEED, where)) for p in (both, alone, Policy(4, compress_weight=True))]
+    opened = [
+        decoding_s(costs_of(p, NEED, where)) for p in (both, alone, Policy(4, compress_weight=True))
+    ]
     assert opened[:2] == [0.0, 0.0] and opened[2] > 0
 
 
 def test_of_a_quantised_checkpoint_only_what_is_quantised_is_unpacked() -> None:
-    where, policy = machine(is_host=True), Policy(4, percent=(0, 0, 100, 0, 100, 0))
+    where = machine(is_host=True)
+    policy = Policy(4, percent=(0, 0, 100, 0, 100, 0))
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    plain, quantised = (costs_of(policy, NEED, where, replace(SPEC, quantization=config)) for config in (None, fp8))
+    plain, quantised = (
+        costs_of(policy, NEED, where, replace(SPEC, quantization=config)) for config in (None, fp8)
+    )
     assert decoding_s(quantised, 0) == decoding_s(plain) == 0.0 < decoding_s(quantised)
     assert quantised.weight_load(0, 1) == plain.weight_load(0, 1)
-    assert sum(t.seconds for t in quantised.weight_load(1, 1)) < sum(t.seconds for t in plain.weight_load(1, 1))
+    assert sum(t.seconds for t in quantised.weight_load(1, 1)) < sum(
+        t.seconds for t in plain.weight_load(1, 1)
+    )
 
 
 def test_a_quantised_checkpoint_is_decoded_at_its_own_rate() -> None:
@@ -255,7 +323,9 @@ def test_a_quantised_checkpoint_is_decoded_at_its_own_rate() -> None:
     for on, name in ((False, "gptq"), (True, "gptq_int8")):
         rates = replace(where.profile.compute[DTYPE], decode_speedup={name: 0.2})
         known = replace(where, profile=replace(where.profile, compute={DTYPE: rates}))
-        own, any_s = (decoding_s(costs_of(Policy(4, int8_compute=on), NEED, m, spec)) for m in (known, where))
+        own, any_s = (
+            decoding_s(costs_of(Policy(4, int8_compute=on), NEED, m, spec)) for m in (known, where)
+        )
         assert own == pytest.approx(any_s / 0.2) and any_s > 0
 
 
@@ -268,27 +338,40 @@ def attention_seconds(need: WorkloadShape, where: Machine, policy: Policy) -> tu
 
 @pytest.mark.parametrize("scored", [False, True])
 def test_a_card_reads_packed_slots_as_they_are(scored: bool) -> None:
-    """At the rate at which it attends, where one launch takes the step; what else it attends to it unpacks first."""
-    where, need = machine(False), evicting(6, 10, 4, 5) if scored else NEED
+    """At the rate at which it attends, where one launch takes the step; what else it attends to it
+    unpacks first."""
+    where = machine(False)
+    need = evicting(6, 10, 4, 5) if scored else NEED
     slow = replace(where, profile=faster(where.profile, "device_dequantise_bytes_per_s", 0.1))
-    rates, packed = where.profile.rates(DTYPE), Policy(6, compress_cache=True)
-    rate = rates.device_scored_attention_bytes_per_s if scored else rates.device_attention_bytes_per_s
+    rates = where.profile.rates(DTYPE)
+    packed = Policy(6, compress_cache=True)
+    rate = (
+        rates.device_scored_attention_bytes_per_s if scored else rates.device_attention_bytes_per_s
+    )
     for one in (where, slow):
         seconds, work = attention_seconds(need, one, packed)
-        assert work.packed_values > 0 and seconds == pytest.approx(work.device_kv / rate.at(SPEC.head_dim))
+        assert work.packed_values > 0 and seconds == pytest.approx(
+            work.device_kv / rate.at(SPEC.head_dim)
+        )
     tova = replace(evicting(6, 10, 4, 5), in_one_launch=False)
     for other, policy in ((tova, packed), (NEED, replace(packed, attn_sparsity=0.5))):
-        assert attention_seconds(other, slow, policy)[0] > attention_seconds(other, where, policy)[0]
+        assert (
+            attention_seconds(other, slow, policy)[0] > attention_seconds(other, where, policy)[0]
+        )
 
 
 def test_launches_take_the_time_of_the_thread_that_issues_them() -> None:
-    """Those that a dense decode step, of which step_s tells, does without. A host issues nothing."""
-    policy, batch = Policy(6, percent=(0, 100, 100, 0, 100, 0), compress_weight=True), Batch.even(6, 10)
+    """Those that a dense decode step, of which step_s tells, does without. A host issues
+    nothing."""
+    policy = Policy(6, percent=(0, 100, 100, 0, 100, 0), compress_weight=True)
+    batch = Batch.even(6, 10)
     for is_host in (False, True):
         free, slow = (costs_of(policy, NEED, machine(is_host, kernel_s=s)) for s in (0.0, 1e-3))
         for sweep, launches in ((0, PROMPT_LAUNCHES), (1, 0)):
             before, after = (costs.step(1, batch, sweep) for costs in (free, slow))
-            assert after.issue_s - before.issue_s == pytest.approx(0.0 if is_host else launches * 1e-3)
+            assert after.issue_s - before.issue_s == pytest.approx(
+                0.0 if is_host else launches * 1e-3
+            )
         matrices = 4  # of attention; each is unpacked in a launch
         issued = slow.decoding(1, [(batch, batch.rows)], 1).issue_s
         assert issued == pytest.approx(0.0 if is_host else matrices * 1e-3)
@@ -297,26 +380,40 @@ def test_launches_take_the_time_of_the_thread_that_issues_them() -> None:
 @pytest.mark.parametrize(
     ("percent", "eviction", "in_graphs"),
     [
-        ((100, 0, 100, 0, 100, 0), Full(), True), ((100, 0, 100, 0, 100, 0), H2O(heavy_size=4, recent_size=4), True),
+        ((100, 0, 100, 0, 100, 0), Full(), True),
+        ((100, 0, 100, 0, 100, 0), H2O(heavy_size=4, recent_size=4), True),
         ((100, 0, 100, 0, 100, 0), H2ONorm(heavy_size=4, recent_size=4), True),
-        ((100, 0, 100, 0, 100, 0), Tova(heavy_size=4), False), ((99, 1, 100, 0, 100, 0), Full(), False),
-        ((100, 0, 0, 100, 100, 0), Full(), False), ((100, 0, 100, 0, 0, 100), Full(), False),
+        ((100, 0, 100, 0, 100, 0), Tova(heavy_size=4), False),
+        ((99, 1, 100, 0, 100, 0), Full(), False),
+        ((100, 0, 0, 100, 100, 0), Full(), False),
+        ((100, 0, 100, 0, 0, 100), Full(), False),
     ],
-)  # fmt: skip
-def test_steps_that_are_graphs_are_issued_as_one(percent: tuple[int, ...], eviction: Eviction, in_graphs: bool) -> None:
+)
+def test_steps_that_are_graphs_are_issued_as_one(
+    percent: tuple[int, ...], eviction: Eviction, in_graphs: bool
+) -> None:
     """On a card, of decode sweeps, where all is on it and steps launch alike (engine/graphs.py)."""
-    need, batch = need_of(eviction, 6, {(10, 4)}, BLOCKS), Batch.even(6, 10)
+    need = need_of(eviction, 6, {(10, 4)}, BLOCKS)
+    batch = Batch.even(6, 10)
     known: dict[str, Any] = {"step_s": 1e-3, "graph_step_s": 1e-4, "device_is_asynchronous": True}
     costs = costs_of(Policy(6, percent=percent), need, machine(False, **known))
     for layer in (1, 2):  # attention and MLP
-        assert [costs.step(layer, batch, sweep).issue_s for sweep in (0, 1)] == [1e-3, 1e-4 if in_graphs else 1e-3]
-    waits = costs_of(Policy(6, percent=percent), need, machine(False, **{**known, "device_is_asynchronous": False}))
+        assert [costs.step(layer, batch, sweep).issue_s for sweep in (0, 1)] == [
+            1e-3,
+            1e-4 if in_graphs else 1e-3,
+        ]
+    waits = costs_of(
+        Policy(6, percent=percent),
+        need,
+        machine(False, **{**known, "device_is_asynchronous": False}),
+    )
     apart = costs_of(Policy(6, percent=percent, overlap=False), need, machine(False, **known))
     assert waits.step(1, batch, 1).issue_s == apart.step(1, batch, 1).issue_s == 1e-3
 
 
 def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:
-    """On a device that is asynchronous: with overlap issuing goes on beside other steps, without each is waited for."""
+    """On a device that is asynchronous: with overlap issuing goes on beside other steps, without
+    each is waited for."""
     where = machine(False, step_s=1e-3, device_is_asynchronous=True)
     batch = Batch.even(6, 10)
     for overlap in (True, False):
@@ -325,8 +422,12 @@ def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:
         slow = replace(costs.profile, step_s=min(s.device_s for s in steps) * 2)
         costs = replace(costs, profile=slow)
         steps = [costs.step(i, batch, 1) for i in range(len(costs.layers.layers))]
-        assert any(s.device_s > s.issue_s for s in steps) and any(s.device_s < s.issue_s for s in steps)
+        assert any(s.device_s > s.issue_s for s in steps) and any(
+            s.device_s < s.issue_s for s in steps
+        )
         waited = sum(max(s.device_s, s.issue_s) for s in steps)
         beside = max(sum(s.device_s for s in steps), sum(s.issue_s for s in steps))
-        assert costs.busy([batch], 1)["device_compute"] == pytest.approx(beside if overlap else waited)
+        assert costs.busy([batch], 1)["device_compute"] == pytest.approx(
+            beside if overlap else waited
+        )
         assert beside < waited

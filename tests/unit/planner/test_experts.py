@@ -1,4 +1,5 @@
-"""Plans for mixtures of experts: what sweeps are expected to read, and when experts move one by one."""
+"""Plans for mixtures of experts: what sweeps are expected to read, and when experts move one by
+one."""
 
 from __future__ import annotations
 
@@ -24,12 +25,27 @@ from flexgen_h2o.planner.search import disk_reads, evaluate
 from tests.unit.planner.made_up import DTYPE, HUGE, machine
 
 CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 32, "num_experts": 8,
-    "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_topk_prob": True,
-    "max_position_embeddings": 99, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+    "max_position_embeddings": 99,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
 SPEC = spec_from_config("tiny", CONFIG, "here")
 ON_DISK = (0, 0, 100, 0, 100, 0)
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -52,10 +68,14 @@ def test_a_sweep_reads_the_experts_that_are_expected(rows: int) -> None:
     policy = Policy(rows, 1, ON_DISK)
     assert (expert_group(SPEC, policy), waits_for_router(SPEC, policy)) == (1, True)
     attention = 2 * 64 * 64 + 2 * 64 * 32
-    mlp, routers, head = 3 * 64 * 128, 2 * 8 * 64, 512 * 64
+    mlp = 3 * 64 * 128
+    routers = 2 * 8 * 64
+    head = 512 * 64
     experts = 2 * 8 * 3 * 64 * 32
     used = {1: 2 / 8, 2: 1 - (6 / 8) ** 2}[rows]
-    expected = 3 * (4 * (3 * attention + mlp + routers + head + used * experts) + rows * PAGE)  # a row of the embedding
+    expected = 3 * (
+        4 * (3 * attention + mlp + routers + head + used * experts) + rows * PAGE
+    )  # a row of the embedding
     assert disk_reads(space(SPEC, rows), policy) == pytest.approx(expected)
 
 
@@ -68,7 +88,8 @@ def test_more_rows_of_a_block_read_no_less() -> None:
 
 
 def test_experts_that_stay_are_one_group() -> None:
-    """Whatever the rows; but not where some are read, where all would be decoded at a time, or where asked."""
+    """Whatever the rows; but not where some are read, where all would be decoded at a time, or
+    where asked."""
     spec = public("Qwen/Qwen3-30B-A3B")
     assert [expert_group(spec, Policy(rows)) for rows in (1, 64)] == [128, 128]
     assert expert_group(spec, Policy(64, int8_compute=True, compress_weight=True)) == 128
@@ -79,51 +100,79 @@ def test_experts_that_stay_are_one_group() -> None:
         "in 4 bits": (spec, Policy(64, compress_weight=True)),
         "stored in 4 bits": (replace(spec, quantization={"quant_method": "mxfp4"}), Policy(64)),
     }
-    assert {name: expert_group(*other) for name, other in others.items()} == dict.fromkeys(others, 8)
+    assert {name: expert_group(*other) for name, other in others.items()} == dict.fromkeys(
+        others, 8
+    )
     assert expert_group(spec, Policy(64, expert_group=16)) == 16
 
 
 def test_experts_with_few_rows_are_one_launch() -> None:
     """Each product of an expert with more is one of its own."""
-    for rows, apart in ((8, 0), (8 * FEW_ROWS, 3 * 8)):  # 2 of 8 experts a row: a quarter of the rows each
-        policy, need = Policy(rows, expert_group=8), WorkloadShape.full(rows, 1, 3, SPEC.num_blocks)
+    for rows, apart in (
+        (8, 0),
+        (8 * FEW_ROWS, 3 * 8),
+    ):  # 2 of 8 experts a row: a quarter of the rows each
+        policy = Policy(rows, expert_group=8)
+        need = WorkloadShape.full(rows, 1, 3, SPEC.num_blocks)
         free, slow = (machine(False, kernel_s=s).costs(SPEC, policy, need) for s in (0.0, 1.0))
         kinds = [layer.kind for layer in free.layers.layers]
-        experts, router, mlp = kinds.index("experts"), kinds.index("experts") - 1, kinds.index("mlp")
-        issued = [slow.step(i, Batch.even(rows, 1), 1).issue_s for i in (experts, router, mlp, mlp - 1)]
+        experts = kinds.index("experts")
+        router = kinds.index("experts") - 1
+        mlp = kinds.index("mlp")
+        issued = [
+            slow.step(i, Batch.even(rows, 1), 1).issue_s for i in (experts, router, mlp, mlp - 1)
+        ]
         assert issued == pytest.approx([EXPERTS_LAUNCHES + apart, ROUTER_LAUNCHES, 0.0, 0.0])
         assert free.step(experts, Batch.even(rows, 1), 1).issue_s == 0.0
 
 
 @pytest.mark.parametrize(("is_host", "bits", "factor"), [(True, 4, 5), (True, 8, 1), (False, 4, 1)])
 def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor: int) -> None:
-    """At the rate that the profile has; without one, and what is no expert's, at that of a whole matrix."""
-    need, policy = WorkloadShape.full(8, 1, 3, SPEC.num_blocks), Policy(8, compress_weight=True, weight_bits=bits)
-    where, seconds = machine(is_host), list[tuple[float, float]]()
+    """At the rate that the profile has; without one, and what is no expert's, at that of a whole
+    matrix."""
+    need = WorkloadShape.full(8, 1, 3, SPEC.num_blocks)
+    policy = Policy(8, compress_weight=True, weight_bits=bits)
+    where = machine(is_host)
+    seconds = list[tuple[float, float]]()
     rates = replace(where.profile.rates(DTYPE), decode_speedup={"4bit_in_products": 5.0})
     known = replace(where, profile=replace(where.profile, compute={DTYPE: rates}))
     for one in (where, known):
         costs = one.costs(SPEC, policy, need)
         kinds = [layer.kind for layer in costs.layers.layers]
         layers = (kinds.index(kind) for kind in ("experts", "mlp"))
-        seconds.append(tuple(costs.decoding(i, [(Batch.even(8, 1), 1)], 1).device_s for i in layers))
+        seconds.append(
+            tuple(costs.decoding(i, [(Batch.even(8, 1), 1)], 1).device_s for i in layers)
+        )
     (experts, mlp), faster = seconds
-    assert faster == pytest.approx((experts / factor, mlp)) and (min(experts, mlp) > 0) == is_host  # cards take codes
+    assert (
+        faster == pytest.approx((experts / factor, mlp)) and (min(experts, mlp) > 0) == is_host
+    )  # cards take codes
 
 
 def test_units_are_told_apart_by_what_they_hold() -> None:
     policy = Policy(64, expert_group=3)
-    kinds = unit_kinds(SPEC, policy, space(SPEC, 1).machine.setting(SPEC, policy, space(SPEC, 1).need).form)
+    kinds = unit_kinds(
+        SPEC, policy, space(SPEC, 1).machine.setting(SPEC, policy, space(SPEC, 1).need).form
+    )
     # embedding; attention with and without a router; the MLP; groups of 3, 3 and 2 experts; head
-    assert sorted(zip(kinds.experts, kinds.counts, strict=True)) == [(0, 1)] * 4 + [(0, 2), (2, 2), (3, 4)]
+    assert sorted(zip(kinds.experts, kinds.counts, strict=True)) == [(0, 1)] * 4 + [
+        (0, 2),
+        (2, 2),
+        (3, 4),
+    ]
     assert len(kinds.cycle) == 1 + 3 + 1 + 6 + 1
 
 
 @pytest.mark.parametrize(
     ("name", "weights", "active"),
-    [("Qwen/Qwen3-30B-A3B", 30.5, 3.3), ("Qwen/Qwen3-235B-A22B", 235, 22), ("allenai/OLMoE-1B-7B-0924", 6.9, 1.3),
-     ("mistralai/Mixtral-8x7B-v0.1", 46.7, 12.9), ("facebook/opt-125m", 0.125, 0.125)],
-)  # fmt: skip
+    [
+        ("Qwen/Qwen3-30B-A3B", 30.5, 3.3),
+        ("Qwen/Qwen3-235B-A22B", 235, 22),
+        ("allenai/OLMoE-1B-7B-0924", 6.9, 1.3),
+        ("mistralai/Mixtral-8x7B-v0.1", 46.7, 12.9),
+        ("facebook/opt-125m", 0.125, 0.125),
+    ],
+)
 def test_weights_of_a_token(name: str, weights: float, active: float) -> None:
     """Billions, as their makers count them."""
     spec = public(name)
@@ -138,7 +187,9 @@ def test_experts_move_one_by_one_where_that_is_faster(rows: int) -> None:
     known = Machine(read_profile(find_profile("build-2core")), "bfloat16", device_is_host=True)
     at = replace(space(spec, rows, 512, 8), machine=known, budgets=dict.fromkeys(HUGE, 2**42))
     policy = Policy(rows, 1, ON_DISK)
-    by_one, by_eight = (evaluate(at, replace(policy, expert_group=n)).prediction.decode_s for n in (1, 8))
+    by_one, by_eight = (
+        evaluate(at, replace(policy, expert_group=n)).prediction.decode_s for n in (1, 8)
+    )
     assert by_one < by_eight
     assert expert_group(spec, policy) == 1 and expert_group(spec, Policy(64, 1, ON_DISK)) == 8
 
@@ -152,11 +203,13 @@ def test_micro_batches_are_larger_where_each_expert_sees_few_rows() -> None:
 
 @pytest.mark.parametrize("hidden", [(100, 0), (0, 100), (0, 0)])
 def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int]) -> None:
-    """On a host: experts compute for as long as if the block were one micro-batch. Where hidden states are brought to a
-    card each micro-batch is computed alone."""
+    """On a host: experts compute for as long as if the block were one micro-batch. Where hidden
+    states are brought to a card each micro-batch is computed alone."""
     for is_host in (True, False):
         at = replace(space(SPEC, 24), machine=machine(is_host))
-        policies = [Policy(gbs, 24 // gbs, (0, 0, 0, 100, *hidden), expert_group=4) for gbs in (24, 8)]
+        policies = [
+            Policy(gbs, 24 // gbs, (0, 0, 0, 100, *hidden), expert_group=4) for gbs in (24, 8)
+        ]
         whole, parts = (at.machine.costs(SPEC, policy, at.need) for policy in policies)
         index = next(i for i, layer in enumerate(parts.layers.layers) if layer.kind == "experts")
         batches = at.need.block((8, 8, 8))
@@ -170,15 +223,23 @@ def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int]) -> 
 
 
 def test_the_memory_plan_counts_the_rows_that_experts_compute_together() -> None:
-    """Step buffers and temporaries of two micro-batches are those of one that is as large, but for attention's."""
+    """Step buffers and temporaries of two micro-batches are those of one that is as large, but for
+    attention's."""
     sizes = [dict(plan_of(gbs, 24 // gbs).workspace) for gbs in (24, 12)]
-    assert sizes[0]["routed"] == sizes[1]["routed"] == 24 * 2 * 64 * 4 and sizes[0]["q"] == 2 * sizes[1]["q"]
-    needs = [sum(b.nbytes for b in plan_of(12, k).buffers if b.name == "temporaries") for k in (1, 2)]
+    assert (
+        sizes[0]["routed"] == sizes[1]["routed"] == 24 * 2 * 64 * 4
+        and sizes[0]["q"] == 2 * sizes[1]["q"]
+    )
+    needs = [
+        sum(b.nbytes for b in plan_of(12, k).buffers if b.name == "temporaries") for k in (1, 2)
+    ]
     assert needs[1] - needs[0] == 12 * 2 * (ROUTING_BYTES + 4 * 64)
 
 
 def plan_of(gbs: int, batches: int) -> MemoryPlan:
-    return space(SPEC, gbs * batches).memory(Policy(gbs, batches, ON_DISK, expert_group=4), SEQUENTIAL)
+    return space(SPEC, gbs * batches).memory(
+        Policy(gbs, batches, ON_DISK, expert_group=4), SEQUENTIAL
+    )
 
 
 def test_rows_that_compute_for_as_long_as_weights_load() -> None:
@@ -189,17 +250,30 @@ def test_rows_that_compute_for_as_long_as_weights_load() -> None:
     rows = balanced_rows(at, Policy(512, 1, ON_DISK))
     assert rows is not None
     for factor, binds in ((0.5, "disk_read"), (2, "device_compute")):
-        assert evaluate(at, Policy(round(factor * rows), 1, ON_DISK)).prediction.binds("decode") == binds
+        assert (
+            evaluate(at, Policy(round(factor * rows), 1, ON_DISK)).prediction.binds("decode")
+            == binds
+        )
 
 
 def test_the_tables_say_what_a_token_uses_and_how_many_rows_would_do() -> None:
     known = Machine(read_profile(find_profile("build-2core")), "bfloat16", device_is_host=True)
-    at = replace(space(public("Qwen/Qwen3-30B-A3B"), 16, 64, 8), machine=known, budgets=dict.fromkeys(HUGE, 2**42))
+    at = replace(
+        space(public("Qwen/Qwen3-30B-A3B"), 16, 64, 8),
+        machine=known,
+        budgets=dict.fromkeys(HUGE, 2**42),
+    )
     plan = evaluate(at, Policy(16, 1, ON_DISK))
-    lines = to_text(Answer(at, {"name": "full"}, False, plan), "--percent ...", "run ...", "bench ...")
+    lines = to_text(
+        Answer(at, {"name": "full"}, False, plan), "--percent ...", "run ...", "bench ..."
+    )
     assert "a token uses 8 of 128 experts of a layer, 3.35 of 30.5 billion weights\n" in lines
     found = re.search(
-        r"have 16 prompts, each ([\d.]+) MiB of KV and .* for prefill; with ([\d,]+) prompts computing", lines
+        r"have 16 prompts, each ([\d.]+) MiB of KV and .* for prefill; with ([\d,]+) prompts "
+        r"computing",
+        lines,
     )
-    assert found is not None and float(found[1]) == pytest.approx(48 * 4 * 2 * 71 * 128 * 2 / 2**20, rel=0.25)
+    assert found is not None and float(found[1]) == pytest.approx(
+        48 * 4 * 2 * 71 * 128 * 2 / 2**20, rel=0.25
+    )
     assert int(found[2].replace(",", "")) > 100

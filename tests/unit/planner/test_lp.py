@@ -1,4 +1,5 @@
-"""The linear program over shares: within budgets, monotone in them, and priced where they bind; whole percents."""
+"""The linear program over shares: within budgets, monotone in them, and priced where they bind;
+whole percents."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED
 from flexgen_h2o.engine.workload import WorkloadShape
 from flexgen_h2o.planner.costs import LANES
-from flexgen_h2o.planner.lp import TIE_BREAK, Corners, SearchSpace, Solution, find_corners, placements, solve
+from flexgen_h2o.planner.lp import (
+    TIE_BREAK,
+    Corners,
+    SearchSpace,
+    Solution,
+    find_corners,
+    placements,
+    solve,
+)
 from tests.unit.planner.made_up import BLOCKS, HUGE, SPEC, machine
 
 NEED = WorkloadShape.full(64, 60, 8, BLOCKS)
@@ -32,7 +41,9 @@ def space_of(is_host: bool) -> SearchSpace:
 @pytest.fixture(scope="module")
 def corners() -> dict[bool, Corners]:
     """By whether the device is host memory."""
-    return {is_host: find_corners(space_of(is_host), POLICY, OVERLAPPED[2]) for is_host in (False, True)}
+    return {
+        is_host: find_corners(space_of(is_host), POLICY, OVERLAPPED[2]) for is_host in (False, True)
+    }
 
 
 def found(corners: Corners, budgets: Budgets, overlap: bool = True) -> Solution:
@@ -45,7 +56,10 @@ def held(corners: Corners, solution: Solution) -> dict[str, float]:
     """Bytes that the program counts on each tier."""
     return {
         tier: corners.base.nbytes[tier]
-        + sum(solution.shares[i] * (c.nbytes[tier] - corners.base.nbytes[tier]) for i, c in corners.moved.items())
+        + sum(
+            solution.shares[i] * (c.nbytes[tier] - corners.base.nbytes[tier])
+            for i, c in corners.moved.items()
+        )
         for tier in TIERS
     }
 
@@ -67,9 +81,15 @@ shares = st.sampled_from([0.0, 0.05, 0.3, 0.6, 1.0])
 @settings(max_examples=12)
 @given(st.booleans(), st.booleans(), shares, shares, st.sampled_from(TIERS))
 def test_a_solution_keeps_every_budget_and_more_memory_is_never_slower(
-    corners: dict[bool, Corners], is_host: bool, overlap: bool, device: float, host: float, tier: str
+    corners: dict[bool, Corners],
+    is_host: bool,
+    overlap: bool,
+    device: float,
+    host: float,
+    tier: str,
 ) -> None:
-    """Of each kind at most all is placed. The objective never grows; the seconds in it by the tie break at most."""
+    """Of each kind at most all is placed. The objective never grows; the seconds in it by the tie
+    break at most."""
     little = some_budgets(corners[is_host], device, host)
     more = {**little, tier: (little[tier] or 0) + 200_000}
     before, after = (found(corners[is_host], budgets, overlap) for budgets in (little, more))
@@ -94,11 +114,17 @@ def test_budgets_below_what_must_be_held_have_no_solution(corners: dict[bool, Co
     """Whichever tier is short."""
     least = some_budgets(corners[False], 0, 0)
     assert solve(corners[False], SWEEPS, True, least) is not None
-    for tier, nbytes in (("device", least["device"] or 0), ("host", least["host"] or 0), ("disk", 1000)):
+    for tier, nbytes in (
+        ("device", least["device"] or 0),
+        ("host", least["host"] or 0),
+        ("disk", 1000),
+    ):
         assert solve(corners[False], SWEEPS, True, {**least, tier: nbytes * 9 // 10}) is None
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), pulp.PulpSolverError("cbc failed")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), pulp.PulpSolverError("cbc failed")]
+)
 def test_a_full_folder_for_temporary_files_is_one_line_and_nothing_stays(
     corners: dict[bool, Corners], error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,5 +143,7 @@ def test_whole_percents_of_shares_that_fit() -> None:
     """As they are, and with slivers added to the largest share."""
     placed = placements(space_of(False), Policy(), (0.305, 0.68, 0.996, 0.0, 0.0, 1.0))
     assert [p.percent for p in placed] == [(30, 68, 100, 0, 0, 100), (30, 70, 100, 0, 0, 100)]
-    too_much = placements(space_of(False), Policy(), (0.506, 0.496, 1.0, 0.0, 0.0, 1.0))  # by as much as a solver errs
+    too_much = placements(
+        space_of(False), Policy(), (0.506, 0.496, 1.0, 0.0, 0.0, 1.0)
+    )  # by as much as a solver errs
     assert [p.percent for p in too_much] == [(51, 49, 100, 0, 0, 100)]

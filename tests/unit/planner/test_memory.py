@@ -38,10 +38,19 @@ from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 CONFIG: dict[str, Any] = {
-    "model_type": "opt", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2, "ffn_dim": 96,
-    "max_position_embeddings": 30, "num_attention_heads": 4, "word_embed_proj_dim": 48, "activation_function": "relu",
-    "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
-}  # fmt: skip
+    "model_type": "opt",
+    "vocab_size": 90,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "ffn_dim": 96,
+    "max_position_embeddings": 30,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 48,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "do_layer_norm_before": True,
+}
 UNLIMITED: dict[str, int | None] = dict.fromkeys(TIERS)
 
 
@@ -53,19 +62,30 @@ SPEC = make_spec()
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 percents = st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ()))
 policies = st.builds(
-    Policy, percent=percents, sep_layer=st.booleans(), cpu_cache_compute=st.booleans(), compress_cache=st.booleans(),
-    cache_bits=st.sampled_from([3, 4, 8, "4/3", "3/8"]), cache_window=st.sampled_from([0, 4, 16]),
-)  # fmt: skip
+    Policy,
+    percent=percents,
+    sep_layer=st.booleans(),
+    cpu_cache_compute=st.booleans(),
+    compress_cache=st.booleans(),
+    cache_bits=st.sampled_from([3, 4, 8, "4/3", "3/8"]),
+    cache_window=st.sampled_from([0, 4, 16]),
+)
 slot_counts = st.tuples(st.integers(1, 90), st.integers(1, 90))  # of each of the two blocks
 names = st.sampled_from([("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
 records = st.just(NO_RECORD) | st.builds(RowRecord, names, st.integers(0, 9))
 shapes = st.builds(
-    BlockShape, rows=st.integers(1, 9), micro_batches=st.integers(1, 4), tokens=st.integers(1, 60),
-    slots=slot_counts, record=records,
-)  # fmt: skip
+    BlockShape,
+    rows=st.integers(1, 9),
+    micro_batches=st.integers(1, 4),
+    tokens=st.integers(1, 60),
+    slots=slot_counts,
+    record=records,
+)
 
 
-def make_plan(policy: Policy, shape: BlockShape, is_host: bool, depth: Depth = OVERLAPPED[2]) -> MemoryPlan:
+def make_plan(
+    policy: Policy, shape: BlockShape, is_host: bool, depth: Depth = OVERLAPPED[2]
+) -> MemoryPlan:
     return memory_plan(SPEC, policy, shape, 4, is_host, depth)
 
 
@@ -86,7 +106,12 @@ def one_more(shape: BlockShape, field: str) -> BlockShape:
     return replace(shape, slots=tuple(slots))
 
 
-@given(policies, shapes, st.sampled_from(["rows", "micro_batches", "tokens", "slots 0", "slots 1"]), st.booleans())
+@given(
+    policies,
+    shapes,
+    st.sampled_from(["rows", "micro_batches", "tokens", "slots 0", "slots 1"]),
+    st.booleans(),
+)
 def test_more_of_anything_needs_no_less_of_any_tier(
     policy: Policy, shape: BlockShape, field: str, is_host: bool
 ) -> None:
@@ -95,7 +120,8 @@ def test_more_of_anything_needs_no_less_of_any_tier(
     assume(field != "rows" or not in_three)  # see test_smaller_micro_batches_fit_too
     more = one_more(shape, field)
     assert more.covers(shape) and not shape.covers(more)
-    small, large = totals(make_plan(policy, shape, is_host)), totals(make_plan(policy, more, is_host))
+    small = totals(make_plan(policy, shape, is_host))
+    large = totals(make_plan(policy, more, is_host))
     assert all(b >= a for a, b in zip(small, large, strict=True))
 
 
@@ -105,7 +131,9 @@ def test_smaller_micro_batches_fit_too() -> None:
     for pair in [(25, 50), *((on_device, 5) for on_device in range(5, 95, 10))]:
         policy = Policy(percent=(100, 0, *pair, 100, 0))
         for most in range(1, 16):
-            plan = memory_plan(spec, policy, BlockShape(most, 1, 10, (50, 50)), 4, False, SEQUENTIAL)
+            plan = memory_plan(
+                spec, policy, BlockShape(most, 1, 10, (50, 50)), 4, False, SEQUENTIAL
+            )
             homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
             for rows in range(1, most + 1):
                 layout = kv_layout(spec, policy, rows, 50, (), 4, False)
@@ -115,7 +143,8 @@ def test_smaller_micro_batches_fit_too() -> None:
 
 @pytest.mark.parametrize("most", [65, 193])
 def test_shorter_rows_fit_too(most: int) -> None:
-    """A micro-batch whose rows need fewer slots is carved from the homes of the neediest, and comes through its ring.
+    """A micro-batch whose rows need fewer slots is carved from the homes of the neediest, and comes
+    through its ring.
 
     Its slots may be cut into fewer segments, whose areas end elsewhere in a page.
     """
@@ -123,12 +152,16 @@ def test_shorter_rows_fit_too(most: int) -> None:
     for percent in ((0, 0, 0, 0, 0, 0), (0, 0, 0, 60, 0, 0)):
         policy = Policy(percent=percent)
         for rows in (1, 2, 5):
-            plan = memory_plan(spec, policy, BlockShape(rows, 1, 10, (most, most)), 4, False, SEQUENTIAL)
+            plan = memory_plan(
+                spec, policy, BlockShape(rows, 1, 10, (most, most)), 4, False, SEQUENTIAL
+            )
             homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
             for slots in range(1, most + 1):
                 layout = kv_layout(spec, policy, rows, slots, (), 4, False)
                 for part in layout.parts:
-                    assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0), slots
+                    assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0), (
+                        slots
+                    )
                 assert sum(map(layout.part_bytes, layout.parts)) <= plan.size("cache ring")
 
 
@@ -143,7 +176,9 @@ def test_a_shallower_ring_needs_no_more(policy: Policy, shape: BlockShape, is_ho
 
 
 @given(policies, shapes, st.booleans())
-def test_where_the_device_is_host_memory_it_holds_nothing(policy: Policy, shape: BlockShape, is_host: bool) -> None:
+def test_where_the_device_is_host_memory_it_holds_nothing(
+    policy: Policy, shape: BlockShape, is_host: bool
+) -> None:
     plan = make_plan(policy, shape, is_host)
     assert (plan.bytes_on("device") == 0) is is_host
     assert len({(b.name, b.tier) for b in plan.buffers}) == len(plan.buffers)
@@ -154,14 +189,24 @@ def test_where_the_device_is_host_memory_it_holds_nothing(policy: Policy, shape:
 
 def test_all_on_the_device_needs_no_ring_no_overlay_and_no_disk() -> None:
     plan = make_plan(Policy(), BlockShape(4, 2, 40, (20, 20)), is_host=False)
-    assert {b.name for b in plan.buffers} == {"weights", "cache", "hidden", "workspace", "temporaries", "staging"}
-    assert plan.bytes_on("disk") == 0 and {b.name for b in plan.buffers if b.tier == "host"} == {"staging"}
+    assert {b.name for b in plan.buffers} == {
+        "weights",
+        "cache",
+        "hidden",
+        "workspace",
+        "temporaries",
+        "staging",
+    }
+    assert plan.bytes_on("disk") == 0 and {b.name for b in plan.buffers if b.tier == "host"} == {
+        "staging"
+    }
     assert plan.size("weights") >= SPEC.num_weights * 4
     assert plan.size("cache") >= 2 * 4 * 20 * SPEC.kv_bytes_per_token(4)
 
 
 def test_rows_that_share_a_prefix_attend_together_in_buffers_for_others_too() -> None:
-    in_parts, shares = BlockShape(4, 2, 400, (20, 20), attending=100), BlockShape(4, 2, 80, (20, 20), sharing=30)
+    in_parts = BlockShape(4, 2, 400, (20, 20), attending=100)
+    shares = BlockShape(4, 2, 80, (20, 20), sharing=30)
     assert (in_parts.most_attending, shares.most_attending) == (100, 80)
     for both in (in_parts.union(shares), shares.union(in_parts)):
         assert both.most_attending == both.most_tokens == 400
@@ -171,11 +216,13 @@ def test_rows_that_share_a_prefix_attend_together_in_buffers_for_others_too() ->
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("depth", [1, 3, 50])
 def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, tied: bool) -> None:
-    """Sweeps follow one another: behind the head comes the embedding, in one load when they are tied."""
+    """Sweeps follow one another: behind the head comes the embedding, in one load when they are
+    tied."""
     spec = make_spec(tie_word_embeddings=tied, vocab_size=900)
     policy = Policy(percent=(0, 0, 100, 0, 100, 0))
     plan = memory_plan(spec, policy, BlockShape(1, 1, 1, (1, 1)), 4, True, Depth(depth, 1, 1))
-    ring, layers = plan.size("weight ring"), layers_of(spec, policy, plan.head_rows)
+    ring = plan.size("weight ring")
+    layers = layers_of(spec, policy, plan.head_rows)
     assert (plan.head_rows > 0) is (not tied and depth < 50), "in parts where that saves something"
     sizes = [streamed_bytes(u, policy.weight_shares, WeightFormat(4), True) for u in layers.units]
     loads = list(weight_sequence(5, tuple(layer.unit for layer in layers.layers)))[1:]
@@ -187,17 +234,31 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
 def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     policy: Policy, shape: BlockShape, is_host: bool, data: st.DataObject
 ) -> None:
-    """The store carves the record of each part where attention runs on it: every tier's arena holds its parts."""
+    """The store carves the record of each part where attention runs on it: every tier's arena holds
+    its parts."""
     plan = make_plan(policy, shape, is_host)
-    arenas = {b.tier: torch.empty(b.nbytes, dtype=torch.uint8) for b in plan.buffers if b.name == "cache record"}
-    homes = {b.tier: torch.empty(b.nbytes, dtype=torch.uint8) for b in plan.buffers if b.name == "cache"}
+    arenas = {
+        b.tier: torch.empty(b.nbytes, dtype=torch.uint8)
+        for b in plan.buffers
+        if b.name == "cache record"
+    }
+    homes = {
+        b.tier: torch.empty(b.nbytes, dtype=torch.uint8) for b in plan.buffers if b.name == "cache"
+    }
     homes.pop("disk", None)
-    overlay, lanes = torch.empty(plan.size("cache overlay"), dtype=torch.uint8), Lanes({}, Timeline())
-    device, attends_on_host = HostDevice() if is_host else StandInDevice(), is_host or policy.cpu_cache_compute
-    store = CacheStore(Mover(device, lanes), torch.float32, homes, None, overlay, arenas, attends_on_host)
+    overlay = torch.empty(plan.size("cache overlay"), dtype=torch.uint8)
+    lanes = Lanes({}, Timeline())
+    device = HostDevice() if is_host else StandInDevice()
+    attends_on_host = is_host or policy.cpu_cache_compute
+    store = CacheStore(
+        Mover(device, lanes), torch.float32, homes, None, overlay, arenas, attends_on_host
+    )
     rows = data.draw(st.lists(st.integers(1, shape.rows), min_size=1, max_size=shape.micro_batches))
     rows[0] = shape.rows
-    layouts = [[kv_layout(SPEC, policy, n, slots, shape.record, 4, is_host) for n in rows] for slots in shape.slots]
+    layouts = [
+        [kv_layout(SPEC, policy, n, slots, shape.record, 4, is_host) for n in rows]
+        for slots in shape.slots
+    ]
     store.begin_block(layouts, rows)
     for unit in store._units.values():
         for home in unit.homes:
@@ -207,8 +268,12 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
             assert (home.whole is not None) is policy.compress_cache
             tier = home.part.tier if not home.streamed else "host" if attends_on_host else "device"
             arena = arenas[tier].untyped_storage().data_ptr()
-            whole = [] if home.whole is None else [t for t in vars(home.whole).values() if t.numel()]
-            assert {t.untyped_storage().data_ptr() for t in [*home.metadata.tensors(), *whole]} == {arena}
+            whole = (
+                [] if home.whole is None else [t for t in vars(home.whole).values() if t.numel()]
+            )
+            assert {t.untyped_storage().data_ptr() for t in [*home.metadata.tensors(), *whole]} == {
+                arena
+            }
     lanes.close()
 
 
@@ -224,37 +289,57 @@ def test_a_refusal_names_tier_numbers_and_flags() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         plan.check(budgets)
     text = str(caught.value)
-    for part in ("on the device tier", "2.00 KiB more than its budget", "--device-mem", "--gpu-batch-size",
-                 "--num-gpu-batches", "--percent", "weights "):  # fmt: skip
+    for part in (
+        "on the device tier",
+        "2.00 KiB more than its budget",
+        "--device-mem",
+        "--gpu-batch-size",
+        "--num-gpu-batches",
+        "--percent",
+        "weights ",
+    ):
         assert part in text
     assert caught.value.exit_code == 3
 
 
 @pytest.mark.parametrize("is_host", [False, True])
 def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: bool) -> None:
-    policy, shape = Policy(percent=(0, 0, 0, 0, 0, 0)), BlockShape(4, 2, 40, (20, 20))
+    policy = Policy(percent=(0, 0, 0, 0, 0, 0))
+    shape = BlockShape(4, 2, 40, (20, 20))
     tier = "host" if is_host else "device"
     plans = [make_plan(policy, shape, is_host, depth) for depth in OVERLAPPED]
     for depth, plan in zip(OVERLAPPED, plans, strict=True):
         budgets = {**UNLIMITED, tier: plan.bytes_on(tier)}
         assert plan_within(SPEC, policy, shape, 4, is_host, budgets).depth == depth
-    assert plan_within(SPEC, replace(policy, overlap=False), shape, 4, is_host, UNLIMITED).depth == SEQUENTIAL
+    assert (
+        plan_within(SPEC, replace(policy, overlap=False), shape, 4, is_host, UNLIMITED).depth
+        == SEQUENTIAL
+    )
     with pytest.raises(DoesNotFitError, match=f"on the {tier} tier"):
-        plan_within(SPEC, policy, shape, 4, is_host, {**UNLIMITED, tier: plans[-1].bytes_on(tier) - 1})
+        plan_within(
+            SPEC, policy, shape, 4, is_host, {**UNLIMITED, tier: plans[-1].bytes_on(tier) - 1}
+        )
 
 
 def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
-    """Codes and scales of TOKEN_CHUNK rows of the widest input, scales of the longest matrix, INT8_TILE sums."""
+    """Codes and scales of TOKEN_CHUNK rows of the widest input, scales of the longest matrix,
+    INT8_TILE sums."""
     shape = BlockShape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
     plan, plain = (
-        memory_plan(SPEC, Policy(3, int8_compute=int8), shape, 2, True, SEQUENTIAL) for int8 in (True, False)
+        memory_plan(SPEC, Policy(3, int8_compute=int8), shape, 2, True, SEQUENTIAL)
+        for int8 in (True, False)
     )
-    shapes = [t.shape for unit in SPEC.layers(True).units for t in unit.tensors if len(t.shape) == 2]
-    outer, inner = max(s[0] for s in shapes), max(s[1] for s in shapes)
+    shapes = [
+        t.shape for unit in SPEC.layers(True).units for t in unit.tensors if len(t.shape) == 2
+    ]
+    outer = max(s[0] for s in shapes)
+    inner = max(s[1] for s in shapes)
     more = [1024 * inner, 1024 * 4, 4 * outer, 4 * min(1024 * outer, INT8_TILE)]
     assert plan.size("workspace") - plain.size("workspace") == sum(round_up(n, ALIGN) for n in more)
     assert not plan.size("unpacked weights")
-    assert plan.size("weights") < 0.51 * plain.size("weights") + sum(8 * s[0] + ALIGN for s in shapes)
+    assert plan.size("weights") < 0.51 * plain.size("weights") + sum(
+        8 * s[0] + ALIGN for s in shapes
+    )
 
 
 # ---- blocked
@@ -263,11 +348,22 @@ def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
 def test_a_wide_attention_is_planned_for() -> None:
     """Heads x width may be more than the MLP is wide."""
     config = {
-        "model_type": "llama", "vocab_size": 90, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
-        "attention_bias": False, "mlp_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 90,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    }
     wide = spec_from_config("wide", config, "here")
     assert blocking_bytes(wide, WeightFormat(2), True) == 8 * 64 * 64 * 2
     assert blocking_bytes(wide, Int8(2), True) == 8 * 64 * (64 + 3 * 8)
@@ -275,18 +371,28 @@ def test_a_wide_attention_is_planned_for() -> None:
 
 def test_temporaries_cover_it_where_weights_are_blocked() -> None:
     """On the host, in bf16, and where they are not packed; in int8."""
-    untied, shape = make_spec(tie_word_embeddings=False, vocab_size=5000), BlockShape(300, 1, 2000, (30, 30))
+    untied = make_spec(tie_word_embeddings=False, vocab_size=5000)
+    shape = BlockShape(300, 1, 2000, (30, 30))
 
     def temporaries(itemsize: int, is_host: bool, policy: Policy, shape: BlockShape = shape) -> int:
         return memory_plan(untied, policy, shape, itemsize, is_host, SEQUENTIAL).size("temporaries")
 
-    small, int8 = BlockShape(1, 1, 1, (1, 1)), Policy(int8_compute=True)
+    small = BlockShape(1, 1, 1, (1, 1))
+    int8 = Policy(int8_compute=True)
     for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, False, int8)):
-        assert temporaries(itemsize, is_host, policy, small) == temporary_bytes(untied, small, itemsize, policy)
+        assert temporaries(itemsize, is_host, policy, small) == temporary_bytes(
+            untied, small, itemsize, policy
+        )
     assert temporaries(2, True, Policy()) == temporary_bytes(untied, shape, 2, Policy())
     assert blocking_bytes(untied, WeightFormat(2), True) == 5000 * 48 * 2
-    assert temporaries(2, True, Policy(), small) == 5000 * 48 * 2 > temporary_bytes(untied, small, 2, Policy())
+    assert (
+        temporaries(2, True, Policy(), small)
+        == 5000 * 48 * 2
+        > temporary_bytes(untied, small, 2, Policy())
+    )
     assert blocking_bytes(untied, Int8(2), True) == 5000 * (48 + 3 * 8)
     # BLOCK_CHUNK bytes at a time, or BLOCK_ROWS rows that are more.
-    wide = make_spec(hidden_size=12288, num_attention_heads=4, word_embed_proj_dim=12288, ffn_dim=49152)
+    wide = make_spec(
+        hidden_size=12288, num_attention_heads=4, word_embed_proj_dim=12288, ffn_dim=49152
+    )
     assert blocking_bytes(wide, WeightFormat(2), True) == 64 * 49152 * 2 > BLOCK_CHUNK

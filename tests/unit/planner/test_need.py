@@ -31,15 +31,30 @@ def test_an_eviction_policy_grows_by_one_column_more() -> None:
 @pytest.mark.parametrize(
     "eviction",
     [
-        Full(), H2O(heavy_size=6, recent_size=6), H2O(0.2), H2O(0.2, while_decoding=False), SnapKV(0.3, 0.1),
-        H2O(kv_budget=0.25), H2O(kv_budget=0.95), H2O(kv_budget=1.0), H2O(kv_budget=0.25, while_decoding=False),
+        Full(),
+        H2O(heavy_size=6, recent_size=6),
+        H2O(0.2),
+        H2O(0.2, while_decoding=False),
+        SnapKV(0.3, 0.1),
+        H2O(kv_budget=0.25),
+        H2O(kv_budget=0.95),
+        H2O(kv_budget=1.0),
+        H2O(kv_budget=0.25, while_decoding=False),
         H2O(kv_budget=1.0, while_decoding=False),
     ],
     ids=[
-        "full", "sizes", "ratios", "prompt only", "snapkv", "a quarter of the sequence", "nearly all", "all",
-        "a quarter, prompt only", "all, prompt only",
+        "full",
+        "sizes",
+        "ratios",
+        "prompt only",
+        "snapkv",
+        "a quarter of the sequence",
+        "nearly all",
+        "all",
+        "a quarter, prompt only",
+        "all, prompt only",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("prompt_len", [60, 10])
 def test_shorter_prompts_hold_what_the_policy_says(eviction: Eviction, prompt_len: int) -> None:
     """Columns that are left of the prompt, and slots, of rows with any length among longer ones."""
@@ -51,8 +66,9 @@ def test_shorter_prompts_hold_what_the_policy_says(eviction: Eviction, prompt_le
 
 
 def test_rows_that_keep_a_share_of_prompt_and_new_tokens() -> None:
-    """Rows of other lengths get other budgets; the most slots cover the row that is longest in all, here not the one
-    with the longest prompt. A row that is planned for as many new tokens as any is no longer than the longest."""
+    """Rows of other lengths get other budgets; the most slots cover the row that is longest in all,
+    here not the one with the longest prompt. A row that is planned for as many new tokens as any is
+    no longer than the longest."""
     eviction = H2O(kv_budget=0.5)
     need = need_of(eviction, 3, {(40, 2), (10, 90), (30, 6)}, 2)
     assert (need.prompt_len, need.gen_len, need.sequence) == (40, 90, 100)
@@ -73,22 +89,34 @@ def test_layers_may_keep_different_numbers() -> None:
 def test_a_common_prefix_is_in_no_slot() -> None:
     """The first micro-batch is fed it; pairs are counted one by one."""
     need = WorkloadShape.full(7, 10, 5, 2).in_one_copy(6)
-    assert need.slots == (8, 8) and [need.columns(0, sweep, 10) for sweep in range(5)] == [4, 5, 6, 7, 8]
+    assert need.slots == (8, 8) and [need.columns(0, sweep, 10) for sweep in range(5)] == [
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
     assert need.columns(1, 1, 8) == 3 and need.slots_of(0, 8) == 6
     ((first, second), full), ((third,), rest) = even_blocks(Policy(2, 2), replace(need, rows=6))
     assert (full, rest) == (1, 1) and first == third
     assert (first.fed, second.fed, first.tokens, first.longest) == (6 + 2 * 4, 2 * 4, 20, 10)
     own = sum(6 + i for i in range(1, 5))
-    assert first.pairs - second.pairs == 36 and second.pairs == pytest.approx(2 * 2 * own, abs=2 * 4)
+    assert first.pairs - second.pairs == 36 and second.pairs == pytest.approx(
+        2 * 2 * own, abs=2 * 4
+    )
     assert shape_of(Policy(2, 2), need).common == 6 and shape_of(Policy(2, 2), need).tokens == 14
 
 
 def test_a_micro_batch_that_shares() -> None:
-    """Pairs are counted one by one: each own query sees the prefix and its own columns, a prefix query the prefix."""
+    """Pairs are counted one by one: each own query sees the prefix and its own columns, a prefix
+    query the prefix."""
     batch = Batch.of([PromptGroup(3, (2, 1)), PromptGroup(0, (4,))])
     assert (batch.rows, batch.tokens, batch.fed, batch.longest) == (3, 13, 10, 5)
     assert batch.pairs == 3 * 3 + (2 * 3 * 2 + 2 * 2) + (2 * 3 * 1 + 1) + 4 * 4
-    assert Batch.even(3, 10, 6) == Batch.of([PromptGroup(6, (4, 4, 4))]) and Batch.even(3, 10, 6).fed == 18
+    assert (
+        Batch.even(3, 10, 6) == Batch.of([PromptGroup(6, (4, 4, 4))])
+        and Batch.even(3, 10, 6).fed == 18
+    )
     assert Batch.even(1, 10, 6).fed == 10
 
 
@@ -113,9 +141,13 @@ def test_a_pile_is_cut_into_equal_blocks_and_a_rest(
     ("gbs", "batches", "rows", "shape"),
     [(4, 2, 100, (4, 2)), (4, 2, 3, (3, 1)), (4, 3, 5, (4, 2))],
 )
-def test_the_shape_is_of_the_rows_there_are(gbs: int, batches: int, rows: int, shape: tuple[int, int]) -> None:
+def test_the_shape_is_of_the_rows_there_are(
+    gbs: int, batches: int, rows: int, shape: tuple[int, int]
+) -> None:
     """Not of those that the policy would take."""
-    need = WorkloadShape(rows, 10, 8, (30, 29, 28, 30), (9, 9, 9, 9), RowRecord(("positions", "scores")))
+    need = WorkloadShape(
+        rows, 10, 8, (30, 29, 28, 30), (9, 9, 9, 9), RowRecord(("positions", "scores"))
+    )
     found = shape_of(Policy(gbs, batches), need)
     assert (found.rows, found.micro_batches, found.tokens) == (*shape, 10 * shape[0])
     assert (found.slots, found.record) == (need.slots, need.record)

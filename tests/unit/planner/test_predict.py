@@ -31,7 +31,9 @@ Percent = tuple[int, int, int, int, int, int]
 Case = tuple[Policy, WorkloadShape, Machine, MemoryPlan]
 
 
-def predicted(policy: Policy, need: WorkloadShape, where: Machine, plan: MemoryPlan | None = None) -> Prediction:
+def predicted(
+    policy: Policy, need: WorkloadShape, where: Machine, plan: MemoryPlan | None = None
+) -> Prediction:
     plan = plan or plan_of(policy, need, where.device_is_host)
     return predict(SPEC, policy, need, where, plan, even_blocks(policy, need))
 
@@ -42,9 +44,16 @@ def predicted(policy: Policy, need: WorkloadShape, where: Machine, plan: MemoryP
 @pytest.mark.parametrize("gen_len", [1, MOST_WALKED])
 def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> None:
     """All but the first are decode."""
-    need, policy, where = WorkloadShape.full(12, 60, gen_len, BLOCKS), Policy(4, 3, STREAMED), machine(False)
+    need = WorkloadShape.full(12, 60, gen_len, BLOCKS)
+    policy = Policy(4, 3, STREAMED)
+    where = machine(False)
     costs = costs_of(policy, need, where)
-    ends = simulate((costs, costs), plan_of(policy, need, False), even_blocks(policy, need)[0][0], range(gen_len)).ends
+    ends = simulate(
+        (costs, costs),
+        plan_of(policy, need, False),
+        even_blocks(policy, need)[0][0],
+        range(gen_len),
+    ).ends
     found = predicted(policy, need, where)
     assert (found.prefill_s, found.total_s) == pytest.approx((ends[0], ends[-1]))
     assert (found.decode_s == 0) is (gen_len == 1)
@@ -53,27 +62,47 @@ def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> Non
 @pytest.mark.parametrize(
     ("gen_len", "percent", "prompt_len", "within"),
     [
-        (MOST_WALKED + 1, STREAMED, 400, 0.03), (100, STREAMED, 60, 0.1), (20, WEIGHTS_ON_DISK, 60, 0.1),
+        (MOST_WALKED + 1, STREAMED, 400, 0.03),
+        (100, STREAMED, 60, 0.1),
+        (20, WEIGHTS_ON_DISK, 60, 0.1),
     ],
-)  # fmt: skip
-def test_what_is_not_walked_is_interpolated(gen_len: int, percent: Percent, prompt_len: int, within: float) -> None:
-    """Beside walking all sweeps, though the cache grows: in steps of whole segments, which are large for short rows."""
-    need, policy, where = WorkloadShape.full(12, prompt_len, gen_len, BLOCKS), Policy(4, 3, percent), machine(False)
+)
+def test_what_is_not_walked_is_interpolated(
+    gen_len: int, percent: Percent, prompt_len: int, within: float
+) -> None:
+    """Beside walking all sweeps, though the cache grows: in steps of whole segments, which are
+    large for short rows."""
+    need = WorkloadShape.full(12, prompt_len, gen_len, BLOCKS)
+    policy = Policy(4, 3, percent)
+    where = machine(False)
     costs = costs_of(policy, need, where)
-    ends = simulate((costs, costs), plan_of(policy, need, False), even_blocks(policy, need)[0][0], range(gen_len)).ends
+    ends = simulate(
+        (costs, costs),
+        plan_of(policy, need, False),
+        even_blocks(policy, need)[0][0],
+        range(gen_len),
+    ).ends
     assert len(walked_sweeps(gen_len)) == MOST_WALKED
     assert predicted(policy, need, where).total_s == pytest.approx(ends[-1], rel=within)
 
 
 @pytest.mark.parametrize(("percent", "differ"), [(STREAMED, True), ((50, 50, 0, 100, 0, 0), False)])
 def test_a_deep_model_costs_what_walking_all_of_it_says(percent: Percent, differ: bool) -> None:
-    """Within 2%, and 5% where layers differ: only a part of them are walked, unless somebody listens."""
-    depth, where = 40, machine(False, disk_read_bytes_per_s=5e8, step_s=1e-4)
-    deep, need = make_spec(num_hidden_layers=depth), evicting(12, 60, 6, 20, depth)
+    """Within 2%, and 5% where layers differ: only a part of them are walked, unless somebody
+    listens."""
+    depth = 40
+    where = machine(False, disk_read_bytes_per_s=5e8, step_s=1e-4)
+    deep = make_spec(num_hidden_layers=depth)
+    need = evicting(12, 60, 6, 20, depth)
     if differ:
-        need = replace(need, slots=tuple(50 - i for i in range(depth)), kept=tuple(49 - i for i in range(depth)))
+        need = replace(
+            need,
+            slots=tuple(50 - i for i in range(depth)),
+            kept=tuple(49 - i for i in range(depth)),
+        )
     policy = Policy(4, 3, percent)
-    plan, blocks = plan_of(policy, need, False, deep), even_blocks(policy, need)
+    plan = plan_of(policy, need, False, deep)
+    blocks = even_blocks(policy, need)
     part = predict(deep, policy, need, where, plan, blocks)
     whole = predict(deep, policy, need, where, plan, blocks, lambda *span: None)
     assert (part.prefill_s, part.decode_s) == pytest.approx(
@@ -82,11 +111,14 @@ def test_a_deep_model_costs_what_walking_all_of_it_says(percent: Percent, differ
 
 
 def test_waits_of_a_shallow_cut_take_nothing_from_the_other_blocks() -> None:
-    """Of the fewer blocks that are walked the sweep waits for the head's weights, of the more it does not."""
+    """Of the fewer blocks that are walked the sweep waits for the head's weights, of the more it
+    does not."""
     deep = make_spec(num_hidden_layers=40, vocab_size=2000)
     where = machine(True, disk_read_bytes_per_s=1e8, step_s=1e-3)
-    policy, need = Policy(4, 3, WEIGHTS_ON_DISK), WorkloadShape.full(12, 60, 6, 40)
-    plan, blocks = plan_of(policy, need, True, deep), even_blocks(policy, need)
+    policy = Policy(4, 3, WEIGHTS_ON_DISK)
+    need = WorkloadShape.full(12, 60, 6, 40)
+    plan = plan_of(policy, need, True, deep)
+    blocks = even_blocks(policy, need)
     part = predict(deep, policy, need, where, plan, blocks)
     whole = predict(deep, policy, need, where, plan, blocks, lambda *span: None)
     assert part.decode_s == pytest.approx(whole.decode_s, rel=0.005)
@@ -94,7 +126,8 @@ def test_waits_of_a_shallow_cut_take_nothing_from_the_other_blocks() -> None:
 
 def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
     """Seconds, tokens and busy seconds of a pile are sums over its blocks."""
-    where, policy = machine(True, step_s=1e-3), Policy(4, 2, (0, 0, 100, 0, 100, 0))
+    where = machine(True, step_s=1e-3)
+    policy = Policy(4, 2, (0, 0, 100, 0, 100, 0))
 
     def of(rows: int) -> Prediction:
         return predicted(
@@ -106,13 +139,18 @@ def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
 
     assert of(24).total_s == pytest.approx(3 * of(8).total_s)
     assert of(27).total_s == pytest.approx(3 * of(8).total_s + of(3).total_s)
-    assert of(27).new_tokens == 27 * 4 and of(27).tokens_per_s == pytest.approx(27 * 4 / of(27).total_s)
-    assert of(24).busy["decode"]["disk_read"] == pytest.approx(3 * of(8).busy["decode"]["disk_read"])
+    assert of(27).new_tokens == 27 * 4 and of(27).tokens_per_s == pytest.approx(
+        27 * 4 / of(27).total_s
+    )
+    assert of(24).busy["decode"]["disk_read"] == pytest.approx(
+        3 * of(8).busy["decode"]["disk_read"]
+    )
 
 
 def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
     """Prefill is bound by compute and decode by the disk here; which phase is longer decides."""
-    disk, where = Policy(8, 1, WEIGHTS_ON_DISK), machine(True, disk_read_bytes_per_s=1e8)
+    disk = Policy(8, 1, WEIGHTS_ON_DISK)
+    where = machine(True, disk_read_bytes_per_s=1e8)
     slow = faster(where.profile, "matmul_flops_per_s", 1e-1)
     for gen_len, decode_is_longer in ((2, False), (40, True)):
         need = WorkloadShape.full(8, 200, gen_len, BLOCKS)
@@ -137,10 +175,13 @@ def test_what_works_for_a_part_of_the_time_binds_nothing_alone() -> None:
 
 @pytest.mark.parametrize("name", ["disk_read_bytes_per_s", "matmul_flops_per_s"])
 def test_contention_does_not_turn_a_gain_into_a_loss(name: str) -> None:
-    """Where at least half of the disk's rate is left beside compute. Below, a faster disk that is busy beside compute
-    for longer could be predicted slower."""
-    policy, need = Policy(32, 1, (0, 0, 100, 0, 100, 0)), WorkloadShape.full(32, 64, 6, BLOCKS)
-    where = machine(True, disk_read_beside_compute=0.5, compute_beside_disk_read=0.5, disk_read_bytes_per_s=1e9)
+    """Where at least half of the disk's rate is left beside compute. Below, a faster disk that is
+    busy beside compute for longer could be predicted slower."""
+    policy = Policy(32, 1, (0, 0, 100, 0, 100, 0))
+    need = WorkloadShape.full(32, 64, 6, BLOCKS)
+    where = machine(
+        True, disk_read_beside_compute=0.5, compute_beside_disk_read=0.5, disk_read_bytes_per_s=1e9
+    )
     where = replace(where, profile=faster(where.profile, name, 1e-1))
     seconds = [
         predicted(policy, need, replace(where, profile=faster(where.profile, name, 1.1**i))).total_s
@@ -150,14 +191,16 @@ def test_contention_does_not_turn_a_gain_into_a_loss(name: str) -> None:
 
 
 def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
-    """As much for each as the profile says, where compute binds; less where it waits for the disk, nothing without
-    overlap or without reads."""
-    need, seconds = WorkloadShape.full(256, 64, 6, BLOCKS), 1e-4
+    """As much for each as the profile says, where compute binds; less where it waits for the disk,
+    nothing without overlap or without reads."""
+    need = WorkloadShape.full(256, 64, 6, BLOCKS)
+    seconds = 1e-4
 
     def longer(percent: Percent, **changes: Any) -> float:
         policy = Policy(256, 1, percent, overlap=changes.pop("overlap", True))
         free, taken = (
-            predicted(policy, need, machine(True, short_read_compute_s=s, **changes)).total_s for s in (0.0, seconds)
+            predicted(policy, need, machine(True, short_read_compute_s=s, **changes)).total_s
+            for s in (0.0, seconds)
         )
         return taken - free
 
@@ -167,31 +210,52 @@ def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
     expected = need.gen_len * seconds * sum(m.short_requests for m in moves)
     assert longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e12) == pytest.approx(expected, rel=0.05)
     assert 0 <= longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e7) < expected / 10
-    assert longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e12, overlap=False) == longer((100, 0) * 3) == 0
+    assert (
+        longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e12, overlap=False)
+        == longer((100, 0) * 3)
+        == 0
+    )
 
 
 def test_contention_costs_time_only_where_both_are_busy() -> None:
     """Not where the disk is idle, and not without overlap."""
-    need, disk = WorkloadShape.full(32, 64, 6, BLOCKS), (0, 0, 100, 0, 100, 0)
+    need = WorkloadShape.full(32, 64, 6, BLOCKS)
+    disk = (0, 0, 100, 0, 100, 0)
     for percent, slower in ((disk, True), ((100, 0, 100, 0, 100, 0), False)):
         policy = Policy(32, 1, percent)
         free, beside = (
-            predicted(policy, need, machine(True, disk_read_bytes_per_s=5e8, disk_read_beside_compute=left,
-                                            compute_beside_disk_read=left)).total_s
+            predicted(
+                policy,
+                need,
+                machine(
+                    True,
+                    disk_read_bytes_per_s=5e8,
+                    disk_read_beside_compute=left,
+                    compute_beside_disk_read=left,
+                ),
+            ).total_s
             for left in (1.0, 0.6)
-        )  # fmt: skip
+        )
         assert (beside > free * 1.01) is slower and beside >= free
     sequential = Policy(32, 1, disk, overlap=False)
     slowed = machine(True, disk_read_beside_compute=0.5, compute_beside_disk_read=0.5)
-    assert predicted(sequential, need, slowed).total_s == predicted(sequential, need, machine(True)).total_s
+    assert (
+        predicted(sequential, need, slowed).total_s
+        == predicted(sequential, need, machine(True)).total_s
+    )
 
 
 def test_ways_of_the_link_slow_each_other_where_both_are_busy() -> None:
-    """Hidden states go both ways; weights only come. As much as the profile says, where the link binds."""
-    need, slow = WorkloadShape.full(32, 64, 6, BLOCKS), {"h2d_bytes_per_s": 1e7, "d2h_bytes_per_s": 1e7}
+    """Hidden states go both ways; weights only come. As much as the profile says, where the link
+    binds."""
+    need = WorkloadShape.full(32, 64, 6, BLOCKS)
+    slow = {"h2d_bytes_per_s": 1e7, "d2h_bytes_per_s": 1e7}
     for percent, factor in (((100, 0, 100, 0, 0, 100), 2.0), ((0, 100, 100, 0, 100, 0), 1.0)):
         policy = Policy(32, 1, percent)
-        alone, both = (predicted(policy, need, machine(False, link_both_ways=s, **slow)).total_s for s in (1.0, 0.5))
+        alone, both = (
+            predicted(policy, need, machine(False, link_both_ways=s, **slow)).total_s
+            for s in (1.0, 0.5)
+        )
         assert both == pytest.approx(factor * alone, rel=0.02)
 
 

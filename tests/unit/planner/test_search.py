@@ -1,4 +1,5 @@
-"""The policy search: what it finds fits, is fast and is found again, and a refusal says what would do."""
+"""The policy search: what it finds fits, is fast and is found again, and a refusal says what would
+do."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner import search as policies
 from flexgen_h2o.planner.costs import Machine
-from flexgen_h2o.planner.lp import SearchSpace, Solution, fastest_shares, find_corners, placements, solve
+from flexgen_h2o.planner.lp import (
+    SearchSpace,
+    Solution,
+    fastest_shares,
+    find_corners,
+    placements,
+    solve,
+)
 from flexgen_h2o.planner.profile import Curve, find_profile, nominal_profile, read_profile
 from flexgen_h2o.planner.search import (
     Candidate,
@@ -61,8 +69,13 @@ def all_on_disk(need: WorkloadShape, is_host: bool, base: Policy | None = None) 
     return {tier: plan.bytes_on(tier) for tier in TIERS}
 
 
-def fits(plan: Plan, need: WorkloadShape, is_host: bool, budgets: dict[str, Any], spec: ModelSpec = SPEC) -> bool:
-    return plan_within(spec, plan.policy, shape_of(plan.policy, need), 4, is_host, budgets) == plan.memory
+def fits(
+    plan: Plan, need: WorkloadShape, is_host: bool, budgets: dict[str, Any], spec: ModelSpec = SPEC
+) -> bool:
+    return (
+        plan_within(spec, plan.policy, shape_of(plan.policy, need), 4, is_host, budgets)
+        == plan.memory
+    )
 
 
 # ---- what is chosen
@@ -80,10 +93,19 @@ def test_with_room_for_everything_everything_is_resident(is_host: bool, rows: in
 
 def test_everything_but_batches_and_shares_is_the_base_policys() -> None:
     """Whatever else it says."""
-    others: dict[str, Any] = {"cpu_cache_compute": True, "sep_layer": False, "pin_weight": False, "attn_sparsity": 0.5}
+    others: dict[str, Any] = {
+        "cpu_cache_compute": True,
+        "sep_layer": False,
+        "pin_weight": False,
+        "attn_sparsity": 0.5,
+    }
     base = Policy(7, 9, (1, 2, 3, 4, 5, 6), **others)
     chosen = search(SearchSpace(SPEC, NEED, base, nominal(False), HUGE)).policy
-    same: dict[str, Any] = {"gpu_batch_size": 7, "num_gpu_batches": 9, "percent": (1, 2, 3, 4, 5, 6)}
+    same: dict[str, Any] = {
+        "gpu_batch_size": 7,
+        "num_gpu_batches": 9,
+        "percent": (1, 2, 3, 4, 5, 6),
+    }
     assert chosen != base and replace(chosen, **same) == base
 
 
@@ -98,10 +120,21 @@ def test_small_ram_leaves_weights_on_disk() -> None:
     """More RAM saves reading."""
     room = all_on_disk(NEED, True)["host"] + MIB
     found = [
-        search(SearchSpace(SPEC, NEED, Policy(), nominal(True), {**HUGE, "device": 0, "host": room + more * MIB}))
+        search(
+            SearchSpace(
+                SPEC,
+                NEED,
+                Policy(),
+                nominal(True),
+                {**HUGE, "device": 0, "host": room + more * MIB},
+            )
+        )
         for more in (0, 2, 9)
     ]
-    assert all(plan.policy.percent[0] < 100 for plan in found[:2]) and found[2].policy.percent[0] == 100
+    assert (
+        all(plan.policy.percent[0] < 100 for plan in found[:2])
+        and found[2].policy.percent[0] == 100
+    )
     read_s = [plan.prediction.busy["decode"]["disk_read"] for plan in found]
     assert read_s[0] > read_s[-2] > 0 == read_s[-1]
     seconds = [plan.prediction.total_s for plan in found]
@@ -110,16 +143,20 @@ def test_small_ram_leaves_weights_on_disk() -> None:
 
 def test_fewer_slots_make_more_of_the_same_ram() -> None:
     """H2O is faster where memory is short."""
-    few, full = evicting(40, 250, 40, 25), WorkloadShape.full(40, 250, 40, BLOCKS)
+    few = evicting(40, 250, 40, 25)
+    full = WorkloadShape.full(40, 250, 40, BLOCKS)
     budgets = {**HUGE, "device": 0, "host": all_on_disk(few, True)["host"] + 12 * MIB}
     slow_disk = machine(True, disk_read_bytes_per_s=1e8)
-    kept, whole = (search(SearchSpace(SPEC, need, Policy(), slow_disk, budgets)) for need in (few, full))
+    kept, whole = (
+        search(SearchSpace(SPEC, need, Policy(), slow_disk, budgets)) for need in (few, full)
+    )
     assert kept.prediction.total_s < whole.prediction.total_s
 
 
 def test_only_switches_that_are_asked_for_are_set() -> None:
     """Compression halves what a link must bring, so it wins where it may."""
-    tight, need = {**HUGE, "device": all_on_disk(NEED, False)["device"] + MIB}, replace(NEED, rows=2)
+    tight = {**HUGE, "device": all_on_disk(NEED, False)["device"] + MIB}
+    need = replace(NEED, rows=2)
     slow = machine(False, h2d_bytes_per_s=1e7, d2h_bytes_per_s=1e7, disk_read_bytes_per_s=1e6)
     for compress in ((), ("compress_weight",)):
         found = search(SearchSpace(SPEC, need, Policy(), slow, tight, compress)).policy
@@ -127,20 +164,33 @@ def test_only_switches_that_are_asked_for_are_set() -> None:
 
 
 def test_shares_that_split_matrices_are_not_priced_as_products_of_codes() -> None:
-    """Few rows on a card multiply by codes where all weights are on it; on no line between there and the host."""
+    """Few rows on a card multiply by codes where all weights are on it; on no line between there
+    and the host."""
     quick = machine(False, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
     space = SearchSpace(SPEC, replace(NEED, rows=4), Policy(compress_weight=True), quick, HUGE)
-    policy, depth = Policy(4, 1, NOTHING, compress_weight=True), SEQUENTIAL
-    split, whole = find_corners(space, policy, depth), find_corners(space, policy, depth, 0)
-    assert whole.base.busy["decode"]["device_compute"] < split.moved[0].busy["decode"]["device_compute"]
+    policy = Policy(4, 1, NOTHING, compress_weight=True)
+    depth = SEQUENTIAL
+    split = find_corners(space, policy, depth)
+    whole = find_corners(space, policy, depth, 0)
+    assert (
+        whole.base.busy["decode"]["device_compute"]
+        < split.moved[0].busy["decode"]["device_compute"]
+    )
     assert set(whole.moved) == {2, 3, 4, 5} and whole.base.nbytes == split.moved[0].nbytes
-    found, slower = (fastest_shares(space, policy, depth, budgets) for budgets in (HUGE, {**HUGE, "device": 0}))
+    found, slower = (
+        fastest_shares(space, policy, depth, budgets) for budgets in (HUGE, {**HUGE, "device": 0})
+    )
     assert found is not None and found.shares[0] == 1.0 and slower is None
     enough = {**HUGE, "device": whole.base.nbytes["device"]}
     all_there, almost = (
-        fastest_shares(space, policy, depth, {**enough, "device": enough["device"] - less}) for less in (0, PAGE)
+        fastest_shares(space, policy, depth, {**enough, "device": enough["device"] - less})
+        for less in (0, PAGE)
     )
-    assert all_there is not None and almost is not None and all_there.shares[0] == 1.0 > almost.shares[0]
+    assert (
+        all_there is not None
+        and almost is not None
+        and all_there.shares[0] == 1.0 > almost.shares[0]
+    )
     assert almost.seconds > 1.01 * all_there.seconds
 
 
@@ -149,16 +199,21 @@ def test_shares_that_split_matrices_are_not_priced_as_products_of_codes() -> Non
 
 def test_a_gib_more_is_worth_the_dual_times_the_blocks() -> None:
     """A small step on the device saves that share; without a limit nothing is said of a tier."""
-    need, policy = replace(NEED, rows=64), Policy(8, 2)
+    need = replace(NEED, rows=64)
+    policy = Policy(8, 2)
     device = all_on_disk(need, False, policy)["device"] + 3 * MIB
     slow_link = machine(False, h2d_bytes_per_s=1e7)
     space = SearchSpace(SPEC, need, Policy(), slow_link, {**HUGE, "device": device, "disk": None})
-    found, step, seconds = sensitivity(space, policy), MIB // 8, []
+    found = sensitivity(space, policy)
+    step = MIB // 8
+    seconds = []
     assert found["device"] > 0 == found["host"] and set(found) == {"device", "host"}
     depth = next(c.depth for c in [bounded(space, policy)] if c is not None)
     for more in (0, step):
         corners = find_corners(space, policy, depth)
-        solution = solve(corners, need.gen_len - 1, True, {**space.budgets, "device": device + more})
+        solution = solve(
+            corners, need.gen_len - 1, True, {**space.budgets, "device": device + more}
+        )
         assert solution is not None
         seconds.append(4 * solution.seconds)  # blocks of 16 rows
     assert seconds[0] - seconds[1] == pytest.approx(found["device"] * step / GIB, rel=0.05)
@@ -175,12 +230,16 @@ def in_ram(rows: int, need: WorkloadShape, spec: ModelSpec) -> int:
 
 
 def test_the_largest_blocks_that_memory_holds_are_candidates() -> None:
-    """Besides those that cut the pile into equal parts, and those that cut it into as few equal ones."""
-    spec, fits = known("opt-125m"), 11
+    """Besides those that cut the pile into equal parts, and those that cut it into as few equal
+    ones."""
+    spec = known("opt-125m")
+    fits = 11
     need = WorkloadShape.full(100, 64, 32, spec.num_blocks)
     budgets = {**HUGE, "device": 0, "host": in_ram(fits, need, spec)}
     assert in_ram(fits + 1, need, spec) > (budgets["host"] or 0)
-    space = SearchSpace(spec, need, Policy(), Machine(nominal_profile(True), "bfloat16", True), budgets)
+    space = SearchSpace(
+        spec, need, Policy(), Machine(nominal_profile(True), "bfloat16", True), budgets
+    )
     sizes = {(c.policy.gpu_batch_size, c.policy.num_gpu_batches) for c in candidates(space)}
     blocks = -(-need.rows // fits)
     assert {(fits, 1), (-(-need.rows // blocks), 1)} <= sizes
@@ -189,34 +248,46 @@ def test_the_largest_blocks_that_memory_holds_are_candidates() -> None:
 def even_products(**changes: Any) -> Machine:
     """Products that take as long for each row, however many there are."""
     profile = replace(nominal_profile(True), **changes)
-    flat = replace(profile.rates("bfloat16"), matmul_flops_per_s=((1.0, ((4096.0, Curve.flat(3e11)),)),))
+    flat = replace(
+        profile.rates("bfloat16"), matmul_flops_per_s=((1.0, ((4096.0, Curve.flat(3e11)),)),)
+    )
     return Machine(replace(profile, compute={"bfloat16": flat}), "bfloat16", True)
 
 
 def test_all_in_ram_is_chosen_where_the_profile_says_so() -> None:
-    """Of OPT-125m, with a pile that no power of two cuts into the most that RAM holds; and where the disk costs
-    nothing, something is on it so that there are fewer blocks."""
+    """Of OPT-125m, with a pile that no power of two cuts into the most that RAM holds; and where
+    the disk costs nothing, something is on it so that there are fewer blocks."""
     spec = known("opt-125m")
     need = WorkloadShape.full(96, 64, 32, spec.num_blocks)
     budgets = {**HUGE, "device": 0, "host": in_ram(23, need, spec)}
     slow = even_products(disk_read_bytes_per_s=2e8, disk_write_bytes_per_s=2e8)
     chosen = search(SearchSpace(spec, need, Policy(), slow, budgets)).policy
     assert (chosen.percent, chosen.block_size) == ((100, 0, 100, 0, 100, 0), 23)
-    free = even_products(disk_read_bytes_per_s=1e12, disk_request_s=0.0, short_read_compute_s=0.0, step_s=1e-3)
-    assert search(SearchSpace(spec, need, Policy(), free, budgets)).policy.percent != (100, 0, 100, 0, 100, 0)
+    free = even_products(
+        disk_read_bytes_per_s=1e12, disk_request_s=0.0, short_read_compute_s=0.0, step_s=1e-3
+    )
+    assert search(SearchSpace(spec, need, Policy(), free, budgets)).policy.percent != (
+        100,
+        0,
+        100,
+        0,
+        100,
+        0,
+    )
 
 
 @pytest.mark.parametrize("blocked", [0.97, 0.8])
 def test_the_disk_is_used_only_for_more_than_a_profile_tells(blocked: float) -> None:
-    """Products with matrices in RAM seem slower than with those that are read: by little, as in a profile of a busy
-    moment, or by much."""
+    """Products with matrices in RAM seem slower than with those that are read: by little, as in a
+    profile of a busy moment, or by much."""
     spec = known("opt-1.3b")
     need = WorkloadShape.full(16, 512, 8, spec.num_blocks)
     machine = even_products(disk_read_bytes_per_s=1e11, short_read_compute_s=0.0)
     rates = replace(machine.profile.rates("bfloat16"), blocked_speedup=Curve.flat(blocked))
     machine = replace(machine, profile=replace(machine.profile, compute={"bfloat16": rates}))
     space = SearchSpace(spec, need, Policy(), machine, HUGE)
-    in_ram, chosen = evaluate(space, Policy(16, 1, (100, 0, 100, 0, 100, 0))), search(space)
+    in_ram = evaluate(space, Policy(16, 1, (100, 0, 100, 0, 100, 0)))
+    chosen = search(space)
     streamed = evaluate(space, Policy(16, 1, (0, 0, 100, 0, 100, 0)))
     assert streamed.seconds < in_ram.seconds
     assert chosen.uses_disk is (blocked == 0.8)
@@ -224,20 +295,26 @@ def test_the_disk_is_used_only_for_more_than_a_profile_tells(blocked: float) -> 
 
 def test_bound_is_none_of_reads_that_are_not_needed() -> None:
     """Or the search would leave out what is all in RAM without a look."""
-    spec, policy = known("opt-125m"), Policy(24, 1, (100, 0, 100, 0, 100, 0))
+    spec = known("opt-125m")
+    policy = Policy(24, 1, (100, 0, 100, 0, 100, 0))
     need = WorkloadShape.full(96, 64, 32, spec.num_blocks)
     costly = even_products(short_read_compute_s=1e-2)
     found = bounded(SearchSpace(spec, need, policy, costly, HUGE), policy)
     assert found is not None
-    assert found.bound_s <= evaluate(SearchSpace(spec, need, Policy(), costly, HUGE), policy).prediction.total_s
+    assert (
+        found.bound_s
+        <= evaluate(SearchSpace(spec, need, Policy(), costly, HUGE), policy).prediction.total_s
+    )
 
 
 def test_blocks_that_wait_do_not_hide_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many micro-batches take long to simulate, and twice as long as the program says: those of one are looked at, too,
-    as far as the program calls them faster than what was simulated."""
+    """Many micro-batches take long to simulate, and twice as long as the program says: those of one
+    are looked at, too, as far as the program calls them faster than what was simulated."""
     spec = known("opt-6.7b")
     need = WorkloadShape.full(64, 64, 32, spec.num_blocks)
-    space = SearchSpace(spec, need, Policy(), Machine(nominal_profile(True), "bfloat16", True), HUGE)
+    space = SearchSpace(
+        spec, need, Policy(), Machine(nominal_profile(True), "bfloat16", True), HUGE
+    )
     slow = [(100.0 + i, Policy(1 + i, 32)) for i in range(10)]
     quick = [(120.0 + i, Policy(1 + i, 1)) for i in range(10)] + [(205.0, Policy(20, 1))]
     tried: list[Policy] = []
@@ -247,7 +324,9 @@ def test_blocks_that_wait_do_not_hide_faster_ones(monkeypatch: pytest.MonkeyPatc
         seconds = solution.seconds * (2 if candidate.policy.num_gpu_batches > 1 else 1)
         return [SimpleNamespace(policy=candidate.policy, seconds=seconds)]
 
-    solved = [(s, Candidate(policy, SEQUENTIAL, 0.0), Solution(s, (), {})) for s, policy in slow + quick]
+    solved = [
+        (s, Candidate(policy, SEQUENTIAL, 0.0), Solution(s, (), {})) for s, policy in slow + quick
+    ]
     monkeypatch.setattr(policies, "_solved", lambda _: solved)
     monkeypatch.setattr(policies, "_simulated", simulated)
     found = policies._coarse(space)
@@ -262,16 +341,24 @@ def test_the_longest_schedules_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert spec is not None
     need = WorkloadShape.full(10_000, 512, 128, spec[0].num_blocks)
     budgets = {"device": 0, "host": int(7.2 * 10**9), "disk": 450 * 10**9}
-    space = SearchSpace(spec[0], need, Policy(), Machine(nominal_profile(True), "bfloat16", True), budgets)
-    long, short = Policy(40, 32), Policy(313, 2)
+    space = SearchSpace(
+        spec[0], need, Policy(), Machine(nominal_profile(True), "bfloat16", True), budgets
+    )
+    long = Policy(40, 32)
+    short = Policy(313, 2)
     assert policies._steps(space, short) <= policies.LONG_STEPS < policies._steps(space, long)
     tried: list[Policy] = []
     monkeypatch.setattr(
-        policies, "_simulated",
-        lambda _, one, solution: tried.append(one.policy) or [SimpleNamespace(policy=one.policy, seconds=9.0)],
-    )  # fmt: skip
+        policies,
+        "_simulated",
+        lambda _, one, solution: (
+            tried.append(one.policy) or [SimpleNamespace(policy=one.policy, seconds=9.0)]
+        ),
+    )
     for listed, simulated in (([short, long], [short]), ([long, short], [short]), ([long], [long])):
-        solved = [(1.0, Candidate(policy, SEQUENTIAL, 0.0), Solution(1.0, (), {})) for policy in listed]
+        solved = [
+            (1.0, Candidate(policy, SEQUENTIAL, 0.0), Solution(1.0, (), {})) for policy in listed
+        ]
         monkeypatch.setattr(policies, "_solved", lambda _, solved=solved: solved)
         policies._coarse(space)
         assert tried == simulated
@@ -285,8 +372,12 @@ def test_more_memory_is_not_slower() -> None:
     assert spec is not None
     need = WorkloadShape.full(10_000, 512, 128, spec[0].num_blocks)
     machine = Machine(read_profile(find_profile("build-2core")), "bfloat16", True)
-    budgets = [{"device": 0, "host": int(0.9 * ram * 10**9), "disk": 450 * 10**9} for ram in (8, 16)]
-    less, more = (search(SearchSpace(spec[0], need, Policy(), machine, room)).seconds for room in budgets)
+    budgets = [
+        {"device": 0, "host": int(0.9 * ram * 10**9), "disk": 450 * 10**9} for ram in (8, 16)
+    ]
+    less, more = (
+        search(SearchSpace(spec[0], need, Policy(), machine, room)).seconds for room in budgets
+    )
     assert more < less
 
 
@@ -294,18 +385,25 @@ def test_more_memory_is_not_slower() -> None:
 
 
 @st.composite
-def budgets_of(draw: st.DrawFn, need: WorkloadShape, is_host: bool, base: Policy) -> dict[str, int | None]:
+def budgets_of(
+    draw: st.DrawFn, need: WorkloadShape, is_host: bool, base: Policy
+) -> dict[str, int | None]:
     """From what little does up to where everything is resident."""
     found: dict[str, int | None] = {}
     for tier, nbytes in all_on_disk(need, is_host, base).items():
-        found[tier] = int(nbytes * draw(st.sampled_from([1, 1, 0.6])) + draw(st.integers(0, 5 * MIB)))
+        found[tier] = int(
+            nbytes * draw(st.sampled_from([1, 1, 0.6])) + draw(st.integers(0, 5 * MIB))
+        )
     return found
 
 
 small_needs = st.builds(
-    WorkloadShape.full, rows=st.integers(1, 12), prompt_len=st.integers(1, 40), gen_len=st.integers(1, 4),
+    WorkloadShape.full,
+    rows=st.integers(1, 12),
+    prompt_len=st.integers(1, 40),
+    gen_len=st.integers(1, 4),
     num_blocks=st.just(BLOCKS),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=6)
@@ -313,13 +411,17 @@ small_needs = st.builds(
 def test_what_is_found_fits_and_a_refusal_names_what_would(
     need: WorkloadShape, is_host: bool, overlap: bool, data: st.DataObject
 ) -> None:
-    """Rounding breaks no budget. Given the bytes that a refusal names, the search finds something."""
-    base, where = Policy(overlap=overlap), nominal(is_host)
+    """Rounding breaks no budget. Given the bytes that a refusal names, the search finds
+    something."""
+    base = Policy(overlap=overlap)
+    where = nominal(is_host)
     budgets = data.draw(budgets_of(need, is_host, base))
     try:
         found = search(SearchSpace(SPEC, need, base, where, budgets))
     except DoesNotFitError as error:
-        named = dict(re.findall(r"--(\w+)-mem (\d+)", str(error).split("would do:")[1].split("(")[0]))
+        named = dict(
+            re.findall(r"--(\w+)-mem (\d+)", str(error).split("would do:")[1].split("(")[0])
+        )
         assert named and all(int(nbytes) > (budgets[tier] or 0) for tier, nbytes in named.items())
         budgets |= {tier: int(nbytes) for tier, nbytes in named.items()}
         found = search(SearchSpace(SPEC, need, base, where, budgets))
@@ -329,17 +431,26 @@ def test_what_is_found_fits_and_a_refusal_names_what_would(
 
 @settings(max_examples=5)
 @given(small_needs, st.booleans(), st.data())
-def test_no_placement_needs_less_than_a_refusal_says(need: WorkloadShape, is_host: bool, data: st.DataObject) -> None:
-    """Mixed ones and attention on the host included: none exceeds the budgets by less, but for a page or so."""
+def test_no_placement_needs_less_than_a_refusal_says(
+    need: WorkloadShape, is_host: bool, data: st.DataObject
+) -> None:
+    """Mixed ones and attention on the host included: none exceeds the budgets by less, but for a
+    page or so."""
     budgets: dict[str, int | None] = {}
     for tier, nbytes in all_on_disk(need, is_host).items():
         budgets[tier] = int(nbytes * data.draw(st.floats(0, 1.1)))
     space = SearchSpace(SPEC, need, Policy(), nominal(is_host), budgets)
     found = tight_fit(space)
-    shares = st.tuples(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100)).map(lambda s: sorted(s))
+    shares = st.tuples(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100)).map(
+        lambda s: sorted(s)
+    )
     for _ in range(40):
-        pairs = [(s[0], 0 if is_host else s[1] - s[0]) for s in (data.draw(shares) for _ in range(3))]
-        tried = Policy(percent=(*pairs[0], *pairs[1], *pairs[2]), cpu_cache_compute=data.draw(st.booleans()))
+        pairs = [
+            (s[0], 0 if is_host else s[1] - s[0]) for s in (data.draw(shares) for _ in range(3))
+        ]
+        tried = Policy(
+            percent=(*pairs[0], *pairs[1], *pairs[2]), cpu_cache_compute=data.draw(st.booleans())
+        )
         plan = memory_plan(SPEC, tried, shape_of(tried, need), 4, is_host, SEQUENTIAL)
         assert found.excess <= sum(plan.overflow(budgets).values()) + 4096
 
@@ -350,10 +461,13 @@ def test_rounding_breaks_no_budget(
     need: WorkloadShape, is_host: bool, shares: list[float], data: st.DataObject
 ) -> None:
     """Whatever shares it starts from."""
-    policy, where = fitted(Policy(4, 3), need), nominal(is_host)
+    policy = fitted(Policy(4, 3), need)
+    where = nominal(is_host)
     budgets = data.draw(budgets_of(need, is_host, Policy()))
     for placed in placements(SearchSpace(SPEC, need, policy, where, budgets), policy, shares):
-        assert not plan_within(SPEC, placed, shape_of(placed, need), 4, is_host, budgets).overflow(budgets)
+        assert not plan_within(SPEC, placed, shape_of(placed, need), 4, is_host, budgets).overflow(
+            budgets
+        )
         assert replace(placed, percent=NOTHING) == replace(policy, percent=NOTHING)
 
 
@@ -375,14 +489,16 @@ def test_a_model_on_the_card_is_not_run_row_by_row() -> None:
     found = search(SearchSpace(spec, need, Policy(), t4(), {**T4_BUDGETS, "device": 40 * GIB}))
     assert found.policy.gpu_batch_size >= 4 and found.policy.percent[0] >= 80
     one = evaluate(
-        SearchSpace(spec, need, Policy(), t4(), T4_BUDGETS), replace(found.policy, gpu_batch_size=1, num_gpu_batches=1)
+        SearchSpace(spec, need, Policy(), t4(), T4_BUDGETS),
+        replace(found.policy, gpu_batch_size=1, num_gpu_batches=1),
     )
     assert found.prediction.total_s < one.prediction.total_s / 2
 
 
 def test_nothing_that_is_tried_by_hand_is_faster() -> None:
     """With the memory that the other policy holds, and no more."""
-    spec, by_hand = known("opt-350m"), Policy(8, 2, (30, 70, 50, 50, 100, 0))
+    spec = known("opt-350m")
+    by_hand = Policy(8, 2, (30, 70, 50, 50, 100, 0))
     need = WorkloadShape.full(16, 256, 32, spec.num_blocks)
     tried = evaluate(SearchSpace(spec, need, Policy(), t4(), HUGE), by_hand)
     budgets: dict[str, int | None] = {tier: tried.memory.bytes_on(tier) for tier in TIERS}
@@ -399,11 +515,17 @@ def test_the_published_policies_of_a_t4_fit_it() -> None:
     ):
         spec = known(name)
         need = WorkloadShape.full(policy.block_size, prompt_len, 32, spec.num_blocks)
-        assert evaluate(SearchSpace(spec, need, Policy(), t4(), T4_BUDGETS), policy).prediction.tokens_per_s > 0
+        assert (
+            evaluate(
+                SearchSpace(spec, need, Policy(), t4(), T4_BUDGETS), policy
+            ).prediction.tokens_per_s
+            > 0
+        )
 
 
 def test_what_all_tiers_together_cannot_hold_is_not_tried() -> None:
-    """Of a long pile nearly all block sizes are too large: none of them takes the place of one that fits."""
+    """Of a long pile nearly all block sizes are too large: none of them takes the place of one that
+    fits."""
     spec = known("opt-30b")
     need = WorkloadShape.full(100_000, 2016, 32, spec.num_blocks)
     budgets: dict[str, int | None] = {"device": 16 * GIB, "host": 32 * GIB, "disk": 50 * GIB}

@@ -1,6 +1,7 @@
 """The simulator: sums that can be done by hand, and what must hold of any run.
 
-Times are of made-up machines; the order of events is checked against the engine in tests/parity/test_planned_order.py.
+Times are of made-up machines; the order of events is checked against the engine in
+tests/parity/test_planned_order.py.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ def walk(
     policy: Policy, where: Machine, need: WorkloadShape = NEED, depth: int = 0
 ) -> tuple[Costs, Block, Simulated, Spans]:
     """The first block, all of its sweeps, with what was heard of each lane."""
-    costs, block = costs_of(policy, need, where), even_blocks(policy, need)[0][0]
+    costs = costs_of(policy, need, where)
+    block = even_blocks(policy, need)[0][0]
     spans: Spans = defaultdict(list)
     found = simulate(
-        (costs, costs), plan_of(policy, need, where.device_is_host, depth=depth), block, range(need.gen_len),
+        (costs, costs),
+        plan_of(policy, need, where.device_is_host, depth=depth),
+        block,
+        range(need.gen_len),
         lambda lane, name, start, end: spans[lane].append((name, start, end)),
-    )  # fmt: skip
+    )
     return costs, block, found, spans
 
 
@@ -66,8 +71,12 @@ def compute_s(costs: Costs, block: Block, sweep: int) -> float:
 
 
 def loads_of(costs: Costs) -> list[float]:
-    """Seconds of the weight loads of a sweep that follows another: a tied head and the embedding are one."""
-    return [sum(load.seconds for load in costs.weight_load(unit, 1)) for unit in range(len(costs.layers.units))]
+    """Seconds of the weight loads of a sweep that follows another: a tied head and the embedding
+    are one."""
+    return [
+        sum(load.seconds for load in costs.weight_load(unit, 1))
+        for unit in range(len(costs.layers.units))
+    ]
 
 
 def lasting(found: Simulated) -> list[float]:
@@ -80,8 +89,12 @@ def lasting(found: Simulated) -> list[float]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_with_everything_resident_a_run_is_the_sum_of_its_compute(overlap: bool) -> None:
     """Nothing is waited for."""
-    costs, block, found, spans = walk(Policy(8, 3, overlap=overlap), machine(True, step_s=1e-3, row_s=1e-5))
-    assert lasting(found) == pytest.approx([compute_s(costs, block, sweep) for sweep in range(SWEEPS)])
+    costs, block, found, spans = walk(
+        Policy(8, 3, overlap=overlap), machine(True, step_s=1e-3, row_s=1e-5)
+    )
+    assert lasting(found) == pytest.approx(
+        [compute_s(costs, block, sweep) for sweep in range(SWEEPS)]
+    )
     assert set(spans) == {"compute"}
     assert found.busy[-1]["device_compute"] == pytest.approx(found.ends[-1])
 
@@ -101,12 +114,16 @@ def test_reading_weights_hides_behind_compute_or_the_other_way_round(disk_read: 
 def test_without_overlap_transfers_and_compute_add_up() -> None:
     """One after the other."""
     policy = Policy(8, 3, (0, 0, 100, 0, 0, 0), overlap=False)
-    costs, block, found, _ = walk(policy, machine(True, disk_read_bytes_per_s=1e8, disk_request_s=1e-3))
+    costs, block, found, _ = walk(
+        policy, machine(True, disk_read_bytes_per_s=1e8, disk_request_s=1e-3)
+    )
     for sweep, seconds in list(enumerate(lasting(found)))[1:]:
         hidden = [costs.step(i, b, sweep) for i in range(len(costs.layers.layers)) for b in block]
         moved = sum(m.seconds for step in hidden for m in (*step.hidden_load, *step.hidden_store))
         assert moved > 0
-        assert seconds == pytest.approx(sum(loads_of(costs)) + moved + compute_s(costs, block, sweep))
+        assert seconds == pytest.approx(
+            sum(loads_of(costs)) + moved + compute_s(costs, block, sweep)
+        )
 
 
 def test_decode_products_are_those_of_one_micro_batch() -> None:
@@ -117,7 +134,9 @@ def test_decode_products_are_those_of_one_micro_batch() -> None:
         found = [
             sum(
                 costs.step(i, batch, 1, tokens).device_s
-                for batch, tokens in costs.steps_of(layer.kind, even_blocks(costs.at.policy, NEED)[0][0], 1).values()
+                for batch, tokens in costs.steps_of(
+                    layer.kind, even_blocks(costs.at.policy, NEED)[0][0], 1
+                ).values()
             )
             for costs in (whole, parts)
         ]
@@ -137,18 +156,22 @@ def test_micro_batches_share_each_weight_load() -> None:
 
 
 def test_issuing_hides_behind_what_is_queued_on_a_device() -> None:
-    """Or compute behind issuing, if that takes longer; the host waits for the tokens of each sweep."""
+    """Or compute behind issuing, if that takes longer; the host waits for the tokens of each
+    sweep."""
     for step_s in (1e-9, 1.0):
         costs, block, found, _ = walk(Policy(8, 1), machine(False, step_s=step_s))
         for sweep, seconds in enumerate(lasting(found)):
             steps = steps_of(costs, block, sweep)
-            device, issue = sum(s[0] for s in steps), sum(s[2] for s in steps)
+            device = sum(s[0] for s in steps)
+            issue = sum(s[2] for s in steps)
             assert seconds == pytest.approx(max(device, issue), rel=1e-3)
 
 
 def test_tokens_are_waited_for_where_they_are_fed_again() -> None:
-    """Not in the head: the device computes other micro-batches' meanwhile, and has work while the next is issued."""
-    policy, resident = Policy(8, 3), machine(False)
+    """Not in the head: the device computes other micro-batches' meanwhile, and has work while the
+    next is issued."""
+    policy = Policy(8, 3)
+    resident = machine(False)
     costs, block, *_ = walk(policy, resident)
     device = [sum(step[0] for step in steps_of(costs, block, sweep)) for sweep in range(SWEEPS)]
     _, _, found, _ = walk(policy, machine(False, step_s=device[1] / 100))
@@ -188,8 +211,14 @@ def test_a_kv_unit_is_loaded_after_it_was_stored() -> None:
 def test_disk_bytes_that_cross_keep_the_link_busy() -> None:
     """Though a disk's thread copies them."""
     policy = Policy(8, 1, WEIGHTS_ON_DISK)
-    costs, _, found, _ = walk(policy, machine(False, disk_read_bytes_per_s=1e9, h2d_bytes_per_s=1e9))
-    crossing = sum(load.link_s for unit in range(len(costs.layers.units)) for load in costs.weight_load(unit, 1))
+    costs, _, found, _ = walk(
+        policy, machine(False, disk_read_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
+    )
+    crossing = sum(
+        load.link_s
+        for unit in range(len(costs.layers.units))
+        for load in costs.weight_load(unit, 1)
+    )
     assert found.busy[-1]["h2d"] > SWEEPS * crossing * 0.9 > 0
 
 
@@ -201,17 +230,26 @@ def test_disk_bytes_that_cross_keep_the_link_busy() -> None:
 def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
     case: tuple[Policy, WorkloadShape, Machine, MemoryPlan],
 ) -> None:
-    """Spans of a lane follow one another; a run takes no longer than all resources one after the other."""
+    """Spans of a lane follow one another; a run takes no longer than all resources one after the
+    other."""
     policy, need, where, plan = case
-    costs, block = costs_of(policy, need, where), even_blocks(policy, need)[0][0]
+    costs = costs_of(policy, need, where)
+    block = even_blocks(policy, need)[0][0]
     spans: Spans = defaultdict(list)
     found = simulate(
-        (costs, costs), plan, block, range(need.gen_len), lambda lane, *span: spans[lane].append(span)
-    )  # fmt: skip
+        (costs, costs),
+        plan,
+        block,
+        range(need.gen_len),
+        lambda lane, *span: spans[lane].append(span),
+    )
     for lane in (*LANES, "compute"):
         assert all(b[1] >= a[2] - 1e-12 for a, b in pairwise(spans[lane]))
         assert all(start >= 0 for _, start, _ in spans[lane])
-    sums = [[sum(x) for x in zip(*steps_of(costs, block, sweep), strict=True)] for sweep in range(need.gen_len)]
+    sums = [
+        [sum(x) for x in zip(*steps_of(costs, block, sweep), strict=True)]
+        for sweep in range(need.gen_len)
+    ]
     device, host, issue = (sum(column) for column in zip(*sums, strict=True))
     asynchronous = where.profile.device_is_asynchronous
     least = max(device, issue) + host if asynchronous else device + host + issue
@@ -225,24 +263,34 @@ def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
 def test_steady_sweeps_take_no_less_than_their_busiest_resource(
     case: tuple[Policy, WorkloadShape, Machine, MemoryPlan],
 ) -> None:
-    """Costs.busy, which the linear program counts with, is a lower bound of what the simulator finds.
+    """Costs.busy, which the linear program counts with, is a lower bound of what the simulator
+    finds.
 
     Over a few sweeps: what is loaded before the first or stored after the last may be outside.
     """
     policy, need, where, plan = case
-    costs, block = costs_of(policy, need, where), even_blocks(policy, need)[0][0]
+    costs = costs_of(policy, need, where)
+    block = even_blocks(policy, need)[0][0]
     found = simulate((costs, costs), plan, block, [0, *[1] * 11])
     busy = costs.busy(block, 1)
-    resources = [busy["device_compute"] + busy["host_compute"], *(busy[lane] for lane in LANES if policy.overlap)]
+    resources = [
+        busy["device_compute"] + busy["host_compute"],
+        *(busy[lane] for lane in LANES if policy.overlap),
+    ]
     assert (found.ends[-1] - found.ends[1]) / 10 >= max(resources) * 0.9 * (1 - 1e-9)
 
 
 @settings(max_examples=25)
-@given(cases(), st.sampled_from(RATES + FIXED + COMPUTE_RATES), st.sampled_from([1.01, 1.5, 4.0, 100.0]))
+@given(
+    cases(),
+    st.sampled_from(RATES + FIXED + COMPUTE_RATES),
+    st.sampled_from([1.01, 1.5, 4.0, 100.0]),
+)
 def test_faster_hardware_is_never_predicted_slower(
     case: tuple[Policy, WorkloadShape, Machine, MemoryPlan], name: str, factor: float
 ) -> None:
-    """At the end of any sweep: an event is the latest of some events and a duration, and the order is fixed."""
+    """At the end of any sweep: an event is the latest of some events and a duration, and the order
+    is fixed."""
     policy, need, where, plan = case
     block = even_blocks(policy, need)[0][0]
 
@@ -250,5 +298,6 @@ def test_faster_hardware_is_never_predicted_slower(
         costs = costs_of(policy, need, Machine(profile, DTYPE, where.device_is_host))
         return simulate((costs, costs), plan, block, range(need.gen_len)).ends
 
-    before, after = ends(where.profile), ends(faster(where.profile, name, factor))
+    before = ends(where.profile)
+    after = ends(faster(where.profile, name, factor))
     assert all(b <= a * (1 + 1e-9) for a, b in zip(before, after, strict=True))

@@ -1,4 +1,5 @@
-"""How seconds are measured: calls take turns, slow calls fewer times; buffers hold the numbers that they should."""
+"""How seconds are measured: calls take turns, slow calls fewer times; buffers hold the numbers that
+they should."""
 
 from __future__ import annotations
 
@@ -56,12 +57,17 @@ def test_very_slow_call_is_timed_once(bench: Bench) -> None:
 
 def test_a_figure_is_of_undisturbed_rounds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A neighbour took the cores in half of the rounds."""
-    monkeypatch.setattr(Bench, "rounds", lambda self, *calls: [[3.0, 1.0], [5.0, 9.0, 2.0], [9.0, 1.0, 8.0, 2.0, 7.0]])
+    monkeypatch.setattr(
+        Bench,
+        "rounds",
+        lambda self, *calls: [[3.0, 1.0], [5.0, 9.0, 2.0], [9.0, 1.0, 8.0, 2.0, 7.0]],
+    )
     assert bench.seconds_of(int, int, int) == [1.0, 2.0, 2.0]
 
 
 def test_quick_call_is_made_often() -> None:
-    bench, made = Bench(HostDevice(), replace(TINY, figure_s=0.02)), 0
+    bench = Bench(HostDevice(), replace(TINY, figure_s=0.02))
+    made = 0
 
     def call() -> None:
         nonlocal made

@@ -1,4 +1,5 @@
-"""Each measuring function on tiny sizes: positive and finite; nothing about how fast this machine is."""
+"""Each measuring function on tiny sizes: positive and finite; nothing about how fast this machine
+is."""
 
 from __future__ import annotations
 
@@ -90,24 +91,38 @@ def test_a_device_of_its_own_gains_nothing_by_int8() -> None:
         assert set(whole.weight_rates(bench, torch.float16)[1]) == set(whole.CHECKPOINTS)
 
 
-@pytest.mark.skipif(not loops.has_loop(torch.bfloat16), reason="this CPU has no loop for products in bf16")
+@pytest.mark.skipif(
+    not loops.has_loop(torch.bfloat16), reason="this CPU has no loop for products in bf16"
+)
 def test_a_cpu_decodes_in_products_in_bf16_alone(bench: Bench) -> None:
     with torch.inference_mode():
-        found, plain = (set(whole.weight_rates(bench, dtype)[1]) for dtype in (torch.bfloat16, torch.float32))
+        found, plain = (
+            set(whole.weight_rates(bench, dtype)[1]) for dtype in (torch.bfloat16, torch.float32)
+        )
     assert found - plain == set(IN_PRODUCTS) and plain < found
 
 
 @pytest.mark.parametrize(
     ("held", "kind", "row_bytes", "atol"),
-    [("int8", Int8Rows, int8_row_bytes(128), 0.6), ("int4", RequantisedRows, SlotPacking(128, 4).slot_bytes, 8.0)],
+    [
+        ("int8", Int8Rows, int8_row_bytes(128), 0.6),
+        ("int4", RequantisedRows, SlotPacking(128, 4).slot_bytes, 8.0),
+    ],
 )
 def test_products_in_int8_are_right_and_of_other_rows_each_time(
-    held: Any, kind: type, row_bytes: int, atol: float, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    held: Any,
+    kind: type,
+    row_bytes: int,
+    atol: float,
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    products, seen = compute.Products(bench, torch.float32), []
+    products = compute.Products(bench, torch.float32)
+    seen = []
     in_order, in_int8 = (products.call(8, 128, 64, way) for way in ("in order", held))
     with torch.inference_mode():
-        want, found = in_order().clone(), in_int8().clone()
+        want = in_order().clone()
+        found = in_int8().clone()
     assert torch.allclose(found, want, atol=atol)  # sums of 128 products, some 11 large
     monkeypatch.setattr(compute, "linear", lambda x, weight, bias, out: seen.append(weight[0]))
     count = TINY.weight_bytes // 2 // (64 * row_bytes)
@@ -117,7 +132,9 @@ def test_products_in_int8_are_right_and_of_other_rows_each_time(
     assert len({id(rows) for rows in seen}) == count
 
 
-def test_a_cpu_without_avx2_has_products_in_int8_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_avx2_has_products_in_int8_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (int8, loops):
         monkeypatch.setattr(module, "cpu_has", lambda flag: False)
     with torch.inference_mode():
@@ -125,9 +142,13 @@ def test_a_cpu_without_avx2_has_products_in_int8_too(bench: Bench, monkeypatch: 
     assert sizes_of(found["int4_speedup"]) == TINY.rows
 
 
-def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_take_another_matrix_each_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(compute, "linear", lambda x, weight, bias, out: seen.append(weight[0].rows.data_ptr()))
+    monkeypatch.setattr(
+        compute, "linear", lambda x, weight, bias, out: seen.append(weight[0].rows.data_ptr())
+    )
     call = compute.Products(bench, torch.float32).call(4, 64, 64)
     for _ in range(2 * TINY.weight_bytes // (64 * 64 * 4)):
         call()
@@ -135,9 +156,12 @@ def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytes
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
-def test_both_ways_of_the_link_are_timed_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_of_the_link_are_timed_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half of the buffers each way, of which the slower one would take 2 s alone."""
-    mover, queued = mover_of(bench.device), list[list[tuple[str, int, int]]]()
+    mover = mover_of(bench.device)
+    queued = list[list[tuple[str, int, int]]]()
     copy = mover.copy
 
     def watched(lane: str, name: str, target: torch.Tensor, source: torch.Tensor) -> Any:
@@ -156,13 +180,19 @@ def test_both_ways_of_the_link_are_timed_together(bench: Bench, monkeypatch: pyt
         found = steps.link_rates(bench, mover)
     finally:
         mover.lanes.close()
-    assert found["link_both_ways"] == 2.0 / 2.5 and found["h2d_bytes_per_s"] == TINY.link_bytes / 4.0
+    assert (
+        found["link_both_ways"] == 2.0 / 2.5 and found["h2d_bytes_per_s"] == TINY.link_bytes / 4.0
+    )
     *alone, both, _ = queued
-    assert [{lane for lane, *_ in one} for one in (*alone, both)] == [{"h2d"}, {"d2h"}] * 2 + [{"h2d", "d2h"}]
+    assert [{lane for lane, *_ in one} for one in (*alone, both)] == [{"h2d"}, {"d2h"}] * 2 + [
+        {"h2d", "d2h"}
+    ]
     assert all(sum(n for *_, n in one) == TINY.link_bytes for one in queued[:-1])
 
 
-def test_slow_disk_gets_a_smaller_file(bench: Bench, scratch: Scratch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_disk_gets_a_smaller_file(
+    bench: Bench, scratch: Scratch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.planner.measure.engine.LOAD_PIECE", TINY.disk_bytes // 4)
     mover = mover_of(bench.device)
     try:
@@ -176,18 +206,25 @@ def test_slow_disk_gets_a_smaller_file(bench: Bench, scratch: Scratch, monkeypat
 def test_fixed_costs_are_what_the_planner_leaves() -> None:
     found = steps.fixed_costs([(50e-6, 30e-6), (90e-6, 50e-6), (55e-6, 30e-6)], 5, 15)
     row_s = 60e-6 / 2 / 10
-    expected = {"step_s": 30e-6 - 5 * row_s, "attention_step_s": 20e-6, "eviction_step_s": 5e-6, "row_s": row_s}
+    expected = {
+        "step_s": 30e-6 - 5 * row_s,
+        "attention_step_s": 20e-6,
+        "eviction_step_s": 5e-6,
+        "row_s": row_s,
+    }
     assert found == pytest.approx(expected)
     assert min(steps.fixed_costs([(50e-6, 30e-6)] * 3, 0, 0).values()) > 0
 
 
 def test_loads_cost_what_runs_that_read_take_more() -> None:
-    """Six parts of matrices in a transformer block, of a tenth each; one KV unit, whose request is not long either."""
+    """Six parts of matrices in a transformer block, of a tenth each; one KV unit, whose request is
+    not long either."""
     spec = spec_from_config("small", steps.config_of(HOST.step_width), "profiling")
     places = (steps.IN_MEMORY, steps.SOME_WEIGHTS, steps.NO_CACHE)
     runs = [steps._Run(8, 16, 49, Full(), place) for place in places]
     alone, weights, cache = (run.costs(spec, nominal_profile(True), "bfloat16") for run in runs)
-    reads, whole = steps.short_requests(weights), steps.short_requests(cache)
+    reads = steps.short_requests(weights)
+    whole = steps.short_requests(cache)
     assert steps.short_requests(alone) == 0 < whole < 1 and 5.5 < reads < 6
     found = steps.load_costs((weights, cache), 6e-4, 5e-4)
     assert found["short_read_compute_s"] == pytest.approx(6e-4 / reads)
@@ -195,12 +232,20 @@ def test_loads_cost_what_runs_that_read_take_more() -> None:
     assert set(steps.load_costs((weights, cache), -1e-4, -1e-4).values()) == {0.0}
 
 
-def test_ratios_of_disturbed_timings_can_be_read_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_of_disturbed_timings_can_be_read_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kept profile that cannot be read would be measured anew at each run."""
-    faster = {"blocked_speedup": Curve.flat(1e5), "int8_speedup": Curve.flat(1e-5), "int4_speedup": Curve.flat(1e3)}
+    faster = {
+        "blocked_speedup": Curve.flat(1e5),
+        "int8_speedup": Curve.flat(1e-5),
+        "int4_speedup": Curve.flat(1e3),
+    }
     monkeypatch.setattr(whole, "weight_rates", lambda *_: (1e9, {"mxfp4": 1e-5, "awq_int8": 1e5}))
     monkeypatch.setattr(whole, "speedups", lambda *_: faster)
-    profile = replace(nominal_profile(True), compute={"float32": whole.compute_rates(bench, bench, "float32")})
+    profile = replace(
+        nominal_profile(True), compute={"float32": whole.compute_rates(bench, bench, "float32")}
+    )
     assert profile_from_json(profile.to_json()) == profile
 
 
@@ -211,20 +256,34 @@ def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
     said: list[str] = []
     profile = measure.measure("cpu", tmp_path / "offload", said.append, TINY)
     assert profile_from_json(profile.to_json()) == profile
-    assert profile.device_is_host and not profile.device_is_asynchronous and profile.device_mem_bytes == 0
+    assert (
+        profile.device_is_host
+        and not profile.device_is_asynchronous
+        and profile.device_mem_bytes == 0
+    )
     assert set(profile.compute) == {"bfloat16", "float32"}
     assert len(said) >= 5 and list((tmp_path / "offload").iterdir()) == []
     for dtype, rates in profile.compute.items():
-        blocks = isinstance(block_rows(torch.ones(64, 64, dtype=getattr(torch, dtype)))[0], BlockedRows)
+        blocks = isinstance(
+            block_rows(torch.ones(64, 64, dtype=getattr(torch, dtype)))[0], BlockedRows
+        )
         sizes = {
-            "prefill_attention_flops_per_s": TINY.prompt_lengths, "column_sums_flops_per_s": TINY.prompt_lengths,
-            "device_attention_bytes_per_s": TINY.head_widths, "host_scored_attention_bytes_per_s": TINY.head_widths,
-            "int8_speedup": TINY.rows, "int4_speedup": TINY.rows, "blocked_speedup": TINY.rows if blocks else (1.0,),
-        }  # fmt: skip
+            "prefill_attention_flops_per_s": TINY.prompt_lengths,
+            "column_sums_flops_per_s": TINY.prompt_lengths,
+            "device_attention_bytes_per_s": TINY.head_widths,
+            "host_scored_attention_bytes_per_s": TINY.head_widths,
+            "int8_speedup": TINY.rows,
+            "int4_speedup": TINY.rows,
+            "blocked_speedup": TINY.rows if blocks else (1.0,),
+        }
         assert {name: sizes_of(getattr(rates, name)) for name in sizes} == sizes
         assert [shape for shape, _ in rates.matmul_flops_per_s] == [0.25, 1, 4, 16]
         assert tuple(inner for inner, _ in dict(rates.matmul_flops_per_s)[1.0]) == TINY.widths
-        assert all(sizes_of(curve) == TINY.rows for _, by_inner in rates.matmul_flops_per_s for _, curve in by_inner)
+        assert all(
+            sizes_of(curve) == TINY.rows
+            for _, by_inner in rates.matmul_flops_per_s
+            for _, curve in by_inner
+        )
 
 
 class QueueingStandIn(StandInDevice):
@@ -237,7 +296,9 @@ class QueueingStandIn(StandInDevice):
         return "NVIDIA Test 1", 2**30
 
 
-def test_card_and_its_host_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_and_its_host_are_measured_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measure, "open_device", lambda name, separate_budget: QueueingStandIn())
     profile = measure.measure("auto", tmp_path, lambda line: None, TINY, ("float16",))
     assert profile_from_json(profile.to_json()) == profile
@@ -247,12 +308,16 @@ def test_card_and_its_host_are_measured_apart(tmp_path: Path, monkeypatch: pytes
     assert rates.host_attention_bytes_per_s != rates.device_attention_bytes_per_s
 
 
-def test_nothing_is_left_behind_when_measuring_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_behind_when_measuring_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measure, "compute_rates", lambda *_: RATES)
-    monkeypatch.setattr(measure, "contention", fail)  # the last one: file, lanes and engine have all been there
+    monkeypatch.setattr(
+        measure, "contention", fail
+    )  # the last one: file, lanes and engine have all been there
     with pytest.raises(KeyboardInterrupt):
         measure.measure("cpu", tmp_path, lambda line: None, TINY)
     assert list(tmp_path.iterdir()) == []
@@ -260,7 +325,14 @@ def test_nothing_is_left_behind_when_measuring_fails(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("sizes", [HOST, CARD, CARD_HOST, TINY])
 def test_sizes_go_together(sizes: Sizes) -> None:
-    for rising in (sizes.widths, sizes.hidden, sizes.heads, sizes.rows, sizes.prompt_lengths, sizes.head_widths):
+    for rising in (
+        sizes.widths,
+        sizes.hidden,
+        sizes.heads,
+        sizes.rows,
+        sizes.prompt_lengths,
+        sizes.head_widths,
+    ):
         assert list(rising) == sorted(set(rising))
     assert sizes.prompt_tokens >= sizes.prompt_lengths[-1] and sizes.prompt_width % 64 == 0
     assert sizes.cache_bytes >= 2 * sizes.slots * sizes.head_widths[-1] * 4

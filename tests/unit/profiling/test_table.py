@@ -24,5 +24,8 @@ def test_rates_are_in_gigabytes_and_times_in_microseconds() -> None:
     lines = [" ".join(line.split()) for line in table(PROFILE).splitlines()]
     assert "disk, write 2.00" in lines and "copy between host and device 2.00" in lines
     assert "disk read beside compute 0.900" in lines and "1024 to 512 3.00 4.00" in lines
-    assert "times faster, blocked 1: 1.10 32: 1.40" in lines and "times faster, int8 1: 2.10 32: 1.90" in lines
+    assert (
+        "times faster, blocked 1: 1.10 32: 1.40" in lines
+        and "times faster, int8 1: 2.10 32: 1.90" in lines
+    )
     assert "times faster, int8 from int4 1: 1.20 16: 1.50" in lines

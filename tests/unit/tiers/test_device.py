@@ -45,7 +45,9 @@ def test_a_buffer_is_aligned_zero_and_all_its_own(nbytes: int) -> None:
 
 def test_a_buffer_that_the_machine_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """What commands answer with one line, not what a broken file is."""
-    monkeypatch.setattr(mmap, "mmap", MagicMock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")))
+    monkeypatch.setattr(
+        mmap, "mmap", MagicMock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
+    )
     with pytest.raises(MemoryError, match=r"4\.00 KiB: Cannot allocate memory"):
         host_buffer(PAGE)
 
@@ -59,7 +61,9 @@ def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_card")
-@pytest.mark.parametrize(("name", "says"), [("cuda", "no CUDA device"), ("tpu", "'tpu' is not one of auto, cpu, cuda")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("cuda", "no CUDA device"), ("tpu", "'tpu' is not one of auto, cpu, cuda")]
+)
 def test_a_device_that_is_not_there_is_refused(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=f"--device.*{says}"):
         open_device(name, separate_budget=False)
@@ -68,8 +72,16 @@ def test_a_device_that_is_not_there_is_refused(name: str, says: str) -> None:
 def test_what_a_cpu_computes_in() -> None:
     """As asked, else as stored; never in half precision."""
     device = HostDevice()
-    assert device.compute_dtype(None, "float32") == device.compute_dtype("float32", "float16") == "float32"
-    assert device.compute_dtype(None, "float16") == device.compute_dtype("bfloat16", "float32") == "bfloat16"
+    assert (
+        device.compute_dtype(None, "float32")
+        == device.compute_dtype("float32", "float16")
+        == "float32"
+    )
+    assert (
+        device.compute_dtype(None, "float16")
+        == device.compute_dtype("bfloat16", "float32")
+        == "bfloat16"
+    )
     with pytest.raises(UsageError, match=r"--dtype float16: .*bfloat16"):
         device.compute_dtype("float16", "float16")
 
@@ -77,7 +89,11 @@ def test_what_a_cpu_computes_in() -> None:
 def test_buffers_copies_and_fences() -> None:
     device = StandInDevice()
     for buffer in (device.buffer(3 * PAGE), device.host_staging(3 * PAGE)):
-        assert (buffer.numel(), buffer.dtype, buffer.data_ptr() % PAGE) == (3 * PAGE, torch.uint8, 0)
+        assert (buffer.numel(), buffer.dtype, buffer.data_ptr() % PAGE) == (
+            3 * PAGE,
+            torch.uint8,
+            0,
+        )
     target = torch.zeros(3)
     device.copy(target, torch.tensor([1, 2, 3], dtype=torch.bfloat16))
     assert target.tolist() == [1, 2, 3]
@@ -118,7 +134,8 @@ def _card_with(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch, number: int =
 
 
 def test_pinned_memory_is_given_back_with_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that stays registered after it was unmapped would pin whatever is mapped there next."""
+    """Memory that stays registered after it was unmapped would pin whatever is mapped there
+    next."""
     runtime = _Runtime(0)
     memory = _card_with(runtime, monkeypatch).host_staging(3 * PAGE)
     assert runtime.pinned == {memory.data_ptr(): 3 * PAGE}
@@ -127,9 +144,12 @@ def test_pinned_memory_is_given_back_with_its_buffer(monkeypatch: pytest.MonkeyP
 
 
 def test_a_worker_pins_memory_for_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card is current for one thread: in another one the first is, which belongs to another process."""
-    runtime, own = _Runtime(0), torch.device("cuda", 3)
-    card, made = _card_with(runtime, monkeypatch, own.index), list[torch.Tensor]()
+    """A card is current for one thread: in another one the first is, which belongs to another
+    process."""
+    runtime = _Runtime(0)
+    own = torch.device("cuda", 3)
+    card = _card_with(runtime, monkeypatch, own.index)
+    made = list[torch.Tensor]()
     worker = threading.Thread(target=lambda: made.append(card.host_staging(PAGE)))
     worker.start()
     worker.join()
@@ -152,7 +172,8 @@ def test_what_an_old_card_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_copies_sleeps_until_the_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    event, card = MagicMock(), _card_with(_Runtime(0), monkeypatch)
+    event = MagicMock()
+    card = _card_with(_Runtime(0), monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(card, "beside_compute", nullcontext)
     target = torch.zeros(3)
@@ -185,10 +206,20 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_machine")
 def test_budgets_that_were_given_are_taken_as_they_are(tmp_path: Path) -> None:
     budget = MemoryBudget("1GiB", "2GiB", "3GiB")
-    assert resolve_budgets(budget, StandInDevice(), tmp_path) == {"device": GIB, "host": 2 * GIB, "disk": 3 * GIB}
-    assert resolve_budgets(budget, HostDevice(), tmp_path) == {"device": 0, "host": 2 * GIB, "disk": 3 * GIB}
+    assert resolve_budgets(budget, StandInDevice(), tmp_path) == {
+        "device": GIB,
+        "host": 2 * GIB,
+        "disk": 3 * GIB,
+    }
+    assert resolve_budgets(budget, HostDevice(), tmp_path) == {
+        "device": 0,
+        "host": 2 * GIB,
+        "disk": 3 * GIB,
+    }
     most = resolve_budgets(MemoryBudget(host="1TiB"), HostDevice(), tmp_path)["host"]
-    assert most == machine.host_memory()[0] < 2**40, "what the machine has, or it would run into the wall"
+    assert most == machine.host_memory()[0] < 2**40, (
+        "what the machine has, or it would run into the wall"
+    )
 
 
 @pytest.mark.usefixtures("_machine")
@@ -206,11 +237,16 @@ class CardOf4GiB(StandInDevice):
 @pytest.mark.usefixtures("_machine")
 def test_a_card_gives_no_more_than_it_has_free(tmp_path: Path) -> None:
     assert resolve_budgets(MemoryBudget("4GiB"), CardOf4GiB(), tmp_path)["device"] == 4 * GIB
-    with pytest.raises(DoesNotFitError, match=r"--device-mem 5\.00 GiB: the GPU has 4\.00 GiB free; give less, or end"):
+    with pytest.raises(
+        DoesNotFitError,
+        match=r"--device-mem 5\.00 GiB: the GPU has 4\.00 GiB free; give less, or end",
+    ):
         resolve_budgets(MemoryBudget("5GiB"), CardOf4GiB(), tmp_path)
 
 
-def test_the_disk_is_the_one_of_the_folder_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_the_one_of_the_folder_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Path] = []
 
     def disk_usage(folder: Path) -> Disk:
@@ -227,18 +263,29 @@ def test_the_disk_is_the_one_of_the_folder_to_be(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("limit", "current", "cached", "free"),
     [
-        ("max", "5", 0, 90), (None, None, 0, 90), ("500", "10", 0, 90), ("garbage", "10", 0, 90), ("40", "38", 30, 32),
+        ("max", "5", 0, 90),
+        (None, None, 0, 90),
+        ("500", "10", 0, 90),
+        ("garbage", "10", 0, 90),
+        ("40", "38", 30, 32),
     ],
-)  # fmt: skip
+)
 def test_a_container_has_what_its_limit_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, current: str | None, cached: int, free: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str | None,
+    current: str | None,
+    cached: int,
+    free: int,
 ) -> None:
     """Clean page cache counts as used by the container and is there to be had all the same."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(90))
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     for name, text in (
-        ("memory.max", limit), ("memory.current", current), ("memory.stat", f"anon 7\ninactive_file {cached}"),
-    ):  # fmt: skip
+        ("memory.max", limit),
+        ("memory.current", current),
+        ("memory.stat", f"anon 7\ninactive_file {cached}"),
+    ):
         if text is not None:
             (tmp_path / name).write_text(f"{text}\n")
     assert free_host_bytes() == free

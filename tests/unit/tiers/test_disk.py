@@ -34,16 +34,21 @@ def as_bytes(data: torch.Tensor) -> bytes:
 
 @pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
-    """Makes the file system refuse O_DIRECT when files are opened (`open`), or only when they are used (`use`)."""
+    """Makes the file system refuse O_DIRECT when files are opened (`open`), or only when they are
+    used (`use`)."""
 
     def refuse_at(when: str) -> None:
         if when == "open":
-            monkeypatch.setattr(os, "open", refusing_direct(os.open, lambda path, flags, *rest: flags))
+            monkeypatch.setattr(
+                os, "open", refusing_direct(os.open, lambda path, flags, *rest: flags)
+            )
         elif when == "use":
             import fcntl
 
             for name in ("preadv", "pwritev"):
-                at_use = refusing_direct(getattr(os, name), lambda fd, *rest: fcntl.fcntl(fd, fcntl.F_GETFL))
+                at_use = refusing_direct(
+                    getattr(os, name), lambda fd, *rest: fcntl.fcntl(fd, fcntl.F_GETFL)
+                )
                 at_use.__name__ = name
                 monkeypatch.setattr(os, name, at_use)
 
@@ -61,7 +66,8 @@ def refusing_direct(call: Callable[..., Any], flags_of: Callable[..., int]) -> C
 
 @pytest.fixture(params=["", "open", "use"])
 def anywhere(request: pytest.FixtureRequest, refuse: Refuse) -> None:
-    """The test runs with O_DIRECT, without it, and where it is refused only at the first read or write."""
+    """The test runs with O_DIRECT, without it, and where it is refused only at the first read or
+    write."""
     refuse(request.param)
 
 
@@ -83,7 +89,9 @@ def opened() -> Iterator[Callable[..., DirectFile]]:
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_the_end_of_a_file_may_be_short(tmp_path: Path, opened: Callable[..., DirectFile], nbytes: int) -> None:
+def test_the_end_of_a_file_may_be_short(
+    tmp_path: Path, opened: Callable[..., DirectFile], nbytes: int
+) -> None:
     data = content(nbytes)
     (tmp_path / "f").write_bytes(data)
     buffer = host_buffer(round_up(nbytes, PAGE) + PAGE)
@@ -97,7 +105,9 @@ def test_a_truncated_file_is_an_error_with_its_name_and_size(
     tmp_path: Path, opened: Callable[..., DirectFile], have: int
 ) -> None:
     (tmp_path / "f").write_bytes(content(have))
-    with pytest.raises(TransferError, match=f"{tmp_path / 'f'}: ends at byte {have}, {2 * PAGE} are needed"):
+    with pytest.raises(
+        TransferError, match=f"{tmp_path / 'f'}: ends at byte {have}, {2 * PAGE} are needed"
+    ):
         opened(tmp_path / "f").read(host_buffer(2 * PAGE), 0, 2 * PAGE)
 
 
@@ -106,11 +116,13 @@ def test_what_comes_in_pieces_is_put_together(
 ) -> None:
     """The kernel may move less than it was asked for."""
     data = content(3 * PAGE)
-    preadv, pwritev = os.preadv, os.pwritev
+    preadv = os.preadv
+    pwritev = os.pwritev
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:PAGE]], at))
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:PAGE]], at))
     (tmp_path / "f").touch()
-    file, source = opened(tmp_path / "f", writable=True), host_buffer(3 * PAGE)
+    file = opened(tmp_path / "f", writable=True)
+    source = host_buffer(3 * PAGE)
     source.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     assert file.write(source, 0) == 3 * PAGE
     assert (tmp_path / "f").read_bytes() == data
@@ -124,7 +136,8 @@ def test_what_comes_in_pieces_is_put_together(
 @pytest.mark.usefixtures("anywhere")
 def test_what_is_written_is_in_the_file(tmp_path: Path, opened: Callable[..., DirectFile]) -> None:
     (tmp_path / "f").write_bytes(b"x" * 6 * PAGE)
-    data, buffer = content(3 * PAGE), host_buffer(3 * PAGE)
+    data = content(3 * PAGE)
+    buffer = host_buffer(3 * PAGE)
     buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     assert opened(tmp_path / "f", writable=True).write(buffer, 2 * PAGE) == 3 * PAGE
     expected = b"x" * 2 * PAGE + data + b"x" * PAGE
@@ -133,12 +146,19 @@ def test_what_is_written_is_in_the_file(tmp_path: Path, opened: Callable[..., Di
 
 @pytest.mark.parametrize(
     ("number", "kind", "says"),
-    [(errno.ENOSPC, DoesNotFitError, "the disk is full.*--offload-dir"), (errno.EIO, TransferError, "pwritev failed")],
+    [
+        (errno.ENOSPC, DoesNotFitError, "the disk is full.*--offload-dir"),
+        (errno.EIO, TransferError, "pwritev failed"),
+    ],
 )
 def test_a_failing_write_names_the_place(
-    tmp_path: Path, opened: Callable[..., DirectFile], monkeypatch: pytest.MonkeyPatch, number: int,
-    kind: type[Exception], says: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    opened: Callable[..., DirectFile],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    kind: type[Exception],
+    says: str,
+) -> None:
     def pwritev(*args: object) -> int:
         raise OSError(number, os.strerror(number))
 
@@ -176,7 +196,9 @@ def test_two_threads_refused_at_once_both_go_on_buffered(
 ) -> None:
     """The other thread turned `direct` off while this one's request was being refused."""
     (tmp_path / "f").write_bytes(content(PAGE))
-    file, preadv, calls = opened(tmp_path / "f"), os.preadv, [0]
+    file = opened(tmp_path / "f")
+    preadv = os.preadv
+    calls = [0]
 
     def refused_once(*args: Any) -> int:
         calls[0] += 1
@@ -272,13 +294,17 @@ def test_space_is_taken_at_once(scratch: Scratch) -> None:
     file.close()
 
 
-def test_a_full_disk_is_said_before_the_run(scratch: Scratch, offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_before_the_run(
+    scratch: Scratch, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def posix_fallocate(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
     open_before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(DoesNotFitError, match=f"--offload-dir {offload}: 3.00 GiB are needed.*free.*--percent"):
+    with pytest.raises(
+        DoesNotFitError, match=f"--offload-dir {offload}: 3.00 GiB are needed.*free.*--percent"
+    ):
         scratch.create("cache.bin", 3 * 2**30)
     assert len(os.listdir("/proc/self/fd")) == open_before
 

@@ -1,4 +1,5 @@
-"""Shares into rows; rings, whose live regions never overlap; streams, which load in order, never more than `ahead`."""
+"""Shares into rows; rings, whose live regions never overlap; streams, which load in order, never
+more than `ahead`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ shares_of = pairs.map(lambda pair: Policy(percent=(*pair, 0, 0, 0, 0)).weight_sh
 
 
 @given(st.integers(0, 5000), shares_of, st.sampled_from([1, 2, 16, 64]))
-def test_all_rows_are_placed_once_near_their_share(count: int, shares: Shares, multiple: int) -> None:
+def test_all_rows_are_placed_once_near_their_share(
+    count: int, shares: Shares, multiple: int
+) -> None:
     parts = split_rows(count, shares, multiple)
     assert [0, *(p.end for p in parts)] == [*(p.start for p in parts), count]
     assert all(p.rows > 0 for p in parts)
@@ -59,7 +62,9 @@ class Model:
     """What the ring must do, page by page."""
 
     capacity: int
-    live: list[Region] = field(default_factory=list)  # in the order they were taken, freed ones removed
+    live: list[Region] = field(
+        default_factory=list
+    )  # in the order they were taken, freed ones removed
     last_users: dict[int, list[Event]] = field(default_factory=dict)
     users: dict[int, list[Event]] = field(default_factory=dict)
 
@@ -68,17 +73,27 @@ class Model:
 
     def check_taken(self, region: Region, nbytes: int) -> None:
         assert region.start % PAGE == 0 and region.start >= 0 and region.end <= self.capacity
-        assert nbytes <= region.data.numel() == region.end - region.start < nbytes + PAGE + (nbytes == 0)
+        assert (
+            nbytes
+            <= region.data.numel()
+            == region.end - region.start
+            < nbytes + PAGE + (nbytes == 0)
+        )
         assert all(region.end <= other.start or other.end <= region.start for other in self.live)
-        # Done ones may be named too (they cost nothing), and those that the last ones waited for, none else.
+        # Done ones may be named too (they cost nothing), and those that the last ones waited for,
+        # none else.
         after = {u for u in region.after if not u.is_done}
-        assert self.unfinished(region, self.last_users) <= after <= self.unfinished(region, self.users)
+        assert (
+            self.unfinished(region, self.last_users) <= after <= self.unfinished(region, self.users)
+        )
         self.live.append(region)
 
     def free(self, index: int, users: list[Event]) -> Region:
         region = self.live.pop(index)
         for page in pages_of(region):
-            self.users.setdefault(page, []).extend(users or region.after)  # of one that nobody used, whom it waits for
+            self.users.setdefault(page, []).extend(
+                users or region.after
+            )  # of one that nobody used, whom it waits for
             if users:
                 self.last_users[page] = users
         return region
@@ -103,7 +118,9 @@ actions = st.lists(
 @given(st.integers(4, 9), actions)
 def test_any_history(pages: int, history: list[tuple[str, int]]) -> None:
     buffer = torch.zeros(pages * PAGE, dtype=torch.uint8)
-    ring, model, events = Ring(buffer), Model(pages * PAGE), [Event(is_done=True)]
+    ring = Ring(buffer)
+    model = Model(pages * PAGE)
+    events = [Event(is_done=True)]
     for what, number in history:
         if what == "take":
             region = ring.take(number)
@@ -131,7 +148,8 @@ def test_more_than_the_ring_is_an_error_not_a_wait() -> None:
 
 @dataclass
 class Fake:
-    """A source of pages by key; loads are done at once unless `slow`, then when the test says so."""
+    """A source of pages by key; loads are done at once unless `slow`, then when the test says
+    so."""
 
     pages: dict[int, int]
     unwanted: set[int] = field(default_factory=set)
@@ -163,7 +181,8 @@ def stream_of(source: Fake, ring_pages: int, ahead: int) -> Stream[int]:
 
 
 def walk(stream: Stream[int], source: Fake, ahead: int) -> Iterator[int]:
-    """Ask for every wanted unit in order, as the executor does; yields the keys that came in a region."""
+    """Ask for every wanted unit in order, as the executor does; yields the keys that came in a
+    region."""
     taken = 0
     for key, pages in source.pages.items():
         stream.prefetch()
@@ -180,7 +199,12 @@ def walk(stream: Stream[int], source: Fake, ahead: int) -> Iterator[int]:
             yield key
 
 
-@given(st.lists(st.integers(0, 3), max_size=30), st.sets(st.integers(0, 29)), st.integers(0, 5), st.integers(3, 12))
+@given(
+    st.lists(st.integers(0, 3), max_size=30),
+    st.sets(st.integers(0, 29)),
+    st.integers(0, 5),
+    st.integers(3, 12),
+)
 def test_units_come_in_order_and_never_more_than_ahead(
     sizes: list[int], unwanted: set[int], ahead: int, ring_pages: int
 ) -> None:
@@ -191,7 +215,9 @@ def test_units_come_in_order_and_never_more_than_ahead(
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=20), st.data())
-def test_units_that_lose_their_rows_on_the_way_are_dropped(sizes: list[int], data: st.DataObject) -> None:
+def test_units_that_lose_their_rows_on_the_way_are_dropped(
+    sizes: list[int], data: st.DataObject
+) -> None:
     source = Fake(dict(enumerate(sizes)))
     stream = stream_of(source, 8, 4)
     for key in range(len(sizes)):
@@ -262,6 +288,7 @@ def test_drain_waits_for_loads_under_way_and_frees_their_space() -> None:
 
 def test_keys_without_end_are_none_where_nothing_is_brought() -> None:
     """A stream would look for one for ever."""
-    here, brought = Fake({0: 0, 1: 0}), Fake({0: 0, 1: 5})
+    here = Fake({0: 0, 1: 0})
+    brought = Fake({0: 0, 1: 5})
     assert list(streamed_keys(cycle([0, 1]), [0, 1], here)) == []
     assert list(islice(streamed_keys(cycle([0, 1]), [0, 1], brought), 3)) == [0, 1, 0]

@@ -1,4 +1,5 @@
-"""Lanes, on which one failure reaches every waiter, and the mover, whose paths all bring the same values."""
+"""Lanes, on which one failure reaches every waiter, and the mover, whose paths all bring the same
+values."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def lanes() -> Iterator[Lanes]:
 
 @pytest.fixture
 def gate(lanes: Lanes) -> Iterator[Done]:
-    """Holds jobs back. Opened at the end, or a test that fails would leave the lanes waiting for it."""
+    """Holds jobs back. Opened at the end, or a test that fails would leave the lanes waiting for
+    it."""
     opened = Done()
     yield opened
     opened.finish_one()
@@ -115,7 +117,10 @@ def test_kv_goes_to_the_card_while_weights_wait_for_their_space(lanes: Lanes, ga
 
 def test_close_drops_what_is_queued_and_ends_the_threads() -> None:
     before = set(threading.enumerate())
-    lanes, log, gate, running = Lanes(THREADS, Timeline()), [], Done(), threading.Event()
+    lanes = Lanes(THREADS, Timeline())
+    log = []
+    gate = Done()
+    running = threading.Event()
 
     def slow() -> int:
         running.set()
@@ -194,12 +199,16 @@ class Room:
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     folder: Path = tmp_path_factory.mktemp("mover")
-    # Exponents that all three dtypes have, so that bytes read as numbers are no infinities: conversions stay exact.
-    values = (torch.randint(-60, 60, (FILE_BYTES,), generator=torch.Generator().manual_seed(1))).to(torch.int8)
+    # Exponents that all three dtypes have, so that bytes read as numbers are no infinities:
+    # conversions stay exact.
+    values = (torch.randint(-60, 60, (FILE_BYTES,), generator=torch.Generator().manual_seed(1))).to(
+        torch.int8
+    )
     data = values.view(torch.uint8)
     (folder / "source").write_bytes(bytes(data.tolist()))
     (folder / "target").write_bytes(bytes(FILE_BYTES))
-    lanes, device = Lanes({"disk_read": 2, "disk_write": 1, "h2d": 1, "d2h": 1}, Timeline()), CountingDevice()
+    lanes = Lanes({"disk_read": 2, "disk_write": 1, "h2d": 1, "d2h": 1}, Timeline())
+    device = CountingDevice()
     files = DirectFile(folder / "source"), DirectFile(folder / "target", writable=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mover_module, "TRANSFER_CHUNK", CHUNK)
@@ -220,14 +229,27 @@ def misaligned(nbytes: int, shift: int) -> torch.Tensor:
 memories = st.sampled_from(["host", "device"])
 
 
-@given(st.integers(0, 20 * PAGE), st.integers(1, 10 * PAGE), st.sampled_from([0, 1, 64, PAGE]), memories)
-def test_any_bytes_come_as_they_are(room: Room, offset: int, nbytes: int, shift: int, memory: Memory) -> None:
+@given(
+    st.integers(0, 20 * PAGE),
+    st.integers(1, 10 * PAGE),
+    st.sampled_from([0, 1, 64, PAGE]),
+    memories,
+)
+def test_any_bytes_come_as_they_are(
+    room: Room, offset: int, nbytes: int, shift: int, memory: Memory
+) -> None:
     buffer = misaligned(nbytes, shift)
     room.mover.read("r", buffer, memory, FileRange(room.source, offset, nbytes)).wait()
     assert torch.equal(buffer, room.data[offset : offset + nbytes])
 
 
-@given(st.integers(0, 1000), st.integers(1, 3 * CHUNK), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.booleans())
+@given(
+    st.integers(0, 1000),
+    st.integers(1, 3 * CHUNK),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
 def test_values_are_converted_on_the_way(
     room: Room, offset: int, count: int, stored: torch.dtype, wanted: torch.dtype, aligned: bool
 ) -> None:
@@ -240,7 +262,8 @@ def test_values_are_converted_on_the_way(
 
 
 def test_whole_pages_into_whole_pages_are_read_in_place(room: Room) -> None:
-    buffer, copies = host_buffer(5 * PAGE), room.device.copies
+    buffer = host_buffer(5 * PAGE)
+    copies = room.device.copies
     before = room.mover.lanes.bytes_moved["disk_read"]
     room.mover.read("r", buffer, "host", FileRange(room.source, 3 * PAGE, 4 * PAGE + 7)).wait()
     assert room.device.copies == copies  # nothing was staged
@@ -260,12 +283,22 @@ def test_an_odd_offset_does_not_cost_a_file_its_direct_reads(room: Room) -> None
 # ---- writing
 
 
-@given(st.integers(0, 20), st.integers(1, 10 * PAGE), st.sampled_from([0, 1, 64]), st.integers(0, 255), memories)
+@given(
+    st.integers(0, 20),
+    st.integers(1, 10 * PAGE),
+    st.sampled_from([0, 1, 64]),
+    st.integers(0, 255),
+    memories,
+)
 def test_what_is_written_is_read_back(
     room: Room, page: int, nbytes: int, shift: int, seed: int, memory: Memory
 ) -> None:
     data = misaligned(nbytes, shift)
-    data.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    data.copy_(
+        torch.randint(
+            0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
+    )
     room.mover.write("w", room.target, page * PAGE, data, memory).wait()
     back = torch.empty(nbytes, dtype=torch.uint8)
     room.mover.read("r", back, "host", FileRange(room.target, page * PAGE, nbytes)).wait()
@@ -284,7 +317,8 @@ def test_only_the_named_columns_are_copied(
     chosen = torch.tensor(data.draw(places))
     sources = tuple(torch.randn(segments, rows, slots, 4).bfloat16() for _ in range(2))
     targets = tuple(torch.zeros(segments, rows, slots, 4).bfloat16() for _ in range(2))
-    before, beside = room.mover.lanes.bytes_moved["d2h"], room.device.beside
+    before = room.mover.lanes.bytes_moved["d2h"]
+    beside = room.device.beside
     room.mover.copy_columns("c", list(zip(targets, sources, strict=True)), chosen, []).wait()
     for target, source in zip(targets, sources, strict=True):
         expected = torch.zeros_like(target)
@@ -293,11 +327,15 @@ def test_only_the_named_columns_are_copied(
             expected[segment, row, slot] = source[segment, row, slot]
         assert torch.equal(target, expected)
     assert room.mover.lanes.bytes_moved["d2h"] - before == 2 * rows * 4 * 2
-    assert room.device.beside - beside == 2  # to wait and to gather; on a card it would else queue behind compute
+    assert (
+        room.device.beside - beside == 2
+    )  # to wait and to gather; on a card it would else queue behind compute
 
 
 def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None:
-    gate, buffer, t = Done(), host_buffer(PAGE), torch.zeros(1, 2, 3, 4)
+    gate = Done()
+    buffer = host_buffer(PAGE)
+    t = torch.zeros(1, 2, 3, 4)
     started = [
         room.mover.read("r", buffer, "host", FileRange(room.source, 0, PAGE), [gate]),
         room.mover.write("w", room.target, 0, buffer, "host", [gate]),
@@ -314,8 +352,13 @@ def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None
 
 def test_a_thread_takes_one_staging_buffer_of_the_size_that_is_planned(room: Room) -> None:
     for _ in range(20):
-        room.mover.read("r", misaligned(5 * PAGE, 1), "host", FileRange(room.source, 1, 5 * PAGE)).wait()
+        room.mover.read(
+            "r", misaligned(5 * PAGE, 1), "host", FileRange(room.source, 1, 5 * PAGE)
+        ).wait()
         room.mover.write("w", room.target, 0, misaligned(PAGE, 1), "device").wait()
     threads = [thread for thread, _ in room.device.staging]
     assert len(set(threads)) == len(threads) <= 3
-    assert {nbytes for _, nbytes in room.device.staging} == {STAGING_BYTES, STAGING_SLOTS * STAGING_BYTES}
+    assert {nbytes for _, nbytes in room.device.staging} == {
+        STAGING_BYTES,
+        STAGING_SLOTS * STAGING_BYTES,
+    }

@@ -1,4 +1,5 @@
-"""Copies that a worker has begun and goes on beside: how many, what is done when, and what spans say of them."""
+"""Copies that a worker has begun and goes on beside: how many, what is done when, and what spans
+say of them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class _SlowLink(StandInDevice):
     """Whose copies end when the gate is opened."""
 
     def __init__(self) -> None:
-        self.gate, self.begun = threading.Event(), threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.begun = threading.Semaphore(0)
 
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> _Copy:
         dst.copy_(src)
@@ -53,12 +55,17 @@ class _SlowLink(StandInDevice):
 
 
 def test_as_many_reads_as_slots_go_on_beside_copies(tmp_path: Path) -> None:
-    path, chunks = tmp_path / "bytes", STAGING_SLOTS + 2
+    path = tmp_path / "bytes"
+    chunks = STAGING_SLOTS + 2
     path.write_bytes(bytes(chunks * TRANSFER_CHUNK))
-    device, lanes, file = _SlowLink(), Lanes({"disk_read": 1, "h2d": 1}, Timeline()), DirectFile(path)
+    device = _SlowLink()
+    lanes = Lanes({"disk_read": 1, "h2d": 1}, Timeline())
+    file = DirectFile(path)
     try:
         source = FileRange(file, 0, chunks * TRANSFER_CHUNK)
-        done = Mover(device, lanes).read("r", host_buffer(chunks * TRANSFER_CHUNK), "device", source)
+        done = Mover(device, lanes).read(
+            "r", host_buffer(chunks * TRANSFER_CHUNK), "device", source
+        )
         begun = [device.begun.acquire(timeout=60) for _ in range(STAGING_SLOTS)]
         more = device.begun.acquire(timeout=0.05)
         early = done.is_done
@@ -75,7 +82,8 @@ class _Gated(StandInDevice):
     """Whose copies each end when their own gate is opened."""
 
     def __init__(self) -> None:
-        self.gates, self.begun = [threading.Event() for _ in range(MOST_UNDER_WAY + 2)], 0
+        self.gates = [threading.Event() for _ in range(MOST_UNDER_WAY + 2)]
+        self.begun = 0
 
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> _Copy:
         self.begun += 1
@@ -88,7 +96,8 @@ class _Gated(StandInDevice):
 
 @contextmanager
 def gated(pins: bool = True) -> Iterator[tuple[_Gated, Mover]]:
-    device, lanes = _Gated(), Lanes({"h2d": 1, "d2h": 1}, Timeline())
+    device = _Gated()
+    lanes = Lanes({"h2d": 1, "d2h": 1}, Timeline())
     lanes.timeline.keep_spans = True
     try:
         yield device, Mover(device, lanes, pins)
@@ -114,7 +123,11 @@ def test_a_worker_goes_on_beside_copies_that_are_under_way() -> None:
         held.finish_one()
         until(lambda: device.begun == MOST_UNDER_WAY)
         time.sleep(0.02)
-        assert device.begun == MOST_UNDER_WAY and [one.is_begun for one in done[-3:]] == [True, False, False]
+        assert device.begun == MOST_UNDER_WAY and [one.is_begun for one in done[-3:]] == [
+            True,
+            False,
+            False,
+        ]
         assert not any(one.is_done for one in done)
         device.open(2)
         done[1].wait()
@@ -126,7 +139,8 @@ def test_a_worker_goes_on_beside_copies_that_are_under_way() -> None:
 
 def test_a_thread_goes_on_where_the_card_waits() -> None:
     """Once the card knows what for; an error is raised as ever."""
-    done, gate = Done(2), threading.Event()
+    done = Done(2)
+    gate = threading.Event()
     waiter = threading.Thread(target=done.wait_on_card, daemon=True)
     waiter.start()
     done.finish_one(begun=[_Late(gate)])
@@ -161,7 +175,8 @@ def test_memory_that_is_not_pinned_is_copied_one_after_another() -> None:
 
 def test_the_span_of_a_copy_is_when_the_link_was_busy_with_it() -> None:
     """It begins once what comes before is done, and the copy before it."""
-    t, fence = torch.zeros(2), threading.Event()
+    t = torch.zeros(2)
+    fence = threading.Event()
     with gated() as (device, mover):
         done = [mover.copy("h2d", "c", t, t, [_Late(fence)]), mover.copy("h2d", "c", t, t)]
         until(lambda: device.begun == 2)
@@ -174,12 +189,15 @@ def test_the_span_of_a_copy_is_when_the_link_was_busy_with_it() -> None:
         done[1].wait()
         spans = mover.lanes.timeline.spans
         until(lambda: len(spans) == 2)
-    assert times[0] <= spans[0].start <= times[0] + 0.02 and times[1] <= spans[0].end <= spans[1].start
+    assert (
+        times[0] <= spans[0].start <= times[0] + 0.02 and times[1] <= spans[0].end <= spans[1].start
+    )
     assert spans[1].start <= times[1] + 0.02 and times[2] <= spans[1].end
 
 
 def test_what_is_under_way_is_seen_to_its_end_before_a_worker_waits_for_another_lane() -> None:
-    t, held = torch.zeros(2), Done()
+    t = torch.zeros(2)
+    held = Done()
     with gated() as (device, mover):
         mover.copy("h2d", "c", t, t)
         behind = mover.copy("h2d", "c", t, t, [held])
