@@ -31,7 +31,7 @@ _RECORD_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedItem:
     """A file or folder that the package has made and keeps."""
 
     name: str  # name that --list shows and --remove takes
@@ -104,7 +104,7 @@ def _fetch(name: str, offload_dir: Path) -> int:
     return EXIT_DONE
 
 
-def _kept(folder: Path) -> Iterator[Kept]:
+def _kept(folder: Path) -> Iterator[CachedItem]:
     """Yield everything of the package's own in an offload dir, and the profiles of this machine."""
     from flexgen_h2o.tiers.disk import SCRATCH_FILES, is_scratch
 
@@ -114,17 +114,19 @@ def _kept(folder: Path) -> Iterator[Kept]:
         for path in sorted((folder / "weights" / group).glob("*"))
     ]
     scratch = [path for path in sorted(folder.glob("run-*")) if is_scratch(path)]
-    found += [Kept(path.name, path, "scratch", "", SCRATCH_FILES) for path in scratch]
+    found += [CachedItem(path.name, path, "scratch", "", SCRATCH_FILES) for path in scratch]
     for path in sorted(user_cache_dir().glob("profile-*.json")):
         machine = _machine_of(path)
-        found.append(Kept(path.name, path, "profile", machine) if machine is not None else None)
+        found.append(
+            CachedItem(path.name, path, "profile", machine) if machine is not None else None
+        )
     for one in found:
         with contextlib.suppress(FileNotFoundError):  # a run has just ended
             if one is not None:
                 yield _looked_at(one)
 
 
-def _looked_at(kept: Kept) -> Kept:
+def _looked_at(kept: CachedItem) -> CachedItem:
     """Return `kept` with its size, its last use and its state.
 
     Raise FileNotFoundError if it has gone.
@@ -154,7 +156,7 @@ def _looked_at(kept: Kept) -> Kept:
     )
 
 
-def _weights(path: Path, name: str) -> Kept | None:
+def _weights(path: Path, name: str) -> CachedItem | None:
     """Return a folder of weights, complete or not. None if it is not the package's own."""
     from flexgen_h2o.checkpoint.atomic_folder import is_unfinished
 
@@ -163,7 +165,7 @@ def _weights(path: Path, name: str) -> Kept | None:
         return None
     kind, model, files = (found.get(key) for key in ("kind", "model", "files"))
     given = tuple(map(str, files)) if isinstance(files, list) else ()
-    return Kept(
+    return CachedItem(
         name, path, f"unfinished {kind}" if is_unfinished(path) else str(kind), str(model), given
     )
 
@@ -182,7 +184,7 @@ def _machine_of(path: Path) -> str | None:
     return str(body["machine"])
 
 
-def _show(found: list[Kept], folder: Path) -> None:
+def _show(found: list[CachedItem], folder: Path) -> None:
     if not found:
         print(f"nothing is kept in {folder}")
         return
@@ -198,7 +200,7 @@ def _show(found: list[Kept], folder: Path) -> None:
     print(f"{format_bytes(sum(k.nbytes for k in found))} kept{gives}")
 
 
-def _chosen(args: argparse.Namespace, found: list[Kept], folder: Path) -> list[Kept]:
+def _chosen(args: argparse.Namespace, found: list[CachedItem], folder: Path) -> list[CachedItem]:
     """Return what is to be removed.
 
     Raise UsageError, before any removal, if a name is missing or must stay.
@@ -218,7 +220,7 @@ def _chosen(args: argparse.Namespace, found: list[Kept], folder: Path) -> list[K
     return [by_name[name] for name in dict.fromkeys(args.remove)]
 
 
-def _remove(chosen: list[Kept]) -> None:
+def _remove(chosen: list[CachedItem]) -> None:
     from flexgen_h2o.checkpoint.atomic_folder import remove_built
     from flexgen_h2o.tiers.disk import remove_scratch
 

@@ -19,7 +19,7 @@ from flexgen_h2o.cli_common import check_files, check_words, own_name, positive,
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.core.files import MOST_LINE_BYTES, write_result
+from flexgen_h2o.core.files import MAX_LINE_BYTES, write_result
 from flexgen_h2o.core.settings import ORIGINAL, EvictionSettings
 from flexgen_h2o.core.units import aligned, format_bytes, format_seconds
 from flexgen_h2o.flags import (
@@ -203,11 +203,11 @@ class Reader:
         if sys.stdin is None:
             return None
         lines = sys.stdin.buffer
-        line = piece = lines.readline(MOST_LINE_BYTES + 1)
-        if len(line) > MOST_LINE_BYTES:
+        line = piece = lines.readline(MAX_LINE_BYTES + 1)
+        if len(line) > MAX_LINE_BYTES:
             while piece and not piece.endswith(b"\n"):
-                piece = lines.readline(MOST_LINE_BYTES)
-            raise UsageError(f"is longer than {MOST_LINE_BYTES // 2**20} MiB")
+                piece = lines.readline(MAX_LINE_BYTES)
+            raise UsageError(f"is longer than {MAX_LINE_BYTES // 2**20} MiB")
         return line.decode("utf-8").rstrip("\r\n") if line else None
 
 

@@ -144,9 +144,9 @@ def _is_there(requirement: Requirement) -> bool:
 
 
 def numba_cache() -> Finding:
-    from flexgen_h2o.kernels.jit import kept_in
+    from flexgen_h2o.kernels.jit import cache_folder
 
-    folder = kept_in()
+    folder = cache_folder()
     if folder is None:
         advice = (
             "set NUMBA_CACHE_DIR to a folder that can be written to: each run compiles for 5 "

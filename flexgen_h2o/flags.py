@@ -57,7 +57,7 @@ from flexgen_h2o.parser import (
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.models.load import Model
-    from flexgen_h2o.planner.report import Answer
+    from flexgen_h2o.planner.report import SearchResult
 
 
 EVICTION_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for f in fields(EvictionSettings)}
@@ -349,7 +349,7 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
     return llm
 
 
-def _end_with(answer: Answer) -> NoReturn:
+def _end_with(answer: SearchResult) -> NoReturn:
     """Print the plan and end the command, for --dry-run."""
     from flexgen_h2o.planner.report import to_text
 
@@ -603,7 +603,7 @@ def _as_text(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunTarget:
     """Model and device of a run. `say_notes` makes it of the open ones."""
 
     spec: ModelSpec | None = None  # None if no model is opened
@@ -612,16 +612,16 @@ class Place:
 
 
 # A function that returns why a flag has no effect, or an empty text if it has one.
-Reason = Callable[[argparse.Namespace, Place], str]
+Reason = Callable[[argparse.Namespace, RunTarget], str]
 
 
-def say_idle_flags(command: str, args: argparse.Namespace, at: Place | None = None) -> None:
+def say_idle_flags(command: str, args: argparse.Namespace, at: RunTarget | None = None) -> None:
     """Print a note on each given flag that has no effect, with the reason."""
     found: dict[str, list[str]] = {}
     reasons = WITHOUT_EFFECT[command]
     for field, flag in args.given.items():
         reason_of = reasons.get(field, reasons.get("*"))
-        reason = reason_of(args, at or Place()) if reason_of is not None else ""
+        reason = reason_of(args, at or RunTarget()) if reason_of is not None else ""
         if reason:
             found.setdefault(reason, []).append(flag)
     for reason, flags in found.items():
@@ -643,23 +643,25 @@ def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
     for line in llm.model.notes:
         note(command.partition(" ")[0], line)
     device = open_device(args.device, separate_budget=args.device_mem is not None)
-    say_idle_flags(command, args, Place(llm.model.spec, device.is_host, device.card() is not None))
+    say_idle_flags(
+        command, args, RunTarget(llm.model.spec, device.is_host, device.card() is not None)
+    )
 
 
-def _not_of_hub(args: argparse.Namespace, at: Place) -> str:
+def _not_of_hub(args: argparse.Namespace, at: RunTarget) -> str:
     if args.path is not None and DUMMY in args.path:
         return f"nothing is fetched with --path {args.path}"
     return f"{args.model} is a folder here, not of the hub" if is_folder(args) else ""
 
 
-def _built_in(args: argparse.Namespace, at: Place) -> str:
+def _built_in(args: argparse.Namespace, at: RunTarget) -> str:
     from flexgen_h2o.models import built_in_spec
 
     known = built_in_spec(args.model) is not None
     return _not_of_hub(args, at) or (f"the shape of {args.model} is built in" if known else "")
 
 
-def _not_in_path(args: argparse.Namespace, at: Place) -> str:
+def _not_in_path(args: argparse.Namespace, at: RunTarget) -> str:
     if args.path is None:  # --cache_dir comes from a script that would have created the folder
         return "there is no such folder yet"
     if DUMMY in args.path:
@@ -672,7 +674,7 @@ def _not_in_path(args: argparse.Namespace, at: Place) -> str:
 _NO_MLP = "this model has experts in the place of MLPs"
 
 
-def _one_step(args: argparse.Namespace, at: Place) -> str:
+def _one_step(args: argparse.Namespace, at: RunTarget) -> str:
     if at.spec is None or any(at.spec.mlp):
         return ""
     return (
@@ -682,7 +684,7 @@ def _one_step(args: argparse.Namespace, at: Place) -> str:
     )
 
 
-def _greedy(args: argparse.Namespace, at: Place) -> str:
+def _greedy(args: argparse.Namespace, at: RunTarget) -> str:
     return (
         f"nothing is drawn at --temperature {args.temperature:g}"
         if args.temperature < GREEDY_BELOW
@@ -690,7 +692,7 @@ def _greedy(args: argparse.Namespace, at: Place) -> str:
     )
 
 
-def _beyond_positions(args: argparse.Namespace, at: Place) -> str:
+def _beyond_positions(args: argparse.Namespace, at: RunTarget) -> str:
     if at.spec is None or _is_rolling(args) or args.max_len <= at.spec.max_positions:
         return ""
     return f"{at.spec.name} has {at.spec.max_positions} positions"

@@ -23,7 +23,7 @@ from flexgen_h2o.cli_common import (
     run_cli,
 )
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
-from flexgen_h2o.core.files import MOST_LINE_BYTES, usable_path, write_whole
+from flexgen_h2o.core.files import MAX_LINE_BYTES, usable_path, write_whole
 from flexgen_h2o.core.units import shortened
 from flexgen_h2o.engine.prompts import Completion, Prompt, check_output_path
 from flexgen_h2o.flags import (
@@ -322,10 +322,10 @@ def standard_input(advice: str) -> str:
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(f"--prompt: is missing; {advice}")
-    data = sys.stdin.buffer.read(MOST_LINE_BYTES + 1)
-    if len(data) > MOST_LINE_BYTES:
+    data = sys.stdin.buffer.read(MAX_LINE_BYTES + 1)
+    if len(data) > MAX_LINE_BYTES:
         raise UsageError(
-            f"standard input: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it"
+            f"standard input: is longer than {MAX_LINE_BYTES // 2**20} MiB; shorten it"
         )
     try:
         text = data.decode("utf-8").removesuffix("\n")

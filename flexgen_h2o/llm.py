@@ -46,7 +46,7 @@ from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.self_test import (
     BLOCK_STEP_S,
     JOB_OVER_TEST,
-    MOST_KL,
+    MAX_KL,
     PACKED,
     PASSES,
     STEPS,
@@ -72,7 +72,7 @@ from flexgen_h2o.models.load import (
 from flexgen_h2o.planner.plans import Planned, Planner
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
-from flexgen_h2o.planner.report import Answer
+from flexgen_h2o.planner.report import SearchResult
 from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
 
 RANDOM_WEIGHTS_SEED = 0
@@ -114,7 +114,7 @@ class LLM:
         path: str | Path | None = None,
         revision: str | None = None,
         hardware: HardwareProfile | str | Path | None = None,
-        on_plan: Callable[[Answer], NoReturn] | None = None,
+        on_plan: Callable[[SearchResult], NoReturn] | None = None,
         max_model_len: int | None = None,
     ) -> None:
         forks.check_threads()
@@ -333,7 +333,7 @@ class LLM:
         continuation's tokens, and `logprobs` has one value per token. `is_greedy` is true if each
         token was the likeliest. Prompts that begin alike are computed once (`share_prefix`).
         """
-        encode = self.model.encode_more if self.model.tokenizer is not None else None
+        encode = self.model.encode_plain if self.model.tokenizer is not None else None
         read = prompts_from_python(
             continuations, encode, self.model.spec.vocab_size, name="continuations"
         )
@@ -493,16 +493,18 @@ class LLM:
         """
         return self._ready(self._table(prompts, params).rows).policy
 
-    def foresee(self, prompts: Sequence[Prompt], params: Params) -> Prediction | None:
+    def predict_run(self, prompts: Sequence[Prompt], params: Params) -> Prediction | None:
         """Return the predicted cost of these sequences on the open engine.
 
         It assumes that no sequence joins another block and that none ends early. Return None if no
-        engine is open, or if `Planner.foresee` returns None.
+        engine is open, or if `Planner.predict_run` returns None.
         """
         engine = self._engine
         if engine is None:
             return None
-        return self._planner.foresee(self._table(prompts, params).rows, engine.policy, engine.plan)
+        return self._planner.predict_run(
+            self._table(prompts, params).rows, engine.policy, engine.plan
+        )
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
         """Return the policy that `prepare` would return, or raise its DoesNotFitError.
@@ -605,7 +607,7 @@ class LLM:
         if not self.model.random:
             self._checkpoint.check_unchanged()
         if budgets["device"] is not None:
-            self._device.hold_to(budgets["device"])
+            self._device.limit_memory(budgets["device"])
         site = Site(self._device, budgets, self.offload_dir)
         self._engine = Engine(part, checkpoint, policy, planned.memory, dtype, site, self.timeline)
         return self._engine
@@ -640,7 +642,7 @@ class LLM:
                 likeliest_divergence(*pair) for pair in zip(whole[1:], logits[1:], strict=True)
             ]
             kl = sum(found) / len(found)
-            if kl > MOST_KL:
+            if kl > MAX_KL:
                 say_once(warning_of(bits, kl))
 
     def _for_test(self, policy: Policy) -> LLM:
@@ -668,10 +670,10 @@ class LLM:
         of_test = other._table(
             [Prompt(0, tuple(ids), None)], SamplingParams(PASSES, ignore_eos=True)
         ).rows
-        test = planner.foresee(
+        test = planner.predict_run(
             of_test, policy, planner.plan(of_test, policy, other._budgets()).memory
         )
-        job = self._planner.foresee(rows, planned.policy, planned.memory)
+        job = self._planner.predict_run(rows, planned.policy, planned.memory)
         if test is None or job is None:
             return False
         held = checkpoint_bytes(self.model.spec, DTYPE_BYTES[self.dtype]) * (

@@ -37,13 +37,13 @@ def opening_line(
         f"{llm.model.name}, {size} in {llm.dtype}; {weights}; {cache}; "
         f"{counted(num_prompts, 'prompt')}{batches}"
     )
-    predicted = llm.foresee(prompts, params)
+    predicted = llm.predict_run(prompts, params)
     if predicted is None:
         return about
     seconds = format_seconds(predicted.total_s * num_prompts / len(prompts))
     speed = f"{three_digits(predicted.tokens_per_s)} tokens/s"
     if num_prompts > 1:
-        alone = llm.foresee(prompts[:1], params[:1])
+        alone = llm.predict_run(prompts[:1], params[:1])
         assert alone is not None
         speed += f", one prompt alone {three_digits(alone.tokens_per_s)}"
     if llm.profile.machine == NOMINAL:

@@ -44,7 +44,7 @@ SECTIONS = (
     HELP,
 )
 
-_MOST_QUOTED = 60  # characters that are quoted of a word of the command line
+_MAX_QUOTED = 60  # characters that are quoted of a word of the command line
 _HELP_COLUMN = 24  # column in which the explanations begin
 
 _NO_VALUE = re.compile(r"argument (\S+): expected (?:one|at least one) argument")
@@ -189,7 +189,7 @@ class OneLineParser(argparse.ArgumentParser):
         message += self._remedy(message)
         for word in sorted(self._words, key=len, reverse=True):
             for quoted in (word, repr(word)[1:-1]):
-                message = message.replace(quoted, shortened(quoted, _MOST_QUOTED))
+                message = message.replace(quoted, shortened(quoted, _MAX_QUOTED))
         raise UsageError(message)
 
     def _remedy(self, message: str) -> str:
@@ -222,7 +222,7 @@ class OneLineParser(argparse.ArgumentParser):
         self._given = {}
         self._model = None
         given = [part for word in words for part in (word, word.partition("=")[2])]
-        self._words = {part for part in given if len(part) > _MOST_QUOTED}
+        self._words = {part for part in given if len(part) > _MAX_QUOTED}
         self._note_spellings(words)
         if self._subparsers is None:  # otherwise the flags are a sub-command's
             for word in words:  # before argparse reads `-ot` as `-o t`

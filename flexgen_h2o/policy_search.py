@@ -48,7 +48,7 @@ from flexgen_h2o.flags import (
     EVICTION_FLAGS,
     PLACEMENT,
     SHOWN_OF_ENGINE,
-    Place,
+    RunTarget,
     add_engine_flags,
     add_eviction_flags,
     as_flags,
@@ -66,7 +66,7 @@ from flexgen_h2o.flags import (
 from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.parser import FILES, KV, WORKLOAD, OneLineParser
 from flexgen_h2o.planner.costs import Machine
-from flexgen_h2o.planner.report import Answer, to_json, to_text
+from flexgen_h2o.planner.report import SearchResult, to_json, to_text
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.model import ModelSpec
@@ -108,7 +108,7 @@ REPEATED = (
     "--eviction",
     *EVICTION_FLAGS.values(),
 )
-MOST_PROMPTS = 10**9
+MAX_PROMPTS = 10**9
 THIS_MACHINE = "this machine"  # name of this machine's profile
 # Share of a plan's time: a flag that changes precision is named if it saves a tenth.
 WORTH_A_FLAG = 0.9
@@ -186,7 +186,7 @@ def _run(argv: list[str] | None) -> int:
     spec = answer.space.spec
     machine = answer.space.machine
     has_card = not machine.device_is_host and not machine.profile.device_is_host
-    say_idle_flags("policy_search", args, Place(spec, machine.device_is_host, has_card))
+    say_idle_flags("policy_search", args, RunTarget(spec, machine.device_is_host, has_card))
     if not args.json:
         print(_text(args, answer))
     words = sys.argv[1:] if argv is None else argv
@@ -304,8 +304,8 @@ def _check(args: argparse.Namespace) -> None:
             setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
             check_writable(getattr(args, name), flag_of(name))
     check_separate(args, ("policy", "hardware"), OUTPUTS)
-    if args.num_prompts is not None and args.num_prompts > MOST_PROMPTS:
-        raise UsageError(f"--num-prompts {args.num_prompts}: must be at most {MOST_PROMPTS}")
+    if args.num_prompts is not None and args.num_prompts > MAX_PROMPTS:
+        raise UsageError(f"--num-prompts {args.num_prompts}: must be at most {MAX_PROMPTS}")
     if args.plot is not None:
         check_picture(args.plot)
     if args.kv_loss is not None:
@@ -329,12 +329,12 @@ def _check_kv_loss(args: argparse.Namespace) -> None:
         raise UsageError("--kv-loss small: is for a search; leave the placement out")
 
 
-def _question(args: argparse.Namespace) -> Answer:
+def _question(args: argparse.Namespace) -> SearchResult:
     """Return the question, without an answer yet."""
     policy, searched = policy_of(args)
     eviction = eviction_of(args, policy)
     from flexgen_h2o.engine.memory_plan import kv_sizes_of
-    from flexgen_h2o.engine.workload import need_of
+    from flexgen_h2o.engine.workload import workload_of
     from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace
@@ -358,7 +358,9 @@ def _question(args: argparse.Namespace) -> Answer:
         cache = policy.compress_cache and "compress_cache" not in compress
         policy = replace(policy, compress_weight=weight, compress_cache=cache)
     rows = args.num_prompts or (SEARCHED_PROMPTS if searched else policy.block_size)
-    need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows)
+    need = workload_of(
+        eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows
+    )
     machine, budgets = _machine(args)
     download = _download_bytes(args, spec, machine)
     disk = budgets["disk"]
@@ -366,7 +368,7 @@ def _question(args: argparse.Namespace) -> Answer:
         left = DiskBudget(max(0, disk - download), max(0, disk.free - download))
         budgets = {**budgets, "disk": left}
     space = SearchSpace(spec, need, policy, machine, budgets, compress, args.check)
-    return Answer(space, eviction.to_json(), searched, download_bytes=download)
+    return SearchResult(space, eviction.to_json(), searched, download_bytes=download)
 
 
 def _download_bytes(args: argparse.Namespace, spec: ModelSpec, machine: Machine) -> int:
@@ -432,7 +434,7 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
     return dtype
 
 
-def _fastest(args: argparse.Namespace) -> Answer:
+def _fastest(args: argparse.Namespace) -> SearchResult:
     """Return the answer to what was asked.
 
     With --kv-loss small it is the fastest way to keep all KV entries whose loss is small by the
@@ -458,7 +460,7 @@ def _fastest(args: argparse.Namespace) -> Answer:
     return _with_details(replace(found, seconds=sum(answer.seconds for answer in answers)))
 
 
-def _answered(question: Answer) -> Answer:
+def _answered(question: SearchResult) -> SearchResult:
     """Return the question with the fastest plan, or with the reason why there is none."""
     from flexgen_h2o.planner.search import evaluate, search
 
@@ -475,7 +477,7 @@ def _answered(question: Answer) -> Answer:
     return replace(question, plan=plan, seconds=seconds)
 
 
-def _with_details(answer: Answer) -> Answer:
+def _with_details(answer: SearchResult) -> SearchResult:
     """Return the answer with details of the plan besides its speed.
 
     They take longer than the search, so they are computed only for the plan that is shown.
@@ -496,7 +498,7 @@ def _with_details(answer: Answer) -> Answer:
     )
 
 
-def _faster(answer: Answer) -> tuple[str, float] | None:
+def _faster(answer: SearchResult) -> tuple[str, float] | None:
     """Return the flag that shortens a run bound by compute, with its predicted seconds.
 
     None if it does not shorten the run.
@@ -525,7 +527,7 @@ def _faster(answer: Answer) -> tuple[str, float] | None:
     return ("--int8-compute", tried.prediction.total_s) if is_faster else None
 
 
-def _text(args: argparse.Namespace, answer: Answer) -> str:
+def _text(args: argparse.Namespace, answer: SearchResult) -> str:
     """Return the tables, with the benchmark of the plan's block as a command."""
     assert answer.policy is not None
     of_eviction = given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))
@@ -537,7 +539,7 @@ def _text(args: argparse.Namespace, answer: Answer) -> str:
     return to_text(answer, flags, command, benchmark)
 
 
-def _with_policy(verb: str, more: str, args: argparse.Namespace, answer: Answer) -> str:
+def _with_policy(verb: str, more: str, args: argparse.Namespace, answer: SearchResult) -> str:
     """Return a command line that runs with the answer's policy.
 
     more: the verb's own flags.
@@ -553,7 +555,7 @@ def _with_policy(verb: str, more: str, args: argparse.Namespace, answer: Answer)
     return " ".join(filter(None, words))
 
 
-def _write(args: argparse.Namespace, answer: Answer, command: str) -> None:
+def _write(args: argparse.Namespace, answer: SearchResult, command: str) -> None:
     plan = answer.plan
     assert plan is not None
     if args.output is not None:

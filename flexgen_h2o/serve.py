@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from flexgen_h2o.serving.app import Server
     from flexgen_h2o.serving.block import Service
     from flexgen_h2o.serving.guard import App, Bounds
-    from flexgen_h2o.serving.pages import Pages
+    from flexgen_h2o.serving.pages import PageRoutes
 
 KEY_VARIABLE = "FLEXGEN_H2O_API_KEY"
 ROWS = 64  # rows of a block that `auto` plans
-MOST_LENGTH = 2048  # tokens of a sequence, without --max-len
+MAX_LENGTH = 2048  # tokens of a sequence, without --max-len
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 STATE_DIR = "~/flexgen_h2o_server"
 PLANNED = "facebook/opt-30b"  # model that the planner's page begins with, if none is named
@@ -124,7 +124,7 @@ def _parser() -> OneLineParser:
     )
     length = (
         "most tokens of a request, prompt and answer (the model's positions or "
-        f"{MOST_LENGTH}, whichever is less)"
+        f"{MAX_LENGTH}, whichever is less)"
     )
     add("--max-len", type=positive, metavar="TOKENS", help=length)
     share = "share of --rows that is kept for batches while any wait (0.25)"
@@ -246,10 +246,10 @@ def _plan_only(args: argparse.Namespace, bounds: Bounds) -> int:
     return EXIT_DONE
 
 
-def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
+def _pages(args: argparse.Namespace, has_engine: bool) -> PageRoutes:
     from flexgen_h2o.planner.profile import profile_from_json
     from flexgen_h2o.policy_search import ask, machines, nearest_machine
-    from flexgen_h2o.serving.pages import Pages
+    from flexgen_h2o.serving.pages import PageRoutes
 
     given = [
         f"--{name}={value}"
@@ -258,7 +258,7 @@ def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
     ]
     known = machines(args.offload_dir)
     model = [args.model or PLANNED, *given]
-    return Pages(known, profile_from_json, ask, model, has_engine, nearest_machine(known))
+    return PageRoutes(known, profile_from_json, ask, model, has_engine, nearest_machine(known))
 
 
 def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace | None]:
@@ -378,7 +378,7 @@ def _length(args: argparse.Namespace, positions: int) -> int:
         raise UsageError(
             f"--max-len {args.max_len}: {args.model} has {positions} positions; lower it"
         )
-    return args.max_len or min(positions, MOST_LENGTH)
+    return args.max_len or min(positions, MAX_LENGTH)
 
 
 @contextlib.contextmanager
@@ -411,7 +411,7 @@ def _address(listener: socket.socket) -> str:
 
 @contextlib.contextmanager
 def _serving(
-    server: Server, pages: Pages, bounds: Bounds, listener: socket.socket
+    server: Server, pages: PageRoutes, bounds: Bounds, listener: socket.socket
 ) -> Iterator[None]:
     """Answer clients. At the end drop what runs, and leave batches to the next start."""
 

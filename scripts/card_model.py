@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexgen_h2o.planner.profile import MOST_RATE, ComputeRates, Curve, HardwareProfile
+from flexgen_h2o.planner.profile import MAX_RATE, ComputeRates, Curve, HardwareProfile
 
 DTYPE = "float16"
 ITEMSIZE = 2
@@ -227,7 +227,7 @@ def profile_of(
         kernel_s=KERNEL_S,
         transfer_s=TRANSFER_S,
         disk_request_s=DISK_REQUEST_S,
-        overlay_bytes_per_s=MOST_RATE,
+        overlay_bytes_per_s=MAX_RATE,
         short_read_compute_s=0.0,
         cache_load_step_s=0.0,
         graph_step_s=1.0,

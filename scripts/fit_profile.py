@@ -39,7 +39,7 @@ DEVELOPMENT = ROOT / "scripts" / "data" / "development_runs.json"
 # log units that a recorded number is off by itself: another day, another machine of the same kind
 SPREAD = 0.05
 STEP = 1e-3  # of a parameter, in its widths, for a derivative
-MOST_ITERATIONS = 20
+MAX_ITERATIONS = 20
 TOLERANCE = 1e-3
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -154,7 +154,7 @@ def fitted(runs: Sequence[Run], start: Array) -> Array:
     at = start
     damping = 1e-3
     misses = _misses(at, runs)
-    for _ in range(MOST_ITERATIONS):
+    for _ in range(MAX_ITERATIONS):
         columns = [(_misses(at + STEP * axis, runs) - misses) / STEP for axis in np.eye(len(at))]
         slopes = np.stack(columns, axis=1)
         gained = 0.0

@@ -35,7 +35,7 @@ OLDER = frozenset({"batch", "run-batch", "complete", "flex-opt"})
 SHARED = "shared"
 SHARED_PAGE = REFERENCE / "cli.md"
 SHARED_SECTION = "shared-flags"
-LEAST_VERBS = 3  # a flag that so many verbs have alike is shared
+MIN_VERBS = 3  # a flag that so many verbs have alike is shared
 USUAL_GROUPS = ("positional arguments", "options")  # argparse's own names, which say nothing
 
 
@@ -107,13 +107,13 @@ def flags_of(command: str) -> list[Flag]:
 
 
 def shared_flags() -> tuple[Flag, ...]:
-    """Return the flags that at least LEAST_VERBS verbs have in the same words, in the order of the
+    """Return the flags that at least MIN_VERBS verbs have in the same words, in the order of the
     parsers."""
     verbs: dict[Flag, set[str]] = defaultdict(set)
     for command in documented():
         for flag in flags_of(command):
             verbs[flag].add(command.partition(" ")[0])
-    return tuple(flag for flag, found in verbs.items() if len(found) >= LEAST_VERBS)
+    return tuple(flag for flag, found in verbs.items() if len(found) >= MIN_VERBS)
 
 
 def table(command: str, page: Path) -> str:

@@ -19,7 +19,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_json
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.engine.memory_plan import kv_sizes_of, plan_within
-from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
+from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.costs import Machine
@@ -205,15 +205,15 @@ def policy_of(run: Run, spec: ModelSpec) -> Policy:
     )
 
 
-def need_of(run: Run, num_blocks: int) -> WorkloadShape:
+def need_of(run: Run, num_blocks: int) -> Workload:
     """The need; H2O keeps twice int(ratio x prompt) slots, the newcomer's among them."""
     heavy = int(run.hh_ratio * run.prompt_len)
     if not heavy:
-        return WorkloadShape.full(run.rows, run.prompt_len, run.gen_len, num_blocks)
+        return Workload.full(run.rows, run.prompt_len, run.gen_len, num_blocks)
     slots = min(2 * heavy, run.prompt_len + run.gen_len - 1)
     kept = min(2 * heavy - 1, run.prompt_len)
     scored = RowRecord(("positions", "scores"))
-    return WorkloadShape(
+    return Workload(
         run.rows,
         run.prompt_len,
         run.gen_len,

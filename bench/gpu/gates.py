@@ -9,11 +9,11 @@ from bench.gpu.kernels import GATED
 from flexgen_h2o.planner.profile import NOMINAL
 
 # of a block and micro-batch; a sweep's tokens are read back once
-MOST_LAUNCHES = 12
-MOST_SYNCS = 0.1
+MAX_LAUNCHES = 12
+MAX_SYNCS = 0.1
 LEAST_SHARE = 0.7  # of the bandwidth of a copy
-LEAST_BUSY = 0.9  # of the link, where weights on the host bind
-MOST_ERROR = 0.15  # of a prediction
+MIN_BUSY = 0.9  # of the link, where weights on the host bind
+MAX_ERROR = 0.15  # of a prediction
 ON_HOST = "weights-on-host"  # the placement in which the link binds
 Row = tuple[str, str, str, str]
 
@@ -22,10 +22,10 @@ def gates(runs: dict[str, Any], figures: dict[str, Any]) -> Iterator[Row]:
     """runs: of placements, by name; figures: of benchmarks, by name, as they wrote them."""
     launches = {name: found["counts"] for name, found in figures.items() if found.get("counts")}
     for name, counts in launches.items():
-        yield _row(f"{name}: launches a block", counts["launches"], MOST_LAUNCHES)
-        yield _row(f"{name}: waits a block", counts["syncs"], MOST_SYNCS)
+        yield _row(f"{name}: launches a block", counts["launches"], MAX_LAUNCHES)
+        yield _row(f"{name}: waits a block", counts["syncs"], MAX_SYNCS)
     if not launches:
-        yield _row("launches and waits a block", None, MOST_LAUNCHES)
+        yield _row("launches and waits a block", None, MAX_LAUNCHES)
     kernels = figures.get("kernels", {}).get("kernels", [])
     for kind in GATED:
         shares = [
@@ -40,11 +40,11 @@ def gates(runs: dict[str, Any], figures: dict[str, Any]) -> Iterator[Row]:
             False,
         )
     yield _row(
-        "link: share of time in which it is busy", _link_share(runs, figures), LEAST_BUSY, False
+        "link: share of time in which it is busy", _link_share(runs, figures), MIN_BUSY, False
     )
     errors = [_error(run["report"]) for run in runs.values() if run["report"] is not None]
     known = [error for error in errors if error is not None]
-    yield _row("prediction: largest error of a run", max(known, default=None), MOST_ERROR)
+    yield _row("prediction: largest error of a run", max(known, default=None), MAX_ERROR)
 
 
 def _row(name: str, found: float | None, aim: float, is_most: bool = True) -> Row:

@@ -25,7 +25,7 @@ from bench.sweep.summary import markdown
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import markdown_table
 
-MOST_NAMED = 30  # tests that failed
+MAX_NAMED = 30  # tests that failed
 STEP_HEAD = ("step", "status", "s", "why")
 GATE_HEAD = ("gate", "found", "aim", "")
 KERNEL_HEAD = (
@@ -167,8 +167,8 @@ def _tests(step: Step) -> list[str]:
     )
     cases = suite.iter("testcase")
     failed = [case for case in cases if {"failure", "error"} & {found.tag for found in case}]
-    names = [f"- `{case.get('classname')}: {case.get('name')}`" for case in failed[:MOST_NAMED]]
-    more = [f"- {len(failed) - MOST_NAMED} more"] if len(failed) > MOST_NAMED else []
+    names = [f"- `{case.get('classname')}: {case.get('name')}`" for case in failed[:MAX_NAMED]]
+    more = [f"- {len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
     return [f"{step.name}: {counts}.", "", *names, *more, ""]
 
 

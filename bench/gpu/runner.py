@@ -19,7 +19,7 @@ from bench.gpu.steps import Step
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import replacing, write_whole
 
-# failed: tried again by the next call, until MOST_ATTEMPTS. cut: the suite's own time was over;
+# failed: tried again by the next call, until MAX_ATTEMPTS. cut: the suite's own time was over;
 # left_out: never begun.
 DONE = "done"
 REFUSED = "refused"
@@ -29,7 +29,7 @@ TIMEOUT = "timeout"
 CUT = "cut"
 STATUS_OF_EXIT = {0: DONE, 2: REFUSED, 3: DOES_NOT_FIT}
 FINISHED = (DONE, DOES_NOT_FIT)
-MOST_ATTEMPTS = 2
+MAX_ATTEMPTS = 2
 LEAST_S = 20.0  # with less time left no step is begun
 # SIGTERM first: a sweep then ends what it has started itself, and writes its table. Tests get
 # SIGINT before it: pytest then names what has failed, and writes its XML, for which it may wait 10
@@ -69,7 +69,7 @@ class Suite:
         report(self.state)
         for step in steps:
             known = self.state.get(step.name, {})
-            if known.get("status") in FINISHED or known.get("attempts", 0) >= MOST_ATTEMPTS:
+            if known.get("status") in FINISHED or known.get("attempts", 0) >= MAX_ATTEMPTS:
                 print(f"== {step.name}: {known['status']} (kept)", flush=True)
                 continue
             left = self._end - time.monotonic()

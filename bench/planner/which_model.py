@@ -26,7 +26,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import less_margin
-from flexgen_h2o.engine.workload import need_of
+from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models.load import find_spec
 from flexgen_h2o.parser import OneLineParser
@@ -73,7 +73,7 @@ class Place:
     def space(
         self, spec: ModelSpec, args: argparse.Namespace, kept: Eviction, in_4_bits: bool
     ) -> SearchSpace:
-        need = need_of(
+        need = workload_of(
             kept, args.num_prompts, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows
         )
         profile, dtype = ("t4", "float16") if self.card else ("build-2core", "bfloat16")

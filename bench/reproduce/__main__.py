@@ -42,7 +42,7 @@ from flexgen_h2o.parser import OneLineParser
 MACHINES = ("t4", "a100-80", "build-2core")
 LIMIT_S = 300.0  # of a quick row
 REAL_LIMIT_S = 7200.0
-MOST_LINES = 24
+MAX_LINES = 24
 DEFAULT = "smollm2-135m"
 RESULTS = common.ROOT / "bench" / "results" / "papers"
 LONGEST_LIST = 8  # of numbers, in results that are kept
@@ -82,7 +82,7 @@ def run_row(row: Row, command: str, given: dict[str, str], limit_s: float) -> Ra
         return Ran(row, code, seconds, said.strip().splitlines()[-1:])
     lines = [line for line in out.splitlines() if re.search(row.keep, line)]
     return Ran(
-        row, code, seconds, lines[:MOST_LINES] if code == 0 else [f"not done after {limit_s:.0f} s"]
+        row, code, seconds, lines[:MAX_LINES] if code == 0 else [f"not done after {limit_s:.0f} s"]
     )
 
 

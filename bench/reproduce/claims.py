@@ -194,7 +194,7 @@ def streams(found: Figures) -> dict[str, Figures]:
     return {policy["policy"]: policy for one in found.values() for policy in one["policies"]}
 
 
-def goes_on(found: Figures) -> tuple[str, str]:
+def should_continue(found: Figures) -> tuple[str, str]:
     windows = [window["nll"]["value"] for window in streams(found)["h2o"]["windows"]]
     tokens = found["h2o"]["settings"]["stream_len"]
     words = f"{tokens:,} tokens; NLL per quarter {', '.join(f'{nats:.2f}' for nats in windows)}"
@@ -309,7 +309,7 @@ CLAIMS = (
         "H2O 5.3",
         "Texts may be much longer than the trained length",
         "up to 4 million tokens (LLaMA-2, Vicuna)",
-        goes_on,
+        should_continue,
     ),
     Claim(
         "streaming",

@@ -3,7 +3,7 @@ the machine itself.
 
 A round is stored whole, each of its lines with the rates before and after it: what a kill ends is
 done again. A round in which a rate that the cell uses moved by more than MOVED is repeated,
-MOST_EXTRA times at most; the last one then counts and is marked as unsteady. Ratios are of systems
+MAX_EXTRA times at most; the last one then counts and is marked as unsteady. Ratios are of systems
 of one round. `found_of` reads a cell's lines back for the page.
 """
 
@@ -30,7 +30,7 @@ from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.models.load import Model
 
 MOVED = 0.15
-MOST_EXTRA = 1
+MAX_EXTRA = 1
 FEWEST = 3  # rounds that a figure is of; of fewer it is marked
 PRODUCTS = "bf16_flops_per_s"
 MEMORY = "memory_bytes_per_s"
@@ -129,7 +129,7 @@ class Rounds:
             for some in rounds_of(mine).get(number, [])
             if wanted <= {(line["system"], line["rows"]) for line in some}
         ]
-        return len(attempts) > MOST_EXTRA or any(some[0]["round"]["steady"] for some in attempts)
+        return len(attempts) > MAX_EXTRA or any(some[0]["round"]["steady"] for some in attempts)
 
     def _round(self, cell: Cell, chosen: Chosen, number: int) -> None:
         began = self.date()

@@ -185,11 +185,11 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
     blank = [""] * (len(HEAD) - 2)
     for entry in (*ours, *found.peers):
         lines = list(entry.lines.values())
-        is_ours = entry in ours
+        is_internal = entry in ours
         mark = found.mark(entry)
         mark += ", over the budget" if any(line["status"] == OVER for line in lines) else ""
         prompts = "/".join(map(str, sorted({line["rows"] for line in lines})))
-        if len(found.tried[entry.system]) == 1 and not is_ours:
+        if len(found.tried[entry.system]) == 1 and not is_internal:
             prompts += ", no others tried"
         others = [(peer.system, entry.over(peer)) for peer in found.peers[1:]]
         yield [
@@ -197,9 +197,9 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
             f"`{entry.system}`" + (" (fastest other)" if entry is best else ""),
             prompts,
             spread([line["tokens_per_s"] for line in lines]) + mark,
-            spread(entry.over(best)) if is_ours and best else "",
+            spread(entry.over(best)) if is_internal and best else "",
             "; ".join(f"{name} {statistics.median(x):.3g}" for name, x in others if x)
-            if is_ours
+            if is_internal
             else "",
             lost(entry.system, found.cell, losses),
             kept(found.cell, lines[-1]),

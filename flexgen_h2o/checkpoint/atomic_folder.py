@@ -237,7 +237,7 @@ def building(
         if _is_complete(folder):
             yield None
             return
-        is_ours = False
+        is_internal = False
         try:
             if shutil.disk_usage(folder.parent).free < nbytes:
                 raise _no_space(folder, nbytes)
@@ -252,7 +252,7 @@ def building(
                     f"{line}; flexgen-h2o cache lists and removes them", file=sys.stderr, flush=True
                 )
             temp.mkdir()
-            is_ours = True
+            is_internal = True
             mark(temp, kind=kind, model=model)
             yield temp
             mark(
@@ -266,9 +266,9 @@ def building(
             os.rename(temp, folder)
             sync_path(folder.parent)
         except BaseException as error:
-            if is_ours:
+            if is_internal:
                 shutil.rmtree(temp, ignore_errors=True)
-            if isinstance(error, FileExistsError) and not is_ours:
+            if isinstance(error, FileExistsError) and not is_internal:
                 raise UsageError(
                     f"--offload-dir {temp.parent}: {temp.name} is in the way and not of this "
                     "version; remove it"

@@ -44,7 +44,7 @@ _OTHER_WEIGHTS = (
     ".npz",
 )
 _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|bin)$")
-_MOST_BIAS_BYTES = MIB  # largest bias that is read: one that is all zeros changes nothing
+_MAX_BIAS_BYTES = MIB  # largest bias that is read: one that is all zeros changes nothing
 _BELONGS = "give a folder whose weights belong to its config.json"
 # Names of tensors that quantisers store instead of a module's `weight`, and the quantisers that do.
 _QUANTISERS = {
@@ -254,7 +254,7 @@ def _is_zero(bias: StoredTensor) -> bool:
 
     Quantisers write such biases for layers that have none.
     """
-    if bias.nbytes > _MOST_BIAS_BYTES:
+    if bias.nbytes > _MAX_BIAS_BYTES:
         return False
     try:
         with open_regular(bias.path) as file:

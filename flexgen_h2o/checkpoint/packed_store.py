@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
 from flexgen_h2o.checkpoint.formats import (
-    Held,
     PackedFormat,
+    PartBytes,
     TensorLayout,
     checkpoint_format,
     warm_up,
@@ -206,7 +206,7 @@ class _Reader:
         self._form = checkpoint_format(spec)
         self._buffer: torch.Tensor | None = None
         # Key and contents of the matrix that was read last.
-        self._whole: tuple[str, Held] | None = None
+        self._whole: tuple[str, PartBytes] | None = None
         self._files: dict[Path, DirectFile] = {}
 
     def describe(self, tensor: TensorSpec) -> str:
@@ -238,7 +238,7 @@ class _Reader:
             torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu"),
         )
 
-    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
+    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> PartBytes:
         """Return all of a matrix that is stored by columns.
 
         Any of its rows are spread over all stored bytes, so the matrix is read once and kept for
@@ -249,12 +249,12 @@ class _Reader:
             self._whole = tensor.key, self._held(layout, Part("host", 0, layout.cut_shape[0]))
         return self._whole[1]
 
-    def _held(self, layout: TensorLayout, part: Part) -> Held:
+    def _held(self, layout: TensorLayout, part: Part) -> PartBytes:
         sources = [
             (stored, self._tensors[stored.key].rows(*stored.part_rows(part)))
             for stored in layout.stored
         ]
-        return Held(
+        return PartBytes(
             part,
             [stored.held(self._read(source).clone(), source.dtype) for stored, source in sources],
         )

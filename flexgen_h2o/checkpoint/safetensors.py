@@ -176,8 +176,8 @@ def write_index(folder: Path, weight_map: dict[str, str], nbytes: int) -> None:
 
 
 AGAIN = "download it again"
-MOST_INDEX_BYTES = 16 * 2**20
-_MOST_NUMBER = 2**64 - 1  # the safetensors library counts in 64 bits
+MAX_INDEX_BYTES = 16 * 2**20
+_MAX_NUMBER = 2**64 - 1  # the safetensors library counts in 64 bits
 
 
 def names_in(folder: Path) -> Names | None:
@@ -227,7 +227,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     Raises UsageError that names the file.
     """
     try:
-        body = read_json(index, MOST_INDEX_BYTES)
+        body = read_json(index, MAX_INDEX_BYTES)
     except OSError as error:
         raise UsageError(f"{index}: {error.strerror or error}") from error
     except ValueError as error:
@@ -351,7 +351,7 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(span) or len(span) != 2:
         raise bad
     # `any` ends early: the whole product may have millions of digits.
-    if any(n > _MOST_NUMBER for n in accumulate(shape, mul)):
+    if any(n > _MAX_NUMBER for n in accumulate(shape, mul)):
         raise bad
     begin, end = span
     nbytes = end - begin
@@ -368,7 +368,7 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
 
 
 def _naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v <= _MOST_NUMBER for v in value)
+    return isinstance(value, list) and all(type(v) is int and 0 <= v <= _MAX_NUMBER for v in value)
 
 
 def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

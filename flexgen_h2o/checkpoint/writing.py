@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, checkpoint_format
+from flexgen_h2o.checkpoint.formats import PartBytes, StoredRows, TensorLayout, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import (
     FROM_ENGINE,
     SAFETENSORS,
@@ -280,7 +280,7 @@ class RandomValues:
         self._form = checkpoint_format(spec)
         self._dtype = dtype
         self._seed = seed
-        self._whole: tuple[str, Held] | None = None
+        self._whole: tuple[str, PartBytes] | None = None
 
     @cached_property
     def _table(self) -> torch.Tensor:
@@ -361,16 +361,16 @@ class RandomValues:
             torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu"),
         )
 
-    def _held(self, tensor: TensorSpec, layout: TensorLayout, part: Part) -> Held:
+    def _held(self, tensor: TensorSpec, layout: TensorLayout, part: Part) -> PartBytes:
         import torch
 
         pieces = [
             (rows, torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part)))))
             for rows in layout.stored
         ]
-        return Held(part, [rows.held(raw, rows.dtypes[0]) for rows, raw in pieces])
+        return PartBytes(part, [rows.held(raw, rows.dtypes[0]) for rows, raw in pieces])
 
-    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
+    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> PartBytes:
         """Return all of a matrix that is stored by columns.
 
         Any of its rows are spread over all stored bytes, so the matrix is made once and kept for

@@ -39,7 +39,7 @@ COMPRESSION_OF = {
     "cache_window": "compress_cache",
     "cache_rotation": "compress_cache",
 }
-MOST_ROWS = 2**16  # sequences of a block
+MAX_ROWS = 2**16  # sequences of a block
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_int("gpu_batch_size x num_gpu_batches", self.block_size, low=1, high=MOST_ROWS)
+        check_int("gpu_batch_size x num_gpu_batches", self.block_size, low=1, high=MAX_ROWS)
         object.__setattr__(self, "percent", check_percent(self.percent))
         object.__setattr__(self, "cache_bits", _check_cache_bits(self.cache_bits))
         if self.int8_compute and self.compress_weight and self.weight_bits == 8:

@@ -25,10 +25,10 @@ from flexgen_h2o.core.units import is_text
 
 # Largest settings file (policy, profile, config, index, sidecar). Parsed, it needs up to twenty
 # times the memory.
-MOST_JSON_BYTES = 8 * 2**20
+MAX_JSON_BYTES = 8 * 2**20
 # Longest line of prompts or requests: a million token ids of six digits, each with a comma and a
 # space, fit.
-MOST_LINE_BYTES = 8 * 2**20
+MAX_LINE_BYTES = 8 * 2**20
 _LONG_LINE_PIECE = 2**20
 
 
@@ -101,7 +101,7 @@ def open_regular(path: Path) -> BufferedReader:
         raise
 
 
-def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
+def read_bounded(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """Return a regular file's bytes.
 
     Raises OSError like `open_regular`, and if there are more than `most` bytes.
@@ -115,7 +115,7 @@ def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
     return data
 
 
-def read_json(path: Path, most: int = MOST_JSON_BYTES) -> Any:
+def read_json(path: Path, most: int = MAX_JSON_BYTES) -> Any:
     """Return the value of a JSON file.
 
     Raises OSError like `read_bounded`, and ValueError if it is not JSON.
@@ -152,17 +152,17 @@ def read_object(path: Path, where: str) -> dict[str, Any]:
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
     """Yield the lines of a regular file from a byte on, each with its newline.
 
-    A line of more than MOST_LINE_BYTES comes in pieces. Each piece has a flag: True if its line
+    A line of more than MAX_LINE_BYTES comes in pieces. Each piece has a flag: True if its line
     continues. Raises OSError like `open_regular`.
     """
     with open_regular(path) as file:
         file.seek(offset)
-        goes_on = False
+        should_continue = False
         while raw := file.readline(
-            min(_LONG_LINE_PIECE, MOST_LINE_BYTES) if goes_on else MOST_LINE_BYTES
+            min(_LONG_LINE_PIECE, MAX_LINE_BYTES) if should_continue else MAX_LINE_BYTES
         ):
-            goes_on = not raw.endswith(b"\n") and bool(file.peek(1))
-            yield raw, goes_on
+            should_continue = not raw.endswith(b"\n") and bool(file.peek(1))
+            yield raw, should_continue
 
 
 # JSON leaves these characters as they are, but readers that split lines by Unicode rules split at

@@ -30,9 +30,9 @@ _PAUSE_HARD = 2  # omp_pause_hard
 # since.
 _FORKED = 0x40
 _ELEMENTS = 2**20  # of a tensor that torch fills in several threads
-# A probe that sleeps for _ASLEEP_S, or spins for _MOST_S, waits for a thread that does not exist.
+# A probe that sleeps for _ASLEEP_S, or spins for _MAX_S, waits for a thread that does not exist.
 _ASLEEP_S = 0.5
-_MOST_S = 30
+_MAX_S = 30
 _POLL_S = 0.01
 
 _TORCH_WAS_THERE = "torch" in sys.modules  # torch was imported before the package
@@ -116,7 +116,7 @@ def _do_threads_work() -> bool:
         now = time.monotonic()
         if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             awake = now
-        if now - awake > _ASLEEP_S or now - began > _MOST_S:
+        if now - awake > _ASLEEP_S or now - began > _MAX_S:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return False

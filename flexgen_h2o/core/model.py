@@ -16,7 +16,7 @@ GROUP_NUMEL = 40 * 10**6
 # If a decode sweep is expected to use less than this share of the experts (or of groups, if their
 # size is set), experts move one by one once the router has chosen them, and the others do not move.
 # Above this share, loading as many groups ahead of the router is faster.
-WAITS_BELOW = 0.93
+LOAD_AFTER_ROUTER_BELOW = 0.93
 
 # A stage of a pipeline without an embedding begins with "receive". One without a head ends with
 # "send".
@@ -179,7 +179,7 @@ class Experts:
         """
         if asked:
             return min(asked, self.count)
-        if self.share_used(rows) < WAITS_BELOW:
+        if self.share_used(rows) < LOAD_AFTER_ROUTER_BELOW:
             return 1
         return max(1, min(self.count, GROUP_NUMEL // self._largest))
 

@@ -12,9 +12,9 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import check_int, check_number, check_share, check_text
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
-MOST_LOGPROBS = 20  # likeliest tokens per step, as in OpenAI's chat API
+MAX_LOGPROBS = 20  # likeliest tokens per step, as in OpenAI's chat API
 # Characters of all stop strings of a sequence together, since they are looked for after each token.
-MOST_STOP_CHARACTERS = 4096
+MAX_STOP_CHARACTERS = 4096
 PROMPT = "prompt"  # value of `protect` that protects the whole prompt
 DECODE = "decode"
 PREFILL = "prefill"
@@ -93,10 +93,10 @@ class SamplingParams:
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
     # Return the log-probability of each new token and those of this many likeliest tokens, up to
     # 20. None returns none.
-    logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
+    logprobs: int | None = setting(None, low=0, high=MAX_LOGPROBS)
     # The same for the tokens of the prompt. If an eviction policy acts while decoding, prompt
     # tokens beyond its budget are fed in decode steps, so that it acts on them.
-    prompt_logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
+    prompt_logprobs: int | None = setting(None, low=0, high=MAX_LOGPROBS)
     # Token ids that the sequence takes one after another, whatever the other settings choose.
     # `logprobs` (1 if it is None) are those of these tokens.
     score: tuple[int, ...] | None = setting(None)
@@ -161,9 +161,9 @@ def _check_stop(value: object) -> tuple[str, ...]:
         if not isinstance(s, str) or not s:
             raise UsageError(f"stop: {s!r:.60} is not a string with at least one character")
         check_text("stop", s)
-    if sum(map(len, strings)) > MOST_STOP_CHARACTERS:
+    if sum(map(len, strings)) > MAX_STOP_CHARACTERS:
         raise UsageError(
-            f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten "
+            f"stop: the strings have more than {MAX_STOP_CHARACTERS} characters in all; shorten "
             "them"
         )
     return tuple(strings)

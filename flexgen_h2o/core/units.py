@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from flexgen_h2o.core.errors import UsageError
 
-MOST_BYTES = 2**63
+MAX_BYTES = 2**63
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
@@ -56,7 +56,7 @@ def parse_bytes(text: str | float, what: str = "size") -> int:
             )
         unit = _UNITS[match[2].lower()]
         size = float(match[1]) * unit
-    if not 1 <= size <= MOST_BYTES:
+    if not 1 <= size <= MAX_BYTES:
         raise UsageError(f"{what}: {text!r:.60} must be from 1 byte to 2**63 bytes")
     if unit == 1 and size != int(size):
         raise UsageError(
@@ -252,7 +252,7 @@ NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time
 ROTARY_CHUNK = 256  # tokens whose queries and keys are rotated at a time
 QUERY_CHUNK = 2**20  # elements of queries, or of keys, that an eviction policy reads at a time
 ROLLING_CHUNK = 2**20  # elements of keys in slots that are rotated by their ranks at a time
-GIVEN_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep processes
+FORCED_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep processes
 SCORED_CHUNK = 64  # prompt tokens whose logits exist at a time
 ROW_BLOCK = 16  # matrices are split over tiers at multiples of this many rows,
 CUT_IN_BLOCKS = 1024  # but matrices with at least this many rows at multiples of BLOCK_ROWS

@@ -279,7 +279,9 @@ class UnitAttention:
         if rotation is not None:
             k = k if stored is None else k.clone()
             rotation.rotate((q, k), fed.positions[fed.decoding * fed.steps :])
-        attend_prompts((q, k, v), fed.groups, rows, self._scale, out, stored, fed.entered)
+        attend_prompts(
+            (q, k, v), fed.groups, rows, self._scale, out, stored, fed.num_earlier_prompts
+        )
 
     def _attend_slots(
         self,

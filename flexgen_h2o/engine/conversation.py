@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from flexgen_h2o.core.units import GIVEN_CHUNK
+from flexgen_h2o.core.units import FORCED_CHUNK
 from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.detokenizer import PART, Tokenizer, detokenizer_of
 from flexgen_h2o.engine.generation import Row
@@ -78,7 +78,7 @@ class Conversation:
         ends: Ends,
         audience: Audience,
         room: int,
-        max_tokens_per_sweep: int = GIVEN_CHUNK,
+        max_tokens_per_sweep: int = FORCED_CHUNK,
         penalties: Callable[[], Penalties | None] | None = None,
     ) -> None:
         self.prompt = Prompt(0, tuple(first), None)

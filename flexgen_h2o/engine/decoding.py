@@ -92,7 +92,7 @@ class StopCriteria:
         Call this after each new token.
         """
         is_given = len(row.token_ids) <= len(row.given)
-        own = row.own_ids if row.given else row.token_ids
+        own = row.generated_ids if row.given else row.token_ids
         if not is_given and (own[-1] in self._ends or self.found(own, row.before)):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
@@ -239,7 +239,7 @@ def given_tokens(row: Row) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampledTokens:
     """The next token of each sequence of a micro-batch, on its way to the host.
 
     Decoding.sample makes it.
@@ -248,7 +248,7 @@ class Chosen:
     # Done once the tokens are on the host.
     ready: Waitable
     # Waits for the tokens and returns them. Call it once, before the sequences get other tokens. It
-    # raises NotFiniteError as `Callbacks.spares_rows` says.
+    # raises NotFiniteError as `Callbacks.isolates_errors` says.
     take: Callable[[], list[int]]
 
 
@@ -264,7 +264,9 @@ class Decoding:
     # As in `TokenSource`.
     known_tokens: KnownTokens = given_tokens
 
-    def sample(self, micro_batch: MicroBatch, logits: torch.Tensor, read_back: ReadBack) -> Chosen:
+    def sample(
+        self, micro_batch: MicroBatch, logits: torch.Tensor, read_back: ReadBack
+    ) -> SampledTokens:
         """Choose the next token of each sequence, and keep the log-probabilities that are wanted.
 
         The call waits for the tokens if log-probabilities are asked for or the sampler is a
@@ -288,10 +290,10 @@ class Decoding:
             return self._taken(rows, found.tolist(), steps)
 
         if all(row.top_logprobs is None for row in rows):
-            return Chosen(ready, tokens)
+            return SampledTokens(ready, tokens)
         taken = tokens()
         _add_logprobs(rows, taken, logits)
-        return Chosen(NOTHING, lambda: taken)
+        return SampledTokens(NOTHING, lambda: taken)
 
     def _choose(
         self, sampler: Sampler, rows: Sequence[Row], logits: torch.Tensor, steps: Sequence[int]
@@ -308,15 +310,15 @@ class Decoding:
             try:
                 return sampler.choose(logits, indices, steps)
             except Exception as error:
-                if not self.watches.spares_rows:
+                if not self.watches.isolates_errors:
                     raise
                 failed = error
         chosen = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
         for i, row in enumerate(rows):
-            with sparing(row, self.watches.spares_rows):
+            with sparing(row, self.watches.isolates_errors):
                 own = logits[i : i + 1]
                 if row.penalties is not None and len(row.token_ids) >= len(row.given):
-                    own = row.penalties(row.before, row.own_ids, own)
+                    own = row.penalties(row.before, row.generated_ids, own)
                 chosen[i] = sampler.choose(own, indices[i : i + 1], steps[i : i + 1])[0]
         if failed is not None and len(rows) > 1 and all(row.error is not None for row in rows):
             raise failed
@@ -332,7 +334,7 @@ class Decoding:
             check_finite(tokens, [r.prompt.index for r in rows], steps)
         except NotFiniteError as error:
             is_damaged = 1 < len(rows) == len(error.places) and not any(r.token_ids for r in rows)
-            if is_damaged or not self.watches.spares_rows:
+            if is_damaged or not self.watches.isolates_errors:
                 raise
             for i in error.places:
                 rows[i].fail(CODE_NOT_FINITE, error.reason)
@@ -392,7 +394,7 @@ def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]
 def score_prompts(
     wanted: Sequence[ScoredToken],
     logits_at: Callable[[list[int]], torch.Tensor],
-    spares_rows: bool = False,
+    isolates_errors: bool = False,
 ) -> None:
     """Add log-probabilities to the `prompt_logprobs` of sequences.
 
@@ -418,7 +420,7 @@ def score_prompts(
             ):
                 if math.isnan(found.logprob):
                     error = NotFiniteError(one.row.prompt.index, "in its prompt")
-                    if not spares_rows:
+                    if not isolates_errors:
                         raise error
                     one.row.fail(CODE_NOT_FINITE, error.reason)
                 one.row.prompt_logprobs.append(found)

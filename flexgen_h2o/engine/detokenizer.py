@@ -17,9 +17,9 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, as SentencePiec
 _CONTEXT_SIZES = (8, 16, 32, 64)  # numbers of tokens behind which new ones are decoded
 # After so many tokens an incomplete character cannot become whole any more: each token has at least
 # one byte.
-_MOST_PARTS = 8
-_MOST_WINDOW = 64  # tokens that are decoded together if a long text is measured token by token
-_MOST_NEIGHBOURS = 4096  # ids among which a letter is looked for
+_MAX_PARTS = 8
+_MAX_WINDOW = 64  # tokens that are decoded together if a long text is measured token by token
+_MAX_NEIGHBOURS = 4096  # ids among which a letter is looked for
 
 
 class Tokenizer(Protocol):
@@ -184,7 +184,7 @@ class Detokenizer:
         It must be a token that is decoded alone. SentencePiece decodes several byte tokens
         together.
         """
-        for token in range(min(self._size, _MOST_NEIGHBOURS)):
+        for token in range(min(self._size, _MAX_NEIGHBOURS)):
             if not self.has_text(token) or self._is_byte(token):
                 continue
             text = self.text([token])
@@ -222,11 +222,11 @@ class Places:
         self._text = self._detokenizer.text(self._window)
         if not self._text.endswith(PART):
             self.settle()
-        elif len(self._open) > _MOST_PARTS:
+        elif len(self._open) > _MAX_PARTS:
             self._settle_one(*self._open.pop(0))
-        if len(self._window) >= _MOST_WINDOW and not self._open:
+        if len(self._window) >= _MAX_WINDOW and not self._open:
             self._shorten()
-        elif len(self._window) >= 2 * _MOST_WINDOW:
+        elif len(self._window) >= 2 * _MAX_WINDOW:
             self.settle()
             self._shorten()
 

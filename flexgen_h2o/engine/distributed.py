@@ -328,7 +328,7 @@ class Wire:
         number, read = self._to_fill.get()
         read.wait()
         hidden = self._buffers[number][:nbytes]
-        with self._device.beside_compute():
+        with self._device.copy_stream():
             dist.recv(hidden, self._previous_rank)
             self._device.fence().wait()
         return Message(micro_batch, left, tokens, hidden, number)
@@ -340,7 +340,7 @@ class Wire:
             if hidden is None:
                 continue
             ready.wait()
-            with self._device.beside_compute():
+            with self._device.copy_stream():
                 dist.send(hidden, self._next_rank)
                 self._device.fence().wait()
             self._to_send.put(buffer)

@@ -18,7 +18,7 @@ import torch
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.model import Layer
 from flexgen_h2o.engine.attention import CacheStep, JoinedAttention, UnitAttention
-from flexgen_h2o.engine.decoding import Chosen, Decoding, score_prompts, scored_tokens
+from flexgen_h2o.engine.decoding import Decoding, SampledTokens, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
 from flexgen_h2o.engine.graphs import StepGraphs, graphs_of
@@ -195,7 +195,9 @@ class Executor:
         # By micro-batch: its `Hidden.counts`; the first of joined ones has their sum.
         self._counts: dict[int, list[int]] = {}
         self._unsorted: set[int] = set()  # micro-batches whose choices are not sorted by expert yet
-        self._chosen: dict[int, Chosen] = {}  # sampled tokens of micro-batches that are not settled
+        self._chosen: dict[
+            int, SampledTokens
+        ] = {}  # sampled tokens of micro-batches that are not settled
         for k in range(count):
             self._begin_sweep(k)
         self._sweep = Sweep()
@@ -533,7 +535,7 @@ class Executor:
         score_prompts(
             scored,
             lambda places: logits_at(upload(torch.tensor(places, device="cpu"), x.device)),
-            self._decoding.watches.spares_rows,
+            self._decoding.watches.isolates_errors,
         )
         for step in range(sweep_input.steps):
             if step:

@@ -71,7 +71,7 @@ class Row:
     budget_of: tuple[int, int] | None = None
     # What changes the logits before the sequence's own tokens are chosen.
     penalties: Penalties | None = None
-    # Why there is no answer, in runs that continue without it (`Callbacks.spares_rows`).
+    # Why there is no answer, in runs that continue without it (`Callbacks.isolates_errors`).
     error: str | None = None
     # As in `Completion`.
     error_code: str = ""
@@ -92,7 +92,7 @@ class Row:
         return self.budget_of or (len(self.prompt.token_ids), self.max_new)
 
     @property
-    def own_ids(self) -> list[int]:
+    def generated_ids(self) -> list[int]:
         """The generated tokens, without those that were given."""
         return self.token_ids[len(self.given) :]
 
@@ -104,7 +104,7 @@ class Row:
     @property
     def answered(self) -> int:
         """The number of generated tokens that were asked for; 0 after an error."""
-        return 0 if self.error is not None else min(len(self.own_ids), self.asked)
+        return 0 if self.error is not None else min(len(self.generated_ids), self.asked)
 
 
 def make_blocks(
@@ -184,7 +184,7 @@ class SweepInput:
     # KV entries of the common prefix in front of every sequence.
     common: int = 0
     # In a part of a sweep: the sequences with prompts in earlier parts.
-    entered: int = 0
+    num_earlier_prompts: int = 0
 
     def parts(self, most: int) -> list[SweepInput]:
         """Cut the input into parts, in order, of at most `most` tokens or of one prompt.
@@ -223,7 +223,7 @@ class SweepInput:
                     past=self.past[rows],
                     decoding=first,
                     groups=tuple(groups),
-                    entered=max(0, row - self.decoding),
+                    num_earlier_prompts=max(0, row - self.decoding),
                 )
             )
             token = tokens.stop
@@ -433,24 +433,24 @@ class Callbacks:
     prompts: PromptsWatch | None = None
     # Called after each generated token that does not end the sequence. If it returns False, the
     # sequence ends there with the reason "length".
-    goes_on: Callable[[Row], bool] | None = None
+    should_continue: Callable[[Row], bool] | None = None
     # If something raises for a sequence, or its logits are not finite, only this sequence ends with
     # an error. Otherwise the run ends with the exception. If the first logits of a whole
     # micro-batch of two or more are not finite, the run ends: the model is damaged. Sparing does
     # not work in a pipeline, because only the last rank sees logits.
-    spares_rows: bool = False
+    isolates_errors: bool = False
 
 
 @contextmanager
-def sparing(row: Row, spares_rows: bool) -> Iterator[None]:
+def sparing(row: Row, isolates_errors: bool) -> Iterator[None]:
     """Turn an exception about one sequence into its error if others continue.
 
-    See `Callbacks.spares_rows`. A request to end the process passes through.
+    See `Callbacks.isolates_errors`. A request to end the process passes through.
     """
     try:
         yield
     except BaseException as error:
-        if not spares_rows or interrupts.asks_to_end(error):
+        if not isolates_errors or interrupts.asks_to_end(error):
             raise
         row.fail(CODE_INTERNAL, internal_reason(error))
 

@@ -23,7 +23,7 @@ PLAIN_SWEEPS = 2
 # Sweeps after which graphs were worth making. Making one takes about as long as it saves in two
 # sweeps.
 WORTH_MAKING = 4
-MOST_PLAIN_SWEEPS = 64
+MAX_PLAIN_SWEEPS = 64
 StepKey = tuple[int, int]  # layer, micro-batch
 
 
@@ -77,7 +77,7 @@ class StepGraphs:
             self._num_plain_sweeps = (
                 PLAIN_SWEEPS
                 if used >= WORTH_MAKING
-                else min(2 * self._num_plain_sweeps, MOST_PLAIN_SWEEPS)
+                else min(2 * self._num_plain_sweeps, MAX_PLAIN_SWEEPS)
             )
         self._rows = rows
         self._num_sweeps = 0

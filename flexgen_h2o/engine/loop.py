@@ -258,7 +258,7 @@ def _numbered(sequence: Iterable[int]) -> Iterator[WeightKey]:
         yield counts[unit], unit
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """The operations that a walk calls."""
 
     def span(self, lane: str, name: str) -> AbstractContextManager[object]:
@@ -322,7 +322,7 @@ class Tiers(Protocol):
 class Walk:
     """The steps of a block, and the KV units and hidden states that are loaded ahead of them.
 
-    A walk holds no `Runner`: a circle of references would keep the engine's memory alive.
+    A walk holds no `StepRunner`: a circle of references would keep the engine's memory alive.
 
     sweeps: the number of sweeps with something to load; None for any number.
     count: the number of micro-batches.
@@ -366,7 +366,10 @@ class Walk:
         )
 
     def run(
-        self, runner: Runner, weights: BaseWeightStream[Any], order: Iterable[Step] | None = None
+        self,
+        runner: StepRunner,
+        weights: BaseWeightStream[Any],
+        order: Iterable[Step] | None = None,
     ) -> None:
         """Run the block until the runner ends it. `order` may cut it short."""
         for step in order or self._order:
@@ -379,7 +382,7 @@ class Walk:
         self._hidden.drain()
 
     def _run_step(
-        self, step: Step, phase: str, runner: Runner, weights: BaseWeightStream[Any]
+        self, step: Step, phase: str, runner: StepRunner, weights: BaseWeightStream[Any]
     ) -> None:
         layer = self._layers[step.layer]
         span = runner.span
@@ -406,7 +409,7 @@ class Walk:
             self._give_back(self._hidden, hidden, stores, runner)
 
     @staticmethod
-    def _open_weights(unit: int, runner: Runner, weights: BaseWeightStream[Any]) -> None:
+    def _open_weights(unit: int, runner: StepRunner, weights: BaseWeightStream[Any]) -> None:
         is_fresh = unit != weights.unit
         with runner.span("wait", "load_weight"):
             if is_fresh:
@@ -417,7 +420,11 @@ class Walk:
         weights.prefetch()  # this may use the space of the unit that was just closed
 
     def _give_back(
-        self, stream: Stream[UnitKey], region: Region | None, stores: list[Waitable], runner: Runner
+        self,
+        stream: Stream[UnitKey],
+        region: Region | None,
+        stores: list[Waitable],
+        runner: StepRunner,
     ) -> None:
         """Give the region back. Its next writer waits for the stores.
 

@@ -30,8 +30,8 @@ from flexgen_h2o.core.units import (
 )
 from flexgen_h2o.engine.temporaries import (
     blocking_bytes,
-    brought_prompt_bytes,
     int8_sizes,
+    prompt_to_pack_bytes,
     temporary_bytes,
     unpacked_cache_bytes,
     workspace_sizes,
@@ -66,10 +66,10 @@ class BlockShape:
     scores: bool = False
     # Whether a sequence needs logits of more than one token in a sweep. The head is then not cut
     # (`head_rows`).
-    whole_head: bool = False
+    needs_all_logits: bool = False
     # The most tokens of a micro-batch that attend at a time, or 0 for all. A larger micro-batch
     # attends in parts of its prompts (SweepInput.parts).
-    attending: int = 0
+    max_attending_tokens: int = 0
 
     @property
     def logits(self) -> int:
@@ -90,7 +90,7 @@ class BlockShape:
         return (
             self.most_tokens
             if self.sharing
-            else min(self.attending or self.most_tokens, self.most_tokens)
+            else min(self.max_attending_tokens or self.most_tokens, self.most_tokens)
         )
 
     def most_joined(self, kind: LayerKind) -> int:
@@ -140,11 +140,19 @@ class BlockShape:
 
         They must be of one eviction policy and model.
         """
-        names = ("rows", "micro_batches", "tokens", "sharing", "common", "scores", "whole_head")
+        names = (
+            "rows",
+            "micro_batches",
+            "tokens",
+            "sharing",
+            "common",
+            "scores",
+            "needs_all_logits",
+        )
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
         slots = tuple(map(max, self.slots, other.slots))
-        attending = max(self.most_attending, other.most_attending)
-        return replace(self, slots=slots, attending=attending, **most)
+        max_attending_tokens = max(self.most_attending, other.most_attending)
+        return replace(self, slots=slots, max_attending_tokens=max_attending_tokens, **most)
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,7 @@ class MemoryPlan:
 
     def serves(self, shape: BlockShape) -> bool:
         """Return whether the buffers suffice for blocks of this shape."""
-        return self.shape.covers(shape) and not (self.head_rows and shape.whole_head)
+        return self.shape.covers(shape) and not (self.head_rows and shape.needs_all_logits)
 
     def bytes_on(self, tier: str) -> int:
         return sum(b.nbytes for b in self.buffers if b.tier == tier)
@@ -357,7 +365,7 @@ def head_rows(
     are held until the last part. So the head is cut only if that takes fewer bytes in all.
     """
     form = weight_format(spec, policy, itemsize)
-    rows = 0 if shape.whole_head else even_head_rows(spec, policy, form, device_is_host)
+    rows = 0 if shape.needs_all_logits else even_head_rows(spec, policy, form, device_is_host)
     if not rows:
         return 0
     models = (spec, with_head_rows(spec, rows))
@@ -419,7 +427,7 @@ def memory_plan(
         Buffer(
             "temporaries",
             "host",
-            brought_prompt_bytes(spec, policy, shape, itemsize, device_is_host),
+            prompt_to_pack_bytes(spec, policy, shape, itemsize, device_is_host),
         ),
         Buffer("staging", "host", staging * STAGING_BYTES),
     ]

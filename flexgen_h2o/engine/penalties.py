@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from flexgen_h2o.core.settings import SamplingParams
-from flexgen_h2o.models.generation_config import Answer, GenerationConfig, Processor
+from flexgen_h2o.models.generation_config import AnswerContext, GenerationConfig, Processor
 from flexgen_h2o.models.load import Model
 
 
@@ -43,7 +43,7 @@ class Penalties:
         device = logits.device
         if self._processors is None or self._ids is None:
             ends = [token for token in self._ends if 0 <= token < logits.shape[1]]
-            answer = Answer(before, ends, self._most, device)
+            answer = AnswerContext(before, ends, self._most, device)
             self._processors = self._generation.processors(answer)
             self._ids = answer.prompt_tensor
         known = self._ids.shape[1] - len(before)

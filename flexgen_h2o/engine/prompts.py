@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, json_reason
-from flexgen_h2o.core.files import MOST_LINE_BYTES, json_line, read_lines, replacing
+from flexgen_h2o.core.files import MAX_LINE_BYTES, json_line, read_lines, replacing
 from flexgen_h2o.core.units import check_int, is_text
 
 if TYPE_CHECKING:
@@ -125,14 +125,14 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
 def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file that are not blank, each after its `FLAG FILE:LINE`.
 
-    Raise UsageError if the file cannot be read or a line has more than MOST_LINE_BYTES.
+    Raise UsageError if the file cannot be read or a line has more than MAX_LINE_BYTES.
     """
     try:
-        for number, (raw, goes_on) in enumerate(read_lines(path), start=1):
+        for number, (raw, should_continue) in enumerate(read_lines(path), start=1):
             place = f"{flag} {path}:{number}"
-            if goes_on:
+            if should_continue:
                 raise UsageError(
-                    f"{place}: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it"
+                    f"{place}: is longer than {MAX_LINE_BYTES // 2**20} MiB; shorten it"
                 )
             text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             try:

@@ -19,7 +19,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_layout, kv_sizes_of, record_in
-from flexgen_h2o.engine.workload import WorkloadShape, need_of
+from flexgen_h2o.engine.workload import Workload, workload_of
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.distributed import ModelPart
@@ -150,7 +150,9 @@ def make_report(
     moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
     spec = engine.spec
     itemsize = engine.dtype.itemsize
-    shape = need_of(eviction, table.sizes.total(), set(table.sizes), spec.num_blocks, spec.windows)
+    shape = workload_of(
+        eviction, table.sizes.total(), set(table.sizes), spec.num_blocks, spec.windows
+    )
     copied = common * spec.kv_bytes_per_token(itemsize)
     model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, table.sizes, itemsize)
     joined = {"refilled": scheduler.joined} if scheduler.is_continuous else {}
@@ -276,7 +278,7 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
     ) // spec.num_blocks
 
 
-def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: int) -> int:
+def row_bytes(spec: ModelSpec, policy: Policy, need: Workload, itemsize: int) -> int:
     """Return the mean bytes of a sequence in one layer besides its KV entries.
 
     An example is what is stored beside packed slots. The record of slots does not count.

@@ -17,7 +17,7 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import PREFILL
-from flexgen_h2o.core.units import GIVEN_CHUNK
+from flexgen_h2o.core.units import FORCED_CHUNK
 from flexgen_h2o.engine.decoding import Decoding, StopCriteria, TokenSource
 from flexgen_h2o.engine.generation import BlockStats, Callbacks, Row, make_blocks, sparing
 from flexgen_h2o.engine.penalties import penalties_of
@@ -194,7 +194,7 @@ class RequestTable:
             len(score),
             asked=1,
             top_logprobs=top,
-            max_tokens_per_sweep=min(GIVEN_CHUNK, len(score)),
+            max_tokens_per_sweep=min(FORCED_CHUNK, len(score)),
             given=score,
             scored=scored,
             top_prompt_logprobs=top,
@@ -232,7 +232,7 @@ class RequestTable:
             len(given) + min(most, asked),
             asked=asked,
             top_logprobs=max(top, params.logprobs or 0),
-            max_tokens_per_sweep=min(GIVEN_CHUNK, len(given)),
+            max_tokens_per_sweep=min(FORCED_CHUNK, len(given)),
             given=given,
             scored=fed - 1,
             top_prompt_logprobs=top,
@@ -243,8 +243,8 @@ class RequestTable:
         """Return how the sequences get their tokens."""
         if self._source is not None:
             return Decoding(self._source, self._source.end, callbacks, self._source.known_tokens)
-        self._spares_rows = callbacks.spares_rows
-        goes_on = callbacks.goes_on
+        self._spares_rows = callbacks.isolates_errors
+        should_continue = callbacks.should_continue
 
         def end(row: Row) -> str | None:
             # A sequence takes all its given tokens; its first generated one comes out of the
@@ -252,9 +252,14 @@ class RequestTable:
             has_own = len(row.token_ids) > len(row.given)
             reason = None
             if row.error is None:
-                with sparing(row, callbacks.spares_rows):
+                with sparing(row, callbacks.isolates_errors):
                     reason = self._criteria_of(row)(row)
-                    if reason is None and goes_on is not None and has_own and not goes_on(row):
+                    if (
+                        reason is None
+                        and should_continue is not None
+                        and has_own
+                        and not should_continue(row)
+                    ):
                         reason = "length"
             if row.error is not None:
                 reason = "error" if has_own or len(row.token_ids) >= row.max_new else None

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 import torch
 
-from flexgen_h2o.core.settings import DECODE, MOST_LOGPROBS, PREFILL, SamplingParams
+from flexgen_h2o.core.settings import DECODE, MAX_LOGPROBS, PREFILL, SamplingParams
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.models.load import Model
 
 MOST_TOKENS = 256  # tokens of the text that are used
-LEAST_TOKENS = 128
+MIN_TOKENS = 128
 STEPS = 64  # tokens that the packed sequence takes in decode steps, all in one pass
 # Nats per token. SmolLM2-135M has .004 with 4 bits, .009 with 4/3, .021 with 3.
-MOST_KL = 0.1
+MAX_KL = 0.1
 PACKED = 1  # the index of the packed sequence
 PASSES = 3  # the most passes over the weights
 # Seconds of a decode step of one sequence in a transformer block, without reading weights.
@@ -56,15 +56,15 @@ def tokens_of_test(model: Model) -> list[int]:
     """
     if model.tokenizer is None or model.random:
         return []
-    ids = model.encode_beginning(TEXT, MOST_TOKENS)[: min(MOST_TOKENS, model.spec.max_positions)]
-    return ids if len(ids) >= LEAST_TOKENS else []
+    ids = model.encode_prefix(TEXT, MOST_TOKENS)[: min(MOST_TOKENS, model.spec.max_positions)]
+    return ids if len(ids) >= MIN_TOKENS else []
 
 
 def requests_of_test(ids: Sequence[int]) -> tuple[list[Prompt], list[SamplingParams]]:
     """Return the two sequences of the test, the one with whole keys and values first."""
     before = tuple(ids[:-STEPS])
     after = tuple(ids[-STEPS:])
-    whole = SamplingParams(score=after, score_mode=PREFILL, logprobs=MOST_LOGPROBS)
+    whole = SamplingParams(score=after, score_mode=PREFILL, logprobs=MAX_LOGPROBS)
     packed = SamplingParams(score=after, score_mode=DECODE)
     return [Prompt(0, before, None), Prompt(PACKED, before, None)], [whole, packed]
 
@@ -99,7 +99,7 @@ def warning_of(bits: tuple[int, int], kl: float) -> str:
     return (
         f"warning: with --kv-bits {asked} the next token's probabilities differ from the whole KV "
         "cache's by KL "
-        f"{kl:.2f} or more on a test text (more than {MOST_KL:g}); use --kv-bits {better}, or "
+        f"{kl:.2f} or more on a test text (more than {MAX_KL:g}); use --kv-bits {better}, or "
         "measure: "
         "flexgen-h2o evaluate frontier"
     )

@@ -25,7 +25,13 @@ from typing import Any
 import torch
 
 from flexgen_h2o.checkpoint.atomic_folder import check_unchanged
-from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, WeightFormat, layout_of
+from flexgen_h2o.checkpoint.formats import (
+    PartBytes,
+    StoredRows,
+    TensorLayout,
+    WeightFormat,
+    layout_of,
+)
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
@@ -33,7 +39,7 @@ from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, joined
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
 from flexgen_h2o.engine.weight_units import streamed_bytes, streamed_part_bytes
-from flexgen_h2o.kernels.linear import RowPart, RowParts, Table, lookup
+from flexgen_h2o.kernels.linear import LookupRows, RowPart, RowParts, lookup
 from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
@@ -81,7 +87,7 @@ class _HeldPart:
     rows: RowParts = ()
 
 
-class _TableRows(Table):
+class _TableRows(LookupRows):
     """A table on disk. The wanted rows are read, each once.
 
     held: turns rows that were read into parts to look up in.
@@ -296,7 +302,7 @@ class WeightStore:
                 )
             rows = self._filled[start, layout]
             parts = self._parts[tensor.key]
-            whole = [Held(held.part, self._pieces(held, region)) for held in parts]
+            whole = [PartBytes(held.part, self._pieces(held, region)) for held in parts]
             is_streamed = any(held.streamed for held in parts)
             stays = unit in self._experts if self._is_host else not is_streamed
             coded = self._form.coded_parts(layout, whole, rows) if stays else ()

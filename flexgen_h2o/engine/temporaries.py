@@ -55,7 +55,7 @@ def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[s
 
     See kernels/workspace.py.
     """
-    attending = shape.most_attending
+    max_attending_tokens = shape.most_attending
     chunk = min(
         TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else shape.most_tokens
     )
@@ -64,10 +64,10 @@ def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[s
     embedding = max((t.shape[-1] for t in spec.embedding), default=0)
     logits = shape.rows * shape.micro_batches if spec.head_rows else shape.logits
     widths = {
-        "q": attending * q_width,
-        "k": attending * kv_width,
-        "v": attending * kv_width,
-        "mixed": attending * q_width,
+        "q": max_attending_tokens * q_width,
+        "k": max_attending_tokens * kv_width,
+        "v": max_attending_tokens * kv_width,
+        "mixed": max_attending_tokens * q_width,
         "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
         "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
         "logits": logits * spec.vocab_size if spec.head else 0,
@@ -241,7 +241,7 @@ def unpacked_cache_bytes(
     )
 
 
-def brought_prompt_bytes(
+def prompt_to_pack_bytes(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
 ) -> int:
     """Return the bytes of a prompt's keys and values that a GPU computes and the host packs.

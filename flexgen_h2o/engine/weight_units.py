@@ -12,14 +12,20 @@ from typing import NamedTuple
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layout_of, layouts_of
 from flexgen_h2o.core.config import TIERS, Policy
-from flexgen_h2o.core.model import WAITS_BELOW, LayerPlan, ModelSpec, WeightUnit, with_head_rows
+from flexgen_h2o.core.model import (
+    LOAD_AFTER_ROUTER_BELOW,
+    LayerPlan,
+    ModelSpec,
+    WeightUnit,
+    with_head_rows,
+)
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.tiers.stream import Shares, tier_shares
 
 # The rows of a part of the head are a multiple of this. It is a multiple of the rows by which
 # matrices are blocked, and of the rows that share a scale.
 HEAD_ROWS = 128
-MOST_HEAD_PARTS = 16  # each part is one step per micro-batch
+MAX_HEAD_PARTS = 16  # each part is one step per micro-batch
 
 
 def expert_group(spec: ModelSpec, policy: Policy) -> int:
@@ -44,7 +50,10 @@ def waits_for_router(spec: ModelSpec, policy: Policy) -> bool:
     """
     if spec.experts is None:
         return False
-    return spec.experts.share_used(policy.block_size, expert_group(spec, policy)) < WAITS_BELOW
+    return (
+        spec.experts.share_used(policy.block_size, expert_group(spec, policy))
+        < LOAD_AFTER_ROUTER_BELOW
+    )
 
 
 def layer_steps(spec: ModelSpec, policy: Policy) -> tuple[bool, int]:
@@ -243,6 +252,6 @@ def _even_head_rows(
     if whole <= max(sizes.values()):
         return 0
     of_blocks = [nbytes for layer, nbytes in sizes.items() if layer.block >= 0]
-    parts = min(MOST_HEAD_PARTS, -(-whole * len(of_blocks) // sum(of_blocks)))
+    parts = min(MAX_HEAD_PARTS, -(-whole * len(of_blocks) // sum(of_blocks)))
     rows = round_up(-(-table.shape[0] // parts), HEAD_ROWS)
     return rows if rows < table.shape[0] and layout_of(form, table).cuts_at(rows) else 0

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class WorkloadShape:
-    """A set of prompts as the planner sees it. `need_of` and `need_of_rows` make it."""
+class Workload:
+    """A set of prompts as the planner sees it. `workload_of` and `workload_of_rows` make it."""
 
     # The number of sequences.
     rows: int
@@ -60,21 +60,21 @@ class WorkloadShape:
     # As in Needs of the eviction policy.
     in_one_launch: bool = True
     # The most tokens of a sequence in a decode sweep.
-    per_sweep: int = 1
+    max_tokens_per_sweep: int = 1
     # As in BlockShape, also if only some sequences begin alike.
     sharing: int = 0
     # As in BlockShape.
     scores: bool = False
     # As in BlockShape.
-    whole_head: bool = False
+    needs_all_logits: bool = False
 
     @classmethod
-    def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> WorkloadShape:
+    def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> Workload:
         """Return the shape of a run with the full cache."""
         slots = (prompt_len + gen_len - 1,) * num_blocks
         return cls(rows, prompt_len, gen_len, slots, (prompt_len,) * num_blocks)
 
-    def union(self, other: WorkloadShape) -> WorkloadShape:
+    def union(self, other: Workload) -> Workload:
         """Return the smallest shape that covers both.
 
         They must be of one eviction policy and model.
@@ -90,13 +90,13 @@ class WorkloadShape:
             sequence=max(self.sequence, other.sequence),
             prefix=min(self.prefix, other.prefix),
             common=min(self.common, other.common),
-            per_sweep=max(self.per_sweep, other.per_sweep),
+            max_tokens_per_sweep=max(self.max_tokens_per_sweep, other.max_tokens_per_sweep),
             sharing=max(self.sharing, other.sharing),
             scores=self.scores or other.scores,
-            whole_head=self.whole_head or other.whole_head,
+            needs_all_logits=self.needs_all_logits or other.needs_all_logits,
         )
 
-    def in_one_copy(self, common: int) -> WorkloadShape:
+    def in_one_copy(self, common: int) -> Workload:
         """Return the shape with the KV entries of the first `common` tokens in one copy.
 
         This needs the full cache. Layers with windows hold their own entries.
@@ -148,7 +148,8 @@ class WorkloadShape:
         length = self.prompt_len
         before = (self.prefix, self.common)
         return tuple(
-            Batch.even(rows, length, *before, opens=k == 0) for k, rows in enumerate(sizes)
+            MicroBatchShape.even(rows, length, *before, opens=k == 0)
+            for k, rows in enumerate(sizes)
         )
 
     def slots_of(self, block: int, prompt_len: int) -> int:
@@ -164,7 +165,7 @@ class WorkloadShape:
 
 
 @dataclass(frozen=True)
-class Batch:
+class MicroBatchShape:
     """A micro-batch of prompts as the planner sees it."""
 
     # Sequences.
@@ -179,7 +180,7 @@ class Batch:
     saved: int = 0
 
     @classmethod
-    def of(cls, groups: Sequence[PromptGroup]) -> Batch:
+    def of(cls, groups: Sequence[PromptGroup]) -> MicroBatchShape:
         """Return the micro-batch of these groups of prompts."""
         lengths = [n for group in groups for n in group.lengths]
         pairs = sum(group.pairs for group in groups)
@@ -190,7 +191,7 @@ class Batch:
     @lru_cache(maxsize=4096)  # a search asks thousands of times for the same few
     def even(
         cls, rows: int, prompt_len: int, prefix: int = 0, common: int = 0, opens: bool = False
-    ) -> Batch:
+    ) -> MicroBatchShape:
         """Return a micro-batch of prompts of `prompt_len` tokens.
 
         They begin with `common` and then `prefix` equal tokens (prefixes.group_prompts).
@@ -199,7 +200,7 @@ class Batch:
         return cls.of((PromptGroup(common, ()), group) if opens and common else (group,))
 
     @classmethod
-    def joined(cls, batches: Sequence[Batch]) -> Batch:
+    def joined(cls, batches: Sequence[MicroBatchShape]) -> MicroBatchShape:
         """Return the one micro-batch as which several are computed (loop.joined)."""
         longest = max(b.longest for b in batches)
         rows, tokens, pairs, saved = (
@@ -217,7 +218,7 @@ class Batch:
         return self.tokens / self.rows
 
 
-Block = tuple[Batch, ...]
+Block = tuple[MicroBatchShape, ...]
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | A
     return AutoPolicy() if policy == "auto" else read_policy(usable_path(policy, "--policy")).policy
 
 
-def even_blocks(policy: Policy, need: WorkloadShape) -> list[tuple[Block, int]]:
+def even_blocks(policy: Policy, need: Workload) -> list[tuple[Block, int]]:
     """Return the blocks of a set of equal prompts, as (block, how many like it).
 
     The last block has the sequences that do not fill a whole one.
@@ -262,12 +263,12 @@ def even_blocks(policy: Policy, need: WorkloadShape) -> list[tuple[Block, int]]:
     return found
 
 
-def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
+def shape_of(policy: Policy, need: Workload) -> BlockShape:
     """Return the shape of the largest block of a set of equal prompts."""
     rows = min(policy.gpu_batch_size, need.rows)
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
     sharing = need.sharing if need.common or rows > 1 else 0
-    decoding = rows * need.per_sweep
+    decoding = rows * need.max_tokens_per_sweep
     tokens = max(decoding, need.block((rows,))[0].fed)
     return BlockShape(
         rows,
@@ -278,8 +279,8 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
         sharing,
         need.common,
         need.scores,
-        need.whole_head,
-        attending=_attending(need.prompt_len, decoding),
+        need.needs_all_logits,
+        max_attending_tokens=_attending(need.prompt_len, decoding),
     )
 
 
@@ -292,13 +293,13 @@ def _attending(longest: int, decoding: int) -> int:
     return max(TOKEN_CHUNK, longest, decoding)
 
 
-def need_of(
+def workload_of(
     eviction: Eviction,
     rows: int,
     sizes: set[tuple[int, int]],
     num_blocks: int,
     windows: tuple[int | None, ...] = (),
-) -> WorkloadShape:
+) -> Workload:
     """Return the shape of `rows` sequences.
 
     sizes: the (prompt tokens, most new tokens) that occur among them.
@@ -316,7 +317,7 @@ def need_of(
         return eviction.budget(prompt, new, block).columns
 
     of_sequence = columns(prompt_len, most_new) != columns(prompt_len, prompt_len + 2 * most_new)
-    return WorkloadShape(
+    return Workload(
         rows=rows,
         prompt_len=prompt_len,
         gen_len=most_new,
@@ -331,25 +332,30 @@ def need_of(
     )
 
 
-def need_of_rows(
+def workload_of_rows(
     eviction: Eviction,
     rows: Sequence[Row],
     num_blocks: int,
     windows: tuple[int | None, ...] = (),
     sharing: Sharing | None = None,
-) -> WorkloadShape:
+) -> Workload:
     """Return the shape of the sequences of a run.
 
     The prefix in it is one that any two sequences share. So no micro-batch of as many sequences
     feeds more than is planned for equal prompts.
 
-    windows: see `need_of`.
+    windows: see `workload_of`.
     sharing: when sequences share a prefix; None: never.
     """
-    need = need_of(eviction, len(rows), {r.size for r in rows}, num_blocks, windows)
-    per_sweep = max(row.max_tokens_per_sweep for row in rows)
+    need = workload_of(eviction, len(rows), {r.size for r in rows}, num_blocks, windows)
+    max_tokens_per_sweep = max(row.max_tokens_per_sweep for row in rows)
     scores = any(row.scored for row in rows)
-    need = replace(need, per_sweep=per_sweep, scores=scores, whole_head=scores or per_sweep > 1)
+    need = replace(
+        need,
+        max_tokens_per_sweep=max_tokens_per_sweep,
+        scores=scores,
+        needs_all_logits=scores or max_tokens_per_sweep > 1,
+    )
     if sharing is None:
         return need
     prompts = [row.prompt.token_ids for row in rows]
@@ -360,7 +366,7 @@ def need_of_rows(
 
 
 def shape_of_blocks(
-    blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: WorkloadShape, rows: Sequence[Row]
+    blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: Workload, rows: Sequence[Row]
 ) -> BlockShape:
     """Return the shape that covers all these blocks of micro-batches.
 
@@ -368,12 +374,15 @@ def shape_of_blocks(
     """
     batches = [batch for block in blocks for batch in block]
     most = max(sum(group.rows for group in batch) for batch in batches)
-    per_sweep = max(r.max_tokens_per_sweep for r in rows)
+    max_tokens_per_sweep = max(r.max_tokens_per_sweep for r in rows)
     longest = max(max(group.lengths) for batch in batches for group in batch if group.rows)
     return BlockShape(
         rows=most,
         micro_batches=max(map(len, blocks)),
-        tokens=max(most * per_sweep, *(sum(group.tokens for group in batch) for batch in batches)),
+        tokens=max(
+            most * max_tokens_per_sweep,
+            *(sum(group.tokens for group in batch) for batch in batches),
+        ),
         slots=need.slots,
         record=need.record,
         sharing=max(
@@ -381,6 +390,6 @@ def shape_of_blocks(
         ),
         common=need.common,
         scores=any(row.scored for row in rows),
-        whole_head=need.whole_head,
-        attending=_attending(longest, most * per_sweep),
+        needs_all_logits=need.needs_all_logits,
+        max_attending_tokens=_attending(longest, most * max_tokens_per_sweep),
     )

@@ -23,7 +23,7 @@ from flexgen_h2o.parser import OneLineParser
 
 # Prompts by default, and the first query that counts by default.
 PROMPTS = 64
-LEAST_SEEN = 32
+MIN_SEEN = 32
 
 
 def add_flags(parser: OneLineParser) -> None:
@@ -67,7 +67,7 @@ def add_flags(parser: OneLineParser) -> None:
         "--first-query",
         type=count,
         metavar="N",
-        help=f"sparsity is a mean over the queries from this one on ({LEAST_SEEN}, or half of a "
+        help=f"sparsity is a mean over the queries from this one on ({MIN_SEEN}, or half of a "
         "shorter prompt)",
     )
     add(
@@ -141,7 +141,7 @@ def _check(args: argparse.Namespace) -> None:
             "least 4"
         )
     if args.first_query is None:
-        args.first_query = min(LEAST_SEEN, args.prompt_len // 2)
+        args.first_query = min(MIN_SEEN, args.prompt_len // 2)
     if args.first_query >= args.prompt_len:
         raise UsageError(
             f"--first-query {args.first_query}: the last token of --prompt-len is "

@@ -11,7 +11,7 @@ from flexgen_h2o.evaluation.figures import Figures, number, percent, perplexity
 
 # Shares of the KV entries whose part of the accumulated scores is reported.
 TOP_SHARES = (0.01, 0.05, 0.2)
-MOST_NAMED = 20  # transformer blocks that a picture's legend names
+MAX_NAMED = 20  # transformer blocks that a picture's legend names
 
 
 def markdown(result: Figures) -> str:
@@ -157,7 +157,7 @@ def draw(result: Figures, path: Path) -> None:
     _draw_removals(removed, result.get("removal"))
     for ax in (sparse, ranks, tokens, removed):
         ax.grid(alpha=0.3)
-    for ax in (sparse, ranks) if len(blocks) <= MOST_NAMED else (sparse,):
+    for ax in (sparse, ranks) if len(blocks) <= MAX_NAMED else (sparse,):
         ax.legend(fontsize=8)
     figure.suptitle(
         f"{result['model']}: {result['rows']} prompts of {settings['prompt_len']} tokens"

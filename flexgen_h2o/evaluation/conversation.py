@@ -132,7 +132,7 @@ def encoded_turn(
         if len(turns) == 1:
             return model.encode(whole if system is None else f"{system}\n{whole}")
         model.check_fits(whole)
-        return model.encode_more(whole)
+        return model.encode_plain(whole)
 
     given = encode if model.tokenizer is not None else None
     return make_prompt(0, turns[-1].content, given, model.spec.vocab_size).token_ids

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.load import Model
 
 METHODS = ("random", "manual", "validation_clusters")
-MOST_TRIALS = 1000  # the prompts of all trials are in memory
+MAX_TRIALS = 1000  # the prompts of all trials are in memory
 RULE = "-" * 70
 # Metrics that have a mean over trials.
 MEANS = ("prec", "rec", "acc", "f1")
@@ -203,8 +203,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--sample-method {method}: goes with {name} FILE; give both")
         if given is not None and args.sample_method != method:
             raise UsageError(f"{name}: goes with --sample-method {method}; give both")
-    if args.num_trials > MOST_TRIALS:
-        raise UsageError(f"--num-trials {args.num_trials}: at most {MOST_TRIALS}")
+    if args.num_trials > MAX_TRIALS:
+        raise UsageError(f"--num-trials {args.num_trials}: at most {MAX_TRIALS}")
     if args.seed + args.num_trials > 2**32:
         raise UsageError(f"--seed {args.seed}: must be below 2**32, with --num-trials")
     args.output_dir = usable_path(args.output_dir, "--output-dir")
@@ -327,7 +327,7 @@ def too_long_labels(model: Model, items: Sequence[Item], most: int) -> int:
     """Return how many labels have more than `most` tokens after a space, as an answer begins."""
     if model.tokenizer is None:
         return 0
-    return sum(len(model.encode_more(f" {item.label.strip()}")) > most for item in items)
+    return sum(len(model.encode_plain(f" {item.label.strip()}")) > most for item in items)
 
 
 def _labels_line(args: argparse.Namespace, model: Model, items: Sequence[Item]) -> str:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     cases = make_cells(args.policies, args.budgets, policy != plain, args.budgets_of)
     began = time.perf_counter()
     with open_llm(args, plain, is_auto, Full()) as llm:
-        runner = Runner(
+        runner = FidelityRunner(
             llm, args.keep_mem, args.mass_steps, AutoPolicy(policy) if is_auto else policy
         )
         runner.check(cases)
@@ -75,7 +75,9 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     return EXIT_DONE
 
 
-def rows_of(args: argparse.Namespace, runner: Runner) -> tuple[list[TextRow], list[TextRow]]:
+def rows_of(
+    args: argparse.Namespace, runner: FidelityRunner
+) -> tuple[list[TextRow], list[TextRow]]:
     """Return the rows of text and the rows of recall.
 
     Raise UsageError if the file or the model cannot provide them.
@@ -130,7 +132,7 @@ def _facts(
 
 def _measure(
     args: argparse.Namespace,
-    runner: Runner,
+    runner: FidelityRunner,
     texts: list[TextRow],
     recalls: list[TextRow],
     cases: Sequence[Case],
@@ -275,7 +277,7 @@ class Reference:
     nll: Array  # (n, s) float64, nats: negative log-likelihood of each token after the first
 
 
-class Runner:
+class FidelityRunner:
     """Run one open LLM with one eviction policy after another.
 
     keep_bytes: most host memory for the results of the full cache; rows are followed in chunks that

@@ -66,7 +66,7 @@ from flexgen_h2o.kvcache.eviction.mixes import (
 from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
-    from flexgen_h2o.evaluation.fidelity import Runner
+    from flexgen_h2o.evaluation.fidelity import FidelityRunner
     from flexgen_h2o.evaluation.figures import Figures
     from flexgen_h2o.models.load import Model
 
@@ -287,12 +287,12 @@ def run(args: argparse.Namespace) -> int:
     results_are_in(args.json, args.markdown)
     base, is_auto = policy_of(args)
     cases = {setting: setting.case(base, is_auto) for setting in settings}
-    from flexgen_h2o.evaluation.fidelity import Runner
+    from flexgen_h2o.evaluation.fidelity import FidelityRunner
 
     began = time.perf_counter()
     with open_llm(args, base, is_auto, Full()) as llm:
         check_positions(args, llm.model.name, llm.model.spec.max_positions)
-        runner = Runner(llm, args.keep_mem, 0)
+        runner = FidelityRunner(llm, args.keep_mem, 0)
         runner.check(list(cases.values()))
         prompts = read_prompts(args, llm.model)
         say_notes("evaluate frontier", args, llm)
@@ -462,7 +462,7 @@ def _kv_bits(text: str) -> int | str:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class FrontierPrompts:
     """The prompts that every setting is measured on; made by `read_prompts`."""
 
     # Prompts with their continuations, all equally long; () if the model writes its own.
@@ -472,7 +472,7 @@ class Prompts:
     # Summaries that people wrote, one per prompt of `asked`; empty if there are none.
     references: list[str]
     # Questions of the long-context tasks, by name of the task.
-    questions: Mapping[str, list[long_context.Question]]
+    questions: Mapping[str, list[long_context.TaskQuestion]]
 
     @property
     def digest(self) -> str:
@@ -488,7 +488,7 @@ class Prompts:
         return found.hexdigest()
 
 
-def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
+def read_prompts(args: argparse.Namespace, model: Model) -> FrontierPrompts:
     """Return the prompts that the flags ask for.
 
     Continuations that the model itself writes are still (). Raise UsageError if no prompt is long
@@ -528,7 +528,7 @@ def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
         task: long_context.questions(task, model, args.prompt_len, args.num_questions, args.seed)
         for task in args.tasks or ()
     }
-    return Prompts(rows, asked, references, questions)
+    return FrontierPrompts(rows, asked, references, questions)
 
 
 Article = tuple[str, str]  # a text that asks for a summary, and a person's summary
@@ -561,7 +561,7 @@ def _lines(
             None,
         )
         if text is not None and not args.chat and model.tokenizer is not None:
-            ids = tuple(model.encode_beginning(text, length))
+            ids = tuple(model.encode_prefix(text, length))
         else:
             try:
                 ids = reader.read(line).prompt.token_ids
@@ -610,7 +610,7 @@ def _joined(ids: Iterable[tuple[int, ...]], length: int) -> Iterator[tuple[int, 
             found = ()
 
 
-def _facts(args: argparse.Namespace, model: Model, dtype: str, prompts: Prompts) -> Figures:
+def _facts(args: argparse.Namespace, model: Model, dtype: str, prompts: FrontierPrompts) -> Figures:
     """Return the facts about the run for the JSON result.
 
     Measurements of runs with equal facts may be in one table.
@@ -750,8 +750,8 @@ class Study:
     """One run of the command; made by `run`."""
 
     args: argparse.Namespace  # the flags
-    runner: Runner  # runs the open LLM with one setting after another
-    prompts: Prompts  # what every setting is measured on
+    runner: FidelityRunner  # runs the open LLM with one setting after another
+    prompts: FrontierPrompts  # what every setting is measured on
     cases: Mapping[Setting, Case]  # the settings, each as the runner takes it
     measured: Measurements  # what is known already; grows while measuring
 
@@ -813,7 +813,7 @@ class Study:
         say("evaluate", f"{setting.name}: {speed:.1f} tokens/s")
 
     def _measure_task(
-        self, setting: Setting, task: str, questions: Sequence[long_context.Question]
+        self, setting: Setting, task: str, questions: Sequence[long_context.TaskQuestion]
     ) -> None:
         longest = max(one.max_tokens for one in questions)
         texts = self.runner.answers(self.cases[setting], [one.prompt for one in questions], longest)

@@ -26,7 +26,7 @@ from flexgen_h2o.core.files import check_writable, read_json, replacing, usable_
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
 from flexgen_h2o.parser import OneLineParser
 
-MOST_STATE_BYTES = 2**30  # largest scenario_state.json that is read
+MAX_STATE_BYTES = 2**30  # largest scenario_state.json that is read
 TOGETHER = "together"
 _DIGEST_BYTES = 16
 _TABLE = "unnamed"  # sqlitedict's table, which holds HELM's cache
@@ -264,7 +264,7 @@ def _cached(args: argparse.Namespace) -> Iterator[Callable[[str], bool]]:
 
 def _json_of(path: Path) -> Any:
     try:
-        return read_json(path, MOST_STATE_BYTES)
+        return read_json(path, MAX_STATE_BYTES)
     except OSError as error:
         raise UsageError(f"--runs {path}: {error.strerror or error}") from error
     except ValueError as error:

@@ -94,7 +94,7 @@ def add_press_flag(parser: OneLineParser) -> None:
     )
 
 
-def columns_held(
+def kv_entries_held(
     eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]
 ) -> int:
     """Return the KV entries of all rows in all transformer blocks, each row at its longest.
@@ -110,10 +110,10 @@ def dropped_share(
 ) -> float:
     """Return kvpress's compression_ratio, as a share of the KV entries of prompt and new tokens.
 
-    The result is 0 without rows. Parameters are as for `columns_held`.
+    The result is 0 without rows. Parameters are as for `kv_entries_held`.
     """
-    full = columns_held(Full(), spec, policy, lengths)
-    return round(1 - columns_held(eviction, spec, policy, lengths) / full, 6) if full else 0.0
+    full = kv_entries_held(Full(), spec, policy, lengths)
+    return round(1 - kv_entries_held(eviction, spec, policy, lengths) / full, 6) if full else 0.0
 
 
 def file_label(text: str) -> str:

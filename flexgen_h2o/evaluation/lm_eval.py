@@ -430,7 +430,7 @@ def _shortest_vt(model: Any) -> int | None:
 
     def tokens(noises: int, solved: bool) -> int:
         text, names = generate_input_output(noises, 1, 4, is_icl=solved)
-        return len(model.encode_more(f"{text} {names}")) + _VT_ANSWER
+        return len(model.encode_plain(f"{text} {names}")) + _VT_ANSWER
 
     solved = [n for n in (tokens(noises, True) for noises in range(5, 60, 5)) if n <= _VT_SOLVED]
     return tokens(10, False) + max(solved) + _MARGIN if solved else None
@@ -447,7 +447,7 @@ def _shortest_cwe(model: Any) -> int:
     def tokens() -> int:
         solved, text, names = cwe_utils.generate_input_output(10, 1024)
         answer = " ".join(f"{i + 1}. {name}" for i, name in enumerate(names))
-        return len(model.encode_more(f"{solved}\n{text} {answer}"))
+        return len(model.encode_plain(f"{solved}\n{text} {answer}"))
 
     before = cwe_utils.RNG.getstate()
     most = max(tokens() for _ in range(20))
@@ -462,7 +462,7 @@ def _shortest_fwe(model: Any) -> int:
     """
     from lm_eval.tasks.ruler.fwe_utils import TEMPLATE
 
-    return max(_FWE_LEAST, len(model.encode_more(TEMPLATE.format(context="", query=""))) + _MARGIN)
+    return max(_FWE_LEAST, len(model.encode_plain(TEMPLATE.format(context="", query=""))) + _MARGIN)
 
 
 _SHORTEST = {"ruler_vt": _shortest_vt, "ruler_cwe": _shortest_cwe, "ruler_fwe": _shortest_fwe}

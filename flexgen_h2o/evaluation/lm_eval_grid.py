@@ -20,10 +20,10 @@ from flexgen_h2o.core.files import replacing, usable_path, write_picture
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.evaluation.figures import Figures, by_policy, over_budgets
-from flexgen_h2o.evaluation.kvpress import columns_held
+from flexgen_h2o.evaluation.kvpress import kv_entries_held
 from flexgen_h2o.evaluation.lm_eval_records import (
     RESAMPLES,
-    Answers,
+    LikelihoodsOfFile,
     prompts_of_tasks,
     read_answers,
     request_of,
@@ -99,11 +99,14 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
         print(f"# {cell.title}", flush=True)
         run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, SamplingParams())
         answers = read_answers(cell.output, "--output-dir")
-        scores = Answers(cell.output, answers, model.encode_more, mean=args.loglikelihood == "mean")
+        scores = LikelihoodsOfFile(
+            cell.output, answers, model.encode_plain, mean=args.loglikelihood == "mean"
+        )
         results = results_of(args, names, scores.loglikelihood, RESAMPLES, manager)["results"]
         lengths = [(len(one["token_logprobs"]), 0) for one in answers.values()]
         held, full = (
-            columns_held(kept, model.spec, policy, lengths) for kept in (cell.case.eviction, Full())
+            kv_entries_held(kept, model.spec, policy, lengths)
+            for kept in (cell.case.eviction, Full())
         )
         found.append(
             {

@@ -189,7 +189,9 @@ def score(args: argparse.Namespace, names: list[str]) -> int:
         raise UsageError(f"--model {model.name}: has no tokenizer; name the model that answered")
     answers = read_answers(args.input)
     print(f"{len(answers)} items in the cache", flush=True)
-    found = Answers(args.input, answers, model.encode_more, mean=args.loglikelihood == "mean")
+    found = LikelihoodsOfFile(
+        args.input, answers, model.encode_plain, mean=args.loglikelihood == "mean"
+    )
     all_found = results_of(args, names, found.loglikelihood, RESAMPLES)
     results = {"results": all_found.get("results", {}), "versions": all_found.get("versions", {})}
     if args.json is not None:
@@ -261,7 +263,7 @@ def _is_echo(values: list[Any], tops: list[Any]) -> bool:
     )
 
 
-class Answers:
+class LikelihoodsOfFile:
     """Log-likelihoods of continuations, computed from the answers of a file.
 
     answers: as `read_answers` returns them. encode: returns the token ids of a text, without

@@ -82,7 +82,7 @@ FREQUENT = 3  # fwe: number of words asked for
 
 
 @dataclass(frozen=True)
-class Question:
+class TaskQuestion:
     """One question of a task; made by `questions`."""
 
     prompt: tuple[int, ...]  # token ids
@@ -99,7 +99,7 @@ class Question:
 Maker = Callable[[random.Random, int], tuple[str, tuple[str, ...]]]
 
 
-def questions(task: str, model: Model, length: int, count: int, seed: int) -> list[Question]:
+def questions(task: str, model: Model, length: int, count: int, seed: int) -> list[TaskQuestion]:
     """Return `count` questions of at most `length` tokens, each as long as possible.
 
     Raise UsageError naming --prompt-len if a question has no room, or --tasks if the model has no
@@ -112,7 +112,7 @@ def questions(task: str, model: Model, length: int, count: int, seed: int) -> li
     for number in range(count):
         name = f"{seed} {task} {number}"
         prompt, answers = _longest(make, name, model, length, task)
-        found.append(Question(prompt, answers, max_tokens))
+        found.append(TaskQuestion(prompt, answers, max_tokens))
     return found
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.load import Model
 
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3"})
-_LEAST_BYTES = 200
+_MIN_BYTES = 200
 _HELD_OUT_OF = 40
 
 
@@ -54,7 +54,7 @@ def stdlib_files() -> list[Path]:
     for folder, below, names in os.walk(root):
         below[:] = set(below) - _NOT_OURS
         found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(p for p in found if p.stat().st_size > _LEAST_BYTES)
+    return sorted(p for p in found if p.stat().st_size > _MIN_BYTES)
 
 
 def is_held_out(path: Path) -> bool:
@@ -72,12 +72,12 @@ def read_text(path: Path) -> str:
 Encode = Callable[[str], list[int]]
 Pair = tuple[str, str]
 
-MOST_TEXT_BYTES = 16 * 2**20  # read from a text file at most; longer than any stream
+MAX_TEXT_BYTES = 16 * 2**20  # read from a text file at most; longer than any stream
 PAIRS = 10  # pairs that a recall prompt states
 
 
 @dataclass(frozen=True)
-class Question:
+class RecallQuestion:
     """A pair that a recall row asks for; made by `recall_rows`."""
 
     # Where the prompt states the pair, as a share of the prompt.
@@ -96,7 +96,7 @@ class TextRow:
     # () if the model's own continuation is still to be generated.
     continuation: tuple[int, ...]
     # Recall rows only: the questions whose answers are in the continuation.
-    questions: tuple[Question, ...] = ()
+    questions: tuple[RecallQuestion, ...] = ()
     # Recall rows only: number of the place at which the pairs are stated; 0: where the prompt
     # begins.
     depth: int = 0
@@ -191,7 +191,7 @@ def _recall_row(
         steps = range(len(continuation), len(continuation) + len(answer))
         continuation += [*answer, *newline]
         if steps.stop <= gen_len:
-            questions.append(Question(ends[pair] / prompt_len, pair == first, tuple(steps)))
+            questions.append(RecallQuestion(ends[pair] / prompt_len, pair == first, tuple(steps)))
     return TextRow(tuple(prompt), tuple(continuation[:gen_len]), tuple(questions), depth)
 
 
@@ -222,17 +222,17 @@ def text_of(path: Path | None, model: Model, without_tokenizer: str) -> HeldOutT
     if path is None:
         end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         for source in filter(is_held_out, stdlib_files()):
-            tokens += [*model.encode_more(read_text(source)), *end]
+            tokens += [*model.encode_plain(read_text(source)), *end]
     else:
         try:
-            tokens = model.encode_long(
-                read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
+            tokens = model.encode_plain_long(
+                read_bounded(path, MAX_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
             )
         except UnicodeDecodeError as error:
             raise UsageError(f"--text {path}: not UTF-8 text; save the file as UTF-8") from error
         except OSError as error:
             raise UsageError(f"--text {path}: {error.strerror or error}") from error
-    return HeldOutText(model.encode_more, tuple(model.encode("")), tokens)
+    return HeldOutText(model.encode_plain, tuple(model.encode("")), tokens)
 
 
 def held_out_rows(
@@ -277,7 +277,7 @@ def rows_of_file(
     too short.
     """
     both = prompt_len + gen_len
-    encode = partial(model.encode_beginning, tokens=both) if model.tokenizer is not None else None
+    encode = partial(model.encode_prefix, tokens=both) if model.tokenizer is not None else None
     found = [p.token_ids for p in read_prompts(path, encode, model.spec.vocab_size)]
     long_enough = found if greedy else [ids for ids in found if len(ids) >= both]
     if not long_enough:

@@ -47,8 +47,8 @@ from flexgen_h2o.evaluation.articles import (
 from flexgen_h2o.evaluation.kvpress import (
     add_press_flag,
     check_press_folder,
-    columns_held,
     file_label,
+    kv_entries_held,
 )
 from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
 from flexgen_h2o.flags import (
@@ -292,7 +292,7 @@ def _plan(
     longest = max(map(json.loads, lines), key=lambda one: len(prompt_of(one)), default=none)
     row = len(_encoded(args, llm.model, prompt_of(longest))), longest["max_tokens"]
     most = max(
-        cells, key=lambda cell: columns_held(cell.case.eviction, llm.model.spec, policy, [row])
+        cells, key=lambda cell: kv_entries_held(cell.case.eviction, llm.model.spec, policy, [row])
     )
     llm.eviction = most.case.eviction
     requests = (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1))

@@ -27,7 +27,7 @@ from flexgen_h2o.evaluation.articles import (
     split_instruction,
 )
 from flexgen_h2o.evaluation.figures import Bootstrap, Figures, by_policy, number, over_budgets
-from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, columns_held, write_press_run
+from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, kv_entries_held, write_press_run
 from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.sidecar import read_status
 from flexgen_h2o.kvcache.eviction import Full
@@ -41,7 +41,7 @@ _TITLES = dict(zip(ROUGE_SCORE, ("ROUGE-1", "ROUGE-2", "ROUGE-L"), strict=True))
 
 
 @dataclass(frozen=True)
-class Answer:
+class ArticleSummary:
     """A summary that a job has written; made by `read_answers`."""
 
     number: int  # line of its request, from 1
@@ -53,7 +53,7 @@ class Answer:
     new_tokens: int  # tokens that were generated
 
 
-def read_answers(output: Path, requests: Path) -> list[Answer]:
+def read_answers(output: Path, requests: Path) -> list[ArticleSummary]:
     """Return the answers of a job in the order of the articles, errors left out.
 
     requests: the job's input.
@@ -76,7 +76,7 @@ def read_answers(output: Path, requests: Path) -> list[Answer]:
             record = records[number]
             text = choice["message"]["content"]
         found.append(
-            Answer(
+            ArticleSummary(
                 number=number,
                 text=text,
                 reference=record["summary_gt"],
@@ -90,7 +90,7 @@ def read_answers(output: Path, requests: Path) -> list[Answer]:
 
 
 def kept(
-    cell: Cell, answers: Sequence[Answer], spec: ModelSpec, policy: Policy, dtype: str
+    cell: Cell, answers: Sequence[ArticleSummary], spec: ModelSpec, policy: Policy, dtype: str
 ) -> Figures:
     """Return what a cell's KV cache held: means over rows at their longest, prompt + max_tokens."""
     nbytes = column_bytes(spec, policy, DTYPE_BYTES[dtype])[0]
@@ -98,7 +98,8 @@ def kept(
     n = max(1, len(answers))
     lengths = [(one.prompt_tokens, one.max_tokens) for one in answers]
     held, full = (
-        columns_held(eviction, spec, policy, lengths) for eviction in (cell.case.eviction, Full())
+        kv_entries_held(eviction, spec, policy, lengths)
+        for eviction in (cell.case.eviction, Full())
     )
     share = held / full if full else 1.0
     return {
@@ -171,7 +172,7 @@ def say_means(figures: Figures) -> None:
 
 
 def write_press(
-    folder: Path, cell: Cell, answers: Sequence[Answer], figures: Figures, facts: Figures
+    folder: Path, cell: Cell, answers: Sequence[ArticleSummary], figures: Figures, facts: Figures
 ) -> None:
     """Write a cell in kvpress's layout.
 

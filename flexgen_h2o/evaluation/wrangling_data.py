@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_bounded
 
-MOST_TABLE_BYTES = 2**28
+MAX_TABLE_BYTES = 2**28
 WHERE = (
     "the data is in https://fm-data-tasks.s3.us-west-1.amazonaws.com/datasets.tar.gz: unpack it, "
     "and give a folder "
@@ -193,24 +193,26 @@ def read_items(task: Task, split: str, sep: str, gap: str) -> list[Item]:
     if not path.is_file():
         raise UsageError(f"--data-dir {task.folder}: there is no {path.name} in it; {WHERE}")
     as_text = partial(_as_text, sep=sep, gap=gap)
-    items = read(task, Table.read(path), as_text, f" {sep}" if sep not in ("", ".") else sep)
+    items = read(
+        task, WranglingTable.read(path), as_text, f" {sep}" if sep not in ("", ".") else sep
+    )
     if not items:
         raise UsageError(f"--data-dir: {path} has no rows")
     return items
 
 
 @dataclass(frozen=True)
-class Table:
+class WranglingTable:
     """A CSV file."""
 
     path: Path
     columns: dict[str, list[str | None]]  # values by name of the column; None: missing
 
     @classmethod
-    def read(cls, path: Path) -> Table:
+    def read(cls, path: Path) -> WranglingTable:
         """Read a CSV file. Raise UsageError naming the file and the line."""
         try:
-            text = read_bounded(path, MOST_TABLE_BYTES).decode("utf-8-sig")
+            text = read_bounded(path, MAX_TABLE_BYTES).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = (
                 "not UTF-8 text"
@@ -304,12 +306,12 @@ def _as_text(row: Mapping[str, str | None], sep: str, gap: str) -> str:
     return (f" {sep} " if sep not in ("", ".") else f"{sep} ").join(cells)
 
 
-def _pairs(task: Task, labels: Table, as_text: AsText, sep: str) -> list[Item]:
+def _pairs(task: Task, labels: WranglingTable, as_text: AsText, sep: str) -> list[Item]:
     about = task.about
     noun = task.about.noun
     sides = []
     for side, name in (("A", "ltable_id"), ("B", "rtable_id")):
-        table = Table.read(task.folder / f"table{side}.csv")
+        table = WranglingTable.read(task.folder / f"table{side}.csv")
         rows = dict(zip(table.column("id"), table.rows(about, ["id"]), strict=True))
         sides.append([_found(rows, one, table, labels) for one in labels.column(name)])
     found = []
@@ -321,7 +323,10 @@ def _pairs(task: Task, labels: Table, as_text: AsText, sep: str) -> list[Item]:
 
 
 def _found(
-    rows: Mapping[str | None, dict[str, str | None]], one: str | None, table: Table, labels: Table
+    rows: Mapping[str | None, dict[str, str | None]],
+    one: str | None,
+    table: WranglingTable,
+    labels: WranglingTable,
 ) -> dict[str, str | None]:
     if one not in rows:
         raise UsageError(
@@ -330,8 +335,8 @@ def _found(
     return rows[one]
 
 
-def _cells(task: Task, labels: Table, as_text: AsText, sep: str) -> list[Item]:
-    rows = Table.read(task.folder / "table.csv").rows(task.about, ())
+def _cells(task: Task, labels: WranglingTable, as_text: AsText, sep: str) -> list[Item]:
+    rows = WranglingTable.read(task.folder / "table.csv").rows(task.about, ())
     found = []
     cells = zip(
         labels.numbers("row_id"), labels.column("col_name"), labels.numbers("is_clean"), strict=True
@@ -348,7 +353,7 @@ def _cells(task: Task, labels: Table, as_text: AsText, sep: str) -> list[Item]:
     return found
 
 
-def _rows(task: Task, table: Table, as_text: AsText, sep: str) -> list[Item]:
+def _rows(task: Task, table: WranglingTable, as_text: AsText, sep: str) -> list[Item]:
     wanted = task.about.column
     assert wanted is not None
     labels = table.column(wanted)

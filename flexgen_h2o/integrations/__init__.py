@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import KVSizes
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.integrations.cache import MODES, EvictingCache, Promised
+from flexgen_h2o.integrations.cache import MODES, EvictingCache, LimitedGrowth
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling, with_sizes
 from flexgen_h2o.kvcache.eviction.triattention import TriAttention
@@ -30,7 +30,7 @@ from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 ATTENTION = "flexgen_h2o"  # name of this package's attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gpt_neox")
 # The oldest version that was tried. The engine itself runs with older ones.
-LEAST_TRANSFORMERS = "5.20"
+MIN_TRANSFORMERS = "5.20"
 
 __all__ = ["EvictingCache", "disable_eviction", "disable_h2o", "enable_eviction", "enable_h2o"]
 
@@ -120,7 +120,7 @@ def enable_eviction(
     if max_new_tokens is not None:
         check_int("max_new_tokens", max_new_tokens, 1)
         config = model.config
-        eviction = Promised(eviction, max_new_tokens, config.max_position_embeddings)
+        eviction = LimitedGrowth(eviction, max_new_tokens, config.max_position_embeddings)
     if model in _enabled:
         disable_eviction(model)
     attention = _attention_of(model)
@@ -161,7 +161,7 @@ def _check_model(model: PreTrainedModel) -> None:
         )
     if not hasattr(CacheLayerMixin, "get_max_length"):
         raise UsageError(
-            f"transformers: {LEAST_TRANSFORMERS} or newer is needed; pip install -U transformers"
+            f"transformers: {MIN_TRANSFORMERS} or newer is needed; pip install -U transformers"
         )
     config = model.config
     if config.model_type not in MODEL_TYPES:

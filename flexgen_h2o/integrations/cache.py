@@ -378,7 +378,7 @@ class MaskingLayer(EvictingLayer):
 
 
 @dataclass(frozen=True)
-class Promised(OfOther):
+class LimitedGrowth(OfOther):
     """A policy with a kv_budget, in a model where prompts grow by a limited number of tokens.
 
     Its slots are those of sequences that grow without an end, so that no layer is full one step
@@ -453,16 +453,16 @@ class EvictingCache(Cache):
         if not seen:
             # A text that is scored is a whole sequence. A prompt may be followed by any number of
             # tokens.
-            more = 0 if one_by_one and isinstance(self._policy, Promised) else EVERYTHING
+            more = 0 if one_by_one and isinstance(self._policy, LimitedGrowth) else EVERYTHING
             self._table = SlotTable(
                 self._policy, [(count, more) for _, count in spans], len(self._blocks)
             )
-        elif isinstance(self._policy, Promised):
+        elif isinstance(self._policy, LimitedGrowth):
             self._check_promise(self._policy, tokens)
         self._spans = spans
         self._one_by_one = one_by_one
 
-    def _check_promise(self, policy: Promised, tokens: int) -> None:
+    def _check_promise(self, policy: LimitedGrowth, tokens: int) -> None:
         """Raise UsageError if `tokens` more tokens, and one generated after each forward, exceed
         the promise.
         """

@@ -24,7 +24,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import STRICT_JSON
 
 DIGEST_BYTES = 16
-MOST_ID_CHARACTERS = 1024  # most characters of a custom_id
+MAX_ID_CHARACTERS = 1024  # most characters of a custom_id
 _HEAD_BYTES = 2**16  # bytes of a too long line in which its custom_id is searched
 _BOM = b"\xef\xbb\xbf"
 # First bytes of files in which every line would be an error row.
@@ -69,7 +69,7 @@ class Line:
         Raise ValueError that says what is wrong with it.
         """
         if self.text is None:
-            raise ValueError(f"longer than {files.MOST_LINE_BYTES // 2**20} MiB")
+            raise ValueError(f"longer than {files.MAX_LINE_BYTES // 2**20} MiB")
         try:
             text = self.text.decode("utf-8")
             return {"text": text.rstrip("\r\n")} if self.is_plain else STRICT_JSON.decode(text)
@@ -92,13 +92,13 @@ class Line:
     def id_in(self, value: Any) -> str:
         """Return the `custom_id` of the line, whose parsed value is `value`."""
         given = value.get("custom_id") if isinstance(value, dict) else None
-        if isinstance(given, str) and 0 < len(given) <= MOST_ID_CHARACTERS:
+        if isinstance(given, str) and 0 < len(given) <= MAX_ID_CHARACTERS:
             return given
         return f"line-{self.number}"
 
 
 @dataclass(frozen=True)
-class Scan:
+class InputScan:
     """Result of one pass over the input, made by `scan_steps`."""
 
     ids: Digests  # (rows,) digests of custom ids, in order
@@ -108,7 +108,7 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Cut:
+class InputPart:
     """A part of the input: where it begins, and which of its rows are still to be done."""
 
     offset: int  # offset of its first byte
@@ -127,7 +127,7 @@ def at_once(steps: Steps[Made]) -> Made:
             return made
 
 
-def scan_input(path: Path, known_bytes: int = 0) -> Scan:
+def scan_input(path: Path, known_bytes: int = 0) -> InputScan:
     """Read the whole input once, with 16 bytes of memory per row.
 
     known_bytes: length of the prefix whose digest is wanted.
@@ -137,7 +137,7 @@ def scan_input(path: Path, known_bytes: int = 0) -> Scan:
     return at_once(scan_steps(path, known_bytes))
 
 
-def scan_steps(path: Path, known_bytes: int = 0, most_rows: int | None = None) -> Steps[Scan]:
+def scan_steps(path: Path, known_bytes: int = 0, most_rows: int | None = None) -> Steps[InputScan]:
     """Do what `scan_input` does, in steps.
 
     most_rows: raise UsageError if the file has more rows; None is no limit.
@@ -167,7 +167,7 @@ def scan_steps(path: Path, known_bytes: int = 0, most_rows: int | None = None) -
         if lines % STEP_LINES == 0 or step_bytes >= STEP_BYTES:
             step_bytes = 0
             yield
-    found = Scan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
+    found = InputScan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
     _refuse_duplicates(path, found.ids)
     return found
 
@@ -193,7 +193,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     return (line for _, line, _ in _pieces(path) if line is not None)
 
 
-def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
+def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[InputPart]:
     """Yield parts of the input, in one pass. Each but the last has `size` rows to be done."""
     start = None
     count = 0
@@ -201,17 +201,17 @@ def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cu
         if done[line.row]:
             continue
         if start is not None and count == size:
-            yield Cut(start.offset, start.number, start.row, ~done[start.row : line.row])
+            yield InputPart(start.offset, start.number, start.row, ~done[start.row : line.row])
             start = None
         if start is None:
             start = line
             count = 0
         count += 1
     if start is not None:
-        yield Cut(start.offset, start.number, start.row, ~done[start.row :])
+        yield InputPart(start.offset, start.number, start.row, ~done[start.row :])
 
 
-def read_cut(path: Path, cut: Cut) -> Iterator[Line]:
+def read_cut(path: Path, cut: InputPart) -> Iterator[Line]:
     """Yield the lines of a part that are to be done."""
     lines = (
         line for _, line, _ in _pieces(path, cut.offset, cut.number, cut.row) if line is not None
@@ -219,7 +219,7 @@ def read_cut(path: Path, cut: Cut) -> Iterator[Line]:
     return compress(lines, cut.left)
 
 
-def read_in_turns(path: Path, cut: Cut) -> Iterator[Line]:
+def read_in_turns(path: Path, cut: InputPart) -> Iterator[Line]:
     """Yield what `read_cut` does, but hold no descriptor and only few lines between two lines."""
     offset = cut.offset
     number = cut.number
@@ -246,7 +246,8 @@ def read_in_turns(path: Path, cut: Cut) -> Iterator[Line]:
 
 
 def begins_as(path: Path, nbytes: int, digest: str) -> bool:
-    """Return whether the first `nbytes` bytes of a file have the digest, computed as in `Scan`.
+    """Return whether the first `nbytes` bytes of a file have the digest, computed as in
+    `InputScan`.
 
     Return True if the file cannot be read any more.
     """
@@ -299,18 +300,18 @@ def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Piece
     start = offset
     is_plain = path.suffix.lower() == ".txt"
     try:
-        for raw, goes_on in files.read_lines(path, offset):
+        for raw, should_continue in files.read_lines(path, offset):
             line = None
-            if goes_on or head is not None:
+            if should_continue or head is not None:
                 head = raw[:_HEAD_BYTES] if head is None else head
-                if not goes_on:
+                if not should_continue:
                     line = Line(number, None, head.removeprefix(_BOM), start, row, is_plain)
             elif (text := raw.removeprefix(_BOM) if number == 1 else raw).strip():
                 line = Line(number, text, b"", start, row, is_plain)
-            yield raw, line, not goes_on
+            yield raw, line, not should_continue
             offset += len(raw)
             row += line is not None
-            if not goes_on:
+            if not should_continue:
                 number = number + 1
                 head = None
                 start = offset

@@ -21,9 +21,9 @@ from flexgen_h2o.core.units import counted, format_bytes, format_seconds
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import PLACEMENT, open_llm, say_notes
 from flexgen_h2o.jobs.input import (
-    Cut,
+    InputPart,
+    InputScan,
     Line,
-    Scan,
     Steps,
     at_once,
     begins_as,
@@ -32,10 +32,16 @@ from flexgen_h2o.jobs.input import (
     scan_input,
     scan_steps,
 )
-from flexgen_h2o.jobs.on_ray import Opening, ray_at, ray_job
+from flexgen_h2o.jobs.on_ray import EngineArguments, ray_at, ray_job
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
-from flexgen_h2o.jobs.runner import Before, Job, JobWriter, prompts_and_params, rows_before_steps
+from flexgen_h2o.jobs.runner import (
+    JobRun,
+    JobWriter,
+    OutputState,
+    prompts_and_params,
+    rows_before_steps,
+)
 from flexgen_h2o.jobs.sidecar import (
     DONE,
     Sidecar,
@@ -184,17 +190,17 @@ def run(
         if args.ray is None:
             _say_rows(before)
             writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
-            lines = read_cut(args.input, Cut(0, 1, 0, ~before.done))
+            lines = read_cut(args.input, InputPart(0, 1, 0, ~before.done))
             left = len(before.done) - before.rows
 
             def announce(requests: Sequence[Request]) -> None:
                 print(opening_line(llm, *prompts_and_params(requests), left), flush=True)
 
-            job = Job(llm, reader, lines, writer, args.window, args.refill, on_open=announce)
+            job = JobRun(llm, reader, lines, writer, args.window, args.refill, on_open=announce)
             with writing(args, output, writer):
                 job.run(left)
         else:
-            opening = Opening(args, policy, is_auto, eviction, digests)
+            opening = EngineArguments(args, policy, is_auto, eviction, digests)
             # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and
             # status are on disk.
             with ray_at(args.ray or None):
@@ -241,14 +247,14 @@ def _answering(policy: Policy) -> dict[str, Any]:
     return {name: value for name, value in policy.to_json().items() if name not in unused}
 
 
-def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
+def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> OutputState:
     """Read input and output, refuse an output that was begun with other settings, and write the
     sidecar.
     """
     return at_once(settle_steps(args, output, settings))
 
 
-class Begun(Protocol):
+class ReadableOutput(Protocol):
     """An output whose rows can be read: an OutputFile, or a batch's two files."""
 
     @property
@@ -258,8 +264,11 @@ class Begun(Protocol):
 
 
 def settle_steps(
-    args: argparse.Namespace, output: Begun, settings: dict[str, Any], most_rows: int | None = None
-) -> Steps[Before]:
+    args: argparse.Namespace,
+    output: ReadableOutput,
+    settings: dict[str, Any],
+    most_rows: int | None = None,
+) -> Steps[OutputState]:
     """Do what `settle` does, in steps.
 
     most_rows: as in `scan_steps`.
@@ -293,13 +302,13 @@ def settle_steps(
     return replace(found_rows, sidecar=now)
 
 
-def check_requests(source: Path, scan: Scan) -> None:
+def check_requests(source: Path, scan: InputScan) -> None:
     """Raise UsageError if the input has no request."""
     if not len(scan.ids):
         raise UsageError(f"--input {source}: no request in it, only blank lines or nothing")
 
 
-def _say_rows(before: Before) -> None:
+def _say_rows(before: OutputState) -> None:
     done = f", {before.rows} of them done before" if before.rows else ""
     print(f"{counted(len(before.done), 'prompt')}{done}", flush=True)
 
@@ -352,7 +361,7 @@ def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile
     output.check_rows(status.done + status.other_rows)
 
 
-def _show(args: argparse.Namespace, writer: JobWriter, before: Before, model: str) -> int:
+def _show(args: argparse.Namespace, writer: JobWriter, before: OutputState, model: str) -> int:
     """Print the summary and return the exit code."""
     status = writer.status
     notes = writer.notes

@@ -38,9 +38,9 @@ from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.units import format_bytes, less_margin
 from flexgen_h2o.engine.generation import Silent
 from flexgen_h2o.flags import budget_of, open_llm, sampling_of
-from flexgen_h2o.jobs.input import Cut, Line, cut_input, read_cut
+from flexgen_h2o.jobs.input import InputPart, Line, cut_input, read_cut
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, Job, JobWriter, Notes, window_rows
+from flexgen_h2o.jobs.runner import EngineCounts, FinishedRow, JobRun, JobWriter, window_rows
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.tiers.device import may_use_card
@@ -65,7 +65,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Opening:
+class EngineArguments:
     """All that an actor needs to open its engine."""
 
     args: argparse.Namespace  # the command line's; actors get absolute paths and their own RAM
@@ -90,7 +90,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Raised:
+class ActorError:
     """An error of the engine, sent from an actor to the driver."""
 
     error: Exception  # raised again in the driver
@@ -108,9 +108,9 @@ class AnswerSink(Silent):
 
     has_answers = False
 
-    def __init__(self, write: Callable[[Sequence[Answer]], None]) -> None:
+    def __init__(self, write: Callable[[Sequence[FinishedRow]], None]) -> None:
         self.write = write
-        self.notes = Notes()
+        self.notes = EngineCounts()
 
     def asked(self, tokens: int) -> None:
         """Do nothing: the job's writer counts rows."""
@@ -123,7 +123,7 @@ def run_window(
     window: int | None,
     refill: bool,
     has_run: bool = False,
-) -> Iterator[Sequence[Answer] | Notes]:
+) -> Iterator[Sequence[FinishedRow] | EngineCounts]:
     """Run a window in a thread.
 
     Yield its answers as they come, then its notes. Raise the engine's errors.
@@ -131,7 +131,7 @@ def run_window(
 
     def work(tell: Tell) -> None:
         sink = AnswerSink(tell)
-        Job(llm, reader, lines, sink, window, refill, has_run).run(len(lines))
+        JobRun(llm, reader, lines, sink, window, refill, has_run).run(len(lines))
         sink.notes.peak_bytes = llm.peak_bytes
         tell(sink.notes)
 
@@ -166,13 +166,13 @@ def from_thread(work: Callable[[Tell], None], tick_s: float | None = None) -> It
         yield found
 
 
-class Engines:
+class EngineActor:
     """An actor: it takes a window and yields its rows as they finish.
 
     Errors of the engine go to the driver.
     """
 
-    def __init__(self, opening: Opening, cpus: int) -> None:
+    def __init__(self, opening: EngineArguments, cpus: int) -> None:
         import torch
 
         torch.set_num_threads(cpus)
@@ -181,7 +181,7 @@ class Engines:
         self._has_run = False
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield `found`, which holds pickled answers, `Notes` or `Raised`.
+        """Yield `found`, which holds pickled answers, `EngineCounts` or `ActorError`.
 
         batch: `lines` holds a pickled window.
 
@@ -201,7 +201,7 @@ class Engines:
                 yield _packed("found", found)
             self._has_run = True
         except Exception as error:
-            yield _packed("found", Raised(error, traceback.format_exc()))
+            yield _packed("found", ActorError(error, traceback.format_exc()))
 
 
 def _packed(name: str, value: Any) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class RayJob:
         done: npt.NDArray[np.bool_],
         writer: JobWriter,
         pool: Pool,
-        opening: Opening,
+        opening: EngineArguments,
     ) -> None:
         self._source = source
         self._done = done
@@ -261,18 +261,18 @@ class RayJob:
                 )
 
     def _take(self, found: Any) -> None:
-        if isinstance(found, Raised):
+        if isinstance(found, ActorError):
             raise found.error from _FlowError(found.trace)
-        if isinstance(found, Notes):
+        if isinstance(found, EngineCounts):
             self._writer.notes.add(found)
             return
         # A retried window answers some rows again.
-        new: list[Answer] = [one for one in found if not self._done[one.row]]
+        new: list[FinishedRow] = [one for one in found if not self._done[one.row]]
         self._done[[one.row for one in new]] = True
         self._writer.sweep(sum(one.tokens for one in new))
         self._writer.write(new)
 
-    def _flow(self, cuts: list[Cut]) -> Iterator[Any]:
+    def _flow(self, cuts: list[InputPart]) -> Iterator[Any]:
         """Yield the actors' answers to these parts of the input as they come, and sync the output
         meanwhile.
         """
@@ -285,7 +285,7 @@ class RayJob:
                 self._writer.sweep(0)
 
 
-def ray_job(done: npt.NDArray[np.bool_], writer: JobWriter, opening: Opening) -> RayJob:
+def ray_job(done: npt.NDArray[np.bool_], writer: JobWriter, opening: EngineArguments) -> RayJob:
     """Return a job on the Ray that is open. Raise DoesNotFitError as `find_pool` does."""
     args = opening.args
     pool = find_pool(args.ray_actors, budget_of(args).host, args.device)
@@ -317,7 +317,9 @@ def window_size(left: int, actors: int, block_size: int, asked: int | None) -> i
     return window_rows(block_size, asked)
 
 
-def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, tell: Tell) -> None:
+def _run_flow(
+    source: Path, cuts: list[InputPart], opening: EngineArguments, pool: Pool, tell: Tell
+) -> None:
     """Run the pipeline in a thread of its own, so that signals reach the driver's main thread.
 
     Raise _FlowError if Ray gives up.
@@ -342,7 +344,7 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, tell:
             compute=ray.data.TaskPoolStrategy(size=1),
         )
         answers = windows.map_batches(
-            Engines,
+            EngineActor,
             batch_size=1,
             batch_format="numpy",
             num_cpus=pool.cpus,

@@ -20,13 +20,13 @@ from flexgen_h2o.core.files import is_still, json_line, open_patiently, open_reg
 
 SYNC_EVERY_S = 1.0
 # fsync may take at most this share of the time. A slow disk gets fewer syncs, not a slower job.
-MOST_SYNC_SHARE = 0.05
+MAX_SYNC_SHARE = 0.05
 _LOCK_TRIES = 5
 _LOCK_WAIT_S = 0.1
 _TAIL_BYTES = 64  # bytes at the end of the output that are compared with what was written
 # pieces in which a line is read; a row has at most as many
 _PIECE_BYTES = 2**20
-_MOST_PIECES = 128
+_MAX_PIECES = 128
 
 
 class OutputFile:
@@ -147,7 +147,7 @@ class OutputFile:
 
     def sync_if_due(self) -> None:
         """Check the file and sync finished rows to disk, if the last sync was long enough ago."""
-        if time.monotonic() - self._last_sync >= max(SYNC_EVERY_S, self._sync_s / MOST_SYNC_SHARE):
+        if time.monotonic() - self._last_sync >= max(SYNC_EVERY_S, self._sync_s / MAX_SYNC_SHARE):
             self.sync()
 
     def sync(self) -> None:
@@ -222,10 +222,10 @@ class OutputFile:
     def _take_back(self, written: int, keep: int) -> None:
         """Cut off what an append has written, except its first `keep` bytes."""
         start = os.lseek(self._fd, 0, os.SEEK_CUR) - written if written else self._end
-        is_ours = start == self._end  # false: somebody has moved the end of the file
-        self._cut(start + (keep if is_ours else 0), start + written, is_ours)
+        is_internal = start == self._end  # false: somebody has moved the end of the file
+        self._cut(start + (keep if is_internal else 0), start + written, is_internal)
 
-    def _cut(self, size: int, end: int, is_ours: bool = True) -> None:
+    def _cut(self, size: int, end: int, is_internal: bool = True) -> None:
         """Shorten the file if it still ends at `end`.
 
         It never grows, and no bytes of others are cut off. On a disk that fails this is best
@@ -237,7 +237,7 @@ class OutputFile:
             if size < end:
                 os.ftruncate(self._fd, size)
                 os.fsync(self._fd)
-        if is_ours:
+        if is_internal:
             self._set_end()
 
     def _failed(self, error: OSError) -> FlexgenError:
@@ -284,7 +284,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
     """
     while piece := file.readline(_PIECE_BYTES):
         parts = [piece]
-        while not piece.endswith(b"\n") and b"\0" not in piece and len(parts) < _MOST_PIECES:
+        while not piece.endswith(b"\n") and b"\0" not in piece and len(parts) < _MAX_PIECES:
             piece = file.readline(_PIECE_BYTES)
             if not piece:
                 break

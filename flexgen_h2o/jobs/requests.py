@@ -17,7 +17,7 @@ from flexgen_h2o.core.errors import TooLongError, UsageError, internal_reason, j
 from flexgen_h2o.core.units import check_text, shortened
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, CODE_NOT_FINITE, Prompt, make_prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import MOST_ID_CHARACTERS, Line
+from flexgen_h2o.jobs.input import MAX_ID_CHARACTERS, Line
 from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.policy import check_budgets
@@ -27,11 +27,11 @@ FULL = Full()
 # Codes of rows that failed through no fault of the request.
 NOT_FINITE = CODE_NOT_FINITE
 INTERNAL = CODE_INTERNAL
-MOST_MESSAGE_CHARACTERS = 500  # an error message may quote the request, which may have any length
+MAX_MESSAGE_CHARACTERS = 500  # an error message may quote the request, which may have any length
 # Limits of a record that is sent back: bytes besides its prompt (a window keeps thousands of
 # records), and levels of nesting.
-MOST_RECORD_BYTES = 2**14
-MOST_RECORD_LEVELS = 100
+MAX_RECORD_BYTES = 2**14
+MAX_RECORD_LEVELS = 100
 
 Kind = Literal["completion", "chat", "helm"]
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
@@ -151,9 +151,9 @@ def fields_that(does: Does) -> tuple[str, ...]:
 
 SAMPLING = fields_that("sampling")
 LENGTH = fields_that("length")
-OF_TEMPLATE = fields_that("template")  # what a chat template gets besides messages
+TEMPLATE_FIELDS = fields_that("template")  # what a chat template gets besides messages
 # Fields that have no effect if the other field's value is "none".
-NOT_CHOSEN = {"tools": "tool_choice", "functions": "function_call"}
+IGNORED_IF_NONE = {"tools": "tool_choice", "functions": "function_call"}
 # Types of text parts in a message's content, in OpenAI's two APIs, and the member that has the
 # text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -168,11 +168,11 @@ class RowError(Exception):
     """
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(shortened(message, MOST_MESSAGE_CHARACTERS))
+        super().__init__(shortened(message, MAX_MESSAGE_CHARACTERS))
         self.code = code
 
     @property
-    def is_ours(self) -> bool:
+    def is_internal(self) -> bool:
         """Whether the request is not at fault. The HTTP status is 500 then, and 400 otherwise."""
         return self.code in (INTERNAL, NOT_FINITE)
 
@@ -215,7 +215,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerOptions:
     """How a request wants its answers."""
 
     n: int = 1  # answers per prompt
@@ -267,7 +267,7 @@ class RequestReader:
 
     def served(
         self, url: str, body: Mapping[str, Any], custom_id: str, most: int
-    ) -> tuple[Answers, list[Request]]:
+    ) -> tuple[AnswerOptions, list[Request]]:
         """Read a request to the server with at most `most` answers.
 
         The `n` answers of each prompt follow one another.
@@ -278,7 +278,7 @@ class RequestReader:
 
     def _requests(
         self, value: Any, number: int, custom_id: str, row: int, most: int | None
-    ) -> tuple[Answers, list[Request]]:
+    ) -> tuple[AnswerOptions, list[Request]]:
         """Read the requests of a parsed value.
 
         most: most answers. None: the value is a file's line, which has one answer and cannot be
@@ -379,7 +379,7 @@ class RequestReader:
         These are `chat_template_kwargs` and, under its own name, `reasoning_effort`. Raise RowError
         for names that control how the template is called.
         """
-        given = {name: fields[name] for name in OF_TEMPLATE if name in fields}
+        given = {name: fields[name] for name in TEMPLATE_FIELDS if name in fields}
         if given and not is_chat:
             raise RowError(
                 "unsupported", f"{next(iter(given))}: works in chat requests only; leave it out"
@@ -400,7 +400,7 @@ class RequestReader:
         return {**given, **options}
 
     def _chat_ids(self, given: Any, options: dict[str, Any]) -> list[int]:
-        messages = _checked_messages(given, self.model.least_parts)
+        messages = _checked_messages(given, self.model.min_content_parts)
         if not self.model.has_chat_template:
             missing = "tokenizer" if self.model.tokenizer is None else "chat template"
             raise RowError(
@@ -470,7 +470,11 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
             continue
         if field.is_count and isinstance(value, float) and value.is_integer():
             given[name] = int(value)
-        if name in NOT_CHOSEN and given.get(NOT_CHOSEN[name]) == "none" and isinstance(value, list):
+        if (
+            name in IGNORED_IF_NONE
+            and given.get(IGNORED_IF_NONE[name]) == "none"
+            and isinstance(value, list)
+        ):
             continue
         only = field.values(is_chat)
         if only is not None and not any(_same(value, allowed) for allowed in only):
@@ -481,7 +485,7 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
     return given
 
 
-def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> Answers:
+def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> AnswerOptions:
     n = _count(fields, "n")
     if _count(fields, "best_of") not in (1, n):
         raise RowError("unsupported", f"best_of: only 1 and n ({n}) are supported")
@@ -491,7 +495,9 @@ def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> Answers:
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
         raise _invalid(f"stream_options: {_quoted(options)} is not an object")
-    return Answers(n, stream, _flag("stream_options.include_usage", options.get("include_usage")))
+    return AnswerOptions(
+        n, stream, _flag("stream_options.include_usage", options.get("include_usage"))
+    )
 
 
 def _prompts_of(fields: Mapping[str, Any], given: Any, is_chat: bool) -> list[Any]:
@@ -655,7 +661,7 @@ def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
     Raise RowError if it nests too deeply or is too large besides its prompt.
     """
     level: Iterable[Any] = [record]
-    for _ in range(MOST_RECORD_LEVELS):
+    for _ in range(MAX_RECORD_LEVELS):
         level = [
             child
             for one in level
@@ -663,13 +669,13 @@ def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
             for child in (one.values() if isinstance(one, dict) else one)
         ]
     if level:
-        raise _invalid(f"the record is sent back, and nests more than {MOST_RECORD_LEVELS} levels")
+        raise _invalid(f"the record is sent back, and nests more than {MAX_RECORD_LEVELS} levels")
     kept = to_line(record)
-    if len(kept) > MOST_RECORD_BYTES:
+    if len(kept) > MAX_RECORD_BYTES:
         others = {name: value for name, value in record.items() if value is not prompt}
-        if len(to_line(others)) > MOST_RECORD_BYTES:
+        if len(to_line(others)) > MAX_RECORD_BYTES:
             raise _invalid(
-                f"the record is sent back, and has more than {MOST_RECORD_BYTES // 2**10} KiB "
+                f"the record is sent back, and has more than {MAX_RECORD_BYTES // 2**10} KiB "
                 "beside its prompt"
             )
     return kept
@@ -689,7 +695,7 @@ def _plain_prompt(fields: dict[str, Any]) -> Any:
     return value
 
 
-def _checked_messages(messages: Any, least_parts: int | None) -> list[dict[str, Any]]:
+def _checked_messages(messages: Any, min_content_parts: int | None) -> list[dict[str, Any]]:
     """Return text messages in the form that a chat template gets.
 
     least_parts: as in `_content`.
@@ -697,12 +703,12 @@ def _checked_messages(messages: Any, least_parts: int | None) -> list[dict[str, 
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages: a list of at least one message is expected")
     return [
-        _checked_message(f"messages[{i}]", message, least_parts)
+        _checked_message(f"messages[{i}]", message, min_content_parts)
         for i, message in enumerate(messages)
     ]
 
 
-def _checked_message(where: str, message: Any, least_parts: int | None) -> dict[str, Any]:
+def _checked_message(where: str, message: Any, min_content_parts: int | None) -> dict[str, Any]:
     """Return a message's role and content, and what else templates read.
 
     These are a name, and the thoughts of an earlier answer.
@@ -725,13 +731,13 @@ def _checked_message(where: str, message: Any, least_parts: int | None) -> dict[
     content = message.get("content")
     if content is None and REASONING[0] in others:
         content = ""
-    found["content"] = _content(where, content, least_parts)
+    found["content"] = _content(where, content, min_content_parts)
     return found | others
 
 
-def _content(where: str, content: Any, least_parts: int | None) -> str | list[dict[str, str]]:
+def _content(where: str, content: Any, min_content_parts: int | None) -> str | list[dict[str, str]]:
     """Return the content as text, or as parts if the chat template reads several
-    (`Model.least_parts`).
+    (`Model.min_content_parts`).
 
     Otherwise several parts become lines of one text. Both are as in vLLM.
     """
@@ -739,7 +745,7 @@ def _content(where: str, content: Any, least_parts: int | None) -> str | list[di
     if not isinstance(parts, list):
         raise _invalid(f"{where}.content: a string is expected")
     texts = [_check_text(f"{where}.content", _text_of_part(where, part)) for part in parts]
-    if least_parts is not None and len(texts) >= max(2, least_parts):
+    if min_content_parts is not None and len(texts) >= max(2, min_content_parts):
         return [{"type": "text", "text": text} for text in texts]
     return "\n".join(texts)
 
@@ -778,12 +784,12 @@ def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _short_text(fields: Mapping[str, Any], name: str, least: int = 0) -> str | None:
-    """Return a string of at most MOST_ID_CHARACTERS characters, or None if the field is absent."""
+    """Return a string of at most MAX_ID_CHARACTERS characters, or None if the field is absent."""
     value = fields.get(name)
     if value is not None and (not isinstance(value, str) or len(value) < least):
         raise _invalid(
             f"{name}: {value!r} is not a string" + (" with at least one character" if least else "")
         )
-    if value is not None and len(value) > MOST_ID_CHARACTERS:
-        raise _invalid(f"{name}: is longer than {MOST_ID_CHARACTERS} characters")
+    if value is not None and len(value) > MAX_ID_CHARACTERS:
+        raise _invalid(f"{name}: is longer than {MAX_ID_CHARACTERS} characters")
     return value

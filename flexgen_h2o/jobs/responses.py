@@ -20,7 +20,7 @@ from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.requests import Request, RowError
 from flexgen_h2o.models.load import Model
 
-LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks; as in vLLM
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks; as in vLLM
 
 
 def success_row(request: Request, done: Completion, model: Model) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _names(token_ids: list[int], tokenizer: Tokenizer | None) -> dict[int, str]:
 
 
 def _finite(value: float) -> float:
-    return LEAST_LOGPROB if value == -math.inf else value
+    return MIN_LOGPROB if value == -math.inf else value
 
 
 def _id_digest(custom_id: str) -> str:

@@ -37,11 +37,11 @@ MIN_WINDOW_BLOCKS = 4
 # The model's name in requests of h2o_hf and of `evaluate lm-eval generate`, which name none.
 NO_MODEL = "x"
 # Internal errors of a job that are printed on stderr: a job may have a million rows.
-MOST_SAID = 100
+MAX_SAID = 100
 # Bad lines that are handled before other work is done: about 60 ms, in which a server does nothing
 # else. Long lines take longer, so time is limited too.
-MOST_BAD_LINES = 1000
-MOST_BAD_S = 0.05
+MAX_BAD_LINES = 1000
+MAX_BAD_S = 0.05
 WRITE_EVERY_S = 1.0
 
 PromptsAndParams = tuple[list[Prompt], list[SamplingParams]]
@@ -49,7 +49,7 @@ Need = tuple[int, ...]  # what the memory of a row grows with (`_need`)
 
 
 @dataclass(frozen=True)
-class Answer:
+class FinishedRow:
     """A finished row, made by `JobRows` for the sink."""
 
     row: int  # number of the row in the input
@@ -59,7 +59,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Before:
+class OutputState:
     """State of an output when the job began."""
 
     done: npt.NDArray[np.bool_]  # (rows of the input,): whether the output has this row
@@ -70,7 +70,7 @@ class Before:
     sidecar: Sidecar | None = None  # the job's sidecar, once it is settled
 
 
-def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Before]:
+def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[OutputState]:
     """Return what the output's rows hold of the input, in steps.
 
     ids: digests of the input's ids.
@@ -96,11 +96,11 @@ def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Bef
         len(digests) // size - num_rows,
         sum(map(len, failed.values())) // size - errors.total(),
     )
-    return Before(done, num_rows, errors, others)
+    return OutputState(done, num_rows, errors, others)
 
 
 @dataclass
-class Notes:
+class EngineCounts:
     """Counts besides rows, kept by each engine of a job."""
 
     other_models: int = 0  # requests that name another model than the one that runs
@@ -109,7 +109,7 @@ class Notes:
     spared_tokens: int = 0  # as in `Status`
     peak_bytes: dict[str, int] = field(default_factory=dict)  # peak of the engine by tier
 
-    def add(self, other: Notes) -> None:
+    def add(self, other: EngineCounts) -> None:
         """Add the counts of another engine."""
         self.other_models += other.other_models
         self.first_other = self.first_other or other.first_other
@@ -124,7 +124,7 @@ class Sink(Listener, Protocol):
     """A receiver of a job's rows."""
 
     has_answers: bool  # whether it had rows without errors before the job began
-    notes: Notes
+    notes: EngineCounts
 
     def asked(self, tokens: int) -> None:
         """Count a row that was read, and the most new tokens that it may have.
@@ -132,7 +132,7 @@ class Sink(Listener, Protocol):
         tokens: 0 for a row that cannot be run.
         """
 
-    def write(self, answers: Sequence[Answer]) -> None: ...
+    def write(self, answers: Sequence[FinishedRow]) -> None: ...
 
 
 class JobWriter(Silent):
@@ -146,7 +146,7 @@ class JobWriter(Silent):
     def __init__(
         self,
         output: OutputFile,
-        before: Before,
+        before: OutputState,
         peak_bytes: Callable[[], dict[str, int]],
         max_errors: int | None = None,
         shown: bool = True,
@@ -162,7 +162,7 @@ class JobWriter(Silent):
             other_errors=other_errors,
         )
         self.has_answers = before.rows > self.status.errors
-        self.notes = Notes()
+        self.notes = EngineCounts()
         self._output = output
         self._peak_bytes = peak_bytes
         self._max_errors = max_errors
@@ -185,7 +185,7 @@ class JobWriter(Silent):
             )
         self._write_status()
 
-    def write(self, answers: Sequence[Answer]) -> None:
+    def write(self, answers: Sequence[FinishedRow]) -> None:
         """Append rows and update the counts.
 
         Raise UsageError if there are more than max_errors error rows, and FlexgenError as
@@ -199,7 +199,7 @@ class JobWriter(Silent):
         self._write_status_if_due()
         self.check_errors()
 
-    def _append(self, answers: Sequence[Answer]) -> None:
+    def _append(self, answers: Sequence[FinishedRow]) -> None:
         self._output.append([one.line for one in answers])
 
     def check_errors(self) -> None:
@@ -252,7 +252,7 @@ class JobWriter(Silent):
         status.seconds = now - self._began
         status.tokens_per_s = status.tokens / status.seconds if status.seconds > 0 else 0.0
         status.eta_s = self._left_s()
-        self.notes.add(Notes(peak_bytes=self._peak_bytes()))
+        self.notes.add(EngineCounts(peak_bytes=self._peak_bytes()))
         status.prompt_tokens = self.notes.prompt_tokens
         status.spared_tokens = self.notes.spared_tokens
         status.peak_bytes = self.notes.peak_bytes
@@ -284,7 +284,7 @@ class JobRows:
     tell: shows a person an internal error.
 
     `requests` yields the requests of the lines. Lines that cannot be run become error rows on the
-    way. It yields None after each MOST_BAD_LINES of them, or after fewer if they took MOST_BAD_S.
+    way. It yields None after each MAX_BAD_LINES of them, or after fewer if they took MAX_BAD_S.
     The caller can then do something else.
     """
 
@@ -313,7 +313,7 @@ class JobRows:
                 self.sink.asked(0)
                 self.sink.write([self._failed(line.row, line.custom_id, line.number, error)])
                 bad += 1
-                if bad % MOST_BAD_LINES == 0 or time.monotonic() - began > MOST_BAD_S:
+                if bad % MAX_BAD_LINES == 0 or time.monotonic() - began > MAX_BAD_S:
                     yield None
                     began = time.monotonic()
                 continue
@@ -333,7 +333,7 @@ class JobRows:
     def fail(self, request: Request, error: RowError) -> None:
         self.sink.write([self._failed(request.row, request.custom_id, request.prompt.index, error)])
 
-    def _answer(self, request: Request, done: Completion) -> Answer:
+    def _answer(self, request: Request, done: Completion) -> FinishedRow:
         try:
             with row_errors():
                 if done.error is not None:
@@ -341,26 +341,26 @@ class JobRows:
                 line = to_line(success_row(request, done, self._model))
         except RowError as error:
             return self._failed(request.row, request.custom_id, request.prompt.index, error)
-        return Answer(request.row, line, len(done.token_ids))
+        return FinishedRow(request.row, line, len(done.token_ids))
 
-    def _failed(self, row: int, custom_id: str, number: int, error: RowError) -> Answer:
+    def _failed(self, row: int, custom_id: str, number: int, error: RowError) -> FinishedRow:
         """Return an error row.
 
         number: of the line. An internal error is also printed on stderr with it.
         """
         if error.code == CODE_INTERNAL:
             self._say_internal(f"line {number}: {error}")
-        return Answer(row, to_line(error_row(custom_id, number, error)), error=error.code)
+        return FinishedRow(row, to_line(error_row(custom_id, number, error)), error=error.code)
 
     def _say_internal(self, line: str) -> None:
         self._said += 1
-        if self._said <= MOST_SAID:
+        if self._said <= MAX_SAID:
             self._tell(line)
-        elif self._said == MOST_SAID + 1:
+        elif self._said == MAX_SAID + 1:
             self._tell(f"{line}; further internal errors are in the output alone")
 
 
-class Job:
+class JobRun:
     """Runs lines through an engine, in windows.
 
     window: rows that are read ahead. None: at least MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS
@@ -455,7 +455,7 @@ class Job:
             prompts,
             params,
             self._finish,
-            Callbacks(listener=self._sink, spares_rows=True),
+            Callbacks(listener=self._sink, isolates_errors=True),
             refill=self._refill,
             more=more,
         )

@@ -23,7 +23,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import read_json, write_whole
 from flexgen_h2o.core.units import format_bytes, format_seconds, shortened
 from flexgen_h2o.flags import EVICTION_FLAGS
-from flexgen_h2o.jobs.input import Scan
+from flexgen_h2o.jobs.input import InputScan
 from flexgen_h2o.jobs.output import count_rows, is_locked
 
 SCHEMA = 1
@@ -53,7 +53,7 @@ class Sidecar:
     settings: dict[str, Any]  # nested, JSON values (job.settings_of)
     input_path: str  # as the command line has it
     input_bytes: int  # size of the input when the job last began
-    input_digest: str  # digest of these bytes, as in `Scan`
+    input_digest: str  # digest of these bytes, as in `InputScan`
     # Settings of rows that the output had before a --force.
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ def read_sidecar(output: Path) -> Sidecar | None:
     )
 
 
-def differences(before: Sidecar, settings: dict[str, Any], scan: Scan) -> list[str]:
+def differences(before: Sidecar, settings: dict[str, Any], scan: InputScan) -> list[str]:
     """Return in words, by flag if there is one, what a restart would mix. Empty if nothing differs.
 
     An input may have grown.

@@ -233,14 +233,14 @@ def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few]
     )
 
 
-def are_multiplied(codes: Codes, decoded: torch.Tensor) -> bool:
+def can_multiply_codes(codes: Codes, decoded: torch.Tensor) -> bool:
     """Return whether codes can be multiplied without decoding them first.
 
     They can on a card, and in the compiled loop.
 
     decoded: tensor to which they would be decoded, as in `CodedRows`.
     """
-    if triton.takes(codes.words, codes.group_params):
+    if triton.supports(codes.words, codes.group_params):
         return True
     whole = (
         codes.bits == 4
@@ -263,11 +263,11 @@ class CodedRows(RowPart):
 
     def job(
         self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> products.Job | None:
+    ) -> products.ProductJob | None:
         codes = self.kept
         words = self.kept.words
         params = self.kept.group_params
-        if triton.takes(words, params) or not products.takes(inputs, codes.columns):
+        if triton.supports(words, params) or not products.supports(inputs, codes.columns):
             return None
         from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
 
@@ -286,7 +286,7 @@ class CodedRows(RowPart):
     def multiply(
         self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
     ) -> None:
-        if len(inputs) <= FEW_ROWS and triton.takes(inputs):
+        if len(inputs) <= FEW_ROWS and triton.supports(inputs):
             multiply_coded(inputs, self.kept, bias, out, adds)
         else:
             self._whole().multiply(inputs, bias, out, adds)

@@ -36,7 +36,7 @@ def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     silu is computed in fp32 and rounded to the dtype before the product. gate, up: (rows, width) of
     one dtype, contiguous.
     """
-    if triton.takes(gate) and gate.is_contiguous() and up.is_contiguous():
+    if triton.supports(gate) and gate.is_contiguous() and up.is_contiguous():
         count = gate.numel()
         reference = partial(silu_gated_reference, gate, up)
         triton.launch(
@@ -72,7 +72,7 @@ def clamped_gate(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor)
     gate is first limited to at most `limit`, and up to +-`limit`. x: (rows, 2 x width), gate and up
     alternate; out: (rows, width). Both of one dtype, contiguous.
     """
-    if triton.takes(x) and x.is_contiguous() and out.is_contiguous():
+    if triton.supports(x) and x.is_contiguous() and out.is_contiguous():
         count = out.numel()
         reference = partial(clamped_gate_reference, x, alpha, limit, out)
         arguments = x, out, float(alpha), float(limit), count
@@ -116,12 +116,12 @@ def rms_norm(
     the same tensor. weight: (width,). All are of one dtype. A row's result depends on that row
     alone. The compiled loop adds in another order than torch.
     """
-    if not is_compiled(x) and not triton.takes(x):
+    if not is_compiled(x) and not triton.supports(x):
         return rms_norm_reference(x, weight, eps, out, once)
     if x.dim() == 3:
         rms_norm(x.view(-1, x.shape[2]), weight, eps, out.view(-1, out.shape[2]), once)
         return out
-    if triton.takes(x):
+    if triton.supports(x):
         width = x.shape[1]
         reference = partial(rms_norm_reference, x, weight, eps, out, once)
         sizes = x.stride(0), out.stride(0), width, eps
@@ -169,7 +169,7 @@ def add_weighted(
     Product and sum are rounded to the dtype of x. x: (rows, width), contiguous; tokens: (rows,)
     int32; weights: (rows,) fp32; out: (tokens, width), contiguous, of the dtype of x.
     """
-    on_card = triton.takes(x)
+    on_card = triton.supports(x)
     if not on_card and not is_compiled(x):
         add_weighted_reference(x, tokens, weights, out)
         return
@@ -231,17 +231,17 @@ class Rotation:
         """
         if (
             len(tensors) == 2
-            and triton.takes(*tensors)
+            and triton.supports(*tensors)
             and all(t.stride(1) == t.shape[2] for t in tensors)
         ):
             self._rotate_on_card(tensors[0], tensors[1], positions)
             return
-        self.rotate_reference(tensors, positions)
+        self.rotate_torch(tensors, positions)
 
     def _rotate_on_card(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
         pairs = len(self._frequencies)
         tokens, heads, width = q.shape
-        reference = partial(self.rotate_reference, (q, k), positions)
+        reference = partial(self.rotate_torch, (q, k), positions)
         given = q, k, positions.to(q.device), self._frequencies, self._scaling
         sizes = q.stride(0), k.stride(0), heads, width, pairs
         grid = tokens, heads + k.shape[1]
@@ -249,7 +249,7 @@ class Rotation:
             "rows.rotate", grid, reference, (*given, *sizes), BLOCK=triton.power_of_two(pairs)
         )
 
-    def rotate_reference(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+    def rotate_torch(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
         """Compute `rotate` in torch operations, or in compiled loops if they give the same bits."""
         where = tensors[0].device
         dtype = tensors[0].dtype
@@ -336,7 +336,7 @@ def _rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None
     if 2 * pairs > width:
         raise ValueError(f"rotate: {2 * pairs} numbers of {width} cannot turn")
     token, head = (2 * step for step in x.stride()[:2])
-    job = rotary_loops.Heads(
+    job = rotary_loops.RotateHeadsJob(
         heads, pairs, x.data_ptr(), token, head, cos.data_ptr(), sin.data_ptr()
     )
     parallel_rows(

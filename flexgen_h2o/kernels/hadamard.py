@@ -43,7 +43,7 @@ def hadamard(x: torch.Tensor) -> None:
         return
     if x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2]):
         raise mismatch("hadamard: heads", x)
-    if triton.takes(x):
+    if triton.supports(x):
         grid = len(x), x.shape[1] * x.shape[2] // size
         warps = 4 if size <= 128 else 8
         arguments = x, x.stride(0), size**-0.5

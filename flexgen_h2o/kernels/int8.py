@@ -48,7 +48,7 @@ _IN_CACHE = 8  # reading a row that is still in the cache costs about 1/8 of rea
 # number of code products (at most 127 x 127) whose sum float32 holds exactly, in any order
 _EXACT = 1024
 # for the compiled loop: int32 holds the sum of so many products of at most 255 x 127
-_MOST_COLUMNS = 2**16
+_MAX_COLUMNS = 2**16
 # On a card torch._int_mm refuses 16 or fewer inputs, and a weight whose columns or rows are no
 # multiple of 8.
 _CARD_INPUTS = 32
@@ -136,7 +136,7 @@ class _MultipliedInInt8(RowPart):
             some = x[rows]
             codes = self.workspace.get("int8 inputs", *some.shape, dtype=torch.uint8)
             scales = self.workspace.get("int8 input scales", len(some), dtype=torch.float32)
-            zero = ZERO if is_compiled(some) and products.takes(codes, some.shape[1]) else 0
+            zero = ZERO if is_compiled(some) and products.supports(codes, some.shape[1]) else 0
             quantise_rows(some, codes, scales, zero)
             yield rows, _Inputs(codes, scales, zero)
 
@@ -147,9 +147,9 @@ class Int8Rows(_MultipliedInInt8):
 
     def job(
         self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> products.Job | None:
-        is_taken = is_compiled(out) and self.columns <= _MOST_COLUMNS
-        if not (is_taken and products.takes(inputs.codes, self.columns)):
+    ) -> products.ProductJob | None:
+        is_taken = is_compiled(out) and self.columns <= _MAX_COLUMNS
+        if not (is_taken and products.supports(inputs.codes, self.columns)):
             return None
         packed = self.packed
         n = len(self)
@@ -231,13 +231,13 @@ class RequantisedRows(_MultipliedInInt8):
 
     def job(
         self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> products.Job | None:
+    ) -> products.ProductJob | None:
         whole = (
             self.columns % GROUP == 0
             and len(self) % STRIP_ROWS == 0
-            and self.columns <= _MOST_COLUMNS
+            and self.columns <= _MAX_COLUMNS
         )
-        if not (whole and is_compiled(out) and products.takes(inputs.codes, self.columns)):
+        if not (whole and is_compiled(out) and products.supports(inputs.codes, self.columns)):
             return None
         weight = self.packed.data_ptr(), self.packed.stride(0), len(self), self.columns
         ends = WORD * SlotPacking(self.columns, 4).value_words
@@ -501,8 +501,8 @@ def blank_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
     """Return parts as `block_int8_rows` does, for rows that are still to be filled."""
     columns = packed.shape[1] - INT8_ROW_BYTES
     end = len(packed) // BLOCK_ROWS * BLOCK_ROWS
-    right = packed.is_contiguous() and columns % BLOCK_ROWS == 0 and columns <= _MOST_COLUMNS
-    if not (right and end and products.takes(packed, columns)):
+    right = packed.is_contiguous() and columns % BLOCK_ROWS == 0 and columns <= _MAX_COLUMNS
+    if not (right and end and products.supports(packed, columns)):
         return (packed,)
     blocked = BlockedInt8(packed[:end])
     return (blocked,) if end == len(packed) else (blocked, packed[end:])
@@ -529,7 +529,7 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
     packing = SlotPacking(columns, 4)
     values = (packed.data_ptr(), packed.stride(0))
     ends = WORD * packing.value_words
-    job = loops.Job(*values, ends, packing.group, columns, out.data_ptr(), out.stride(0))
+    job = loops.RequantiseJob(*values, ends, packing.group, columns, out.data_ptr(), out.stride(0))
     by_groups = columns % GROUP == 0 and cpu_has("avx2")
     loop = loops.in_order_by_groups if by_groups else loops.in_order
     parallel_rows(partial(loop, job), len(packed), packed.shape[1] + columns)

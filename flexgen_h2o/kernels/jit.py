@@ -297,10 +297,10 @@ _tell_number: Any = intrinsic(_tell)
 
 
 @jit
-def wait_past(at, number, looks):  # type: ignore[no-untyped-def]
+def wait_for_change(at, number, looks):  # type: ignore[no-untyped-def]
     """Wait until another number is at the address.
 
-    Another thread writes it with `tell_and_wait`.
+    Another thread writes it with `signal_and_wait`.
 
     Returns False if the number has not changed after `looks` looks.
     """
@@ -311,17 +311,17 @@ def wait_past(at, number, looks):  # type: ignore[no-untyped-def]
 
 
 @jit
-def tell_and_wait(to, at, number, looks):  # type: ignore[no-untyped-def]
-    """Write the number to the address `to`, then `wait_past` it at the address `at`.
+def signal_and_wait(to, at, number, looks):  # type: ignore[no-untyped-def]
+    """Write the number to the address `to`, then `wait_for_change` it at the address `at`.
 
     Meanwhile the interpreter's lock is not held. Otherwise a thread that finds the number would
     sleep until it gets the lock.
     """
     _tell_number(to, number)
-    return wait_past(at, number, looks)
+    return wait_for_change(at, number, looks)
 
 
-def kept_in() -> Path | None:
+def cache_folder() -> Path | None:
     """Return the folder in which compiled code is cached for other processes and later runs.
 
     Returns None if there is no such folder.

@@ -51,7 +51,9 @@ class RowPart(ABC):
         yield slice(0, x.shape[0]), x  # len() of a tensor takes several times as long as shape[0]
 
     @abstractmethod
-    def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
+    def job(
+        self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> products.ProductJob | None:
         """Return `multiply` as a job of the compiled loop, or None if the loop does not support it.
 
         A job holds addresses, so the tensors must outlive it.
@@ -82,7 +84,7 @@ class RowPart(ABC):
         """Copy the rows `ids` (int64, (n,)) to out (n, columns)."""
 
 
-class Table(RowPart):
+class LookupRows(RowPart):
     """Hold rows that are looked up and never multiplied."""
 
     def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> NoReturn:
@@ -108,9 +110,9 @@ class DenseRows(RowPart):
 
     def job(
         self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> products.Job | None:
+    ) -> products.ProductJob | None:
         if (
-            not products.takes(inputs, self.rows.shape[1], in_order=True)
+            not products.supports(inputs, self.rows.shape[1], in_order=True)
             or self.rows.stride(1) != 1
         ):
             return None
@@ -191,7 +193,7 @@ def linear(
 
     x: (rows, in); weight parts: (out_i, in); bias: (out,); out: (rows, sum of out_i).
     """
-    linear_each(x, ((weight, bias, out),))
+    linear_shared_input(x, ((weight, bias, out),))
     return out
 
 
@@ -204,7 +206,7 @@ def linear_relu(
     return out
 
 
-def linear_each(
+def linear_shared_input(
     x: torch.Tensor,
     maps: Sequence[tuple[RowParts, torch.Tensor | None, torch.Tensor]],
     adds: bool = False,
@@ -233,7 +235,8 @@ def grouped_linear(
     counts: Sequence[int],
     maps: Sequence[tuple[Sequence[RowParts], Sequence[torch.Tensor] | None, torch.Tensor]],
 ) -> None:
-    """Run `linear_each` for each expert of a group, with the rows that belong to the expert.
+    """Run `linear_shared_input` for each expert of a group, with the rows that belong to the
+    expert.
 
     x: (rows, in), sorted by expert. counts: rows per expert, possibly 0; their sum is the number of
     rows. maps: (weight per expert, bias per expert or None, out), where out is (rows, sum of out_i)
@@ -252,7 +255,7 @@ def grouped_linear(
                     if weights[expert][0].codes == kind:
                         bias = None if biases is None else biases[expert]
                         found += _products(mine, weights[expert], bias, out[own])
-            multiply_all(multiply_together(found) if triton.takes(x) else found)
+            multiply_all(multiply_together(found) if triton.supports(x) else found)
 
 
 def _of_experts(counts: Sequence[int], rows: slice) -> Iterator[tuple[int, slice]]:
@@ -306,7 +309,7 @@ def add_linear(
     x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None
 ) -> None:
     """Add inputs W^T + bias to x in place: the residual sum. x: (rows, out), inputs: (rows, in)."""
-    linear_each(inputs, ((weight, bias, x),), adds=True)
+    linear_shared_input(inputs, ((weight, bias, x),), adds=True)
 
 
 def lookup(ids: torch.Tensor, table: RowParts, out: torch.Tensor) -> torch.Tensor:
@@ -360,7 +363,7 @@ class BlockedRows(RowPart):
 
     def job(
         self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> products.Job | None:
+    ) -> products.ProductJob | None:
         assert inputs.dtype == self.memory.dtype
         return products.job_of(inputs, (self.memory.data_ptr(), 0, *self.memory.shape), bias, out)
 
@@ -385,7 +388,7 @@ def block_rows(rows: torch.Tensor) -> RowParts:
     right = (
         rows.is_contiguous()
         and rows.shape[1] % BLOCK_ROWS == 0
-        and products.takes(rows, rows.shape[1])
+        and products.supports(rows, rows.shape[1])
     )
     if not (right and end):
         return (DenseRows(rows),)

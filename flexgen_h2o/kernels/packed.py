@@ -12,7 +12,7 @@ import torch
 from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.linear import Table
+from flexgen_h2o.kernels.linear import LookupRows
 from flexgen_h2o.kernels.workspace import (
     element_of,
     is_compiled,
@@ -43,7 +43,7 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
 
     Values are rounded to out's dtype.
     """
-    if triton.takes(out) and packed.stride(0) % WORD == 0:
+    if triton.supports(out) and packed.stride(0) % WORD == 0:
         return _unpack_on_card(packed, bits, out)
     if not is_compiled(out):
         return unpack_rows_reference(packed, bits, out)
@@ -65,7 +65,7 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
     return out
 
 
-class PackedTable(Table):
+class PackedTable(LookupRows):
     """Hold packed rows (n, row bytes), uint8, and decode those that are looked up.
 
     bits: per value.

@@ -31,7 +31,7 @@ from flexgen_h2o.kernels.workspace import (
 )
 
 TILE_ROWS = 256  # query rows per tile; fewer if such a tile would exceed TILE_BYTES per thread
-LEAST_TILE_ROWS = 16  # query rows per tile at least; fewer make matrix products slow
+MIN_TILE_ROWS = 16  # query rows per tile at least; fewer make matrix products slow
 TILE_BYTES = SCORE_TILE_BYTES  # bytes of all products that exist at a time
 REFERENCE_ROWS = 32  # query rows at a time if all heads of all prompts are computed at once
 ALL_ROWS = 2**31 - 1
@@ -54,9 +54,9 @@ def column_sums(
     by scale x |q.k| / 512 of itself, in either direction. The sum of a column over many rows is off
     by far less.
     """
-    if triton.takes(q, k, lse):
+    if triton.supports(q, k, lse):
         return _column_sums_on_card(q, k, lse, scale, first_row)
-    return column_sums_reference(q, k, lse, scale, first_row)
+    return column_sums_torch(q, k, lse, scale, first_row)
 
 
 def _column_sums_on_card(
@@ -67,11 +67,11 @@ def _column_sums_on_card(
     sums = torch.empty(batch, kv_heads, keys, dtype=torch.float32, device=q.device)
 
     def reference() -> None:
-        sums.copy_(column_sums_reference(q, k, lse, scale, first_row))
+        sums.copy_(column_sums_torch(q, k, lse, scale, first_row))
 
     _launch_sums(
         (q, k, lse, sums),
-        (triton.PromptLine(0, rows, keys),) * batch,
+        (triton.PromptPlace(0, rows, keys),) * batch,
         scale,
         keys - first_row,
         reference,
@@ -83,7 +83,7 @@ def packed_column_sums(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,
-    lines: triton.Lines,
+    lines: triton.PromptPlaces,
     scale: float,
     last: int | None = None,
 ) -> torch.Tensor:
@@ -98,9 +98,7 @@ def packed_column_sums(
     def reference() -> None:
         for line in lines:
             own = slice(None), slice(None), line.tokens
-            sums[own] = column_sums_reference(
-                q[own], k[own], lse[own], scale, max(0, line.keys - last)
-            )
+            sums[own] = column_sums_torch(q[own], k[own], lse[own], scale, max(0, line.keys - last))
 
     _launch_sums((q, k, lse, sums), lines, scale, last, reference)
     return sums
@@ -108,7 +106,7 @@ def packed_column_sums(
 
 def _launch_sums(
     tensors: Sequence[torch.Tensor],
-    lines: triton.Lines,
+    lines: triton.PromptPlaces,
     scale: float,
     last: int,
     reference: Callable[[], object],
@@ -140,7 +138,7 @@ def _tile(q: torch.Tensor) -> dict[str, int]:
     return {"D": width, "WIDTH": wide, "ROWS": count, "KEYS": count}
 
 
-def column_sums_reference(
+def column_sums_torch(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
 ) -> torch.Tensor:
     """Compute `column_sums` tile by tile.
@@ -156,7 +154,7 @@ def column_sums_reference(
     sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
     threads = min(torch.get_num_threads(), batch * kv_heads)
     row_bytes = group * n * dtype.itemsize  # bytes of one kv-head's products with one row
-    rows = max(LEAST_TILE_ROWS, min(TILE_ROWS, TILE_BYTES // (row_bytes * threads)))
+    rows = max(MIN_TILE_ROWS, min(TILE_ROWS, TILE_BYTES // (row_bytes * threads)))
     buffer = torch.empty(
         max(TILE_BYTES, rows * row_bytes) // dtype.itemsize, dtype=dtype, device=q.device
     )
@@ -247,7 +245,7 @@ def causal_attention(
     """
     if _is_compiled(q, k, v):
         return _attend_on_cpu(q, k, v, scale, window)[0]
-    if triton.takes(q, k, v):
+    if triton.supports(q, k, v):
         return _attend_on_card(q, k, v, scale, window)[0]
     rows = q.shape[2]
     n = k.shape[2]
@@ -277,7 +275,7 @@ def causal_attention_lse(
     """
     if _is_compiled(q, k, v):
         return _attend_on_cpu(q, k, v, scale, window)
-    if triton.takes(q, k, v):
+    if triton.supports(q, k, v):
         return _attend_on_card(q, k, v, scale, window)
     fused = _checked(q.device.type, q.dtype, q.shape[1] != k.shape[1])
     return (fused or causal_attention_lse_reference)(q, k, v, scale, window)
@@ -299,7 +297,7 @@ def _attend_on_card(
             ours.copy_(theirs)
 
     _launch_attention(
-        (q, k, v, out, lse), (triton.PromptLine(0, rows, keys),) * batch, scale, window, reference
+        (q, k, v, out, lse), (triton.PromptPlace(0, rows, keys),) * batch, scale, window, reference
     )
     return out, lse
 
@@ -308,7 +306,7 @@ def packed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lines: triton.Lines,
+    lines: triton.PromptPlaces,
     scale: float,
     window: int | None,
     out: torch.Tensor,
@@ -333,7 +331,7 @@ def packed_attention(
 
 def _launch_attention(
     tensors: Sequence[torch.Tensor],
-    lines: triton.Lines,
+    lines: triton.PromptPlaces,
     scale: float,
     window: int | None,
     reference: Callable[[], object],
@@ -499,14 +497,14 @@ def _attend_compiled(
     out = torch.empty(batch, n, heads, width, dtype=q.dtype, device="cpu").transpose(1, 2)
     lse = torch.empty(batch, heads, n, dtype=torch.float32, device="cpu")
 
-    def heads_of(t: torch.Tensor) -> prompt_loops.Heads:
+    def heads_of(t: torch.Tensor) -> prompt_loops.HeadStrides:
         batch_step, head_step, token_step = (t.itemsize * step for step in t.stride()[:3])
-        return prompt_loops.Heads(t.data_ptr(), batch_step, head_step, token_step)
+        return prompt_loops.HeadStrides(t.data_ptr(), batch_step, head_step, token_step)
 
     group = heads // kv_heads
     block = prompt_loops.KEYS
     queries = min(max(1, prompt_loops.QUERIES // group // block), -(-n // block)) * block
-    job = prompt_loops.Prompts(
+    job = prompt_loops.PromptsJob(
         kv_heads,
         group,
         n,

@@ -65,7 +65,7 @@ def instructions() -> str:
     return "AMX" if has_amx() else next((name for name, feature in wider if cpu_has(feature)), "")
 
 
-def takes(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
+def supports(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
     """Return whether the loop accepts these inputs, with rows of a weight of so many columns.
 
     in_order: as in `has_loop`.
@@ -79,7 +79,7 @@ def takes(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
     )
 
 
-class Job(NamedTuple):
+class ProductJob(NamedTuple):
     """Describe the product of some input rows with some rows of a weight, for the compiled loop.
 
     Made by `job_of`. All steps are in bytes, and all tensors are addresses.
@@ -121,11 +121,11 @@ def job_of(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     **others: int,
-) -> Job:
+) -> ProductJob:
     """Return the Job for these tensors. Raise ValueError if they do not go together.
 
-    x: (rows, columns), for which `takes` is true. weight: its address, bytes from a row to the next
-    (0: blocked), rows and columns. bias: (n,), and out: (rows, n), both of one dtype. others:
+    x: (rows, columns), for which `supports` is true. weight: its address, bytes from a row to the
+    next (0: blocked), rows and columns. bias: (n,), and out: (rows, n), both of one dtype. others:
     further fields of the Job.
     """
     tokens, columns = x.shape
@@ -140,7 +140,7 @@ def job_of(
     if x_one != 1 or out_one != 1 or columns != wanted or out.shape != (tokens, rows):
         raise mismatch(f"products: x, a weight of {rows} x {wanted} and out", x, out)
     itemsize = x.itemsize
-    return Job(
+    return ProductJob(
         0,
         tokens,
         x.data_ptr(),
@@ -157,7 +157,7 @@ def job_of(
 
 
 def run(
-    jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bool, relu: bool
+    jobs: Sequence[ProductJob], inputs: torch.dtype, results: torch.dtype, adds: bool, relu: bool
 ) -> None:
     """Multiply all jobs; the threads share all panels of all jobs.
 
@@ -185,7 +185,7 @@ def run(
     parallel_rows(loop, panels, nbytes // panels)
 
 
-def _kind_of(jobs: Sequence[Job], inputs: torch.dtype) -> np.number[Any]:
+def _kind_of(jobs: Sequence[ProductJob], inputs: torch.dtype) -> np.number[Any]:
     """Return a number whose type tells the loop the inputs' dtype and the instructions."""
     is_float = inputs == torch.bfloat16
     if has_amx() and not any(job.words % _AMX_WORDS for job in jobs):

@@ -21,7 +21,7 @@ from flexgen_h2o.kernels.slots import put_slots_reference
 from flexgen_h2o.kernels.workspace import is_compiled_beside_card
 
 # least range of a key's channel, as a share of the mean range of the row's channels
-LEAST_RANGE = 1 / 16
+MIN_RANGE = 1 / 16
 _RANKS = 1024  # ranks that are compared at a time
 _COLUMNS = 64  # columns that are put at a time
 _NUMBERS = 2048  # numbers that are packed at a time
@@ -35,7 +35,7 @@ def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.T
     rank: (b, kv_heads, n) fp32, n > count. If ranks are equal, the newer column stays; NaN ranks
     lowest.
     """
-    if not triton.takes(rank):
+    if not triton.supports(rank):
         return choose_kept_reference(rank, begin, end, count)
     tokens = rank.shape[2]
     rank = rank.contiguous()
@@ -47,13 +47,13 @@ def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.T
     _launch_choice(
         rank,
         kept,
-        (triton.PromptLine(0, tokens, tokens, 0, count, begin, end),) * len(rank),
+        (triton.PromptPlace(0, tokens, tokens, 0, count, begin, end),) * len(rank),
         reference,
     )
     return kept
 
 
-def choose_packed(rank: torch.Tensor, lines: triton.Lines) -> torch.Tensor:
+def choose_packed(rank: torch.Tensor, lines: triton.PromptPlaces) -> torch.Tensor:
     """Run `choose_kept` on a card for packed prompts (adjacent, b = 1), in one launch.
 
     Returns (1, kv_heads, all that stay) int64; numbers count from 0 in each prompt. A prompt whose
@@ -71,7 +71,10 @@ def choose_packed(rank: torch.Tensor, lines: triton.Lines) -> torch.Tensor:
 
 
 def _launch_choice(
-    rank: torch.Tensor, kept: torch.Tensor, lines: triton.Lines, reference: Callable[[], object]
+    rank: torch.Tensor,
+    kept: torch.Tensor,
+    lines: triton.PromptPlaces,
+    reference: Callable[[], object],
 ) -> None:
     kv_heads = rank.shape[1]
     sizes = *triton.batch_strides(rank, 2), *triton.batch_strides(kept, 2), kv_heads
@@ -110,7 +113,7 @@ class PromptSlots:
     scores: torch.Tensor | None = None  # (R, C) fp32, written; None if scores are not recorded
     smooths: bool = True  # centre and scale packed keys per channel, by the prompt (WholeColumns)
 
-    def of_prompt(self, line: triton.PromptLine, number: int, kv_heads: int) -> PromptSlots:
+    def of_prompt(self, line: triton.PromptPlace, number: int, kv_heads: int) -> PromptSlots:
         """Return the rows that belong to packed prompt `number`."""
         start = number * kv_heads - self.first
         here = slice(max(0, start), max(0, start + kv_heads))
@@ -137,7 +140,7 @@ def put_prompts(
     kept: torch.Tensor,
     scores: torch.Tensor | None,
     slots: PromptSlots,
-    lines: triton.Lines | None = None,
+    lines: triton.PromptPlaces | None = None,
 ) -> None:
     """Write columns of prompts to the slots 0, 1, ... of their rows.
 
@@ -152,12 +155,12 @@ def put_prompts(
     reference: Callable[[], object] = partial(put_prompts_reference, k, v, kept, scores, slots)
     if lines is not None:
         reference = partial(_put_one_by_one, k, v, kept, scores, slots, lines)
-    if not triton.takes(k):
+    if not triton.supports(k):
         reference()
         return
     lines = (
         lines
-        or (triton.PromptLine(0, tokens, tokens, 0, kept.shape[2], window=slots.window),) * prompts
+        or (triton.PromptPlace(0, tokens, tokens, 0, kept.shape[2], window=slots.window),) * prompts
     )
     assert k.stride(3) == v.stride(3) == kept.stride(2) == 1
     # placeholder for arguments that the kernel does not read
@@ -208,7 +211,7 @@ def _put_one_by_one(
     kept: torch.Tensor,
     scores: torch.Tensor | None,
     slots: PromptSlots,
-    lines: triton.Lines,
+    lines: triton.PromptPlaces,
 ) -> None:
     for number, line in enumerate(lines):
         part = slots.of_prompt(line, number, k.shape[2])
@@ -294,7 +297,7 @@ def keep_whole(
 
 
 def _begin_whole(
-    whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.Lines, smooths: bool
+    whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.PromptPlaces, smooths: bool
 ) -> None:
     """Launch the kernel for `begin_whole_reference`.
 
@@ -302,7 +305,7 @@ def _begin_whole(
     """
     *_, kv_heads, width = k.shape
     wide = triton.power_of_two(k.shape[3], 16)
-    sizes = *triton.batch_strides(k, 3), kv_heads, first, whole.slots.shape[1], LEAST_RANGE
+    sizes = *triton.batch_strides(k, 3), kv_heads, first, whole.slots.shape[1], MIN_RANGE
     constants = {"D": width, "WIDTH": wide, "BLOCK": max(1, _NUMBERS // wide), "SMOOTHS": smooths}
     arguments = k, triton.prompt_table(lines, k.device), *vars(whole).values(), *sizes
     triton.launch("prompts.begin_whole", (len(whole.slots),), lambda: None, arguments, **constants)
@@ -327,6 +330,6 @@ def begin_whole_reference(
     ranges = most - least
     # A channel that hardly varies in the prompt may vary later and would then dominate. So it gets
     # at least a share of the mean range.
-    ranges = torch.maximum(ranges, ranges.mean(dim=1, keepdim=True) * LEAST_RANGE)
+    ranges = torch.maximum(ranges, ranges.mean(dim=1, keepdim=True) * MIN_RANGE)
     whole.centres.copy_((most + least) / 2)
     whole.ranges.copy_(torch.where(ranges > 0, ranges, 1.0))  # a single column has no range

@@ -39,7 +39,7 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     blocks: (n, columns / 32, 16), scales: (n, columns / 32), both uint8, contiguous. A scale of 255
     means 2^128, as in transformers, and not NaN.
     """
-    if triton.takes(out):
+    if triton.supports(out):
         return _unpack_mxfp4_on_card(blocks, scales, out)
     if not is_compiled(out):
         return unpack_mxfp4_reference(blocks, scales, out)

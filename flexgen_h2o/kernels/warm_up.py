@@ -65,9 +65,9 @@ def compile_subprocess(function: Callable[..., object], *arguments: object) -> N
     module level; arguments: can be pickled. The call may end at any loop and begin again. If
     nothing can be cached on disk, or no process can be started, this process compiles.
     """
-    from flexgen_h2o.kernels.jit import kept_in
+    from flexgen_h2o.kernels.jit import cache_folder
 
-    if kept_in() is not None and sys.executable:
+    if cache_folder() is not None and sys.executable:
         try:
             with _refusing_to_compile():
                 function(*arguments)
@@ -202,7 +202,7 @@ def warm_up_card(
     zeros = partial(torch.zeros, device=device)
     q, k, v = (zeros(1, count, width, dtype=dtype) for count in (heads, kv_heads, kv_heads))
     # `warm_up` compiles a CPU's loops, for all sizes; torch's operations need no compiling
-    if not triton.takes(q):
+    if not triton.supports(q):
         return
     queries, keys, values = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     _, lse = causal_attention_lse(queries, keys, values, 1.0)

@@ -168,7 +168,7 @@ def some_rows(t: torch.Tensor, rows: slice) -> torch.Tensor:
 
 _THREAD = threading.local()  # is_busy: the thread runs a task of `parallel_each`
 # no part is less than a 64th of a thread's share: calls would cost more than waiting does
-_LEAST_PART = 64
+_MIN_PART = 64
 _WORTH_WAKING = 2**19  # bytes of work below which waking a thread costs more than it saves
 
 
@@ -182,10 +182,10 @@ class _Helper:
     """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
-        from flexgen_h2o.kernels.jit import tell_and_wait, wait_past
+        from flexgen_h2o.kernels.jit import signal_and_wait, wait_for_change
 
-        self._tell_and_wait = tell_and_wait
-        self._wait_past = wait_past
+        self._tell_and_wait = signal_and_wait
+        self._wait_past = wait_for_change
         self._pool = pool
         self._lock = threading.Lock()
         self._is_awake = False
@@ -263,12 +263,12 @@ os.register_at_fork(after_in_child=_forget_helpers)
 
 def warm_up_helpers() -> None:
     """Compile the functions with which threads wait, or load them from the cache."""
-    from flexgen_h2o.kernels.jit import tell_and_wait, wait_past
+    from flexgen_h2o.kernels.jit import signal_and_wait, wait_for_change
 
     words = np.zeros(2, dtype=np.int64)
     at = words.ctypes.data
-    tell_and_wait(at, at + 8, 0, 1)
-    wait_past(at, 0, 1)
+    signal_and_wait(at, at + 8, 0, 1)
+    wait_for_change(at, 0, 1)
 
 
 def part_end(first: int, rows: int, threads: int) -> int:
@@ -278,7 +278,7 @@ def part_end(first: int, rows: int, threads: int) -> int:
     only for a small part at the end.
     """
     left = rows - first
-    return first + min(left, max(1, rows // (threads * _LEAST_PART), left // (2 * threads)))
+    return first + min(left, max(1, rows // (threads * _MIN_PART), left // (2 * threads)))
 
 
 @lru_cache(maxsize=256)

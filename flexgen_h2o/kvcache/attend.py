@@ -137,7 +137,7 @@ def _attend_group(
         put_first_columns(
             rows.common, 0, rows.kv_heads, *(t[0].transpose(0, 1) for t in prefix[1:])
         )
-    elif not group.before and triton.takes(*packed):
+    elif not group.before and triton.supports(*packed):
         _attend_at_once(packed, group, sequence, rows, scale, attn_out)
         return
     for number, count in _equal_rows(group, rows.budgets, sequence):
@@ -390,7 +390,7 @@ def _write_packed(
     kv: Sequence[torch.Tensor],
     kept: KeptColumns,
     unit: KVRows,
-    lines: triton.Lines,
+    lines: triton.PromptPlaces,
 ) -> None:
     """Do `write_prompts` for prompts that are packed one behind the other.
 

@@ -228,7 +228,7 @@ def last_column_sums(
 # ---- prompts of any lengths, packed one behind the other on a GPU
 
 
-def packed_lines(rows: KVRows, first: int, lengths: Sequence[int]) -> triton.Lines:
+def packed_lines(rows: KVRows, first: int, lengths: Sequence[int]) -> triton.PromptPlaces:
     """Return one PromptLine per prompt: where its tokens are packed, and which of its columns stay.
 
     The prompts have the given lengths and belong to the sequences `first`, `first` + 1, ...
@@ -241,13 +241,13 @@ def packed_lines(rows: KVRows, first: int, lengths: Sequence[int]) -> triton.Lin
         *(t.tolist() for t in (budgets.kept, budgets.sinks, budgets.recent, budgets.slots)),
         strict=True,
     )
-    found = list[triton.PromptLine]()
+    found = list[triton.PromptPlace]()
     start = 0
     kept_start = 0
     for n, (kept, sinks, recent, slots) in zip(lengths, columns, strict=True):
         begin, end = (sinks, n - recent) if kept < n else (0, 0)
         found.append(
-            triton.PromptLine(start, n, n, kept_start, kept, begin, end, window_of(most, slots))
+            triton.PromptPlace(start, n, n, kept_start, kept, begin, end, window_of(most, slots))
         )
         start = start + n
         kept_start = kept_start + kept
@@ -256,7 +256,7 @@ def packed_lines(rows: KVRows, first: int, lengths: Sequence[int]) -> triton.Lin
 
 def keep_packed_columns(
     rows: KVRows,
-    lines: triton.Lines,
+    lines: triton.PromptPlaces,
     qk: Sequence[torch.Tensor],
     lse: torch.Tensor | None,
     scale: float,
@@ -283,7 +283,7 @@ def keep_packed_columns(
     return KeptColumns(choose_packed(rank, lines), scores, None)
 
 
-def _score_alike(rows: KVRows, sums: torch.Tensor, lines: triton.Lines) -> None:
+def _score_alike(rows: KVRows, sums: torch.Tensor, lines: triton.PromptPlaces) -> None:
     """Turn column sums (1, kv_heads, tokens) into the policy's scores, in place.
 
     Neighbours of equal length are converted together.

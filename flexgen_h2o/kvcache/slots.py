@@ -380,7 +380,7 @@ class KVRows:
 
     def is_one_launch(self, view: PartView) -> bool:
         """Return whether `attend_step` runs the decode step of the view's rows."""
-        return triton.takes(view.keys) and self.is_plain and self.attn_sparsity == 1
+        return triton.supports(view.keys) and self.is_plain and self.attn_sparsity == 1
 
     @property
     def is_plain(self) -> bool:

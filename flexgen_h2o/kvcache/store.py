@@ -120,7 +120,7 @@ class _Home:
 
 
 @dataclass
-class Unit:
+class CacheUnit:
     """The KV cache of one (transformer block, micro-batch): its parts' homes, and what they hold.
 
     `CacheStore.begin_block` makes it.
@@ -181,7 +181,7 @@ class CacheStore:
         # Attention runs on the host if the device is the CPU, or with --cpu-cache-compute.
         self._streamed_tiers = frozenset(t for t in TIERS if is_streamed(t, attends_on_host))
         self._ring_memory: Memory = "host" if attends_on_host else "device"
-        self._units: dict[tuple[int, int], Unit] = {}
+        self._units: dict[tuple[int, int], CacheUnit] = {}
         self._rows: list[_LiveRows] = []  # by micro-batch
 
     def begin_block(
@@ -201,7 +201,7 @@ class CacheStore:
         used: Counter[str] = Counter()
         self._rows = [_LiveRows(count, count) for count in rows]
         self._units = {
-            (block, k): Unit(
+            (block, k): CacheUnit(
                 layout, [self._take_home(layout, part, used) for part in layout.parts], rows[k]
             )
             for block, of_block in enumerate(layouts)
@@ -365,7 +365,7 @@ class CacheStore:
             home.memory = take(self._memory[part.tier], part.tier, layout.part_bytes(part))
         return home
 
-    def _data(self, unit: Unit, region: Region | None) -> list[torch.Tensor]:
+    def _data(self, unit: CacheUnit, region: Region | None) -> list[torch.Tensor]:
         """Return the bytes of each part where attention runs: in the region, or in its home."""
         found = []
         start = 0
@@ -380,14 +380,14 @@ class CacheStore:
                 found.append(home.memory)
         return found
 
-    def _views(self, unit: Unit, region: Region | None) -> list[PartView]:
+    def _views(self, unit: CacheUnit, region: Region | None) -> list[PartView]:
         return [
             part_view(unit.layout, home.part, data, self._dtype, home.metadata, home.whole)
             for home, data in zip(unit.homes, self._data(unit, region), strict=True)
         ]
 
     def _load_part(
-        self, unit: Unit, home: _Home, data: torch.Tensor, after: list[Waitable]
+        self, unit: CacheUnit, home: _Home, data: torch.Tensor, after: list[Waitable]
     ) -> list[Done]:
         """Start to load the columns of a part's live rows into `data`, and return the events.
 
@@ -408,7 +408,7 @@ class CacheStore:
         return loads
 
     def _store_whole(
-        self, unit: Unit, home: _Home, data: torch.Tensor, fence: Waitable
+        self, unit: CacheUnit, home: _Home, data: torch.Tensor, fence: Waitable
     ) -> list[Done]:
         """Start to store all columns of a part's live rows after `fence`, and return the events."""
         stores = list[Done]()
@@ -433,7 +433,7 @@ class CacheStore:
 
     def _store_columns(
         self,
-        unit: Unit,
+        unit: CacheUnit,
         home: _Home,
         view: PartView,
         data: torch.Tensor,
@@ -450,4 +450,4 @@ class CacheStore:
         assert home.memory is not None
         target = part_view(unit.layout, home.part, home.memory, self._dtype)
         pairs = ((target.keys, view.keys), (target.values, view.values))
-        return [self._mover.copy_columns("store_cache", pairs, slots, [fence])]
+        return [self._mover.copy_kv_entries("store_cache", pairs, slots, [fence])]

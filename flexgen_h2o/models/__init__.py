@@ -40,8 +40,8 @@ FAMILIES = {
 }
 
 # Far beyond any model: a damaged config must not lead to sizes that no float can represent.
-MOST_POSITIONS = 2**30
-MOST_QUOTED = 300  # characters of a message of transformers that are quoted
+MAX_POSITIONS = 2**30
+MAX_QUOTED = 300  # characters of a message of transformers that are quoted
 GENERATION_CONFIG = "generation_config.json"
 # Fields of classifiers. transformers would make a table of as many entries as the config says.
 _LABELS = ("num_labels", "id2label", "label2id")
@@ -164,7 +164,7 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
             _load(model_type).read_spec(name, config),
             quantization=config.get("quantization_config"),
         )
-        check_int("max_position_embeddings", spec.max_positions, low=1, high=MOST_POSITIONS)
+        check_int("max_position_embeddings", spec.max_positions, low=1, high=MAX_POSITIONS)
         return _known(spec)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
@@ -269,4 +269,4 @@ def one_line(error: Exception) -> str:
 
     The whole message may quote a whole config.
     """
-    return shortened(" ".join(line.strip() for line in str(error).splitlines()[:2]), MOST_QUOTED)
+    return shortened(" ".join(line.strip() for line in str(error).splitlines()[:2]), MAX_QUOTED)

@@ -24,7 +24,7 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerContext:
     """The answer for which processors are made."""
 
     prompt: Sequence[int]  # tokens that the answer follows
@@ -50,7 +50,7 @@ def _made(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(logits_process, f"{name}LogitsProcessor")(*args, **kwargs)
 
 
-def _decay(value: Any, answer: Answer) -> Any:
+def _decay(value: Any, answer: AnswerContext) -> Any:
     from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 
     return ExponentialDecayLengthPenalty(tuple(value), answer.end_tensor, len(answer.prompt))
@@ -58,7 +58,7 @@ def _decay(value: Any, answer: Answer) -> Any:
 
 # Makers of processors, in the order in which transformers applies them
 # (GenerationMixin._get_logits_processor).
-_MAKERS: dict[str, Callable[[Any, Answer], Any]] = {
+_MAKERS: dict[str, Callable[[Any, AnswerContext], Any]] = {
     "sequence_bias": lambda value, answer: _made("SequenceBias", value),
     "encoder_repetition_penalty": lambda value, answer: _made(
         "EncoderRepetitionPenalty", penalty=float(value), encoder_input_ids=answer.prompt_tensor
@@ -141,7 +141,7 @@ class GenerationConfig:
         settings = {**self.settings, "repetition_penalty": repetition_penalty}
         return replace(self, settings=_that_matter(settings))
 
-    def processors(self, answer: Answer) -> list[Processor]:
+    def processors(self, answer: AnswerContext) -> list[Processor]:
         """Return the processors that change the logits of an answer, in order."""
         names = (name for name in self.settings if answer.ends or name not in _NEED_ENDS)
         answer = replace(
@@ -169,7 +169,7 @@ def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
         ),
         read_ends(config.get("eos_token_id")),
     )
-    answer = Answer([0], [0], 1)
+    answer = AnswerContext([0], [0], 1)
     for name in found.settings:
         try:
             for processor in replace(found, settings={name: found.settings[name]}).processors(

@@ -17,7 +17,7 @@ from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
 from flexgen_h2o.kernels.elementwise import add_weighted, silu_gated
 from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu, optional_vector
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import MOST_POSITIONS, Hidden, Weights, read_ends
+from flexgen_h2o.models import MAX_POSITIONS, Hidden, Weights, read_ends
 
 
 def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
@@ -104,10 +104,10 @@ def read_positions(config: Mapping[str, Any]) -> int:
     if (
         isinstance(factor, bool)
         or not isinstance(factor, int | float)
-        or not 0 < factor <= MOST_POSITIONS
+        or not 0 < factor <= MAX_POSITIONS
     ):
         return positions  # `read_rotary` refuses a bad factor
-    return max(positions, min(int(trained * factor), MOST_POSITIONS))
+    return max(positions, min(int(trained * factor), MAX_POSITIONS))
 
 
 def check_heads(hidden: int, heads: int) -> None:

@@ -19,7 +19,7 @@ from flexgen_h2o.kernels.elementwise import rms_norm
 from flexgen_h2o.kernels.linear import (
     add_linear,
     linear,
-    linear_each,
+    linear_shared_input,
     lookup,
     optional_vector,
     vector,
@@ -283,7 +283,7 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> At
     qkv = {name: ws.get(name, tokens, count * width) for name, count in heads.items()}
     for a, b in token_chunks(tokens):
         inputs = normed(spec, w, "input_norm", x[a:b], ws)
-        linear_each(
+        linear_shared_input(
             inputs,
             [
                 (w[f"{name}_proj.weight"], bias_of(w, f"{name}_proj"), out[a:b])

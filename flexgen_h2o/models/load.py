@@ -205,14 +205,14 @@ class Model:
         if len(text) <= PIECE_CHARACTERS:
             return
         for at in range(0, len(text), PIECE_CHARACTERS):
-            tokens += max(0, len(self.encode_more(text[at : at + PIECE_CHARACTERS])) - _CUT_TOKENS)
+            tokens += max(0, len(self.encode_plain(text[at : at + PIECE_CHARACTERS])) - _CUT_TOKENS)
             if tokens > _CUT_SHARE * positions:
                 raise TooLongError(
                     f"{len(text)} characters, too many for the {positions} positions of "
                     f"{self.name}; shorten it"
                 )
 
-    def encode_beginning(self, text: str, tokens: int) -> list[int]:
+    def encode_prefix(self, text: str, tokens: int) -> list[int]:
         """Return `encode` of a beginning of the text that has at least `tokens` tokens.
 
         A text with fewer tokens is encoded whole.
@@ -252,7 +252,7 @@ class Model:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     @cached_property
-    def least_parts(self) -> int | None:
+    def min_content_parts(self) -> int | None:
         """Fewest texts of a message that the chat template gets as a list of parts.
 
         With fewer texts, they are passed as lines of one text. None: never as parts, because the
@@ -296,7 +296,7 @@ class Model:
         """
         text = self.chat_text(messages, options=options)
         self.check_fits(text)
-        return self.encode_more(text)
+        return self.encode_plain(text)
 
     def encode_turn(self, users: Sequence[str], system: str | None = None) -> list[int]:
         """Return the token ids of the last of a user's messages, by the chat template.
@@ -315,7 +315,7 @@ class Model:
         if bool(answer) != (len(users) > 1) or head.count(_ANSWER_MARK) != max(0, len(users) - 2):
             raise ValueError("it leaves out answers that came before")
         self.check_fits(turn)
-        return self.encode_more(turn)
+        return self.encode_plain(turn)
 
     def chat_text(
         self,
@@ -328,7 +328,7 @@ class Model:
         It ends where an answer begins. Without `answers` it ends with the last message, which is to
         be continued. options and ValueError: as for `encode_chat`.
         """
-        if self.least_parts == 1:
+        if self.min_content_parts == 1:
             messages = [
                 {**message, "content": _as_parts(text)}
                 if isinstance(text := message.get("content"), str)
@@ -358,15 +358,15 @@ class Model:
             raise ValueError(one_line(error) or type(error).__name__) from error
         return str(text)
 
-    def encode_more(self, text: str) -> list[int]:
+    def encode_plain(self, text: str) -> list[int]:
         """Return token ids without adding special tokens.
 
         The text contains them already, or it continues other text.
         """
         return self.tokens_of(text, add_special_tokens=False)
 
-    def encode_long(self, text: str) -> list[int]:
-        """Return `encode_more` of a text of any length.
+    def encode_plain_long(self, text: str) -> list[int]:
+        """Return `encode_plain` of a text of any length.
 
         A long text is encoded in pieces, which end behind a newline if there is one.
         """
@@ -376,7 +376,7 @@ class Model:
             end = at + LONG_PIECE_CHARACTERS
             if end < len(text):
                 end = text.rfind("\n", at, end) + 1 or end
-            found += self.encode_more(text[at:end])
+            found += self.encode_plain(text[at:end])
             at = end
         return found
 

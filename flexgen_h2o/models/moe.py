@@ -131,8 +131,8 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 
 # most experts of a layer, and of all layers
-MOST_EXPERTS = 2**12
-MOST_IN_ALL = 2**17
+MAX_EXPERTS = 2**12
+MAX_IN_ALL = 2**17
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
@@ -245,12 +245,12 @@ def read_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     """
     # transformers gives the number under one of two names.
     num_experts = config.get("num_experts", config.get("num_local_experts"))
-    count = check_int("num_experts or num_local_experts", num_experts, low=1, high=MOST_EXPERTS)
-    if count * int(config["num_hidden_layers"]) > MOST_IN_ALL:
+    count = check_int("num_experts or num_local_experts", num_experts, low=1, high=MAX_EXPERTS)
+    if count * int(config["num_hidden_layers"]) > MAX_IN_ALL:
         raise UsageError(
             f"num_experts: {count} in each of {config['num_hidden_layers']} layers "
             "(num_hidden_layers) are more than"
-            f" {MOST_IN_ALL} in all, which no known model has"
+            f" {MAX_IN_ALL} in all, which no known model has"
         )
     return count, check_int(
         "num_experts_per_tok", config.get("num_experts_per_tok"), low=1, high=count

@@ -14,7 +14,7 @@ import torch
 
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup
+from flexgen_h2o.kernels.linear import add_linear, linear, linear_shared_input, lookup
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attention, Queries, Weights
 from flexgen_h2o.models.layers import (
@@ -189,7 +189,7 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> At
     for a, b in token_chunks(tokens):
         inputs = _norm(w, "self_attn_layer_norm", x[a:b]) if pre_norm else x[a:b]
         outs = ((q, "q_proj"), (k, "k_proj"), (v, "v_proj"))
-        linear_each(
+        linear_shared_input(
             inputs, [(w[f"{name}.weight"], bias_of(w, name), out[a:b]) for out, name in outs]
         )
     attn_out = yield Queries(*(t.view(tokens, heads, width) for t in (q, k, v)))

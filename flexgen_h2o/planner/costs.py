@@ -25,7 +25,7 @@ from flexgen_h2o.engine.weight_units import (
     loaded_kinds,
     waits_for_router,
 )
-from flexgen_h2o.engine.workload import Batch, WorkloadShape, shape_of
+from flexgen_h2o.engine.workload import MicroBatchShape, Workload, shape_of
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
     CostContext,
@@ -153,7 +153,7 @@ class Costs:
         return loaded_kinds(self.at.spec, self._steps, self.kinds)
 
     @cached_property
-    def _step_costs(self) -> dict[tuple[int, Batch, int, int | None], StepCost]:
+    def _step_costs(self) -> dict[tuple[int, MicroBatchShape, int, int | None], StepCost]:
         return {}
 
     @cached_property
@@ -224,7 +224,9 @@ class Costs:
             self.at.form.decoder_in_products, 0.0
         )
 
-    def decoding(self, index: int, steps: Iterable[tuple[Batch, int]], sweep: int) -> StepCost:
+    def decoding(
+        self, index: int, steps: Iterable[tuple[MicroBatchShape, int]], sweep: int
+    ) -> StepCost:
         """Return the cost of unpacking a layer's weight unit for some steps of the layer.
 
         steps: the values that `steps_of` returns.
@@ -259,7 +261,7 @@ class Costs:
         return self._decoded[key]
 
     def step(
-        self, layer_index: int, batch: Batch, sweep: int, tokens: int | None = None
+        self, layer_index: int, batch: MicroBatchShape, sweep: int, tokens: int | None = None
     ) -> StepCost:
         """Return the cost of one (layer, micro-batch) step.
 
@@ -271,7 +273,7 @@ class Costs:
             self._step_costs[key] = self._step(layer_index, batch, sweep, tokens)
         return self._step_costs[key]
 
-    def _step(self, index: int, batch: Batch, sweep: int, tokens: int | None) -> StepCost:
+    def _step(self, index: int, batch: MicroBatchShape, sweep: int, tokens: int | None) -> StepCost:
         at = self.at
         p = self.profile
         layer = self.layers.layers[index]
@@ -330,8 +332,8 @@ class Costs:
         )
 
     def steps_of(
-        self, kind: LayerKind, block: Sequence[Batch], sweep: int
-    ) -> dict[int, tuple[Batch, int]]:
+        self, kind: LayerKind, block: Sequence[MicroBatchShape], sweep: int
+    ) -> dict[int, tuple[MicroBatchShape, int]]:
         """Return the steps of a layer of this kind, by the index of the micro-batch.
 
         Each step is (batch, tokens). `tokens` counts what the step computes outside attention. The
@@ -348,7 +350,7 @@ class Costs:
         if kind in ATTENTION_KINDS:
             return {k: (batch, computed.get(k, 0)) for k, batch in enumerate(block)}
         return {
-            first: (Batch.joined([block[k] for k in run]), computed[first])
+            first: (MicroBatchShape.joined([block[k] for k in run]), computed[first])
             for first, run in runs.items()
         }
 
@@ -465,7 +467,7 @@ class Costs:
         link_s = move.nbytes / link_rate + move.pieces * p.transfer_s
         return TransferCost(move.lane, max(seconds, link_s), link, link_s, taken_s)
 
-    def busy(self, block: Sequence[Batch], sweep: int) -> dict[str, float]:
+    def busy(self, block: Sequence[MicroBatchShape], sweep: int) -> dict[str, float]:
         """Return the seconds that each resource works in a sweep of a block.
 
         The largest of them bounds the sweep from below if everything overlaps. Their sum does if
@@ -497,7 +499,7 @@ class Costs:
         return found
 
     def _of_sweep(
-        self, block: Sequence[Batch], sweep: int
+        self, block: Sequence[MicroBatchShape], sweep: int
     ) -> tuple[list[tuple[TransferCost, int]], list[tuple[StepCost, int]]]:
         """Return the transfers and the steps of a sweep, each with its number of occurrences."""
         kinds = {index: self.layers.layers[index].kind for index in self.kinds}
@@ -526,7 +528,7 @@ class Costs:
             moved += ((transfer, times) for transfer in every)
         return moved, steps
 
-    def with_contention(self, block: Sequence[Batch], sweep: int) -> Costs:
+    def with_contention(self, block: Sequence[MicroBatchShape], sweep: int) -> Costs:
         """Return the costs of this sweep if resources slow each other down while they overlap.
 
         Disk reads and compute slow each other down, the more the shorter the requests are. So do
@@ -579,14 +581,12 @@ class Machine:
         return DTYPE_BYTES[self.dtype]
 
     def setting(
-        self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False
+        self, spec: ModelSpec, policy: Policy, need: Workload, splits: bool = False
     ) -> CostContext:
         """Return everything that fixes the bytes and FLOPs of a run on this machine."""
         return CostContext(spec, policy, need, self.itemsize, self.device_is_host, splits)
 
-    def costs(
-        self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False
-    ) -> Costs:
+    def costs(self, spec: ModelSpec, policy: Policy, need: Workload, splits: bool = False) -> Costs:
         """Return the costs of a run on this machine. splits: see `CostContext`."""
         return Costs(self.setting(spec, policy, need, splits), self.profile, self.dtype)
 

@@ -19,12 +19,12 @@ import pulp
 from pulp.apis.core import PulpSolverError
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
+from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan
-from flexgen_h2o.engine.workload import WorkloadShape, shape_of
+from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.planner.costs import LANES, Machine
 from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.work import CostContext
@@ -38,7 +38,7 @@ TIE_BREAK = 1e-3
 SNAP = 3
 # Percents that are moved at a time. A few percent of a small matrix may be no whole row block.
 STEPS = (1, 2, 4, 8, 16, 32, 64, 100)
-MOST_MICRO_BATCH = 512  # more sequences make products hardly faster
+MAX_MICRO_BATCH = 512  # more sequences make products hardly faster
 BATCHES = (1, 2, 4, 8, 16, 32)  # numbers of micro-batches that are tried at first
 LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are only used if memory is left over
 
@@ -54,7 +54,7 @@ class SearchSpace:
     """The input of a search: model, workload, machine, budgets and switches that it may set."""
 
     spec: ModelSpec
-    need: WorkloadShape
+    need: Workload
     # Its switches are kept; batch sizes and shares are chosen.
     base: Policy
     machine: Machine
@@ -70,10 +70,10 @@ class SearchSpace:
         """Most sequences of a micro-batch.
 
         In a mixture of experts, each expert computes only per_token / count of the rows. Its
-        products become faster until the expert has MOST_MICRO_BATCH rows.
+        products become faster until the expert has MAX_MICRO_BATCH rows.
         """
         experts = self.spec.experts
-        return MOST_MICRO_BATCH * (experts.count // experts.per_token if experts else 1)
+        return MAX_MICRO_BATCH * (experts.count // experts.per_token if experts else 1)
 
     def memory(self, policy: Policy, depth: Depth) -> MemoryPlan:
         """Return the memory plan of a policy."""
@@ -114,7 +114,7 @@ class SearchSpace:
         parts = 1
         block = self.need.rows
         while True:
-            block = min(-(-self.need.rows // parts), MOST_ROWS)
+            block = min(-(-self.need.rows // parts), MAX_ROWS)
             for batches in (k for k in BATCHES if k <= block):
                 gbs = -(-block // batches)
                 if gbs <= self.most_micro_batch and (gbs, batches) not in seen:

@@ -19,11 +19,11 @@ from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.engine.workload import (
     AutoPolicy,
-    Batch,
-    WorkloadShape,
+    MicroBatchShape,
+    Workload,
     base_of,
-    need_of_rows,
     shape_of_blocks,
+    workload_of_rows,
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
 from flexgen_h2o.planner.costs import Machine
@@ -31,13 +31,13 @@ from flexgen_h2o.planner.lp import Budgets, SearchSpace
 from flexgen_h2o.planner.measure.run import profile_of_this_machine
 from flexgen_h2o.planner.predict import Prediction, predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, read_profile
-from flexgen_h2o.planner.report import Answer
+from flexgen_h2o.planner.report import SearchResult
 from flexgen_h2o.planner.search import Plan, disk_reads, search, sensitivity
 
 # Measuring takes about a minute. It is worth it before a run that will take longer than this.
 WORTH_MEASURING_S = 600.0
 MEASURING_BYTES = 5 * GIB // 4  # RAM that measuring needs
-MOST_SIMULATED = 64  # simulated blocks of a plan that is shown; each takes about 20 ms
+MAX_SIMULATED = 64  # simulated blocks of a plan that is shown; each takes about 20 ms
 Groups = Sequence[Sequence[Sequence[PromptGroup]]]  # by block, then by micro-batch
 
 
@@ -45,7 +45,7 @@ Groups = Sequence[Sequence[Sequence[PromptGroup]]]  # by block, then by micro-ba
 class Planned:
     """A policy, its memory plan and the workload that they were made for. Planner.plan makes it."""
 
-    need: WorkloadShape
+    need: Workload
     policy: Policy
     memory: MemoryPlan
 
@@ -109,7 +109,7 @@ class Planner:
                 f" {self.dtype}"
             )
 
-    def choose(self, need: WorkloadShape, base: Policy, budgets: Budgets) -> Policy:
+    def choose(self, need: Workload, base: Policy, budgets: Budgets) -> Policy:
         """Return the fastest policy. Raise DoesNotFitError if none fits the budgets.
 
         This machine is measured first if it has no profile and if the run is long enough.
@@ -210,7 +210,9 @@ class Planner:
         need = self._need_of(rows, None).in_one_copy(count)
         longest = max(len(row.prompt.token_ids) for row in rows)
         fits = longest - count <= shape.most_attending and shape.has_slots(need.slots)
-        fits = fits and shape.record == need.record and not (plan.head_rows and need.whole_head)
+        fits = (
+            fits and shape.record == need.record and not (plan.head_rows and need.needs_all_logits)
+        )
         fits = (
             fits
             and shape.rows * max(row.max_tokens_per_sweep for row in rows) <= shape.most_attending
@@ -227,14 +229,16 @@ class Planner:
             return None
         return self._predict(rows, policy, plan, sys.maxsize)
 
-    def foresee(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
+    def predict_run(
+        self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan
+    ) -> Prediction | None:
         """Return nearly the same cost as `predict`, and also that of a job.
 
         Of many different blocks, only some are simulated.
         """
         if self.part.pipeline is not None or not self.can_predict:
             return None
-        return self._predict(rows, policy, plan, MOST_SIMULATED)
+        return self._predict(rows, policy, plan, MAX_SIMULATED)
 
     def _predict(
         self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan, most: int
@@ -250,18 +254,18 @@ class Planner:
         planned: Planned,
         asked: Policy | AutoPolicy,
         budgets: dict[str, int | None],
-    ) -> Answer:
+    ) -> SearchResult:
         """Return all that is known of a plan for these sequences before they run.
 
         Seconds assume that no sequence ends early, and that its place is then given to the next
-        one. Of more than MOST_SIMULATED different blocks, only some are simulated. Raise UsageError
+        one. Of more than MAX_SIMULATED different blocks, only some are simulated. Raise UsageError
         if the profile has no rates of the dtype.
         """
         self.check_dtype()
         policy = planned.policy
         need = self._need(rows, planned.policy)
         blocks = self._groups(rows, policy, need.common)
-        prediction = self.predict_groups(policy, need, planned.memory, blocks, MOST_SIMULATED)
+        prediction = self.predict_groups(policy, need, planned.memory, blocks, MAX_SIMULATED)
         new_tokens = sum(row.max_new for row in rows)
         # If all sequences had the most new tokens, decoding would take all predicted sweeps.
         share = new_tokens / (len(rows) * need.gen_len)
@@ -274,7 +278,7 @@ class Planner:
         )
         space = SearchSpace(self.part.spec, need, policy, self._machine, budgets)
         sizes = {(len(row.prompt.token_ids), row.max_new) for row in rows}
-        return Answer(
+        return SearchResult(
             space,
             self.part.eviction.to_json(),
             isinstance(asked, AutoPolicy),
@@ -287,7 +291,7 @@ class Planner:
     def predict_groups(
         self,
         policy: Policy,
-        need: WorkloadShape,
+        need: Workload,
         plan: MemoryPlan,
         blocks: Groups,
         most: int = sys.maxsize,
@@ -298,7 +302,9 @@ class Planner:
         simulated and counts for n of them.
         """
         counted = list(
-            Counter(tuple(Batch.of(groups) for groups in block) for block in blocks).items()
+            Counter(
+                tuple(MicroBatchShape.of(groups) for groups in block) for block in blocks
+            ).items()
         )
         step = -(-len(counted) // most)
         # Sequences are sorted by length, so neighbouring blocks are alike.
@@ -310,7 +316,7 @@ class Planner:
         self,
         rows: Sequence[Row],
         asked: Policy | AutoPolicy,
-        own: WorkloadShape,
+        own: Workload,
         before: Planned | None,
         budgets: dict[str, int | None],
     ) -> Planned:
@@ -327,7 +333,7 @@ class Planner:
         memory = plan_within(self.part.spec, policy, shape, itemsize, self._device_is_host, budgets)
         return Planned(need, policy, memory)
 
-    def _need(self, rows: Sequence[Row], policy: Policy) -> WorkloadShape:
+    def _need(self, rows: Sequence[Row], policy: Policy) -> Workload:
         """Return the workload of these sequences.
 
         A shared prefix is held in one copy if sequences keep all KV entries uncompressed and read
@@ -353,11 +359,11 @@ class Planner:
             else need
         )
 
-    def _need_of(self, rows: Sequence[Row], sharing: Sharing | None) -> WorkloadShape:
+    def _need_of(self, rows: Sequence[Row], sharing: Sharing | None) -> Workload:
         spec = self.part.spec
-        return need_of_rows(self.part.eviction, rows, spec.num_blocks, spec.windows, sharing)
+        return workload_of_rows(self.part.eviction, rows, spec.num_blocks, spec.windows, sharing)
 
-    def _shape(self, rows: Sequence[Row], policy: Policy, need: WorkloadShape) -> BlockShape:
+    def _shape(self, rows: Sequence[Row], policy: Policy, need: Workload) -> BlockShape:
         return shape_of_blocks(self._groups(rows, policy, need.common), need, rows)
 
     def _groups(self, rows: Sequence[Row], policy: Policy, common: int) -> Groups:

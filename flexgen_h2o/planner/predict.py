@@ -19,18 +19,18 @@ from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import MemoryPlan, hidden_row_bytes
-from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
+from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload
 from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, Machine, StepCost, TransferCost
 from flexgen_h2o.planner.work import hidden_is_brought, kv_ring_bytes, tokens_of, weight_ring_bytes
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 
 PHASES = ("prefill", "decode")
 # A deep model is simulated with n and with 2n transformer blocks. n is at most CUT_BLOCKS and at
-# least LEAST_BLOCKS. It is smaller if groups of experts make many layers (CUT_LAYERS) of a block.
+# least MIN_BLOCKS. It is smaller if groups of experts make many layers (CUT_LAYERS) of a block.
 CUT_BLOCKS = 6
-LEAST_BLOCKS = 2
+MIN_BLOCKS = 2
 CUT_LAYERS = 24
-MOST_WALKED = 8  # sweeps of a block that are simulated; the others are interpolated
+MAX_WALKED = 8  # sweeps of a block that are simulated; the others are interpolated
 ALL = "all"  # the key of a phase's seconds as a whole, beside the busy seconds of each resource
 Spent = dict[str, dict[str, float]]  # seconds by phase, then by resource or ALL
 OnSpan = Callable[[str, str, float, float], None]  # takes lane, name, start and end in seconds
@@ -84,7 +84,7 @@ class Prediction:
 def predict(
     spec: ModelSpec,
     policy: Policy,
-    need: WorkloadShape,
+    need: Workload,
     machine: Machine,
     plan: MemoryPlan,
     blocks: Sequence[tuple[Block, int]],
@@ -112,7 +112,7 @@ def walked_sweeps(gen_len: int) -> tuple[int, ...]:
     All sweeps of a short generation are simulated. Of a long one these are sweeps 0 to 3, two in
     the middle and the last two.
     """
-    if gen_len <= MOST_WALKED:
+    if gen_len <= MAX_WALKED:
         return tuple(range(gen_len))
     middle = (gen_len + 1) // 2
     return (0, 1, 2, 3, middle, middle + 1, gen_len - 2, gen_len - 1)
@@ -151,7 +151,7 @@ def cut_blocks(depth: int, layers: int) -> int:
     layers: the number of layers of the whole model. The result is even, since every other
     transformer block may have a window.
     """
-    return max(LEAST_BLOCKS, min(CUT_BLOCKS, CUT_LAYERS * depth // layers) // 2 * 2)
+    return max(MIN_BLOCKS, min(CUT_BLOCKS, CUT_LAYERS * depth // layers) // 2 * 2)
 
 
 def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
@@ -216,7 +216,7 @@ class Simulated(NamedTuple):
 def simulate(
     costs: tuple[Costs, Costs],
     plan: MemoryPlan,
-    block: Sequence[Batch],
+    block: Sequence[MicroBatchShape],
     sweeps: Sequence[int],
     on_span: OnSpan | None = None,
 ) -> Simulated:
@@ -276,7 +276,7 @@ class _StepCosts(dict[UnitKey, StepCost]):
     """
 
     def __init__(
-        self, costs: tuple[Costs, Costs], block: Sequence[Batch], sweeps: Sequence[int]
+        self, costs: tuple[Costs, Costs], block: Sequence[MicroBatchShape], sweeps: Sequence[int]
     ) -> None:
         layers = costs[0].layers.layers
         self._costs = costs
@@ -311,7 +311,7 @@ class _Simulation:
         self,
         costs: tuple[Costs, Costs],
         plan: MemoryPlan,
-        block: Sequence[Batch],
+        block: Sequence[MicroBatchShape],
         sweeps: Sequence[int],
         on_span: OnSpan | None,
     ) -> None:

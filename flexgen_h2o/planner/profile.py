@@ -27,16 +27,16 @@ PROFILE_SCHEMA = 9
 # schema 3 and does not tell. A 2-core AMD EPYC with VNNI (build-2core) reached it with 128 rows,
 # including the rest of the layer.
 UNKNOWN_INT8_SPEEDUP = 1.6
-MOST_RATE = 1e18
-MOST_SECONDS = 10.0
-MOST_SPEEDUP = 100.0
-MOST_BYTES = 2**63
+MAX_RATE = 1e18
+MAX_SECONDS = 10.0
+MAX_SPEEDUP = 100.0
+MAX_BYTES = 2**63
 # The beginning of a note that says that other processes disturbed a measurement.
 BUSY_NOTE = "measured while other processes took"
 # Decoders of quantised checkpoints, into the dtype and into int8 rows (WeightFormat.decoder), and
 # decoders that work within products (IN_PRODUCTS).
 DECODERS = frozenset((*IN_PRODUCTS, *(name + kind for name in QUANTISED for kind in ("", "_int8"))))
-LEAST_SHAPE = 2**-10  # the least out / in of a matrix
+MIN_SHAPE = 2**-10  # the least out / in of a matrix
 SHIPPED = policies_folder() / "profiles"
 
 
@@ -161,7 +161,7 @@ class ComputeRates:
         for rows, _ in over_rows.points:
             in_order_s = 2 * rows / self.matmul_rate(rows, width, width)
             in_int8_s = in_order_s / self.int8_speedup.at(rows)
-            points.append((rows, max(1 / MOST_SPEEDUP, in_order_s / (in_int8_s + becoming_s))))
+            points.append((rows, max(1 / MAX_SPEEDUP, in_order_s / (in_int8_s + becoming_s))))
         return replace(self, int4_speedup=Curve(tuple(points)))
 
 
@@ -392,7 +392,7 @@ def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
     The added values are those of a machine of which nothing is known.
     """
     since_4 = {
-        "overlay_bytes_per_s": MOST_RATE,
+        "overlay_bytes_per_s": MAX_RATE,
         "short_read_compute_s": 0.0,
         "cache_load_step_s": 0.0,
     }
@@ -458,16 +458,16 @@ def _flag(name: str, value: object) -> bool:
 
 def _size(name: str, value: object) -> int:
     """Return a number of bytes; raise UsageError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_BYTES:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_BYTES:
         raise UsageError(f"{name}: {value!r:.40} is not a number of bytes")
     return value
 
 
 # By the ending of a number's name: its least value, its greatest value, and a description.
 RANGES = {
-    "per_s": (1.0, MOST_RATE, "a rate"),
-    "_s": (0.0, MOST_SECONDS, "a time in seconds"),
-    "_speedup": (1 / MOST_SPEEDUP, MOST_SPEEDUP, "how many times faster"),
+    "per_s": (1.0, MAX_RATE, "a rate"),
+    "_s": (0.0, MAX_SECONDS, "a time in seconds"),
+    "_speedup": (1 / MAX_SPEEDUP, MAX_SPEEDUP, "how many times faster"),
     "": (0.01, 1.0, "a share"),
 }
 
@@ -494,7 +494,7 @@ def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, A
             size = float(key)
         except ValueError:
             size = 0.0
-        if not least <= size <= MOST_BYTES:
+        if not least <= size <= MAX_BYTES:
             raise UsageError(f"{name}: {key!r} is not a size of at least {least:g}")
         if size in found:
             raise UsageError(f"{name}: size {size:g} is there twice")
@@ -511,7 +511,7 @@ def _products(name: str, value: object) -> Products:
     """Return the rates of linear maps of a JSON object {out / in: {in: {rows: rate}}}."""
     return tuple(
         (shape, tuple((inner, _curve(name, curve)) for inner, curve in _points(name, by_inner)))
-        for shape, by_inner in _points(name, value, LEAST_SHAPE)
+        for shape, by_inner in _points(name, value, MIN_SHAPE)
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
+from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.units import aligned, counted, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes
 from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
@@ -41,12 +41,12 @@ BINDS = 0.8
 # Guesses of the sequences that balance computing and loading; each starts from the one before.
 GUESSES = 8
 NIGHT_HOURS = 10
-LEAST_GAIN = 1e-4  # share of the whole time; a smaller gain is called nothing
+MIN_GAIN = 1e-4  # share of the whole time; a smaller gain is called nothing
 SMALL_GAIN = 1e-3  # share of the whole time; a smaller gain has two digits after the point
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """A question to the planner, and a plan or the reason why there is none.
 
     The `plan` command or Planner.answer makes it.
@@ -103,7 +103,7 @@ class Answer:
         return [tier for tier in TIERS if tier != "device" or not self.space.machine.device_is_host]
 
 
-def to_json(answer: Answer) -> dict[str, Any]:
+def to_json(answer: SearchResult) -> dict[str, Any]:
     """Return the object that docs/reference/commands/plan.md describes.
 
     All other facts of the plan are under `details`.
@@ -119,7 +119,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _details(answer: Answer) -> dict[str, Any]:
+def _details(answer: SearchResult) -> dict[str, Any]:
     """Return the `details` of `to_json`."""
     space = answer.space
     plan = answer.plan
@@ -157,7 +157,9 @@ def _details(answer: Answer) -> dict[str, Any]:
     }
 
 
-def to_text(answer: Answer, flags: str, command: str | None = None, benchmark: str = "") -> str:
+def to_text(
+    answer: SearchResult, flags: str, command: str | None = None, benchmark: str = ""
+) -> str:
     """Return the text that a terminal shows of the answer's plan.
 
     flags: the flags of the policy.
@@ -193,7 +195,7 @@ def to_text(answer: Answer, flags: str, command: str | None = None, benchmark: s
     )
 
 
-def _about(answer: Answer) -> Iterator[str]:
+def _about(answer: SearchResult) -> Iterator[str]:
     """Yield lines about the model, the workload, quality, the machine and the checkpoint."""
     need = answer.space.need
     machine = answer.space.machine
@@ -222,7 +224,7 @@ def _about(answer: Answer) -> Iterator[str]:
     yield _checkpoint(answer)
 
 
-def _checkpoint(answer: Answer) -> str:
+def _checkpoint(answer: SearchResult) -> str:
     """Return the line with bytes and format of the checkpoint.
 
     The files of the checkpoint do not count in the disk's budget.
@@ -241,7 +243,7 @@ def _checkpoint(answer: Answer) -> str:
     return f"checkpoint: {nbytes}, {stored}, read in place and not in the disk's budget"
 
 
-def _night(answer: Answer, plan: Plan) -> Iterator[str]:
+def _night(answer: SearchResult, plan: Plan) -> Iterator[str]:
     """Yield a line with the work of one night, if all prompts take longer than a night."""
     need = answer.space.need
     seconds = plan.prediction.total_s
@@ -252,7 +254,7 @@ def _night(answer: Answer, plan: Plan) -> Iterator[str]:
         yield f"a night of {NIGHT_HOURS} hours: {done}; all take {nights:.1f} nights"
 
 
-def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
+def _memory(answer: SearchResult, plan: Plan) -> Iterator[str]:
     """Yield lines with the bytes by tier, the units loaded ahead and the bytes read from disk."""
     memory = plan.memory
     rows = [["memory", "needed", "budget"]]
@@ -304,7 +306,7 @@ def _saving(plan: Plan) -> str:
     return ", which saves no time: computing takes longer than reading" if is_hidden else ""
 
 
-def _seconds(answer: Answer, plan: Plan) -> Iterator[str]:
+def _seconds(answer: SearchResult, plan: Plan) -> Iterator[str]:
     """Yield a table of seconds by resource and phase, and the resource that binds each phase."""
     found = plan.prediction
     names = RESOURCES_OF_CPU if answer.space.machine.device_is_host else RESOURCES
@@ -349,7 +351,7 @@ def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
     # Products of more rows are faster, so the balance is found by iteration.
     for _ in range(GUESSES):
         batches = policy.num_gpu_batches
-        each = min(round(min(rows, MOST_ROWS) / batches), MOST_ROWS // batches)
+        each = min(round(min(rows, MAX_ROWS) / batches), MAX_ROWS // batches)
         policy = replace(policy, gpu_batch_size=max(1, each))
         block = space.need.block((policy.gpu_batch_size,) * policy.num_gpu_batches)
         costs = space.machine.costs(space.spec, policy, space.need)
@@ -363,7 +365,7 @@ def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
     return rows
 
 
-def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
+def _experts(answer: SearchResult, plan: Plan) -> Iterator[str]:
     """Yield lines about a mixture of experts; none for other models.
 
     They show how much of the model a token uses. If blocks have too few sequences to compute for as
@@ -392,7 +394,7 @@ def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
     yield f"batches have {rows:,} prompts, each {held}; {enough}"
 
 
-def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
+def _gains(answer: SearchResult, plan: Plan) -> Iterator[str]:
     """Yield a line with the time that one GiB more saves on each tier."""
     if not answer.s_per_gib:
         return
@@ -404,12 +406,12 @@ def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
         percent = f"{share:.2%}" if share < SMALL_GAIN else f"{share:.1%}"
         said.append(
             f"{TIER_NAMES[tier]} "
-            f"{'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({percent})'}"
+            f"{'nothing' if share < MIN_GAIN else f'{format_seconds(gain)} ({percent})'}"
         )
     yield f"1 GiB more would save: {', '.join(said)} (with these batch sizes)"
 
 
-def _faster(answer: Answer) -> Iterator[str]:
+def _faster(answer: SearchResult) -> Iterator[str]:
     """Yield a line with the flag that is predicted to save time, and what it costs."""
     if answer.faster is not None:
         flag, seconds = answer.faster

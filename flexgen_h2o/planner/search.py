@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from operator import attrgetter, itemgetter
 
-from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
+from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan, plan_within
@@ -39,16 +39,16 @@ from flexgen_h2o.planner.lp import (
     placements,
     tier_percents,
 )
-from flexgen_h2o.planner.predict import CUT_BLOCKS, MOST_WALKED, Prediction, cut_blocks, predict
+from flexgen_h2o.planner.predict import CUT_BLOCKS, MAX_WALKED, Prediction, cut_blocks, predict
 from flexgen_h2o.planner.work import disk_read_bytes
 
 # Numbers of micro-batches that `_largest` tries. Around the best candidate, others are tried.
 FEW_BATCHES = BATCHES[:3]
 # Only the filled part of a KV unit is read: on average more than this share of its size.
-LEAST_READ = 0.5
+MIN_READ = 0.5
 MEMORY = TIERS[:2]
 IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
-MOST_SOLVED = 64
+MAX_SOLVED = 64
 # The LP knows no waits and no contention. A plan may take this many times as long as it says.
 OPTIMISM = 1.25
 # Candidates are simulated in the LP's order. The first 6 are always simulated, and up to 24 until
@@ -57,12 +57,12 @@ OPTIMISM = 1.25
 # most, which the LP does not know: alone they would hide better candidates. A candidate of more
 # than 150,000 steps is only simulated if nothing else is. 32 micro-batches of a model with 128
 # experts per block may have as many.
-LEAST_SIMULATED = 6
-MOST_SIMULATED = 24
+MIN_SIMULATED = 6
+MAX_SIMULATED = 24
 QUICK_STEPS = 40_000
 FEW_STEPS = 4_000
 LONG_STEPS = 150_000
-MOST_STEPS = 4  # moves from the best plan to a better neighbour
+MAX_STEPS = 4  # moves from the best plan to a better neighbour
 EQUAL = 1.003  # plans whose seconds differ by less are equally fast
 WORTH_READING = 1.05  # a plan in memory is taken unless one that uses the disk is faster by more
 TIGHTER = 0.95  # share of the budgets for the LP if no rounded placement fits the real ones
@@ -125,7 +125,7 @@ def _fastest(space: SearchSpace) -> Plan | None:
     """Return the plan that `search` returns; None if nothing fits."""
     # If nothing of the coarse grid fits, one sequence at a time may.
     found = _coarse(space) or [
-        evaluate(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)
+        evaluate(space, policy) for policy in single_row_policies(space, MAX_SIMULATED)
     ]
     if not found:
         return None
@@ -158,7 +158,7 @@ def _coarse(space: SearchSpace) -> list[Plan]:
     solved = [(_steps(space, one[1].policy), *one) for one in _solved(space)]
     for own, seconds, candidate, solution in sorted(solved, key=lambda one: one[0] > LONG_STEPS):
         is_quick = steps <= QUICK_STEPS or (own <= FEW_STEPS and seconds < fastest)
-        is_late = tried == MOST_SIMULATED or (tried >= LEAST_SIMULATED and not is_quick)
+        is_late = tried == MAX_SIMULATED or (tried >= MIN_SIMULATED and not is_quick)
         if found and (is_late or own > LONG_STEPS):
             continue
         tried = tried + 1
@@ -172,7 +172,7 @@ def _steps(space: SearchSpace, policy: Policy) -> int:
     """Return the number of steps of the schedule that a simulation of the policy walks."""
     layers = len(layers_of(space.spec, policy).layers)
     walked = layers * cut_blocks(space.spec.num_blocks, layers) // CUT_BLOCKS
-    return walked * policy.num_gpu_batches * min(space.need.gen_len, MOST_WALKED)
+    return walked * policy.num_gpu_batches * min(space.need.gen_len, MAX_WALKED)
 
 
 def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
@@ -226,7 +226,7 @@ def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
     """
     found: list[tuple[float, Candidate, Solution]] = []
     fastest = math.inf
-    for candidate in candidates(space)[:MOST_SOLVED]:
+    for candidate in candidates(space)[:MAX_SOLVED]:
         if candidate.bound_s >= OPTIMISM * fastest:
             break
         solution = fastest_shares(space, candidate.policy, candidate.depth, space.budgets)
@@ -259,7 +259,7 @@ def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> 
 
 
 def _improved(space: SearchSpace, best: Plan) -> Plan:
-    """Return the plan that repeated moves to the best neighbour reach, at most MOST_STEPS."""
+    """Return the plan that repeated moves to the best neighbour reach, at most MAX_STEPS."""
     key = attrgetter(
         "gpu_batch_size",
         "num_gpu_batches",
@@ -269,7 +269,7 @@ def _improved(space: SearchSpace, best: Plan) -> Plan:
     )
     tried = {key(best.policy)}
     most_steps = max(LONG_STEPS, _steps(space, best.policy))
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         found = [best]
         for candidate in _neighbours(space, best.policy):
             policy = candidate.policy
@@ -329,7 +329,7 @@ def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
         (gbs // 2, 2 * batches),
         (2 * gbs, batches // 2),
     ]
-    most = min(space.need.rows, MOST_ROWS)
+    most = min(space.need.rows, MAX_ROWS)
     allowed = [
         (a, b)
         for a, b in dict.fromkeys(sizes)
@@ -377,7 +377,7 @@ def _most_rows(space: SearchSpace, policy: Policy, tiers: Sequence[str]) -> int:
         return _over_memory(space, replace(policy, gpu_batch_size=rows), depth, tiers) > 0
 
     batches = policy.num_gpu_batches
-    most = min(-(-space.need.rows // batches), MOST_ROWS // batches, space.most_micro_batch)
+    most = min(-(-space.need.rows // batches), MAX_ROWS // batches, space.most_micro_batch)
     # Memory grows with the sequences, so bisection finds the first number that does not fit. Its
     # index into the range is the number before it.
     return bisect_left(range(1, most), True, key=is_over) if is_over(most) else most
@@ -411,7 +411,7 @@ def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
     overflow = _over_memory(space, replace(policy, percent=IN_MEMORY), depth)
     least_s = {
         "prefill": 0.0,
-        "decode": LEAST_READ * overflow / space.machine.profile.disk_read_bytes_per_s,
+        "decode": MIN_READ * overflow / space.machine.profile.disk_read_bytes_per_s,
     }
     for phase in least_s:
         least_s[phase] = max(
@@ -425,7 +425,7 @@ def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
 
 
 @dataclass(frozen=True)
-class Held:
+class TightFit:
     """A policy with the buffers that it needs, compared with the budgets. `_held` makes it."""
 
     policy: Policy
@@ -444,7 +444,7 @@ class Held:
         return {tier: self.memory.bytes_on(tier) for tier in self.over}
 
 
-def tight_fit(space: SearchSpace) -> Held:
+def tight_fit(space: SearchSpace) -> TightFit:
     """Return the policy with one sequence at a time that exceeds the budgets least.
 
     The search moves whole percents, from the LP's shares and from kinds on whole tiers.
@@ -475,19 +475,19 @@ def single_row_policies(space: SearchSpace, most: int) -> list[Policy]:
     return [] if tried.over else [tried.policy]
 
 
-def _held(space: SearchSpace, policy: Policy, percent: Percent) -> Held:
+def _held(space: SearchSpace, policy: Policy, percent: Percent) -> TightFit:
     """Return the policy with this placement, and its buffers without look-ahead."""
     placed = replace(policy, percent=percent)
     plan = space.memory(placed, SEQUENTIAL)
-    return Held(placed, plan, plan.overflow(dict(space.budgets)))
+    return TightFit(placed, plan, plan.overflow(dict(space.budgets)))
 
 
-def _on_whole_tiers(space: SearchSpace, policy: Policy) -> list[Held]:
+def _on_whole_tiers(space: SearchSpace, policy: Policy) -> list[TightFit]:
     """Return the 27 placements with each kind of bytes on one tier."""
     return [_held(space, policy, (*w, *c, *h)) for w, c, h in product(WHOLE, repeat=3)]
 
 
-def _descended(space: SearchSpace, best: Held) -> Held:
+def _descended(space: SearchSpace, best: TightFit) -> TightFit:
     """Return a better placement: move shares of one kind between two tiers while that helps."""
     step = 0
     while best.over and step < len(DESCENT_STEPS):

@@ -38,7 +38,7 @@ from flexgen_h2o.engine.memory_plan import (
 )
 from flexgen_h2o.engine.temporaries import is_blocked
 from flexgen_h2o.engine.weight_units import layers_of, streamed_bytes, unit_kinds, waits_for_router
-from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
+from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows, tier_shares
@@ -116,7 +116,7 @@ class CostContext:
 
     spec: ModelSpec
     policy: Policy
-    need: WorkloadShape
+    need: Workload
     # Bytes of one number of the dtype that the run computes in.
     itemsize: int
     device_is_host: bool
@@ -162,7 +162,7 @@ class CostContext:
     def _layouts(self) -> dict[tuple[int, int, RowRecord | None], UnitLayout]:
         return {}
 
-    def kv_layout(self, block: int, batch: Batch) -> UnitLayout:
+    def kv_layout(self, block: int, batch: MicroBatchShape) -> UnitLayout:
         """Return the layout of the KV unit of a micro-batch in a transformer block."""
         record = record_in(self.spec, block, self.need.record)
         key = self.need.slots_of(block, batch.longest), batch.rows, record
@@ -237,13 +237,15 @@ def _weight_moves(
     )
 
 
-def kv_ring_bytes(at: CostContext, block: int, batch: Batch) -> int:
+def kv_ring_bytes(at: CostContext, block: int, batch: MicroBatchShape) -> int:
     """Return the bytes of a KV unit that go through the cache ring."""
     layout = at.kv_layout(block, batch)
     return sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
 
 
-def kv_load_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tuple[Transfer, ...]:
+def kv_load_moves(
+    at: CostContext, block: int, batch: MicroBatchShape, sweep: int
+) -> tuple[Transfer, ...]:
     """Return the transfers that load a KV unit for decode sweep `sweep`; none for prefill.
 
     They load the KV entries that the sweep before has left.
@@ -251,7 +253,9 @@ def kv_load_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tupl
     return _unit_moves(at, block, batch, sweep - 1, LOAD_LANES) if sweep else ()
 
 
-def kv_store_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tuple[Transfer, ...]:
+def kv_store_moves(
+    at: CostContext, block: int, batch: MicroBatchShape, sweep: int
+) -> tuple[Transfer, ...]:
     """Return the transfers that store a KV unit after a sweep.
 
     After prefill the whole unit is stored. After a decode sweep the new KV entries are stored to
@@ -274,7 +278,7 @@ def kv_store_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tup
 
 
 def _unit_moves(
-    at: CostContext, block: int, batch: Batch, sweep: int, lanes: dict[str, str]
+    at: CostContext, block: int, batch: MicroBatchShape, sweep: int, lanes: dict[str, str]
 ) -> tuple[Transfer, ...]:
     """Return the transfers of the KV entries that a sweep leaves, for each streamed part of a unit.
 
@@ -293,7 +297,9 @@ def _unit_moves(
     return tuple(found)
 
 
-def hidden_moves(at: CostContext, batch: Batch, sweep: int, store: bool) -> tuple[Transfer, ...]:
+def hidden_moves(
+    at: CostContext, batch: MicroBatchShape, sweep: int, store: bool
+) -> tuple[Transfer, ...]:
     """Return the transfers that load or store a micro-batch's hidden states between two layers."""
     if not hidden_is_brought(at):
         return ()
@@ -337,14 +343,14 @@ def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> flo
         shares = [_share_used(at, experts, tokens) if waits else 1.0 for experts in kinds.experts]
         return sum(count * from_disk[kind] * shares[kind] for kind, count in loads.items())
 
-    def of_hidden(batch: Batch, sweep: int) -> float:
+    def of_hidden(batch: MicroBatchShape, sweep: int) -> float:
         steps = sum(
             count * _share_used(at, experts, tokens_of(batch, sweep))
             for experts, count in layers.items()
         )
         return steps * _from_disk(hidden_moves(at, batch, sweep, store=False))
 
-    def of_batch(batch: Batch) -> float:
+    def of_batch(batch: MicroBatchShape) -> float:
         cache = 0.0
         for sweep in range(1, sweeps if at.policy.cache_shares[2] else 1):
             cache += sum(
@@ -371,7 +377,7 @@ def _from_disk(moves: Sequence[Transfer]) -> float:
 # ---- steps
 
 
-def tokens_of(batch: Batch, sweep: int) -> int:
+def tokens_of(batch: MicroBatchShape, sweep: int) -> int:
     """Return the number of tokens that a micro-batch feeds into a sweep."""
     return batch.rows if sweep else batch.fed
 
@@ -380,7 +386,7 @@ def layer_work(
     at: CostContext,
     layer: Layer,
     unit: WeightUnit,
-    batch: Batch,
+    batch: MicroBatchShape,
     sweep: int,
     tokens: int | None = None,
 ) -> Work:
@@ -462,7 +468,7 @@ def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
     return width + sum(2 * b.width for b in spec.buffers if kind in (b.layer, "block"))
 
 
-def _column(at: CostContext, block: int, batch: Batch) -> tuple[int, float]:
+def _column(at: CostContext, block: int, batch: MicroBatchShape) -> tuple[int, float]:
     """Return (bytes of the slots, elementwise bytes of packing them) of one KV entry.
 
     Both count all kv-heads of one sequence together.
@@ -472,7 +478,7 @@ def _column(at: CostContext, block: int, batch: Batch) -> tuple[int, float]:
     return at.spec.num_kv_heads * at.kv_layout(block, batch).column_bytes, packing
 
 
-def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Work:
+def _with_prefill(at: CostContext, alone: Work, block: int, batch: MicroBatchShape) -> Work:
     """Return the work `alone`, without attention, plus attention over prompts."""
     q_width = at.spec.num_heads * at.spec.head_dim
     column = 2 * at.spec.num_kv_heads * at.spec.head_dim * at.itemsize
@@ -496,7 +502,9 @@ def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Wor
     )
 
 
-def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: int) -> Work:
+def _with_decode(
+    at: CostContext, alone: Work, block: int, batch: MicroBatchShape, sweep: int
+) -> Work:
     """Return the work `alone`, without attention, plus attention over the sequences' KV slots."""
     spec = at.spec
     q_width = spec.num_heads * spec.head_dim

@@ -28,11 +28,11 @@ from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.jobs.responses import chat_logprobs, success_row, text_logprobs
 from flexgen_h2o.models.load import Model
 
-MOST_NUMBERS = 2_000_000  # most numbers in an answer, which is held until its last sequence is done
-MOST_SAID = 500  # most characters of an error in the log
+MAX_NUMBERS = 2_000_000  # most numbers in an answer, which is held until its last sequence is done
+MAX_SAID = 500  # most characters of an error in the log
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that gets an error in OpenAI's shape.
 
     retry_after: seconds, for status 429 and 503.
@@ -74,19 +74,19 @@ def say_fault(where: str, error: BaseException) -> None:
 
 
 def say_line(line: str) -> None:
-    line = shortened(line, MOST_SAID)
+    line = shortened(line, MAX_SAID)
     # Half surrogates cannot be printed.
     say("serve", line.encode(errors="backslashreplace").decode())
 
 
-def internal_error(where: str, error: BaseException) -> Refused:
+def internal_error(where: str, error: BaseException) -> RequestRefused:
     """Write an internal error to the log, and return what the client is told."""
     say_fault(where, error)
-    return Refused(500, "internal error", CODE_INTERNAL)
+    return RequestRefused(500, "internal error", CODE_INTERNAL)
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """A client's request, made by `read_asked`."""
 
     id: str  # 24 hex digits, made for this request
@@ -106,21 +106,21 @@ def json_of(data: bytes) -> dict[str, Any]:
     try:
         value = STRICT_JSON.decode(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise Refused(400, "the body is not UTF-8 text", "invalid_json") from error
+        raise RequestRefused(400, "the body is not UTF-8 text", "invalid_json") from error
     except RecursionError as error:
-        raise Refused(400, "the body is nested too deeply", "invalid_json") from error
+        raise RequestRefused(400, "the body is nested too deeply", "invalid_json") from error
     except ValueError as error:
-        raise Refused(
+        raise RequestRefused(
             400, f"the body is not valid JSON ({json_reason(error)})", "invalid_json"
         ) from error
     if not isinstance(value, dict):
-        raise Refused(400, "the body is not a JSON object", "invalid_json")
+        raise RequestRefused(400, "the body is not a JSON object", "invalid_json")
     return value
 
 
 def read_asked(
     reader: RequestReader, url: str, body: Mapping[str, Any], rows: int, length: int
-) -> Asked:
+) -> ClientRequest:
     """Return the request of a body. Raise Refused, naming the field, if it cannot be run.
 
     rows: most sequences.
@@ -136,14 +136,16 @@ def read_asked(
     except RowError as error:
         if error.code == CODE_INTERNAL:
             say_line(f"a request: {error}")
-        raise Refused(500 if error.is_ours else 400, str(error), error.code) from error
-    if sum(_numbers(one, positions) for one in found) > MOST_NUMBERS:
-        raise Refused(
+        raise RequestRefused(500 if error.is_internal else 400, str(error), error.code) from error
+    if sum(_numbers(one, positions) for one in found) > MAX_NUMBERS:
+        raise RequestRefused(
             400,
-            f"logprobs: more than {MOST_NUMBERS} numbers in one answer; ask for fewer",
+            f"logprobs: more than {MAX_NUMBERS} numbers in one answer; ask for fewer",
             "too_large",
         )
-    return Asked(name, tuple(found), answers.n, answers.stream, answers.usage, int(time.time()))
+    return ClientRequest(
+        name, tuple(found), answers.n, answers.stream, answers.usage, int(time.time())
+    )
 
 
 def _check_length(request: Request, most: int, positions: int, where: str) -> None:
@@ -177,7 +179,7 @@ def _numbers(request: Request, positions: int) -> int:
     )
 
 
-def body_of(asked: Asked, done: Sequence[Completion], model: Model) -> dict[str, Any]:
+def body_of(asked: ClientRequest, done: Sequence[Completion], model: Model) -> dict[str, Any]:
     """Return the answer to a request whose sequences are done."""
     choices = [
         {**_answer(request, one, model)["choices"][0], "index": i}
@@ -191,14 +193,14 @@ def _answer(request: Request, done: Completion, model: Model) -> dict[str, Any]:
     return body
 
 
-def usage_of(asked: Asked, done: Sequence[Completion]) -> dict[str, int]:
+def usage_of(asked: ClientRequest, done: Sequence[Completion]) -> dict[str, int]:
     """Return the token counts. A prompt counts once, however many choices it has."""
     prompt = sum(len(request.prompt.token_ids) for request in asked.requests[:: asked.n])
     new = sum(len(one.token_ids) for one in done)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def _head(asked: Asked, model: Model, piece: str) -> dict[str, Any]:
+def _head(asked: ClientRequest, model: Model, piece: str) -> dict[str, Any]:
     """Return the fields that all answers and pieces begin with.
 
     piece: suffix of a chat answer's `object`.
@@ -209,10 +211,10 @@ def _head(asked: Asked, model: Model, piece: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": asked.created, "model": model.name}
 
 
-class Pieces:
+class StreamEvents:
     """Makes the events of a streamed answer, as the bytes to be sent."""
 
-    def __init__(self, asked: Asked, model: Model) -> None:
+    def __init__(self, asked: ClientRequest, model: Model) -> None:
         self._asked = asked
         self._model = model
         self._choices = [_Choice(request, model) for request in asked.requests]
@@ -352,6 +354,6 @@ def _event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value)}\n\n".encode()
 
 
-def error_event(error: Refused) -> bytes:
+def error_event(error: RequestRefused) -> bytes:
     """Return the event that ends a stream after an error."""
     return _event(error.body)

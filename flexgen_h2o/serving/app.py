@@ -23,9 +23,9 @@ from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.serving.answers import (
-    Asked,
-    Pieces,
-    Refused,
+    ClientRequest,
+    RequestRefused,
+    StreamEvents,
     body_of,
     error_event,
     internal_error,
@@ -35,10 +35,10 @@ from flexgen_h2o.serving.answers import (
 )
 from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import Service, Ticket
-from flexgen_h2o.serving.guard import Answer, refusal
+from flexgen_h2o.serving.guard import AsciiJSONResponse, refusal
 from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
-MOST_LISTED = 10_000  # most entries of a page
+MAX_LISTED = 10_000  # most entries of a page
 LISTED = {"files": 10_000, "batches": 20}  # entries by default, as OpenAI has it
 EXPIRY_FIELDS = (
     "expires_after[anchor]",
@@ -46,8 +46,8 @@ EXPIRY_FIELDS = (
 )  # as OpenAI's clients write them in a form
 FORM_FIELDS = ("file", "purpose", *EXPIRY_FIELDS)
 # as OpenAI has it
-LEAST_EXPIRY_S = 3600
-MOST_EXPIRY_S = 2_592_000
+MIN_EXPIRY_S = 3600
+MAX_EXPIRY_S = 2_592_000
 SHORT_BODY = 2**16  # bytes
 Reply = Callable[[Request], Awaitable[Response]]
 
@@ -93,7 +93,9 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         is_open = self.service.is_open
-        return Answer({"status": "ok" if is_open else "shutting down"}, 200 if is_open else 503)
+        return AsciiJSONResponse(
+            {"status": "ok" if is_open else "shutting down"}, 200 if is_open else 503
+        )
 
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(
@@ -109,15 +111,17 @@ class Server:
                 "eviction": other.service.llm.eviction.to_json(),
                 "memory": memory_of(other.service),
             }
-        return Answer({**found, "compare": compare})
+        return AsciiJSONResponse({**found, "compare": compare})
 
     async def models(self, request: Request) -> Response:
-        return Answer({"object": "list", "data": [self._model()]})
+        return AsciiJSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         if request.path_params["name"] != self.reader.model.name:
-            raise Refused(404, f"no model {request.path_params['name'][:60]!r}", "model_not_found")
-        return Answer(self._model())
+            raise RequestRefused(
+                404, f"no model {request.path_params['name'][:60]!r}", "model_not_found"
+            )
+        return AsciiJSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
         name = self.reader.model.name
@@ -161,12 +165,12 @@ class Server:
             done = await _unless_gone(request, _gather(asked, events))
         finally:
             self.service.give_up(ticket)
-        return Answer(await run_in_threadpool(body_of, asked, done, self.reader.model))
+        return AsciiJSONResponse(await run_in_threadpool(body_of, asked, done, self.reader.model))
 
     async def _stream(
-        self, asked: Asked, ticket: Ticket, events: asyncio.Queue[tuple[Any, ...]]
+        self, asked: ClientRequest, ticket: Ticket, events: asyncio.Queue[tuple[Any, ...]]
     ) -> AsyncIterator[bytes]:
-        pieces = Pieces(asked, self.reader.model)
+        pieces = StreamEvents(asked, self.reader.model)
         done = dict[int, Completion]()
         try:
             for piece in pieces.first():
@@ -196,33 +200,37 @@ class Server:
 
     async def add_file(self, request: Request) -> Response:
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise Refused(
+            raise RequestRefused(
                 415, "content-type: multipart/form-data is expected", "wrong_content_type"
             )
         try:
             form = await request.form(max_files=1, max_fields=8, max_part_size=2**16)
         except (MultiPartException, HTTPException) as error:
             what = getattr(error, "detail", None) or getattr(error, "message", "")
-            raise Refused(
+            raise RequestRefused(
                 400, f"file: not a form of fields and one file ({what})", "invalid_request"
             ) from error
         except OSError as error:  # error of the temporary file that a large upload is written to
-            raise Refused(500, f"file: {error.strerror or error}", "storage_failed") from error
+            raise RequestRefused(
+                500, f"file: {error.strerror or error}", "storage_failed"
+            ) from error
         try:
             _check_form([name for name, _ in form.multi_items()])
             file = form.get("file")
             purpose = form.get("purpose")
             if purpose != "batch":
-                raise Refused(400, f"purpose: {purpose!r:.60} is not batch", "invalid_request")
+                raise RequestRefused(
+                    400, f"purpose: {purpose!r:.60} is not batch", "invalid_request"
+                )
             if file is None or isinstance(file, str):
-                raise Refused(400, "file: is missing", "invalid_request")
+                raise RequestRefused(400, "file: is missing", "invalid_request")
             name = file.filename or "upload.jsonl"
             record = await run_in_threadpool(
                 self.batches.store.add_file, file.file, name, _expiry_of(form)
             )
         finally:
             await form.close()
-        return Answer(record)
+        return AsciiJSONResponse(record)
 
     async def list_files(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")
@@ -233,11 +241,13 @@ class Server:
         ]
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise Refused(400, f"order: {order[:60]!r} is neither asc nor desc", "invalid_request")
+            raise RequestRefused(
+                400, f"order: {order[:60]!r} is neither asc nor desc", "invalid_request"
+            )
         return _page(request, found if order == "asc" else found[::-1], LISTED["files"])
 
     async def file(self, request: Request) -> Response:
-        return Answer(self.batches.store.file(request.path_params["file_id"]))
+        return AsciiJSONResponse(self.batches.store.file(request.path_params["file_id"]))
 
     async def content(self, request: Request) -> Response:
         path = self.batches.store.path(request.path_params["file_id"])
@@ -246,24 +256,26 @@ class Server:
     async def delete_file(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
         await run_in_threadpool(self.batches.store.delete_file, file_id)
-        return Answer({"id": file_id, "object": "file", "deleted": True})
+        return AsciiJSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     # Batches
 
     async def add_batch(self, request: Request) -> Response:
         body = json_of(await json_body(request))
-        return Answer(await run_in_threadpool(self.batches.create, body))
+        return AsciiJSONResponse(await run_in_threadpool(self.batches.create, body))
 
     async def list_batches(self, request: Request) -> Response:
         found = list(self.batches.store.batches.values())[::-1]
         return _page(request, found, LISTED["batches"], self.batches.shown)
 
     async def batch(self, request: Request) -> Response:
-        return Answer(self.batches.shown(self.batches.store.batch(request.path_params["batch_id"])))
+        return AsciiJSONResponse(
+            self.batches.shown(self.batches.store.batch(request.path_params["batch_id"]))
+        )
 
     async def cancel_batch(self, request: Request) -> Response:
         found = await run_in_threadpool(self.batches.cancel, request.path_params["batch_id"])
-        return Answer(self.batches.shown(found))
+        return AsciiJSONResponse(self.batches.shown(found))
 
 
 async def json_body(request: Request) -> bytes:
@@ -271,11 +283,13 @@ async def json_body(request: Request) -> bytes:
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"
     ):
-        raise Refused(415, "content-type: application/json is expected", "wrong_content_type")
+        raise RequestRefused(
+            415, "content-type: application/json is expected", "wrong_content_type"
+        )
     return await request.body()
 
 
-async def _gather(asked: Asked, events: asyncio.Queue[tuple[Any, ...]]) -> list[Completion]:
+async def _gather(asked: ClientRequest, events: asyncio.Queue[tuple[Any, ...]]) -> list[Completion]:
     """Return the completions of all sequences. Raise Refused if one cannot be run."""
     done = dict[int, Completion]()
     while len(done) < len(asked.requests):
@@ -311,13 +325,13 @@ def _route(path: str, reply: Reply, method: str = "GET", *names: str) -> Route:
         given = [name for name, _ in request.query_params.multi_items()]
         for name in given:
             if name not in names:
-                raise Refused(
+                raise RequestRefused(
                     400,
                     f"{name[:60]}: is not supported in the query of {method} {path}",
                     "unsupported",
                 )
         if len(set(given)) < len(given):
-            raise Refused(400, "a query field is given twice", "invalid_request")
+            raise RequestRefused(400, "a query field is given twice", "invalid_request")
         return await reply(request)
 
     return Route(path, checked, methods=[method])
@@ -327,11 +341,11 @@ def _check_form(names: Sequence[str]) -> None:
     """Raise Refused if an upload has a field that would change nothing."""
     for name in names:
         if name not in FORM_FIELDS:
-            raise Refused(
+            raise RequestRefused(
                 400, f"{name[:60]}: is not supported in a form with a file", "unsupported"
             )
     if len(set(names)) < len(names):
-        raise Refused(400, "a field of the form is given twice", "invalid_request")
+        raise RequestRefused(400, "a field of the form is given twice", "invalid_request")
 
 
 def _expiry_of(form: FormData) -> int | None:
@@ -340,14 +354,14 @@ def _expiry_of(form: FormData) -> int | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise Refused(400, "expires_after: its anchor must be created_at", "invalid_request")
+        raise RequestRefused(400, "expires_after: its anchor must be created_at", "invalid_request")
     is_number = isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10
-    if not is_number or not LEAST_EXPIRY_S <= int(seconds) <= MOST_EXPIRY_S:  # type: ignore[arg-type]
+    if not is_number or not MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S:  # type: ignore[arg-type]
         told = (
-            f"expires_after: its seconds must be a whole number from {LEAST_EXPIRY_S} to "
-            f"{MOST_EXPIRY_S}"
+            f"expires_after: its seconds must be a whole number from {MIN_EXPIRY_S} to "
+            f"{MAX_EXPIRY_S}"
         )
-        raise Refused(400, told, "invalid_request")
+        raise RequestRefused(400, told, "invalid_request")
     return int(seconds)  # type: ignore[arg-type]
 
 
@@ -363,33 +377,35 @@ def _page(
     """
     limit = request.query_params.get("limit", str(listed))
     after = request.query_params.get("after")
-    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST_LISTED:
-        raise Refused(
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_LISTED:
+        raise RequestRefused(
             400,
-            f"limit: {limit[:60]!r} is not a whole number from 1 to {MOST_LISTED}",
+            f"limit: {limit[:60]!r} is not a whole number from 1 to {MAX_LISTED}",
             "invalid_request",
         )
     if after is not None:
         places = [i for i, one in enumerate(found) if one["id"] == after]
         if not places:
-            raise Refused(404, f"after: {after[:60]!r} is not in the list", "not_found")
+            raise RequestRefused(404, f"after: {after[:60]!r} is not in the list", "not_found")
         found = found[places[0] + 1 :]
     page = [shown(one) for one in found[: int(limit)]]
     ends = {
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
     }
-    return Answer({"object": "list", "data": page, **ends, "has_more": len(found) > len(page)})
+    return AsciiJSONResponse(
+        {"object": "list", "data": page, **ends, "has_more": len(found) > len(page)}
+    )
 
 
-async def _refused(request: Request, error: Refused) -> Response:
+async def _refused(request: Request, error: RequestRefused) -> Response:
     return refusal(error)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     path = request.url.path[:80]
     response = refusal(
-        Refused(error.status_code, f"{request.method} {path}: {error.detail}", "not_found")
+        RequestRefused(error.status_code, f"{request.method} {path}: {error.detail}", "not_found")
     )
     response.headers.update(error.headers or {})
     return response
@@ -400,20 +416,20 @@ async def _gone(request: Request, error: ClientDisconnect) -> Response:
 
 
 async def _too_deep(request: Request, error: RecursionError) -> Response:
-    return refusal(Refused(400, "the body is nested too deeply", "invalid_json"))
+    return refusal(RequestRefused(400, "the body is nested too deeply", "invalid_json"))
 
 
 async def _failed(request: Request, error: FlexgenError) -> Response:
-    return refusal(Refused(500, str(error), "storage_failed"))
+    return refusal(RequestRefused(500, str(error), "storage_failed"))
 
 
 async def _internal(request: Request, error: Exception) -> Response:
     # The guard gets the error too, and logs it.
-    return refusal(Refused(500, "internal error", CODE_INTERNAL))
+    return refusal(RequestRefused(500, "internal error", CODE_INTERNAL))
 
 
 HANDLERS: Any = {
-    Refused: _refused,
+    RequestRefused: _refused,
     HTTPException: _http_error,
     ClientDisconnect: _gone,
     RecursionError: _too_deep,

@@ -19,11 +19,11 @@ import numpy as np
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
-from flexgen_h2o.jobs.input import Cut, Line, Steps, read_in_turns
+from flexgen_h2o.jobs.input import InputPart, Line, Steps, read_in_turns
 from flexgen_h2o.jobs.job import settle_steps
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import URLS, Request, RequestReader, RowError
-from flexgen_h2o.jobs.runner import Answer, Before, JobRows, JobWriter
+from flexgen_h2o.jobs.runner import FinishedRow, JobRows, JobWriter, OutputState
 from flexgen_h2o.serving.answers import say_line
 from flexgen_h2o.serving.block import Service
 from flexgen_h2o.serving.store import Store
@@ -89,7 +89,7 @@ class BatchOutput:
         finally:
             self._rest()
 
-    def write(self, answers: Sequence[Answer]) -> None:
+    def write(self, answers: Sequence[FinishedRow]) -> None:
         """Write answers and error rows.
 
         Raise FlexgenError as `OutputFile.append` does, and if there is no room for error rows.
@@ -124,11 +124,11 @@ class BatchOutput:
 class BatchWriter(JobWriter):
     """Writes a batch's rows, and counts them."""
 
-    def __init__(self, output: BatchOutput, before: Before, service: Service) -> None:
+    def __init__(self, output: BatchOutput, before: OutputState, service: Service) -> None:
         super().__init__(output.answers, before, lambda: service.llm.peak_bytes, shown=False)
         self._both = output
 
-    def _append(self, answers: Sequence[Answer]) -> None:
+    def _append(self, answers: Sequence[FinishedRow]) -> None:
         self._both.write(answers)
 
     def sweep(self, tokens: int) -> None:
@@ -137,7 +137,7 @@ class BatchWriter(JobWriter):
         self._write_status_if_due()
 
 
-class Batch:
+class OpenBatch:
     """An open batch: an `Owner` of sequences in the running block (block.py)."""
 
     def __init__(self, record: dict[str, Any], batches: Batches) -> None:
@@ -162,18 +162,20 @@ class Batch:
         output = self._output = BatchOutput(batches.store, self.record)
         before = yield from self._before(source, output, batches.settings)
         self.writer = BatchWriter(output, before, batches.service)
-        lines = read_in_turns(source, Cut(0, 1, 0, ~before.done))
+        lines = read_in_turns(source, InputPart(0, 1, 0, ~before.done))
         self._rows = JobRows(
             reader, lines, self.writer, lambda line: say_line(f"{self.name}: {line}")
         )
         self._rows_before = before.rows
 
-    def _before(self, source: Path, output: BatchOutput, settings: dict[str, Any]) -> Steps[Before]:
+    def _before(
+        self, source: Path, output: BatchOutput, settings: dict[str, Any]
+    ) -> Steps[OutputState]:
         """Return what is done. A batch that this server has validated need not be read again."""
         begun = self._batches.validated.pop(self.record["id"], None)
         if output.is_empty and begun is not None:
             begun.write(output.path)
-            return Before(np.zeros(self.record["request_counts"]["total"], bool), 0, Counter())
+            return OutputState(np.zeros(self.record["request_counts"]["total"], bool), 0, Counter())
         args = argparse.Namespace(input=source, output=output.path, force=None)
         return (yield from settle_steps(args, output, settings))
 

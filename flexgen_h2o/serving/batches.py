@@ -26,14 +26,14 @@ from flexgen_h2o.jobs.job import check_requests
 from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.sidecar import DONE, Sidecar
-from flexgen_h2o.serving.answers import Refused, say_fault
-from flexgen_h2o.serving.batch import Batch, EndpointReader
+from flexgen_h2o.serving.answers import RequestRefused, say_fault
+from flexgen_h2o.serving.batch import EndpointReader, OpenBatch
 from flexgen_h2o.serving.block import Service
 from flexgen_h2o.serving.clerk import Clerk
-from flexgen_h2o.serving.store import ACTIVE, MOST_DEATHS, Store
+from flexgen_h2o.serving.store import ACTIVE, MAX_DEATHS, Store
 
-MOST_ROWS = 50_000  # most rows of a batch, as in OpenAI's API
-MOST_FEEDING = 8  # batches that give rows in turn, if these have enough rows for the block
+MAX_ROWS = 50_000  # most rows of a batch, as in OpenAI's API
+MAX_FEEDING = 8  # batches that give rows in turn, if these have enough rows for the block
 TRIAL_S = 30.0  # seconds in which no other batch joins one that was open when the server died
 
 
@@ -65,14 +65,14 @@ class Batches:
         service: Service,
         reader: RequestReader,
         settings: dict[str, Any],
-        most_rows: int = MOST_ROWS,
+        most_rows: int = MAX_ROWS,
     ) -> None:
         self.store = store
         self.service = service
         self.settings = settings
         self._reader = reader
         self._most_rows = most_rows
-        self.running: dict[str, Batch] = {}  # open batches, by id
+        self.running: dict[str, OpenBatch] = {}  # open batches, by id
         self._clerk = Clerk(self._tick)
         # Protects the state of batches: held while a record is written.
         self._lock = threading.Lock()
@@ -81,8 +81,8 @@ class Batches:
         # Sidecars that this server made when it validated them, by id: the jobs begin with them.
         self.validated: dict[str, Sidecar] = {}
         self._opening: dict[str, int] = {}  # batches that are being opened: rows by id
-        self._feeding: set[Batch] = set()  # batches that the block takes rows of
-        self._resting: deque[Batch] = deque()  # batches that have had a turn
+        self._feeding: set[OpenBatch] = set()  # batches that the block takes rows of
+        self._resting: deque[OpenBatch] = deque()  # batches that have had a turn
         self._is_newcomers_turn = True  # new batches have the next turn, rather than resting ones
         self._at_work: set[str] = set()  # batches whose files the clerk reads
         # The batch that no other joins, and until when.
@@ -102,7 +102,7 @@ class Batches:
                 batch["request_counts"] = self.store.kept_counts(batch)
             if batch["status"] == "cancelling":
                 self._clerk.add(partial(self._cancelled, batch))
-            elif self.store.deaths(batch) >= MOST_DEATHS:
+            elif self.store.deaths(batch) >= MAX_DEATHS:
                 self._clerk.add(partial(self._fail, batch, _died(self.store.deaths(batch))))
             elif batch["status"] == "validating":
                 self._clerk.add(partial(self._validate, batch), self._input_bytes(batch))
@@ -120,7 +120,7 @@ class Batches:
         batch = self.store.batch(batch_id)
         with self._lock:
             if batch["status"] not in ("validating", "in_progress"):
-                raise Refused(400, f"{batch_id}: is {batch['status']}", "not_running")
+                raise RequestRefused(400, f"{batch_id}: is {batch['status']}", "not_running")
             self.store.save(batch, status="cancelling", cancelling_at=int(time.time()))
             run = self.running.get(batch_id)
             if run is not None:
@@ -164,7 +164,7 @@ class Batches:
         """Whether any batch waits for its turn."""
         return bool(self._ready or self._resting)
 
-    def left(self, run: Batch) -> None:
+    def left(self, run: OpenBatch) -> None:
         """Record that the block takes no rows of a batch now. The engine's thread calls this."""
         with self._turns:
             self._feeding.discard(run)
@@ -172,7 +172,7 @@ class Batches:
                 self._resting.append(run)
         self._clerk.add(self._fill)
 
-    def ended(self, run: Batch, error: BaseException | None) -> None:
+    def ended(self, run: OpenBatch, error: BaseException | None) -> None:
         """Record that a batch has ended. The engine's thread calls this.
 
         If the clerk is closed, the next start does the rest.
@@ -191,15 +191,15 @@ class Batches:
     def _fill(self) -> None:
         """Open batches, or give resting ones a turn, as long as the block may want their rows."""
         while (found := self._next_in_turn()) is not None:
-            if isinstance(found, Batch):
+            if isinstance(found, OpenBatch):
                 self._give_turn(found)
             else:
-                is_begun = self.store.output(found).exists() or self.store.errors(found).exists()
+                is_started = self.store.output(found).exists() or self.store.errors(found).exists()
                 self._clerk.add(
-                    partial(self._open, found), self._input_bytes(found) if is_begun else 0
+                    partial(self._open, found), self._input_bytes(found) if is_started else 0
                 )
 
-    def _next_in_turn(self) -> Batch | dict[str, Any] | None:
+    def _next_in_turn(self) -> OpenBatch | dict[str, Any] | None:
         """Return the next batch: a new one (a record) and a resting one alternate.
 
         None if none is wanted.
@@ -225,12 +225,12 @@ class Batches:
             if is_on and time.monotonic() < ends:
                 return False
             self._trial = None
-        if len(self._feeding) + len(self._opening) < MOST_FEEDING:
+        if len(self._feeding) + len(self._opening) < MAX_FEEDING:
             return True
         rows = sum(run.left for run in self._feeding) + sum(self._opening.values())
         return rows < self.service.capacity
 
-    def _give_turn(self, run: Batch) -> None:
+    def _give_turn(self, run: OpenBatch) -> None:
         run.begin_turn(self.service.capacity)
         with self._turns:
             self._feeding.add(run)
@@ -305,7 +305,7 @@ class Batches:
 
     def _open(self, batch: dict[str, Any]) -> Iterator[None]:
         """Open a batch and give it a turn."""
-        run = Batch(batch, self)
+        run = OpenBatch(batch, self)
         try:
             if batch["status"] not in ("in_progress", "finalizing"):
                 raise _Cancelled
@@ -360,7 +360,7 @@ class Batches:
             "failed": errors,
         }
 
-    def _end(self, run: Batch, error: BaseException | None) -> Iterator[None]:
+    def _end(self, run: OpenBatch, error: BaseException | None) -> Iterator[None]:
         """Finish a batch of which no row runs any more."""
         batch = run.record
         try:
@@ -419,7 +419,7 @@ class Batches:
         If there is no room for them, the next start does it. The batch is not resumed.
         """
         message = getattr(error, "strerror", None) or self.store.for_clients(str(error))
-        if not isinstance(error, FlexgenError | Refused | OSError):  # an internal error
+        if not isinstance(error, FlexgenError | RequestRefused | OSError):  # an internal error
             say_fault(batch["id"], error)
             message = "internal error"
         code = getattr(error, "code", None) or "failed"

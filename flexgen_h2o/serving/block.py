@@ -22,19 +22,19 @@ from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import Request, RowError
-from flexgen_h2o.jobs.runner import MOST_BAD_LINES
+from flexgen_h2o.jobs.runner import MAX_BAD_LINES
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.serving.answers import Refused, say_fault, say_line
+from flexgen_h2o.serving.answers import RequestRefused, say_fault, say_line
 
 TEMPLATE_PROMPT = 128  # tokens of a usual prompt; the engine is opened for such prompts
 # Upper ends of the histogram, in seconds.
 LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 RECENT_S = 10.0  # seconds over which speeds are measured
 PLAIN_ROW_S = 1.0  # seconds that a sequence is assumed to need before one has been timed
-MOST_RETRY_S = 120
-MOST_ENDS = 64
+MAX_RETRY_S = 120
+MAX_ENDS = 64
 # Spans of the timeline, and seconds that they are kept after a request for them.
-MOST_SPANS = 1000
+MAX_SPANS = 1000
 WATCHED_S = 15.0
 NO_ROOM = (
     "prompt: it and max_tokens need more of the KV cache than this server was opened for; "
@@ -106,13 +106,15 @@ class Ticket:
     def fail(self, request: Request, error: RowError) -> None:
         if error.code == CODE_INTERNAL:
             say_line(f"a request: {error}")
-        self.tell(("error", Refused(500 if error.is_ours else 400, str(error), error.code)))
+        self.tell(
+            ("error", RequestRefused(500 if error.is_internal else 400, str(error), error.code))
+        )
 
     def end(self, error: BaseException | None = None) -> None:
         if isinstance(error, FlexgenError):
-            self.tell(("error", Refused(500, str(error), "engine_error")))
+            self.tell(("error", RequestRefused(500, str(error), "engine_error")))
         elif error is not None:
-            self.tell(("error", Refused(500, "internal error", CODE_INTERNAL)))
+            self.tell(("error", RequestRefused(500, "internal error", CODE_INTERNAL)))
 
 
 @dataclass
@@ -204,10 +206,10 @@ class Service:
         self.capacity = rows
         self.predicted: float | None = None  # tokens/s of a full block, predicted by the planner
         # The newest spans, while somebody looks at them.
-        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._watched = 0.0
         # Ends of the newest micro-batches, in the time of spans.
-        self._ends = deque[float](maxlen=MOST_ENDS)
+        self._ends = deque[float](maxlen=MAX_ENDS)
 
     def _make_template(self, rows: int) -> tuple[list[Prompt], list[SamplingParams]]:
         """Return the prompts and sampling that the engine is opened for.
@@ -240,7 +242,7 @@ class Service:
         if not self.llm.peak_bytes:
             policy = self.llm.prepare(*self._template)
             self.capacity = min(self.capacity, policy.block_size)
-            predicted = self.llm.foresee(*self._template)
+            predicted = self.llm.predict_run(*self._template)
             self.predicted = None if predicted is None else predicted.tokens_per_s
 
     # Methods for other threads
@@ -250,10 +252,12 @@ class Service:
         with self._lock:
             queued = sum(len(one.waiting) for one in self._tickets)
             if not self.is_open:
-                raise Refused(503, "the server is shutting down", "shutting_down", retry_after=5)
+                raise RequestRefused(
+                    503, "the server is shutting down", "shutting_down", retry_after=5
+                )
             if queued + len(ticket.waiting) > self.most_queued:
                 self.counts.refused += 1
-                raise Refused(
+                raise RequestRefused(
                     429,
                     f"{queued} rows wait already, at most {self.most_queued}; try again later",
                     "queue_full",
@@ -307,7 +311,7 @@ class Service:
         count = sum(self.counts.latencies)
         seconds = self.counts.latency_sum
         each = seconds / count if count else PLAIN_ROW_S
-        return max(1, min(MOST_RETRY_S, round(each * queued / max(1, self.capacity))))
+        return max(1, min(MAX_RETRY_S, round(each * queued / max(1, self.capacity))))
 
     # Methods on the engine's thread
 
@@ -329,7 +333,7 @@ class Service:
                     [first[0]],
                     [first[1]],
                     self._finish,
-                    Callbacks(listener=self, goes_on=self._goes_on, spares_rows=True),
+                    Callbacks(listener=self, should_continue=self._goes_on, isolates_errors=True),
                     refill=True,
                     more=self._more,
                 )
@@ -358,7 +362,9 @@ class Service:
             ticket.tell(
                 (
                     "error",
-                    Refused(503, "the server is shutting down", "shutting_down", retry_after=5),
+                    RequestRefused(
+                        503, "the server is shutting down", "shutting_down", retry_after=5
+                    ),
                 )
             )
 
@@ -381,7 +387,7 @@ class Service:
             if is_their_turn
             else (self._of_tickets, self._of_batches)
         ):
-            for _ in range(MOST_BAD_LINES):
+            for _ in range(MAX_BAD_LINES):
                 if (found := take()) is None:
                     break
                 one = _Running(*found)

@@ -21,12 +21,12 @@ from starlette.responses import JSONResponse
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flexgen_h2o.serving.answers import Refused, internal_error, is_fault
+from flexgen_h2o.serving.answers import RequestRefused, internal_error, is_fault
 
-LEAST_RATE = 2**14  # bytes per second at which a body must arrive, once the patience is over
+MIN_RATE = 2**14  # bytes per second at which a body must arrive, once the patience is over
 KEEP_ALIVE_S = 30  # for a client's next request
 # Bytes under way in all requests together, as a multiple of the largest.
-MOST_AT_ONCE = {"body": 16, "file": 4}
+MAX_AT_ONCE = {"body": 16, "file": 4}
 OPEN_TO_ALL = ("/health", "/", "/plan")  # open without a key, as is all below STATIC
 STATIC = "/static/"
 PORT = re.compile(r":\d*$")
@@ -50,16 +50,16 @@ class Bounds:
     local_only: bool  # whether other host names than this machine's are refused
 
 
-class Answer(JSONResponse):
+class AsciiJSONResponse(JSONResponse):
     """JSON in ASCII: a client's JSON may hold half a surrogate pair, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode()
 
 
-def refusal(error: Refused) -> Answer:
+def refusal(error: RequestRefused) -> AsciiJSONResponse:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-    return Answer(error.body, error.status, headers)
+    return AsciiJSONResponse(error.body, error.status, headers)
 
 
 class Guard:
@@ -68,7 +68,7 @@ class Guard:
     def __init__(self, app: App, bounds: Bounds) -> None:
         self._app = app
         self._bounds = bounds
-        self._coming = dict.fromkeys(MOST_AT_ONCE, 0)  # bytes of requests that are not answered yet
+        self._coming = dict.fromkeys(MAX_AT_ONCE, 0)  # bytes of requests that are not answered yet
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,8 +92,8 @@ class Guard:
             self._coming[kind] = self._coming[kind] + new
             if size > most:
                 raise _too_large(most)
-            if self._coming[kind] > MOST_AT_ONCE[kind] * most:
-                raise Refused(
+            if self._coming[kind] > MAX_AT_ONCE[kind] * most:
+                raise RequestRefused(
                     503, "too much is on its way; try again later", "overloaded", retry_after=5
                 )
             return message
@@ -101,7 +101,7 @@ class Guard:
         try:
             self._check(Headers(scope=scope), scope["path"], most)
             await self._app(scope, receiving, sending)
-        except Refused as error:
+        except RequestRefused as error:
             if not has_begun:
                 await refusal(error)(scope, receive, send)
         except BaseException as error:
@@ -119,23 +119,25 @@ class Guard:
         bounds = self._bounds
         host = headers.get("host", "").lower()
         if bounds.local_only and PORT.sub("", host) not in LOCAL:
-            raise Refused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")
+            raise RequestRefused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")
         origin = headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host:
-            raise Refused(403, "origin: pages of other servers may not ask here", "wrong_origin")
+            raise RequestRefused(
+                403, "origin: pages of other servers may not ask here", "wrong_origin"
+            )
         if bounds.key is not None and path not in OPEN_TO_ALL and not path.startswith(STATIC):
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(
                 key.strip().encode(), bounds.key.encode()
             ):
-                raise Refused(401, "authorization: no or a wrong API key", "invalid_api_key")
+                raise RequestRefused(401, "authorization: no or a wrong API key", "invalid_api_key")
         length = headers.get("content-length")
         if length is not None and (not length.isdecimal() or int(length) > most):
             raise _too_large(most)
 
 
-def _too_large(most: int) -> Refused:
-    return Refused(413, f"the body has more than {most} bytes", "too_large")
+def _too_large(most: int) -> RequestRefused:
+    return RequestRefused(413, f"the body has more than {most} bytes", "too_large")
 
 
 class BoundedProtocol(H11Protocol):
@@ -162,7 +164,7 @@ class BoundedProtocol(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY:
             if before is not h11.SEND_BODY:
                 self._expect(self.bounds.patience)
-            self._deadline += len(data) / LEAST_RATE
+            self._deadline += len(data) / MIN_RATE
         elif self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
             if self._watch is None:  # a header has begun
                 self._expect(self.bounds.patience)
@@ -199,7 +201,7 @@ class BoundedProtocol(H11Protocol):
             self._refuse(408, "the request did not come in time")
 
     def _refuse(self, status: int, message: str) -> None:
-        body = json.dumps(Refused(status, message, "refused").body).encode()
+        body = json.dumps(RequestRefused(status, message, "refused").body).encode()
         head = (
             f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: "
             f"{len(body)}\r\n"

@@ -26,9 +26,9 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.models import built_in_names, built_in_spec
-from flexgen_h2o.serving.answers import Refused, json_of
+from flexgen_h2o.serving.answers import RequestRefused, json_of
 from flexgen_h2o.serving.app import HANDLERS, json_body
-from flexgen_h2o.serving.guard import Answer
+from flexgen_h2o.serving.guard import AsciiJSONResponse
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {
@@ -46,8 +46,8 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 # searches at a time, and seconds per search
-MOST_SEARCHES = 2
-MOST_SEARCH_S = 120.0
+MAX_SEARCHES = 2
+MAX_SEARCH_S = 120.0
 SWITCHES = ("compress_weight", "compress_cache")
 VALUES = (
     "num_prompts",
@@ -59,10 +59,10 @@ VALUES = (
     "kv_budget",
     "kv_loss",
 )
-MOST_CHARACTERS = 100  # most characters of a value
+MAX_CHARACTERS = 100  # most characters of a value
 
 
-class Pages:
+class PageRoutes:
     """Routes of the pages.
 
     machines: profiles by name.
@@ -95,7 +95,7 @@ class Pages:
         self._files = {
             path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS
         }
-        self._searches = ThreadPoolExecutor(MOST_SEARCHES, thread_name_prefix="plan")
+        self._searches = ThreadPoolExecutor(MAX_SEARCHES, thread_name_prefix="plan")
         self._running = 0
         self._lock = threading.Lock()
         self._is_open = True
@@ -147,7 +147,7 @@ class Pages:
             for name, one in self._machines.items()
         ]
         models = list(dict.fromkeys([self._model[0], *built_in_names()]))
-        return Answer(
+        return AsciiJSONResponse(
             {
                 "models": models,
                 "machines": machines,
@@ -162,8 +162,8 @@ class Pages:
         """
         question = self._question(json_of(await json_body(request)))
         with self._lock:
-            if not self._is_open or self._running == MOST_SEARCHES:
-                raise Refused(
+            if not self._is_open or self._running == MAX_SEARCHES:
+                raise RequestRefused(
                     429,
                     f"{self._running} searches run already; try again in a moment",
                     "busy",
@@ -171,28 +171,28 @@ class Pages:
                 )
             self._running += 1
         future = self._searches.submit(self._search, *question)
-        return Answer(await asyncio.wrap_future(future))
+        return AsciiJSONResponse(await asyncio.wrap_future(future))
 
     def _search(self, words: Sequence[str], profile: Any, spec: Any) -> dict[str, Any]:
-        ends = time.monotonic() + MOST_SEARCH_S
+        ends = time.monotonic() + MAX_SEARCH_S
 
         def check() -> None:
             interrupts.check()
             if not self._is_open:
-                raise Refused(503, "the server is shutting down", "shutting_down")
+                raise RequestRefused(503, "the server is shutting down", "shutting_down")
             if time.monotonic() > ends:
-                raise Refused(
+                raise RequestRefused(
                     503,
-                    f"the search took more than {MOST_SEARCH_S:.0f} s; ask at a terminal",
+                    f"the search took more than {MAX_SEARCH_S:.0f} s; ask at a terminal",
                     "too_long",
                 )
 
         try:
             return self._ask(words, profile, check, spec)
         except FlexgenError as error:
-            raise Refused(400, str(error), "cannot_plan") from error
+            raise RequestRefused(400, str(error), "cannot_plan") from error
         except interrupts.Interrupted as error:
-            raise Refused(503, "the server is shutting down", "shutting_down") from error
+            raise RequestRefused(503, "the server is shutting down", "shutting_down") from error
         finally:
             with self._lock:
                 self._running -= 1
@@ -210,7 +210,7 @@ class Pages:
             elif (
                 name in VALUES
                 and isinstance(value, str | int | float)
-                and len(str(value)) <= MOST_CHARACTERS
+                and len(str(value)) <= MAX_CHARACTERS
             ):
                 words.append(f"{flag_of(name)}={value}")
             elif name not in ("model", "machine", "profile"):
@@ -221,7 +221,7 @@ class Pages:
             return [f"--model={model}", *self._model[1:], *words], self._profile(body), None
         shape = (
             built_in_spec(model)
-            if isinstance(model, str) and len(model) <= MOST_CHARACTERS
+            if isinstance(model, str) and len(model) <= MAX_CHARACTERS
             else None
         )
         # A folder or the hub's cache may be read only by a person with a terminal on this machine.
@@ -247,9 +247,9 @@ class Pages:
         return machines[name]
 
 
-def _wrong(message: str) -> Refused:
-    return Refused(400, message, "invalid_request")
+def _wrong(message: str) -> RequestRefused:
+    return RequestRefused(400, message, "invalid_request")
 
 
 async def _health(request: Request) -> Response:
-    return Answer({"status": "ok"})
+    return AsciiJSONResponse({"status": "ok"})

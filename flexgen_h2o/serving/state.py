@@ -15,7 +15,7 @@ from flexgen_h2o.serving.block import LATENCIES, Service
 from flexgen_h2o.serving.store import ACTIVE
 
 STARTED = time.time()
-MOST_JOBS = 100  # most jobs that are shown
+MAX_JOBS = 100  # most jobs that are shown
 
 
 def status_of(service: Service, batches: Batches) -> dict[str, Any]:
@@ -48,8 +48,7 @@ def status_of(service: Service, batches: Batches) -> dict[str, Any]:
             "refused": counts.refused,
         },
         "jobs": [
-            _job(batches, one)
-            for one in list(batches.store.batches.values())[: -MOST_JOBS - 1 : -1]
+            _job(batches, one) for one in list(batches.store.batches.values())[: -MAX_JOBS - 1 : -1]
         ],
         "timeline": [asdict(span) for span in service.watch()],
         "sweep": service.last_sweep,

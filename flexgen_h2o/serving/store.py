@@ -31,21 +31,21 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.requests import URLS
 from flexgen_h2o.jobs.sidecar import sidecar_path, status_path
-from flexgen_h2o.serving.answers import Refused
+from flexgen_h2o.serving.answers import RequestRefused
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW = "24h"
-MOST_METADATA = 16
-MOST_METADATA_CHARACTERS = 512
-MOST_NAME_CHARACTERS = 255
-MOST_RECORDS = 100_000  # most files, and most batches
+MAX_METADATA = 16
+MAX_METADATA_CHARACTERS = 512
+MAX_NAME_CHARACTERS = 255
+MAX_RECORDS = 100_000  # most files, and most batches
 PIECE = 2**20
 EXPIRY_WAIT_S = 60  # seconds until an expired file that is in use is checked again
 # The server dies this often with a batch open, and none of its rows done: then it is not opened
 # again.
-MOST_DEATHS = 2
+MAX_DEATHS = 2
 # Errors of os.link if the file system, or its rules, have no second names.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 MOMENTS = (
@@ -82,10 +82,10 @@ class Store:
             self._fd = os.open(
                 folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
             )
-            is_ours = files.try_lock(self._fd)
+            is_internal = files.try_lock(self._fd)
         except OSError as error:
             raise UsageError(f"--state-dir {folder}: {error.strerror or error}") from error
-        if not is_ours:
+        if not is_internal:
             os.close(self._fd)
             raise UsageError(f"--state-dir {folder}: another server uses it; give another folder")
         self.files = self._read(self._files, FILE_ID)
@@ -157,7 +157,7 @@ class Store:
     def file(self, file_id: str) -> dict[str, Any]:
         found = self.files.get(file_id)
         if found is None:
-            raise Refused(404, f"no file {file_id[:60]!r}", "not_found")
+            raise RequestRefused(404, f"no file {file_id[:60]!r}", "not_found")
         return found
 
     def add_file(
@@ -174,8 +174,8 @@ class Store:
         try:
             with part.open("xb") as file:
                 while piece := source.read(PIECE):
-                    if len(self.files) >= MOST_RECORDS or not self._charge(len(piece)):
-                        raise Refused(
+                    if len(self.files) >= MAX_RECORDS or not self._charge(len(piece)):
+                        raise RequestRefused(
                             400,
                             "file: there is no room for it; delete others first",
                             "storage_full",
@@ -185,11 +185,13 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, self._files / file_id)
-            record = self._keep(file_id, name[:MOST_NAME_CHARACTERS], "batch", expires_in)
+            record = self._keep(file_id, name[:MAX_NAME_CHARACTERS], "batch", expires_in)
             is_kept = True
             return record
         except OSError as error:
-            raise Refused(500, f"file: {error.strerror or error}", "storage_failed") from error
+            raise RequestRefused(
+                500, f"file: {error.strerror or error}", "storage_failed"
+            ) from error
         finally:
             part.unlink(missing_ok=True)
             if not is_kept:
@@ -233,7 +235,7 @@ class Store:
                 if b["input_file_id"] == file_id and b["status"] in ACTIVE
             ]
             if users:
-                raise Refused(
+                raise RequestRefused(
                     400, f"{file_id}: {users[0]} reads it; cancel the batch first", "in_use"
                 )
             is_here = self.files.pop(file_id, None) is not None
@@ -253,7 +255,7 @@ class Store:
                 try:
                     self.delete_file(record["id"])
                     continue
-                except Refused:
+                except RequestRefused:
                     ends = now + EXPIRY_WAIT_S
             self._next_expiry = min(self._next_expiry, ends)
 
@@ -262,7 +264,7 @@ class Store:
     def batch(self, batch_id: str) -> dict[str, Any]:
         found = self.batches.get(batch_id)
         if found is None:
-            raise Refused(404, f"no batch {batch_id[:60]!r}", "not_found")
+            raise RequestRefused(404, f"no batch {batch_id[:60]!r}", "not_found")
         return found
 
     def output(self, batch: dict[str, Any]) -> Path:
@@ -280,22 +282,22 @@ class Store:
         """Add a batch. Raise Refused if a field is wrong."""
         for name in body:
             if name not in ("input_file_id", "endpoint", "completion_window", "metadata"):
-                raise Refused(400, f"{name[:60]}: is not supported", "unsupported")
+                raise RequestRefused(400, f"{name[:60]}: is not supported", "unsupported")
         file_id = body.get("input_file_id")
         endpoint = body.get("endpoint")
         metadata = body.get("metadata")
         if not isinstance(file_id, str) or file_id not in self.files:
-            raise Refused(400, f"input_file_id: no file {str(file_id)[:60]!r}", "not_found")
+            raise RequestRefused(400, f"input_file_id: no file {str(file_id)[:60]!r}", "not_found")
         if self.files[file_id]["purpose"] != "batch":
-            raise Refused(
+            raise RequestRefused(
                 400, f"input_file_id: {file_id} is a result; send a file", "invalid_request"
             )
         if not isinstance(endpoint, str) or endpoint not in URLS:
-            raise Refused(
+            raise RequestRefused(
                 400, f"endpoint: {endpoint!r:.60} is none of {', '.join(URLS)}", "unknown_url"
             )
         if body.get("completion_window") != WINDOW:
-            raise Refused(
+            raise RequestRefused(
                 400,
                 f"completion_window: only {WINDOW} is known, and no batch expires",
                 "invalid_request",
@@ -318,11 +320,11 @@ class Store:
         }
         with self._lock:
             if file_id not in self.files:
-                raise Refused(400, f"input_file_id: no file {file_id!r}", "not_found")
-            if len(self.batches) >= MOST_RECORDS:
-                raise Refused(400, "too many batches are kept", "storage_full")
+                raise RequestRefused(400, f"input_file_id: no file {file_id!r}", "not_found")
+            if len(self.batches) >= MAX_RECORDS:
+                raise RequestRefused(400, "too many batches are kept", "storage_full")
             if self._stored >= self._most_bytes:
-                raise Refused(
+                raise RequestRefused(
                     400, "there is no room for results; delete files first", "storage_full"
                 )
             self.save(batch)
@@ -535,17 +537,17 @@ def _give_name(source: Path, target: Path) -> None:
 def _check_metadata(metadata: Any) -> None:
     if metadata is None:
         return
-    if not isinstance(metadata, dict) or len(metadata) > MOST_METADATA:
-        raise Refused(
+    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
+        raise RequestRefused(
             400,
-            f"metadata: an object with at most {MOST_METADATA} members is expected",
+            f"metadata: an object with at most {MAX_METADATA} members is expected",
             "invalid_request",
         )
     if not all(
-        isinstance(v, str) and len(k + v) <= MOST_METADATA_CHARACTERS for k, v in metadata.items()
+        isinstance(v, str) and len(k + v) <= MAX_METADATA_CHARACTERS for k, v in metadata.items()
     ):
-        raise Refused(
+        raise RequestRefused(
             400,
-            f"metadata: texts of at most {MOST_METADATA_CHARACTERS} characters are expected",
+            f"metadata: texts of at most {MAX_METADATA_CHARACTERS} characters are expected",
             "invalid_request",
         )

@@ -88,7 +88,7 @@ class Device(ABC):
         """Return the free bytes of the card's memory; None without a card."""
         return None
 
-    def hold_to(self, nbytes: int) -> None:
+    def limit_memory(self, nbytes: int) -> None:
         """Limit this process on the card to a budget of `nbytes`, plus CARD_LIBRARY_BYTES."""
         assert nbytes >= 0
 
@@ -117,7 +117,7 @@ class Device(ABC):
         `src` is read until then.
         """
 
-    def beside_compute(self) -> AbstractContextManager[object]:
+    def copy_stream(self) -> AbstractContextManager[object]:
         """Return a context in which a worker thread's work does not queue behind compute.
 
         The thread itself waits for the results.
@@ -245,7 +245,7 @@ class CudaDevice(Device):
         )
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
 
-    def hold_to(self, nbytes: int) -> None:
+    def limit_memory(self, nbytes: int) -> None:
         share = (nbytes + CARD_LIBRARY_BYTES) / self.card()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.torch_device)
 
@@ -272,11 +272,11 @@ class CudaDevice(Device):
         return memory
 
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
-        with self.beside_compute():
+        with self.copy_stream():
             dst.copy_(src, non_blocking=True)
             return self.fence()  # of this stream only; stream.synchronize() would occupy a core
 
-    def beside_compute(self) -> AbstractContextManager[object]:
+    def copy_stream(self) -> AbstractContextManager[object]:
         return cast(
             AbstractContextManager[object], torch.cuda.stream(_thread_stream(self.torch_device))
         )

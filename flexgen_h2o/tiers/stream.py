@@ -86,7 +86,7 @@ class Waitable(Protocol):
         self.wait()
 
     @property
-    def is_begun(self) -> bool:
+    def is_started(self) -> bool:
         """Whether `wait_on_card` would return at once."""
         return True
 
@@ -139,7 +139,7 @@ class Done(Waitable):
             raise self._error
 
     @property
-    def is_begun(self) -> bool:
+    def is_started(self) -> bool:
         return self._event.is_set()
 
     @property

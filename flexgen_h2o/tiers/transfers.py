@@ -45,7 +45,7 @@ class _Job(NamedTuple):
 # wait for ring space and must not hold up KV. Rows of a table must not wait behind bulk reads.
 _OWN_QUEUES = {("h2d", "weight"): "h2d weights", ("disk_read", "look_up_weight"): "disk_read rows"}
 # Copies that a worker may have begun: two units of weights, so that a signal is soon seen.
-MOST_UNDER_WAY = 32
+MAX_UNDER_WAY = 32
 RUNS_A_JOB = 16
 # Largest gap between rows of a table that is read through. Beyond it another request is cheaper.
 NEAR_BYTES = 128 * 2**10
@@ -165,7 +165,7 @@ class Lanes:
             if (job := jobs.get()) is None:
                 break
             while under_way and (
-                len(under_way) == MOST_UNDER_WAY or not all(one.is_begun for one in job.after)
+                len(under_way) == MAX_UNDER_WAY or not all(one.is_started for one in job.after)
             ):
                 self._see_end(lane, row, *under_way.popleft())
             failure = self._failure  # a failure that comes while this job runs is not this job's
@@ -335,7 +335,7 @@ class Mover:
         return self._wait_on_card if crosses and self._pins else wait_all
 
     def _wait_on_card(self, events: Iterable[Waitable]) -> None:
-        with self.device.beside_compute():
+        with self.device.copy_stream():
             wait_all_on_card(events)
 
     def copy(
@@ -358,7 +358,7 @@ class Mover:
 
         return self.lanes.submit(lane, name, [job], after, self._wait_of(crosses=True))
 
-    def copy_columns(
+    def copy_kv_entries(
         self,
         name: str,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
@@ -391,7 +391,7 @@ class Mover:
         """Return the slots and the KV entries in them, in host memory.
 
         They are valid until the thread's next transfer. A card sends all of them in one copy."""
-        with self.device.beside_compute():
+        with self.device.copy_stream():
             at = _places(slots, sources[0].shape[2])
             found = [slots, *(source[at] for source in sources)]
             if slots.device.type == "cpu":

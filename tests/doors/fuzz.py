@@ -21,7 +21,7 @@ from flexgen_h2o.core.units import parse_bytes
 from tests.doors.measured import BUG, DIED, Ended
 
 BUDGET = 64 << 20
-MOST_BEYOND = 300_000_000
+MAX_BEYOND = 300_000_000
 LENGTHS = ["--prompt-len", "8", "--gen-len", "4"]
 ENGINE = ["--model", "words", "--offload-dir", "offload", "--host-mem", "64MiB"]
 # A short run of each command, which the drawn flags change.
@@ -510,6 +510,6 @@ def problems(case: Case, ended: Ended) -> list[str]:
     if ended.code == 4 and len([line for line in lines if line]) > 1:
         found.append(f"exit code 4 with {len(lines)} lines on stderr:\n{ended.err[-1500:]}")
     beyond = ended.nbytes - budget_of(case.argv)
-    if beyond > MOST_BEYOND:
+    if beyond > MAX_BEYOND:
         found.append(f"{beyond / 1e6:.0f} MB above the budget")
     return found

@@ -76,7 +76,7 @@ def test_labels_that_are_longer_than_answers_are_counted(wrangle: Door, tmp_path
     assert wrangle(flags).out.splitlines()[-1] == line
     _, found, rows = results(tmp_path, "Restaurant", "validation", "default")
     with LLM("opt-tiny", offload_dir="o", dtype="float32") as llm:
-        longer = sum(len(llm.model.encode_more(f" {row['label']}")) > 1 for row in rows)
+        longer = sum(len(llm.model.encode_plain(f" {row['label']}")) > 1 for row in rows)
     assert longer and found["too_long_labels"] == longer
     verb = "have" if longer > 1 else "has"
     said = (

@@ -312,7 +312,7 @@ def test_texts_of_a_chat(text: Door, rotary: Path, tmp_path: Path) -> None:
     text(f"--model {folder} --prompt one --chat --gen-len 6 --dtype float32 --json r.json")
     with LLM(str(folder), Policy(), dtype="float32", offload_dir="o") as llm:
         [want] = llm.generate(
-            [llm.model.encode_more("<user>one\n<assistant>")], SamplingParams(max_tokens=6)
+            [llm.model.encode_plain("<user>one\n<assistant>")], SamplingParams(max_tokens=6)
         )
     result = figures(tmp_path / "r.json")
     (row,) = result["rows"]
@@ -400,7 +400,7 @@ def test_turns_share_one_cache(
     assert [turn.get("question_id") for turn in full["turns"]] == [81, 81, 82]
     assert full["turns"][2]["category"] == "coding" and full["answered"] == 3
     with LLM(str(rotary), Policy(), dtype="float32", offload_dir="o") as llm:
-        encode = llm.model.encode_more
+        encode = llm.model.encode_plain
         said = llm.model.encode("\nimport os\n")
         for turn in full["turns"]:
             said += [] if turn["turn"] == 0 else encode(f"\n{turn['prompt']}\n")
@@ -480,7 +480,8 @@ def test_chat(
     streaming(f"--model {folder} --turns {asked} --chat --gen-len 4 --policies full --json a.json")
     with LLM(str(folder), Policy(), dtype="float32", offload_dir="o") as llm:
         ids = [
-            llm.model.encode_more(t) for t in ("<user>one\n<assistant>", "\n<user>two\n<assistant>")
+            llm.model.encode_plain(t)
+            for t in ("<user>one\n<assistant>", "\n<user>two\n<assistant>")
         ]
     plain = write_jsonl({"turns": ids}, name="plain.jsonl")
     streaming(f"--model {rotary} --turns {plain} --gen-len 4 --policies full --json b.json")
@@ -539,7 +540,7 @@ def test_a_long_text_by_window(streaming: Door, rotary: Path, tmp_path: Path) ->
     full, h2o, local, share = figures(tmp_path / "r.json")["policies"]
     with LLM(str(rotary), Policy(), dtype="float32", offload_dir="o") as llm:
         start = llm.model.encode("")
-        ids = llm.model.encode_more(text)
+        ids = llm.model.encode_plain(text)
         column = llm.model.spec.kv_bytes_per_token(4)
     streams = torch.tensor(
         [[*start, *ids[at : at + 32]] for at in (i * len(ids) // 3 for i in range(3))]

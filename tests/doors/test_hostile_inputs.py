@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flexgen_h2o import LLM, SamplingParams, batch, evaluate, flex_opt, policy_search
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import MOST_LINE_BYTES
+from flexgen_h2o.core.files import MAX_LINE_BYTES
 from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
 
@@ -193,7 +193,7 @@ def test_a_text_that_no_positions_hold_is_not_tokenised(
 
 
 def test_a_line_that_is_too_long_is_not_read(refusal: Callable[..., str], tmp_path: Path) -> None:
-    path = prompts_with(tmp_path, json.dumps({"prompt_token_ids": [5] * (MOST_LINE_BYTES // 3)}))
+    path = prompts_with(tmp_path, json.dumps({"prompt_token_ids": [5] * (MAX_LINE_BYTES // 3)}))
     assert f"--prompts {path}:2: is longer than 8 MiB" in refusal("flex_opt", "--prompts", path)
 
 
@@ -223,7 +223,7 @@ TEXTS = {
 def test_a_text_that_fits_is_never_refused(text: str) -> None:
     """Positions for just its tokens are enough; with a fourth of them it is refused unseen."""
     shipped = find_model("opt-tiny", None)
-    ids = shipped.encode_more(text)
+    ids = shipped.encode_plain(text)
     fits, far_too_few = (
         replace(shipped, spec=replace(shipped.spec, max_positions=n))
         for n in (len(ids), len(ids) // 4)

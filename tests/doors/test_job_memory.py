@@ -19,7 +19,7 @@ from tests.unit.jobs.stub import run_job, write_lines
 EARLY = 1_000
 LATE = 4_000
 # bytes; a float that stays of each row would be 72,000, and a list of each sweep twice that
-MOST_GROWTH = 24_000
+MAX_GROWTH = 24_000
 
 
 class Watched(LLM):
@@ -74,4 +74,4 @@ def test_memory_is_flat_in_rows(ids_model: Path, tmp_path: Path, tracing: None) 
         assert (job.status.done, job.status.errors) == (LATE + 100, (LATE + 100) // 100)
         assert llm.report.num_prompts == LATE + 100 - job.status.errors
     growth = llm.held[LATE] - llm.held[EARLY]
-    assert growth < MOST_GROWTH, f"{growth} bytes for {LATE - EARLY} rows"
+    assert growth < MAX_GROWTH, f"{growth} bytes for {LATE - EARLY} rows"

@@ -691,7 +691,7 @@ def test_lengths_that_lm_eval_would_loop_on_are_refused(
 
 def test_a_tokenizer_that_ruler_vt_has_no_example_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = find_model("opt-tiny", None, None)
-    monkeypatch.setattr(type(model), "encode_more", lambda self, text: list(text))
+    monkeypatch.setattr(type(model), "encode_plain", lambda self, text: list(text))
     with pytest.raises(
         UsageError, match="--tasks ruler_vt: its solved example takes more than 500 tokens"
     ):

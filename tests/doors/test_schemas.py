@@ -23,7 +23,14 @@ from flexgen_h2o.core.config import (
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Line
-from flexgen_h2o.jobs.requests import FIELDS, NOT_CHOSEN, OF_TEMPLATE, URLS, RequestReader, RowError
+from flexgen_h2o.jobs.requests import (
+    FIELDS,
+    IGNORED_IF_NONE,
+    TEMPLATE_FIELDS,
+    URLS,
+    RequestReader,
+    RowError,
+)
 from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.planner.profile import (
@@ -172,12 +179,12 @@ def test_fields_of_a_line_are_those_of_the_reader() -> None:
         others = (
             {"prompt", "prompt_token_ids", "echo"}
             if is_chat
-            else {"messages", "top_logprobs", *OF_TEMPLATE}
+            else {"messages", "top_logprobs", *TEMPLATE_FIELDS}
         )
         assert shown.keys() == FIELDS.keys() - others
         for name in shown:
             only = FIELDS[name].values(is_chat)
-            if only is not None and name not in NOT_CHOSEN:
+            if only is not None and name not in IGNORED_IF_NONE:
                 assert shown[name] == {"enum": [*only, None]}, name
 
 

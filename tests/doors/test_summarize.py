@@ -178,7 +178,7 @@ def test_articles_as_messages(
     assert said[:2] == [f"import os\n\n{INSTRUCTION.strip()}", f"x = 1\n\n{articles.INSTRUCTION}"]
     assert said[2].startswith("x = 1\nx = 1") and said[2].endswith(f"\n\n{articles.INSTRUCTION}")
     with LLM(folder, Policy(2, 2), dtype="float32", offload_dir=tmp_path / "o") as llm:
-        prompts = [llm.model.encode_more(f"<user>{one}\n<assistant>") for one in said]
+        prompts = [llm.model.encode_plain(f"<user>{one}\n<assistant>") for one in said]
         texts = [one.text for one in llm.generate(prompts, SamplingParams(NEW))]
     choices = [
         row["response"]["body"]["choices"][0] for row in rows_of(tmp_path / "d" / "full.jsonl")

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flexgen_h2o import H2O
 from flexgen_h2o import chat as module
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.core.files import MOST_LINE_BYTES
+from flexgen_h2o.core.files import MAX_LINE_BYTES
 from flexgen_h2o.evaluation.rows import Case
 from flexgen_h2o.evaluation.streaming import title
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
@@ -241,7 +241,7 @@ def test_odd_lines_are_skipped_or_refused_and_change_nothing(
         "   ",
         b"caf\xe9",
         "/nothing",
-        b"x" * (MOST_LINE_BYTES + 9),
+        b"x" * (MAX_LINE_BYTES + 9),
         "//b",
         "/save b.json",
     )

@@ -37,14 +37,14 @@ from tests.eviction import policies as plain
 from tests.eviction.policies import Budget
 from tests.eviction.reference import Evicted, PlainModel, Stored, Turn, evicted_greedy
 from tests.parity.reference import (
-    LEAST_GAP,
     LOGIT_TOLERANCE,
+    MIN_GAP,
     LogitsByRow,
     random_prompts,
     tokens_of,
 )
 
-LEAST_SCORE_GAP = 1e-5
+MIN_SCORE_GAP = 1e-5
 STAND_IN = MemoryBudget("64MiB", "64MiB", "64MiB")
 
 
@@ -206,11 +206,7 @@ def wanted(
             row = evicted_greedy(
                 model, prompt, most, pair.plain, None if stored is None else stored(), turn
             )
-            if (
-                not row.is_near
-                and row.least_gap > LEAST_SCORE_GAP
-                and row.least_token_gap > LEAST_GAP
-            ):
+            if not row.is_near and row.least_gap > MIN_SCORE_GAP and row.least_token_gap > MIN_GAP:
                 break
         prompts.append(prompt)
         rows.append(row)

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.units import GIVEN_CHUNK
+from flexgen_h2o.core.units import FORCED_CHUNK
 from flexgen_h2o.engine.conversation import Conversation, tokens_after_first
 from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
-from tests.eviction.engine import LEAST_SCORE_GAP, PAIRS, STAND_IN, SeenByRow
+from tests.eviction.engine import MIN_SCORE_GAP, PAIRS, STAND_IN, SeenByRow
 from tests.eviction.plain_models import PlainLlama
 from tests.eviction.reference import Evicted, PlainModel, Turn, evicted_greedy
 from tests.parity.cases import PLACEMENTS
-from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, random_prompts
+from tests.parity.reference import LOGIT_TOLERANCE, MIN_GAP, LogitsByRow, random_prompts
 
 LENGTHS = (9, 5, 1, 7)
 ANSWER = 4
@@ -74,7 +74,7 @@ def converse(
     eos: Sequence[int] = (),
     budget: MemoryBudget | None = None,
     room: int | None = None,
-    max_tokens_per_sweep: int = GIVEN_CHUNK,
+    max_tokens_per_sweep: int = FORCED_CHUNK,
 ) -> Held:
     """One token at once: held positions too."""
     heard = Heard()
@@ -154,7 +154,7 @@ def test_every_turn_equals_the_reference(
     plain = PlainLlama(model.model, rolling=True) if positions == ROLLING else model.plain
     turns, want = turns_without_near_ties(plain, pair, plain.turn if positions == ROLLING else None)
     given = sum(map(len, turns[1:]))
-    for max_tokens_per_sweep in (GIVEN_CHUNK, 3, 1):
+    for max_tokens_per_sweep in (FORCED_CHUNK, 3, 1):
         found = converse(
             model.folder,
             turns,
@@ -170,7 +170,7 @@ def test_every_turn_equals_the_reference(
             (i, token) for i, turn in enumerate(turns[1:], start=1) for token in turn
         ]
         assert [len(found.heard.answers[i]) for i in range(len(turns))] == [ANSWER] * len(turns)
-        sweeps = {GIVEN_CHUNK: len(want.tokens) - given, 1: len(want.tokens)}
+        sweeps = {FORCED_CHUNK: len(want.tokens) - given, 1: len(want.tokens)}
         assert len(found.columns) == sweeps.get(max_tokens_per_sweep, len(found.columns))
     for step, kept in enumerate(want.kept[:-1]):
         for block, heads in enumerate(kept):
@@ -188,7 +188,7 @@ def turns_without_near_ties(
         turns = random_prompts(LENGTHS, seed)
         given = given_steps(turns, ANSWER)
         want = evicted_greedy(plain, turns[0], most, PAIRS[pair].plain, turn=turn, given=given)
-        if want.least_gap > LEAST_SCORE_GAP and want.least_token_gap > LEAST_GAP:
+        if want.least_gap > MIN_SCORE_GAP and want.least_token_gap > MIN_GAP:
             break
     return turns, want
 

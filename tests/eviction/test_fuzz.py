@@ -32,7 +32,7 @@ from flexgen_h2o.kvcache.eviction import (
 from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
 from tests.eviction.engine import (
-    LEAST_SCORE_GAP,
+    MIN_SCORE_GAP,
     STAND_IN,
     Pair,
     Wanted,
@@ -43,7 +43,7 @@ from tests.eviction.engine import (
 from tests.eviction.policies import Budget
 from tests.eviction.reference import Evicted, evicted_greedy
 from tests.eviction.test_packed_cache import FAR, Rotated, Rounded
-from tests.parity.reference import LEAST_GAP, random_prompts
+from tests.parity.reference import MIN_GAP, random_prompts
 
 RUNS = int(os.environ.get("FLEXGEN_KV_RUNS", "200"))
 FEW = 8
@@ -182,7 +182,7 @@ def references(
         if row.is_near:
             return None
         row = row if pair.plain.share == 1 else row.without_kept()
-        if row.least_gap <= LEAST_SCORE_GAP or row.least_token_gap <= LEAST_GAP:
+        if row.least_gap <= MIN_SCORE_GAP or row.least_token_gap <= MIN_GAP:
             return None
         found.append(row)
     return found

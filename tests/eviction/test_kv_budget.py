@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.engine.workload import need_of
+from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
@@ -19,7 +19,7 @@ from tests.parity.cases import BASE, PLACEMENTS
 from tests.parity.reference import random_prompts
 
 LENGTHS = (1, 4, 8, 9, 9, 21, 2, 5)
-MOST_NEW = (12, 12, 3, 7, 12, 1, 14, 9)  # so that equal prompts keep different numbers of columns
+MAX_NEW = (12, 12, 3, 7, 12, 1, 14, 9)  # so that equal prompts keep different numbers of columns
 H2O_OF_SEQUENCE = "h2o, of the sequence"
 
 
@@ -55,9 +55,9 @@ def ran_with(
 def test_rows_of_different_max_tokens(
     shape: str, pair: str, refill: bool, known: Callable[[str], Known], tmp_path: Path
 ) -> None:
-    want = wanted(known(shape).plain, PAIRS[pair], LENGTHS, MOST_NEW)
+    want = wanted(known(shape).plain, PAIRS[pair], LENGTHS, MAX_NEW)
     policy = Policy(2, 2, PLACEMENTS["kv split three ways"])
-    ran = ran_with(known(shape), want, pair, policy, tmp_path, MOST_NEW, refill=refill)
+    ran = ran_with(known(shape), want, pair, policy, tmp_path, MAX_NEW, refill=refill)
     assert_same(want, ran)
     assert ran.report.extra.get("refilled", 0) == (len(LENGTHS) - policy.block_size) * refill
     assert ran.report.eviction == PAIRS[pair].engine.to_json()
@@ -65,10 +65,10 @@ def test_rows_of_different_max_tokens(
 
 def test_a_packed_cache(known: Callable[[str], Known], tmp_path: Path) -> None:
     want = wanted(
-        known("normal").plain, PAIRS[H2O_OF_SEQUENCE], LENGTHS, MOST_NEW, lambda: Rounded(8)
+        known("normal").plain, PAIRS[H2O_OF_SEQUENCE], LENGTHS, MAX_NEW, lambda: Rounded(8)
     )
     policy = Policy(2, 2, PLACEMENTS["kv on disk"], compress_cache=True, cache_bits=8)
-    assert_same(want, ran_with(known("normal"), want, H2O_OF_SEQUENCE, policy, tmp_path, MOST_NEW))
+    assert_same(want, ran_with(known("normal"), want, H2O_OF_SEQUENCE, policy, tmp_path, MAX_NEW))
 
 
 def test_what_is_asked_for_beyond_the_positions_does_not_count(
@@ -102,7 +102,7 @@ def test_all_of_the_sequence_is_the_full_cache(
     known: Callable[[str], Known], tmp_path: Path
 ) -> None:
     prompts = random_prompts(LENGTHS)
-    params = [SamplingParams(max_tokens=n) for n in MOST_NEW]
+    params = [SamplingParams(max_tokens=n) for n in MAX_NEW]
     found = []
     for eviction in (None, H2O(kv_budget=1)):
         with LLM(
@@ -124,7 +124,7 @@ def test_the_planner_counts_the_columns_that_the_engine_holds(
         str(known("normal").folder), Policy(4), eviction, dtype="float32", offload_dir=tmp_path
     ) as llm:
         llm.follow([[3] * 9] * 2, [list(range(5, 30))] * 2, lambda rows, logits: None)
-        need = need_of(eviction, 2, {(9, 25)}, 2)
+        need = workload_of(eviction, 2, {(9, 25)}, 2)
         held = [sum(need.columns(block, sweep, 9) for block in range(2)) for sweep in range(25)]
         assert llm.times[0].held == [2 * columns for columns in held]
         assert llm.report is not None and llm.report.kv["slots"] == max(need.slots)

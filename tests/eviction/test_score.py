@@ -132,7 +132,9 @@ def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_g
     done = list[Completion]()
     seen = list[int]()
     params = SamplingParams(max_tokens=5, prompt_logprobs=0, ignore_eos=True)
-    callbacks = Callbacks(goes_on=lambda row: bool(seen.append(len(row.own_ids))), spares_rows=True)
+    callbacks = Callbacks(
+        should_continue=lambda row: bool(seen.append(len(row.generated_ids))), isolates_errors=True
+    )
     with LLM(
         str(known("llama").folder), Policy(2, 1), EIGHT, dtype="float32", offload_dir=tmp_path
     ) as llm:

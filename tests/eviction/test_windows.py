@@ -16,7 +16,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import DECODE, PREFILL
 from flexgen_h2o.engine.memory_plan import kv_layout, record_in
-from flexgen_h2o.engine.workload import need_of
+from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.evaluation.fidelity import Probe
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
@@ -325,7 +325,7 @@ def test_a_plan_counts_windows(known: Callable[[str], Known], tmp_path: Path) ->
         str(known(MIXED).folder), Policy(1), H2O(0.5, kv_budget=None), offload_dir=tmp_path
     ) as llm:
         spec: ModelSpec = llm.model.spec
-        need = need_of(llm.eviction, 3, {(20, 6), (4, 6)}, spec.num_blocks, spec.windows)
+        need = workload_of(llm.eviction, 3, {(20, 6), (4, 6)}, spec.num_blocks, spec.windows)
     assert need.slots == (6, 21, 6, 21) and need.kept == (6, 20, 6, 20)
     assert [need.columns(0, sweep, 4) for sweep in range(4)] == [4, 5, 6, 6]
     assert [need.columns(0, sweep, 20) for sweep in range(4)] == [6, 6, 6, 6]

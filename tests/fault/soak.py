@@ -21,7 +21,7 @@ import pytest
 from tests.fault.jobs import Job, launch, rows_of, tear_the_end, tokens_of, whole_rows_of
 
 ROWS = 100
-MOST_NEW = 12
+MAX_NEW = 12
 KILLS = int(os.environ.get("FLEXGEN_SOAK_KILLS", "100"))
 SEED = int(os.environ.get("FLEXGEN_SOAK_SEED") or random.SystemRandom().randrange(2**32))
 
@@ -72,7 +72,7 @@ def write_requests(folder: Path, generator: random.Random) -> None:
     ]
     lines: list[str] = []
     for i in range(ROWS):
-        body: dict[str, Any] = {"max_tokens": generator.randint(1, MOST_NEW)}
+        body: dict[str, Any] = {"max_tokens": generator.randint(1, MAX_NEW)}
         own = f"\ndef g{i}(y):\n" + "    y += 1\n" * generator.randint(0, 6)
         body["prompt"] = (begins[i % 3] if i % 3 < 2 else "") + own
         if i % 2:
@@ -117,7 +117,7 @@ def answer(kind: str, known: dict[str, Undisturbed], parent: Path) -> Undisturbe
         first_row_s = time.monotonic() - began
         assert job.wait() == 0, job.err
         tokens = tokens_of(rows_of(job.output))
-        assert len(tokens) == ROWS + 2 and sum(map(len, tokens.values())) > ROWS * MOST_NEW / 4
+        assert len(tokens) == ROWS + 2 and sum(map(len, tokens.values())) > ROWS * MAX_NEW / 4
         assert len({tuple(found) for found in tokens.values()}) > ROWS / 3, (
             "rows that are alike tell nothing"
         )

@@ -18,7 +18,7 @@ from tests.forks import Forks
 from tests.parity.cases import thinned
 
 ROWS = 44
-MOST_KILLS = 6
+MAX_KILLS = 6
 Tokens = dict[str, list[int]]  # by custom id
 
 
@@ -44,12 +44,12 @@ def kill_until_done(jobs: Jobs, folder: Path, whole: Tokens, generator: random.R
     """Kill -9 at random moments, sometimes with a torn end as after a power cut, until a run ends.
     How many kills?
 
-    After MOST_KILLS nobody kills it: on a slow machine it would never get to its end.
+    After MAX_KILLS nobody kills it: on a slow machine it would never get to its end.
     """
     kills = 0
     while True:
         job = jobs.start(folder)
-        if kills < MOST_KILLS:
+        if kills < MAX_KILLS:
             wait_for_a_moment(job, len(whole), generator)
             job.send(signal.SIGKILL)
         if job.wait() == 0:
@@ -384,7 +384,7 @@ LONG_LINES = {
     "20 MB of text": {"prompt": "def f(x): return x\n" * 1_000_000},
     "10 million ids": {"prompt_token_ids": [5] * 10_000_000},
 }
-MOST_GROWTH = 50_000_000  # bytes; 5 MB of text took 1.5 GB
+MAX_GROWTH = 50_000_000  # bytes; 5 MB of text took 1.5 GB
 
 
 @pytest.mark.slow
@@ -411,4 +411,4 @@ def test_a_long_line_takes_no_memory_and_no_other_row(jobs: Jobs, tmp_path: Path
     assert len(plain) == ROWS
     for name in LONG_LINES:
         assert tokens[name]["long"] == [] and plain.items() <= tokens[name].items(), name
-    assert max(peaks.values()) - peaks["none"] < MOST_GROWTH, peaks
+    assert max(peaks.values()) - peaks["none"] < MAX_GROWTH, peaks

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAME = "card"
 COMPUTE = "compute"  # the stream of the thread that computes
-_MOST_ACCESSES = 64  # that are remembered of a storage
+_MAX_ACCESSES = 64  # that are remembered of a storage
 _ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _READS_BACK = {"nonzero", "_local_scalar_dense", "_unique2", "masked_select", "equal", "is_nonzero"}
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -270,7 +270,7 @@ class Card:
             if not (ordered and writes and start <= old.start and old.end <= end):
                 kept.append(old)
         found[:] = [*kept, Access(start, end, writes, stream, clock[stream], where)][
-            -_MOST_ACCESSES:
+            -_MAX_ACCESSES:
         ]
 
 

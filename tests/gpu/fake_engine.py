@@ -113,7 +113,7 @@ class CardDevice(Device):
             else:
                 dst.copy_(src, non_blocking=True)
 
-    def beside_compute(self) -> AbstractContextManager[object]:
+    def copy_stream(self) -> AbstractContextManager[object]:
         return self._card.own_stream()
 
     def fence(self) -> Waitable:

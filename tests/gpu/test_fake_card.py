@@ -392,7 +392,7 @@ def test_states_of_layers_with_different_budgets_are_one_copy(tmp_path) -> None:
 
 
 CHOICES = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
-MOST_OF_A_HEAD = {"greedy": 6, "drawn": 39}  # launches
+MAX_OF_A_HEAD = {"greedy": 6, "drawn": 39}  # launches
 HELD = (
     "all on the device",
     "weights on host, pinned",
@@ -427,7 +427,7 @@ def test_a_sweep_waits_for_its_tokens_alone(
         for place in card.places
         if place[:2] in {(f"decode {kind}", "sync") for kind in KINDS}
     ]
-    assert card.per_step("decode head", "launch") <= MOST_OF_A_HEAD[choice], card.places
+    assert card.per_step("decode head", "launch") <= MAX_OF_A_HEAD[choice], card.places
     assert card.per_step("decode embedding", "launch") <= 4, card.places
     waits = [
         place

@@ -68,7 +68,7 @@ def test_columns_come_to_the_host_in_one_copy(
             ]
             slots = torch.tensor(chosen).to(device.torch_device)
             card.step = "store"
-            Mover(device, lanes).copy_columns("store_cache", pairs, slots, []).wait()
+            Mover(device, lanes).copy_kv_entries("store_cache", pairs, slots, []).wait()
         finally:
             lanes.close()
     assert (card.counts["store", "copy"], card.counts["store", "sync"]) == (copies, copies), (

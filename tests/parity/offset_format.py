@@ -38,7 +38,7 @@ class Offset(WeightFormat):
                 (-(-rows // OFFSET_ROWS),),
                 ("float32",),
                 4,
-                rows_each=OFFSET_ROWS,
+                rows_per_stored_row=OFFSET_ROWS,
             ),
         )
         return TensorLayout(tensor.shape, stored, columns * self.itemsize)

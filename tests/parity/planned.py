@@ -16,7 +16,7 @@ from flexgen_h2o.core.units import PAGE, round_up
 from flexgen_h2o.engine.generation import Row, make_blocks
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.prompts import prompts_from_python
-from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
+from flexgen_h2o.engine.workload import MicroBatchShape, Workload, workload_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
@@ -107,10 +107,10 @@ class Run:
     def policy(self, percent: tuple[int, int, int, int, int, int]) -> Policy:
         return Policy(self.gbs, self.num_batches, percent, **self.switches)
 
-    def need(self, spec: ModelSpec) -> WorkloadShape:
+    def need(self, spec: ModelSpec) -> Workload:
         sizes = {(self.header + n, self.new_tokens) for n in self.lengths}
         eviction = fitted(self.eviction, spec, kv_sizes_of(spec, Policy()))
-        return need_of(
+        return workload_of(
             eviction, len(self.lengths), sizes, spec.num_blocks, spec.windows
         ).in_one_copy(self.common)
 
@@ -121,7 +121,7 @@ class Run:
         return self.header if takes_one else 0
 
     @property
-    def blocks(self) -> list[list[Batch]]:
+    def blocks(self) -> list[list[MicroBatchShape]]:
         prompts = prompts_from_python(self.prompts, None, SHAPE["vocab_size"])
         rows = [Row(prompt, self.new_tokens) for prompt in prompts]
         blocks = make_blocks(rows, self.gbs, self.num_batches, self.sharing)
@@ -134,7 +134,7 @@ class Run:
             ]
             for block in blocks
         ]
-        return [[Batch.of(groups) for groups in block] for block in found]
+        return [[MicroBatchShape.of(groups) for groups in block] for block in found]
 
     def go(
         self,

@@ -18,7 +18,7 @@ from tests.parity.cases import BASE, BASES
 
 LOGIT_TOLERANCE = 1e-4
 # Two tokens nearer than this could change places by rounding alone: no honest reference.
-LEAST_GAP = 1e-3
+MIN_GAP = 1e-3
 LONG = 24  # more new tokens than a disk unit's overlay holds
 
 
@@ -117,7 +117,7 @@ def make_reference(
         "greedy repeats itself: take another seed"
     )
     best = torch.cat(logits).topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > LEAST_GAP, "a near tie: take another seed"
+    assert (best[:, 0] - best[:, 1]).min() > MIN_GAP, "a near tie: take another seed"
     return Reference(folder, model, prompts, tokens, logits)
 
 

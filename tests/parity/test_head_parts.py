@@ -65,7 +65,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Once it is called all heads are in parts, whether that pays or not."""
 
     def head_rows(spec: ModelSpec, policy: Policy, shape: BlockShape, *_: Any) -> int:
-        return ROWS if spec.head and not shape.whole_head else 0
+        return ROWS if spec.head and not shape.needs_all_logits else 0
 
     return lambda: monkeypatch.setattr(memory_plan, "head_rows", head_rows)
 
@@ -189,9 +189,9 @@ def test_samples_and_log_probabilities(
             )
 
 
-@pytest.mark.parametrize("per_sweep", [1, 3])
+@pytest.mark.parametrize("max_tokens_per_sweep", [1, 3])
 def test_given_tokens(
-    per_sweep: int,
+    max_tokens_per_sweep: int,
     reference: Callable[[str], Reference],
     tmp_path: Path,
     forced: Callable[[], None],
@@ -201,8 +201,8 @@ def test_given_tokens(
     forced()
     with LLM(str(known.folder), Policy(2, 2, HALVES), dtype="float32", offload_dir=tmp_path) as llm:
         llm.generate(known.prompts, SamplingParams(max_tokens=2))
-        llm.follow(known.prompts, known.tokens, watch, max_tokens_per_sweep=per_sweep)
-        assert rows_of_parts(llm) == (ROWS if per_sweep == 1 else 0)
+        llm.follow(known.prompts, known.tokens, watch, max_tokens_per_sweep=max_tokens_per_sweep)
+        assert rows_of_parts(llm) == (ROWS if max_tokens_per_sweep == 1 else 0)
     for row, want in enumerate(known.logits):
         assert (torch.stack(watch.rows[row])[: len(want)] - want).abs().max() <= 1e-4
 

@@ -31,10 +31,10 @@ from tests.parity.reference import (
     tokens_of,
 )
 
-# Of models whose best token is farther from the next than LEAST_GAP, at every step.
+# Of models whose best token is farther from the next than MIN_GAP, at every step.
 SEEDS = dict(zip(SHAPES, (20, 148, 26, 24, 18, 1, 12), strict=True)) | {"llama": 38, "gpt_neox": 18}
 SEEDS_OF_4_BITS = dict(zip(SEEDS, (17, 96, 25, 3, 64, 1, 186, 56, 20), strict=True))
-LEAST_GAP = 0.1
+MIN_GAP = 0.1
 # Most logits are equal; a rounding error before the quantiser moves a code by one now and then,
 # which is a hundredth of an input's largest value times a weight.
 MEDIAN_TOLERANCE = 1e-5
@@ -117,7 +117,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Referen
             in_int8(model, bits), tmp_path_factory.mktemp("int8"), prompts, NEW_TOKENS
         )
         best = torch.cat(known.logits).topk(2).values
-        assert (best[:, 0] - best[:, 1]).min() > LEAST_GAP
+        assert (best[:, 0] - best[:, 1]).min() > MIN_GAP
         folder = tmp_path_factory.mktemp("model")
         model.save_pretrained(folder)
         return replace(known, folder=folder)

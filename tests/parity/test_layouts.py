@@ -28,7 +28,7 @@ from tests.parity.cases import BASES, PLACEMENTS
 from tests.parity.layouts import lay_out
 from tests.parity.quantisers import QUANTISERS, save_quantised
 from tests.parity.reference import (
-    LEAST_GAP,
+    MIN_GAP,
     Reference,
     greedy,
     random_model,
@@ -71,7 +71,7 @@ def check_layout(number: int, folder: Path, offload: Path) -> None:
         .topk(2)
         .values
     )
-    assert (best[:, 0] - best[:, 1]).min() < LEAST_GAP, (number, kind, made.said, want, got)
+    assert (best[:, 0] - best[:, 1]).min() < MIN_GAP, (number, kind, made.said, want, got)
 
 
 @pytest.mark.parametrize(

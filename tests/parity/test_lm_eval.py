@@ -23,7 +23,7 @@ from lm_eval.models.huggingface import HFLM
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import GIVEN_CHUNK
+from flexgen_h2o.core.units import FORCED_CHUNK
 from flexgen_h2o.evaluation.lm_eval_model import EngineLM, logprobs_at
 from flexgen_h2o.integrations import disable_h2o, enable_h2o
 from tests.eviction import policies as plain
@@ -171,7 +171,7 @@ def test_h2o_forces_the_continuation_through_decode(
         shutil.copy(path, tmp_path / "model")
     generator = torch.Generator().manual_seed(3)
     context = torch.randint(4, 2048, (21,), generator=generator).tolist()
-    more = torch.randint(4, 2048, (GIVEN_CHUNK + 4,), generator=generator).tolist()
+    more = torch.randint(4, 2048, (FORCED_CHUNK + 4,), generator=generator).tolist()
     rows = [(context, more), (context, [*more[:-1], 7]), (context, [9]), (context[:9], more[:6])]
     with LLM(
         tmp_path / "model", Policy(2, 2), H2O(heavy_size=5, recent_size=3), "cpu", "float32"

@@ -124,7 +124,9 @@ def test_a_row_ends_where_nobody_waits_for_it(
     folder, prompts, tokens = known
     read = [Prompt(i, tuple(p), None) for i, p in enumerate(prompts)]
     done = list[Completion]()
-    callbacks = Callbacks(goes_on=lambda row: row.prompt.index != 5 or len(row.token_ids) < 3)
+    callbacks = Callbacks(
+        should_continue=lambda row: row.prompt.index != 5 or len(row.token_ids) < 3
+    )
     with LLM(str(folder), Policy(2, 2), dtype="float32", offload_dir=tmp_path) as llm:
         llm.run(
             read, [SamplingParams(max_tokens=n) for n in ASKED], done.extend, callbacks, refill=True

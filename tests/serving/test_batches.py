@@ -29,10 +29,10 @@ from flexgen_h2o.jobs.sidecar import Sidecar, Status
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving import batch as module_of_one
 from flexgen_h2o.serving import batches as module
-from flexgen_h2o.serving.answers import Refused
+from flexgen_h2o.serving.answers import RequestRefused
 from flexgen_h2o.serving.app import Server
-from flexgen_h2o.serving.batch import Batch
-from flexgen_h2o.serving.batches import MOST_FEEDING, Batches
+from flexgen_h2o.serving.batch import OpenBatch
+from flexgen_h2o.serving.batches import MAX_FEEDING, Batches
 from flexgen_h2o.serving.store import Store
 
 BODY = {"endpoint": "/v1/completions", "completion_window": "24h"}
@@ -49,9 +49,9 @@ class StubService:
     def __init__(self) -> None:
         self.capacity = CAPACITY
         self.llm = SimpleNamespace(peak_bytes={})
-        self.runs: list[Batch] = []
+        self.runs: list[OpenBatch] = []
 
-    def add_batch(self, run: Batch) -> None:
+    def add_batch(self, run: OpenBatch) -> None:
         self.runs.append(run)
 
     def wake(self) -> None: ...
@@ -78,8 +78,8 @@ def batches_of(store: Store, reader: RequestReader, most_rows: int = 50_000) -> 
     return Batches(store, StubService(), reader, SETTINGS, most_rows)  # type: ignore[arg-type]
 
 
-def runs_of(batches: Batches) -> list[Batch]:
-    found: list[Batch] = batches.service.runs  # type: ignore[attr-defined]
+def runs_of(batches: Batches) -> list[OpenBatch]:
+    found: list[OpenBatch] = batches.service.runs  # type: ignore[attr-defined]
     return found
 
 
@@ -99,7 +99,7 @@ def start_again(store: Store, reader: RequestReader) -> Batches:
     return batches
 
 
-def finish(run: Batch, request: Request) -> None:
+def finish(run: OpenBatch, request: Request) -> None:
     run.finish(request, Completion(request.prompt.index, None, "x", [5], "length"))
 
 
@@ -179,7 +179,7 @@ def test_a_file_without_a_record_leaves_nothing(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_disk(monkeypatch)
-    with pytest.raises(Refused, match="No space left"):
+    with pytest.raises(RequestRefused, match="No space left"):
         store.add_file(io.BytesIO(b"{}"), "a.jsonl")
     assert not store.files and not list((tmp_path / "files").iterdir())
 
@@ -191,7 +191,7 @@ def test_a_temporary_folder_that_is_full_is_told_to_the_client() -> None:
     sent: Any = SimpleNamespace(
         headers={"content-type": "multipart/form-data; boundary=a"}, form=form
     )
-    with pytest.raises(Refused, match="No space left") as caught:
+    with pytest.raises(RequestRefused, match="No space left") as caught:
         asyncio.run(Server.add_file(None, sent))  # type: ignore[arg-type]
     assert (caught.value.status, caught.value.body["error"]["code"]) == (500, "storage_failed")
 
@@ -285,7 +285,7 @@ def test_a_bug_of_ours_ends_its_batch(
 
     where = {
         "validate": (module, "scan_steps"),
-        "open": (Batch, "open"),
+        "open": (OpenBatch, "open"),
         "end": (Batches, "_results"),
     }[when]
     batch = create(batches, lines(1))
@@ -365,7 +365,7 @@ def test_a_signal_goes_through_a_batch(batches: Batches) -> None:
         raise Interrupted(15)
         yield
 
-    batch = Batch({}, batches)
+    batch = OpenBatch({}, batches)
     batch._rows = SimpleNamespace(requests=read())  # type: ignore[assignment]
     with pytest.raises(Interrupted):
         batch.next()
@@ -373,7 +373,7 @@ def test_a_signal_goes_through_a_batch(batches: Batches) -> None:
 
 
 def test_a_batch_is_asked_again_after_many_bad_lines(batches: Batches) -> None:
-    batch = Batch({}, batches)
+    batch = OpenBatch({}, batches)
     request = SimpleNamespace()
     batch._rows = SimpleNamespace(requests=iter([None, request]))  # type: ignore[assignment]
     assert [(batch.next(), batch.asks_again) for _ in range(3)] == [
@@ -422,14 +422,14 @@ def test_batches_that_wait_hold_no_descriptor_and_keep_their_order(
     made = [create(batches, lines(1 + i % 3)) for i in range(60)]
     work(batches)
     assert {one["status"] for one in made} == {"in_progress"} and descriptors() == before
-    assert len(batches.running) == MOST_FEEDING and [
+    assert len(batches.running) == MAX_FEEDING and [
         one["request_counts"]["total"] for one in made[:3]
     ] == [1, 2, 3]
     most = 0
     while runs_of(batches):
         run_one(batches)
         most = max(most, len(batches.running))
-    assert {one["status"] for one in made} == {"completed"} and most <= MOST_FEEDING + CAPACITY
+    assert {one["status"] for one in made} == {"completed"} and most <= MAX_FEEDING + CAPACITY
     assert descriptors() == before and not batches.others_wait
     assert not store.with_jobs() and len(store.files) == 120
 
@@ -447,7 +447,7 @@ def test_a_short_batch_overtakes_long_ones_that_have_had_a_turn(
 ) -> None:
     """Turns have no length here: a block's rows are one."""
     monkeypatch.setattr(module_of_one, "TURN_S", -1.0)
-    long = [create(batches, lines(40)) for _ in range(MOST_FEEDING + 2)]
+    long = [create(batches, lines(40)) for _ in range(MAX_FEEDING + 2)]
     short = [create(batches, lines(1)) for _ in range(2)]
     ended = run_rows(batches)
     assert ended[:2] == [one["id"] for one in short] and sorted(ended) == sorted(
@@ -476,7 +476,7 @@ def test_a_batch_that_rests_can_be_cancelled(
     store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module_of_one, "TURN_S", -1.0)
-    made = [create(batches, lines(40)) for _ in range(MOST_FEEDING + 4)]
+    made = [create(batches, lines(40)) for _ in range(MAX_FEEDING + 4)]
     work(batches)
     while not batches._resting:
         run_one(batches)
@@ -639,7 +639,7 @@ def test_a_batch_without_room_for_its_error_rows_fails_and_others_run(
         if one["purpose"] == "batch" or "-errors" in one["id"]
     )
     store._most_bytes = store._stored
-    with pytest.raises(Refused, match="no room"):
+    with pytest.raises(RequestRefused, match="no room"):
         create(batches, b"")
     store.close()
     again = Store(tmp_path, 2**20)
@@ -736,10 +736,10 @@ def test_a_server_that_is_told_to_end_counts_no_death(store: Store, reader: Requ
 
 def test_batches_that_wait_are_not_to_blame(store: Store, reader: RequestReader) -> None:
     batches = batches_of(store, reader)
-    made = [create(batches, lines(3)) for _ in range(MOST_FEEDING + 5)]
+    made = [create(batches, lines(3)) for _ in range(MAX_FEEDING + 5)]
     work(batches)
     start_again(store, reader)
-    assert [store.deaths(one) for one in made] == [1] * MOST_FEEDING + [0] * 5
+    assert [store.deaths(one) for one in made] == [1] * MAX_FEEDING + [0] * 5
 
 
 def test_a_batch_that_was_in_hand_is_alone_at_first(

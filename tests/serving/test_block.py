@@ -20,7 +20,7 @@ from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving import block
-from flexgen_h2o.serving.answers import Refused, read_asked
+from flexgen_h2o.serving.answers import RequestRefused, read_asked
 from flexgen_h2o.serving.block import Service, Ticket
 
 PLACES = 4
@@ -46,7 +46,7 @@ class StubLLM:
         self.model = SimpleNamespace(spec=SimpleNamespace(vocab_size=100))
         self.timeline = Timeline()
         self.eviction: Eviction = Full()
-        self.entered: list[int] = []
+        self.admitted: list[int] = []
         self.peak_bytes: dict[str, int] = {}
         self.after_sweep: Callable[[int], None] = lambda sweep: None
         self.fault: BaseException | None = None  # that a sweep with the row BROKEN raises
@@ -60,7 +60,7 @@ class StubLLM:
         )
         return SimpleNamespace(block_size=PLACES)
 
-    def foresee(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+    def predict_run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         return None
 
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
@@ -79,11 +79,11 @@ class StubLLM:
     ) -> None:
         running = [Row(prompts[0], params[0].max_tokens)]
         sweep = 0
-        assert callbacks.goes_on is not None and refill
+        assert callbacks.should_continue is not None and refill
         while running:
             for row in running:
                 if not row.token_ids:
-                    self.entered.append(row.prompt.token_ids[0])
+                    self.admitted.append(row.prompt.token_ids[0])
                 row.token_ids.append(7)
             if self.fault is not None and any(row.prompt.token_ids[0] == BROKEN for row in running):
                 self.failed_runs += 1
@@ -91,7 +91,9 @@ class StubLLM:
                 raise self.fault
             self.after_sweep(sweep)
             ended = [
-                r for r in running if len(r.token_ids) >= r.max_new or not callbacks.goes_on(r)
+                r
+                for r in running
+                if len(r.token_ids) >= r.max_new or not callbacks.should_continue(r)
             ]
             running = [r for r in running if r not in ended]
             on_finished([self._completion(row) for row in ended])
@@ -196,7 +198,7 @@ def test_requests_take_turns(service: Service, llm: StubLLM) -> None:
     service.submit(one)
     service.submit(other)
     run(service)
-    assert llm.entered == [10, 20, 11, 21, 12, 13, 14, 15]
+    assert llm.admitted == [10, 20, 11, 21, 12, 13, 14, 15]
     assert [kind for kind, *_ in told] == ["done"] * 6 and [kind for kind, *_ in others] == [
         "done"
     ] * 2
@@ -215,7 +217,7 @@ def test_clients_come_first_and_batches_have_their_share(service: Service, llm: 
     ticket, _ = ticket_of(10, 9)
     service.submit(ticket)
     run(service)
-    assert llm.entered[:9] == [50, 70, 10, 11, 12, 51, 13, 14, 15], "one of four places, in turn"
+    assert llm.admitted[:9] == [50, 70, 10, 11, 12, 51, 13, 14, 15], "one of four places, in turn"
     assert sorted(batch.done) == [50, 51, 52, 53, 54] and batch.ended == second.ended == [None]
 
 
@@ -223,8 +225,8 @@ def test_a_single_place_is_for_batches_where_no_client_waits(service: Service) -
     service.capacity = 1
     service.add_batch(StubBatch(rows_of(50, 1)))
     service.submit(ticket_of(10, 2)[0])
-    entered = [service._next_row() for _ in range(4)]
-    assert [row and row[0].token_ids[0] for row in entered] == [10, 11, 50, None]
+    admitted = [service._next_row() for _ in range(4)]
+    assert [row and row[0].token_ids[0] for row in admitted] == [10, 11, 50, None]
 
 
 @pytest.mark.parametrize(("later", "clients"), [(1, 1), (3, 0)])
@@ -236,7 +238,7 @@ def test_a_batch_without_a_row_for_now_is_asked_again(
     service.add_batch(batch)
     service.submit(ticket_of(10, clients)[0])
     run(service)
-    assert llm.entered == [10] * clients + [50] and batch.done == [50] and batch.ended == [None]
+    assert llm.admitted == [10] * clients + [50] and batch.done == [50] and batch.ended == [None]
 
 
 def test_a_batch_that_rests_ends_when_it_has_been_added_again(
@@ -276,7 +278,7 @@ def test_a_batch_that_is_cancelled_while_it_rests_ends_with_its_rows(
 def test_rows_without_room_are_refused_some_at_a_time(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block, "MOST_BAD_LINES", 2)
+    monkeypatch.setattr(block, "MAX_BAD_LINES", 2)
     batch = StubBatch([*rows_of(60, 3, length=LENGTH + 1), *rows_of(70, 1)])
     service.add_batch(batch)
     assert service._next_row() is None and batch.done == [-60, -61]
@@ -323,7 +325,7 @@ def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
 
 def test_a_queue_has_an_end(service: Service) -> None:
     service.submit(ticket_of(10, 15)[0])
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         service.submit(ticket_of(30, 6)[0])
     assert (
         caught.value.status == 429
@@ -332,7 +334,7 @@ def test_a_queue_has_an_end(service: Service) -> None:
     )
     service.submit(ticket_of(30, 5)[0])
     service.close()
-    with pytest.raises(Refused, match="shutting down"):
+    with pytest.raises(RequestRefused, match="shutting down"):
         service.submit(ticket_of(10, 1)[0])
 
 
@@ -361,7 +363,7 @@ def test_who_goes_away_frees_places(service: Service, llm: StubLLM) -> None:
         None if sweep != 1 else (service.submit(waits), service.give_up(gone))[0]
     )
     run(service)
-    assert llm.entered == [10, 11, 12, 13, 20, 21] and not told and len(others) == 2
+    assert llm.admitted == [10, 11, 12, 13, 20, 21] and not told and len(others) == 2
     assert service.counts.given_up == 6 and service.queued == 0
 
 
@@ -376,7 +378,7 @@ def test_a_batch_that_is_cancelled_ends_when_its_rows_have_left(
 
     llm.after_sweep = cancel
     run(service)
-    assert batch.ended == [None] and not batch.done and len(llm.entered) == PLACES
+    assert batch.ended == [None] and not batch.done and len(llm.admitted) == PLACES
 
 
 @pytest.mark.parametrize(
@@ -538,6 +540,6 @@ def test_an_answer_that_is_too_large_is_refused() -> None:
     most = (1000, 1024)
     body = {"prompt": [[5, 6]] * 500, "max_tokens": 200}
     assert len(read_asked(reader, "/v1/completions", body, *most).requests) == 500
-    with pytest.raises(Refused, match="logprobs: more than") as caught:
+    with pytest.raises(RequestRefused, match="logprobs: more than") as caught:
         read_asked(reader, "/v1/completions", {**body, "logprobs": 20}, *most)
     assert caught.value.body["error"]["param"] == "logprobs"

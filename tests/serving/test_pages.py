@@ -20,7 +20,7 @@ from flexgen_h2o.core.units import GIB
 from flexgen_h2o.planner.profile import SHIPPED, nominal_profile, profile_from_json
 from flexgen_h2o.serving import pages
 from flexgen_h2o.serving.guard import Bounds, Guard
-from flexgen_h2o.serving.pages import STATIC, Pages
+from flexgen_h2o.serving.pages import STATIC, PageRoutes
 from tests.forks import Forks
 from tests.serving.conftest import KEY, RUN, Running, Start
 
@@ -39,7 +39,9 @@ BOUNDS = Bounds(2**20, 2**20, 10, 30, KEY, False)
 
 @pytest.fixture(scope="module")
 def web() -> Iterator[TestClient]:
-    found = Pages(MACHINES, profile_from_json, policy_search.ask, ["opt-tiny"], has_engine=False)
+    found = PageRoutes(
+        MACHINES, profile_from_json, policy_search.ask, ["opt-tiny"], has_engine=False
+    )
     yield TestClient(Guard(found.app(), BOUNDS), headers={"authorization": f"Bearer {KEY}"})  # type: ignore[arg-type]
     found.close()
 
@@ -107,7 +109,7 @@ def test_the_machine_that_is_most_like_this_one_comes_first(
     assert (
         policy_search.nearest_machine({**known, "this machine": MACHINES["t4"]}) == "this machine"
     )
-    found = Pages(MACHINES, profile_from_json, policy_search.ask, ["opt-tiny"], False, "cpu")
+    found = PageRoutes(MACHINES, profile_from_json, policy_search.ask, ["opt-tiny"], False, "cpu")
     try:
         told = TestClient(found.app()).get("/api/plan").json()
         assert told["machine"] == "cpu"
@@ -222,11 +224,11 @@ def test_bad_questions(web: TestClient, fields: dict[str, Any], says: str) -> No
 def test_a_search_is_ended_in_time_and_gives_back_its_place(
     monkeypatch: pytest.MonkeyPatch, web: TestClient
 ) -> None:
-    monkeypatch.setattr(pages, "MOST_SEARCH_S", -1.0)
-    for _ in range(pages.MOST_SEARCHES + 1):
+    monkeypatch.setattr(pages, "MAX_SEARCH_S", -1.0)
+    for _ in range(pages.MAX_SEARCHES + 1):
         answer = web.post("/api/plan", json={**SMALL, "machine": "t4"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_long")
-    monkeypatch.setattr(pages, "MOST_SEARCHES", 0)
+    monkeypatch.setattr(pages, "MAX_SEARCHES", 0)
     answer = web.post("/api/plan", json={**SMALL, "machine": "t4"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "busy") and answer.headers[
         "retry-after"

@@ -15,20 +15,20 @@ import pytest
 from flexgen_h2o.jobs import runner
 from flexgen_h2o.jobs.input import Line
 from flexgen_h2o.jobs.requests import RowError
-from flexgen_h2o.jobs.runner import JobRows, Notes
+from flexgen_h2o.jobs.runner import EngineCounts, JobRows
 from flexgen_h2o.serving import app
-from flexgen_h2o.serving.answers import Refused
+from flexgen_h2o.serving.answers import RequestRefused
 from flexgen_h2o.serving.app import SHORT_BODY, Server
 from flexgen_h2o.serving.clerk import Clerk
 
 
 def test_a_long_request_that_is_read_delays_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on = threading.Event()
+    should_continue = threading.Event()
 
     def read(reader: object, path: str, body: dict[str, Any], *most: int) -> None:
         if len(body["prompt"]) > SHORT_BODY:
-            assert goes_on.wait(60)
-        raise Refused(400, "prompt: is read")
+            assert should_continue.wait(60)
+        raise RequestRefused(400, "prompt: is read")
 
     async def post(server: Any, prompt: str) -> int:
         body = json.dumps({"prompt": prompt}).encode()
@@ -57,7 +57,7 @@ def test_a_long_request_that_is_read_delays_no_short_one(monkeypatch: pytest.Mon
         long = [asyncio.create_task(post(served, "a" * (SHORT_BODY + 1))) for _ in range(2)]
         await asyncio.sleep(0.05)
         assert await post(served, "a") == 400 and not any(one.done() for one in long)
-        goes_on.set()
+        should_continue.set()
         assert await asyncio.gather(*long) == [400, 400]
 
     monkeypatch.setattr(app, "read_asked", read)
@@ -66,7 +66,7 @@ def test_a_long_request_that_is_read_delays_no_short_one(monkeypatch: pytest.Mon
 
 def test_bad_lines_that_take_long_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of 8 MiB takes as long as a thousand short ones."""
-    monkeypatch.setattr(runner, "MOST_BAD_S", 0.01)
+    monkeypatch.setattr(runner, "MAX_BAD_S", 0.01)
 
     def read(line: Line) -> Any:
         time.sleep(0.004)
@@ -75,7 +75,7 @@ def test_bad_lines_that_take_long_are_read_a_few_at_a_time(monkeypatch: pytest.M
         return SimpleNamespace(asked_model=None, params=SimpleNamespace(max_tokens=1))
 
     sink: Any = SimpleNamespace(
-        notes=Notes(), asked=lambda tokens: None, write=lambda answers: None
+        notes=EngineCounts(), asked=lambda tokens: None, write=lambda answers: None
     )
     reader: Any = SimpleNamespace(model=SimpleNamespace(name="m"), read=read)
     found = list(JobRows(reader, [Line(i, b"{}") for i in range(1, 31)], sink).requests)

@@ -19,7 +19,7 @@ from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.serving.answers import Pieces, read_asked
+from flexgen_h2o.serving.answers import StreamEvents, read_asked
 from tests.text.conftest import Job, Said
 from tests.text.tiny import chat_line, edit_json, text_line, write_bytes_tokenizer, write_script
 
@@ -204,7 +204,7 @@ def test_what_the_template_gets(run_job: Run, chatty: Path, tmp_path: Path) -> N
     )
     for name, (_, text) in asked.items():
         usage = job.rows[name]["response"]["body"]["usage"]
-        assert usage["prompt_tokens"] == len(model.encode_more(text)), name
+        assert usage["prompt_tokens"] == len(model.encode_plain(text)), name
     wrong = {
         "effort": {"reasoning_effort": "a bit"},
         "no object": {"chat_template_kwargs": [1]},
@@ -365,7 +365,7 @@ def test_channels_of_a_stream(harmonic: Path) -> None:
     line = chat_line("a", "6*7", stream=True, logprobs=True)
     asked = read_asked(RequestReader(model, SamplingParams()), line["url"], line["body"], 8, 200)
     ids = [260, *b"wonder", 259, *b"THINK", 258, 257, *b"42", 256]
-    stream = Pieces(asked, model)
+    stream = StreamEvents(asked, model)
     events = [*stream.first()]
     for token in ids[:-1]:
         events += stream.token(0, token, TokenLogprobs(-1.0, ()))

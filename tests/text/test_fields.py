@@ -19,9 +19,16 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 from flexgen_h2o.core.files import json_line
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import Completion, write_outputs
-from flexgen_h2o.jobs.requests import FIELDS, OF_TEMPLATE, URLS, Request, RequestReader, RowError
+from flexgen_h2o.jobs.requests import (
+    FIELDS,
+    TEMPLATE_FIELDS,
+    URLS,
+    Request,
+    RequestReader,
+    RowError,
+)
 from flexgen_h2o.models.load import Model, find_model
-from flexgen_h2o.serving.answers import Asked, Refused, read_asked
+from flexgen_h2o.serving.answers import ClientRequest, RequestRefused, read_asked
 from tests.text.conftest import Job
 from tests.text.tiny import chat_line, text_line
 
@@ -131,7 +138,7 @@ def test_fields_that_would_change_the_answer_are_still_refused(
 ) -> None:
     assert refused(model, chat_line("a", "hi", **body))[0] == "unsupported"
     line = chat_line("a", "hi", **body)
-    with pytest.raises(Refused) as error:
+    with pytest.raises(RequestRefused) as error:
         read_asked(RequestReader(model, SamplingParams()), line["url"], line["body"], 8, 200)
     assert error.value.status == 400
 
@@ -219,10 +226,12 @@ def of_batch(model: Model, url: str, body: dict[str, Any]) -> tuple[Any, ...]:
         return 400, error.code, str(error)
 
 
-def of_server(model: Model, url: str, body: dict[str, Any]) -> tuple[tuple[Any, ...], Asked | None]:
+def of_server(
+    model: Model, url: str, body: dict[str, Any]
+) -> tuple[tuple[Any, ...], ClientRequest | None]:
     try:
         asked = read_asked(RequestReader(model, SamplingParams()), url, body, ROWS, POSITIONS)
-    except Refused as error:
+    except RequestRefused as error:
         return (error.status, error.code, str(error)), None
     return tuple(shown(one) for one in asked.requests[:: asked.n]), asked
 
@@ -255,7 +264,7 @@ def test_every_field_is_read_alike(url: str, model: Model) -> None:
             if value is None and name not in plain:
                 assert line == of_batch(model, url, plain), name
     is_chat = URLS[url] == "chat"
-    of_the_other = set() if is_chat else {"prompt_token_ids", "top_logprobs", *OF_TEMPLATE}
+    of_the_other = set() if is_chat else {"prompt_token_ids", "top_logprobs", *TEMPLATE_FIELDS}
     taken = {name for name, field in FIELDS.items() if field.values(is_chat) != ()} - of_the_other
     assert taken <= answered, "each has a value that is taken"
 
@@ -291,7 +300,7 @@ def test_an_error_says_of_which_prompt_it_is(model: Model) -> None:
         ({"prompt": ["a"] * 5, "n": 2}, "prompt: 10 answers in one request, at most 8"),
         ({"prompt": "a", "n": 9}, "n: 9 answers in one request, at most 8"),
     ):
-        with pytest.raises(Refused, match=says):
+        with pytest.raises(RequestRefused, match=says):
             read_asked(reader, url, body, ROWS, 100)
 
 
@@ -453,7 +462,7 @@ def test_templates_that_read_parts_get_them(
 ) -> None:
     """The second template reads nothing else, and the third would write a list."""
     model = with_template(bytes_model, tmp_path / "model", template)
-    assert model.least_parts == least
+    assert model.min_content_parts == least
     assert prompt_of(model, [{"role": "user", "content": "a"}]) == alone
     assert prompt_of(model, [{"role": "user", "content": TWO[:1]}]) == alone
     assert prompt_of(model, [{"role": "user", "content": TWO}]) == two

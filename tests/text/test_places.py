@@ -21,7 +21,7 @@ from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.responses import success_row
 from flexgen_h2o.models.load import Model, find_model
-from flexgen_h2o.serving.answers import Pieces, read_asked
+from flexgen_h2o.serving.answers import StreamEvents, read_asked
 from tests.text.conftest import Job
 from tests.text.tiny import (
     chat_line,
@@ -78,7 +78,7 @@ def test_the_first_space_of_an_answer(run_job: Run, pieces_model: Path) -> None:
         text_line("echo", "The", max_tokens=3, echo=True),
         text_line(
             "ids",
-            [1, *[find_model(str(pieces_model), None).encode_more("The")[-1]]],
+            [1, *[find_model(str(pieces_model), None).encode_plain("The")[-1]]],
             max_tokens=3,
             echo=True,
         ),
@@ -166,7 +166,7 @@ def test_pieces_are_the_whole_text_and_places_lie_in_it(
 def test_bytes_of_tokens_join_to_the_text(model: Model, text: str) -> None:
     """Of texts that the tokenizer keeps as they are; SentencePiece puts a space in front."""
     detokenizer = detokenizer_of(model.tokenizer)
-    ids = [token for token in model.encode_more(text) if token not in detokenizer.specials]
+    ids = [token for token in model.encode_plain(text) if token not in detokenizer.specials]
     joined = b"".join(detokenizer.token_bytes(token) for token in ids)
     assert joined.lstrip(b" ") == decoded(model, ids).encode().lstrip(b" ")
 
@@ -271,7 +271,7 @@ def test_a_stream_is_the_answer_in_pieces(model: Model, own: list[int], stop: li
     asked = read_asked(
         RequestReader(model, SamplingParams()), "/v1/completions", {**body, "stream": True}, 8, 200
     )
-    stream = Pieces(asked, model)
+    stream = StreamEvents(asked, model)
     events = list[bytes]()
     found = [likely(*own[i:], 7) for i in range(len(own))]
     for token, one in zip(own[:-1], found[:-1], strict=True):
@@ -339,7 +339,7 @@ def test_long_answers_are_measured_in_windows(
 ) -> None:
     """And not by decoding them again and again."""
     text = "The cat sat é\U0001f984 on " * 40
-    ids = model.encode_more(text)
+    ids = model.encode_plain(text)
     detokenizer = Detokenizer(model.tokenizer)  # type: ignore[arg-type]
     sizes: list[int] = []
     decode = Detokenizer.text
@@ -359,15 +359,15 @@ def test_long_answers_are_measured_in_windows(
 
 def test_places_of_a_text_that_ends_within_a_character(model: Model) -> None:
     """Of a prompt whose last character the answer ends; both belong to the answer."""
-    ids = model.encode_more(UNICORN)[-4:]
+    ids = model.encode_plain(UNICORN)[-4:]
     ids = [
         token
-        for token in model.encode_more(UNICORN)
+        for token in model.encode_plain(UNICORN)
         if detokenizer_of(model.tokenizer).has_text(token)
     ][-4:]
     assert len(ids) == 4
     places = Places(detokenizer_of(model.tokenizer), ids[:2])
-    for token in [*ids[2:], *model.encode_more("a")]:
+    for token in [*ids[2:], *model.encode_plain("a")]:
         places.add(token)
     places.settle()
     assert places.starts[:2] == [0, 0] and places.starts[2] == 1

@@ -388,7 +388,7 @@ def test_flags_of_groups_that_many_commands_have_are_shown_once(
         memory.add_argument("--host-mem", dest="ram", help=argparse.SUPPRESS)
         memory.add_argument(f"--{verb}-mem", action="store_true", help="its own")
     monkeypatch.setattr(flag_tables, "parsers", lambda: made)
-    monkeypatch.setattr(flag_tables, "LEAST_VERBS", 2)
+    monkeypatch.setattr(flag_tables, "MIN_VERBS", 2)
     page = ROOT / "docs" / "reference" / "commands" / "serve.md"
     assert flag_tables.documented() == ["generate", "chat", "serve"]
     shared = flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE)

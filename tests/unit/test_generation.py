@@ -129,11 +129,11 @@ def test_parts_are_the_sweep_in_order(
         g for g in groups if g.prefix
     ]
     assert [part.decoding for part in parts] == [len(past), *(0 for _ in parts[1:])]
-    entered = 0
+    num_earlier_prompts = 0
     for part in parts:
-        assert part.entered == entered
+        assert part.num_earlier_prompts == num_earlier_prompts
         assert len(part.ids) == part.decoding + part.prompt_tokens
-        entered += len(part.counts) - part.decoding
+        num_earlier_prompts += len(part.counts) - part.decoding
     # Whatever is behind a part would not have gone into it.
     for part, behind in pairwise(parts):
         first = behind.groups[0]

@@ -10,14 +10,14 @@ import pytest
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import Depth
-from flexgen_h2o.engine.workload import need_of
+from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.profile import BUSY_NOTE, nominal_profile
-from flexgen_h2o.planner.report import Answer, to_json, to_text
+from flexgen_h2o.planner.report import SearchResult, to_json, to_text
 from flexgen_h2o.planner.search import More, Plan, evaluate
 
 BUDGETS = {"device": 4 * GIB, "host": 8 * GIB, "disk": 50 * GIB}
@@ -26,22 +26,22 @@ STREAMED = Policy(4, 2, (0, 50, 0, 0, 100, 0))
 
 def question(
     eviction: Eviction, device_is_host: bool = False, searched: bool = False, **changes: object
-) -> Answer:
+) -> SearchResult:
     profile = replace(nominal_profile(device_is_host), **changes)  # type: ignore[arg-type]
     found = built_in_spec("facebook/opt-125m")
     assert found is not None
-    need = need_of(eviction, 8, {(32, 4)}, 12)
+    need = workload_of(eviction, 8, {(32, 4)}, 12)
     space = SearchSpace(
         found[0], need, Policy(), Machine(profile, "bfloat16", device_is_host), BUDGETS
     )
-    return Answer(space, eviction.to_json(), searched)
+    return SearchResult(space, eviction.to_json(), searched)
 
 
-def plan_of(asked: Answer, policy: Policy) -> Plan:
+def plan_of(asked: SearchResult, policy: Policy) -> Plan:
     return evaluate(asked.space, policy)
 
 
-def lines_of(asked: Answer, plan: Plan, **more: object) -> list[str]:
+def lines_of(asked: SearchResult, plan: Plan, **more: object) -> list[str]:
     answer = replace(asked, plan=plan, seconds=0.5, **more)  # type: ignore[arg-type]
     return to_text(answer, "--percent ...", "run ...", "bench ...").splitlines()
 

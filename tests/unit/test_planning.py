@@ -16,7 +16,7 @@ from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.engine.memory_plan import plan_within
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, shape_of
+from flexgen_h2o.engine.workload import MicroBatchShape, Workload, even_blocks, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
@@ -26,7 +26,7 @@ from flexgen_h2o.planner.measure.bench import CARD_HOST
 from flexgen_h2o.planner.plans import MEASURING_BYTES, WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
-from flexgen_h2o.planner.report import Answer
+from flexgen_h2o.planner.report import SearchResult
 
 NO_BUDGETS: dict[str, int | None] = {"device": 0, "host": 100 * GIB, "disk": 100 * GIB}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
@@ -34,7 +34,7 @@ PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 found = built_in_spec("facebook/opt-125m")
 assert found is not None
 SPEC = found[0]
-NEED = WorkloadShape.full(8, 16, 4, SPEC.num_blocks)
+NEED = Workload.full(8, 16, 4, SPEC.num_blocks)
 
 
 def planner(
@@ -201,7 +201,7 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
         policy, NEED, plan, [[alone(16, 16), alone(16, 16)], [alone(9, 3), alone(2, 1)]]
     )
     assert shorter.prefill_s < even.prefill_s
-    block = tuple(Batch.of(groups) for groups in (alone(9, 3), alone(2, 1)))
+    block = tuple(MicroBatchShape.of(groups) for groups in (alone(9, 3), alone(2, 1)))
     assert shorter.prefill_s == pytest.approx(
         even.prefill_s / 2 + predict(SPEC, policy, NEED, where, plan, [(block, 1)]).prefill_s
     )
@@ -269,9 +269,9 @@ def test_each_generate_is_predicted_anew(tmp_path: Path) -> None:
 def test_a_dry_run_tells_what_the_run_then_predicts(tmp_path: Path) -> None:
     """And what it charges to the budgets; rows of few new tokens take their share of the sweeps."""
     policy = Policy(2, 1, (0, 50, 0, 100, 100, 0))
-    told = list[Answer]()
+    told = list[SearchResult]()
 
-    def stop(answer: Answer) -> NoReturn:
+    def stop(answer: SearchResult) -> NoReturn:
         told.append(answer)
         raise SystemExit
 
@@ -298,7 +298,7 @@ def test_of_many_blocks_some_stand_for_their_neighbours(tmp_path: Path) -> None:
     """All rows are counted, and the seconds are nearly those of all blocks."""
     plans = planner(tmp_path, nominal_profile(True))
     policy = Policy(2, 1, (0, 50, 100, 0, 100, 0))
-    need = WorkloadShape.full(80, 200, 4, SPEC.num_blocks)
+    need = Workload.full(80, 200, 4, SPEC.num_blocks)
     memory = plan_within(SPEC, policy, shape_of(policy, need), 4, True, NO_BUDGETS)
     blocks = [[[PromptGroup(0, (n, n + 1))]] for n in range(10, 200, 5)]
     whole, some = (plans.predict_groups(policy, need, memory, blocks, most) for most in (100, 8))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.planner.profile import (
-    MOST_RATE,
+    MAX_RATE,
     SHIPPED,
     UNKNOWN_INT8_SPEEDUP,
     ComputeRates,
@@ -105,7 +105,7 @@ NEW = {
     6: ("int4_speedup",),
 }  # by the schema that they came with
 SINCE_4 = {
-    "overlay_bytes_per_s": MOST_RATE,
+    "overlay_bytes_per_s": MAX_RATE,
     "short_read_compute_s": 0.0,
     "cache_load_step_s": 0.0,
 }  # not of a dtype, and as nothing is known

@@ -36,7 +36,7 @@ def _said_anew() -> Iterator[None]:
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every job is long enough for the test, and every loss is too large."""
     monkeypatch.setattr("flexgen_h2o.llm.JOB_OVER_TEST", 0)
-    monkeypatch.setattr("flexgen_h2o.llm.MOST_KL", 0.0)
+    monkeypatch.setattr("flexgen_h2o.llm.MAX_KL", 0.0)
 
 
 def policy(bits: int | None) -> Policy:
@@ -82,7 +82,7 @@ def test_no_warning_without_few_bits(
 def test_a_short_job_is_not_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.llm.MOST_KL", 0.0)
+    monkeypatch.setattr("flexgen_h2o.llm.MAX_KL", 0.0)
     with LLM("opt-tiny", policy(3), device="cpu", offload_dir=tmp_path) as llm:
         llm.generate(PROMPTS, PARAMS)
         assert FLAG not in capfd.readouterr().err

@@ -40,13 +40,13 @@ params.ftype = int(sys.argv[3])
 sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), params))
 """
 VARIANTS = ("bf16", "q8_0", "q4_0", "q4_k", "bf16-mmap", "q8_0-mmap", "q4_0-mmap", "q4_k-mmap")
-MOST_ROWS = 256  # sequences of a context: LLAMA_MAX_SEQ
+MAX_ROWS = 256  # sequences of a context: LLAMA_MAX_SEQ
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
-    if request.rows > MOST_ROWS:
+    if request.rows > MAX_ROWS:
         raise RefusedError(
-            f"llama.cpp: {request.rows} rows are more than the {MOST_ROWS} sequences of a context"
+            f"llama.cpp: {request.rows} rows are more than the {MAX_ROWS} sequences of a context"
         )
     settings = request.chosen(SETTINGS, SWITCHES)
     path = _converted(request)

@@ -60,7 +60,7 @@ class StoredRows:
     row_bytes: int
     # Rows of the matrix that share one row of this tensor, such as 128 for the scales of blocks of
     # 128 x 128. 0: each part needs the whole tensor.
-    rows_each: int = 1
+    rows_per_stored_row: int = 1
     # The tensor holds numbers that are converted to the compute dtype as they are read.
     is_values: bool = False
     # The tensor holds numbers that become float32. If neither flag is set, it holds bytes.
@@ -91,9 +91,9 @@ class StoredRows:
 
     def rows_of(self, first: int, end: int) -> tuple[int, int]:
         """Return the rows [first, end) of this tensor that rows [first, end) of the matrix need."""
-        if not self.rows_each:
+        if not self.rows_per_stored_row:
             return 0, self.shape[0]
-        return first // self.rows_each, -(-end // self.rows_each)
+        return first // self.rows_per_stored_row, -(-end // self.rows_per_stored_row)
 
     def file_rows(self, part: Part) -> tuple[int, int]:
         """Return `part_rows`, counted in the checkpoint's tensor of that name."""
@@ -156,7 +156,7 @@ class TensorLayout:
         `of_rows` makes such tensors.
         """
         return not self.by_columns and all(
-            multiple % max(1, stored.rows_each) == 0 for stored in self.stored
+            multiple % max(1, stored.rows_per_stored_row) == 0 for stored in self.stored
         )
 
     def of_rows(self, chosen: range) -> TensorLayout:
@@ -192,14 +192,16 @@ def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
     return split_rows(shape[0], shares, BLOCK_ROWS if shape[0] >= CUT_IN_BLOCKS else ROW_BLOCK)
 
 
-class Held(NamedTuple):
+class PartBytes(NamedTuple):
     """A part of a matrix with the bytes that it needs of each stored tensor."""
 
     part: Part
     pieces: Sequence[torch.Tensor]  # one uint8 tensor per StoredRows of the layout, in its order
 
 
-def pieces_of(layout: TensorLayout, held: Held, first: int, end: int) -> Iterator[torch.Tensor]:
+def pieces_of(
+    layout: TensorLayout, held: PartBytes, first: int, end: int
+) -> Iterator[torch.Tensor]:
     """Yield, for each stored tensor, the bytes (uint8) that rows [first, end) of the matrix need.
 
     The rows must lie in `held.part`.
@@ -327,7 +329,7 @@ class WeightFormat:
         rows = blank_int8_rows(memory.view(layout.shape[0], -1))
         return tuple(Int8Rows(some, layout.shape[1], workspace) for some in rows)
 
-    def decode(self, layout: TensorLayout, held: Sequence[Held], out: RowParts) -> None:
+    def decode(self, layout: TensorLayout, held: Sequence[PartBytes], out: RowParts) -> None:
         """Fill a matrix. held: all its rows, in order."""
         from flexgen_h2o.kernels.linear import DenseRows
 
@@ -336,7 +338,7 @@ class WeightFormat:
         self.decode_range(layout, held, 0, whole.rows)
 
     def coded_parts(
-        self, layout: TensorLayout, held: Sequence[Held], decoded: RowParts
+        self, layout: TensorLayout, held: Sequence[PartBytes], decoded: RowParts
     ) -> RowParts:
         """Return the rows of a matrix that products read from their codes while inputs are few.
 
@@ -346,21 +348,21 @@ class WeightFormat:
         if not self.has_codes:
             return ()
         from flexgen_h2o.kernels import triton
-        from flexgen_h2o.kernels.coded import CodedRows, are_multiplied
+        from flexgen_h2o.kernels.coded import CodedRows, can_multiply_codes
         from flexgen_h2o.kernels.linear import DenseRows
 
         (whole,) = decoded
-        if len(held) > 1 and triton.takes(*held[0].pieces):
+        if len(held) > 1 and triton.supports(*held[0].pieces):
             return ()
         assert isinstance(whole, DenseRows)
         found = [
             (self.codes(layout, one), whole.rows[one.part.start : one.part.end]) for one in held
         ]
-        if not all(are_multiplied(codes, rows) for codes, rows in found):
+        if not all(can_multiply_codes(codes, rows) for codes, rows in found):
             return ()
         return tuple(CodedRows(codes, DenseRows(rows)) for codes, rows in found)
 
-    def codes(self, layout: TensorLayout, held: Held) -> Codes:
+    def codes(self, layout: TensorLayout, held: PartBytes) -> Codes:
         """Return some rows of a matrix as products read them.
 
         Formats without this method are decoded.
@@ -368,7 +370,7 @@ class WeightFormat:
         raise NotImplementedError
 
     def decode_range(
-        self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor
+        self, layout: TensorLayout, held: Sequence[PartBytes], first: int, out: torch.Tensor
     ) -> torch.Tensor:
         """Fill `out` with rows from `first` on, and return it.
 
@@ -509,7 +511,7 @@ def warm_up(
 
     from flexgen_h2o.kernels import triton
     from flexgen_h2o.kernels.int8 import BUFFERS
-    from flexgen_h2o.kernels.linear import grouped_linear, linear, linear_each
+    from flexgen_h2o.kernels.linear import grouped_linear, linear, linear_shared_input
     from flexgen_h2o.kernels.workspace import Workspace, warm_up_helpers
 
     warm_up_helpers()
@@ -530,7 +532,7 @@ def warm_up(
         if layout.decoded_row_bytes:
             memory = torch.zeros(rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)
             weight = form.decoded_parts(layout, memory, workspace)
-            held = [Held(part, pieces)]
+            held = [PartBytes(part, pieces)]
             form.decode(layout, held, weight)
             if is_last:
                 coded = form.coded_parts(layout, held, weight)
@@ -541,8 +543,8 @@ def warm_up(
         for few, bias, adds in (
             product((x[:1], x), (None, out[0].clone()), (False, True)) if coded else ()
         ):
-            linear_each(few, ((coded, bias, out[: len(few)]),), adds)
-        if not (experts and is_last and triton.takes(x)):
+            linear_shared_input(few, ((coded, bias, out[: len(few)]),), adds)
+        if not (experts and is_last and triton.supports(x)):
             continue
         for some, tokens, biases in product(
             filter(None, (weight, coded)), (1, FEW_ROWS), (None, [out[0].clone()] * 2)

@@ -43,7 +43,7 @@ _RULES: Rules = {
     "expert_dtype": ("fp8",),
     "dequantize": None,
 }
-_MOST_BLOCK = 2**16
+_MAX_BLOCK = 2**16
 _RANDOM_CODES = (b"\xbf", b"\0")  # numbers below 2 with a std of 0.6, and no NaN
 _RANDOM_SCALES = (b"\xff\xff\0\0", struct.pack("<f", 1 / 32))
 
@@ -110,7 +110,7 @@ def recognise(
             " columns such as [128, 128]; give a checkpoint with a scale for each block, or an "
             "unquantised one"
         )
-    sizes = tuple(whole_number("fp8", "weight_block_size", size, 1, _MOST_BLOCK) for size in block)
+    sizes = tuple(whole_number("fp8", "weight_block_size", size, 1, _MAX_BLOCK) for size in block)
     key = (
         "modules_to_not_convert"
         if found.get("modules_to_not_convert") is not None

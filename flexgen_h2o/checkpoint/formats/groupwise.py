@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, Held, PackedFormat, TensorLayout
+from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, PackedFormat, PartBytes, TensorLayout
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import GROUP, SlotPacking
@@ -87,7 +87,7 @@ class Groupwise(PackedFormat):
             return (RequantisedRows(packed, layout.shape[1], workspace),)
         return (PackedTable(packed, self.bits),)
 
-    def codes(self, layout: TensorLayout, held: Held) -> Codes:
+    def codes(self, layout: TensorLayout, held: PartBytes) -> Codes:
         from flexgen_h2o.kernels.coded import groupwise_codes
 
         return groupwise_codes(held.pieces[0].view(held.part.rows, -1), self.bits, layout.shape[1])

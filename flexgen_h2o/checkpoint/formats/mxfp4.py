@@ -12,7 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, Held, StoredRows, TensorLayout, pieces_of
+from flexgen_h2o.checkpoint.formats import (
+    IN_PRODUCTS,
+    PartBytes,
+    StoredRows,
+    TensorLayout,
+    pieces_of,
+)
 from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
     Rules,
@@ -77,7 +83,7 @@ class Mxfp4(Quantised):
             ),
         )
 
-    def codes(self, layout: TensorLayout, held: Held) -> Codes:
+    def codes(self, layout: TensorLayout, held: PartBytes) -> Codes:
         from flexgen_h2o.kernels.coded import mxfp4_codes
 
         return mxfp4_codes(*_shaped(held.part.rows, held.pieces))
@@ -89,7 +95,9 @@ class Mxfp4(Quantised):
 
         unpack_mxfp4(*_shaped(part.rows, pieces), out)
 
-    def fill_blocks(self, layout: TensorLayout, held: Sequence[Held], out: BlockedInt8) -> bool:
+    def fill_blocks(
+        self, layout: TensorLayout, held: Sequence[PartBytes], out: BlockedInt8
+    ) -> bool:
         from flexgen_h2o.kernels.quantised import fill_blocks_from_mxfp4
 
         for one in held:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flexgen_h2o.checkpoint.formats import (
-    Held,
+    PartBytes,
     StoredRows,
     TensorLayout,
     WeightFormat,
@@ -41,10 +41,10 @@ _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # boundary in a module's name
 # A regular expression that may take minutes to match: a repeated group, or many open repetitions.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _OPEN = re.compile(r"[*+]")
-_MOST_OPEN = 6
+_MAX_OPEN = 6
 # Limits of a list of modules. A longer one would take long to compile and to match.
-_MOST_PATTERNS = 4096
-_MOST_CHARACTERS = 2**19
+_MAX_PATTERNS = 4096
+_MAX_CHARACTERS = 2**19
 # A reference to a group by its number or name. It would break, because several patterns become one.
 _REFERENCE = re.compile(r"\\[1-9]|\(\?(?:P[<=]|\()")
 
@@ -103,7 +103,7 @@ class Quantised(WeightFormat):
         return TensorLayout(tensor.shape, self.stored_rows(tensor), decoded, self.by_columns)
 
     def decode_range(
-        self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor
+        self, layout: TensorLayout, held: Sequence[PartBytes], first: int, out: torch.Tensor
     ) -> torch.Tensor:
         if not self.by_columns:
             return super().decode_range(layout, held, first, out)
@@ -144,7 +144,7 @@ class Quantised(WeightFormat):
             )
         return tensor.shape[axis] // of
 
-    def decode(self, layout: TensorLayout, held: Sequence[Held], out: RowParts) -> None:
+    def decode(self, layout: TensorLayout, held: Sequence[PartBytes], out: RowParts) -> None:
         if not self.to_int8:
             super().decode(layout, held, out)
             return
@@ -173,7 +173,9 @@ class Quantised(WeightFormat):
             )
             fill_int8_rows(here, done + some.start, parts)
 
-    def fill_blocks(self, layout: TensorLayout, held: Sequence[Held], out: BlockedInt8) -> bool:
+    def fill_blocks(
+        self, layout: TensorLayout, held: Sequence[PartBytes], out: BlockedInt8
+    ) -> bool:
         """Fill the first rows of a matrix as int8 rows in one pass.
 
         Returns False if no loop does that.
@@ -266,11 +268,11 @@ def patterns_of(where: str, key: str, value: Any, mark: str = "") -> tuple[str, 
             f"{_OTHER}"
         )
     characters = sum(map(len, value))
-    if len(value) > _MOST_PATTERNS or characters > _MOST_CHARACTERS:
+    if len(value) > _MAX_PATTERNS or characters > _MAX_CHARACTERS:
         raise UsageError(
             f"quantization_config: {where}: {key} has {len(value)} names of {characters} "
             "characters in all, and at most"
-            f" {_MOST_PATTERNS} of {_MOST_CHARACTERS} are matched; {_OTHER}"
+            f" {_MAX_PATTERNS} of {_MAX_CHARACTERS} are matched; {_OTHER}"
         )
     patterns = tuple(value)
     _check_patterns(f"{where}: {key}", patterns, mark)
@@ -289,7 +291,7 @@ def _check_patterns(where: str, patterns: tuple[str, ...], mark: str) -> None:
             raise UsageError(
                 f"quantization_config: {where} has {pattern!r:.60} ({error})"
             ) from error
-        if _REPEATED_GROUP.search(pattern) or len(_OPEN.findall(pattern)) > _MOST_OPEN:
+        if _REPEATED_GROUP.search(pattern) or len(_OPEN.findall(pattern)) > _MAX_OPEN:
             raise UsageError(
                 f"quantization_config: {where} has {pattern!r:.60}, which may take minutes to "
                 f"match; {_OTHER}"

@@ -28,7 +28,7 @@ class WholeAddresses(NamedTuple):
 NO_WHOLE = WholeAddresses(0, 0, 0, 0, 0, 0, 0)
 
 
-class Columns(NamedTuple):
+class WholeColumnArea(NamedTuple):
     """Describe columns of `width` numbers that are adjacent at an address."""
 
     columns: int  # per row, a multiple of TILE

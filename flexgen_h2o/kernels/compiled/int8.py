@@ -125,7 +125,7 @@ SCALE_STEP = np.float32(1 / 127)
 _MOST = np.uint32(15)  # the last code
 
 
-class Job(NamedTuple):
+class RequantiseJob(NamedTuple):
     """Hold the arguments of `in_order`."""
 
     packed: int  # address of the first packed row

@@ -23,7 +23,7 @@ LANES = 16
 _WORDS = ir.VectorType(I32, LANES)
 _FLOATS = ir.VectorType(F32, LANES)
 
-_LEAST_NORMAL = np.uint32(8)  # least normal magnitude of e4m3, as a code
+_MIN_NORMAL = np.uint32(8)  # least normal magnitude of e4m3, as a code
 _NAN_CODE = np.uint32(127)
 _NAN = np.uint32(0x7FC00000)
 _REBIASED = np.uint32((127 - 7) << 23)
@@ -35,7 +35,7 @@ def e4m3(code):  # type: ignore[no-untyped-def]
     magnitude = np.uint32(code & np.uint32(127))
     bits = np.uint32((magnitude << np.uint32(20)) + _REBIASED)
     small = np.uint32(float_to_bits(np.float32(np.int32(magnitude)) * _LEAST))
-    bits = small if magnitude < _LEAST_NORMAL else bits
+    bits = small if magnitude < _MIN_NORMAL else bits
     bits = _NAN if magnitude == _NAN_CODE else bits
     return bits_to_float(np.uint32(bits | ((code & np.uint32(128)) << np.uint32(24))))
 
@@ -112,7 +112,7 @@ def _of_fp8(e: Emitter, index: Any, at: Any, scale: Any) -> Any:
     magnitude = b.and_(code, e.constant(_WORDS, 127))
     normal = b.add(b.shl(magnitude, e.constant(_WORDS, 20)), e.constant(_WORDS, int(_REBIASED)))
     small = b.fmul(b.sitofp(magnitude, _FLOATS), e.constant(_FLOATS, float(_LEAST)))
-    is_small = b.icmp_unsigned("<", magnitude, e.constant(_WORDS, int(_LEAST_NORMAL)))
+    is_small = b.icmp_unsigned("<", magnitude, e.constant(_WORDS, int(_MIN_NORMAL)))
     bits = b.select(is_small, b.bitcast(small, _WORDS), normal)
     is_nan = b.icmp_unsigned("==", magnitude, e.constant(_WORDS, int(_NAN_CODE)))
     bits = b.select(is_nan, e.constant(_WORDS, int(_NAN)), bits)

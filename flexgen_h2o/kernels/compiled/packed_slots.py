@@ -11,7 +11,7 @@ from flexgen_h2o.core.packing import KVPacking, SlotPacking
 from flexgen_h2o.kernels.compiled import vectors
 from flexgen_h2o.kernels.compiled.beside import (
     FLOAT,
-    Columns,
+    WholeColumnArea,
     add_sums,
     beside_dots,
     beside_mix,
@@ -151,7 +151,7 @@ def attend_rows(element, forms, jobs, state, whole, first, end):  # type: ignore
             spread_beside(element, element, q_at, whole.width, of_whole)
             beside_dots(
                 element,
-                Columns(whole.columns, whole.width, whole.keys),
+                WholeColumnArea(whole.columns, whole.width, whole.keys),
                 r,
                 of_whole,
                 newest,
@@ -168,7 +168,7 @@ def attend_rows(element, forms, jobs, state, whole, first, end):  # type: ignore
         if whole.columns:
             beside_mix(
                 element,
-                Columns(whole.columns, whole.width, whole.values),
+                WholeColumnArea(whole.columns, whole.width, whole.values),
                 r,
                 of_whole,
                 newest,

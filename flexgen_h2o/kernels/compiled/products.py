@@ -53,7 +53,7 @@ from flexgen_h2o.kernels.jit import (
     rounded,
     set_number,
 )
-from flexgen_h2o.kernels.products import PACKED, Job
+from flexgen_h2o.kernels.products import PACKED, ProductJob
 from flexgen_h2o.kernels.workspace import part_end
 
 # words of a row at a time: 128 KiB of a panel, in a 1 MiB cache that inputs and sums share
@@ -69,7 +69,7 @@ _GROUP_WORDS = GROUP // 4
 # words of a group of codes in bf16
 _PACKED_WORDS = GROUP // 2
 _MXFP4_WORDS = CHUNK // 2
-_FIELDS = len(Job._fields)
+_FIELDS = len(ProductJob._fields)
 _part_end = jit(part_end)
 
 
@@ -140,7 +140,7 @@ def _job_of(jobs, count, number, panel):  # type: ignore[no-untyped-def]
 @jit
 def _job(jobs, number):  # type: ignore[no-untyped-def]
     f = longs_at(jobs + 8 * _FIELDS * number)
-    return Job(
+    return ProductJob(
         f[0],
         f[1],
         f[2],

@@ -145,7 +145,7 @@ QUERIES = 512  # queries per unit, about: enough to reuse keys that were laid ou
 _LOWEST = np.int32(-(2**31))
 
 
-class Heads(NamedTuple):
+class HeadStrides(NamedTuple):
     """Hold the address of a tensor (batch, heads, tokens, width), and its steps in bytes."""
 
     at: int
@@ -154,7 +154,7 @@ class Heads(NamedTuple):
     token_step: int
 
 
-class Prompts(NamedTuple):
+class PromptsJob(NamedTuple):
     """Hold the arguments of `attend_units`."""
 
     kv_heads: int
@@ -164,14 +164,14 @@ class Prompts(NamedTuple):
     window: int  # keys that a query sees at most; its own key is the last
     width: int
     queries: int  # tokens per unit, a multiple of KEYS
-    q: Heads
-    k: Heads
-    v: Heads
-    out: Heads
+    q: HeadStrides
+    k: HeadStrides
+    v: HeadStrides
+    out: HeadStrides
     lse: int  # address of (batch, heads, tokens) fp32
 
 
-class Unit(NamedTuple):
+class PromptUnit(NamedTuple):
     """Identify the tokens start..stop-1 of a prompt, with all query heads of a kv-head."""
 
     batch: int
@@ -203,7 +203,7 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
         batch = number // (job.kv_heads * units)
         rest = number % (job.kv_heads * units)
         start = (rest % units) * job.queries
-        unit = Unit(batch, rest // units, start, min(job.tokens, start + job.queries))
+        unit = PromptUnit(batch, rest // units, start, min(job.tokens, start + job.queries))
         _take_queries(element, job, scale, unit, query)
         attn_out[:] = 0
         total[:] = 0

@@ -165,7 +165,7 @@ def rotate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
                 set_number(element, out, i, number_at(element, key, i))
 
 
-class Heads(NamedTuple):
+class RotateHeadsJob(NamedTuple):
     """Hold the arguments of `rotate_heads`."""
 
     heads: int

@@ -36,7 +36,7 @@ STEP = 4 * PANEL  # bytes of one word of each row of a panel
 _VECTORS = PANEL // LANES
 # Input rows per tile. By 4 vectors they are 24 sums, of 32 registers. With AVX2, by one vector of
 # two registers, they are 12 of 16.
-_MOST_ROWS = 6
+_MAX_ROWS = 6
 _SIDE = 16  # rows of an AMX register, of LINE bytes each; a tile has up to twice as many input rows
 # bytes that configure AMX's registers; offsets of their widths and of their heights
 REGISTERS = 64
@@ -85,7 +85,7 @@ is_float = _known(_is_float)
 @jit
 def most_rows(kind):  # type: ignore[no-untyped-def]
     """Return the maximal number of input rows of a tile."""
-    return 2 * _SIDE if is_amx(kind) else _MOST_ROWS
+    return 2 * _SIDE if is_amx(kind) else _MAX_ROWS
 
 
 def _dot(e: Emitter, is_float: bool, total: Any, x: Any, w: Any) -> Any:
@@ -109,7 +109,7 @@ def _emit_vector_tile(
     b = e.builder
     end = b.append_basic_block("end")
     choice = b.switch(rows, end)
-    for count in range(1, _MOST_ROWS + 1):
+    for count in range(1, _MAX_ROWS + 1):
         block = b.append_basic_block(f"tile{count}")
         choice.add_case(ir.Constant(I64, count), block)
         b.position_at_end(block)

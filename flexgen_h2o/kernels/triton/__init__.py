@@ -25,7 +25,7 @@ def is_installed() -> bool:
     return find_spec("triton") is not None
 
 
-def takes(*tensors: torch.Tensor) -> bool:
+def supports(*tensors: torch.Tensor) -> bool:
     """Return whether kernels compute on these tensors."""
     return all(t.device.type in DEVICES for t in tensors) and is_installed()
 
@@ -51,7 +51,7 @@ def power_of_two(count: int, least: int = 1) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-class PromptLine(NamedTuple):
+class PromptPlace(NamedTuple):
     """Describe one prompt of a launch to a card's kernels.
 
     Prompts of a launch are a batch, or packed: adjacent in one batch row.
@@ -76,11 +76,11 @@ class PromptLine(NamedTuple):
         return slice(self.kept_start, self.kept_start + self.kept)
 
 
-Lines = tuple[PromptLine, ...]
+PromptPlaces = tuple[PromptPlace, ...]
 
 
 @lru_cache(maxsize=64)  # one per micro-batch of a sweep, for each set of budgets
-def prompt_table(lines: Lines, where: torch.device) -> torch.Tensor:
+def prompt_table(lines: PromptPlaces, where: torch.device) -> torch.Tensor:
     """Return `lines` as (prompts, 8) int32 on a card, copied there once."""
     return upload(torch.tensor(lines, dtype=torch.int32, device="cpu"), where)
 

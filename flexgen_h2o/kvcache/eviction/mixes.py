@@ -21,7 +21,7 @@ FOLDER = "kv-size"  # in the offload folder; it has one table per model
 SCHEMA = 1
 WHOLE = 16  # bits of keys and values that are not packed
 _NO_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_MOST_CHARACTERS = 200  # most characters of a model's name in a file name
+_MAX_CHARACTERS = 200  # most characters of a model's name in a file name
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def table_file(model: str, offload_dir: str | Path | None) -> Path:
         DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir"
     )
     name = _NO_FILE_NAME.sub("--", model.strip("/"))
-    return folder / FOLDER / f"{name[-_MOST_CHARACTERS:]}.json"
+    return folder / FOLDER / f"{name[-_MAX_CHARACTERS:]}.json"
 
 
 def table_for(model: str | None = None, offload_dir: str | Path | None = None) -> MixTable:

@@ -19,7 +19,7 @@ from flexgen_h2o.kvcache.eviction.policy import (
     is_rolling,
     with_sizes,
 )
-from flexgen_h2o.kvcache.eviction.triattention import Heads, TriAttention
+from flexgen_h2o.kvcache.eviction.triattention import HeadShape, TriAttention
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def fitted(eviction: Eviction, spec: ModelSpec, sizes: KVSizes) -> Eviction:
     eviction = with_sizes(eviction, sizes)
     if isinstance(eviction, TriAttention):
         frequencies = () if spec.rotary is None else spec.rotary.frequencies
-        heads = Heads(spec.num_heads // spec.num_kv_heads, spec.head_dim, frequencies)
+        heads = HeadShape(spec.num_heads // spec.num_kv_heads, spec.head_dim, frequencies)
         eviction = replace(eviction, heads=heads)
     return Windowed(eviction, spec.windows) if spec.windows else eviction
 

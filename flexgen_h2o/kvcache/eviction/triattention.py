@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShape:
     """The geometry of a model's queries and keys. `of_model.fitted` makes it."""
 
     group: int  # query heads per kv-head
@@ -68,7 +68,7 @@ class TriAttention(Evicting):
     farthest: int = setting(2**16, low=1, high=EVERYTHING)
     interval: int = setting(16, low=1, high=EVERYTHING)
 
-    heads: Heads | None = None  # the model's heads; set by `of_model.fitted`
+    heads: HeadShape | None = None  # the model's heads; set by `of_model.fitted`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,12 +96,12 @@ class Trigonometric:
     head (group, width), and E|q_f| - |E q_f| (group, lengths).
     """
 
-    model: Heads | None  # None until the policy is fitted to a model
+    model: HeadShape | None  # None until the policy is fitted to a model
     farthest: int  # as in TriAttention
     interval: int  # as in TriAttention
 
     @property
-    def heads(self) -> Heads:
+    def heads(self) -> HeadShape:
         """The model's heads. Raise UsageError if the policy is not fitted to a model."""
         if self.model is None:
             raise UsageError(
@@ -162,7 +162,7 @@ class Trigonometric:
         return (found / deviation.clamp(min=1e-6)).amax(dim=1)
 
 
-def _lengths(heads: Heads, x: torch.Tensor) -> torch.Tensor:
+def _lengths(heads: HeadShape, x: torch.Tensor) -> torch.Tensor:
     """Return the lengths (..., lengths) of heads x (..., width).
 
     Lengths of the pairs of numbers that turn together come first, then the absolute other numbers.
@@ -189,7 +189,7 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     )
 
 
-def _angles(heads: Heads, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _angles(heads: HeadShape, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines (..., pairs) fp32 at positions (...) ints.
 
     They are computed in fp64, which the angles of far positions need.
@@ -202,7 +202,7 @@ def _angles(heads: Heads, positions: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _mean_angles(
-    heads: Heads, newest: torch.Tensor, farthest: int
+    heads: HeadShape, newest: torch.Tensor, farthest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of `_angles` at the positions 1, 2, ..., `farthest` after `newest` (rows,).
 
@@ -216,7 +216,7 @@ def _mean_angles(
 
 
 @lru_cache(maxsize=16)
-def _ahead(heads: Heads, farthest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _ahead(heads: HeadShape, farthest: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of `_angles` at 1, 2, 4, ..., `farthest`, (pairs,) fp32 on the host."""
     import torch
 

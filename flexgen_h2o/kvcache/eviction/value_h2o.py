@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 # As in CriticalKV. A column that no query has attended to still counts by its value.
-LEAST_WEIGHT = 1e-4
+MIN_WEIGHT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -35,4 +35,4 @@ class ValueH2O(H2ONorm):
         assert columns.norms is not None
         score = super().rank(columns)
         by_score = best_of(score, columns, columns.heavy // 2)
-        return ((score + LEAST_WEIGHT) * columns.norms).masked_fill(by_score, float("inf"))
+        return ((score + MIN_WEIGHT) * columns.norms).masked_fill(by_score, float("inf"))

@@ -22,7 +22,7 @@ from flexgen_h2o.kvcache.eviction.snapkv import SnapKV
 if TYPE_CHECKING:
     import torch
 
-LEAST_SCORE = 1e-9  # added to all scores; a column without attention is drawn last
+MIN_SCORE = 1e-9  # added to all scores; a column without attention is drawn last
 _DRAWS = 2**24  # number of possible results of pseudo_random
 
 
@@ -69,6 +69,6 @@ class VaSE(SnapKV):
     def rank(self, columns: Columns) -> torch.Tensor:
         assert columns.scores is not None and columns.norms is not None
         uniform = (pseudo_random(columns, self.seed).float() + 0.5) / _DRAWS
-        drawn = (columns.scores + LEAST_SCORE).log() - (-uniform.log()).log()
+        drawn = (columns.scores + MIN_SCORE).log() - (-uniform.log()).log()
         by_range = best_of(columns.norms, columns, columns.heavy // 4)
         return drawn.masked_fill(by_range, float("inf"))

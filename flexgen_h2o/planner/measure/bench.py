@@ -284,7 +284,7 @@ def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> t
     scores = torch.zeros(rows, slots, device=where, dtype=torch.float32)
     weights = torch.ones(rows, device=where, dtype=torch.float32)
     state = ScoreState(scores, positions, ints(0), ints(slots // 2), 1.0, weights, ints(0))
-    if triton.takes(keys):
+    if triton.supports(keys):
         return _step_calls(bench, keys, values, state)
     filled = ints(slots)
     return (

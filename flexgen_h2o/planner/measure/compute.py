@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.checkpoint.formats import Held, TensorLayout, WeightFormat, weight_format
+from flexgen_h2o.checkpoint.formats import PartBytes, TensorLayout, WeightFormat, weight_format
 from flexgen_h2o.checkpoint.writing import any_bytes
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
@@ -31,7 +31,7 @@ from flexgen_h2o.planner.measure.bench import (
     prefill_rates,
     speedups,
 )
-from flexgen_h2o.planner.profile import MOST_SPEEDUP, ComputeRates, Curve
+from flexgen_h2o.planner.profile import MAX_SPEEDUP, ComputeRates, Curve
 from flexgen_h2o.tiers.stream import Part
 
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
@@ -50,10 +50,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 # A decoded matrix has this fraction (1/16) of the rows that fill weight_bytes, so that ten of them
 # take little memory.
 DECODED_SHARE = 16
-# _EXPERT_ROWS: rows of inputs. _LEAST_LONGER: the least share of a product's time that can be told
+# _EXPERT_ROWS: rows of inputs. _MIN_LONGER: the least share of a product's time that can be told
 # from no time at all.
 _EXPERT_ROWS = 4
-_LEAST_LONGER = 0.02
+_MIN_LONGER = 0.02
 _WHOLE_BLOCKS = 128  # rows and columns are multiples of it, so they fill blocks of all formats
 
 
@@ -103,7 +103,7 @@ def _in_bounds(speedup: float) -> float:
 
     On a busy machine, the ratio of two timings may be anything.
     """
-    return min(MOST_SPEEDUP, max(1 / MOST_SPEEDUP, speedup))
+    return min(MAX_SPEEDUP, max(1 / MAX_SPEEDUP, speedup))
 
 
 def weight_rates(
@@ -183,7 +183,7 @@ def in_product_rate(
     plain, own = bench.seconds_of(
         lambda: linear(x, out, None, result), lambda: linear(x, coded, None, result)
     )
-    return {form.decoder_in_products: rows * columns / max(own - plain, _LEAST_LONGER * plain)}
+    return {form.decoder_in_products: rows * columns / max(own - plain, _MIN_LONGER * plain)}
 
 
 def decoding(
@@ -196,7 +196,7 @@ def decoding(
 
 def _matrix(
     bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
-) -> tuple[TensorLayout, list[Held], RowParts]:
+) -> tuple[TensorLayout, list[PartBytes], RowParts]:
     """Return the layout of a matrix of random bytes, the matrix, and the rows for decoding it."""
     layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
     raw = [any_bytes(stored) for stored in layout.stored]
@@ -206,4 +206,4 @@ def _matrix(
         pieces.append(bench.empty(torch.uint8, held.numel()).copy_(held.view(-1)))
     memory = bench.empty(torch.uint8, rows * layout.decoded_row_bytes)
     out = form.decoded_parts(layout, memory, Workspace(memory, {}, dtype))
-    return layout, [Held(Part("host", 0, layout.cut_shape[0]), pieces)], out
+    return layout, [PartBytes(Part("host", 0, layout.cut_shape[0]), pieces)], out

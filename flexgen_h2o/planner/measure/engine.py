@@ -45,7 +45,7 @@ from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, m
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
-from flexgen_h2o.engine.workload import Batch, need_of
+from flexgen_h2o.engine.workload import MicroBatchShape, workload_of
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.kvcache.eviction.policy import record_of
@@ -248,7 +248,7 @@ ISSUED = 8  # products before the device is waited for
 AHEAD = 8  # loads that wait in the lane: more than are read while the products run
 TURNS = 3  # alone and together, so that a machine's drift counts for all
 IDLE_S = 0.005
-LEAST_LEFT = 0.01
+MIN_LEFT = 0.01
 
 
 def contention(bench: Bench, mover: Mover, probe: DiskProbe, dtype: torch.dtype) -> Figures:
@@ -306,7 +306,7 @@ def _beside(
 
 
 def _share(beside: float, alone: float) -> float:
-    return min(1.0, max(LEAST_LEFT, beside / alone if alone else 1.0))
+    return min(1.0, max(MIN_LEFT, beside / alone if alone else 1.0))
 
 
 # ---- a step of the loop
@@ -363,11 +363,11 @@ class _Run:
         return Policy(self.rows, 1, self.percent)
 
     @property
-    def batch(self) -> Batch:
-        return Batch.even(self.rows, self.prompt_len)
+    def batch(self) -> MicroBatchShape:
+        return MicroBatchShape.even(self.rows, self.prompt_len)
 
     def costs(self, spec: ModelSpec, profile: HardwareProfile, dtype: str) -> Costs:
-        need = need_of(
+        need = workload_of(
             self.eviction, self.rows, {(self.prompt_len, self.new_tokens)}, spec.num_blocks
         )
         return Machine(profile, dtype, profile.device_is_host).costs(spec, self.policy, need)

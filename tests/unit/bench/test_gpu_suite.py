@@ -82,7 +82,7 @@ def test_the_next_call_goes_on(tmp_path: Path) -> None:
     ]
     for _ in range(4):
         run(steps, tmp_path)
-    assert [len(p.read_text()) for p in files.values()] == [1, runner.MOST_ATTEMPTS, 4, 1]
+    assert [len(p.read_text()) for p in files.values()] == [1, runner.MAX_ATTEMPTS, 4, 1]
     run(steps[:1], tmp_path, again=True)
     assert len(files[0].read_text()) == 2
 

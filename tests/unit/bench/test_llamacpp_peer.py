@@ -155,7 +155,7 @@ def test_a_converter_that_may_not_leave_runs_where_it_is(
 
 def test_more_rows_than_a_context_has_sequences_are_refused(tmp_path: Path) -> None:
     run = load("llamacpp/run.py")
-    asked = Request("bf16", tmp_path, 4, 4, run.MOST_ROWS + 1, None, "bf16", tmp_path, 1)
+    asked = Request("bf16", tmp_path, 4, 4, run.MAX_ROWS + 1, None, "bf16", tmp_path, 1)
     with pytest.raises(RefusedError, match="257 rows"):
         run.measure(asked, None)
 

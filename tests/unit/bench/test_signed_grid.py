@@ -117,7 +117,7 @@ def test_a_round_is_repeated_while_the_machine_moves_but_not_for_ever(tmp_path: 
     (some,) = valid_rounds(sweep.store.lines)
     assert [line["round"]["steady"] for line in some] == [True]
     never = Sweep(tmp_path / "never.jsonl", {OURS.name: 6.0}, [STEADY, slow] * 3)
-    assert len(never.run(OURS, count=1)) == 1 + rounds.MOST_EXTRA
+    assert len(never.run(OURS, count=1)) == 1 + rounds.MAX_EXTRA
     (some,) = valid_rounds(never.store.lines)
     assert some == [never.store.lines[-1]] and not some[0]["round"]["steady"]
     assert some[0]["round"]["moved"] == pytest.approx(1.0)

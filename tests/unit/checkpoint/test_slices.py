@@ -21,7 +21,7 @@ from flexgen_h2o.checkpoint import (
     write_random_checkpoint,
     writing,
 )
-from flexgen_h2o.checkpoint.formats import Held
+from flexgen_h2o.checkpoint.formats import PartBytes
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
@@ -137,8 +137,8 @@ def test_packed_slices_are_tensors_of_their_own(tmp_path: Path, sliced, stacked)
                 assert torch.equal(values(w[t.role]), rows), t.key
 
 
-def whole_of(rows: torch.Tensor, form: Groupwise) -> Held:
-    return Held(Part("host", 0, len(rows)), [pack_rows(rows, form.bits).view(-1)])
+def whole_of(rows: torch.Tensor, form: Groupwise) -> PartBytes:
+    return PartBytes(Part("host", 0, len(rows)), [pack_rows(rows, form.bits).view(-1)])
 
 
 def test_random_weights_store_slices_together(

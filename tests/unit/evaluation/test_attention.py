@@ -31,7 +31,7 @@ from flexgen_h2o.evaluation.attention_maps import (
     spearman,
     watch,
 )
-from flexgen_h2o.evaluation.fidelity import Probe, Runner
+from flexgen_h2o.evaluation.fidelity import FidelityRunner, Probe
 from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kernels.prefill_attention import column_sums
 from flexgen_h2o.kvcache.slots import PromptAttention
@@ -272,7 +272,7 @@ def test_removed_columns_are_masked_in_all_later_queries(
     with opened(folder, tmp_path) as llm:
         spec = llm.model.spec
         kept = _kept(llm, eviction, rows)
-        _, (found,) = Runner(llm, 2**28, 0).texts(rows, [Case("x", eviction, 1 - share)])
+        _, (found,) = FidelityRunner(llm, 2**28, 0).texts(rows, [Case("x", eviction, 1 - share)])
     group = spec.num_heads // spec.num_kv_heads
     count = int(share * PROMPT)
     assert found.columns == PROMPT - count

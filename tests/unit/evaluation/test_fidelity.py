@@ -16,7 +16,7 @@ from transformers import OPTForCausalLM
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.packing import whole_bytes
-from flexgen_h2o.evaluation.fidelity import FullWatch, Probe, Runner, divergence
+from flexgen_h2o.evaluation.fidelity import FidelityRunner, FullWatch, Probe, divergence
 from flexgen_h2o.evaluation.figures import held_kv, kv_share
 from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Eviction, Full, Local
@@ -44,7 +44,7 @@ def rows() -> list[TextRow]:
 
 def test_a_budget_for_everything_changes_nothing_at_all(llm: LLM, rows: list[TextRow]) -> None:
     cell = Case("h2o", H2O(heavy_size=64, recent_size=64))
-    full_nll, (found,) = Runner(llm, 2**30, 4).texts(rows, [cell])
+    full_nll, (found,) = FidelityRunner(llm, 2**30, 4).texts(rows, [cell])
     assert (found.kl == 0).all() and not found.flipped.any()
     assert (found.nll == full_nll).all()
     assert found.mass.max() < 1e-6
@@ -56,7 +56,7 @@ def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRo
     sinks = 2
     window = 5
     cell = Case("local", Local(heavy_size=0, recent_size=sinks + window, sinks=sinks), 0.3)
-    _, (found,) = Runner(llm, 2**30, 3).texts(rows, [cell])
+    _, (found,) = FidelityRunner(llm, 2**30, 3).texts(rows, [cell])
     ids = torch.tensor([[*row.prompt, *row.continuation] for row in rows])
     place = torch.arange(PROMPT + STEPS)
     query = place.unsqueeze(1)
@@ -87,8 +87,8 @@ def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
     cells = [
         Case(name, EVICTING[name](heavy_size=4, recent_size=4), 0.3) for name in ("h2o", "local")
     ]
-    whole = Runner(llm, 2**30, 4)
-    parts = Runner(llm, 2 * whole._row_bytes(rows, STEPS), 4)
+    whole = FidelityRunner(llm, 2**30, 4)
+    parts = FidelityRunner(llm, 2 * whole._row_bytes(rows, STEPS), 4)
     _, one = whole.texts(rows, cells)
     _, many = parts.texts(rows, cells)
     for a, b in zip(one, many, strict=True):
@@ -104,11 +104,11 @@ def test_compressed_runs_are_compared_with_an_uncompressed_one(
     """Fewer bits are further off; the full cache's own figures do not change."""
     cell = Case("full", Full())
     off = []
-    full_nll, (plain,) = Runner(llm, 2**30, 4).texts(rows, [cell])
+    full_nll, (plain,) = FidelityRunner(llm, 2**30, 4).texts(rows, [cell])
     assert (plain.kl == 0).all()
     for bits in (8, 4):
         compared = replace(llm.asked_policy, compress_cache=True, cache_bits=bits)
-        same_nll, (found,) = Runner(llm, 2**30, 4, compared).texts(rows, [cell])
+        same_nll, (found,) = FidelityRunner(llm, 2**30, 4, compared).texts(rows, [cell])
         assert (same_nll == full_nll).all() and found.columns == PROMPT
         off.append(found.kl.mean())
         llm.use(replace(compared, compress_cache=False, cache_bits=4))
@@ -130,13 +130,15 @@ def test_a_case_s_own_policy_is_the_runner_s_for_that_case_alone(
         Case("packed", h2o, policy=packed),
         Case("full", Full()),
     ]
-    runner = Runner(llm, 2**30, 0)
+    runner = FidelityRunner(llm, 2**30, 0)
     runner.check(cases)
     _, together = runner.texts(rows, cases)
     assert (together[3].kl == 0).all() and together[2].share != together[0].share
     for case, found in zip(cases[:3], together[:3], strict=True):
         llm.use(asked)
-        _, (alone,) = Runner(llm, 2**30, 0, case.policy).texts(rows, [replace(case, policy=None)])
+        _, (alone,) = FidelityRunner(llm, 2**30, 0, case.policy).texts(
+            rows, [replace(case, policy=None)]
+        )
         assert (alone.kl == found.kl).all() and alone.share == found.share
     llm.eviction = Full()
     llm.use(asked)
@@ -184,7 +186,7 @@ def test_bytes_that_are_held(
 def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(
     llm: LLM, rows: list[TextRow]
 ) -> None:
-    runner = Runner(llm, 2**30, 0)
+    runner = FidelityRunner(llm, 2**30, 0)
     rows = runner.greedy([replace(row, prompt=row.prompt[i:]) for i, row in enumerate(rows)], STEPS)
     everything = Case("h2o", EVICTING["h2o"](heavy_size=64, recent_size=64), 1.0)
     little = Case("local", EVICTING["local"](heavy_size=1, recent_size=1), 0.1)

@@ -24,7 +24,7 @@ from flexgen_h2o.evaluation.figures import (
     summarise_texts,
     surprise,
 )
-from flexgen_h2o.evaluation.rows import Question, TextRow, make_cells
+from flexgen_h2o.evaluation.rows import RecallQuestion, TextRow, make_cells
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, H2ONorm
 from tests.extras import needs
 
@@ -141,8 +141,8 @@ STEPS = 12
 
 
 def recall_row(depth: int) -> TextRow:
-    inside = Question(0.1 + depth / 2, True, (0,))
-    after = Question(0.2 + depth / 2, False, (3,))
+    inside = RecallQuestion(0.1 + depth / 2, True, (0,))
+    after = RecallQuestion(0.2 + depth / 2, False, (3,))
     return TextRow((1,), (2, 3), (inside, after), depth)
 
 

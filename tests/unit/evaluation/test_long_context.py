@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.evaluation.long_context import TASKS, Question, questions
+from flexgen_h2o.evaluation.long_context import TASKS, TaskQuestion, questions
 from flexgen_h2o.models.load import Model, find_model
 
 
@@ -27,7 +27,7 @@ def test_questions_fill_their_length_and_hold_their_answers(model: Model, task: 
 
 
 def test_a_score_is_the_share_of_the_wanted_strings() -> None:
-    assert Question((1,), ("tiger", "lion"), 8).score("A LION and a mouse") == 0.5
+    assert TaskQuestion((1,), ("tiger", "lion"), 8).score("A LION and a mouse") == 0.5
 
 
 def test_too_short_a_prompt_is_refused(model: Model) -> None:

@@ -15,10 +15,10 @@ from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import Cut, Digests, at_once, read_cut, scan_input
+from flexgen_h2o.jobs.input import Digests, InputPart, at_once, read_cut, scan_input
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Before, Job, JobWriter, rows_before_steps
+from flexgen_h2o.jobs.runner import JobRun, JobWriter, OutputState, rows_before_steps
 from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.models.load import Model
@@ -105,7 +105,7 @@ class StubLLM:
 class Ran:
     """A job that has ended."""
 
-    job: Job
+    job: JobRun
     writer: JobWriter
 
     @property
@@ -113,7 +113,7 @@ class Ran:
         return self.writer.status
 
 
-def rows_before(output: OutputFile, ids: Digests) -> Before:
+def rows_before(output: OutputFile, ids: Digests) -> OutputState:
     """Read the output back; its torn end is cut off."""
     return at_once(rows_before_steps(output.rows(), ids))
 
@@ -127,8 +127,8 @@ def run_job(
     try:
         before = rows_before(file, scan.ids)
         writer = JobWriter(file, before, lambda: {"host": 5}, max_errors)
-        lines = read_cut(source, Cut(0, 1, 0, ~before.done))
-        job = Job(llm, RequestReader(llm.model, SamplingParams()), lines, writer, **options)
+        lines = read_cut(source, InputPart(0, 1, 0, ~before.done))
+        job = JobRun(llm, RequestReader(llm.model, SamplingParams()), lines, writer, **options)
         writer.check_errors()
         job.run(len(scan.ids) - before.rows)
         writer.end("done")

@@ -39,7 +39,7 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
 def test_a_line_that_is_too_long_is_one_line_without_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.core.files.MOST_LINE_BYTES", 10)
+    monkeypatch.setattr("flexgen_h2o.core.files.MAX_LINE_BYTES", 10)
     path = tmp_path / "in.jsonl"
     for last in (b"", b"y" * 3, b"\n", b"y" * 3 + b"\n{}"):
         path.write_bytes(b"1\n" + b"x" * 30 + last)
@@ -137,7 +137,7 @@ def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path) -> None
 def test_lines_that_came_later_are_in_no_part_and_a_long_one_is_one_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.core.files.MOST_LINE_BYTES", 20)
+    monkeypatch.setattr("flexgen_h2o.core.files.MAX_LINE_BYTES", 20)
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n{}\n')
     found = [

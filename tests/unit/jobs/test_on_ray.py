@@ -18,11 +18,11 @@ from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.units import less_margin
 from flexgen_h2o.engine.sampling import NotFiniteError, SamplingParams
 from flexgen_h2o.jobs import on_ray
-from flexgen_h2o.jobs.input import Cut, cut_input, read_cut, read_lines, scan_input
+from flexgen_h2o.jobs.input import InputPart, cut_input, read_cut, read_lines, scan_input
 from flexgen_h2o.jobs.on_ray import (
-    Opening,
+    ActorError,
+    EngineArguments,
     Pool,
-    Raised,
     RayJob,
     find_pool,
     run_window,
@@ -30,7 +30,7 @@ from flexgen_h2o.jobs.on_ray import (
 )
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, JobWriter, Notes
+from flexgen_h2o.jobs.runner import EngineCounts, FinishedRow, JobWriter
 from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, rows_before, write_lines
 
@@ -176,7 +176,7 @@ class Driven:
         self.asked: list[list[int]] = []
         left = iter(flows)
 
-        def flow(job: RayJob, cuts: list[Cut]) -> Iterator[Any]:
+        def flow(job: RayJob, cuts: list[InputPart]) -> Iterator[Any]:
             self.asked.append([line.row for cut in cuts for line in read_cut(source, cut)])
             yield from next(left)
 
@@ -186,8 +186,10 @@ class Driven:
         return [row["custom_id"] for row in read_rows(self.path)]
 
 
-def answers(*rows: int, error: str | None = None) -> list[Answer]:
-    return [Answer(row, b'{"custom_id": "r%d", "error": null}' % row, 2, error) for row in rows]
+def answers(*rows: int, error: str | None = None) -> list[FinishedRow]:
+    return [
+        FinishedRow(row, b'{"custom_id": "r%d", "error": null}' % row, 2, error) for row in rows
+    ]
 
 
 def gives_up(*found: Any) -> Iterator[Any]:
@@ -199,8 +201,8 @@ def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_aga
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notes = (
-        Notes(2, "m in line 1", 9, 2, {"host": 5}),
-        Notes(1, "n in line 4", 6, 3, {"host": 3, "disk": 1}),
+        EngineCounts(2, "m in line 1", 9, 2, {"host": 5}),
+        EngineCounts(1, "n in line 4", 6, 3, {"host": 3, "disk": 1}),
     )
     driven = Driven(
         tmp_path,
@@ -213,7 +215,7 @@ def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_aga
     driven.job.run()
     assert driven.ids() == ["r3", "r1", "r0", "r4", "r5", "r2"]
     assert driven.asked == [[0, 1, 2, 3, 4, 5], [2, 4, 5], [2, 5]]
-    assert driven.writer.notes == Notes(3, "m in line 1", 15, 5, {"host": 5, "disk": 1})
+    assert driven.writer.notes == EngineCounts(3, "m in line 1", 15, 5, {"host": 5, "disk": 1})
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "2 rows are missing (the actor died); they are run again" in said[1]
     assert (driven.writer.status.done, driven.writer.status.tokens) == (6, 12)
@@ -234,7 +236,10 @@ def test_what_an_engine_raises_ends_the_job_as_it_would_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driven = Driven(
-        tmp_path, monkeypatch, 3, [answers(2), Raised(DoesNotFitError("too large"), "where it was")]
+        tmp_path,
+        monkeypatch,
+        3,
+        [answers(2), ActorError(DoesNotFitError("too large"), "where it was")],
     )
     with pytest.raises(DoesNotFitError, match="too large") as found:
         driven.job.run()
@@ -243,7 +248,9 @@ def test_what_an_engine_raises_ends_the_job_as_it_would_here(
 
 def test_logits_that_are_not_finite_are_told_to_the_driver() -> None:
     error = NotFiniteError(3, "at step 2", [1])
-    found = pickle.loads(on_ray._packed("found", Raised(error, "where it was"))["found"][0]).error
+    found = pickle.loads(
+        on_ray._packed("found", ActorError(error, "where it was"))["found"][0]
+    ).error
     assert (str(found), found.reason, found.places) == (str(error), error.reason, (1,))
 
 
@@ -255,9 +262,9 @@ def test_an_actor_that_finds_another_model_ends_the_job(tmp_path: Path) -> None:
     how = (args, Policy(), False, Full())
     with LLM("opt-tiny", offload_dir=tmp_path, device="cpu") as driver:
         digests = driver.digests()
-    Opening(*how, digests).open().close()
+    EngineArguments(*how, digests).open().close()
     with pytest.raises(FlexgenError, match=r"weights of opt-tiny on .* are not those"):
-        Opening(*how, {**digests, "weights": "0" * 16}).open()
+        EngineArguments(*how, {**digests, "weights": "0" * 16}).open()
 
 
 # ---- the door

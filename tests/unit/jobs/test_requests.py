@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.core.files import MOST_LINE_BYTES
+from flexgen_h2o.core.files import MAX_LINE_BYTES
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.input import Line
@@ -340,7 +340,7 @@ BAD = [
 
 
 def test_bad_lines_are_named(words: Model) -> None:
-    with pytest.raises(RowError, match=f"longer than {MOST_LINE_BYTES // 2**20} MiB"):
+    with pytest.raises(RowError, match=f"longer than {MAX_LINE_BYTES // 2**20} MiB"):
         RequestReader(words, DEFAULTS).read(Line(1, None))
     for value, code, says in BAD:
         found, message = refused(words, value)

@@ -23,11 +23,11 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import Cut, read_cut, scan_input
+from flexgen_h2o.jobs.input import InputPart, read_cut, scan_input
 from flexgen_h2o.jobs.on_ray import AnswerSink
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, Job, JobRows, JobWriter, window_rows
+from flexgen_h2o.jobs.runner import FinishedRow, JobRows, JobRun, JobWriter, window_rows
 from flexgen_h2o.jobs.sidecar import Sidecar, read_sidecar, read_status, sidecar_path
 from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, rows_before, run_job, write_lines
@@ -132,12 +132,12 @@ def test_a_job_reads_no_further_than_its_window(source: Path, words: Model) -> N
     at_runs = []
 
     def lines() -> Any:
-        for line in read_cut(source, Cut(0, 1, 0, np.ones(20, bool))):
+        for line in read_cut(source, InputPart(0, 1, 0, np.ones(20, bool))):
             read.append(line)
             yield line
 
     llm: Any = StubLLM(words, before_row=lambda line: at_runs.append(len(read) - line))
-    Job(
+    JobRun(
         llm,
         RequestReader(words, SamplingParams()),
         lines(),
@@ -208,10 +208,10 @@ def test_a_full_block_that_does_not_fit_begins_with_a_window(
 def test_bad_lines_come_in_parts(
     source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.jobs.runner.MOST_BAD_LINES", 2)
+    monkeypatch.setattr("flexgen_h2o.jobs.runner.MAX_BAD_LINES", 2)
     write_lines(source, *["{"] * 5, *prompts(1))
-    written: list[Answer] = []
-    lines = read_cut(source, Cut(0, 1, 0, np.ones(6, bool)))
+    written: list[FinishedRow] = []
+    lines = read_cut(source, InputPart(0, 1, 0, np.ones(6, bool)))
     rows = JobRows(RequestReader(words, SamplingParams()), lines, AnswerSink(written.extend))
     assert [(request is None, len(written)) for request in rows.requests] == [
         (True, 2),

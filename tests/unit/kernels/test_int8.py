@@ -30,7 +30,7 @@ from flexgen_h2o.kernels.int8 import (
     rescale_reference,
     scales_of,
 )
-from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_each, lookup
+from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_shared_input, lookup
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 from flexgen_h2o.kernels.workspace import Workspace
 
@@ -383,7 +383,7 @@ def test_inputs_serve_several_matrices(blocks_first: bool) -> None:
         blocked(rows) if (i % 2 == 0) == blocks_first else rows for i, rows in enumerate(packed)
     ]
     outs = [torch.empty(5, 64) for _ in packed]
-    linear_each(
+    linear_shared_input(
         x, [((Int8Rows(part, 64, ws),), None, out) for part, out in zip(parts, outs, strict=True)]
     )
     assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True))
@@ -486,8 +486,8 @@ def test_rows_in_4_bits_are_multiplied_and_looked_up_as_their_int8_rows(
     coded = (RequantisedRows(packed, columns, ws),)
     for adds in (False, True):
         want, found = (torch.ones(tokens, n, dtype=dtype) for _ in range(2))
-        linear_each(x, [(whole, bias, want)], adds)
-        linear_each(x, [(coded, bias, found)], adds)
+        linear_shared_input(x, [(whole, bias, want)], adds)
+        linear_shared_input(x, [(coded, bias, found)], adds)
         assert torch.equal(found, want)
     ids = torch.tensor([n - 1, 0, n // 2])
     rows = torch.zeros(2, 3, columns, dtype=dtype)

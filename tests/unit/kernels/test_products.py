@@ -10,7 +10,7 @@ import torch
 
 from flexgen_h2o.core.units import ALIGN, round_up
 from flexgen_h2o.kernels import products, workspace
-from flexgen_h2o.kernels.coded import CodedRows, are_multiplied, groupwise_codes, mxfp4_codes
+from flexgen_h2o.kernels.coded import CodedRows, can_multiply_codes, groupwise_codes, mxfp4_codes
 from flexgen_h2o.kernels.int8 import (
     BUFFERS,
     Int8Rows,
@@ -28,8 +28,8 @@ from flexgen_h2o.kernels.linear import (
     block_rows,
     grouped_linear,
     linear,
-    linear_each,
     linear_relu,
+    linear_shared_input,
 )
 from flexgen_h2o.kernels.packed import pack_rows
 from flexgen_h2o.kernels.workspace import Workspace, cpu_has
@@ -189,7 +189,7 @@ def test_codes_give_the_bits_of_the_decoded_matrix(
     weight = torch.empty(rows, columns, dtype=BF16)
     other = torch.zeros(rows, columns, dtype=BF16)
     parts = (DenseRows(codes.decode(weight)),), (CodedRows(codes, DenseRows(other)),)
-    assert are_multiplied(codes, other)
+    assert can_multiply_codes(codes, other)
     x = apart(normal(n, columns))
     bias = normal(rows)
     before = apart(normal(n, rows))
@@ -247,7 +247,7 @@ def test_no_bit_depends_on_parts_or_on_other_rows(kind: str) -> None:
     ]
     assert torch.equal(torch.cat(alone), want)
     outs = [torch.empty(29, 336, dtype=BF16) for _ in range(2)]
-    linear_each(
+    linear_shared_input(
         x,
         [
             (held.parts((16,), blocks), bias, out)
@@ -266,7 +266,7 @@ def test_bf16_rounds_as_torch_does() -> None:
         by_torch = (
             before.addmm(x, weight.t()).add(bias) if adds else torch.addmm(bias, x, weight.t())
         )
-        linear_each(x, [((DenseRows(weight),), bias, out := before.clone())], adds)
+        linear_shared_input(x, [((DenseRows(weight),), bias, out := before.clone())], adds)
         assert torch.equal(out, by_torch)
 
 
@@ -354,7 +354,7 @@ def test_what_the_loop_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.zeros(1, 64), 64),
         (normal(1, 64).half(), 64),
     ):
-        assert not products.takes(x, columns)
+        assert not products.supports(x, columns)
         out = torch.empty(1, 5, dtype=x.dtype)
         weight = torch.ones(5, columns, dtype=x.dtype)
         assert torch.allclose(

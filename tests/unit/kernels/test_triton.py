@@ -140,7 +140,7 @@ def test_rotate(dtype: torch.dtype, heads: int, kv_heads: int, width: int, pairs
     tokens = torch.tensor([0, 7, 1000])
     given = [torch.randn(3, count, width).to(dtype) for count in (heads, kv_heads)]
     expected = [t.clone() for t in given]
-    rotation.rotate_reference(expected, tokens)
+    rotation.rotate_torch(expected, tokens)
     rotation.rotate(given, tokens)
     for mine, theirs in zip(given, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=CLOSE[dtype], atol=CLOSE[dtype])

@@ -16,7 +16,7 @@ from flexgen_h2o.kernels.prefill_attention import (
     causal_attention_lse,
     causal_attention_lse_reference,
     column_sums,
-    column_sums_reference,
+    column_sums_torch,
     packed_attention,
     packed_column_sums,
 )
@@ -67,23 +67,23 @@ def test_attention_over_prompts(
     if window is None:
         for first in {0, keys - rows, keys - 1}:
             mine = column_sums(q, k, expected_lse, scale, first)
-            theirs = column_sums_reference(q.float(), k.float(), expected_lse, scale, first)
+            theirs = column_sums_torch(q.float(), k.float(), expected_lse, scale, first)
             torch.testing.assert_close(mine, theirs, rtol=close, atol=10 * close)
 
 
 RAGGED = {"one": (7,), "tiles": (1, 15, 16, 17), "far apart": (1, 300), "equals": (33, 5, 5, 64)}
 
 
-def lines_of(lengths: Iterable[int], share: float = 1.0, window: int = 0) -> triton.Lines:
+def lines_of(lengths: Iterable[int], share: float = 1.0, window: int = 0) -> triton.PromptPlaces:
     """Prompts one behind the other, which keep some columns each, their first and newest ones among
     them."""
-    found = list[triton.PromptLine]()
+    found = list[triton.PromptPlace]()
     start = 0
     kept_start = 0
     for n in lengths:
         kept = max(1, int(share * n))
         ranked = (0, 0) if kept == n else (kept // 4, n - kept // 4)
-        found.append(triton.PromptLine(start, n, n, kept_start, kept, *ranked, min(window, kept)))
+        found.append(triton.PromptPlace(start, n, n, kept_start, kept, *ranked, min(window, kept)))
         start = start + n
         kept_start = kept_start + kept
     return tuple(found)
@@ -125,7 +125,7 @@ def test_prompts_of_all_lengths_in_one_launch(
         torch.testing.assert_close(lse[own], expected_lse, rtol=1e-4, atol=close)
         for last, found in sums.items() if window is None else ():
             first = 0 if last is None else max(0, line.keys - last)
-            theirs = column_sums_reference(q[own].float(), k[own].float(), lse[own], scale, first)
+            theirs = column_sums_torch(q[own].float(), k[own].float(), lse[own], scale, first)
             torch.testing.assert_close(found[own], theirs, rtol=close, atol=10 * close)
 
 
@@ -175,8 +175,8 @@ def test_columns_that_stay_of_all_lengths(lengths: tuple[int, ...]) -> None:
     kept_start = short[-1].stays.stop
     lines = (
         *short,
-        triton.PromptLine(start, 9, 9, kept_start, 5, 2, 6),
-        triton.PromptLine(start + 9, 4, 4, kept_start + 5, 4),
+        triton.PromptPlace(start, 9, 9, kept_start, 5, 2, 6),
+        triton.PromptPlace(start + 9, 4, 4, kept_start + 5, 4),
     )
     rank = torch.randn(1, 2, start + 13).round()
     found = choose_packed(rank, lines)

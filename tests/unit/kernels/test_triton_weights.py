@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o.checkpoint.formats import Held, PackedFormat, WeightFormat
+from flexgen_h2o.checkpoint.formats import PackedFormat, PartBytes, WeightFormat
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
 from flexgen_h2o.core.model import TensorSpec
@@ -187,7 +187,7 @@ def test_formats_multiply_few_rows_from_codes(form: WeightFormat) -> None:
         pieces = [form.encode(torch.randn(5, 96, device="cpu")).flatten().to(memory.device)]
     else:
         pieces = [t.flatten() for t in mxfp4(5, 3)]
-    held = Held(part, pieces)
+    held = PartBytes(part, pieces)
     coded = form.coded_parts(layout, [held], decoded)
     x = torch.randn(2, 96)
     found = linear(x, coded, None, torch.empty(2, 5))

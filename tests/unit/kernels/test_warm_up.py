@@ -36,7 +36,7 @@ from flexgen_h2o.kernels.int8 import (
     pack_int8_rows,
     requantise_rows,
 )
-from flexgen_h2o.kernels.linear import DenseRows, linear_each, linear_relu
+from flexgen_h2o.kernels.linear import DenseRows, linear_relu, linear_shared_input
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.slots import attend
@@ -109,7 +109,7 @@ def requantises() -> None:
         room = Workspace(torch.empty(sum(sizes.values()), dtype=torch.uint8), sizes, BF16)
         x = torch.randn(3, columns).to(BF16)
         out = torch.zeros(3, 128, dtype=BF16)
-        linear_each(x, [((RequantisedRows(packed, columns, room),), None, out)])
+        linear_shared_input(x, [((RequantisedRows(packed, columns, room),), None, out)])
 
 
 def multiplies() -> None:
@@ -127,7 +127,7 @@ def multiplies() -> None:
         for bias in (None, torch.randn(5).to(BF16)):
             for adds in (False, True):
                 out = torch.zeros(3, 5, dtype=BF16)
-                linear_each(x, [((part,), bias, out)], adds)
+                linear_shared_input(x, [((part,), bias, out)], adds)
 
 
 def multiplies_in_order() -> None:
@@ -137,7 +137,7 @@ def multiplies_in_order() -> None:
     bias = torch.randn(5).to(BF16)
     out = torch.zeros(3, 5, dtype=BF16)
     for adds in (False, True):
-        linear_each(x, [((part,), bias, out)], adds)
+        linear_shared_input(x, [((part,), bias, out)], adds)
     linear_relu(x, (part,), None, out)
 
 

@@ -20,7 +20,7 @@ import torch
 from llvmlite.binding import parse_bitcode
 from numba.core import config
 
-from flexgen_h2o.kernels.jit import kept_in
+from flexgen_h2o.kernels.jit import cache_folder
 from flexgen_h2o.kernels.workspace import Workspace, _parts, cpu_has, parallel_rows
 
 SIZES = {"a": 128, "b": 64, "c": 192}
@@ -188,7 +188,7 @@ def test_loops_that_come_from_the_cache_multiply_as_compiled_ones() -> None:
 def test_cached_code_counts_no_address_from_null() -> None:
     """See Emitter.pointer. Loops that index arrays go without its attribute, which would keep some
     from vectorising."""
-    folder = kept_in()
+    folder = cache_folder()
     assert folder is not None
     for file in folder.parent.rglob("*.nbc"):
         (_, _, (_, code)), *_ = pickle.loads(file.read_bytes())

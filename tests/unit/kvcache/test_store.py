@@ -37,7 +37,7 @@ WIDTH = 32
 DTYPE = torch.bfloat16
 COLUMN = 2 * KV_HEADS * WIDTH * DTYPE.itemsize  # bytes of the key and the value of one token
 LARGEST_ROWS = 7
-MOST_SLOTS = 80
+MAX_SLOTS = 80
 BATCHES = 2
 DEPTH = 3
 RECORD = ("positions", "scores", "norms")
@@ -108,7 +108,7 @@ class Bench:
         self.record = record
         self.lanes = Lanes({"disk_read": 2, "disk_write": 1, "h2d": 1, "d2h": 1}, Timeline())
         self.scratch = Scratch(folder)
-        largest = self.layout(LARGEST_ROWS, MOST_SLOTS)
+        largest = self.layout(LARGEST_ROWS, MAX_SLOTS)
         units = BLOCKS * BATCHES
         homes = {p.tier: units * largest.part_bytes(p) for p in largest.parts}
         memory = {tier: host_buffer(n) for tier, n in homes.items() if tier != "disk"}

@@ -12,7 +12,7 @@ from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan, memory_plan
-from flexgen_h2o.engine.workload import WorkloadShape, shape_of
+from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.costs import Costs, Machine
@@ -99,31 +99,27 @@ def _scaled(rates: ComputeRates, name: str, factor: float) -> ComputeRates:
 
 
 def plan_of(
-    policy: Policy, need: WorkloadShape, is_host: bool, spec: ModelSpec = SPEC, depth: int = 0
+    policy: Policy, need: Workload, is_host: bool, spec: ModelSpec = SPEC, depth: int = 0
 ) -> MemoryPlan:
     """depth: which of the look-aheads, where there is a choice."""
     ahead = OVERLAPPED[depth] if policy.overlap else SEQUENTIAL
     return memory_plan(spec, policy, shape_of(policy, need), 4, is_host, ahead)
 
 
-def costs_of(policy: Policy, need: WorkloadShape, where: Machine, spec: ModelSpec = SPEC) -> Costs:
+def costs_of(policy: Policy, need: Workload, where: Machine, spec: ModelSpec = SPEC) -> Costs:
     return Costs(where.setting(spec, policy, need), where.profile, where.dtype)
 
 
-def fitted(policy: Policy, need: WorkloadShape) -> Policy:
+def fitted(policy: Policy, need: Workload) -> Policy:
     """The policy with batch sizes no larger than the pile."""
     shape = shape_of(policy, need)
     return replace(policy, gpu_batch_size=shape.rows, num_gpu_batches=shape.micro_batches)
 
 
-def evicting(
-    rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS
-) -> WorkloadShape:
+def evicting(rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS) -> Workload:
     """H2O that keeps `kept` columns of each prompt."""
     slots = min(kept + 1, kept + gen_len - 1)
-    return WorkloadShape(
-        rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, SCORED, True
-    )
+    return Workload(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, SCORED, True)
 
 
 # ---- strategies
@@ -145,12 +141,12 @@ policies = st.builds(
 
 
 @st.composite
-def needs(draw: st.DrawFn, most_new: int = 7) -> WorkloadShape:
+def needs(draw: st.DrawFn, most_new: int = 7) -> Workload:
     rows = draw(st.integers(1, 100))
     prompt_len = draw(st.integers(1, 200))
     gen_len = draw(st.integers(1, most_new))
     if draw(st.booleans()):
-        return WorkloadShape.full(rows, prompt_len, gen_len, BLOCKS)
+        return Workload.full(rows, prompt_len, gen_len, BLOCKS)
     return evicting(rows, prompt_len, gen_len, draw(st.integers(1, prompt_len)))
 
 
@@ -170,7 +166,7 @@ def machines(draw: st.DrawFn) -> Machine:
 
 
 @st.composite
-def cases(draw: st.DrawFn, most_new: int = 7) -> tuple[Policy, WorkloadShape, Machine, MemoryPlan]:
+def cases(draw: st.DrawFn, most_new: int = 7) -> tuple[Policy, Workload, Machine, MemoryPlan]:
     """Something to run, and buffers for it."""
     need = draw(needs(most_new))
     where = draw(machines())

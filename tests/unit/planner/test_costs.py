@@ -12,7 +12,7 @@ from flexgen_h2o.checkpoint.formats import layouts_of
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import FEW_ROWS, TOKEN_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
-from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, need_of
+from flexgen_h2o.engine.workload import MicroBatchShape, Workload, even_blocks, workload_of
 from flexgen_h2o.kvcache.eviction import H2O, Full, H2ONorm, Tova
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, Eviction, RowRecord
@@ -39,12 +39,12 @@ from tests.unit.planner.made_up import (
 )
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
-NEED = WorkloadShape.full(6, 10, 4, BLOCKS)
+NEED = Workload.full(6, 10, 4, BLOCKS)
 TIMES = Curve(((1.0, 4.0), (64.0, 2.0)))
 MORE_TIMES = Curve(((1.0, 3.0), (64.0, 1.5)))
 
 
-def context(policy: Policy, need: WorkloadShape = NEED, is_host: bool = False) -> CostContext:
+def context(policy: Policy, need: Workload = NEED, is_host: bool = False) -> CostContext:
     return CostContext(SPEC, policy, need, 4, is_host)
 
 
@@ -52,7 +52,11 @@ def attention(at: CostContext, sweep: int) -> Work:
     """Of the first attention layer."""
     plan = at.spec.layers(True)
     return layer_work(
-        at, plan.layers[1], plan.units[1], Batch.even(at.need.rows, at.need.prompt_len), sweep
+        at,
+        plan.layers[1],
+        plan.units[1],
+        MicroBatchShape.even(at.need.rows, at.need.prompt_len),
+        sweep,
     )
 
 
@@ -70,7 +74,7 @@ def test_attention_reads_the_columns_that_are_held() -> None:
     at = context(Policy(percent=(100, 0, 25, 75, 100, 0), cpu_cache_compute=True))
     work = attention(at, 1)
     assert (work.device_kv, work.host_kv) == (0.25 * 6 * 11 * COLUMN, 0.75 * 6 * 11 * COLUMN)
-    assert work.crossing > 0 and not kv_load_moves(at, 0, Batch.even(6, 10), 1)
+    assert work.crossing > 0 and not kv_load_moves(at, 0, MicroBatchShape.even(6, 10), 1)
 
 
 def test_a_window_costs_its_columns() -> None:
@@ -78,12 +82,13 @@ def test_a_window_costs_its_columns() -> None:
     prompt."""
     spec = replace(SPEC, windows=(4, *(None,) * (BLOCKS - 1)))
     policy = fitted(Full(), spec, kv_sizes_of(spec, Policy()))
-    need = need_of(policy, 6, {(10, 4)}, BLOCKS, spec.windows)
+    need = workload_of(policy, 6, {(10, 4)}, BLOCKS, spec.windows)
     plan = spec.layers(True)
     at = CostContext(spec, Policy(), need, 4, False)
     for sweep in (0, 1, 3):
         window, full = (
-            layer_work(at, plan.layers[i], plan.units[i], Batch.even(6, 10), sweep) for i in (1, 3)
+            layer_work(at, plan.layers[i], plan.units[i], MicroBatchShape.even(6, 10), sweep)
+            for i in (1, 3)
         )
         if sweep:
             assert (window.device_kv, full.device_kv) == (6 * 4 * COLUMN, 6 * (10 + sweep) * COLUMN)
@@ -104,12 +109,12 @@ def test_attention_to_a_share_of_the_values_costs_what_the_full_cache_does(on_ho
 def blocked_rows(policy: Policy, is_host: bool, tied: bool) -> dict[str, tuple[int, int]]:
     """By kind of layer: rows of matrices that are multiplied blocked, and of all."""
     spec = make_spec(tie_word_embeddings=tied)
-    need = WorkloadShape.full(2, 10, 2, BLOCKS)
+    need = Workload.full(2, 10, 2, BLOCKS)
     at = CostContext(spec, policy, need, 2, is_host)
     plan = spec.layers(True)
     found = {}
     for layer in (plan.layers[1], plan.layers[2], plan.layers[-1]):
-        work = layer_work(at, layer, plan.units[layer.unit], Batch.even(2, 10), 1)
+        work = layer_work(at, layer, plan.units[layer.unit], MicroBatchShape.even(2, 10), 1)
         every = [(p.outer, p.blocked) for p in work.products]
         found[layer.kind] = sum(n for n, blocked in every if blocked), sum(n for n, _ in every)
     return found
@@ -130,14 +135,14 @@ def test_what_lies_where_it_is_computed_on_is_multiplied_blocked(tied: bool) -> 
     assert half["attention"] == (256, 512) and half["mlp"] == (320, 640)
 
 
-def block_work(name: str, sweep: int, need: WorkloadShape) -> Work:
+def block_work(name: str, sweep: int, need: Workload) -> Work:
     """Of a transformer block of a public shape in bf16, all its steps together."""
     found = built_in_spec(name)
     assert found is not None
     at = CostContext(found[0], Policy(), need, 2, True)
     plan = at.spec.layers(at.policy.sep_layer)
     steps = [
-        layer_work(at, x, plan.units[x.unit], Batch.even(4, 100), sweep)
+        layer_work(at, x, plan.units[x.unit], MicroBatchShape.even(4, 100), sweep)
         for x in plan.layers
         if x.block == 0
     ]
@@ -174,7 +179,7 @@ def block_work(name: str, sweep: int, need: WorkloadShape) -> Work:
 def test_a_block_of_a_public_shape(name: str, matrices: int, columns: int, numbers: int) -> None:
     """matrices: elements; columns: numbers of a key and a value of all kv-heads; numbers:
     elementwise, of a token."""
-    need = WorkloadShape.full(4, 100, 4, 80)
+    need = Workload.full(4, 100, 4, 80)
     prompt, decode = (block_work(name, sweep, need) for sweep in (0, 2))
     assert sum(p.rows * p.inner * p.outer for p in prompt.products) == 400 * matrices
     assert sum(p.rows * p.inner * p.outer for p in decode.products) == 4 * matrices
@@ -195,7 +200,7 @@ def test_rolling_positions_rotate_the_keys_that_are_read() -> None:
 def test_columns_that_wait_for_the_disk_are_laid_over_their_unit(steps: int) -> None:
     """In a decode sweep those since the last write-back, and its own is taken up; each read and
     written."""
-    need = WorkloadShape.full(6, 30, 1 + steps, BLOCKS)
+    need = Workload.full(6, 30, 1 + steps, BLOCKS)
     for on_disk in (0, 40):
         at = context(Policy(6, 1, (100, 0, 100 - on_disk, 0, 100, 0)), need, is_host=True)
         work = [attention(at, sweep) for sweep in range(1 + steps)]
@@ -256,7 +261,7 @@ def test_products_of_few_rows_on_a_card_take_codes_as_they_are() -> None:
     costs = costs_of(policy, NEED, where)
     unit = costs.layers.units[1]
     work, prompts = (
-        layer_work(costs.at, costs.layers.layers[1], unit, Batch.even(6, 10), sweep)
+        layer_work(costs.at, costs.layers.layers[1], unit, MicroBatchShape.even(6, 10), sweep)
         for sweep in (1, 0)
     )
     codes = [
@@ -329,7 +334,7 @@ def test_a_quantised_checkpoint_is_decoded_at_its_own_rate() -> None:
         assert own == pytest.approx(any_s / 0.2) and any_s > 0
 
 
-def attention_seconds(need: WorkloadShape, where: Machine, policy: Policy) -> tuple[float, Work]:
+def attention_seconds(need: Workload, where: Machine, policy: Policy) -> tuple[float, Work]:
     """Of the device, in a decode step that attends and does nothing else."""
     found = attention(context(policy, need), 1)
     work = Work(device_kv=found.device_kv, packed_values=found.packed_values)
@@ -364,7 +369,7 @@ def test_launches_take_the_time_of_the_thread_that_issues_them() -> None:
     """Those that a dense decode step, of which step_s tells, does without. A host issues
     nothing."""
     policy = Policy(6, percent=(0, 100, 100, 0, 100, 0), compress_weight=True)
-    batch = Batch.even(6, 10)
+    batch = MicroBatchShape.even(6, 10)
     for is_host in (False, True):
         free, slow = (costs_of(policy, NEED, machine(is_host, kernel_s=s)) for s in (0.0, 1e-3))
         for sweep, launches in ((0, PROMPT_LAUNCHES), (1, 0)):
@@ -393,8 +398,8 @@ def test_steps_that_are_graphs_are_issued_as_one(
     percent: tuple[int, ...], eviction: Eviction, in_graphs: bool
 ) -> None:
     """On a card, of decode sweeps, where all is on it and steps launch alike (engine/graphs.py)."""
-    need = need_of(eviction, 6, {(10, 4)}, BLOCKS)
-    batch = Batch.even(6, 10)
+    need = workload_of(eviction, 6, {(10, 4)}, BLOCKS)
+    batch = MicroBatchShape.even(6, 10)
     known: dict[str, Any] = {"step_s": 1e-3, "graph_step_s": 1e-4, "device_is_asynchronous": True}
     costs = costs_of(Policy(6, percent=percent), need, machine(False, **known))
     for layer in (1, 2):  # attention and MLP
@@ -415,7 +420,7 @@ def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:
     """On a device that is asynchronous: with overlap issuing goes on beside other steps, without
     each is waited for."""
     where = machine(False, step_s=1e-3, device_is_asynchronous=True)
-    batch = Batch.even(6, 10)
+    batch = MicroBatchShape.even(6, 10)
     for overlap in (True, False):
         costs = costs_of(Policy(6, overlap=overlap), NEED, where)
         steps = [costs.step(i, batch, 1) for i in range(len(costs.layers.layers))]

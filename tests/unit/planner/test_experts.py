@@ -15,12 +15,12 @@ from flexgen_h2o.core.units import FEW_ROWS, PAGE
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, MemoryPlan
 from flexgen_h2o.engine.temporaries import ROUTING_BYTES
 from flexgen_h2o.engine.weight_units import expert_group, unit_kinds, waits_for_router
-from flexgen_h2o.engine.workload import Batch, WorkloadShape
+from flexgen_h2o.engine.workload import MicroBatchShape, Workload
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from flexgen_h2o.planner.costs import EXPERTS_LAUNCHES, ROUTER_LAUNCHES, Machine
-from flexgen_h2o.planner.lp import MOST_MICRO_BATCH, SearchSpace
+from flexgen_h2o.planner.lp import MAX_MICRO_BATCH, SearchSpace
 from flexgen_h2o.planner.profile import find_profile, read_profile
-from flexgen_h2o.planner.report import Answer, balanced_rows, to_text
+from flexgen_h2o.planner.report import SearchResult, balanced_rows, to_text
 from flexgen_h2o.planner.search import disk_reads, evaluate
 from tests.unit.planner.made_up import DTYPE, HUGE, machine
 
@@ -52,7 +52,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def space(spec: ModelSpec, rows: int, prompt_len: int = 1, gen_len: int = 3) -> SearchSpace:
-    need = WorkloadShape.full(rows, prompt_len, gen_len, spec.num_blocks)
+    need = Workload.full(rows, prompt_len, gen_len, spec.num_blocks)
     return SearchSpace(spec, need, Policy(), machine(True), HUGE)
 
 
@@ -80,7 +80,7 @@ def test_a_sweep_reads_the_experts_that_are_expected(rows: int) -> None:
 
 
 def test_more_rows_of_a_block_read_no_less() -> None:
-    """One by one up to WAITS_BELOW, then all together: no step down between them."""
+    """One by one up to LOAD_AFTER_ROUTER_BELOW, then all together: no step down between them."""
     reads = [disk_reads(space(SPEC, rows), Policy(rows, 1, ON_DISK)) for rows in range(1, 40)]
     assert reads == sorted(reads) and reads[0] < reads[4] < reads[-1]
     groups = [expert_group(SPEC, Policy(rows, 1, ON_DISK)) for rows in range(1, 40)]
@@ -113,24 +113,25 @@ def test_experts_with_few_rows_are_one_launch() -> None:
         (8 * FEW_ROWS, 3 * 8),
     ):  # 2 of 8 experts a row: a quarter of the rows each
         policy = Policy(rows, expert_group=8)
-        need = WorkloadShape.full(rows, 1, 3, SPEC.num_blocks)
+        need = Workload.full(rows, 1, 3, SPEC.num_blocks)
         free, slow = (machine(False, kernel_s=s).costs(SPEC, policy, need) for s in (0.0, 1.0))
         kinds = [layer.kind for layer in free.layers.layers]
         experts = kinds.index("experts")
         router = kinds.index("experts") - 1
         mlp = kinds.index("mlp")
         issued = [
-            slow.step(i, Batch.even(rows, 1), 1).issue_s for i in (experts, router, mlp, mlp - 1)
+            slow.step(i, MicroBatchShape.even(rows, 1), 1).issue_s
+            for i in (experts, router, mlp, mlp - 1)
         ]
         assert issued == pytest.approx([EXPERTS_LAUNCHES + apart, ROUTER_LAUNCHES, 0.0, 0.0])
-        assert free.step(experts, Batch.even(rows, 1), 1).issue_s == 0.0
+        assert free.step(experts, MicroBatchShape.even(rows, 1), 1).issue_s == 0.0
 
 
 @pytest.mark.parametrize(("is_host", "bits", "factor"), [(True, 4, 5), (True, 8, 1), (False, 4, 1)])
 def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor: int) -> None:
     """At the rate that the profile has; without one, and what is no expert's, at that of a whole
     matrix."""
-    need = WorkloadShape.full(8, 1, 3, SPEC.num_blocks)
+    need = Workload.full(8, 1, 3, SPEC.num_blocks)
     policy = Policy(8, compress_weight=True, weight_bits=bits)
     where = machine(is_host)
     seconds = list[tuple[float, float]]()
@@ -141,7 +142,7 @@ def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor
         kinds = [layer.kind for layer in costs.layers.layers]
         layers = (kinds.index(kind) for kind in ("experts", "mlp"))
         seconds.append(
-            tuple(costs.decoding(i, [(Batch.even(8, 1), 1)], 1).device_s for i in layers)
+            tuple(costs.decoding(i, [(MicroBatchShape.even(8, 1), 1)], 1).device_s for i in layers)
         )
     (experts, mlp), faster = seconds
     assert (
@@ -198,7 +199,7 @@ def test_micro_batches_are_larger_where_each_expert_sees_few_rows() -> None:
     spec = public("mistralai/Mixtral-8x7B-v0.1")
     asked = space(spec, 10_000)
     sizes = {gbs for gbs, _ in asked.block_sizes()}
-    assert asked.most_micro_batch == 4 * MOST_MICRO_BATCH and max(sizes) == 10_000 // 8
+    assert asked.most_micro_batch == 4 * MAX_MICRO_BATCH and max(sizes) == 10_000 // 8
 
 
 @pytest.mark.parametrize("hidden", [(100, 0), (0, 100), (0, 0)])
@@ -265,7 +266,7 @@ def test_the_tables_say_what_a_token_uses_and_how_many_rows_would_do() -> None:
     )
     plan = evaluate(at, Policy(16, 1, ON_DISK))
     lines = to_text(
-        Answer(at, {"name": "full"}, False, plan), "--percent ...", "run ...", "bench ..."
+        SearchResult(at, {"name": "full"}, False, plan), "--percent ...", "run ...", "bench ..."
     )
     assert "a token uses 8 of 128 experts of a layer, 3.35 of 30.5 billion weights\n" in lines
     found = re.search(

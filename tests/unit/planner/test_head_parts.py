@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.checkpoint.formats import Held, WeightFormat, layout_of
+from flexgen_h2o.checkpoint.formats import PartBytes, WeightFormat, layout_of
 from flexgen_h2o.checkpoint.formats.fp8 import BlockFp8
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec, TensorSpec, with_head_rows
@@ -27,7 +27,7 @@ from flexgen_h2o.engine.memory_plan import (
     plan_within,
 )
 from flexgen_h2o.engine.weight_units import HEAD_ROWS, even_head_rows, layers_of
-from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
+from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.predict import predict
@@ -113,7 +113,7 @@ def test_rows_of_a_quantised_tensor_are_decoded_as_those_of_the_whole() -> None:
         for one, held in zip(cut.stored, stored, strict=True):
             first, end = one.file_rows(part)
             pieces.append(held[first:end].reshape(-1))
-        form.decode_range(cut, [Held(part, pieces)], 0, found)
+        form.decode_range(cut, [PartBytes(part, pieces)], 0, found)
     assert torch.equal(found, want[32:])
 
 
@@ -143,7 +143,9 @@ def test_as_many_as_make_parts_as_large_as_other_units(
 def test_where_the_head_is_whole() -> None:
     assert rows_of(UNTIED) == rows_of(UNTIED, depth=OVERLAPPED[0]) > 0
     assert not rows_of(UNTIED, Policy(percent=(100, 0, 100, 0, 100, 0))), "nothing is streamed"
-    assert not rows_of(UNTIED, shape=replace(SMALL, whole_head=True)), "more logits are wanted"
+    assert not rows_of(UNTIED, shape=replace(SMALL, needs_all_logits=True)), (
+        "more logits are wanted"
+    )
     assert not rows_of(UNTIED, shape=replace(SMALL, micro_batches=200)), (
         "the block's logits are more than is saved"
     )
@@ -210,11 +212,11 @@ def test_the_logits_of_a_block_are_charged(monkeypatch: pytest.MonkeyPatch) -> N
     assert cut.head_rows and dict(cut.workspace)["logits"] == pytest.approx(
         3 * 4 * 9000 * 4, abs=64
     )
-    assert cut.serves(shape) and not cut.serves(replace(shape, whole_head=True))
+    assert cut.serves(shape) and not cut.serves(replace(shape, needs_all_logits=True))
     whole_heads(monkeypatch)
     whole = memory_plan(UNTIED, policy, shape, 4, True, OVERLAPPED[2])
     assert dict(whole.workspace)["logits"] == pytest.approx(3 * 9000 * 4, abs=64)
-    assert whole.serves(replace(shape, whole_head=True))
+    assert whole.serves(replace(shape, needs_all_logits=True))
     more = dict(cut.workspace)["logits"] - dict(whole.workspace)["logits"]
     saved = whole.size("weight ring") - cut.size("weight ring")
     assert saved > more
@@ -278,7 +280,7 @@ def test_a_budget_holds_more_of_the_weights(
 
 def test_a_sweep_reads_every_part_and_the_rows_that_it_looks_up() -> None:
     """Tied or not: 3 sweeps of 2 rows, whose prompts have a token."""
-    need = WorkloadShape.full(2, 1, 3, UNTIED.num_blocks)
+    need = Workload.full(2, 1, 3, UNTIED.num_blocks)
     policy = Policy(2, 1, ON_DISK)
     for spec in (make_spec(vocab_size=30_000), UNTIED):
         space = SearchSpace(spec, need, Policy(), machine(True), HUGE)
@@ -299,7 +301,7 @@ def test_parts_are_walked_and_priced(listens: bool, monkeypatch: pytest.MonkeyPa
     are walked."""
     spec = make_spec(vocab_size=9000, tie_word_embeddings=False, num_hidden_layers=40)
     where = machine(True)
-    need = WorkloadShape.full(8, 20, 6, 40)
+    need = Workload.full(8, 20, 6, 40)
     policy = Policy(2, 4, ON_DISK)
     on_span: Callable[..., None] | None = (lambda *span: None) if listens else None
     found = []
@@ -317,7 +319,7 @@ def test_parts_are_walked_and_priced(listens: bool, monkeypatch: pytest.MonkeyPa
 
 def test_layers_of_a_plan() -> None:
     policy = Policy(2, 2, ON_DISK)
-    shape = shape_of(Policy(2, 2), WorkloadShape.full(4, 4, 2, UNTIED.num_blocks))
+    shape = shape_of(Policy(2, 2), Workload.full(4, 4, 2, UNTIED.num_blocks))
     plan = memory_plan(UNTIED, policy, shape, 4, True, SEQUENTIAL)
     whole = layers_of(UNTIED, policy)
     cut = layers_of(UNTIED, policy, plan.head_rows)

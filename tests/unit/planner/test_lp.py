@@ -15,7 +15,7 @@ from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED
-from flexgen_h2o.engine.workload import WorkloadShape
+from flexgen_h2o.engine.workload import Workload
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.lp import (
     TIE_BREAK,
@@ -28,7 +28,7 @@ from flexgen_h2o.planner.lp import (
 )
 from tests.unit.planner.made_up import BLOCKS, HUGE, SPEC, machine
 
-NEED = WorkloadShape.full(64, 60, 8, BLOCKS)
+NEED = Workload.full(64, 60, 8, BLOCKS)
 POLICY = Policy(16, 2)
 SWEEPS = NEED.gen_len - 1
 Budgets = dict[str, int | None]

@@ -205,7 +205,7 @@ def test_all_on_the_device_needs_no_ring_no_overlay_and_no_disk() -> None:
 
 
 def test_rows_that_share_a_prefix_attend_together_in_buffers_for_others_too() -> None:
-    in_parts = BlockShape(4, 2, 400, (20, 20), attending=100)
+    in_parts = BlockShape(4, 2, 400, (20, 20), max_attending_tokens=100)
     shares = BlockShape(4, 2, 80, (20, 20), sharing=30)
     assert (in_parts.most_attending, shares.most_attending) == (100, 80)
     for both in (in_parts.union(shares), shares.union(in_parts)):

@@ -9,9 +9,9 @@ import pytest
 
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
-from flexgen_h2o.engine.workload import WorkloadShape, even_blocks
+from flexgen_h2o.engine.workload import Workload, even_blocks
 from flexgen_h2o.planner.costs import RESOURCES, Machine
-from flexgen_h2o.planner.predict import MOST_WALKED, Prediction, predict, simulate, walked_sweeps
+from flexgen_h2o.planner.predict import MAX_WALKED, Prediction, predict, simulate, walked_sweeps
 from flexgen_h2o.planner.report import bound_text
 from flexgen_h2o.planner.work import weight_moves
 from tests.unit.planner.made_up import (
@@ -28,11 +28,11 @@ from tests.unit.planner.made_up import (
 STREAMED = (0, 30, 20, 40, 0, 100)
 WEIGHTS_ON_DISK = (0, 0, 100, 0, 100, 0)
 Percent = tuple[int, int, int, int, int, int]
-Case = tuple[Policy, WorkloadShape, Machine, MemoryPlan]
+Case = tuple[Policy, Workload, Machine, MemoryPlan]
 
 
 def predicted(
-    policy: Policy, need: WorkloadShape, where: Machine, plan: MemoryPlan | None = None
+    policy: Policy, need: Workload, where: Machine, plan: MemoryPlan | None = None
 ) -> Prediction:
     plan = plan or plan_of(policy, need, where.device_is_host)
     return predict(SPEC, policy, need, where, plan, even_blocks(policy, need))
@@ -41,10 +41,10 @@ def predicted(
 # ---- sums
 
 
-@pytest.mark.parametrize("gen_len", [1, MOST_WALKED])
+@pytest.mark.parametrize("gen_len", [1, MAX_WALKED])
 def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> None:
     """All but the first are decode."""
-    need = WorkloadShape.full(12, 60, gen_len, BLOCKS)
+    need = Workload.full(12, 60, gen_len, BLOCKS)
     policy = Policy(4, 3, STREAMED)
     where = machine(False)
     costs = costs_of(policy, need, where)
@@ -62,7 +62,7 @@ def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> Non
 @pytest.mark.parametrize(
     ("gen_len", "percent", "prompt_len", "within"),
     [
-        (MOST_WALKED + 1, STREAMED, 400, 0.03),
+        (MAX_WALKED + 1, STREAMED, 400, 0.03),
         (100, STREAMED, 60, 0.1),
         (20, WEIGHTS_ON_DISK, 60, 0.1),
     ],
@@ -72,7 +72,7 @@ def test_what_is_not_walked_is_interpolated(
 ) -> None:
     """Beside walking all sweeps, though the cache grows: in steps of whole segments, which are
     large for short rows."""
-    need = WorkloadShape.full(12, prompt_len, gen_len, BLOCKS)
+    need = Workload.full(12, prompt_len, gen_len, BLOCKS)
     policy = Policy(4, 3, percent)
     where = machine(False)
     costs = costs_of(policy, need, where)
@@ -82,7 +82,7 @@ def test_what_is_not_walked_is_interpolated(
         even_blocks(policy, need)[0][0],
         range(gen_len),
     ).ends
-    assert len(walked_sweeps(gen_len)) == MOST_WALKED
+    assert len(walked_sweeps(gen_len)) == MAX_WALKED
     assert predicted(policy, need, where).total_s == pytest.approx(ends[-1], rel=within)
 
 
@@ -116,7 +116,7 @@ def test_waits_of_a_shallow_cut_take_nothing_from_the_other_blocks() -> None:
     deep = make_spec(num_hidden_layers=40, vocab_size=2000)
     where = machine(True, disk_read_bytes_per_s=1e8, step_s=1e-3)
     policy = Policy(4, 3, WEIGHTS_ON_DISK)
-    need = WorkloadShape.full(12, 60, 6, 40)
+    need = Workload.full(12, 60, 6, 40)
     plan = plan_of(policy, need, True, deep)
     blocks = even_blocks(policy, need)
     part = predict(deep, policy, need, where, plan, blocks)
@@ -132,9 +132,9 @@ def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
     def of(rows: int) -> Prediction:
         return predicted(
             policy,
-            WorkloadShape.full(rows, 20, 4, BLOCKS),
+            Workload.full(rows, 20, 4, BLOCKS),
             where,
-            plan_of(policy, WorkloadShape.full(99, 20, 4, BLOCKS), True),
+            plan_of(policy, Workload.full(99, 20, 4, BLOCKS), True),
         )
 
     assert of(24).total_s == pytest.approx(3 * of(8).total_s)
@@ -153,7 +153,7 @@ def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
     where = machine(True, disk_read_bytes_per_s=1e8)
     slow = faster(where.profile, "matmul_flops_per_s", 1e-1)
     for gen_len, decode_is_longer in ((2, False), (40, True)):
-        need = WorkloadShape.full(8, 200, gen_len, BLOCKS)
+        need = Workload.full(8, 200, gen_len, BLOCKS)
         found = predicted(disk, need, replace(where, profile=slow))
         assert (found.binds("prefill"), found.binds("decode")) == ("device_compute", "disk_read")
         assert (found.decode_s > found.prefill_s) is decode_is_longer
@@ -178,7 +178,7 @@ def test_contention_does_not_turn_a_gain_into_a_loss(name: str) -> None:
     """Where at least half of the disk's rate is left beside compute. Below, a faster disk that is
     busy beside compute for longer could be predicted slower."""
     policy = Policy(32, 1, (0, 0, 100, 0, 100, 0))
-    need = WorkloadShape.full(32, 64, 6, BLOCKS)
+    need = Workload.full(32, 64, 6, BLOCKS)
     where = machine(
         True, disk_read_beside_compute=0.5, compute_beside_disk_read=0.5, disk_read_bytes_per_s=1e9
     )
@@ -193,7 +193,7 @@ def test_contention_does_not_turn_a_gain_into_a_loss(name: str) -> None:
 def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
     """As much for each as the profile says, where compute binds; less where it waits for the disk,
     nothing without overlap or without reads."""
-    need = WorkloadShape.full(256, 64, 6, BLOCKS)
+    need = Workload.full(256, 64, 6, BLOCKS)
     seconds = 1e-4
 
     def longer(percent: Percent, **changes: Any) -> float:
@@ -219,7 +219,7 @@ def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
 
 def test_contention_costs_time_only_where_both_are_busy() -> None:
     """Not where the disk is idle, and not without overlap."""
-    need = WorkloadShape.full(32, 64, 6, BLOCKS)
+    need = Workload.full(32, 64, 6, BLOCKS)
     disk = (0, 0, 100, 0, 100, 0)
     for percent, slower in ((disk, True), ((100, 0, 100, 0, 100, 0), False)):
         policy = Policy(32, 1, percent)
@@ -248,7 +248,7 @@ def test_contention_costs_time_only_where_both_are_busy() -> None:
 def test_ways_of_the_link_slow_each_other_where_both_are_busy() -> None:
     """Hidden states go both ways; weights only come. As much as the profile says, where the link
     binds."""
-    need = WorkloadShape.full(32, 64, 6, BLOCKS)
+    need = Workload.full(32, 64, 6, BLOCKS)
     slow = {"h2d_bytes_per_s": 1e7, "d2h_bytes_per_s": 1e7}
     for percent, factor in (((100, 0, 100, 0, 0, 100), 2.0), ((0, 100, 100, 0, 100, 0), 1.0)):
         policy = Policy(32, 1, percent)

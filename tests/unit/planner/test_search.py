@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
+from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB, MIB, PAGE
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
-from flexgen_h2o.engine.workload import WorkloadShape, shape_of
+from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner import search as policies
 from flexgen_h2o.planner.costs import Machine
@@ -43,7 +43,7 @@ from flexgen_h2o.planner.search import (
 )
 from tests.unit.planner.made_up import BLOCKS, DTYPE, HUGE, SPEC, evicting, fitted, machine
 
-NEED = WorkloadShape.full(8, 20, 5, BLOCKS)
+NEED = Workload.full(8, 20, 5, BLOCKS)
 NOTHING = (0, 0, 0, 0, 0, 0)
 T4_BUDGETS: dict[str, int | None] = {"device": 15 * GIB, "host": 208 * 10**9, "disk": 1500 * 10**9}
 
@@ -62,7 +62,7 @@ def known(name: str) -> ModelSpec:
     return found[0]
 
 
-def all_on_disk(need: WorkloadShape, is_host: bool, base: Policy | None = None) -> dict[str, int]:
+def all_on_disk(need: Workload, is_host: bool, base: Policy | None = None) -> dict[str, int]:
     """Bytes on each tier with one row at a time and the rest on disk."""
     policy = replace(base or Policy(), gpu_batch_size=1, num_gpu_batches=1, percent=NOTHING)
     plan = memory_plan(SPEC, policy, shape_of(policy, need), 4, is_host, SEQUENTIAL)
@@ -70,7 +70,7 @@ def all_on_disk(need: WorkloadShape, is_host: bool, base: Policy | None = None) 
 
 
 def fits(
-    plan: Plan, need: WorkloadShape, is_host: bool, budgets: dict[str, Any], spec: ModelSpec = SPEC
+    plan: Plan, need: Workload, is_host: bool, budgets: dict[str, Any], spec: ModelSpec = SPEC
 ) -> bool:
     return (
         plan_within(spec, plan.policy, shape_of(plan.policy, need), 4, is_host, budgets)
@@ -144,7 +144,7 @@ def test_small_ram_leaves_weights_on_disk() -> None:
 def test_fewer_slots_make_more_of_the_same_ram() -> None:
     """H2O is faster where memory is short."""
     few = evicting(40, 250, 40, 25)
-    full = WorkloadShape.full(40, 250, 40, BLOCKS)
+    full = Workload.full(40, 250, 40, BLOCKS)
     budgets = {**HUGE, "device": 0, "host": all_on_disk(few, True)["host"] + 12 * MIB}
     slow_disk = machine(True, disk_read_bytes_per_s=1e8)
     kept, whole = (
@@ -223,7 +223,7 @@ def test_a_gib_more_is_worth_the_dual_times_the_blocks() -> None:
 # ---- blocks that do not cut the pile evenly
 
 
-def in_ram(rows: int, need: WorkloadShape, spec: ModelSpec) -> int:
+def in_ram(rows: int, need: Workload, spec: ModelSpec) -> int:
     """Bytes of a block of one micro-batch with everything in RAM."""
     policy = Policy(rows, 1, (100, 0, 100, 0, 100, 0))
     return memory_plan(spec, policy, shape_of(policy, need), 2, True, SEQUENTIAL).bytes_on("host")
@@ -234,7 +234,7 @@ def test_the_largest_blocks_that_memory_holds_are_candidates() -> None:
     ones."""
     spec = known("opt-125m")
     fits = 11
-    need = WorkloadShape.full(100, 64, 32, spec.num_blocks)
+    need = Workload.full(100, 64, 32, spec.num_blocks)
     budgets = {**HUGE, "device": 0, "host": in_ram(fits, need, spec)}
     assert in_ram(fits + 1, need, spec) > (budgets["host"] or 0)
     space = SearchSpace(
@@ -258,7 +258,7 @@ def test_all_in_ram_is_chosen_where_the_profile_says_so() -> None:
     """Of OPT-125m, with a pile that no power of two cuts into the most that RAM holds; and where
     the disk costs nothing, something is on it so that there are fewer blocks."""
     spec = known("opt-125m")
-    need = WorkloadShape.full(96, 64, 32, spec.num_blocks)
+    need = Workload.full(96, 64, 32, spec.num_blocks)
     budgets = {**HUGE, "device": 0, "host": in_ram(23, need, spec)}
     slow = even_products(disk_read_bytes_per_s=2e8, disk_write_bytes_per_s=2e8)
     chosen = search(SearchSpace(spec, need, Policy(), slow, budgets)).policy
@@ -281,7 +281,7 @@ def test_the_disk_is_used_only_for_more_than_a_profile_tells(blocked: float) -> 
     """Products with matrices in RAM seem slower than with those that are read: by little, as in a
     profile of a busy moment, or by much."""
     spec = known("opt-1.3b")
-    need = WorkloadShape.full(16, 512, 8, spec.num_blocks)
+    need = Workload.full(16, 512, 8, spec.num_blocks)
     machine = even_products(disk_read_bytes_per_s=1e11, short_read_compute_s=0.0)
     rates = replace(machine.profile.rates("bfloat16"), blocked_speedup=Curve.flat(blocked))
     machine = replace(machine, profile=replace(machine.profile, compute={"bfloat16": rates}))
@@ -297,7 +297,7 @@ def test_bound_is_none_of_reads_that_are_not_needed() -> None:
     """Or the search would leave out what is all in RAM without a look."""
     spec = known("opt-125m")
     policy = Policy(24, 1, (100, 0, 100, 0, 100, 0))
-    need = WorkloadShape.full(96, 64, 32, spec.num_blocks)
+    need = Workload.full(96, 64, 32, spec.num_blocks)
     costly = even_products(short_read_compute_s=1e-2)
     found = bounded(SearchSpace(spec, need, policy, costly, HUGE), policy)
     assert found is not None
@@ -311,7 +311,7 @@ def test_blocks_that_wait_do_not_hide_faster_ones(monkeypatch: pytest.MonkeyPatc
     """Many micro-batches take long to simulate, and twice as long as the program says: those of one
     are looked at, too, as far as the program calls them faster than what was simulated."""
     spec = known("opt-6.7b")
-    need = WorkloadShape.full(64, 64, 32, spec.num_blocks)
+    need = Workload.full(64, 64, 32, spec.num_blocks)
     space = SearchSpace(
         spec, need, Policy(), Machine(nominal_profile(True), "bfloat16", True), HUGE
     )
@@ -331,15 +331,15 @@ def test_blocks_that_wait_do_not_hide_faster_ones(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(policies, "_simulated", simulated)
     found = policies._coarse(space)
     assert min(found, key=attrgetter("seconds")).policy == quick[0][1]
-    assert sum(policy.num_gpu_batches > 1 for policy in tried) == policies.LEAST_SIMULATED
-    assert tried[policies.LEAST_SIMULATED :] == [quick[0][1]]
+    assert sum(policy.num_gpu_batches > 1 for policy in tried) == policies.MIN_SIMULATED
+    assert tried[policies.MIN_SIMULATED :] == [quick[0][1]]
 
 
 def test_the_longest_schedules_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts one by one, and 32 micro-batches: minutes to simulate, next to what takes seconds."""
     spec = built_in_spec("openai/gpt-oss-120b")
     assert spec is not None
-    need = WorkloadShape.full(10_000, 512, 128, spec[0].num_blocks)
+    need = Workload.full(10_000, 512, 128, spec[0].num_blocks)
     budgets = {"device": 0, "host": int(7.2 * 10**9), "disk": 450 * 10**9}
     space = SearchSpace(
         spec[0], need, Policy(), Machine(nominal_profile(True), "bfloat16", True), budgets
@@ -370,7 +370,7 @@ def test_more_memory_is_not_slower() -> None:
     """OLMoE on two cores: with 16 GB many micro-batches look best to the program, and wait."""
     spec = built_in_spec("allenai/OLMoE-1B-7B-0924")
     assert spec is not None
-    need = WorkloadShape.full(10_000, 512, 128, spec[0].num_blocks)
+    need = Workload.full(10_000, 512, 128, spec[0].num_blocks)
     machine = Machine(read_profile(find_profile("build-2core")), "bfloat16", True)
     budgets = [
         {"device": 0, "host": int(0.9 * ram * 10**9), "disk": 450 * 10**9} for ram in (8, 16)
@@ -386,7 +386,7 @@ def test_more_memory_is_not_slower() -> None:
 
 @st.composite
 def budgets_of(
-    draw: st.DrawFn, need: WorkloadShape, is_host: bool, base: Policy
+    draw: st.DrawFn, need: Workload, is_host: bool, base: Policy
 ) -> dict[str, int | None]:
     """From what little does up to where everything is resident."""
     found: dict[str, int | None] = {}
@@ -398,7 +398,7 @@ def budgets_of(
 
 
 small_needs = st.builds(
-    WorkloadShape.full,
+    Workload.full,
     rows=st.integers(1, 12),
     prompt_len=st.integers(1, 40),
     gen_len=st.integers(1, 4),
@@ -409,7 +409,7 @@ small_needs = st.builds(
 @settings(max_examples=6)
 @given(small_needs, st.booleans(), st.booleans(), st.data())
 def test_what_is_found_fits_and_a_refusal_names_what_would(
-    need: WorkloadShape, is_host: bool, overlap: bool, data: st.DataObject
+    need: Workload, is_host: bool, overlap: bool, data: st.DataObject
 ) -> None:
     """Rounding breaks no budget. Given the bytes that a refusal names, the search finds
     something."""
@@ -432,7 +432,7 @@ def test_what_is_found_fits_and_a_refusal_names_what_would(
 @settings(max_examples=5)
 @given(small_needs, st.booleans(), st.data())
 def test_no_placement_needs_less_than_a_refusal_says(
-    need: WorkloadShape, is_host: bool, data: st.DataObject
+    need: Workload, is_host: bool, data: st.DataObject
 ) -> None:
     """Mixed ones and attention on the host included: none exceeds the budgets by less, but for a
     page or so."""
@@ -458,7 +458,7 @@ def test_no_placement_needs_less_than_a_refusal_says(
 @settings(max_examples=8)
 @given(small_needs, st.booleans(), st.lists(st.floats(0, 0.5), min_size=6, max_size=6), st.data())
 def test_rounding_breaks_no_budget(
-    need: WorkloadShape, is_host: bool, shares: list[float], data: st.DataObject
+    need: Workload, is_host: bool, shares: list[float], data: st.DataObject
 ) -> None:
     """Whatever shares it starts from."""
     policy = fitted(Policy(4, 3), need)
@@ -473,9 +473,9 @@ def test_rounding_breaks_no_budget(
 
 def test_a_long_pile_is_cut_into_blocks_of_bounded_size() -> None:
     """Of rows that a policy may have."""
-    need = WorkloadShape.full(3 * MOST_ROWS, 2, 2, BLOCKS)
+    need = Workload.full(3 * MAX_ROWS, 2, 2, BLOCKS)
     found = search(SearchSpace(SPEC, need, Policy(), nominal(True), HUGE))
-    assert found.policy.block_size <= MOST_ROWS
+    assert found.policy.block_size <= MAX_ROWS
     assert found.prediction.new_tokens == 2 * need.rows
 
 
@@ -485,7 +485,7 @@ def test_a_long_pile_is_cut_into_blocks_of_bounded_size() -> None:
 def test_a_model_on_the_card_is_not_run_row_by_row() -> None:
     """FlexGen's cost model has no fixed costs, and so its planner chose batches of one."""
     spec = known("opt-6.7b")
-    need = WorkloadShape.full(64, 512, 32, spec.num_blocks)
+    need = Workload.full(64, 512, 32, spec.num_blocks)
     found = search(SearchSpace(spec, need, Policy(), t4(), {**T4_BUDGETS, "device": 40 * GIB}))
     assert found.policy.gpu_batch_size >= 4 and found.policy.percent[0] >= 80
     one = evaluate(
@@ -499,7 +499,7 @@ def test_nothing_that_is_tried_by_hand_is_faster() -> None:
     """With the memory that the other policy holds, and no more."""
     spec = known("opt-350m")
     by_hand = Policy(8, 2, (30, 70, 50, 50, 100, 0))
-    need = WorkloadShape.full(16, 256, 32, spec.num_blocks)
+    need = Workload.full(16, 256, 32, spec.num_blocks)
     tried = evaluate(SearchSpace(spec, need, Policy(), t4(), HUGE), by_hand)
     budgets: dict[str, int | None] = {tier: tried.memory.bytes_on(tier) for tier in TIERS}
     found = search(SearchSpace(spec, need, Policy(), t4(), budgets))
@@ -514,7 +514,7 @@ def test_the_published_policies_of_a_t4_fit_it() -> None:
         ("opt-6.7b", Policy(72, 1, (100, 0, 100, 0, 100, 0), compress_weight=True), 256),
     ):
         spec = known(name)
-        need = WorkloadShape.full(policy.block_size, prompt_len, 32, spec.num_blocks)
+        need = Workload.full(policy.block_size, prompt_len, 32, spec.num_blocks)
         assert (
             evaluate(
                 SearchSpace(spec, need, Policy(), t4(), T4_BUDGETS), policy
@@ -527,7 +527,7 @@ def test_what_all_tiers_together_cannot_hold_is_not_tried() -> None:
     """Of a long pile nearly all block sizes are too large: none of them takes the place of one that
     fits."""
     spec = known("opt-30b")
-    need = WorkloadShape.full(100_000, 2016, 32, spec.num_blocks)
+    need = Workload.full(100_000, 2016, 32, spec.num_blocks)
     budgets: dict[str, int | None] = {"device": 16 * GIB, "host": 32 * GIB, "disk": 50 * GIB}
     space = SearchSpace(spec, need, Policy(), t4(), budgets)
     sizes = [candidate.policy.block_size for candidate in candidates(space)]
@@ -540,8 +540,8 @@ def test_one_row_at_a_time_is_tried_where_nothing_that_is_solved_fits(
     is_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long pile the candidates with the lowest bounds may all be too large."""
-    monkeypatch.setattr("flexgen_h2o.planner.search.MOST_SOLVED", 0)
-    monkeypatch.setattr("flexgen_h2o.planner.search.MOST_STEPS", 0)
+    monkeypatch.setattr("flexgen_h2o.planner.search.MAX_SOLVED", 0)
+    monkeypatch.setattr("flexgen_h2o.planner.search.MAX_STEPS", 0)
     budgets: dict[str, int | None] = {**all_on_disk(NEED, is_host)}
     found = search(SearchSpace(SPEC, NEED, Policy(), nominal(is_host), budgets))
     assert found.policy.block_size == 1 and fits(found, NEED, is_host, budgets)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
-from flexgen_h2o.engine.workload import Block, WorkloadShape, even_blocks
+from flexgen_h2o.engine.workload import Block, Workload, even_blocks
 from flexgen_h2o.planner.costs import LANES, Costs, Machine
 from flexgen_h2o.planner.predict import Simulated, simulate
 from flexgen_h2o.planner.profile import HardwareProfile
@@ -34,13 +34,13 @@ from tests.unit.planner.made_up import (
 )
 
 SWEEPS = 6
-NEED = WorkloadShape.full(24, 40, SWEEPS, BLOCKS)
+NEED = Workload.full(24, 40, SWEEPS, BLOCKS)
 WEIGHTS_ON_DISK = (0, 0, 100, 0, 100, 0)
 Spans = dict[str, list[tuple[str, float, float]]]
 
 
 def walk(
-    policy: Policy, where: Machine, need: WorkloadShape = NEED, depth: int = 0
+    policy: Policy, where: Machine, need: Workload = NEED, depth: int = 0
 ) -> tuple[Costs, Block, Simulated, Spans]:
     """The first block, all of its sweeps, with what was heard of each lane."""
     costs = costs_of(policy, need, where)
@@ -228,7 +228,7 @@ def test_disk_bytes_that_cross_keep_the_link_busy() -> None:
 @settings(max_examples=12)
 @given(cases())
 def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
-    case: tuple[Policy, WorkloadShape, Machine, MemoryPlan],
+    case: tuple[Policy, Workload, Machine, MemoryPlan],
 ) -> None:
     """Spans of a lane follow one another; a run takes no longer than all resources one after the
     other."""
@@ -261,7 +261,7 @@ def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
 @settings(max_examples=12)
 @given(cases())
 def test_steady_sweeps_take_no_less_than_their_busiest_resource(
-    case: tuple[Policy, WorkloadShape, Machine, MemoryPlan],
+    case: tuple[Policy, Workload, Machine, MemoryPlan],
 ) -> None:
     """Costs.busy, which the linear program counts with, is a lower bound of what the simulator
     finds.
@@ -287,7 +287,7 @@ def test_steady_sweeps_take_no_less_than_their_busiest_resource(
     st.sampled_from([1.01, 1.5, 4.0, 100.0]),
 )
 def test_faster_hardware_is_never_predicted_slower(
-    case: tuple[Policy, WorkloadShape, Machine, MemoryPlan], name: str, factor: float
+    case: tuple[Policy, Workload, Machine, MemoryPlan], name: str, factor: float
 ) -> None:
     """At the end of any sweep: an event is the latest of some events and a duration, and the order
     is fixed."""

@@ -175,7 +175,7 @@ def test_who_copies_sleeps_until_the_bytes_are_there(monkeypatch: pytest.MonkeyP
     event = MagicMock()
     card = _card_with(_Runtime(0), monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(card, "beside_compute", nullcontext)
+    monkeypatch.setattr(card, "copy_stream", nullcontext)
     target = torch.zeros(3)
     card.copy(target, torch.ones(3))
     event.assert_called_once_with(blocking=True)

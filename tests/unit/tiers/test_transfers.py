@@ -176,9 +176,9 @@ class CountingDevice(StandInDevice):
         self.copies += 1
         return super().start_copy(dst, src)
 
-    def beside_compute(self) -> AbstractContextManager[object]:
+    def copy_stream(self) -> AbstractContextManager[object]:
         self.beside += 1
-        return super().beside_compute()
+        return super().copy_stream()
 
     def host_staging(self, nbytes: int) -> torch.Tensor:
         self.staging.append((threading.get_ident(), nbytes))
@@ -319,7 +319,7 @@ def test_only_the_named_columns_are_copied(
     targets = tuple(torch.zeros(segments, rows, slots, 4).bfloat16() for _ in range(2))
     before = room.mover.lanes.bytes_moved["d2h"]
     beside = room.device.beside
-    room.mover.copy_columns("c", list(zip(targets, sources, strict=True)), chosen, []).wait()
+    room.mover.copy_kv_entries("c", list(zip(targets, sources, strict=True)), chosen, []).wait()
     for target, source in zip(targets, sources, strict=True):
         expected = torch.zeros_like(target)
         for row in range(rows):
@@ -340,7 +340,7 @@ def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None
         room.mover.read("r", buffer, "host", FileRange(room.source, 0, PAGE), [gate]),
         room.mover.write("w", room.target, 0, buffer, "host", [gate]),
         room.mover.copy("h2d", "c", t, t, [gate]),
-        room.mover.copy_columns("c", [(t, t)], torch.zeros(2, dtype=torch.int64), [gate]),
+        room.mover.copy_kv_entries("c", [(t, t)], torch.zeros(2, dtype=torch.int64), [gate]),
     ]
     threading.Event().wait(0.03)
     early = [done.is_done for done in started]

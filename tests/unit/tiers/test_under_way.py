@@ -17,7 +17,7 @@ from flexgen_h2o.core.units import STAGING_SLOTS, TRANSFER_CHUNK
 from flexgen_h2o.tiers.device import StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
 from flexgen_h2o.tiers.stream import Done, Waitable
-from flexgen_h2o.tiers.transfers import MOST_UNDER_WAY, Lanes, Mover
+from flexgen_h2o.tiers.transfers import MAX_UNDER_WAY, Lanes, Mover
 
 
 class _Copy(Waitable):
@@ -82,7 +82,7 @@ class _Gated(StandInDevice):
     """Whose copies each end when their own gate is opened."""
 
     def __init__(self) -> None:
-        self.gates = [threading.Event() for _ in range(MOST_UNDER_WAY + 2)]
+        self.gates = [threading.Event() for _ in range(MAX_UNDER_WAY + 2)]
         self.begun = 0
 
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> _Copy:
@@ -121,9 +121,9 @@ def test_a_worker_goes_on_beside_copies_that_are_under_way() -> None:
         held = Done()
         done = [mover.copy("h2d", "c", t, t, [held]) for _ in device.gates]
         held.finish_one()
-        until(lambda: device.begun == MOST_UNDER_WAY)
+        until(lambda: device.begun == MAX_UNDER_WAY)
         time.sleep(0.02)
-        assert device.begun == MOST_UNDER_WAY and [one.is_begun for one in done[-3:]] == [
+        assert device.begun == MAX_UNDER_WAY and [one.is_started for one in done[-3:]] == [
             True,
             False,
             False,
@@ -145,10 +145,10 @@ def test_a_thread_goes_on_where_the_card_waits() -> None:
     waiter.start()
     done.finish_one(begun=[_Late(gate)])
     waiter.join(0.05)
-    assert waiter.is_alive() and not done.is_begun
+    assert waiter.is_alive() and not done.is_started
     done.finish_one()
     waiter.join(10)
-    assert not waiter.is_alive() and done.is_begun and not done.is_done
+    assert not waiter.is_alive() and done.is_started and not done.is_done
     failed = Done()
     failed.finish_one(OSError("why"))
     with pytest.raises(OSError, match="why"):
@@ -170,7 +170,7 @@ def test_memory_that_is_not_pinned_is_copied_one_after_another() -> None:
         done = [mover.copy("h2d", "c", t, t) for _ in range(2)]
         until(lambda: device.begun == 1)
         time.sleep(0.02)
-        assert device.begun == 1 and not done[0].is_begun
+        assert device.begun == 1 and not done[0].is_started
 
 
 def test_the_span_of_a_copy_is_when_the_link_was_busy_with_it() -> None:
@@ -204,7 +204,7 @@ def test_what_is_under_way_is_seen_to_its_end_before_a_worker_waits_for_another_
         until(lambda: device.begun == 1)
         device.open(1)
         until(lambda: mover.lanes.timeline.count("h2d", "c") == 1)
-        assert not behind.is_begun
+        assert not behind.is_started
         held.finish_one()
 
 
