@@ -52,7 +52,7 @@ def healthy(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(doctor, "CPU_QUOTA", tmp_path / "none")
     monkeypatch.setattr(doctor, "OLD_MEMORY_LIMIT", tmp_path / "none")
     monkeypatch.setattr(device, "free_host_bytes", lambda: 8 * GIB)
-    monkeypatch.setattr(jit, "kept_in", lambda: tmp_path)
+    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(run, "_mount", lambda folder: "/dev/vda ext4 at /")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
@@ -86,7 +86,7 @@ def say(name: str, text: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
 
 
 HURTS = {
-    "numba cache": (set_attribute(jit, "kept_in", lambda: None), "NUMBA_CACHE_DIR"),
+    "numba cache": (set_attribute(jit, "cache_folder", lambda: None), "NUMBA_CACHE_DIR"),
     "waiting threads": (
         lambda m, _: m.setenv("OMP_WAIT_POLICY", "ACTIVE"),
         "OMP_WAIT_POLICY is ACTIVE; unset it",

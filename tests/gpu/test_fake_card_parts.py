@@ -179,7 +179,7 @@ def test_columns_of_prompts_wait_for_nothing_without_triton() -> None:
         given += [torch.zeros(2 * prompts, 20).int(), torch.zeros(2 * prompts, 20)]
         expected = put_all([t.clone() for t in given], packing)
         with fake_card() as card, pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(triton, "takes", lambda *tensors: False)
+            patch.setattr(triton, "supports", lambda *tensors: False)
             of_card = [t.to(CardDevice(card).torch_device) for t in given]
             card.step = "put"
             put_all(of_card, packing)

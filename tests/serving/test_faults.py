@@ -74,7 +74,7 @@ def test_a_stream_ends_with_the_error(
         def first(self) -> list[bytes]:
             raise fault
 
-    monkeypatch.setattr(app, "Pieces", Broken)
+    monkeypatch.setattr(app, "StreamEvents", Broken)
     given_up: list[object] = []
     service: Any = SimpleNamespace(give_up=given_up.append)
     server = Server(service, SimpleNamespace(), SimpleNamespace(model=None))  # type: ignore[arg-type]

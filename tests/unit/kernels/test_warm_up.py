@@ -183,7 +183,7 @@ def test_a_card_is_warmed_up_for_products_with_codes(
             seen.add((kind, constants["TOKENS"], constants["BIASED"], constants["ADDS"]))
         reference()
 
-    monkeypatch.setattr(triton, "takes", lambda *tensors: True)
+    monkeypatch.setattr(triton, "supports", lambda *tensors: True)
     monkeypatch.setattr(triton, "launch", launch)
     formats.warm_up(form, CPU, torch.float32)
     assert seen == (alone := set(product(["one"], (16, 32), (False, True), (False, True))))
@@ -248,7 +248,7 @@ def test_a_disk_that_is_full_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_where_nothing_can_be_kept_this_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "kept_in", lambda: None)
+    monkeypatch.setattr(jit, "cache_folder", lambda: None)
     monkeypatch.setattr(warm_up_module, "_call_in_a_process", pytest.fail)
     calls: list[object] = []
     compile_subprocess(calls.append, 1)
