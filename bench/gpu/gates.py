@@ -11,7 +11,7 @@ from flexgen_h2o.planner.profile import NOMINAL
 # of a block and micro-batch; a sweep's tokens are read back once
 MAX_LAUNCHES = 12
 MAX_SYNCS = 0.1
-LEAST_SHARE = 0.7  # of the bandwidth of a copy
+MIN_SHARE = 0.7  # of the bandwidth of a copy
 MIN_BUSY = 0.9  # of the link, where weights on the host bind
 MAX_ERROR = 0.15  # of a prediction
 ON_HOST = "weights-on-host"  # the placement in which the link binds
@@ -36,7 +36,7 @@ def gates(runs: dict[str, Any], figures: dict[str, Any]) -> Iterator[Row]:
         yield _row(
             f"{kind}: least share of a copy's bandwidth",
             min(shares, default=None),
-            LEAST_SHARE,
+            MIN_SHARE,
             False,
         )
     yield _row(

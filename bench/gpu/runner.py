@@ -30,7 +30,7 @@ CUT = "cut"
 STATUS_OF_EXIT = {0: DONE, 2: REFUSED, 3: DOES_NOT_FIT}
 FINISHED = (DONE, DOES_NOT_FIT)
 MAX_ATTEMPTS = 2
-LEAST_S = 20.0  # with less time left no step is begun
+MIN_S = 20.0  # with less time left no step is begun
 # SIGTERM first: a sweep then ends what it has started itself, and writes its table. Tests get
 # SIGINT before it: pytest then names what has failed, and writes its XML, for which it may wait 10
 # s for its own processes.
@@ -73,7 +73,7 @@ class Suite:
                 print(f"== {step.name}: {known['status']} (kept)", flush=True)
                 continue
             left = self._end - time.monotonic()
-            if left < LEAST_S:
+            if left < MIN_S:
                 print(f"== {step.name}: left out, {max(0.0, left):.0f} s are left", flush=True)
                 continue
             print(f"== {step.name} (at most {min(step.limit, left):.0f} s)", flush=True)

@@ -16,7 +16,7 @@ from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.models.load import Model
 
-MOST_TOKENS = 256  # tokens of the text that are used
+MAX_TOKENS = 256  # tokens of the text that are used
 MIN_TOKENS = 128
 STEPS = 64  # tokens that the packed sequence takes in decode steps, all in one pass
 # Nats per token. SmolLM2-135M has .004 with 4 bits, .009 with 4/3, .021 with 3.
@@ -56,7 +56,7 @@ def tokens_of_test(model: Model) -> list[int]:
     """
     if model.tokenizer is None or model.random:
         return []
-    ids = model.encode_prefix(TEXT, MOST_TOKENS)[: min(MOST_TOKENS, model.spec.max_positions)]
+    ids = model.encode_prefix(TEXT, MAX_TOKENS)[: min(MAX_TOKENS, model.spec.max_positions)]
     return ids if len(ids) >= MIN_TOKENS else []
 
 

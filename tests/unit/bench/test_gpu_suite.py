@@ -108,7 +108,7 @@ def test_a_step_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path
 
 def test_the_suite_keeps_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that the suite's end cuts has not failed; one that could not begin is not there."""
-    monkeypatch.setattr(runner, "LEAST_S", 0.5)
+    monkeypatch.setattr(runner, "MIN_S", 0.5)
     steps = [step("cut", "import time; time.sleep(60)", tmp_path), step("late", "", tmp_path)]
     assert run(steps, tmp_path, limit=1.0) == {"cut": CUT}
     assert json.loads((tmp_path / "steps.json").read_text())["cut"]["attempts"] == 0
