@@ -235,7 +235,9 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
     patch.setattr(triton, "is_installed", lambda: is_there)  # no kernel runs: it need not be
     patch.setattr(triton, "launch", launch)
     patch.setattr(
-        triton, "supports", lambda *tensors: is_there and all(t.device.type == NAME for t in tensors)
+        triton,
+        "supports",
+        lambda *tensors: is_there and all(t.device.type == NAME for t in tensors),
     )
 
 

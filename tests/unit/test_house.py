@@ -341,6 +341,48 @@ def folders_without_init(sources: Iterable[Source]) -> list[str]:
     return [f"{path} is missing: setup.py would not install its folder" for path in sorted(missing)]
 
 
+def repeated_class_names(sources: Iterable[Source]) -> list[str]:
+    """Return the classes that share a name with another class of the package."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
+    return [
+        f"{', '.join(found)}: two classes are called {name}; rename one"
+        for name, found in places.items()
+        if len(found) > 1
+    ]
+
+
+def packed_assignments(sources: Iterable[Source]) -> list[str]:
+    """Return assignments of several values in one statement. A swap is allowed."""
+    return [
+        f"{source.path}:{node.lineno}: assign each value in a statement of its own"
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign) and _is_packed(node)
+    ]
+
+
+def _is_packed(node: ast.Assign) -> bool:
+    target = node.targets[0]
+    if not isinstance(target, ast.Tuple) or not isinstance(node.value, ast.Tuple):
+        return False
+    written = [ast.unparse(one) for one in target.elts]
+    return not any(name in ast.unparse(value) for name in written for value in node.value.elts)
+
+
+def unformatted_lines(sources: Iterable[Source]) -> list[str]:
+    """Return the lines that the formatter is told to leave alone."""
+    return [
+        f"{source.path}:{number}: let the formatter write it"
+        for source in sources
+        for number, line in enumerate(source.text.splitlines(), 1)
+        if "# fmt:" in line
+    ]
+
+
 RULES = (
     unplaced_rooms,
     forbidden_edges,
@@ -350,6 +392,9 @@ RULES = (
     device_comparisons,
     stray_launches,
     folders_without_init,
+    repeated_class_names,
+    packed_assignments,
+    unformatted_lines,
 )
 
 
@@ -506,6 +551,11 @@ SNIPPETS = [
         None,
     ),
     (folders_without_init, "tiers/disk.py", "", "tiers/__init__.py is missing"),
+    (repeated_class_names, "llm.py", "class A: ...\nclass A: ...", "two classes are called A"),
+    (repeated_class_names, "llm.py", "class A: ...\nclass B: ...", None),
+    (packed_assignments, "llm.py", "a, b = 1, 2", "llm.py:1: assign"),
+    (packed_assignments, "llm.py", "a, b = b, a\nc, d = f()", None),
+    (unformatted_lines, "llm.py", "a = [1]  # fmt: skip", "llm.py:1: let"),
 ]
 
 
