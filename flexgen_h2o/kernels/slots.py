@@ -565,7 +565,8 @@ def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots | None:
     item = keys.itemsize
     right = (
         keys.shape[:3] == values.shape[:3]
-        and keys.stride(0) == values.stride(0)
+        # Keys and values of one segment may take different bytes: the step to the next is not used.
+        and (len(keys) == 1 or keys.stride(0) == values.stride(0))
         and keys.shape[1] == rows
     )
     for area, column in zip(areas, columns, strict=True):
