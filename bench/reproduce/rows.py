@@ -161,7 +161,7 @@ ROWS = (
         "1024 --recent-size "
         "1024",
         "a100-80",
-        "[papers](../../docs/lab/papers.md#streaming)",
+        NOT_MEASURED,
         real='for policy in h2o local; do\nname="$WORK/streaming-$policy.json"; [ -s "$name" ] || '
         f'{EVALUATE} streaming --model "$MODEL" --text "$WORK/long.txt" --streams 1 --stream-len '
         "20000 --policies "

@@ -20,7 +20,8 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = "float64"  # a dtype that is read from checkpoints and never computed with
 TIERS = ("device", "host", "disk")
-POLICY_SCHEMA = 6  # 5: cache_bits may be text such as "4/3"
+# 5: cache_bits may be text such as "4/3"; 7: attn_sparsity drops what it does not read
+POLICY_SCHEMA = 7
 # The first schema that has a field. In a file of an older schema, the field has its default.
 SINCE_SCHEMA = {
     "weight_bits": 2,
@@ -294,6 +295,11 @@ def read_policy(path: Path) -> SavedPolicy:
         policy = check_bits_used(Policy(**{name: body[name] for name in names}))
     except UsageError as error:
         raise UsageError(f"--policy {path}: {error}") from error
+    if schema < POLICY_SCHEMA and policy.attn_sparsity < 1:
+        raise UsageError(
+            f"--policy {path}: attn_sparsity is {policy.attn_sparsity}, which meant something else "
+            "in the version that wrote the file; make the plan again"
+        )
     for key in ABOUT:
         kind, name = (dict, "an object") if key in ("workload", "predicted") else (str, "a text")
         if not isinstance(body.get(key), kind | None):

@@ -398,8 +398,8 @@ def score_prompts(
 ) -> None:
     """Add log-probabilities to the `prompt_logprobs` of sequences.
 
-    Raise NotFiniteError if logits are not finite. With spares_rows, such a sequence gets an error
-    instead and others continue.
+    Raise NotFiniteError if logits are not finite. With isolates_errors, such a sequence gets an
+    error instead and others continue.
 
     logits_at: returns the logits (places, vocab) of at most SCORED_CHUNK places.
     """

@@ -226,7 +226,7 @@ class Executor:
             return self._engine.plan.shape.most_tokens
         return max(batch.prompt_tokens, sum(row.max_tokens_per_sweep for row in batch.rows))
 
-    # Runner of a Walk
+    # StepRunner of a Walk
 
     def span(self, lane: str, name: str) -> AbstractContextManager[None]:
         return self._engine.timeline.span(lane, name)

@@ -106,7 +106,7 @@ class RequestTable:
         self._eviction = eviction
         self._source: TokenSource | None = None
         self._params: dict[int, SamplingParams] = {}
-        self._spares_rows = False
+        self._isolates_errors = False
         self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
         eos = model.spec.eos_token_ids
         tokenizer = model.tokenizer
@@ -243,7 +243,7 @@ class RequestTable:
         """Return how the sequences get their tokens."""
         if self._source is not None:
             return Decoding(self._source, self._source.end, callbacks, self._source.known_tokens)
-        self._spares_rows = callbacks.isolates_errors
+        self._isolates_errors = callbacks.isolates_errors
         should_continue = callbacks.should_continue
 
         def end(row: Row) -> str | None:
@@ -276,7 +276,7 @@ class RequestTable:
         found = []
         for row in rows:
             assert row.finish_reason is not None
-            with sparing(row, self._spares_rows):
+            with sparing(row, self._isolates_errors):
                 completion = self._completion(row)
             if row.error is not None:
                 completion = Completion(

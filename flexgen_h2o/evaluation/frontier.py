@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.evaluation.figures import Figures
     from flexgen_h2o.models.load import Model
 
-SCHEMA = 1
+SCHEMA = 2
 INT8 = "int8"  # value of --weight-bits that sets int8_compute
 DEFAULT_POLICIES = (Full.name, "h2o", "local", "random")
 DEFAULT_BUDGETS = (0.5, 0.2)
@@ -677,20 +677,23 @@ class Measurements:
     def _read(self, lines: Sequence[bytes], facts: Figures) -> None:
         try:
             first, *others = (json.loads(line) for line in lines)
+            is_old = first["facts"]["schema"] != SCHEMA
+            if is_old:  # its settings may be named as today's and mean something else
+                others = []
             same = first["facts"] == facts
             for line in others:
                 if line["kind"] == LOSSES and any(len(value) != 3 for value in line["values"]):
                     raise ValueError("three losses a prompt are expected")
-                # Older files have settings that read only a share of the entries. This version
-                # does not measure them, so they are left out.
-                if line["setting"].pop("kv_read", 1) == 1:
-                    self._keep(
-                        Setting(**line["setting"]), line["kind"], line["values"], line["start"]
-                    )
+                self._keep(Setting(**line["setting"]), line["kind"], line["values"], line["start"])
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"--json: {self._path} is not what this command has written; remove it"
             ) from error
+        if is_old:
+            raise UsageError(
+                f"--json: {self._path} has measurements of another version; remove it, or name "
+                "another file"
+            )
         if not same:
             raise UsageError(
                 f"--json: {self._path} has measurements of other prompts or lengths; remove it, or "

@@ -244,7 +244,10 @@ def _answering(policy: Policy) -> dict[str, Any]:
     unused = set() if policy.compress_cache else {"cache_window"}
     if not (policy.compress_cache and policy.cache_rotation):
         unused.add("cache_rotation")
-    return {name: value for name, value in policy.to_json().items() if name not in unused}
+    found = {name: value for name, value in policy.to_json().items() if name not in unused}
+    if policy.attn_sparsity < 1:  # jobs of older versions that read other entries do not resume
+        found["sparse_attention"] = "values"
+    return found
 
 
 def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> OutputState:

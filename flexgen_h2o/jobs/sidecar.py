@@ -41,7 +41,7 @@ _FLAGS = {
 }
 _FLAGS |= {f"eviction.{name}": flag for name, flag in EVICTION_FLAGS.items()}
 # Settings that are gone, each with the one value that today's version runs with.
-_GONE = {"eviction.layer_schedule": "uniform"}
+_GONE = {"eviction.layer_schedule": "uniform", "eviction.decay": 1.0}
 
 Made = TypeVar("Made")
 
@@ -124,7 +124,9 @@ def differences(before: Sidecar, settings: dict[str, Any], scan: InputScan) -> l
     old = {name: value for name, value in _flat(before.settings) if _GONE.get(name) != value}
     new = dict(_flat(settings))
     found = [
-        f"{_flag(name)} was {_short(old.get(name))} and is {_short(new.get(name))}"
+        f"{_flag(name)} was {_short(old.get(name))}, which this version does not have"
+        if name in _GONE
+        else f"{_flag(name)} was {_short(old.get(name))} and is {_short(new.get(name))}"
         for name in dict.fromkeys([*old, *new])
         if old.get(name) != new.get(name)
     ]

@@ -28,7 +28,7 @@ from flexgen_h2o.kernels.workspace import (
 _WORD = 4  # bytes: two columns in bf16, four in int8
 _LEAST = 64  # fewest bytes per row: one vector
 _AMX_WORDS = 16  # 4-byte words per row of an AMX register
-# values of `Job.coded`: how the codes of a row are coded
+# values of `ProductJob.coded`: how the codes of a row are coded
 MXFP4 = 1
 PACKED = 2
 # multiplying a weight with this many input rows takes as long as reading the weight from memory
@@ -122,11 +122,11 @@ def job_of(
     out: torch.Tensor,
     **others: int,
 ) -> ProductJob:
-    """Return the Job for these tensors. Raise ValueError if they do not go together.
+    """Return the ProductJob for these tensors. Raise ValueError if they do not go together.
 
     x: (rows, columns), for which `supports` is true. weight: its address, bytes from a row to the
     next (0: blocked), rows and columns. bias: (n,), and out: (rows, n), both of one dtype. others:
-    further fields of the Job.
+    further fields of the ProductJob.
     """
     tokens, columns = x.shape
     x_step, x_one = x.stride()

@@ -229,7 +229,8 @@ def last_column_sums(
 
 
 def packed_lines(rows: KVRows, first: int, lengths: Sequence[int]) -> triton.PromptPlaces:
-    """Return one PromptLine per prompt: where its tokens are packed, and which of its columns stay.
+    """Return one PromptPlace per prompt: where its tokens are packed, and which of its columns
+    stay.
 
     The prompts have the given lengths and belong to the sequences `first`, `first` + 1, ...
     """
@@ -264,7 +265,7 @@ def keep_packed_columns(
     """Do `keep_prompt_columns` for prompts that are packed one behind the other; b is 1.
 
     The policy must rank by scores alone, or not at all. Positions count from 0 in each prompt;
-    `PromptLine.stays` is the range of a prompt's positions in the result.
+    `PromptPlace.stays` is the range of a prompt's positions in the result.
     """
     q, k = qk
     needs = rows.policy.needs

@@ -128,7 +128,7 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
 
 
 TABLE = {
-    "schema": 1,
+    "schema": 2,
     "model": "m",
     "mixes": [
         {

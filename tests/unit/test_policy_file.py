@@ -65,7 +65,7 @@ def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> s
     [
         ({}, "overlap", "field 'overlap' is missing"),
         ({"gbs": 4}, None, "unknown field 'gbs'"),
-        ({"schema": 7}, None, "schema is 7"),
+        ({"schema": 8}, None, "schema is 8"),
         ({"percent": [90, 20, 0, 0, 0, 0]}, None, "90 [+] 20 > 100"),
         ({"gpu_batch_size": 4.5}, None, "gpu_batch_size: 4.5"),
         (

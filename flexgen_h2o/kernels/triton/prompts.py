@@ -4,9 +4,9 @@ They compute causal attention with its log-sum-exp (Dao 2023, FlashAttention-2, 
 pass), and the attention that each column received, without an n x n matrix. They also choose the
 columns that stay, and put them into slots. R, d, C, S, W: as in kernels/slots.py.
 
-prompts: a row of numbers for each prompt of a launch (`PromptLine`). If prompts are packed, tensors
-have a batch stride of 0, and each prompt begins at the start in its row. In a batch this start is
-0.
+prompts: a row of numbers for each prompt of a launch (`PromptPlace`). If prompts are packed,
+tensors have a batch stride of 0, and each prompt begins at the start in its row. In a batch this
+start is 0.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.frontier import (
     LOSSES,
     REFERENCE,
+    SCHEMA,
     SPEED,
     Measurements,
     Setting,
@@ -22,7 +23,7 @@ from flexgen_h2o.evaluation.frontier import (
 )
 from flexgen_h2o.kvcache.eviction.mixes import read_table, table_for
 
-FACTS = {"model": "m", "digest": "d"}
+FACTS = {"schema": SCHEMA, "model": "m", "digest": "d"}
 
 
 def flags(**given: Any) -> argparse.Namespace:
@@ -160,21 +161,14 @@ def test_a_table_of_an_older_version_has_no_partial_reading(tmp_path: Path) -> N
     assert [kept.settings for kept in read_table(path).small_losses] == [{}]
 
 
-@pytest.mark.parametrize("kv_read", [1.0, 0.1])
-def test_rows_of_an_older_version_are_read_but_for_partial_reading(
-    kv_read: float, tmp_path: Path
-) -> None:
+def test_rows_of_an_older_version_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    line = {
-        "setting": {"policy": "full", "kv_read": kv_read},
-        "kind": LOSSES,
-        "start": 0,
-        "values": [[0.0, 0.0, 1.5]],
-    }
-    path.write_text(json.dumps({"facts": FACTS}) + "\n" + json.dumps(line) + "\n")
-    found = Measurements(path, FACTS)
-    assert found.settings == ([REFERENCE] if kv_read == 1 else [])
-    found.close()
+    line = {"setting": {"policy": "full", "kv_read": 0.1}, "kind": LOSSES, "start": 0, "values": []}
+    body = json.dumps({"facts": {**FACTS, "schema": 1}}) + "\n" + json.dumps(line) + "\n"
+    path.write_text(body)
+    with pytest.raises(UsageError, match=r"^--json: .*another version"):
+        Measurements(path, FACTS)
+    assert path.read_text() == body
 
 
 @pytest.mark.parametrize("body", [b"", b'{"fac', b'{"facts": {"model": "m", "dig'])
