@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
+from flexgen_h2o.checkpoint.formats import layouts_of
 from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
@@ -32,14 +32,13 @@ from flexgen_h2o.core.files import check_writable, usable_path, write_whole
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.loop import Step, zigzag
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.planner.measure.run import cpu_name
-from flexgen_h2o.tiers.stream import tier_shares
 
 ROOT = Path(__file__).resolve().parent.parent
 MB = 10**6
@@ -425,13 +424,12 @@ def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
 def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_host: bool) -> int:
     """Bytes of weights that each decode sweep has to read, page rounding and rows that are looked
     up aside."""
-    shares = tier_shares(policy.weight_shares, device_is_host)
-    form = weight_format(spec, policy, DTYPE_BYTES[dtype])
+    memory = MemoryPlanner(spec, policy, DTYPE_BYTES[dtype], device_is_host)
     return sum(
         layout.part_bytes(part)
-        for unit in layers_of(spec, policy).units
-        for layout in layouts_of(form, unit.tensors)
-        for part, streamed in layout.homes(shares, device_is_host)
+        for unit in memory.layers.units
+        for layout in layouts_of(memory.form, unit.tensors)
+        for part, streamed in layout.homes(memory.weight_shares, device_is_host)
         if part.tier == TIERS[2] and streamed
     )
 

@@ -18,7 +18,7 @@ from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_json
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
-from flexgen_h2o.engine.memory_plan import kv_sizes_of, plan_within
+from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import built_in_spec
@@ -247,7 +247,7 @@ def predicted(run: Run, profile: HardwareProfile, num_blocks: int = 0) -> dict[s
     policy = policy_of(run, spec)
     need = need_of(run, spec.num_blocks)
     machine = Machine(profile, DTYPE, False)
-    plan = plan_within(spec, policy, shape_of(policy, need), machine.itemsize, False, NO_BUDGETS)
+    plan = machine.memory(spec, policy).plan_within(shape_of(policy, need), NO_BUDGETS)
     found = predict(spec, policy, need, machine, plan, even_blocks(policy, need))
     again = unpacked_again_s(run, spec, profile)
     decode = again + unpacked_cache_s(run, spec, profile)

@@ -27,7 +27,8 @@ from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.timeline import Span
-from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import BlockShape, Depth
 from flexgen_h2o.llm import LLM
 
 # Of a sweep or of a repeat: unit, digits, scale and name in the table.
@@ -166,7 +167,8 @@ def _ring_bytes(llm: LLM) -> int:
         llm.report.kv["slots"],
     ) * spec.num_blocks  # of the full cache: every block has as many
     shape = BlockShape(rows, policy.num_gpu_batches, rows * llm.report.prompt_len, slots)
-    return memory_plan(spec, policy, shape, DTYPE_BYTES[llm.dtype], True, depth).size("weight ring")
+    memory = MemoryPlanner(spec, policy, DTYPE_BYTES[llm.dtype], device_is_host=True)
+    return memory.plan(shape, depth).size("weight ring")
 
 
 if __name__ == "__main__":

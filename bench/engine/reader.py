@@ -11,17 +11,16 @@ from types import TracebackType
 import torch
 
 from bench.common import storage_read_bytes
-from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.resources import LANE_THREADS
 from flexgen_h2o.engine.stores import WeightStore
-from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.models.load import Model, find_checkpoint
 from flexgen_h2o.tiers.device import HostDevice, host_buffer
-from flexgen_h2o.tiers.stream import Done, Region, Ring, tier_shares, wait_all
+from flexgen_h2o.tiers.stream import Done, Region, Ring, wait_all
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 
@@ -42,15 +41,16 @@ class Reader:
         ring_bytes: int | None = None,
     ) -> None:
         self._lanes = Lanes(LANE_THREADS, Timeline())
-        layers = layers_of(model.spec, policy)
-        shares = tier_shares(policy.weight_shares, device_is_host=True)
         mover = Mover(HostDevice(), self._lanes)
         workspace = Workspace(torch.empty(0, dtype=torch.uint8), {}, getattr(torch, dtype))
-        form = weight_format(model.spec, policy, workspace.dtype.itemsize)
+        itemsize = workspace.dtype.itemsize
+        memory = MemoryPlanner(model.spec, policy, itemsize, device_is_host=True)
+        layers = memory.layers
+        form = memory.form
         checkpoint = find_checkpoint(
             model, dtype, offload_dir, RANDOM_WEIGHTS_SEED, True, form.packed
         )
-        self._store = WeightStore(layers, checkpoint, shares, form, mover, workspace)
+        self._store = WeightStore(layers, checkpoint, memory.weight_shares, form, mover, workspace)
         self._units = [unit for unit in range(len(layers.units)) if self._store.nbytes(unit)]
         self._ring = Ring(host_buffer(ring_bytes or 2 * max(map(self._store.nbytes, self._units))))
 

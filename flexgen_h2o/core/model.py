@@ -106,7 +106,7 @@ class Layer:
     rows: range = range(0)  # rows of the head's table whose logits a layer of kind "head" computes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # what is known of a plan is looked up by the object
 class LayerPlan:
     """The layers of one sweep in order, and the weight units they read."""
 

@@ -23,11 +23,9 @@ from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
 from flexgen_h2o.engine.graphs import StepGraphs, graphs_of
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, Step, UnitKey, Walk
-from flexgen_h2o.engine.memory_plan import kv_layout, record_in
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.stores import WeightStream
-from flexgen_h2o.engine.weight_units import waits_for_router
 from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.evict import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -76,7 +74,7 @@ class Executor:
         self._layers: tuple[Layer, ...] = engine.layers.layers
         self._wire = engine.wire
         self._max_sweeps = max_sweeps
-        self._waits = self._in_step and waits_for_router(engine.spec, engine.policy)
+        self._waits = self._in_step and engine.memory.waits_for_router
         self._weights = self._weight_stream()
         self._torch_device = engine.device.torch_device
         copies = engine.common_prefix(common) if common else None
@@ -214,11 +212,8 @@ class Executor:
         else:
             rows = len(self._batches[k].rows)
             slots = self._tables[k].most_slots(block)
-        record = record_in(engine.spec, block, engine.plan.shape.record)
-        itemsize = engine.dtype.itemsize
-        return kv_layout(
-            engine.spec, engine.policy, rows, slots, record, itemsize, engine.device.is_host
-        )
+        record = engine.memory.record_in(block, engine.plan.shape.record)
+        return engine.memory.kv_layout(rows, slots, record)
 
     def _most_tokens(self, batch: MicroBatch) -> int:
         """Return the tokens of the largest sweep of the micro-batch."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from flexgen_h2o.engine.memory_plan import makes_graphs
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -104,10 +103,7 @@ def graphs_of(engine: Engine, eviction: Eviction) -> StepGraphs | None:
 
     In a pipeline they cannot, because each micro-batch is computed alone.
     """
-    are_alike = (
-        makes_graphs(engine.spec, engine.policy, eviction.needs.in_one_launch)
-        and engine.wire is None
-    )
+    are_alike = engine.memory.makes_graphs(eviction.needs.in_one_launch) and engine.wire is None
     return (
         StepGraphs(engine.device)
         if are_alike and engine.device.has_graphs and triton.is_installed()

@@ -1,45 +1,28 @@
-"""Bytes of every buffer of a run by tier.
+"""Lists of every buffer of a run by tier, and the shapes from which they are made.
 
-The engine allocates exactly this list, so what fits here runs.
+The engine allocates exactly such a list, so what fits there runs. `memory.MemoryPlanner` makes it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.model import LayerKind, ModelSpec, with_head_rows
+from flexgen_h2o.core.model import LayerKind, ModelSpec
 from flexgen_h2o.core.packing import KVPacking, KVSizes
 from flexgen_h2o.core.units import (
-    ALIGN,
     JOINED_TOKENS,
     PAGE,
-    READ_THREADS,
     SCORED_CHUNK,
-    STAGING_BYTES,
-    STAGING_SLOTS,
-    WIRE_BUFFERS,
-    WRITE_THREADS,
     advice,
     format_bytes,
     round_up,
 )
-from flexgen_h2o.engine.temporaries import (
-    blocking_bytes,
-    int8_sizes,
-    prompt_to_pack_bytes,
-    temporary_bytes,
-    unpacked_cache_bytes,
-    workspace_sizes,
-)
-from flexgen_h2o.engine.weight_units import even_head_rows, weight_bytes
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
-from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, tier_shares
+from flexgen_h2o.tiers.stream import Part, Shares, is_streamed
 
 
 @dataclass(frozen=True)
@@ -181,7 +164,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All buffers of a run and the shapes for which they were sized. `memory_plan` makes it."""
+    """All buffers of a run and the shapes for which they were sized. `MemoryPlanner` makes it."""
 
     buffers: tuple[Buffer, ...]
     # (name, bytes) of each step buffer.
@@ -270,47 +253,6 @@ def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
     return any(s > 0 and is_streamed(t, device_is_host) for t, s in zip(TIERS, shares, strict=True))
 
 
-def kv_layout(
-    spec: ModelSpec,
-    policy: Policy,
-    sequences: int,
-    slots: int,
-    record: RowRecord | None,
-    itemsize: int,
-    device_is_host: bool,
-) -> UnitLayout:
-    """Return the layout of the KV unit of a micro-batch under the policy's cache shares.
-
-    record: None in a transformer block with a window (`record_in`), which records nothing and reads
-        all KV entries that it holds.
-    """
-    shares = tier_shares(policy.cache_shares, device_is_host)
-    on_host = attends_on_host(policy, device_is_host)
-    streamed = any(
-        share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True)
-    )
-    return UnitLayout(
-        sequences,
-        spec.num_kv_heads,
-        slots,
-        spec.head_dim,
-        itemsize,
-        shares,
-        NO_RECORD if record is None else record,
-        streamed,
-        packing_of(spec, policy),
-        policy.cache_window,
-    )
-
-
-def record_in(spec: ModelSpec, block: int, record: RowRecord) -> RowRecord | None:
-    """Return the `record` argument of `kv_layout` for a transformer block.
-
-    record: what the eviction policy keeps in blocks without a window.
-    """
-    return record if spec.window(block) is None else None
-
-
 def packing_of(spec: ModelSpec, policy: Policy) -> KVPacking | None:
     """Return how KV entries are compressed, or None if they are not."""
     return KVPacking.of(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
@@ -324,215 +266,3 @@ def kv_sizes_of(
     The default itemsize is bf16's, for eviction policies that count bytes.
     """
     return KVSizes(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize)
-
-
-def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
-    """Return whether attention runs on the host.
-
-    It does if the device is host memory, or with --cpu-cache-compute.
-    """
-    return device_is_host or policy.cpu_cache_compute
-
-
-def makes_graphs(spec: ModelSpec, policy: Policy, in_one_launch: bool) -> bool:
-    """Return whether decode steps may become CUDA graphs (engine/graphs.py).
-
-    Steps of as many sequences must launch the same kernels, and everything that they read and write
-    must stay in place. So all weights, KV cache and hidden states are on the GPU. Routers rule
-    graphs out, because they are asked in the middle of a step. So does a run without overlap,
-    because each step is waited for.
-
-    in_one_launch: as in Needs of the eviction policy.
-    """
-    shares = policy.weight_shares, policy.cache_shares, policy.hidden_shares
-    stays = all(on_device == 1 for on_device, *_ in shares) and not attends_on_host(policy, False)
-    alike = in_one_launch and policy.attn_sparsity == 1 and not spec.experts
-    return stays and alike and policy.overlap
-
-
-def head_rows(
-    spec: ModelSpec,
-    policy: Policy,
-    shape: BlockShape,
-    itemsize: int,
-    device_is_host: bool,
-    depth: Depth,
-) -> int:
-    """Return the rows of the head's table that form a weight unit; 0: all of them.
-
-    See ModelSpec.head_rows. The ring has room for the largest units, and the head often is one. In
-    parts it takes no more than other layers. But then the logits of all micro-batches of a block
-    are held until the last part. So the head is cut only if that takes fewer bytes in all.
-    """
-    form = weight_format(spec, policy, itemsize)
-    rows = 0 if shape.needs_all_logits else even_head_rows(spec, policy, form, device_is_host)
-    if not rows:
-        return 0
-    models = (spec, with_head_rows(spec, rows))
-    whole, cut = (
-        sum(weight_bytes(model, policy, form, device_is_host, depth.weights)) for model in models
-    )
-    more_logits = (shape.micro_batches - 1) * shape.rows * spec.vocab_size * itemsize
-    # The thread that reads rows of the table needs a staging buffer.
-    more_staging = STAGING_BYTES if spec.shares_table else 0
-    return rows if cut + more_logits + more_staging < whole else 0
-
-
-def memory_plan(
-    spec: ModelSpec,
-    policy: Policy,
-    shape: BlockShape,
-    itemsize: int,
-    device_is_host: bool,
-    depth: Depth,
-) -> MemoryPlan:
-    """Return all buffers of a run.
-
-    `itemsize`: bytes of the compute dtype, in which weights and KV are held.
-    """
-    spec = with_head_rows(spec, head_rows(spec, policy, shape, itemsize, device_is_host, depth))
-    tokens = shape.most_tokens
-    form = weight_format(spec, policy, itemsize)
-    weights = weight_bytes(spec, policy, form, device_is_host, depth.weights)
-    blocking = blocking_bytes(spec, form, device_is_host)
-    workspace = workspace_sizes(spec, shape, itemsize)
-    if form.in_int8:
-        workspace |= int8_sizes(spec, shape.joined if spec.experts else tokens, form.requantises)
-    # A stage of a pipeline exchanges the hidden states of a micro-batch with one or two neighbours.
-    neighbours = (not spec.embedding) + (not spec.head)
-    message = round_up(tokens * spec.hidden_size * itemsize, PAGE)
-    row_threads = any(tensor.looked_up for tensor in spec.embedding)
-    column_threads = policy.cache_shares[1] > 0 and not attends_on_host(policy, device_is_host)
-    of_readers = READ_THREADS * (1 if device_is_host else STAGING_SLOTS)
-    staging = of_readers + WRITE_THREADS + row_threads + column_threads
-    common_prefix = round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
-    buffers = [
-        Buffer("weights", "device", weights.device),
-        Buffer("weights", "host", weights.host),
-        Buffer("weight ring", "device", weights.ring),
-        Buffer("unpacked weights", "device", weights.unpacked),
-        *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
-        Buffer("common prefix", "device", common_prefix),
-        *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
-        Buffer("wire", "device", neighbours * WIRE_BUFFERS * message),
-        Buffer("workspace", "device", sum(workspace.values())),
-        Buffer(
-            "temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy), blocking)
-        ),
-        Buffer(
-            "temporaries",
-            "device",
-            unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host),
-        ),
-        Buffer(
-            "temporaries",
-            "host",
-            prompt_to_pack_bytes(spec, policy, shape, itemsize, device_is_host),
-        ),
-        Buffer("staging", "host", staging * STAGING_BYTES),
-    ]
-    merged: Counter[tuple[str, str]] = Counter()
-    for b in buffers:
-        if b.nbytes:
-            merged[b.name, "host" if device_is_host and b.tier == "device" else b.tier] += b.nbytes
-    placed = tuple(Buffer(name, tier, nbytes) for (name, tier), nbytes in merged.items())
-    return MemoryPlan(placed, tuple(workspace.items()), shape, depth, spec.head_rows)
-
-
-def plan_within(
-    spec: ModelSpec,
-    policy: Policy,
-    shape: BlockShape,
-    itemsize: int,
-    device_is_host: bool,
-    budgets: dict[str, int | None],
-) -> MemoryPlan:
-    """Return the plan with the deepest look-ahead that fits the budgets.
-
-    Raise DoesNotFitError if not even the shallowest one fits.
-    """
-    for depth in OVERLAPPED if policy.overlap else (SEQUENTIAL,):
-        plan = memory_plan(spec, policy, shape, itemsize, device_is_host, depth)
-        if not plan.overflow(budgets):
-            return plan
-    plan.check(budgets)
-    return plan
-
-
-def _cache_buffers(
-    spec: ModelSpec,
-    policy: Policy,
-    shape: BlockShape,
-    itemsize: int,
-    device_is_host: bool,
-    depth: int,
-) -> list[Buffer]:
-    shares = tier_shares(policy.cache_shares, device_is_host)
-    on_host = attends_on_host(policy, device_is_host)
-    attends_on = "host" if on_host else "device"
-    found = []
-    ring = 0
-    records = [record_in(spec, block, shape.record) for block in range(len(shape.slots))]
-    for (slots, record), blocks in Counter(zip(shape.slots, records, strict=True)).items():
-        layout = kv_layout(spec, policy, shape.rows, slots, record, itemsize, device_is_host)
-        units = blocks * shape.micro_batches
-        streamed = 0
-        for tier, share in zip(TIERS, shares, strict=True):
-            part = Part(tier, 0, layout.most_part_rows(share))
-            is_brought = is_streamed(tier, on_host)
-            found.append(
-                Buffer(
-                    "cache",
-                    tier,
-                    round_up(units * layout.room_bytes(part), PAGE) if part.rows else 0,
-                )
-            )
-            found.append(
-                Buffer(
-                    "cache record",
-                    attends_on if is_brought else tier,
-                    units * layout.metadata_bytes(part),
-                )
-            )
-            if is_brought:
-                streamed += round_up(layout.room_bytes(part), PAGE) if part.rows else 0
-            if tier == "disk":
-                found.append(Buffer("cache overlay", "host", units * layout.overlay_bytes(part)))
-        ring = max(ring, streamed)
-    return [*found, Buffer("cache ring", attends_on, depth * ring)]
-
-
-def hidden_row_bytes(spec: ModelSpec, itemsize: int) -> tuple[int, ...]:
-    """Return the bytes of a token in each field of the hidden states (models.Hidden)."""
-    width = spec.hidden_size * itemsize
-    return (
-        (width, width, 4 * spec.experts.per_token, 4 * spec.experts.per_token)
-        if spec.experts
-        else (width,)
-    )
-
-
-def _hidden_buffers(
-    spec: ModelSpec,
-    policy: Policy,
-    shape: BlockShape,
-    itemsize: int,
-    device_is_host: bool,
-    depth: int,
-) -> list[Buffer]:
-    shares = tier_shares(policy.hidden_shares, device_is_host)
-    tokens = shape.most_tokens
-    rows = hidden_row_bytes(spec, itemsize)
-    homes = [hidden_home_bytes(tokens, shares, row) for row in rows]
-    found = [
-        Buffer("hidden", tier, shape.micro_batches * nbytes)
-        for home in homes
-        for tier, nbytes in home.items()
-    ]
-    if hidden_is_streamed(shares, device_is_host):
-        found.append(
-            Buffer(
-                "hidden ring", "device", depth * sum(round_up(tokens * row, PAGE) for row in rows)
-            )
-        )
-    return found

@@ -18,7 +18,8 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_layout, kv_sizes_of, record_in
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of
 from flexgen_h2o.engine.workload import Workload, workload_of
 
 if TYPE_CHECKING:
@@ -283,10 +284,9 @@ def row_bytes(spec: ModelSpec, policy: Policy, need: Workload, itemsize: int) ->
 
     An example is what is stored beside packed slots. The record of slots does not count.
     """
+    memory = MemoryPlanner(spec, policy, itemsize, device_is_host=True)
     beside = [
-        kv_layout(
-            spec, policy, 1, slots, record_in(spec, block, need.record), itemsize, True
-        ).beside_bytes
+        memory.kv_layout(1, slots, memory.record_in(block, need.record)).beside_bytes
         for block, slots in enumerate(need.slots)
     ]
     return spec.num_kv_heads * (sum(beside) // len(beside))

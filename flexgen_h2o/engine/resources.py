@@ -16,7 +16,6 @@ from typing import ClassVar
 
 import torch
 
-from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.checkpoint.safetensors import Checkpoint
 from flexgen_h2o.core import forks, interrupts
 from flexgen_h2o.core.config import TIERS, Policy
@@ -25,16 +24,16 @@ from flexgen_h2o.core.model import with_head_rows
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import ModelPart, Wire
-from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, packing_of
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import MemoryPlan, packing_of
 from flexgen_h2o.engine.stores import HiddenStore, WeightStore, hidden_fields
-from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.slots import PartView, common_views
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.tiers.device import Site, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
-from flexgen_h2o.tiers.stream import Ring, tier_shares
+from flexgen_h2o.tiers.stream import Ring
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 LANE_THREADS = {"disk_read": READ_THREADS, "disk_write": WRITE_THREADS, "h2d": 1, "d2h": 1}
@@ -78,13 +77,14 @@ class Engine:
         self.timeline = timeline
         self.budgets = site.budgets
         self._checkpoint = checkpoint  # its folder counts as in use as long as this object exists
-        self.layers = layers_of(spec, policy)
+        self.memory = MemoryPlanner(spec, policy, dtype.itemsize, device.is_host)
+        self.layers = self.memory.layers
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._files: dict[str, DirectFile] = {}
         self.lanes = Lanes(LANE_THREADS, timeline)
         self.mover = Mover(device, self.lanes, pins=policy.pin_weight)
-        shares = tier_shares(policy.weight_shares, device.is_host)
-        form = weight_format(spec, policy, dtype.itemsize)
+        shares = self.memory.weight_shares
+        form = self.memory.form
         with contextlib.ExitStack() as stack:
             stack.callback(self.lanes.close)
             self._take_buffers(site.offload_dir, stack)
@@ -110,9 +110,9 @@ class Engine:
                 self._files.get("cache"),
                 overlay,
                 self._arenas("cache record"),
-                attends_on_host(policy, device.is_host),
+                self.memory.attends_on_host,
             )
-            shares = tier_shares(policy.hidden_shares, device.is_host)
+            shares = self.memory.hidden_shares
             arenas = self._arenas("hidden")
             count = len(self.layers.layers)
             fields = hidden_fields(spec, dtype)

@@ -429,7 +429,7 @@ class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
 def hidden_fields(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
     """Return (elements per token, dtype) of each field of a model's hidden states.
 
-    Their bytes are those of memory_plan.hidden_row_bytes.
+    Their bytes are those of MemoryPlanner.hidden_row_bytes.
     """
     fields = [(spec.hidden_size, dtype)]
     if spec.experts:

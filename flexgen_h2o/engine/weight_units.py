@@ -1,4 +1,4 @@
-"""Weight units of a model under a policy: which there are, and how many bytes they take.
+"""Weight units of a model: of what kinds they are, and how many bytes they take.
 
 The module also decides how the head is cut. It imports no torch.
 """
@@ -11,16 +11,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layout_of, layouts_of
-from flexgen_h2o.core.config import TIERS, Policy
-from flexgen_h2o.core.model import (
-    LOAD_AFTER_ROUTER_BELOW,
-    LayerPlan,
-    ModelSpec,
-    WeightUnit,
-    with_head_rows,
-)
+from flexgen_h2o.core.config import TIERS
+from flexgen_h2o.core.model import LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
-from flexgen_h2o.tiers.stream import Shares, tier_shares
+from flexgen_h2o.tiers.stream import Shares
 
 # The rows of a part of the head are a multiple of this. It is a multiple of the rows by which
 # matrices are blocked, and of the rows that share a scale.
@@ -28,52 +22,10 @@ HEAD_ROWS = 128
 MAX_HEAD_PARTS = 16  # each part is one step per micro-batch
 
 
-def expert_group(spec: ModelSpec, policy: Policy) -> int:
-    """Return the number of experts of a unit; 0 if the model has none.
-
-    If experts stay on the device, one pass over all experts of a block is fastest. But if they are
-    decoded, all experts of a unit are decoded at a time.
-    """
-    if spec.experts is None:
-        return 0
-    decoded = spec.quantization or (policy.compress_weight and not policy.int8_compute)
-    stay = policy.percent[0] == 100 and not decoded
-    asked = policy.expert_group or (spec.experts.count if stay else 0)
-    return spec.experts.group_size(asked, policy.block_size)
-
-
-def waits_for_router(spec: ModelSpec, policy: Policy) -> bool:
-    """Return whether groups of experts are loaded only after their block's router has chosen.
-
-    Groups that no token chose are then not loaded. Otherwise groups are loaded ahead of the router,
-    like all other weights.
-    """
-    if spec.experts is None:
-        return False
-    return (
-        spec.experts.share_used(policy.block_size, expert_group(spec, policy))
-        < LOAD_AFTER_ROUTER_BELOW
-    )
-
-
-def layer_steps(spec: ModelSpec, policy: Policy) -> tuple[bool, int]:
-    """Return what decides on the layers of a sweep: (sep_layer, experts per unit)."""
-    return policy.sep_layer, expert_group(spec, policy)
-
-
-def layers_of(spec: ModelSpec, policy: Policy, head_rows: int | None = None) -> LayerPlan:
-    """Return the layers of a sweep under a policy.
-
-    head_rows: that of the memory plan, if it is not in the spec already.
-    """
-    spec = spec if head_rows is None else with_head_rows(spec, head_rows)
-    return layer_plan(spec, layer_steps(spec, policy))
-
-
 # A mixture of experts has thousands of units, and a search asks for them often.
 @lru_cache(maxsize=64)
-def layer_plan(spec: ModelSpec, steps: tuple[bool, int]) -> LayerPlan:
-    return spec.layers(*steps)
+def layer_plan(spec: ModelSpec, sep_layer: bool, expert_group: int) -> LayerPlan:
+    return spec.layers(sep_layer, expert_group)
 
 
 def streamed_part_bytes(nbytes: int) -> int:
@@ -88,7 +40,7 @@ def streamed_bytes(
     unit: WeightUnit, shares: Shares, form: WeightFormat, device_is_host: bool
 ) -> int:
     """Return the ring bytes that one load of the unit takes."""
-    return _unit_bytes(layouts_of(form, unit.tensors), shares, device_is_host).ring
+    return unit_bytes(layouts_of(form, unit.tensors), shares, device_is_host).ring
 
 
 class WeightBytes(NamedTuple):
@@ -122,14 +74,9 @@ class UnitKinds(NamedTuple):
     cycle: tuple[int, ...]
 
 
-def unit_kinds(spec: ModelSpec, policy: Policy, form: WeightFormat) -> UnitKinds:
-    return _unit_kinds(spec, layer_steps(spec, policy), form)
-
-
 # A search plans thousands of policies for one model.
 @lru_cache(maxsize=16)
-def _unit_kinds(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat) -> UnitKinds:
-    plan = layer_plan(spec, steps)
+def unit_kinds(plan: LayerPlan, form: WeightFormat) -> UnitKinds:
     experts = {layer.unit: len(layer.experts) for layer in plan.layers}
     units = [(layouts_of(form, unit.tensors), experts[i]) for i, unit in enumerate(plan.units)]
     kinds = {key: kind for kind, key in enumerate(dict.fromkeys(units))}
@@ -148,18 +95,19 @@ def _unit_kinds(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat) ->
 
 
 @lru_cache(maxsize=64)
-def loaded_kinds(spec: ModelSpec, steps: tuple[bool, int], kinds: tuple[int, ...]) -> Counter[int]:
+def loaded_kinds(plan: LayerPlan, kinds: tuple[int, ...]) -> Counter[int]:
     """Return how often a sweep loads the weights of each kind of layer (`layer_kinds`)."""
-    layers = layer_plan(spec, steps).layers
-    before = (layers[-1], *layers)
+    before = (plan.layers[-1], *plan.layers)
     return Counter(
-        k for k, layer, last in zip(kinds, layers, before, strict=False) if layer.unit != last.unit
+        kind
+        for kind, layer, last in zip(kinds, plan.layers, before, strict=False)
+        if layer.unit != last.unit
     )
 
 
 @lru_cache(maxsize=64)
 def layer_kinds(
-    spec: ModelSpec, steps: tuple[bool, int], kv_kinds: tuple[tuple[int, int, int | None], ...]
+    plan: LayerPlan, kv_kinds: tuple[tuple[int, int, int | None], ...]
 ) -> tuple[int, ...]:
     """Return for each layer the index of the first layer that computes the same.
 
@@ -167,7 +115,6 @@ def layer_kinds(
         of others.
     """
     first: dict[tuple[object, ...], int] = {}
-    plan = layer_plan(spec, steps)
     found = []
     for i, layer in enumerate(plan.layers):
         shapes = tuple(t.shape for t in plan.units[layer.unit].tensors)
@@ -177,14 +124,12 @@ def layer_kinds(
 
 
 @lru_cache(maxsize=64)
-def _windows(
-    spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, depth: int
-) -> frozenset[tuple[int, ...]]:
+def ring_contents(plan: LayerPlan, form: WeightFormat, depth: int) -> frozenset[tuple[int, ...]]:
     """Return the sets of kinds of `depth` consecutive loads, which a ring holds at once.
 
     A load at each place of the cycle may be the first one.
     """
-    cycle = _unit_kinds(spec, steps, form).cycle
+    cycle = unit_kinds(plan, form).cycle
     if depth >= len(cycle):
         return frozenset([cycle])
     twice = cycle + cycle
@@ -192,7 +137,7 @@ def _windows(
 
 
 @lru_cache(maxsize=4096)
-def _unit_bytes(
+def unit_bytes(
     layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool
 ) -> WeightBytes:
     resident = dict.fromkeys(TIERS, 0)
@@ -207,38 +152,18 @@ def _unit_bytes(
     return WeightBytes(resident["device"], resident["host"], ring, decoded)
 
 
-def weight_bytes(
-    spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int
-) -> WeightBytes:
-    """Return the bytes of all weights, with room for `depth` loads in the ring."""
-    shares = tier_shares(policy.weight_shares, device_is_host)
-    kinds = unit_kinds(spec, policy, form)
-    windows = _windows(spec, layer_steps(spec, policy), form, depth)
-    sizes = [_unit_bytes(layouts, shares, device_is_host) for layouts in kinds.layouts]
-    device, host = (sum(c * s[i] for s, c in zip(sizes, kinds.counts, strict=True)) for i in (0, 1))
-    ring = max(sum(sizes[kind].ring for kind in window) for window in windows)
-    return WeightBytes(device, host, ring, max(s.unpacked for s in sizes))
-
-
+@lru_cache(maxsize=64)
 def even_head_rows(
-    spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool
+    spec: ModelSpec, plan: LayerPlan, form: WeightFormat, device_is_host: bool
 ) -> int:
     """Return the rows of the head's table in a unit of even size; 0: do not cut it.
 
     The unit is about as large as the average one of the transformer blocks. Return 0 if another
     unit is as large as the head (an embedding of its own, on a GPU), or if the head cannot be cut.
     """
-    return (
-        _even_head_rows(spec, layer_steps(spec, policy), form, device_is_host) if spec.head else 0
-    )
-
-
-@lru_cache(maxsize=64)
-def _even_head_rows(
-    spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, device_is_host: bool
-) -> int:
+    if not spec.head:
+        return 0
     table = spec.head[-1]
-    plan = layer_plan(spec, steps)
     all_on_disk = (0.0, 0.0, 1.0)
     looked_up = form.layout(replace(table, looked_up=True))
     # The embedding needs a shared table whole.

@@ -18,7 +18,7 @@ from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.generation import LogitsWatch
-from flexgen_h2o.engine.memory_plan import kv_layout, record_in
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.report import sizes_of
 from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
@@ -139,16 +139,9 @@ def _layouts(
 ) -> list[UnitLayout]:
     """Return the KV layout of one row in each transformer block. itemsize: bytes per number."""
     record = record_of(eviction)
+    memory = MemoryPlanner(spec, policy, itemsize, device_is_host=True)
     return [
-        kv_layout(
-            spec,
-            policy,
-            1,
-            eviction.slots(*row, block),
-            record_in(spec, block, record),
-            itemsize,
-            True,
-        )
+        memory.kv_layout(1, eviction.slots(*row, block), memory.record_in(block, record))
         for block in range(spec.num_blocks)
     ]
 

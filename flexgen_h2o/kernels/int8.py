@@ -120,7 +120,7 @@ class _MultipliedInInt8(RowPart):
 
     packed: Packed
     columns: int  # columns per row
-    workspace: Workspace  # buffers of products: "int8 ..." in engine/temporaries.int8_sizes
+    workspace: Workspace  # buffers of products: "int8 ..." in MemoryPlanner.workspace
     codes: ClassVar[torch.dtype] = torch.uint8
 
     def __len__(self) -> int:

@@ -17,13 +17,10 @@ from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.model import Layer, LayerKind, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import FEW_ROWS, READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
-from flexgen_h2o.engine.memory_plan import makes_graphs
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.weight_units import (
     layer_kinds,
-    layer_plan,
-    layer_steps,
     loaded_kinds,
-    waits_for_router,
 )
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload, shape_of
 from flexgen_h2o.planner.profile import HardwareProfile
@@ -130,19 +127,14 @@ class Costs:
         self.profile.rates(self.dtype)
 
     @cached_property
-    def _steps(self) -> tuple[bool, int]:
-        """Result of weight_units.layer_steps: (sep_layer, experts per unit)."""
-        return layer_steps(self.at.spec, self.at.policy)
-
-    @cached_property
     def layers(self) -> LayerPlan:
         """Layers and weight units of a sweep."""
-        return layer_plan(self.at.spec, self._steps)
+        return self.at.memory.layers
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """By layer, the index of the first layer that costs the same."""
-        return layer_kinds(self.at.spec, self._steps, tuple(self.at.need.kinds))
+        return layer_kinds(self.layers, tuple(self.at.need.kinds))
 
     @cached_property
     def loaded_kinds(self) -> Counter[int]:
@@ -150,7 +142,7 @@ class Costs:
 
         A tied head and the next embedding are one load.
         """
-        return loaded_kinds(self.at.spec, self._steps, self.kinds)
+        return loaded_kinds(self.layers, self.kinds)
 
     @cached_property
     def _step_costs(self) -> dict[tuple[int, MicroBatchShape, int, int | None], StepCost]:
@@ -172,7 +164,7 @@ class Costs:
     @cached_property
     def waits(self) -> bool:
         """Whether groups of experts are loaded only if the router chose them."""
-        return waits_for_router(self.at.spec, self.at.policy)
+        return self.at.memory.waits_for_router
 
     @cached_property
     def _unpacks(self) -> bool:
@@ -307,11 +299,7 @@ class Costs:
             )
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
-        if (
-            sweep
-            and p.device_is_asynchronous
-            and makes_graphs(at.spec, at.policy, at.need.in_one_launch)
-        ):
+        if sweep and p.device_is_asynchronous and at.memory.makes_graphs(at.need.in_one_launch):
             issue_s = min(issue_s, p.graph_step_s)
         hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
         kv_load, kv_store, hidden_load, hidden_store = (
@@ -579,6 +567,10 @@ class Machine:
     def itemsize(self) -> int:
         """Bytes of one number of the dtype."""
         return DTYPE_BYTES[self.dtype]
+
+    def memory(self, spec: ModelSpec, policy: Policy) -> MemoryPlanner:
+        """Return the planner of what a run holds on this machine."""
+        return MemoryPlanner(spec, policy, self.itemsize, self.device_is_host)
 
     def setting(
         self, spec: ModelSpec, policy: Policy, need: Workload, splits: bool = False

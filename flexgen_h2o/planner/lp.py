@@ -23,7 +23,7 @@ from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.planner.costs import LANES, Machine
 from flexgen_h2o.planner.predict import PHASES
@@ -77,11 +77,8 @@ class SearchSpace:
 
     def memory(self, policy: Policy, depth: Depth) -> MemoryPlan:
         """Return the memory plan of a policy."""
-        shape = shape_of(policy, self.need)
-        machine = self.machine
-        return memory_plan(
-            self.spec, policy, shape, machine.itemsize, machine.device_is_host, depth
-        )
+        memory = self.machine.memory(self.spec, policy)
+        return memory.plan(shape_of(policy, self.need), depth)
 
     def setting(self, policy: Policy) -> CostContext:
         """Return everything that fixes the bytes that a policy moves."""

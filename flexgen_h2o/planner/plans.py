@@ -14,9 +14,9 @@ from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.generation import Row, group_rows, make_blocks
-from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan, plan_within
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan
 from flexgen_h2o.engine.report import MEASURED_BUSY
-from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.engine.workload import (
     AutoPolicy,
     MicroBatchShape,
@@ -141,7 +141,7 @@ class Planner:
     def num_layers(self, policy: Policy) -> int:
         """Return the number of layers of a sweep."""
         head_rows = 0 if self.planned is None else self.planned.memory.head_rows
-        return len(layers_of(self.part.spec, policy, head_rows).layers)
+        return len(self._memory(policy).with_head_rows(head_rows).layers.layers)
 
     # Rows
 
@@ -329,9 +329,11 @@ class Planner:
         shape = self._shape(rows, policy, own)
         if before is not None and before.policy == policy:
             shape = shape.union(before.memory.shape)
+        return Planned(need, policy, self._memory(policy).plan_within(shape, budgets))
+
+    def _memory(self, policy: Policy) -> MemoryPlanner:
         itemsize = DTYPE_BYTES[self.dtype]
-        memory = plan_within(self.part.spec, policy, shape, itemsize, self._device_is_host, budgets)
-        return Planned(need, policy, memory)
+        return MemoryPlanner(self.part.spec, policy, itemsize, self._device_is_host)
 
     def _need(self, rows: Sequence[Row], policy: Policy) -> Workload:
         """Return the workload of these sequences.

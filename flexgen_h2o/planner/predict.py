@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk
-from flexgen_h2o.engine.memory_plan import MemoryPlan, hidden_row_bytes
+from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload
 from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, Machine, StepCost, TransferCost
 from flexgen_h2o.planner.work import hidden_is_brought, kv_ring_bytes, tokens_of, weight_ring_bytes
@@ -343,7 +343,7 @@ class _Simulation:
         }
         self._tokens = [sum(tokens_of(batch, sweep) for batch in block) for sweep in (0, 1)]
         self.tokens_now = self._tokens[0]
-        row = sum(hidden_row_bytes(at.spec, at.itemsize)) if hidden_is_brought(at) else 0
+        row = sum(at.memory.hidden_row_bytes) if hidden_is_brought(at) else 0
         hidden = [[tokens_of(batch, sweep) * row for batch in block] for sweep in (0, 1)]
         self.cache = _Store(
             self,

@@ -19,8 +19,7 @@ from operator import attrgetter, itemgetter
 from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
-from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan, plan_within
-from flexgen_h2o.engine.weight_units import layers_of
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import even_blocks, shape_of
 from flexgen_h2o.planner.lp import (
     BATCHES,
@@ -104,9 +103,8 @@ def evaluate(space: SearchSpace, policy: Policy) -> Plan:
     spec = space.spec
     need = space.need
     machine = space.machine
-    shape = shape_of(policy, need)
-    budgets = dict(space.budgets)
-    plan = plan_within(spec, policy, shape, machine.itemsize, machine.device_is_host, budgets)
+    memory = machine.memory(spec, policy)
+    plan = memory.plan_within(shape_of(policy, need), dict(space.budgets))
     return Plan(policy, plan, predict(spec, policy, need, machine, plan, even_blocks(policy, need)))
 
 
@@ -170,7 +168,7 @@ def _coarse(space: SearchSpace) -> list[Plan]:
 
 def _steps(space: SearchSpace, policy: Policy) -> int:
     """Return the number of steps of the schedule that a simulation of the policy walks."""
-    layers = len(layers_of(space.spec, policy).layers)
+    layers = len(space.machine.memory(space.spec, policy).layers.layers)
     walked = layers * cut_blocks(space.spec.num_blocks, layers) // CUT_BLOCKS
     return walked * policy.num_gpu_batches * min(space.need.gen_len, MAX_WALKED)
 

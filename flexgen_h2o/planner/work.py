@@ -16,7 +16,6 @@ from flexgen_h2o.checkpoint.formats import (
     TensorLayout,
     WeightFormat,
     layouts_of,
-    weight_format,
     weight_parts,
 )
 from flexgen_h2o.core.config import Policy
@@ -29,19 +28,13 @@ from flexgen_h2o.core.units import (
     WRITE_BACK_STEPS,
     round_up,
 )
-from flexgen_h2o.engine.memory_plan import (
-    attends_on_host,
-    hidden_is_streamed,
-    hidden_row_bytes,
-    kv_layout,
-    record_in,
-)
-from flexgen_h2o.engine.temporaries import is_blocked
-from flexgen_h2o.engine.weight_units import layers_of, streamed_bytes, unit_kinds, waits_for_router
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import hidden_is_streamed
+from flexgen_h2o.engine.weight_units import streamed_bytes
 from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows, tier_shares
+from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 WHOLE: Shares = (1.0, 0.0, 0.0)
 LOAD_LANES = {"disk": "disk_read", "host": "h2d"}  # by the tier that a part is on
@@ -124,14 +117,19 @@ class CostContext:
     splits: bool = False
 
     @cached_property
+    def memory(self) -> MemoryPlanner:
+        """Planner of what the run holds."""
+        return MemoryPlanner(self.spec, self.policy, self.itemsize, self.device_is_host)
+
+    @cached_property
     def on_host(self) -> bool:
         """Whether attention runs on the host."""
-        return attends_on_host(self.policy, self.device_is_host)
+        return self.memory.attends_on_host
 
     @cached_property
     def form(self) -> WeightFormat:
         """Format in which weights are held."""
-        return weight_format(self.spec, self.policy, self.itemsize)
+        return self.memory.form
 
     @property
     def reads_codes(self) -> bool:
@@ -141,12 +139,12 @@ class CostContext:
     @cached_property
     def weight_shares(self) -> Shares:
         """Shares of the weights on device, host and disk."""
-        return tier_shares(self.policy.weight_shares, self.device_is_host)
+        return self.memory.weight_shares
 
     @cached_property
     def hidden_shares(self) -> Shares:
         """Shares of the hidden states on device, host and disk."""
-        return tier_shares(self.policy.hidden_shares, self.device_is_host)
+        return self.memory.hidden_shares
 
     def cut(self, depth: int) -> CostContext:
         """Return the same context with only `depth` transformer blocks, evenly taken from all."""
@@ -164,18 +162,10 @@ class CostContext:
 
     def kv_layout(self, block: int, batch: MicroBatchShape) -> UnitLayout:
         """Return the layout of the KV unit of a micro-batch in a transformer block."""
-        record = record_in(self.spec, block, self.need.record)
+        record = self.memory.record_in(block, self.need.record)
         key = self.need.slots_of(block, batch.longest), batch.rows, record
         if key not in self._layouts:
-            self._layouts[key] = kv_layout(
-                self.spec,
-                self.policy,
-                batch.rows,
-                key[0],
-                record,
-                self.itemsize,
-                self.device_is_host,
-            )
+            self._layouts[key] = self.memory.kv_layout(batch.rows, key[0], record)
         return self._layouts[key]
 
 
@@ -305,7 +295,7 @@ def hidden_moves(
         return ()
     # The device's own share is copied out of the ring and back.
     lanes = {"device": "d2h", **STORE_LANES} if store else {"device": "h2d", **LOAD_LANES}
-    rows = hidden_row_bytes(at.spec, at.itemsize)
+    rows = at.memory.hidden_row_bytes
     return tuple(
         Transfer(
             lanes[part.tier],
@@ -327,14 +317,14 @@ def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> flo
 
     blocks: pairs of a block and the number of times that it runs.
     """
-    kinds = unit_kinds(at.spec, at.policy, at.form)
+    kinds = at.memory.unit_kinds
     sweeps = at.need.gen_len
     from_disk = [
         _from_disk(_weight_moves(k, at.weight_shares, at.device_is_host)) for k in kinds.layouts
     ]
     loads = Counter(kinds.cycle)
-    waits = waits_for_router(at.spec, at.policy)
-    layers = Counter(len(layer.experts) for layer in layers_of(at.spec, at.policy).layers[1:])
+    waits = at.memory.waits_for_router
+    layers = Counter(len(layer.experts) for layer in at.memory.layers.layers[1:])
     columns = at.need.kinds
     blocks_alike = {columns.index(key): count for key, count in Counter(columns).items()}
 
@@ -514,7 +504,7 @@ def _with_decode(
     read = (
         columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
     )
-    cache = tier_shares(at.policy.cache_shares, at.device_is_host)
+    cache = at.memory.cache_shares
     in_window = spec.window(block) is not None
     common = 0 if in_window else at.need.common
     on_device = cache[0] if at.on_host and not at.device_is_host else 1.0
@@ -555,7 +545,7 @@ def _products(at: CostContext, unit: WeightUnit, rows: int) -> tuple[Product, ..
     """
     shares = WHOLE if at.form.decodes else at.weight_shares
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
-    blocks = is_blocked(at.form, at.device_is_host)
+    blocks = at.memory.blocks_rows
     found = tuple(
         Product(
             rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0

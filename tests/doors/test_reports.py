@@ -15,7 +15,8 @@ import pytest
 from flexgen_h2o.checkpoint.safetensors import read_index
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.timeline import LANES
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, memory_plan
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape
 from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
 from tests.doors.test_runs import assert_done
@@ -316,7 +317,9 @@ def test_cut_runs_of_several_blocks(
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 12}))
     spec = find_model(str(folder), None).spec
     shape = BlockShape(1, 1, PROMPT_LEN, (PROMPT_LEN + new - 1,) * spec.num_blocks)
-    plan = memory_plan(spec, Policy(1, 1, (0, 0, 0, 0, 100, 0)), shape, 4, True, OVERLAPPED[1])
+    plan = MemoryPlanner(spec, Policy(1, 1, (0, 0, 0, 0, 100, 0)), 4, True).plan(
+        shape, OVERLAPPED[1]
+    )
     host = plan.bytes_on("host") + spec.num_weights
     flags = (
         *mode.split(),

@@ -10,7 +10,8 @@ import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
-from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape, memory_plan
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape
 from flexgen_h2o.kvcache.eviction import H2O, Tova
 from flexgen_h2o.kvcache.eviction.policy import record_of
 from flexgen_h2o.models.load import find_model
@@ -121,7 +122,7 @@ def test_a_chosen_policy_keeps_to_its_budget(
     eviction = PAIRS["h2o"].engine
     spec = find_model(str(folder), None).spec
     shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, record_of(eviction))
-    plan = memory_plan(spec, Policy(1, 1, (0,) * 6), shape, 4, not stand_in, SEQUENTIAL)
+    plan = MemoryPlanner(spec, Policy(1, 1, (0,) * 6), 4, not stand_in).plan(shape, SEQUENTIAL)
     device = plan.bytes_on("device")
     host = plan.bytes_on("host")
     allowed = MemoryBudget(device, host, "64MiB") if stand_in else MemoryBudget(None, host, "64MiB")

@@ -15,7 +15,7 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import DECODE, PREFILL
-from flexgen_h2o.engine.memory_plan import kv_layout, record_in
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.evaluation.fidelity import Probe
 from flexgen_h2o.kvcache.eviction import H2O, Full
@@ -331,9 +331,8 @@ def test_a_plan_counts_windows(known: Callable[[str], Known], tmp_path: Path) ->
     assert [need.columns(0, sweep, 20) for sweep in range(4)] == [6, 6, 6, 6]
     assert need.columns(1, 1, 10) == 11
     record = RowRecord(("positions", "scores"))
-    layouts = [
-        kv_layout(spec, Policy(), 2, 8, record_in(spec, block, record), 4, True) for block in (0, 1)
-    ]
+    memory = MemoryPlanner(spec, Policy(), 4, True)
+    layouts = [memory.kv_layout(2, 8, memory.record_in(block, record)) for block in (0, 1)]
     assert [layout.record for layout in layouts] == [RowRecord(), record]
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.config import TIERS
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, Depth, memory_plan
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, Depth
 from flexgen_h2o.models.load import find_model
 from tests.parity.reference import (
     Reference,
@@ -37,7 +38,7 @@ def budget(known: Reference, stand_in: bool, depth: Depth, weight_share: float) 
     the weights more."""
     spec = find_model(str(known.folder), None).spec
     shape = BlockShape(1, 1, max(LENGTHS), (max(LENGTHS) + NEW_TOKENS - 1,) * spec.num_blocks)
-    plan = memory_plan(spec, Policy(1, 1, (0,) * 6), shape, 4, not stand_in, depth)
+    plan = MemoryPlanner(spec, Policy(1, 1, (0,) * 6), 4, not stand_in).plan(shape, depth)
     more = int(weight_share * spec.num_weights * 4)
     host = plan.bytes_on("host")
     device = plan.bytes_on("device")

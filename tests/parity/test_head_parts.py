@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.model import ModelSpec, with_head_rows
-from flexgen_h2o.engine import memory_plan
-from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape
+from flexgen_h2o.core.model import with_head_rows
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape, Depth
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.planner.lp import Percent
 from flexgen_h2o.planner.work import CostContext, disk_read_bytes
@@ -64,10 +64,10 @@ MANY = {
 def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Once it is called all heads are in parts, whether that pays or not."""
 
-    def head_rows(spec: ModelSpec, policy: Policy, shape: BlockShape, *_: Any) -> int:
-        return ROWS if spec.head and not shape.needs_all_logits else 0
+    def head_rows(memory: MemoryPlanner, shape: BlockShape, depth: Depth) -> int:
+        return ROWS if memory.spec.head and not shape.needs_all_logits else 0
 
-    return lambda: monkeypatch.setattr(memory_plan, "head_rows", head_rows)
+    return lambda: monkeypatch.setattr(MemoryPlanner, "head_rows", head_rows)
 
 
 def rows_of_parts(llm: LLM) -> int:
@@ -297,8 +297,8 @@ def test_the_last_rank_of_a_pipeline(
     known = many_tokens("llama")
     policy = Policy(1, 2, DISK)
     spec = find_model(str(tmp_path / "tied"), None).spec.stage(range(1, 2))
-    assert memory_plan.head_rows(
-        spec, policy, BlockShape(1, 4, 12, (16,)), 4, not stand_in, SEQUENTIAL
+    assert MemoryPlanner(spec, policy, 4, not stand_in).head_rows(
+        BlockShape(1, 4, 12, (16,)), SEQUENTIAL
     )
     work = [(known.folder, known.model), (tmp_path / "tied", tied)]
     runs = [

@@ -16,7 +16,6 @@ from flexgen_h2o import LLM
 from flexgen_h2o.checkpoint.formats import weight_parts
 from flexgen_h2o.core.units import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, weight_sequence, zigzag
-from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.planner.work import (
     CostContext,
@@ -79,7 +78,7 @@ def planned(llm: LLM, run: Run) -> Moved:
 
 def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
     """Bytes that are read besides packed rows, because these begin and end within pages."""
-    plan = layers_of(at.spec, at.policy)
+    plan = at.memory.layers
     shares = tier_shares(at.policy.weight_shares, at.device_is_host)
     stored = llm._find_checkpoint(at.form.packed).tensors
     total = 0
@@ -101,7 +100,7 @@ def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
 
 def moves_of(at: CostContext, run: Run) -> Iterator[tuple[str, Transfer]]:
     """Every transfer of a run, and what it brings."""
-    plan = layers_of(at.spec, at.policy)
+    plan = at.memory.layers
     blocks = run.blocks
     units = tuple(layer.unit for layer in plan.layers)
     for unit in weight_sequence(run.new_tokens * len(blocks), units):

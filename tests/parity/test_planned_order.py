@@ -17,8 +17,8 @@ import pytest
 from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.loop import weight_sequence
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, memory_plan
-from flexgen_h2o.engine.weight_units import layers_of
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth
 from flexgen_h2o.engine.workload import shape_of
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models.load import find_model
@@ -75,8 +75,8 @@ def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operat
     policy = run.policy(PLACEMENTS[placement])
     need = run.need(spec)
     machine = Machine(nominal_profile(not run.stand_in), "float32", not run.stand_in)
-    plan = memory_plan(
-        spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, depth
+    plan = MemoryPlanner(spec, policy, machine.itemsize, machine.device_is_host).plan(
+        shape_of(policy, need), depth
     )
     spec = with_head_rows(spec, plan.head_rows)
     tensors = {lane: tensors_of(spec, run, placement, lane) for lane in ("disk_read", "h2d")}
@@ -96,7 +96,7 @@ def tensors_of(spec: ModelSpec, run: Run, placement: str, lane: str) -> Iterator
     at = Machine(nominal_profile(False), "float32", not run.stand_in).setting(
         spec, policy, run.need(spec)
     )
-    plan = layers_of(spec, policy)
+    plan = MemoryPlanner(spec, policy, 4, True).layers
     for unit in weight_sequence(run.new_tokens + 1, tuple(layer.unit for layer in plan.layers)):
         yield from (
             int(move.pieces) for move in weight_moves(at, plan.units[unit]) if move.lane == lane
@@ -152,7 +152,7 @@ def test_the_order_is_the_engines(
     case: str, folder: Path, tmp_path: Path, noted: Operations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placement, run, depth = CASES[case]
-    monkeypatch.setattr("flexgen_h2o.engine.memory_plan.OVERLAPPED", (depth,))
+    monkeypatch.setattr("flexgen_h2o.engine.memory.OVERLAPPED", (depth,))
     run.go(folder, PLACEMENTS[placement], tmp_path)
     check_order(folder, placement, run, depth, noted)
 
@@ -168,7 +168,7 @@ def test_the_order_of_experts_loaded_ahead_is_the_engines(
     write_aligned(
         random_model(model_type="qwen3_moe", num_hidden_layers=3, **FAMILIES["qwen3_moe"]), tmp_path
     )
-    monkeypatch.setattr("flexgen_h2o.engine.memory_plan.OVERLAPPED", (depth,))
+    monkeypatch.setattr("flexgen_h2o.engine.memory.OVERLAPPED", (depth,))
     run.go(tmp_path, PLACEMENTS[placement], tmp_path)
     check_order(tmp_path, placement, run, depth, noted)
 
@@ -179,8 +179,8 @@ def test_the_order_of_parts_of_the_head_is_the_engines(
 ) -> None:
     """Tied and not."""
     run = Run(2, 2, False, lengths=(9,) * 8)
-    monkeypatch.setattr("flexgen_h2o.engine.memory_plan.OVERLAPPED", (OVERLAPPED[3],))
-    monkeypatch.setattr("flexgen_h2o.engine.memory_plan.head_rows", lambda *_: 48)
+    monkeypatch.setattr("flexgen_h2o.engine.memory.OVERLAPPED", (OVERLAPPED[3],))
+    monkeypatch.setattr("flexgen_h2o.engine.memory.MemoryPlanner.head_rows", lambda *_: 48)
     shape = {**(SHAPE if family == "opt" else FAMILIES[family]), "num_hidden_layers": 3}
     random_model(model_type=family, **shape).save_pretrained(tmp_path)
     run.go(tmp_path, PLACEMENTS["weights on disk"], tmp_path)
@@ -197,7 +197,9 @@ def check_order(
     whole = simulated(spec, run, placement, depth)
     steps = sum(name.startswith("compute_layer") for _, name in whole)
     sweeps = run.new_tokens * len(
-        layers_of(spec, run.policy(PLACEMENTS[placement]), head_rows).layers
+        MemoryPlanner(
+            with_head_rows(spec, head_rows), run.policy(PLACEMENTS[placement]), 4, True
+        ).layers.layers
     )
     assert sweeps <= steps <= sweeps * len(run.blocks[0]), "some micro-batches are joined"
     found = by_lane(whole, steps)

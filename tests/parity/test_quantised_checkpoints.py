@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.core.units import ALIGN
-from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import BlockShape, Depth
 from flexgen_h2o.engine.report import sizes_of
 from flexgen_h2o.kernels import products
 from flexgen_h2o.models import spec_from_folder
@@ -184,7 +185,7 @@ def test_a_plan_counts_the_bytes_of_the_format(quantised: Callable[..., Referenc
     spec, _ = spec_from_folder("tiny", folder)
     policy = Policy(percent=(100, 0, 100, 0, 100, 0))
     shape = BlockShape(1, 1, 1, (1,) * spec.num_blocks)
-    plan = memory_plan(spec, policy, shape, 2, True, Depth(1, 1, 1))
+    plan = MemoryPlanner(spec, policy, 2, True).plan(shape, Depth(1, 1, 1))
     held = {torch.int32: 1, torch.bfloat16: 2, torch.float32: 0.5, torch.int64: 0}
     stored = load_file(folder / "model.safetensors").values()
     want = sum(tensor.nbytes * held[tensor.dtype] for tensor in stored)

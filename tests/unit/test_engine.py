@@ -18,7 +18,8 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, STAGING_BYTES, STAGING_SLOTS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import ModelPart
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan, memory_plan
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
@@ -75,7 +76,7 @@ def open_engine(model: tuple[ModelSpec, Checkpoint], tmp_path: Path) -> Open:
     def open_one(
         policy: Policy, device: Device, budgets: dict[str, int | None] = UNLIMITED
     ) -> Engine:
-        plan = memory_plan(spec, policy, SHAPE, 4, device.is_host, OVERLAPPED[0])
+        plan = MemoryPlanner(spec, policy, 4, device.is_host).plan(SHAPE, OVERLAPPED[0])
         site = Site(device, budgets, tmp_path / "offload")
         return Engine(
             ModelPart(spec, Full()), checkpoint, policy, plan, torch.float32, site, Timeline()

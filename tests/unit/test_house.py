@@ -67,6 +67,7 @@ WITHOUT_TORCH = tuple(
     f"{PACKAGE}.{name}"
     for name in (
         "engine.loop",
+        "engine.memory",
         "engine.memory_plan",
         "engine.report",
         "tiers.stream",

@@ -14,7 +14,7 @@ from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.generation import Row
-from flexgen_h2o.engine.memory_plan import plan_within
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload, even_blocks, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
@@ -193,7 +193,7 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
     """Blocks that are equal count together; shorter prompts cost less."""
     plans = planner(tmp_path)
     policy = Policy(2, 2)
-    plan = plan_within(SPEC, policy, shape_of(policy, NEED), 4, True, NO_BUDGETS)
+    plan = MemoryPlanner(SPEC, policy, 4, True).plan_within(shape_of(policy, NEED), NO_BUDGETS)
     even = plans.predict_groups(policy, NEED, plan, [[alone(16, 16), alone(16, 16)]] * 2)
     where = Machine(nominal_profile(True), "float32", True)
     assert even == predict(SPEC, policy, NEED, where, plan, even_blocks(policy, NEED))
@@ -210,7 +210,7 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
 def test_what_is_shared_is_predicted_once(tmp_path: Path) -> None:
     plans = planner(tmp_path)
     policy = Policy(2, 2)
-    plan = plan_within(SPEC, policy, shape_of(policy, NEED), 4, True, NO_BUDGETS)
+    plan = MemoryPlanner(SPEC, policy, 4, True).plan_within(shape_of(policy, NEED), NO_BUDGETS)
     whole = plans.predict_groups(policy, NEED, plan, [[alone(16, 16)] * 2])
     shared = plans.predict_groups(policy, NEED, plan, [[(PromptGroup(12, (4, 4)),)] * 2])
     assert shared.prefill_s < whole.prefill_s and shared.decode_s == pytest.approx(whole.decode_s)
@@ -299,7 +299,7 @@ def test_of_many_blocks_some_stand_for_their_neighbours(tmp_path: Path) -> None:
     plans = planner(tmp_path, nominal_profile(True))
     policy = Policy(2, 1, (0, 50, 100, 0, 100, 0))
     need = Workload.full(80, 200, 4, SPEC.num_blocks)
-    memory = plan_within(SPEC, policy, shape_of(policy, need), 4, True, NO_BUDGETS)
+    memory = MemoryPlanner(SPEC, policy, 4, True).plan_within(shape_of(policy, need), NO_BUDGETS)
     blocks = [[[PromptGroup(0, (n, n + 1))]] for n in range(10, 200, 5)]
     whole, some = (plans.predict_groups(policy, need, memory, blocks, most) for most in (100, 8))
     assert some.total_s == pytest.approx(whole.total_s, rel=0.02) and some.total_s != whole.total_s

@@ -17,7 +17,8 @@ from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, WeightUnit
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import BlockShape, Depth
 from flexgen_h2o.engine.stores import WeightStore, WeightStream
 from flexgen_h2o.kernels.int8 import BUFFERS, BlockedInt8, Int8Rows, scales_of
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
@@ -110,7 +111,9 @@ class Room:
             int8_compute=form is not None and form.in_int8,
         )
         shape = BlockShape(rows=1, micro_batches=1, tokens=1, slots=(1,))
-        plan = memory_plan(spec, policy, shape, dtype.itemsize, device.is_host, Depth(depth, 1, 1))
+        plan = MemoryPlanner(spec, policy, dtype.itemsize, device.is_host).plan(
+            shape, Depth(depth, 1, 1)
+        )
         self.memory = {b.tier: host_buffer(b.nbytes) for b in plan.buffers if b.name == "weights"}
         self.ring = (
             Ring(host_buffer(plan.size("weight ring"))) if plan.size("weight ring") else None

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.units import GIB, MIB, TOKEN_CHUNK
+from flexgen_h2o.engine.memory import product_sizes, requantised_bytes
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
-from flexgen_h2o.engine.temporaries import product_sizes, requantised_bytes
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.decode_step import (
     FILLED,

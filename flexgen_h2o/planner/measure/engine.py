@@ -41,7 +41,8 @@ from flexgen_h2o.engine.decoding import Decoding, StopCriteria
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.generation import BlockStats, Row
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
@@ -546,7 +547,7 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     record = record_of(run.eviction)
     shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, record)
     depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD
-    plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, depth)
+    plan = MemoryPlanner(spec, policy, kind.itemsize, bench.device.is_host).plan(shape, depth)
     compile_subprocess(warm_up, bench.device.torch_device, kind, bool(run.eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
     site = Site(bench.device, dict.fromkeys(TIERS), folder)

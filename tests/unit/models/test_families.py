@@ -20,8 +20,8 @@ from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import BlockShape
-from flexgen_h2o.engine.temporaries import workspace_sizes
 from flexgen_h2o.models import (
     built_in_names,
     built_in_spec,
@@ -461,7 +461,7 @@ def test_windows_of_blocks(
 def test_a_gated_mlp_has_two_wide_buffers(tmp_path: Path) -> None:
     spec = read(tmp_path, "llama")
     shape = BlockShape(rows=2, micro_batches=1, tokens=9, slots=(9, 9))
-    sizes = workspace_sizes(spec, shape, 4)
+    sizes = MemoryPlanner(spec, Policy(), 4, True).workspace(shape)
     assert sizes["gate"] >= 9 * spec.ffn_size * 4 and sizes["k"] == sizes["v"] < sizes["q"]
 
 

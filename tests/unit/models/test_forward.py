@@ -13,9 +13,10 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import BlockShape
-from flexgen_h2o.engine.temporaries import workspace_sizes
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.linear import DenseRows, InputRows, RowParts, vector
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, with_sinks
@@ -65,7 +66,9 @@ def logits_of(
     """The model's layers one after the other, as the executor calls them for one prompt."""
     family = family_of(spec)
     n = len(ids)
-    sizes = workspace_sizes(spec, BlockShape(rows=n, micro_batches=1, tokens=n, slots=(n,)), 4)
+    sizes = MemoryPlanner(spec, Policy(), 4, True).workspace(
+        BlockShape(rows=n, micro_batches=1, tokens=n, slots=(n,))
+    )
     ws = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8), sizes, torch.float32)
 
     def roles(specs: tuple[TensorSpec, ...]) -> dict[str, RowParts]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan, memory_plan
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import spec_from_config
@@ -103,7 +104,7 @@ def plan_of(
 ) -> MemoryPlan:
     """depth: which of the look-aheads, where there is a choice."""
     ahead = OVERLAPPED[depth] if policy.overlap else SEQUENTIAL
-    return memory_plan(spec, policy, shape_of(policy, need), 4, is_host, ahead)
+    return MemoryPlanner(spec, policy, 4, is_host).plan(shape_of(policy, need), ahead)
 
 
 def costs_of(policy: Policy, need: Workload, where: Machine, spec: ModelSpec = SPEC) -> Costs:

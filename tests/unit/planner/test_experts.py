@@ -12,9 +12,8 @@ import pytest
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import FEW_ROWS, PAGE
+from flexgen_h2o.engine.memory import ROUTING_BYTES, MemoryPlanner
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, MemoryPlan
-from flexgen_h2o.engine.temporaries import ROUTING_BYTES
-from flexgen_h2o.engine.weight_units import expert_group, unit_kinds, waits_for_router
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from flexgen_h2o.planner.costs import EXPERTS_LAUNCHES, ROUTER_LAUNCHES, Machine
@@ -62,11 +61,16 @@ def public(name: str) -> ModelSpec:
     return found[0]
 
 
+def memory_of(spec: ModelSpec, policy: Policy) -> MemoryPlanner:
+    return MemoryPlanner(spec, policy, 4, True)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_sweep_reads_the_experts_that_are_expected(rows: int) -> None:
     """By hand: fp32, one token a row in every sweep, the first block an MLP."""
     policy = Policy(rows, 1, ON_DISK)
-    assert (expert_group(SPEC, policy), waits_for_router(SPEC, policy)) == (1, True)
+    memory = memory_of(SPEC, policy)
+    assert (memory.expert_group, memory.waits_for_router) == (1, True)
     attention = 2 * 64 * 64 + 2 * 64 * 32
     mlp = 3 * 64 * 128
     routers = 2 * 8 * 64
@@ -83,7 +87,7 @@ def test_more_rows_of_a_block_read_no_less() -> None:
     """One by one up to LOAD_AFTER_ROUTER_BELOW, then all together: no step down between them."""
     reads = [disk_reads(space(SPEC, rows), Policy(rows, 1, ON_DISK)) for rows in range(1, 40)]
     assert reads == sorted(reads) and reads[0] < reads[4] < reads[-1]
-    groups = [expert_group(SPEC, Policy(rows, 1, ON_DISK)) for rows in range(1, 40)]
+    groups = [memory_of(SPEC, Policy(rows, 1, ON_DISK)).expert_group for rows in range(1, 40)]
     assert groups == sorted(groups) and {groups[0], groups[-1]} == {1, 8}
 
 
@@ -91,19 +95,19 @@ def test_experts_that_stay_are_one_group() -> None:
     """Whatever the rows; but not where some are read, where all would be decoded at a time, or
     where asked."""
     spec = public("Qwen/Qwen3-30B-A3B")
-    assert [expert_group(spec, Policy(rows)) for rows in (1, 64)] == [128, 128]
-    assert expert_group(spec, Policy(64, int8_compute=True, compress_weight=True)) == 128
-    assert not waits_for_router(spec, Policy(1))
+    assert [memory_of(spec, Policy(rows)).expert_group for rows in (1, 64)] == [128, 128]
+    assert memory_of(spec, Policy(64, int8_compute=True, compress_weight=True)).expert_group == 128
+    assert not memory_of(spec, Policy(1)).waits_for_router
     others = {
         "some on disk": (spec, Policy(64, 1, (99, 0, 100, 0, 100, 0))),
         "of a card, on the host": (spec, Policy(64, 1, (0, 100, 100, 0, 100, 0))),
         "in 4 bits": (spec, Policy(64, compress_weight=True)),
         "stored in 4 bits": (replace(spec, quantization={"quant_method": "mxfp4"}), Policy(64)),
     }
-    assert {name: expert_group(*other) for name, other in others.items()} == dict.fromkeys(
-        others, 8
-    )
-    assert expert_group(spec, Policy(64, expert_group=16)) == 16
+    assert {
+        name: memory_of(*other).expert_group for name, other in others.items()
+    } == dict.fromkeys(others, 8)
+    assert memory_of(spec, Policy(64, expert_group=16)).expert_group == 16
 
 
 def test_experts_with_few_rows_are_one_launch() -> None:
@@ -152,9 +156,7 @@ def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor
 
 def test_units_are_told_apart_by_what_they_hold() -> None:
     policy = Policy(64, expert_group=3)
-    kinds = unit_kinds(
-        SPEC, policy, space(SPEC, 1).machine.setting(SPEC, policy, space(SPEC, 1).need).form
-    )
+    kinds = memory_of(SPEC, policy).unit_kinds
     # embedding; attention with and without a router; the MLP; groups of 3, 3 and 2 experts; head
     assert sorted(zip(kinds.experts, kinds.counts, strict=True)) == [(0, 1)] * 4 + [
         (0, 2),
@@ -192,7 +194,10 @@ def test_experts_move_one_by_one_where_that_is_faster(rows: int) -> None:
         evaluate(at, replace(policy, expert_group=n)).prediction.decode_s for n in (1, 8)
     )
     assert by_one < by_eight
-    assert expert_group(spec, policy) == 1 and expert_group(spec, Policy(64, 1, ON_DISK)) == 8
+    assert (
+        memory_of(spec, policy).expert_group == 1
+        and memory_of(spec, Policy(64, 1, ON_DISK)).expert_group == 8
+    )
 
 
 def test_micro_batches_are_larger_where_each_expert_sees_few_rows() -> None:

@@ -12,21 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.checkpoint.formats import PartBytes, WeightFormat, layout_of
+from flexgen_h2o.checkpoint.formats import PartBytes, layout_of
 from flexgen_h2o.checkpoint.formats.fp8 import BlockFp8
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec, TensorSpec, with_head_rows
 from flexgen_h2o.core.units import GIB, PAGE
-from flexgen_h2o.engine import memory_plan as planning
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import (
     OVERLAPPED,
     SEQUENTIAL,
     BlockShape,
     Depth,
-    memory_plan,
-    plan_within,
 )
-from flexgen_h2o.engine.weight_units import HEAD_ROWS, even_head_rows, layers_of
+from flexgen_h2o.engine.weight_units import HEAD_ROWS
 from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace
@@ -55,7 +53,7 @@ def rows_of(
     is_host: bool = True,
     depth: Depth = SEQUENTIAL,
 ) -> int:
-    return memory_plan(spec, policy, shape, itemsize, is_host, depth).head_rows
+    return MemoryPlanner(spec, policy, itemsize, is_host).plan(shape, depth).head_rows
 
 
 # ---- layers
@@ -187,13 +185,13 @@ def test_a_packed_table_is_looked_up_where_it_lies() -> None:
     spec = public("facebook/opt-1.3b")
     shape = BlockShape(16, 4, 2048, (53,) * 24)
     policy = Policy(16, 4, ON_DISK, compress_weight=True, int8_compute=True)
-    plan = memory_plan(spec, policy, shape, 2, True, OVERLAPPED[0])
+    plan = MemoryPlanner(spec, policy, 2, True).plan(shape, OVERLAPPED[0])
     assert (
         plan.head_rows and plan.size("unpacked weights") < 0.4 * spec.vocab_size * spec.hidden_size
     )
     untied = make_spec(vocab_size=30_000, tie_word_embeddings=False)
-    packed = memory_plan(
-        untied, replace(STREAMED, compress_weight=True), SMALL, 4, True, SEQUENTIAL
+    packed = MemoryPlanner(untied, replace(STREAMED, compress_weight=True), 4, True).plan(
+        SMALL, SEQUENTIAL
     )
     assert packed.size("unpacked weights") < 30_000 * 128 * 4 / 2
 
@@ -202,19 +200,19 @@ def test_a_packed_table_is_looked_up_where_it_lies() -> None:
 
 
 def whole_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "head_rows", lambda *_: 0)
+    monkeypatch.setattr(MemoryPlanner, "head_rows", lambda *_: 0)
 
 
 def test_the_logits_of_a_block_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(SMALL, rows=3, micro_batches=4)
     policy = Policy(percent=ON_DISK)
-    cut = memory_plan(UNTIED, policy, shape, 4, True, OVERLAPPED[2])
+    cut = MemoryPlanner(UNTIED, policy, 4, True).plan(shape, OVERLAPPED[2])
     assert cut.head_rows and dict(cut.workspace)["logits"] == pytest.approx(
         3 * 4 * 9000 * 4, abs=64
     )
     assert cut.serves(shape) and not cut.serves(replace(shape, needs_all_logits=True))
     whole_heads(monkeypatch)
-    whole = memory_plan(UNTIED, policy, shape, 4, True, OVERLAPPED[2])
+    whole = MemoryPlanner(UNTIED, policy, 4, True).plan(shape, OVERLAPPED[2])
     assert dict(whole.workspace)["logits"] == pytest.approx(3 * 9000 * 4, abs=64)
     assert whole.serves(replace(shape, needs_all_logits=True))
     more = dict(cut.workspace)["logits"] - dict(whole.workspace)["logits"]
@@ -243,10 +241,10 @@ def test_parts_never_take_more(
     spec = make_spec(vocab_size=30_000, tie_word_embeddings=tied)
     shape = replace(SMALL, rows=rows, micro_batches=batches)
     policy = Policy(percent=percent)
-    cut = memory_plan(spec, policy, shape, 4, is_host, depth)
+    cut = MemoryPlanner(spec, policy, 4, is_host).plan(shape, depth)
     with pytest.MonkeyPatch.context() as patched:
         whole_heads(patched)
-        whole = memory_plan(spec, policy, shape, 4, is_host, depth)
+        whole = MemoryPlanner(spec, policy, 4, is_host).plan(shape, depth)
     held, before = (sum(plan.bytes_on(tier) for tier in TIERS[:2]) for plan in (cut, whole))
     assert held < before if cut.head_rows else cut == whole
 
@@ -264,15 +262,20 @@ def test_a_budget_holds_more_of_the_weights(
 
     def most(percent: int = 100) -> int:
         policy = Policy(16, 4, (percent, 0, 0, 0, 100, 0))
-        plan = memory_plan(spec, policy, shape, 2, True, OVERLAPPED[2])
+        plan = MemoryPlanner(spec, policy, 2, True).plan(shape, OVERLAPPED[2])
         return percent if plan.bytes_on("host") <= budget else most(percent - 1)
 
     now = most()
     policy = Policy(16, 4, (now, 0, 0, 0, 100, 0))
-    assert plan_within(spec, policy, shape, 2, True, {"host": budget}).bytes_on("host") <= budget
+    assert (
+        MemoryPlanner(spec, policy, 2, True).plan_within(shape, {"host": budget}).bytes_on("host")
+        <= budget
+    )
     whole_heads(monkeypatch)
     assert now >= most() + more
-    assert memory_plan(spec, policy, shape, 2, True, OVERLAPPED[2]).overflow({"host": budget})
+    assert (
+        MemoryPlanner(spec, policy, 2, True).plan(shape, OVERLAPPED[2]).overflow({"host": budget})
+    )
 
 
 # ---- time
@@ -320,8 +323,8 @@ def test_parts_are_walked_and_priced(listens: bool, monkeypatch: pytest.MonkeyPa
 def test_layers_of_a_plan() -> None:
     policy = Policy(2, 2, ON_DISK)
     shape = shape_of(Policy(2, 2), Workload.full(4, 4, 2, UNTIED.num_blocks))
-    plan = memory_plan(UNTIED, policy, shape, 4, True, SEQUENTIAL)
-    whole = layers_of(UNTIED, policy)
-    cut = layers_of(UNTIED, policy, plan.head_rows)
+    plan = MemoryPlanner(UNTIED, policy, 4, True).plan(shape, SEQUENTIAL)
+    whole = MemoryPlanner(UNTIED, policy, 4, True).layers
+    cut = MemoryPlanner(UNTIED, policy, 4, True).with_head_rows(plan.head_rows).layers
     assert len(cut.layers) - len(whole.layers) == -(-9000 // plan.head_rows) - 1 > 0
-    assert plan.head_rows == even_head_rows(UNTIED, policy, WeightFormat(4), True)
+    assert plan.head_rows == MemoryPlanner(UNTIED, policy, 4, True).even_head_rows

@@ -12,25 +12,21 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.checkpoint.formats import WeightFormat
-from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import ALIGN, BLOCK_CHUNK, INT8_TILE, round_up
 from flexgen_h2o.engine.loop import weight_sequence
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import (
     OVERLAPPED,
     SEQUENTIAL,
     BlockShape,
     Depth,
     MemoryPlan,
-    kv_layout,
-    memory_plan,
-    plan_within,
 )
-from flexgen_h2o.engine.temporaries import blocking_bytes, temporary_bytes
-from flexgen_h2o.engine.weight_units import layers_of, streamed_bytes
+from flexgen_h2o.engine.weight_units import streamed_bytes
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.models import spec_from_config
@@ -86,7 +82,7 @@ shapes = st.builds(
 def make_plan(
     policy: Policy, shape: BlockShape, is_host: bool, depth: Depth = OVERLAPPED[2]
 ) -> MemoryPlan:
-    return memory_plan(SPEC, policy, shape, 4, is_host, depth)
+    return MemoryPlanner(SPEC, policy, 4, is_host).plan(shape, depth)
 
 
 def totals(plan: MemoryPlan) -> list[int]:
@@ -131,12 +127,12 @@ def test_smaller_micro_batches_fit_too() -> None:
     for pair in [(25, 50), *((on_device, 5) for on_device in range(5, 95, 10))]:
         policy = Policy(percent=(100, 0, *pair, 100, 0))
         for most in range(1, 16):
-            plan = memory_plan(
-                spec, policy, BlockShape(most, 1, 10, (50, 50)), 4, False, SEQUENTIAL
+            plan = MemoryPlanner(spec, policy, 4, False).plan(
+                BlockShape(most, 1, 10, (50, 50)), SEQUENTIAL
             )
             homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
             for rows in range(1, most + 1):
-                layout = kv_layout(spec, policy, rows, 50, (), 4, False)
+                layout = MemoryPlanner(spec, policy, 4, False).kv_layout(rows, 50, ())
                 for part in layout.parts:
                     assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0)
 
@@ -152,12 +148,12 @@ def test_shorter_rows_fit_too(most: int) -> None:
     for percent in ((0, 0, 0, 0, 0, 0), (0, 0, 0, 60, 0, 0)):
         policy = Policy(percent=percent)
         for rows in (1, 2, 5):
-            plan = memory_plan(
-                spec, policy, BlockShape(rows, 1, 10, (most, most)), 4, False, SEQUENTIAL
+            plan = MemoryPlanner(spec, policy, 4, False).plan(
+                BlockShape(rows, 1, 10, (most, most)), SEQUENTIAL
             )
             homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
             for slots in range(1, most + 1):
-                layout = kv_layout(spec, policy, rows, slots, (), 4, False)
+                layout = MemoryPlanner(spec, policy, 4, False).kv_layout(rows, slots, ())
                 for part in layout.parts:
                     assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0), (
                         slots
@@ -220,9 +216,11 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
     tied."""
     spec = make_spec(tie_word_embeddings=tied, vocab_size=900)
     policy = Policy(percent=(0, 0, 100, 0, 100, 0))
-    plan = memory_plan(spec, policy, BlockShape(1, 1, 1, (1, 1)), 4, True, Depth(depth, 1, 1))
+    plan = MemoryPlanner(spec, policy, 4, True).plan(
+        BlockShape(1, 1, 1, (1, 1)), Depth(depth, 1, 1)
+    )
     ring = plan.size("weight ring")
-    layers = layers_of(spec, policy, plan.head_rows)
+    layers = MemoryPlanner(spec, policy, 4, True).with_head_rows(plan.head_rows).layers
     assert (plan.head_rows > 0) is (not tied and depth < 50), "in parts where that saves something"
     sizes = [streamed_bytes(u, policy.weight_shares, WeightFormat(4), True) for u in layers.units]
     loads = list(weight_sequence(5, tuple(layer.unit for layer in layers.layers)))[1:]
@@ -256,7 +254,7 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     rows = data.draw(st.lists(st.integers(1, shape.rows), min_size=1, max_size=shape.micro_batches))
     rows[0] = shape.rows
     layouts = [
-        [kv_layout(SPEC, policy, n, slots, shape.record, 4, is_host) for n in rows]
+        [MemoryPlanner(SPEC, policy, 4, is_host).kv_layout(n, slots, shape.record) for n in rows]
         for slots in shape.slots
     ]
     store.begin_block(layouts, rows)
@@ -310,14 +308,16 @@ def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: 
     plans = [make_plan(policy, shape, is_host, depth) for depth in OVERLAPPED]
     for depth, plan in zip(OVERLAPPED, plans, strict=True):
         budgets = {**UNLIMITED, tier: plan.bytes_on(tier)}
-        assert plan_within(SPEC, policy, shape, 4, is_host, budgets).depth == depth
+        assert MemoryPlanner(SPEC, policy, 4, is_host).plan_within(shape, budgets).depth == depth
     assert (
-        plan_within(SPEC, replace(policy, overlap=False), shape, 4, is_host, UNLIMITED).depth
+        MemoryPlanner(SPEC, replace(policy, overlap=False), 4, is_host)
+        .plan_within(shape, UNLIMITED)
+        .depth
         == SEQUENTIAL
     )
     with pytest.raises(DoesNotFitError, match=f"on the {tier} tier"):
-        plan_within(
-            SPEC, policy, shape, 4, is_host, {**UNLIMITED, tier: plans[-1].bytes_on(tier) - 1}
+        MemoryPlanner(SPEC, policy, 4, is_host).plan_within(
+            shape, {**UNLIMITED, tier: plans[-1].bytes_on(tier) - 1}
         )
 
 
@@ -326,7 +326,7 @@ def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
     INT8_TILE sums."""
     shape = BlockShape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
     plan, plain = (
-        memory_plan(SPEC, Policy(3, int8_compute=int8), shape, 2, True, SEQUENTIAL)
+        MemoryPlanner(SPEC, Policy(3, int8_compute=int8), 2, True).plan(shape, SEQUENTIAL)
         for int8 in (True, False)
     )
     shapes = [
@@ -365,8 +365,10 @@ def test_a_wide_attention_is_planned_for() -> None:
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     }
     wide = spec_from_config("wide", config, "here")
-    assert blocking_bytes(wide, WeightFormat(2), True) == 8 * 64 * 64 * 2
-    assert blocking_bytes(wide, Int8(2), True) == 8 * 64 * (64 + 3 * 8)
+    assert MemoryPlanner(wide, Policy(), 2, True).blocking_bytes == 8 * 64 * 64 * 2
+    assert MemoryPlanner(wide, Policy(int8_compute=True), 2, True).blocking_bytes == 8 * 64 * (
+        64 + 3 * 8
+    )
 
 
 def test_temporaries_cover_it_where_weights_are_blocked() -> None:
@@ -375,24 +377,21 @@ def test_temporaries_cover_it_where_weights_are_blocked() -> None:
     shape = BlockShape(300, 1, 2000, (30, 30))
 
     def temporaries(itemsize: int, is_host: bool, policy: Policy, shape: BlockShape = shape) -> int:
-        return memory_plan(untied, policy, shape, itemsize, is_host, SEQUENTIAL).size("temporaries")
+        memory = MemoryPlanner(untied, policy, itemsize, is_host)
+        return memory.plan(shape, SEQUENTIAL).size("temporaries")
 
     small = BlockShape(1, 1, 1, (1, 1))
     int8 = Policy(int8_compute=True)
     for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, False, int8)):
-        assert temporaries(itemsize, is_host, policy, small) == temporary_bytes(
-            untied, small, itemsize, policy
-        )
-    assert temporaries(2, True, Policy()) == temporary_bytes(untied, shape, 2, Policy())
-    assert blocking_bytes(untied, WeightFormat(2), True) == 5000 * 48 * 2
-    assert (
-        temporaries(2, True, Policy(), small)
-        == 5000 * 48 * 2
-        > temporary_bytes(untied, small, 2, Policy())
-    )
-    assert blocking_bytes(untied, Int8(2), True) == 5000 * (48 + 3 * 8)
+        memory = MemoryPlanner(untied, policy, itemsize, True)
+        assert temporaries(itemsize, is_host, policy, small) == memory.step_bytes(small)
+    memory = MemoryPlanner(untied, Policy(), 2, True)
+    assert temporaries(2, True, Policy()) == memory.step_bytes(shape)
+    assert memory.blocking_bytes == 5000 * 48 * 2
+    assert temporaries(2, True, Policy(), small) == 5000 * 48 * 2 > memory.step_bytes(small)
+    assert MemoryPlanner(untied, int8, 2, True).blocking_bytes == 5000 * (48 + 3 * 8)
     # BLOCK_CHUNK bytes at a time, or BLOCK_ROWS rows that are more.
     wide = make_spec(
         hidden_size=12288, num_attention_heads=4, word_embed_proj_dim=12288, ffn_dim=49152
     )
-    assert blocking_bytes(wide, WeightFormat(2), True) == 64 * 49152 * 2 > BLOCK_CHUNK
+    assert MemoryPlanner(wide, Policy(), 2, True).blocking_bytes == 64 * 49152 * 2 > BLOCK_CHUNK

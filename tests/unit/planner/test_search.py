@@ -17,7 +17,8 @@ from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB, MIB, PAGE
-from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL
 from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner import search as policies
@@ -65,7 +66,7 @@ def known(name: str) -> ModelSpec:
 def all_on_disk(need: Workload, is_host: bool, base: Policy | None = None) -> dict[str, int]:
     """Bytes on each tier with one row at a time and the rest on disk."""
     policy = replace(base or Policy(), gpu_batch_size=1, num_gpu_batches=1, percent=NOTHING)
-    plan = memory_plan(SPEC, policy, shape_of(policy, need), 4, is_host, SEQUENTIAL)
+    plan = MemoryPlanner(SPEC, policy, 4, is_host).plan(shape_of(policy, need), SEQUENTIAL)
     return {tier: plan.bytes_on(tier) for tier in TIERS}
 
 
@@ -73,7 +74,9 @@ def fits(
     plan: Plan, need: Workload, is_host: bool, budgets: dict[str, Any], spec: ModelSpec = SPEC
 ) -> bool:
     return (
-        plan_within(spec, plan.policy, shape_of(plan.policy, need), 4, is_host, budgets)
+        MemoryPlanner(spec, plan.policy, 4, is_host).plan_within(
+            shape_of(plan.policy, need), budgets
+        )
         == plan.memory
     )
 
@@ -226,7 +229,11 @@ def test_a_gib_more_is_worth_the_dual_times_the_blocks() -> None:
 def in_ram(rows: int, need: Workload, spec: ModelSpec) -> int:
     """Bytes of a block of one micro-batch with everything in RAM."""
     policy = Policy(rows, 1, (100, 0, 100, 0, 100, 0))
-    return memory_plan(spec, policy, shape_of(policy, need), 2, True, SEQUENTIAL).bytes_on("host")
+    return (
+        MemoryPlanner(spec, policy, 2, True)
+        .plan(shape_of(policy, need), SEQUENTIAL)
+        .bytes_on("host")
+    )
 
 
 def test_the_largest_blocks_that_memory_holds_are_candidates() -> None:
@@ -451,7 +458,7 @@ def test_no_placement_needs_less_than_a_refusal_says(
         tried = Policy(
             percent=(*pairs[0], *pairs[1], *pairs[2]), cpu_cache_compute=data.draw(st.booleans())
         )
-        plan = memory_plan(SPEC, tried, shape_of(tried, need), 4, is_host, SEQUENTIAL)
+        plan = MemoryPlanner(SPEC, tried, 4, is_host).plan(shape_of(tried, need), SEQUENTIAL)
         assert found.excess <= sum(plan.overflow(budgets).values()) + 4096
 
 
@@ -465,8 +472,10 @@ def test_rounding_breaks_no_budget(
     where = nominal(is_host)
     budgets = data.draw(budgets_of(need, is_host, Policy()))
     for placed in placements(SearchSpace(SPEC, need, policy, where, budgets), policy, shares):
-        assert not plan_within(SPEC, placed, shape_of(placed, need), 4, is_host, budgets).overflow(
-            budgets
+        assert (
+            not MemoryPlanner(SPEC, placed, 4, is_host)
+            .plan_within(shape_of(placed, need), budgets)
+            .overflow(budgets)
         )
         assert replace(placed, percent=NOTHING) == replace(policy, percent=NOTHING)
 
