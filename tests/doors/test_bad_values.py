@@ -53,7 +53,7 @@ OF_TYPE: dict[Any, tuple[str, ...]] = {
     positive: ("", "x", "nan", "0", "-1", "1.5"),
     count: ("", "x", "nan", "-1", "1.5"),
     boolean: ("", "maybe"),
-    file_name: ("",),
+    file_name: ("", "in.jsonl/x.jsonl", "n" * 300 + ".jsonl", "~nosuchuser-at-all/x.jsonl"),
     not_empty: ("",),
 }
 SIZES = ("", "plenty", "0", "-1GiB", "nan", "12parsecs")

@@ -56,7 +56,7 @@ WRONG: list[tuple[type | Callable[..., Any], dict[str, Any], str]] = [
     (H2O, {"positions": []}, "positions"),
     (Local, {"sinks": -1}, "sinks"),
     (Local, {"sinks": "4"}, "sinks"),
-    (H2ONorm, {"decay": NAN}, "decay"),
+    (H2ONorm, {"grace": NAN}, "grace"),
     (SnapKV, {"kernel": 4}, "kernel"),
     (Random, {"seed": -1}, "seed"),
     (enable_h2o, {"model": 5}, "model"),
@@ -93,8 +93,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 ONE = SamplingParams(max_tokens=1)
 CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("params[0]", lambda llm: llm.generate(["a"], [1, 2])),
-    ("params: 0 for 1 prompts; give one for each", lambda llm: llm.generate(["a"], [])),
-    ("params: 1 for 0 prompts; give one for each", lambda llm: llm.generate([], [ONE])),
+    ("params: 0", lambda llm: llm.generate(["a"], [])),
+    ("params: 1", lambda llm: llm.generate([], [ONE])),
     ("params", lambda llm: llm.generate(["a"], {"max_tokens": 3})),
     ("params", lambda llm: llm.generate(["a"], 5)),
     ("params[1]", lambda llm: llm.generate(["a", "b"], [ONE, None])),
