@@ -26,6 +26,7 @@ from flexgen_h2o.core.settings import EvictionSettings, SamplingParams
 from flexgen_h2o.flags import _arguments_of
 from tests.doors.conftest import Answer
 from tests.doors.test_refusals import everything
+from tests.extras import needs
 
 # A line of each verb that runs, but for the bad value behind it.
 ENGINE = "--offload-dir offload"
@@ -46,6 +47,7 @@ LINES = {
     "evaluate frontier": f"opt-tiny --prompts prompts.txt --json new.json {ENGINE}",
     "evaluate summarize": f"opt-tiny --input articles.jsonl --output new.jsonl {ENGINE}",
 }
+EXTRA_OF = {"serve": "serve", "evaluate summarize": "eval"}
 OF_TYPE: dict[Any, tuple[str, ...]] = {
     int: ("", "x", "1.5", "nan"),
     float: ("", "x", "nan", "-1"),
@@ -134,7 +136,10 @@ def folder(ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPath
     return folder
 
 
-@pytest.mark.parametrize("verb", LINES)
+@pytest.mark.parametrize(
+    "verb",
+    [pytest.param(v, marks=needs(EXTRA_OF[v])) if v in EXTRA_OF else v for v in LINES],
+)
 def test_a_bad_value_is_refused_by_its_flags_name(
     verb: str, folder: Path, call: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
