@@ -272,11 +272,11 @@ PROMPT_LINES = (
     '{"text": "hello"}',
     '{"prompt": "a", "prompt_token_ids": [4]}',
     '{"prompt_token_ids": []}',
-    '{"prompt_token_ids": [120]}',
-    '{"prompt_token_ids": [4.5]}',
-    '{"prompt": 5}',
+    '{"prompt_token_ids": [120]} | vocabulary',
+    '{"prompt_token_ids": [4.5]} | 4.5',
+    '{"prompt": 5} | string',
     '{"prompt_token_ids": [4], "index": NaN}',
-    '{"prompt": "text"}',
+    '{"prompt": "text"} | tokenizer',
 )
 TURN_LINES = (
     "{",
@@ -298,9 +298,10 @@ def test_a_bad_line_is_named(
     command: str, flag: str, lines: tuple[str, ...], refuse: Callable[..., None], tmp_path: Path
 ) -> None:
     path = tmp_path / "in.jsonl"
-    for line in lines:
+    for case in lines:
+        line, _, says = case.partition(" | ")
         path.write_text('{"prompt_token_ids": [4, 5]}\n\n' + line + "\n")
-        refuse(command, f"{flag} {path}", f"{flag} {path}:3: ")
+        refuse(command, f"{flag} {path}", f"{flag} {path}:3: ", says)
 
 
 # A file's text, or what is changed in a good one.

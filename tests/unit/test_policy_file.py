@@ -98,7 +98,7 @@ def test_no_json_is_said(tmp_path: Path, raw: bytes) -> None:
 def test_a_folder_and_nothing_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"--policy {tmp_path}: "):
         read_policy(tmp_path)
-    with pytest.raises(UsageError, match=r"none\.json: "):
+    with pytest.raises(UsageError, match=r"none\.json: No such file"):
         read_policy(tmp_path / "none.json")
 
 
