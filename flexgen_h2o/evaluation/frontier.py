@@ -49,6 +49,7 @@ from flexgen_h2o.flags import (
     add_engine_flags,
     check_positions,
     model_of,
+    naming_flags,
     open_llm,
     policy_of,
     say_notes,
@@ -159,6 +160,8 @@ class Setting:
                 f"--policies {self.policy}: --kv-budget and --kv-bytes set the size; leave it out "
                 "there"
             )
+        with naming_flags():
+            H2O(**size)  # a share out of range is an error of its flag, not of the policy
         try:
             eviction = make_eviction(self.policy, **size)
         except UsageError as error:

@@ -1,85 +1,19 @@
-"""Flags of all commands: odd values, flags of other scripts, flags without effect, and what
-libraries say meanwhile."""
+"""Flags without effect, and what libraries say while a command runs."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from flexgen_h2o import batch, chat, complete, evaluate, flex_opt, hardware, policy_search, serve
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import MIB, TIB
 from tests.doors.conftest import Answer
 from tests.forks import Forks
 
 Door = Callable[..., Answer]
-COMMANDS = {
-    "flex-opt": flex_opt,
-    "plan": policy_search,
-    "hardware": hardware,
-    "batch": batch,
-    "evaluate fidelity": evaluate,
-    "evaluate text": evaluate,
-    "evaluate streaming": evaluate,
-    "evaluate data-wrangling": evaluate,
-    "complete": complete,
-    "chat": chat,
-    "serve": serve,
-}
-
-
-# ---- Odd values
-
-
-def parser_of(name: str, module: ModuleType) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = module._parser()
-    verbs = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    found: argparse.ArgumentParser = verbs[0].choices[name.split()[1]] if verbs else parser
-    return found
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_two_dashes_are_a_value_like_any_other(name: str) -> None:
-    """Of every flag: it is taken as a text, or refused by the flag's name. Python 3.11 makes an
-    empty list of it."""
-    parser = parser_of(name, COMMANDS[name])
-    flags = [
-        (a, option)
-        for a in parser._actions
-        for option in a.option_strings
-        if a.nargs != 0 and option[:2] == "--"
-    ]
-    assert len(flags) > 4
-    for action, option in flags:
-        try:
-            value = getattr(parser.parse_args([f"{option}=--"]), action.dest)
-        except UsageError as refusal:
-            assert option in str(refusal)  # noqa: PT017 - a text is taken, a number is not
-        else:
-            assert "--" in str(value) or option[-9:] in ("cache_dir", "cache-dir"), (
-                option
-            )  # no folder yet
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_what_begins_with_a_minus_and_a_digit_is_a_value(name: str) -> None:
-    """A wrong one for nearly all; not a flag, for want of which the one before it has none."""
-    parser = parser_of(name, COMMANDS[name])
-    for action in parser._actions:
-        option = next((option for option in action.option_strings if option[:2] == "--"), None)
-        if option is not None and action.nargs is None:
-            try:
-                parser.parse_args([option, "-5GiB"])
-            except UsageError as refusal:
-                assert option in str(refusal) and "expected" not in str(refusal)  # noqa: PT017 - as above
-
-
 # ---- Flags without effect
 
 

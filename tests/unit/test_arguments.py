@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,73 +14,67 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexgen_h2o import H2O, LLM, Full, Local, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import H2O, LLM, Full, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.cli_common import flag_of
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_h2o
-from flexgen_h2o.kvcache.eviction import H2ONorm, Random, SnapKV
+from flexgen_h2o.kvcache.eviction import EVICTING
 
-NAN = math.nan
-INF = math.inf
-WRONG: list[tuple[type | Callable[..., Any], dict[str, Any], str]] = [
-    (LLM, {"budget": "1GiB"}, "budget"),
-    (LLM, {"budget": {}}, "budget"),
-    (LLM, {"budget": 5}, "budget"),
-    (LLM, {"policy": None}, "policy"),
-    (LLM, {"policy": 5}, "policy"),
-    (LLM, {"policy": ""}, "--policy"),
-    (LLM, {"model": 5}, "model"),
-    (LLM, {"model": None}, "model"),
-    (LLM, {"model": ""}, "--model"),
-    (LLM, {"device": 5}, "device"),
-    (LLM, {"dtype": {}}, "dtype"),
-    (LLM, {"hardware": 5}, "hardware"),
-    (LLM, {"path": 5}, "path"),
-    (LLM, {"path": ""}, "--path"),
-    (LLM, {"path": "no/such"}, "--path"),
-    (LLM, {"revision": 5}, "revision"),
-    (LLM, {"offload_dir": 5}, "--offload-dir"),
-    (LLM, {"offload_dir": ""}, "--offload-dir"),
-    (LLM, {"eviction": "h2o"}, "eviction"),
-    (LLM, {"eviction": H2O}, "e"),
-    (MemoryBudget, {"host": 1.5}, "--host-mem"),
-    (MemoryBudget, {"disk": NAN}, "--disk-mem"),
-    (MemoryBudget, {"host": b"1GiB"}, "--host-mem"),
-    (MemoryBudget, {"host": np.float64(5.5)}, "--host-mem"),
-    (Policy, {"gpu_batch_size": 2.0}, "gpu_batch_size"),
-    (Policy, {"percent": 5}, "percent"),
-    (Policy, {"weight_bits": "4"}, "weight_bits"),
-    (SamplingParams, {"temperature": INF}, "temperature"),
-    (H2O, {"heavy_ratio": "x"}, "heavy_ratio"),
-    (H2O, {"heavy_ratio": NAN}, "heavy_ratio"),
-    (H2O, {"recent_ratio": True}, "recent_ratio"),
-    (H2O, {"heavy_size": 4.0}, "heavy_size"),
-    (H2O, {"positions": []}, "positions"),
-    (Local, {"sinks": -1}, "sinks"),
-    (Local, {"sinks": "4"}, "sinks"),
-    (H2ONorm, {"decay": NAN}, "decay"),
-    (SnapKV, {"kernel": 4}, "kernel"),
-    (Random, {"seed": -1}, "seed"),
-    (enable_h2o, {"model": 5}, "model"),
-    (enable_h2o, {"model": 5, "mode": []}, "mode"),
-    (enable_h2o, {"model": 5, "heavy_ratio": "x"}, "heavy_ratio"),
-    (disable_h2o, {"model": 5}, "model"),
-]
+# Wrong values by argument; the message begins with the argument or its flag.
+WRONG: dict[Callable[..., Any], dict[str, tuple[object, ...]]] = {
+    partial(LLM, "opt-tiny"): {
+        "budget": ("1GiB", {}, 5),
+        "policy": (None, 5, ""),
+        "device": (5,),
+        "dtype": ({},),
+        "hardware": (5,),
+        "path": (5, "", "no/such"),
+        "revision": (5,),
+        "offload_dir": (5, ""),
+        "eviction": ("h2o", H2O),
+    },
+    LLM: {"model": (5, None, "")},
+    MemoryBudget: {"host": (1.5, b"1GiB", np.float64(5.5)), "disk": (math.nan,)},
+    Policy: {"percent": (5,)},
+    enable_h2o: {"model": (5,)},
+    partial(enable_h2o, 5): {"mode": ([],), "heavy_ratio": ("x",)},
+    disable_h2o: {"model": (5,)},
+}
+# Values of another type, or out of range, by the type of a setting.
+WRONG_SETTINGS: dict[str, tuple[object, ...]] = {
+    "int": (4.5, 4.0, "4", True, math.nan),
+    "float": ("x", math.nan, math.inf, -1, True),
+    "bool": ("yes", 1),
+    "str": ([], "sideways"),
+}
 
 
 def refused(name: str, call: Callable[[], object]) -> None:
     with pytest.raises(UsageError) as raised:
         call()
-    assert (
-        str(raised.value).startswith(name)
-        and len(str(raised.value)) < 300
-        and "\n" not in str(raised.value)
-    )
+    text = str(raised.value)
+    assert text.startswith((name, flag_of(name))) and len(text) < 300 and "\n" not in text
 
 
 def test_a_wrong_argument_is_named() -> None:
-    for made, given, name in WRONG:
-        named = {"model": "opt-tiny", **given} if made is LLM else given
-        refused(name, partial(made, **named))
+    for made, arguments in WRONG.items():
+        for name, values in arguments.items():
+            for value in values:
+                refused(name, partial(made, **{name: value}))
+
+
+@pytest.mark.parametrize("kind", [Policy, SamplingParams, H2O, *EVICTING.values()])
+def test_a_wrong_setting_is_named(kind: type[Policy]) -> None:
+    ruled = [f for f in fields(kind) if f.metadata.keys() - {"help"}]
+    assert ruled
+    for f in ruled:
+        rules = f.metadata
+        name, _, _ = str(f.type).partition(" | ")
+        values = list(WRONG_SETTINGS.get(name, ()) if name != "str" or "choices" in rules else ())
+        values += [rules["low"] - 1] if "low" in rules else []
+        values += [rules["high"] + 1] if rules.get("high") else []
+        for value in values:
+            refused(f.name, partial(kind, **{f.name: value}))
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +88,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 ONE = SamplingParams(max_tokens=1)
 CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("params[0]", lambda llm: llm.generate(["a"], [1, 2])),
-    ("params: 0 for 1 prompts; give one for each", lambda llm: llm.generate(["a"], [])),
-    ("params: 1 for 0 prompts; give one for each", lambda llm: llm.generate([], [ONE])),
+    ("params: 0", lambda llm: llm.generate(["a"], [])),
+    ("params: 1", lambda llm: llm.generate([], [ONE])),
     ("params", lambda llm: llm.generate(["a"], {"max_tokens": 3})),
     ("params", lambda llm: llm.generate(["a"], 5)),
     ("params[1]", lambda llm: llm.generate(["a", "b"], [ONE, None])),

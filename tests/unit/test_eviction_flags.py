@@ -78,49 +78,34 @@ def test_every_name_is_a_policy(name: str) -> None:
     assert parse(f"--eviction {name}") == (EVICTING[name]() if name in EVICTING else Full())
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--eviction nonsense", ["--eviction nonsense:", *POLICIES]),
-        ("--eviction ''", ["--eviction : not one of full"]),
-        ("--eviction full --hh-ratio 0.1", ["--hh-ratio", "--eviction full"]),
-        ("--eviction full --positions rolling", ["--positions", "--eviction full"]),
-        (
-            "--attn-sparsity 0.5 --eviction h2o",
-            ["--attn-sparsity:", "--eviction asks for h2o; leave one of them out"],
-        ),
-        (
-            "--attn-sparsity 0.5 --kv-bytes 0.2",
-            ["--attn-sparsity:", "--kv-bytes asks for h2o; leave one"],
-        ),
-        (
-            "--attn-sparsity 0.5 --protect none --hh-size 4",
-            ["--attn-sparsity:", "--hh-size asks for h2o; leave one"],
-        ),
-        ("--hh-ratio 0", ["--hh-ratio:", "(0, 1]"]),
-        ("--hh-ratio 1.5", ["--hh-ratio: 1.5"]),
-        ("--recent-ratio 0", ["--recent-ratio:"]),
-        ("--hh-size 0", ["--hh-size: 0"]),
-        ("--eviction h2o-norm:", ["--eviction:", "colon"]),
-        ("--eviction full:sinks=2", ["--eviction: full"]),
-        ("--eviction h2o:decay=0.5", ["--eviction: decay is not a setting of h2o"]),
-        (
-            "--eviction h2o-norm:decay=0.95",
-            ["--eviction: decay is not a setting of h2o-norm; it has", "grace"],
-        ),
-        ("--eviction random:seed=1,seed=2", ["--eviction: seed is given twice"]),
-        ("--eviction local:sinks=-1", ["--eviction local:sinks=-1: sinks: -1"]),
-        ("--hh-ratio 0.1 --hh-size 4", ["--hh-size:"]),
-        ("--recent-ratio 0.1 --recent-size 4", ["--recent-size:"]),
-        ("--hh-all perhaps", ["--hh-all", "perhaps"]),
-        ("--hh-size 4.5", ["--hh-size", "4.5"]),
-    ],
+# Flags that do not go together, and what the message names. test_bad_values.py has the values that
+# are wrong by themselves.
+REFUSED = (
+    ("--eviction nonsense", *POLICIES),
+    ("--eviction ''",),
+    ("--eviction full --hh-ratio 0.1", "--hh-ratio"),
+    ("--eviction full --positions rolling", "--positions"),
+    ("--attn-sparsity 0.5 --eviction h2o", "--eviction asks"),
+    ("--attn-sparsity 0.5 --kv-bytes 0.2", "--kv-bytes asks"),
+    ("--attn-sparsity 0.5 --protect none --hh-size 4", "--hh-size asks"),
+    ("--hh-size 0",),
+    ("--eviction h2o-norm:", "colon"),
+    ("--eviction full:sinks=2", "full"),
+    ("--eviction h2o:decay=0.5", "decay"),
+    ("--eviction h2o-norm:decay=0.95", "decay", "grace"),
+    ("--eviction random:seed=1,seed=2", "seed"),
+    ("--eviction local:sinks=-1", "sinks: -1"),
+    ("--hh-size 4 --hh-ratio 0.1",),
+    ("--recent-size 4 --recent-ratio 0.1",),
 )
-def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
+
+
+@pytest.mark.parametrize(("flags", "says"), [(one[0], one[1:]) for one in REFUSED])
+def test_refusals_name_the_flag(flags: str, says: tuple[str, ...]) -> None:
     with pytest.raises(UsageError) as caught:
         parse(flags)
     text = str(caught.value)
-    assert all(part in text for part in says) and "\n" not in text
+    assert all(part in text for part in (flags.split()[0], *says)) and "\n" not in text
     without_settings = text.partition("; it has ")[0].replace("--positions", "")
     assert not any(field in without_settings for field in engine_flags.EVICTION_FLAGS), (
         "a field's name, which no flag has"
@@ -223,9 +208,7 @@ def test_a_damaged_table_is_named(
     of_own_table: list[str], tmp_path: Path, damage: dict[str, Any]
 ) -> None:
     (tmp_path / "kv-size" / "some--model.json").write_text(json.dumps({**TABLE, **damage}))
-    with pytest.raises(
-        UsageError, match=r"--kv-size: .*some--model.json is no table of .*; remove it, or make it"
-    ):
+    with pytest.raises(UsageError, match=r"--kv-size: .*some--model.json"):
         engine_flags.policy_of(parser().parse_args([*of_own_table, "--kv-bytes", "0.2"]))
 
 
@@ -233,7 +216,7 @@ def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:
     args = parser().parse_args(["--policy", "sparse.json", "--hh-ratio", "0.5"])
     with pytest.raises(
         UsageError,
-        match=r"--policy sparse.json: attn_sparsity: .*, and --hh-ratio asks for h2o; leave one",
+        match=r"--policy sparse.json: attn_sparsity: .* --hh-ratio asks",
     ):
         engine_flags.eviction_of(args, Policy(attn_sparsity=0.5))
 

@@ -56,6 +56,7 @@ def test_what_it_was_found_for_may_be_left_out(tmp_path: Path) -> None:
     assert read_policy(tmp_path / "p.json") == SavedPolicy(Policy())
 
 
+<<<<<<< HEAD
 def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> str:
     return json.dumps({k: v for k, v in {**body, **change}.items() if k != drop})
 
@@ -83,29 +84,49 @@ def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> s
             "cache_bits: 2 is not one of 8, 4, 3, nor two of them",
         ),
     ],
+=======
+# A field of a good file that is changed, or taken out with None, and what the message also names.
+DAMAGE: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"overlap": None}, "overlap"),
+    ({"gbs": 4}, "gbs"),
+    ({"schema": 7}, "7"),
+    ({"schema": None}, "None"),
+    ({"percent": [90, 20, 0, 0, 0, 0]}, "90"),
+    ({"percent": [1, 2]}, "percent"),
+    ({"gpu_batch_size": 4.5}, "gpu_batch_size"),
+    ({"gpu_batch_size": 2**9, "num_gpu_batches": 2**9}, "num_gpu_batches"),
+    ({"overlap": "yes"}, "overlap"),
+    ({"attn_sparsity": 0}, "attn_sparsity"),
+    ({"workload": "x"}, "workload"),
+    ({"model": 5}, "model"),
+    ({"cache_bits": 8}, "compress_cache"),
+    ({"compress_cache": True, "cache_bits": 2}, "cache_bits"),
+    ({"int8_compute": True, "compress_weight": True, "weight_bits": 8}, "int8_compute"),
+>>>>>>> wt-refuse
 )
+
+
+@pytest.mark.parametrize(("changes", "named"), DAMAGE, ids=str)
 def test_a_bad_field_is_named_with_its_file(
-    tmp_path: Path, change: dict[str, Any], drop: str | None, says: str
+    tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     path = tmp_path / "p.json"
-    path.write_text(damaged({"schema": POLICY_SCHEMA, **Policy().to_json()}, change, drop))
-    with pytest.raises(UsageError, match=says) as caught:
+    body = {"schema": POLICY_SCHEMA, **Policy().to_json(), **changes}
+    path.write_text(json.dumps({k: v for k, v in body.items() if v is not None}))
+    with pytest.raises(UsageError, match=named) as caught:
         read_policy(path)
     assert str(caught.value).startswith(f"--policy {path}: ")
 
 
-@pytest.mark.parametrize("raw", [b"{", b"\xff\xfe"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe"])
 def test_no_json_is_said(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "p.json").write_bytes(raw)
-    with pytest.raises(UsageError, match=r"p\.json: not a JSON file"):
+    with pytest.raises(UsageError, match=r"p\.json: "):
         read_policy(tmp_path / "p.json")
 
 
-def test_a_list_a_folder_and_nothing_at_all(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text("[]")
-    with pytest.raises(UsageError, match="object is expected"):
-        read_policy(tmp_path / "p.json")
-    with pytest.raises(UsageError, match=f"--policy {tmp_path}: Is a directory"):
+def test_a_folder_and_nothing_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--policy {tmp_path}: "):
         read_policy(tmp_path)
     with pytest.raises(UsageError, match=r"none\.json: No such file"):
         read_policy(tmp_path / "none.json")
