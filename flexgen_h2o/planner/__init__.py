@@ -1,1 +1,1 @@
-"""What a policy needs and costs, before anything is allocated. Never imports torch."""
+"""The planner: what a policy needs and costs, before anything is allocated. It imports no torch."""

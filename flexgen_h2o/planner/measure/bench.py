@@ -1,5 +1,5 @@
-"""Where and how seconds are measured, and the compute rates of one dtype: products, attention, what
-is between them."""
+"""Timing of calls on a device, and the compute rates of one dtype: products, attention and
+elementwise work."""
 
 from __future__ import annotations
 
@@ -47,45 +47,56 @@ from flexgen_h2o.tiers.device import Device
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is measured. Buffers in bytes, all larger than the caches, so that a figure is that
-    of memory.
+    """Sizes and durations of what is measured.
 
-    figure_s: seconds that one figure should take. longest_s: a product that would take longer is
-    not measured, another call is timed once. disk_bytes, disk_s: of the file, whichever is reached
-    first. link_bytes: walked through by copies over the link. memory_bytes: copied from and to.
-    weight_bytes: matrices that products cycle through. rows: of products; widths: of square
-    matrices; hidden: h of (4 h, h) and (h, 4 h) matrices; heads: h of (16 h, h) ones.
-    prompt_tokens: of a micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x
-    head width. cache_bytes: keys and values that decode attention reads; head_widths, slots: their
-    shape. block: (tokens, width) of elementwise work, width also of unpacked matrices. logits:
-    (rows, vocabulary). steps: decode sweeps of a small model; step_rows: its micro-batches;
-    step_width: its width; step_prompt: tokens of a prompt in its prefill sweep. beside_s: seconds
-    of disk reads and compute together.
+    Buffers are larger than the caches, so that a figure is that of memory.
     """
 
+    # Seconds that one figure should take.
     figure_s: float = 0.12
+    # A product that would take more seconds is not measured; another call is timed once.
     longest_s: float = 0.5
+    # Bytes and seconds of the file, whichever is reached first.
     disk_bytes: int = 2 * GIB
     disk_s: float = 3.0
+    # Bytes that copies over the link walk through.
     link_bytes: int = 256 * MIB
+    # Bytes that are copied from and to.
     memory_bytes: int = 256 * MIB
+    # Bytes of the matrices that products cycle through.
     weight_bytes: int = 256 * MIB
+    # Widths of square matrices.
     widths: tuple[int, ...] = (64, 256, 768, 2048, 4096, 8192)
+    # h of matrices (4 h, h) and (h, 4 h).
     hidden: tuple[int, ...] = (64, 256, 768, 2048, 4096)
+    # h of matrices (16 h, h).
     heads: tuple[int, ...] = (768, 2048)
+    # Rows of the products.
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, TOKEN_CHUNK)
+    # Tokens of a micro-batch of prompts.
     prompt_tokens: int = 2048
+    # Tokens of one prompt.
     prompt_lengths: tuple[int, ...] = (64, 256, 1024, 2048)
+    # Heads x head width.
     prompt_width: int = 2048
+    # Bytes of the keys and values that decode attention reads.
     cache_bytes: int = 256 * MIB
+    # Head widths and slots of decode attention.
     head_widths: tuple[int, ...] = (64, 80, 128)
     slots: int = 512
+    # (tokens, width) of elementwise work; the width is also that of unpacked matrices.
     block: tuple[int, int] = (1024, 4096)
+    # (rows, vocabulary).
     logits: tuple[int, int] = (32, 50272)
+    # Decode sweeps of a small model.
     steps: int = 48
+    # Its micro-batches.
     step_rows: tuple[int, int] = (8, 64)
+    # Its width.
     step_width: int = 768
+    # Tokens of a prompt in its prefill sweep.
     step_prompt: int = 128
+    # Seconds of disk reads and compute together.
     beside_s: float = 1.5
 
 
@@ -120,7 +131,7 @@ def undisturbed(timings: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how much is measured."""
+    """A device, and how much is measured on it."""
 
     device: Device
     sizes: Sizes

@@ -1,4 +1,4 @@
-"""What the engine reaches: rates of its lanes between tiers, and the fixed costs of a step of its
+"""Rates that the engine reaches: of its lanes between tiers, and the fixed costs of a step of its
 loop.
 
 Each function gives fields of a HardwareProfile. A step's fixed costs are the seconds of a small
@@ -71,7 +71,7 @@ HOST_PIECE = 4 * TRANSFER_CHUNK  # one copy of weights that live on the host
 
 
 def link_rates(bench: Bench, mover: Mover) -> Figures:
-    """Of copies between the host and the bench's device, which is not host memory itself."""
+    """Return the rates of copies between the host and a device that is not host memory itself."""
     device = bench.device
     nbytes = bench.sizes.link_bytes
     pinned = device.host_staging(nbytes)
@@ -80,7 +80,7 @@ def link_rates(bench: Bench, mover: Mover) -> Figures:
     half = nbytes // 2
 
     def copies(*ways: tuple[str, torch.Tensor, torch.Tensor]) -> Call:
-        """Of lane, target and source: piece by piece, all of them queued."""
+        """Return a call that queues all pieces of the copies. ways: lane, target and source."""
         cut = [
             (lane, target.split(HOST_PIECE), source.split(HOST_PIECE))
             for lane, target, source in ways
@@ -199,7 +199,7 @@ class DiskProbe:
         return self._file.direct
 
     def rates(self) -> Figures:
-        """Of a file whose space was written before, as that of a run's scratch files soon is."""
+        """Return the rates of a file whose space was written before, as in scratch files."""
         generator = random.Random(0)
         page = self._buffers[0][:PAGE]
 
@@ -455,7 +455,7 @@ def load_costs(costs: tuple[Costs, Costs], weights_s: float, cache_s: float) -> 
 
 
 def short_requests(costs: Costs) -> float:
-    """Of weights and KV of a transformer block in the middle."""
+    """Return the number of short reads for weights and KV of a transformer block in the middle."""
     at = costs.at
     layers = costs.layers
     half = costs.at.spec.num_blocks // 2
@@ -493,7 +493,7 @@ def _with_elementwise(costs: Costs, run: _Run, measured_s: float) -> HardwarePro
 
 
 def _planned(costs: Costs, run: _Run, sweep: int) -> Steps:
-    """What the planner says of the steps of a sweep, without their fixed costs."""
+    """Return the predicted seconds of the steps of a sweep, without their fixed costs."""
     costs = costs.with_contention([run.batch], sweep)
     return tuple(costs.step(index, run.batch, sweep).device_s for index in _indices(costs))
 

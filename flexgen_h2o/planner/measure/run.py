@@ -111,7 +111,7 @@ def measure(
 
 
 def _blank(device: Device, offload_dir: Path) -> HardwareProfile:
-    """What is known of this machine before anything is measured."""
+    """Return a profile with what is known of this machine before anything is measured."""
     machine = this_machine(device, offload_dir)
     nothing: Figures = {f.name: 0.0 for f in fields(HardwareProfile) if f.type == "float"}
     return HardwareProfile(
@@ -131,24 +131,23 @@ def _blank(device: Device, offload_dir: Path) -> HardwareProfile:
 
 @dataclass(frozen=True)
 class _Setup:
-    """Where figures are taken. host: of the host, which is `device` itself where that computes.
-    dtype: of figures that are measured in one only."""
+    """The benches and the folder that figures are taken with. `warm` makes it."""
 
     device: Bench
-    host: Bench
+    host: Bench  # `device` itself if the host computes
     scratch: Scratch
-    dtype: str
+    dtype: str  # for figures that are measured in one dtype only
 
     @classmethod
     def warm(cls, device: Device, scratch: Scratch, sizes: Sizes | None, dtype: str) -> _Setup:
-        """On cores that have worked for a while: idle ones are slower at first."""
+        """Return a setup after the cores have worked for a while: idle ones are slower at first."""
         bench = Bench(device, sizes or (HOST if device.is_host else CARD))
         warm_cores(bench, getattr(torch, dtype))
         host = bench if device.is_host else Bench(HostDevice(), sizes or CARD_HOST)
         return cls(bench, host, scratch, dtype)
 
     def measured(self, profile: HardwareProfile, part: str) -> HardwareProfile:
-        """The profile with the fields of one part."""
+        """Return the profile with the fields of one part."""
         if part == STEPS:
             return with_step_costs(self.device, profile, self.dtype, self.scratch.folder)
         if part == MEMORY:
@@ -162,8 +161,8 @@ class _Setup:
         )
 
     def _memory(self) -> Figures:
-        """Where the host computes, the link is that of the stand-in device, for three tiers without
-        a card."""
+        """Return the rates of memory and link. If the host computes, the link is that of the
+        stand-in device, which gives three tiers without a GPU."""
         device = self.device.device
         host_rate = memory_rate(self.host)
         with open_mover(StandInDevice() if device.is_host else device) as mover:
@@ -274,9 +273,9 @@ def profile_of_this_machine(
 
 
 def cache_path(device: str, offload_dir: Path) -> Path:
-    """Where the profile of this machine with `device` and the disk of `offload_dir` is kept.
+    """Return the path of the profile of this machine with `device` and the disk of `offload_dir`.
 
-    Raises UsageError for a device that is not there.
+    Raise UsageError for a device that is not there.
     """
     machine = this_machine(open_device(device, separate_budget=False), offload_dir)
     digest = hashlib.sha256(fingerprint_text(machine).encode()).hexdigest()[:16]
@@ -348,7 +347,7 @@ def this_machine(device: Device, offload_dir: Path) -> ThisMachine:
 
 
 def fingerprint_text(machine: ThisMachine) -> str:
-    """What a measured profile depends on that stays the same from run to run."""
+    """Return the facts that a measured profile depends on and that stay the same between runs."""
     facts = (
         machine.cpu,
         machine.cores,
@@ -361,7 +360,7 @@ def fingerprint_text(machine: ThisMachine) -> str:
 
 
 class BackgroundLoad:
-    """What other processes take of the machine while this one measures."""
+    """The share of the machine that other processes take while this one measures."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -382,13 +381,15 @@ class BackgroundLoad:
         )
 
     def of_disks(self) -> str:
-        """The same of bytes that disks moved; only while this process moves none."""
+        """Return the same about bytes that disks moved, while this process moves none."""
         rate = (_disk_bytes() - self._disk) / self._seconds
         return f"{format_bytes(rate)} a second of the disks" if rate >= DISTURBED_DISK else ""
 
     def share(self) -> float:
-        """Of all cores since this was made, between 0 and 1. What the hypervisor takes does not
-        show."""
+        """Return the share of all cores since this was made, between 0 and 1.
+
+        Time that the hypervisor takes is not seen.
+        """
         busy, own = self._cpu
         busy_now, own_now = _cpu_seconds()
         cores = self._seconds * (os.cpu_count() or 1)
@@ -396,7 +397,7 @@ class BackgroundLoad:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """Seconds that all cores were busy, and those of this process."""
+    """Return the seconds that all cores were busy, and those of this process."""
     times = psutil.cpu_times()
     own = os.times()
     idle = times.idle + getattr(times, "iowait", 0.0)
@@ -407,7 +408,7 @@ def _cpu_seconds() -> tuple[float, float]:
 
 
 def _disk_bytes() -> float:
-    """That all disks have moved; 0 where the system does not tell."""
+    """Return the bytes that all disks have moved, or 0 if the system does not tell."""
     try:
         disks = psutil.disk_io_counters()
     except (OSError, RuntimeError):
@@ -442,7 +443,7 @@ def _mount(folder: Path) -> str:
 
 
 def _lines(path: str) -> list[str]:
-    """Of a file that not every system has."""
+    """Return the lines of a file that not every system has."""
     try:
         return Path(path).read_text(errors="replace").splitlines()
     except OSError:
