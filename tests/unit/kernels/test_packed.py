@@ -31,6 +31,7 @@ from flexgen_h2o.kernels.slots import (
     put_packed_reference,
     put_slots_reference,
 )
+from flexgen_h2o.kernels.workspace import is_compiled
 from tests.unit.kernels.test_slots import (
     DTYPES,
     copy_of,
@@ -389,14 +390,19 @@ FEW_NEW_COLUMNS = {(64, 4, torch.bfloat16), (80, "4/3", torch.float32), (128, 3,
         for form, dtype in product([(64, 4), (80, "4/3"), (128, 3), (33, 8)], DTYPES)
     ],
 )
-@pytest.mark.parametrize("count", [0, 8])
+@pytest.mark.parametrize(("count", "segments"), [(0, 2), (8, 2), (8, 1)])
 def test_new_columns_go_to_slots_and_among_whole_ones(
-    dtype: torch.dtype, width: int, bits: int | str, count: int
+    dtype: torch.dtype,
+    width: int,
+    bits: int | str,
+    count: int,
+    segments: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the bit what smoothing, packing and putting give one after the other; as the reference but
     for a rounding."""
     rows = 37
-    length = 7
+    length = 14 // segments
     packing = KVPacking.of(width, bits)
     whole = beside(rows, width, dtype, [12] * rows, count)
     slots = torch.randint(0, 14, (rows,))
@@ -405,9 +411,10 @@ def test_new_columns_go_to_slots_and_among_whole_ones(
         slots[3] = int(whole.slots[3].max())  # its whole column is evicted
     places = torch.randint(-1, max(count, 1), (rows,)) if count else torch.full((rows,), -1)
     sizes = [rows * length * of.words for of in (packing.keys, packing.values)]
-    parts = (
-        torch.randint(0, 9, (2, sum(sizes))).int().split(sizes, dim=1)
-    )  # as slots lie, segment by segment
+    if segments == 1:
+        parts = tuple(torch.randint(0, 9, (1, size)).int() for size in sizes)
+    else:  # as slots lie, segment by segment
+        parts = torch.randint(0, 9, (segments, sum(sizes))).int().split(sizes, dim=1)
     areas = [part.unflatten(1, (rows, length, -1)) for part in parts]
     want = [t.clone() for t in areas]
     of_want = whole.map(torch.clone)
@@ -424,6 +431,8 @@ def test_new_columns_go_to_slots_and_among_whole_ones(
     put_packed_reference(
         (plain[0], plain[1]), slots, (keys, values), SlotForm(packing, whole=of_plain), places
     )
+    if is_compiled(keys):  # the slow path is not taken
+        monkeypatch.setattr("flexgen_h2o.kernels.slots.put_packed_reference", None)
     put_packed((areas[0], areas[1]), slots, (keys, values), SlotForm(packing, whole=whole), places)
     assert all(map(torch.equal, areas, want))
     for found in (whole, of_plain):
