@@ -472,8 +472,9 @@ def claims_page(results: Path) -> str:
             f"Made by `bash scripts/reproduce.sh`, in {minutes:.0f} minutes. Brackets are 95% "
             "intervals over prompts. "
             f"`local` keeps the first 4 and the newest KV entries. `{LOCAL}` is the papers' Local: "
-            "the newest entries "
-            "alone. `bench/reproduce/claims.py` has the bound for each answer. The figures are in "
+            "the newest entries alone. Shares are of the prompt's entries, "
+            "and prompts have 384 tokens, so figures differ from those of [Quality](quality.md). "
+            "`bench/reproduce/claims.py` has the bound for each answer. The figures are in "
             "`bench/results/papers/`."
         ),
     ]

@@ -115,10 +115,11 @@ def make_blocks(
     A block has at most `num_gpu_batches` micro-batches, and each of them has at most
     `gpu_batch_size` sequences. Sequences that ask for the most new tokens come first, because a
     block runs as many sweeps as its longest answer has tokens. Then come those with the longest
-    prompts. Equal ones keep their input order. So the block that needs the most memory comes first,
-    and every micro-batch but the last is full.
+    prompts. Equal ones keep their input order. Every micro-batch but the last is full. Without
+    `sharing`, the block that needs the most memory comes first.
 
-    sharing: puts sequences that begin alike together if they fill micro-batches.
+    sharing: puts sequences that begin alike together if they fill micro-batches. This comes before
+    the length of the prompts.
     """
     gbs = gpu_batch_size
     block = gpu_batch_size * num_gpu_batches
@@ -484,9 +485,8 @@ class BlockTimes:
     sweeps: list[float] = field(default_factory=list)
     # Seconds of each layer of each sweep, over all micro-batches.
     layers: list[float] = field(default_factory=list)
-    # As in `Sweep`, for each sweep.
+    # KV entries held and read in each sweep, as in `Sweep`.
     held: list[int] = field(default_factory=list)
-    # As in `Sweep`, for each sweep.
     read: list[int] = field(default_factory=list)
 
 
@@ -501,12 +501,10 @@ class BlockStats:
     sweeps: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    # `held`, `full` and `units` are sums of those of `Sweep` over the decode sweeps, of which there
-    # are `later`. Before the first decode sweep they are those of the prefill sweep.
+    # `held`, `full` and `units` are sums of those of `Sweep` over the sweeps after the first. Until
+    # the second they are those of the first.
     held: int = 0
-    # See `held`.
     full: int = 0
-    # See `held`.
     units: int = 0
     # Prompt tokens that were computed.
     fed_tokens: int = 0

@@ -46,7 +46,8 @@ class Step:
     Prefill or decode is a property of the sequences, not of the order. So one sweep may mix both.
     """
 
-    # 0 fills the KV cache of the sequences that enter with it; later sweeps decode.
+    # Sweep 0 fills the KV cache of the first sequences. Later sweeps decode, and fill the cache of
+    # sequences that join.
     sweep: int
     layer: int
     micro_batch: int

@@ -422,7 +422,8 @@ class MemoryPlanner:
         in_int8 = self.form.in_int8
         if not self.blocks_rows and not (self.device_is_host and in_int8):
             return 0
-        itemsize, ends = (1, 3 * INT8_ROW_BYTES) if in_int8 else (self.itemsize, 0)
+        itemsize = 1 if in_int8 else self.itemsize
+        ends = 3 * INT8_ROW_BYTES if in_int8 else 0
         return max(
             min(outer, max(BLOCK_ROWS, BLOCK_CHUNK // (inner * itemsize))) * inner * itemsize
             + outer * ends
@@ -553,7 +554,7 @@ def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:
 def _blocks(spec: ModelSpec) -> Iterator[tuple[TensorSpec, ...]]:
     """Return the tensors of the transformer blocks.
 
-    Of experts only those of the first one count: all are alike.
+    Only the first expert counts, because all are alike.
     """
     experts = (experts[0] for experts in spec.experts.tensors if experts) if spec.experts else ()
     return chain(spec.attention, spec.mlp, experts)

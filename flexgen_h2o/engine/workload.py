@@ -309,9 +309,8 @@ def workload_of(
     lengths = {prompt for prompt, _ in sizes}
     most_new = max(new for _, new in sizes)
     prompt_len = max(lengths)
-    free = next(
-        (block for block in blocks if not windows or windows[block] is None), 0
-    )  # of a window
+    # The first block without a window.
+    free = next((block for block in blocks if not windows or windows[block] is None), 0)
 
     def columns(prompt: int, new: int, block: int = free) -> int:
         return eviction.budget(prompt, new, block).columns

@@ -43,9 +43,9 @@ LISTED = {"files": 10_000, "batches": 20}  # entries by default, as OpenAI has i
 EXPIRY_FIELDS = (
     "expires_after[anchor]",
     "expires_after[seconds]",
-)  # as OpenAI's clients write them in a form
+)
 FORM_FIELDS = ("file", "purpose", *EXPIRY_FIELDS)
-# as OpenAI has it
+# The bounds of OpenAI's API.
 MIN_EXPIRY_S = 3600
 MAX_EXPIRY_S = 2_592_000
 SHORT_BODY = 2**16  # bytes

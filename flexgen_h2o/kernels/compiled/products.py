@@ -65,8 +65,6 @@ _AMX_CHUNK = 1024
 _AMX_TOKENS = 256
 _AMX_FEW = 128
 _GROUP_WORDS = GROUP // 4
-# words of a group of codes in bf16
-# words of a group of codes in bf16
 _PACKED_WORDS = GROUP // 2
 _MXFP4_WORDS = CHUNK // 2
 _FIELDS = len(ProductJob._fields)

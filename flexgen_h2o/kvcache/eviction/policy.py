@@ -162,7 +162,9 @@ def record_of(eviction: Eviction) -> RowRecord:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of `b` sequences, as a policy sees them when it ranks them. `evict` makes it.
+    """The columns of `b` sequences, as a policy sees them when it ranks them.
+
+    kvcache/evict.py makes it.
 
     For slots that are not filled, all entries except may_leave are arbitrary.
     """
@@ -400,10 +402,10 @@ class Evicting(EvictionSettings):
 
 @lru_cache(maxsize=4096)
 def _sized_columns(sizes: KVSizes, share: float, tokens: int) -> int:
-    """Return the most columns of a row that fit into `share` of its bytes in bf16.
+    """Return the most columns that fit in `share` of the bytes that `tokens` columns take in bf16.
 
-    The bytes are those of `tokens` columns. Returns 0 if there is no room for one column. The slots
-    that count are one more than the columns, for the column that enters. The last token needs none.
+    Return 0 if there is no room for one column. One more slot counts, for the column that enters.
+    The last token never needs a slot.
     """
     most = share * tokens * 4 * sizes.width
 
