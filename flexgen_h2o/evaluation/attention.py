@@ -23,6 +23,7 @@ from flexgen_h2o.parser import OneLineParser
 
 # Prompts by default, and the first query that counts by default.
 PROMPTS = 64
+MAX_SEED = 2**31  # of the eviction policy `random`, which --remove compares with
 MIN_SEEN = 32
 
 
@@ -148,6 +149,8 @@ def _check(args: argparse.Namespace) -> None:
             f"{args.prompt_len - 1}; give that "
             "or less"
         )
+    if args.seed > MAX_SEED:
+        raise UsageError(f"--seed {args.seed}: is larger than {MAX_SEED}")
     for i, share in enumerate(args.remove):
         if share in args.remove[:i]:
             raise UsageError(f"--remove: {share:g} is given twice")

@@ -310,6 +310,8 @@ def run(args: argparse.Namespace) -> int:
                         f"--json: {kept} has a setting that is none here ({error}); remove it"
                     ) from error
             study = Study(args, runner, prompts, cases, measured)
+            if args.learn:
+                _check_learns(study)
             study.measure()
         result = {**facts, "cells": study.cells()}
     result["seconds"] = time.perf_counter() - began
@@ -319,13 +321,21 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _keep_table(path: Path, table: Figures) -> None:
-    if not table["mixes"]:
+def _check_learns(study: Study) -> None:
+    """Raise UsageError if no setting is as small as one of the shares of --kv-bytes."""
+    smallest = min(
+        study.kv_share(setting)
+        for setting in study.cases
+        if setting.weights == str(WHOLE) and not setting.chosen_by
+    )
+    if smallest > max(study.args.kv_sizes) * ROUNDED:
         raise UsageError(
-            "--learn: no setting is as small as the shares of --kv-bytes, so there is nothing to "
-            "choose; give more "
-            "policies or fewer bits"
+            f"--learn: the smallest setting needs {smallest:.1%} of the KV cache's bytes, more "
+            "than the shares of --kv-bytes; give more --policies or fewer --kv-bits"
         )
+
+
+def _keep_table(path: Path, table: Figures) -> None:
     from flexgen_h2o.core.files import write_whole
 
     try:
@@ -831,13 +841,17 @@ class Study:
         """Return the figures of each setting, those of the full cache first."""
         return [self._cell(setting) for setting in self.cases]
 
+    def kv_share(self, setting: Setting) -> float:
+        """Return the mean share of the full cache's bytes over the prompts."""
+        if replace(setting, weights=REFERENCE.weights) == REFERENCE:
+            return 1.0
+        lengths = [(len(row.prompt), self.args.gen_len) for row in self.prompts.rows]
+        return self.runner.share(self.cases[setting], lengths)
+
     def _cell(self, setting: Setting) -> Figures:
         losses = np.array(self.measured[setting, LOSSES])
         full_nats = np.array(self.measured[REFERENCE, LOSSES])[:, 2]
-        kv_share = 1.0
-        if replace(setting, weights=REFERENCE.weights) != REFERENCE:
-            lengths = [(len(row.prompt), self.args.gen_len) for row in self.prompts.rows]
-            kv_share = self.runner.share(self.cases[setting], lengths)
+        kv_share = self.kv_share(setting)
         speeds = self.measured[setting, SPEED]
         rouge = self.measured[setting, ANSWERS]
         return {

@@ -443,9 +443,9 @@ def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[st
 
 
 def _text(name: str, value: object) -> str:
-    """Return a JSON string; raise UsageError for anything else."""
-    if not isinstance(value, str):
-        raise UsageError(f"{name}: {value!r} is not a text")
+    """Return a JSON string of one line; raise UsageError for anything else."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise UsageError(f"{name}: {value!r} is not a text of one line")
     return value
 
 

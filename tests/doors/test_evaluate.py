@@ -753,6 +753,11 @@ def test_frontier_scores_summaries_and_follows_the_models_own_answers(
         ("--prompts prompts.jsonl --gen-len 1", "--gen-len 1"),
         ("--prompts prompts.jsonl --tasks riddle", "--tasks riddle"),
         ("--prompts prompts.jsonl --learn", "--learn: "),
+        (
+            "--prompts prompts.jsonl --prompt-len 40 --gen-len 8 --learn --kv-bytes 0.2 "
+            "--policies full --kv-bits 8",
+            "--learn: the smallest setting needs",
+        ),
         ("--prompts prompts.jsonl --kv-budget 0.2 0.2", "--kv-budget: 0.2 is given twice"),
         ("--prompts prompts.jsonl --policies h2o:kv_budget=0.2", "--policies h2o:kv_budget=0.2"),
         ("", "--prompts: is missing"),
