@@ -161,7 +161,7 @@ ROWS = (
         "1024 --recent-size "
         "1024",
         "a100-80",
-        NOT_MEASURED,
+        "[papers](../../docs/lab/papers.md#streaming)",
         real='for policy in h2o local; do\nname="$WORK/streaming-$policy.json"; [ -s "$name" ] || '
         f'{EVALUATE} streaming --model "$MODEL" --text "$WORK/long.txt" --streams 1 --stream-len '
         "20000 --policies "
@@ -427,7 +427,7 @@ ROWS = (
         "bash bench/throughput_sweep.sh --cell facebook/opt-30b,512,32,16GiB,4,256",
         "installed peers (`bench/baselines`); weights are random",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 256",
-        measured="[Results](../../docs/results.md)",
+        measured="[papers](../../docs/lab/papers.md#peers), [Results](../../docs/results.md)",
         real="for round in 1 2 3; do for system in hf:sdpa ours:full ours:h2o:0.1; do\n"
         'name="$WORK/peers-${system/:/-}-$round.json"; [ -s "$name" ] || python '
         "bench/baselines/${system%%:*}/run.py "
