@@ -17,7 +17,7 @@ import torch
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.model import Layer
-from flexgen_h2o.engine.attention import CacheStep, JoinedAttention, UnitAttention
+from flexgen_h2o.engine.attention import JoinedAttention, UnitAttention
 from flexgen_h2o.engine.decoding import Decoding, SampledTokens, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
@@ -27,12 +27,12 @@ from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.stores import WeightStream
 from flexgen_h2o.kernels.workspace import upload
-from flexgen_h2o.kvcache.evict import columns_of
+from flexgen_h2o.kvcache.budgets import BudgetTable, Move
+from flexgen_h2o.kvcache.decode import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.kvcache.part import KVUnit, Prompts
 from flexgen_h2o.kvcache.prefixes import Sharing
-from flexgen_h2o.kvcache.rows import Move, SlotTable
-from flexgen_h2o.kvcache.slots import PromptAttention
 from flexgen_h2o.models import Attention, Hidden, Weights, family_of
 from flexgen_h2o.models.layers import count_choices, sort_choices
 from flexgen_h2o.tiers.stream import Region, Waitable
@@ -179,7 +179,7 @@ class Executor:
         blocks = range(engine.spec.num_blocks)
         in_copy = [self._common if engine.spec.window(block) is None else 0 for block in blocks]
         sizes = [_sizes(batch.rows) for batch in self._batches]
-        self._tables = [SlotTable(self._eviction, rows, len(blocks), in_copy) for rows in sizes]
+        self._tables = [BudgetTable(self._eviction, rows, len(blocks), in_copy) for rows in sizes]
         layouts = [[self._layout(block, k) for k in range(count)] for block in blocks]
         is_open = self._waiting is not None
         engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches], is_open)
@@ -363,7 +363,7 @@ class Executor:
         sweep_input = self._inputs[key[2]]
         _, block, k = key
         window = self._engine.spec.window(block)
-        if cache.new:
+        if cache.steps:
             self._sweep.read += cache.read + sweep_input.steps * (
                 sweep_input.common if window is None else 0
             )
@@ -464,28 +464,25 @@ class Executor:
             self._after_sweep(k, *self._append_tokens(k, tokens))
         wire.check(k, len(self._batches[k].rows))
 
-    def _show_slots(self, k: int, cache: CacheStep) -> None:
+    def _show_slots(self, k: int, cache: KVUnit) -> None:
         """Show what a decode step's attention saw to the slots callback."""
         watch = self._decoding.watches.slots
-        if watch is not None and cache.decoding is not None and cache.decoding.policy.needs.record:
-            rows = [r.prompt.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
-            watch(
-                rows,
-                cache.new[-1].filled,
-                columns_of(cache.decoding, cache.new[-1].positions, cache.new[-1].filled),
-            )
+        if watch is not None and cache.steps and cache.policy.needs.record:
+            rows = [r.prompt.index for r in self._batches[k].rows[: cache.decoding]]
+            step = cache.steps[-1]
+            watch(rows, step.filled, columns_of(cache, step))
 
-    def _with_watch(self, block: int, k: int, cache: CacheStep) -> CacheStep:
+    def _with_watch(self, block: int, k: int, cache: KVUnit) -> KVUnit:
         """Return `cache` with the prompts callback attached to the sequences that enter."""
         watch = self._decoding.watches.prompts
-        if watch is None or cache.entering is None:
+        if watch is None or not cache.enters:
             return cache
-        rows = [r.prompt.index for r in self._batches[k].rows[self._inputs[k].decoding :]]
+        rows = [r.prompt.index for r in self._batches[k].rows]
 
-        def see(first: int, attention: PromptAttention) -> None:
+        def see(first: int, attention: Prompts) -> None:
             watch(rows[first : first + len(attention.q)], block, attention)
 
-        return replace(cache, entering=replace(cache.entering, watch=see))
+        return replace(cache, watch=see)
 
     def _begin_sweep(self, k: int) -> None:
         """Fix what micro-batch `k` feeds into its next sweep, if it has sequences left."""
@@ -588,5 +585,5 @@ class Executor:
 
 
 def _sizes(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
-    """Return for each sequence (*Row.size, prompt tokens), as SlotTable needs it."""
+    """Return for each sequence (*Row.size, prompt tokens), as BudgetTable needs it."""
     return [(*row.size, len(row.prompt.token_ids)) for row in rows]

@@ -161,10 +161,6 @@ class UnitLayout:
         """
         return round_up(part.rows * (self._record_bytes + self.beside_bytes), ALIGN)
 
-    def metadata_end(self, part: Part) -> int:
-        """Return the offset in a part's metadata at which the data of WholeColumns begins."""
-        return part.rows * self._record_bytes
-
     @property
     def _record_bytes(self) -> int:
         """Bytes of one row's record: of its slots, its victim, and its prompt's queries."""

@@ -14,24 +14,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.units import PAGE, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.kernels.beside import WholeColumns
 from flexgen_h2o.kernels.slots import get_last_slots, put_slots
+from flexgen_h2o.kvcache.budgets import Move
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.rows import Move
-from flexgen_h2o.kvcache.slots import (
-    PartView,
-    SlotMetadata,
-    metadata_view,
+from flexgen_h2o.kvcache.part import (
+    KVPart,
+    first_rows,
     move_rows,
     part_view,
-    split_views,
+    record_view,
     stored_dtype,
-    whole_view,
 )
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
 from flexgen_h2o.tiers.stream import (
@@ -76,7 +74,7 @@ class Overlay:
         """Drop all columns, after the part was written back."""
         self._used = 0
 
-    def add(self, view: PartView, slots: torch.Tensor) -> None:
+    def add(self, view: KVPart, slots: torch.Tensor) -> None:
         """Copy the columns of the view's rows at `slots` ((rows,) int64) into the overlay.
 
         If the overlay has an older entry for a slot, both entries get the newer column. So `apply`
@@ -95,7 +93,7 @@ class Overlay:
             for ours, theirs in zip(waiting, brought, strict=True):
                 ours.copy_(theirs)
 
-    def apply(self, view: PartView) -> None:
+    def apply(self, view: KVPart) -> None:
         """Write the columns into the view, which holds the part as it was last written back."""
         rows = view.rows
         where = view.keys.device
@@ -115,8 +113,8 @@ class _Home:
     memory: torch.Tensor | None = None  # uint8 in RAM or device memory; None on disk
     offset: int = 0  # bytes, in the cache file; only on disk
     overlay: Overlay | None = None  # only on disk
-    metadata: SlotMetadata | None = None  # where attention runs; None if nothing is recorded
-    whole: WholeColumns | None = None  # where attention runs; None if slots are not packed
+    # What is kept besides slots, where attention runs (`record_view`)
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -133,13 +131,13 @@ class CacheUnit:
     version: int = 0  # the last change of the micro-batch's rows that was applied (`_LiveRows`)
     in_use: bool = False  # from `load` or `open` until `close`, or until the micro-batch is empty
     # Views of the live rows if all parts are used in place; else empty. Set by `CacheStore.open`.
-    in_place: list[PartView] = field(default_factory=list)
+    in_place: list[KVPart] = field(default_factory=list)
     # Events of the stores that the last `CacheStore.close` started
     last_store: list[Waitable] = field(default_factory=list)
 
-    def live_views(self, views: list[PartView]) -> list[PartView]:
+    def live_views(self, views: list[KVPart]) -> list[KVPart]:
         """Return the views of the rows that sequences use now."""
-        return split_views(views, self.sequences * self.layout.kv_heads)[0]
+        return first_rows(views, self.sequences * self.layout.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,7 @@ class CacheStore:
 
     # Compute side
 
-    def open(self, key: CacheKey, region: Region | None) -> tuple[list[PartView], bool]:
+    def open(self, key: CacheKey, region: Region | None) -> tuple[list[KVPart], bool]:
         """Return views of the unit's live rows, and whether whole parts must be stored afterwards.
 
         The overlay and the moves are applied. Rows that enter are the last ones; their slots still
@@ -350,8 +348,7 @@ class CacheStore:
         home = _Home(part, streamed)
         if nbytes := layout.metadata_bytes(part):
             data = take(self._metadata[place], f"metadata on {place}", nbytes)
-            home.metadata = metadata_view(layout, part, data)
-            home.whole = whole_view(layout, part, data, self._dtype)
+            home.record = record_view(layout, part, data, self._dtype)
         if part.tier == "disk":
             home.overlay = Overlay(
                 layout,
@@ -380,9 +377,9 @@ class CacheStore:
                 found.append(home.memory)
         return found
 
-    def _views(self, unit: CacheUnit, region: Region | None) -> list[PartView]:
+    def _views(self, unit: CacheUnit, region: Region | None) -> list[KVPart]:
         return [
-            part_view(unit.layout, home.part, data, self._dtype, home.metadata, home.whole)
+            part_view(unit.layout, home.part, data, self._dtype, home.record)
             for home, data in zip(unit.homes, self._data(unit, region), strict=True)
         ]
 
@@ -435,7 +432,7 @@ class CacheStore:
         self,
         unit: CacheUnit,
         home: _Home,
-        view: PartView,
+        view: KVPart,
         data: torch.Tensor,
         slots: torch.Tensor,
         fence: Waitable,
