@@ -59,6 +59,11 @@ class KVPart:
         """First row of the unit behind this part."""
         return self.start + self.rows
 
+    @property
+    def state(self) -> torch.Tensor:
+        """State of the rows of a unit of state, (rows, width), to read and to change in place."""
+        return self.keys[0, :, 0]
+
     def part(self, first: int, end: int, start: int) -> KVPart:
         """Return rows [first, end) of this part as rows of a unit that begin at `start`."""
         whole = self.whole.map(lambda t: t[first:end]) if self.whole is not None else None
@@ -377,13 +382,20 @@ class KVUnit:
         return self.policy.needs.in_one_launch
 
 
+def reset_state(parts: Sequence[KVPart], row: int) -> None:
+    """Set the state of a unit's rows from `row` on to zero."""
+    for part in parts:
+        part.state[max(0, row - part.start) :].zero_()
+
+
 # ---- compaction
 
 
 def move_rows(parts: Sequence[KVPart], moves: Sequence[Move], kv_heads: int) -> None:
     """Copy the `kv_heads` rows of each moved sequence, and their metadata, to their new place.
 
-    The rows of a sequence may be split over several parts.
+    The rows of a sequence may be split over several parts. A prefix that several sequences share
+    is computed once, and its state is copied to the others in the same way.
     """
     for source, target in moves:
         done = 0

@@ -6,6 +6,9 @@ place. The others are streamed through a ring. New columns of a disk part wait i
 the part is written back every WRITE_BACK_STEPS steps. Only segments that hold columns move. The
 metadata of slots stays where attention runs.
 
+A unit is slots or state (`UnitLayout.is_state`). State has no overlay, because it changes in every
+step. It is zero when a sequence joins.
+
 This module knows rows and slots. It does not know prompts, eviction policies or models.
 """
 
@@ -29,6 +32,7 @@ from flexgen_h2o.kvcache.part import (
     move_rows,
     part_view,
     record_view,
+    reset_state,
     stored_dtype,
 )
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
@@ -266,7 +270,9 @@ class CacheStore:
         """Return views of the unit's live rows, and whether whole parts must be stored afterwards.
 
         The overlay and the moves are applied. Rows that enter are the last ones; their slots still
-        hold old data. region: the ring region that `load` filled; None if no part is streamed.
+        hold old data, and their state is zero.
+
+        region: the ring region that `load` filled; None if no part is streamed.
         """
         unit = self._units[key[1:]]
         rows = self._rows[key[2]]
@@ -289,6 +295,8 @@ class CacheStore:
         unit.version = rows.version
         unit.sequences = rows.live
         live = unit.live_views(views)
+        if unit.layout.is_state and (is_new or has_changed):
+            reset_state(live, 0 if is_new else rows.left * unit.layout.kv_heads)
         unit.in_place = live if region is None else []
         return live, has_changed or is_new
 
@@ -303,7 +311,8 @@ class CacheStore:
         """Start to store what compute changed. Return the events after which the region is free.
 
         columns: columns that the fullest row has now.
-        slots: the slots that changed, (rows,) int64 for each view of `open`. None: all columns.
+        slots: the slots that changed, (rows,) int64 for each view of `open`. None: all columns, as
+            in every step of a unit of state.
         fence: makes an event that is done when compute is; not called without a region.
         """
         unit = self._units[key[1:]]
@@ -350,12 +359,9 @@ class CacheStore:
             data = take(self._metadata[place], f"metadata on {place}", nbytes)
             home.record = record_view(layout, part, data, self._dtype)
         if part.tier == "disk":
-            home.overlay = Overlay(
-                layout,
-                part,
-                take(self._overlay, "overlay", layout.overlay_bytes(part)),
-                self._dtype,
-            )
+            if nbytes := layout.overlay_bytes(part):
+                memory = take(self._overlay, "overlay", nbytes)
+                home.overlay = Overlay(layout, part, memory, self._dtype)
             home.offset = used["disk"]
             used["disk"] += layout.part_bytes(part)
         else:
