@@ -7,7 +7,7 @@ and feed their prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,57 +17,17 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.workspace import some_rows
-from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
+from flexgen_h2o.kvcache.budgets import Budgets, BudgetTable, DecodeStep, copied_together
+from flexgen_h2o.kvcache.decode import attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.of_model import Window
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
-from flexgen_h2o.kvcache.rows import RowBudgets, SlotTable, StepNumbers, copied_together
-from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, split_views
+from flexgen_h2o.kvcache.part import KVPart, KVUnit
+from flexgen_h2o.kvcache.prefill import attend_prompts
 from flexgen_h2o.models import Attention, Hidden, Queries, end_attention
 
-
-@dataclass(frozen=True)
-class CacheStep:
-    """A KV unit while its layer is computed. UnitAttention.open makes it.
-
-    The sequences that decode come first, and behind them those that enter with prompts.
-    """
-
-    # As CacheStore.open returned it: whether the whole unit is stored afterwards.
-    store_whole: bool
-    # The sequences that decode; None if there are none.
-    decoding: KVRows | None
-    # The sequences that enter with prompts; None if there are none.
-    entering: KVRows | None
-    # The new KV entries of the decode steps so far. Those of the first step are known before
-    # attention; `attend` appends the others.
-    new: list[NewColumns]
-
-    @property
-    def held(self) -> int:
-        """Slots in use of all sequences, once the layer is computed."""
-        decoded = self.new[-1].numbers.held if self.new else 0
-        return decoded + (0 if self.entering is None else int(self.entering.budgets.kept.sum()))
-
-    @property
-    def most(self) -> int:
-        """Slots in use of the fullest sequence, once the layer is computed."""
-        decoded = self.new[-1].numbers.most if self.new else 0
-        return max(decoded, 0 if self.entering is None else int(self.entering.budgets.kept.max()))
-
-    @property
-    def read(self) -> int:
-        """KV entries that attention of the decoding sequences reads, in all steps."""
-        return sum(new.numbers.held for new in self.new)
-
-    @property
-    def slots_to_store(self) -> Sequence[torch.Tensor] | None:
-        """The only slots that have changed; None if more than these have changed."""
-        return self.new[0].slots if len(self.new) == 1 and not self.store_whole else None
-
-
 # By the budgets and the window of a transformer block.
-NumbersOfSweep = dict[tuple[RowBudgets, int | None], StepNumbers]
+NumbersOfSweep = dict[tuple[Budgets, int | None], DecodeStep]
 Begin = Callable[[torch.Tensor], tuple[torch.Tensor, Attention]]
 Attend = Callable[[SweepInput, torch.Tensor, Queries], None]
 
@@ -128,7 +88,7 @@ class UnitAttention:
         eviction: Eviction,
         policy: Policy,
         device: torch.device,
-        common: Sequence[PartView] | None = None,
+        common: Sequence[KVPart] | None = None,
     ) -> None:
         self._spec = spec
         self._eviction = eviction
@@ -140,80 +100,60 @@ class UnitAttention:
         self._scale = spec.head_dim**-0.5
         self._rotation: Rotation | None = None
         self._device = device
-        self._numbers: WeakKeyDictionary[SlotTable, tuple[SweepInput, NumbersOfSweep]] = (
+        self._numbers: WeakKeyDictionary[BudgetTable, tuple[SweepInput, NumbersOfSweep]] = (
             WeakKeyDictionary()
         )
         if spec.rotary is not None:
             frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
             self._rotation = Rotation(frequencies, spec.rotary.scaling)
 
-    def inputs(self, table: SlotTable, fed: SweepInput) -> list[torch.Tensor]:
+    def inputs(self, table: BudgetTable, fed: SweepInput) -> list[torch.Tensor]:
         """Return the tensors that tell a GPU about a decode step of these sequences.
 
         All blocks read them.
         """
-        self._step_numbers(0, table, fed)
+        self._first_step(0, table, fed)
         states = [numbers.state(self._device) for numbers in self._numbers[table][1].values()]
         return states if self._rotation is None else [*states, fed.positions]
 
     def open(
         self,
         block: int,
-        table: SlotTable,
+        table: BudgetTable,
         fed: SweepInput,
-        views: Sequence[PartView],
+        parts: Sequence[KVPart],
         store_whole: bool,
-    ) -> CacheStep:
+    ) -> KVUnit:
         """Return the KV unit of transformer block `block`, whose sequences are fed `fed`.
 
         table: the budgets of the sequences.
-        views, store_whole: returned by `CacheStore.open`.
+        parts, store_whole: returned by `CacheStore.open`.
         """
-        first = fed.decoding
-        decoding = None
-        entering = None
-        budgets = table.at(block)
         window = self._spec.window(block)
-        policy = self._policy(block)
-        common = self._common[block] if self._common is not None else None
-        before, behind = split_views(views, first * self._kv_heads)
-        new: list[NewColumns] = []
-        if before:
-            of_rows = budgets.select(slice(0, first))
-            beside = common if window is None else None
-            decoding = KVRows(
-                policy,
-                block,
-                self._kv_heads,
-                of_rows,
-                before,
-                beside,
-                window=window,
-                hadamard=self._hadamard,
-                attn_sparsity=self._sparsity if window is None else 1.0,
-            )
-            new.append(decoding.new_columns(self._step_numbers(block, table, fed)))
-        if behind:
-            assert store_whole  # a prompt changes more than one slot
-            of_rows = budgets.select(slice(first, None))
-            entering = KVRows(
-                policy,
-                block,
-                self._kv_heads,
-                of_rows,
-                behind,
-                common,
-                window=window,
-                hadamard=self._hadamard,
-            )
-        return CacheStep(store_whole, decoding, entering, new)
+        unit = KVUnit(
+            self._policy(block),
+            block,
+            self._kv_heads,
+            table.at(block),
+            parts,
+            fed.decoding,
+            store_whole,
+            self._common[block] if self._common is not None else None,
+            window=window,
+            hadamard=self._hadamard,
+            attn_sparsity=self._sparsity if window is None else 1.0,
+        )
+        assert store_whole or not unit.enters  # a prompt changes more than one slot
+        if fed.decoding:
+            unit.begin(self._first_step(block, table, fed))
+        return unit
 
     def _policy(self, block: int) -> Eviction:
         window = self._spec.window(block)
         return self._eviction if window is None else Window(window)
 
-    def _step_numbers(self, block: int, table: SlotTable, fed: SweepInput) -> StepNumbers:
-        """Return the numbers of the first decode step.
+    def _first_step(self, block: int, table: BudgetTable, fed: SweepInput) -> DecodeStep:
+        """Return the first decode step.
 
         They are computed for all blocks at the first block of a sweep, once for blocks with equal
         budgets. They are copied to a GPU together.
@@ -230,42 +170,34 @@ class UnitAttention:
                     own = budgets.select(slice(0, fed.decoding))
                     needs = self._policy(b).needs
                     positions = past if window is None else past + fed.common
-                    made[budgets, window] = StepNumbers(
+                    made[budgets, window] = DecodeStep(
                         own, needs, positions, self._num_whole_entries
                     )
             copied_together(list(made.values()))
             self._numbers[table] = fed, made
         return made[key]
 
-    def attend(
-        self, cache: CacheStep, fed: SweepInput, out: torch.Tensor, queries: Queries
-    ) -> None:
+    def attend(self, unit: KVUnit, fed: SweepInput, out: torch.Tensor, queries: Queries) -> None:
         """Run the attention of a micro-batch or a part of one.
 
         out: (tokens, heads x d), filled here.
         queries: queries, keys and values in packed order. They are changed in place.
         """
         *qkv, sinks = queries
+        unit = unit if sinks is None else replace(unit, sinks=sinks)
         first = fed.decoding * fed.steps
-        rows, entering = (
-            of if of is None or sinks is None else replace(of, sinks=sinks)
-            for of in (cache.decoding, cache.entering)
-        )
-        if rows is not None and fed.decoding:
+        if fed.decoding:
             for step in range(fed.steps):
                 if step:
-                    cache.new.append(
-                        rows.new_columns(rows.step_numbers(cache.new[-1].positions + 1))
-                    )
+                    unit.begin(unit.steps[-1].next())
                 here = slice(step * fed.decoding, (step + 1) * fed.decoding)
                 positions, into, *own = (some_rows(t, here) for t in (fed.positions, out, *qkv))
-                self._attend_slots(positions, rows, cache.new[-1], into, own)
-        if entering is not None and fed.groups:
-            behind = [t[first:] for t in qkv]
-            self._attend_prompts(fed, entering, out[first:], behind)
+                self._attend_slots(positions, unit, into, own)
+        if fed.groups:
+            self._attend_prompts(fed, unit, out[first:], [t[first:] for t in qkv])
 
     def _attend_prompts(
-        self, fed: SweepInput, rows: KVRows, out: torch.Tensor, qkv: Sequence[torch.Tensor]
+        self, fed: SweepInput, unit: KVUnit, out: torch.Tensor, qkv: Sequence[torch.Tensor]
     ) -> None:
         """Run the attention of prompts.
 
@@ -275,19 +207,17 @@ class UnitAttention:
         """
         q, k, v = qkv
         rotation = self._rotation
-        stored = k if is_rolling(rows.policy) else None
+        stored = k if is_rolling(unit.policy) else None
         if rotation is not None:
             k = k if stored is None else k.clone()
             rotation.rotate((q, k), fed.positions[fed.decoding * fed.steps :])
-        attend_prompts(
-            (q, k, v), fed.groups, rows, self._scale, out, stored, fed.num_earlier_prompts
-        )
+        sequence = unit.decoding + fed.num_earlier_prompts
+        attend_prompts((q, k, v), fed.groups, unit, self._scale, out, stored, sequence)
 
     def _attend_slots(
         self,
         positions: torch.Tensor,
-        rows: KVRows,
-        new: NewColumns,
+        unit: KVUnit,
         out: torch.Tensor,
         qkv: Sequence[torch.Tensor],
     ) -> None:
@@ -298,9 +228,9 @@ class UnitAttention:
         """
         q, k, v = qkv
         rotation = self._rotation
-        rolling = rotation if is_rolling(rows.policy) else None
+        rolling = rotation if is_rolling(unit.policy) else None
         if rolling is not None:
-            rolling.rotate((q,), new.filled - 1)
+            rolling.rotate((q,), unit.steps[-1].filled - 1)
         elif rotation is not None:
             rotation.rotate((q, k), positions)
-        attend_slots((q, k, v), rows, new, self._scale, out, rolling)
+        attend_slots((q, k, v), unit, self._scale, out, rolling)

@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flexgen_h2o.core.model import Layer, ModelSpec
-from flexgen_h2o.engine.attention import CacheStep, JoinedAttention, UnitAttention
+from flexgen_h2o.engine.attention import JoinedAttention, UnitAttention
 from flexgen_h2o.engine.decoding import Decoding, SampledTokens
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.stores import WeightStream
 from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kvcache.budgets import BudgetTable, Move
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.kvcache.part import KVUnit
 from flexgen_h2o.kvcache.prefixes import Sharing
-from flexgen_h2o.kvcache.rows import Move, SlotTable
 from flexgen_h2o.models import Family, Hidden, Weights
 
 
@@ -51,7 +52,7 @@ class BlockRun:
     waiting: Scheduler | None
 
     # Set by `begin`.
-    tables: list[SlotTable] = field(init=False)
+    tables: list[BudgetTable] = field(init=False)
 
     # Set by `begin_sweep` for the micro-batch's next sweep.
     inputs: dict[int, SweepInput] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class BlockRun:
 
     # Set by the executor before a step.
     hidden: Hidden = field(init=False)  # the hidden states of the step's micro-batches
-    cache: CacheStep = field(init=False)  # the KV unit of the step, in layers with attention
+    cache: KVUnit = field(init=False)  # the KV unit of the step, in layers with attention
 
     # Set by `attend`: the attention of joined micro-batches until the last of them has attended.
     attending: JoinedAttention | None = None
@@ -117,7 +118,7 @@ class BlockRun:
         common = self.context.common
         in_copy = [common if spec.window(block) is None else 0 for block in blocks]
         self.tables = [
-            SlotTable(self.context.eviction, _sizes(batch.rows), len(blocks), in_copy)
+            BudgetTable(self.context.eviction, _sizes(batch.rows), len(blocks), in_copy)
             for batch in self.batches
         ]
         layouts = [[self._layout(block, k) for k in range(count)] for block in blocks]
@@ -223,5 +224,5 @@ class BlockRun:
 
 
 def _sizes(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
-    """Return for each sequence (*Row.size, prompt tokens), as SlotTable needs it."""
+    """Return for each sequence (*Row.size, prompt tokens), as BudgetTable needs it."""
     return [(*row.size, len(row.prompt.token_ids)) for row in rows]

@@ -16,7 +16,7 @@ import torch
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.model import Layer
-from flexgen_h2o.engine.attention import CacheStep, UnitAttention
+from flexgen_h2o.engine.attention import UnitAttention
 from flexgen_h2o.engine.block_run import BlockRun, RunContext
 from flexgen_h2o.engine.decoding import Decoding
 from flexgen_h2o.engine.distributed import Wire
@@ -27,10 +27,10 @@ from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, Step, UnitKey
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.stores import WeightStream
-from flexgen_h2o.kvcache.evict import columns_of
+from flexgen_h2o.kvcache.decode import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.part import KVUnit, Prompts
 from flexgen_h2o.kvcache.prefixes import Sharing
-from flexgen_h2o.kvcache.slots import PromptAttention
 from flexgen_h2o.models import family_of
 from flexgen_h2o.tiers.stream import Region, Waitable
 
@@ -258,7 +258,7 @@ class Executor:
         sweep = self._block.sweep
         fed = self._block.inputs[k]
         window = self._engine.spec.window(block)
-        if cache.new:
+        if cache.steps:
             sweep.read += cache.read + fed.steps * (fed.common if window is None else 0)
         self._show_slots(k, cache)
         sweep.held += cache.held
@@ -368,26 +368,22 @@ class Executor:
 
     # Callbacks of a caller that watches the run
 
-    def _show_slots(self, k: int, cache: CacheStep) -> None:
+    def _show_slots(self, k: int, cache: KVUnit) -> None:
         """Show what a decode step's attention saw to the slots callback."""
         watch = self._context.decoding.watches.slots
-        if watch is not None and cache.decoding is not None and cache.decoding.policy.needs.record:
-            rows = self._block.batches[k].rows[: self._block.inputs[k].decoding]
-            watch(
-                [r.prompt.index for r in rows],
-                cache.new[-1].filled,
-                columns_of(cache.decoding, cache.new[-1].positions, cache.new[-1].filled),
-            )
+        if watch is not None and cache.steps and cache.policy.needs.record:
+            rows = [r.prompt.index for r in self._block.batches[k].rows[: cache.decoding]]
+            step = cache.steps[-1]
+            watch(rows, step.filled, columns_of(cache, step))
 
-    def _with_watch(self, block: int, k: int, cache: CacheStep) -> CacheStep:
+    def _with_watch(self, block: int, k: int, cache: KVUnit) -> KVUnit:
         """Return `cache` with the prompts callback attached to the sequences that enter."""
         watch = self._context.decoding.watches.prompts
-        if watch is None or cache.entering is None:
+        if watch is None or not cache.enters:
             return cache
-        entering = self._block.batches[k].rows[self._block.inputs[k].decoding :]
-        rows = [r.prompt.index for r in entering]
+        rows = [r.prompt.index for r in self._block.batches[k].rows]
 
-        def see(first: int, attention: PromptAttention) -> None:
+        def see(first: int, attention: Prompts) -> None:
             watch(rows[first : first + len(attention.q)], block, attention)
 
-        return replace(cache, entering=replace(cache.entering, watch=see))
+        return replace(cache, watch=see)

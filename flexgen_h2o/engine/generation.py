@@ -22,7 +22,9 @@ from flexgen_h2o.engine.penalties import Penalties
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Prompt
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.kernels.workspace import upload_together
+from flexgen_h2o.kvcache.budgets import Move, plan_moves
 from flexgen_h2o.kvcache.eviction.policy import Columns
+from flexgen_h2o.kvcache.part import Prompts
 from flexgen_h2o.kvcache.prefixes import (
     PromptGroup,
     Sharing,
@@ -32,12 +34,10 @@ from flexgen_h2o.kvcache.prefixes import (
     pack_prompts,
     row_ends,
 )
-from flexgen_h2o.kvcache.rows import Move, plan_moves
-from flexgen_h2o.kvcache.slots import PromptAttention
 
 LogitsWatch = Callable[[list[int], torch.Tensor], None]
 SlotsWatch = Callable[[list[int], torch.Tensor, Columns], None]
-PromptsWatch = Callable[[list[int], int, PromptAttention], None]
+PromptsWatch = Callable[[list[int], int, Prompts], None]
 
 
 @dataclass(eq=False)

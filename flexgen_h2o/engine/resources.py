@@ -29,7 +29,7 @@ from flexgen_h2o.engine.memory_plan import MemoryPlan, packing_of
 from flexgen_h2o.engine.stores import HiddenStore, WeightStore, hidden_fields
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.kvcache.slots import PartView, common_views
+from flexgen_h2o.kvcache.part import KVPart, common_parts
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.tiers.device import Site, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
@@ -220,11 +220,11 @@ class Engine:
         buffers = list(self._arenas(name).values())
         return Ring(buffers[0]) if buffers else None
 
-    def common_prefix(self, columns: int) -> list[PartView]:
+    def common_prefix(self, columns: int) -> list[KVPart]:
         """Return the plan's room for one copy of so many KV entries."""
         spec = self.spec
         memory = self._buffers["common prefix", self.device.tier]
-        return common_views(
+        return common_parts(
             memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim)
         )
 

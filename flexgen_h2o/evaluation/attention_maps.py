@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ from flexgen_h2o.flags import check_positions, compression_flags, open_llm, say_
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs, RowBudget
 from flexgen_h2o.kvcache.eviction.random_columns import Random
-from flexgen_h2o.kvcache.slots import PromptAttention
+from flexgen_h2o.kvcache.part import Prompts
 from flexgen_h2o.llm import LLM
 
 SCHEMA = 1
@@ -129,19 +129,17 @@ class AttentionMaps:
         self.scores = np.zeros((n, blocks, length))
         self.by_rank = np.zeros((blocks, length))
 
-    def see(self, rows: list[int], block: int, attention: PromptAttention) -> None:
+    def see(self, rows: list[int], block: int, attention: Prompts) -> None:
         """Add the attention of rows in a block.
 
         It is `Callbacks.prompts` of a run of these prompts.
         """
-        q = attention.q
-        k = attention.k
-        lse = attention.lse
+        assert attention.lse is not None
         for i, row in enumerate(rows):
-            one = PromptAttention(q[i : i + 1], k[i : i + 1], lse[i : i + 1], attention.scale)
-            self._see_row(row, block, one)
+            q, k, lse = (t[i : i + 1] for t in (attention.q, attention.k, attention.lse))
+            self._see_row(row, block, replace(attention, q=q, k=k, lse=lse))
 
-    def _see_row(self, row: int, block: int, one: PromptAttention) -> None:
+    def _see_row(self, row: int, block: int, one: Prompts) -> None:
         kv_heads, n = one.k.shape[1:3]
         heads = one.q.shape[1]
         at = self._settings
@@ -166,11 +164,12 @@ class AttentionMaps:
         self.by_rank[block] += ranked.numpy() / len(self.needed)
 
 
-def probabilities(one: PromptAttention, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+def probabilities(one: Prompts, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the attention matrix of one prompt, `rows` queries at a time.
 
     Each item is (index of the first query, (heads, queries, n) fp32).
     """
+    assert one.lse is not None
     _, heads, m, _ = one.q.shape
     kv_heads, n = one.k.shape[1:3]
     keys = one.k[0].float()

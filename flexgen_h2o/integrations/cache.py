@@ -21,19 +21,20 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kvcache.attend import attend_slots, causal, write_prompts
-from flexgen_h2o.kvcache.evict import KeptColumns, keep_prompt_columns, rank_victims
+from flexgen_h2o.kvcache.budgets import Budgets, BudgetTable, DecodeStep
+from flexgen_h2o.kvcache.decode import attend_slots, rank_victims
 from flexgen_h2o.kvcache.eviction.policy import (
     EVERYTHING,
     NORMS,
+    POSITIONS,
     SCORES,
     Eviction,
     OfOther,
     RowBudget,
     value_sizes,
 )
-from flexgen_h2o.kvcache.rows import RowBudgets, SlotTable
-from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata
+from flexgen_h2o.kvcache.part import Kept, KVPart, KVUnit, Prompts
+from flexgen_h2o.kvcache.prefill import causal, choose_columns, prompt_lines, write_prompts
 
 # For each sequence, (first, count) of its tokens among the n; the others are padding.
 Spans = Sequence[tuple[int, int]]
@@ -47,7 +48,7 @@ class EvictingLayer(CacheLayerMixin):
     there.
 
     keys, values: (b, kv_heads, slots, d) in the model's dtype.
-    metadata: of each slot, in rows (sequence, kv-head). None if nothing is recorded.
+    record: of each slot, in rows (sequence, kv-head), by field of KVPart.
     past: (b,) int64, the tokens of each sequence so far, without padding.
     """
 
@@ -65,8 +66,8 @@ class EvictingLayer(CacheLayerMixin):
         """Empty the layer."""
         self.keys = self.values = None
         self.is_initialized = False
-        self.metadata: SlotMetadata | None = None
-        self.budgets: RowBudgets | None = None
+        self.record: dict[str, torch.Tensor] = {}
+        self.budgets: Budgets | None = None
         self.past = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._seen = 0
 
@@ -122,20 +123,13 @@ class EvictingLayer(CacheLayerMixin):
         )
         self.budgets = self.budgets.select(here)
         self.past = self.past[here]
-        if self.metadata is not None:
-            rows = (
-                there[:, None] * kv_heads + torch.arange(kv_heads, device=self.device)
-            ).flatten()
-            self.metadata = self.metadata.map(lambda t: t.index_select(0, rows))
+        rows = (there[:, None] * kv_heads + torch.arange(kv_heads, device=self.device)).flatten()
+        self.record = {name: t.index_select(0, rows) for name, t in self.record.items()}
 
     @property
     def nbytes(self) -> int:
-        """The bytes of keys, values and metadata."""
-        held = [
-            self.keys,
-            self.values,
-            *(self.metadata.tensors() if self.metadata is not None else []),
-        ]
+        """The bytes of keys, values and the record."""
+        held = [self.keys, self.values, *self.record.values()]
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     def attend(
@@ -177,27 +171,28 @@ class EvictingLayer(CacheLayerMixin):
         """
         batch, kv_heads, n, width = qkv[1].shape
         self._allocate(batch, kv_heads, self._prompt_slots(n), width)
-        rows = self._rows()
+        unit = self._unit()
         begin = 0
         for (first, count), same in groupby(spans):
             some = slice(begin, begin + len(list(same)))
             columns = slice(first, first + count)
             q, k, v = (t[some, :, columns] for t in qkv)
-            attended, lse = causal(rows, q, k, v, scale)
+            attended, lse = causal(unit, q, k, v, scale)
             out[some, columns].copy_(attended.transpose(1, 2))
-            self._store_prompts(
-                some, first, k, v, keep_prompt_columns(rows, begin, (q, k, v), lse, scale)
-            )
+            lines = prompt_lines(unit, begin, [count] * len(q), is_packed=False)
+            prompts = Prompts(q, k, v, lse, scale, begin, lines)
+            self._store_prompts(unit, prompts, first, choose_columns(unit, prompts))
             begin = some.stop
         self.past = torch.tensor([count for _, count in spans], device="cpu")
 
-    def _rows(self) -> KVRows:
+    def _unit(self) -> KVUnit:
         """Return the slots in the engine's form, one row per (sequence, kv-head)."""
         assert self.budgets is not None and self.keys is not None and self.values is not None
-        view = PartView(
-            0, self.keys.flatten(0, 1)[None], self.values.flatten(0, 1)[None], self.metadata
-        )
-        return KVRows(self._policy, self._block, self.keys.shape[1], self.budgets, [view])
+        keys = self.keys.flatten(0, 1)[None]
+        values = self.values.flatten(0, 1)[None]
+        part = KVPart(0, keys, values, None, None, **self.record)
+        count = len(self.past)
+        return KVUnit(self._policy, self._block, self.keys.shape[1], self.budgets, [part], count)
 
     def _allocate(self, batch: int, kv_heads: int, slots: int, width: int) -> None:
         """Allocate empty slots, with position -1."""
@@ -209,22 +204,22 @@ class EvictingLayer(CacheLayerMixin):
         wanted = self._policy.needs.record
         if not wanted and self._drops:
             return
-        scores, norms = (
-            torch.zeros(rows, slots, device=self.device, dtype=torch.float32)
-            if name in wanted
-            else None
+        self.record = {
+            name: torch.zeros(rows, slots, device=self.device, dtype=torch.float32)
             for name in (SCORES, NORMS)
-        )
+            if name in wanted
+        }
         positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
         victims = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self.metadata = SlotMetadata(positions, victims, scores, norms)
+        self.record |= {POSITIONS: positions, "victims": victims}
 
     def _widen(self, more: int) -> None:
         """Add `more` slots of zeros."""
         assert self.keys is not None and self.values is not None
         self.keys, self.values = (F.pad(t, (0, 0, 0, more)) for t in (self.keys, self.values))
-        if self.metadata is not None:
-            self.metadata = self.metadata.widened(more)
+        self.record = {
+            name: t if t.dim() == 1 else F.pad(t, (0, more)) for name, t in self.record.items()
+        }
 
     _drops: bool  # whether evicted KV entries are dropped; the full cache then needs no metadata
 
@@ -233,13 +228,8 @@ class EvictingLayer(CacheLayerMixin):
         """Return the slots for what is kept of prompts of n tokens with padding."""
 
     @abstractmethod
-    def _store_prompts(
-        self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns
-    ) -> None:
-        """Store what is kept of the sequences `some`, whose tokens begin at `first`.
-
-        k, v: (some, kv_heads, count, d), without padding.
-        """
+    def _store_prompts(self, unit: KVUnit, prompts: Prompts, first: int, kept: Kept) -> None:
+        """Store what is kept of prompts without padding, whose tokens begin at `first`."""
 
     @abstractmethod
     def _attend_token(
@@ -267,23 +257,21 @@ class DroppingLayer(EvictingLayer):
         assert self.budgets is not None
         return min(int(self.budgets.slots.max()), int(self.budgets.kept.max()) + GROWTH)
 
-    def _store_prompts(
-        self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns
-    ) -> None:
-        rows = self._rows()
-        write_prompts(rows.views[0], some.start, (k.transpose(1, 2), v.transpose(1, 2)), kept, rows)
+    def _store_prompts(self, unit: KVUnit, prompts: Prompts, first: int, kept: Kept) -> None:
+        kv = [t.transpose(1, 2) for t in (prompts.k, prompts.v)]
+        write_prompts(unit.parts[0], unit, prompts, kept, kv)
 
     def _attend_token(
         self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor
     ) -> torch.Tensor:
         assert self.budgets is not None and self.keys is not None and bool(is_token.all())
-        rows = self._rows()
         held = self.keys.shape[2]
-        new = rows.new_columns(rows.step_numbers(self.past))
-        if int(new.filled.max()) > held:  # a large budget gets its memory only when it is needed
+        step = DecodeStep(self.budgets, self._policy.needs, self.past)
+        if step.most > held:  # a large budget gets its memory only when it is needed
             self._widen(min(int(self.budgets.slots.max()), held + max(GROWTH, held // 4)) - held)
-            rows = self._rows()
-        return attend_slots(qkv, rows, new, scale, torch.empty_like(qkv[0]).flatten(1))
+        unit = self._unit()
+        unit.begin(step)
+        return attend_slots(qkv, unit, scale, torch.empty_like(qkv[0]).flatten(1))
 
 
 class MaskingLayer(EvictingLayer):
@@ -294,24 +282,24 @@ class MaskingLayer(EvictingLayer):
     def _prompt_slots(self, n: int) -> int:
         return n
 
-    def _store_prompts(
-        self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns
-    ) -> None:
-        assert self.keys is not None and self.values is not None and self.metadata is not None
+    def _store_prompts(self, unit: KVUnit, prompts: Prompts, first: int, kept: Kept) -> None:
+        assert self.keys is not None and self.values is not None
+        k = prompts.k
+        v = prompts.v
+        some = slice(prompts.first, prompts.first + len(k))
         here = slice(first, first + k.shape[2])
         self.keys[some, :, here] = k
         self.values[some, :, here] = v
         positions = torch.full(k.shape[:3], -1, dtype=torch.int32, device=self.device)
         positions.scatter_(2, kept.positions, kept.positions.int())
         of_rows = slice(some.start * k.shape[1], some.stop * k.shape[1])
-        metadata = self.metadata
-        for target, values in (
-            (metadata.positions, positions),
-            (metadata.scores, kept.scores),
-            (metadata.norms, kept.norms),
+        for name, values in (
+            (POSITIONS, positions),
+            (SCORES, kept.scores),
+            (NORMS, kept.norms),
         ):
-            if target is not None and values is not None:
-                target[of_rows, here] = values.flatten(0, 1)
+            if name in self.record and values is not None:
+                self.record[name][of_rows, here] = values.flatten(0, 1)
 
     def _attend_token(
         self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor
@@ -321,26 +309,24 @@ class MaskingLayer(EvictingLayer):
         if self.keys is None:
             self._allocate(batch, kv_heads, 0, width)
         self._widen(1)
-        assert self.keys is not None and self.values is not None and self.metadata is not None
-        metadata = self.metadata
+        assert self.keys is not None and self.values is not None
+        positions = self.record[POSITIONS]
         self.keys[:, :, -1] = k
         self.values[:, :, -1] = v
-        metadata.positions[:, -1] = (
-            torch.where(is_token, self.past, -1).repeat_interleave(kv_heads).int()
-        )
-        if metadata.norms is not None:
-            metadata.norms[:, -1] = value_sizes(self._policy.needs, v).flatten()
-        held = (metadata.positions >= 0).view(batch, kv_heads, 1, -1)
+        positions[:, -1] = torch.where(is_token, self.past, -1).repeat_interleave(kv_heads).int()
+        if NORMS in self.record:
+            self.record[NORMS][:, -1] = value_sizes(self._policy.needs, v).flatten()
+        held = (positions >= 0).view(batch, kv_heads, 1, -1)
         products = (
             q.view(batch, kv_heads, -1, width).float() @ self.keys.float().transpose(-1, -2) * scale
         )
         # Padding attends to nothing.
         p = products.masked_fill(~held, -math.inf).softmax(-1).nan_to_num(0.0)
         filled = held.sum(-1)[:, 0, 0].cpu()  # each kv-head has as many
-        if metadata.scores is not None:
-            self._add_scores(metadata.scores, p.sum(2).flatten(0, 1), filled, is_token)
+        if SCORES in self.record:
+            self._add_scores(self.record[SCORES], p.sum(2).flatten(0, 1), filled, is_token)
         if self._policy.needs.record:
-            self._evict(metadata.positions, metadata.victims, filled)
+            self._evict(positions, self.record["victims"], filled)
         return (p @ self.values.float()).to(q.dtype)
 
     def _add_scores(
@@ -366,13 +352,13 @@ class MaskingLayer(EvictingLayer):
 
     def _evict(self, positions: torch.Tensor, victims: torch.Tensor, filled: torch.Tensor) -> None:
         """Mask one KV entry of each row that holds one more than its budget."""
-        rows = self._rows()
-        full = (filled >= rows.budgets.slots).repeat_interleave(rows.kv_heads).to(positions.device)
+        unit = self._unit()
+        full = (filled >= unit.budgets.slots).repeat_interleave(unit.kv_heads).to(positions.device)
         if not bool(full.any()):
             return
         # Masked slots have a position that is never evicted.
         every_slot = torch.full_like(self.past, positions.shape[1])
-        rank_victims(rows, self.past, every_slot)
+        rank_victims(unit, DecodeStep(unit.budgets, self._policy.needs, self.past), every_slot)
         index = victims.long()[:, None]
         positions.scatter_(1, index, torch.where(full[:, None], -1, positions.gather(1, index)))
 
@@ -422,7 +408,7 @@ class EvictingCache(Cache):
         super().__init__(layers=[*self._blocks])
         self._policy = eviction
         self._keeps = keeps
-        self._table: SlotTable | None = None
+        self._table: BudgetTable | None = None
         self._spans: Spans | None = None  # spans of the current forward
         self._one_by_one = False
 
@@ -454,7 +440,7 @@ class EvictingCache(Cache):
             # A text that is scored is a whole sequence. A prompt may be followed by any number of
             # tokens.
             more = 0 if one_by_one and isinstance(self._policy, LimitedGrowth) else EVERYTHING
-            self._table = SlotTable(
+            self._table = BudgetTable(
                 self._policy, [(count, more) for _, count in spans], len(self._blocks)
             )
         elif isinstance(self._policy, LimitedGrowth):

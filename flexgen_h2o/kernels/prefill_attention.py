@@ -13,7 +13,7 @@ CUDA have not run on a GPU yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
 import numpy as np
@@ -54,29 +54,11 @@ def column_sums(
     by scale x |q.k| / 512 of itself, in either direction. The sum of a column over many rows is off
     by far less.
     """
-    if triton.supports(q, k, lse):
-        return _column_sums_on_card(q, k, lse, scale, first_row)
-    return column_sums_torch(q, k, lse, scale, first_row)
-
-
-def _column_sums_on_card(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int
-) -> torch.Tensor:
-    batch, _, rows, _ = q.shape
-    kv_heads, keys = k.shape[1:3]
-    sums = torch.empty(batch, kv_heads, keys, dtype=torch.float32, device=q.device)
-
-    def reference() -> None:
-        sums.copy_(column_sums_torch(q, k, lse, scale, first_row))
-
-    _launch_sums(
-        (q, k, lse, sums),
-        (triton.PromptPlace(0, rows, keys),) * batch,
-        scale,
-        keys - first_row,
-        reference,
-    )
-    return sums
+    if not triton.supports(q, k, lse):
+        return column_sums_torch(q, k, lse, scale, first_row)
+    keys = k.shape[2]
+    lines = (triton.PromptPlace(0, q.shape[2], keys),) * len(q)
+    return packed_column_sums(q, k, lse, lines, scale, keys - first_row)
 
 
 def packed_column_sums(
@@ -87,43 +69,40 @@ def packed_column_sums(
     scale: float,
     last: int | None = None,
 ) -> torch.Tensor:
-    """Run `column_sums` on a card for packed prompts of any lengths, in one launch.
+    """Run `column_sums` on a card for a batch, or for packed prompts of any lengths (b = 1).
 
-    The prompts are whole and adjacent, and b = 1. last: number of last rows of each prompt that
-    count, None for all. Returns (1, kv_heads, tokens) fp32.
+    It is one launch. Packed prompts are whole and adjacent. last: number of last rows of each
+    prompt that count, None for all. Returns the sums in the shape of k without d, fp32.
     """
-    sums = torch.empty(1, *k.shape[1:3], dtype=torch.float32, device=q.device)
+    sums = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
     last = ALL_ROWS if last is None else last
 
     def reference() -> None:
-        for line in lines:
-            own = slice(None), slice(None), line.tokens
-            sums[own] = column_sums_torch(q[own], k[own], lse[own], scale, max(0, line.keys - last))
+        for queries, keys, line in _places(lines, len(q)):
+            of_prompt = q[queries], k[keys], lse[queries]
+            sums[keys] = column_sums_torch(*of_prompt, scale, max(0, line.keys - last))
 
-    _launch_sums((q, k, lse, sums), lines, scale, last, reference)
-    return sums
-
-
-def _launch_sums(
-    tensors: Sequence[torch.Tensor],
-    lines: triton.PromptPlaces,
-    scale: float,
-    last: int,
-    reference: Callable[[], object],
-) -> None:
-    """Launch the kernel for column sums.
-
-    tensors: q, k, lse and sums, of a batch or of packed prompts. last: queries of each prompt that
-    count.
-    """
-    q, k, lse, sums = tensors
-    constants = _tile(tensors[0])
+    constants = _tile(q)
     kv_heads = k.shape[1]
     strides = [step for t in (q, k, lse) for step in triton.batch_strides(t, 3)]
     sizes = *strides, *triton.batch_strides(sums, 2), kv_heads, q.shape[1] // kv_heads, last, scale
     grid = len(lines) * kv_heads, -(-max(line.keys for line in lines) // constants["KEYS"])
-    arguments = *tensors, triton.prompt_table(lines, q.device), *sizes
+    arguments = q, k, lse, sums, triton.prompt_table(lines, q.device), *sizes
     triton.launch("prompts.column_sums", grid, reference, arguments, **constants)
+    return sums
+
+
+_Place = tuple[slice, slice, slice]
+
+
+def _places(
+    lines: triton.PromptPlaces, batch: int
+) -> Iterator[tuple[_Place, _Place, triton.PromptPlace]]:
+    """Yield for each prompt the indices of its queries and of its keys in a launch's tensors."""
+    for i, line in enumerate(lines):
+        own = slice(i, i + 1) if batch > 1 else slice(None)
+        queries = slice(line.start, line.start + line.rows)
+        yield (own, slice(None), queries), (own, slice(None), line.tokens), line
 
 
 def _tile(q: torch.Tensor) -> dict[str, int]:
@@ -286,20 +265,9 @@ def _attend_on_card(
 ) -> Result:
     """Run the Triton kernel; in the memory of the result, the heads of a token are adjacent."""
     batch, heads, rows, width = q.shape
-    keys = k.shape[2]
     out = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
-
-    def reference() -> None:
-        for ours, theirs in zip(
-            (out, lse), causal_attention_lse_reference(q, k, v, scale, window), strict=True
-        ):
-            ours.copy_(theirs)
-
-    _launch_attention(
-        (q, k, v, out, lse), (triton.PromptPlace(0, rows, keys),) * batch, scale, window, reference
-    )
-    return out, lse
+    lines = (triton.PromptPlace(0, rows, k.shape[2]),) * batch
+    return out, packed_attention(q, k, v, lines, scale, window, out)
 
 
 def packed_attention(
@@ -311,45 +279,29 @@ def packed_attention(
     window: int | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Run `causal_attention_lse` on a card for packed prompts of any lengths, in one launch.
+    """Run `causal_attention_lse` on a card for a batch, or for packed prompts of any lengths.
 
-    The prompts are whole and adjacent, and b = 1. The result is written to `out`, which has the
-    shape and dtype of q. Returns the log-sum-exp, (1, heads, tokens) fp32.
+    It is one launch. Packed prompts are whole and adjacent, and b = 1. The result is written to
+    `out`, which has the shape and dtype of q. Returns the log-sum-exp, (b, heads, m) fp32.
     """
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
     def reference() -> None:
-        for line in lines:
-            own = slice(None), slice(None), line.tokens
-            out[own], lse[own] = causal_attention_lse_reference(
-                q[own], k[own], v[own], scale, window
+        for queries, keys, _ in _places(lines, len(q)):
+            out[queries], lse[queries] = causal_attention_lse_reference(
+                q[queries], k[keys], v[keys], scale, window
             )
 
-    _launch_attention((q, k, v, out, lse), lines, scale, window, reference)
-    return lse
-
-
-def _launch_attention(
-    tensors: Sequence[torch.Tensor],
-    lines: triton.PromptPlaces,
-    scale: float,
-    window: int | None,
-    reference: Callable[[], object],
-) -> None:
-    """Launch the kernel for attention.
-
-    tensors: q, k, v, out and the log-sum-exp, of a batch or of packed prompts.
-    """
-    q, k, v, _, lse = tensors
-    constants = _tile(tensors[0])
+    constants = _tile(q)
     assert all(t.stride(3) == 1 for t in (q, k, v))
-    strides = [step for t in tensors[:4] for step in triton.batch_strides(t, 3)]
+    strides = [step for t in (q, k, v, out) for step in triton.batch_strides(t, 3)]
     heads = q.shape[1]
     most = ALL_ROWS if window is None else window
     sizes = *strides, *triton.batch_strides(lse, 2), heads, heads // k.shape[1], most, scale
     grid = len(lines) * heads, -(-max(line.rows for line in lines) // constants["ROWS"])
-    arguments = *tensors, triton.prompt_table(lines, q.device), *sizes
+    arguments = q, k, v, out, lse, triton.prompt_table(lines, q.device), *sizes
     triton.launch("prompts.attend", grid, reference, arguments, **constants)
+    return lse
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Result:

@@ -6,9 +6,9 @@ is one launch, also for prompts of different lengths. R, d, C, S, W: as in kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 
@@ -38,48 +38,31 @@ def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.T
     if not triton.supports(rank):
         return choose_kept_reference(rank, begin, end, count)
     tokens = rank.shape[2]
-    rank = rank.contiguous()
-    kept = torch.empty(*rank.shape[:2], count, dtype=torch.int64, device=rank.device)
-
-    def reference() -> None:
-        kept.copy_(choose_kept_reference(rank, begin, end, count))
-
-    _launch_choice(
-        rank,
-        kept,
-        (triton.PromptPlace(0, tokens, tokens, 0, count, begin, end),) * len(rank),
-        reference,
-    )
-    return kept
+    line = triton.PromptPlace(0, tokens, tokens, 0, count, begin, end)
+    return choose_packed(rank, (line,) * len(rank))
 
 
 def choose_packed(rank: torch.Tensor, lines: triton.PromptPlaces) -> torch.Tensor:
-    """Run `choose_kept` on a card for packed prompts (adjacent, b = 1), in one launch.
+    """Run `choose_kept` on a card for a batch, or for packed prompts (adjacent, b = 1).
 
-    Returns (1, kv_heads, all that stay) int64; numbers count from 0 in each prompt. A prompt whose
-    columns all stay has no ranked columns.
+    It is one launch. Returns (b, kv_heads, all that stay) int64; numbers count from 0 in each
+    prompt. A prompt whose columns all stay has no ranked columns.
     """
-    kept = torch.empty(*rank.shape[:2], lines[-1].stays.stop, dtype=torch.int64, device=rank.device)
+    rank = rank.contiguous()
+    kv_heads = rank.shape[1]
+    kept = rank.new_empty(*rank.shape[:2], lines[-1].stays.stop, dtype=torch.int64)
 
     def reference() -> None:
-        for line in lines:
-            own = rank[..., line.tokens], line.begin, line.end, line.kept
-            kept[..., line.stays] = choose_kept_reference(*own)
+        for i, line in enumerate(lines):
+            batch = min(i, len(rank) - 1)
+            own = rank[batch, :, line.tokens].unsqueeze(0)
+            chosen = choose_kept_reference(own, line.begin, line.end, line.kept)
+            kept[batch, :, line.stays] = chosen[0]
 
-    _launch_choice(rank.contiguous(), kept, lines, reference)
-    return kept
-
-
-def _launch_choice(
-    rank: torch.Tensor,
-    kept: torch.Tensor,
-    lines: triton.PromptPlaces,
-    reference: Callable[[], object],
-) -> None:
-    kv_heads = rank.shape[1]
     sizes = *triton.batch_strides(rank, 2), *triton.batch_strides(kept, 2), kv_heads
     arguments = rank, kept, triton.prompt_table(lines, rank.device), *sizes
     triton.launch("prompts.choose", (len(lines) * kv_heads,), reference, arguments, BLOCK=_RANKS)
+    return kept
 
 
 def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
@@ -113,16 +96,20 @@ class PromptSlots:
     scores: torch.Tensor | None = None  # (R, C) fp32, written; None if scores are not recorded
     smooths: bool = True  # centre and scale packed keys per channel, by the prompt (WholeColumns)
 
-    def of_prompt(self, line: triton.PromptPlace, number: int, kv_heads: int) -> PromptSlots:
-        """Return the rows that belong to packed prompt `number`."""
-        start = number * kv_heads - self.first
-        here = slice(max(0, start), max(0, start + kv_heads))
-        keys = self.keys[:, here]
-        values = self.values[:, here]
-        form = self.form.rows(here)
+    def of_prompts(self, first: int, count: int, kv_heads: int, window: int) -> PromptSlots:
+        """Return the rows of prompts [first, first + count), with their own window."""
+        start = first * kv_heads - self.first
+        here = slice(max(0, start), max(0, start + count * kv_heads))
         positions, scores = (None if t is None else t[here] for t in (self.positions, self.scores))
         return PromptSlots(
-            keys, values, max(0, -start), form, line.window, positions, scores, self.smooths
+            self.keys[:, here],
+            self.values[:, here],
+            max(0, -start),
+            self.form.rows(here),
+            window,
+            positions,
+            scores,
+            self.smooths,
         )
 
 
@@ -152,16 +139,14 @@ def put_prompts(
     is then from `choose_packed`.
     """
     prompts, tokens, kv_heads, width = k.shape
-    reference: Callable[[], object] = partial(put_prompts_reference, k, v, kept, scores, slots)
-    if lines is not None:
-        reference = partial(_put_one_by_one, k, v, kept, scores, slots, lines)
+    if lines is None:
+        lines = (
+            triton.PromptPlace(0, tokens, tokens, 0, kept.shape[2], window=slots.window),
+        ) * prompts
+    reference = partial(_put_with_torch, k, v, kept, scores, slots, lines)
     if not triton.supports(k):
         reference()
         return
-    lines = (
-        lines
-        or (triton.PromptPlace(0, tokens, tokens, 0, kept.shape[2], window=slots.window),) * prompts
-    )
     assert k.stride(3) == v.stride(3) == kept.stride(2) == 1
     # placeholder for arguments that the kernel does not read
     _, rows, length, _ = slots.keys.shape
@@ -205,7 +190,7 @@ def put_prompts(
     triton.launch(name, grid, reference, (*tensors, *sizes), **constants)
 
 
-def _put_one_by_one(
+def _put_with_torch(
     k: torch.Tensor,
     v: torch.Tensor,
     kept: torch.Tensor,
@@ -213,11 +198,25 @@ def _put_one_by_one(
     slots: PromptSlots,
     lines: triton.PromptPlaces,
 ) -> None:
-    for number, line in enumerate(lines):
-        part = slots.of_prompt(line, number, k.shape[2])
+    """Compute `put_prompts` in torch operations.
+
+    Neighbours in a batch are put together if they have the same window.
+    """
+    is_packed = len(lines) > len(k)
+    first = 0
+    for line, same in groupby(lines):
+        count = len(list(same))
+        batch = slice(None) if is_packed else slice(first, first + count)
+        part = slots.of_prompts(first, count, k.shape[2], line.window)
         if part.keys.shape[1]:
-            own = kept[..., line.stays], None if scores is None else scores[..., line.tokens]
-            put_prompts_reference(k[:, line.tokens], v[:, line.tokens], *own, part)
+            put_prompts_reference(
+                k[batch, line.tokens],
+                v[batch, line.tokens],
+                kept[batch, :, line.stays],
+                None if scores is None else scores[batch, :, line.tokens],
+                part,
+            )
+        first = first + count
 
 
 def put_prompts_reference(

@@ -1,10 +1,13 @@
-"""The byte layout of one KV unit's slots. This module has no tensors.
+"""The byte layout of one unit of the cache: slots or state. This module has no tensors.
 
 A unit is one (layer, micro-batch). Its rows are (sequence, kv-head) pairs, which the cache shares
 cut into at most three parts. A part is `segments` times a key area and a value area. Each area is
 (rows, segment slots, bytes of a slot) and starts on a page, so that it can be read and written with
 O_DIRECT. A cache that grows and is streamed has several segments, so that only those that hold
 columns move. The metadata of the slots is stored separately, where attention runs.
+
+A unit of state has the same homes, loads and stores. Each row has one slot, which holds as many
+bytes as the state of the row takes, whatever the number of tokens (`UnitLayout.of_state`).
 """
 
 from __future__ import annotations
@@ -40,6 +43,18 @@ class UnitLayout:
     # `itemsize` bytes for the key, and as many for the value.
     packing: KVPacking | None = None
     window: int = 0  # at most this many of the newest columns are also kept whole (`window_of`)
+    is_state: bool = False  # the unit holds state: one slot of `width` numbers per row, no values
+
+    @classmethod
+    def of_state(
+        cls, sequences: int, rows: int, width: int, itemsize: int, shares: Shares
+    ) -> UnitLayout:
+        """Return the layout of a unit of state.
+
+        rows: rows per sequence, for example the heads of a layer.
+        width: numbers of the state of a row. itemsize: bytes of a number.
+        """
+        return cls(sequences, rows, 1, width, itemsize, shares, is_state=True)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -53,13 +68,14 @@ class UnitLayout:
 
     @property
     def slot_bytes(self) -> tuple[int, int]:
-        """Bytes of a key in its slot, and of a value."""
-        return self.sizes.slot_bytes
+        """Bytes of a key in its slot, and of a value. A unit of state has no values."""
+        keys, values = self.sizes.slot_bytes
+        return keys, 0 if self.is_state else values
 
     @property
     def column_bytes(self) -> int:
         """Bytes of a key and a value in their slot."""
-        return self.sizes.column_bytes
+        return sum(self.slot_bytes)
 
     @property
     def beside_bytes(self) -> int:
@@ -116,7 +132,8 @@ class UnitLayout:
         `sequences` sequences. Ranges on adjacent pages are merged.
         """
         rows = min(part.rows, max(0, sequences * self.kv_heads - part.start))
-        areas = list(zip(self.area_bytes(part), self.row_bytes, strict=True))
+        # State has no values.
+        areas = [of for of in zip(self.area_bytes(part), self.row_bytes, strict=True) if of[0]]
         ranges: list[tuple[int, int]] = []
         start = 0
         for area, row_bytes in (
@@ -141,9 +158,10 @@ class UnitLayout:
     def overlay_bytes(self, part: Part) -> int:
         """Return the bytes of RAM for the columns of a disk part that wait to be written back.
 
-        Their slot numbers (int64) are included.
+        Their slot numbers (int64) are included. It is 0 for state, which changes in every step and
+        is always written back whole.
         """
-        return part.rows * WRITE_BACK_STEPS * (self.column_bytes + 8)
+        return 0 if self.is_state else part.rows * WRITE_BACK_STEPS * (self.column_bytes + 8)
 
     @property
     def sequence_bytes(self) -> int:
@@ -151,7 +169,7 @@ class UnitLayout:
 
         The record of slots (positions, scores, ...) is not included.
         """
-        return self.kv_heads * self.sizes.nbytes(self.slots)
+        return self.kv_heads * (self.slots * self.column_bytes + self.beside_bytes)
 
     def metadata_bytes(self, part: Part) -> int:
         """Return the bytes of a part's metadata.
@@ -160,10 +178,6 @@ class UnitLayout:
         queries, and what packed slots need in addition.
         """
         return round_up(part.rows * (self._record_bytes + self.beside_bytes), ALIGN)
-
-    def metadata_end(self, part: Part) -> int:
-        """Return the offset in a part's metadata at which the data of WholeColumns begins."""
-        return part.rows * self._record_bytes
 
     @property
     def _record_bytes(self) -> int:

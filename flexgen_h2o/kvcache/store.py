@@ -6,6 +6,9 @@ place. The others are streamed through a ring. New columns of a disk part wait i
 the part is written back every WRITE_BACK_STEPS steps. Only segments that hold columns move. The
 metadata of slots stays where attention runs.
 
+A unit is slots or state (`UnitLayout.is_state`). State has no overlay, because it changes in every
+step. It is zero when a sequence joins.
+
 This module knows rows and slots. It does not know prompts, eviction policies or models.
 """
 
@@ -14,24 +17,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.units import PAGE, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.kernels.beside import WholeColumns
 from flexgen_h2o.kernels.slots import get_last_slots, put_slots
+from flexgen_h2o.kvcache.budgets import Move
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.rows import Move
-from flexgen_h2o.kvcache.slots import (
-    PartView,
-    SlotMetadata,
-    metadata_view,
+from flexgen_h2o.kvcache.part import (
+    KVPart,
+    first_rows,
     move_rows,
     part_view,
-    split_views,
+    record_view,
+    reset_state,
     stored_dtype,
-    whole_view,
 )
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
 from flexgen_h2o.tiers.stream import (
@@ -76,7 +78,7 @@ class Overlay:
         """Drop all columns, after the part was written back."""
         self._used = 0
 
-    def add(self, view: PartView, slots: torch.Tensor) -> None:
+    def add(self, view: KVPart, slots: torch.Tensor) -> None:
         """Copy the columns of the view's rows at `slots` ((rows,) int64) into the overlay.
 
         If the overlay has an older entry for a slot, both entries get the newer column. So `apply`
@@ -95,7 +97,7 @@ class Overlay:
             for ours, theirs in zip(waiting, brought, strict=True):
                 ours.copy_(theirs)
 
-    def apply(self, view: PartView) -> None:
+    def apply(self, view: KVPart) -> None:
         """Write the columns into the view, which holds the part as it was last written back."""
         rows = view.rows
         where = view.keys.device
@@ -115,8 +117,8 @@ class _Home:
     memory: torch.Tensor | None = None  # uint8 in RAM or device memory; None on disk
     offset: int = 0  # bytes, in the cache file; only on disk
     overlay: Overlay | None = None  # only on disk
-    metadata: SlotMetadata | None = None  # where attention runs; None if nothing is recorded
-    whole: WholeColumns | None = None  # where attention runs; None if slots are not packed
+    # What is kept besides slots, where attention runs (`record_view`)
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -133,13 +135,13 @@ class CacheUnit:
     version: int = 0  # the last change of the micro-batch's rows that was applied (`_LiveRows`)
     in_use: bool = False  # from `load` or `open` until `close`, or until the micro-batch is empty
     # Views of the live rows if all parts are used in place; else empty. Set by `CacheStore.open`.
-    in_place: list[PartView] = field(default_factory=list)
+    in_place: list[KVPart] = field(default_factory=list)
     # Events of the stores that the last `CacheStore.close` started
     last_store: list[Waitable] = field(default_factory=list)
 
-    def live_views(self, views: list[PartView]) -> list[PartView]:
+    def live_views(self, views: list[KVPart]) -> list[KVPart]:
         """Return the views of the rows that sequences use now."""
-        return split_views(views, self.sequences * self.layout.kv_heads)[0]
+        return first_rows(views, self.sequences * self.layout.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -264,11 +266,13 @@ class CacheStore:
 
     # Compute side
 
-    def open(self, key: CacheKey, region: Region | None) -> tuple[list[PartView], bool]:
+    def open(self, key: CacheKey, region: Region | None) -> tuple[list[KVPart], bool]:
         """Return views of the unit's live rows, and whether whole parts must be stored afterwards.
 
         The overlay and the moves are applied. Rows that enter are the last ones; their slots still
-        hold old data. region: the ring region that `load` filled; None if no part is streamed.
+        hold old data, and their state is zero.
+
+        region: the ring region that `load` filled; None if no part is streamed.
         """
         unit = self._units[key[1:]]
         rows = self._rows[key[2]]
@@ -291,6 +295,8 @@ class CacheStore:
         unit.version = rows.version
         unit.sequences = rows.live
         live = unit.live_views(views)
+        if unit.layout.is_state and (is_new or has_changed):
+            reset_state(live, 0 if is_new else rows.left * unit.layout.kv_heads)
         unit.in_place = live if region is None else []
         return live, has_changed or is_new
 
@@ -305,7 +311,8 @@ class CacheStore:
         """Start to store what compute changed. Return the events after which the region is free.
 
         columns: columns that the fullest row has now.
-        slots: the slots that changed, (rows,) int64 for each view of `open`. None: all columns.
+        slots: the slots that changed, (rows,) int64 for each view of `open`. None: all columns, as
+            in every step of a unit of state.
         fence: makes an event that is done when compute is; not called without a region.
         """
         unit = self._units[key[1:]]
@@ -350,15 +357,11 @@ class CacheStore:
         home = _Home(part, streamed)
         if nbytes := layout.metadata_bytes(part):
             data = take(self._metadata[place], f"metadata on {place}", nbytes)
-            home.metadata = metadata_view(layout, part, data)
-            home.whole = whole_view(layout, part, data, self._dtype)
+            home.record = record_view(layout, part, data, self._dtype)
         if part.tier == "disk":
-            home.overlay = Overlay(
-                layout,
-                part,
-                take(self._overlay, "overlay", layout.overlay_bytes(part)),
-                self._dtype,
-            )
+            if nbytes := layout.overlay_bytes(part):
+                memory = take(self._overlay, "overlay", nbytes)
+                home.overlay = Overlay(layout, part, memory, self._dtype)
             home.offset = used["disk"]
             used["disk"] += layout.part_bytes(part)
         else:
@@ -380,9 +383,9 @@ class CacheStore:
                 found.append(home.memory)
         return found
 
-    def _views(self, unit: CacheUnit, region: Region | None) -> list[PartView]:
+    def _views(self, unit: CacheUnit, region: Region | None) -> list[KVPart]:
         return [
-            part_view(unit.layout, home.part, data, self._dtype, home.metadata, home.whole)
+            part_view(unit.layout, home.part, data, self._dtype, home.record)
             for home, data in zip(unit.homes, self._data(unit, region), strict=True)
         ]
 
@@ -435,7 +438,7 @@ class CacheStore:
         self,
         unit: CacheUnit,
         home: _Home,
-        view: PartView,
+        view: KVPart,
         data: torch.Tensor,
         slots: torch.Tensor,
         fence: Waitable,

@@ -170,7 +170,7 @@ class Costs:
     def _unpacks(self) -> bool:
         """Whether a card unpacks slots before it attends to them.
 
-        It does not if one launch reads them as they are (KVRows.is_one_launch).
+        It does not if one launch reads them as they are (KVUnit.is_one_launch).
         """
         return self.at.policy.attn_sparsity < 1 or not self.at.need.in_one_launch
 

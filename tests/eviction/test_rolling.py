@@ -88,7 +88,7 @@ def test_keys_of_many_rows_are_turned_some_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "flexgen_h2o.kvcache.attend.ROLLING_CHUNK", 3 * 9 * 24
+        "flexgen_h2o.kvcache.decode.ROLLING_CHUNK", 3 * 9 * 24
     )  # three rows of nine slots
     want = rolled("llama", "h2o")
     ran = generate(

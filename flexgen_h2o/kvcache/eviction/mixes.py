@@ -101,7 +101,6 @@ def read_table(path: Path) -> MixTable:
         small = [
             KeptWhole(dict(one["settings"]), float(one["kl"]["value"]), model)
             for one in body["small_losses"]
-            if "attn_sparsity" not in one["settings"]  # in older tables; it saves nothing now
         ]
         for mix in mixes:
             make_eviction(mix.eviction, kv_bytes=mix.least)

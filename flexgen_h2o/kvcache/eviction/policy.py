@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.core.packing import KVSizes
 
 EVERYTHING = 2**30  # more columns than any row has
-# The tensors that may be recorded of slots (SlotMetadata in kvcache/slots.py), in the order of
+# The tensors that may be recorded of slots (KVPart in kvcache/part.py), in the order of
 # their bytes.
 POSITIONS = "positions"
 SCORES = "scores"
@@ -164,7 +164,7 @@ def record_of(eviction: Eviction) -> RowRecord:
 class Columns:
     """The columns of `b` sequences, as a policy sees them when it ranks them.
 
-    kvcache/evict.py makes it.
+    kvcache/prefill.py and kvcache/decode.py make it.
 
     For slots that are not filled, all entries except may_leave are arbitrary.
     """

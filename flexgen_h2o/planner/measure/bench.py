@@ -36,10 +36,10 @@ from flexgen_h2o.kernels.packed import pack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import ScoreState, attend
 from flexgen_h2o.kernels.workspace import Workspace, upload
-from flexgen_h2o.kvcache.evict import keep_prompt_columns
+from flexgen_h2o.kvcache.budgets import BudgetTable
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.kvcache.rows import SlotTable
-from flexgen_h2o.kvcache.slots import KVRows
+from flexgen_h2o.kvcache.part import KVUnit, Prompts
+from flexgen_h2o.kvcache.prefill import choose_columns, prompt_lines
 from flexgen_h2o.planner.profile import AS_FAST, Curve
 from flexgen_h2o.planner.profile import Products as Rates
 from flexgen_h2o.tiers.device import Device
@@ -248,11 +248,12 @@ def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call,
     )
     policy = H2O()
     scale = HEAD_WIDTH**-0.5
-    rows = KVRows(policy, 0, heads, SlotTable(policy, [(length, 1)] * prompts, 1).at(0))
+    unit = KVUnit(policy, 0, heads, BudgetTable(policy, [(length, 1)] * prompts, 1).at(0))
+    lines = prompt_lines(unit, 0, [length] * prompts, is_packed=False)
 
     def scored() -> None:
         _, lse = causal_attention_lse(q, k, v, scale)
-        keep_prompt_columns(rows, 0, (q, k, v), lse, scale)
+        choose_columns(unit, Prompts(q, k, v, lse, scale, 0, lines))
 
     return lambda: causal_attention(q, k, v, scale), scored
 

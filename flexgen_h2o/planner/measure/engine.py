@@ -51,7 +51,7 @@ from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.kvcache.eviction.policy import record_of
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.slots import PartView, part_view
+from flexgen_h2o.kvcache.part import KVPart, part_view
 from flexgen_h2o.kvcache.store import Overlay
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.costs import Costs, Machine
@@ -121,11 +121,9 @@ def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
     )
     (part,) = layout.parts
 
-    def unit(waiting: int) -> tuple[Overlay, PartView]:
+    def unit(waiting: int) -> tuple[Overlay, KVPart]:
         """A unit where it is computed on, and an overlay of `waiting` columns in RAM."""
-        view = part_view(
-            layout, part, bench.empty(torch.uint8, layout.part_bytes(part)), dtype, None
-        )
+        view = part_view(layout, part, bench.empty(torch.uint8, layout.part_bytes(part)), dtype)
         overlay = Overlay(layout, part, host_buffer(layout.overlay_bytes(part)), dtype)
         for slot in range(waiting):
             overlay.add(view, torch.full((part.rows,), slot, device=view.keys.device))

@@ -4,6 +4,7 @@ removed, by masks."""
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from flexgen_h2o.evaluation.attention_maps import (
 from flexgen_h2o.evaluation.fidelity import FidelityRunner, Probe
 from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kernels.prefill_attention import column_sums
-from flexgen_h2o.kvcache.slots import PromptAttention
+from flexgen_h2o.kvcache.part import Prompts
 from tests.parity.reference import random_model
 
 PROMPT = 13
@@ -84,10 +85,10 @@ def see_all(llm: LLM, prompts: list[list[int]], rows: int) -> dict[tuple[int, in
     """(heads, n, n) by prompt and transformer block, `rows` queries at a time."""
     found = {}
 
-    def see(at: list[int], block: int, attention: PromptAttention) -> None:
+    def see(at: list[int], block: int, attention: Prompts) -> None:
         for i, row in enumerate(at):
             q, k, lse = (t[i : i + 1] for t in (attention.q, attention.k, attention.lse))
-            one = PromptAttention(q, k, lse, attention.scale)
+            one = replace(attention, q=q, k=k, lse=lse)
             tiles = list(probabilities(one, rows))
             assert [first for first, _ in tiles] == list(range(0, q.shape[2], rows))
             p = found[row, block] = torch.cat([tile for _, tile in tiles], dim=1)
@@ -120,7 +121,7 @@ def test_rows_that_join_a_running_block_are_seen_too(tmp_path: Path) -> None:
     params = [SamplingParams(n, ignore_eos=True) for n in (2, 6, 3)]
     rows: list[tuple[int, int]] = []
 
-    def see(at: list[int], block: int, attention: PromptAttention) -> None:
+    def see(at: list[int], block: int, attention: Prompts) -> None:
         rows.extend((row, attention.k.shape[2]) for row in at if block == 1)
 
     with opened(PACKAGED["opt-tiny"], tmp_path, 1) as llm:
@@ -319,7 +320,7 @@ def test_each_share_is_removed_three_ways() -> None:
 
 
 def test_memory_for_one_query_is_enough(tmp_path: Path) -> None:
-    one = PromptAttention(*(torch.randn(1, 2, 5, 4) for _ in range(2)), torch.zeros(1, 2, 5), 0.5)
+    one = Prompts(*(torch.randn(1, 2, 5, 4) for _ in range(3)), torch.zeros(1, 2, 5), 0.5)
     maps = AttentionMaps((1, 1, 2), 5, settings(keep_mem=0, first_query=4))
     maps.see([0], 0, one)
     assert maps.needed.all() and maps.scores.all()

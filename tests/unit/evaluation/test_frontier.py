@@ -144,23 +144,6 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
     ]
 
 
-def test_a_table_of_an_older_version_has_no_partial_reading(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    about = dict.fromkeys(
-        ("dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation")
-    )
-    body = learned(
-        {
-            **about,
-            "model": "small",
-            "cells": [cell("full", 1.0, 0.0), cell("h2o", 0.4, 0.2, kv_bytes=0.4)],
-        }
-    )
-    body["small_losses"].append({"settings": {"attn_sparsity": 0.1}, "kl": {"value": 0.02}})
-    path.write_text(json.dumps(body))
-    assert [kept.settings for kept in read_table(path).small_losses] == [{}]
-
-
 def test_rows_of_an_older_version_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     line = {"setting": {"policy": "full", "kv_read": 0.1}, "kind": LOSSES, "start": 0, "values": []}

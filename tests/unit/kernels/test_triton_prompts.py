@@ -265,7 +265,7 @@ def test_columns_of_prompts_of_all_lengths(
     found, expected = (rows_of_prompts(packing, 8, 0, 36, dtype, rows, records) for _ in range(2))
     put_prompts(k, v, kept, scores, found, lines)
     for number, line in enumerate(lines):
-        part = expected.of_prompt(line, number, 2)
+        part = expected.of_prompts(number, 1, 2, line.window)
         own = (kept[..., line.stays],)
         given = None if scores is None else scores[..., line.tokens]
         if part.keys.shape[1]:

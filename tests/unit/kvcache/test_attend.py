@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.kvcache import layout as layout_module
-from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
-from flexgen_h2o.kvcache.evict import columns_of, rank_victims
+from flexgen_h2o.kvcache.budgets import Budgets, BudgetTable, DecodeStep
+from flexgen_h2o.kvcache.decode import attend_slots, columns_of, rank_victims
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.eviction.policy import Needs
 from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.kvcache.part import KVPart, KVUnit, part_view
+from flexgen_h2o.kvcache.prefill import attend_prompts
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.rows import RowBudgets, SlotTable
-from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata, part_view
 
 HEADS = 8
 KV_HEADS = 2
@@ -44,7 +44,7 @@ def random_qkv(tokens: int) -> Qkv:
     )
 
 
-def cut_views(rows: int, slots: int, cuts: Sequence[int]) -> list[PartView]:
+def cut_views(rows: int, slots: int, cuts: Sequence[int]) -> list[KVPart]:
     """Parts cut at the given rows, full of what a buffer may hold before: no numbers."""
     views = []
     for a, b in pairwise(sorted({0, rows, *(c for c in cuts if c < rows)})):
@@ -73,18 +73,18 @@ def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     return torch.cat(found, dim=1).reshape(len(q), -1)
 
 
-def rows_of(counts: Sequence[int], steps: int, cuts: Sequence[int]) -> KVRows:
+def rows_of(counts: Sequence[int], steps: int, cuts: Sequence[int]) -> KVUnit:
     """The rows of a micro-batch with prompts of these lengths."""
-    table = SlotTable(Full(), [(count, steps + 1) for count in counts], 1)
+    table = BudgetTable(Full(), [(count, steps + 1) for count in counts], 1)
     views = cut_views(len(counts) * KV_HEADS, table.most_slots(0), cuts)
-    return KVRows(Full(), 0, KV_HEADS, table.at(0), views)
+    return KVUnit(Full(), 0, KV_HEADS, table.at(0), views)
 
 
-def decode(rows: KVRows, new: Qkv, positions: torch.Tensor) -> torch.Tensor:
+def decode(unit: KVUnit, new: Qkv, positions: torch.Tensor) -> torch.Tensor:
     out = torch.full((len(new[0]), HEADS * WIDTH), math.nan)
-    assert (
-        attend_slots(new, rows, rows.new_columns(rows.step_numbers(positions)), SCALE, out) is out
-    )
+    unit = replace(unit, decoding=len(positions))
+    unit.begin(DecodeStep(unit.budgets, unit.policy.needs, positions))
+    assert attend_slots(new, unit, SCALE, out) is out
     return out.double()
 
 
@@ -110,7 +110,7 @@ def test_generation_of_ragged_rows(counts: list[int], cuts: list[int], steps: in
                 out[i] - full_attention(new[0][i : i + 1], row[1], row[2])[0]
             ).abs().max() < 1e-5
     for stored, place in (("keys", 1), ("values", 2)):
-        parts = [getattr(view, stored).transpose(0, 1).flatten(1, 2) for view in rows.views]
+        parts = [getattr(view, stored).transpose(0, 1).flatten(1, 2) for view in rows.parts]
         whole = torch.cat(parts).view(len(counts), KV_HEADS, -1, WIDTH)
         for own, row in zip(whole, history, strict=True):
             assert torch.equal(own[:, : len(row[place])], row[place].transpose(0, 1))
@@ -142,11 +142,8 @@ def test_the_lowest_rank_leaves_and_of_equals_the_oldest(
     newest = filled + 4  # some columns are gone
     positions = torch.full((count * KV_HEADS, slots), 77).int()
     victims = torch.full((count * KV_HEADS,), -1).int()
-    metadata = SlotMetadata(
-        positions, victims, scores=torch.full((count * KV_HEADS, slots), math.nan)
-    )
-    assert metadata.scores is not None
-    for row in range(len(metadata.positions)):
+    scores = torch.full((count * KV_HEADS, slots), math.nan)
+    for row in range(len(positions)):
         place = int(filled[row // KV_HEADS])
         i = row // KV_HEADS
         held = [
@@ -154,21 +151,23 @@ def test_the_lowest_rank_leaves_and_of_equals_the_oldest(
             *torch.randperm(int(newest[i]) - int(sinks[i])).add(int(sinks[i])).tolist(),
         ]
         held = [*held[: place - 1], int(newest[i])]
-        metadata.positions[row, :place] = torch.tensor(held)[torch.randperm(place)]
-        metadata.scores[row, :place] = torch.randint(0, 3, (place,)).float()
+        positions[row, :place] = torch.tensor(held)[torch.randperm(place)]
+        scores[row, :place] = torch.randint(0, 3, (place,)).float()
         # left by an old row
-        metadata.positions[row, place:] = int(sinks[i])
-        metadata.scores[row, place:] = -1.0
+        positions[row, place:] = int(sinks[i])
+        scores[row, place:] = -1.0
     ones = torch.ones(count).long()
     empty = torch.zeros(1, count * KV_HEADS, slots, WIDTH)
-    whole = PartView(0, empty, empty, metadata)
+    whole = KVPart(0, empty, empty, positions=positions, victims=victims, scores=scores)
     views = [
         whole.part(a, b, a)
         for a, b in pairwise(sorted({0, whole.rows, *(c for c in cuts if c < whole.rows)}))
     ]
-    rows = KVRows(ByScore(), 5, KV_HEADS, RowBudgets(ones, sinks, ones, recent, filled), views)
-    rank_victims(rows, newest, filled)
-    columns = columns_of(rows, newest, filled)
+    budgets = Budgets(ones, sinks, ones, recent, filled)
+    unit = KVUnit(ByScore(), 5, KV_HEADS, budgets, views, count)
+    step = DecodeStep(budgets, unit.policy.needs, newest)
+    rank_victims(unit, step, filled)
+    columns = columns_of(unit, step, filled)
     assert (
         columns.block == 5
         and torch.equal(columns.newest, newest)
@@ -178,11 +177,11 @@ def test_the_lowest_rank_leaves_and_of_equals_the_oldest(
     for row in range(count * KV_HEADS):
         i = row // KV_HEADS
         candidates = [
-            (float(metadata.scores[row, j]), int(metadata.positions[row, j]), j)
+            (float(scores[row, j]), int(positions[row, j]), j)
             for j in range(int(filled[i]))
-            if sinks[i] <= metadata.positions[row, j] <= newest[i] - recent[i]
+            if sinks[i] <= positions[row, j] <= newest[i] - recent[i]
         ]
         may_leave = columns.may_leave.flatten(0, 1)[row].nonzero().flatten().tolist()
         assert may_leave == sorted(j for _, _, j in candidates)
         if candidates:
-            assert int(metadata.victims[row]) == min(candidates)[2]
+            assert int(victims[row]) == min(candidates)[2]

@@ -13,19 +13,11 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
+from flexgen_h2o.kvcache.budgets import BudgetTable, DecodeStep, plan_moves
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.rows import SlotTable, plan_moves
-from flexgen_h2o.kvcache.slots import (
-    KVRows,
-    PartView,
-    SlotMetadata,
-    move_rows,
-    part_view,
-    put_columns,
-    split_views,
-)
+from flexgen_h2o.kvcache.part import KVPart, KVUnit, first_rows, move_rows, part_view
 from flexgen_h2o.kvcache.store import Overlay
 
 WIDTH = 4
@@ -41,7 +33,7 @@ batches = st.integers(1, 12).flatmap(
 # ---- columns in their slots
 
 
-def one_part(rows: int, slots: int, fill: float = float("nan")) -> tuple[UnitLayout, PartView]:
+def one_part(rows: int, slots: int, fill: float = float("nan")) -> tuple[UnitLayout, KVPart]:
     layout = UnitLayout(rows, 1, slots, WIDTH, DTYPE.itemsize, HOST)
     (part,) = layout.parts
     data = torch.full((layout.part_bytes(part) // 4,), fill).view(torch.uint8)
@@ -97,7 +89,7 @@ def test_waiting_columns_are_put_over_what_was_written(
         where = torch.tensor(
             data.draw(st.lists(st.integers(0, slots - 1), min_size=rows, max_size=rows))
         )
-        put_columns(view, where, torch.randn(rows, WIDTH), torch.randn(rows, WIDTH))
+        view.write(where, torch.randn(rows, WIDTH), torch.randn(rows, WIDTH))
         overlay.add(view, where)
     assert overlay.is_full is (steps == WRITE_BACK_STEPS)
     for left in {rows, 1}:
@@ -131,21 +123,24 @@ def test_the_moves_make_the_order_that_is_named(batch: tuple[int, set[int]]) -> 
     )  # no row moves that could have stayed
 
 
-def random_views(rows: int, slots: int, cuts: Sequence[int], has_metadata: bool) -> list[PartView]:
+def random_views(rows: int, slots: int, cuts: Sequence[int], has_metadata: bool) -> list[KVPart]:
     """Parts cut anywhere, in the middle of a sequence's heads too."""
     keys = torch.randn(2, rows, slots, WIDTH)
     values = torch.randn(2, rows, slots, WIDTH)
     positions = torch.randint(0, 99, (rows, slots), dtype=torch.int32)
-    metadata = SlotMetadata(
-        positions, positions[:, 0].clone(), torch.randn(rows, slots), torch.randn(rows, slots)
-    )
-    whole = PartView(0, keys, values, metadata if has_metadata else None)
+    record = {
+        "positions": positions,
+        "victims": positions[:, 0].clone(),
+        "scores": torch.randn(rows, slots),
+        "norms": torch.randn(rows, slots),
+    }
+    whole = KVPart(0, keys, values, None, None, **(record if has_metadata else {}))
     return [
         whole.part(a, b, a) for a, b in pairwise(sorted({0, rows, *(c for c in cuts if c < rows)}))
     ]
 
 
-def joined(views: Sequence[PartView]) -> list[torch.Tensor]:
+def joined(views: Sequence[KVPart]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(*(view.row_tensors() for view in views), strict=True)]
 
 
@@ -164,19 +159,18 @@ def test_rows_arrive_whole_across_parts(
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=2), st.data())
-def test_views_are_split_at_any_row(rows: int, cuts: list[int], data: st.DataObject) -> None:
+def test_parts_are_cut_at_any_row(rows: int, cuts: list[int], data: st.DataObject) -> None:
     views = random_views(rows, 3, cuts, True)
     row = data.draw(st.integers(0, rows))
-    before, behind = split_views(views, row)
-    for half, first, count in ((before, 0, row), (behind, row, rows - row)):
-        assert [v.start for v in half] == [0, *(v.end for v in half)][: len(half)]
-        assert sum(v.rows for v in half) == count
-        for mine, whole in zip(joined(half) if half else [], joined(views), strict=False):
-            assert torch.equal(mine, whole[first : first + count])
-    for view in behind:
-        assert view.metadata is not None
-        view.metadata.victims.fill_(-7)  # views of the same memory
-    assert int((joined(views)[3] == -7).sum()) == rows - row
+    before = first_rows(views, row)
+    assert [v.start for v in before] == [0, *(v.end for v in before)][: len(before)]
+    assert sum(v.rows for v in before) == row
+    for mine, whole in zip(joined(before) if before else [], joined(views), strict=False):
+        assert torch.equal(mine, whole[:row])
+    for view in before:
+        assert view.victims is not None
+        view.victims.fill_(-7)  # views of the same memory
+    assert int((joined(views)[3] == -7).sum()) == row
 
 
 # ---- the slots that new columns take
@@ -215,29 +209,27 @@ def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
     in the end."""
     count = len(workload)
     record = policy.needs.record
-    table = SlotTable(policy, workload, BLOCKS)
+    table = BudgetTable(policy, workload, BLOCKS)
     views = random_views(count * KV_HEADS, table.most_slots(block), cuts, bool(record))
-    rows = KVRows(policy, block, KV_HEADS, table.at(block), views)
+    unit = KVUnit(policy, block, KV_HEADS, table.at(block), views, count)
     held = [min(row[0], policy.budget(*row, block).columns) for row in workload]
     room = [policy.slots(prompt, gen, block) for prompt, gen in workload]
-    assert rows.budgets.kept.tolist() == held
+    assert unit.budgets.kept.tolist() == held
     prompts = torch.tensor([prompt for prompt, _ in workload])
     # The last token of a row is never fed, so it has gen - 1 decode steps.
     for step in range(min(gen for _, gen in workload) - 1):
         for view in views:
-            if view.metadata is not None:
-                view.metadata.victims.random_(0, 5)
-        victims = (
-            torch.cat([v.metadata.victims for v in views if v.metadata is not None])
-            if record
-            else None
-        )
-        new = rows.new_columns(rows.step_numbers(prompts + step))
+            if view.victims is not None:
+                view.victims.random_(0, 5)
+        victims = torch.cat([v.victims for v in views if v.victims is not None]) if record else None
+        new = DecodeStep(unit.budgets, policy.needs, prompts + step)
+        unit.begin(new)
         free = [h if h < r else None for h, r in zip(held, room, strict=True)]
         held = [min(h + 1, r) for h, r in zip(held, room, strict=True)]
         assert new.positions.tolist() == (prompts + step).tolist() and new.filled.tolist() == held
-        slots = torch.cat(list(new.slots))
-        assert slots.dtype == torch.int64 and [len(s) for s in new.slots] == [v.rows for v in views]
+        slots = torch.cat(unit.taken)
+        assert slots.dtype == torch.int64
+        assert [len(s) for s in unit.taken] == [v.rows for v in views]
         for row, slot in enumerate(slots.tolist()):
             expected = free[row // KV_HEADS]
             assert slot == (
@@ -253,7 +245,7 @@ KEEP = H2O(heavy_size=2, recent_size=3)
 def test_tables_follow_rows_that_leave_and_enter() -> None:
     policy = Windowed(H2O(heavy_size=4, recent_size=2), (None, 5, None))
     sizes = [(30, 9), (5, 2), (20, 9), (8, 8)]
-    table = SlotTable(policy, sizes, BLOCKS)
+    table = BudgetTable(policy, sizes, BLOCKS)
     moves, order = plan_moves([1], len(sizes))
     table.compact(moves, len(order))
     table.admit([(40, 3), (9, 1)])

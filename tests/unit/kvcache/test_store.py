@@ -18,10 +18,10 @@ from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from flexgen_h2o.engine.loop import zigzag
 from flexgen_h2o.kvcache import layout as layout_module
+from flexgen_h2o.kvcache.budgets import plan_moves
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.rows import plan_moves
-from flexgen_h2o.kvcache.slots import PartView, put_columns, put_first_columns, split_views
+from flexgen_h2o.kvcache.part import KVPart, first_rows
 from flexgen_h2o.kvcache.store import CacheKey, CacheStore
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import Scratch
@@ -189,18 +189,18 @@ class Bench:
         region = stream.take(key)
         views, whole = self.store.open(key, region)
         assert sum(view.rows for view in views) == len(prompts) * KV_HEADS
-        assert all((view.metadata is not None) is bool(self.record) for view in views)
+        assert all(bool(view.record) is bool(self.record) for view in views)
         taken: list[torch.Tensor] | None = None
-        before, behind = split_views(views, len(rows) * KV_HEADS)
+        before = first_rows(views, len(rows) * KV_HEADS)
         if rows:
             check(before, rows)
             slots = torch.stack([self._grow(row, self.budgets[key[1]]) for row in rows])
             taken = self._put_new(before, rows, slots)
-        for place, count in enumerate(prompts[len(rows) :]):
+        for place, count in list(enumerate(prompts))[len(rows) :]:
             assert whole
             kept = min(count, self.budgets[key[1]])
             rows.append(PlainRow(**random_columns(kept, 0), length=count))
-            self._put_prompt(behind, place, rows[-1])
+            self._put_prompt(views, place, rows[-1])
         taken = None if whole else taken
         columns = max(row.filled for row in rows)
         stream.give_back(region, self.store.close(key, region, columns, taken, lambda: NOTHING))
@@ -220,17 +220,16 @@ class Bench:
             tensor[torch.arange(KV_HEADS), slots] = new[name][:, 0]
         return slots
 
-    def _put_prompt(self, views: list[PartView], place: int, row: PlainRow) -> None:
+    def _put_prompt(self, views: list[KVPart], place: int, row: PlainRow) -> None:
         for head in range(KV_HEADS):
             view, at = find(views, place * KV_HEADS + head)
-            put_first_columns(
-                view, at, at + 1, row.keys[head : head + 1], row.values[head : head + 1]
-            )
+            own = slice(head, head + 1)
+            view.write_first(slice(at, at + 1), row.keys[own], row.values[own])
             for name in self.record:
-                getattr(view.metadata, name)[at, : row.filled] = getattr(row, name)[head]
+                getattr(view, name)[at, : row.filled] = getattr(row, name)[head]
 
     def _put_new(
-        self, views: list[PartView], rows: list[PlainRow], slots: torch.Tensor
+        self, views: list[KVPart], rows: list[PlainRow], slots: torch.Tensor
     ) -> list[torch.Tensor]:
         """Write the newest column of each row to its slots (sequences, kv_heads); returns them view
         by view."""
@@ -245,27 +244,27 @@ class Bench:
         for view in views:
             here = slice(view.start, view.end)
             taken.append(slots.flatten()[here])
-            put_columns(view, taken[-1], new["keys"][here], new["values"][here])
+            view.write(taken[-1], new["keys"][here], new["values"][here])
             for name in self.record:
-                getattr(view.metadata, name)[torch.arange(view.rows), taken[-1]] = new[name][here]
+                getattr(view, name)[torch.arange(view.rows), taken[-1]] = new[name][here]
         return taken
 
 
-def find(views: list[PartView], row: int) -> tuple[PartView, int]:
+def find(views: list[KVPart], row: int) -> tuple[KVPart, int]:
     view = next(v for v in views if v.start <= row < v.end)
     return view, row - view.start
 
 
-def check(views: list[PartView], rows: list[PlainRow]) -> None:
+def check(views: list[KVPart], rows: list[PlainRow]) -> None:
     for i, row in enumerate(rows):
         for head in range(KV_HEADS):
             view, at = find(views, i * KV_HEADS + head)
             assert torch.equal(view.keys[:, at].flatten(0, 1)[: row.filled], row.keys[head])
             assert torch.equal(view.values[:, at].flatten(0, 1)[: row.filled], row.values[head])
-            if view.metadata is not None:
+            if view.record:
                 for name in RECORD:
                     assert torch.equal(
-                        getattr(view.metadata, name)[at, : row.filled], getattr(row, name)[head]
+                        getattr(view, name)[at, : row.filled], getattr(row, name)[head]
                     )
 
 

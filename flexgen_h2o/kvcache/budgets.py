@@ -38,8 +38,8 @@ def order_after(moves: Sequence[Move], remaining: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class RowBudgets:
-    """Budgets of sequences in one transformer block. `SlotTable` makes it.
+class Budgets:
+    """Budgets of sequences in one transformer block. `BudgetTable` makes it.
 
     Each field is (sequences,) int64 on the host. Sinks, heavy and recent columns are those of
     `RowBudget`.
@@ -56,19 +56,15 @@ class RowBudgets:
         """Columns that are left of each prompt after the prefill sweep, (sequences,) int64."""
         return torch.minimum(self.prompts, self.sinks + self.heavy + self.recent)
 
-    def stay(self, sequence: int) -> tuple[int, int, int]:
-        """Return the sinks, heavy and recent columns of one sequence."""
-        return int(self.sinks[sequence]), int(self.heavy[sequence]), int(self.recent[sequence])
-
-    def select(self, rows: slice | torch.Tensor) -> RowBudgets:
+    def select(self, rows: slice | torch.Tensor) -> Budgets:
         """Return the budgets of some of the sequences."""
         if isinstance(rows, slice) and rows == slice(0, len(self.prompts)):
             return self
-        return RowBudgets(*(t[rows] for t in vars(self).values()))
+        return Budgets(*(t[rows] for t in vars(self).values()))
 
 
-class NumbersOfRows(NamedTuple):
-    """The StepNumbers of some rows of a KV unit. `StepNumbers.of_rows` makes it.
+class StepOfRows(NamedTuple):
+    """The DecodeStep of some rows of a KV unit. `DecodeStep.of_rows` makes it.
 
     Each field is (rows,) on the device of the rows.
     """
@@ -77,27 +73,30 @@ class NumbersOfRows(NamedTuple):
     filled: torch.Tensor  # int32: slots in use, including the new column
     oldest: torch.Tensor  # int32: first position of the columns that may leave
     newest: torch.Tensor  # int32: last position of the columns that may leave, inclusive
-    gains: torch.Tensor  # fp32: as StepNumbers.gains
-    free: torch.Tensor  # int64: as StepNumbers.free
-    oldest_slot: torch.Tensor  # int64: as StepNumbers.oldest_slot
+    gains: torch.Tensor  # fp32: as DecodeStep.gains
+    free: torch.Tensor  # int64: as DecodeStep.free
+    oldest_slot: torch.Tensor  # int64: as DecodeStep.oldest_slot
 
 
-class StepNumbers:
+class DecodeStep:
     """The numbers of the new columns of one decode step, which the host computes in advance.
 
-    Transformer blocks of equal budgets share them. Attributes, each (sequences,) on the host:
+    Transformer blocks of equal budgets share them. Attributes:
+
+    budgets, needs: of the sequences that decode, and of their policy.
+    whole: the most columns of a row that are kept whole beside packed slots.
+
+    The others are each (sequences,) on the host:
 
     positions: int64, positions of the new columns.
     filled: int64, slots in use with the new columns.
     replaces: bool, whether the new column replaces another one.
     free: int64, the next free slot, or -1.
     oldest_slot: int64, the slot of the oldest column, if slots are filled in the order of columns.
-
-    The argument `whole` is the most columns of a row that are kept whole beside packed slots.
     """
 
     def __init__(
-        self, budgets: RowBudgets, needs: Needs, positions: torch.Tensor, whole: int = 0
+        self, budgets: Budgets, needs: Needs, positions: torch.Tensor, whole: int = 0
     ) -> None:
         held = budgets.kept + positions - budgets.prompts
         self.positions = positions
@@ -105,15 +104,19 @@ class StepNumbers:
         self.replaces = held >= budgets.slots
         self.free = held.masked_fill(self.replaces, -1)
         self.oldest_slot = held % budgets.slots
-        self._budgets = budgets
-        self._needs = needs
-        self._whole = whole
+        self.budgets = budgets
+        self.needs = needs
+        self.whole = whole
         self._states: dict[torch.device, torch.Tensor] = {}
-        self._together: Sequence[ref[StepNumbers]] = ()
-        self._of_rows: dict[tuple[int, int, int, torch.device], NumbersOfRows] = {}
+        self._together: Sequence[ref[DecodeStep]] = ()
+        self._of_rows: dict[tuple[int, int, int, torch.device], StepOfRows] = {}
         self._places: dict[int, torch.Tensor] = {}
 
-    def of_rows(self, kv_heads: int, first: int, end: int, where: torch.device) -> NumbersOfRows:
+    def next(self) -> DecodeStep:
+        """Return the step in which each sequence gets one more column."""
+        return DecodeStep(self.budgets, self.needs, self.positions + 1, self.whole)
+
+    def of_rows(self, kv_heads: int, first: int, end: int, where: torch.device) -> StepOfRows:
         """Return the numbers of a unit's rows [first, end) on device `where`.
 
         A sequence has `kv_heads` rows. The result is cached.
@@ -123,12 +126,12 @@ class StepNumbers:
             ints = (
                 self.positions,
                 self.filled,
-                self._budgets.sinks,
-                self.positions - self._budgets.recent,
+                self.budgets.sinks,
+                self.positions - self.budgets.recent,
             )
             every = [*(t.int() for t in ints), self.gains.float(), self.free, self.oldest_slot]
             rows = [t.repeat_interleave(kv_heads)[first:end].to(where) for t in every]
-            self._of_rows[key] = NumbersOfRows._make(rows)
+            self._of_rows[key] = StepOfRows._make(rows)
         return self._of_rows[key]
 
     @cached_property
@@ -144,8 +147,8 @@ class StepNumbers:
     @property
     def gains(self) -> torch.Tensor:
         """Gain of a score for an attention probability of 1, (sequences,) fp32 (`Needs.gain`)."""
-        gains = torch.full((len(self.filled),), self._needs.gain, dtype=torch.float32, device="cpu")
-        return gains * (self.filled.float() / (self.positions + 1)) if self._needs.even else gains
+        gains = torch.full((len(self.filled),), self.needs.gain, dtype=torch.float32, device="cpu")
+        return gains * (self.filled.float() / (self.positions + 1)) if self.needs.even else gains
 
     def whole_places(self, most: int) -> torch.Tensor:
         """Return the index of each new column among its row's whole columns, (sequences,) int64.
@@ -156,7 +159,7 @@ class StepNumbers:
         """
         if most not in self._places:
             windows = torch.tensor(
-                [window_of(most, held) for held in self._budgets.slots.tolist()], device="cpu"
+                [window_of(most, held) for held in self.budgets.slots.tolist()], device="cpu"
             )
             self._places[most] = torch.where(windows > 0, self.positions % windows.clamp(min=1), -1)
         return self._places[most]
@@ -164,7 +167,7 @@ class StepNumbers:
     def state(self, where: torch.device) -> torch.Tensor:
         """Return the state of the step (`StepSlots.state` in kernels/decode_step.py) on a GPU.
 
-        It is copied there once, together with the states of the other StepNumbers of the last
+        It is copied there once, together with the states of the other steps of the last
         `copied_together`.
         """
         if where not in self._states:
@@ -176,24 +179,22 @@ class StepNumbers:
 
     def _state_on_host(self) -> torch.Tensor:
         """Return the state of the step, (7, sequences) int32; gains are stored as fp32 bits."""
-        slots = self.free if self._needs.record else self.oldest_slot
-        newest = self.positions - self._budgets.recent
-        fields = torch.stack(
-            [self.filled, slots, self.positions, self._budgets.sinks, newest]
-        ).int()
+        slots = self.free if self.needs.record else self.oldest_slot
+        newest = self.positions - self.budgets.recent
+        fields = torch.stack([self.filled, slots, self.positions, self.budgets.sinks, newest]).int()
         gains = self.gains.float().view(torch.int32)
-        places = self.whole_places(self._whole).int()
+        places = self.whole_places(self.whole).int()
         return torch.cat([fields, gains[None], places[None]])
 
 
-def copied_together(numbers: Sequence[StepNumbers]) -> None:
-    """Make a GPU get the states of these StepNumbers in one copy."""
+def copied_together(numbers: Sequence[DecodeStep]) -> None:
+    """Make a GPU get the states of these steps in one copy."""
     together = [ref(one) for one in numbers]
     for one in numbers:
         one._together = together
 
 
-class SlotTable:
+class BudgetTable:
     """The budgets of a micro-batch's sequences in every transformer block.
 
     rows: for each sequence (prompt tokens, most new tokens), which determine its budgets. A third
@@ -213,7 +214,7 @@ class SlotTable:
         self._num_blocks = num_blocks
         self._elsewhere = elsewhere or (0,) * num_blocks
         self._table = self._entries(rows)
-        self._budgets: list[RowBudgets] = []  # by block; cleared when sequences change
+        self._budgets: list[Budgets] = []  # by block; cleared when sequences change
 
     def compact(self, moves: Sequence[Move], remaining: int) -> None:
         """Remove sequences that left. `moves` bring the `remaining` others to the front."""
@@ -225,20 +226,20 @@ class SlotTable:
         self._table = torch.cat([self._table, self._entries(rows)], dim=1)
         self._budgets.clear()
 
-    def at(self, block: int) -> RowBudgets:
+    def at(self, block: int) -> Budgets:
         """Return the budgets in one transformer block. Blocks of equal budgets share one object."""
         if not self._budgets:
-            known: dict[bytes, RowBudgets] = {}
+            known: dict[bytes, Budgets] = {}
             for table in self._table:
                 self._budgets.append(
-                    known.setdefault(table.numpy().tobytes(), RowBudgets(*table.unbind(1)))
+                    known.setdefault(table.numpy().tobytes(), Budgets(*table.unbind(1)))
                 )
         return self._budgets[block]
 
     @property
     def shared(self) -> tuple[int, ...]:
         """For each block, the first block with the same budgets."""
-        first: dict[RowBudgets, int] = {}
+        first: dict[Budgets, int] = {}
         return tuple(first.setdefault(self.at(block), block) for block in range(self._num_blocks))
 
     def most_slots(self, block: int) -> int:
@@ -246,7 +247,7 @@ class SlotTable:
         return int(self._table[block, :, -1].max())
 
     def _entries(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Return the fields of RowBudgets, in their order, (blocks, sequences, 5) int64."""
+        """Return the fields of Budgets, in their order, (blocks, sequences, 5) int64."""
         policy = self._policy
         num_blocks = self._num_blocks
 

@@ -1,0 +1,392 @@
+"""Decode attention of the rows of a KV unit: one new token per sequence, and the next victims.
+
+A column is one KV entry: the key and the value of one token. A victim is only named: the next
+column of its row overwrites its slot.
+
+A prefix that all sequences of a block begin with is held once per transformer block. Slots then
+hold only the columns behind it. The queries of all rows read the prefix together (Hydragen,
+Juravsky et al. 2024, arXiv 2402.05099). The result is combined with that of each row's own slots by
+both log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from flexgen_h2o.core.units import QUERY_CHUNK, ROLLING_CHUNK
+from flexgen_h2o.kernels.beside import SlotForm, joined, unpacked
+from flexgen_h2o.kernels.decode_step import InFront, StepSlots, attend_step
+from flexgen_h2o.kernels.elementwise import Rotation
+from flexgen_h2o.kernels.hadamard import hadamard
+from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_largest, attend_lse
+from flexgen_h2o.kvcache.budgets import DecodeStep, StepOfRows
+from flexgen_h2o.kvcache.eviction.policy import (
+    NORMS,
+    POSITIONS,
+    SCORES,
+    Columns,
+    KeyScores,
+    value_sizes,
+)
+from flexgen_h2o.kvcache.part import KVPart, KVUnit, first_rows
+
+# Reads the slots of a part: (part, q, filled, scale, state, form) -> (rows, g, d).
+# filled: (rows,) int32, the slots in use. Other arguments: as in `kernels.slots.attend`.
+Read = Callable[
+    [KVPart, torch.Tensor, torch.Tensor, float, ScoreState | None, SlotForm], torch.Tensor
+]
+
+
+def attend_slots(
+    qkv: Sequence[torch.Tensor],
+    unit: KVUnit,
+    scale: float,
+    out: torch.Tensor,
+    rotation: Rotation | None = None,
+) -> torch.Tensor:
+    """Store each row's new column, attend over the row's filled slots, and return `out`.
+
+    It runs the step that `KVUnit.begin` began last. The attention is written to `out`. Each part is
+    computed on the device that holds it. If the policy scores columns, each slot's score grows by
+    the attention that it received, and the next victim of each row is named.
+
+    qkv: q (sequences, heads, d), k and v (sequences, kv_heads, d); all are changed in place if
+    `unit.hadamard` is set.
+    out: (sequences, heads x d).
+    rotation: turns the keys by their ranks as they are read; None if keys are stored rotated.
+    """
+    step = unit.steps[-1]
+    needs = unit.policy.needs
+    q, k, v = qkv
+    count = k.shape[0] * k.shape[1]
+    width = k.shape[2]
+    group = q.shape[1] // k.shape[1]
+    sizes = value_sizes(needs, v.view(count, width)) if NORMS in needs.record else None
+    if unit.hadamard:
+        for heads in qkv:
+            hadamard(heads)
+    q = q.view(count, group, width)
+    attn_out = out.view(count, group, width)
+    k = k.view(count, width)
+    v = v.view(count, width)
+    # With a window, each row's own slots hold its copy of the common prefix.
+    common = unit.common if unit.window is None else None
+    prefix = None if common is None else _attend_common(common, q, scale)
+    sinks = unit.sinks_of_rows(len(step.positions))
+    parts = first_rows(unit.parts, count)
+    before = _in_front(prefix, sinks) if any(map(unit.is_one_launch, parts)) else None
+    read = _reader(unit, rotation)
+    for part, slots in zip(parts, unit.taken, strict=True):
+        if unit.is_one_launch(part):
+            slots_of_part = _step_slots(unit, part, slots, before)
+            attend_step(qkv[0], qkv[1], qkv[2], slots_of_part, scale, out.view(qkv[0].shape))
+            continue
+        here = slice(part.start, part.end)
+        where = part.keys.device
+        queries, keys, values = (t[here].to(where) for t in (q, k, v))
+        numbers = step.of_rows(unit.kv_heads, part.start, part.end, where)
+        form = part.form if sinks is None else replace(part.form, sinks=sinks[here].to(where))
+        part.write(slots, keys, values, _whole_places(unit, part, step))
+        if part.positions is not None:
+            record_columns(part, slots, numbers, None if sizes is None else sizes[here].to(where))
+        if needs.by_keys is not None:
+            score_by_keys(part, unit, needs.by_keys, step)
+        if prefix is None:
+            state = _score_state(unit, part, numbers)
+            found = read(part, queries, numbers.filled, scale, state, form)
+        else:
+            own = attend_lse(queries, part.keys, part.values, numbers.filled, scale, form.sinks)
+            found = joined([t[here].to(where) for t in prefix], own)
+        attn_out[here].copy_(found)
+    if needs.record and not needs.ranks_by_score:
+        rank_victims(unit, step)
+    if unit.hadamard:
+        hadamard(out.view(qkv[0].shape))
+    return out
+
+
+def _reader(unit: KVUnit, rotation: Rotation | None) -> Read:
+    """Return the function that reads the slots of the unit's parts.
+
+    rotation: as in `attend_slots`.
+    """
+    if rotation is not None:
+        return partial(_read_rolling, rotation)
+    if unit.attn_sparsity < 1:
+        return partial(_read_largest, unit.attn_sparsity)
+    return _read
+
+
+def _read(
+    part: KVPart,
+    q: torch.Tensor,
+    filled: torch.Tensor,
+    scale: float,
+    state: ScoreState | None,
+    form: SlotForm,
+) -> torch.Tensor:
+    """Return the attention over all slots in use."""
+    return attend(q, part.keys, part.values, filled, scale, state, form)
+
+
+def _read_largest(
+    share: float,
+    part: KVPart,
+    q: torch.Tensor,
+    filled: torch.Tensor,
+    scale: float,
+    _: ScoreState | None,
+    form: SlotForm,
+) -> torch.Tensor:
+    """Return the attention over a share of the slots (`attend_largest`)."""
+    return attend_largest(q, part.keys, part.values, filled, scale, share, form)
+
+
+def _read_rolling(
+    rotation: Rotation,
+    part: KVPart,
+    q: torch.Tensor,
+    filled: torch.Tensor,
+    scale: float,
+    state: ScoreState | None,
+    form: SlotForm,
+) -> torch.Tensor:
+    """Return the attention over slots whose keys are rotated by their ranks.
+
+    At most ROLLING_CHUNK numbers of keys are rotated at a time, but at least those of one row.
+    """
+    assert part.ranks is not None
+    (keys,) = part.keys
+    found = torch.empty_like(q)
+    step = max(1, ROLLING_CHUNK // (part.keys.shape[2] * part.keys.shape[3]))
+    for first in range(0, part.rows, step):
+        here = slice(first, min(part.rows, first + step))
+        rotated = rotation.rotated(keys[here], part.ranks[here]).unsqueeze(0)
+        own = None if state is None else state.rows(here)
+        values = part.values[:, here]
+        found[here] = attend(q[here], rotated, values, filled[here], scale, own, form.rows(here))
+    return found
+
+
+def _whole_places(unit: KVUnit, part: KVPart, step: DecodeStep) -> torch.Tensor | None:
+    """Return the index of each new column among its row's whole columns, or -1.
+
+    The result is (rows of the part,) int64 on its device. It is None if rows have no whole columns.
+    """
+    if part.whole is None or not part.whole.slots.shape[1]:
+        return None
+    places = step.whole_places(part.whole.slots.shape[1]).repeat_interleave(unit.kv_heads)
+    return places[part.start : part.end].to(part.keys.device)
+
+
+def _step_slots(
+    unit: KVUnit, part: KVPart, taken: torch.Tensor, before: InFront | None
+) -> StepSlots:
+    """Return the input of `attend_step` for one part.
+
+    taken: (rows of the part,) int64, which `attend_step` fills with the slots of the new columns.
+    before: attention in front of the slots, for all rows of the unit.
+    """
+    needs = unit.policy.needs
+    return StepSlots(
+        part.keys,
+        part.values,
+        part.start,
+        unit.kv_heads,
+        unit.steps[-1].state(part.keys.device),
+        taken,
+        part.scores,
+        part.positions,
+        part.victims,
+        needs.decay,
+        needs.per_query,
+        part.form,
+        before,
+    )
+
+
+def _score_state(unit: KVUnit, part: KVPart, numbers: StepOfRows) -> ScoreState | None:
+    """Return the scores of a part's rows, which the decode kernel updates.
+
+    Returns None if no scores are recorded.
+    """
+    if part.scores is None:
+        return None
+    assert part.positions is not None and part.victims is not None
+    needs = unit.policy.needs
+    return ScoreState(
+        part.scores,
+        part.positions,
+        numbers.oldest,
+        numbers.newest,
+        needs.decay,
+        numbers.gains,
+        part.victims,
+        numbers.positions if needs.per_query else None,
+    )
+
+
+def _attend_common(common: KVPart, q: torch.Tensor, scale: float) -> Pair:
+    """Return attention (rows, g, d) over the common prefix and its log-sum-exp (rows, g) fp32.
+
+    q: (rows, g, d).
+    """
+    rows, group, width = q.shape
+    heads = common.rows
+    by_head = q.view(-1, heads, group, width).transpose(0, 1).reshape(heads, -1, width)
+    out, lse = attend_lse(by_head, common.keys, common.values, None, scale)
+    out = out.view(heads, -1, group, width).transpose(0, 1).reshape(rows, group, width)
+    return out, lse.view(heads, -1, group).transpose(0, 1).reshape(rows, group)
+
+
+def _in_front(common: Pair | None, sinks: torch.Tensor | None) -> InFront | None:
+    """Return what queries attend to in front of all slots, in the form of `StepSlots.before`.
+
+    A sink counts as one more column, which has no value. Returns None if there is nothing.
+
+    common: the result of `_attend_common`, or None. sinks: (rows, g) fp32, or None.
+    """
+    if common is None:
+        return None if sinks is None else (None, sinks)
+    if sinks is None:
+        return common
+    lse = torch.logaddexp(common[1], sinks)
+    return (common[0] * torch.exp(common[1] - lse).unsqueeze(2)).to(common[0].dtype), lse
+
+
+# ---- the record, and victims
+
+
+def record_columns(
+    part: KVPart, slots: torch.Tensor, numbers: StepOfRows, sizes: torch.Tensor | None
+) -> None:
+    """Write the record of new columns, one per row, which were put at `slots`.
+
+    They get score 0 and the highest rank. Ranks above that of the replaced column fall by one.
+
+    slots: (rows,) int64.
+    sizes: (rows,), sizes of the new values (`value_sizes`). None if they are not recorded.
+    """
+    assert part.positions is not None
+    rows = torch.arange(len(slots), device=slots.device)
+    part.positions[rows, slots] = numbers.positions
+    if part.scores is not None:
+        part.scores[rows, slots] = 0.0
+    if part.norms is not None and sizes is not None:
+        part.norms[rows, slots] = sizes
+    if part.ranks is not None:
+        part.ranks.sub_((part.ranks > part.ranks[rows, slots].unsqueeze(1)).int())
+        part.ranks[rows, slots] = numbers.filled - 1
+
+
+def score_by_keys(part: KVPart, unit: KVUnit, by_keys: KeyScores, step: DecodeStep) -> None:
+    """Write new scores of the part's rows that have no slot left for their next column.
+
+    The new columns are in their slots already. At most QUERY_CHUNK numbers of keys are scored at a
+    time, but at least one row.
+
+    Scores stay valid for `by_keys.interval` steps if at least as many recent columns are protected:
+    then no column may leave before it has a score. Otherwise rows are scored in every step.
+    """
+    assert part.positions is not None and part.scores is not None and part.queries is not None
+    budgets = step.budgets
+    positions = step.positions
+    held = budgets.kept + positions - budgets.prompts + 1
+    is_new = (
+        (positions % by_keys.interval == 0)
+        | (held == budgets.slots)
+        | (budgets.recent < by_keys.interval)
+    )
+    due = (
+        ((held >= budgets.slots) & is_new)
+        .repeat_interleave(unit.kv_heads)[part.start : part.end]
+        .nonzero()[:, 0]
+    )
+    if not len(due):
+        return
+    where = part.keys.device
+    slots = part.keys.shape[2]  # Rows with a record have only one segment.
+    width = part.keys.shape[3] if part.packing is None else part.packing.width
+    of_rows = step.of_rows(unit.kv_heads, part.start, part.end, where)
+    for some in due.split(max(1, QUERY_CHUNK // (slots * width))):
+        index = some.to(where)
+        keys = part.keys[:, index]
+        if part.packing is not None:
+            keys, _ = unpacked(keys, part.values[:, index], part.form.rows(index), torch.float32)
+        if unit.hadamard:  # The transform is its own inverse: this restores the rotated keys.
+            hadamard(keys[0])
+        place = part.positions[index]
+        may_leave = (place >= of_rows.oldest[index].unsqueeze(1)) & (
+            place <= of_rows.newest[index].unsqueeze(1)
+        )
+        may_leave &= torch.arange(slots, device=where) < of_rows.filled[index].unsqueeze(1)
+        newest = of_rows.positions[index]
+        part.scores[index] = by_keys.scores(keys[0], part.queries[index], newest, may_leave)
+
+
+def rank_victims(unit: KVUnit, step: DecodeStep, filled: torch.Tensor | None = None) -> None:
+    """Write each row's victim by the policy's own rank.
+
+    This is for policies that do not rank by score; otherwise the decode kernel finds the victim.
+
+    filled: as in `columns_of`.
+    """
+    columns = columns_of(unit, step, filled)
+    rank = unit.policy.rank(columns)
+    stays = ~columns.may_leave
+    lowest = rank.masked_fill(stays, float("inf")).amin(dim=-1, keepdim=True)
+    last = torch.iinfo(torch.int32).max
+    victims = (
+        columns.positions.masked_fill(stays | (rank > lowest), last).argmin(dim=-1).int().flatten()
+    )
+    for part in first_rows(unit.parts, len(victims)):
+        assert part.victims is not None
+        part.victims.copy_(victims[part.start : part.end])
+
+
+def columns_of(unit: KVUnit, step: DecodeStep, filled: torch.Tensor | None = None) -> Columns:
+    """Return what a policy may know of the columns of the rows that decode.
+
+    The tensors are on the device of the first part.
+
+    filled: (sequences,) ints, the slots in use, if they are not those of `step`.
+    """
+    budgets = step.budgets
+    sequences = len(budgets.prompts)
+    parts = first_rows(unit.parts, sequences * unit.kv_heads)
+    where = parts[0].keys.device
+
+    def whole(name: str) -> torch.Tensor | None:
+        if name not in unit.policy.needs.record:
+            return None
+        found = [getattr(part, name) for part in parts]
+        joined = found[0] if len(found) == 1 else torch.cat([t.to(where) for t in found])
+        return joined.view(-1, unit.kv_heads, joined.shape[-1])
+
+    positions = whole(POSITIONS)
+    assert positions is not None
+    used, sinks, recent, heavy, newest = (
+        t.to(where).view(-1, 1, 1)
+        for t in (
+            step.filled if filled is None else filled,
+            budgets.sinks,
+            budgets.recent,
+            budgets.heavy,
+            step.positions,
+        )
+    )
+    slots = torch.arange(positions.shape[-1], device=where)
+    may_leave = (slots < used) & (positions >= sinks) & (positions <= newest - recent)
+    return Columns(
+        unit.block,
+        positions,
+        may_leave,
+        newest.flatten(),
+        heavy.flatten(),
+        whole(SCORES),
+        whole(NORMS),
+    )

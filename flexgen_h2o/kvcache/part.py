@@ -1,0 +1,412 @@
+"""Parts of a KV unit as tensors, writes into their slots, and the unit while it is computed.
+
+When sequences leave a micro-batch, its last ones move to the places that became free (compaction).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flexgen_h2o.core.packing import KVPacking
+from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
+from flexgen_h2o.kernels.packed import pack_columns
+from flexgen_h2o.kernels.slots import put_packed, put_slots
+from flexgen_h2o.kvcache.budgets import Budgets, DecodeStep, Move
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
+from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.tiers.stream import Part
+
+
+@dataclass(frozen=True)
+class KVPart:
+    """What one tier holds of a KV unit, on the device where attention runs on it.
+
+    `part_view` and `common_parts` make it. The fields from `positions` on are the record of an
+    eviction policy. Each is None unless the policy needs it (`Needs.record`). Entries of slots that
+    are not filled are meaningless.
+    """
+
+    start: int  # row of the unit that is row 0 here
+    # (segments, rows, segment slots, width). Slot j is [j // segment slots, :, j % segment slots].
+    # With `packing`, the width counts the int32 words of a key.
+    keys: torch.Tensor
+    values: torch.Tensor  # as `keys`, with the words of a value
+    packing: KVPacking | None = None  # how columns are packed; None if they are not
+    whole: WholeColumns | None = None  # whole columns and key statistics; given with `packing`
+    # (rows, slots) int32: positions of the columns in their sequences. None if nothing is recorded.
+    positions: torch.Tensor | None = None
+    # (rows,) int32: the slot that the next column of a full row takes. It is set with `positions`.
+    victims: torch.Tensor | None = None
+    scores: torch.Tensor | None = None  # (rows, slots) fp32: scores of the columns
+    norms: torch.Tensor | None = None  # (rows, slots) fp32: sizes of the values (`value_sizes`)
+    ranks: torch.Tensor | None = None  # (rows, slots) int32: how many columns of the row are older
+    # (rows, numbers) fp32: summary of the prompt's queries (`KeyScores.of_prompt`)
+    queries: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.keys.shape[1]
+
+    @property
+    def end(self) -> int:
+        """First row of the unit behind this part."""
+        return self.start + self.rows
+
+    @property
+    def state(self) -> torch.Tensor:
+        """State of the rows of a unit of state, (rows, width), to read and to change in place."""
+        return self.keys[0, :, 0]
+
+    def part(self, first: int, end: int, start: int) -> KVPart:
+        """Return rows [first, end) of this part as rows of a unit that begin at `start`."""
+        whole = self.whole.map(lambda t: t[first:end]) if self.whole is not None else None
+        record = {name: t[first:end] for name, t in self.record.items()}
+        keys = self.keys[:, first:end]
+        return KVPart(start, keys, self.values[:, first:end], self.packing, whole, **record)
+
+    @property
+    def record(self) -> dict[str, torch.Tensor]:
+        """The policy's record, by field. The first dimension of each tensor is the row."""
+        found = {name: getattr(self, name) for name in RECORD_FIELDS}
+        return {name: t for name, t in found.items() if t is not None}
+
+    @property
+    def form(self) -> SlotForm:
+        """How the slots are stored, for the decode kernel. Sinks are not included."""
+        return SlotForm(self.packing, self.whole)
+
+    def row_tensors(self) -> list[torch.Tensor]:
+        """Return every tensor of the part, with the row as its first dimension."""
+        columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1), *self.record.values()]
+        return columns if self.whole is None else [*columns, *vars(self.whole).values()]
+
+    def write(
+        self,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        places: torch.Tensor | None = None,
+    ) -> None:
+        """Write one column per row into its slot. All tensors are on the part's device.
+
+        slots: (rows,) int64.
+        keys, values: (rows, width).
+        places: (rows,) int64, the index of the new column among the row's whole columns, or -1 if
+            it is only packed. None means -1 for all rows.
+        """
+        areas = self.keys, self.values
+        if self.whole is not None:
+            places = slots.new_full(slots.shape, -1) if places is None else places
+            put_packed(areas, slots, (keys, values), self.form, places)
+            return
+        keys, values = self._stored(keys, values)
+        put_slots(areas, slots.unsqueeze(1), (keys.unsqueeze(1), values.unsqueeze(1)))
+
+    def write_first(self, rows: slice, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write columns to slots 0, 1, ... of some rows.
+
+        keys, values: (rows, columns, width).
+        """
+        keys = keys if self.whole is None else self.whole.smoothed(keys, rows)
+        keys, values = self._stored(keys, values)
+        per_segment = self.keys.shape[2]
+        columns = keys.shape[1]
+        for segment, a in enumerate(range(0, columns, per_segment)):
+            b = min(columns, a + per_segment)
+            self.keys[segment, rows, : b - a].copy_(keys[:, a:b])
+            self.values[segment, rows, : b - a].copy_(values[:, a:b])
+
+    def _stored(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values (..., width) in the form in which they are stored."""
+        if self.packing is None:
+            return keys, values
+        return pack_columns(keys, self.packing.keys), pack_columns(values, self.packing.values)
+
+
+RECORD_FIELDS = ("positions", "victims", "scores", "norms", "ranks", "queries")
+
+
+def first_rows(parts: Sequence[KVPart], rows: int) -> list[KVPart]:
+    """Return the parts of a unit's first `rows` rows."""
+    return [
+        part if part.end <= rows else part.part(0, rows - part.start, part.start)
+        for part in parts
+        if part.start < rows
+    ]
+
+
+def part_view(
+    layout: UnitLayout,
+    part: Part,
+    data: torch.Tensor,
+    dtype: torch.dtype,
+    record: dict[str, Any] | None = None,
+) -> KVPart:
+    """Return a part of a unit as tensors.
+
+    data: uint8, the bytes of the part (`UnitLayout.part_bytes`).
+    dtype: of keys and values that are not packed.
+    record: the result of `record_view`; None if nothing is recorded and nothing is packed.
+    """
+    dtype = stored_dtype(layout, dtype)
+    segments = data.view(dtype).view(layout.segments, -1)
+    areas = segments.split([nbytes // dtype.itemsize for nbytes in layout.area_bytes(part)], dim=1)
+    found = []
+    for area, nbytes in zip(areas, layout.slot_bytes, strict=True):
+        shape = part.rows, layout.segment_slots, nbytes // dtype.itemsize
+        found.append(area[:, : math.prod(shape)].unflatten(1, shape))
+    return KVPart(part.start, found[0], found[1], layout.packing, **(record or {}))
+
+
+def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of slots: `dtype`, or int32 if they are packed."""
+    return dtype if layout.packing is None else torch.int32
+
+
+def record_view(
+    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return what is kept of a part besides its slots, as the fields of KVPart that hold it.
+
+    These are the policy's record, and behind it the whole columns of packed slots.
+
+    data: uint8, the bytes of the metadata (`UnitLayout.metadata_bytes`).
+    dtype: of whole columns.
+    """
+    rows = part.rows
+    fields: dict[str, Any] = {}
+    start = 0
+
+    def take(columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the next (rows, columns) numbers of `data`."""
+        nonlocal start
+        end = start + rows * columns * dtype.itemsize
+        found = data[start:end].view(dtype).view(rows, columns)
+        start = end
+        return found
+
+    if layout.record:
+        for name in layout.record.names:
+            dtype_of = torch.int32 if name in (POSITIONS, RANKS) else torch.float32
+            fields[name] = take(layout.slots, dtype_of)
+        fields["victims"] = take(1, torch.int32).flatten()
+        if layout.record.query_numbers:
+            fields["queries"] = take(layout.record.query_numbers, torch.float32)
+    if layout.packing is not None:
+        columns = layout.whole_columns
+        width = layout.width
+        centres, ranges = (take(width, torch.bfloat16) for _ in range(2))
+        slots = take(columns, torch.int32)
+        keys, values = (take(columns * width, dtype).view(rows, columns, width) for _ in range(2))
+        fields["whole"] = WholeColumns(centres, ranges, keys, values, slots)
+    return fields
+
+
+def common_parts(
+    memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]
+) -> list[KVPart]:
+    """Return one part per transformer block of the prefix that all rows begin with.
+
+    A part has one row per kv-head, and all its slots are filled. The first micro-batch of a block
+    of rows writes them. Keys are rotated if the model has rotary embeddings.
+
+    memory: uint8, with room for `columns` columns or more.
+    shape: (transformer blocks, kv-heads, d).
+    """
+    blocks, heads, width = shape
+    copies = memory.view(dtype)[: 2 * blocks * heads * columns * width].view(
+        blocks, 2, 1, heads, columns, width
+    )
+    return [KVPart(0, keys, values) for keys, values in copies]
+
+
+# ---- a unit while its layer is computed
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts that are computed together, with their causal attention.
+
+    They are a batch of b equally long prompts, or packed one behind the other (b = 1). The
+    probability of query i and column j of a prompt is exp(scale x q_i.k_j - lse_i).
+    """
+
+    # (b, heads, m, d) with rotary embeddings: the last m queries, which are all queries if the
+    # prompts share no prefix
+    q: torch.Tensor
+    k: torch.Tensor  # (b, kv_heads, n, d) with rotary embeddings
+    v: torch.Tensor  # as `k`
+    # (b, heads, m) fp32: log-sum-exp, including sinks. None if the policy scores no prompts.
+    lse: torch.Tensor | None
+    scale: float
+    first: int = 0  # sequence of the first prompt; the others follow
+    lines: triton.PromptPlaces = ()  # one per prompt (`prompt_lines`)
+    # Returns the column sums (1, kv_heads, tokens) of a shared prefix over its last query rows.
+    # Argument: the number of these rows. Given if m < n and the policy scores prompts.
+    prefix_sums: Callable[[int], torch.Tensor] | None = None
+    # Returns `KeyScores.query_sums` (1, heads, any) of a shared prefix.
+    prefix_queries: Callable[[], torch.Tensor] | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether prompts are packed one behind the other."""
+        return len(self.lines) > len(self.k)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The columns that stay of prompts, and what is recorded of the prompts.
+
+    `choose_columns` makes it. b and n are those of Prompts. Positions count from 0 in each prompt;
+    `PromptPlace.stays` is the range of a packed prompt's positions.
+    """
+
+    positions: torch.Tensor  # (b, kv_heads, kept) int64, ascending: of the columns that stay
+    # (b, kv_heads, n) fp32: scores of all columns. None if the policy records none.
+    scores: torch.Tensor | None
+    # (b, kv_heads, n) fp32: sizes of all values (`value_sizes`). None if the policy records none.
+    norms: torch.Tensor | None
+    # (b, kv_heads, numbers) fp32: summary of the prompts' queries (`KeyScores.of_prompt`). None
+    # unless the policy scores by keys.
+    queries: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class KVUnit:
+    """A KV unit while its layer is computed, and its eviction policy.
+
+    The sequences that decode come first, and behind them those that enter with prompts.
+    `engine/attention.py` makes it for each layer and micro-batch, `integrations/cache.py` for each
+    layer.
+    """
+
+    policy: Eviction
+    block: int  # the transformer block
+    kv_heads: int  # rows per sequence
+    budgets: Budgets  # of the micro-batch's sequences in this transformer block
+    parts: Sequence[KVPart] = ()  # the parts that hold the rows
+    decoding: int = 0  # sequences that decode
+    # As CacheStore.open returned it: whether the whole unit is stored afterwards.
+    store_whole: bool = True
+    # Columns of the full cache that all sequences have in front of their own, in one copy
+    # (`common_parts`). With a window it is used only while prompts are computed, because each row's
+    # slots hold their own copy.
+    common: KVPart | None = None
+    # Called with the attention of prompts that the policy scores. The first argument is the first
+    # of the sequences that were computed together.
+    watch: Callable[[int, Prompts], None] | None = None
+    window: int | None = None  # of ModelSpec.windows
+    # (heads,): learned logits that join the softmax of each query of their head and have no values
+    sinks: torch.Tensor | None = None
+    # Slots hold transformed keys and values (kernels/hadamard.py), and keys are not smoothed.
+    # Columns of `common` are not transformed.
+    hadamard: bool = False
+    # Share of the KV entries whose values a new token adds up (`attend_largest`)
+    attn_sparsity: float = 1.0
+    # The decode steps so far, which `begin` adds.
+    steps: list[DecodeStep] = field(default_factory=list)
+    # By part with rows that decode: (rows,) int64 on its device, the slots of the newest columns.
+    # `begin` sets it. `attend_step` fills in the slots of the parts that it handles.
+    taken: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def enters(self) -> bool:
+        """Whether some sequences enter with prompts."""
+        return self.decoding < len(self.budgets.prompts)
+
+    @property
+    def held(self) -> int:
+        """Slots in use of all sequences, once the layer is computed."""
+        decoded = self.steps[-1].held if self.steps else 0
+        return decoded + (int(self.budgets.kept[self.decoding :].sum()) if self.enters else 0)
+
+    @property
+    def most(self) -> int:
+        """Slots in use of the fullest sequence, once the layer is computed."""
+        decoded = self.steps[-1].most if self.steps else 0
+        entered = int(self.budgets.kept[self.decoding :].max()) if self.enters else 0
+        return max(decoded, entered)
+
+    @property
+    def read(self) -> int:
+        """KV entries that attention of the decoding sequences reads, in all steps."""
+        return sum(step.held for step in self.steps)
+
+    @property
+    def slots_to_store(self) -> Sequence[torch.Tensor] | None:
+        """The only slots that have changed; None if more than these have changed."""
+        return self.taken if len(self.steps) == 1 and not self.store_whole else None
+
+    def begin(self, step: DecodeStep) -> None:
+        """Begin a decode step: find the slots of its new columns.
+
+        A new column takes the next free slot. In a full row it takes the victim's slot, or that of
+        the oldest column if nothing is recorded.
+        """
+        self.steps.append(step)
+        self.taken.clear()
+        for part in first_rows(self.parts, self.decoding * self.kv_heads):
+            if self.is_one_launch(part):  # the launch finds the slots itself
+                slots = torch.empty(part.rows, dtype=torch.int64, device=part.keys.device)
+            else:
+                numbers = step.of_rows(self.kv_heads, part.start, part.end, part.keys.device)
+                slots = numbers.oldest_slot
+                if part.victims is not None:
+                    slots = torch.where(numbers.free < 0, part.victims, numbers.free)
+            self.taken.append(slots)
+
+    def sinks_of_rows(self, count: int) -> torch.Tensor | None:
+        """Return the sinks of the rows of `count` sequences, (rows, g) fp32, or None."""
+        return (
+            None
+            if self.sinks is None
+            else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
+        )
+
+    def is_one_launch(self, part: KVPart) -> bool:
+        """Return whether `attend_step` runs the decode step of the part's rows."""
+        return triton.supports(part.keys) and self.is_plain and self.attn_sparsity == 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one launch can keep all that is recorded of slots (`Needs.in_one_launch`)."""
+        return self.policy.needs.in_one_launch
+
+
+def reset_state(parts: Sequence[KVPart], row: int) -> None:
+    """Set the state of a unit's rows from `row` on to zero."""
+    for part in parts:
+        part.state[max(0, row - part.start) :].zero_()
+
+
+# ---- compaction
+
+
+def move_rows(parts: Sequence[KVPart], moves: Sequence[Move], kv_heads: int) -> None:
+    """Copy the `kv_heads` rows of each moved sequence, and their metadata, to their new place.
+
+    The rows of a sequence may be split over several parts. A prefix that several sequences share
+    is computed once, and its state is copied to the others in the same way.
+    """
+    for source, target in moves:
+        done = 0
+        while done < kv_heads:
+            src_row = source * kv_heads + done
+            dst_row = target * kv_heads + done
+            src = next(v for v in parts if v.start <= src_row < v.end)
+            dst = next(v for v in parts if v.start <= dst_row < v.end)
+            n = min(kv_heads - done, src.end - src_row, dst.end - dst_row)
+            a = src_row - src.start
+            b = dst_row - dst.start
+            for there, here in zip(dst.row_tensors(), src.row_tensors(), strict=True):
+                there[b : b + n].copy_(here[a : a + n])
+            done += n
