@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
-from bench.baselines.contract import Meter
-from bench.sweep.runner import describe
-from bench.sweep.store import OK
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, load, request
 
 PEERS = Path(os.environ.get("FLEXGEN_PEERS", Path.home() / ".cache/flexgen_h2o/peers"))
@@ -82,67 +74,6 @@ def packed(values: torch.Tensor, dim: int, group: int = 64) -> torch.Tensor:
     return back.flatten(-2)[..., : moved.shape[-1]].movedim(-1, dim)
 
 
-class PackedCache(DynamicCache):
-    """Columns are packed once they are used: a step sees its own as they are."""
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        found = super().update(keys, values, layer_idx, *args, **kwargs)
-        layer = self.layers[layer_idx]
-        new = keys.shape[2]
-        layer.keys = torch.cat([found[0][:, :, :-new], packed(keys, 3)], 2)
-        layer.values = torch.cat([found[1][:, :, :-new], packed(values, 3)], 2)
-        return found
-
-
-def test_the_published_policy_runs_in_the_process_that_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the prompts of everybody, and without a tokenizer from the network."""
-    asked = request(tmp_path, variant="published", device="cuda", rows=4)
-    seen: list[Any] = []
-
-    def run_flexgen(args: argparse.Namespace) -> None:
-        seen.append(
-            package.get_test_inputs(
-                args.prompt_len, 4, package.AutoTokenizer.from_pretrained("opt")
-            )
-        )
-        print("peak gpu mem: 1.500 GB\tprojected: False")
-        Path(args.log_file).write_text("prefill latency: 2.000 s\tdecode latency: 6.000 s\n")
-
-    def add_parser_arguments(parser: argparse.ArgumentParser) -> None:
-        for flag in flags:
-            parser.add_argument(
-                flag,
-                nargs="+" if flag == "--percent" else None,
-                type=int if "-len" in flag else str,
-            )
-
-    flags = [
-        "--model",
-        "--path",
-        "--prompt-len",
-        "--gen-len",
-        "--offload-dir",
-        "--log-file",
-        "--gpu-batch-size",
-        "--num-gpu-batches",
-        "--percent",
-        "--overlap",
-    ]
-    package = SimpleNamespace(run_flexgen=run_flexgen, add_parser_arguments=add_parser_arguments)
-    monkeypatch.setitem(sys.modules, "flexgen", SimpleNamespace(flex_opt=package))
-    flexgen = load("flexgen/run.py")
-    monkeypatch.setattr(flexgen, "flexgen_name", lambda config: "facebook/opt-125m")
-    found = flexgen.measure(asked, Meter(0))
-    assert seen == [asked.prompts()]
-    assert "1.50 tok/s" in describe(
-        found | {"status": OK, "others": 0.0}
-    )  # all that a line and its table read
-
-
 def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
     cpu = load("flexgen/cpu.py")
     layers = [[4], [3, 1], [3, 1], [4]]
@@ -168,37 +99,6 @@ def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
     with pytest.raises(cpu.DoesNotFitError, match="4 rows"):
         chosen(-beside)
     assert chosen(-beside, beside + least) == (0, 4, 1)
-
-
-def test_4_bits_take_less_and_are_unpacked_a_layer_at_a_time(tmp_path: Path) -> None:
-    cpu = load("flexgen/cpu.py")
-    plain, small = (
-        request(tmp_path, variant=name, rows=4, dtype="bf16") for name in ("disk", "disk-4bit")
-    )
-    assert (cpu.packed_share(plain), cpu.packed_share(small)) == (1, 0.5 / 2 + 2 / 64)
-    layer = max(map(sum, cpu.layer_sizes(small.config)))
-    assert cpu.work_bytes(small, 4) - cpu.work_bytes(plain, 4) == pytest.approx(
-        layer * 2.5, rel=0.05
-    )
-    kv = cpu.kv_and_work_bytes(small)[0]
-    whole = 2 * cpu.weight_elements(cpu.layer_sizes(small.config), 100)
-    budget = cpu.work_bytes(small, 1) + int((kv + whole) * cpu.packed_share(small)) + 1
-    assert cpu.choose(replace(small, budget=budget))["weights_in_ram"] == 100
-    assert cpu.choose(replace(plain, budget=budget))["weights_in_ram"] < 100
-    with pytest.raises(cpu.RefusedError, match="--variant disk-4bit --dtype fp32: "):
-        cpu.choose(replace(small, dtype="fp32"))
-
-
-def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:
-    cpu = load("flexgen/cpu.py")
-    config = request(tmp_path).config
-    for changed in (
-        {"model_type": "llama"},
-        {"do_layer_norm_before": False},
-        {"word_embed_proj_dim": 8},
-    ):
-        with pytest.raises(cpu.RefusedError, match="OPT only"):
-            cpu.layer_sizes(config | changed)
 
 
 @pytest.mark.slow
@@ -233,25 +133,3 @@ def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
     assert len(lines) == len(settings)
     assert all(json.loads(line) == want.tolist() for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (VENV / "installed.txt").exists(),
-    reason="needs FlexGen's own environment: bash bench/baselines/flexgen/setup.sh",
-)
-def test_its_4_bits_are_those_of_a_slow_reference(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(OPT_TINY, dtype=torch.float32)
-    for variant in ("cpu", "cpu-4bit"):  # in fp32 it has scales in files in 16 bits
-        tokens, found = scored("flexgen", variant, "fp32", tmp_path)
-        if variant == "cpu-4bit":
-            matrices = (m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
-            for matrix in {id(m.weight): m for m in matrices}.values():
-                matrix.weight.data = packed(matrix.weight.data, 0)
-        cache = PackedCache() if variant == "cpu-4bit" else DynamicCache()
-        with torch.inference_mode():
-            steps = [tokens[:, :8], *tokens[:, 8:13].split(1, 1)]
-            want = torch.stack(
-                [model(step, past_key_values=cache).logits[:, -1] for step in steps], 1
-            )
-        torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)

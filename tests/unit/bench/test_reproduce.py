@@ -15,8 +15,7 @@ import pytest
 from bench.common import ROOT
 from bench.reproduce import __main__ as door
 from bench.reproduce import claims
-from bench.reproduce.rows import NOT_MEASURED, ROWS, Row, write_inputs, write_texts
-from flexgen_h2o.core.errors import UsageError
+from bench.reproduce.rows import NOT_MEASURED, ROWS, Row, write_inputs
 
 
 def row(name: str, quick: str, keep: str = r"^\|", real: str = "") -> Row:
@@ -41,15 +40,6 @@ def test_the_page_has_every_row_as_the_list_has_it() -> None:
         assert f"Measured with other models: {one.measured}." in page
         assert not one.plan or f"`policy_search {one.plan}`" in page
     assert NOT_MEASURED in page
-
-
-def test_names_of_rows_are_distinct_and_commands_are_shell() -> None:
-    assert len({one.name for one in ROWS}) == len(ROWS)
-    for one in ROWS:
-        for command in (one.quick, one.full, one.real):
-            assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0, (
-                command
-            )
 
 
 def test_inputs_are_what_the_formats_say(tmp_path: Path) -> None:
@@ -87,14 +77,6 @@ def test_a_quick_run_goes_on_and_says_what_failed(
     assert "\n| a | b |\n| c | d |\n" in page and "noise\n```" not in page
     assert page.count('"summary_gt"') == 4
     assert quick("--quick --only good", tmp_path, monkeypatch)[0] == 0
-
-
-def test_a_row_that_takes_too_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "ROWS", (row("slow", "sleep 600"), row("next", "echo '| x |'")))
-    code, page = quick("--quick --limit 0.2", tmp_path, monkeypatch)
-    assert code == 1 and "none: too long" in page and "not done after 0 s" in page
 
 
 def real(flags: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -159,36 +141,6 @@ def test_a_real_run_keeps_rows_that_are_done_and_goes_on(
     ).read_text() == "x\n" * 3  # the texts of row one were others without articles
 
 
-def test_a_named_model_that_cannot_be_had_says_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door.common, "run_limited", lambda *_: (2, "", "no network\n"))
-    with pytest.raises(
-        UsageError,
-        match=r"could not be fetched \(no network\); run flexgen-h2o cache --fetch smollm2",
-    ):
-        real(f"--results {tmp_path / 'r'} --offload-dir {tmp_path}", monkeypatch)
-
-
-def test_texts_of_articles_are_without_their_instruction(tmp_path: Path) -> None:
-    write_texts(tmp_path, articles_file(tmp_path), [])
-    assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {
-        "prompt": "It rained.\n\nIt stopped."
-    }
-    assert (tmp_path / "long.txt").read_text() == "It rained.\n\nIt stopped."
-
-
-def test_kept_figures_have_no_long_lists_and_no_paths() -> None:
-    found = {
-        "a": [0.123456789] * 3,
-        "b": [1] * 99,
-        "c": [{"x": [2] * 99}] * 30,
-        "d": "/home/me/x.txt",
-        "highest": [1],
-    }
-    assert door.short(found) == {"a": [0.123457] * 3, "c": [{}] * 30, "d": "x.txt"}
-
-
 def test_the_page_of_claims_is_that_of_the_committed_results() -> None:
     page = (ROOT / "docs" / "lab" / "papers.md").read_text()
     (folder,) = [path for path in door.RESULTS.iterdir() if path.is_dir()]
@@ -222,33 +174,3 @@ def test_help_installs_nothing(script: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert f"  bash {script}" in done.stdout and "#" not in done.stdout
     assert not (tmp_path / "venv").exists()
-
-
-def test_the_list_of_rows_installs_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "FLEXGEN_VENV": str(tmp_path / "venv"), "PYTHON": ""}
-    command = ["bash", str(ROOT / "scripts" / "reproduce.sh"), "--list"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [one.name for one in ROWS]
-    assert not (tmp_path / "venv").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--quick --model x", "--quick: runs the test model"),
-        ("--articles /none/x.jsonl", "--articles /none/x.jsonl: no such file"),
-        ("--only chat", "--only chat: not one of attention"),
-        ("--model x --results /none/x --page /tmp/x.md", "--results /none/x: has no result"),
-        ("--quick --list", "--quick: give one of"),
-        ("--quick --only nothing", "--only nothing: not one of attention"),
-        ("--quick --limit 0", "--limit 0"),
-        ("--quick --output /none/x.md", "--output /none/x.md"),
-        ("--page /none/x.md", "--page /none/x.md"),
-    ],
-)
-def test_wrong_use_is_said_before_anything_runs(
-    flags: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["reproduce.py", *flags.split()])
-    with pytest.raises(UsageError, match=re.escape(says)):
-        door.main()
