@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
-from flexgen_h2o import LLM, batch
-from flexgen_h2o.cli import VERBS
+from flexgen_h2o import LLM
 from flexgen_h2o.engine.report import RunReport
 from tests.doors.conftest import Answer
-from tests.parity.reference import greedy, random_model, random_prompts
+from tests.parity.reference import greedy
 
 
 def lines(path: Path, *values: Any) -> None:
@@ -59,65 +58,6 @@ def test_rows_of_all_lengths_equal_transformers(
         choice = found[name]["response"]["body"]["choices"][0]
         assert choice["token_ids"] == greedy(model, ids, body[name]["max_tokens"])
     assert found["line-10"]["error"]["code"] == "invalid_json"
-
-
-def test_rows_of_a_mixture_equal_transformers(job: Callable[..., Answer], tmp_path: Path) -> None:
-    """Its experts on disk, some at a time."""
-    model = random_model(model_type="qwen3_moe")
-    prompts = random_prompts((9, 4, 1, 6, 11))
-    model.save_pretrained(tmp_path / "mixture")
-    lines(
-        tmp_path / "in.jsonl",
-        *({"custom_id": f"r{i}", "prompt": p, "max_tokens": 5} for i, p in enumerate(prompts)),
-    )
-    ended = job(
-        "--gpu-batch-size",
-        2,
-        "--expert-group",
-        3,
-        "--percent",
-        0,
-        0,
-        100,
-        0,
-        100,
-        0,
-        model=tmp_path / "mixture",
-    )
-    assert ended.code == 0, ended.err
-    found = choices(tmp_path / "out.jsonl")
-    assert [found[f"r{i}"][0]["token_ids"] for i in range(5)] == [
-        greedy(model, prompt, 5) for prompt in prompts
-    ]
-
-
-def test_prompts_that_are_echoed_have_log_probabilities(
-    job: Callable[..., Answer], tmp_path: Path, ids_model: Path
-) -> None:
-    """With the full cache transformers'; with H2O another engine's that is given the same tokens in
-    decode steps."""
-    prompts = {f"r{i}": [(7 * i + 3 * j) % 90 + 4 for j in range(6 + 5 * i)] for i in range(4)}
-    record = {"echo": True, "logprobs": 1, "max_tokens": 0}
-    lines(
-        tmp_path / "in.jsonl",
-        *({"custom_id": name, "prompt": ids, **record} for name, ids in prompts.items()),
-    )
-    model = OPTForCausalLM.from_pretrained(ids_model).eval()
-    found = {}
-    for name, flags in (("full", ()), ("h2o", ("--hh-ratio", 0.2))):
-        assert job(*flags, "--output", f"{name}.jsonl").code == 0
-        found[name] = choices(tmp_path / f"{name}.jsonl")
-        assert (
-            json.loads((tmp_path / f"{name}.jsonl.status.json").read_text())["tokens"] == 0
-        )  # none is new
-    for name, ids in prompts.items():
-        want = model(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
-        each = [float(want[at - 1, ids[at]]) for at in range(1, len(ids))]
-        first, *rest = found["full"][name][0]["logprobs"]["token_logprobs"]
-        assert first is None and rest == pytest.approx(each, abs=1e-4)
-        assert len(found["h2o"][name][0]["logprobs"]["token_logprobs"]) == len(ids)
-    longest = [found[name]["r3"][0]["logprobs"]["token_logprobs"][1:] for name in ("full", "h2o")]
-    assert longest[0] != pytest.approx(longest[1], abs=1e-3), "nothing was dropped"
 
 
 def kept_reports(monkeypatch: pytest.MonkeyPatch) -> list[RunReport]:
@@ -180,60 +120,6 @@ def test_rows_are_the_same_with_and_without_refill(
     assert refilled.extra["sweeps"] < sum(report.extra["sweeps"] for report in separate)
 
 
-def test_rows_do_not_depend_on_shared_prefixes(job: Callable[..., Answer], tmp_path: Path) -> None:
-    """With an eviction, whose rows each keep other columns. And a job may go on with another
-    setting."""
-    flags = "--gpu-batch-size", 4, "--gen-len", 4, "--hh-size", 2
-    lines(
-        tmp_path / "in.jsonl",
-        *({"prompt": [5, 9, 4, 7, 5 + i % 3, *[8] * (i % 4)]} for i in range(9)),
-    )
-    found = []
-    for how in ("off", "on", "auto"):
-        assert job(*flags, "--share-prefix", how, "--output", f"{how}.jsonl").code == 0
-        found.append(choices(tmp_path / f"{how}.jsonl"))
-    assert found[0] == found[1] == found[2]
-    again = job(*flags, "--share-prefix", "off", "--output", "on.jsonl")
-    assert again.code == 0 and again.out.startswith("9 prompts, 9 of them done before")
-
-
-def test_a_header_that_changes_within_a_job(
-    job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of a later window do not enter a block whose rows begin otherwise; a block of theirs
-    follows."""
-    prompts = [[*header, 4 + i] for header in ([7] * 9, [8, 7] * 6) for i in range(12)]
-    lines(
-        tmp_path / "in.jsonl",
-        *({"prompt": p, "max_tokens": 1 + i * 3 % 4} for i, p in enumerate(prompts)),
-    )
-    reports = kept_reports(monkeypatch)
-    found = []
-    said = []
-    for how in ("off", "on"):
-        flags = (
-            "--gpu-batch-size",
-            2,
-            "--num-gpu-batches",
-            2,
-            "--window",
-            4,
-            "--share-prefix",
-            how,
-        )
-        ended = job(*flags, "--output", f"{how}.jsonl")
-        assert ended.code == 0, ended.err
-        said.append((ended.out, job("--status", "--output", f"{how}.jsonl").out))
-        found.append(choices(tmp_path / f"{how}.jsonl"))
-    assert found[0] == found[1] and len(found[0]) == 24
-    shared = [report.extra["common_prefix"]["tokens"] for report in reports]
-    assert shared[0] == 0 and shared[-2:] == [9, 12]
-    assert [report.num_prompts for report in reports[-2:]] == [12, 12]
-    # Each header is fed once for its twelve rows.
-    spared = f"shared prefixes spared {11 * 9 + 11 * 12} of {sum(map(len, prompts))} prompt tokens"
-    assert all(spared in text for text in said[1]) and "spared" not in "".join(said[0])
-
-
 def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: Path) -> None:
     lines(
         tmp_path / "in.jsonl",
@@ -258,28 +144,6 @@ def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: P
         and "state: done" in said.out
         and "2 of 2 done, 0 of them errors, 0 to do" in said.out
     )
-
-
-def test_a_helm_request_comes_back_with_its_result(
-    job: Callable[..., Answer], tmp_path: Path, words_model: Path
-) -> None:
-    record = {
-        "prompt": "import os",
-        "max_tokens": 3,
-        "temperature": 0.3,
-        "stop": ["###"],
-        "logprobs": 1,
-        "model": "m",
-    }
-    lines(tmp_path / "in.jsonl", {"scenario": "s", "request": record}, {"prompt": "def f("})
-    ended = job(model=words_model)
-    assert ended.code == 0 and "1 requests name another model (the first: m in line 1)" in ended.err
-    row = rows(tmp_path / "out.jsonl")["line-1"]
-    choice = row["result"]["choices"][0]
-    want = row["response"]["body"]["choices"][0]
-    assert row["request"] == record and choice["text"] == want["text"] is not None
-    assert len(choice["logprobs"]["tokens"]) == len(want["token_ids"]) == 3
-    assert row["result"]["request_time"] == {"batch_time": 0, "batch_size": 1}
 
 
 # ---- restarts
@@ -309,23 +173,6 @@ def test_a_restart_that_would_mix_is_refused(job: Callable[..., Answer], tmp_pat
             and len(ended.err.splitlines()) == 1
         )
         assert before == [path.read_bytes() for path in files]
-
-
-def test_rotated_and_other_packed_columns_do_not_mix(
-    job: Callable[..., Answer], tmp_path: Path
-) -> None:
-    """A job of a version without rotation is one without it."""
-    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
-    assert job("--kv-bits", 8).code == 0
-    assert (
-        "cache_rotation"
-        not in json.loads((tmp_path / "out.jsonl.job.json").read_text())["settings"]["policy"]
-    )
-    ended = job("--kv-bits", 8, "--kv-rotation")
-    assert ended.code == 2 and "--kv-rotation was null and is true" in ended.err
-    assert job("--kv-bits", 8).code == 0
-    ended = job("--kv-rotation")
-    assert ended.code == 2 and "-rotation true: goes with --kv-bits; give both" in ended.err
 
 
 def test_a_model_that_was_trained_on_in_its_folder_is_another(
@@ -389,19 +236,6 @@ def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path:
 # ---- refusals and ends
 
 
-def test_a_finished_job_says_that_nothing_was_left(
-    job: Callable[..., Answer], tmp_path: Path
-) -> None:
-    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
-    assert "new tokens in" in job().out
-    again = job()
-    assert again.code == 0
-    assert again.out.splitlines() == [
-        "1 prompt, 1 of them done before",
-        "1 answer in out.jsonl, 0 of them errors; nothing was left to do",
-    ]
-
-
 CHANGES = {
     "(9 rows are missing)": lambda text: text[: len(text) // 2],
     "(0 rows are missing)": lambda text: "".join(text.splitlines(True)[::-1]),
@@ -428,23 +262,6 @@ def test_an_input_that_is_changed_under_a_job_is_no_success(
     assert "state: failed: --input in.jsonl" in job("--status").out
 
 
-def test_an_input_that_grows_under_a_job_is_done_next_time(
-    job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "in.jsonl"
-    expect = LLM.expect
-    lines(source, {"prompt": [5, 6]})
-
-    def disturbed(llm: LLM, rows: int) -> None:
-        source.open("a").write('{"prompt": [7]}\n')
-        expect(llm, rows)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LLM, "expect", disturbed)
-        assert job().code == 0 and len(rows(tmp_path / "out.jsonl")) == 1
-    assert job().code == 0 and len(rows(tmp_path / "out.jsonl")) == 2
-
-
 def test_when_every_row_fails_the_exit_code_is_4(
     job: Callable[..., Answer], tmp_path: Path
 ) -> None:
@@ -468,12 +285,8 @@ def broken(model: Path, token: int, folder: Path) -> Path:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--gpu-batch-size 3",
         "--gpu-batch-size 2 --num-gpu-batches 2 --refill --percent 0 50 0 50 0 50",
-        "--gpu-batch-size 2 --num-gpu-batches 2 --eviction h2o --kv-budget 0.5 --percent 0 100 0 0 "
-        "0 100",
         "--gpu-batch-size 3 --kv-bytes 0.5 --percent 0 0 0 0 0 0",
-        "--gpu-batch-size 3 --compress-cache --percent 0 100 0 100 0 100",
     ],
 )
 def test_a_row_that_is_not_finite_fails_alone(
@@ -515,39 +328,23 @@ def test_an_output_of_unknown_origin_needs_force(
 
 
 REFUSED = [
-    (("--input", "no.jsonl"), "--input no.jsonl: does not exist; name a .jsonl or .txt file"),
     (("--input", "."), "--input .: is not a file"),
     (("--input", "empty.jsonl"), "--input empty.jsonl: no request in it"),
     (("--input", "twice.jsonl"), "lines 1 and 3 both have the custom_id 'a'"),
-    (("--output", "out.txt"), "must end in .jsonl"),
     (("--output", "no/out.jsonl"), "the folder"),
     (("--output", "in.jsonl"), "is the file of --input too"),
     (("--output", "pipe.jsonl"), "--output pipe.jsonl: is no regular file"),
-    (("--output", "null.jsonl"), "--output null.jsonl: is no regular file"),
-    (
-        ("--input", "two.jsonl.job.json", "--output", "two.jsonl"),
-        "a file that the job writes beside --output",
-    ),
-    (
-        ("--input", "two.jsonl.status.json", "--output", "two.jsonl"),
-        "a file that the job writes beside --output",
-    ),
-    (("--max-errors", "-1"), "--max-errors"),
-    (("--window", 0), "--window"),
-    (("--share-prefix", "maybe"), "--share-prefix"),
+    (("--input", "two.jsonl.job.json", "--output", "two.jsonl"), "that the job writes"),
     (("--status",), "--status: no job has written out.jsonl"),
-    (("--percent", *"1234"), "--percent"),
-    (("--hh-size", 1, "--positions", "rolling"), "--positions rolling: needs rotary embeddings"),
 ]
 
 
 def test_refusals_leave_nothing(job: Callable[..., Answer], tmp_path: Path) -> None:
-    for name in ("in.jsonl", "two.jsonl.job.json", "two.jsonl.status.json"):
+    for name in ("in.jsonl", "two.jsonl.job.json"):
         lines(tmp_path / name, {"prompt": [5, 6]})
     lines(tmp_path / "empty.jsonl", "", " ")
     lines(tmp_path / "twice.jsonl", {"custom_id": "a"}, {}, {"custom_id": "a"})
     os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "null.jsonl").symlink_to("/dev/null")
     before = sorted(path.name for path in tmp_path.iterdir())
     for flags, says in REFUSED:
         ended = job(*flags)
@@ -589,58 +386,3 @@ def test_a_row_that_eviction_leaves_no_column_is_its_own_error(
     assert ended.code == 0, ended.err
     found = rows(tmp_path / "out.jsonl")
     assert found["bad"]["error"]["code"] == "does_not_fit" and found["good"]["error"] is None
-
-
-def test_input_and_output_must_be_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert (
-        batch.main(["--output", "x.jsonl"]) == 2 and "--input: is missing" in capfd.readouterr().err
-    )
-    assert batch.main([]) == 2 and "--output: is missing" in capfd.readouterr().err
-    assert VERBS["batch"][0] == "flexgen_h2o.batch"
-
-
-def test_the_flags_of_run_helm(command: Callable[[str], Answer], tmp_path: Path) -> None:
-    """h2o_hf's README, step 2: the three caches, with its flags as written."""
-    request = {
-        "prompt": "def read(self, path):\n    with open(path",
-        "max_tokens": 6,
-        "temperature": 0,
-        "top_p": 1,
-    }
-    lines(
-        tmp_path / "in.jsonl",
-        *({"scenario": "x", "request": {**request, "stop": [], "n": n}} for n in (1, 1)),
-    )
-    base = (
-        "batch --input_path in.jsonl --model_name opt-tiny --model_arch opt --cache_dir none "
-        "--k 0 --offload-dir o"
-    )
-    for name, flags, eviction in (
-        ("full", "", {"name": "full"}),
-        (
-            "local",
-            "--enable_small_cache --heavy_ratio 0 --recent_ratio 0.2",
-            {"name": "local", "recent_ratio": 0.2},
-        ),
-        (
-            "h2o",
-            "--enable_small_cache --heavy_ratio 0.1 --recent_ratio 0.1",
-            {"name": "h2o", "heavy_ratio": 0.1},
-        ),
-        (
-            "usual",
-            "--enable_small_cache --recent_ratio 0.2",
-            {"heavy_ratio": 0.1, "recent_ratio": 0.2},
-        ),
-    ):
-        out = command(f"{base} --output_path {name}.jsonl {flags} --sample_num 1000")
-        assert out.code == 0, out.err
-        assert "--cache-dir has no effect: there is no such folder yet" in out.err
-        kept = json.loads((tmp_path / f"{name}.jsonl.job.json").read_text())["settings"]["eviction"]
-        assert eviction.items() <= kept.items(), kept
-    few = command(f"{base} --output_path few.jsonl --sample_num 1")
-    assert (
-        few.code == 2
-        and "--sample-num 1: in.jsonl has 2 requests" in few.err
-        and "head -n 1 in.jsonl" in few.err
-    )

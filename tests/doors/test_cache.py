@@ -16,7 +16,6 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.files import mark
 from flexgen_h2o.models.named import BY_HUB_ID, NAMED, folder_of
-from flexgen_h2o.planner.profile import find_profile
 from tests.doors.conftest import Answer
 from tests.forks import Forks
 
@@ -121,18 +120,6 @@ def test_what_is_in_use_stays(cache, ids_model: Path, tmp_path: Path) -> None:
     assert everything(tmp_path / "offload") == []
 
 
-def test_packed_weights_are_in_use_while_an_engine_streams_them(
-    cache, ids_model: Path, tmp_path: Path
-) -> None:
-    policy = Policy(compress_weight=True, percent=(0, 0, 100, 0, 100, 0))
-    with LLM(str(ids_model), policy, path="_DUMMY_", offload_dir=tmp_path / "offload") as llm:
-        llm.generate([[5, 6]], SamplingParams(max_tokens=2))
-        assert cache("--remove-all").code == 0
-        assert any(name.startswith("packed/") for name in names(cache()))
-        llm.generate([[5, 6]], SamplingParams(max_tokens=2))
-    assert "in use" not in "".join(line for line in cache().out.splitlines() if "packed" in line)
-
-
 # Leaves a scratch folder and a half-written folder of weights, as kill -9 does.
 DIES = """
 import os, sys
@@ -221,39 +208,3 @@ def test_a_fetched_model_is_listed_and_removed_and_says_how_it_comes_back(
         and gone.err.count("\n") == 1
         and f"flexgen-h2o cache --fetch {name}" in gone.err
     )
-
-
-def test_profiles(cache, tmp_path: Path) -> None:
-    (tmp_path / "offload").mkdir()
-    folder = tmp_path / "xdg" / "flexgen_h2o"
-    profile = "profile-0123456789abcdef.json"
-    folder.mkdir(parents=True)
-    shutil.copy(find_profile("t4"), folder / profile)
-    assert names(cache()) == [profile]
-    assert cache("--remove", profile).code == 0 and not list(folder.iterdir())
-
-
-def test_wrong_use(cache, tmp_path: Path) -> None:
-    missing = cache()
-    assert missing.code == 2
-    assert missing.err == f"cache: --offload-dir {tmp_path / 'offload'}: there is no such folder\n"
-    (tmp_path / "offload").mkdir()
-    unknown = cache("--remove", "../elsewhere")
-    assert (
-        unknown.code == 2 and "--remove ../elsewhere: nothing of that name is kept" in unknown.err
-    )
-    assert cache("--list", "--remove-all").code == 2
-    assert cache("--remove").code == 2
-
-
-def test_the_disk_is_asked_before_weights_are_written(
-    door: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000))
-    for flag in (("--path", "_DUMMY_"), ("--compress-weight",)):
-        refused = door(*flag, "--no-log", "--percent", *["100", "0"] * 3, "--disk-mem", "1MiB")
-        assert refused.code == 3
-        [line] = refused.err.splitlines()
-        assert "--offload-dir" in line and "needs" in line and "too little" in line
-    assert everything(tmp_path / "offload") == []

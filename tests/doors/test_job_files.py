@@ -43,26 +43,6 @@ def test_damaged_files_are_one_line(job: Callable[..., Answer], ended: Path) -> 
     assert job().code == 0 and "2 of 2 done, 1 of them errors" in job("--status").out
 
 
-def test_the_status_counts_rows_of_this_input_in_the_output(
-    job: Callable[..., Answer], ended: Path, tmp_path: Path
-) -> None:
-    """Those of another input, which --force went on with, are not among them."""
-    (tmp_path / "in.jsonl").write_text(
-        '{"custom_id": "a", "prompt": [5]}\n{"custom_id": "b"}\n{"custom_id": "c"}\n'
-    )
-    assert job("--force").code == 0
-    assert "prompts: 3 of 3 done, 2 of them errors, 0 to do" in job("--status").out
-    whole = ended.read_bytes().splitlines(keepends=True)
-    ended.write_bytes(b"".join(whole[:-1]) + whole[-1][:20])
-    said = job("--status").out
-    assert (
-        "state: done, and rows were taken away since" in said
-        and "2 of 3 done, 2 of them errors, 1 to do" in said
-    )
-    ended.unlink()
-    assert "prompts: 0 of 3 done, 0 of them errors, 3 to do" in job("--status").out
-
-
 def test_links_beside_an_output_lead_a_job_nowhere(
     job: Callable[..., Answer], tmp_path: Path
 ) -> None:

@@ -7,10 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, load, request
@@ -27,51 +25,6 @@ asked = Request("disk", Path(sys.argv[1]), 8, 6, 4, None, "fp32", Path(sys.argv[
 for changed in json.loads(sys.argv[3]):
     print(json.dumps(cpu.generate(asked, Meter(0), cpu.choose(asked) | changed).tolist()))
 """
-
-
-def scored(peer: str, variant: str, dtype: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Four rows of 14 tokens, and what a peer's --score makes of them: logits (4, 6, vocabulary)
-    after 8, 9, ..."""
-    tokens = torch.randint(4, 2000, (4, 14), generator=torch.Generator().manual_seed(0))
-    given = folder / "given.json"
-    given.write_text(
-        json.dumps({"prompts": tokens[:, :8].tolist(), "continuations": tokens[:, 8:].tolist()})
-    )
-    command = [
-        str(PEERS / peer / "bin/python"),
-        f"bench/baselines/{peer}/run.py",
-        "--variant",
-        variant,
-        "--dtype",
-        dtype,
-        "--model-dir",
-        str(OPT_TINY),
-        "--prompt-len",
-        "8",
-        "--gen-len",
-        "6",
-        "--rows",
-        "4",
-        "--offload-dir",
-        str(folder),
-        "--score",
-        str(given),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return tokens, torch.from_numpy(np.load(given.with_suffix(".npy")))
-
-
-def packed(values: torch.Tensor, dim: int, group: int = 64) -> torch.Tensor:
-    """Groups along `dim` to 4 bits between their least and greatest value, and back; a rest counts
-    with zeros."""
-    moved = values.movedim(dim, -1)
-    filled = nn.functional.pad(moved, (0, -moved.shape[-1] % group))
-    groups = filled.unflatten(-1, (-1, group))
-    low = groups.amin(-1, keepdim=True)
-    scale = 15 / (groups.amax(-1, keepdim=True) - low)
-    back = ((groups - low) * scale).round() / scale + low
-    return back.flatten(-2)[..., : moved.shape[-1]].movedim(-1, dim)
 
 
 def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:

@@ -22,12 +22,9 @@ from bench.gpu.kernels import DECODED
 from bench.gpu.report import run_texts, write_report
 from bench.gpu.runner import DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
 from bench.gpu.steps import Step, all_steps, tiny_setting
-from bench.sweep.grid import SYSTEMS
 from flexgen_h2o.planner.profile import NOMINAL
 
 ROOT = Path(__file__).resolve().parents[3]
-OURS = SYSTEMS[0]
-PEER = next(system for system in SYSTEMS if system.name == "accelerate-cpu")
 
 
 def step(
@@ -143,19 +140,6 @@ def test_the_tiny_suite_runs(tmp_path: Path) -> None:
         line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")
     } == {"ok"}
     assert "| auto | done |" in (tmp_path / "r" / "gpu_suite.md").read_text()
-
-
-def event(
-    name: str, category: str, start: float, seconds: float, thread: int = 1
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "ts": 1e6 * start,
-        "dur": 1e6 * seconds,
-        "tid": thread,
-    }
 
 
 def test_gates_are_met_missed_or_not_measured() -> None:

@@ -24,7 +24,6 @@ from contract import (
 
 from tests.unit.bench.test_throughput_sweep import load
 
-BASELINES = Path(__file__).resolve().parents[3] / "bench" / "baselines"
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1}
 NEOX: dict[str, Any] = {"model_type": "gpt_neox", "num_attention_heads": 2}
 
