@@ -24,7 +24,7 @@ from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, prompts_from_python
 from tests.fault.jobs import Job, Jobs, rows_of, tokens_of, write_input
-from tests.parity.reference import Reference, random_model
+from tests.parity.reference import Reference
 
 ROWS = 32
 NEW_TOKENS = (
@@ -233,23 +233,6 @@ def test_metadata_is_not_content(
             run(llm, known, True, lambda step: overwrite(path) if step == 3 else None)
 
 
-def test_many_changes_of_metadata(folder: Path, known: Reference, tmp_path: Path) -> None:
-    """Fifty, of any kind and any file, at any step."""
-    generator = random.Random(82)
-    changes = 0
-
-    def change(step: int) -> None:
-        nonlocal changes
-        changes += 1
-        path = generator.choice(shards(folder)).resolve()
-        path.with_name(f"link-{path.name}").unlink(missing_ok=True)
-        generator.choice([one for one in METADATA if one is not rename_for_a_while])(path)
-
-    with opened(folder, tmp_path, Policy(2, 1, ON_DISK)) as llm:
-        while changes < 50:
-            assert len(run(llm, known, True, change)) == len(known.prompts)
-
-
 def test_a_copy_keeps_its_fingerprint_through_changes_of_metadata(tmp_path: Path) -> None:
     """What was imported or packed is found again; other contents of the same size and time are
     not."""
@@ -284,40 +267,6 @@ def test_what_is_in_memory_is_not_reached(folder: Path, known: Reference, tmp_pa
         llm.close()
         with pytest.raises(CheckpointChangedError):
             run(llm, known, True, lambda step: None)
-
-
-@pytest.mark.parametrize(
-    "policy", [Policy(2, 1), Policy(2, 1, ON_DISK), Policy(2, 1, compress_weight=True)]
-)
-def test_between_opening_and_loading(
-    policy: Policy, folder: Path, known: Reference, tmp_path: Path
-) -> None:
-    """Where tensors lie was read from the files as they were."""
-    with opened(folder, tmp_path, policy) as llm:
-        llm.digests()
-        overwrite(shards(folder)[0].resolve())
-        with pytest.raises(CheckpointChangedError):
-            run(llm, known, False, lambda step: None)
-        with pytest.raises(CheckpointChangedError):
-            llm.digests()
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "config.json", "tokenizer.json"])
-def test_a_job_is_of_the_files_that_it_has_read(
-    name: str, known: Reference, tmp_path: Path
-) -> None:
-    """Between reading them and saying in the sidecar what they were."""
-    model = tmp_path / "model"
-    model.mkdir()
-    known.model.config.save_pretrained(model)
-    shutil.copy(PACKAGED["opt-tiny"] / "tokenizer.json", model)
-    torch.save(known.model.state_dict(), model / "pytorch_model.bin")
-    with opened(model, tmp_path, Policy(2, 1)) as llm:
-        before = llm.digests()
-        assert before == llm.digests()
-        os.utime(model / name)
-        with pytest.raises(CheckpointChangedError, match=name):
-            llm.digests()
 
 
 # ---- Jobs in processes of their own
@@ -358,23 +307,3 @@ def test_a_job_whose_model_is_overwritten(jobs: Jobs, tmp_path: Path) -> None:
     last = started(jobs, tmp_path)
     assert last.wait() == 0, last.err
     assert tokens_of(rows_of(last.output)) == right
-
-
-def test_random_weights_are_read_by_one_model(known: Reference, tmp_path: Path) -> None:
-    """Files of the package's own in the offload dir count as any others."""
-    folder = tmp_path / "model"
-    random_model().config.save_pretrained(folder)
-    prompts = prompts_from_python(known.prompts, None, 120)
-    llm = LLM(
-        str(folder),
-        Policy(2, 1, ON_DISK),
-        dtype="float32",
-        path="_DUMMY_",
-        offload_dir=tmp_path / "offload",
-    )
-    with llm:
-        llm.run(prompts, SamplingParams(max_tokens=2), lambda done: None)
-        [written] = (tmp_path / "offload").rglob("*.safetensors")
-        overwrite(written)
-        with pytest.raises(CheckpointChangedError, match=written.name):
-            llm.run(prompts, SamplingParams(max_tokens=2), lambda done: None)

@@ -3,7 +3,6 @@ numbers are taken."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexgen_h2o import H2O, LLM, Full, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import H2O, LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.cli_common import flag_of
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_h2o
@@ -110,26 +109,3 @@ def test_a_wrong_argument_of_a_call_is_named(llm: LLM) -> None:
     for name, call in CALLS:
         refused(name, partial(call, llm))
     assert len(llm.generate([[5]], ONE)) == 1, "an LLM that refused something goes on"
-
-
-def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
-    """And become plain ones, which JSON takes."""
-    policy = Policy(
-        np.int64(2),
-        np.int32(1),
-        tuple(np.array([100, 0, 100, 0, 100, 0])),
-        attn_sparsity=np.float32(1),
-    )
-    assert policy == Policy(2, 1) and json.loads(json.dumps(policy.to_json())) == policy.to_json()
-    budget = MemoryBudget(np.int64(5), 4e9, np.float64(7))
-    assert (budget.device, budget.host, budget.disk) == (5, 4 * 10**9, 7) and type(
-        budget.device
-    ) is int
-    params = SamplingParams(
-        np.int64(1), np.float32(0.5), np.float64(0.5), np.uint8(3), np.int64(7), logprobs=np.int8(2)
-    )
-    assert params == SamplingParams(1, 0.5, 0.5, 3, 7, logprobs=2) and type(params.seed) is int
-    kept = H2O(heavy_size=np.int64(4), recent_ratio=np.float32(0.5))
-    assert kept == H2O(heavy_size=4, recent_ratio=0.5) and json.dumps(kept.to_json())
-    assert llm.generate([np.array([5, 6]), [np.int64(5)]], [params, ONE])[1].token_ids
-    assert llm.generate([], []) == [] and Full() == Full()

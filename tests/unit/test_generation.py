@@ -3,8 +3,6 @@ progress bar."""
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.engine.decoding import StopCriteria
-from flexgen_h2o.engine.generation import MicroBatch, Progress, Row, SweepInput, make_blocks
+from flexgen_h2o.engine.generation import MicroBatch, Row, SweepInput, make_blocks
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.kvcache.prefixes import PromptGroup
@@ -191,13 +189,6 @@ def test_rows_join_in_their_order_as_far_as_there_is_room() -> None:
     )
 
 
-def test_a_long_prompt_waits_and_is_asked_first_the_next_time() -> None:
-    waiting = scheduler([row(0, 50), row(1, 60), row(2, 5), row(3, 5)])
-    assert indices(waiting.take(3, 58)) == [0, 2]
-    assert indices(waiting.take(1, 60)) == [1]
-    assert indices(waiting.take(1, 60)) == [3]
-
-
 def test_more_rows_are_read_when_all_have_joined() -> None:
     waiting = scheduler([row(0, 4), row(1, 4)], [row(2, 4), row(3, 40)], [row(4, 4)])
     assert indices(waiting.take(1, 99)) == [0]
@@ -228,28 +219,3 @@ def test_no_row_is_lost_and_no_bound_is_passed(
 
 
 # ---- the progress bar
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stderr", [io.StringIO(), None])
-def test_no_bar_without_a_terminal(
-    stderr: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stderr)
-    with Progress(10) as progress:
-        progress.sweep(5)
-    assert not Progress.on_terminal() and (stderr is None or stderr.getvalue() == "")
-
-
-def test_a_row_that_stops_early_takes_tokens_off_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress(20) as progress:
-        progress.sweep(2)
-        progress.finish([row(0, 1, 10, token_ids=[5]), row(1, 1, 10, token_ids=[5] * 10)])
-        progress.sweep(9)
-    shown = sys.stderr.getvalue()
-    assert "11/11" in shown and "generate" in shown

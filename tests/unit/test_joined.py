@@ -66,15 +66,6 @@ def test_decode_steps_of_a_block_are_one_product(
     assert attention == mlp == {2 * 3: 4 + NEW - 1, 2: NEW - 1}
 
 
-def test_hidden_states_that_are_brought_are_of_one_micro_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = Policy(2, 4, (100, 0, 100, 0, 0, 0))
-    attention, mlp, tokens = seen_by(policy, [5] * 8, tmp_path, monkeypatch)
-    assert attention == mlp == {2 * 5: 4, 2: 4 * (NEW - 1)}
-    assert tokens == seen_by(Policy(8, 1), [5] * 8, tmp_path, monkeypatch)[2]
-
-
 @pytest.mark.parametrize("sep_layer", [True, False])
 def test_ragged_rows_and_small_prompts_are_joined_too(
     sep_layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import extras
 from tests.forks import environment
 
 CONFTEST = """
@@ -62,23 +61,3 @@ def test_reasons_are_grouped_and_the_closing_line_stays_last(tmp_path: Path, wor
         '    1 test is not part of this run: -k "not other"',
     ]
     assert "1 passed, 4 skipped" in closing and " in " in closing
-
-
-def test_a_run_that_skips_nothing_says_so(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text("def test_done(): pass\ndef test_fails(): assert False\n")
-    lines = last_lines(tmp_path)
-    assert (
-        lines[0] == "nothing was skipped" and "1 failed, 1 passed" in lines[-1] and len(lines) == 2
-    )
-
-
-def test_a_reason_names_the_extra_and_what_of_it_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        extras,
-        "extras",
-        lambda: {"here": ["pytest>=1"], "fun": ["pytest>=1", "no-such-thing[x]>=2"]},
-    )
-    assert extras.why_not.__wrapped__("here") == ""
-    assert extras.why_not.__wrapped__("fun") == "needs the extra fun (not installed: no-such-thing)"

@@ -20,10 +20,7 @@ from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.memory_plan import BlockShape
 from flexgen_h2o.models import (
-    built_in_names,
     built_in_spec,
     moe,
     spec_from_config,
@@ -199,18 +196,6 @@ def public(name: str) -> ModelSpec:
     return found[0]
 
 
-def test_the_tables_are_complete() -> None:
-    assert {name.removesuffix("-deduped") for name in built_in_names()} == {
-        *OPT,
-        *LLAMA,
-        *EXPERTS,
-        *CHAT,
-        *NEOX,
-    }
-    assert len({name.split("/")[1].lower() for name in built_in_names()}) == len(built_in_names())
-    assert built_in_spec("opt-9b") is None is built_in_spec("someone/opt-125m")
-
-
 def test_public_opt_shapes() -> None:
     for name, sizes in OPT.items():
         spec = public(name)
@@ -346,28 +331,6 @@ def test_end_tokens_of_a_generation_config_come_first(
     )  # jobs know by it that rows would end elsewhere
 
 
-@pytest.mark.parametrize(
-    "value", ["-2", "true", "2.0", '"2"', "[2, 2147483648]", "[[2]]", "{}", "9" * 5000]
-)
-def test_a_bad_generation_config_is_refused(tmp_path: Path, value: str) -> None:
-    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
-    with pytest.raises(UsageError, match=r"generation_config\.json: ") as caught:
-        read(tmp_path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
-
-
-def test_labels_of_a_classifier_do_not_count(tmp_path: Path) -> None:
-    """A damaged number of them would keep transformers busy for minutes."""
-    labels = {str(i): "x" for i in range(50)}
-    assert read(tmp_path, num_labels=5000, id2label=labels, label2id={}) == read(tmp_path)
-
-
-def test_defaults_are_transformers_own(tmp_path: Path) -> None:
-    spec = read(tmp_path)
-    assert spec.option("activation") == OPTConfig().activation_function
-    assert spec.tied and spec.option("pre_norm") and spec.option("final_norm")
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -401,23 +364,6 @@ def test_frequencies_are_those_of_transformers(
     theirs = (LlamaRotaryEmbedding if base == "llama" else GPTNeoXRotaryEmbedding)(config)
     assert rotary is not None and torch.equal(torch.tensor(rotary.frequencies), theirs.inv_freq)
     assert rotary.scaling == theirs.attention_scaling
-
-
-def test_biases(tmp_path: Path) -> None:
-    def biased(**changes: Any) -> set[str]:
-        spec = read(tmp_path, "llama", **changes)
-        return {
-            t.role.split(".")[0][0]
-            for t in spec.attention[1] + spec.mlp[0]
-            if t.role.endswith("bias")
-        }
-
-    assert biased() == set() == biased(model_type="mistral")
-    assert biased(attention_bias=True) == set("qkvo")
-    assert biased(mlp_bias=True) == set("gud")
-    assert biased(model_type="qwen2") == set("qkv")
-    assert biased(model_type="qwen3", mlp_bias=True) == set()
-    assert biased(model_type="qwen3", attention_bias=True) == set("qkvo")
 
 
 @pytest.mark.parametrize(
@@ -456,13 +402,6 @@ def test_windows_of_blocks(
     spec = read(tmp_path, "llama", **changes)
     assert spec.windows == windows and spec.max_positions == 64
     assert spec.stage(range(1, 2)).windows == windows[1:]
-
-
-def test_a_gated_mlp_has_two_wide_buffers(tmp_path: Path) -> None:
-    spec = read(tmp_path, "llama")
-    shape = BlockShape(rows=2, micro_batches=1, tokens=9, slots=(9, 9))
-    sizes = MemoryPlanner(spec, Policy(), 4, True).workspace(shape)
-    assert sizes["gate"] >= 9 * spec.ffn_size * 4 and sizes["k"] == sizes["v"] < sizes["q"]
 
 
 @pytest.mark.parametrize("sep_layer", [True, False])
