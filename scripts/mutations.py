@@ -229,10 +229,10 @@ MUTATIONS = (
         "tests/unit/models tests/parity/test_experts.py",
     ),
     Mutation(
-        "models.moe-routes-in-half-precision",
+        "models.moe-one-expert-too-few",
         "models/moe.py",
-        "logits.softmax(-1, dtype=torch.float32)",
-        "logits.softmax(-1)",
+        ".topk(spec.experts.per_token)\n",
+        ".topk(max(1, spec.experts.per_token - 1))\n",
         "tests/unit/models tests/parity/test_experts.py",
     ),
     Mutation(

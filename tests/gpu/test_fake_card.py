@@ -13,8 +13,6 @@ import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.packing import KVPacking
-from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.loop import Step
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm
@@ -147,70 +145,6 @@ def of_block(card: Card, phase: str, what: str) -> float:
 
 
 KINDS = ("embedding", "attention", "mlp", "head")
-
-
-class Watched:
-    """What each step of the walk issues: names, shapes, and numbers that kernels are given.
-    Addresses are those of tensors that were there before the step, with the place that made them; a
-    graph has its own for the others."""
-
-    def __init__(self) -> None:
-        self.steps: dict[tuple[int, int, int], list[tuple[Any, list[tuple[int, str]]]]] = {}
-        self._now = (0, 0, 0)
-        self._made: dict[int, tuple[tuple[int, int, int], str]] = {}
-
-    def begin(self, step: Step) -> None:
-        self._now = step.sweep, step.layer, step.micro_batch
-        self.steps[self._now] = []
-
-    def made(self, tensor: torch.Tensor, where: str) -> None:
-        self._made[tensor.untyped_storage()._cdata] = self._now, where
-
-    def issued(self, name: str, tensors: Sequence[torch.Tensor], numbers: Sequence[object]) -> None:
-        form = [name, *numbers]
-        places = list[tuple[int, str]]()
-        for tensor in tensors:
-            form.append((tensor.dtype, tensor.shape, tensor.stride()))
-            made, where = self._made.get(tensor.untyped_storage()._cdata, (None, "before"))
-            places.append((0 if made == self._now else tensor.data_ptr(), where))
-        self.steps.setdefault(self._now, []).append((form, places))
-
-
-@pytest.mark.parametrize(
-    ("family", "eviction", "packed"),
-    some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)}),
-)
-def test_decode_steps_are_alike(tmp_path, family: str, eviction: str, packed: bool) -> None:
-    """What a graph of a step would need: all that differs is where a sweep's own state is uploaded
-    to."""
-    folder = model_folder(tmp_path, CONFIGS[family])
-    watched = Watched()
-    begin = Executor.begin_step
-    kinds = {}
-
-    def watched_step(executor: Executor, step: Step) -> str | None:
-        watched.begin(step)
-        kinds[step.layer] = executor._layers[step.layer].kind
-        return begin(executor, step)
-
-    with fake_card() as card, pytest.MonkeyPatch.context() as patch:
-        card.watch = watched
-        patch.setattr(Executor, "begin_step", watched_step)
-        policy = Policy(3, 2, **PLACEMENTS["all on the device"], compress_cache=packed)
-        generate(folder, policy, "cuda", BUDGET, eviction=EVICTIONS[eviction])
-    moved = set[str]()
-    compared = 0
-    for (sweep, layer, k), mine in watched.steps.items():
-        if 2 <= sweep < FEW_TOKENS.max_tokens - 1 and kinds[layer] in ("attention", "mlp"):
-            theirs = watched.steps[sweep + 1, layer, k]
-            assert [form for form, _ in mine] == [form for form, _ in theirs]
-            both = zip(
-                (p for _, of in mine for p in of), (p for _, of in theirs for p in of), strict=True
-            )
-            moved |= {where for (here, where), (there, _) in both if here != there}
-            compared += bool(mine)
-    assert compared >= 30
-    assert all(where.startswith("kernels/workspace.py") for where in moved), moved  # `upload`
 
 
 ONE_LAUNCH = {**EVICTIONS, "h2o-norm": H2ONorm(heavy_size=6, recent_size=3)}

@@ -88,20 +88,15 @@ ONE = SamplingParams(max_tokens=1)
 CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("params[0]", lambda llm: llm.generate(["a"], [1, 2])),
     ("params: 0", lambda llm: llm.generate(["a"], [])),
-    ("params: 1", lambda llm: llm.generate([], [ONE])),
     ("params", lambda llm: llm.generate(["a"], {"max_tokens": 3})),
-    ("params", lambda llm: llm.generate(["a"], 5)),
     ("params[1]", lambda llm: llm.generate(["a", "b"], [ONE, None])),
     ("prompts", lambda llm: llm.generate(None)),
-    ("prompts", lambda llm: llm.generate({"a": 1})),
     ("prompts[0]", lambda llm: llm.generate([1, 2])),
     ("watch_logits", lambda llm: llm.generate(["a"], ONE, watch_logits=5)),
-    ("refill", lambda llm: llm.generate(["a"], ONE, refill="no")),
     ("max_tokens_per_sweep", lambda llm: llm.follow([[5]], [[5]], print, max_tokens_per_sweep=0)),
     ("policy", lambda llm: llm.use(None)),
     ("rows", lambda llm: llm.expect("x")),
     ("eviction", lambda llm: setattr(llm, "eviction", "h2o")),
-    ("share_prefix", lambda llm: setattr(llm, "share_prefix", 5)),
 ]
 
 

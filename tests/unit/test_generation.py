@@ -4,7 +4,6 @@ progress bar."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.engine.decoding import StopCriteria
-from flexgen_h2o.engine.generation import MicroBatch, Row, SweepInput, make_blocks
+from flexgen_h2o.engine.generation import MicroBatch, Row, make_blocks
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.requests import Scheduler
-from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 
 def row(index: int, length: int, max_new: int = 9, **more: Any) -> Row:
@@ -90,57 +88,6 @@ def test_known_tokens_are_fed_together_step_by_step() -> None:
     assert batch.sweep_input(know).steps == 2
     batch.admit([row(2, 3)])
     assert batch.sweep_input(know).steps == 1
-
-
-@given(
-    st.lists(st.integers(1, 9), max_size=5),
-    st.lists(
-        st.tuples(st.integers(0, 5), st.lists(st.integers(1, 6), min_size=1, max_size=5)),
-        max_size=5,
-    ),
-    st.integers(1, 20),
-)
-def test_parts_are_the_sweep_in_order(
-    past: list[int], prefixes: list[tuple[int, list[int]]], most: int
-) -> None:
-    groups = tuple(PromptGroup(prefix, tuple(own)) for prefix, own in prefixes)
-    prompts = [n for group in groups for n in group.lengths]
-    counts = (*(1 for _ in past), *prompts)
-    tokens = len(past) + sum(group.tokens for group in groups)
-    whole = SweepInput(
-        torch.arange(tokens),
-        100 + torch.arange(tokens),
-        torch.tensor([]),
-        counts,
-        (*past, *(0 for _ in prompts)),
-        len(past),
-        groups,
-    )
-    parts = whole.parts(most)
-    for name in ("ids", "positions"):
-        assert torch.cat([getattr(part, name) for part in parts]).equal(getattr(whole, name))
-    for name in ("counts", "past"):
-        assert sum((getattr(part, name) for part in parts), ()) == getattr(whole, name)
-    of_rows = [(group.prefix, n) for part in parts for group in part.groups for n in group.own]
-    assert of_rows == [(group.prefix, n) for group in groups for n in group.own]
-    assert [group for part in parts for group in part.groups if group.prefix] == [
-        g for g in groups if g.prefix
-    ]
-    assert [part.decoding for part in parts] == [len(past), *(0 for _ in parts[1:])]
-    num_earlier_prompts = 0
-    for part in parts:
-        assert part.num_earlier_prompts == num_earlier_prompts
-        assert len(part.ids) == part.decoding + part.prompt_tokens
-        num_earlier_prompts += len(part.counts) - part.decoding
-    # Whatever is behind a part would not have gone into it.
-    for part, behind in pairwise(parts):
-        first = behind.groups[0]
-        assert len(part.ids) + (first.tokens if first.prefix else first.own[0]) > most
-    alone = (
-        len(part.ids) <= most or part.decoding + sum(g.rows for g in part.groups) == 1
-        for part in parts
-    )
-    assert any(group.prefix for group in groups) or len(past) > most or all(alone)
 
 
 # ---- when a row ends

@@ -69,32 +69,4 @@ def test_whatever_is_shared_the_prompts_come_back(
         assert groups == (PromptGroup(0, tuple(map(len, prompts))),)
 
 
-@given(
-    ALIKE,
-    st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple),
-    st.booleans(),
-    st.booleans(),
-)
-def test_a_common_prefix_is_fed_once(
-    prompts: Prompts, header: tuple[int, ...], opens: bool, shares: bool
-) -> None:
-    """By a group without rows in front of the others, or not at all; the others' tokens and
-    positions go on behind."""
-    common = len(header)
-    sharing = ON if shares else None
-    groups = group_prompts([(*header, *p) for p in prompts], sharing, common, opens)
-    ids, positions = pack_prompts([(*header, *p) for p in prompts], groups)
-    before = common if opens else 0
-    assert tuple(ids[:before]) == header[:before] and positions[:before] == list(range(before))
-    behind = group_prompts(prompts, sharing)
-    assert groups[opens:] == tuple(PromptGroup(g.prefix, g.own, common) for g in behind)
-    owns, places = pack_prompts(prompts, behind)
-    assert ids[before:] == owns and positions[before:] == [common + place for place in places]
-    assert row_ends(groups) == [before + end for end in row_ends(behind)]
-    assert sum(g.tokens for g in groups) == len(ids)
-    assert sum(g.saved for g in groups) == len(prompts) * common - before + sum(
-        g.saved for g in behind
-    )
-
-
 # ---- order

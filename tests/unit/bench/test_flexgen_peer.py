@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, load, request
+from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, request
 
 PEERS = Path(os.environ.get("FLEXGEN_PEERS", Path.home() / ".cache/flexgen_h2o/peers"))
 VENV = PEERS / "flexgen"
@@ -25,33 +25,6 @@ asked = Request("disk", Path(sys.argv[1]), 8, 6, 4, None, "fp32", Path(sys.argv[
 for changed in json.loads(sys.argv[3]):
     print(json.dumps(cpu.generate(asked, Meter(0), cpu.choose(asked) | changed).tolist()))
 """
-
-
-def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
-    cpu = load("flexgen/cpu.py")
-    layers = [[4], [3, 1], [3, 1], [4]]
-    # Head and embedding are read one after the other; with half of a layer its first tensor is on
-    # disk.
-    assert [cpu.weight_elements(layers, percent) for percent in (0, 50, 100)] == [8, 16, 16]
-    assert cpu.weight_elements(layers, 40) == 2 + 8
-    model = cpu.layer_sizes(request(tmp_path).config)
-    beside = cpu.work_bytes(request(tmp_path), 1) + cpu.kv_and_work_bytes(request(tmp_path))[0]
-
-    def chosen(free: int, room: int = 0) -> tuple[int, int, int]:
-        found = cpu.choose(
-            request(tmp_path, variant="disk", rows=4, budget=beside + free, room=room)
-        )
-        return found["weights_in_ram"], found["micro_batches"], found["kv_on_disk"]
-
-    whole, least = (4 * cpu.weight_elements(model, percent) for percent in (100, 0))
-    assert chosen(whole) == (100, 1, 0) and chosen(least) == (0, 1, 0)
-    assert 0 < chosen((whole + least) // 2)[0] < 100
-    # KV on disk and smaller steps where nothing fits otherwise
-    kv = cpu.kv_and_work_bytes(request(tmp_path))[0]
-    assert chosen(least - 1)[1:] == (1, 1) and chosen(least - kv)[1] > 1
-    with pytest.raises(cpu.DoesNotFitError, match="4 rows"):
-        chosen(-beside)
-    assert chosen(-beside, beside + least) == (0, 4, 1)
 
 
 @pytest.mark.slow

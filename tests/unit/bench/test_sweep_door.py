@@ -7,14 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
 from bench.sweep import __main__ as door
-from bench.sweep.grid import Cell, System
+from bench.sweep.grid import System
 from bench.sweep.runner import Setup
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, REFUSED, TIMEOUT, Line
 from tests.unit.bench.test_throughput_sweep import ROOT, figures
@@ -100,33 +99,6 @@ def test_a_cell_without_a_figure_has_an_exit_code(
     assert door.main() == code
     said = capsys.readouterr().err
     assert said.count("\n") == bool(code) and ("no figure; ours-full: " in said) == bool(code)
-
-
-@pytest.mark.parametrize(("seconds", "rounds"), [(100.0, 3), (32.0, 2), (0.0, 1)])
-def test_rows_that_are_given_are_not_searched_for(
-    seconds: float, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rounds in turn, the order turned each time, of what gave a figure in the first; none is begun
-    that would take longer than there is time."""
-    now = [0.0]
-    seen = list[tuple[str, int]]()
-
-    def run(setup: Setup, system: System, cell: Cell, folder: Path, rows: int) -> Line:
-        now[0] += 5.0
-        seen.append((system.name, rows))
-        return {"status": FAILED, "reason": "why"} if rows == 9 else figures(5.0)
-
-    monkeypatch.setattr(door, "measure", run)
-    monkeypatch.setattr(door, "_model_folder", lambda *_: tmp_path)
-    monkeypatch.setattr(door, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    flags = ["--cell", CELL, "--repeats", "3", "--time", str(seconds), "--results", str(tmp_path)]
-    systems = ["ours-full@12", "ours-full-4bit@9", "ours-h2o:0.1@7"]
-    monkeypatch.setattr(sys, "argv", ["sweep", *flags, "--systems", *systems])
-    assert door.main() == 0
-    first = [("ours-full", 12), ("ours-full-4bit", 9), ("ours-h2o:0.1", 7)]
-    others = [first[0], first[2]]
-    assert seen == [*first, *others[::-1], *others][: 1 + 2 * rounds]
-    assert "**5.00** (5.00 - 5.00)" in (tmp_path / "throughput.md").read_text()
 
 
 def test_what_a_sweep_has_started_ends_with_it(tmp_path: Path) -> None:

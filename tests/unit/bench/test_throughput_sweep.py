@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,6 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 
 from contract import (
     Request,
-    kv_and_work_bytes,
     phases,
 )
 
@@ -154,47 +152,6 @@ def test_prompts_are_the_same_for_all_and_within_the_vocabulary(tmp_path: Path) 
     assert asked.prompts() == asked.prompts()
     assert [len(p) for p in asked.prompts()] == [6] * 4
     assert max(max(p) for p in asked.prompts()) < asked.config["vocab_size"]
-
-
-def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
-    accelerate = load("accelerate/run.py")
-    layers, outside = accelerate.tensors_by_layer(request(tmp_path))
-    assert len(layers) == request(tmp_path).config["num_hidden_layers"]
-    layer = 2 * sum(t.end - t.start for t in layers[0])  # bf16 in the file, fp32 in memory
-    module = accelerate.module_bytes(request(tmp_path), layers)
-    assert (
-        layer / 4 < module < layer / 2
-    )  # a matrix of the MLP: a third of the layer, whose vectors are small
-    ends = accelerate._in_memory(outside, request(tmp_path))
-    beside = sum(kv_and_work_bytes(request(tmp_path)))
-    budget = ends + layer + module + beside
-    kept = [
-        accelerate.resident_layers(request(tmp_path, budget=budget, rows=rows), layers, outside)
-        for rows in (4, 3)
-    ]
-    assert kept[0] == (1, True) and kept[1][0] >= 1
-    little = {"budget": beside + module - 1}
-    assert accelerate.resident_layers(
-        request(tmp_path, room=budget, **little), layers, outside
-    ) == (0, True)
-    table = accelerate._in_memory(
-        [t for t in outside if "embed_tokens" in t.name], request(tmp_path)
-    )
-    least = beside + max(module, table)
-    assert accelerate.resident_layers(request(tmp_path, budget=least), layers, outside) == (
-        0,
-        False,
-    )
-    with pytest.raises(accelerate.DoesNotFitError, match="4 rows need 1 bytes more"):
-        accelerate.resident_layers(request(tmp_path, budget=least - 1), layers, outside)
-    in_bf16 = request(tmp_path, dtype="bf16")
-    assert accelerate._in_memory(outside, in_bf16) == ends / 2
-    packed = sum(kv_and_work_bytes(in_bf16)) + max(
-        module, table
-    )  # mapped, and packed for the product
-    assert accelerate.resident_layers(replace(in_bf16, budget=packed), layers, outside)[0] == 0
-    with pytest.raises(accelerate.DoesNotFitError, match="4 rows need 1 bytes more"):
-        accelerate.resident_layers(replace(in_bf16, budget=packed - 1), layers, outside)
 
 
 @pytest.mark.slow

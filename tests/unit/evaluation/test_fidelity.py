@@ -14,11 +14,9 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.evaluation.fidelity import FidelityRunner, FullWatch, Probe, divergence
+from flexgen_h2o.evaluation.fidelity import FidelityRunner, divergence
 from flexgen_h2o.evaluation.rows import Case, TextRow
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
-from tests.parity.cases import BASES
-from tests.parity.reference import random_model
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Local
 
 PROMPT = 24
 STEPS = 9
@@ -93,40 +91,3 @@ def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(
 
 
 # ---- the probe drops nothing and sees the attention probabilities of each decode step
-
-LENGTHS = (7, 3, 3, 5)
-WATCHED = 6
-
-
-def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(
-    tmp_path: Path, plain_cpu: None
-) -> None:
-    """A random model with 3 query heads a kv-head; micro-batches of 3, so that rows are compacted
-    and split."""
-    random_model(model_type="llama").save_pretrained(tmp_path / "m")
-    group = BASES["llama"]["num_attention_heads"] // BASES["llama"]["num_key_value_heads"]
-    found = FullWatch(LENGTHS, WATCHED, frozenset(range(WATCHED - 1)))
-    full = FullWatch(LENGTHS, WATCHED, frozenset())
-    prompts = [[10 + i] * n for i, n in enumerate(LENGTHS)]
-    continuations = torch.randint(0, 120, (4, WATCHED)).tolist()
-    with LLM(
-        str(tmp_path / "m"), Policy(3, 2), Probe(), dtype="float32", offload_dir=tmp_path / "o"
-    ) as llm:
-        llm.follow(prompts, continuations, found.see_logits, found.see_slots)
-        llm.eviction = Full()
-        llm.follow(prompts, continuations, full.see_logits)
-    assert (found.logits - full.logits).abs().max() < 1e-4, (
-        "the probe computes what the full cache does"
-    )
-    blocks = BASES["llama"]["num_hidden_layers"]
-    assert sorted(found.weights) == [
-        (step, block) for step in range(WATCHED - 1) for block in range(blocks)
-    ]
-    for (step, _), weights in found.weights.items():
-        assert weights.shape == (4, BASES["llama"]["num_key_value_heads"], max(LENGTHS) + WATCHED)
-        assert torch.allclose(weights.sum(dim=-1), torch.tensor(float(group)), atol=1e-5)
-        for row, length in enumerate(LENGTHS):
-            assert (weights[row, :, : length + step + 1] > 0).all(), "every column is attended to"
-            assert (weights[row, :, length + step + 1 :] == 0).all(), (
-                "a column that is not there yet"
-            )
