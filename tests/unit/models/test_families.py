@@ -86,7 +86,8 @@ def read(folder: Path, base: str = "opt", **changes: Any) -> ModelSpec:
 
 # ---- the tables of public shapes
 
-# Parameters as published, or by the published sizes (OPT, Galactica). Pythia's count embeddings twice.
+# Parameters as published, or by the published sizes (OPT, Galactica). Those of Pythia count
+# embeddings twice.
 PUBLISHED = {
     "facebook/opt-125m": 125_239_296,
     "facebook/opt-350m": 331_196_416,
