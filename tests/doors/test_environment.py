@@ -38,11 +38,6 @@ def run(tmp_path: Path, *argv: str, **variables: str) -> subprocess.CompletedPro
     [
         (
             "NUMBA_NUM_THREADS",
-            "0",
-            "numba refuses its value (Number of threads specified must be > 0)",
-        ),
-        (
-            "NUMBA_NUM_THREADS",
             "-2",
             "numba refuses its value (Number of threads specified must be > 0)",
         ),

@@ -211,46 +211,24 @@ SINGLE = CHOICE.replace("task: choice", "task: single").replace('"{{choices}}"',
 SINGLE = SINGLE.replace("doc_to_target: answer", 'doc_to_target: "{{answer % 2}}"')
 
 
-GRID = "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 --num-gpu-batches 2"
-
-
 def test_a_grid_of_policies_and_budgets(lm_eval: Door, tasks: Path, tmp_path: Path) -> None:
     """It evicts inside the context: choices of one token change too. A second run has nothing to
     do."""
-    pytest.importorskip("matplotlib", reason=why_not("plot"))
     (tasks / "single.yaml").write_text(SINGLE.replace("FOLDER", str(tasks)))
-    flags = (
-        f"grid {GRID} --tasks single,choice --limit 4 --policies full local:sinks=0 h2o "
-        "--kv-budget 0.5 0.2"
-    )
-    first = lm_eval(
-        f"{flags} --output-dir grid --json grid.json --markdown grid.md --plot grid.png"
-    )
+    grid = f"grid {FLAGS} --output-dir grid"
+    flags = f"{grid} --tasks single,choice --limit 2 --policies full h2o --kv-budget 0.2"
+    first = lm_eval(f"{flags} --json grid.json --markdown grid.md")
     found = json.loads((tmp_path / "grid.json").read_text())
-    assert [cell["title"] for cell in found["cells"]] == [
-        "full",
-        "local:sinks=0 0.5",
-        "h2o 0.5",
-        "local:sinks=0 0.2",
-        "h2o 0.2",
-    ]
-    assert found["cells"][0]["kv_share"] == 1 and found["cells"][-1]["kv_share"] < 0.4
-    full, evicted = (found["cells"][i]["output"] for i in (0, -1))
-    assert _last_logprobs(tmp_path / full) != pytest.approx(
-        _last_logprobs(tmp_path / evicted), abs=0.01
-    )
-    assert (
-        "| `full` |" in first.out
-        and "single acc" in first.out
-        and (tmp_path / "grid.png").stat().st_size > 1000
-    )
+    assert [cell["title"] for cell in found["cells"]] == ["full", "h2o 0.2"]
+    assert found["cells"][0]["kv_share"] == 1 and found["cells"][1]["kv_share"] < 0.4
+    full, evicted = (_last_logprobs(tmp_path / cell["output"]) for cell in found["cells"])
+    assert full != pytest.approx(evicted, abs=0.01)
     assert (tmp_path / "grid.md").read_text().strip() in first.out
-    lm_eval(f"{flags} --output-dir grid --json again.json")
+    lm_eval(f"{flags} --json again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == found
-    assert (
-        len(answers := (tmp_path / full).read_text().splitlines()) == 24 and len(set(answers)) == 24
-    )
-    other = lm_eval(f"{flags} --num-fewshot 1 --output-dir grid", code=2)
+    answers = (tmp_path / found["cells"][0]["output"]).read_text().splitlines()
+    assert len(answers) == len(set(answers)) == 12
+    other = lm_eval(f"{flags} --num-fewshot 1", code=2)
     assert "has requests of other tasks, or was made with other flags" in other.err
 
 

@@ -36,22 +36,18 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.llm.MAX_KL", 0.0)
 
 
-def policy(bits: int | None) -> Policy:
-    if bits is None:
-        return Policy(gpu_batch_size=2)
-    return Policy(gpu_batch_size=2, compress_cache=True, cache_bits=bits)
-
-
 @pytest.mark.usefixtures("strict", "plain_cpu")
-@pytest.mark.parametrize(
-    "eviction", [None, H2O(heavy_ratio=0.3, recent_ratio=0.3)], ids=["full", "h2o"]
-)
-def test_one_warning_and_the_same_run(
-    eviction: H2O | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_warning_and_the_same_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    eviction = H2O(heavy_ratio=0.3, recent_ratio=0.3)
     found = []
     for tests_bits in (False, True):
-        with LLM("opt-tiny", policy(3), eviction, device="cpu", offload_dir=tmp_path) as llm:
+        with LLM(
+            "opt-tiny",
+            Policy(2, compress_cache=True, cache_bits=3),
+            eviction,
+            device="cpu",
+            offload_dir=tmp_path,
+        ) as llm:
             llm.tests_bits = tests_bits
             tokens = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
             report = llm.report

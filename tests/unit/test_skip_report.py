@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.forks import environment
 
 CONFTEST = """
@@ -47,13 +45,12 @@ def last_lines(folder: Path, *flags: str) -> list[str]:
     return done.stdout.partition("skipped, and why")[2].splitlines()[1:]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_reasons_are_grouped_and_the_closing_line_stays_last(tmp_path: Path, workers: str) -> None:
+def test_reasons_are_grouped_and_the_closing_line_stays_last(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(FILE)
     (tmp_path / "test_b.py").write_text(
         'import pytest\npytest.skip("no extra", allow_module_level=True)\n'
     )
-    *lines, closing = last_lines(tmp_path, "-n", workers, "-k", "not other")
+    *lines, closing = last_lines(tmp_path, "-n", "2", "-k", "not other")
     assert lines == [
         "    2 tests: too hot",
         "    1 file: no extra",
