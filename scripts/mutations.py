@@ -284,7 +284,7 @@ MUTATIONS = (
         "engine/decoding.py",
         "        if starts:\n            return min(starts)\n",
         "        if starts:\n            return max(starts)\n",
-        "tests/text/test_ends.py",
+        "tests/unit/test_sampling.py tests/text/test_ends.py",
     ),
     Mutation(
         "engine.end-token-ignored",

@@ -75,6 +75,25 @@ def test_no_room_leaves_the_older_file(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_drafts")
+def test_a_file_is_on_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a power cut leaves the older file or the new one, whole."""
+    done: list[str] = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+
+        def noted(*given: Any, name: str = name, real: Callable[..., None] = real) -> None:
+            done.append(name)
+            real(*given)
+
+        monkeypatch.setattr(os, name, noted)
+    write_whole(tmp_path / "a.json", "new")
+    assert done == ["fsync", "replace", "fsync"]  # of the file, and of its folder
+    assert (tmp_path / "a.json").read_text() == "new"
+
+
+@pytest.mark.usefixtures("_drafts")
 def test_a_link_stays_and_the_mode_of_its_target(tmp_path: Path) -> None:
     target = tmp_path / "target"
     link = tmp_path / "link"

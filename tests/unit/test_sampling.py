@@ -274,3 +274,11 @@ def test_found_on_random_tokens(tokenizer: Any) -> None:
         assert step == first_step_in_text(tokenizer, stop, ids), (stop, ids)
         hits += step is not None
     assert 75 < hits < 150
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [(("cd", "b"), "a"), (("a",), ""), (("x",), "abcdabcd"), (("da",), "abc")],
+)
+def test_cut_at_the_earliest(tokenizer: Any, stop: tuple[str, ...], kept: str) -> None:
+    assert StopCriteria(stop, (), tokenizer).cut("abcdabcd") == kept
