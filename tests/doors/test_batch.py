@@ -236,32 +236,6 @@ def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path:
 # ---- refusals and ends
 
 
-CHANGES = {
-    "(9 rows are missing)": lambda text: text[: len(text) // 2],
-    "(0 rows are missing)": lambda text: "".join(text.splitlines(True)[::-1]),
-}
-
-
-@pytest.mark.parametrize("says", CHANGES)
-def test_an_input_that_is_changed_under_a_job_is_no_success(
-    says: str, job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is read twice; between the two readings somebody writes to it."""
-    source = tmp_path / "in.jsonl"
-    lines(
-        source,
-        *({"custom_id": f"r{i:02}", "prompt": [5, 6 + i], "max_tokens": 2} for i in range(20)),
-    )
-    changed = CHANGES[says](source.read_text())
-    monkeypatch.setattr(LLM, "expect", lambda llm, rows: source.write_text(changed))
-    ended = job("--gpu-batch-size", 4)
-    assert (
-        ended.code == 1 and f"--input in.jsonl: was changed while the job ran {says}" in ended.err
-    )
-    assert len(ended.err.splitlines()) == 1
-    assert "state: failed: --input in.jsonl" in job("--status").out
-
-
 def test_when_every_row_fails_the_exit_code_is_4(
     job: Callable[..., Answer], tmp_path: Path
 ) -> None:

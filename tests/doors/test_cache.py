@@ -13,9 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.core.files import mark
-from flexgen_h2o.models.named import BY_HUB_ID, NAMED, folder_of
 from tests.doors.conftest import Answer
 from tests.forks import Forks
 
@@ -179,32 +176,3 @@ def test_nothing_of_the_users_is_removed(cache, ids_model: Path, tmp_path: Path)
     assert cache("--remove-all").code == 0
     gone = {path for path in before if path.startswith(f"offload/weights/{name}/")}
     assert everything(tmp_path) == sorted(set(before) - gone)
-
-
-def test_a_fetched_model_is_listed_and_removed_and_says_how_it_comes_back(
-    cache, command: Callable[[str], Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HF_HUB_OFFLINE", "TQDM_DISABLE"):  # which the command sets for its libraries
-        monkeypatch.setenv(name, "1")
-    name, model = next(iter(NAMED.items()))
-    folder = folder_of(model, tmp_path / "offload")
-    shutil.copytree(PACKAGED["opt-tiny"], folder)
-    mark(
-        folder, kind="checkpoint", model=name, files=sorted(path.name for path in folder.iterdir())
-    )
-    fetched = cache("--fetch", name)
-    assert (fetched.code, fetched.out, fetched.err) == (0, f"{name} is in {folder}\n", "")
-    assert names(cache()) == [f"fetched/{name}"]
-    asked = (
-        f"complete --model {next(iter(BY_HUB_ID))} --offload-dir {tmp_path / 'offload'} "
-        "--gen-len 2 x"
-    )
-    answer = command(asked)
-    assert answer.code == 0 and f"{folder} is used" in answer.err, answer.err
-    assert cache("--remove", f"fetched/{name}").code == 0 and everything(tmp_path / "offload") == []
-    gone = command(asked.replace(model.hub_id, name))
-    assert (
-        gone.code == 2
-        and gone.err.count("\n") == 1
-        and f"flexgen-h2o cache --fetch {name}" in gone.err
-    )

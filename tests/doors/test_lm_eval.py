@@ -22,7 +22,6 @@ from lm_eval.tasks import TaskManager
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER
 from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 from flexgen_h2o.evaluation.lm_eval_records import read_answers
 from tests.doors.conftest import Answer
@@ -254,51 +253,6 @@ def test_the_lines_of_h2o_hfs_readme(command: Door, tmp_path: Path) -> None:
     assert answers["h2o"] == answers["usual"] and len(set(answers.values())) == 3
     scored = command(f"{step} score --result-file h2o.jsonl {task} --model-type opt")
     assert scored.code == 0 and '"acc,none"' in scored.out, scored.err
-
-
-PAPERS_LINES: dict[str, dict[str, Any]] = {  # of the data sets
-    "copa": {
-        "premise": "It rained.",
-        "choice1": "It got wet.",
-        "choice2": "It is.",
-        "question": "effect",
-        "label": 0,
-    },
-    "mathqa": {
-        "Problem": "1 + 1 ?",
-        "options": "a ) 1 , b ) 2 , c ) 3 , d ) 4 , e ) 5",
-        "correct": "b",
-    },
-    "openbookqa": {
-        "question_stem": "Rain is",
-        "choices": {"text": ["wet", "dry"], "label": ["A", "B"]},
-        "answerKey": "A",
-    },
-    "piqa": {"goal": "Dry it", "sol1": "in the sun", "sol2": "in the rain", "label": 0},
-    "rte": {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 0},
-    "winogrande": {"sentence": "The _ is wet.", "option1": "sun", "option2": "rain", "answer": "2"},
-}
-
-
-def test_the_papers_tasks_by_include(lm_eval: Door, tmp_path: Path) -> None:
-    """The script of docs/reference/lm-eval.md: lm-eval's own files, with data from elsewhere."""
-    page = (Path(__file__).parents[2] / "docs/reference/lm-eval.md").read_text()
-    script = page.partition("<!-- six tasks -->\n```python\n")[2].partition("```")[0]
-    (tmp_path / "data").mkdir()
-    for name, line in PAPERS_LINES.items():
-        field = next(iter(line))  # lines differ: lm-eval takes no example that equals the question
-        lines = [json.dumps(line | {field: f"{line[field]} {i}"}) + "\n" for i in range(3)]
-        for split in ("train", "validation", "test"):
-            (tmp_path / "data" / f"{name}.{split}.jsonl").write_text("".join(lines))
-    exec(script, {})
-    names = ",".join(f"my_{name}" for name in H2O_PAPER)
-    out = lm_eval(
-        f"generate --include-path papers --tasks {names} --num-fewshot 1 --limit 1 --output "
-        "six.jsonl"
-    )
-    assert out.out.startswith(
-        "15 requests in six.jsonl"
-    )  # five of the tasks have 2 choices, mathqa has 5
 
 
 KILLED = (

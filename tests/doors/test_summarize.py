@@ -144,28 +144,6 @@ def _tokens(row: dict[str, Any]) -> tuple[str, list[int]]:
     return row["custom_id"], row["response"]["body"]["choices"][0]["token_ids"]
 
 
-def test_the_flags_of_the_scripts(run: Door, records: list[dict[str, Any]], tmp_path: Path) -> None:
-    """h2o_hf's run_summarization.py, then llama-recipes'."""
-    flags = "--input in.jsonl --sample_num 1 --cache_dir nowhere --no_cuda"
-    run(
-        f"--input_path in.jsonl {flags} --output_path one.jsonl --enable_h2o_cache --hh_size 3 "
-        "--recent_size 4 --k 0"
-    )
-    (row,) = rows_of(tmp_path / "one.jsonl")
-    assert (
-        row["request"] == {**records[0], "top_k": 0}
-        and row["result"]["choices"][0]["logprobs"]["tokens"]
-    )
-    (cell,) = figures(tmp_path / "one.jsonl.summary.json")["cells"]
-    assert (cell["policy"], cell["size"]) == ("h2o", "3+4")
-    sizes = "--enable_h2o_generation --num_window_length 8 10 --num_heavy_hitter_tokens -1"
-    run(f"--input_path in.jsonl {flags} --output-dir two {sizes}")
-    assert sorted(path.name for path in (tmp_path / "two").glob("h2o*.jsonl")) == [
-        "h2o-4+4.jsonl",
-        "h2o-5+5.jsonl",
-    ]
-
-
 @pytest.mark.parametrize(
     ("flags", "name", "newcomer"),
     [("h2o --kv-budget 0.5", "h2o-0.5", 1), ("h2o:kv_bytes=0.5", "h2o-kv_bytes=0.5", 0)],
@@ -190,11 +168,3 @@ def test_a_dry_run_plans_the_largest_cell(run: Door) -> None:
         "h2o, 25 KV slots per prompt"
         in run("--output-dir d --policies h2o --hh-size 3 20 --recent-size 4 --dry-run").out
     )
-
-
-def test_needs(run: Door, monkeypatch: pytest.MonkeyPatch, ids_model: Path) -> None:
-    said = run(f"--output-dir d --policies full --model {shlex.quote(str(ids_model))}", code=2).err
-    assert "has no tokenizer" in said
-    monkeypatch.setattr(summarize, "NEEDED", {"no_such_module": "no-such-package"})
-    said = run("--output-dir d --policies full", code=2).err
-    assert "summarize: needs no-such-package; pip install -e '.[eval]'" in said

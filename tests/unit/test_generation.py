@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.engine.decoding import StopCriteria
-from flexgen_h2o.engine.generation import MicroBatch, Row, make_blocks
+from flexgen_h2o.engine.generation import Row, make_blocks
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.requests import Scheduler
 
@@ -60,34 +59,6 @@ def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
 
 
 # ---- the input of a sweep
-
-
-def test_known_tokens_are_fed_together_step_by_step() -> None:
-    """As many as all rows know, may feed in a sweep, and have room for; never with new rows."""
-    known_tokens = {0: [7, 8, 9], 1: [4, 5]}
-    rows = [Row(Prompt(i, (1,) * (i + 2), None), 9, max_tokens_per_sweep=3) for i in range(2)]
-    batch = MicroBatch(rows)
-
-    def know(row: Row) -> list[int]:
-        return known_tokens[row.prompt.index]
-
-    assert (batch.sweep_input(know).steps, batch.sweep_input(know).phase) == (1, "prefill")
-    batch.append_tokens([11, 12], lambda r: None)
-    fed = batch.sweep_input(know)
-    assert fed.ids.tolist() == [11, 12, 7, 4, 8, 5] and fed.positions.tolist() == [2, 3, 3, 4, 4, 5]
-    assert (fed.steps, fed.counts, fed.past, fed.phase) == (3, (3, 3), (2, 3), "decode")
-    assert [torch.arange(6)[fed.last(step)].tolist() for step in range(3)] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-    ]
-    known_tokens[1] = []
-    assert batch.sweep_input(know).steps == batch.sweep_input().steps == 1
-    known_tokens[1] = [4, 5]
-    rows[0].max_new = 3
-    assert batch.sweep_input(know).steps == 2
-    batch.admit([row(2, 3)])
-    assert batch.sweep_input(know).steps == 1
 
 
 # ---- when a row ends

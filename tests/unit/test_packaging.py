@@ -77,20 +77,6 @@ def test_what_is_tested_is_what_ci_installs() -> None:
         assert (f"=={version}", "") in pinned(name), name
 
 
-def test_every_extra_that_a_test_names_is_installed_by_ci_or_at_night() -> None:
-    files = (ROOT / "tests").rglob("test_*.py")
-    named = {
-        extra
-        for path in files
-        for extra in re.findall(r'(?:needs|why_not)\("(\w+)"\)', path.read_text())
-    }
-    (by_ci,) = re.findall(r"^extras=(.*)$", text_of(".ci/run"), re.MULTILINE)
-    (at_night,) = re.findall(r"^use_venv (.*)$", text_of("scripts/nightly.sh"), re.MULTILINE)
-    tests_are_slow = {"ray", "browser"}
-    assert named - tests_are_slow <= set(by_ci.split(","))
-    assert named <= set(at_night.split(","))
-
-
 def test_an_sdist_has_all_files_at_the_top() -> None:
     """What setuptools packs by itself, and what MANIFEST.in names: every file that is tracked is
     one of these."""

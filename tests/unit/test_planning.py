@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.generation import Row
@@ -24,7 +23,7 @@ from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import predict
-from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
+from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile
 from flexgen_h2o.planner.report import SearchResult
 
 NO_BUDGETS: dict[str, int | None] = {"device": 0, "host": 100 * GIB, "disk": 100 * GIB}
@@ -50,22 +49,6 @@ def tiny(tmp_path: Path, policy: Policy | str, **more: object) -> LLM:
 
 
 # ---- the profile
-
-
-def test_a_profile_is_given_as_it_is_by_file_or_by_name(tmp_path: Path) -> None:
-    """A wrong name is refused."""
-    mine = replace(nominal_profile(True), machine="mine")
-    path = tmp_path / "mine.json"
-    write_profile(path, mine)
-    assert planner(tmp_path, mine).profile is mine
-    assert planner(tmp_path, path).profile == planner(tmp_path, str(path)).profile == mine
-    assert planner(tmp_path, "t4").profile.machine == "t4"
-    with pytest.raises(UsageError, match="not a shipped profile"):
-        planner(tmp_path, "no such machine")
-    for policy in ("auto", Policy()):  # which is not chosen with it
-        llm = tiny(tmp_path, policy, hardware="no such machine")
-        with pytest.raises(UsageError, match="not a shipped"):
-            llm.check_plan()
 
 
 HEADERS = [[1] * 40, [2] * 40]

@@ -14,7 +14,7 @@ from flexgen_h2o.checkpoint import Checkpoint, match, read_index
 from flexgen_h2o.core.errors import TransferError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import PAGE, ROW_BLOCK
-from flexgen_h2o.kernels.linear import BlockedRows, block_rows, linear, lookup
+from flexgen_h2o.kernels.linear import lookup
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.stream import NOTHING, Done, Region
 from tests.unit.weight_room import (
@@ -23,7 +23,6 @@ from tests.unit.weight_room import (
     spec_of,
     taken,
     values,
-    wide_models,
     within,
     write_checkpoint,
 )
@@ -160,56 +159,3 @@ def test_a_unit_that_is_open_stays_open(small: Any) -> None:
 
 
 # ---- blocked
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
-    if not isinstance(block_rows(torch.zeros(64, 64, dtype=torch.bfloat16))[0], BlockedRows):
-        pytest.skip("torch does not block here")
-    return wide_models(tmp_path_factory)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("place", "device"), PAIRS)
-def test_what_is_multiplied_where_it_lives_is_blocked(
-    wide: dict[bool, Any], place: tuple[int, int], device: type[Device], tied: bool
-) -> None:
-    """Beside streamed rows of the same matrix, and in the planned memory; a tied table too. What is
-    only looked up in, what is streamed and what a device of its own computes on are not."""
-    spec, checkpoint, tensors = wide[tied]
-    with opened(spec, checkpoint, place, device(), torch.bfloat16) as room:
-        tables = {t.name for t in spec.embedding} if not tied else set()
-        resident = sum(place) if device is HostDevice else 0
-        blocked = 0
-        for unit in range(len(room.layers.units)):
-            region = taken(room, unit)
-            for t in room.layers.units[unit].tensors:
-                parts = room.store.open_unit(unit, region)[t.role]
-                here = [p for p in parts if isinstance(p, BlockedRows)]
-                assert not here or (t.name not in tables and len(t.shape) == 2)
-                assert all(
-                    any(within(p.memory, m.data_ptr(), m) for m in room.memory.values())
-                    for p in here
-                )
-                blocked += sum(map(len, here))
-                if len(t.shape) == 2 and t.name not in tables:
-                    assert (
-                        sum(map(len, here))
-                        == round(t.shape[0] * resident / 100 / ROW_BLOCK) * ROW_BLOCK // 64 * 64
-                    )
-                    x = torch.randn(5, t.shape[1]).bfloat16()
-                    out = linear(x, parts, None, torch.empty(5, t.shape[0], dtype=torch.bfloat16))
-                    want = x.float() @ tensors[t.name].float().t()
-                    assert torch.allclose(out.float(), want, atol=0.3, rtol=2**-7)
-                elif not t.looked_up:  # its rows are read one by one
-                    assert torch.equal(values(parts), tensors[t.name])
-        assert bool(blocked) == bool(resident)
-
-
-def test_fp32_is_not_blocked(wide: dict[bool, Any]) -> None:
-    spec, checkpoint, tensors = wide[False]
-    with opened(spec, checkpoint, (100, 0), HostDevice(), torch.float32) as room:
-        for number, unit in enumerate(room.layers.units):
-            for role, parts in room.store.open_unit(number, None).items():
-                name = next(t.name for t in unit.tensors if t.role == role)
-                assert torch.equal(values(parts), tensors[name].float())

@@ -84,63 +84,6 @@ def real(flags: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return door.main()
 
 
-def articles_file(folder: Path) -> Path:
-    path = folder / "articles.jsonl"
-    record = {
-        "article": "###\nArticle: It rained.\n\nIt stopped.\n\nSummarize it.",
-        "summary_gt": "Rain.",
-    }
-    path.write_text(json.dumps(record) + "\n")
-    return path
-
-
-def test_a_real_run_keeps_rows_that_are_done_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    counted = (
-        'echo x >>"$WORK/runs"; echo \'{"cells": [1], "file": "/a/b.txt"}\' >"$WORK/NAME.json"'
-    )
-    rows = (
-        row("one", "true", real=counted.replace("NAME", "one-full")),
-        row("bad", "true", real="echo reason >&2; exit 3"),
-        row(
-            "fed",
-            "true",
-            real='test -s "$ARTICLES" && test -s "$WORK/long.txt" && '
-            + counted.replace("NAME", "fed"),
-        ),
-        row("quick-only", "true"),
-    )
-    for module in (door, claims):
-        monkeypatch.setattr(module, "ROWS", rows)
-    monkeypatch.setattr(door, "real_model", lambda name, offload_dir: tmp_path)
-    results = tmp_path / "results"
-    articles = articles_file(tmp_path)
-    assert real(f"--model a/model --results {results}", monkeypatch) == 1
-    said = capsys.readouterr()
-    assert "fed: left out; it needs --articles FILE" in said.out and "quick-only" not in said.out
-    assert "failed: bad" in said.out and "reason" in said.err
-    kept = json.loads((results / "one.json").read_text())
-    assert kept["figures"] == {"full": {"cells": [1], "file": "b.txt"}} and kept["model"] == "model"
-    assert "`model`" in (results / "papers.md").read_text()
-    assert (
-        real(
-            f"--model a/model --results {results} --articles {articles} --only one fed", monkeypatch
-        )
-        == 0
-    )
-    assert (
-        real(
-            f"--model a/model --results {results} --articles {articles} --only one fed", monkeypatch
-        )
-        == 0
-    )
-    assert "one: kept\nfed: kept\n" in capsys.readouterr().out
-    assert (
-        results / "work-model" / "runs"
-    ).read_text() == "x\n" * 3  # the texts of row one were others without articles
-
-
 def test_the_page_of_claims_is_that_of_the_committed_results() -> None:
     page = (ROOT / "docs" / "lab" / "papers.md").read_text()
     (folder,) = [path for path in door.RESULTS.iterdir() if path.is_dir()]

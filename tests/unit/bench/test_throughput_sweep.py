@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,8 +23,7 @@ from contract import (
     phases,
 )
 
-from bench.sweep.search import best_rows, search
-from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store, claimed
+from bench.sweep.store import FAILED, OK, REFUSED, Key, Store, claimed
 from bench.sweep.summary import markdown, rows_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,48 +38,6 @@ def load(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def by_rows(rates: dict[int, float], otherwise: str = DOES_NOT_FIT) -> Callable[[int], Line]:
-    def measure(rows: int) -> Line:
-        if rows in rates:
-            return {"status": OK, "rows": rows, "tokens_per_s": rates[rows]}
-        return {"status": otherwise, "rows": rows}
-
-    return measure
-
-
-@pytest.mark.parametrize(
-    ("rates", "tried", "best"),
-    [
-        ({4: 1.0, 8: 2.0, 16: 3.0, 32: 4.0}, [4, 8, 16, 32], 32),  # the last that is allowed
-        ({4: 1.0, 8: 2.0, 16: 2.01, 32: 2.02, 64: 9.0}, [4, 8, 16, 32], 32),  # two misses end it
-        (
-            {4: 1.0, 8: 0.5, 16: 3.0, 32: 2.0},
-            [4, 8, 16, 32],
-            16,
-        ),  # one miss may be a neighbour's doing
-        ({4: 1.0, 8: 2.0}, [4, 8, 16, 12, 10, 9], 8),  # 16 do not fit, nor what is between
-        ({4: 1.0, 8: 2.0, 12: 3.0}, [4, 8, 16, 12, 14, 13], 12),
-        ({4: 1.0, 8: 2.0, 12: 3.0, 14: 2.5, 15: 2.4}, [4, 8, 16, 12, 14, 15], 12),
-        ({4: 1.0, 8: 1.0}, [4, 8, 16], 4),  # more rows had stopped gaining
-        ({1: 1.0}, [4, 2, 1], 1),  # halved until it fits
-        ({2: 1.0, 3: 2.0}, [4, 2, 3], 3),
-        ({}, [4, 2, 1], None),
-    ],
-)
-def test_the_search_doubles_until_nothing_is_gained(
-    rates: dict[int, float], tried: list[int], best: int | None
-) -> None:
-    lines = search(by_rows(rates), 4, 32)
-    assert [line["rows"] for line in lines] == tried
-    assert best_rows(lines) == best
-    over = {
-        "status": OVER,
-        "rows": 99,
-        "tokens_per_s": 99.0,
-    }  # counts only where nothing is within the budget
-    assert best_rows([*lines, over]) == (best or 99)
 
 
 def key(system: str = "ours-full", rows: int = 8, repeat: int = 0) -> Key:

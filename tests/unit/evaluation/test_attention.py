@@ -22,7 +22,6 @@ from flexgen_h2o.evaluation.attention_maps import (
     RANDOM,
     Without,
     probabilities,
-    watch,
 )
 from flexgen_h2o.evaluation.fidelity import FidelityRunner, Probe
 from flexgen_h2o.evaluation.rows import Case, TextRow
@@ -115,45 +114,6 @@ def settings(**other: Any) -> Namespace:
     return Namespace(
         **{"keep_mem": 2**20, "mass": 0.9, "near_zero": 0.05, "first_query": 3} | other
     )
-
-
-@pytest.mark.parametrize("keep_mem", [1, 2**20])
-def test_maps_are_what_slow_loops_count(keep_mem: int, tmp_path: Path) -> None:
-    """A query at a time, and all at once."""
-    prompts = ids_of([PROMPT] * 3)
-    asked = settings(keep_mem=keep_mem)
-    model_folder = tmp_path / "m"
-    model = random_model(seed=1, model_type="llama", attn_implementation="eager")
-    model.save_pretrained(model_folder)
-    with opened(model_folder, tmp_path) as llm:
-        maps = watch(llm, [TextRow(tuple(ids), ()) for ids in prompts], asked)
-        group = llm.model.spec.num_heads // llm.model.spec.num_kv_heads
-    by_rank = []
-    for row, ids in enumerate(prompts):
-        whole = attentions(model, ids).double().numpy()
-        by_rank.append([])
-        for block, heads in enumerate(whole):
-            for head, p in enumerate(heads):
-                queries = range(asked.first_query, PROMPT)
-                needed = [_slow_needed(p[i, : i + 1], asked.mass) / (i + 1) for i in queries]
-                small = [np.mean(p[i, : i + 1] < asked.near_zero * p[i].max()) for i in queries]
-                assert maps.needed[row, block, head] == pytest.approx(np.mean(needed), abs=1e-6)
-                assert maps.near_zero[row, block, head] == pytest.approx(np.mean(small), abs=1e-6)
-            assert np.allclose(maps.scores[row, block], heads.sum(axis=(0, 1)), atol=1e-4)
-            sums = heads.reshape(-1, group, PROMPT, PROMPT).sum(axis=(1, 2))
-            by_rank[-1].append(np.mean([sorted(s / s.sum(), reverse=True) for s in sums], axis=0))
-    assert np.allclose(maps.by_rank, np.mean(by_rank, axis=0), atol=1e-6)
-
-
-def _slow_needed(p: np.ndarray, mass: float) -> int:
-    held = 0.0
-    count = 0
-    for value in sorted(p, reverse=True):
-        held = held + value
-        count = count + 1
-        if held >= mass * p.sum():
-            break
-    return count
 
 
 # ---- columns removed

@@ -20,34 +20,11 @@ from flexgen_h2o.evaluation.wrangling_data import (
     shuffled,
 )
 from tests.extras import needs
-from tests.unit.evaluation.wrangling import BEER, RESTAURANT, write_folder
+from tests.unit.evaluation.wrangling import RESTAURANT, write_folder
 
 
 def task_of(tmp_path: Path, name: str, files: Mapping[str, str], column: str | None = None) -> Task:
     return find_task(write_folder(tmp_path / name, files), column)
-
-
-def test_pairs_of_two_tables(tmp_path: Path) -> None:
-    """Dropped and renamed columns; a column with a gap has numbers with a point; the order is that
-    of the pairs."""
-    task = task_of(tmp_path, "Beer", BEER)
-    assert task.kind == "entity_matching"
-    first, second = read_items(task, "validation", ".", "nan")
-    assert first.text == (
-        "Product A is name: Red Ale. factory: Big, Brewing. year: 2003. Product B is name: Red "
-        "ale. factory: nan. "
-        "year: 2003.0. Are Product A and Product B the same? "
-    )
-    assert (first.label, second.label) == ("Yes", "No")
-    assert second.text.startswith(
-        "Product A is name: Stout. factory: Small. year: 7. Product B is name: Porter."
-    )
-    piped = read_items(task, "validation", "|", "")[0].text
-    assert piped == (
-        "Product A is name: Red Ale | factory: Big, Brewing | year: 2003. Product B is name: Red "
-        "ale | factory:  | "
-        "year: 2003.0. Are Product A and Product B the same? "
-    )
 
 
 @needs("eval")
