@@ -29,6 +29,10 @@ class Answer:
     err: str
 
 
+# A command in this process, given its words.
+Door = Callable[..., Answer]
+
+
 def tiny_model(folder: Path, vocab: int) -> Path:
     config = OPTConfig(
         vocab_size=vocab,
@@ -100,7 +104,7 @@ def call(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     plain_cpu: None,
-) -> Callable[..., Answer]:
+) -> Door:
     """The `main` of a command in this process, with the words of its line, in the working folder
     `tmp_path`."""
     monkeypatch.chdir(tmp_path)
@@ -114,7 +118,7 @@ def call(
 
 
 @pytest.fixture
-def door(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
+def door(call: Door, ids_model: Path) -> Door:
     """flex_opt; by default a short benchmark of the model without a tokenizer."""
 
     def run(*flags: object, model: Path | str | None = None) -> Answer:
@@ -134,7 +138,7 @@ def door(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
 
 
 @pytest.fixture
-def job(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
+def job(call: Door, ids_model: Path) -> Door:
     """batch, from in.jsonl to out.jsonl, in fp32."""
 
     def run(*flags: object, model: Path = ids_model) -> Answer:
@@ -147,7 +151,7 @@ def job(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
 
 
 @pytest.fixture
-def command(call: Callable[..., Answer]) -> Callable[[str], Answer]:
+def command(call: Door) -> Callable[[str], Answer]:
     """The console command, given as one text."""
     return lambda line: call(cli.main, *shlex.split(line))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM
 from flexgen_h2o.engine.report import RunReport
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 from tests.parity.reference import greedy
 
 
@@ -34,9 +33,7 @@ def choices(path: Path) -> dict[str, Any]:
     return {name: row["response"]["body"]["choices"] for name, row in rows(path).items()}
 
 
-def test_rows_of_all_lengths_equal_transformers(
-    job: Callable[..., Answer], tmp_path: Path, ids_model: Path
-) -> None:
+def test_rows_of_all_lengths_equal_transformers(job: Door, tmp_path: Path, ids_model: Path) -> None:
     prompts = {f"r{i}": [5 + i, 9, 4][: 1 + i % 3] for i in range(9)}
     body = {
         name: {"prompt": ids, "max_tokens": 1 + i * 5 % 7}
@@ -74,7 +71,7 @@ def kept_reports(monkeypatch: pytest.MonkeyPatch) -> list[RunReport]:
 
 
 def test_rows_are_the_same_with_and_without_refill(
-    job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of several windows enter one block; none is longer than the first. There are fewer runs
     and fewer sweeps."""
@@ -120,7 +117,7 @@ def test_rows_are_the_same_with_and_without_refill(
     assert refilled.extra["sweeps"] < sum(report.extra["sweeps"] for report in separate)
 
 
-def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_flags_are_what_lines_do_not_say(job: Door, tmp_path: Path) -> None:
     lines(
         tmp_path / "in.jsonl",
         {"prompt": [5, 6]},
@@ -159,7 +156,7 @@ MIXING = [
 ]
 
 
-def test_a_restart_that_would_mix_is_refused(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_a_restart_that_would_mix_is_refused(job: Door, tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
     assert job("--gen-len", 4).code == 0
     files = tmp_path / "out.jsonl", tmp_path / "out.jsonl.job.json"
@@ -176,7 +173,7 @@ def test_a_restart_that_would_mix_is_refused(job: Callable[..., Answer], tmp_pat
 
 
 def test_a_model_that_was_trained_on_in_its_folder_is_another(
-    job: Callable[..., Answer], tmp_path: Path, words_model: Path
+    job: Door, tmp_path: Path, words_model: Path
 ) -> None:
     """A copy in its place is the same."""
     folder = tmp_path / "model"
@@ -197,9 +194,7 @@ def test_a_model_that_was_trained_on_in_its_folder_is_another(
         assert ended.code == 2 and f"model.{what} was " in ended.err
 
 
-def test_force_goes_on_and_says_so_in_the_sidecar(
-    job: Callable[..., Answer], tmp_path: Path
-) -> None:
+def test_force_goes_on_and_says_so_in_the_sidecar(job: Door, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     lines(source, {"prompt": [5, 6]})
     assert job("--gen-len", 4).code == 0
@@ -215,7 +210,7 @@ def test_force_goes_on_and_says_so_in_the_sidecar(
     assert ended.code == 2 and "the input does not begin as in.jsonl did" in ended.err
 
 
-def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_a_torn_row_is_done_again_and_said(job: Door, tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, {"prompt": [7]})
     assert job().code == 0
     output = tmp_path / "out.jsonl"
@@ -236,9 +231,7 @@ def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path:
 # ---- refusals and ends
 
 
-def test_when_every_row_fails_the_exit_code_is_4(
-    job: Callable[..., Answer], tmp_path: Path
-) -> None:
+def test_when_every_row_fails_the_exit_code_is_4(job: Door, tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", "{", {"prompt": "text"})
     for done in (0, 2):
         ended = job()
@@ -264,7 +257,7 @@ def broken(model: Path, token: int, folder: Path) -> Path:
     ],
 )
 def test_a_row_that_is_not_finite_fails_alone(
-    flags: str, job: Callable[..., Answer], tmp_path: Path, rotary: Path
+    flags: str, job: Door, tmp_path: Path, rotary: Path
 ) -> None:
     """Others, of its micro-batch too, get what they get of a whole model."""
     bad = 9
@@ -291,9 +284,7 @@ def test_a_row_that_is_not_finite_fails_alone(
     assert ended.code == 1 and "are not finite" in ended.err and len(ended.err.splitlines()) == 1
 
 
-def test_an_output_of_unknown_origin_needs_force(
-    job: Callable[..., Answer], tmp_path: Path
-) -> None:
+def test_an_output_of_unknown_origin_needs_force(job: Door, tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
     lines(tmp_path / "out.jsonl", {"custom_id": "line-1", "response": None, "error": {"code": "x"}})
     ended = job()
@@ -313,7 +304,7 @@ REFUSED = [
 ]
 
 
-def test_refusals_leave_nothing(job: Callable[..., Answer], tmp_path: Path) -> None:
+def test_refusals_leave_nothing(job: Door, tmp_path: Path) -> None:
     for name in ("in.jsonl", "two.jsonl.job.json"):
         lines(tmp_path / name, {"prompt": [5, 6]})
     lines(tmp_path / "empty.jsonl", "", " ")
@@ -327,9 +318,7 @@ def test_refusals_leave_nothing(job: Callable[..., Answer], tmp_path: Path) -> N
         assert sorted(path.name for path in tmp_path.iterdir()) == before, flags
 
 
-def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(
-    job: Callable[..., Answer], tmp_path: Path
-) -> None:
+def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(job: Door, tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
     ended = job("--host-mem", "100KiB", "--gpu-batch-size", 1)
     assert ended.code == 3 and not (tmp_path / "out.jsonl").exists()
@@ -345,7 +334,7 @@ def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(
     ],
 )
 def test_a_row_that_eviction_leaves_no_column_is_its_own_error(
-    job: Callable[..., Answer],
+    job: Door,
     tmp_path: Path,
     flags: tuple[object, ...],
     bad: list[int],

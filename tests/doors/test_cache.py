@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 from tests.forks import Forks
 
 ALL_ON_DISK = Policy(1, 1, (0, 0, 0, 0, 0, 0))
@@ -22,7 +22,7 @@ ALL_ON_DISK = Policy(1, 1, (0, 0, 0, 0, 0, 0))
 @pytest.fixture
 def cache(
     command: Callable[[str], Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Answer]:
+) -> Door:
     """The verb, with `tmp_path / "offload"` and a folder for profiles that nobody else uses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     return lambda *flags: command(
@@ -47,9 +47,7 @@ def random_weights(model: Path, offload: Path) -> LLM:
 
 
 @pytest.mark.slow
-def test_what_runs_keep(
-    door: Callable[..., Answer], cache, ids_model: Path, tmp_path: Path
-) -> None:
+def test_what_runs_keep(door: Door, cache, ids_model: Path, tmp_path: Path) -> None:
     """Before it is written one line says how much and where; once it is there nothing is said or
     written."""
     bins = tmp_path / "bins"

@@ -4,15 +4,13 @@ follows on it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 
-Door = Callable[..., Answer]
 PROMPTS = ["import os", "class Shape:\n    def area(self):", "def main(argv):"]
 
 

@@ -4,16 +4,13 @@ and refusals."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 from tests.unit.evaluation.wrangling import BEER, HOSPITAL, RESTAURANT, write_folder
-
-Door = Callable[..., Answer]
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ from flexgen_h2o.core.units import GIB
 from flexgen_h2o.kernels import jit
 from flexgen_h2o.planner.measure import engine, run
 from flexgen_h2o.tiers import device
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 
-Door = Callable[..., Answer]
 LINES = [
     "versions",
     "numba cache",

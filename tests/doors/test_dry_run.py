@@ -12,9 +12,8 @@ import pytest
 
 from flexgen_h2o.checkpoint import safetensors
 from flexgen_h2o.engine import resources
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 
-Door = Callable[..., Answer]
 PLANNED = ("plan, ", "memory ", "disk ", "bound: ", "throughput: ", "time for all prompts: ")
 COMMANDS = {
     "flex-opt": "flex-opt --prompt-len 8 --gen-len 4",

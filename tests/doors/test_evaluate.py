@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.evaluate import MT_BENCH
-from tests.doors.conftest import POSITIONS, Answer
+from tests.doors.conftest import POSITIONS, Answer, Door
 from tests.extras import needs
 
-Door = Callable[..., Answer]
 FEW_ROWS = (
     "--num-prompts 3 --recall-prompts 2 --depths 2 --prompt-len 128 --gen-len 12 --policies local "
     "h2o --budgets 0.2 "

@@ -9,9 +9,8 @@ import pytest
 
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.units import MIB, TIB
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 
-Door = Callable[..., Answer]
 # ---- Flags without effect
 
 

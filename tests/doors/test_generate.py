@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,8 @@ from flexgen_h2o import cli, flags, generate, synonyms
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.llm import LLM
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 
-Door = Callable[..., Answer]
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
 PROMPTS = ["import os", "def main(argv):", "class Shape:"]
 

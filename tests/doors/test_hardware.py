@@ -3,7 +3,6 @@ code 2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ import pytest
 from flexgen_h2o import cli
 from flexgen_h2o.planner.measure import run as measure
 from flexgen_h2o.planner.profile import read_profile
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 from tests.unit.profiling.tiny import TINY
-
-Door = Callable[..., Answer]
 
 
 @pytest.fixture

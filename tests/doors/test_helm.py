@@ -4,15 +4,13 @@ HELM asks its own."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 
-Door = Callable[..., Answer]
 # Fields of HELM's Request as scenario_state.json has them: those that are None are left out.
 REQUEST = {
     "model": "together/opt-6.7b",

@@ -21,7 +21,7 @@ import pytest
 from flexgen_h2o import batch, evaluate, flex_opt, policy_search
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.models.load import find_model
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 
 DOORS = {"flex_opt": flex_opt, "batch": batch, "evaluate": evaluate, "policy_search": policy_search}
 ROOM = 3 * 2**29  # bytes of address space that a command may take
@@ -40,7 +40,7 @@ def little_room() -> Iterator[None]:
 
 
 @pytest.fixture
-def refusal(call: Callable[..., Answer]) -> Callable[..., str]:
+def refusal(call: Door) -> Callable[..., str]:
     """The one line that a command ends with, and its exit code is 2."""
 
     def run(door: str, *flags: object) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 from flexgen_h2o.evaluation.lm_eval_records import read_answers
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 from tests.forks import Forks
 from tests.parity.reference import random_model
 
-Door = Callable[..., Answer]
 FLAGS = (
     "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 --num-gpu-batches 2"
 )

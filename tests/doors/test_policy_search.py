@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from flexgen_h2o.core.config import TIERS, Policy, read_policy
 from flexgen_h2o.flags import as_flags, policy_of
 from flexgen_h2o.planner import search
 from flexgen_h2o.planner.profile import nominal_profile, write_profile
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 
-Door = Callable[..., Answer]
 KEYS = ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
 SMALL = "--model facebook/opt-125m --num-prompts 4 --prompt-len 32 --gen-len 8"
 GIVEN = "--percent 0 50 0 100 100 0 --gpu-batch-size 4 --num-gpu-batches 2"

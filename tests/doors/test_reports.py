@@ -13,7 +13,7 @@ import pytest
 
 from flexgen_h2o.checkpoint.safetensors import read_index
 from flexgen_h2o.core.timeline import LANES
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 from tests.doors.test_runs import assert_done
 
 CONTRACT = {
@@ -45,16 +45,12 @@ PROMPT_LEN = 8
 GEN_LEN = 4
 
 
-def report_of(
-    door: Callable[..., Answer], *flags: object, idle: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def report_of(door: Door, *flags: object, idle: tuple[str, ...] = ()) -> dict[str, Any]:
     assert_done(door(*flags, "--json", "report.json", "--no-log"), *idle)
     return json.loads(Path("report.json").read_text())
 
 
-def test_report_of_a_run_with_everything_on_disk(
-    door: Callable[..., Answer], ids_model: Path
-) -> None:
+def test_report_of_a_run_with_everything_on_disk(door: Door, ids_model: Path) -> None:
     sizes = ("--gpu-batch-size", 2, "--num-gpu-batches", 3, "--dtype", "float32")
     report = report_of(door, "--percent", *[0] * 6, *sizes, "--host-mem", "64MiB")
     assert set(report) == CONTRACT | BESIDES
@@ -87,7 +83,7 @@ def test_report_of_a_run_with_everything_on_disk(
     ids=str,
 )
 def test_bytes_by_kind_say_what_percent_placed(
-    percent: tuple[int, ...], switches: tuple[object, ...], door: Callable[..., Answer]
+    percent: tuple[int, ...], switches: tuple[object, ...], door: Door
 ) -> None:
     """Sums are the totals; what has its home on a tier is held there, and nothing of it
     elsewhere."""
@@ -111,7 +107,7 @@ def test_bytes_by_kind_say_what_percent_placed(
 
 
 def test_rows_that_end_early_are_counted_as_they_are(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path]
+    door: Door, write_jsonl: Callable[..., Path]
 ) -> None:
     prompts = write_jsonl({"prompt_token_ids": [4] * 64}, {"prompt_token_ids": [4] * 5})
     report = report_of(door, "--prompts", prompts)
@@ -123,7 +119,7 @@ def test_rows_that_end_early_are_counted_as_they_are(
 # ---- Printed lines and the log file
 
 
-def test_how_much_is_printed(door: Callable[..., Answer]) -> None:
+def test_how_much_is_printed(door: Door) -> None:
     silent, lines, all_of_it = (
         door("--no-log", "--gpu-batch-size", 1, "--verbose", n) for n in (0, 1, 2)
     )
@@ -141,7 +137,7 @@ def test_how_much_is_printed(door: Callable[..., Answer]) -> None:
 # ---- Cut runs
 
 
-def test_cut_gen_len_projects(door: Callable[..., Answer], tmp_path: Path) -> None:
+def test_cut_gen_len_projects(door: Door, tmp_path: Path) -> None:
     flags = (
         "--gpu-batch-size",
         2,
@@ -164,7 +160,7 @@ def test_cut_gen_len_projects(door: Callable[..., Answer], tmp_path: Path) -> No
 # ---- Trace
 
 
-def test_trace_opens_in_a_viewer(door: Callable[..., Answer]) -> None:
+def test_trace_opens_in_a_viewer(door: Door) -> None:
     assert_done(door("--percent", *[30] * 6, "--device-mem", "32MiB", "--trace", "trace.json"))
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -184,7 +180,7 @@ def test_trace_opens_in_a_viewer(door: Callable[..., Answer]) -> None:
 
 
 def test_a_refused_run_leaves_the_last_output_alone_and_writes_no_weights(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path]
+    door: Door, write_jsonl: Callable[..., Path]
 ) -> None:
     Path("out.jsonl").write_text("yesterday's work\n")
     prompts = write_jsonl({"prompt_token_ids": [4, 5]})

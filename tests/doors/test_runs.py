@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, OPTForCausalLM
 
 from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
-from tests.doors.conftest import POSITIONS, Answer
+from tests.doors.conftest import POSITIONS, Answer, Door
 from tests.parity.reference import greedy
 
 FIELDS = ["index", "prompt", "text", "token_ids", "finish_reason"]
@@ -42,9 +42,7 @@ def assert_done(answer: Answer, *idle: str) -> None:
     assert not list(Path("offload").glob("run-*"))
 
 
-def test_text_prompts_in_text_completions_out(
-    door: Callable[..., Answer], words_model: Path
-) -> None:
+def test_text_prompts_in_text_completions_out(door: Door, words_model: Path) -> None:
     Path("prompts.txt").write_text("\n".join([*TEXTS[:2], "", *TEXTS[2:]]) + "\n", encoding="utf-8")
     flags = ("--dtype", "float32", "--gpu-batch-size", 2, "--num-gpu-batches", 2)
     assert_done(
@@ -61,9 +59,7 @@ def test_text_prompts_in_text_completions_out(
         assert row["finish_reason"] == "length"
 
 
-def test_every_engine_flag_is_taken(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path]
-) -> None:
+def test_every_engine_flag_is_taken(door: Door, write_jsonl: Callable[..., Path]) -> None:
     prompts = write_jsonl(*({"prompt_token_ids": ids} for ids in IDS))
     flags = (
         "--percent 30 30 30 30 30 30 --gpu-batch-size 2 --num-gpu-batches 2 --sep-layer false "
@@ -91,7 +87,7 @@ def test_every_engine_flag_is_taken(
     )
 
 
-def test_policy_file_round_trip(door: Callable[..., Answer], tmp_path: Path) -> None:
+def test_policy_file_round_trip(door: Door, tmp_path: Path) -> None:
     saved = Policy(
         3, 2, (50, 0, 0, 50, 0, 0), cpu_cache_compute=True, overlap=False, attn_sparsity=0.75
     )
@@ -106,9 +102,7 @@ def test_policy_file_round_trip(door: Callable[..., Answer], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("flags", ["", "--policy auto", "--overlap false --cpu-cache-compute"])
-def test_auto_is_the_default_without_a_placement_flag(
-    flags: str, door: Callable[..., Answer]
-) -> None:
+def test_auto_is_the_default_without_a_placement_flag(flags: str, door: Door) -> None:
     assert_done(
         door(*flags.split(), "--json", "report.json"), *re.findall("--cpu-cache-compute", flags)
     )
@@ -118,7 +112,7 @@ def test_auto_is_the_default_without_a_placement_flag(
 
 
 def test_random_weights_for_a_folder_that_has_none(
-    door: Callable[..., Answer], ids_model: Path, tmp_path: Path
+    door: Door, ids_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "bare"
     folder.mkdir()
@@ -134,7 +128,7 @@ def test_random_weights_for_a_folder_that_has_none(
 
 
 def test_the_output_is_replaced_and_nothing_else_left(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path], ids_model: Path, tmp_path: Path
+    door: Door, write_jsonl: Callable[..., Path], ids_model: Path, tmp_path: Path
 ) -> None:
     """Reports may stand in the model's folder, and go nowhere twice."""
     prompts = write_jsonl({"prompt_token_ids": [4, 5]})
@@ -161,9 +155,7 @@ def test_the_output_is_replaced_and_nothing_else_left(
     assert not Path("offload").exists() or not list(Path("offload").iterdir())
 
 
-def test_a_full_context_is_used_up(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path]
-) -> None:
+def test_a_full_context_is_used_up(door: Door, write_jsonl: Callable[..., Path]) -> None:
     prompts = write_jsonl(
         {"prompt_token_ids": [4] * POSITIONS}, {"prompt_token_ids": [4] * (POSITIONS - 2)}
     )

@@ -4,7 +4,6 @@ what it reads."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -38,7 +37,7 @@ from flexgen_h2o.planner.profile import (
     nominal_profile,
     profile_from_json,
 )
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMAS = ROOT / "docs" / "reference" / "schemas"
@@ -151,9 +150,7 @@ def test_lines_are_taken_by_both_or_by_none(words_model: Path) -> None:
             reader.read(Line(1, text.encode()))
 
 
-def test_a_job_writes_what_the_schemas_say(
-    job: Callable[..., Answer], tmp_path: Path, words_model: Path
-) -> None:
+def test_a_job_writes_what_the_schemas_say(job: Door, tmp_path: Path, words_model: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(text + "\n" for text, _ in INPUT))
     ended = job("--gen-len", 4, model=words_model)
     assert ended.code == 0, ended.err

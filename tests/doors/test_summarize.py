@@ -14,9 +14,8 @@ import pytest
 
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
 from flexgen_h2o.evaluation import articles, summarize
-from tests.doors.conftest import POSITIONS, Answer
+from tests.doors.conftest import POSITIONS, Answer, Door
 
-Door = Callable[..., Answer]
 INSTRUCTION = "Sum up:\n"
 NEW = 5
 GRID = "--output-dir d --hh-size 3 6 --recent-size 4 --greedy"

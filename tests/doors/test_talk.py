@@ -11,7 +11,7 @@ import re
 import select
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flexgen_h2o import chat as module
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.files import MAX_LINE_BYTES
-from tests.doors.conftest import POSITIONS, Answer
+from tests.doors.conftest import POSITIONS, Answer, Door
 from tests.forks import Forks
 
-Door = Callable[..., Answer]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if "
     "add_generation_prompt %}<me>{% endif %}"
