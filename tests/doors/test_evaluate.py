@@ -95,10 +95,8 @@ def test_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> None:
 
 
 @needs("plot")
-@pytest.mark.parametrize(
-    "flags", ["fidelity --policies h2o --budgets 0.2 --recall-prompts 0", "attention"]
-)
-def test_pictures(evaluate: Door, tmp_path: Path, flags: str) -> None:
+def test_a_picture(evaluate: Door, tmp_path: Path) -> None:
+    flags = "fidelity --policies h2o --budgets 0.2 --recall-prompts 0"
     evaluate(
         f"{flags} --num-prompts 2 --prompt-len 32 --gen-len 4 --offload-dir o --resamples 20 "
         "--plot r.png"

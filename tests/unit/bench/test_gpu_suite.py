@@ -182,6 +182,7 @@ def test_gates_are_met_missed_or_not_measured() -> None:
         assert verdicts["prediction: largest error of a run"] == "not measured"
 
 
+@pytest.mark.slow
 def test_kernels_have_cases_where_there_is_no_card(tmp_path: Path) -> None:
     """In small, by references: what the cases build is what kernels take."""
     output = tmp_path / "kernels.json"
