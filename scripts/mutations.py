@@ -404,6 +404,8 @@ def run(mutation: Mutation, tree: Path) -> str:
         return "caught"  # the tests hang
     finally:
         path.write_text(text, encoding="utf-8")
+    if ended.returncode < 0:
+        return "caught"  # a signal ended the tests: the mistake wrote where nothing may be written
     # 2: collection failed, which a missing file of tests does, too.
     if ended.returncode in RESULTS and "file or directory not found" not in ended.stderr:
         return RESULTS[ended.returncode]
