@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,15 @@ class Answer:
 
 # A command in this process, given its words.
 Door = Callable[..., Answer]
+
+
+def words_of(given: Iterable[object]) -> list[object]:
+    """Return the words of a command line. A text that begins with two hyphens is split."""
+    found: list[object] = []
+    for one in given:
+        is_flags = isinstance(one, str) and one.startswith("--")
+        found += shlex.split(one) if is_flags else [one]
+    return found
 
 
 def tiny_model(folder: Path, vocab: int) -> Path:
@@ -121,7 +130,8 @@ def call(
 def door(call: Door, ids_model: Path) -> Door:
     """flex_opt; by default a short benchmark of the model without a tokenizer."""
 
-    def run(*flags: object, model: Path | str | None = None) -> Answer:
+    def run(*given: object, model: Path | str | None = None) -> Answer:
+        flags = words_of(given)
         length = [] if "--prompts" in flags else ["--prompt-len", "8"]
         words = [
             "--model",
@@ -141,7 +151,8 @@ def door(call: Door, ids_model: Path) -> Door:
 def job(call: Door, ids_model: Path) -> Door:
     """batch, from in.jsonl to out.jsonl, in fp32."""
 
-    def run(*flags: object, model: Path = ids_model) -> Answer:
+    def run(*given: object, model: Path = ids_model) -> Answer:
+        flags = words_of(given)
         words = ["--model", model, "--dtype", "float32", "--offload-dir", "offload"]
         words += [] if "--input" in flags or "--status" in flags else ["--input", "in.jsonl"]
         words += [] if "--output" in flags else ["--output", "out.jsonl"]

@@ -44,7 +44,7 @@ def test_rows_of_all_lengths_equal_transformers(job: Door, tmp_path: Path, ids_m
         *({"custom_id": n, "url": "/v1/completions", "body": b} for n, b in body.items()),
         "{",
     )
-    ended = job("--gpu-batch-size", 2, "--num-gpu-batches", 2)
+    ended = job("--gpu-batch-size 2 --num-gpu-batches 2")
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[0] == "10 prompts"
     assert "10 answers in out.jsonl, 1 of them errors" in ended.out
@@ -90,24 +90,10 @@ def test_rows_are_the_same_with_and_without_refill(
         ),
     )
     reports = kept_reports(monkeypatch)
-    flags = (
-        "--gpu-batch-size",
-        2,
-        "--num-gpu-batches",
-        2,
-        "--window",
-        8,
-        "--percent",
-        0,
-        50,
-        0,
-        50,
-        0,
-        100,
-    )
+    flags = "--gpu-batch-size 2 --num-gpu-batches 2 --window 8 --percent 0 50 0 50 0 100"
     found = {}
     for way in ("--refill", "--no-refill"):
-        ended = job(*flags, way, "--output", f"{way[2:]}.jsonl")
+        ended = job(flags, way, "--output", f"{way[2:]}.jsonl")
         assert ended.code == 0, ended.err
         found[way] = choices(tmp_path / f"{way[2:]}.jsonl")
     assert found["--refill"] == found["--no-refill"] and len(found["--refill"]) == 30
@@ -123,7 +109,7 @@ def test_flags_are_what_lines_do_not_say(job: Door, tmp_path: Path) -> None:
         {"prompt": [5, 6]},
         {"prompt": [5, 6], "max_tokens": 2, "logprobs": 1},
     )
-    assert job("--gen-len", 3, "--eviction", "h2o", "--hh-size", 1).code == 0
+    assert job("--gen-len 3 --eviction h2o --hh-size 1").code == 0
     found = rows(tmp_path / "out.jsonl")
     one, other = (found[name]["response"]["body"]["choices"][0] for name in ("line-1", "line-2"))
     assert (len(one["token_ids"]), len(other["token_ids"])) == (3, 2) and one["logprobs"] is None
@@ -158,11 +144,11 @@ MIXING = [
 
 def test_a_restart_that_would_mix_is_refused(job: Door, tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
-    assert job("--gen-len", 4).code == 0
+    assert job("--gen-len 4").code == 0
     files = tmp_path / "out.jsonl", tmp_path / "out.jsonl.job.json"
     before = [path.read_bytes() for path in files]
     for flags, says in MIXING:
-        ended = job("--gen-len", 4, *flags)
+        ended = job("--gen-len 4", *flags)
         assert (
             ended.code == 2
             and says in ended.err
@@ -197,16 +183,16 @@ def test_a_model_that_was_trained_on_in_its_folder_is_another(
 def test_force_goes_on_and_says_so_in_the_sidecar(job: Door, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     lines(source, {"prompt": [5, 6]})
-    assert job("--gen-len", 4).code == 0
+    assert job("--gen-len 4").code == 0
     lines(source, {"prompt": [5, 6]}, {"prompt": [7]})
-    assert job("--gen-len", 5, "--force").code == 0
+    assert job("--gen-len 5 --force").code == 0
     found = rows(tmp_path / "out.jsonl").values()
     assert [len(row["response"]["body"]["choices"][0]["token_ids"]) for row in found] == [4, 5]
     sidecar = json.loads((tmp_path / "out.jsonl.job.json").read_text())
     assert sidecar["settings"]["sampling"]["max_tokens"] == 5
     assert [old["sampling"]["max_tokens"] for old in sidecar["earlier"]] == [4]
     lines(source, {"prompt": [9, 9]}, {"prompt": [7]}, {"prompt": [8]})
-    ended = job("--gen-len", 5)
+    ended = job("--gen-len 5")
     assert ended.code == 2 and "the input does not begin as in.jsonl did" in ended.err
 
 
@@ -280,7 +266,7 @@ def test_a_row_that_is_not_finite_fails_alone(
         else:
             assert row["response"]["body"]["choices"] == whole[name]
     lines(tmp_path / "in.jsonl", *([{"prompt": [bad, i]} for i in range(5, 8)]))
-    ended = job(*flags.split(), "--output", "bad.jsonl", model=tmp_path / "broken")
+    ended = job(*flags.split(), "--output bad.jsonl", model=tmp_path / "broken")
     assert ended.code == 1 and "are not finite" in ended.err and len(ended.err.splitlines()) == 1
 
 
@@ -320,7 +306,7 @@ def test_refusals_leave_nothing(job: Door, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(job: Door, tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
-    ended = job("--host-mem", "100KiB", "--gpu-batch-size", 1)
+    ended = job("--host-mem 100KiB --gpu-batch-size 1")
     assert ended.code == 3 and not (tmp_path / "out.jsonl").exists()
     assert "state: failed: " in job("--status").out
     assert job().code == 0, "nothing was written: other settings mix nothing"
@@ -345,7 +331,7 @@ def test_a_row_that_eviction_leaves_no_column_is_its_own_error(
         for name, ids in (("bad", bad), ("good", good))
     ]
     lines(tmp_path / "in.jsonl", *named)
-    ended = job("--eviction", "h2o", *flags)
+    ended = job("--eviction h2o", *flags)
     assert ended.code == 0, ended.err
     found = rows(tmp_path / "out.jsonl")
     assert found["bad"]["error"]["code"] == "does_not_fit" and found["good"]["error"] is None

@@ -87,7 +87,7 @@ def test_what_runs_keep(door: Door, cache, ids_model: Path, tmp_path: Path) -> N
     assert cache("--remove-all").code == 0
     assert everything(offload) == []
     assert cache().out == f"nothing is kept in {tmp_path / 'offload'}\n"
-    assert door("--compress-weight", "--no-log").code == 0, "it is made again"
+    assert door("--compress-weight --no-log").code == 0, "it is made again"
 
 
 def test_what_is_in_use_stays(cache, ids_model: Path, tmp_path: Path) -> None:

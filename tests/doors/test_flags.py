@@ -40,16 +40,16 @@ NO_EFFECT = [
 
 @pytest.mark.parametrize(("flags", "said"), NO_EFFECT)
 def test_a_flag_without_effect_is_said(flags: str, said: set[str], door: Door) -> None:
-    assert idle(door("--no-log", "--gpu-batch-size", 1, *flags.split())) == said
+    assert idle(door("--no-log --gpu-batch-size 1", *flags.split())) == said
 
 
 def test_lengths_of_prompts_in_a_file_are_their_own(
     door: Door, write_jsonl: Callable[..., Path]
 ) -> None:
     path = write_jsonl({"prompt_token_ids": [4, 5]})
-    one = ("--no-log", "--gpu-batch-size", 1)
-    assert idle(door("--prompts", path, "--prompt-len", 8, *one)) == {"--prompt-len"}
-    assert idle(door("--prompts", path, "--ignore-eos", *one)) == set()
+    one = "--no-log --gpu-batch-size 1"
+    assert idle(door("--prompts", path, "--prompt-len 8", one)) == {"--prompt-len"}
+    assert idle(door("--prompts", path, "--ignore-eos", one)) == set()
 
 
 def test_other_commands_say_so_too(command: Callable[[str], Answer], tmp_path: Path) -> None:
@@ -91,10 +91,7 @@ def test_a_full_disk_is_no_small_budget(
     answer = door(
         "--percent",
         *"000000",
-        "--gpu-batch-size",
-        512,
-        "--num-gpu-batches",
-        64,
+        "--gpu-batch-size 512 --num-gpu-batches 64",
         *asked,
         model=PACKAGED["opt-tiny"],
     )

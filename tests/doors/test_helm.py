@@ -124,7 +124,7 @@ def test_out_through_a_job_and_back(
         {"scenario": "summarization_xsum", "request": raw_of_client(one)} for one in asked
     ]
 
-    assert job("--input", "req.jsonl", model=words_model).code == 0
+    assert job("--input req.jsonl", model=words_model).code == 0
     rows = (tmp_path / "out.jsonl").read_text()
     error = {
         "id": "x",

@@ -46,13 +46,13 @@ GEN_LEN = 4
 
 
 def report_of(door: Door, *flags: object, idle: tuple[str, ...] = ()) -> dict[str, Any]:
-    assert_done(door(*flags, "--json", "report.json", "--no-log"), *idle)
+    assert_done(door(*flags, "--json report.json --no-log"), *idle)
     return json.loads(Path("report.json").read_text())
 
 
 def test_report_of_a_run_with_everything_on_disk(door: Door, ids_model: Path) -> None:
-    sizes = ("--gpu-batch-size", 2, "--num-gpu-batches", 3, "--dtype", "float32")
-    report = report_of(door, "--percent", *[0] * 6, *sizes, "--host-mem", "64MiB")
+    sizes = "--gpu-batch-size 2 --num-gpu-batches 3 --dtype float32"
+    report = report_of(door, "--percent", *[0] * 6, sizes, "--host-mem 64MiB")
     assert set(report) == CONTRACT | BESIDES
     assert (report["num_prompts"], report["prompt_len"], report["gen_len"]) == (6, 8, 4)
     for phase, count in (("prefill", 6 * PROMPT_LEN), ("decode", 18), ("total", 6 * GEN_LEN)):
@@ -87,8 +87,8 @@ def test_bytes_by_kind_say_what_percent_placed(
 ) -> None:
     """Sums are the totals; what has its home on a tier is held there, and nothing of it
     elsewhere."""
-    sizes = ("--gpu-batch-size", 5, "--num-gpu-batches", 2, "--gen-len", 20)
-    report = report_of(door, "--percent", *percent, *sizes, *switches)
+    sizes = "--gpu-batch-size 5 --num-gpu-batches 2 --gen-len 20"
+    report = report_of(door, "--percent", *percent, sizes, *switches)
     for name in ("io_bytes", "peak_bytes"):
         kinds = report[f"{name}_by_kind"].values()
         assert {key: sum(of[key] for of in kinds) for key in report[name]} == report[name]
@@ -120,9 +120,7 @@ def test_rows_that_end_early_are_counted_as_they_are(
 
 
 def test_how_much_is_printed(door: Door) -> None:
-    silent, lines, all_of_it = (
-        door("--no-log", "--gpu-batch-size", 1, "--verbose", n) for n in (0, 1, 2)
-    )
+    silent, lines, all_of_it = (door("--no-log --gpu-batch-size 1 --verbose", n) for n in (0, 1, 2))
     for answer in (silent, lines, all_of_it):
         assert_done(answer)
     assert silent.out == "" and not list(Path().glob("*.log"))
@@ -138,17 +136,8 @@ def test_how_much_is_printed(door: Door) -> None:
 
 
 def test_cut_gen_len_projects(door: Door, tmp_path: Path) -> None:
-    flags = (
-        "--gpu-batch-size",
-        2,
-        "--num-gpu-batches",
-        2,
-        "--gen-len",
-        40,
-        "--output",
-        "out.jsonl",
-    )
-    report = report_of(door, *flags, "--cut-gen-len", 4)
+    flags = "--gpu-batch-size 2 --num-gpu-batches 2 --gen-len 40 --output out.jsonl"
+    report = report_of(door, flags, "--cut-gen-len 4")
     rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [len(row["token_ids"]) for row in rows] == [4] * 4
     assert report["projected"] is True
@@ -161,7 +150,7 @@ def test_cut_gen_len_projects(door: Door, tmp_path: Path) -> None:
 
 
 def test_trace_opens_in_a_viewer(door: Door) -> None:
-    assert_done(door("--percent", *[30] * 6, "--device-mem", "32MiB", "--trace", "trace.json"))
+    assert_done(door("--percent", *[30] * 6, "--device-mem 32MiB --trace trace.json"))
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     assert {name.split()[0] for name in rows.values()} == set(LANES)
@@ -184,7 +173,7 @@ def test_a_refused_run_leaves_the_last_output_alone_and_writes_no_weights(
 ) -> None:
     Path("out.jsonl").write_text("yesterday's work\n")
     prompts = write_jsonl({"prompt_token_ids": [4, 5]})
-    assert door("--prompts", prompts, "--output", "out.jsonl", "--host-mem", "1MiB").code == 3
+    assert door("--prompts", prompts, "--output out.jsonl --host-mem 1MiB").code == 3
     assert Path("out.jsonl").read_text() == "yesterday's work\n"
-    assert door("--path", "_DUMMY_", "--host-mem", "1MiB").code == 3
+    assert door("--path _DUMMY_ --host-mem 1MiB").code == 3
     assert not list(Path("offload").rglob("*.safetensors")), "it could be 60 GB, for nothing"

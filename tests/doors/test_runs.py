@@ -44,10 +44,8 @@ def assert_done(answer: Answer, *idle: str) -> None:
 
 def test_text_prompts_in_text_completions_out(door: Door, words_model: Path) -> None:
     Path("prompts.txt").write_text("\n".join([*TEXTS[:2], "", *TEXTS[2:]]) + "\n", encoding="utf-8")
-    flags = ("--dtype", "float32", "--gpu-batch-size", 2, "--num-gpu-batches", 2)
-    assert_done(
-        door("--prompts", "prompts.txt", "--output", "out.jsonl", *flags, model=words_model)
-    )
+    flags = "--dtype float32 --gpu-batch-size 2 --num-gpu-batches 2"
+    assert_done(door("--prompts prompts.txt --output out.jsonl", flags, model=words_model))
     rows = read_jsonl(Path("out.jsonl"))
     tokenizer = AutoTokenizer.from_pretrained(words_model)
     model = reference_model(words_model)
@@ -70,7 +68,7 @@ def test_every_engine_flag_is_taken(door: Door, write_jsonl: Callable[..., Path]
         "--verbose 1"
     )
     idle = ("--path", "--pin-weight", "--revision")
-    assert_done(door("--prompts", prompts, "--json", "report.json", *flags.split()), *idle)
+    assert_done(door("--prompts", prompts, "--json report.json", *flags.split()), *idle)
     policy = json.loads(Path("report.json").read_text())["policy"]
     assert (
         policy
@@ -95,7 +93,7 @@ def test_policy_file_round_trip(door: Door, tmp_path: Path) -> None:
         tmp_path / "policy.json",
         SavedPolicy(saved, None, {"num_prompts": 6}, "here", {"prefill_s": 1.0}),
     )
-    assert_done(door("--policy", "policy.json", "--json", "report.json"))
+    assert_done(door("--policy policy.json --json report.json"))
     report = json.loads(Path("report.json").read_text())
     assert report["policy"] == saved.to_json()
     assert report["num_prompts"] == saved.block_size
@@ -104,7 +102,7 @@ def test_policy_file_round_trip(door: Door, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", ["", "--policy auto", "--overlap false --cpu-cache-compute"])
 def test_auto_is_the_default_without_a_placement_flag(flags: str, door: Door) -> None:
     assert_done(
-        door(*flags.split(), "--json", "report.json"), *re.findall("--cpu-cache-compute", flags)
+        door(*flags.split(), "--json report.json"), *re.findall("--cpu-cache-compute", flags)
     )
     policy = json.loads(Path("report.json").read_text())["policy"]
     assert policy["gpu_batch_size"] * policy["num_gpu_batches"] == 32
@@ -117,12 +115,12 @@ def test_random_weights_for_a_folder_that_has_none(
     folder = tmp_path / "bare"
     folder.mkdir()
     (folder / "config.json").write_text((ids_model / "config.json").read_text())
-    flags = ("--path", "_DUMMY_", "--percent", 0, 0, 100, 0, 100, 0, "--json", "report.json")
-    first = door(*flags, model=folder)
+    flags = "--path _DUMMY_ --percent 0 0 100 0 100 0 --json report.json"
+    first = door(flags, model=folder)
     assert first.code == 0 and first.err.startswith("# ") and first.err.count("\n") == 1
     [written] = Path("offload").rglob("*.safetensors")
     made = written.stat().st_mtime_ns
-    assert_done(door(*flags, model=folder))
+    assert_done(door(flags, model=folder))
     assert written.stat().st_mtime_ns == made, "the random weights must be written once"
     assert json.loads(Path("report.json").read_text())["io_bytes"]["disk_read"] > 0
 
@@ -138,17 +136,13 @@ def test_the_output_is_replaced_and_nothing_else_left(
         prompts,
         "--log-file",
         prompts,
-        "--no-log",
-        "--verbose",
-        0,
-        "--output",
-        "out.jsonl",
+        "--no-log --verbose 0 --output out.jsonl",
     )
-    answer = door(*flags, "--json", "/dev/null", "--trace", "/dev/null")
+    answer = door(*flags, "--json /dev/null --trace /dev/null")
     assert_done(answer, "--log-file") if answer.err else assert_done(answer)
     model = shutil.copytree(ids_model, tmp_path / "offload/model")
     for _ in range(2):
-        assert_done(door("--no-log", "--json", model / "report.json", model=model))
+        assert_done(door("--no-log --json", model / "report.json", model=model))
     shutil.rmtree("offload/model")
     assert len(read_jsonl(Path("out.jsonl"))) == 1
     assert {p.name for p in tmp_path.iterdir()} - {"offload"} == {"out.jsonl", "prompts.jsonl"}
@@ -159,5 +153,5 @@ def test_a_full_context_is_used_up(door: Door, write_jsonl: Callable[..., Path])
     prompts = write_jsonl(
         {"prompt_token_ids": [4] * POSITIONS}, {"prompt_token_ids": [4] * (POSITIONS - 2)}
     )
-    assert_done(door("--prompts", prompts, "--output", "out.jsonl"))
+    assert_done(door("--prompts", prompts, "--output out.jsonl"))
     assert [len(row["token_ids"]) for row in read_jsonl(Path("out.jsonl"))] == [1, 3]

@@ -152,7 +152,7 @@ def test_lines_are_taken_by_both_or_by_none(words_model: Path) -> None:
 
 def test_a_job_writes_what_the_schemas_say(job: Door, tmp_path: Path, words_model: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(text + "\n" for text, _ in INPUT))
-    ended = job("--gen-len", 4, model=words_model)
+    ended = job("--gen-len 4", model=words_model)
     assert ended.code == 0, ended.err
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(rows) == len(INPUT) and sum(row["error"] is None for row in rows) == sum(
