@@ -1,5 +1,4 @@
-"""`complete`: one's own prompts from the command line, a file or standard input, each with what
-follows on it."""
+"""`complete`: an older name of `generate -p`."""
 
 from __future__ import annotations
 

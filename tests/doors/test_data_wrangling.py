@@ -1,5 +1,4 @@
-"""`evaluate data-wrangling` run to its end: predictions, metrics, a run that goes on, a dry run,
-and refusals."""
+"""`evaluate data-wrangling` run to its end: predictions, metrics, and a run that goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags without effect, and what libraries say while a command runs."""
+"""Flags without effect, and a disk that is full."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`hardware`: a tiny measurement is shown, written and kept; wrong use ends with one line and exit
-code 2."""
+"""`hardware`: a tiny measurement is shown, written and kept."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`evaluate helm`: requests out of dry runs, through a batch job, into a cache that is asked as
-HELM asks its own."""
+"""`evaluate helm`: requests out of dry runs, through a batch job, into a cache."""
 
 from __future__ import annotations
 

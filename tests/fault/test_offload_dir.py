@@ -1,5 +1,4 @@
-"""The offload dir between runs: shared by two at a time, cleaned after a killed one, refused when
-unusable."""
+"""The offload dir between runs: shared by two at a time, cleaned after a killed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a run, and of what measures a machine, on a card of CPU memory (fake_card.py)."""
+"""Parts of a run on a card of CPU memory (fake_card.py)."""
 
 from __future__ import annotations
 
@@ -70,12 +70,3 @@ def test_vectors_go_to_the_card_in_one_copy() -> None:
         1 + len(hosts),
         0,
     ), card.places
-
-
-# ---- columns of prompts
-
-
-# ---- what measures a machine
-
-
-# ---- products in int8

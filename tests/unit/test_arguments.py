@@ -1,5 +1,4 @@
-"""Wrong types and values in Python: one UsageError that begins with the argument's name; numpy's
-numbers are taken."""
+"""Wrong types and values in Python: one UsageError that begins with the argument's name."""
 
 from __future__ import annotations
 

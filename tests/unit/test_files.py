@@ -1,5 +1,4 @@
-"""Files: results appear whole, or the older file stays; locks have one holder; impossible paths are
-refused."""
+"""Files: results appear whole, or the older file stays; locks have one holder."""
 
 from __future__ import annotations
 
@@ -177,9 +176,6 @@ def test_check_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("os.access", lambda asked, mode: asked != path)
     with pytest.raises(UsageError, match=r"^--json .*no permission"):
         check_writable(path, "--json")
-
-
-# ---- paths
 
 
 # ---- locks

@@ -1,5 +1,4 @@
-"""Rows: how they are cut into blocks, what micro-batches feed, when rows leave, who joins, and the
-progress bar."""
+"""Rows: how they are cut into blocks, when rows leave, and who joins."""
 
 from __future__ import annotations
 
@@ -58,9 +57,6 @@ def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
     assert make_blocks([], 4, 2) == []
 
 
-# ---- the input of a sweep
-
-
 # ---- when a row ends
 
 
@@ -81,9 +77,6 @@ def test_reasons(reason: str | None, new: list[int], max_new: int, params: dict[
         params.get("stop", ()), () if params.get("ignore_eos") else (2, 9), Letters()
     )
     assert criteria(row(0, 1, max_new, token_ids=new)) == reason
-
-
-# ---- choosing
 
 
 # ---- continuous batching
@@ -134,6 +127,3 @@ def test_no_row_is_lost_and_no_bound_is_passed(
     while taken := waiting.take(5, 20):
         joined += indices(taken)
     assert sorted(joined) == list(range(len(lengths)))
-
-
-# ---- the progress bar

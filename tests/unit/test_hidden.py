@@ -1,4 +1,4 @@
-"""Hidden states: homes with room for every count, and blocks that end when their stores have."""
+"""Hidden states: where they are, and blocks that end when their stores have."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def tiny(tmp_path: Path, policy: Policy | str, **more: object) -> LLM:
     return LLM("opt-tiny", policy, dtype="float32", offload_dir=tmp_path, **more)  # type: ignore[arg-type]
 
 
-# ---- the profile
+# ---- what a policy is chosen for
 
 
 HEADERS = [[1] * 40, [2] * 40]

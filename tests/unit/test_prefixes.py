@@ -67,6 +67,3 @@ def test_whatever_is_shared_the_prompts_come_back(
     assert row == len(prompts)
     if sharing is None:
         assert groups == (PromptGroup(0, tuple(map(len, prompts))),)
-
-
-# ---- order

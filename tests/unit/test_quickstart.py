@@ -1,4 +1,4 @@
-"""What scripts/quickstart.sh prints after its run, and that it refuses what it does not know."""
+"""What scripts/quickstart.sh prints after its run."""
 
 from __future__ import annotations
 

@@ -81,12 +81,6 @@ def test_sums_of_a_block(keeps_lists: bool) -> None:
     )
 
 
-# ---- the KV cache
-
-
-# ---- the prediction
-
-
 # ---- JSON
 
 
@@ -143,6 +137,3 @@ def test_log_block_is_flexgens_to_the_letter() -> None:
 )
 def test_projection(sweeps: list[float], gen_len: int, seconds: float) -> None:
     assert project_decode_seconds(sweeps, gen_len) == pytest.approx(seconds)
-
-
-# ---- files

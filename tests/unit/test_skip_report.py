@@ -1,5 +1,4 @@
-"""The last lines of a run of the tests: what it skipped, and why (tests/skip_report.py), with
-workers and without."""
+"""The last lines of a run of the tests: what it skipped, and why (tests/skip_report.py)."""
 
 from __future__ import annotations
 

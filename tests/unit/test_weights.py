@@ -156,6 +156,3 @@ def test_a_unit_that_is_open_stays_open(small: Any) -> None:
         first = stream.open(0, lambda: NOTHING)
         assert stream.open(0, lambda: NOTHING) is first
         assert stream.open(1, lambda: NOTHING) is not first
-
-
-# ---- blocked

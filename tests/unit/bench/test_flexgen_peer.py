@@ -1,4 +1,4 @@
-"""FlexGen on a processor: its policy within a budget, and its tokens against transformers'."""
+"""FlexGen on a processor: its tokens against transformers'."""
 
 from __future__ import annotations
 

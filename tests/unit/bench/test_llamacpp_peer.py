@@ -1,5 +1,4 @@
-"""The llama.cpp peer: what it refuses, its settings, and the order of rows that its converter
-makes."""
+"""The llama.cpp peer: the order of rows that its converter makes, and its sessions."""
 
 from __future__ import annotations
 

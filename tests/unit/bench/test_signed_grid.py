@@ -1,5 +1,4 @@
-"""The signed grid: its cells, its rounds and how they go on, what it refuses, and the page of its
-lines."""
+"""The signed grid: its rounds and how they go on, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The throughput sweep: search for the best batch, going on where it was stopped, tables, and the
-face of a system."""
+"""The throughput sweep: going on where it was stopped, tables, and a whole quick run."""
 
 from __future__ import annotations
 

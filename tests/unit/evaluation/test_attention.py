@@ -1,5 +1,4 @@
-"""The attention that is watched is transformers'; what is counted of it, by slow loops; columns
-removed, by masks."""
+"""The attention that is watched is transformers'; removed columns are as masked ones."""
 
 from __future__ import annotations
 

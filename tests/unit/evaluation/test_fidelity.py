@@ -88,6 +88,3 @@ def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(
     assert (same == STEPS).all()
     assert (other >= 1).all(), "the first token comes from the exact prefill"
     assert (other < STEPS).any()
-
-
-# ---- the probe drops nothing and sees the attention probabilities of each decode step

@@ -1,5 +1,4 @@
-"""Policies at budgets as flags give them, metrics of a step by hand, intervals; figures, tables and
-the picture."""
+"""Policies at budgets as flags give them, metrics of a step by hand, and intervals."""
 
 from __future__ import annotations
 
@@ -80,6 +79,3 @@ def test_evicted_mass_is_what_the_columns_that_are_gone_would_get() -> None:
     positions = torch.tensor([[[3, 1, 99], [0, 3, -7]], [[2, 0, 1], [1, 3, 2]]], dtype=torch.int32)
     lost = evicted_mass(weights, positions, torch.tensor([2, 3]))
     assert torch.allclose(lost, torch.tensor([[1 - 1.25 / 2, 1.0], [0.0, 0.25]]))
-
-
-# ---- Figures, tables and the picture, from results made by hand

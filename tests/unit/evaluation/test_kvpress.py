@@ -1,4 +1,4 @@
-"""kvpress's layout: names of folders and files, and what is never written over."""
+"""kvpress's layout: names of folders and files."""
 
 from __future__ import annotations
 

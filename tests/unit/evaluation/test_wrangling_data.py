@@ -1,5 +1,4 @@
-"""Prompts of data wrangling tasks: from small folders of each, as plain texts; examples;
-metrics."""
+"""Prompts of data wrangling tasks from small folders of each; metrics."""
 
 from __future__ import annotations
 

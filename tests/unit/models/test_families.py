@@ -1,5 +1,4 @@
-"""Reading configs: public shapes, rope types, biases, windows, folders of transformers, and what
-must be refused."""
+"""Reading configs: published sizes, rope types, windows, folders of transformers, and refusals."""
 
 from __future__ import annotations
 

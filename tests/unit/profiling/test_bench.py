@@ -1,5 +1,4 @@
-"""How seconds are measured: calls take turns, slow calls fewer times; buffers hold the numbers that
-they should."""
+"""How seconds are measured: calls take turns, and disturbed rounds do not count."""
 
 from __future__ import annotations
 
