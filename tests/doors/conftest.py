@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,19 @@ class Answer:
     code: int
     out: str
     err: str
+
+
+# A command in this process, given its words.
+Door = Callable[..., Answer]
+
+
+def words_of(given: Iterable[object]) -> list[object]:
+    """Return the words of a command line. A text that begins with two hyphens is split."""
+    found: list[object] = []
+    for one in given:
+        is_flags = isinstance(one, str) and one.startswith("--")
+        found += shlex.split(one) if is_flags else [one]
+    return found
 
 
 def tiny_model(folder: Path, vocab: int) -> Path:
@@ -100,7 +113,7 @@ def call(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     plain_cpu: None,
-) -> Callable[..., Answer]:
+) -> Door:
     """The `main` of a command in this process, with the words of its line, in the working folder
     `tmp_path`."""
     monkeypatch.chdir(tmp_path)
@@ -114,10 +127,11 @@ def call(
 
 
 @pytest.fixture
-def door(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
+def door(call: Door, ids_model: Path) -> Door:
     """flex_opt; by default a short benchmark of the model without a tokenizer."""
 
-    def run(*flags: object, model: Path | str | None = None) -> Answer:
+    def run(*given: object, model: Path | str | None = None) -> Answer:
+        flags = words_of(given)
         length = [] if "--prompts" in flags else ["--prompt-len", "8"]
         words = [
             "--model",
@@ -134,10 +148,11 @@ def door(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
 
 
 @pytest.fixture
-def job(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
+def job(call: Door, ids_model: Path) -> Door:
     """batch, from in.jsonl to out.jsonl, in fp32."""
 
-    def run(*flags: object, model: Path = ids_model) -> Answer:
+    def run(*given: object, model: Path = ids_model) -> Answer:
+        flags = words_of(given)
         words = ["--model", model, "--dtype", "float32", "--offload-dir", "offload"]
         words += [] if "--input" in flags or "--status" in flags else ["--input", "in.jsonl"]
         words += [] if "--output" in flags else ["--output", "out.jsonl"]
@@ -147,7 +162,7 @@ def job(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
 
 
 @pytest.fixture
-def command(call: Callable[..., Answer]) -> Callable[[str], Answer]:
+def command(call: Door) -> Callable[[str], Answer]:
     """The console command, given as one text."""
     return lambda line: call(cli.main, *shlex.split(line))
 

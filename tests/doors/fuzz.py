@@ -84,15 +84,6 @@ BASE: dict[str, list[str]] = {
         "4",
     ],
 }
-FILES = (
-    "policy.json",
-    "profile.json",
-    "prompts.jsonl",
-    "prompts.txt",
-    "in.jsonl",
-    "turns.jsonl",
-    "done.jsonl",
-)
 # Good values of flags that take a text or a file, by the flag's name in the parsed arguments.
 GOOD: dict[str, tuple[str, ...]] = {
     "model": ("words", "ids", "damaged", "opt-tiny"),

@@ -10,7 +10,6 @@ import argparse
 import importlib
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import EvictionSettings, SamplingParams
 from flexgen_h2o.flags import _arguments_of
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 from tests.doors.test_refusals import everything
 from tests.extras import needs
 
@@ -141,7 +140,7 @@ def folder(ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPath
     [pytest.param(v, marks=needs(EXTRA_OF[v])) if v in EXTRA_OF else v for v in LINES],
 )
 def test_a_bad_value_is_refused_by_its_flags_name(
-    verb: str, folder: Path, call: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+    verb: str, folder: Path, call: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     before = everything(folder)

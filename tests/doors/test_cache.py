@@ -13,11 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.core.files import mark
-from flexgen_h2o.models.named import BY_HUB_ID, NAMED, folder_of
-from flexgen_h2o.planner.profile import find_profile
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 from tests.forks import Forks
 
 ALL_ON_DISK = Policy(1, 1, (0, 0, 0, 0, 0, 0))
@@ -26,7 +22,7 @@ ALL_ON_DISK = Policy(1, 1, (0, 0, 0, 0, 0, 0))
 @pytest.fixture
 def cache(
     command: Callable[[str], Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Answer]:
+) -> Door:
     """The verb, with `tmp_path / "offload"` and a folder for profiles that nobody else uses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     return lambda *flags: command(
@@ -51,9 +47,7 @@ def random_weights(model: Path, offload: Path) -> LLM:
 
 
 @pytest.mark.slow
-def test_what_runs_keep(
-    door: Callable[..., Answer], cache, ids_model: Path, tmp_path: Path
-) -> None:
+def test_what_runs_keep(door: Door, cache, ids_model: Path, tmp_path: Path) -> None:
     """Before it is written one line says how much and where; once it is there nothing is said or
     written."""
     bins = tmp_path / "bins"
@@ -93,7 +87,7 @@ def test_what_runs_keep(
     assert cache("--remove-all").code == 0
     assert everything(offload) == []
     assert cache().out == f"nothing is kept in {tmp_path / 'offload'}\n"
-    assert door("--compress-weight", "--no-log").code == 0, "it is made again"
+    assert door("--compress-weight --no-log").code == 0, "it is made again"
 
 
 def test_what_is_in_use_stays(cache, ids_model: Path, tmp_path: Path) -> None:
@@ -119,18 +113,6 @@ def test_what_is_in_use_stays(cache, ids_model: Path, tmp_path: Path) -> None:
     assert "in use" not in cache().out
     assert cache("--remove", weights).code == 0
     assert everything(tmp_path / "offload") == []
-
-
-def test_packed_weights_are_in_use_while_an_engine_streams_them(
-    cache, ids_model: Path, tmp_path: Path
-) -> None:
-    policy = Policy(compress_weight=True, percent=(0, 0, 100, 0, 100, 0))
-    with LLM(str(ids_model), policy, path="_DUMMY_", offload_dir=tmp_path / "offload") as llm:
-        llm.generate([[5, 6]], SamplingParams(max_tokens=2))
-        assert cache("--remove-all").code == 0
-        assert any(name.startswith("packed/") for name in names(cache()))
-        llm.generate([[5, 6]], SamplingParams(max_tokens=2))
-    assert "in use" not in "".join(line for line in cache().out.splitlines() if "packed" in line)
 
 
 # Leaves a scratch folder and a half-written folder of weights, as kill -9 does.
@@ -192,68 +174,3 @@ def test_nothing_of_the_users_is_removed(cache, ids_model: Path, tmp_path: Path)
     assert cache("--remove-all").code == 0
     gone = {path for path in before if path.startswith(f"offload/weights/{name}/")}
     assert everything(tmp_path) == sorted(set(before) - gone)
-
-
-def test_a_fetched_model_is_listed_and_removed_and_says_how_it_comes_back(
-    cache, command: Callable[[str], Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HF_HUB_OFFLINE", "TQDM_DISABLE"):  # which the command sets for its libraries
-        monkeypatch.setenv(name, "1")
-    name, model = next(iter(NAMED.items()))
-    folder = folder_of(model, tmp_path / "offload")
-    shutil.copytree(PACKAGED["opt-tiny"], folder)
-    mark(
-        folder, kind="checkpoint", model=name, files=sorted(path.name for path in folder.iterdir())
-    )
-    fetched = cache("--fetch", name)
-    assert (fetched.code, fetched.out, fetched.err) == (0, f"{name} is in {folder}\n", "")
-    assert names(cache()) == [f"fetched/{name}"]
-    asked = (
-        f"complete --model {next(iter(BY_HUB_ID))} --offload-dir {tmp_path / 'offload'} "
-        "--gen-len 2 x"
-    )
-    answer = command(asked)
-    assert answer.code == 0 and f"{folder} is used" in answer.err, answer.err
-    assert cache("--remove", f"fetched/{name}").code == 0 and everything(tmp_path / "offload") == []
-    gone = command(asked.replace(model.hub_id, name))
-    assert (
-        gone.code == 2
-        and gone.err.count("\n") == 1
-        and f"flexgen-h2o cache --fetch {name}" in gone.err
-    )
-
-
-def test_profiles(cache, tmp_path: Path) -> None:
-    (tmp_path / "offload").mkdir()
-    folder = tmp_path / "xdg" / "flexgen_h2o"
-    profile = "profile-0123456789abcdef.json"
-    folder.mkdir(parents=True)
-    shutil.copy(find_profile("t4"), folder / profile)
-    assert names(cache()) == [profile]
-    assert cache("--remove", profile).code == 0 and not list(folder.iterdir())
-
-
-def test_wrong_use(cache, tmp_path: Path) -> None:
-    missing = cache()
-    assert missing.code == 2
-    assert missing.err == f"cache: --offload-dir {tmp_path / 'offload'}: there is no such folder\n"
-    (tmp_path / "offload").mkdir()
-    unknown = cache("--remove", "../elsewhere")
-    assert (
-        unknown.code == 2 and "--remove ../elsewhere: nothing of that name is kept" in unknown.err
-    )
-    assert cache("--list", "--remove-all").code == 2
-    assert cache("--remove").code == 2
-
-
-def test_the_disk_is_asked_before_weights_are_written(
-    door: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000))
-    for flag in (("--path", "_DUMMY_"), ("--compress-weight",)):
-        refused = door(*flag, "--no-log", "--percent", *["100", "0"] * 3, "--disk-mem", "1MiB")
-        assert refused.code == 3
-        [line] = refused.err.splitlines()
-        assert "--offload-dir" in line and "needs" in line and "too little" in line
-    assert everything(tmp_path / "offload") == []

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -16,9 +14,8 @@ from flexgen_h2o.core.units import GIB
 from flexgen_h2o.kernels import jit
 from flexgen_h2o.planner.measure import engine, run
 from flexgen_h2o.tiers import device
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 
-Door = Callable[..., Answer]
 LINES = [
     "versions",
     "numba cache",
@@ -142,71 +139,3 @@ def test_what_hurts_is_named_with_what_to_do_and_ends_with_1(
         if line.startswith("look  " + name.partition(",")[0] + " ")
     ]
     assert says in line, line
-
-
-def test_an_offload_dir_that_cannot_be_used_hurts(
-    command: Door, healthy: None, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    said = command("doctor --offload-dir file")
-    assert said.code == 1
-    assert "look  disk" in said.out and "--offload-dir file: cannot be used" in said.out
-
-
-def test_a_profile_of_another_machine_is_no_profile(
-    command: Door, healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    kept = tmp_path / "cache" / "flexgen_h2o"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert "profile          none is kept; measure it" in command("doctor --offload-dir o").out
-    kept.mkdir(parents=True)
-    (kept / "profile-0123456789abcdef.json").write_text("{}")
-    said = command("doctor --offload-dir o")
-    assert said.code == 0
-    assert "none of this machine, disk and torch (one of another is kept); measure it" in said.out
-
-
-def test_memory_that_is_swapped_out_is_worth_a_look_and_hurts_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        psutil, "swap_memory", lambda: SimpleNamespace(total=10 * GIB, used=9 * GIB)
-    )
-    monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: SimpleNamespace(total=16 * GIB, available=8 * GIB)
-    )
-    [swap] = [one for one in doctor.memory() if one.name == "swap"]
-    assert swap.text == "9.00 GiB of 10.00 GiB in use" and swap.advice and not swap.hurts
-
-
-def test_versions_that_are_not_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [
-        "torch<3,>=2.6",
-        'torch==2.999.0; extra == "tested"',
-        'no-such-package; extra == "plot"',
-        'numpy; extra == "ok"',
-    ]
-    monkeypatch.setattr(doctor.metadata, "requires", lambda name: told)
-    message = SimpleNamespace(get_all=lambda key: ["tested", "plot", "ok"])
-    monkeypatch.setattr(doctor.metadata, "metadata", lambda name: message)
-    versions, extras = doctor.installed()
-    assert (
-        versions.advice.startswith("tested are torch==2.999.0: pip install") and not versions.hurts
-    )
-    assert extras.text == "ok installed; not there: plot"
-
-
-def test_without_proc_it_is_one_line(
-    command: Door, healthy: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def absent() -> None:
-        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
-
-    monkeypatch.setattr(psutil, "virtual_memory", absent)
-    said = command("doctor --offload-dir o")
-    assert said.code == 1
-    assert (
-        said.err
-        == "doctor: /proc/meminfo: No such file or directory; mount /proc, which says what RAM is "
-        "free\n"
-    )

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o import cli
 from flexgen_h2o.checkpoint import safetensors
 from flexgen_h2o.engine import resources
-from flexgen_h2o.planner.profile import NOMINAL
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 
-Door = Callable[..., Answer]
 PLANNED = ("plan, ", "memory ", "disk ", "bound: ", "throughput: ", "time for all prompts: ")
 COMMANDS = {
     "flex-opt": "flex-opt --prompt-len 8 --gen-len 4",
@@ -110,27 +107,3 @@ def test_weights_need_not_be_there_nor_are_they_imported(
     assert not (tmp_path / "o").exists()
     shutil.copy(ids_model / "model.safetensors", folder)
     assert "in float32: " in command(line).out  # as stored
-
-
-def test_flags_that_a_dry_run_does_not_go_with(
-    command: Door, write_jsonl: Callable[..., Path]
-) -> None:
-    write_jsonl({"prompt": "x"}, name="in.jsonl")
-    for line in ("flex-opt --pipeline --dry-run", "batch --status --output rows.jsonl --dry-run"):
-        said = command(line)
-        assert said.code == 2 and "--dry-run" in said.err
-    assert command("batch --input in.jsonl").err.startswith("batch: --output: is missing")
-    assert "only commands that run a model have it" in command("plan --dry-run").err
-
-
-def test_seconds_of_a_machine_that_was_not_measured_are_said_to_be_rough(
-    command: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-profiles"))
-    said = command("complete --model opt-tiny x --dry-run")
-    assert f"machine: {NOMINAL}" in said.out
-    assert "may be several times off" in said.out
-
-
-def test_run_batch_is_batch() -> None:
-    assert cli.VERBS["run-batch"][0] == cli.VERBS["batch"][0]

@@ -9,16 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from flexgen_h2o import cli, flex_opt
-from flexgen_h2o.checkpoint.writing import FileWriter
+from flexgen_h2o import cli
 from flexgen_h2o.cli_common import run_cli
-from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, DoesNotFitError, UsageError
-from flexgen_h2o.parser import OneLineParser
+from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, DoesNotFitError
 from flexgen_h2o.planner import lp
 from flexgen_h2o.planner.lp import Budgets, Corners, Solution, solve
 from tests.forks import SIGNALS
@@ -136,47 +133,6 @@ def test_standard_output_that_is_full(size: int) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == "plan: cannot write to standard output (No space left on device)\n"
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), RuntimeError("No space")]
-)
-def test_other_errors_are_bugs(error: Exception) -> None:
-    def body(argv: list[str] | None) -> int:
-        raise error
-
-    with pytest.raises(type(error), match="No space"):
-        run_cli("plan", body, [])
-
-
-@pytest.mark.parametrize(
-    "words", [["--n", "9" * 5000], [f"--n={'9' * 5000}"], ["--x" + "9" * 5000], ["--n", "\n" * 999]]
-)
-def test_a_long_word_is_not_quoted_whole(words: list[str]) -> None:
-    parser = OneLineParser(prog="a")
-    parser.add_argument("--n", type=int)
-    with pytest.raises(UsageError) as raised:
-        parser.parse_args(words)
-    assert 50 < len(str(raised.value)) < 200 and "..." in str(raised.value)
-
-
-def test_a_swallowed_signal_ends_the_writing_of_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    written = 0
-    write = FileWriter.write
-
-    def signalled(self: FileWriter, data: Any) -> None:
-        nonlocal written
-        written += 1
-        swallow(signal.SIGTERM)
-        write(self, data)
-
-    monkeypatch.setattr(FileWriter, "write", signalled)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    argv = ["--model", "opt-tiny", "--path", "_DUMMY_", "--offload-dir", str(tmp_path), "--no-log"]
-    assert flex_opt.main([*argv, "--prompt-len", "8", "--gen-len", "2"]) == 143
-    assert written == 1 and not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Flags without effect, and what libraries say while a command runs."""
+"""Flags without effect, and a disk that is full."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.units import MIB, TIB
-from tests.doors.conftest import Answer
-from tests.forks import Forks
+from tests.doors.conftest import Answer, Door
 
-Door = Callable[..., Answer]
 # ---- Flags without effect
 
 
@@ -43,16 +40,16 @@ NO_EFFECT = [
 
 @pytest.mark.parametrize(("flags", "said"), NO_EFFECT)
 def test_a_flag_without_effect_is_said(flags: str, said: set[str], door: Door) -> None:
-    assert idle(door("--no-log", "--gpu-batch-size", 1, *flags.split())) == said
+    assert idle(door("--no-log --gpu-batch-size 1", *flags.split())) == said
 
 
 def test_lengths_of_prompts_in_a_file_are_their_own(
     door: Door, write_jsonl: Callable[..., Path]
 ) -> None:
     path = write_jsonl({"prompt_token_ids": [4, 5]})
-    one = ("--no-log", "--gpu-batch-size", 1)
-    assert idle(door("--prompts", path, "--prompt-len", 8, *one)) == {"--prompt-len"}
-    assert idle(door("--prompts", path, "--ignore-eos", *one)) == set()
+    one = "--no-log --gpu-batch-size 1"
+    assert idle(door("--prompts", path, "--prompt-len 8", one)) == {"--prompt-len"}
+    assert idle(door("--prompts", path, "--ignore-eos", one)) == set()
 
 
 def test_other_commands_say_so_too(command: Callable[[str], Answer], tmp_path: Path) -> None:
@@ -82,59 +79,7 @@ def test_other_commands_say_so_too(command: Callable[[str], Answer], tmp_path: P
     assert idle(command(f"{text} --seed 3")) == {"--seed"}
 
 
-def test_a_conversation_cannot_be_longer_than_the_positions_unless_they_roll(
-    command: Door, rotary: Path
-) -> None:
-    chat = f"chat --model {rotary} --offload-dir o --dry-run --max-len"
-    assert idle(command(f"{chat} 65")) == {"--max-len"}
-    assert idle(command(f"{chat} 64")) == set()
-    assert idle(command(f"{chat} 65 --eviction h2o --positions rolling")) == set()
-    assert idle(command(f"{chat} 65 --eviction h2o:positions=rolling")) == set()
-
-
 # ---- One line
-
-
-WARNED: list[tuple[dict[str, object], str | None]] = [
-    ({"rope_scaling": {"rope_type": "nonsense", "factor": 2}}, "rope_type 'nonsense'"),
-    ({"rope_scaling": {"type": "yarn", "factor": -1, "bogus": 3}}, "yarn"),
-    ({"pad_token_id": -5}, None),
-]
-RUN = """
-import sys
-from flexgen_h2o import flex_opt
-for model in sys.argv[1:]:
-    flags = f"--model {model} --path _DUMMY_ --offload-dir o --prompt-len 4 --gen-len 2 --no-log --verbose 0"
-    print("ended", flex_opt.main(flags.split()), file=sys.stderr)
-"""  # noqa: E501
-
-
-def test_what_transformers_warns_of_does_not_stand_beside_the_error(
-    forks: Forks, tmp_path: Path
-) -> None:
-    """Nor does it say a thing twice; where the model is taken, its warning is kept."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "vocab_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-    }
-    for i, (changed, _) in enumerate(WARNED):
-        (tmp_path / f"m{i}").mkdir()
-        (tmp_path / f"m{i}" / "config.json").write_text(json.dumps({**config, **changed}))
-    done = forks.run(tmp_path, RUN, "./m0", "./m1", "./m2")
-    lines = iter(line for line in done.err.splitlines() if not line.startswith("# "))
-    for _, says in WARNED:
-        line = next(lines)
-        assert ("pad_token_id" if says is None else says) in line and line.startswith(
-            "flex_opt"
-        ) == (says is not None)
-        assert next(lines) == f"ended {0 if says is None else 2}"
 
 
 @pytest.mark.parametrize(("free", "budget"), [(24 * MIB, None), (24 * MIB, "1GiB"), (TIB, "1MiB")])
@@ -146,10 +91,7 @@ def test_a_full_disk_is_no_small_budget(
     answer = door(
         "--percent",
         *"000000",
-        "--gpu-batch-size",
-        512,
-        "--num-gpu-batches",
-        64,
+        "--gpu-batch-size 512 --num-gpu-batches 64",
         *asked,
         model=PACKAGED["opt-tiny"],
     )

@@ -22,7 +22,7 @@ from tests.unit.test_profile import PROFILE
 PARSERS = parsers()
 del PARSERS["evaluate lm-eval"]  # each line would read lm-eval's 10,000 task files
 # cases of the default suite, and of the slow one
-FEW = 70
+FEW = 40
 MANY = 5_000
 COMMANDS = [*PARSERS, "verbs"]
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +16,8 @@ from flexgen_h2o import cli, flags, generate, synonyms
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.parser import OneLineParser
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Answer, Door
 
-Door = Callable[..., Answer]
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
 PROMPTS = ["import os", "def main(argv):", "class Shape:"]
 
@@ -92,14 +88,6 @@ def test_one_prompt_is_printed_alone_behind_a_line_on_stderr(run: Door, words_mo
     assert "weights in RAM; KV cache in RAM; 1 prompt" in line and "tokens/s" in line
 
 
-def test_several_prompts_are_printed_in_their_order(run: Door, words_model: Path) -> None:
-    answer = run(words_model, *(word for prompt in PROMPTS for word in ("-p", prompt)))
-    places = [answer.out.index(f"{prompt}: ") for prompt in PROMPTS]
-    assert places == sorted(places)
-    for text in texts_of(words_model, PROMPTS):
-        assert f"\n{text}\n" in answer.out
-
-
 def test_a_piped_text_is_one_prompt(
     run: Door, words_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,15 +132,6 @@ def test_lines_of_json_say_themselves_what_they_are(
     assert answers_of(tmp_path / "out.jsonl") == [raw, message, message, message]
     assert run(chat_model, "-i", "in.jsonl", "-o", "chat.jsonl", "--chat").code == EXIT_DONE
     assert answers_of(tmp_path / "chat.jsonl") == [message] * 4
-
-
-def test_chat_needs_a_template(run: Door, words_model: Path) -> None:
-    answer = run(words_model, "-p", "import os", "--chat")
-    assert (
-        answer.code == EXIT_USAGE
-        and "has no chat template" in answer.err
-        and answer.err.count("\n") == 1
-    )
 
 
 # ---- Jobs
@@ -201,48 +180,6 @@ def test_prompts_of_the_command_line_are_kept_beside_an_output(
 
 
 @pytest.mark.parametrize(
-    "made", [lambda path: path.write_bytes(b"\xff\xfe"), lambda path: path.mkdir()]
-)
-def test_a_file_where_the_prompts_would_be_kept_is_left_alone(
-    run: Door, words_model: Path, tmp_path: Path, made: Callable[[Path], object]
-) -> None:
-    made(tmp_path / "out.jsonl.prompts.jsonl")
-    answer = run(words_model, "-p", "a", "-o", "out.jsonl")
-    assert (
-        answer.code == EXIT_USAGE
-        and answer.err.count("\n") == 1
-        and "out.jsonl.prompts.jsonl" in answer.err
-    )
-
-
-def test_words_that_are_not_text_and_systems_without_use_are_refused(
-    run: Door, words_model: Path
-) -> None:
-    assert "--prompt: is not UTF-8 text" in run(words_model, "-p", "\udcff", "-o", "out.jsonl").err
-    assert "--system: is not UTF-8 text" in run(words_model, "-p", "a", "--system", "\udcff").err
-    refused = run(words_model, "-p", "a", "--system", "Be brief.")
-    assert refused.code == EXIT_USAGE and "--system: is a message of a chat" in refused.err
-
-
-def test_a_dry_run_of_the_command_lines_prompts_writes_nothing(
-    run: Door, words_model: Path, tmp_path: Path
-) -> None:
-    answer = run(words_model, "-p", "import os", "-o", "out.jsonl", "--dry-run")
-    assert answer.code == EXIT_DONE and "time for all prompts" in answer.out
-    assert not list(tmp_path.glob("out.jsonl*"))
-
-
-def test_batch_is_the_same_job(run: Door, call: Door, words_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("\n".join(PROMPTS))
-    asked = ("--max-tokens", 5, "--dtype", "float32", "--offload-dir", "offload")
-    assert (
-        call(cli.main, "batch", words_model, "-i", "p.txt", "-o", "out.jsonl", *asked).code
-        == EXIT_DONE
-    )
-    assert "3 of them done before" in run(words_model, "-i", "p.txt", "-o", "out.jsonl").out
-
-
-@pytest.mark.parametrize(
     ("words", "says"),
     [
         (["-p", "a", "-i", "p.txt"], "--prompt and --input: give one of them"),
@@ -274,24 +211,6 @@ def test_refusals_are_one_line(run: Door, ids_model: Path, words: list[str], say
     assert line.startswith("generate: ") and (
         says in line or (says == "no tokens" and "tokenizer" in line)
     ), line
-
-
-def test_a_model_must_be_named(run: Door) -> None:
-    answer = run("-p", "a")
-    assert (
-        answer.code == EXIT_USAGE
-        and "MODEL: is missing" in answer.err
-        and "quickstart" in answer.err
-    )
-
-
-def test_a_line_that_cannot_be_run_is_named(run: Door, words_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": 5}\n')
-    answer = run(words_model, "-i", "in.jsonl")
-    assert answer.code == EXIT_USAGE and "--input in.jsonl:3: prompt: " in answer.err
-    (tmp_path / "in.txt").write_bytes(b"good\n\xff\n")
-    answer = run(words_model, "-i", "in.txt")
-    assert answer.code == EXIT_USAGE and "--input in.txt:2: not UTF-8 text" in answer.err
 
 
 # ---- Flags and help
@@ -347,30 +266,6 @@ def test_new_and_old_names_set_the_same(monkeypatch: pytest.MonkeyPatch) -> None
         assert read(new) == read(old), (new, old)
 
 
-def test_messages_name_a_flag_as_it_was_typed(run: Door, words_model: Path) -> None:
-    for typed in ("--ram", "--host-mem"):
-        answer = run(words_model, "-p", "a", typed, "1KiB")
-        other = "--host-mem" if typed == "--ram" else "--ram"
-        assert answer.code == 3 and f"{typed} 1.00 KiB" in answer.err and other not in answer.err
-    assert "MODEL nowhere/none" in run("nowhere/none", "-p", "a").err
-
-
-def test_more_ram_than_there_is_is_noted_once(run: Door, words_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("import os\n")
-    for words in (["-p", "a"], ["-i", "p.txt", "-o", "o.jsonl"]):
-        said = run(words_model, *words, "--ram", "900TiB")
-        [line] = [line for line in said.err.splitlines() if "900TiB" in line]
-        assert said.code == EXIT_DONE and re.fullmatch(
-            r"generate: --ram 900TiB: this machine has [\d.]+ [GT]iB, which is the limit", line
-        )
-    assert "which is the limit" not in run(words_model, "-p", "a", "--ram", "50MiB").err
-
-
-def test_flags_cannot_be_abbreviated() -> None:
-    with pytest.raises(UsageError, match="unrecognized arguments: --temp"):
-        generate._parser().parse_args(["m", "--tempera", "1"])
-
-
 def test_flags_of_other_programs_are_taken_or_answered() -> None:
     parser = generate._parser()
     known = {option for action in parser._actions for option in action.option_strings}
@@ -389,23 +284,3 @@ def test_flags_of_other_programs_are_taken_or_answered() -> None:
                 theirs,
                 named,
             )
-
-
-def test_verbs_of_other_programs_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    for theirs, ours in synonyms.VERBS.items():
-        if theirs not in cli.VERBS:
-            assert cli.main([theirs]) == EXIT_USAGE
-            assert f"did you mean {ours}?" in capsys.readouterr().err
-    assert set(synonyms.VERBS.values()) <= set(cli.VERBS)
-
-
-def test_spellings_of_one_command_are_not_those_of_the_next() -> None:
-    from flexgen_h2o.parser import as_typed, forget_spellings
-
-    parser = OneLineParser()
-    action = parser.add_argument("--new")
-    parser.also(action, "--old")
-    parser.parse_args(["--old", "1"])
-    assert as_typed("--new: bad, --newer") == "--old: bad, --newer"
-    forget_spellings()
-    assert as_typed("--old and --new") == "--old and --new"

@@ -3,23 +3,22 @@ somebody guesses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.doors.conftest import Answer
+from tests.doors.conftest import Door
 
 
 @pytest.fixture
-def ended(job: Callable[..., Answer], tmp_path: Path) -> Path:
+def ended(job: Door, tmp_path: Path) -> Path:
     """A job that has ended, with two rows; its output."""
     (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6], "max_tokens": 2}\n{\n')
     assert job().code == 0
     return tmp_path / "out.jsonl"
 
 
-def test_damaged_files_are_one_line(job: Callable[..., Answer], ended: Path) -> None:
+def test_damaged_files_are_one_line(job: Door, ended: Path) -> None:
     """A sidecar is left alone; a status is written anew by the next run.
     tests/unit/jobs/test_sidecar.py has more."""
     sidecar, status = (ended.with_name(f"out.jsonl.{name}.json") for name in ("job", "status"))
@@ -43,29 +42,7 @@ def test_damaged_files_are_one_line(job: Callable[..., Answer], ended: Path) -> 
     assert job().code == 0 and "2 of 2 done, 1 of them errors" in job("--status").out
 
 
-def test_the_status_counts_rows_of_this_input_in_the_output(
-    job: Callable[..., Answer], ended: Path, tmp_path: Path
-) -> None:
-    """Those of another input, which --force went on with, are not among them."""
-    (tmp_path / "in.jsonl").write_text(
-        '{"custom_id": "a", "prompt": [5]}\n{"custom_id": "b"}\n{"custom_id": "c"}\n'
-    )
-    assert job("--force").code == 0
-    assert "prompts: 3 of 3 done, 2 of them errors, 0 to do" in job("--status").out
-    whole = ended.read_bytes().splitlines(keepends=True)
-    ended.write_bytes(b"".join(whole[:-1]) + whole[-1][:20])
-    said = job("--status").out
-    assert (
-        "state: done, and rows were taken away since" in said
-        and "2 of 3 done, 2 of them errors, 1 to do" in said
-    )
-    ended.unlink()
-    assert "prompts: 0 of 3 done, 0 of them errors, 3 to do" in job("--status").out
-
-
-def test_links_beside_an_output_lead_a_job_nowhere(
-    job: Callable[..., Answer], tmp_path: Path
-) -> None:
+def test_links_beside_an_output_lead_a_job_nowhere(job: Door, tmp_path: Path) -> None:
     """A draft whose name is known would be written through a link that somebody has put there."""
     victim = tmp_path / "victim"
     victim.write_text("mine")

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -83,12 +82,6 @@ def test_version_and_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
         assert said.out == "" and says in said.err
 
 
-def test_an_embedding_programs_signal_handlers_are_put_back(door: Callable) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    assert door("--no-log").code == 0
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 # ---- a standard output that takes nothing
 
 PLAN = (
@@ -152,44 +145,3 @@ def test_files_are_written_where_standard_output_takes_nothing(
     assert (tmp_path / name).exists() or not (is_all or is_full), (
         "where nobody reads, a run without results ends"
     )
-
-
-@pytest.mark.parametrize("kind", ["closed", "ascii"])
-def test_files_are_written_where_standard_output_is_closed_or_lacks_a_character(
-    kind: str,
-    words_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts.txt").write_text("café €\n", encoding="utf-8")
-    command = (
-        f"flex-opt --model {words_model} --prompts prompts.txt --gen-len 2 --offload-dir "
-        "offload --no-log"
-    )
-    with open("printed", "w", encoding="ascii") as printed, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", None if kind == "closed" else printed)
-        assert (
-            cli.main(
-                [
-                    *command.split(),
-                    "--device",
-                    "cpu",
-                    "--output",
-                    "out.jsonl",
-                    "--json",
-                    "report.json",
-                ]
-            )
-            == 0
-        )
-        alone = cli.main(
-            [*command.split(), "--device", "cpu"]
-        )  # standard output has the only results
-    assert capfd.readouterr().err == (
-        "flex-opt: cannot write to standard output (it is closed)\n" * alone
-    )
-    assert alone == (kind == "closed")
-    assert (tmp_path / "out.jsonl").exists() and (tmp_path / "report.json").exists()
-    assert (r"caf\xe9" in (tmp_path / "printed").read_text()) is (kind == "ascii")

@@ -15,7 +15,7 @@ import pytest
 
 from flexgen_h2o import cli
 from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
-from tests.doors.conftest import POSITIONS, Answer
+from tests.doors.conftest import POSITIONS, Door
 
 # What stands behind a command's name; the flags of a case come after it, and win.
 BASE = {
@@ -220,9 +220,7 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture
-def refuse(
-    place: Path, call: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+def refuse(place: Path, call: Door, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs a line in `place` and checks how it is refused: `says` stands in the one line on
     stderr."""
     monkeypatch.chdir(place)
@@ -257,7 +255,7 @@ def test_one_line_names_what_is_wrong(command: str, refuse: Callable[..., None])
 @pytest.mark.parametrize(
     ("word", "verb"), [("policy_search", "plan"), ("plna", "plan"), ("run_batch", "run-batch")]
 )
-def test_a_verb_that_is_not_one(word: str, verb: str, call: Callable[..., Answer]) -> None:
+def test_a_verb_that_is_not_one(word: str, verb: str, call: Door) -> None:
     answer = call(cli.main, word)
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.startswith(

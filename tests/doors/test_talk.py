@@ -11,7 +11,7 @@ import re
 import select
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flexgen_h2o import H2O
 from flexgen_h2o import chat as module
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.files import MAX_LINE_BYTES
-from flexgen_h2o.evaluation.rows import Case
-from flexgen_h2o.evaluation.streaming import title
-from flexgen_h2o.kvcache.eviction.of_model import Windowed
-from tests.doors.conftest import POSITIONS, Answer
+from tests.doors.conftest import POSITIONS, Answer, Door
 from tests.forks import Forks
-from tests.parity.reference import random_model
 
-Door = Callable[..., Answer]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if "
     "add_generation_prompt %}<me>{% endif %}"
@@ -93,19 +87,6 @@ def test_answers_are_those_of_transformers(chat: Door, tmp_path: Path) -> None:
     assert answer.err.count("[KV ") == 3 and "tokens in" in answer.err and "turns: 3" in answer.err
 
 
-def test_answers_of_a_mixture_with_windows(chat: Door, tmp_path: Path) -> None:
-    """gpt-oss, whose window of 8 is shorter than what is said."""
-    shipped = PACKAGED["opt-tiny"]
-    folder = tmp_path / "mixture"
-    vocab = json.loads((shipped / "config.json").read_text())["vocab_size"]
-    random_model(model_type="gpt_oss", vocab_size=vocab).save_pretrained(folder)
-    for path in shipped.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    assert chat(f"--model {folder} --gen-len 4", *TURNS, "/save a.json").code == 0
-    want = greedy(folder, [f"\n{turn}\n" for turn in TURNS], [4] * 3, True)
-    assert [turn["token_ids"] for turn in saved(tmp_path / "a.json")] == want
-
-
 def with_template(folder: Path, to: Path, template: str = TEMPLATE) -> Path:
     shutil.copytree(folder, to)
     config = json.loads((to / "tokenizer_config.json").read_text())
@@ -157,24 +138,6 @@ def test_answers_are_those_of_evaluate_streaming(
         assert sum(t["tokens"] + 5 for t in found) > POSITIONS
 
 
-def test_titles_say_what_layers_keep_that_drop_columns(
-    chat: Door, command: Door, rotary: Path, tmp_path: Path
-) -> None:
-    """Of a share of bytes too, and where the first layer has a window."""
-    said = "5 heavy + 4 recent KV entries per sequence"
-    assert f"h2o: {said}" in chat(f"--model {rotary} {SMALL}", "x", "/memory").err
-    assert title(Case("h2o", Windowed(H2O(heavy_size=5, recent_size=4), (8, None))), "").startswith(
-        f"h2o: {said}"
-    )
-    (tmp_path / "t.txt").write_text("import os\n" * 20)
-    text = "--text t.txt --stream-len 33 --streams 1 --policies h2o:kv_bytes=0.25,positions=rolling"
-    out = command(f"evaluate streaming --model {rotary} --offload-dir o {text}")
-    assert (
-        "0.25,positions=rolling: 3 heavy + 4 recent KV entries per sequence, rolling positions"
-        in out.err
-    )
-
-
 # ---- Limits
 
 
@@ -204,25 +167,6 @@ def test_a_full_cache_that_is_used_up(chat: Door, rotary: Path, tmp_path: Path) 
     assert sum(t["tokens"] + len(t["token_ids"]) for t in found) == POSITIONS + 1
     assert found[-1]["finish_reason"] is None and answer.out.count(found[-1]["text"]) >= 1
     assert [t["token_ids"] for t in again] == [found[0]["token_ids"]]
-
-
-def test_a_turn_that_has_no_room_is_refused_and_a_shorter_one_taken(
-    chat: Door, words_model: Path
-) -> None:
-    long = "value = " * 60
-    answer = chat(f"--model {words_model} --gen-len 2", long, "x", long, "y")
-    assert answer.code == 2 and answer.err.count("[KV ") == 2
-    first, later = (line for line in answer.err.splitlines() if line.startswith("chat: "))
-    assert "line 1 of standard input: a turn of" in first and "shorten it" in first
-    assert "has no room in the" in later and "rolling" not in later, "learned positions do not roll"
-
-
-def test_max_len_bounds_what_is_reserved(chat: Door, words_model: Path) -> None:
-    flags = f"--model {words_model} --gen-len 8"
-    answer = chat(f"{flags} --max-len 20", "x", "y", "z")
-    assert "the 20 tokens of --max-len are used up" in answer.err
-    refused = chat(f"{flags} --host-mem 80KiB", "x")
-    assert refused.code == 3 and "or give --max-len, below 64" in refused.err and refused.out == ""
 
 
 # ---- Lines
@@ -257,64 +201,6 @@ def test_odd_lines_are_skipped_or_refused_and_change_nothing(
         t["token_ids"] for t in saved(tmp_path / "b.json")
     ]
     assert saved(tmp_path / "b.json")[1]["prompt"] == "/b"
-
-
-def test_save_refuses_what_cannot_be_written(chat: Door, words_model: Path, tmp_path: Path) -> None:
-    bad = {
-        "/save": "name a file",
-        "/save none/a.json": "/save none/a.json: the folder",
-        "/save a.csv": "must end in one",
-        f"/save {words_model}/config.json": "is the name of a file of --model",
-        "/save .json": "must end in one of",
-    }
-    answer = chat(
-        f"--model {words_model} --gen-len 2",
-        "/save early.json",
-        "a",
-        *bad,
-        "b",
-        "/save a.txt",
-        "/quit",
-        "c",
-    )
-    lines = [
-        line.partition("standard input: ")[2]
-        for line in answer.err.splitlines()
-        if "standard input" in line
-    ]
-    assert answer.code == 2 and lines[0] == "/save: nothing was said yet"
-    for line, says in zip(lines[1:], bad.values(), strict=True):
-        assert says in line
-    assert (tmp_path / "a.txt").read_text().startswith("> a\n") and answer.err.count("[KV ") == 2
-
-
-NO_TOKENIZER = "a model without a tokenizer"
-REFUSED = [
-    (
-        "--hh-ratio 0.2",
-        "--hh-ratio 0.2: the length of a conversation is not known; give numbers of KV entries",
-    ),
-    (
-        "--recent-ratio 0.2 --hh-size 3",
-        "--recent-ratio 0.2: the length of a conversation is not known",
-    ),
-    ("--turn-format x", "has no {turn} in it"),
-    ("--eviction nope", "--eviction nope"),
-    ("--positions rolling", "--positions rolling: needs rotary embeddings"),
-    ("--max-len 0", "--max-len"),
-    (NO_TOKENIZER, "has no tokenizer, which a conversation needs; give a folder with one"),
-]
-
-
-@pytest.mark.parametrize(("flags", "says"), REFUSED, ids=[flags for flags, _ in REFUSED])
-def test_one_line_says_what_is_wrong(
-    flags: str, says: str, chat: Door, words_model: Path, ids_model: Path
-) -> None:
-    model = ids_model if flags == NO_TOKENIZER else words_model
-    answer = chat(f"--model {model} {flags.replace(NO_TOKENIZER, '')}", "a")
-    assert answer.code == 2 and answer.out == ""
-    [line] = answer.err.splitlines()
-    assert says in line, line
 
 
 # ---- Signals and terminals
@@ -370,22 +256,6 @@ IN_A_PROCESS = (
     "--dtype",
     "float32",
 )
-NOBODY_READS = """
-import os, sys
-read, write = os.pipe()
-os.dup2(write, 1)
-os.dup2(os.open("lines", os.O_RDONLY), 0)
-for fd in (read, write):
-    os.close(fd)
-from flexgen_h2o import cli
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-def test_nobody_reads_the_answers(forks: Forks, tmp_path: Path) -> None:
-    (tmp_path / "lines").write_text("import os\nclass Shape:\n")
-    ended = forks.run(tmp_path, NOBODY_READS, "chat", *IN_A_PROCESS, "--gen-len", "4")
-    assert ended.code == 1 and "Traceback" not in ended.err, ended.err
 
 
 ON_TERMINAL = """

@@ -18,7 +18,6 @@ from tests.fault.conftest import NEW_TOKENS
 from tests.parity.reference import Reference, run, tokens_of
 
 FC1 = "model.decoder.layers.1.fc1.weight"
-KEYS = "model.decoder.layers.0.self_attn.k_proj.bias"
 
 
 def shards(folder: Path) -> list[Path]:
@@ -97,25 +96,6 @@ def test_refused_before_the_run(
     assert code == 2, line
     assert all(text in line for text in says), line
     assert_clean()
-
-
-def test_a_damaged_bin_file(
-    known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text((known.folder / "config.json").read_text())
-    torch.save(known.model.state_dict(), folder / "pytorch_model.bin")
-    os.truncate(folder / "pytorch_model.bin", 50_000)
-    capfd.readouterr()
-    offload = tmp_path / "offload"
-    assert (
-        flex_opt.main(["--model", str(folder), "--prompt-len", "4", "--offload-dir", str(offload)])
-        == 2
-    )
-    said, line = capfd.readouterr().err.splitlines()
-    assert said.startswith("# ") and "pytorch_model.bin" in line and "truncated" in line
-    assert not [p for p in offload.rglob("*") if p.is_file()]
 
 
 @pytest.mark.timeout(30)

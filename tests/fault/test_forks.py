@@ -42,24 +42,13 @@ def fork(*steps):
 SCRIPTS = {
     "the package is imported before": """
 import flexgen_h2o
-answer_of_a_fresh = fork(answer)
 use()
-fork(answer)
-fork(use, answer)
 fork(use, lambda: fork(answer))
-child = multiprocessing.get_context("fork").Process(target=answer)
-child.start(); child.join(); assert child.exitcode == 0
 answer()
-""",
-    "torch is used by the child alone": """
-fork(answer)
-fork(use, answer)
-fork(lambda: __import__("torch"), answer)
 """,
     "torch was used, and the package is imported by the child": """
 use()
-fork(answer)
-fork(answer, answer, lambda: fork(answer))
+fork(answer, lambda: fork(answer))
 """,
 }
 
@@ -81,11 +70,9 @@ def lines_of(script: str, tmp_path: Path) -> list[str]:
 def test_forked_after_torch_was_used(name: str, tmp_path: Path) -> None:
     lines = lines_of(SCRIPTS[name], tmp_path)
     if "was used" in name:
-        assert len(lines) == 4
-        assert all(
-            "forked from one that had used torch" in line and "import flexgen_h2o before" in line
-            for line in lines
-        )
+        assert len(lines) == 2
+        for line in lines:
+            assert "forked from one that had used torch" in line
+            assert "import flexgen_h2o before" in line
     else:
-        assert len(lines) == (6 if "before" in name else 3)
-        assert len(set(lines)) == 1 and lines[0].startswith("["), lines
+        assert len(lines) == 2 and len(set(lines)) == 1 and lines[0].startswith("["), lines

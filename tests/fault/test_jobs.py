@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.fault.jobs import Job, Jobs, rows_of, tear_the_end, tokens_of, whole_rows_of, write_input
-from tests.forks import Forks
 from tests.parity.cases import thinned
 
 ROWS = 44
@@ -83,18 +81,6 @@ def test_kill_9_loses_nothing(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None
         assert tokens_of(rows_of(folder / "out.jsonl")) == whole
 
 
-def test_a_process_that_is_killed_while_it_draws_its_bar_stops_no_other(
-    forks: Forks, tmp_path: Path
-) -> None:
-    """They are forked off one server, and tqdm's own lock is one for all of them."""
-    killed = forks.run(
-        tmp_path,
-        "import os\nfrom tqdm import tqdm\ntqdm.get_lock().acquire()\nos.kill(os.getpid(), 9)",
-    )
-    drawn = forks.run(tmp_path, "from tqdm import tqdm\nfor _ in tqdm([0]): pass")
-    assert (killed.code, drawn.code) == (-signal.SIGKILL, 0)
-
-
 def test_a_job_that_was_killed_while_rows_entered_goes_on_with_or_without_refill(
     jobs: Jobs, whole: Tokens, tmp_path: Path
 ) -> None:
@@ -118,29 +104,6 @@ def test_a_job_that_was_killed_while_rows_entered_goes_on_with_or_without_refill
 def status_of(jobs: Jobs, folder: Path) -> str:
     assert jobs.start(folder, "--status").wait() == 0
     return (folder / "stdout").read_text()
-
-
-def test_the_status_counts_what_a_killed_job_has_written(jobs: Jobs, tmp_path: Path) -> None:
-    """The file beside the output is written once a second, and says less; the output says what is
-    there."""
-    write_input(tmp_path, ROWS)
-    job = jobs.start(tmp_path)
-    job.wait_for_rows(12)
-    job.send(signal.SIGSTOP)
-    before = sorted(tmp_path.iterdir())
-    status = tmp_path / "out.jsonl.status.json"
-    status.write_text(json.dumps({**json.loads(status.read_text()), "done": 7, "errors": 0}))
-    assert f"prompts: {job.lines()} of {ROWS + 2} done" in status_of(jobs, tmp_path)
-    assert sorted(tmp_path.iterdir()) == before and "state: running" in status_of(jobs, tmp_path)
-    job.send(signal.SIGKILL)
-    job.wait()
-    said = status_of(jobs, tmp_path)
-    errors = sum(row["error"] is not None for row in rows_of(job.output))
-    assert "state: killed" in said
-    left = ROWS + 2 - job.lines()
-    assert (
-        f"prompts: {job.lines()} of {ROWS + 2} done, {errors} of them errors, {left} to do" in said
-    )
 
 
 # ---- somebody else
@@ -200,87 +163,6 @@ def test_an_output_that_somebody_changes_ends_the_job_and_the_next_run_mends_it(
         assert job.output.read_bytes() == left and notes == b"\n"
         job.output.write_bytes(data)
     assert finish(jobs, tmp_path) == whole
-
-
-def test_rows_that_somebody_writes_over_inside_the_output_are_missed_at_the_end(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    """Size and last bytes stay; the next run names the line, and does its row again once it is
-    gone."""
-    ids = write_input(tmp_path, ROWS)
-    job = jobs.start(tmp_path)
-    job.wait_for_rows(10)
-    job.send(signal.SIGSTOP)
-    with job.output.open("r+b") as file:
-        file.write(b"x" * 20)
-    job.send(signal.SIGCONT)
-    assert job.wait() == 1, job.err
-    [line] = job.err.splitlines()
-    assert f"--output out.jsonl: has {len(ids) - 1} rows, and the job wrote {len(ids)}" in line
-    assert f"prompts: {len(ids) - 1} of {len(ids)} done" in status_of(jobs, tmp_path)
-    again = jobs.start(tmp_path)
-    assert again.wait() == 2 and "--output out.jsonl:1: is not a row" in again.err
-    job.output.write_bytes(job.output.read_bytes().partition(b"\n")[2])
-    assert finish(jobs, tmp_path).keys() == ids.keys()
-
-
-def test_an_output_that_was_laid_out_anew_is_refused_and_left_alone(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    """As by `jq .`, which gives each row many lines; with --force the sidecar of the older settings
-    stays too."""
-    write_input(tmp_path, 2)
-    finish(jobs, tmp_path)
-    output = tmp_path / "out.jsonl"
-    sidecar = tmp_path / "out.jsonl.job.json"
-    output.write_text("".join(json.dumps(row, indent=2) + "\n" for row in rows_of(output)))
-    before = output.read_bytes()
-    settings = sidecar.read_bytes()
-    for flags in ((), ("--force", "--temperature", "0.5")):
-        again = jobs.start(tmp_path, *flags)
-        assert again.wait() == 2, again.err
-        [line] = again.err.splitlines()
-        assert line.startswith("batch: --output out.jsonl:1: is not a row that a job has written")
-        assert output.read_bytes() == before and sidecar.read_bytes() == settings
-
-
-SIDE_FILES = ("out.jsonl.job.json", "out.jsonl.status.json")
-
-
-def test_a_side_file_that_is_removed_during_a_job_is_written_again(
-    jobs: Jobs, whole: Tokens, tmp_path: Path
-) -> None:
-    write_input(tmp_path, ROWS)
-    job = jobs.start(tmp_path)
-    job.wait_for_rows(1)
-    job.send(signal.SIGSTOP)
-    settings = (tmp_path / SIDE_FILES[0]).read_bytes()
-    for name in SIDE_FILES:
-        (tmp_path / name).unlink(missing_ok=True)
-    job.send(signal.SIGCONT)
-    assert job.wait() == 0, job.err
-    assert tokens_of(rows_of(job.output)) == whole
-    assert (tmp_path / SIDE_FILES[0]).read_bytes() == settings and (
-        tmp_path / SIDE_FILES[1]
-    ).exists()
-    assert jobs.start(tmp_path).wait() == 0
-
-
-@pytest.mark.parametrize("name", SIDE_FILES)
-def test_a_side_file_that_cannot_be_written_again_is_said_at_the_end(
-    name: str, jobs: Jobs, whole: Tokens, tmp_path: Path
-) -> None:
-    write_input(tmp_path, ROWS)
-    job = jobs.start(tmp_path)
-    job.wait_for_rows(1)
-    job.send(signal.SIGSTOP)
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).mkdir()  # in the way
-    (tmp_path / name / "something").touch()
-    job.send(signal.SIGCONT)
-    assert job.wait() == 1
-    assert name in job.err.splitlines()[-1] and "Traceback" not in job.err
-    assert tokens_of(rows_of(job.output)) == whole
 
 
 def test_a_full_standard_output_and_standard_error_cost_no_row(
@@ -353,31 +235,6 @@ def test_a_full_disk_ends_a_job_clearly(jobs: Jobs, whole: Tokens, tmp_path: Pat
     assert line.startswith("batch: --output out.jsonl: File too large; the rows in it are whole")
     found = tokens_of(rows_of(job.output))
     assert 5 < len(found) < ROWS and found.items() <= whole.items()
-
-
-@pytest.mark.slow
-def test_a_full_file_system_ends_a_job_clearly_and_the_rest_can_be_done(
-    jobs: Jobs, whole: Tokens, tmp_path: Path
-) -> None:
-    """A real one, of 16 KiB, where mounting is permitted; a link leads there."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(disk)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("no permission to mount")
-    try:
-        write_input(tmp_path, ROWS)
-        (tmp_path / "out.jsonl").symlink_to(disk / "out.jsonl")
-        job = jobs.start(tmp_path)
-        assert job.wait() == 1, job.err
-        assert "No space left on device" in job.err and len(job.err.splitlines()) == 1
-        assert tokens_of(rows_of(job.output)).items() < whole.items()
-        subprocess.run(["mount", "-o", "remount,size=400k", str(disk)], check=True)
-        assert finish(jobs, tmp_path) == whole
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 LONG_LINES = {

@@ -145,10 +145,3 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_an_address_without_ray_is_one_line(folder: Path) -> None:
-    job = launch(folder, "--ray", "127.0.0.1:1")
-    assert job.wait() == 2
-    assert job.err.splitlines()[-1].startswith("batch: --ray 127.0.0.1:1: no Ray there"), job.err
-    assert "Traceback" not in job.err

@@ -126,34 +126,6 @@ def test_a_signal_inside_a_finaliser(run_until, assert_clean: Callable[[], None]
     assert_clean()
 
 
-def test_a_signal_that_comes_out_as_another_error(
-    run_until, assert_clean: Callable[[], None]
-) -> None:
-    """As when it falls into `threading`'s own bookkeeping: RuntimeError, release unlocked lock."""
-
-    def turned() -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGHUP)
-        except BaseException as error:
-            raise RuntimeError("release unlocked lock") from error
-
-    ended, err, rows = run_until(turned)
-    assert (ended, rows) == (129, ROWS // 2), err
-    assert len(err.splitlines()) == 1
-    assert_clean()
-
-
-@pytest.mark.parametrize(("number", "code"), SIGNALS[:2])
-def test_a_signal_while_a_finished_run_cleans_up(
-    number: int, code: int, run_until, removed, assert_clean: Callable[[], None]
-) -> None:
-    numbers, folders = removed
-    numbers.append(number)
-    ended, err, rows = run_until(lambda: None)
-    assert ended in (0, code) and rows == ROWS and folders, err
-    assert_clean()
-
-
 def test_under_nohup_a_hang_up_ends_nothing(run_until, assert_clean: Callable[[], None]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ended, err, rows = run_until(lambda: os.kill(os.getpid(), signal.SIGHUP))

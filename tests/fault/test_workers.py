@@ -187,18 +187,6 @@ def run_cli(
     return code, capfd.readouterr().err, out.read_text().splitlines() if out.exists() else []
 
 
-def test_no_room_for_the_scratch_files(
-    known: Reference, tmp_path: Path, monkeypatch, capfd, assert_clean
-) -> None:
-    fail_after(
-        monkeypatch, os, "posix_fallocate", 1, OSError(errno.ENOSPC, "No space left on device")
-    )
-    code, err, rows = run_cli(known, tmp_path, capfd)
-    assert code == 3 and len(err.splitlines()) == 1 and rows == []
-    assert "--offload-dir" in err and "No space left" in err and "are free" in err
-    assert_clean()
-
-
 @pytest.mark.parametrize("calls", [0, 150])
 def test_the_disk_fills_up_during_the_run(
     calls: int, known: Reference, tmp_path: Path, monkeypatch, capfd, assert_clean

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,30 +80,18 @@ class Access(NamedTuple):
     where: str
 
 
-class Watch(Protocol):
-    """Sees what the computing thread gives the card, in order."""
-
-    def made(self, tensor: torch.Tensor, where: str) -> None:
-        """A storage is new."""
-
-    def issued(self, name: str, tensors: Sequence[torch.Tensor], numbers: Sequence[object]) -> None:
-        """A launch or copy, with the CPU tensors that it reads and writes and what else a kernel is
-        given."""
-
-
 @dataclass
 class Card:
     """What has been done. counts: by (step, what), of what the computing thread did; a step is a
     phase and a layer's kind. places: the same by line of code. recorded: what a graph does, while
-    one is made. races: by the two places. watch: sees each launch. late: copies that are put off,
-    each with its stream and time."""
+    one is made. races: by the two places. late: copies that are put off, each with its stream and
+    time."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     places: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     races: Counter[tuple[str, str]] = field(default_factory=Counter)
     step: str = "before"
     late: list[tuple[str, int, Callable[[], object]]] = field(default_factory=list)
-    watch: Watch | None = None
     recorded: list[Callable[[], object]] | None = None
     # Host memory that is or was pinned, by its address, whose accesses are ordered too; and what of
     # it is unpinned.
@@ -201,8 +189,6 @@ class Card:
         for tensor in writes:
             self._access(tensor, True, clock, where)
         self.count(what, name)
-        if self.watch is not None and self._counts_here:
-            self.watch.issued(name, [*reads, *writes], ())
 
     def touch(self, tensor: torch.Tensor, writes: bool) -> None:
         """Memory in `staging` is read or written by this thread itself."""
@@ -239,8 +225,6 @@ class Card:
     def forget(self, tensor: torch.Tensor) -> None:
         """A storage is new, whatever had its address before."""
         self._accesses.pop(tensor.untyped_storage()._cdata, None)
-        if self.watch is not None and self._counts_here:
-            self.watch.made(tensor, _place())
 
     def _access(
         self,

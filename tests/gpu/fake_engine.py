@@ -214,10 +214,6 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
         assert is_there, f"{name} is launched where there is no Triton"
         with card.lock:
             card.count("launch", name)
-            if card.watch is not None:
-                tensors = [one.raw for one in arguments if isinstance(one, CardTensor)]
-                numbers = [one for one in arguments if not isinstance(one, CardTensor)]
-                card.watch.issued(name, tensors, (*grid, *numbers, *more.items()))
         before = card.recorded
         card.recorded = None
         with card.uncounted():

@@ -13,18 +13,15 @@ import torch
 
 from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.engine.graphs import PLAIN_SWEEPS, StepGraphs
-from flexgen_h2o.kvcache.eviction import Tova
+from flexgen_h2o.engine.graphs import PLAIN_SWEEPS
 from flexgen_h2o.tiers.device import CudaDevice
 from tests.gpu.fake_card import Card
-from tests.gpu.fake_engine import CardDevice
 from tests.gpu.test_cuda_parity import model_folder, prompts
 from tests.gpu.test_fake_card import (
     CONFIGS,
     EVICTIONS,
     FAMILIES,
     FEW_TOKENS,
-    OLMOE,
     generate,
     on_fake_card,
     some_slow,
@@ -102,31 +99,6 @@ def test_windows_and_a_common_prefix_in_graphs(
     assert launches(like_the_cpu(folder, EVICTIONS[eviction])) == REPLAYS
 
 
-def test_graphs_that_were_seldom_used_are_made_later() -> None:
-    graphs = StepGraphs(CardDevice(Card(), has_graphs=True))
-    sweeps = list[int]()
-
-    def sweep(rows: int | None) -> bool:
-        graphs.begin_sweep(rows, lambda: [torch.zeros(1)])
-        graphs.run((0, 0), lambda: None, None)
-        return graphs._is_used
-
-    for rows, count in enumerate((4, 4, 8, 20)):
-        sweeps.append(sum(sweep(rows) for _ in range(count)))
-    # Behind two plain sweeps, then behind four, until graphs were worth making, then behind two
-    # again.
-    assert sweeps == [2, 0, 4, 18]
-    assert [sweep(rows) for rows in (3, None, 3, 4, 4, None, 4)] == [
-        True,
-        False,
-        True,
-        False,
-        False,
-        False,
-        True,
-    ]
-
-
 class BrokenGraph:
     """A capture that `torch.cuda` has begun, and cannot end."""
 
@@ -162,39 +134,3 @@ def test_a_card_that_makes_no_graph_says_how_to_go_without(
         assert "when stream is capturing); use --overlap false" in str(
             caught.value
         ) and "\n" not in str(caught.value)
-
-
-def test_graphs_need_what_a_sweep_tells_them(tmp_path, monkeypatch) -> None:
-    folder = model_folder(tmp_path, CONFIGS["llama"])
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"))
-    begin = StepGraphs.begin_sweep
-
-    def forget(graphs: StepGraphs, rows: Any, inputs: Any) -> None:
-        kept = graphs._inputs
-        begin(graphs, rows, lambda: kept or inputs())
-
-    monkeypatch.setattr(StepGraphs, "begin_sweep", forget)
-    tokens, card = on_card_with_graphs(folder, "all on the device")
-    assert launches(card) == REPLAYS
-    assert tokens != expected
-
-
-@pytest.mark.parametrize(
-    ("placement", "config", "more"),
-    [
-        ("KV on host", "normal", {}),
-        ("weights on host, pinned", "normal", {}),
-        ("all on the device", "normal", {"eviction": Tova(heavy_size=4)}),
-        ("all on the device", "normal", {"overlap": False}),
-        ("all on the device", "olmoe", {}),
-        ("attention on the CPU, KV on host", "normal", {}),
-    ],
-)
-def test_other_steps_are_not_graphs(
-    tmp_path, placement: str, config: str, more: dict[str, Any]
-) -> None:
-    folder = model_folder(tmp_path, {**CONFIGS, "olmoe": OLMOE}[config])
-    _, card = on_card_with_graphs(
-        folder, placement, params=SamplingParams(PLAIN_SWEEPS + 3, ignore_eos=True), **more
-    )
-    assert not made(card)

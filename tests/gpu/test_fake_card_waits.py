@@ -4,25 +4,23 @@ moment."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
 
-from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.engine import stores
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import BaseWeightStream
-from flexgen_h2o.engine.prompts import Completion, Prompt
-from flexgen_h2o.engine.stores import HiddenStore, WeightStore
+from flexgen_h2o.engine.stores import HiddenStore
 from flexgen_h2o.kvcache import store
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.tiers import stream
 from flexgen_h2o.tiers.stream import NOTHING, Done, Stream, wait_all
 from flexgen_h2o.tiers.transfers import Lanes
 from tests.gpu.fake_engine import deferred_transfers
-from tests.gpu.test_cuda_parity import BUDGET, GREEDY, PLACEMENTS, model_folder, prompts
+from tests.gpu.test_cuda_parity import BUDGET, GREEDY, PLACEMENTS, model_folder
 from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, generate, on_fake_card, some_slow
 
 
@@ -111,66 +109,6 @@ def test_bytes_that_move_at_the_last_moment_are_the_same(
     assert at_the_last_moment(folder, placement, kept) == expected
 
 
-LENGTHS = (9, 2, 1, 3, 3, 3, 7)
-
-
-@pytest.mark.parametrize(
-    "placement", ["all on the device", "KV on host", "hidden states on disk", "everything split"]
-)
-def test_rows_take_places_whose_tokens_come_late(tmp_path, placement: str) -> None:
-    """In the same order, where rows have ended and where a micro-batch is empty."""
-    folder = model_folder(tmp_path, CONFIGS["llama"])
-    finished = dict[str, list[int]]()
-    given = {
-        "dtype": "float32",
-        "device": "cpu",
-        "path": "_DUMMY_",
-        "offload_dir": tmp_path,
-        "budget": BUDGET,
-    }
-    rows = [
-        Prompt(i, tuple(ids), None)
-        for i, ids in enumerate(sorted(prompts(), key=len, reverse=True))
-    ]
-    params = [SamplingParams(n, ignore_eos=True) for n in LENGTHS]
-    tokens = dict[str, list[Any]]()
-    for name, late in (("at once", nullcontext()), ("late", deferred_transfers())):
-        with late, LLM(str(folder), Policy(2, 2, **PLACEMENTS[placement]), **given) as llm:
-            done = list[Completion]()
-            coming = iter([([], []), (rows[3:], params[3:])])
-            llm.run(
-                rows[:3],
-                params[:3],
-                done.extend,
-                refill=True,
-                more=lambda it=coming: next(it, None),
-            )
-        finished[name] = [one.index for one in done]
-        tokens[name] = [one.token_ids for one in sorted(done, key=lambda one: one.index)]
-    assert [len(ids) for ids in tokens["late"]] == list(LENGTHS)
-    assert tokens["late"] == tokens["at once"] and finished["late"] == finished["at once"]
-
-
-def _kv_is_loaded_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
-    load = CacheStore._load_part
-
-    def too_early(cache: CacheStore, unit: Any, home: Any, data: Any, after: list[Any]) -> Any:
-        return load(cache, unit, home, data, [one for one in after if one not in unit.last_store])
-
-    patch.setattr(CacheStore, "_load_part", too_early)
-
-
-def _hidden_states_are_loaded_before_they_are_stored(patch: pytest.MonkeyPatch) -> None:
-    load = HiddenStore.load
-
-    def too_early(hidden: HiddenStore, key: Any, region: Any) -> Any:
-        with pytest.MonkeyPatch.context() as within:
-            within.setattr(hidden, "_stores", [[] for _ in hidden._stores])
-            return load(hidden, key, region)
-
-    patch.setattr(HiddenStore, "load", too_early)
-
-
 def _without_waiting(patch: pytest.MonkeyPatch, owner: Any, name: str, module: Any) -> None:
     """Nothing waits within a method, neither here nor on the card."""
     method = getattr(owner, name)
@@ -194,10 +132,6 @@ def _hidden_states_are_made_while_the_region_is_stored(patch: pytest.MonkeyPatch
 
 def _a_block_begins_while_kv_of_the_last_is_stored(patch: pytest.MonkeyPatch) -> None:
     _without_waiting(patch, CacheStore, "settle", store)
-
-
-def _weights_are_used_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
-    _without_waiting(patch, WeightStore, "load_resident", stores)
 
 
 LAYERS = {
@@ -292,28 +226,3 @@ def test_a_wait_of_the_card_that_is_left_out_is_a_race(
     drop(monkeypatch, of)
     _, card = on_fake_card(folder, placement)
     assert card.races
-
-
-@pytest.mark.parametrize(
-    ("drop", "placement"),
-    some_slow(
-        [
-            (_kv_is_loaded_before_it_is_stored, "KV on host"),
-            (_kv_is_loaded_before_it_is_stored, "KV on disk"),
-            (_hidden_states_are_loaded_before_they_are_stored, "hidden states split three ways"),
-            (_hidden_states_are_loaded_before_they_are_stored, "hidden states on disk"),
-            (_kv_is_made_while_the_region_is_stored, "KV on host"),
-            (_weights_are_used_before_they_are_read, "all on the device"),
-        ],
-        {(_kv_is_loaded_before_it_is_stored, "KV on host")},
-    ),
-)
-def test_a_wait_that_is_left_out_changes_tokens(
-    tmp_path, monkeypatch, drop: Callable[..., None], placement: str
-) -> None:
-    """Where bytes move at the last moment."""
-    folder = model_folder(tmp_path, LAYERS)
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), params=GREEDY)
-    assert at_the_last_moment(folder, placement) == expected
-    drop(monkeypatch)
-    assert at_the_last_moment(folder, placement) != expected

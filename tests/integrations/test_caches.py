@@ -117,27 +117,6 @@ def test_a_further_turn_goes_on_from_what_is_left(name: str, known: Models) -> N
     assert all((first - other).abs().max() < 1e-4 for other in logits.values())
 
 
-def test_generate_takes_the_cache_of_the_turn_before(known: Models) -> None:
-    model = known("llama, grouped").model
-    more = torch.tensor([[7, 8, 9]] * len(PROMPTS))
-    found = []
-    for mode in ("drop", "mask"):
-        with evicting(model, SMALL, mode):
-            first = generated(model, PROMPTS, 5)
-            ids = torch.cat([first.sequences, more], dim=1)
-            mask = torch.nn.functional.pad(padded(PROMPTS)["attention_mask"], (0, 8), value=1)
-            found.append(
-                model.generate(
-                    ids,
-                    attention_mask=mask,
-                    past_key_values=first.past_key_values,
-                    max_new_tokens=5,
-                    do_sample=False,
-                )
-            )
-    assert found[0].shape == (4, 31) and found[0].equal(found[1])
-
-
 # ---- texts that are scored: one forward without a cache
 
 
@@ -152,22 +131,6 @@ def test_scored_text_sees_all_columns_when_dropping(name: str, known: Models) ->
             with evicting(model, SMALL):
                 got = model(**batch, use_cache=use_cache).logits
             assert (got - want)[real].abs().max() < 1e-4
-
-
-def test_scored_text_keeps_a_share_of_its_own_length(known: Models) -> None:
-    """In mode "mask": the sizes that the share comes to, whatever number of new tokens was
-    promised."""
-    model = known("neox").model
-    found = []
-    ids = torch.tensor(random_prompts((20,), seed=5))
-    for eviction, most in ((H2O(kv_budget=0.35), 3), (H2O(heavy_size=3, recent_size=4), None)):
-        enable_eviction(model, eviction, "mask", most)
-        with torch.no_grad():
-            found.append(model(ids).logits)
-        disable_h2o(model)
-    assert found[0].equal(found[1])
-    with torch.no_grad():
-        assert not found[0].equal(model(ids).logits)
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    BertConfig,
-    BertModel,
     DynamicCache,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
 )
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_eviction, enable_h2o
-from flexgen_h2o.kvcache.eviction import H2O, Tova, TriAttention
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Needs
-from tests.integrations.models import PAD, Known, generated, known_model, padded
-from tests.parity.reference import random_model, random_prompts
+from flexgen_h2o.kvcache.eviction import Tova
+from tests.integrations.models import Known, generated, known_model
+from tests.parity.reference import random_prompts
 
 PROMPTS = random_prompts((18, 11), seed=3)
 SIZES = {"heavy_size": 4, "recent_size": 3}
@@ -115,89 +110,6 @@ def test_wrong_settings_are_refused(
     assert state(model) == before
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: BertModel(
-                BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-            ),
-            "type bert is not",
-        ),
-        (
-            lambda: MistralForCausalLM(
-                MistralConfig(
-                    hidden_size=16,
-                    num_hidden_layers=1,
-                    num_attention_heads=2,
-                    num_key_value_heads=1,
-                    vocab_size=9,
-                    intermediate_size=16,
-                    sliding_window=8,
-                )
-            ),
-            "sliding windows",
-        ),
-        (
-            lambda: random_model(model_type="gpt_oss", num_hidden_layers=1),
-            "^model: type gpt_oss is not one of opt, .*, gpt_neox$",
-        ),
-        (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
-    ],
-)
-def test_models_that_are_not_supported_are_refused(make: Callable[[], Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        enable_eviction(make(), H2O(**SIZES))
-
-
-class Aged(H2O):
-    """Wants of each column what the engine alone could know."""
-
-    @property
-    def needs(self) -> Needs:
-        return Needs((POSITIONS, SCORES, "ages"), None)
-
-
-def test_policy_that_only_the_engine_can_run_is_refused(known: Callable[[str], Known]) -> None:
-    with pytest.raises(UsageError, match="eviction: h2o needs ages of its KV entries"):
-        enable_eviction(known("opt").model, Aged(**SIZES))
-    with pytest.raises(UsageError, match="eviction: triattention works in the engine only"):
-        enable_eviction(known("opt").model, TriAttention(**SIZES))
-    with pytest.raises(UsageError, match="positions: rolling works in the engine only"):
-        enable_eviction(known("opt").model, H2O(**SIZES, positions="rolling"))
-
-
-RIGHT = {"attention_mask": padded(PROMPTS)["attention_mask"].flip(1)}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"cache_implementation": "static"}, "cache_implementation: eviction brings its own cache"),
-    ({"cache_implementation": "offloaded"}, "cache_implementation: eviction brings its own cache"),
-    ({"output_attentions": True}, "output_attentions: attention matrices are never made"),
-    (RIGHT, "attention_mask: padding between the tokens of a sequence"),
-    (
-        {"attention_mask": torch.zeros(2, 18, dtype=torch.long)},
-        "attention_mask: sequence 0 is nothing but padding; give it a token",
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "says"), WRONG)
-def test_generation_that_is_not_supported_is_refused(
-    settings: dict[str, Any], says: str, known: Callable[[str], Known]
-) -> None:
-    model = known("opt").model
-    enable_h2o(model, **SIZES)
-    try:
-        with pytest.raises(UsageError, match=says):
-            model.generate(
-                **{**padded(PROMPTS), **settings},
-                max_new_tokens=4,
-                do_sample=False,
-                pad_token_id=PAD,
-            )
-    finally:
-        disable_h2o(model)
-
-
 @pytest.mark.parametrize("mode", ["drop", "mask"])
 def test_a_generation_beyond_what_was_promised_is_refused(
     mode: str, known: Callable[[str], Known]
@@ -218,45 +130,3 @@ def test_a_generation_beyond_what_was_promised_is_refused(
             model(done.sequences[:, -1:], past_key_values=done.past_key_values)
     finally:
         disable_h2o(model)
-
-
-def test_misuse_is_refused(known: Callable[[str], Known]) -> None:
-    """Gradients, masks of one's own, tokens that are taken back, caches of another time, the name
-    set by hand."""
-    model = known("llama, grouped").model
-    ids = torch.tensor(PROMPTS[:1])
-    with torch.no_grad():
-        filled = model(ids).past_key_values
-    enable_h2o(model, **SIZES)
-    try:
-        with pytest.raises(UsageError, match="gradients"):
-            model(ids)
-        with torch.no_grad():
-            with pytest.raises(UsageError, match="attention_mask: shape"):
-                model(ids, attention_mask=torch.ones(1, 1, 18, 18).tril())
-            with pytest.raises(
-                UsageError, match="past_key_values: filled before eviction was enabled"
-            ):
-                model(ids, past_key_values=filled)
-            mine = model(ids).past_key_values
-        with pytest.raises(UsageError, match="assisted decoding"):
-            model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4)
-        model.set_attn_implementation("sdpa")
-        with pytest.raises(
-            UsageError, match="attn_implementation: changed while eviction is enabled"
-        ):
-            generated(model, PROMPTS, 2)
-    finally:
-        disable_h2o(model)
-    with (
-        torch.no_grad(),
-        pytest.raises(UsageError, match="past_key_values: made while eviction was enabled"),
-    ):
-        model(ids, past_key_values=mine)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("flexgen_h2o")
-    try:
-        with pytest.raises(UsageError, match="is set by enable_h2o"):
-            generated(model, PROMPTS, 2)
-    finally:
-        model.set_attn_implementation(before)

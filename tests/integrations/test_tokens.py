@@ -139,23 +139,3 @@ def test_shipped_model_writes_what_the_engine_writes() -> None:
     assert inputs["attention_mask"].min() == 0
     out = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     assert out[:, inputs["input_ids"].shape[1] :].tolist() == [o.token_ids for o in outs]
-
-
-@pytest.mark.parametrize("pair", ["h2o", "h2o-norm, one sink", "snapkv, narrow"])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_callers_default_dtype_changes_nothing(
-    pair: str, mode: str, known: Callable[[str], Known]
-) -> None:
-    """Scores stay in fp32."""
-    model = known("llama, grouped").model
-    want = wanted(known("llama, grouped").plain, PAIRS[pair], LENGTHS, NEW_TOKENS)
-    enable_eviction(model, PAIRS[pair].engine, mode, None)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        out = generated(model, want.prompts, NEW_TOKENS)
-    finally:
-        torch.set_default_dtype(before)
-        disable_eviction(model)
-    assert new_tokens_of(out, want.prompts) == want.tokens
-    assert_held(out.past_key_values, want, mode)

@@ -18,14 +18,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from bench.sweep import page as results_page
 from flexgen_h2o.cli import VERBS
 from flexgen_h2o.core.errors import UsageError
-from scripts import docs_site, flag_tables
+from scripts import flag_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -228,22 +227,6 @@ def test_pages_name_what_the_package_has() -> None:
     ] == []
 
 
-def test_a_name_that_is_gone_is_found() -> None:
-    good = (
-        "`engine/loop.Walk`, `Walk.run`, `zigzag`, `engine/loop.zigzag`, `tiers/stream.py`, "
-        "`engine/`, `extra.ranks`"
-    )
-    assert list(unknown_names(good)) == []
-    for gone in (
-        "engine/loop.Wolk",
-        "Walk.ran",
-        "tiers/none.py",
-        "engine/none.Walk",
-        "loop.zagzig",
-    ):
-        assert list(unknown_names(f"a `{gone}` b")) == [gone]
-
-
 def test_every_page_is_reached_from_another() -> None:
     linked = {
         (page.parent / link.partition("#")[0]).resolve()
@@ -254,55 +237,9 @@ def test_every_page_is_reached_from_another() -> None:
     assert [str(page) for page in PAGES[1:] if page not in linked] == []
 
 
-def test_broken_links_are_found_and_good_ones_are_not() -> None:
-    page = ROOT / "docs" / "reference" / "page.md"
-    for text, problem in (
-        ("[a](nowhere.md)", "nowhere.md: no such file"),
-        ("[a](jobs.md#nowhere)", "jobs.md#nowhere: no such section"),
-        ("# A\n[a](#b)", "#b: no such section"),
-        ("[a](../../../outside.md)", "../../../outside.md: no such file"),
-        ("```\n# B\n```\n[a](#b)", "#b: no such section"),
-    ):
-        assert list(broken_links(text, page)) == [problem]
-    for text in (
-        "# A `b`, c?\n[a](#a-b-c)",
-        "# A\n# A\n[a](#a-1)",
-        "[a](jobs.md) [b](https://x.y/z.md)",
-        "`[a](b)`",
-    ):
-        assert list(broken_links(text, page)) == []
-
-
-def test_a_broken_mention_is_found() -> None:
-    assert list(
-        broken_mentions(
-            '(docs/nowhere.md) (docs/reference/jobs.md, "Nowhere") (docs/reference/jobs.md, "On '
-            'Ray")'
-        )
-    ) == [
-        "docs/nowhere.md: no such file",
-        'docs/reference/jobs.md, "Nowhere": no such section',
-    ]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_taken_by_their_parsers(page: Path) -> None:
     assert list(refused_commands(page.read_text())) == []
-
-
-def test_a_command_that_is_refused_is_found() -> None:
-    for good in (
-        "flexgen-h2o plan --model m # why",
-        "FLAG=1 python -m flexgen_h2o.batch --output o ...",
-        "echo a | b",
-    ):
-        assert list(refused_commands(f"```bash\n{good}\n```")) == []
-    for bad in (
-        "flexgen-h2o plan --modle m",
-        "flexgen-h2o fly",
-        "printf a | flexgen-h2o chat --gen-len \\\n  many",
-    ):
-        assert len(list(refused_commands(f"```bash\n{bad}\n```"))) == 1
 
 
 def test_python_of_the_pages_is_python() -> None:
@@ -353,68 +290,6 @@ def test_tables_of_flags_are_those_of_the_parsers() -> None:
     )
 
 
-def test_a_table_is_written_between_its_marks() -> None:
-    page = ROOT / "docs" / "reference" / "commands" / "chat.md"
-    text = (
-        "a\n\n<!-- flags: chat -->\nold\n<!-- end of flags -->\n\n<!-- flags: fly -->\n<!-- end "
-        "of flags -->\nb\n"
-    )
-    made = flag_tables.filled(text, page)
-    assert (
-        "old" not in made
-        and "| `--turn-format TEXT` |" in made
-        and "](../cli.md#shared-flags): " in made
-    )
-    assert (
-        flag_tables.filled(made, page) == made
-        and made.startswith("a\n\n<!--")
-        and made.endswith("-->\nb\n")
-    )
-    assert "<!-- flags: fly -->\n<!-- end of flags -->" in made  # a verb that does not exist yet
-
-
-def test_flags_of_groups_that_many_commands_have_are_shown_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = {verb: argparse.ArgumentParser() for verb in ("generate", "chat", "serve", "batch")}
-    for verb, parser in made.items():
-        model = parser.add_argument_group("Model")
-        model.add_argument("model", metavar="MODEL", help="a folder")
-        model.add_argument("-r", "--revision", help="a branch")
-        if verb != "serve":
-            model.add_argument("--dry-run", action="store_true", help="plan only")
-        memory = parser.add_argument_group("Memory")
-        memory.add_argument("--ram", metavar="SIZE", help="most RAM")
-        memory.add_argument("--host-mem", dest="ram", help=argparse.SUPPRESS)
-        memory.add_argument(f"--{verb}-mem", action="store_true", help="its own")
-    monkeypatch.setattr(flag_tables, "parsers", lambda: made)
-    monkeypatch.setattr(flag_tables, "MIN_VERBS", 2)
-    page = ROOT / "docs" / "reference" / "commands" / "serve.md"
-    assert flag_tables.documented() == ["generate", "chat", "serve"]
-    shared = flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE)
-    assert (
-        shared.index("**Model**")
-        < shared.index("| `MODEL` | a folder |")
-        < shared.index("**Memory**")
-    )
-    assert "| `-r`, `--revision REVISION` |" in shared and "host-mem" not in shared
-    own = flag_tables.table("serve", page)
-    assert own.startswith(
-        "\n**Memory**\n\n| flag | meaning |\n|---|---|\n| `--serve-mem` | its own |\n\n"
-    )
-    assert own.endswith(
-        "[Shared flags](../cli.md#shared-flags): Model (not `--dry-run`); Memory.\n\n"
-    )
-
-
-def test_flags_are_shown_as_they_are_typed() -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
-    shown = docs_site.on_page_markdown(
-        flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE), page
-    )
-    assert "<code>--protect N&#124;prompt&#124;none</code>" in shown and r"\_offload\_dir" in shown
-
-
 def test_pages_name_flags_that_exist() -> None:
     """Of the lab notes, flags are those of the benchmarks too. A parser takes `_` for `-`."""
     taken = {
@@ -426,16 +301,6 @@ def test_pages_name_flags_that_exist() -> None:
         flag for page in pages for flag in re.findall(r"`(--[\w-]+)[^`\n]*`", page.read_text())
     }
     assert named <= known, sorted(named - known)
-
-
-def test_links_out_of_the_pages_name_a_path_and_others_stay() -> None:
-    text = (
-        "[a](../../bench/x.md) [`x.py`](../../bench/x.py) ![p](../../bench/p.png) "
-        "[b](../lab/h2o.md#c)"
-    )
-    made = "a (`bench/x.md`) `bench/x.py` ![p](../bench/p.png) [b](../lab/h2o.md#c)"
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="lab/page.md"))
-    assert docs_site.on_page_markdown(text, page) == made
 
 
 def test_figures_of_the_pages_are_of_the_stored_lines() -> None:

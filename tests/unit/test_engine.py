@@ -156,19 +156,3 @@ def test_an_engine_that_does_not_open_leaves_nothing_either(
         open_engine(Policy(percent=(50, 0, 0, 0, 0, 0)), HostDevice())
     assert set(threading.enumerate()) == threads and names_in(tmp_path / "offload") == []
     assert len(list(Path("/proc/self/fd").iterdir())) == files
-
-
-def test_files_outlive_the_threads_that_use_them(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A descriptor closed under a worker may be another file's a moment later."""
-    alive: list[bool] = []
-    close = DirectFile.close
-
-    def watched(file: DirectFile) -> None:
-        alive.append(any(thread.name.startswith("disk_") for thread in threading.enumerate()))
-        close(file)
-
-    with open_engine(Policy(percent=(0, 0, 0, 0, 0, 0)), HostDevice()):
-        monkeypatch.setattr(DirectFile, "close", watched)
-    assert alive and not any(alive)

@@ -7,15 +7,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flexgen_h2o import flags as engine_flags
-from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction import (
-    EVICTING,
     H2O,
     POLICIES,
     Eviction,
@@ -71,45 +67,6 @@ def parse(flags: str) -> Eviction:
 def test_flags_to_policy(flags: str, policy: Eviction) -> None:
     found = parse(flags)
     assert found == policy and type(found) is type(policy)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_name_is_a_policy(name: str) -> None:
-    assert parse(f"--eviction {name}") == (EVICTING[name]() if name in EVICTING else Full())
-
-
-# Flags that do not go together, and what the message names. test_bad_values.py has the values that
-# are wrong by themselves.
-REFUSED = (
-    ("--eviction nonsense", *POLICIES),
-    ("--eviction ''",),
-    ("--eviction full --hh-ratio 0.1", "--hh-ratio"),
-    ("--eviction full --positions rolling", "--positions"),
-    ("--attn-sparsity 0.5 --eviction h2o", "--eviction asks"),
-    ("--attn-sparsity 0.5 --kv-bytes 0.2", "--kv-bytes asks"),
-    ("--attn-sparsity 0.5 --protect none --hh-size 4", "--hh-size asks"),
-    ("--hh-size 0",),
-    ("--eviction h2o-norm:", "colon"),
-    ("--eviction full:sinks=2", "full"),
-    ("--eviction h2o:decay=0.5", "decay"),
-    ("--eviction h2o-norm:decay=0.95", "decay", "grace"),
-    ("--eviction random:seed=1,seed=2", "seed"),
-    ("--eviction local:sinks=-1", "sinks: -1"),
-    ("--hh-size 4 --hh-ratio 0.1",),
-    ("--recent-size 4 --recent-ratio 0.1",),
-)
-
-
-@pytest.mark.parametrize(("flags", "says"), [(one[0], one[1:]) for one in REFUSED])
-def test_refusals_name_the_flag(flags: str, says: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse(flags)
-    text = str(caught.value)
-    assert all(part in text for part in (flags.split()[0], *says)) and "\n" not in text
-    without_settings = text.partition("; it has ")[0].replace("--positions", "")
-    assert not any(field in without_settings for field in engine_flags.EVICTION_FLAGS), (
-        "a field's name, which no flag has"
-    )
 
 
 TABLE = {
@@ -182,43 +139,6 @@ def test_a_model_without_a_table_takes_the_shipped_one(share: str) -> None:
     mix = table_for().mix_of(float(share))
     assert (policy.cache_bits, policy.cache_window) == (mix.cache_bits, mix.cache_window)
     assert engine_flags.eviction_of(args, policy).name == mix.eviction.partition(":")[0]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"mixes": []},
-        {"schema": 9},
-        {"mixes": [{"least": 1}]},
-        {"small_losses": 1},
-        {"mixes": [{**TABLE["mixes"][0], "cache_bits": None}]},
-        {"mixes": [{**TABLE["mixes"][0], "cache_bits": 2}]},
-        {"mixes": [{**TABLE["mixes"][0], "cache_bits": "4/2"}]},
-        {"mixes": [{**TABLE["mixes"][0], "eviction": "full"}]},
-        {"mixes": [{**TABLE["mixes"][0], "eviction": "h2o-norm:decay=0.9"}]},
-        {
-            "small_losses": [
-                {"settings": {"compress_cache": True, "cache_bits": 2}, "kl": {"value": 0.0}}
-            ]
-        },
-        {"small_losses": [{"settings": {"nope": 1}, "kl": {"value": 0.0}}]},
-    ],
-)
-def test_a_damaged_table_is_named(
-    of_own_table: list[str], tmp_path: Path, damage: dict[str, Any]
-) -> None:
-    (tmp_path / "kv-size" / "some--model.json").write_text(json.dumps({**TABLE, **damage}))
-    with pytest.raises(UsageError, match=r"--kv-size: .*some--model.json"):
-        engine_flags.policy_of(parser().parse_args([*of_own_table, "--kv-bytes", "0.2"]))
-
-
-def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:
-    args = parser().parse_args(["--policy", "sparse.json", "--hh-ratio", "0.5"])
-    with pytest.raises(
-        UsageError,
-        match=r"--policy sparse.json: attn_sparsity: .* --hh-ratio asks",
-    ):
-        engine_flags.eviction_of(args, Policy(attn_sparsity=0.5))
 
 
 def test_help_names_every_policy_and_needs_no_torch() -> None:

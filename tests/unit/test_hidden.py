@@ -1,4 +1,4 @@
-"""Hidden states: homes with room for every count, and blocks that end when their stores have."""
+"""Hidden states: where they are, and blocks that end when their stores have."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import PAGE
 from flexgen_h2o.engine.loop import joined
-from flexgen_h2o.engine.memory_plan import hidden_home_bytes
 from flexgen_h2o.engine.stores import HiddenStore
 from flexgen_h2o.tiers.device import StandInDevice, host_buffer
-from flexgen_h2o.tiers.stream import Done, Ring, Shares, split_rows
+from flexgen_h2o.tiers.stream import Done, Ring
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 WIDTH = 24
@@ -74,15 +73,3 @@ def test_micro_batches_are_joined_up_to_a_bound() -> None:
     assert joined([8, 0, 2, 1, 15, 1, 0], 10) == {0: (0, 2), 3: (3,), 4: (4,), 5: (5,)}
     assert joined([0, 3, 0, 4], 10) == {1: (1, 3)} and joined([0, 0], 10) == {}
     assert joined([0, 3, 0, 4], 0) == {1: (1,), 3: (3,)}
-
-
-@pytest.mark.parametrize(
-    "shares", [(0.33, 0.33, 0.34), (0.99, 0.0, 0.01), (0.25, 0.5, 0.25)], ids=str
-)
-def test_a_home_has_room_for_every_smaller_count_too(shares: Shares) -> None:
-    """Rounding may give a tier one row more when there are fewer tokens."""
-    for most in (1, 2, 3, 5, 17, 100):
-        room = hidden_home_bytes(most, shares, PAGE)
-        for tokens in range(1, most + 1):
-            for part in split_rows(tokens, shares):
-                assert part.rows * PAGE <= room[part.tier]

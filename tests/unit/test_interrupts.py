@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -42,16 +41,6 @@ def test_a_signal_in_a_finaliser_is_heard_and_not_printed(
         with pytest.raises(interrupts.Interrupted, match="SIGTERM"):
             interrupts.check()
     assert interrupts.arrived() is None and capfd.readouterr().err == ""
-
-
-def test_a_signal_in_a_weak_reference_s_callback(capfd: pytest.CaptureFixture[str]) -> None:
-    thing = Dropped(lambda: None)
-    reference = weakref.ref(thing, lambda _: _end())
-    with interrupts.as_exceptions():
-        del thing
-        with pytest.raises(interrupts.Interrupted, match="SIGTERM"):
-            interrupts.check()
-    assert reference() is None and capfd.readouterr().err == ""
 
 
 def test_other_exceptions_are_still_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,31 +64,3 @@ def test_decode_steps_of_a_block_are_one_product(
     assert attention == mlp == {2 * 5: 4, 8: NEW - 1} and tokens == alone[2]
     attention, mlp, _ = seen_by(Policy(2, 4, percent), [3] * 8, tmp_path, monkeypatch)
     assert attention == mlp == {2 * 3: 4 + NEW - 1, 2: NEW - 1}
-
-
-def test_hidden_states_that_are_brought_are_of_one_micro_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = Policy(2, 4, (100, 0, 100, 0, 0, 0))
-    attention, mlp, tokens = seen_by(policy, [5] * 8, tmp_path, monkeypatch)
-    assert attention == mlp == {2 * 5: 4, 2: 4 * (NEW - 1)}
-    assert tokens == seen_by(Policy(8, 1), [5] * 8, tmp_path, monkeypatch)[2]
-
-
-@pytest.mark.parametrize("sep_layer", [True, False])
-def test_ragged_rows_and_small_prompts_are_joined_too(
-    sep_layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts where they are short beside the longest; a micro-batch of one row at the end."""
-    lengths = [12, 11, 2, 1, 3, 1, 1]
-    attention, mlp, tokens = seen_by(
-        Policy(2, 4, sep_layer=sep_layer), lengths, tmp_path, monkeypatch
-    )
-    assert attention == mlp == {23: 1, 8: 1, 7: NEW - 1}
-    for length, i in ((12, 0), (2, 2), (1, 6)):
-        prompt = [20 + 7 * i + j for j in range(length)]
-        with LLM(
-            "opt-tiny", Policy(1, 1), dtype="float32", device="cpu", offload_dir=tmp_path
-        ) as llm:
-            (one,) = llm.generate([prompt], SamplingParams(max_tokens=NEW, ignore_eos=True))
-        assert one.token_ids == tokens[i]

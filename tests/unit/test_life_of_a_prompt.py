@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flexgen_h2o"
 PAGE = ROOT / "docs" / "developers" / "life-of-a-prompt.md"
@@ -56,20 +54,3 @@ def test_three_short_lists_name_a_place_in_each_step() -> None:
     for steps in found:
         assert len(steps) <= MOST_STEPS
         assert [step for step in steps if not PLACE.search(step)] == []
-
-
-def test_a_place_may_be_wrapped() -> None:
-    assert list(missing("`engine/loop.py`:\n   `Walk.run`, `cli.py`: `main`")) == []
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "`engine/none.py`: `Walk.run`",
-        "`engine/loop.py`: `Wolk`",
-        "`engine/loop.py`: `Walk.ran`",
-        "`engine/loop.py`: `zigzag.run`",
-    ],
-)
-def test_a_place_that_is_gone_is_found(place: str) -> None:
-    assert list(missing(place)) == [place.replace("`", "")]

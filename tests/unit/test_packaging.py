@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -76,46 +75,6 @@ def test_what_is_tested_is_what_ci_installs() -> None:
             assert wanted.specifier.contains(version.removeprefix("==")) or wanted in tested, wanted
     for name, version in re.findall(r"([\w-]+)==([\w.]+)", text_of("Dockerfile")):
         assert (f"=={version}", "") in pinned(name), name
-
-
-def test_ci_begins_with_the_commands_that_readme_prints_first() -> None:
-    block = text_of("README.md").partition("```bash\n")[2].partition("```")[0]
-    commands = [line.split()[1] for line in block.splitlines() if line.startswith("bash scripts/")]
-    assert commands == ["scripts/quickstart.sh", "scripts/test.sh"]
-
-
-def test_every_extra_that_a_test_names_is_installed_by_ci_or_at_night() -> None:
-    files = (ROOT / "tests").rglob("test_*.py")
-    named = {
-        extra
-        for path in files
-        for extra in re.findall(r'(?:needs|why_not)\("(\w+)"\)', path.read_text())
-    }
-    (by_ci,) = re.findall(r"^extras=(.*)$", text_of(".ci/run"), re.MULTILINE)
-    (at_night,) = re.findall(r"^use_venv (.*)$", text_of("scripts/nightly.sh"), re.MULTILINE)
-    tests_are_slow = {"ray", "browser"}
-    assert named - tests_are_slow <= set(by_ci.split(","))
-    assert named <= set(at_night.split(","))
-
-
-def test_the_image_is_made_of_files_that_are_there_and_runs_as_nobody_special() -> None:
-    lines = text_of("Dockerfile").replace("\\\n", " ").splitlines()
-    copied = [
-        shlex.split(line)[1:-1]
-        for line in lines
-        if line.startswith("COPY ") and "--from" not in line
-    ]
-    names = [name for words in copied for name in words]
-    assert "flexgen_h2o" in names
-    kept = {
-        line.removeprefix("!")
-        for line in text_of(".dockerignore").splitlines()
-        if line.startswith("!")
-    }
-    assert set(names) == kept
-    assert all((ROOT / name).exists() for name in names)
-    assert 'ENTRYPOINT ["flexgen-h2o"]' in lines and "USER 1000" in lines
-    assert all("@" in line or ":" in line for line in lines if line.startswith("FROM "))
 
 
 def test_an_sdist_has_all_files_at_the_top() -> None:

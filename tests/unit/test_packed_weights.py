@@ -3,7 +3,6 @@ to."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,20 +10,16 @@ import torch
 
 from flexgen_h2o.checkpoint import match, pack_checkpoint, read_index
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
-from flexgen_h2o.core.packing import int8_row_bytes
-from flexgen_h2o.kernels.int8 import Int8Rows, requantise_rows_reference
-from flexgen_h2o.kernels.linear import DenseRows, linear, lookup
+from flexgen_h2o.kernels.linear import DenseRows, lookup
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 from flexgen_h2o.tiers.device import Device, HostDevice
 from flexgen_h2o.tiers.stream import NOTHING, Done
 from tests.unit.weight_room import (
     PAIRS,
-    int8_workspace,
     opened,
     spec_of,
     unpacked_layers,
     values,
-    wide_models,
     write_checkpoint,
 )
 
@@ -89,46 +84,6 @@ def test_packed_layers_are_unpacked_into_the_planned_memory(
                         pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype)
                     )
                 assert torch.equal(values(found), want.to(dtype)), t.name
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
-    return wide_models(tmp_path_factory)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("place", "device"), PAIRS)
-def test_4_bits_become_int8_rows_in_the_planned_memory(
-    wide: dict[bool, Any], tmp_path: Path, place: tuple[int, int], device: type[Device], tied: bool
-) -> None:
-    """However a matrix is split: products and looked-up rows are those of its int8 rows in order,
-    in every sweep."""
-    spec, source, tensors = wide[tied]
-    checkpoint = pack_checkpoint(spec, source, tmp_path, Groupwise(2, 4))
-    with opened(
-        spec, checkpoint, place, device(), torch.bfloat16, form=Groupwise(2, 4, to_int8=True)
-    ) as room:
-        ws = int8_workspace()
-        stream = room.stream(2, ahead=len(room.layers.layers))
-        for unit, parts in unpacked_layers(room, stream):
-            for t in unit.tensors:
-                if len(t.shape) == 1:
-                    assert torch.equal(values(parts[t.role]), tensors[t.name])
-                    continue
-                rows = torch.empty(t.shape[0], int8_row_bytes(t.shape[1]), dtype=torch.uint8)
-                requantise_rows_reference(pack_rows(tensors[t.name], 4), rows, t.shape[1])
-                whole = (Int8Rows(rows, t.shape[1], ws),)
-                x = torch.randn(5, t.shape[1])
-                found = torch.empty(2, 5, t.shape[0])
-                if not t.looked_up:
-                    assert torch.equal(
-                        linear(x, whole, None, found[0]), linear(x, parts[t.role], None, found[1])
-                    )
-                ids = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2])
-                found = torch.zeros(2, 3, t.shape[1])
-                assert torch.equal(
-                    lookup(ids, whole, found[0]), lookup(ids, parts[t.role], found[1])
-                )
 
 
 def test_a_region_is_taken_again_after_what_unpacked_it(

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
 
-from flexgen_h2o.core.config import TIERS, Policy
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.engine.workload import workload_of
-from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
+from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.predict import PHASES
-from flexgen_h2o.planner.profile import BUSY_NOTE, nominal_profile
+from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.planner.report import SearchResult, to_json, to_text
-from flexgen_h2o.planner.search import More, Plan, evaluate
+from flexgen_h2o.planner.search import Plan, evaluate
 
 BUDGETS = {"device": 4 * GIB, "host": 8 * GIB, "disk": 50 * GIB}
 STREAMED = Policy(4, 2, (0, 50, 0, 0, 100, 0))
@@ -59,31 +57,6 @@ def test_a_pile_that_takes_longer_than_a_night_says_what_a_night_brings() -> Non
     assert ", as published (mxfp4), read in place" in lines_of(quantised, plan)[2]
 
 
-def test_words_are_those_of_users() -> None:
-    """Also of where computing binds, of a download, and of a flag that is faster."""
-    for device_is_host in (True, False):
-        asked = replace(
-            question(H2O(heavy_size=3, recent_size=2), device_is_host=device_is_host), searched=True
-        )
-        plan = plan_of(asked, Policy(4, 2))
-        gains = {"device": 0.01, "host": 0.01, "disk": 0.01}
-        more = {
-            "faster": ("--int8-compute", 90.0),
-            "download_bytes": GIB,
-            "disk_read_bytes": GIB,
-            "s_per_gib": gains,
-        }
-        lines = lines_of(asked, plan, **more)
-        text = "\n".join(lines)
-        assert not re.search(r"\b(block|sweep|row|device|host|policy|tier)s?\b", text), text
-        assert (
-            "what makes it faster: --int8-compute, predicted 1 min 30 s; it multiplies in lower "
-            "precision" in lines
-        )
-        assert "not downloaded yet: this disk space is needed besides" in lines[2]
-        assert any(line.startswith("CPU compute") for line in lines) is device_is_host
-
-
 def test_tables_say_what_the_plan_says() -> None:
     asked = question(Full())
     plan = plan_of(asked, STREAMED)
@@ -113,65 +86,6 @@ def test_tables_say_what_the_plan_says() -> None:
     assert not any("would save" in line for line in lines)
     alone = replace(plan, memory=replace(plan.memory, depth=Depth(1, 1, 1)))
     assert "loaded ahead: 1 weight unit, 1 KV unit" in lines_of(asked, alone)
-
-
-def test_reads_that_cost_no_time_are_named() -> None:
-    """Where computing takes longer, reads hide behind it."""
-    asked = question(Full())
-    plan = plan_of(asked, Policy(2, 2))
-    more = More({"host": 2 * GIB}, 1.0 * GIB)
-    busy = {"disk_read": 1.0, "device_compute": 2.0}
-
-    def reads(**seconds: float) -> str:
-        spent = {phase: {**plan.prediction.busy[phase], **busy, **seconds} for phase in PHASES}
-        told = replace(plan, prediction=replace(plan.prediction, busy=spent))
-        lines = lines_of(asked, told, disk_read_bytes=8 * GIB, more=more)
-        return next(line for line in lines if line.startswith("disk reads in all"))
-
-    said = "; --host-mem 2048MiB would cut disk reads to at most 1.00 GiB"
-    assert reads().endswith(f"{said}, which saves no time: computing takes longer than reading")
-    assert reads(disk_read=3.0).endswith("at most 1.00 GiB")
-
-
-def test_doubt_of_a_profile_stands_beside_how_long_it_takes() -> None:
-    """Of one that nobody measured, and of one that a busy machine disturbed."""
-    for given, why in (
-        ({}, "this machine was not measured"),
-        (
-            {"machine": "here", "notes": {"compute": f"{BUSY_NOTE} 40% of the cores"}},
-            "profile measured while other programs were busy",
-        ),
-    ):
-        told = question(Full(), **given)
-        lines = lines_of(told, plan_of(told, Policy(4, 2)))
-        assert lines[-3].startswith(f"seconds may be several times off: {why}") and lines[
-            -2
-        ].startswith("throughput")
-
-
-def test_one_tier_less_where_the_device_is_the_host() -> None:
-    asked = question(H2O(heavy_size=3, recent_size=2), device_is_host=True)
-    lines = lines_of(asked, plan_of(asked, Policy(4, 2)), s_per_gib=dict.fromkeys(TIERS, 0.0))
-    assert "h2o, 6 KV slots per prompt" in lines[0]
-    assert "no GPU" in lines[1]
-    assert not any(
-        line.startswith(("GPU ", "loaded ahead", "RAM to GPU")) for line in lines if "GiB" in line
-    )
-    (line,) = [line for line in lines if "would save" in line]
-    assert "save: RAM nothing, disk nothing (" in line
-
-
-def test_gains_are_named_where_they_count() -> None:
-    asked = question(Full(), searched=True)
-    plan = plan_of(asked, STREAMED)
-    total = plan.prediction.total_s
-    lines = lines_of(
-        asked, plan, s_per_gib={"device": total / 4, "host": total * 0.0006, "disk": total / 1e6}
-    )
-    (line,) = [line for line in lines if "would save" in line]
-    assert "GPU" in line and "(25.0%)" in line and "(0.06%)" in line
-    assert line.endswith("disk nothing (with these batch sizes)")
-    assert "plan, found in 0.5 s:" in lines
 
 
 def test_object_has_the_contract_s_keys() -> None:

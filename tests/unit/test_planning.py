@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.generation import Row
@@ -22,10 +21,9 @@ from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.measure.bench import CARD_HOST
-from flexgen_h2o.planner.plans import MEASURING_BYTES, WORTH_MEASURING_S, Planner
+from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import predict
-from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
+from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile
 from flexgen_h2o.planner.report import SearchResult
 
 NO_BUDGETS: dict[str, int | None] = {"device": 0, "host": 100 * GIB, "disk": 100 * GIB}
@@ -50,28 +48,7 @@ def tiny(tmp_path: Path, policy: Policy | str, **more: object) -> LLM:
     return LLM("opt-tiny", policy, dtype="float32", offload_dir=tmp_path, **more)  # type: ignore[arg-type]
 
 
-# ---- the profile
-
-
-def test_before_anything_is_measured_speeds_are_nominal(tmp_path: Path) -> None:
-    """And nothing is measured for it."""
-    assert planner(tmp_path).profile == nominal_profile(True)
-
-
-def test_a_profile_is_given_as_it_is_by_file_or_by_name(tmp_path: Path) -> None:
-    """A wrong name is refused."""
-    mine = replace(nominal_profile(True), machine="mine")
-    path = tmp_path / "mine.json"
-    write_profile(path, mine)
-    assert planner(tmp_path, mine).profile is mine
-    assert planner(tmp_path, path).profile == planner(tmp_path, str(path)).profile == mine
-    assert planner(tmp_path, "t4").profile.machine == "t4"
-    with pytest.raises(UsageError, match="not a shipped profile"):
-        planner(tmp_path, "no such machine")
-    for policy in ("auto", Policy()):  # which is not chosen with it
-        llm = tiny(tmp_path, policy, hardware="no such machine")
-        with pytest.raises(UsageError, match="not a shipped"):
-            llm.check_plan()
+# ---- what a policy is chosen for
 
 
 HEADERS = [[1] * 40, [2] * 40]
@@ -110,21 +87,6 @@ def test_what_a_policy_is_chosen_for_covers_what_it_runs(
         assert shape_of(policy, need.union(other)).covers(shape)
 
 
-def test_a_profile_without_the_dtype_is_refused_by_its_flag(tmp_path: Path) -> None:
-    """Before anything is printed: by a plan, and by what a door asks first."""
-    with pytest.raises(
-        UsageError, match=r"--hardware t4: .*float16.* computes in float32; leave --hardware out"
-    ):
-        planner(tmp_path, "t4").choose(NEED, Policy(), NO_BUDGETS)
-    with (
-        tiny(tmp_path, "auto", hardware="t4") as llm,
-        pytest.raises(UsageError, match="--hardware t4"),
-    ):
-        llm.check_plan()
-    with tiny(tmp_path, Policy(), hardware="t4") as llm:
-        llm.check_plan()
-
-
 @pytest.mark.parametrize("seconds", [WORTH_MEASURING_S - 1, WORTH_MEASURING_S + 1])
 @pytest.mark.parametrize("given", [False, True])
 def test_only_a_long_run_is_worth_measuring_for(
@@ -153,34 +115,6 @@ def test_only_a_long_run_is_worth_measuring_for(
     assert WORTH_MEASURING_S > 60
 
 
-@pytest.mark.parametrize("room", [MEASURING_BYTES - 1, MEASURING_BYTES])
-def test_a_long_run_goes_on_where_this_machine_cannot_be_measured(
-    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """For want of RAM in the budget, or of disk, which the run may not need."""
-    assert 2 * CARD_HOST.memory_bytes < MEASURING_BYTES
-
-    def of_this_machine(
-        device: str, folder: Path, progress: object, measure_missing: bool
-    ) -> HardwareProfile:
-        if measure_missing:
-            raise DoesNotFitError("--offload-dir: is full")
-        return nominal_profile(True)
-
-    monkeypatch.setattr("flexgen_h2o.planner.plans.profile_of_this_machine", of_this_machine)
-    found = SimpleNamespace(
-        policy=Policy(3), prediction=SimpleNamespace(total_s=WORTH_MEASURING_S + 1)
-    )
-    monkeypatch.setattr("flexgen_h2o.planner.plans.search", lambda space: found)
-    assert planner(tmp_path).choose(NEED, Policy(), {**NO_BUDGETS, "host": room}) == Policy(3)
-    said = capsys.readouterr().err
-    assert (
-        said == ""
-        if room < MEASURING_BYTES
-        else "cannot be measured: --offload-dir: is full" in said
-    )
-
-
 # ---- predictions
 
 
@@ -207,28 +141,6 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_shared_is_predicted_once(tmp_path: Path) -> None:
-    plans = planner(tmp_path)
-    policy = Policy(2, 2)
-    plan = MemoryPlanner(SPEC, policy, 4, True).plan_within(shape_of(policy, NEED), NO_BUDGETS)
-    whole = plans.predict_groups(policy, NEED, plan, [[alone(16, 16)] * 2])
-    shared = plans.predict_groups(policy, NEED, plan, [[(PromptGroup(12, (4, 4)),)] * 2])
-    assert shared.prefill_s < whole.prefill_s and shared.decode_s == pytest.approx(whole.decode_s)
-
-
-def test_a_dtype_that_was_not_measured_is_not_predicted(tmp_path: Path) -> None:
-    """The run goes on and reports no prediction."""
-    assert planner(tmp_path, nominal_profile(True)).can_predict
-    assert not planner(tmp_path, nominal_profile(True), "float16").can_predict
-    only = replace(
-        nominal_profile(True), compute={"bfloat16": nominal_profile(True).rates("bfloat16")}
-    )
-    with tiny(tmp_path, Policy(2, 2), hardware=only) as llm:
-        llm.generate(PROMPTS, PARAMS)
-        assert llm.predicted is None and llm.report is not None
-        assert llm.report.predicted == {"prefill_s": None, "decode_s": None}
-
-
 @pytest.mark.parametrize(
     ("policy", "stand_in"), [(Policy(2, 2, (0, 0, 100, 0, 100, 0)), True), ("auto", False)]
 )
@@ -251,16 +163,6 @@ def test_a_run_reports_what_was_predicted(
             llm.report.extra["profile"] == NOMINAL
             and llm.report.extra["profile_disturbed"] is False
         )
-
-
-def test_each_generate_is_predicted_anew(tmp_path: Path) -> None:
-    """Though the engine stays open."""
-    with tiny(tmp_path, Policy(2, 2), hardware=nominal_profile(True)) as llm:
-        llm.generate(PROMPTS, PARAMS)
-        assert llm.predicted is not None
-        before = llm.predicted.total_s
-        llm.generate(PROMPTS[:1], PARAMS)
-        assert llm.predicted.total_s < before
 
 
 # ---- a plan without a run
@@ -292,14 +194,3 @@ def test_a_dry_run_tells_what_the_run_then_predicts(tmp_path: Path) -> None:
     )
     assert even.plan.prediction.peak_bytes == report.peak_bytes
     assert not (tmp_path / "weights").exists()
-
-
-def test_of_many_blocks_some_stand_for_their_neighbours(tmp_path: Path) -> None:
-    """All rows are counted, and the seconds are nearly those of all blocks."""
-    plans = planner(tmp_path, nominal_profile(True))
-    policy = Policy(2, 1, (0, 50, 100, 0, 100, 0))
-    need = Workload.full(80, 200, 4, SPEC.num_blocks)
-    memory = MemoryPlanner(SPEC, policy, 4, True).plan_within(shape_of(policy, need), NO_BUDGETS)
-    blocks = [[[PromptGroup(0, (n, n + 1))]] for n in range(10, 200, 5)]
-    whole, some = (plans.predict_groups(policy, need, memory, blocks, most) for most in (100, 8))
-    assert some.total_s == pytest.approx(whole.total_s, rel=0.02) and some.total_s != whole.total_s

@@ -51,11 +51,6 @@ def test_what_is_written_reads_back(
     }
 
 
-def test_what_it_was_found_for_may_be_left_out(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text(json.dumps({"schema": POLICY_SCHEMA, **Policy().to_json()}))
-    assert read_policy(tmp_path / "p.json") == SavedPolicy(Policy())
-
-
 # A field of a good file that is changed, or taken out with None, and what the message also names.
 DAMAGE: tuple[tuple[dict[str, Any], str], ...] = (
     ({"overlap": None}, "overlap"),
@@ -86,20 +81,6 @@ def test_a_bad_field_is_named_with_its_file(
     with pytest.raises(UsageError, match=named) as caught:
         read_policy(path)
     assert str(caught.value).startswith(f"--policy {path}: ")
-
-
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe"])
-def test_no_json_is_said(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / "p.json").write_bytes(raw)
-    with pytest.raises(UsageError, match=r"p\.json: "):
-        read_policy(tmp_path / "p.json")
-
-
-def test_a_folder_and_nothing_at_all(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"--policy {tmp_path}: "):
-        read_policy(tmp_path)
-    with pytest.raises(UsageError, match=r"none\.json: No such file"):
-        read_policy(tmp_path / "none.json")
 
 
 def test_files_of_older_schemas_are_still_read(tmp_path: Path) -> None:

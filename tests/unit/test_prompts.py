@@ -17,7 +17,6 @@ from flexgen_h2o.engine.prompts import (
     Completion,
     Prompt,
     benchmark_prompts,
-    check_output_path,
     prompts_from_python,
     read_prompts,
     write_outputs,
@@ -96,32 +95,6 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, line: str | bytes,
     assert "\n" not in message and len(message) < 300
 
 
-def test_text_without_a_tokenizer_and_not_utf8(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"p\.txt:2: .*give prompt_token_ids"):
-        read_prompts(put(tmp_path, "p.txt", "\nhello"), None, VOCAB)
-    with pytest.raises(UsageError, match=r"q\.txt:2: .*UTF-8"):
-        read_prompts(put(tmp_path, "q.txt", b"ok\n\xe9t\xe9\n"), encode, VOCAB)
-    with pytest.raises(UsageError, match=r"r\.txt:1: the prompt has no tokens"):
-        read_prompts(put(tmp_path, "r.txt", "x"), lambda text: [], VOCAB)
-
-
-@pytest.mark.parametrize("name", ["p.json", "txt"])
-def test_other_file_names_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=r"^--prompts .*\.txt .*\.jsonl"):
-        read_prompts(put(tmp_path, name, "x"), encode, VOCAB)
-
-
-def test_missing_empty_and_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^--prompts .*none\.txt: No such file"):
-        read_prompts(tmp_path / "none.txt", encode, VOCAB)
-    for content in ("", "\n \n\n"):
-        with pytest.raises(UsageError, match=r"^--prompts .*p\.jsonl: no prompt in it"):
-            read_prompts(put(tmp_path, "p.jsonl", content), encode, VOCAB)
-    (tmp_path / "d.txt").mkdir()
-    with pytest.raises(UsageError, match=r"^--prompts .*d\.txt: "):
-        read_prompts(tmp_path / "d.txt", encode, VOCAB)
-
-
 def test_python_inputs_of_every_kind() -> None:
     given: list[Any] = [
         "hi",
@@ -175,28 +148,6 @@ def test_benchmark_prompt_has_the_length_and_one_bos(length: int) -> None:
     assert found[0].text == (BENCHMARK_TEXT if length == len(body) + 1 else None)
 
 
-def test_benchmark_prompt_without_bos() -> None:
-    [found] = benchmark_prompts(1, 60, lambda text: list(text.encode()), VOCAB)
-    assert bytes(found.token_ids) == (BENCHMARK_TEXT * 3).encode()[:60]
-
-
-@pytest.mark.parametrize("vocab", [1, 4, 5, 50_000])
-def test_benchmark_ids_without_a_tokenizer(vocab: int) -> None:
-    first, second = benchmark_prompts(2, 64, None, vocab)
-    assert first.token_ids == second.token_ids and len(first.token_ids) == 64 and first.text is None
-    low = 4 if vocab > 4 else 0
-    assert all(low <= i < vocab for i in first.token_ids)
-    assert benchmark_prompts(1, 64, None, vocab)[0] == first
-    assert vocab < 50_000 or len(set(first.token_ids)) > 50
-
-
-def test_benchmark_prompt_refuses_bad_arguments() -> None:
-    with pytest.raises(UsageError, match="--prompt-len"):
-        benchmark_prompts(1, 0, None, VOCAB)
-    with pytest.raises(UsageError, match="tokenizer does not belong to the model"):
-        benchmark_prompts(1, 8, encode, 50)
-
-
 # ---- output file
 
 
@@ -223,34 +174,3 @@ def test_outputs_are_in_input_order_and_replace_the_old_file(tmp_path: Path) -> 
     ]
     assert list(json.loads(lines[0])) == ["index", "prompt", "text", "token_ids", "finish_reason"]
     assert os.listdir(tmp_path) == ["out.jsonl"]
-
-
-def test_outputs_follow_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    link = tmp_path / "out.jsonl"
-    link.symlink_to(tmp_path / "real" / "target.jsonl")
-    check_output_path(link)
-    write_outputs(link, DONE)
-    assert (
-        link.is_symlink()
-        and len((tmp_path / "real" / "target.jsonl").read_text().splitlines()) == 2
-    )
-
-
-def test_output_path_is_checked_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_output_path(tmp_path / "out.jsonl")
-    monkeypatch.chdir(tmp_path)
-    check_output_path(Path("out.jsonl"))
-    assert os.listdir(tmp_path) == []
-    with pytest.raises(UsageError, match=r"^--output .*must end in \.jsonl"):
-        check_output_path(tmp_path / "out.json")
-    with pytest.raises(UsageError, match=r"^--output .*does not exist"):
-        check_output_path(tmp_path / "no" / "out.jsonl")
-    (tmp_path / "d.jsonl").mkdir()
-    with pytest.raises(UsageError, match=r"^--output .*is a folder"):
-        check_output_path(tmp_path / "d.jsonl")
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(UsageError, match=r"^--output .*no permission"):
-        check_output_path(tmp_path / "out.jsonl")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,13 @@ import numpy as np
 import pytest
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.engine.generation import BlockStats, Sweep
 from flexgen_h2o.engine.report import (
     PhaseReport,
     RunReport,
-    append_log,
-    eviction_line,
     log_block,
-    log_file_name,
-    prediction_line,
     project_decode_seconds,
-    sizes_line,
 )
 
 GB = 2**30
@@ -88,62 +81,7 @@ def test_sums_of_a_block(keeps_lists: bool) -> None:
     )
 
 
-# ---- the KV cache
-
-
-def test_one_copy_of_what_all_rows_begin_with_is_no_eviction() -> None:
-    kv = {"slots": 22, "bytes": 15, "full_bytes": 100}
-    assert (
-        eviction_line(make_report(kv=kv))
-        == "eviction: full, 22 slots a row, 15.0% of the full KV cache"
-    )
-    said = eviction_line(
-        make_report(kv=kv, extra={"common_prefix": {"tokens": 607, "kv_bytes": 9}})
-    )
-    assert (
-        said
-        == "eviction: full, 22 slots a row behind one copy of 607 tokens for all, 15.0% of the "
-        "full KV cache"
-    )
-
-
-# ---- the prediction
-
-
-@pytest.mark.parametrize(
-    ("extra", "line"),
-    [
-        (
-            {"profile": "here"},
-            "predicted with here: prefill 90.000 s (measured 100.000 s), decode 400.000 s",
-        ),
-        (
-            {"profile": "here", "profile_disturbed": True},
-            "predicted with here (profile measured while other programs were busy: run ",
-        ),
-        (
-            {"profile": "nominal", "profile_disturbed": False},
-            "predicted: nothing, this machine was not measured",
-        ),
-    ],
-)
-def test_a_prediction_says_how_far_it_can_be_trusted(extra: dict[str, Any], line: str) -> None:
-    """Not at all at nominal speeds, which no machine has."""
-    said = prediction_line(
-        make_report(predicted={"prefill_s": 90.0, "decode_s": 400.0}, extra=extra)
-    )
-    assert said.startswith(line)
-    assert ("90.000" in said) is (extra["profile"] != "nominal")
-
-
 # ---- JSON
-
-
-def test_total_counts_generated_tokens_over_both_phases() -> None:
-    body = make_report().to_json()
-    assert body["total"] == {"seconds": 600.0, "tokens": 144 * 32, "tokens_per_s": 144 * 32 / 600}
-    assert body["prefill"]["tokens_per_s"] == 144 * 512 / 100
-    assert body["decode"]["tokens_per_s"] == 144 * 31 / 500
 
 
 def test_json_is_safe_whatever_the_extra_facts_are(tmp_path: Path) -> None:
@@ -184,51 +122,6 @@ def test_log_block_is_flexgens_to_the_letter() -> None:
     assert "\tprojected: False\n" in log_block(make_report())
 
 
-def test_log_is_appended_five_lines_a_run(tmp_path: Path) -> None:
-    path = tmp_path / "run.log"
-    first = make_report()
-    second = make_report(projected=True)
-    append_log(path, first)
-    append_log(path, second)
-    assert path.read_text() == log_block(first) + "\n" + log_block(second) + "\n"
-    assert len(path.read_text().splitlines()) == 10
-
-
-def test_sizes_line() -> None:
-    assert sizes_line(int(12.386 * GB) + 1, GB // 2, GB // 1000) == (
-        "model size: 12.386 GB, cache size: 0.500 GB, hidden size (prefill): 0.001 GB"
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "changes", "name"),
-    [
-        (
-            "facebook/opt-30b",
-            {},
-            "fo-30b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-gpu-cache.log",
-        ),
-        (
-            "/models/opt-6.7b/",
-            {"cpu_cache_compute": True},
-            "fo-6.7b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-cpu-cache.log",
-        ),
-        (
-            "plain",
-            {"compress_weight": True, "compress_cache": True, "percent": (0, 100, 100, 0, 100, 0)},
-            "fo-plain-gbs48-ngbs3-prompt512-gen32-percent-0-100-100-0-100-0-gpu-cache-compw-compc.log",
-        ),
-        (
-            "x/we ird-a b",
-            {},
-            "fo-a_b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-gpu-cache.log",
-        ),
-    ],
-)
-def test_log_file_name(model: str, changes: dict[str, Any], name: str) -> None:
-    assert log_file_name(model, replace(make_report().policy, **changes), 512, 32) == name
-
-
 # ---- projection
 
 
@@ -244,18 +137,3 @@ def test_log_file_name(model: str, changes: dict[str, Any], name: str) -> None:
 )
 def test_projection(sweeps: list[float], gen_len: int, seconds: float) -> None:
     assert project_decode_seconds(sweeps, gen_len) == pytest.approx(seconds)
-
-
-def test_nothing_to_project_from() -> None:
-    with pytest.raises(UsageError, match=r"^--cut-gen-len: "):
-        project_decode_seconds([], 2)
-
-
-# ---- files
-
-
-def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FlexgenError, match=r"^--json .*: Is a directory"):
-        write_result(tmp_path, make_report().to_json(), "--json")
-    with pytest.raises(FlexgenError, match=r"^--log-file .*: Is a directory"):
-        append_log(tmp_path, make_report())

@@ -14,10 +14,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.engine import self_test
 from flexgen_h2o.engine.sampling import token_logprobs
-from flexgen_h2o.flex_opt import main as bench
-from flexgen_h2o.generate import main as generate
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.models.load import find_model
 
 PARAMS = SamplingParams(4, ignore_eos=True)
 PROMPTS = [list(range(5, 25)), list(range(30, 40))]
@@ -39,22 +36,18 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.llm.MAX_KL", 0.0)
 
 
-def policy(bits: int | None) -> Policy:
-    if bits is None:
-        return Policy(gpu_batch_size=2)
-    return Policy(gpu_batch_size=2, compress_cache=True, cache_bits=bits)
-
-
 @pytest.mark.usefixtures("strict", "plain_cpu")
-@pytest.mark.parametrize(
-    "eviction", [None, H2O(heavy_ratio=0.3, recent_ratio=0.3)], ids=["full", "h2o"]
-)
-def test_one_warning_and_the_same_run(
-    eviction: H2O | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_warning_and_the_same_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    eviction = H2O(heavy_ratio=0.3, recent_ratio=0.3)
     found = []
     for tests_bits in (False, True):
-        with LLM("opt-tiny", policy(3), eviction, device="cpu", offload_dir=tmp_path) as llm:
+        with LLM(
+            "opt-tiny",
+            Policy(2, compress_cache=True, cache_bits=3),
+            eviction,
+            device="cpu",
+            offload_dir=tmp_path,
+        ) as llm:
             llm.tests_bits = tests_bits
             tokens = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
             report = llm.report
@@ -66,57 +59,6 @@ def test_one_warning_and_the_same_run(
             llm.generate(LONGER, PARAMS)  # needs larger buffers, so the engine is opened again
             assert FLAG not in capfd.readouterr().err
     assert found[0] == found[1]
-
-
-@pytest.mark.usefixtures("strict", "plain_cpu")
-@pytest.mark.parametrize("bits", [None, 8])
-def test_no_warning_without_few_bits(
-    bits: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with LLM("opt-tiny", policy(bits), device="cpu", offload_dir=tmp_path) as llm:
-        llm.generate(PROMPTS, PARAMS)
-    assert "--kv-bits" not in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("plain_cpu")
-def test_a_short_job_is_not_tested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("flexgen_h2o.llm.MAX_KL", 0.0)
-    with LLM("opt-tiny", policy(3), device="cpu", offload_dir=tmp_path) as llm:
-        llm.generate(PROMPTS, PARAMS)
-        assert FLAG not in capfd.readouterr().err
-        assert llm.tests_bits  # a longer job of this LLM may be
-        llm.expect(100_000)
-        llm.generate(LONGER, PARAMS)
-        assert capfd.readouterr().err.count(FLAG) == 1
-
-
-@pytest.mark.usefixtures("strict", "plain_cpu")
-def test_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """`generate` tests, with printed answers and in a job; a benchmark does not."""
-    monkeypatch.chdir(tmp_path)
-    common = [
-        "opt-tiny",
-        "--device",
-        "cpu",
-        "--kv-bits",
-        "3",
-        "--micro-batch",
-        "2",
-        "--offload-dir",
-        "o",
-    ]
-    assert bench([*common, "--prompt-len", "20", "--gen-len", "2"]) == 0
-    assert FLAG not in capfd.readouterr().err
-    for output in ([], ["-o", "answers.jsonl"]):
-        say_once.cache_clear()
-        assert (
-            generate([*common, "-p", "def f(", "-p", "import", "--max-tokens", "2", *output]) == 0
-        )
-        assert capfd.readouterr().err.count(f"with {FLAG}") == 1
 
 
 def test_divergence_of_the_likeliest() -> None:
@@ -132,8 +74,3 @@ def test_divergence_of_the_likeliest() -> None:
         assert self_test.likeliest_divergence(likeliest, whole) == pytest.approx(0, abs=1e-6)
         assert 0.2 * exact < found <= exact + 1e-6
         assert vocab > 20 or found == pytest.approx(exact, abs=1e-5)
-
-
-def test_the_text_has_enough_tokens() -> None:
-    assert len(self_test.tokens_of_test(find_model("opt-tiny", None))) == self_test.MAX_TOKENS
-    assert len(self_test.TEXT) > 5.5 * self_test.MAX_TOKENS  # for tokenizers with long tokens

@@ -1,5 +1,4 @@
-"""The last lines of a run of the tests: what it skipped, and why (tests/skip_report.py), with
-workers and without."""
+"""The last lines of a run of the tests: what it skipped, and why (tests/skip_report.py)."""
 
 from __future__ import annotations
 
@@ -7,9 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests import extras
 from tests.forks import environment
 
 CONFTEST = """
@@ -48,13 +44,12 @@ def last_lines(folder: Path, *flags: str) -> list[str]:
     return done.stdout.partition("skipped, and why")[2].splitlines()[1:]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_reasons_are_grouped_and_the_closing_line_stays_last(tmp_path: Path, workers: str) -> None:
+def test_reasons_are_grouped_and_the_closing_line_stays_last(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(FILE)
     (tmp_path / "test_b.py").write_text(
         'import pytest\npytest.skip("no extra", allow_module_level=True)\n'
     )
-    *lines, closing = last_lines(tmp_path, "-n", workers, "-k", "not other")
+    *lines, closing = last_lines(tmp_path, "-n", "2", "-k", "not other")
     assert lines == [
         "    2 tests: too hot",
         "    1 file: no extra",
@@ -62,23 +57,3 @@ def test_reasons_are_grouped_and_the_closing_line_stays_last(tmp_path: Path, wor
         '    1 test is not part of this run: -k "not other"',
     ]
     assert "1 passed, 4 skipped" in closing and " in " in closing
-
-
-def test_a_run_that_skips_nothing_says_so(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text("def test_done(): pass\ndef test_fails(): assert False\n")
-    lines = last_lines(tmp_path)
-    assert (
-        lines[0] == "nothing was skipped" and "1 failed, 1 passed" in lines[-1] and len(lines) == 2
-    )
-
-
-def test_a_reason_names_the_extra_and_what_of_it_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        extras,
-        "extras",
-        lambda: {"here": ["pytest>=1"], "fun": ["pytest>=1", "no-such-thing[x]>=2"]},
-    )
-    assert extras.why_not.__wrapped__("here") == ""
-    assert extras.why_not.__wrapped__("fun") == "needs the extra fun (not installed: no-such-thing)"

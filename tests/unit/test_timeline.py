@@ -6,10 +6,7 @@ import json
 import threading
 from pathlib import Path
 
-import pytest
-
-from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.timeline import Span, Timeline
+from flexgen_h2o.core.timeline import Timeline
 
 
 def test_seconds_are_summed_by_lane_and_kind() -> None:
@@ -24,23 +21,6 @@ def test_seconds_are_summed_by_lane_and_kind() -> None:
         line.mean_seconds("compute", "none"),
         line.seconds("d2h"),
     ) == (1.5, 0, 0)
-
-
-def test_spans_are_kept_only_for_a_trace() -> None:
-    line = Timeline()
-    line.record("compute", "before", 0, 1)
-    line.keep_spans = True
-    line.record("compute", "after", 1, 2)
-    assert line.spans == [Span("compute", "after", 1, 2)]
-    assert line.seconds("compute") == 2
-
-
-def test_a_span_counts_when_its_body_raises() -> None:
-    line = Timeline()
-    line.keep_spans = True
-    with pytest.raises(KeyError), line.span("wait", "x"):
-        raise KeyError
-    assert [s.name for s in line.spans] == ["x"] and line.spans[0].end >= line.spans[0].start
 
 
 def test_threads_do_not_lose_each_others_spans() -> None:
@@ -81,17 +61,3 @@ def test_the_trace_has_a_line_for_each_worker_and_keeps_starts_and_lengths(tmp_p
     reads = dict.fromkeys(("disk_read", "disk_read 2"), ("read", 0, 1e6))
     assert spans == {**reads, "h2d": ("load", 0.25e6, 0.25e6)}
     assert line.seconds("disk_read") == 2 and line.count("disk_read", "read") == 2
-
-
-def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FlexgenError, match=f"--trace {tmp_path}: Is a directory"):
-        Timeline().write_chrome_trace(tmp_path)
-
-
-def test_reset_forgets_spans_and_sums() -> None:
-    line = Timeline()
-    line.keep_spans = True
-    line.record("h2d", "load", 0, 1)
-    line.reset()
-    line.record("h2d", "load", 5, 7)
-    assert (line.seconds("h2d"), line.count("h2d", "load"), len(line.spans)) == (2, 1, 1)

@@ -13,7 +13,6 @@ from flexgen_h2o.core.units import (
     MIB,
     TIB,
     format_bytes,
-    format_free,
     format_seconds,
     parse_bytes,
     round_up,
@@ -39,12 +38,6 @@ from flexgen_h2o.core.units import (
 )
 def test_sizes_as_people_write_them(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
-
-
-@given(st.integers(1, 2**53))
-def test_a_plain_count_is_exact(size: int) -> None:
-    assert parse_bytes(size) == parse_bytes(str(size)) == size
-    assert parse_bytes(2**60 + 1) == 2**60 + 1
 
 
 @pytest.mark.parametrize(
@@ -86,11 +79,6 @@ def test_sizes_for_people(size: int, text: str) -> None:
     assert format_bytes(size) == text
 
 
-@given(st.integers(1, 2**50))
-def test_a_printed_size_reads_back_to_within_half_a_hundredth(size: int) -> None:
-    assert abs(parse_bytes(format_bytes(size)) - size) <= 0.0051 * max(size, 1)
-
-
 @given(st.integers(0, 10**12), st.integers(1, 10**6))
 def test_round_up_is_the_smallest_multiple_not_below(size: int, multiple: int) -> None:
     rounded = round_up(size, multiple)
@@ -113,8 +101,3 @@ def test_round_up_is_the_smallest_multiple_not_below(size: int, multiple: int) -
 )
 def test_durations_for_people(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
-
-
-def test_a_gap_that_rounding_hides_is_said() -> None:
-    assert format_free(3 * MIB - 100, 3 * MIB) == "3.00 MiB are free, 100 B too little"
-    assert format_free(3 * MIB, 3 * MIB) == "3.00 MiB are free"

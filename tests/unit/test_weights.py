@@ -10,24 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o.checkpoint import Checkpoint, match, pack_checkpoint, read_index
-from flexgen_h2o.checkpoint.formats.int8 import Int8
+from flexgen_h2o.checkpoint import Checkpoint, match, read_index
 from flexgen_h2o.core.errors import TransferError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import ALIGN, PAGE, ROW_BLOCK, round_up
-from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows, pack_int8_rows
-from flexgen_h2o.kernels.linear import BlockedRows, LookupRows, block_rows, linear, lookup
+from flexgen_h2o.core.units import PAGE, ROW_BLOCK
+from flexgen_h2o.kernels.linear import lookup
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.stream import NOTHING, Done, Region
 from tests.unit.weight_room import (
     PAIRS,
-    Room,
-    int8_workspace,
     opened,
     spec_of,
     taken,
     values,
-    wide_models,
     within,
     write_checkpoint,
 )
@@ -47,13 +42,6 @@ def stored(
         tensors = write_checkpoint(folder, spec, *request.param)
         found[tied] = spec, match(spec, read_index(folder), folder), tensors
     return found
-
-
-def resident_rows(room: Room) -> list[torch.Tensor]:
-    pieces = (
-        piece for parts in room.store._parts.values() for held in parts for piece in held.pieces
-    )
-    return [piece.resident for piece in pieces if piece.resident is not None]
 
 
 @pytest.fixture
@@ -131,22 +119,6 @@ def test_twenty_percent_is_twenty_percent_of_every_matrix(
                 assert abs(on_device - share * t.shape[0]) <= ROW_BLOCK
 
 
-@pytest.mark.parametrize(("place", "device"), PAIRS)
-def test_resident_rows_fill_exactly_the_planned_memory(
-    small: Any, place: tuple[int, int], device: type[Device]
-) -> None:
-    spec, checkpoint, _ = small
-    with opened(spec, checkpoint, place, device(), torch.float32) as room:
-        arenas = {tier: m.data_ptr() for tier, m in room.memory.items()}
-        ends = dict.fromkeys(arenas, 0)
-        for part in resident_rows(room):
-            tier = next(t for t in arenas if within(part, arenas[t], room.memory[t]))
-            ends[tier] = max(ends[tier], part.data_ptr() + part.nbytes - arenas[tier])
-        assert {tier: round_up(end, ALIGN) for tier, end in ends.items()} == {
-            tier: m.numel() for tier, m in room.memory.items()
-        }
-
-
 def test_tied_head_and_next_embedding_are_loaded_once(
     small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,98 +156,3 @@ def test_a_unit_that_is_open_stays_open(small: Any) -> None:
         first = stream.open(0, lambda: NOTHING)
         assert stream.open(0, lambda: NOTHING) is first
         assert stream.open(1, lambda: NOTHING) is not first
-
-
-# ---- blocked
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
-    if not isinstance(block_rows(torch.zeros(64, 64, dtype=torch.bfloat16))[0], BlockedRows):
-        pytest.skip("torch does not block here")
-    return wide_models(tmp_path_factory)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("place", "device"), PAIRS)
-def test_what_is_multiplied_where_it_lives_is_blocked(
-    wide: dict[bool, Any], place: tuple[int, int], device: type[Device], tied: bool
-) -> None:
-    """Beside streamed rows of the same matrix, and in the planned memory; a tied table too. What is
-    only looked up in, what is streamed and what a device of its own computes on are not."""
-    spec, checkpoint, tensors = wide[tied]
-    with opened(spec, checkpoint, place, device(), torch.bfloat16) as room:
-        tables = {t.name for t in spec.embedding} if not tied else set()
-        resident = sum(place) if device is HostDevice else 0
-        blocked = 0
-        for unit in range(len(room.layers.units)):
-            region = taken(room, unit)
-            for t in room.layers.units[unit].tensors:
-                parts = room.store.open_unit(unit, region)[t.role]
-                here = [p for p in parts if isinstance(p, BlockedRows)]
-                assert not here or (t.name not in tables and len(t.shape) == 2)
-                assert all(
-                    any(within(p.memory, m.data_ptr(), m) for m in room.memory.values())
-                    for p in here
-                )
-                blocked += sum(map(len, here))
-                if len(t.shape) == 2 and t.name not in tables:
-                    assert (
-                        sum(map(len, here))
-                        == round(t.shape[0] * resident / 100 / ROW_BLOCK) * ROW_BLOCK // 64 * 64
-                    )
-                    x = torch.randn(5, t.shape[1]).bfloat16()
-                    out = linear(x, parts, None, torch.empty(5, t.shape[0], dtype=torch.bfloat16))
-                    want = x.float() @ tensors[t.name].float().t()
-                    assert torch.allclose(out.float(), want, atol=0.3, rtol=2**-7)
-                elif not t.looked_up:  # its rows are read one by one
-                    assert torch.equal(values(parts), tensors[t.name])
-        assert bool(blocked) == bool(resident)
-
-
-def test_fp32_is_not_blocked(wide: dict[bool, Any]) -> None:
-    spec, checkpoint, tensors = wide[False]
-    with opened(spec, checkpoint, (100, 0), HostDevice(), torch.float32) as room:
-        for number, unit in enumerate(room.layers.units):
-            for role, parts in room.store.open_unit(number, None).items():
-                name = next(t.name for t in unit.tensors if t.role == role)
-                assert torch.equal(values(parts), tensors[name].float())
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("place", "device"), PAIRS)
-def test_int8_rows_are_blocked_where_they_live(
-    wide: dict[bool, Any], tmp_path: Path, place: tuple[int, int], device: type[Device], tied: bool
-) -> None:
-    """A tied table too, as blocked rows can be looked up; in the planned memory. All is as it is
-    from rows in order."""
-    spec, source, tensors = wide[tied]
-    checkpoint = pack_checkpoint(spec, source, tmp_path, Int8(2))
-    with opened(spec, checkpoint, place, device(), torch.bfloat16, form=Int8(2)) as room:
-        tables = {t.name for t in spec.embedding} if not tied else set()
-        resident = sum(place) if device is HostDevice else 0
-        ws = int8_workspace()
-        for number, unit in enumerate(room.layers.units):
-            parts = room.store.open_unit(number, taken(room, number))
-            for t in [t for t in unit.tensors if len(t.shape) == 2]:
-                here = [p.packed for p in parts[t.role] if isinstance(p, Int8Rows)]
-                there = [p for p in here if isinstance(p, BlockedInt8)]
-                assert all(
-                    any(within(p.memory, m.data_ptr(), m) for m in room.memory.values())
-                    for p in there
-                )
-                blocked = round(t.shape[0] * resident / 100 / ROW_BLOCK) * ROW_BLOCK // 64 * 64
-                assert sum(map(len, there)) == (0 if t.name in tables else blocked)
-                whole = (Int8Rows(pack_int8_rows(tensors[t.name]), t.shape[1], ws),)
-                x = torch.randn(5, t.shape[1])
-                if not any(
-                    isinstance(p, LookupRows) for p in parts[t.role]
-                ):  # whose rows are read one by one
-                    found = [
-                        linear(x, p, None, torch.empty(5, t.shape[0]))
-                        for p in (whole, parts[t.role])
-                    ]
-                    assert torch.equal(*found)
-                ids = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2])
-                rows = torch.zeros(2, 3, t.shape[1])
-                assert torch.equal(lookup(ids, whole, rows[0]), lookup(ids, parts[t.role], rows[1]))

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from flexgen_h2o.checkpoint import Checkpoint, match, read_index
+from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.config import Policy
@@ -210,17 +209,3 @@ def within(part: torch.Tensor, start: int | None, arena: torch.Tensor | None) ->
     return (
         start is not None and arena is not None and start <= part.data_ptr() < start + arena.numel()
     )
-
-
-WIDE = {"hidden_size": 128, "ffn_dim": 320, "word_embed_proj_dim": 128}
-
-
-def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
-    """A bf16 model that can be blocked, by tied or not: (spec, checkpoint, its tensors)."""
-    found = {}
-    for tied in (True, False):
-        folder = tmp_path_factory.mktemp("wide")
-        spec = spec_from_config("tiny", {**CONFIG, **WIDE, "tie_word_embeddings": tied}, "here")
-        tensors = write_checkpoint(folder, spec, torch.bfloat16, 0)
-        found[tied] = spec, match(spec, read_index(folder), folder), tensors
-    return found

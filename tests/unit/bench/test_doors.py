@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
-
-from bench import common
-from flexgen_h2o.core.errors import UsageError
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 OTHERS = ("__init__", "reader")  # modules that are no commands
@@ -82,24 +78,3 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measur
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and f"{flag} {path}: " in said
     assert not list(tmp_path.iterdir())
-
-
-def test_roofline_refuses_lengths_before_it_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("bench.common.wait_for_quiet", pytest.fail)
-    flags = ["--prompt-len", "3000", "--model", "facebook/opt-125m", "--offload-dir", str(tmp_path)]
-    assert run("roofline", flags, monkeypatch) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "--prompt-len 3000" in said
-
-
-def test_the_result_is_printed_also_where_it_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for output in (tmp_path, tmp_path / "none" / "result.json"):
-        with pytest.raises(UsageError, match=rf"--output {output}: cannot be written"):
-            common.finish({"figure": 7}, output)
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])["figure"] == 7
-    common.finish({"figure": 7}, tmp_path / "result.json")
-    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(capsys.readouterr().out)

@@ -1,27 +1,17 @@
-"""FlexGen on a processor: its policy within a budget, and its tokens against transformers'."""
+"""FlexGen on a processor: its tokens against transformers'."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
-from bench.baselines.contract import Meter
-from bench.sweep.runner import describe
-from bench.sweep.store import OK
-from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, load, request
+from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, request
 
 PEERS = Path(os.environ.get("FLEXGEN_PEERS", Path.home() / ".cache/flexgen_h2o/peers"))
 VENV = PEERS / "flexgen"
@@ -35,170 +25,6 @@ asked = Request("disk", Path(sys.argv[1]), 8, 6, 4, None, "fp32", Path(sys.argv[
 for changed in json.loads(sys.argv[3]):
     print(json.dumps(cpu.generate(asked, Meter(0), cpu.choose(asked) | changed).tolist()))
 """
-
-
-def scored(peer: str, variant: str, dtype: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Four rows of 14 tokens, and what a peer's --score makes of them: logits (4, 6, vocabulary)
-    after 8, 9, ..."""
-    tokens = torch.randint(4, 2000, (4, 14), generator=torch.Generator().manual_seed(0))
-    given = folder / "given.json"
-    given.write_text(
-        json.dumps({"prompts": tokens[:, :8].tolist(), "continuations": tokens[:, 8:].tolist()})
-    )
-    command = [
-        str(PEERS / peer / "bin/python"),
-        f"bench/baselines/{peer}/run.py",
-        "--variant",
-        variant,
-        "--dtype",
-        dtype,
-        "--model-dir",
-        str(OPT_TINY),
-        "--prompt-len",
-        "8",
-        "--gen-len",
-        "6",
-        "--rows",
-        "4",
-        "--offload-dir",
-        str(folder),
-        "--score",
-        str(given),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return tokens, torch.from_numpy(np.load(given.with_suffix(".npy")))
-
-
-def packed(values: torch.Tensor, dim: int, group: int = 64) -> torch.Tensor:
-    """Groups along `dim` to 4 bits between their least and greatest value, and back; a rest counts
-    with zeros."""
-    moved = values.movedim(dim, -1)
-    filled = nn.functional.pad(moved, (0, -moved.shape[-1] % group))
-    groups = filled.unflatten(-1, (-1, group))
-    low = groups.amin(-1, keepdim=True)
-    scale = 15 / (groups.amax(-1, keepdim=True) - low)
-    back = ((groups - low) * scale).round() / scale + low
-    return back.flatten(-2)[..., : moved.shape[-1]].movedim(-1, dim)
-
-
-class PackedCache(DynamicCache):
-    """Columns are packed once they are used: a step sees its own as they are."""
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        found = super().update(keys, values, layer_idx, *args, **kwargs)
-        layer = self.layers[layer_idx]
-        new = keys.shape[2]
-        layer.keys = torch.cat([found[0][:, :, :-new], packed(keys, 3)], 2)
-        layer.values = torch.cat([found[1][:, :, :-new], packed(values, 3)], 2)
-        return found
-
-
-def test_the_published_policy_runs_in_the_process_that_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the prompts of everybody, and without a tokenizer from the network."""
-    asked = request(tmp_path, variant="published", device="cuda", rows=4)
-    seen: list[Any] = []
-
-    def run_flexgen(args: argparse.Namespace) -> None:
-        seen.append(
-            package.get_test_inputs(
-                args.prompt_len, 4, package.AutoTokenizer.from_pretrained("opt")
-            )
-        )
-        print("peak gpu mem: 1.500 GB\tprojected: False")
-        Path(args.log_file).write_text("prefill latency: 2.000 s\tdecode latency: 6.000 s\n")
-
-    def add_parser_arguments(parser: argparse.ArgumentParser) -> None:
-        for flag in flags:
-            parser.add_argument(
-                flag,
-                nargs="+" if flag == "--percent" else None,
-                type=int if "-len" in flag else str,
-            )
-
-    flags = [
-        "--model",
-        "--path",
-        "--prompt-len",
-        "--gen-len",
-        "--offload-dir",
-        "--log-file",
-        "--gpu-batch-size",
-        "--num-gpu-batches",
-        "--percent",
-        "--overlap",
-    ]
-    package = SimpleNamespace(run_flexgen=run_flexgen, add_parser_arguments=add_parser_arguments)
-    monkeypatch.setitem(sys.modules, "flexgen", SimpleNamespace(flex_opt=package))
-    flexgen = load("flexgen/run.py")
-    monkeypatch.setattr(flexgen, "flexgen_name", lambda config: "facebook/opt-125m")
-    found = flexgen.measure(asked, Meter(0))
-    assert seen == [asked.prompts()]
-    assert "1.50 tok/s" in describe(
-        found | {"status": OK, "others": 0.0}
-    )  # all that a line and its table read
-
-
-def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
-    cpu = load("flexgen/cpu.py")
-    layers = [[4], [3, 1], [3, 1], [4]]
-    # Head and embedding are read one after the other; with half of a layer its first tensor is on
-    # disk.
-    assert [cpu.weight_elements(layers, percent) for percent in (0, 50, 100)] == [8, 16, 16]
-    assert cpu.weight_elements(layers, 40) == 2 + 8
-    model = cpu.layer_sizes(request(tmp_path).config)
-    beside = cpu.work_bytes(request(tmp_path), 1) + cpu.kv_and_work_bytes(request(tmp_path))[0]
-
-    def chosen(free: int, room: int = 0) -> tuple[int, int, int]:
-        found = cpu.choose(
-            request(tmp_path, variant="disk", rows=4, budget=beside + free, room=room)
-        )
-        return found["weights_in_ram"], found["micro_batches"], found["kv_on_disk"]
-
-    whole, least = (4 * cpu.weight_elements(model, percent) for percent in (100, 0))
-    assert chosen(whole) == (100, 1, 0) and chosen(least) == (0, 1, 0)
-    assert 0 < chosen((whole + least) // 2)[0] < 100
-    # KV on disk and smaller steps where nothing fits otherwise
-    kv = cpu.kv_and_work_bytes(request(tmp_path))[0]
-    assert chosen(least - 1)[1:] == (1, 1) and chosen(least - kv)[1] > 1
-    with pytest.raises(cpu.DoesNotFitError, match="4 rows"):
-        chosen(-beside)
-    assert chosen(-beside, beside + least) == (0, 4, 1)
-
-
-def test_4_bits_take_less_and_are_unpacked_a_layer_at_a_time(tmp_path: Path) -> None:
-    cpu = load("flexgen/cpu.py")
-    plain, small = (
-        request(tmp_path, variant=name, rows=4, dtype="bf16") for name in ("disk", "disk-4bit")
-    )
-    assert (cpu.packed_share(plain), cpu.packed_share(small)) == (1, 0.5 / 2 + 2 / 64)
-    layer = max(map(sum, cpu.layer_sizes(small.config)))
-    assert cpu.work_bytes(small, 4) - cpu.work_bytes(plain, 4) == pytest.approx(
-        layer * 2.5, rel=0.05
-    )
-    kv = cpu.kv_and_work_bytes(small)[0]
-    whole = 2 * cpu.weight_elements(cpu.layer_sizes(small.config), 100)
-    budget = cpu.work_bytes(small, 1) + int((kv + whole) * cpu.packed_share(small)) + 1
-    assert cpu.choose(replace(small, budget=budget))["weights_in_ram"] == 100
-    assert cpu.choose(replace(plain, budget=budget))["weights_in_ram"] < 100
-    with pytest.raises(cpu.RefusedError, match="--variant disk-4bit --dtype fp32: "):
-        cpu.choose(replace(small, dtype="fp32"))
-
-
-def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:
-    cpu = load("flexgen/cpu.py")
-    config = request(tmp_path).config
-    for changed in (
-        {"model_type": "llama"},
-        {"do_layer_norm_before": False},
-        {"word_embed_proj_dim": 8},
-    ):
-        with pytest.raises(cpu.RefusedError, match="OPT only"):
-            cpu.layer_sizes(config | changed)
 
 
 @pytest.mark.slow
@@ -233,25 +59,3 @@ def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
     assert len(lines) == len(settings)
     assert all(json.loads(line) == want.tolist() for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (VENV / "installed.txt").exists(),
-    reason="needs FlexGen's own environment: bash bench/baselines/flexgen/setup.sh",
-)
-def test_its_4_bits_are_those_of_a_slow_reference(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(OPT_TINY, dtype=torch.float32)
-    for variant in ("cpu", "cpu-4bit"):  # in fp32 it has scales in files in 16 bits
-        tokens, found = scored("flexgen", variant, "fp32", tmp_path)
-        if variant == "cpu-4bit":
-            matrices = (m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
-            for matrix in {id(m.weight): m for m in matrices}.values():
-                matrix.weight.data = packed(matrix.weight.data, 0)
-        cache = PackedCache() if variant == "cpu-4bit" else DynamicCache()
-        with torch.inference_mode():
-            steps = [tokens[:, :8], *tokens[:, 8:13].split(1, 1)]
-            want = torch.stack(
-                [model(step, past_key_values=cache).logits[:, -1] for step in steps], 1
-            )
-        torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)

@@ -1,11 +1,9 @@
-"""The llama.cpp peer: what it refuses, its settings, and the order of rows that its converter
-makes."""
+"""The llama.cpp peer: the order of rows that its converter makes, and its sessions."""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,19 +16,13 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
 from contract import (
-    OUTSIDE_GROUP,
-    DoesNotFitError,
-    RefusedError,
     Request,
     StoredTensor,
-    convert_apart,
     stored_tensors,
 )
 
-from bench.sweep.runner import can_limit, memory_limit
 from tests.unit.bench.test_throughput_sweep import load
 
-BASELINES = Path(__file__).resolve().parents[3] / "bench" / "baselines"
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1}
 NEOX: dict[str, Any] = {"model_type": "gpt_neox", "num_attention_heads": 2}
 
@@ -94,70 +86,6 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
     )
     assert (found, shape, read().shape) == ("blk.3.ffn_down_exps.weight", (3, 2, 3), (3, 2, 3))
     assert read()[:, :, 0].tolist() == [[0, 1], [10, 11], [20, 21]]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{"model_type": "opt"}, {"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}],
-)
-def test_what_it_does_not_convert_is_refused_in_a_line(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [
-        sys.executable,
-        str(BASELINES / "llamacpp" / "convert.py"),
-        str(tmp_path),
-        str(tmp_path / "x"),
-        "bf16",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert (
-        done.stderr.startswith("llama.cpp: not converted here: model_type")
-        and done.stderr.count("\n") == 1
-    )
-    with pytest.raises(RefusedError, match=r"^llama\.cpp: not converted here: model_type"):
-        convert_apart(*command[1:])
-
-
-def test_a_converter_that_breaks_has_not_refused() -> None:
-    convert_apart("-c", "print('done')")
-    with pytest.raises(RuntimeError, match=r"exit code 1: no disk$"):
-        convert_apart("-c", "raise SystemExit('no disk')")
-    with pytest.raises(DoesNotFitError, match="no memory left"):
-        convert_apart("-c", "import os; os.kill(os.getpid(), 9)")
-
-
-@pytest.mark.skipif(not can_limit(), reason="no memory cgroup can be made here")
-def test_a_converter_is_outside_the_group_that_holds_the_run(tmp_path: Path) -> None:
-    took = 2**28
-    made = tmp_path / "made"
-    convert = f"from pathlib import Path; Path({str(made)!r}).write_bytes(b'x' * {took})"
-    run = (
-        f"import sys; sys.path.insert(0, {str(BASELINES)!r}); from contract import convert_apart\n"
-        f"convert_apart('-c', {convert!r}); b'x' * {took}"
-    )
-    with memory_limit(took // 2) as held:
-        done = subprocess.run(
-            [*held, sys.executable, "-c", run], capture_output=True, text=True, check=False
-        )
-    assert done.returncode == -9 and made.stat().st_size == took  # the run itself is held
-
-
-def test_a_converter_that_may_not_leave_runs_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(OUTSIDE_GROUP, str(tmp_path / "none" / "cgroup.procs"))
-    with pytest.raises(RefusedError, match="no such format"):
-        convert_apart("-c", "import sys; print('no such format', file=sys.stderr); sys.exit(2)")
-
-
-def test_more_rows_than_a_context_has_sequences_are_refused(tmp_path: Path) -> None:
-    run = load("llamacpp/run.py")
-    asked = Request("bf16", tmp_path, 4, 4, run.MAX_ROWS + 1, None, "bf16", tmp_path, 1)
-    with pytest.raises(RefusedError, match="257 rows"):
-        run.measure(asked, None)
 
 
 class FakeLlama:

@@ -15,8 +15,7 @@ import pytest
 from bench.common import ROOT
 from bench.reproduce import __main__ as door
 from bench.reproduce import claims
-from bench.reproduce.rows import NOT_MEASURED, ROWS, Row, write_inputs, write_texts
-from flexgen_h2o.core.errors import UsageError
+from bench.reproduce.rows import NOT_MEASURED, ROWS, Row, write_inputs
 
 
 def row(name: str, quick: str, keep: str = r"^\|", real: str = "") -> Row:
@@ -41,15 +40,6 @@ def test_the_page_has_every_row_as_the_list_has_it() -> None:
         assert f"Measured with other models: {one.measured}." in page
         assert not one.plan or f"`policy_search {one.plan}`" in page
     assert NOT_MEASURED in page
-
-
-def test_names_of_rows_are_distinct_and_commands_are_shell() -> None:
-    assert len({one.name for one in ROWS}) == len(ROWS)
-    for one in ROWS:
-        for command in (one.quick, one.full, one.real):
-            assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0, (
-                command
-            )
 
 
 def test_inputs_are_what_the_formats_say(tmp_path: Path) -> None:
@@ -89,104 +79,9 @@ def test_a_quick_run_goes_on_and_says_what_failed(
     assert quick("--quick --only good", tmp_path, monkeypatch)[0] == 0
 
 
-def test_a_row_that_takes_too_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "ROWS", (row("slow", "sleep 600"), row("next", "echo '| x |'")))
-    code, page = quick("--quick --limit 0.2", tmp_path, monkeypatch)
-    assert code == 1 and "none: too long" in page and "not done after 0 s" in page
-
-
 def real(flags: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sys, "argv", ["reproduce.py", *flags.split()])
     return door.main()
-
-
-def articles_file(folder: Path) -> Path:
-    path = folder / "articles.jsonl"
-    record = {
-        "article": "###\nArticle: It rained.\n\nIt stopped.\n\nSummarize it.",
-        "summary_gt": "Rain.",
-    }
-    path.write_text(json.dumps(record) + "\n")
-    return path
-
-
-def test_a_real_run_keeps_rows_that_are_done_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    counted = (
-        'echo x >>"$WORK/runs"; echo \'{"cells": [1], "file": "/a/b.txt"}\' >"$WORK/NAME.json"'
-    )
-    rows = (
-        row("one", "true", real=counted.replace("NAME", "one-full")),
-        row("bad", "true", real="echo reason >&2; exit 3"),
-        row(
-            "fed",
-            "true",
-            real='test -s "$ARTICLES" && test -s "$WORK/long.txt" && '
-            + counted.replace("NAME", "fed"),
-        ),
-        row("quick-only", "true"),
-    )
-    for module in (door, claims):
-        monkeypatch.setattr(module, "ROWS", rows)
-    monkeypatch.setattr(door, "real_model", lambda name, offload_dir: tmp_path)
-    results = tmp_path / "results"
-    articles = articles_file(tmp_path)
-    assert real(f"--model a/model --results {results}", monkeypatch) == 1
-    said = capsys.readouterr()
-    assert "fed: left out; it needs --articles FILE" in said.out and "quick-only" not in said.out
-    assert "failed: bad" in said.out and "reason" in said.err
-    kept = json.loads((results / "one.json").read_text())
-    assert kept["figures"] == {"full": {"cells": [1], "file": "b.txt"}} and kept["model"] == "model"
-    assert "`model`" in (results / "papers.md").read_text()
-    assert (
-        real(
-            f"--model a/model --results {results} --articles {articles} --only one fed", monkeypatch
-        )
-        == 0
-    )
-    assert (
-        real(
-            f"--model a/model --results {results} --articles {articles} --only one fed", monkeypatch
-        )
-        == 0
-    )
-    assert "one: kept\nfed: kept\n" in capsys.readouterr().out
-    assert (
-        results / "work-model" / "runs"
-    ).read_text() == "x\n" * 3  # the texts of row one were others without articles
-
-
-def test_a_named_model_that_cannot_be_had_says_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door.common, "run_limited", lambda *_: (2, "", "no network\n"))
-    with pytest.raises(
-        UsageError,
-        match=r"could not be fetched \(no network\); run flexgen-h2o cache --fetch smollm2",
-    ):
-        real(f"--results {tmp_path / 'r'} --offload-dir {tmp_path}", monkeypatch)
-
-
-def test_texts_of_articles_are_without_their_instruction(tmp_path: Path) -> None:
-    write_texts(tmp_path, articles_file(tmp_path), [])
-    assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {
-        "prompt": "It rained.\n\nIt stopped."
-    }
-    assert (tmp_path / "long.txt").read_text() == "It rained.\n\nIt stopped."
-
-
-def test_kept_figures_have_no_long_lists_and_no_paths() -> None:
-    found = {
-        "a": [0.123456789] * 3,
-        "b": [1] * 99,
-        "c": [{"x": [2] * 99}] * 30,
-        "d": "/home/me/x.txt",
-        "highest": [1],
-    }
-    assert door.short(found) == {"a": [0.123457] * 3, "c": [{}] * 30, "d": "x.txt"}
 
 
 def test_the_page_of_claims_is_that_of_the_committed_results() -> None:
@@ -222,33 +117,3 @@ def test_help_installs_nothing(script: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert f"  bash {script}" in done.stdout and "#" not in done.stdout
     assert not (tmp_path / "venv").exists()
-
-
-def test_the_list_of_rows_installs_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "FLEXGEN_VENV": str(tmp_path / "venv"), "PYTHON": ""}
-    command = ["bash", str(ROOT / "scripts" / "reproduce.sh"), "--list"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [one.name for one in ROWS]
-    assert not (tmp_path / "venv").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--quick --model x", "--quick: runs the test model"),
-        ("--articles /none/x.jsonl", "--articles /none/x.jsonl: no such file"),
-        ("--only chat", "--only chat: not one of attention"),
-        ("--model x --results /none/x --page /tmp/x.md", "--results /none/x: has no result"),
-        ("--quick --list", "--quick: give one of"),
-        ("--quick --only nothing", "--only nothing: not one of attention"),
-        ("--quick --limit 0", "--limit 0"),
-        ("--quick --output /none/x.md", "--output /none/x.md"),
-        ("--page /none/x.md", "--page /none/x.md"),
-    ],
-)
-def test_wrong_use_is_said_before_anything_runs(
-    flags: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["reproduce.py", *flags.split()])
-    with pytest.raises(UsageError, match=re.escape(says)):
-        door.main()

