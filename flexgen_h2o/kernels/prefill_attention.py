@@ -21,6 +21,7 @@ import torch
 
 from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
 from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.workspace import (
     cpu_has,
     element_of,
@@ -37,6 +38,7 @@ REFERENCE_ROWS = 32  # query rows at a time if all heads of all prompts are comp
 ALL_ROWS = 2**31 - 1
 
 
+@op
 def column_sums(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
 ) -> torch.Tensor:
@@ -53,97 +55,6 @@ def column_sums(
     at most 2**-9 of each (on a CPU with only AVX2 they stay fp32). One probability may thus be off
     by scale x |q.k| / 512 of itself, in either direction. The sum of a column over many rows is off
     by far less.
-    """
-    if triton.supports(q, k, lse):
-        return _column_sums_on_card(q, k, lse, scale, first_row)
-    return column_sums_torch(q, k, lse, scale, first_row)
-
-
-def _column_sums_on_card(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int
-) -> torch.Tensor:
-    batch, _, rows, _ = q.shape
-    kv_heads, keys = k.shape[1:3]
-    sums = torch.empty(batch, kv_heads, keys, dtype=torch.float32, device=q.device)
-
-    def reference() -> None:
-        sums.copy_(column_sums_torch(q, k, lse, scale, first_row))
-
-    _launch_sums(
-        (q, k, lse, sums),
-        (triton.PromptPlace(0, rows, keys),) * batch,
-        scale,
-        keys - first_row,
-        reference,
-    )
-    return sums
-
-
-def packed_column_sums(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
-    lines: triton.PromptPlaces,
-    scale: float,
-    last: int | None = None,
-) -> torch.Tensor:
-    """Run `column_sums` on a card for packed prompts of any lengths, in one launch.
-
-    The prompts are whole and adjacent, and b = 1. last: number of last rows of each prompt that
-    count, None for all. Returns (1, kv_heads, tokens) fp32.
-    """
-    sums = torch.empty(1, *k.shape[1:3], dtype=torch.float32, device=q.device)
-    last = ALL_ROWS if last is None else last
-
-    def reference() -> None:
-        for line in lines:
-            own = slice(None), slice(None), line.tokens
-            sums[own] = column_sums_torch(q[own], k[own], lse[own], scale, max(0, line.keys - last))
-
-    _launch_sums((q, k, lse, sums), lines, scale, last, reference)
-    return sums
-
-
-def _launch_sums(
-    tensors: Sequence[torch.Tensor],
-    lines: triton.PromptPlaces,
-    scale: float,
-    last: int,
-    reference: Callable[[], object],
-) -> None:
-    """Launch the kernel for column sums.
-
-    tensors: q, k, lse and sums, of a batch or of packed prompts. last: queries of each prompt that
-    count.
-    """
-    q, k, lse, sums = tensors
-    constants = _tile(tensors[0])
-    kv_heads = k.shape[1]
-    strides = [step for t in (q, k, lse) for step in triton.batch_strides(t, 3)]
-    sizes = *strides, *triton.batch_strides(sums, 2), kv_heads, q.shape[1] // kv_heads, last, scale
-    grid = len(lines) * kv_heads, -(-max(line.keys for line in lines) // constants["KEYS"])
-    arguments = *tensors, triton.prompt_table(lines, q.device), *sizes
-    triton.launch("prompts.column_sums", grid, reference, arguments, **constants)
-
-
-def _tile(q: torch.Tensor) -> dict[str, int]:
-    """Return the kernel's constants.
-
-    The numbers of queries and keys at a time are small enough that their tiles fit the shared
-    memory of a T4.
-    """
-    width = q.shape[3]
-    wide = triton.power_of_two(q.shape[3], 16)
-    count = max(16, 128 // q.itemsize // max(1, wide // 128))
-    return {"D": width, "WIDTH": wide, "ROWS": count, "KEYS": count}
-
-
-def column_sums_torch(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
-) -> torch.Tensor:
-    """Compute `column_sums` tile by tile.
-
-    torch multiplies, and a compiled loop adds if there is one.
     """
     batch, kv_heads, n, width = k.shape
     group = q.shape[1] // kv_heads
@@ -178,6 +89,84 @@ def column_sums_torch(
                 start,
             )
     return sums
+
+
+@column_sums.kernel
+def _column_sums_kernel(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
+) -> torch.Tensor:
+    batch, _, rows, _ = q.shape
+    kv_heads, keys = k.shape[1:3]
+    sums = torch.empty(batch, kv_heads, keys, dtype=torch.float32, device=q.device)
+    lines = (triton.PromptPlace(0, rows, keys),) * batch
+    _launch_sums((q, k, lse, sums), lines, scale, keys - first_row)
+    return sums
+
+
+@op
+def packed_column_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    lines: triton.PromptPlaces,
+    scale: float,
+    last: int | None = None,
+) -> torch.Tensor:
+    """Run `column_sums` on a card for packed prompts of any lengths, in one launch.
+
+    The prompts are whole and adjacent, and b = 1. last: number of last rows of each prompt that
+    count, None for all. Returns (1, kv_heads, tokens) fp32.
+    """
+    sums = []
+    for line in lines:
+        own = slice(None), slice(None), line.tokens
+        first = 0 if last is None else max(0, line.keys - last)
+        sums.append(column_sums.torch(q[own], k[own], lse[own], scale, first))
+    return torch.cat(sums, dim=2)
+
+
+@packed_column_sums.kernel
+def _packed_sums_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    lines: triton.PromptPlaces,
+    scale: float,
+    last: int | None = None,
+) -> torch.Tensor:
+    sums = torch.empty(1, *k.shape[1:3], dtype=torch.float32, device=q.device)
+    _launch_sums((q, k, lse, sums), lines, scale, ALL_ROWS if last is None else last)
+    return sums
+
+
+def _launch_sums(
+    tensors: Sequence[torch.Tensor], lines: triton.PromptPlaces, scale: float, last: int
+) -> None:
+    """Launch the kernel for column sums.
+
+    tensors: q, k, lse and sums, of a batch or of packed prompts. last: queries of each prompt that
+    count.
+    """
+    q, k, lse, sums = tensors
+    constants = _tile(tensors[0])
+    kv_heads = k.shape[1]
+    strides = [step for t in (q, k, lse) for step in triton.batch_strides(t, 3)]
+    sizes = *strides, *triton.batch_strides(sums, 2), kv_heads, q.shape[1] // kv_heads, last, scale
+    grid = len(lines) * kv_heads, -(-max(line.keys for line in lines) // constants["KEYS"])
+    arguments = *tensors, triton.prompt_table(lines, q.device), *sizes
+    triton.launch("prompts.column_sums", grid, arguments, **constants)
+
+
+def _tile(q: torch.Tensor) -> dict[str, int]:
+    """Return the kernel's constants.
+
+    The numbers of queries and keys at a time are small enough that their tiles fit the shared
+    memory of a T4.
+    """
+    width = q.shape[3]
+    wide = triton.power_of_two(q.shape[3], 16)
+    count = max(16, 128 // q.itemsize // max(1, wide // 128))
+    return {"D": width, "WIDTH": wide, "ROWS": count, "KEYS": count}
 
 
 def _pieces(batch: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
@@ -234,6 +223,15 @@ _CHECK_WINDOW = 7
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
+def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether the compiled loop can read these tensors and is faster than torch.
+
+    Torch is faster if it uses AMX; `_attend_on_cpu` handles that case.
+    """
+    return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx2")
+
+
+@op
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
@@ -243,10 +241,6 @@ def causal_attention(
     window: number of keys that a query sees, its own and those before it; None: all. Only keys that
     are seen cost work.
     """
-    if _is_compiled(q, k, v):
-        return _attend_on_cpu(q, k, v, scale, window)[0]
-    if triton.supports(q, k, v):
-        return _attend_on_card(q, k, v, scale, window)[0]
     rows = q.shape[2]
     n = k.shape[2]
     enable_gqa = q.shape[1] != k.shape[1]
@@ -262,6 +256,21 @@ def causal_attention(
     return attend(q, k, v, is_causal=rows > 1)
 
 
+@causal_attention.loop_if(lambda q, k, v, *_: _is_compiled(q, k, v))
+def _causal_loop(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
+    return _attend_on_cpu(q, k, v, scale, window)[0]
+
+
+@causal_attention.kernel
+def _causal_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
+    return _attend_on_card(q, k, v, scale, window)[0]
+
+
+@op
 def causal_attention_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
@@ -273,35 +282,32 @@ def causal_attention_lse(
     q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, any strides, m <= n. Returns (b,
     heads, m, d) in q's dtype and (b, heads, m) fp32.
     """
-    if _is_compiled(q, k, v):
-        return _attend_on_cpu(q, k, v, scale, window)
-    if triton.supports(q, k, v):
-        return _attend_on_card(q, k, v, scale, window)
     fused = _checked(q.device.type, q.dtype, q.shape[1] != k.shape[1])
     return (fused or causal_attention_lse_reference)(q, k, v, scale, window)
 
 
+@causal_attention_lse.loop_if(lambda q, k, v, *_: _is_compiled(q, k, v))
+def _causal_lse_loop(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> Result:
+    return _attend_on_cpu(q, k, v, scale, window)
+
+
+@causal_attention_lse.kernel
 def _attend_on_card(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
     """Run the Triton kernel; in the memory of the result, the heads of a token are adjacent."""
     batch, heads, rows, width = q.shape
     keys = k.shape[2]
     out = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
-
-    def reference() -> None:
-        for ours, theirs in zip(
-            (out, lse), causal_attention_lse_reference(q, k, v, scale, window), strict=True
-        ):
-            ours.copy_(theirs)
-
-    _launch_attention(
-        (q, k, v, out, lse), (triton.PromptPlace(0, rows, keys),) * batch, scale, window, reference
-    )
+    lines = (triton.PromptPlace(0, rows, keys),) * batch
+    _launch_attention((q, k, v, out, lse), lines, scale, window)
     return out, lse
 
 
+@op
 def packed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -317,24 +323,29 @@ def packed_attention(
     shape and dtype of q. Returns the log-sum-exp, (1, heads, tokens) fp32.
     """
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    for line in lines:
+        own = slice(None), slice(None), line.tokens
+        out[own], lse[own] = causal_attention_lse_reference(q[own], k[own], v[own], scale, window)
+    return lse
 
-    def reference() -> None:
-        for line in lines:
-            own = slice(None), slice(None), line.tokens
-            out[own], lse[own] = causal_attention_lse_reference(
-                q[own], k[own], v[own], scale, window
-            )
 
-    _launch_attention((q, k, v, out, lse), lines, scale, window, reference)
+@packed_attention.kernel
+def _packed_attention_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lines: triton.PromptPlaces,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    _launch_attention((q, k, v, out, lse), lines, scale, window)
     return lse
 
 
 def _launch_attention(
-    tensors: Sequence[torch.Tensor],
-    lines: triton.PromptPlaces,
-    scale: float,
-    window: int | None,
-    reference: Callable[[], object],
+    tensors: Sequence[torch.Tensor], lines: triton.PromptPlaces, scale: float, window: int | None
 ) -> None:
     """Launch the kernel for attention.
 
@@ -349,7 +360,7 @@ def _launch_attention(
     sizes = *strides, *triton.batch_strides(lse, 2), heads, heads // k.shape[1], most, scale
     grid = len(lines) * heads, -(-max(line.rows for line in lines) // constants["ROWS"])
     arguments = *tensors, triton.prompt_table(lines, q.device), *sizes
-    triton.launch("prompts.attend", grid, reference, arguments, **constants)
+    triton.launch("prompts.attend", grid, arguments, **constants)
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Result:
@@ -431,14 +442,6 @@ def _last_rows(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Te
     """Return the attention mask if the queries are the last rows: (queries, keys), 0 or -inf."""
     mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
     return mask.masked_fill_(_hidden(mask, window), float("-inf"))
-
-
-def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether the compiled loop can read these tensors and is faster than torch.
-
-    Torch is faster if it uses AMX; `_attend_on_cpu` handles that case.
-    """
-    return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx2")
 
 
 def _attend_on_cpu(

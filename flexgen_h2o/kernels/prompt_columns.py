@@ -6,9 +6,7 @@ is one launch, also for prompts of different lengths. R, d, C, S, W: as in kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -16,6 +14,7 @@ from flexgen_h2o.core.units import PACKED_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.decode_step import packed_sizes, packing_constants, segment_step
+from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.packed import pack_columns_reference
 from flexgen_h2o.kernels.slots import put_slots_reference
 from flexgen_h2o.kernels.workspace import is_compiled_beside_card
@@ -27,6 +26,7 @@ _COLUMNS = 64  # columns that are put at a time
 _NUMBERS = 2048  # numbers that are packed at a time
 
 
+@op
 def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
     """Return the columns that stay, (b, kv_heads, count) int64, ascending.
 
@@ -35,55 +35,6 @@ def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.T
     rank: (b, kv_heads, n) fp32, n > count. If ranks are equal, the newer column stays; NaN ranks
     lowest.
     """
-    if not triton.supports(rank):
-        return choose_kept_reference(rank, begin, end, count)
-    tokens = rank.shape[2]
-    rank = rank.contiguous()
-    kept = torch.empty(*rank.shape[:2], count, dtype=torch.int64, device=rank.device)
-
-    def reference() -> None:
-        kept.copy_(choose_kept_reference(rank, begin, end, count))
-
-    _launch_choice(
-        rank,
-        kept,
-        (triton.PromptPlace(0, tokens, tokens, 0, count, begin, end),) * len(rank),
-        reference,
-    )
-    return kept
-
-
-def choose_packed(rank: torch.Tensor, lines: triton.PromptPlaces) -> torch.Tensor:
-    """Run `choose_kept` on a card for packed prompts (adjacent, b = 1), in one launch.
-
-    Returns (1, kv_heads, all that stay) int64; numbers count from 0 in each prompt. A prompt whose
-    columns all stay has no ranked columns.
-    """
-    kept = torch.empty(*rank.shape[:2], lines[-1].stays.stop, dtype=torch.int64, device=rank.device)
-
-    def reference() -> None:
-        for line in lines:
-            own = rank[..., line.tokens], line.begin, line.end, line.kept
-            kept[..., line.stays] = choose_kept_reference(*own)
-
-    _launch_choice(rank.contiguous(), kept, lines, reference)
-    return kept
-
-
-def _launch_choice(
-    rank: torch.Tensor,
-    kept: torch.Tensor,
-    lines: triton.PromptPlaces,
-    reference: Callable[[], object],
-) -> None:
-    kv_heads = rank.shape[1]
-    sizes = *triton.batch_strides(rank, 2), *triton.batch_strides(kept, 2), kv_heads
-    arguments = rank, kept, triton.prompt_table(lines, rank.device), *sizes
-    triton.launch("prompts.choose", (len(lines) * kv_heads,), reference, arguments, BLOCK=_RANKS)
-
-
-def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
-    """Compute `choose_kept` in torch operations."""
     most = torch.finfo(rank.dtype).max
     n = rank.shape[2]
     finite = rank[..., begin:end].nan_to_num(nan=-most, posinf=most, neginf=-most)
@@ -95,6 +46,42 @@ def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) 
     )
     before, behind = ends
     return torch.cat([before, chosen, behind], dim=-1)
+
+
+@choose_kept.kernel
+def _choose_kernel(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
+    tokens = rank.shape[2]
+    line = triton.PromptPlace(0, tokens, tokens, 0, count, begin, end)
+    kept = torch.empty(*rank.shape[:2], count, dtype=torch.int64, device=rank.device)
+    _launch_choice(rank.contiguous(), kept, (line,) * len(rank))
+    return kept
+
+
+@op
+def choose_packed(rank: torch.Tensor, lines: triton.PromptPlaces) -> torch.Tensor:
+    """Run `choose_kept` on a card for packed prompts (adjacent, b = 1), in one launch.
+
+    Returns (1, kv_heads, all that stay) int64; numbers count from 0 in each prompt. A prompt whose
+    columns all stay has no ranked columns.
+    """
+    chosen = [
+        choose_kept.torch(rank[..., line.tokens], line.begin, line.end, line.kept) for line in lines
+    ]
+    return torch.cat(chosen, dim=-1)
+
+
+@choose_packed.kernel
+def _choose_packed_kernel(rank: torch.Tensor, lines: triton.PromptPlaces) -> torch.Tensor:
+    kept = torch.empty(*rank.shape[:2], lines[-1].stays.stop, dtype=torch.int64, device=rank.device)
+    _launch_choice(rank.contiguous(), kept, lines)
+    return kept
+
+
+def _launch_choice(rank: torch.Tensor, kept: torch.Tensor, lines: triton.PromptPlaces) -> None:
+    kv_heads = rank.shape[1]
+    sizes = *triton.batch_strides(rank, 2), *triton.batch_strides(kept, 2), kv_heads
+    arguments = rank, kept, triton.prompt_table(lines, rank.device), *sizes
+    triton.launch("prompts.choose", (len(lines) * kv_heads,), arguments, BLOCK=_RANKS)
 
 
 @dataclass(frozen=True)
@@ -134,6 +121,7 @@ def are_put_together(k: torch.Tensor, area: torch.Tensor) -> bool:
     return k.device == area.device and not is_compiled_beside_card(k)
 
 
+@op
 def put_prompts(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -151,13 +139,63 @@ def put_prompts(
     scores. lines: packed prompts (adjacent, b = 1) of any lengths, each with its own window; `kept`
     is then from `choose_packed`.
     """
-    prompts, tokens, kv_heads, width = k.shape
-    reference: Callable[[], object] = partial(put_prompts_reference, k, v, kept, scores, slots)
-    if lines is not None:
-        reference = partial(_put_one_by_one, k, v, kept, scores, slots, lines)
-    if not triton.supports(k):
-        reference()
+    if lines is None:
+        _put_prompts(k, v, kept, scores, slots)
         return
+    for number, line in enumerate(lines):
+        part = slots.of_prompt(line, number, k.shape[2])
+        if part.keys.shape[1]:
+            own = kept[..., line.stays], None if scores is None else scores[..., line.tokens]
+            _put_prompts(k[:, line.tokens], v[:, line.tokens], *own, part)
+
+
+def _put_prompts(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    scores: torch.Tensor | None,
+    slots: PromptSlots,
+) -> None:
+    """Put prompts of a batch, PACKED_CHUNK numbers of keys at a time."""
+    kv_heads, count = kept.shape[1:]
+    rows = slots.keys.shape[1]
+    packing = slots.form.packing
+    whole = slots.form.whole
+    if whole is not None:
+        keep_whole(whole, k, v, kept, slots.first, slots.window, slots.smooths)
+    step = max(1, PACKED_CHUNK // (count * k.shape[3]))
+    for a in range(0, rows, step):
+        here = slice(a, min(rows, a + step))
+        row = torch.arange(
+            slots.first + here.start, slots.first + here.stop, device=k.device
+        ).unsqueeze(1)
+        batch = torch.div(row, kv_heads, rounding_mode="floor")
+        head = row % kv_heads
+        tokens = kept[batch.squeeze(1), head.squeeze(1)]
+        keys, values = (t[batch, tokens, head] for t in (k, v))
+        if packing is not None:
+            keys = keys if whole is None else whole.smoothed(keys, here)
+            keys = pack_columns_reference(keys, packing.keys)
+            values = pack_columns_reference(values, packing.values)
+        areas = slots.keys[:, here], slots.values[:, here]
+        put_slots_reference(
+            areas, torch.arange(count, device=k.device).expand(len(row), count), (keys, values)
+        )
+        if scores is not None and slots.scores is not None and slots.positions is not None:
+            slots.positions[here, :count] = tokens.int()
+            slots.scores[here, :count] = scores[batch, head, tokens]
+
+
+@put_prompts.kernel
+def _put_kernel(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    scores: torch.Tensor | None,
+    slots: PromptSlots,
+    lines: triton.PromptPlaces | None = None,
+) -> None:
+    prompts, tokens, kv_heads, width = k.shape
     lines = (
         lines
         or (triton.PromptPlace(0, tokens, tokens, 0, kept.shape[2], window=slots.window),) * prompts
@@ -202,59 +240,7 @@ def put_prompts(
         sizes = *sizes, segment_step(slots.values), whole.slots.shape[1], *packed_sizes(packing)
         constants |= {"BLOCK": max(1, _NUMBERS // wide), **packing_constants(packing)}
     grid = rows, -(-max(line.kept for line in lines) // constants["BLOCK"])
-    triton.launch(name, grid, reference, (*tensors, *sizes), **constants)
-
-
-def _put_one_by_one(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kept: torch.Tensor,
-    scores: torch.Tensor | None,
-    slots: PromptSlots,
-    lines: triton.PromptPlaces,
-) -> None:
-    for number, line in enumerate(lines):
-        part = slots.of_prompt(line, number, k.shape[2])
-        if part.keys.shape[1]:
-            own = kept[..., line.stays], None if scores is None else scores[..., line.tokens]
-            put_prompts_reference(k[:, line.tokens], v[:, line.tokens], *own, part)
-
-
-def put_prompts_reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kept: torch.Tensor,
-    scores: torch.Tensor | None,
-    slots: PromptSlots,
-) -> None:
-    """Compute `put_prompts` in torch operations, PACKED_CHUNK numbers of keys at a time."""
-    kv_heads, count = kept.shape[1:]
-    rows = slots.keys.shape[1]
-    packing = slots.form.packing
-    whole = slots.form.whole
-    if whole is not None:
-        keep_whole(whole, k, v, kept, slots.first, slots.window, slots.smooths)
-    step = max(1, PACKED_CHUNK // (count * k.shape[3]))
-    for a in range(0, rows, step):
-        here = slice(a, min(rows, a + step))
-        row = torch.arange(
-            slots.first + here.start, slots.first + here.stop, device=k.device
-        ).unsqueeze(1)
-        batch = torch.div(row, kv_heads, rounding_mode="floor")
-        head = row % kv_heads
-        tokens = kept[batch.squeeze(1), head.squeeze(1)]
-        keys, values = (t[batch, tokens, head] for t in (k, v))
-        if packing is not None:
-            keys = keys if whole is None else whole.smoothed(keys, here)
-            keys = pack_columns_reference(keys, packing.keys)
-            values = pack_columns_reference(values, packing.values)
-        areas = slots.keys[:, here], slots.values[:, here]
-        put_slots_reference(
-            areas, torch.arange(count, device=k.device).expand(len(row), count), (keys, values)
-        )
-        if scores is not None and slots.scores is not None and slots.positions is not None:
-            slots.positions[here, :count] = tokens.int()
-            slots.scores[here, :count] = scores[batch, head, tokens]
+    triton.launch(name, grid, (*tensors, *sizes), **constants)
 
 
 # ---- WholeColumns beside packed slots
@@ -276,7 +262,7 @@ def keep_whole(
 
     k, v, kept, first: as in `put_prompts`; smooths: as in `PromptSlots`.
     """
-    begin_whole_reference(whole, k, first, smooths)
+    begin_whole(whole, k, first, smooths)
     if not window:
         return
     n = k.shape[1]
@@ -299,21 +285,16 @@ def keep_whole(
 def _begin_whole(
     whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.PromptPlaces, smooths: bool
 ) -> None:
-    """Launch the kernel for `begin_whole_reference`.
-
-    The launch has no reference, because `put_prompts_reference` includes it.
-    """
+    """Launch the kernel for `begin_whole`."""
     *_, kv_heads, width = k.shape
     wide = triton.power_of_two(k.shape[3], 16)
     sizes = *triton.batch_strides(k, 3), kv_heads, first, whole.slots.shape[1], MIN_RANGE
     constants = {"D": width, "WIDTH": wide, "BLOCK": max(1, _NUMBERS // wide), "SMOOTHS": smooths}
     arguments = k, triton.prompt_table(lines, k.device), *vars(whole).values(), *sizes
-    triton.launch("prompts.begin_whole", (len(whole.slots),), lambda: None, arguments, **constants)
+    triton.launch("prompts.begin_whole", (len(whole.slots),), arguments, **constants)
 
 
-def begin_whole_reference(
-    whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool = True
-) -> None:
+def begin_whole(whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool = True) -> None:
     """Set centres and ranges, the part of `keep_whole` that needs all columns of a prompt.
 
     No column is whole afterwards.

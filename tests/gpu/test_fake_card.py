@@ -521,9 +521,9 @@ def test_a_run_launches_what_was_warmed_up(tmp_path, eviction: str, packed: bool
     with fake_card(), pytest.MonkeyPatch.context() as patch:
         launch = triton.launch
 
-        def watched(name: str, grid: Any, reference: Any, arguments: Any, **constants: Any) -> None:
+        def watched(name: str, grid: Any, arguments: Any, **constants: Any) -> None:
             launched.add((name, *compiled_for(name, arguments), *sorted(constants.items())))
-            launch(name, grid, reference, arguments, **constants)
+            launch(name, grid, arguments, **constants)
 
         patch.setattr(triton, "launch", watched)
         patch.setattr("flexgen_h2o.llm.compile_subprocess", lambda *given: None)

@@ -38,8 +38,8 @@ def launches_of() -> Iterator[tuple[Card, Launched]]:
     with fake_card() as card, pytest.MonkeyPatch.context() as patch, torch.no_grad():
         launch = triton.launch
 
-        def watched(name: str, grid: Any, reference: Any, arguments: Any, **constants: Any) -> None:
-            launch(name, grid, reference, arguments, **constants)
+        def watched(name: str, grid: Any, arguments: Any, **constants: Any) -> None:
+            launch(name, grid, arguments, **constants)
             launched.append((name, arguments, constants))
 
         patch.setattr(triton, "launch", watched)

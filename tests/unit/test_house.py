@@ -548,7 +548,7 @@ SNIPPETS = [
     (
         stray_launches,
         "kernels/packed.py",
-        "from flexgen_h2o.kernels import triton\ntriton.launch('rows.unpack')",
+        "from flexgen_h2o.kernels import triton\ntriton.launch('rows.unpack', (1,), ())",
         None,
     ),
     (folders_without_init, "tiers/disk.py", "", "tiers/__init__.py is missing"),
