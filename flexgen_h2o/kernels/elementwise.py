@@ -8,6 +8,7 @@ compiled loops.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 
 from flexgen_h2o.core.units import NORM_CHUNK, ROTARY_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.ops import op, run_loop
+from flexgen_h2o.kernels.ops import Layers, op, run_loop
 from flexgen_h2o.kernels.workspace import row_slices, some_rows
 
 _NUMBERS = 1024  # numbers that a card's kernel computes at a time
@@ -57,6 +58,12 @@ def _silu_kernel(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate
 
 
+@silu_gated.example
+def _silu_calls(layers: Layers) -> Iterator[tuple[torch.Tensor, ...]]:
+    if layers.pairs:
+        yield layers.zeros(1, layers.hidden), layers.zeros(1, layers.hidden)
+
+
 @op
 def clamped_gate(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor) -> torch.Tensor:
     """Set out = (up + 1) x gate x sigmoid(alpha x gate), and return it (gpt-oss; OpenAI 2025).
@@ -94,6 +101,12 @@ def _clamped_kernel(x: torch.Tensor, alpha: float, limit: float, out: torch.Tens
     arguments = x, out, float(alpha), float(limit), count
     triton.launch("rows.clamped_gate", grid, arguments, BLOCK=_NUMBERS)
     return out
+
+
+@clamped_gate.example
+def _clamped_calls(layers: Layers) -> Iterator[tuple[Any, ...]]:
+    if layers.pairs and layers.is_on_cpu:
+        yield layers.zeros(1, 2 * layers.hidden), 1.0, 1.0, layers.zeros(1, layers.hidden)
 
 
 @op
@@ -157,6 +170,14 @@ def _norm_kernel(
     return out
 
 
+@rms_norm.example
+def _norm_calls(layers: Layers) -> Iterator[tuple[Any, ...]]:
+    if layers.pairs:
+        for shape in ((1, layers.hidden), (1, layers.heads, layers.width)):
+            x = layers.zeros(*shape)
+            yield x, layers.zeros(shape[-1]), 1.0, torch.empty_like(x)
+
+
 @op
 def add_weighted(
     x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
@@ -202,6 +223,14 @@ def _add_kernel(
     grid = len(x), -(-x.shape[1] // _COLUMNS)
     arguments = x, tokens, weights, out, *x.shape
     triton.launch("rows.add_weighted", grid, arguments, ROWS=_ROWS, BLOCK=_COLUMNS)
+
+
+@add_weighted.example
+def _weighted_calls(layers: Layers) -> Iterator[tuple[torch.Tensor, ...]]:
+    if layers.pairs and layers.is_on_cpu:
+        x = layers.zeros(1, layers.hidden)
+        weights = layers.zeros(1, dtype=torch.float32)
+        yield x, weights.int(), weights, torch.zeros_like(x)
 
 
 def _are_contiguous(*tensors: torch.Tensor) -> bool:
@@ -328,6 +357,23 @@ class Rotation:
         frequencies = self._frequencies.to(positions.device)
         angles = positions.float().unsqueeze(1) * frequencies
         return (angles.cos() * self._scaling).to(dtype), (angles.sin() * self._scaling).to(dtype)
+
+
+@Rotation.rotate.example
+def _rotate_calls(layers: Layers) -> Iterator[tuple[Any, ...]]:
+    if layers.pairs:
+        q = layers.zeros(1, layers.heads, layers.width)
+        k = layers.zeros(1, layers.kv_heads, layers.width)
+        positions = layers.zeros(1, dtype=torch.int64)
+        yield Rotation(layers.zeros(layers.pairs, dtype=torch.float32), 1.0), (q, k), positions
+
+
+@Rotation.rotated.example
+def _rotated_calls(layers: Layers) -> Iterator[tuple[Any, ...]]:
+    if layers.rolling:
+        frequencies = layers.zeros(layers.width // 2, dtype=torch.float32)
+        ranks = layers.zeros(1, 4, dtype=torch.int32)
+        yield Rotation(frequencies, 1.0), layers.zeros(1, 4, layers.width), ranks
 
 
 def _rotate(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

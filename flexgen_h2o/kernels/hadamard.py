@@ -8,12 +8,14 @@ the largest power of two that divides it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
 from flexgen_h2o.core.units import ROTARY_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.ops import op, run_loop
+from flexgen_h2o.kernels.ops import Layers, op, run_loop
 from flexgen_h2o.kernels.workspace import row_slices
 
 
@@ -64,3 +66,9 @@ def _hadamard_kernel(x: torch.Tensor) -> None:
     warps = 4 if size <= 128 else 8
     arguments = x, x.stride(0), size**-0.5
     triton.launch("rows.hadamard", grid, arguments, SIZE=size, num_warps=warps)
+
+
+@hadamard.example
+def _hadamard_calls(layers: Layers) -> Iterator[tuple[torch.Tensor]]:
+    if layers.packing is not None:
+        yield (layers.zeros(1, layers.kv_heads, layers.width),)

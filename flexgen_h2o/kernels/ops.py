@@ -18,6 +18,9 @@ same on the CPU, how a kernel of `triton/` does on a card, and which tensors tho
     @silu_gated.kernel
     def _silu_kernel(gate, up): ...       # calls `triton.launch`
 
+    @silu_gated.example
+    def _silu_calls(layers): ...          # arguments with which a model of these layers calls it
+
 A call chooses by its first tensor, or by the one that `op_on` names: the kernel on a card with
 Triton, the loop for fp32 and bf16 on the CPU, and torch operations for everything else.
 """
@@ -25,7 +28,8 @@ Triton, the loop for fp32 and bf16 on the CPU, and torch operations for everythi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
 from importlib import import_module
 from types import MethodType
@@ -33,11 +37,41 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 P = ParamSpec("P")
 R = TypeVar("R")
+OPERATORS: list[Any] = []  # all that are imported, in the order of their definition
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Describe the layers of a model whose operators are warmed up (warm_up.py)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int = 64
+    heads: int = 1
+    kv_heads: int = 1
+    width: int = 64  # numbers of a head
+    pairs: int = 0  # of rotary embeddings, which come with RMS norms and gated MLPs; 0: none
+    scored: bool = False  # columns have scores
+    per_query: bool = False  # scores are compared over the number of queries that saw their columns
+    packing: KVPacking | None = None  # of the KV slots; None: slots are not packed
+    rolling: bool = False  # keys are rotated when they are read
+    # What queries attend to in front of slots (StepSlots.before): 0 nothing, 1 a sink without
+    # values, 2 a prefix with values.
+    before: Sequence[int] = (0,)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return zeros on the device, by default in the layers' dtype."""
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
 
 class Operator(Generic[P, R]):
@@ -58,7 +92,9 @@ class Operator(Generic[P, R]):
         self._has_loop: Callable[..., bool] | None = None
         self._has_kernel: Callable[..., bool] | None = None
         self._fits: Callable[P, bool] | None = None
+        self._calls: Callable[[Layers], Iterable[tuple[Any, ...]]] = lambda layers: ()
         update_wrapper(self, version)
+        OPERATORS.append(self)
 
     def requires(self, fits: Callable[P, bool]) -> Callable[P, bool]:
         """Add a check of the tensors that a loop or a kernel gets, because both go by address."""
@@ -86,6 +122,18 @@ class Operator(Generic[P, R]):
         """Add kernels that are launched if `has_kernel` returns True for the arguments."""
         self._has_kernel = has_kernel
         return self.kernel
+
+    def example(
+        self, calls: Callable[[Layers], Iterable[tuple[Any, ...]]]
+    ) -> Callable[[Layers], Iterable[tuple[Any, ...]]]:
+        """Add a function that yields the arguments of calls, for `warm_up`."""
+        self._calls = calls
+        return calls
+
+    def calls(self, layers: Layers) -> Iterable[tuple[Any, ...]]:
+        """Yield the arguments of example calls, if there is a version that must be compiled."""
+        is_compiled = (self._loop if layers.is_on_cpu else self._kernel) is not None
+        return self._calls(layers) if is_compiled else ()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         tensor: Any = args[self._place] if self._place < len(args) else kwargs[self._on]

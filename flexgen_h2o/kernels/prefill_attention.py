@@ -21,7 +21,7 @@ import torch
 
 from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.ops import op
+from flexgen_h2o.kernels.ops import op, run_loop
 from flexgen_h2o.kernels.workspace import (
     cpu_has,
     element_of,
@@ -81,7 +81,7 @@ def column_sums(
             products = buffer[: heads * group * count * end].view(heads, group * count, end)
             tile = queries[:, :, here].reshape(heads, group * count, width).to(dtype)
             torch.bmm(tile, keys[:, :end].transpose(1, 2), out=products)
-            _add_tile(
+            add_tile(
                 products.view(heads, group, count, end),
                 ends[:, :, here].contiguous(),
                 scale,
@@ -182,7 +182,8 @@ def _pieces(batch: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice
         yield from ((slice(i, i + 1), slice(h, h + most)) for h in range(0, kv_heads, most))
 
 
-def _add_tile(
+@op
+def add_tile(
     products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int
 ) -> None:
     """Add a tile's probabilities to `sums`.
@@ -191,25 +192,21 @@ def _add_tile(
     lse: (rows, group, count), of these queries; sums: (rows, n) fp32; first: row of the first
     query.
     """
-    rows, group, count, end = products.shape
-    if not is_compiled(products):
-        p = products.float().mul_(scale).sub_(lse[..., None]).exp_().tril_(first)
-        sums[:, :end] += p.sum(dim=(1, 2))
-        return
-    from flexgen_h2o.kernels.compiled import prompts as prompt_loops
+    p = products.float().mul_(scale).sub_(lse[..., None]).exp_().tril_(first)
+    sums[:, : products.shape[3]] += p.sum(dim=(1, 2))
 
-    tile = prompt_loops.Tile(
-        group,
-        count,
-        end,
-        sums.shape[1],
-        first,
-        products.data_ptr(),
-        lse.data_ptr(),
-        sums.data_ptr(),
-    )
-    loop = partial(prompt_loops.add_tile, element_of(products.dtype), tile, scale)
-    parallel_rows(loop, rows, 4 * group * count * end * products.itemsize)
+
+@add_tile.loop
+def _add_tile_loop(
+    products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int
+) -> None:
+    from flexgen_h2o.kernels.compiled.prompts import Tile
+
+    rows, group, count, end = products.shape
+    addresses = products.data_ptr(), lse.data_ptr(), sums.data_ptr()
+    tile = Tile(group, count, end, sums.shape[1], first, *addresses)
+    row_bytes = 4 * products[0].nbytes
+    run_loop("prompts.add_tile", products.dtype, rows, row_bytes, tile, scale)
 
 
 Result = tuple[torch.Tensor, torch.Tensor]

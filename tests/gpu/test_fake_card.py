@@ -16,6 +16,7 @@ from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import Step
 from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.ops import Layers
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm, SnapKV, TriAttention, VaSE
 from flexgen_h2o.planner.costs import EXPERTS_LAUNCHES, PROMPT_LAUNCHES, ROUTER_LAUNCHES
@@ -527,10 +528,11 @@ def test_a_run_launches_what_was_warmed_up(tmp_path, eviction: str, packed: bool
 
         patch.setattr(triton, "launch", watched)
         patch.setattr("flexgen_h2o.llm.compile_subprocess", lambda *given: None)
-        sizes = (128, 4, 2, 32, 16)
         packing = KVPacking.of(32, 4) if packed else None
         card = torch.device(NAME, 0)
-        warm_up_card(card, torch.float32, sizes, kept is not None, eviction == "h2o-norm", packing)
+        sizes = 128, 4, 2, 32, 16
+        per_query = eviction == "h2o-norm"
+        warm_up_card(Layers(card, torch.float32, *sizes, kept is not None, per_query, packing))
         warmed = set(launched)
         policy = Policy(3, 2, **PLACEMENTS["all on the device"], compress_cache=packed)
         generate(folder, policy, "cuda", BUDGET, eviction=kept)
