@@ -30,7 +30,6 @@ from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.coded import (
     groupwise_codes,
     multiply_coded,
-    multiply_coded_reference,
     mxfp4_codes,
 )
 from flexgen_h2o.kernels.decode_step import (
@@ -38,7 +37,6 @@ from flexgen_h2o.kernels.decode_step import (
     PLACE,
     StepSlots,
     attend_step,
-    attend_step_reference,
 )
 from flexgen_h2o.kernels.elementwise import rms_norm, silu_gated
 from flexgen_h2o.kernels.linear import DenseRows, grouped_linear, linear
@@ -157,7 +155,7 @@ def cases(device: torch.device) -> Iterator[Case]:
             for bits in (16, 4):
                 qkv = [some(count, each, 128) for each in (heads, kv_heads, kv_heads)]
                 slots = step_slots(qkv[1], of_row, records, bits)
-                attend = attend_step if device.type == "cuda" else attend_step_reference
+                attend = attend_step if device.type == "cuda" else attend_step.torch
                 run = partial(attend, *qkv, slots, 128**-0.5, torch.empty_like(qkv[0]))
                 scored = (
                     3 * slots.scores.nbytes if slots.scores is not None else 0
@@ -214,7 +212,7 @@ def coded_cases(
     for bits in (4, 8):
         packed = pack_rows(torch.randn(height, width), bits).to(device)
         kinds[f"{bits} bits"] = groupwise_codes(packed, bits, width)
-    multiply = multiply_coded if device.type == "cuda" else multiply_coded_reference
+    multiply = multiply_coded if device.type == "cuda" else multiply_coded.torch
     for (kind, codes), tokens in product(kinds.items(), (1, FEW_ROWS)):
         x, y = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (width, height))
         nbytes = (
@@ -224,7 +222,7 @@ def coded_cases(
             + y.nbytes
         )
         name = f"product, {kind}, {tokens} rows"
-        first = partial(multiply_coded_reference, x, codes, None, y)
+        first = partial(multiply_coded.torch, x, codes, None, y)
         yield Case(name, partial(multiply, x, codes, None, y), nbytes)
         yield Case(name + DECODED, first, nbytes + 2 * height * width * x.element_size())
 

@@ -27,6 +27,7 @@ from flexgen_h2o.engine.distributed import ModelPart, Wire
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import MemoryPlan, packing_of
 from flexgen_h2o.engine.stores import HiddenStore, WeightStore, hidden_fields
+from flexgen_h2o.kernels.ops import Layers
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.part import KVPart, common_parts
@@ -187,12 +188,23 @@ class Engine:
         spec = self.spec
         needs = part.eviction.needs
         pairs = 0 if spec.rotary is None else len(spec.rotary.frequencies)
-        sizes = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, pairs
-        where = self.device.torch_device
-        packing = packing_of(spec, self.policy)
         sinks = any(t.name == "sinks" for block in spec.attention for t in block)
         before = (int(sinks), *([2] if self.plan.shape.common else []))
-        warm_up_card(where, self.dtype, sizes, bool(needs.record), needs.per_query, packing, before)
+        warm_up_card(
+            Layers(
+                self.device.torch_device,
+                self.dtype,
+                spec.hidden_size,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                pairs,
+                bool(needs.record),
+                needs.per_query,
+                packing_of(spec, self.policy),
+                before=before,
+            )
+        )
 
     def _take_buffers(self, offload_dir: Path, stack: contextlib.ExitStack) -> None:
         on_disk = [b for b in self.plan.buffers if b.tier == "disk"]

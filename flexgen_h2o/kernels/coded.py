@@ -22,6 +22,7 @@ from flexgen_h2o.core.packing import GROUP, SlotPacking
 from flexgen_h2o.core.units import FEW_ROWS
 from flexgen_h2o.kernels import products, triton
 from flexgen_h2o.kernels.linear import DenseRows, Product, RowPart
+from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4
 from flexgen_h2o.kernels.workspace import cpu_has, is_compiled, upload
@@ -70,32 +71,32 @@ def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor) -> Codes:
     )
 
 
+@op
 def multiply_coded(
     x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
 ) -> None:
     """Set out = x W^T + bias in one launch on a card; `adds`: add to what `out` contains.
 
+    Torch operations decode the weight first.
+
     x: (at most FEW_ROWS, columns), out: (rows, n), both of one dtype; their rows need not be
     adjacent. bias: (n,). Weights are rounded to that dtype. Sums are in fp32 and rounded once.
     """
+    weight = codes.decode(x.new_empty(len(codes.words), codes.columns))
+    DenseRows(weight).multiply(x, bias, out, adds)
+
+
+@multiply_coded.kernel
+def _multiply_coded_kernel(
+    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
+) -> None:
     tokens, columns = x.shape
     rows = len(codes.words)
     assert tokens <= FEW_ROWS and columns == codes.columns and out.shape == (tokens, rows)
     assert (
         x.stride(1) == out.stride(1) == codes.words.stride(1) == codes.group_params.stride(1) == 1
     )
-    _launch(
-        _Few(x, codes, bias, out, adds),
-        partial(multiply_coded_reference, x, codes, bias, out, adds),
-    )
-
-
-def multiply_coded_reference(
-    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
-) -> None:
-    """Compute `multiply_coded` in torch operations: the weight is decoded first."""
-    weight = codes.decode(x.new_empty(len(codes.words), codes.columns))
-    DenseRows(weight).multiply(x, bias, out, adds)
+    _launch(_Few(x, codes, bias, out, adds))
 
 
 def multiply_together(found: Sequence[Product]) -> list[Product]:
@@ -117,7 +118,7 @@ def multiply_together(found: Sequence[Product]) -> list[Product]:
         if len(some) == 1:
             others += mine
         else:
-            _launch(fews[0], partial(_multiply_each, mine), fews)
+            _multiply_each(fews)
     return others
 
 
@@ -143,11 +144,6 @@ def _few_of(product: Product) -> _Few | None:
             adds,
         )
     return None
-
-
-def _multiply_each(found: Sequence[Product]) -> None:
-    for part, *given in found:
-        part.multiply(*given)
 
 
 class _Few(NamedTuple):
@@ -189,7 +185,19 @@ class _Few(NamedTuple):
         return [(own.data_ptr() - its.data_ptr()) // its.itemsize for own, its in pairs]
 
 
-def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few] = ()) -> None:
+@op
+def _multiply_each(fews: Sequence[_Few]) -> None:
+    """Compute `multiply_coded` for several products of one kind, in one launch on a card."""
+    for few in fews:
+        multiply_coded.torch(*few)
+
+
+@_multiply_each.kernel_if(lambda fews: triton.supports(fews[0].x))
+def _multiply_each_kernel(fews: Sequence[_Few]) -> None:
+    _launch(fews[0], fews)
+
+
+def _launch(first: _Few, all_of: Sequence[_Few] = ()) -> None:
     """Launch one product, or several of one kind.
 
     first: the product whose tensors are the kernel's arguments. all_of: the products of the launch,
@@ -219,7 +227,6 @@ def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few]
     triton.launch(
         "products.few_rows",
         grid,
-        reference,
         arguments,
         BITS=codes.bits,
         MX=codes.is_mx,

@@ -7,7 +7,6 @@ row names its next victim. R, g, d, C, S, W: as in kernels/slots.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, joined
+from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.slots import (
     ScoreState,
     attend_lse_reference,
@@ -58,6 +58,7 @@ class StepSlots:
     before: InFront | None = None
 
 
+@op
 def attend_step(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -72,6 +73,59 @@ def attend_step(
     adjacent heads. Only rows of `slots` are written. The result is that of `slots.attend`; q.k is
     summed in fp32.
     """
+    rows = slots.keys.shape[1]
+    kv_heads = slots.kv_heads
+    width = q.shape[2]
+    unit_rows = torch.arange(slots.first, slots.first + rows, device=q.device)
+    state = slots.state[:, unit_rows // kv_heads]
+    here = torch.arange(rows, device=q.device)
+    taken = state[SLOT].long()
+    if slots.victims is not None:
+        taken = torch.where(taken < 0, slots.victims.long(), taken)
+    slots.taken.copy_(taken)
+    queries, keys, values, result = (
+        t.view(len(t) * kv_heads, -1, width)[slots.first : slots.first + rows]
+        for t in (q, k, v, out)
+    )
+    areas = slots.keys, slots.values
+    if slots.form.packing is None:
+        put_slots_reference(areas, taken.unsqueeze(1), (keys, values))
+    else:
+        columns = keys.squeeze(1), values.squeeze(1)
+        put_packed_reference(areas, taken, columns, slots.form, state[PLACE])
+    scores = None
+    if slots.scores is not None and slots.positions is not None and slots.victims is not None:
+        slots.positions[here, taken] = state[POSITION]
+        slots.scores[here, taken] = 0.0
+        gains = state[GAIN].view(torch.float32)
+        recorded = slots.scores, slots.positions, state[OLDEST], state[NEWEST]
+        scores = ScoreState(
+            *recorded,
+            slots.decay,
+            gains,
+            slots.victims,
+            state[POSITION] if slots.per_query else None,
+        )
+    of_slots = (queries, slots.keys, slots.values, state[FILLED], scale)
+    form = slots.form
+    if slots.before is not None:
+        elsewhere, lse = (None if t is None else t[unit_rows] for t in slots.before)
+        if elsewhere is not None and lse is not None:
+            result.copy_(joined((elsewhere, lse), attend_lse_reference(*of_slots)))
+            return
+        form = replace(form, sinks=lse)
+    result.copy_(attend_reference(*of_slots, scores, form))
+
+
+@attend_step.kernel
+def _attend_step_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: StepSlots,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
     segments, rows, length, _ = slots.keys.shape
     group = q.shape[1] // k.shape[1]
     width = q.shape[2]
@@ -137,8 +191,7 @@ def attend_step(
             # the shared memory
             "num_stages": 1,
         }
-    reference = partial(attend_step_reference, q, k, v, slots, scale, out)
-    triton.launch(name, (rows,), reference, (*tensors, *sizes), **constants)
+    triton.launch(name, (rows,), (*tensors, *sizes), **constants)
 
 
 def segment_step(area: torch.Tensor) -> int:
@@ -174,56 +227,3 @@ def columns_at_a_time(dtype: torch.dtype, width: int) -> int:
     return max(
         16, (16 if dtype == torch.float32 else 64) // max(1, triton.power_of_two(width) // 128)
     )
-
-
-def attend_step_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: StepSlots,
-    scale: float,
-    out: torch.Tensor,
-) -> None:
-    """Compute `attend_step` in torch operations."""
-    rows = slots.keys.shape[1]
-    kv_heads = slots.kv_heads
-    width = q.shape[2]
-    unit_rows = torch.arange(slots.first, slots.first + rows, device=q.device)
-    state = slots.state[:, unit_rows // kv_heads]
-    here = torch.arange(rows, device=q.device)
-    taken = state[SLOT].long()
-    if slots.victims is not None:
-        taken = torch.where(taken < 0, slots.victims.long(), taken)
-    slots.taken.copy_(taken)
-    queries, keys, values, result = (
-        t.view(len(t) * kv_heads, -1, width)[slots.first : slots.first + rows]
-        for t in (q, k, v, out)
-    )
-    areas = slots.keys, slots.values
-    if slots.form.packing is None:
-        put_slots_reference(areas, taken.unsqueeze(1), (keys, values))
-    else:
-        columns = keys.squeeze(1), values.squeeze(1)
-        put_packed_reference(areas, taken, columns, slots.form, state[PLACE])
-    scores = None
-    if slots.scores is not None and slots.positions is not None and slots.victims is not None:
-        slots.positions[here, taken] = state[POSITION]
-        slots.scores[here, taken] = 0.0
-        gains = state[GAIN].view(torch.float32)
-        recorded = slots.scores, slots.positions, state[OLDEST], state[NEWEST]
-        scores = ScoreState(
-            *recorded,
-            slots.decay,
-            gains,
-            slots.victims,
-            state[POSITION] if slots.per_query else None,
-        )
-    of_slots = (queries, slots.keys, slots.values, state[FILLED], scale)
-    form = slots.form
-    if slots.before is not None:
-        elsewhere, lse = (None if t is None else t[unit_rows] for t in slots.before)
-        if elsewhere is not None and lse is not None:
-            result.copy_(joined((elsewhere, lse), attend_lse_reference(*of_slots)))
-            return
-        form = replace(form, sinks=lse)
-    result.copy_(attend_reference(*of_slots, scores, form))

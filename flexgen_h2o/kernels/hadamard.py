@@ -8,20 +8,15 @@ the largest power of two that divides it.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from flexgen_h2o.core.units import ROTARY_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.workspace import (
-    element_of,
-    is_compiled,
-    mismatch,
-    parallel_rows,
-    row_slices,
-)
+from flexgen_h2o.kernels.ops import Layers, op, run_loop
+from flexgen_h2o.kernels.workspace import row_slices
 
 
 def block_width(width: int) -> int:
@@ -32,46 +27,12 @@ def block_width(width: int) -> int:
     return width & -width
 
 
+@op
 def hadamard(x: torch.Tensor) -> None:
     """Transform heads in place: x (tokens, heads, d), any float dtype.
 
-    Sums are in fp32 and rounded once. The numbers of a head and the heads of a token must be
-    adjacent.
-    """
-    size = block_width(x.shape[2])
-    if size == 1 or not x.numel():
-        return
-    if x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2]):
-        raise mismatch("hadamard: heads", x)
-    if triton.supports(x):
-        grid = len(x), x.shape[1] * x.shape[2] // size
-        warps = 4 if size <= 128 else 8
-        arguments = x, x.stride(0), size**-0.5
-        triton.launch(
-            "rows.hadamard",
-            grid,
-            partial(hadamard_reference, x),
-            arguments,
-            SIZE=size,
-            num_warps=warps,
-        )
-        return
-    if not is_compiled(x):
-        hadamard_reference(x)
-        return
-    from flexgen_h2o.kernels.compiled import rows as row_loops
-
-    numbers = x.shape[1] * x.shape[2]
-    step = x.stride(0) * x.itemsize
-    factor = np.float32(size**-0.5)
-    job = row_loops.Hadamard(size, numbers // size, x.data_ptr(), step, factor)
-    parallel_rows(partial(row_loops.hadamard_rows, element_of(x.dtype), job), len(x), 8 * numbers)
-
-
-def hadamard_reference(x: torch.Tensor) -> None:
-    """Compute `hadamard` in torch operations, ROTARY_CHUNK tokens at a time.
-
-    The result has the same bits as that of the compiled loop.
+    Sums are in fp32 and rounded once; all versions give the same bits. The numbers of a head and
+    the heads of a token must be adjacent. Torch operations transform ROTARY_CHUNK tokens at a time.
     """
     size = block_width(x.shape[2])
     for here in row_slices(len(x), 1, most=ROTARY_CHUNK):
@@ -82,3 +43,32 @@ def hadamard_reference(x: torch.Tensor) -> None:
             wide = torch.stack((first + second, first - second), dim=-2).flatten(-3)
             step *= 2
         x[here] = wide * size**-0.5
+
+
+@hadamard.requires
+def _are_adjacent(x: torch.Tensor) -> bool:
+    return x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+
+
+@hadamard.loop
+def _hadamard_rows(x: torch.Tensor) -> None:
+    size = block_width(x.shape[2])
+    numbers = x.shape[1] * x.shape[2]
+    step = x.stride(0) * x.itemsize
+    given = size, numbers // size, x.data_ptr(), step, np.float32(size**-0.5)
+    run_loop("rows.hadamard_rows", x.dtype, len(x), 8 * numbers, *given)
+
+
+@hadamard.kernel
+def _hadamard_kernel(x: torch.Tensor) -> None:
+    size = block_width(x.shape[2])
+    grid = len(x), x.shape[1] * x.shape[2] // size
+    warps = 4 if size <= 128 else 8
+    arguments = x, x.stride(0), size**-0.5
+    triton.launch("rows.hadamard", grid, arguments, SIZE=size, num_warps=warps)
+
+
+@hadamard.example
+def _hadamard_calls(layers: Layers) -> Iterator[tuple[torch.Tensor]]:
+    if layers.packing is not None:
+        yield (layers.zeros(1, layers.kv_heads, layers.width),)

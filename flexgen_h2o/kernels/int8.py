@@ -31,7 +31,7 @@ from flexgen_h2o.core.units import (
 )
 from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import RowPart, block_words, multiply_all, words_of_blocks
-from flexgen_h2o.kernels.packed import unpack_rows_reference
+from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.workspace import (
     Workspace,
     cpu_has,
@@ -545,7 +545,7 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
     for some in row_slices(len(packed), columns):
         here = packed[some]
         rows = out[some]
-        values = unpack_rows_reference(
+        values = unpack_rows.torch(
             here, 4, torch.empty(len(here), columns, device=packed.device, dtype=torch.float32)
         )
         ends = (

@@ -13,6 +13,7 @@ from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.linear import LookupRows
+from flexgen_h2o.kernels.ops import op_on, run_loop
 from flexgen_h2o.kernels.workspace import (
     element_of,
     is_compiled,
@@ -38,30 +39,43 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return packed.view(torch.uint8)
 
 
+@op_on("out")
 def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
     """Decode packed (n, row bytes) uint8 to out (n, columns), contiguous.
 
-    Values are rounded to out's dtype.
+    Values are rounded to out's dtype. All versions give the same bits, because code x scale is
+    exact. Torch operations decode UNPACK_CHUNK values at a time.
     """
-    if triton.supports(out) and packed.stride(0) % WORD == 0:
-        return _unpack_on_card(packed, bits, out)
-    if not is_compiled(out):
-        return unpack_rows_reference(packed, bits, out)
-    from flexgen_h2o.kernels.compiled import rows as unpack_loops
+    packing = SlotPacking(out.shape[1], bits)
+    step = max(1, UNPACK_CHUNK // out.shape[1])
+    for start in range(0, len(out), step):
+        words = packed[start : start + step].view(torch.int32)
+        out[start : start + step] = unpack_columns(words, packing, out.dtype)
+    return out
 
+
+@unpack_rows.loop
+def _unpack_loop(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
     n, columns = out.shape
     packing = SlotPacking(columns, bits)
-    job = unpack_loops.UnpackJob(
-        packed.data_ptr(),
-        packed.stride(0),
-        WORD * packing.value_words,
-        out.data_ptr(),
-        columns,
-        bits,
-        packing.group,
-    )
     row_bytes = packing.slot_bytes + columns * out.itemsize
-    parallel_rows(partial(unpack_loops.unpack, element_of(out.dtype), job), n, row_bytes)
+    value_bytes = WORD * packing.value_words
+    addresses = packed.data_ptr(), out.data_ptr()
+    numbers = *addresses, packed.stride(0), value_bytes, columns, bits, packing.group
+    run_loop("rows.unpack", out.dtype, n, row_bytes, *numbers)
+    return out
+
+
+@unpack_rows.kernel_if(
+    lambda packed, bits, out: triton.supports(out) and packed.stride(0) % WORD == 0
+)
+def _unpack_kernel(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
+    packing = SlotPacking(out.shape[1], bits)
+    block = 1024
+    sizes = packed.stride(0) // WORD, packing.width, packing.value_words, packing.group
+    grid = len(out), -(-packing.width // block)
+    arguments = packed.view(torch.int32), out, *sizes
+    triton.launch("rows.unpack", grid, arguments, BITS=bits, BLOCK=block)
     return out
 
 
@@ -82,36 +96,6 @@ class PackedTable(LookupRows):
         step = max(1, UNPACK_CHUNK // out.shape[1])
         for some, found in zip(ids.split(step), out.split(step), strict=True):
             unpack_rows(self._packed.index_select(0, some), self._bits, found)
-
-
-def _unpack_on_card(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
-    packing = SlotPacking(out.shape[1], bits)
-    block = 1024
-    sizes = packed.stride(0) // WORD, packing.width, packing.value_words, packing.group
-    grid = len(out), -(-packing.width // block)
-    reference = partial(unpack_rows_reference, packed, bits, out)
-    triton.launch(
-        "rows.unpack",
-        grid,
-        reference,
-        (packed.view(torch.int32), out, *sizes),
-        BITS=bits,
-        BLOCK=block,
-    )
-    return out
-
-
-def unpack_rows_reference(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
-    """Compute `unpack_rows` in torch operations, UNPACK_CHUNK values at a time.
-
-    The result has the same bits, because code x scale is exact.
-    """
-    packing = SlotPacking(out.shape[1], bits)
-    step = max(1, UNPACK_CHUNK // out.shape[1])
-    for start in range(0, len(out), step):
-        words = packed[start : start + step].view(torch.int32)
-        out[start : start + step] = unpack_columns(words, packing, out.dtype)
-    return out
 
 
 _HIGH = -65536  # mask of the upper half of a word

@@ -21,6 +21,7 @@ import torch
 
 from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
 from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.ops import op, run_loop
 from flexgen_h2o.kernels.workspace import (
     cpu_has,
     element_of,
@@ -37,6 +38,7 @@ REFERENCE_ROWS = 32  # query rows at a time if all heads of all prompts are comp
 ALL_ROWS = 2**31 - 1
 
 
+@op
 def column_sums(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
 ) -> torch.Tensor:
@@ -54,13 +56,51 @@ def column_sums(
     by scale x |q.k| / 512 of itself, in either direction. The sum of a column over many rows is off
     by far less.
     """
-    if not triton.supports(q, k, lse):
-        return column_sums_torch(q, k, lse, scale, first_row)
+    batch, kv_heads, n, width = k.shape
+    group = q.shape[1] // kv_heads
+    before = n - q.shape[2]
+    dtype = torch.float32 if multiplies_slowly(q.device.type, q.dtype) else q.dtype
+    q = q.unflatten(1, (kv_heads, group))
+    lse = lse.unflatten(1, (kv_heads, group))
+    sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
+    threads = min(torch.get_num_threads(), batch * kv_heads)
+    row_bytes = group * n * dtype.itemsize  # bytes of one kv-head's products with one row
+    rows = max(MIN_TILE_ROWS, min(TILE_ROWS, TILE_BYTES // (row_bytes * threads)))
+    buffer = torch.empty(
+        max(TILE_BYTES, rows * row_bytes) // dtype.itemsize, dtype=dtype, device=q.device
+    )
+    for piece in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
+        queries, keys, ends, into = (t[piece].flatten(0, 1) for t in (q, k, lse, sums))
+        # Keys are copied at most once: after a conversion they are contiguous.
+        heads = len(keys)
+        keys = keys.to(dtype, memory_format=torch.contiguous_format).contiguous()
+        for start in range(max(before, first_row), n, rows):
+            end = min(n, start + rows)
+            count = end - start
+            here = slice(start - before, end - before)
+            products = buffer[: heads * group * count * end].view(heads, group * count, end)
+            tile = queries[:, :, here].reshape(heads, group * count, width).to(dtype)
+            torch.bmm(tile, keys[:, :end].transpose(1, 2), out=products)
+            add_tile(
+                products.view(heads, group, count, end),
+                ends[:, :, here].contiguous(),
+                scale,
+                into,
+                start,
+            )
+    return sums
+
+
+@column_sums.kernel
+def _column_sums_kernel(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
+) -> torch.Tensor:
     keys = k.shape[2]
     lines = (triton.PromptPlace(0, q.shape[2], keys),) * len(q)
-    return packed_column_sums(q, k, lse, lines, scale, keys - first_row)
+    return _packed_sums_kernel(q, k, lse, lines, scale, keys - first_row)
 
 
+@op
 def packed_column_sums(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -75,20 +115,31 @@ def packed_column_sums(
     prompt that count, None for all. Returns the sums in the shape of k without d, fp32.
     """
     sums = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
-    last = ALL_ROWS if last is None else last
+    for queries, keys, line in _places(lines, len(q)):
+        first = 0 if last is None else max(0, line.keys - last)
+        sums[keys] = column_sums.torch(q[queries], k[keys], lse[queries], scale, first)
+    return sums
 
-    def reference() -> None:
-        for queries, keys, line in _places(lines, len(q)):
-            of_prompt = q[queries], k[keys], lse[queries]
-            sums[keys] = column_sums_torch(*of_prompt, scale, max(0, line.keys - last))
 
+@packed_column_sums.kernel
+def _packed_sums_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    lines: triton.PromptPlaces,
+    scale: float,
+    last: int | None = None,
+) -> torch.Tensor:
+    sums = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
     constants = _tile(q)
     kv_heads = k.shape[1]
     strides = [step for t in (q, k, lse) for step in triton.batch_strides(t, 3)]
-    sizes = *strides, *triton.batch_strides(sums, 2), kv_heads, q.shape[1] // kv_heads, last, scale
+    group = q.shape[1] // kv_heads
+    most = ALL_ROWS if last is None else last
+    sizes = *strides, *triton.batch_strides(sums, 2), kv_heads, group, most, scale
     grid = len(lines) * kv_heads, -(-max(line.keys for line in lines) // constants["KEYS"])
     arguments = q, k, lse, sums, triton.prompt_table(lines, q.device), *sizes
-    triton.launch("prompts.column_sums", grid, reference, arguments, **constants)
+    triton.launch("prompts.column_sums", grid, arguments, **constants)
     return sums
 
 
@@ -117,48 +168,6 @@ def _tile(q: torch.Tensor) -> dict[str, int]:
     return {"D": width, "WIDTH": wide, "ROWS": count, "KEYS": count}
 
 
-def column_sums_torch(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
-) -> torch.Tensor:
-    """Compute `column_sums` tile by tile.
-
-    torch multiplies, and a compiled loop adds if there is one.
-    """
-    batch, kv_heads, n, width = k.shape
-    group = q.shape[1] // kv_heads
-    before = n - q.shape[2]
-    dtype = torch.float32 if multiplies_slowly(q.device.type, q.dtype) else q.dtype
-    q = q.unflatten(1, (kv_heads, group))
-    lse = lse.unflatten(1, (kv_heads, group))
-    sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
-    threads = min(torch.get_num_threads(), batch * kv_heads)
-    row_bytes = group * n * dtype.itemsize  # bytes of one kv-head's products with one row
-    rows = max(MIN_TILE_ROWS, min(TILE_ROWS, TILE_BYTES // (row_bytes * threads)))
-    buffer = torch.empty(
-        max(TILE_BYTES, rows * row_bytes) // dtype.itemsize, dtype=dtype, device=q.device
-    )
-    for piece in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
-        queries, keys, ends, into = (t[piece].flatten(0, 1) for t in (q, k, lse, sums))
-        # Keys are copied at most once: after a conversion they are contiguous.
-        heads = len(keys)
-        keys = keys.to(dtype, memory_format=torch.contiguous_format).contiguous()
-        for start in range(max(before, first_row), n, rows):
-            end = min(n, start + rows)
-            count = end - start
-            here = slice(start - before, end - before)
-            products = buffer[: heads * group * count * end].view(heads, group * count, end)
-            tile = queries[:, :, here].reshape(heads, group * count, width).to(dtype)
-            torch.bmm(tile, keys[:, :end].transpose(1, 2), out=products)
-            _add_tile(
-                products.view(heads, group, count, end),
-                ends[:, :, here].contiguous(),
-                scale,
-                into,
-                start,
-            )
-    return sums
-
-
 def _pieces(batch: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
     """Yield slices of sequences and of kv-heads, with at most `most` kv-heads in each piece.
 
@@ -172,7 +181,8 @@ def _pieces(batch: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice
         yield from ((slice(i, i + 1), slice(h, h + most)) for h in range(0, kv_heads, most))
 
 
-def _add_tile(
+@op
+def add_tile(
     products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int
 ) -> None:
     """Add a tile's probabilities to `sums`.
@@ -181,25 +191,21 @@ def _add_tile(
     lse: (rows, group, count), of these queries; sums: (rows, n) fp32; first: row of the first
     query.
     """
-    rows, group, count, end = products.shape
-    if not is_compiled(products):
-        p = products.float().mul_(scale).sub_(lse[..., None]).exp_().tril_(first)
-        sums[:, :end] += p.sum(dim=(1, 2))
-        return
-    from flexgen_h2o.kernels.compiled import prompts as prompt_loops
+    p = products.float().mul_(scale).sub_(lse[..., None]).exp_().tril_(first)
+    sums[:, : products.shape[3]] += p.sum(dim=(1, 2))
 
-    tile = prompt_loops.Tile(
-        group,
-        count,
-        end,
-        sums.shape[1],
-        first,
-        products.data_ptr(),
-        lse.data_ptr(),
-        sums.data_ptr(),
-    )
-    loop = partial(prompt_loops.add_tile, element_of(products.dtype), tile, scale)
-    parallel_rows(loop, rows, 4 * group * count * end * products.itemsize)
+
+@add_tile.loop
+def _add_tile_loop(
+    products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int
+) -> None:
+    from flexgen_h2o.kernels.compiled.prompts import Tile
+
+    rows, group, count, end = products.shape
+    addresses = products.data_ptr(), lse.data_ptr(), sums.data_ptr()
+    tile = Tile(group, count, end, sums.shape[1], first, *addresses)
+    row_bytes = 4 * products[0].nbytes
+    run_loop("prompts.add_tile", products.dtype, rows, row_bytes, tile, scale)
 
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -213,6 +219,15 @@ _CHECK_WINDOW = 7
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
+def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether the compiled loop can read these tensors and is faster than torch.
+
+    Torch is faster if it uses AMX; `_attend_on_cpu` handles that case.
+    """
+    return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx2")
+
+
+@op
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
@@ -222,10 +237,6 @@ def causal_attention(
     window: number of keys that a query sees, its own and those before it; None: all. Only keys that
     are seen cost work.
     """
-    if _is_compiled(q, k, v):
-        return _attend_on_cpu(q, k, v, scale, window)[0]
-    if triton.supports(q, k, v):
-        return _attend_on_card(q, k, v, scale, window)[0]
     rows = q.shape[2]
     n = k.shape[2]
     enable_gqa = q.shape[1] != k.shape[1]
@@ -241,6 +252,21 @@ def causal_attention(
     return attend(q, k, v, is_causal=rows > 1)
 
 
+@causal_attention.loop_if(lambda q, k, v, *_: _is_compiled(q, k, v))
+def _causal_loop(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
+    return _attend_on_cpu(q, k, v, scale, window)[0]
+
+
+@causal_attention.kernel
+def _causal_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
+    return _attend_on_card(q, k, v, scale, window)[0]
+
+
+@op
 def causal_attention_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
@@ -252,24 +278,29 @@ def causal_attention_lse(
     q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, any strides, m <= n. Returns (b,
     heads, m, d) in q's dtype and (b, heads, m) fp32.
     """
-    if _is_compiled(q, k, v):
-        return _attend_on_cpu(q, k, v, scale, window)
-    if triton.supports(q, k, v):
-        return _attend_on_card(q, k, v, scale, window)
     fused = _checked(q.device.type, q.dtype, q.shape[1] != k.shape[1])
     return (fused or causal_attention_lse_reference)(q, k, v, scale, window)
 
 
+@causal_attention_lse.loop_if(lambda q, k, v, *_: _is_compiled(q, k, v))
+def _causal_lse_loop(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> Result:
+    return _attend_on_cpu(q, k, v, scale, window)
+
+
+@causal_attention_lse.kernel
 def _attend_on_card(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
     """Run the Triton kernel; in the memory of the result, the heads of a token are adjacent."""
     batch, heads, rows, width = q.shape
     out = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device).transpose(1, 2)
     lines = (triton.PromptPlace(0, rows, k.shape[2]),) * batch
-    return out, packed_attention(q, k, v, lines, scale, window, out)
+    return out, _packed_attention_kernel(q, k, v, lines, scale, window, out)
 
 
+@op
 def packed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -285,13 +316,24 @@ def packed_attention(
     `out`, which has the shape and dtype of q. Returns the log-sum-exp, (b, heads, m) fp32.
     """
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    for queries, keys, _ in _places(lines, len(q)):
+        out[queries], lse[queries] = causal_attention_lse_reference(
+            q[queries], k[keys], v[keys], scale, window
+        )
+    return lse
 
-    def reference() -> None:
-        for queries, keys, _ in _places(lines, len(q)):
-            out[queries], lse[queries] = causal_attention_lse_reference(
-                q[queries], k[keys], v[keys], scale, window
-            )
 
+@packed_attention.kernel
+def _packed_attention_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lines: triton.PromptPlaces,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     constants = _tile(q)
     assert all(t.stride(3) == 1 for t in (q, k, v))
     strides = [step for t in (q, k, v, out) for step in triton.batch_strides(t, 3)]
@@ -300,7 +342,7 @@ def packed_attention(
     sizes = *strides, *triton.batch_strides(lse, 2), heads, heads // k.shape[1], most, scale
     grid = len(lines) * heads, -(-max(line.rows for line in lines) // constants["ROWS"])
     arguments = q, k, v, out, lse, triton.prompt_table(lines, q.device), *sizes
-    triton.launch("prompts.attend", grid, reference, arguments, **constants)
+    triton.launch("prompts.attend", grid, arguments, **constants)
     return lse
 
 
@@ -383,14 +425,6 @@ def _last_rows(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Te
     """Return the attention mask if the queries are the last rows: (queries, keys), 0 or -inf."""
     mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
     return mask.masked_fill_(_hidden(mask, window), float("-inf"))
-
-
-def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether the compiled loop can read these tensors and is faster than torch.
-
-    Torch is faster if it uses AMX; `_attend_on_cpu` handles that case.
-    """
-    return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx2")
 
 
 def _attend_on_cpu(

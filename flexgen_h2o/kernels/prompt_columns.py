@@ -7,7 +7,6 @@ is one launch, also for prompts of different lengths. R, d, C, S, W: as in kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -16,6 +15,7 @@ from flexgen_h2o.core.units import PACKED_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.decode_step import packed_sizes, packing_constants, segment_step
+from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.packed import pack_columns_reference
 from flexgen_h2o.kernels.slots import put_slots_reference
 from flexgen_h2o.kernels.workspace import is_compiled_beside_card
@@ -27,6 +27,7 @@ _COLUMNS = 64  # columns that are put at a time
 _NUMBERS = 2048  # numbers that are packed at a time
 
 
+@op
 def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
     """Return the columns that stay, (b, kv_heads, count) int64, ascending.
 
@@ -35,38 +36,6 @@ def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.T
     rank: (b, kv_heads, n) fp32, n > count. If ranks are equal, the newer column stays; NaN ranks
     lowest.
     """
-    if not triton.supports(rank):
-        return choose_kept_reference(rank, begin, end, count)
-    tokens = rank.shape[2]
-    line = triton.PromptPlace(0, tokens, tokens, 0, count, begin, end)
-    return choose_packed(rank, (line,) * len(rank))
-
-
-def choose_packed(rank: torch.Tensor, lines: triton.PromptPlaces) -> torch.Tensor:
-    """Run `choose_kept` on a card for a batch, or for packed prompts (adjacent, b = 1).
-
-    It is one launch. Returns (b, kv_heads, all that stay) int64; numbers count from 0 in each
-    prompt. A prompt whose columns all stay has no ranked columns.
-    """
-    rank = rank.contiguous()
-    kv_heads = rank.shape[1]
-    kept = rank.new_empty(*rank.shape[:2], lines[-1].stays.stop, dtype=torch.int64)
-
-    def reference() -> None:
-        for i, line in enumerate(lines):
-            batch = min(i, len(rank) - 1)
-            own = rank[batch, :, line.tokens].unsqueeze(0)
-            chosen = choose_kept_reference(own, line.begin, line.end, line.kept)
-            kept[batch, :, line.stays] = chosen[0]
-
-    sizes = *triton.batch_strides(rank, 2), *triton.batch_strides(kept, 2), kv_heads
-    arguments = rank, kept, triton.prompt_table(lines, rank.device), *sizes
-    triton.launch("prompts.choose", (len(lines) * kv_heads,), reference, arguments, BLOCK=_RANKS)
-    return kept
-
-
-def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
-    """Compute `choose_kept` in torch operations."""
     most = torch.finfo(rank.dtype).max
     n = rank.shape[2]
     finite = rank[..., begin:end].nan_to_num(nan=-most, posinf=most, neginf=-most)
@@ -78,6 +47,39 @@ def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) 
     )
     before, behind = ends
     return torch.cat([before, chosen, behind], dim=-1)
+
+
+@choose_kept.kernel
+def _choose_kernel(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
+    tokens = rank.shape[2]
+    line = triton.PromptPlace(0, tokens, tokens, 0, count, begin, end)
+    return _choose_packed_kernel(rank, (line,) * len(rank))
+
+
+@op
+def choose_packed(rank: torch.Tensor, lines: triton.PromptPlaces) -> torch.Tensor:
+    """Run `choose_kept` on a card for a batch, or for packed prompts (adjacent, b = 1).
+
+    It is one launch. Returns (b, kv_heads, all that stay) int64; numbers count from 0 in each
+    prompt. A prompt whose columns all stay has no ranked columns.
+    """
+    kept = rank.new_empty(*rank.shape[:2], lines[-1].stays.stop, dtype=torch.int64)
+    for i, line in enumerate(lines):
+        batch = min(i, len(rank) - 1)
+        own = rank[batch, :, line.tokens].unsqueeze(0)
+        kept[batch, :, line.stays] = choose_kept.torch(own, line.begin, line.end, line.kept)[0]
+    return kept
+
+
+@choose_packed.kernel
+def _choose_packed_kernel(rank: torch.Tensor, lines: triton.PromptPlaces) -> torch.Tensor:
+    rank = rank.contiguous()
+    kv_heads = rank.shape[1]
+    kept = rank.new_empty(*rank.shape[:2], lines[-1].stays.stop, dtype=torch.int64)
+    sizes = *triton.batch_strides(rank, 2), *triton.batch_strides(kept, 2), kv_heads
+    arguments = rank, kept, triton.prompt_table(lines, rank.device), *sizes
+    triton.launch("prompts.choose", (len(lines) * kv_heads,), arguments, BLOCK=_RANKS)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def are_put_together(k: torch.Tensor, area: torch.Tensor) -> bool:
     return k.device == area.device and not is_compiled_beside_card(k)
 
 
+@op
 def put_prompts(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -138,15 +141,81 @@ def put_prompts(
     scores. lines: packed prompts (adjacent, b = 1) of any lengths, each with its own window; `kept`
     is then from `choose_packed`.
     """
+    prompts, tokens = k.shape[:2]
+    lines = lines or _same_lines(prompts, tokens, kept, slots)
+    is_packed = len(lines) > len(k)
+    first = 0
+    for line, same in groupby(lines):  # neighbours with the same window are put together
+        count = len(list(same))
+        batch = slice(None) if is_packed else slice(first, first + count)
+        part = slots.of_prompts(first, count, k.shape[2], line.window)
+        if part.keys.shape[1]:
+            _put_prompts(
+                k[batch, line.tokens],
+                v[batch, line.tokens],
+                kept[batch, :, line.stays],
+                None if scores is None else scores[batch, :, line.tokens],
+                part,
+            )
+        first += count
+
+
+def _same_lines(
+    prompts: int, tokens: int, kept: torch.Tensor, slots: PromptSlots
+) -> triton.PromptPlaces:
+    """Return the places of a batch of whole prompts."""
+    line = triton.PromptPlace(0, tokens, tokens, 0, kept.shape[2], window=slots.window)
+    return (line,) * prompts
+
+
+def _put_prompts(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    scores: torch.Tensor | None,
+    slots: PromptSlots,
+) -> None:
+    """Put prompts of a batch, PACKED_CHUNK numbers of keys at a time."""
+    kv_heads, count = kept.shape[1:]
+    rows = slots.keys.shape[1]
+    packing = slots.form.packing
+    whole = slots.form.whole
+    if whole is not None:
+        keep_whole(whole, k, v, kept, slots.first, slots.window, slots.smooths)
+    step = max(1, PACKED_CHUNK // (count * k.shape[3]))
+    for a in range(0, rows, step):
+        here = slice(a, min(rows, a + step))
+        row = torch.arange(
+            slots.first + here.start, slots.first + here.stop, device=k.device
+        ).unsqueeze(1)
+        batch = torch.div(row, kv_heads, rounding_mode="floor")
+        head = row % kv_heads
+        tokens = kept[batch.squeeze(1), head.squeeze(1)]
+        keys, values = (t[batch, tokens, head] for t in (k, v))
+        if packing is not None:
+            keys = keys if whole is None else whole.smoothed(keys, here)
+            keys = pack_columns_reference(keys, packing.keys)
+            values = pack_columns_reference(values, packing.values)
+        areas = slots.keys[:, here], slots.values[:, here]
+        put_slots_reference(
+            areas, torch.arange(count, device=k.device).expand(len(row), count), (keys, values)
+        )
+        if scores is not None and slots.scores is not None and slots.positions is not None:
+            slots.positions[here, :count] = tokens.int()
+            slots.scores[here, :count] = scores[batch, head, tokens]
+
+
+@put_prompts.kernel
+def _put_kernel(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    scores: torch.Tensor | None,
+    slots: PromptSlots,
+    lines: triton.PromptPlaces | None = None,
+) -> None:
     prompts, tokens, kv_heads, width = k.shape
-    if lines is None:
-        lines = (
-            triton.PromptPlace(0, tokens, tokens, 0, kept.shape[2], window=slots.window),
-        ) * prompts
-    reference = partial(_put_with_torch, k, v, kept, scores, slots, lines)
-    if not triton.supports(k):
-        reference()
-        return
+    lines = lines or _same_lines(prompts, tokens, kept, slots)
     assert k.stride(3) == v.stride(3) == kept.stride(2) == 1
     # placeholder for arguments that the kernel does not read
     _, rows, length, _ = slots.keys.shape
@@ -187,73 +256,7 @@ def put_prompts(
         sizes = *sizes, segment_step(slots.values), whole.slots.shape[1], *packed_sizes(packing)
         constants |= {"BLOCK": max(1, _NUMBERS // wide), **packing_constants(packing)}
     grid = rows, -(-max(line.kept for line in lines) // constants["BLOCK"])
-    triton.launch(name, grid, reference, (*tensors, *sizes), **constants)
-
-
-def _put_with_torch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kept: torch.Tensor,
-    scores: torch.Tensor | None,
-    slots: PromptSlots,
-    lines: triton.PromptPlaces,
-) -> None:
-    """Compute `put_prompts` in torch operations.
-
-    Neighbours in a batch are put together if they have the same window.
-    """
-    is_packed = len(lines) > len(k)
-    first = 0
-    for line, same in groupby(lines):
-        count = len(list(same))
-        batch = slice(None) if is_packed else slice(first, first + count)
-        part = slots.of_prompts(first, count, k.shape[2], line.window)
-        if part.keys.shape[1]:
-            put_prompts_reference(
-                k[batch, line.tokens],
-                v[batch, line.tokens],
-                kept[batch, :, line.stays],
-                None if scores is None else scores[batch, :, line.tokens],
-                part,
-            )
-        first = first + count
-
-
-def put_prompts_reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kept: torch.Tensor,
-    scores: torch.Tensor | None,
-    slots: PromptSlots,
-) -> None:
-    """Compute `put_prompts` in torch operations, PACKED_CHUNK numbers of keys at a time."""
-    kv_heads, count = kept.shape[1:]
-    rows = slots.keys.shape[1]
-    packing = slots.form.packing
-    whole = slots.form.whole
-    if whole is not None:
-        keep_whole(whole, k, v, kept, slots.first, slots.window, slots.smooths)
-    step = max(1, PACKED_CHUNK // (count * k.shape[3]))
-    for a in range(0, rows, step):
-        here = slice(a, min(rows, a + step))
-        row = torch.arange(
-            slots.first + here.start, slots.first + here.stop, device=k.device
-        ).unsqueeze(1)
-        batch = torch.div(row, kv_heads, rounding_mode="floor")
-        head = row % kv_heads
-        tokens = kept[batch.squeeze(1), head.squeeze(1)]
-        keys, values = (t[batch, tokens, head] for t in (k, v))
-        if packing is not None:
-            keys = keys if whole is None else whole.smoothed(keys, here)
-            keys = pack_columns_reference(keys, packing.keys)
-            values = pack_columns_reference(values, packing.values)
-        areas = slots.keys[:, here], slots.values[:, here]
-        put_slots_reference(
-            areas, torch.arange(count, device=k.device).expand(len(row), count), (keys, values)
-        )
-        if scores is not None and slots.scores is not None and slots.positions is not None:
-            slots.positions[here, :count] = tokens.int()
-            slots.scores[here, :count] = scores[batch, head, tokens]
+    triton.launch(name, grid, (*tensors, *sizes), **constants)
 
 
 # ---- WholeColumns beside packed slots
@@ -275,7 +278,7 @@ def keep_whole(
 
     k, v, kept, first: as in `put_prompts`; smooths: as in `PromptSlots`.
     """
-    begin_whole_reference(whole, k, first, smooths)
+    begin_whole(whole, k, first, smooths)
     if not window:
         return
     n = k.shape[1]
@@ -298,21 +301,16 @@ def keep_whole(
 def _begin_whole(
     whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.PromptPlaces, smooths: bool
 ) -> None:
-    """Launch the kernel for `begin_whole_reference`.
-
-    The launch has no reference, because `put_prompts_reference` includes it.
-    """
+    """Launch the kernel for `begin_whole`."""
     *_, kv_heads, width = k.shape
     wide = triton.power_of_two(k.shape[3], 16)
     sizes = *triton.batch_strides(k, 3), kv_heads, first, whole.slots.shape[1], MIN_RANGE
     constants = {"D": width, "WIDTH": wide, "BLOCK": max(1, _NUMBERS // wide), "SMOOTHS": smooths}
     arguments = k, triton.prompt_table(lines, k.device), *vars(whole).values(), *sizes
-    triton.launch("prompts.begin_whole", (len(whole.slots),), lambda: None, arguments, **constants)
+    triton.launch("prompts.begin_whole", (len(whole.slots),), arguments, **constants)
 
 
-def begin_whole_reference(
-    whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool = True
-) -> None:
+def begin_whole(whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool = True) -> None:
     """Set centres and ranges, the part of `keep_whole` that needs all columns of a prompt.
 
     No column is whole afterwards.

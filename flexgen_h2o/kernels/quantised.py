@@ -19,6 +19,7 @@ from flexgen_h2o.core.packing import E2M1, GROUP, INT8_ROW_BYTES
 from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.int8 import BlockedInt8, Packed, codes_of, quantise_rows, scales_of
+from flexgen_h2o.kernels.ops import op_on
 from flexgen_h2o.kernels.workspace import (
     cpu_has,
     element_of,
@@ -30,6 +31,7 @@ from flexgen_h2o.kernels.workspace import (
 MX_BLOCK = 32  # numbers that share a scale; their codes take 16 bytes
 
 
+@op_on("out")
 def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Decode MXFP4 (OCP Microscaling Formats 1.0, section 5.3.3).
 
@@ -39,10 +41,20 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     blocks: (n, columns / 32, 16), scales: (n, columns / 32), both uint8, contiguous. A scale of 255
     means 2^128, as in transformers, and not NaN.
     """
-    if triton.supports(out):
-        return _unpack_mxfp4_on_card(blocks, scales, out)
-    if not is_compiled(out):
-        return unpack_mxfp4_reference(blocks, scales, out)
+    numbers = torch.tensor(
+        [*E2M1, *(-number for number in E2M1)], device=out.device, dtype=torch.float32
+    )
+    for some in row_slices(len(out), out.shape[1]):
+        codes = torch.stack([blocks[some] & 15, blocks[some] >> 4], dim=-1).flatten(-2)
+        exponents = scales[some].int().sub_(127).unsqueeze(-1)
+        out[some] = torch.ldexp(numbers[codes.int()], exponents).flatten(1)
+    return out
+
+
+@unpack_mxfp4.loop
+def _unpack_mxfp4_loop(
+    blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
     from flexgen_h2o.kernels.compiled import quantised as loops
     from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
 
@@ -61,31 +73,15 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     return out
 
 
-def _unpack_mxfp4_on_card(
+@unpack_mxfp4.kernel
+def _unpack_mxfp4_kernel(
     blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
     rows, columns = out.shape
     block = 1024
     words = blocks.flatten(1).view(torch.int32)
-    reference = partial(unpack_mxfp4_reference, blocks, scales, out)
     arguments = words, scales, out, words.shape[1], out.stride(0), columns
-    triton.launch(
-        "products.unpack_mxfp4", (rows, -(-columns // block)), reference, arguments, BLOCK=block
-    )
-    return out
-
-
-def unpack_mxfp4_reference(
-    blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
-) -> torch.Tensor:
-    """Compute `unpack_mxfp4` in torch operations, with the same bits."""
-    numbers = torch.tensor(
-        [*E2M1, *(-number for number in E2M1)], device=out.device, dtype=torch.float32
-    )
-    for some in row_slices(len(out), out.shape[1]):
-        codes = torch.stack([blocks[some] & 15, blocks[some] >> 4], dim=-1).flatten(-2)
-        exponents = scales[some].int().sub_(127).unsqueeze(-1)
-        out[some] = torch.ldexp(numbers[codes.int()], exponents).flatten(1)
+    triton.launch("products.unpack_mxfp4", (rows, -(-columns // block)), arguments, BLOCK=block)
     return out
 
 

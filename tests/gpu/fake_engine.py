@@ -14,6 +14,7 @@ from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import Step
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.elementwise import Rotation
+from flexgen_h2o.kernels.ops import Operator
 from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.tiers.device import Device, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile
@@ -202,25 +203,28 @@ def _patch_engine(patch: pytest.MonkeyPatch, card: Card, has_graphs: bool) -> No
 
 
 def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None:
-    """A kernel's launch is counted as one, and done by its reference."""
+    """Count a kernel's launch as one, and let the operator's torch version compute."""
+    launch_all = Operator.on_card
 
-    def launch(
-        name: str,
-        grid: tuple[int, ...],
-        reference: Callable[[], object],
-        arguments: Any,
-        **more: Any,
-    ) -> None:
+    def launch(name: str, grid: tuple[int, ...], arguments: Any, **more: Any) -> None:
         assert is_there, f"{name} is launched where there is no Triton"
         with card.lock:
             card.count("launch", name)
+
+    def on_card(operator: Operator[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = launch_all(operator, *args, **kwargs)
+
+        def compute() -> None:
+            _copy_results(found, operator.torch(*args, **kwargs))
+
         before = card.recorded
         card.recorded = None
         with card.uncounted():
-            reference()
+            compute()
         card.recorded = before
         if before is not None:
-            before.append(reference)
+            before.append(compute)
+        return found
 
     def angles(rotation: Rotation, positions: torch.Tensor, dtype: torch.dtype) -> Any:
         return rotation._angles(
@@ -230,11 +234,21 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
     patch.setattr(Rotation, "_newest_angles", angles)
     patch.setattr(triton, "is_installed", lambda: is_there)  # no kernel runs: it need not be
     patch.setattr(triton, "launch", launch)
+    patch.setattr(Operator, "on_card", on_card)
     patch.setattr(
         triton,
         "supports",
         lambda *tensors: is_there and all(t.device.type == NAME for t in tensors),
     )
+
+
+def _copy_results(found: Any, computed: Any) -> None:
+    """Copy results to the memory that the version for cards has allocated."""
+    if isinstance(found, tuple):
+        for one, other in zip(found, computed, strict=True):
+            _copy_results(one, other)
+    elif found is not computed:
+        found.copy_(computed)
 
 
 def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:

@@ -14,6 +14,7 @@ import torch
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.ops import Layers
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm
 from flexgen_h2o.planner.costs import PROMPT_LAUNCHES
@@ -288,16 +289,17 @@ def test_a_run_launches_what_was_warmed_up(tmp_path, eviction: str, packed: bool
     with fake_card(), pytest.MonkeyPatch.context() as patch:
         launch = triton.launch
 
-        def watched(name: str, grid: Any, reference: Any, arguments: Any, **constants: Any) -> None:
+        def watched(name: str, grid: Any, arguments: Any, **constants: Any) -> None:
             launched.add((name, *compiled_for(name, arguments), *sorted(constants.items())))
-            launch(name, grid, reference, arguments, **constants)
+            launch(name, grid, arguments, **constants)
 
         patch.setattr(triton, "launch", watched)
         patch.setattr("flexgen_h2o.llm.compile_subprocess", lambda *given: None)
-        sizes = (128, 4, 2, 32, 16)
         packing = KVPacking.of(32, 4) if packed else None
         card = torch.device(NAME, 0)
-        warm_up_card(card, torch.float32, sizes, kept is not None, eviction == "h2o-norm", packing)
+        sizes = 128, 4, 2, 32, 16
+        per_query = eviction == "h2o-norm"
+        warm_up_card(Layers(card, torch.float32, *sizes, kept is not None, per_query, packing))
         warmed = set(launched)
         policy = Policy(3, 2, **PLACEMENTS["all on the device"], compress_cache=packed)
         generate(folder, policy, "cuda", BUDGET, eviction=kept)

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES, thinned
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
 from tests.parity.reference import (
@@ -43,9 +43,7 @@ def unpacked(model: PreTrainedModel, bits: int) -> PreTrainedModel:
                     else value
                 )
                 rows = stored.flatten(0, -2)  # of all experts
-                unpacked = unpack_rows_reference(
-                    pack_rows(rows, bits), bits, torch.empty(rows.shape)
-                )
+                unpacked = unpack_rows.torch(pack_rows(rows, bits), bits, torch.empty(rows.shape))
                 stored.copy_(unpacked.view(stored.shape))
     return found
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.packing import SlotPacking
-from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kvcache.eviction import H2O
 from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
@@ -67,7 +67,7 @@ def codes_of_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes could stand for: 0 and 15 in each group of a row."""
     n, columns = weight.shape
     packed = pack_rows(weight, 4)
-    values = unpack_rows_reference(packed, 4, torch.empty(n, columns))
+    values = unpack_rows.torch(packed, 4, torch.empty(n, columns))
     scale, least = (
         packed[:, 4 * SlotPacking(columns, 4).value_words :]
         .contiguous()

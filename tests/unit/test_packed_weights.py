@@ -11,7 +11,7 @@ import torch
 from flexgen_h2o.checkpoint import match, pack_checkpoint, read_index
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.kernels.linear import DenseRows, lookup
-from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.tiers.device import Device, HostDevice
 from flexgen_h2o.tiers.stream import NOTHING, Done
 from tests.unit.weight_room import (
@@ -80,7 +80,7 @@ def test_packed_layers_are_unpacked_into_the_planned_memory(
                     found = (DenseRows(rows),)
                 if want.dim() == 2:
                     assert len(found) == 1
-                    want = unpack_rows_reference(
+                    want = unpack_rows.torch(
                         pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype)
                     )
                 assert torch.equal(values(found), want.to(dtype)), t.name

@@ -1,11 +1,10 @@
-"""The compiled loops of `elementwise`, and the loop of `packed.unpack_rows`.
+"""The compiled loops of `elementwise` and `hadamard`, and the loop of `packed.unpack_rows`.
 
-A loop makes one pass, while torch operations make several, each into new memory.
+A loop makes one pass, while torch operations make several, each into new memory. Tensors are given
+by their addresses; a step is in bytes. A loop runs on rows first..end-1.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,37 +29,25 @@ from flexgen_h2o.kernels.jit import (
 )
 
 
-class Norm(NamedTuple):
-    """Hold the arguments of `norm_rows`: x, weight and out are addresses."""
-
-    once: bool  # round only after the weight, as in `rms_norm`
-    width: int
-    x: int
-    x_step: int  # bytes from a row of x to the next
-    weight: int
-    out: int
-    out_step: int  # bytes from a row of out to the next
-
-
 @jit
-def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
-    """Run `rms_norm` on rows first..end-1."""
+def norm_rows(element, once, width, x, weight, out, x_step, out_step, eps, first, end):  # type: ignore[no-untyped-def]
+    """Run `rms_norm`. once: round only after the weight."""
     for row in range(first, end):
-        x = job.x + row * job.x_step
-        out = job.out + row * job.out_step
+        given = x + row * x_step
+        normed = out + row * out_step
         total = np.float32(0)
-        for i in range(job.width):
-            total += number_at(element, x, i) * number_at(element, x, i)
-        scale = np.float32(1) / np.sqrt(total / np.float32(job.width) + eps)
-        for i in range(job.width):
-            normed = number_at(element, x, i) * scale
-            normed = normed if job.once else rounded(element, normed)
-            set_number(element, out, i, normed * number_at(element, job.weight, i))
+        for i in range(width):
+            total += number_at(element, given, i) * number_at(element, given, i)
+        scale = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
+        for i in range(width):
+            number = number_at(element, given, i) * scale
+            number = number if once else rounded(element, number)
+            set_number(element, normed, i, number * number_at(element, weight, i))
 
 
 @jit
 def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-def]
-    """Set gate = silu(gate) x up for rows first..end-1 at the addresses `gate` and `up`."""
+    """Run `silu_gated`."""
     size = 4 // planes(element)
     gate = gate + size * first * width
     up = up + size * first * width
@@ -70,26 +57,13 @@ def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-
         set_number(element, gate, i, active * number_at(element, up, i))
 
 
-class Gate(NamedTuple):
-    """Hold the arguments of `clamped_gate_rows`."""
-
-    width: int  # numbers per row of out
-    x: int  # address; rows have 2 x width numbers
-    out: int  # address
-    alpha: np.float32
-    limit: np.float32
-
-
 @jit
-def clamped_gate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Run `clamped_gate` on rows first..end-1."""
+def clamped_gate_rows(element, x, out, width, alpha, limit, first, end):  # type: ignore[no-untyped-def]
+    """Run `clamped_gate`. width: numbers per row of out."""
     size = 4 // planes(element)
     one = np.float32(1)
-    width = job.width
-    alpha = job.alpha
-    limit = job.limit
-    x = job.x + size * first * 2 * width
-    out = job.out + size * first * width
+    x = x + size * first * 2 * width
+    out = out + size * first * width
     for i in range((end - first) * width):
         gate = number_at(element, x, 2 * i)
         up = number_at(element, x, 2 * i + 1)
@@ -99,186 +73,122 @@ def clamped_gate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
         set_number(element, out, i, rounded(element, up + one) * rounded(element, gate * active))
 
 
-class Weighted(NamedTuple):
-    """Hold the arguments of `add_weighted_columns`."""
-
-    rows: int
-    width: int
-    x: int  # address of (rows, width)
-    tokens: int  # address of (rows,) int32
-    weights: int  # address of (rows,) fp32
-    out: int  # address of (tokens, width)
-
-
-COLUMNS = 64  # columns that a thread adds at a time
-
-
 @jit
-def add_weighted_columns(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Run `add_weighted` on columns first * COLUMNS..end * COLUMNS - 1."""
+def add_weighted_columns(element, columns, rows, width, x, tokens, weights, out, first, end):  # type: ignore[no-untyped-def]
+    """Run `add_weighted` on columns first * columns..end * columns - 1 of all rows."""
     size = 4 // planes(element)
-    start = first * COLUMNS
-    stop = min(end * COLUMNS, job.width)
-    tokens = ints_at(job.tokens)
-    weights = floats_at(job.weights)
-    for row in range(job.rows):
-        x = job.x + size * (row * job.width + start)
-        out = job.out + size * (tokens[row] * job.width + start)
+    start = first * columns
+    stop = min(end * columns, width)
+    for row in range(rows):
+        weight = floats_at(weights)[row]
+        added = x + size * (row * width + start)
+        into = out + size * (ints_at(tokens)[row] * width + start)
         for i in range(stop - start):
-            weighed = rounded(element, number_at(element, x, i) * weights[row])
-            set_number(element, out, i, number_at(element, out, i) + weighed)
-
-
-class RotaryJob(NamedTuple):
-    """Hold the arguments of `rotate_rows`."""
-
-    slots: int
-    width: int
-    pairs: int
-    keys: int  # address of (rows, slots, width)
-    ranks: int  # address of (rows, slots) int32
-    cos: int  # address of (slots, pairs) fp32
-    sin: int  # address of (slots, pairs) fp32
-    out: int  # address of (rows, slots, width)
+            weighed = rounded(element, number_at(element, added, i) * weight)
+            set_number(element, into, i, number_at(element, into, i) + weighed)
 
 
 @jit
-def rotate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rotate the keys of rows first..end-1.
+def rotate_rows(element, slots, width, pairs, keys, ranks, cos, sin, out, first, end):  # type: ignore[no-untyped-def]
+    """Run `Rotation.rotated`. cos, sin: (slots, pairs) fp32.
 
     Slots without a rank are empty, and `out` keeps its content there.
     """
     size = 4 // planes(element)
-    for slot in range(first * job.slots, end * job.slots):
-        rank = ints_at(job.ranks)[slot]
-        if rank < job.slots:
-            cos = floats_at(job.cos + 4 * rank * job.pairs)
-            sin = floats_at(job.sin + 4 * rank * job.pairs)
-            key = job.keys + size * slot * job.width
-            out = job.out + size * slot * job.width
-            for i in range(job.pairs):
+    for slot in range(first * slots, end * slots):
+        rank = ints_at(ranks)[slot]
+        if rank < slots:
+            cosines = floats_at(cos + 4 * rank * pairs)
+            sines = floats_at(sin + 4 * rank * pairs)
+            key = keys + size * slot * width
+            turned = out + size * slot * width
+            for i in range(pairs):
                 a = number_at(element, key, i)
-                b = number_at(element, key, job.pairs + i)
-                set_number(element, out, i, a * cos[i] - b * sin[i])
-                set_number(element, out, job.pairs + i, b * cos[i] + a * sin[i])
-            for i in range(2 * job.pairs, job.width):
-                set_number(element, out, i, number_at(element, key, i))
-
-
-class RotateHeadsJob(NamedTuple):
-    """Hold the arguments of `rotate_heads`."""
-
-    heads: int
-    pairs: int
-    x: int  # address of (tokens, heads, width)
-    token_step: int  # bytes from a token to the next
-    head_step: int  # bytes from a head to the next
-    cos: int  # address of (tokens, pairs), in the dtype of x
-    sin: int  # address of (tokens, pairs), in the dtype of x
+                b = number_at(element, key, pairs + i)
+                set_number(element, turned, i, a * cosines[i] - b * sines[i])
+                set_number(element, turned, pairs + i, b * cosines[i] + a * sines[i])
+            for i in range(2 * pairs, width):
+                set_number(element, turned, i, number_at(element, key, i))
 
 
 @jit
-def rotate_heads(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rotate the heads of tokens first..end-1 in place.
+def rotate_heads(element, heads, pairs, token_step, head_step, x, cos, sin, first, end):  # type: ignore[no-untyped-def]
+    """Run `Rotation.rotate` on tokens. cos, sin: (tokens, pairs), in the dtype of x.
 
     Every product and sum is rounded, as in torch operations.
     """
     size = 4 // planes(element)
     for token in range(first, end):
-        cos = job.cos + size * token * job.pairs
-        sin = job.sin + size * token * job.pairs
-        for head in range(job.heads):
-            x = job.x + token * job.token_step + head * job.head_step
-            for i in range(job.pairs):
-                a = number_at(element, x, i)
-                b = number_at(element, x, job.pairs + i)
-                c = number_at(element, cos, i)
-                s = number_at(element, sin, i)
-                set_number(element, x, i, rounded(element, a * c) - rounded(element, b * s))
-                set_number(
-                    element, x, job.pairs + i, rounded(element, b * c) + rounded(element, a * s)
-                )
-
-
-class Hadamard(NamedTuple):
-    """Hold the arguments of `hadamard_rows`."""
-
-    size: int  # numbers per block, a power of two
-    blocks: int  # blocks per row
-    x: int  # address
-    step: int  # bytes from a row to the next
-    factor: np.float32  # factor of each sum
+        cosines = cos + size * token * pairs
+        sines = sin + size * token * pairs
+        for head in range(heads):
+            numbers = x + token * token_step + head * head_step
+            for i in range(pairs):
+                a = number_at(element, numbers, i)
+                b = number_at(element, numbers, pairs + i)
+                c = number_at(element, cosines, i)
+                s = number_at(element, sines, i)
+                turned = rounded(element, a * c) - rounded(element, b * s)
+                set_number(element, numbers, i, turned)
+                turned = rounded(element, b * c) + rounded(element, a * s)
+                set_number(element, numbers, pairs + i, turned)
 
 
 @jit
-def hadamard_rows(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Run `hadamard` on rows first..end-1, in place."""
-    size = job.size
+def hadamard_rows(element, size, blocks, x, step, factor, first, end):  # type: ignore[no-untyped-def]
+    """Run `hadamard`. size: numbers per block, a power of two; factor: of each sum."""
     bytes_of_number = 4 // planes(element)
     numbers = np.empty(size, np.float32)
     for row in range(first, end):
-        for block in range(job.blocks):
-            x = job.x + row * job.step + block * size * bytes_of_number
+        for block in range(blocks):
+            place = x + row * step + block * size * bytes_of_number
             for i in range(size):
-                numbers[i] = number_at(element, x, i)
-            step = 1
-            while step < size:
-                for start in range(0, size, 2 * step):
-                    for i in range(start, start + step):
+                numbers[i] = number_at(element, place, i)
+            apart = 1
+            while apart < size:
+                for start in range(0, size, 2 * apart):
+                    for i in range(start, start + apart):
                         a = numbers[i]
-                        b = numbers[i + step]
+                        b = numbers[i + apart]
                         numbers[i] = a + b
-                        numbers[i + step] = a - b
-                step *= 2
+                        numbers[i + apart] = a - b
+                apart *= 2
             for i in range(size):
-                set_number(element, x, i, numbers[i] * job.factor)
+                set_number(element, place, i, numbers[i] * factor)
 
 
 _PAIRS = GROUP // 2  # pairs of numbers per group
 
 
-class UnpackJob(NamedTuple):
-    """Hold the arguments of `unpack`."""
-
-    packed: int  # address of the first packed row
-    row_bytes: int  # bytes per packed row
-    value_bytes: int  # bytes of a row's values
-    out: int  # address of the first row of out
-    columns: int
-    bits: int
-    group: int  # values per group (packing.SlotPacking)
-
-
 @jit
-def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Unpack rows first..end-1 to bf16 or fp32.
+def unpack(element, packed, out, row_step, value_bytes, columns, bits, group, first, end):  # type: ignore[no-untyped-def]
+    """Run `unpack_rows`. value_bytes: of a row's values; group: values per group.
 
     Two adjacent numbers are computed at a time. In bf16 they form one 4-byte word, so a vector of
     words is stored directly.
     """
     size = 4 // planes(element)
     for row in range(first, end):
-        codes = job.packed + row * job.row_bytes
-        ends = words_at(codes + job.value_bytes)
+        codes = packed + row * row_step
+        ends = words_at(codes + value_bytes)
         done = 0
-        if HAS_SHUFFLES and planes(element) == 2 and job.bits == 4 and job.group == GROUP:
-            done = job.columns // GROUP
-            packed_numbers(
-                element, (done, job.out + row * job.columns * size, codes, codes + job.value_bytes)
-            )
-        for g in range(done, (job.columns + job.group - 1) // job.group):
-            start = g * job.group
-            count = min(job.group, job.columns - start)
-            at = codes + start * job.bits // 8
-            out = job.out + (row * job.columns + start) * size
+        if HAS_SHUFFLES and planes(element) == 2 and bits == 4 and group == GROUP:
+            done = columns // GROUP
+            numbers = (done, out + row * columns * size, codes, codes + value_bytes)
+            packed_numbers(element, numbers)
+        for g in range(done, (columns + group - 1) // group):
+            start = g * group
+            count = min(group, columns - start)
+            at = codes + start * bits // 8
+            into = out + (row * columns + start) * size
             if count == GROUP:  # a constant, so that loops have a known length
-                _pairs(element, job.bits, at, ends[g], out, _PAIRS)
+                _pairs(element, bits, at, ends[g], into, _PAIRS)
             else:
-                _pairs(element, job.bits, at, ends[g], out, count // 2)
+                _pairs(element, bits, at, ends[g], into, count // 2)
             if count % 2 == 1:
-                code = bytes_at(at)[(count - 1) * job.bits // 8]
-                code = code & np.uint8(15) if job.bits == 4 else code
-                set_number(element, out, count - 1, decoded(np.uint32(code), ends[g]))
+                code = bytes_at(at)[(count - 1) * bits // 8]
+                code = code & np.uint8(15) if bits == 4 else code
+                set_number(element, into, count - 1, decoded(np.uint32(code), ends[g]))
 
 
 @jit

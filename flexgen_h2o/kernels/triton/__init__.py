@@ -1,4 +1,4 @@
-"""Kernels for cards in Triton (Tillet et al. 2019), each with a reference in torch operations.
+"""Kernels for cards in Triton (Tillet et al. 2019).
 
 Every launch goes through `launch`. Triton is imported only when a kernel is launched, so the
 package works without it.
@@ -6,7 +6,6 @@ package works without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,7 +16,6 @@ import torch
 from flexgen_h2o.kernels.workspace import upload
 
 DEVICES = {"cuda"}  # device types on which kernels are launched
-Grid = tuple[int, ...]
 
 
 @cache
@@ -30,17 +28,13 @@ def supports(*tensors: torch.Tensor) -> bool:
     return all(t.device.type in DEVICES for t in tensors) and is_installed()
 
 
-def launch(
-    name: str,
-    grid: Grid,
-    reference: Callable[[], object],
-    arguments: tuple[Any, ...],
-    **constants: Any,
-) -> None:
+def launch(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
     """Start a kernel, FILE.FUNCTION of this folder, on the current stream.
 
-    reference: computes the same in torch operations, for tests that have no card. constants:
-    constants for which the kernel is compiled, and its number of warps.
+    Only an operator's version for cards may call this, so that a card without Triton, and tests
+    without a card, have the version in torch operations.
+
+    constants: constants for which the kernel is compiled, and its number of warps.
     """
     file, _, function = name.partition(".")
     getattr(import_module(f"{__name__}.{file}"), function)[grid](*arguments, **constants)

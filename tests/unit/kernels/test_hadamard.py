@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o.kernels.hadamard import block_width, hadamard, hadamard_reference
+from flexgen_h2o.kernels.hadamard import block_width, hadamard
 from tests.eviction.reference import hadamard_matrix
 
 WIDTHS = (64, 128, 80, 96, 12, 15, 256)
@@ -20,7 +20,7 @@ def test_it_multiplies_by_the_matrix(width: int, dtype: torch.dtype) -> None:
     given = torch.randn(300, 5, width).to(dtype)
     want = given.clone()
     exact = given[:, 1:4].double() @ hadamard_matrix(width)
-    hadamard_reference(want[:, 1:4])
+    hadamard.torch(want[:, 1:4])
     hadamard(given[:, 1:4])
     assert torch.equal(given, want)
     step = torch.finfo(dtype).eps
@@ -54,5 +54,5 @@ def test_blocks() -> None:
 
 
 def test_heads_that_do_not_lie_side_by_side_are_refused() -> None:
-    with pytest.raises(ValueError, match="hadamard: heads"):
+    with pytest.raises(ValueError, match="hadamard: "):
         hadamard(torch.zeros(3, 2, 128)[:, :, ::2])

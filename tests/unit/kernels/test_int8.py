@@ -31,7 +31,7 @@ from flexgen_h2o.kernels.int8 import (
     scales_of,
 )
 from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_shared_input, lookup
-from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.workspace import Workspace
 
 WIDTHS = [1, 2, 3, 16, 60, 64, 83, 127, 200, 1025]
@@ -449,7 +449,7 @@ def test_requantised_in_order(shape: tuple[int, int], monkeypatch: pytest.Monkey
     requantise_rows_reference(packed[:500], want[:500], shape[1])
     rows = in_order(packed, shape[1])
     assert torch.equal(rows[:500], want[:500])
-    values = unpack_rows_reference(packed, 4, torch.empty(shape))
+    values = unpack_rows.torch(packed, 4, torch.empty(shape))
     codes = codes_of(rows, shape[1])
     scales = scales_of(rows).unsqueeze(1)
     usual = values.abs().amax(dim=1, keepdim=True) >= 1e-30

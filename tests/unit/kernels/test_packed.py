@@ -22,7 +22,6 @@ from flexgen_h2o.kernels.packed import (
     pack_rows,
     unpack_columns,
     unpack_rows,
-    unpack_rows_reference,
 )
 from flexgen_h2o.kernels.slots import (
     attend,
@@ -201,7 +200,7 @@ def test_the_format_and_the_compiled_loop(
         out = torch.full((21, columns), 7.0, dtype=dtype)
         unpack_rows(packed, bits, out[1:20])
         assert torch.equal(
-            out[1:20], unpack_rows_reference(packed, bits, torch.empty(19, columns, dtype=dtype))
+            out[1:20], unpack_rows.torch(packed, bits, torch.empty(19, columns, dtype=dtype))
         )
         assert bool((out[[0, 20]] == 7).all()), "wrote beside its rows"
     want = [by_hand(bytes(row.tolist()), columns, bits) for row in packed[:2]]

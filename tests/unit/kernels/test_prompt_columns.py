@@ -15,7 +15,7 @@ from flexgen_h2o.kernels.prompt_columns import (
     PromptSlots,
     choose_kept,
     keep_whole,
-    put_prompts_reference,
+    put_prompts,
 )
 
 WIDTH = 8
@@ -119,7 +119,7 @@ def test_columns_go_to_their_slots_some_rows_at_a_time(
     positions = torch.zeros(5, 21).int()
     given_scores = torch.zeros(5, 21)
     slots = PromptSlots(*areas, 1, SlotForm(packing, whole=whole), 8, positions, given_scores)
-    put_prompts_reference(k, v, kept, scores, slots)
+    put_prompts.torch(k, v, kept, scores, slots)
     tokens = kept.view(6, 20)[1:]
     assert torch.equal(positions[:, :20], tokens.int()) and not positions[:, 20].any()
     for row in range(5):

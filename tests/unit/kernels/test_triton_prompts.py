@@ -16,18 +16,15 @@ from flexgen_h2o.kernels.prefill_attention import (
     causal_attention_lse,
     causal_attention_lse_reference,
     column_sums,
-    column_sums_torch,
     packed_attention,
     packed_column_sums,
 )
 from flexgen_h2o.kernels.prompt_columns import (
     PromptSlots,
-    begin_whole_reference,
+    begin_whole,
     choose_kept,
-    choose_kept_reference,
     choose_packed,
     put_prompts,
-    put_prompts_reference,
 )
 from tests.extras import needs
 from tests.parity.cases import thinned
@@ -67,7 +64,7 @@ def test_attention_over_prompts(
     if window is None:
         for first in {0, keys - rows, keys - 1}:
             mine = column_sums(q, k, expected_lse, scale, first)
-            theirs = column_sums_torch(q.float(), k.float(), expected_lse, scale, first)
+            theirs = column_sums.torch(q.float(), k.float(), expected_lse, scale, first)
             torch.testing.assert_close(mine, theirs, rtol=close, atol=10 * close)
 
 
@@ -125,7 +122,7 @@ def test_prompts_of_all_lengths_in_one_launch(
         torch.testing.assert_close(lse[own], expected_lse, rtol=1e-4, atol=close)
         for last, found in sums.items() if window is None else ():
             first = 0 if last is None else max(0, line.keys - last)
-            theirs = column_sums_torch(q[own].float(), k[own].float(), lse[own], scale, first)
+            theirs = column_sums.torch(q[own].float(), k[own].float(), lse[own], scale, first)
             torch.testing.assert_close(found[own], theirs, rtol=close, atol=10 * close)
 
 
@@ -162,7 +159,7 @@ def test_columns_that_stay(kind: str, n: int, begin: int, end: int, heavy: int) 
         )
         rank[0, 1] = odd[torch.randint(0, len(odd), (n,))]
     count = begin + heavy + n - end
-    expected = choose_kept_reference(rank, begin, end, count)
+    expected = choose_kept.torch(rank, begin, end, count)
     assert torch.equal(choose_kept(rank, begin, end, count), expected)
 
 
@@ -181,7 +178,7 @@ def test_columns_that_stay_of_all_lengths(lengths: tuple[int, ...]) -> None:
     rank = torch.randn(1, 2, start + 13).round()
     found = choose_packed(rank, lines)
     for line in lines:
-        expected = choose_kept_reference(rank[..., line.tokens], line.begin, line.end, line.kept)
+        expected = choose_kept.torch(rank[..., line.tokens], line.begin, line.end, line.kept)
         assert torch.equal(found[..., line.stays], expected)
 
 
@@ -232,7 +229,7 @@ def test_columns_of_prompts(rows: slice, dtype: torch.dtype, records: bool) -> N
     scores = torch.rand(3, 2, 90) if records else None
     found, expected = (rows_of_prompts(None, 0, 0, 20, dtype, rows, records) for _ in range(2))
     put_prompts(k, v, kept, scores, found)
-    put_prompts_reference(k, v, kept, scores, expected)
+    put_prompts.torch(k, v, kept, scores, expected)
     for mine, theirs in zip(tensors_of(found), tensors_of(expected), strict=True):
         assert mine.any() and torch.equal(mine, theirs)
 
@@ -318,15 +315,15 @@ def test_columns_of_prompts_are_packed_as_the_reference_packs_them(
     assert mine is not None and theirs is not None
 
     def begin(whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool) -> None:
-        begin_whole_reference(whole, k, first, smooths)
+        begin_whole(whole, k, first, smooths)
         for name in ("centres", "ranges"):
             torch.testing.assert_close(
                 getattr(mine, name), getattr(whole, name), rtol=2**-7, atol=2**-7
             )
             getattr(whole, name).copy_(getattr(mine, name))
 
-    monkeypatch.setattr(prompt_columns, "begin_whole_reference", begin)
-    put_prompts_reference(k, v, kept, scores, expected)
+    monkeypatch.setattr(prompt_columns, "begin_whole", begin)
+    put_prompts.torch(k, v, kept, scores, expected)
     for ours, reference in zip(tensors_of(found), tensors_of(expected), strict=True):
         assert torch.equal(ours, reference)
     assert int((mine.slots >= 0).sum()) == int((kept.flatten(0, 1)[rows] >= n - window).sum())
@@ -349,7 +346,7 @@ def test_keys_are_packed_as_they_are(dtype: torch.dtype) -> None:
         for _ in range(2)
     )
     put_prompts(k, v, kept, scores, found)
-    put_prompts_reference(k, v, kept, scores, expected)
+    put_prompts.torch(k, v, kept, scores, expected)
     for ours, reference in zip(tensors_of(found), tensors_of(expected), strict=True):
         assert torch.equal(ours, reference)
     whole = found.form.whole

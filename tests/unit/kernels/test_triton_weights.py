@@ -22,12 +22,11 @@ from flexgen_h2o.kernels.coded import (
     Codes,
     groupwise_codes,
     multiply_coded,
-    multiply_coded_reference,
     mxfp4_codes,
 )
 from flexgen_h2o.kernels.linear import DenseRows, RowParts, grouped_linear, linear, lookup
-from flexgen_h2o.kernels.packed import pack_rows, unpack_rows, unpack_rows_reference
-from flexgen_h2o.kernels.quantised import unpack_mxfp4, unpack_mxfp4_reference
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
+from flexgen_h2o.kernels.quantised import unpack_mxfp4
 from flexgen_h2o.tiers.stream import Part
 from tests.extras import needs
 from tests.unit.kernels.test_triton import CLOSE, DTYPES, MULTIPLIED, ON_CARD, on_card, some_slow
@@ -47,7 +46,7 @@ def test_unpacked_weights_are_the_same_to_the_bit(
     assert packed.shape[1] == SlotPacking(columns, bits).slot_bytes
     found, expected = (torch.empty(3, columns, dtype=dtype) for _ in range(2))
     unpack_rows(packed, bits, found)
-    unpack_rows_reference(packed, bits, expected)
+    unpack_rows.torch(packed, bits, expected)
     if dtype == torch.bfloat16 and not ON_CARD:  # the interpreter cuts off what a card rounds
         torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
     else:
@@ -105,7 +104,7 @@ def check_coded(codes: Codes, x: torch.Tensor, adds: bool) -> None:
     weight = codes.decode(torch.empty(rows, codes.columns, dtype=x.dtype)).float()
     exact = x.float() @ weight.t() + (bias.float() + expected.float() if adds else 0)
     torch.testing.assert_close(found, exact.to(x.dtype), rtol=CLOSE[x.dtype], atol=CLOSE[x.dtype])
-    multiply_coded_reference(x, codes, bias if adds else None, expected, adds)
+    multiply_coded.torch(x, codes, bias if adds else None, expected, adds)
     torch.testing.assert_close(found, expected, rtol=4 * CLOSE[x.dtype], atol=4 * CLOSE[x.dtype])
 
 
@@ -169,7 +168,7 @@ def test_unpacked_mxfp4_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
         scales = scales.clamp(min=8)
     found, expected = (torch.zeros(64, 2050, dtype=dtype)[:, 2:] for _ in range(2))
     unpack_mxfp4(codes, scales, found)
-    unpack_mxfp4_reference(codes, scales, expected)
+    unpack_mxfp4.torch(codes, scales, expected)
     assert torch.equal(found, expected)
 
 

@@ -45,29 +45,16 @@ from flexgen_h2o.kernels.workspace import Workspace
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-LOOPS: tuple[Any, ...] = (
-    slots.attend_rows,
-    packed_slots.attend_rows,
-    packed_slots.pack_rows,
-    prompts.add_tile,
-    prompts.attend_units,
-    rows.norm_rows,
-    rows.silu_rows,
-    rows.rotate_rows,
-    rows.rotate_heads,
-    rows.unpack,
-    int8_loops.quantise,
-    int8_loops.rescale,
-    int8_loops.in_order,
-    int8_loops.in_order_by_groups,
-    products.multiply,
-    rows.clamped_gate_rows,
-    rows.hadamard_rows,
-)
+LOOPS = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": loop
+    for module in (slots, packed_slots, prompts, rows, int8_loops, products)
+    for name, loop in vars(module).items()
+    if hasattr(loop, "signatures")
+}
 
 
-def compiled() -> list[int]:
-    return [len(loop.signatures) for loop in LOOPS]
+def compiled() -> dict[str, int]:
+    return {name: len(loop.signatures) for name, loop in LOOPS.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
@@ -78,7 +65,7 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     warm_up(CPU, dtype, scored=True)
     warm_up(CPU, dtype, scored=True, packing=packing, rolling=True, rotary=True)
     before = compiled()
-    assert min(before[:4]) >= 1 and min(before[5:8]) >= 1
+    assert rows.norm_rows.signatures and packed_slots.attend_rows.signatures
     q = torch.randn(3, 5, 70, 64).to(dtype)
     filled = torch.full((5,), 9, dtype=torch.int32)
     attend(q[0, :, :2].contiguous(), q[:2], q[:2], filled, 0.5)
@@ -175,13 +162,10 @@ def test_a_card_is_warmed_up_for_products_with_codes(
     """Of few and of more rows, with a bias and without, into a result and added to it."""
     seen = set()
 
-    def launch(
-        name: str, grid: object, reference: Callable[[], object], given: object, **constants: Any
-    ) -> None:
+    def launch(name: str, grid: object, given: object, **constants: Any) -> None:
         if name == "products.few_rows":
             kind = ("one", "dense", "coded")[constants["TABLE"] * (1 + bool(constants["BITS"]))]
             seen.add((kind, constants["TOKENS"], constants["BIASED"], constants["ADDS"]))
-        reference()
 
     monkeypatch.setattr(triton, "supports", lambda *tensors: True)
     monkeypatch.setattr(triton, "launch", launch)
