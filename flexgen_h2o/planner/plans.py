@@ -26,7 +26,7 @@ from flexgen_h2o.engine.workload import (
     workload_of_rows,
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import Budgets, SearchSpace
 from flexgen_h2o.planner.measure.run import profile_of_this_machine
 from flexgen_h2o.planner.predict import Prediction, predict

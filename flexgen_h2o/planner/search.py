@@ -21,6 +21,7 @@ from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import even_blocks, shape_of
+from flexgen_h2o.planner.cost_model import disk_read_bytes
 from flexgen_h2o.planner.lp import (
     BATCHES,
     LOOK_AHEADS,
@@ -39,7 +40,6 @@ from flexgen_h2o.planner.lp import (
     tier_percents,
 )
 from flexgen_h2o.planner.predict import CUT_BLOCKS, MAX_WALKED, Prediction, cut_blocks, predict
-from flexgen_h2o.planner.work import disk_read_bytes
 
 # Numbers of micro-batches that `_largest` tries. Around the best candidate, others are tried.
 FEW_BATCHES = BATCHES[:3]
@@ -193,7 +193,7 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
     """Return the bytes that the workload reads from disk during its sweeps."""
-    return disk_read_bytes(space.setting(policy), even_blocks(policy, space.need))
+    return disk_read_bytes(space.costs(policy), even_blocks(policy, space.need))
 
 
 def _blocks(space: SearchSpace, policy: Policy) -> float:

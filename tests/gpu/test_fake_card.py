@@ -18,7 +18,7 @@ from flexgen_h2o.engine.loop import Step
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm, SnapKV, TriAttention, VaSE
-from flexgen_h2o.planner.costs import EXPERTS_LAUNCHES, PROMPT_LAUNCHES, ROUTER_LAUNCHES
+from flexgen_h2o.planner.cost_model import EXPERTS_LAUNCHES, PROMPT_LAUNCHES, ROUTER_LAUNCHES
 from tests.extras import needs
 from tests.gpu import test_cuda_parity
 from tests.gpu.fake_card import NAME, Card

@@ -13,7 +13,7 @@ from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.profile import BUSY_NOTE, nominal_profile

@@ -22,7 +22,7 @@ from flexgen_h2o.engine.memory_plan import SEQUENTIAL
 from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner import search as policies
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import (
     SearchSpace,
     Solution,

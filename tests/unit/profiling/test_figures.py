@@ -226,10 +226,10 @@ def test_loads_cost_what_runs_that_read_take_more() -> None:
     reads = steps.short_requests(weights)
     whole = steps.short_requests(cache)
     assert steps.short_requests(alone) == 0 < whole < 1 and 5.5 < reads < 6
-    found = steps.load_costs((weights, cache), 6e-4, 5e-4)
+    found = steps.load_costs(weights, cache, 6e-4, 5e-4)
     assert found["short_read_compute_s"] == pytest.approx(6e-4 / reads)
     assert found["cache_load_step_s"] == pytest.approx(5e-4 - whole * 6e-4 / reads)
-    assert set(steps.load_costs((weights, cache), -1e-4, -1e-4).values()) == {0.0}
+    assert set(steps.load_costs(weights, cache, -1e-4, -1e-4).values()) == {0.0}
 
 
 def test_ratios_of_disturbed_timings_can_be_read_again(
