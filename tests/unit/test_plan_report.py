@@ -51,7 +51,7 @@ def test_a_pile_that_takes_longer_than_a_night_says_what_a_night_brings() -> Non
     asked = question(Full())
     plan = plan_of(asked, STREAMED)
     hours_25 = replace(plan.prediction, prefill_s=40_000.0, decode_s=50_000.0)
-    lines = lines_of(asked, replace(plan, prediction=hours_25), disk_read_bytes=8 * GIB)
+    lines = lines_of(asked, replace(plan, predicted=hours_25), disk_read_bytes=8 * GIB)
     assert lines[-1] == "a night of 10 hours: 3 prompts, 12 new tokens; all take 2.5 nights"
     assert "disk reads in all: 8.00 GiB, 2.00 GiB per pass (1 batch, 4 passes each)" in lines
     mxfp4 = replace(asked.space.spec, quantization={"quant_method": "mxfp4"})
@@ -124,7 +124,7 @@ def test_reads_that_cost_no_time_are_named() -> None:
 
     def reads(**seconds: float) -> str:
         spent = {phase: {**plan.prediction.busy[phase], **busy, **seconds} for phase in PHASES}
-        told = replace(plan, prediction=replace(plan.prediction, busy=spent))
+        told = replace(plan, predicted=replace(plan.prediction, busy=spent))
         lines = lines_of(asked, told, disk_read_bytes=8 * GIB, more=more)
         return next(line for line in lines if line.startswith("disk reads in all"))
 

@@ -48,7 +48,8 @@ def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> Non
     where = machine(False)
     costs = costs_of(policy, need, where)
     ends = simulate(
-        (costs, costs),
+        costs,
+        costs,
         plan_of(policy, need, False),
         even_blocks(policy, need)[0][0],
         range(gen_len),
@@ -76,7 +77,8 @@ def test_what_is_not_walked_is_interpolated(
     where = machine(False)
     costs = costs_of(policy, need, where)
     ends = simulate(
-        (costs, costs),
+        costs,
+        costs,
         plan_of(policy, need, False),
         even_blocks(policy, need)[0][0],
         range(gen_len),
