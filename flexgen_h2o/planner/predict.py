@@ -495,14 +495,20 @@ class Simulation:
         return is_over
 
 
-class _WeightUnits:
-    """Weight units without memory: only their sizes and seconds count."""
+class _WeightStream(BaseWeightStream[None]):
+    """A weight stream and its units without memory: only their sizes and seconds count."""
 
-    def __init__(self, sim: Simulation) -> None:
-        self._sim = sim
-        self.decodes = sim.prefill_costs.memory.form.decodes
+    def __init__(self, sim: Simulation, sweeps: int) -> None:
         costs = sim.prefill_costs
+        layers = costs.layers.layers
+        self._sim = sim
         self._nbytes = [weight_ring_bytes(costs, unit) for unit in costs.layers.units]
+        self._coded = {layer.unit for layer in layers if costs.decodes_in_products(layer)}
+        self.decodes = costs.memory.form.decodes
+        ring = sim.ring("weight ring")
+        ahead = len(layers) if costs.policy.overlap else 0
+        # One more sweep: the engine loads ahead for later sweeps and for the next block.
+        super().__init__(self, ring, layers, sweeps + 1, ahead, costs.waits)
 
     def nbytes(self, unit: int) -> int:
         """Return the bytes of a unit in the weight ring."""
@@ -512,20 +518,6 @@ class _WeightUnits:
         """Queue the load of a unit and return its events."""
         cost = self._sim.costs_now.weight_load(unit, self._sim.tokens_now)
         return cast(list[Done], self._sim.queue("load_weight", cost, region.after))
-
-
-class _WeightStream(BaseWeightStream[None]):
-    """A weight stream without weights: only the time of decoding counts."""
-
-    def __init__(self, sim: Simulation, sweeps: int) -> None:
-        costs = sim.prefill_costs
-        layers = costs.layers.layers
-        ring = sim.ring("weight ring")
-        ahead = len(layers) if costs.policy.overlap else 0
-        # One more sweep: the engine loads ahead for later sweeps and for the next block.
-        super().__init__(_WeightUnits(sim), ring, layers, sweeps + 1, ahead, costs.waits)
-        self._sim = sim
-        self._coded = {layer.unit for layer in layers if costs.decodes_in_products(layer)}
 
     def _open(self, unit: int, region: Region | None) -> None:
         pass
