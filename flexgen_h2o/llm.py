@@ -69,10 +69,11 @@ from flexgen_h2o.models.load import (
     has_safetensors,
     said_dtype,
 )
-from flexgen_h2o.planner.plans import Planned, Planner
+from flexgen_h2o.planner.plans import Planner
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.report import SearchResult
+from flexgen_h2o.planner.search import Plan
 from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
 
 RANDOM_WEIGHTS_SEED = 0
@@ -612,7 +613,7 @@ class LLM:
         self._engine = Engine(part, checkpoint, policy, planned.memory, dtype, site, self.timeline)
         return self._engine
 
-    def _test_bits(self, rows: Sequence[Row], planned: Planned) -> None:
+    def _test_bits(self, rows: Sequence[Row], planned: Plan) -> None:
         """Warn, once, if the bits of the KV cache are too few for this model.
 
         This happens before the engine is opened for `rows`. Nothing is tested if JOB_OVER_TEST such
@@ -659,9 +660,7 @@ class LLM:
         other.share_prefix = "off"
         return other
 
-    def _is_cheap(
-        self, other: LLM, ids: Sequence[int], rows: Sequence[Row], planned: Planned
-    ) -> bool:
+    def _is_cheap(self, other: LLM, ids: Sequence[int], rows: Sequence[Row], planned: Plan) -> bool:
         """Return whether the job takes so much longer than the test of `ids` that nobody notices
         the test.
         """

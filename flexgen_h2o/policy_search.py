@@ -65,7 +65,7 @@ from flexgen_h2o.flags import (
 )
 from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.parser import FILES, KV, WORKLOAD, OneLineParser
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.report import SearchResult, to_json, to_text
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.predict import predict
 from flexgen_h2o.planner.profile import HardwareProfile
 

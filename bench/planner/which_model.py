@@ -30,7 +30,7 @@ from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models.load import find_spec
 from flexgen_h2o.parser import OneLineParser
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.profile import find_profile, read_profile
 from flexgen_h2o.planner.search import search

@@ -25,9 +25,8 @@ from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
-from flexgen_h2o.planner.costs import LANES, Machine
+from flexgen_h2o.planner.cost_model import LANES, CostModel, Machine
 from flexgen_h2o.planner.predict import PHASES
-from flexgen_h2o.planner.work import CostContext
 
 KINDS = ("weights", "cache", "hidden")
 # The objective counts this share of all busy seconds. So the LP prefers the placement that keeps
@@ -80,10 +79,10 @@ class SearchSpace:
         memory = self.machine.memory(self.spec, policy)
         return memory.plan(shape_of(policy, self.need), depth)
 
-    def setting(self, policy: Policy) -> CostContext:
-        """Return everything that fixes the bytes that a policy moves."""
+    def costs(self, policy: Policy) -> CostModel:
+        """Return the work and the seconds of a policy."""
         rows = self.memory(policy, SEQUENTIAL).head_rows
-        return self.machine.setting(with_head_rows(self.spec, rows), policy, self.need)
+        return CostModel(with_head_rows(self.spec, rows), policy, self.need, self.machine)
 
     def overflow(self, policy: Policy, depth: Depth) -> dict[str, int]:
         """Return the bytes over budget by tier; empty if the policy fits."""
@@ -196,7 +195,7 @@ def fastest_shares(
     the corners of the first LP.
     """
     space.check()
-    reads_codes = space.machine.setting(space.spec, policy, space.need).reads_codes
+    reads_codes = CostModel(space.spec, policy, space.need, space.machine).reads_codes
     tried = (
         find_corners(space, policy, depth, *on_device)
         for on_device in [(), (0,)][: 1 + reads_codes]
@@ -226,15 +225,16 @@ def find_corner(
     """Return one corner of a policy, whose shares do not count.
 
     moved: indices into `percent`, which name kinds of bytes and their tier. Other kinds are on
-    disk. splits: see `CostContext`.
+    disk. splits: see `CostModel`.
     """
     need = space.need
-    machine = space.machine
     policy = replace(policy, percent=as_percent(100 if i in moved else 0 for i in range(6)))
     plan = space.memory(policy, depth)
     shape = shape_of(policy, need)
     block = need.block((shape.rows,) * shape.micro_batches)
-    costs = machine.costs(with_head_rows(space.spec, plan.head_rows), policy, need, splits)
+    costs = CostModel(
+        with_head_rows(space.spec, plan.head_rows), policy, need, space.machine, splits
+    )
     sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
     busy = {phase: costs.busy(block, sweep) for phase, sweep in sweeps.items()}
     return Corner({tier: plan.bytes_on(tier) for tier in TIERS}, busy)

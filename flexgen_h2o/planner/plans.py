@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
@@ -26,7 +26,7 @@ from flexgen_h2o.engine.workload import (
     workload_of_rows,
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import Budgets, SearchSpace
 from flexgen_h2o.planner.measure.run import profile_of_this_machine
 from flexgen_h2o.planner.predict import Prediction, predict
@@ -39,15 +39,6 @@ WORTH_MEASURING_S = 600.0
 MEASURING_BYTES = 5 * GIB // 4  # RAM that measuring needs
 MAX_SIMULATED = 64  # simulated blocks of a plan that is shown; each takes about 20 ms
 Groups = Sequence[Sequence[Sequence[PromptGroup]]]  # by block, then by micro-batch
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A policy, its memory plan and the workload that they were made for. Planner.plan makes it."""
-
-    need: Workload
-    policy: Policy
-    memory: MemoryPlan
 
 
 class Planner:
@@ -82,7 +73,7 @@ class Planner:
         self._has_said_busy = False
         self.share_prefix = "auto"
         self.job_rows = 0
-        self.planned: Planned | None = None
+        self.planned: Plan | None = None
 
     # The machine
 
@@ -168,7 +159,7 @@ class Planner:
 
     def plan(
         self, rows: Sequence[Row], asked: Policy | AutoPolicy, budgets: dict[str, int | None]
-    ) -> Planned:
+    ) -> Plan:
         """Return the plan for these sequences. Raise DoesNotFitError if it does not fit.
 
         In a job, the buffers serve its earlier parts as well, if both fit.
@@ -251,7 +242,7 @@ class Planner:
     def answer(
         self,
         rows: Sequence[Row],
-        planned: Planned,
+        planned: Plan,
         asked: Policy | AutoPolicy,
         budgets: dict[str, int | None],
     ) -> SearchResult:
@@ -282,7 +273,7 @@ class Planner:
             space,
             self.part.eviction.to_json(),
             isinstance(asked, AutoPolicy),
-            Plan(policy, planned.memory, prediction),
+            replace(planned, predicted=prediction),
             is_even=len(sizes) == 1,
             disk_read_bytes=disk_reads(space, policy),
             s_per_gib=sensitivity(space, policy),
@@ -317,9 +308,9 @@ class Planner:
         rows: Sequence[Row],
         asked: Policy | AutoPolicy,
         own: Workload,
-        before: Planned | None,
+        before: Plan | None,
         budgets: dict[str, int | None],
-    ) -> Planned:
+    ) -> Plan:
         """Return the plan for sequences of the workload `own`.
 
         before: a plan whose sequences the buffers must serve too; None if there is none.
@@ -329,7 +320,7 @@ class Planner:
         shape = self._shape(rows, policy, own)
         if before is not None and before.policy == policy:
             shape = shape.union(before.memory.shape)
-        return Planned(need, policy, self._memory(policy).plan_within(shape, budgets))
+        return Plan(policy, need, self._memory(policy).plan_within(shape, budgets))
 
     def _memory(self, policy: Policy) -> MemoryPlanner:
         itemsize = DTYPE_BYTES[self.dtype]

@@ -11,17 +11,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload
-from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, Machine, StepCost, TransferCost
-from flexgen_h2o.planner.work import hidden_is_brought, kv_ring_bytes, tokens_of, weight_ring_bytes
+from flexgen_h2o.planner.cost_model import (
+    LANES,
+    RESOURCES,
+    CostModel,
+    Machine,
+    StepCost,
+    TransferCost,
+    hidden_is_brought,
+    kv_ring_bytes,
+    tokens_of,
+    weight_ring_bytes,
+)
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 
 PHASES = ("prefill", "decode")
@@ -49,7 +59,7 @@ class Prediction:
     new_tokens: int
     # Bytes by tier.
     peak_bytes: Mapping[str, int]
-    # Busy seconds by phase, then by resource (planner.costs.RESOURCES).
+    # Busy seconds by phase, then by resource (planner.cost_model.RESOURCES).
     busy: Mapping[str, Mapping[str, float]]
 
     @property
@@ -95,7 +105,7 @@ def predict(
     blocks: pairs of a block and the number of times that it runs.
     on_span: is called for each operation of the first block.
     """
-    costs = machine.costs(with_head_rows(spec, plan.head_rows), policy, need)
+    costs = CostModel(with_head_rows(spec, plan.head_rows), policy, need, machine)
     spent: Spent = {phase: dict.fromkeys((ALL, *RESOURCES), 0.0) for phase in PHASES}
     for i, (block, count) in enumerate(blocks):
         for phase, found in _of_block(costs, plan, block, on_span if i == 0 else None).items():
@@ -118,20 +128,18 @@ def walked_sweeps(gen_len: int) -> tuple[int, ...]:
     return (0, 1, 2, 3, middle, middle + 1, gen_len - 2, gen_len - 1)
 
 
-def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
+def _of_block(costs: CostModel, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
     """Return the seconds of one block of micro-batches.
 
     A deep model is simulated with n and with 2n transformer blocks, and extrapolated linearly.
     Each further n adds the difference, or the time that the busiest resource works for them if
     that is more.
     """
-    depth = costs.at.spec.num_blocks
+    depth = costs.spec.num_blocks
     cut = cut_blocks(depth, len(costs.layers.layers))
     if 2 * cut >= depth or on_span is not None:
         return _walk(costs, plan, block, on_span)
-    few, more = (
-        _walk(replace(costs, at=costs.at.cut(n)), plan, block, None) for n in (cut, 2 * cut)
-    )
+    few, more = (_walk(costs.cut(n), plan, block, None) for n in (cut, 2 * cut))
     for phase, full in more.items():
         added = {name: max(0.0, seconds - few[phase][name]) for name, seconds in full.items()}
         added[ALL] = max(
@@ -154,22 +162,23 @@ def cut_blocks(depth: int, layers: int) -> int:
     return max(MIN_BLOCKS, min(CUT_BLOCKS, CUT_LAYERS * depth // layers) // 2 * 2)
 
 
-def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
+def _walk(costs: CostModel, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
     """Simulate some sweeps of a block and return the seconds of all of them.
 
     The sweeps that are not simulated are interpolated between those that are.
     """
-    gen_len = costs.at.need.gen_len
+    gen_len = costs.need.gen_len
     walked = walked_sweeps(gen_len)
-    both = costs.with_contention(block, 0), costs.with_contention(block, gen_len // 2 or 1)
-    result = simulate(both, plan, block, walked, on_span)
-    ends = ({ALL: end, **busy} for end, busy in zip(result.ends, result.busy, strict=True))
+    prefill = costs.with_contention(block, 0)
+    decode = costs.with_contention(block, gen_len // 2 or 1)
+    result = simulate(prefill, decode, plan, block, walked, on_span)
+    ends = ({ALL: end, **busy} for end, busy in zip(result.ends, result.busy_at_ends, strict=True))
     sums = [dict.fromkeys((ALL, *RESOURCES), 0.0), *ends]
     sweeps = [{name: now[name] - past[name] for name in now} for past, now in pairwise(sums)]
-    decode = {
+    decode_s = {
         name: _sum_of_sweeps(walked[1:], [sweep[name] for sweep in sweeps[1:]]) for name in sums[0]
     }
-    spent = {"prefill": sweeps[0], "decode": decode}
+    spent = {"prefill": sweeps[0], "decode": decode_s}
     spent["decode" if gen_len > 1 else "prefill"][ALL] += result.settle_s
     return spent
 
@@ -202,39 +211,26 @@ def _sum_of_sweeps(walked: Sequence[int], values: Sequence[float]) -> float:
 # ---- the simulation
 
 
-class Simulated(NamedTuple):
-    """The times of the simulated sweeps of a block. `simulate` makes it."""
-
-    # When each simulated sweep ended, in seconds from the start.
-    ends: list[float]
-    # Busy seconds of each resource from the start to the end of each simulated sweep.
-    busy: list[dict[str, float]]
-    # Seconds that the last stores take after the last sweep.
-    settle_s: float
-
-
 def simulate(
-    costs: tuple[Costs, Costs],
+    prefill: CostModel,
+    decode: CostModel,
     plan: MemoryPlan,
     block: Sequence[MicroBatchShape],
     sweeps: Sequence[int],
     on_span: OnSpan | None = None,
-) -> Simulated:
-    """Simulate the given sweeps of a block and return when each of them ends.
+) -> Simulation:
+    """Simulate the given sweeps of a block and return the times at which they end.
 
-    costs: the costs of prefill sweeps and those of decode sweeps.
+    prefill, decode: the costs of prefill sweeps and those of decode sweeps.
     sweeps: rising indices of sweeps. The first is the prefill sweep, 0. Indices may be left out, so
         that a few sweeps stand for a long generation. Units then have the KV entries of the sweeps
         that are simulated.
     """
-    sim = _Simulation(costs, plan, block, sweeps, on_span)
-    policy = costs[0].at.policy
-    walk = Walk(sim, costs[0].layers.layers, plan.depth, policy.overlap, len(sweeps), len(block))
+    sim = Simulation(prefill, decode, plan, block, sweeps, on_span)
+    layers = prefill.layers.layers
+    walk = Walk(sim, layers, plan.depth, prefill.policy.overlap, len(sweeps), len(block))
     walk.run(sim, sim.weights)
-    end = sim.ends[-1]
-    return Simulated(
-        sim.ends, sim.busy_at_ends, max(end, sim.free["disk_write"], sim.free["d2h"]) - end
-    )
+    return sim
 
 
 class _Event(Waitable):
@@ -242,7 +238,7 @@ class _Event(Waitable):
 
     __slots__ = ("_sim", "time")
 
-    def __init__(self, sim: _Simulation, time: float) -> None:
+    def __init__(self, sim: Simulation, time: float) -> None:
         self._sim = sim
         self.time = time
 
@@ -272,17 +268,22 @@ class _StepCosts(dict[UnitKey, StepCost]):
     """Costs of steps by (sweep, layer, micro-batch), computed when they are first asked for.
 
     sweep: the index into the sweeps that are simulated, not the sweep's own number.
-    of: by layer, then by phase (0 prefill, 1 decode): the steps as Costs.steps_of returns them.
+    of: by layer, then by phase (0 prefill, 1 decode): the steps as CostModel.steps_of returns them.
     """
 
     def __init__(
-        self, costs: tuple[Costs, Costs], block: Sequence[MicroBatchShape], sweeps: Sequence[int]
+        self,
+        prefill: CostModel,
+        decode: CostModel,
+        block: Sequence[MicroBatchShape],
+        sweeps: Sequence[int],
     ) -> None:
-        layers = costs[0].layers.layers
-        self._costs = costs
+        layers = prefill.layers.layers
+        self._prefill = prefill
+        self._decode = decode
         self._sweeps = sweeps
         made = {
-            kind: [costs[0].steps_of(kind, block, sweep) for sweep in (0, 1)]
+            kind: [prefill.steps_of(kind, block, sweep) for sweep in (0, 1)]
             for kind in {x.kind for x in layers}
         }
         self.of = [made[layer.kind] for layer in layers]
@@ -290,14 +291,15 @@ class _StepCosts(dict[UnitKey, StepCost]):
     def __missing__(self, key: UnitKey) -> StepCost:
         sweep, layer, k = key
         batch, tokens = self.of[layer][sweep > 0][k]
-        return self.setdefault(
-            key, self._costs[sweep > 0].step(layer, batch, self._sweeps[sweep], tokens)
-        )
+        costs = self._decode if sweep else self._prefill
+        return self.setdefault(key, costs.step(layer, batch, self._sweeps[sweep], tokens))
 
 
-class _Simulation:
+class Simulation:
     """The tiers and the runner of a walk, on a simulated clock. All times are in seconds.
 
+    ends: when each simulated sweep ended.
+    busy_at_ends: busy seconds of each resource from the start to the end of each simulated sweep.
     now: the time of the thread that issues compute.
     device: when the device has done all that was issued.
     _computed: start and end of the device's newest operation.
@@ -309,17 +311,19 @@ class _Simulation:
 
     def __init__(
         self,
-        costs: tuple[Costs, Costs],
+        prefill: CostModel,
+        decode: CostModel,
         plan: MemoryPlan,
         block: Sequence[MicroBatchShape],
         sweeps: Sequence[int],
         on_span: OnSpan | None,
     ) -> None:
-        self.costs = costs
-        self.costs_now = costs[0]
+        self.prefill_costs = prefill
+        self.decode_costs = decode
+        self.costs_now = prefill
         self._plan = plan
         self._on_span = on_span
-        self._is_asynchronous = costs[0].profile.device_is_asynchronous
+        self._is_asynchronous = prefill.machine.profile.device_is_asynchronous
         self._sweeps = len(sweeps)
         self.now = self.device = 0.0
         self._opened = 0, 0
@@ -329,21 +333,22 @@ class _Simulation:
         self._busy = dict.fromkeys(RESOURCES, 0.0)
         self.ends: list[float] = []
         self.busy_at_ends: list[dict[str, float]] = []
-        at = costs[0].at
-        layers = costs[0].layers.layers
+        layers = prefill.layers.layers
         self._layers = layers
         count = len(layers)
         self._last_layer = len(layers) - 1
-        self._steps = steps = _StepCosts(costs, block, sweeps)
+        self._steps = steps = _StepCosts(prefill, decode, block, sweeps)
         layer_of = {
             layer.block: i for i, layer in enumerate(layers) if layer.kind in ATTENTION_KINDS
         }
         units = {
-            (x, k): kv_ring_bytes(at, x, batch) for x in layer_of for k, batch in enumerate(block)
+            (x, k): kv_ring_bytes(prefill, x, batch)
+            for x in layer_of
+            for k, batch in enumerate(block)
         }
         self._tokens = [sum(tokens_of(batch, sweep) for batch in block) for sweep in (0, 1)]
         self.tokens_now = self._tokens[0]
-        row = sum(at.memory.hidden_row_bytes) if hidden_is_brought(at) else 0
+        row = sum(prefill.memory.hidden_row_bytes) if hidden_is_brought(prefill) else 0
         hidden = [[tokens_of(batch, sweep) * row for batch in block] for sweep in (0, 1)]
         self.cache = _Store(
             self,
@@ -364,6 +369,11 @@ class _Simulation:
         self.close_cache = self.cache.close
         self.close_hidden = self.hidden.close
         self.weights = _WeightStream(self, len(sweeps))
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds that the last stores take after the last sweep."""
+        return max(0.0, max(self.free["disk_write"], self.free["d2h"]) - self.ends[-1])
 
     def ring(self, name: str) -> Ring | None:
         """Return a ring of the size that the memory plan gives; None if that is 0 bytes."""
@@ -420,7 +430,7 @@ class _Simulation:
     def begin_step(self, step: Step) -> str | None:
         """Begin a step and return its phase; None if an earlier micro-batch's step computes it."""
         self._opened = layer, phase = step.layer, int(step.sweep > 0)
-        self.costs_now = self.costs[phase]
+        self.costs_now = self.decode_costs if phase else self.prefill_costs
         self.tokens_now = self._tokens[phase]
         if step.layer == 0:
             self.now = max(self.now, self._chosen[step.micro_batch])
@@ -472,9 +482,9 @@ class _Simulation:
         if (
             self.costs_now.waits
             and layer.kind == "attention"
-            and self.costs_now.at.spec.experts is not None
+            and self.costs_now.spec.experts is not None
         ):
-            self.weights.choose(layer.block, range(self.costs_now.at.spec.experts.count))
+            self.weights.choose(layer.block, range(self.costs_now.spec.experts.count))
         if step.layer < self._last_layer:
             return False
         is_over = len(self.ends) == self._sweeps - 1
@@ -485,14 +495,20 @@ class _Simulation:
         return is_over
 
 
-class _WeightUnits:
-    """Weight units without memory: only their sizes and seconds count."""
+class _WeightStream(BaseWeightStream[None]):
+    """A weight stream and its units without memory: only their sizes and seconds count."""
 
-    def __init__(self, sim: _Simulation) -> None:
-        at = sim.costs[0].at
+    def __init__(self, sim: Simulation, sweeps: int) -> None:
+        costs = sim.prefill_costs
+        layers = costs.layers.layers
         self._sim = sim
-        self.decodes = at.form.decodes
-        self._nbytes = [weight_ring_bytes(at, unit) for unit in sim.costs[0].layers.units]
+        self._nbytes = [weight_ring_bytes(costs, unit) for unit in costs.layers.units]
+        self._coded = {layer.unit for layer in layers if costs.decodes_in_products(layer)}
+        self.decodes = costs.memory.form.decodes
+        ring = sim.ring("weight ring")
+        ahead = len(layers) if costs.policy.overlap else 0
+        # One more sweep: the engine loads ahead for later sweeps and for the next block.
+        super().__init__(self, ring, layers, sweeps + 1, ahead, costs.waits)
 
     def nbytes(self, unit: int) -> int:
         """Return the bytes of a unit in the weight ring."""
@@ -502,20 +518,6 @@ class _WeightUnits:
         """Queue the load of a unit and return its events."""
         cost = self._sim.costs_now.weight_load(unit, self._sim.tokens_now)
         return cast(list[Done], self._sim.queue("load_weight", cost, region.after))
-
-
-class _WeightStream(BaseWeightStream[None]):
-    """A weight stream without weights: only the time of decoding counts."""
-
-    def __init__(self, sim: _Simulation, sweeps: int) -> None:
-        costs = sim.costs[0]
-        layers = costs.layers.layers
-        ring = sim.ring("weight ring")
-        ahead = len(layers) if costs.at.policy.overlap else 0
-        # One more sweep: the engine loads ahead for later sweeps and for the next block.
-        super().__init__(_WeightUnits(sim), ring, layers, sweeps + 1, ahead, costs.waits)
-        self._sim = sim
-        self._coded = {layer.unit for layer in layers if costs.decodes_in_products(layer)}
 
     def _open(self, unit: int, region: Region | None) -> None:
         pass
@@ -538,7 +540,7 @@ class _Store:
 
     def __init__(
         self,
-        sim: _Simulation,
+        sim: Simulation,
         name: str,
         first: int,
         nbytes: Callable[[UnitKey], int],

@@ -225,7 +225,7 @@ class HardwareProfile:
     # sequence whose KV entries the host evicts.
     row_s: float
     # Seconds that a disk request of almost no bytes takes from the steps that run meanwhile. A
-    # longer request takes less (planner.work.Transfer.short_requests). Its bytes take what
+    # longer request takes less (planner.cost_model.Transfer.short_requests). Its bytes take what
     # compute_beside_disk_read gives.
     short_read_compute_s: float
     # Additional seconds of a step whose KV unit is loaded from another tier.

@@ -13,14 +13,16 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations, product
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan
-from flexgen_h2o.engine.workload import even_blocks, shape_of
+from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
+from flexgen_h2o.planner.cost_model import disk_read_bytes
 from flexgen_h2o.planner.lp import (
     BATCHES,
     LOOK_AHEADS,
@@ -28,7 +30,6 @@ from flexgen_h2o.planner.lp import (
     Budgets,
     Percent,
     SearchSpace,
-    Solution,
     as_percent,
     fastest_shares,
     find_corner,
@@ -39,7 +40,6 @@ from flexgen_h2o.planner.lp import (
     tier_percents,
 )
 from flexgen_h2o.planner.predict import CUT_BLOCKS, MAX_WALKED, Prediction, cut_blocks, predict
-from flexgen_h2o.planner.work import disk_read_bytes
 
 # Numbers of micro-batches that `_largest` tries. Around the best candidate, others are tried.
 FEW_BATCHES = BATCHES[:3]
@@ -76,11 +76,19 @@ NEARLY = 1.1
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy with the buffers that it needs and its predicted cost. `evaluate` makes it."""
+    """A policy for a workload, with the buffers that it needs. `evaluate` and Planner make it."""
 
     policy: Policy
+    need: Workload
     memory: MemoryPlan
-    prediction: Prediction
+    # Predicted cost; None if it was not asked for.
+    predicted: Prediction | None = None
+
+    @property
+    def prediction(self) -> Prediction:
+        """Predicted cost of a plan that has one."""
+        assert self.predicted is not None
+        return self.predicted
 
     @property
     def seconds(self) -> float:
@@ -105,7 +113,8 @@ def evaluate(space: SearchSpace, policy: Policy) -> Plan:
     machine = space.machine
     memory = machine.memory(spec, policy)
     plan = memory.plan_within(shape_of(policy, need), dict(space.budgets))
-    return Plan(policy, plan, predict(spec, policy, need, machine, plan, even_blocks(policy, need)))
+    predicted = predict(spec, policy, need, machine, plan, even_blocks(policy, need))
+    return Plan(policy, need, plan, predicted)
 
 
 def search(space: SearchSpace) -> Plan:
@@ -153,15 +162,15 @@ def _coarse(space: SearchSpace) -> list[Plan]:
     found: list[Plan] = []
     tried = steps = 0
     fastest = math.inf
-    solved = [(_steps(space, one[1].policy), *one) for one in _solved(space)]
-    for own, seconds, candidate, solution in sorted(solved, key=lambda one: one[0] > LONG_STEPS):
-        is_quick = steps <= QUICK_STEPS or (own <= FEW_STEPS and seconds < fastest)
+    solved = [(_steps(space, candidate.policy), candidate) for candidate in _solved(space)]
+    for own, candidate in sorted(solved, key=lambda one: one[0] > LONG_STEPS):
+        is_quick = steps <= QUICK_STEPS or (own <= FEW_STEPS and candidate.seconds < fastest)
         is_late = tried == MAX_SIMULATED or (tried >= MIN_SIMULATED and not is_quick)
         if found and (is_late or own > LONG_STEPS):
             continue
         tried = tried + 1
         steps = steps + own
-        found += _simulated(space, candidate, solution)
+        found += _simulated(space, candidate)
         fastest = min((plan.seconds for plan in found), default=math.inf)
     return found
 
@@ -193,7 +202,7 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
     """Return the bytes that the workload reads from disk during its sweeps."""
-    return disk_read_bytes(space.setting(policy), even_blocks(policy, space.need))
+    return disk_read_bytes(space.costs(policy), even_blocks(policy, space.need))
 
 
 def _blocks(space: SearchSpace, policy: Policy) -> float:
@@ -216,32 +225,30 @@ def _likely_blocks(space: SearchSpace, policy: Policy) -> float:
     return full + (1 + rest / policy.block_size) / 2
 
 
-def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
-    """Return (seconds of the workload, candidate, LP solution) of the coarse grid, fastest first.
+def _solved(space: SearchSpace) -> list[Candidate]:
+    """Return candidates of the coarse grid with the LP's shares and seconds, fastest first.
 
     If some hidden states move, no micro-batches are joined, which the LP does not see. Its seconds
     are then too few, and such a candidate rules out no other.
     """
-    found: list[tuple[float, Candidate, Solution]] = []
+    found: list[Candidate] = []
     fastest = math.inf
     for candidate in candidates(space)[:MAX_SOLVED]:
         if candidate.bound_s >= OPTIMISM * fastest:
             break
         solution = fastest_shares(space, candidate.policy, candidate.depth, space.budgets)
         if solution is not None:
-            found.append(
-                (solution.seconds * _likely_blocks(space, candidate.policy), candidate, solution)
-            )
-            fastest = min(
-                fastest, found[-1][0] if round(solution.shares[4], 2) in (0, 1) else math.inf
-            )
-    return sorted(found, key=itemgetter(0))
+            seconds = solution.seconds * _likely_blocks(space, candidate.policy)
+            found.append(replace(candidate, shares=solution.shares, seconds=seconds))
+            if round(solution.shares[4], 2) in (0, 1):
+                fastest = min(fastest, seconds)
+    return sorted(found, key=attrgetter("seconds"))
 
 
-def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> list[Plan]:
-    """Return the plans of placements in whole percents that fit, near an LP solution."""
+def _simulated(space: SearchSpace, candidate: Candidate) -> list[Plan]:
+    """Return the plans of placements in whole percents that fit, near a candidate's shares."""
     policy = candidate.policy
-    placed = list(placements(space, policy, solution.shares))
+    placed = list(placements(space, policy, candidate.shares))
     if not placed:
         tighter = {
             tier: None if b is None else int(b * TIGHTER) for tier, b in space.budgets.items()
@@ -280,7 +287,7 @@ def _improved(space: SearchSpace, best: Plan) -> Plan:
             tried.add(key(policy))
             solution = fastest_shares(space, policy, candidate.depth, space.budgets)
             if solution is not None and solution.seconds * _blocks(space, policy) < best.seconds:
-                found += _simulated(space, candidate, solution)
+                found += _simulated(space, replace(candidate, shares=solution.shares))
         better = min(found, key=attrgetter("seconds"))
         if better is best:
             return best
@@ -293,7 +300,10 @@ def _improved(space: SearchSpace, best: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Batch sizes and switches whose placement is not chosen yet. `bounded` makes it."""
+    """Batch sizes and switches whose placement is not chosen yet. `bounded` makes it.
+
+    `_solved` sets its shares and seconds.
+    """
 
     # Its shares do not count.
     policy: Policy
@@ -301,6 +311,10 @@ class Candidate:
     depth: Depth
     # Lower bound in seconds: no placement runs the workload faster.
     bound_s: float
+    # Six shares from 0 to 1 of the LP's placement, in the order of `percent`.
+    shares: Sequence[float] = ()
+    # Seconds of the workload with these shares, as the LP counts.
+    seconds: float = math.inf
 
 
 def candidates(space: SearchSpace) -> list[Candidate]:
@@ -422,39 +436,30 @@ def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
 # ---- one row at a time, where budgets are tight
 
 
-@dataclass(frozen=True)
-class TightFit:
-    """A policy with the buffers that it needs, compared with the budgets. `_held` makes it."""
-
-    policy: Policy
-    memory: MemoryPlan
-    # Bytes over budget by tier, only of tiers that are over.
-    over: Mapping[str, int]
-
-    @property
-    def excess(self) -> int:
-        """Bytes over budget of all tiers together."""
-        return sum(self.over.values())
-
-    @property
-    def enough(self) -> dict[str, int]:
-        """Budgets in bytes that would do, of the tiers that are short."""
-        return {tier: self.memory.bytes_on(tier) for tier in self.over}
+def _excess(space: SearchSpace, plan: Plan) -> int:
+    """Return the bytes over budget of all tiers together."""
+    return sum(plan.memory.overflow(dict(space.budgets)).values())
 
 
-def tight_fit(space: SearchSpace) -> TightFit:
+def _enough(space: SearchSpace, plan: Plan) -> dict[str, int]:
+    """Return budgets in bytes that would do, of the tiers that are short."""
+    return {tier: plan.memory.bytes_on(tier) for tier in plan.memory.overflow(dict(space.budgets))}
+
+
+def tight_fit(space: SearchSpace) -> Plan:
     """Return the policy with one sequence at a time that exceeds the budgets least.
 
     The search moves whole percents, from the LP's shares and from kinds on whole tiers.
     """
     found = []
+    excess = partial(_excess, space)
     for policy in space.policies(1, 1):
-        starts = [min(_on_whole_tiers(space, policy), key=attrgetter("excess"))]
+        starts = [min(_on_whole_tiers(space, policy), key=excess)]
         shares = least_excess(find_corners(space, policy, SEQUENTIAL), space.budgets)
         if shares is not None:
             starts.append(_held(space, policy, as_percent(int(100 * share) for share in shares)))
         found += [_descended(space, start) for start in starts]
-    return min(found, key=attrgetter("excess"))
+    return min(found, key=excess)
 
 
 def single_row_policies(space: SearchSpace, most: int) -> list[Policy]:
@@ -464,35 +469,37 @@ def single_row_policies(space: SearchSpace, most: int) -> list[Policy]:
     """
     every = [held for policy in space.policies(1, 1) for held in _on_whole_tiers(space, policy)]
     fitting = sorted(
-        (h for h in every if not h.over),
+        (h for h in every if not _excess(space, h)),
         key=lambda h: [h.memory.bytes_on(t) for t in reversed(TIERS)],
     )
     if fitting:
         return [held.policy for held in fitting[:most]]
     tried = tight_fit(space)
-    return [] if tried.over else [tried.policy]
+    return [] if _excess(space, tried) else [tried.policy]
 
 
-def _held(space: SearchSpace, policy: Policy, percent: Percent) -> TightFit:
+def _held(space: SearchSpace, policy: Policy, percent: Percent) -> Plan:
     """Return the policy with this placement, and its buffers without look-ahead."""
     placed = replace(policy, percent=percent)
-    plan = space.memory(placed, SEQUENTIAL)
-    return TightFit(placed, plan, plan.overflow(dict(space.budgets)))
+    return Plan(placed, space.need, space.memory(placed, SEQUENTIAL))
 
 
-def _on_whole_tiers(space: SearchSpace, policy: Policy) -> list[TightFit]:
+def _on_whole_tiers(space: SearchSpace, policy: Policy) -> list[Plan]:
     """Return the 27 placements with each kind of bytes on one tier."""
     return [_held(space, policy, (*w, *c, *h)) for w, c, h in product(WHOLE, repeat=3)]
 
 
-def _descended(space: SearchSpace, best: TightFit) -> TightFit:
+def _descended(space: SearchSpace, best: Plan) -> Plan:
     """Return a better placement: move shares of one kind between two tiers while that helps."""
     step = 0
-    while best.over and step < len(DESCENT_STEPS):
+    excess = _excess(space, best)
+    while excess and step < len(DESCENT_STEPS):
         tried = [_held(space, p, p.percent) for p in _moves(best.policy, DESCENT_STEPS[step])]
-        better = min(tried, key=attrgetter("excess"), default=best)
-        if better.excess < best.excess:
+        better = min(tried, key=partial(_excess, space), default=best)
+        less = _excess(space, better)
+        if less < excess:
             best = better
+            excess = less
         else:
             step += 1
     return best
@@ -510,10 +517,11 @@ def too_small(space: SearchSpace) -> str:
     """Return one line: tiers that are too small even for one sequence, and what would do."""
     held = tight_fit(space)
     # The line names budgets. A search with these budgets must find a policy.
-    if not single_row_policies(_with_budgets(space, held.enough), 1):
+    if not single_row_policies(_with_budgets(space, _enough(space, held)), 1):
         every = (one for policy in space.policies(1, 1) for one in _on_whole_tiers(space, policy))
-        held = min(every, key=attrgetter("excess"))
-    enough = held.enough
+        held = min(every, key=partial(_excess, space))
+    enough = _enough(space, held)
+    short = held.memory.overflow(dict(space.budgets))
     given = " and ".join(
         f"--{tier}-mem {format_bytes(space.budgets.get(tier) or 0)}" for tier in enough
     )
@@ -528,7 +536,7 @@ def too_small(space: SearchSpace) -> str:
     full = [text for text, usual in said if text != usual]
     return (
         f"{given} {'is' if len(enough) == 1 else 'are'} too small by "
-        f"{', '.join(map(format_bytes, held.over.values()))}; the least that would do: {needed} "
+        f"{', '.join(map(format_bytes, short.values()))}; the least that would do: {needed} "
         f"({', '.join(map(format_bytes, enough.values()))}), with "
         f"{_switches(space, held.policy)}{read}"
         f"{'' if more is None else '; ' + more.text}{'; ' + full[0] if full else ''}"
@@ -586,7 +594,7 @@ def worth_more(space: SearchSpace, reads: float) -> More | None:
     ):
         for policy in space.policies(gbs, batches):
             held = _held(space, policy, (*w, *c, *h))
-            more = {tier: round_up(nbytes, MIB) for tier, nbytes in held.enough.items()}
+            more = {tier: round_up(nbytes, MIB) for tier, nbytes in _enough(space, held).items()}
             if more and all(
                 nbytes <= WORTH_MORE * (space.budgets.get(tier) or 0)
                 for tier, nbytes in more.items()

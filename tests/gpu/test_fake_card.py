@@ -17,7 +17,7 @@ from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.ops import Layers
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm
-from flexgen_h2o.planner.costs import PROMPT_LAUNCHES
+from flexgen_h2o.planner.cost_model import PROMPT_LAUNCHES
 from tests.extras import needs
 from tests.gpu import test_cuda_parity
 from tests.gpu.fake_card import NAME, Card

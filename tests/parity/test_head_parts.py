@@ -18,11 +18,12 @@ from flexgen_h2o.core.model import with_head_rows
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape, Depth
 from flexgen_h2o.models.load import find_model
+from flexgen_h2o.planner.cost_model import CostModel, Machine, disk_read_bytes
 from flexgen_h2o.planner.lp import Percent
-from flexgen_h2o.planner.work import CostContext, disk_read_bytes
+from flexgen_h2o.planner.profile import nominal_profile
 from tests.forks import Forks
 from tests.parity.cases import CONFIGURATIONS, LAID_OUT, PLACEMENTS, thinned
-from tests.parity.planned import FAMILIES, ITEMSIZE, SHAPE, Run, write_aligned
+from tests.parity.planned import FAMILIES, SHAPE, Run, write_aligned
 from tests.parity.quantisers import QUANTISERS, save_quantised
 from tests.parity.ranks import Run as PipelineRun
 from tests.parity.reference import (
@@ -282,7 +283,9 @@ def test_what_is_read_is_planned(tied: bool, tmp_path: Path, forced: Callable[[]
     llm = one_row.go(tmp_path, DISK, tmp_path)
     assert llm.policy is not None and llm.report is not None
     spec = with_head_rows(llm.model.spec, rows_of_parts(llm))
-    at = CostContext(spec, llm.policy, one_row.need(spec), ITEMSIZE, True)
+    at = CostModel(
+        spec, llm.policy, one_row.need(spec), Machine(nominal_profile(True), "float32", True)
+    )
     read = disk_read_bytes(at, [(tuple(one_row.blocks[0]), 1)])
     assert llm.report.io_bytes_by_kind["weights"]["disk_read"] == read
 

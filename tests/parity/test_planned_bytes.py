@@ -17,8 +17,9 @@ from flexgen_h2o.checkpoint.formats import weight_parts
 from flexgen_h2o.core.units import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, weight_sequence, zigzag
 from flexgen_h2o.kvcache.eviction import H2O, Local
-from flexgen_h2o.planner.work import (
-    CostContext,
+from flexgen_h2o.planner.cost_model import (
+    CostModel,
+    Machine,
     Transfer,
     disk_read_bytes,
     hidden_moves,
@@ -26,6 +27,7 @@ from flexgen_h2o.planner.work import (
     kv_store_moves,
     weight_moves,
 )
+from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.tiers.disk import aligned_range
 from flexgen_h2o.tiers.stream import tier_shares
 from tests.parity.cases import BASE, PLACEMENTS, thinned
@@ -49,13 +51,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Moved = dict[str, dict[str, float]]  # by kind and lane
 
 
-def planned(llm: LLM, run: Run) -> Moved:
-    """Bytes of each kind over each lane by planner/work.py, in whole pages where they go to or come
-    from the disk."""
+def costs_of(llm: LLM, run: Run) -> CostModel:
+    """Return the costs of a run that has ended."""
     assert llm.policy is not None
-    at = CostContext(
-        llm.model.spec, llm.policy, run.need(llm.model.spec), ITEMSIZE, not run.stand_in
-    )
+    machine = Machine(nominal_profile(not run.stand_in), "float32", not run.stand_in)
+    return CostModel(llm.model.spec, llm.policy, run.need(llm.model.spec), machine)
+
+
+def planned(llm: LLM, run: Run) -> Moved:
+    """Bytes of each kind over each lane by the cost model, in whole pages where they go to or
+    come from the disk."""
+    assert llm.policy is not None
+    at = costs_of(llm, run)
     blocks = [(tuple(block), 1) for block in run.blocks]
     read = sum(move.nbytes for _, move in moves_of(at, run) if move.lane == "disk_read")
     assert disk_read_bytes(at, blocks) == pytest.approx(read)
@@ -63,7 +70,7 @@ def planned(llm: LLM, run: Run) -> Moved:
     for what, move in moves_of(at, run):
         nbytes = move.nbytes
         if what == "weights":
-            assert at.form.packed or nbytes % PAGE == 0
+            assert at.memory.form.packed or nbytes % PAGE == 0
         elif move.lane in ("disk_read", "disk_write"):
             nbytes = move.pieces * round_up(round(nbytes / move.pieces), PAGE)
         found[what][move.lane] += nbytes
@@ -71,16 +78,16 @@ def planned(llm: LLM, run: Run) -> Moved:
             found[what]["h2d"] += move.nbytes
         elif move.crosses:  # a KV unit leaves the device in whole pages too
             found[what]["d2h"] += nbytes if what == "kv" else move.nbytes
-    if at.form.packed:
+    if at.memory.form.packed:
         found["weights"]["disk_read"] += ends_of_pages(llm, at, run)
     return {kind: {lane: found[kind][lane] for lane in LANES} for kind in KINDS}
 
 
-def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
+def ends_of_pages(llm: LLM, at: CostModel, run: Run) -> int:
     """Bytes that are read besides packed rows, because these begin and end within pages."""
     plan = at.memory.layers
-    shares = tier_shares(at.policy.weight_shares, at.device_is_host)
-    stored = llm._find_checkpoint(at.form.packed).tensors
+    shares = tier_shares(at.policy.weight_shares, at.machine.device_is_host)
+    stored = llm._find_checkpoint(at.memory.form.packed).tensors
     total = 0
     for unit in weight_sequence(
         run.new_tokens * len(run.blocks), tuple(layer.unit for layer in plan.layers)
@@ -88,7 +95,7 @@ def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
         for tensor in plan.units[unit].tensors:
             for part in weight_parts(tensor.shape, shares):
                 if part.tier == "disk":
-                    nbytes = at.form.layout(tensor).part_bytes(part)
+                    nbytes = at.memory.form.layout(tensor).part_bytes(part)
                     total += (
                         aligned_range(
                             stored[tensor.name].rows(part.start, part.end).offset, nbytes
@@ -98,7 +105,7 @@ def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
     return total
 
 
-def moves_of(at: CostContext, run: Run) -> Iterator[tuple[str, Transfer]]:
+def moves_of(at: CostModel, run: Run) -> Iterator[tuple[str, Transfer]]:
     """Every transfer of a run, and what it brings."""
     plan = at.memory.layers
     blocks = run.blocks
@@ -214,7 +221,7 @@ def test_a_row_reads_the_experts_of_its_tokens(stand_in: bool, tmp_path: Path) -
     llm = run.go(tmp_path, PLACEMENTS["weights on disk"], tmp_path)
     assert llm.policy is not None and llm.report is not None
     spec = llm.model.spec
-    at = CostContext(spec, llm.policy, run.need(spec), ITEMSIZE, not stand_in)
+    at = costs_of(llm, run)
     planned = disk_read_bytes(at, [(tuple(run.blocks[0]), 1)])
     assert llm.report.io_bytes_by_kind["weights"]["disk_read"] == pytest.approx(planned)
     # projections of attention, router

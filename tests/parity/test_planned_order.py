@@ -22,10 +22,9 @@ from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth
 from flexgen_h2o.engine.workload import shape_of
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.planner.costs import LANES, Machine
+from flexgen_h2o.planner.cost_model import LANES, CostModel, Machine, weight_moves
 from flexgen_h2o.planner.predict import predict
 from flexgen_h2o.planner.profile import nominal_profile
-from flexgen_h2o.planner.work import weight_moves
 from flexgen_h2o.tiers.transfers import Lanes
 from tests.parity.cases import PLACEMENTS
 from tests.parity.planned import FAMILIES, SHAPE, Run, write_aligned
@@ -93,8 +92,11 @@ def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operat
 def tensors_of(spec: ModelSpec, run: Run, placement: str, lane: str) -> Iterator[int]:
     """Of each weight unit that comes over the lane, in the order of loads."""
     policy = run.policy(PLACEMENTS[placement])
-    at = Machine(nominal_profile(False), "float32", not run.stand_in).setting(
-        spec, policy, run.need(spec)
+    at = CostModel(
+        spec,
+        policy,
+        run.need(spec),
+        Machine(nominal_profile(False), "float32", not run.stand_in),
     )
     plan = MemoryPlanner(spec, policy, 4, True).layers
     for unit in weight_sequence(run.new_tokens + 1, tuple(layer.unit for layer in plan.layers)):

@@ -12,7 +12,7 @@ from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.planner.report import SearchResult, to_json, to_text
@@ -49,7 +49,7 @@ def test_a_pile_that_takes_longer_than_a_night_says_what_a_night_brings() -> Non
     asked = question(Full())
     plan = plan_of(asked, STREAMED)
     hours_25 = replace(plan.prediction, prefill_s=40_000.0, decode_s=50_000.0)
-    lines = lines_of(asked, replace(plan, prediction=hours_25), disk_read_bytes=8 * GIB)
+    lines = lines_of(asked, replace(plan, predicted=hours_25), disk_read_bytes=8 * GIB)
     assert lines[-1] == "a night of 10 hours: 3 prompts, 12 new tokens; all take 2.5 nights"
     assert "disk reads in all: 8.00 GiB, 2.00 GiB per pass (1 batch, 4 passes each)" in lines
     mxfp4 = replace(asked.space.spec, quantization={"quant_method": "mxfp4"})

@@ -19,7 +19,7 @@ from flexgen_h2o.engine.workload import MicroBatchShape, Workload, even_blocks, 
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import predict

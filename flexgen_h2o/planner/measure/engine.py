@@ -54,12 +54,17 @@ from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.part import KVPart, part_view
 from flexgen_h2o.kvcache.store import Overlay
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.planner.costs import Costs, Machine
+from flexgen_h2o.planner.cost_model import (
+    CostModel,
+    Machine,
+    kv_load_moves,
+    layer_work,
+    weight_moves,
+)
 from flexgen_h2o.planner.lp import Percent
 from flexgen_h2o.planner.measure.bench import ROUNDS, Bench, Call, Figures, Products
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.search import IN_MEMORY
-from flexgen_h2o.planner.work import kv_load_moves, layer_work, weight_moves
 from flexgen_h2o.tiers.device import Site, host_buffer
 from flexgen_h2o.tiers.disk import FileRange, Scratch
 from flexgen_h2o.tiers.stream import Done, wait_all
@@ -365,11 +370,11 @@ class _Run:
     def batch(self) -> MicroBatchShape:
         return MicroBatchShape.even(self.rows, self.prompt_len)
 
-    def costs(self, spec: ModelSpec, profile: HardwareProfile, dtype: str) -> Costs:
+    def costs(self, spec: ModelSpec, profile: HardwareProfile, dtype: str) -> CostModel:
         need = workload_of(
             self.eviction, self.rows, {(self.prompt_len, self.new_tokens)}, spec.num_blocks
         )
-        return Machine(profile, dtype, profile.device_is_host).costs(spec, self.policy, need)
+        return CostModel(spec, self.policy, need, Machine(profile, dtype, profile.device_is_host))
 
 
 def with_step_costs(
@@ -423,7 +428,7 @@ def with_step_costs(
     planned = [_planned(c, run, new // 2) for c, run in zip(costs[:-1], runs, strict=False)]
     left = [(d[0] - p[0], d[1] - p[1]) for d, p in zip(decode, planned, strict=False)]
     more = [statistics.median(found[i][2] for found in rounds) - sum(planned[i]) for i in (0, 3, 4)]
-    loads = load_costs((costs[3], costs[4]), more[1] - more[0], more[2] - more[0])
+    loads = load_costs(costs[3], costs[4], more[1] - more[0], more[2] - more[0])
     profile = replace(profile, **fixed_costs(left[:3], few, many), **loads)
     prefill = sum(_median([found[-1][0] for found in rounds]))
     return _with_elementwise(runs[-1].costs(spec, profile, dtype), runs[-1], prefill)
@@ -442,43 +447,41 @@ def fixed_costs(left: Sequence[Steps], few: int, many: int) -> Figures:
     }
 
 
-def load_costs(costs: tuple[Costs, Costs], weights_s: float, cache_s: float) -> Figures:
-    """Fields of the profile, at least 0. costs: of runs with some weights and with the cache on
-    disk; weights_s, cache_s: what a transformer block of these took longer on average, as reads
-    disturb compute now and then."""
-    reads = short_requests(costs[0])
+def load_costs(weights: CostModel, cache: CostModel, weights_s: float, cache_s: float) -> Figures:
+    """Fields of the profile, at least 0. weights, cache: the costs of runs with some weights and
+    with the cache on disk; weights_s, cache_s: what a transformer block of these took longer on
+    average, as reads disturb compute now and then."""
+    reads = short_requests(weights)
     short_s = max(0.0, weights_s) / reads if reads else 0.0
-    brought_s = cache_s - short_s * short_requests(costs[1])
+    brought_s = cache_s - short_s * short_requests(cache)
     return {"short_read_compute_s": short_s, "cache_load_step_s": max(0.0, brought_s)}
 
 
-def short_requests(costs: Costs) -> float:
+def short_requests(costs: CostModel) -> float:
     """Return the number of short reads for weights and KV of a transformer block in the middle."""
-    at = costs.at
     layers = costs.layers
-    half = costs.at.spec.num_blocks // 2
+    half = costs.spec.num_blocks // 2
     units = {layer.unit for layer in layers.layers if layer.block == half}
-    moves = [move for unit in units for move in weight_moves(at, layers.units[unit])]
-    batch = at.need.block((at.need.rows,))[0]
+    moves = [move for unit in units for move in weight_moves(costs, layers.units[unit])]
+    need = costs.need
+    batch = need.block((need.rows,))[0]
     return sum(
         move.short_requests
-        for move in (*moves, *kv_load_moves(at, half, batch, at.need.gen_len // 2))
+        for move in (*moves, *kv_load_moves(costs, half, batch, need.gen_len // 2))
     )
 
 
-def _with_elementwise(costs: Costs, run: _Run, measured_s: float) -> HardwareProfile:
+def _with_elementwise(costs: CostModel, run: _Run, measured_s: float) -> HardwareProfile:
     """The profile with the bytes that norms, activations and copies read and write, over the
     seconds that nothing else explains. Between a twentieth of what a loop over them alone reaches
     and four times that."""
-    profile = costs.profile
-    alone = costs.profile.rates(costs.dtype).elementwise_bytes_per_s
+    profile = costs.machine.profile
+    alone = profile.rates(costs.machine.dtype).elementwise_bytes_per_s
     nbytes = 0.0
     explained = 0.0
     for index in _indices(costs):
         layer = costs.layers.layers[index]
-        nbytes += layer_work(
-            costs.at, layer, costs.layers.units[layer.unit], run.batch, 0
-        ).elementwise
+        nbytes += layer_work(costs, layer, costs.layers.units[layer.unit], run.batch, 0).elementwise
         step = costs.step(index, run.batch, 0)
         explained += step.device_s + step.issue_s
     left = measured_s - (explained - nbytes / alone)
@@ -490,13 +493,13 @@ def _with_elementwise(costs: Costs, run: _Run, measured_s: float) -> HardwarePro
     return replace(profile, compute=compute)
 
 
-def _planned(costs: Costs, run: _Run, sweep: int) -> Steps:
+def _planned(costs: CostModel, run: _Run, sweep: int) -> Steps:
     """Return the predicted seconds of the steps of a sweep, without their fixed costs."""
     costs = costs.with_contention([run.batch], sweep)
     return tuple(costs.step(index, run.batch, sweep).device_s for index in _indices(costs))
 
 
-def _indices(costs: Costs) -> list[int]:
+def _indices(costs: CostModel) -> list[int]:
     """The first layer of each kind."""
     kinds: list[str] = [layer.kind for layer in costs.layers.layers]
     return [kinds.index(kind) for kind in KINDS]

@@ -62,16 +62,7 @@ WATCH_S = 0.5  # in which this process does nothing, to see what others do
 DISTURBED = 0.05
 DISTURBED_DISK = 50 * MIB
 Progress = Callable[[str], None]
-# Parts of a profile, beside `compute.DTYPE`; a note of each says what disturbed it. STEPS depends
-# on all others.
-MEMORY = "memory"
-DISK = "disk"
-STEPS = "steps"
-PARTS = {
-    MEMORY: "memory and the link between host and device",
-    DISK: "disk tier in {offload_dir}",
-    STEPS: "fixed costs of the engine's loop",
-}
+DISK = "disk"  # the part of a profile that a note about the disk tier names
 
 
 def measure(
@@ -97,11 +88,24 @@ def measure(
     with open_scratch(offload_dir) as scratch, torch.inference_mode():
         profile = _blank(opened, offload_dir)
         progress(profile.description)
-        setup = _Setup.warm(opened, scratch, sizes, dtypes[0])
-        for part in (MEMORY, *(f"compute.{dtype}" for dtype in dtypes), DISK, STEPS):
-            progress(PARTS.get(part, part.replace(".", " in ")).format(offload_dir=offload_dir))
-            with _noting(part, notes):
-                profile = setup.measured(profile, part)
+        bench = Bench(opened, sizes or (HOST if opened.is_host else CARD))
+        # Idle cores are slower at first.
+        warm_cores(bench, getattr(torch, dtypes[0]))
+        host = bench if opened.is_host else Bench(HostDevice(), sizes or CARD_HOST)
+        progress("memory and the link between host and device")
+        with _noting("memory", notes):
+            profile = replace(profile, **_memory_rates(bench, host, dtypes[0]))
+        for dtype in dtypes:
+            progress(f"compute in {dtype}")
+            with _noting(f"compute.{dtype}", notes):
+                compute = {**profile.compute, dtype: compute_rates(bench, host, dtype)}
+                profile = replace(profile, compute=compute)
+        progress(f"disk tier in {offload_dir}")
+        with _noting(DISK, notes):
+            profile = replace(profile, **_disk_rates(bench, host, scratch))
+        progress("fixed costs of the engine's loop")
+        with _noting("steps", notes):  # what all other figures do not explain
+            profile = with_step_costs(bench, profile, dtypes[0], scratch.folder)
     if notes:
         progress(
             f"{next(iter(notes.values()))}: run flexgen-h2o hardware again when the machine is "
@@ -129,65 +133,36 @@ def _blank(device: Device, offload_dir: Path) -> HardwareProfile:
     )
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """The benches and the folder that figures are taken with. `warm` makes it."""
+def _memory_rates(bench: Bench, host: Bench, dtype: str) -> Figures:
+    """Return the rates of memory and of the link between host and device.
 
-    device: Bench
-    host: Bench  # `device` itself if the host computes
-    scratch: Scratch
-    dtype: str  # for figures that are measured in one dtype only
+    If the host computes, the link is that of the stand-in device, which gives three tiers without a
+    GPU. host: `bench` itself if the host computes.
+    """
+    host_rate = memory_rate(host)
+    with open_mover(StandInDevice() if bench.device.is_host else bench.device) as mover:
+        link = link_rates(Bench(mover.device, host.sizes), mover)
+    return {
+        "host_memory_bytes_per_s": host_rate,
+        "device_memory_bytes_per_s": host_rate if host is bench else memory_rate(bench),
+        **link,
+        "kernel_s": kernel_seconds(bench),
+        "overlay_bytes_per_s": overlay_rate(bench, getattr(torch, dtype)),
+    }
 
-    @classmethod
-    def warm(cls, device: Device, scratch: Scratch, sizes: Sizes | None, dtype: str) -> _Setup:
-        """Return a setup after the cores have worked for a while: idle ones are slower at first."""
-        bench = Bench(device, sizes or (HOST if device.is_host else CARD))
-        warm_cores(bench, getattr(torch, dtype))
-        host = bench if device.is_host else Bench(HostDevice(), sizes or CARD_HOST)
-        return cls(bench, host, scratch, dtype)
 
-    def measured(self, profile: HardwareProfile, part: str) -> HardwareProfile:
-        """Return the profile with the fields of one part."""
-        if part == STEPS:
-            return with_step_costs(self.device, profile, self.dtype, self.scratch.folder)
-        if part == MEMORY:
-            return replace(profile, **self._memory())
-        if part == DISK:
-            return replace(profile, **self._disk())
-        dtype = part.partition(".")[2]
-        return replace(
-            profile,
-            compute={**profile.compute, dtype: compute_rates(self.device, self.host, dtype)},
-        )
-
-    def _memory(self) -> Figures:
-        """Return the rates of memory and link. If the host computes, the link is that of the
-        stand-in device, which gives three tiers without a GPU."""
-        device = self.device.device
-        host_rate = memory_rate(self.host)
-        with open_mover(StandInDevice() if device.is_host else device) as mover:
-            link = link_rates(Bench(mover.device, self.host.sizes), mover)
-        return {
-            "host_memory_bytes_per_s": host_rate,
-            "device_memory_bytes_per_s": host_rate
-            if self.host is self.device
-            else memory_rate(self.device),
-            **link,
-            "kernel_s": kernel_seconds(self.device),
-            "overlay_bytes_per_s": overlay_rate(self.device, getattr(torch, self.dtype)),
-        }
-
-    def _disk(self) -> Figures:
-        with open_mover(self.host.device) as mover:
-            probe = DiskProbe(self.host, mover, self.scratch)
-            try:
-                dtype = getattr(torch, self.device.device.dtypes[0])
-                return {**probe.rates(), **contention(self.device, mover, probe, dtype)}
-            finally:
-                # The lanes end first, as the engine does it: nothing reads a file that is closed.
-                with interrupts.held():
-                    mover.lanes.close()
-                    probe.close()
+def _disk_rates(bench: Bench, host: Bench, scratch: Scratch) -> Figures:
+    """Return the rates of the disk tier. host: `bench` itself if the host computes."""
+    with open_mover(host.device) as mover:
+        probe = DiskProbe(host, mover, scratch)
+        try:
+            dtype = getattr(torch, bench.device.dtypes[0])
+            return {**probe.rates(), **contention(bench, mover, probe, dtype)}
+        finally:
+            # The lanes end first, as the engine does it: nothing reads a file that is closed.
+            with interrupts.held():
+                mover.lanes.close()
+                probe.close()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.planner.costs import Costs, Machine
+from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile, nominal_profile
 
 SCORED = RowRecord(("positions", "scores"))
@@ -107,8 +107,8 @@ def plan_of(
     return MemoryPlanner(spec, policy, 4, is_host).plan(shape_of(policy, need), ahead)
 
 
-def costs_of(policy: Policy, need: Workload, where: Machine, spec: ModelSpec = SPEC) -> Costs:
-    return Costs(where.setting(spec, policy, need), where.profile, where.dtype)
+def costs_of(policy: Policy, need: Workload, where: Machine, spec: ModelSpec = SPEC) -> CostModel:
+    return CostModel(spec, policy, need, where)
 
 
 def fitted(policy: Policy, need: Workload) -> Policy:

@@ -17,16 +17,17 @@ from flexgen_h2o.kvcache.eviction import H2O, Full, H2ONorm, Tova
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, Eviction, RowRecord
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.costs import PROMPT_LAUNCHES, Costs, Machine
-from flexgen_h2o.planner.profile import AS_FAST, Curve
-from flexgen_h2o.planner.work import (
-    CostContext,
+from flexgen_h2o.planner.cost_model import (
+    PROMPT_LAUNCHES,
+    CostModel,
+    Machine,
     Product,
     Work,
     coded_bytes,
     kv_load_moves,
     layer_work,
 )
+from flexgen_h2o.planner.profile import AS_FAST, Curve
 from tests.unit.planner.made_up import (
     BLOCKS,
     DTYPE,
@@ -44,11 +45,15 @@ TIMES = Curve(((1.0, 4.0), (64.0, 2.0)))
 MORE_TIMES = Curve(((1.0, 3.0), (64.0, 1.5)))
 
 
-def context(policy: Policy, need: Workload = NEED, is_host: bool = False) -> CostContext:
-    return CostContext(SPEC, policy, need, 4, is_host)
+def context(policy: Policy, need: Workload = NEED, is_host: bool = False) -> CostModel:
+    return CostModel(SPEC, policy, need, machine(is_host))
 
 
-def attention(at: CostContext, sweep: int) -> Work:
+def half_precision(is_host: bool) -> Machine:
+    return replace(machine(is_host), dtype="bfloat16")
+
+
+def attention(at: CostModel, sweep: int) -> Work:
     """Of the first attention layer."""
     plan = at.spec.layers(True)
     return layer_work(
@@ -84,7 +89,7 @@ def test_a_window_costs_its_columns() -> None:
     policy = fitted(Full(), spec, kv_sizes_of(spec, Policy()))
     need = workload_of(policy, 6, {(10, 4)}, BLOCKS, spec.windows)
     plan = spec.layers(True)
-    at = CostContext(spec, Policy(), need, 4, False)
+    at = CostModel(spec, Policy(), need, machine(False))
     for sweep in (0, 1, 3):
         window, full = (
             layer_work(at, plan.layers[i], plan.units[i], MicroBatchShape.even(6, 10), sweep)
@@ -110,7 +115,7 @@ def blocked_rows(policy: Policy, is_host: bool, tied: bool) -> dict[str, tuple[i
     """By kind of layer: rows of matrices that are multiplied blocked, and of all."""
     spec = make_spec(tie_word_embeddings=tied)
     need = Workload.full(2, 10, 2, BLOCKS)
-    at = CostContext(spec, policy, need, 2, is_host)
+    at = CostModel(spec, policy, need, half_precision(is_host))
     plan = spec.layers(True)
     found = {}
     for layer in (plan.layers[1], plan.layers[2], plan.layers[-1]):
@@ -139,7 +144,7 @@ def block_work(name: str, sweep: int, need: Workload) -> Work:
     """Of a transformer block of a public shape in bf16, all its steps together."""
     found = built_in_spec(name)
     assert found is not None
-    at = CostContext(found[0], Policy(), need, 2, True)
+    at = CostModel(found[0], Policy(), need, half_precision(True))
     plan = at.spec.layers(at.policy.sep_layer)
     steps = [
         layer_work(at, x, plan.units[x.unit], MicroBatchShape.even(4, 100), sweep)
@@ -244,10 +249,10 @@ def test_products_in_int8_and_blocked_ones_are_faster_by_rows(rows: int) -> None
     assert in_order == pytest.approx(int8 * TIMES.at(rows))
 
 
-def decoding_s(costs: Costs, layer: int = 1, sweep: int = 1) -> float:
+def decoding_s(costs: CostModel, layer: int = 1, sweep: int = 1) -> float:
     """Of a layer's weights, in a sweep of a block of the policy's size."""
     steps = costs.steps_of(
-        costs.layers.layers[layer].kind, even_blocks(costs.at.policy, NEED)[0][0], sweep
+        costs.layers.layers[layer].kind, even_blocks(costs.policy, NEED)[0][0], sweep
     )
     return costs.decoding(layer, steps.values(), sweep).device_s
 
@@ -261,12 +266,12 @@ def test_products_of_few_rows_on_a_card_take_codes_as_they_are() -> None:
     costs = costs_of(policy, NEED, where)
     unit = costs.layers.units[1]
     work, prompts = (
-        layer_work(costs.at, costs.layers.layers[1], unit, MicroBatchShape.even(6, 10), sweep)
+        layer_work(costs, costs.layers.layers[1], unit, MicroBatchShape.even(6, 10), sweep)
         for sweep in (1, 0)
     )
     codes = [
-        coded_bytes(costs.at, layout)
-        for layout in layouts_of(costs.at.form, unit.tensors)
+        coded_bytes(costs, layout)
+        for layout in layouts_of(costs.memory.form, unit.tensors)
         if layout.is_matrix
     ]
     assert [p.coded for p in work.products] == codes and min(codes) > 0 and many > FEW_ROWS
@@ -287,9 +292,7 @@ def test_products_of_few_rows_on_a_card_take_codes_as_they_are() -> None:
     ] == pytest.approx(multiplied_s)
     for other, on in ((replace(policy, percent=(50, 50, 100, 0, 100, 0)), False), (policy, True)):
         decoded = costs_of(other, NEED, machine(on))
-        assert decoding_s(decoded) > 0 and not any(
-            p.coded for p in attention(decoded.at, 1).products
-        )
+        assert decoding_s(decoded) > 0 and not any(p.coded for p in attention(decoded, 1).products)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 200])
@@ -424,8 +427,8 @@ def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:
     for overlap in (True, False):
         costs = costs_of(Policy(6, overlap=overlap), NEED, where)
         steps = [costs.step(i, batch, 1) for i in range(len(costs.layers.layers))]
-        slow = replace(costs.profile, step_s=min(s.device_s for s in steps) * 2)
-        costs = replace(costs, profile=slow)
+        slow = replace(costs.machine.profile, step_s=min(s.device_s for s in steps) * 2)
+        costs = replace(costs, machine=replace(costs.machine, profile=slow))
         steps = [costs.step(i, batch, 1) for i in range(len(costs.layers.layers))]
         assert any(s.device_s > s.issue_s for s in steps) and any(
             s.device_s < s.issue_s for s in steps

@@ -16,7 +16,7 @@ from flexgen_h2o.engine.memory import ROUTING_BYTES, MemoryPlanner
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, MemoryPlan
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload
 from flexgen_h2o.models import built_in_spec, spec_from_config
-from flexgen_h2o.planner.costs import EXPERTS_LAUNCHES, ROUTER_LAUNCHES, Machine
+from flexgen_h2o.planner.cost_model import EXPERTS_LAUNCHES, ROUTER_LAUNCHES, CostModel, Machine
 from flexgen_h2o.planner.lp import MAX_MICRO_BATCH, SearchSpace
 from flexgen_h2o.planner.profile import find_profile, read_profile
 from flexgen_h2o.planner.report import SearchResult, balanced_rows, to_text
@@ -118,7 +118,7 @@ def test_experts_with_few_rows_are_one_launch() -> None:
     ):  # 2 of 8 experts a row: a quarter of the rows each
         policy = Policy(rows, expert_group=8)
         need = Workload.full(rows, 1, 3, SPEC.num_blocks)
-        free, slow = (machine(False, kernel_s=s).costs(SPEC, policy, need) for s in (0.0, 1.0))
+        free, slow = (CostModel(SPEC, policy, need, machine(False, kernel_s=s)) for s in (0.0, 1.0))
         kinds = [layer.kind for layer in free.layers.layers]
         experts = kinds.index("experts")
         router = kinds.index("experts") - 1
@@ -142,7 +142,7 @@ def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor
     rates = replace(where.profile.rates(DTYPE), decode_speedup={"4bit_in_products": 5.0})
     known = replace(where, profile=replace(where.profile, compute={DTYPE: rates}))
     for one in (where, known):
-        costs = one.costs(SPEC, policy, need)
+        costs = CostModel(SPEC, policy, need, one)
         kinds = [layer.kind for layer in costs.layers.layers]
         layers = (kinds.index(kind) for kind in ("experts", "mlp"))
         seconds.append(
@@ -216,7 +216,7 @@ def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int]) -> 
         policies = [
             Policy(gbs, 24 // gbs, (0, 0, 0, 100, *hidden), expert_group=4) for gbs in (24, 8)
         ]
-        whole, parts = (at.machine.costs(SPEC, policy, at.need) for policy in policies)
+        whole, parts = (CostModel(SPEC, policy, at.need, at.machine) for policy in policies)
         index = next(i for i, layer in enumerate(parts.layers.layers) if layer.kind == "experts")
         batches = at.need.block((8, 8, 8))
         steps = parts.steps_of("experts", batches, 1).values()

@@ -287,7 +287,7 @@ def test_a_sweep_reads_every_part_and_the_rows_that_it_looks_up() -> None:
     policy = Policy(2, 1, ON_DISK)
     for spec in (make_spec(vocab_size=30_000), UNTIED):
         space = SearchSpace(spec, need, Policy(), machine(True), HUGE)
-        assert space.setting(policy).spec.head_rows
+        assert space.costs(policy).spec.head_rows
         tables = (
             sum(t.numel for t in spec.embedding if t.key != spec.embedding[0].key)
             + spec.head[-1].numel

@@ -16,7 +16,7 @@ from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED
 from flexgen_h2o.engine.workload import Workload
-from flexgen_h2o.planner.costs import LANES
+from flexgen_h2o.planner.cost_model import LANES
 from flexgen_h2o.planner.lp import (
     TIE_BREAK,
     Corners,

@@ -10,10 +10,9 @@ import pytest
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Workload, even_blocks
-from flexgen_h2o.planner.costs import RESOURCES, Machine
+from flexgen_h2o.planner.cost_model import RESOURCES, Machine, weight_moves
 from flexgen_h2o.planner.predict import MAX_WALKED, Prediction, predict, simulate, walked_sweeps
 from flexgen_h2o.planner.report import bound_text
-from flexgen_h2o.planner.work import weight_moves
 from tests.unit.planner.made_up import (
     BLOCKS,
     SPEC,
@@ -49,7 +48,8 @@ def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> Non
     where = machine(False)
     costs = costs_of(policy, need, where)
     ends = simulate(
-        (costs, costs),
+        costs,
+        costs,
         plan_of(policy, need, False),
         even_blocks(policy, need)[0][0],
         range(gen_len),
@@ -77,7 +77,8 @@ def test_what_is_not_walked_is_interpolated(
     where = machine(False)
     costs = costs_of(policy, need, where)
     ends = simulate(
-        (costs, costs),
+        costs,
+        costs,
         plan_of(policy, need, False),
         even_blocks(policy, need)[0][0],
         range(gen_len),
@@ -205,7 +206,7 @@ def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
         return taken - free
 
     costs = costs_of(Policy(256, 1, WEIGHTS_ON_DISK), need, machine(True))
-    moves = [move for unit in costs.layers.units for move in weight_moves(costs.at, unit)]
+    moves = [move for unit in costs.layers.units for move in weight_moves(costs, unit)]
     assert sum(m.pieces for m in moves) > sum(m.short_requests for m in moves) > 0
     expected = need.gen_len * seconds * sum(m.short_requests for m in moves)
     assert longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e12) == pytest.approx(expected, rel=0.05)

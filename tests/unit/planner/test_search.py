@@ -22,10 +22,9 @@ from flexgen_h2o.engine.memory_plan import SEQUENTIAL
 from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner import search as policies
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import (
     SearchSpace,
-    Solution,
     fastest_shares,
     find_corners,
     placements,
@@ -326,14 +325,12 @@ def test_blocks_that_wait_do_not_hide_faster_ones(monkeypatch: pytest.MonkeyPatc
     quick = [(120.0 + i, Policy(1 + i, 1)) for i in range(10)] + [(205.0, Policy(20, 1))]
     tried: list[Policy] = []
 
-    def simulated(_: SearchSpace, candidate: Candidate, solution: Solution) -> list[Any]:
+    def simulated(_: SearchSpace, candidate: Candidate) -> list[Any]:
         tried.append(candidate.policy)
-        seconds = solution.seconds * (2 if candidate.policy.num_gpu_batches > 1 else 1)
+        seconds = candidate.seconds * (2 if candidate.policy.num_gpu_batches > 1 else 1)
         return [SimpleNamespace(policy=candidate.policy, seconds=seconds)]
 
-    solved = [
-        (s, Candidate(policy, SEQUENTIAL, 0.0), Solution(s, (), {})) for s, policy in slow + quick
-    ]
+    solved = [Candidate(policy, SEQUENTIAL, 0.0, seconds=s) for s, policy in slow + quick]
     monkeypatch.setattr(policies, "_solved", lambda _: solved)
     monkeypatch.setattr(policies, "_simulated", simulated)
     found = policies._coarse(space)
@@ -358,14 +355,12 @@ def test_the_longest_schedules_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         policies,
         "_simulated",
-        lambda _, one, solution: (
+        lambda _, one: (
             tried.append(one.policy) or [SimpleNamespace(policy=one.policy, seconds=9.0)]
         ),
     )
     for listed, simulated in (([short, long], [short]), ([long, short], [short]), ([long], [long])):
-        solved = [
-            (1.0, Candidate(policy, SEQUENTIAL, 0.0), Solution(1.0, (), {})) for policy in listed
-        ]
+        solved = [Candidate(policy, SEQUENTIAL, 0.0, seconds=1.0) for policy in listed]
         monkeypatch.setattr(policies, "_solved", lambda _, solved=solved: solved)
         policies._coarse(space)
         assert tried == simulated
@@ -447,7 +442,7 @@ def test_no_placement_needs_less_than_a_refusal_says(
     for tier, nbytes in all_on_disk(need, is_host).items():
         budgets[tier] = int(nbytes * data.draw(st.floats(0, 1.1)))
     space = SearchSpace(SPEC, need, Policy(), nominal(is_host), budgets)
-    found = tight_fit(space)
+    excess = sum(tight_fit(space).memory.overflow(budgets).values())
     shares = st.tuples(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100)).map(
         lambda s: sorted(s)
     )
@@ -459,7 +454,7 @@ def test_no_placement_needs_less_than_a_refusal_says(
             percent=(*pairs[0], *pairs[1], *pairs[2]), cpu_cache_compute=data.draw(st.booleans())
         )
         plan = MemoryPlanner(SPEC, tried, 4, is_host).plan(shape_of(tried, need), SEQUENTIAL)
-        assert found.excess <= sum(plan.overflow(budgets).values()) + 4096
+        assert excess <= sum(plan.overflow(budgets).values()) + 4096
 
 
 @settings(max_examples=8)

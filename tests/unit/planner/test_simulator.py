@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Block, Workload, even_blocks
-from flexgen_h2o.planner.costs import LANES, Costs, Machine
-from flexgen_h2o.planner.predict import Simulated, simulate
+from flexgen_h2o.planner.cost_model import LANES, CostModel, Machine
+from flexgen_h2o.planner.predict import Simulation, simulate
 from flexgen_h2o.planner.profile import HardwareProfile
 from tests.unit.planner.made_up import (
     BLOCKS,
@@ -41,13 +41,14 @@ Spans = dict[str, list[tuple[str, float, float]]]
 
 def walk(
     policy: Policy, where: Machine, need: Workload = NEED, depth: int = 0
-) -> tuple[Costs, Block, Simulated, Spans]:
+) -> tuple[CostModel, Block, Simulation, Spans]:
     """The first block, all of its sweeps, with what was heard of each lane."""
     costs = costs_of(policy, need, where)
     block = even_blocks(policy, need)[0][0]
     spans: Spans = defaultdict(list)
     found = simulate(
-        (costs, costs),
+        costs,
+        costs,
         plan_of(policy, need, where.device_is_host, depth=depth),
         block,
         range(need.gen_len),
@@ -56,7 +57,7 @@ def walk(
     return costs, block, found, spans
 
 
-def steps_of(costs: Costs, block: Block, sweep: int) -> list[tuple[float, float, float]]:
+def steps_of(costs: CostModel, block: Block, sweep: int) -> list[tuple[float, float, float]]:
     """(device, host, issue) seconds of each step of a sweep."""
     found = [
         costs.step(i, batch, sweep, tokens)
@@ -66,11 +67,11 @@ def steps_of(costs: Costs, block: Block, sweep: int) -> list[tuple[float, float,
     return [(step.device_s, step.host_s, step.issue_s) for step in found]
 
 
-def compute_s(costs: Costs, block: Block, sweep: int) -> float:
+def compute_s(costs: CostModel, block: Block, sweep: int) -> float:
     return sum(map(sum, steps_of(costs, block, sweep)))
 
 
-def loads_of(costs: Costs) -> list[float]:
+def loads_of(costs: CostModel) -> list[float]:
     """Seconds of the weight loads of a sweep that follows another: a tied head and the embedding
     are one."""
     return [
@@ -79,7 +80,7 @@ def loads_of(costs: Costs) -> list[float]:
     ]
 
 
-def lasting(found: Simulated) -> list[float]:
+def lasting(found: Simulation) -> list[float]:
     return [end - start for start, end in pairwise((0.0, *found.ends))]
 
 
@@ -96,7 +97,7 @@ def test_with_everything_resident_a_run_is_the_sum_of_its_compute(overlap: bool)
         [compute_s(costs, block, sweep) for sweep in range(SWEEPS)]
     )
     assert set(spans) == {"compute"}
-    assert found.busy[-1]["device_compute"] == pytest.approx(found.ends[-1])
+    assert found.busy_at_ends[-1]["device_compute"] == pytest.approx(found.ends[-1])
 
 
 @pytest.mark.parametrize("disk_read", [1e7, 2e8, 1e10])
@@ -135,7 +136,7 @@ def test_decode_products_are_those_of_one_micro_batch() -> None:
             sum(
                 costs.step(i, batch, 1, tokens).device_s
                 for batch, tokens in costs.steps_of(
-                    layer.kind, even_blocks(costs.at.policy, NEED)[0][0], 1
+                    layer.kind, even_blocks(costs.policy, NEED)[0][0], 1
                 ).values()
             )
             for costs in (whole, parts)
@@ -151,7 +152,7 @@ def test_micro_batches_share_each_weight_load() -> None:
     """Four read no more than one, and take as long where the disk binds."""
     slow = machine(True, disk_read_bytes_per_s=1e6)
     one, four = (walk(Policy(6, k, WEIGHTS_ON_DISK), slow)[2] for k in (1, 4))
-    assert one.busy[-1]["disk_read"] == four.busy[-1]["disk_read"]
+    assert one.busy_at_ends[-1]["disk_read"] == four.busy_at_ends[-1]["disk_read"]
     assert four.ends[-1] == pytest.approx(one.ends[-1], rel=0.01)
 
 
@@ -219,7 +220,7 @@ def test_disk_bytes_that_cross_keep_the_link_busy() -> None:
         for unit in range(len(costs.layers.units))
         for load in costs.weight_load(unit, 1)
     )
-    assert found.busy[-1]["h2d"] > SWEEPS * crossing * 0.9 > 0
+    assert found.busy_at_ends[-1]["h2d"] > SWEEPS * crossing * 0.9 > 0
 
 
 # ---- of any run
@@ -237,7 +238,8 @@ def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
     block = even_blocks(policy, need)[0][0]
     spans: Spans = defaultdict(list)
     found = simulate(
-        (costs, costs),
+        costs,
+        costs,
         plan,
         block,
         range(need.gen_len),
@@ -253,7 +255,7 @@ def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
     device, host, issue = (sum(column) for column in zip(*sums, strict=True))
     asynchronous = where.profile.device_is_asynchronous
     least = max(device, issue) + host if asynchronous else device + host + issue
-    most = sum(found.busy[-1].values()) + (issue if asynchronous else 0)
+    most = sum(found.busy_at_ends[-1].values()) + (issue if asynchronous else 0)
     assert least * (1 - 1e-9) <= found.ends[-1] <= most * (1 + 1e-9)
     assert list(found.ends) == sorted(found.ends)
 
@@ -263,15 +265,15 @@ def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
 def test_steady_sweeps_take_no_less_than_their_busiest_resource(
     case: tuple[Policy, Workload, Machine, MemoryPlan],
 ) -> None:
-    """Costs.busy, which the linear program counts with, is a lower bound of what the simulator
-    finds.
+    """CostModel.busy, which the linear program counts with, is a lower bound of what the
+    simulator finds.
 
     Over a few sweeps: what is loaded before the first or stored after the last may be outside.
     """
     policy, need, where, plan = case
     costs = costs_of(policy, need, where)
     block = even_blocks(policy, need)[0][0]
-    found = simulate((costs, costs), plan, block, [0, *[1] * 11])
+    found = simulate(costs, costs, plan, block, [0, *[1] * 11])
     busy = costs.busy(block, 1)
     resources = [
         busy["device_compute"] + busy["host_compute"],
@@ -296,7 +298,7 @@ def test_faster_hardware_is_never_predicted_slower(
 
     def ends(profile: HardwareProfile) -> tuple[float, ...]:
         costs = costs_of(policy, need, Machine(profile, DTYPE, where.device_is_host))
-        return simulate((costs, costs), plan, block, range(need.gen_len)).ends
+        return simulate(costs, costs, plan, block, range(need.gen_len)).ends
 
     before = ends(where.profile)
     after = ends(faster(where.profile, name, factor))

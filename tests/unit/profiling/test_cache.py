@@ -88,8 +88,9 @@ def others(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(run, "_cpu_seconds", lambda: (found.cores * next(cpu), 0.0))
     disk = count()
     monkeypatch.setattr(run, "_disk_bytes", lambda: found.disk * next(disk))
-    setup = SimpleNamespace(measured=lambda profile, part: PROFILE)
-    monkeypatch.setattr(run._Setup, "warm", lambda *given: setup)
+    measured = {"_memory_rates": {}, "compute_rates": None, "_disk_rates": {}}
+    for name, value in {**measured, "warm_cores": None, "with_step_costs": PROFILE}.items():
+        monkeypatch.setattr(run, name, lambda *given, value=value: value)
     return found
 
 

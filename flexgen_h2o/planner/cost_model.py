@@ -1,0 +1,1107 @@
+"""Count the work of every load, store and step of a sweep, and compute its seconds.
+
+The bytes are those that the engine moves (engine/stores.py, kvcache/store.py). The terms are those
+of FlexGen's cost model (Sheng et al. 2023, appendix A.3), with H2O's slots in place of the whole
+context. Seconds are the work at the rates of a hardware profile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from flexgen_h2o.checkpoint.formats import TensorLayout, layouts_of, weight_parts
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy
+from flexgen_h2o.core.model import Layer, LayerKind, LayerPlan, ModelSpec, WeightUnit
+from flexgen_h2o.core.units import (
+    BLOCK_ROWS,
+    FEW_ROWS,
+    PAGE,
+    READ_THREADS,
+    TOKEN_CHUNK,
+    TRANSFER_CHUNK,
+    WRITE_BACK_STEPS,
+    round_up,
+)
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import hidden_is_streamed
+from flexgen_h2o.engine.weight_units import layer_kinds, loaded_kinds, streamed_bytes
+from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload, shape_of
+from flexgen_h2o.kvcache.eviction.policy import RowRecord
+from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.planner.profile import HardwareProfile
+from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
+
+LANES = ("disk_read", "disk_write", "h2d", "d2h")
+# Everything that can be busy. The first four are lanes. Device and host compute follow one another,
+# because one thread issues both.
+RESOURCES = (*LANES, "device_compute", "host_compute")
+# On a CPU, attention over packed slots is bound by its arithmetic. A packed value takes as long as
+# this many bytes of a cache that is not packed. bench.kernels.decode_kernel measured on a 2-core
+# CPU: 12.5 G values/s in 4 bits and 11.0 in 8 bits, while bf16 is read at 13.8 GB/s.
+PACKED_VALUE_BYTES = 1.2
+# The rates besides products that are slower while the disk is read.
+ATTENTION_RATES = (
+    "prefill_attention_flops_per_s",
+    "device_attention_bytes_per_s",
+    "device_scored_attention_bytes_per_s",
+    "host_attention_bytes_per_s",
+    "host_scored_attention_bytes_per_s",
+)
+OTHER_RATES = ("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s")
+# HardwareProfile.step_s tells the issuing time of a dense decode step. These are launches that
+# other steps add: of attention over prompts, of a router, and of a group of experts. The test
+# tests/gpu/test_fake_card.py counts them.
+PROMPT_LAUNCHES = 6
+ROUTER_LAUNCHES = 7
+EXPERTS_LAUNCHES = 6
+STEP_COSTS = (
+    "kernel_s",
+    "step_s",
+    "attention_step_s",
+    "eviction_step_s",
+    "row_s",
+    "cache_load_step_s",
+)
+WHOLE: Shares = (1.0, 0.0, 0.0)
+LOAD_LANES = {"disk": "disk_read", "host": "h2d"}  # by the tier that a part is on
+STORE_LANES = {"disk": "disk_write", "host": "d2h"}
+# Packing one number of the KV cache takes as long as this many bytes of norms and activations.
+PACK_BYTES = 6
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that one lane moves for a load or a store."""
+
+    # One of LANES.
+    lane: str
+    nbytes: float
+    # Number of separate transfers.
+    pieces: float
+    # True if the bytes go between disk and device.
+    crosses: bool = False
+
+    @property
+    def short_requests(self) -> float:
+        """Number of pieces beyond those that requests of TRANSFER_CHUNK bytes would need.
+
+        The measured rates are those of requests of TRANSFER_CHUNK bytes.
+        """
+        return max(0.0, self.pieces - self.nbytes / TRANSFER_CHUNK)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product x W^T with one row part of a matrix: (rows, inner) times (inner, outer)."""
+
+    rows: int
+    inner: int
+    outer: int
+    # Whether the part is held in the blocked layout.
+    blocked: bool = False
+    # Bytes of the codes that the product reads as they are (kernels/coded.py). 0 if it reads
+    # numbers of the dtype.
+    coded: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """The computation of one (layer, micro-batch) step. `layer_work` makes it."""
+
+    products: tuple[Product, ...] = ()
+    # FLOPs of causal attention over prompts, as profile.ComputeRates counts them.
+    prompt_flops: float = 0.0
+    # FLOPs of the column sums of an eviction policy, as profile.ComputeRates counts them.
+    sums_flops: float = 0.0
+    # Bytes of keys and values that decode attention reads on the device.
+    device_kv: float = 0.0
+    # Bytes of keys and values that decode attention reads on the host.
+    host_kv: float = 0.0
+    # Bytes that norms, activations and packing read and write.
+    elementwise: float = 0.0
+    # Numbers in packed slots, among the keys and values that are read.
+    packed_values: float = 0.0
+    # Logits that are read to choose tokens.
+    logits: float = 0.0
+    # Bytes between device and host that the step itself waits for.
+    crossing: float = 0.0
+    # Bytes read and written of KV entries that wait for their unit on disk.
+    overlay: float = 0.0
+
+
+@dataclass(frozen=True)
+class TransferCost:
+    """The cost of a load or a store. CostModel makes it."""
+
+    # The lane that it occupies (LANES).
+    lane: str
+    # Seconds that it occupies the lane.
+    seconds: float
+    # Another lane that it also occupies, for copies between device and host; "" if there is none.
+    link: str = ""
+    # Seconds that it occupies `link`.
+    link_s: float = 0.0
+    # Seconds that it takes from compute.
+    taken_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of one (layer, micro-batch) step. CostModel.step makes it.
+
+    The step may compute for several micro-batches that are joined.
+    """
+
+    # Seconds that the device computes.
+    device_s: float
+    # Seconds that the host computes while the device waits.
+    host_s: float
+    # Seconds of the thread that issues the step, in addition to the step's kernels.
+    issue_s: float
+    kv_load: tuple[TransferCost, ...] = ()
+    kv_store: tuple[TransferCost, ...] = ()
+    hidden_load: tuple[TransferCost, ...] = ()
+    hidden_store: tuple[TransferCost, ...] = ()
+    # Rows of the step's largest product.
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine of a run, as the planner sees it."""
+
+    # Measured speeds.
+    profile: HardwareProfile
+    # Name of the dtype that the run computes in.
+    dtype: str
+    # May differ from the profile's field. On a CPU, a device tier with its own budget stands in for
+    # a card.
+    device_is_host: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number of the dtype."""
+        return DTYPE_BYTES[self.dtype]
+
+    def memory(self, spec: ModelSpec, policy: Policy) -> MemoryPlanner:
+        """Return the planner of what a run holds on this machine."""
+        return MemoryPlanner(spec, policy, self.itemsize, self.device_is_host)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Work of a run under one policy, and its seconds on one machine.
+
+    Raises UsageError if the machine's profile has no rates of the dtype.
+    """
+
+    spec: ModelSpec
+    policy: Policy
+    need: Workload
+    machine: Machine
+    # Price products as if each matrix lay on more than one tier, whatever the shares.
+    splits: bool = False
+
+    def __post_init__(self) -> None:
+        self.machine.profile.rates(self.machine.dtype)
+
+    @cached_property
+    def memory(self) -> MemoryPlanner:
+        """Planner of what the run holds."""
+        return self.machine.memory(self.spec, self.policy)
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether products of few rows read the codes of matrices that are whole on the device."""
+        return not self.splits and not self.memory.device_is_host and self.memory.form.has_codes
+
+    def cut(self, depth: int) -> CostModel:
+        """Return the costs of only `depth` transformer blocks, evenly taken from all."""
+        spec = self.spec
+        need = self.need
+        chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
+        slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
+        cut = spec.of_blocks(chosen)
+        cut_need = replace(need, slots=slots, kept=kept, windows=cut.windows)
+        return replace(self, spec=cut, need=cut_need)
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, int, RowRecord | None], UnitLayout]:
+        return {}
+
+    def kv_layout(self, block: int, batch: MicroBatchShape) -> UnitLayout:
+        """Return the layout of the KV unit of a micro-batch in a transformer block."""
+        record = self.memory.record_in(block, self.need.record)
+        key = self.need.slots_of(block, batch.longest), batch.rows, record
+        if key not in self._layouts:
+            self._layouts[key] = self.memory.kv_layout(batch.rows, key[0], record)
+        return self._layouts[key]
+
+    @cached_property
+    def layers(self) -> LayerPlan:
+        """Layers and weight units of a sweep."""
+        return self.memory.layers
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """By layer, the index of the first layer that costs the same."""
+        return layer_kinds(self.layers, tuple(self.need.kinds))
+
+    @cached_property
+    def loaded_kinds(self) -> Counter[int]:
+        """By kind of layer (an index of `kinds`), how often a sweep loads weights of the kind.
+
+        A tied head and the next embedding are one load.
+        """
+        return loaded_kinds(self.layers, self.kinds)
+
+    @cached_property
+    def _step_costs(self) -> dict[tuple[int, MicroBatchShape, int, int | None], StepCost]:
+        return {}
+
+    @cached_property
+    def _weight_loads(self) -> dict[tuple[int, int], tuple[TransferCost, ...]]:
+        return {}
+
+    @cached_property
+    def _decoded(self) -> dict[tuple[int, bool], StepCost]:
+        return {}
+
+    @cached_property
+    def _launch_s(self) -> float:
+        """Seconds per launch of the thread that issues it; 0 if the device is not asynchronous."""
+        return self.machine.profile.kernel_s if self.machine.profile.device_is_asynchronous else 0.0
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether groups of experts are loaded only if the router chose them."""
+        return self.memory.waits_for_router
+
+    @cached_property
+    def _unpacks(self) -> bool:
+        """Whether a card unpacks slots before it attends to them.
+
+        It does not if one launch reads them as they are (KVUnit.is_one_launch).
+        """
+        return self.policy.attn_sparsity < 1 or not self.need.in_one_launch
+
+    @cached_property
+    def _kind_of(self) -> dict[int, int]:
+        """By weight unit, the first layer that costs the same as a layer of the unit (indices)."""
+        return {
+            layer.unit: kind for kind, layer in zip(self.kinds, self.layers.layers, strict=True)
+        }
+
+    def weight_load(self, unit: int, tokens: int) -> tuple[TransferCost, ...]:
+        """Return the cost of one load of a weight unit.
+
+        If groups of experts wait for the router, this is the expected cost in a sweep.
+        tokens: tokens that the whole block feeds into the sweep.
+        """
+        key = self._kind_of[unit], tokens if self.waits else 0
+        if key not in self._weight_loads:
+            share = needed_share(self, self.layers.layers[key[0]], tokens) if self.waits else 1.0
+            moves = weight_moves(self, self.layers.units[unit])
+            self._weight_loads[key] = self._priced([_scaled(move, share) for move in moves])
+        return self._weight_loads[key]
+
+    def weights_s(self, tokens: int) -> float:
+        """Return the seconds that loads of weights occupy the busiest lane in a sweep.
+
+        tokens: tokens that the whole block feeds into the sweep.
+        """
+        lanes = dict.fromkeys(LANES, 0.0)
+        for index, count in self.loaded_kinds.items():
+            for load in self.weight_load(self.layers.layers[index].unit, tokens):
+                lanes[load.lane] += count * load.seconds
+        return max(lanes.values())
+
+    def decodes_in_products(self, layer: Layer) -> float:
+        """Return how fast a CPU decodes experts while it multiplies; 0 if it does not do that.
+
+        The speed is a multiple of the speed at which 4-bit weights are unpacked into the dtype.
+        """
+        if layer.kind != "experts" or not self.memory.device_is_host:
+            return 0.0
+        return self.machine.profile.rates(self.machine.dtype).decode_speedup.get(
+            self.memory.form.decoder_in_products, 0.0
+        )
+
+    def decoding(
+        self, index: int, steps: Iterable[tuple[MicroBatchShape, int]], sweep: int
+    ) -> StepCost:
+        """Return the cost of unpacking a layer's weight unit for some steps of the layer.
+
+        steps: the values that `steps_of` returns.
+
+        A matrix is not unpacked if all of these steps multiply by its codes as they are. A table in
+        which an embedding looks up is unpacked.
+        """
+        layer = self.layers.layers[index]
+        if not self.memory.form.decodes:
+            return StepCost(0.0, 0.0, 0.0)
+        few = self.reads_codes and layer.unit != self.layers.layers[0].unit
+        few = few and all(
+            self.step(index, batch, sweep, tokens).rows <= FEW_ROWS for batch, tokens in steps
+        )
+        key = self._kind_of[layer.unit], few
+        if key not in self._decoded:
+            rates = self.machine.profile.rates(self.machine.dtype)
+            speedup = self.decodes_in_products(layer) or rates.decode_speedup.get(
+                self.memory.form.decoder, 1.0
+            )
+            rate = rates.device_dequantise_bytes_per_s * speedup
+            layouts = layouts_of(self.memory.form, self.layers.units[layer.unit].tensors)
+            sizes = [
+                math.prod(x.shape)
+                for x in layouts
+                if x.decoded_row_bytes and not (few and coded_bytes(self, x))
+            ]
+            self._decoded[key] = StepCost(
+                sum(sizes) * self.memory.itemsize / rate, 0.0, len(sizes) * self._launch_s
+            )
+        return self._decoded[key]
+
+    def step(
+        self, layer_index: int, batch: MicroBatchShape, sweep: int, tokens: int | None = None
+    ) -> StepCost:
+        """Return the cost of one (layer, micro-batch) step.
+
+        tokens: tokens that the step computes outside attention; None for those of the batch (see
+            `layer_work`).
+        """
+        key = (self.kinds[layer_index], batch, sweep, tokens)
+        if key not in self._step_costs:
+            self._step_costs[key] = self._step(layer_index, batch, sweep, tokens)
+        return self._step_costs[key]
+
+    def _step(self, index: int, batch: MicroBatchShape, sweep: int, tokens: int | None) -> StepCost:
+        p = self.machine.profile
+        layer = self.layers.layers[index]
+        work = layer_work(self, layer, self.layers.units[layer.unit], batch, sweep, tokens)
+        device_s, host_s = self.compute_seconds(work)
+        evicts = bool(self.need.record) and self.spec.window(layer.block) is None
+        # The step is left out if no token needs its experts.
+        share = needed_share(self, layer, tokens_of(batch, sweep))
+        rows = max((product.rows for product in work.products), default=0)
+        issue_s = p.step_s * share
+        # One launch multiplies few rows of all experts. With more rows, each expert has its own.
+        if layer.kind == "experts":
+            apart = len(work.products) * len(layer.experts) if rows > FEW_ROWS else 0
+            issue_s += self._launch_s * (EXPERTS_LAUNCHES + apart) * share
+        if self.memory.device_is_host and layer.kind != "experts":
+            issue_s += p.row_s * batch.rows
+        # A card computes sequences side by side; the host evicts KV entries sequence by sequence.
+        elif evicts and work.host_kv:
+            host_s += p.row_s * batch.rows * work.host_kv / (work.host_kv + work.device_kv)
+        kv: tuple[tuple[Transfer, ...], tuple[Transfer, ...]] = ((), ())
+        if layer.kind in ATTENTION_KINDS:
+            kv = (
+                kv_load_moves(self, layer.block, batch, sweep),
+                kv_store_moves(self, layer.block, batch, sweep),
+            )
+            issue_s += p.attention_step_s + (p.eviction_step_s if evicts else 0.0)
+            issue_s += p.cache_load_step_s if kv[0] else 0.0
+            routes = layer.kind == "attention" and self.spec.experts_of(layer.block)
+            issue_s += self._launch_s * (
+                PROMPT_LAUNCHES * (sweep == 0) + (ROUTER_LAUNCHES if routes else 0)
+            )
+        load = hidden_moves(self, batch, sweep, store=False) if index else ()
+        store = hidden_moves(self, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
+        if sweep and p.device_is_asynchronous and self.memory.makes_graphs(self.need.in_one_launch):
+            issue_s = min(issue_s, p.graph_step_s)
+        hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
+        kv_load, kv_store, hidden_load, hidden_store = (
+            self._priced(moves) for moves in (*kv, *hidden)
+        )
+        return StepCost(
+            device_s, host_s, issue_s, kv_load, kv_store, hidden_load, hidden_store, rows
+        )
+
+    @cached_property
+    def _most_joined(self) -> dict[str, int]:
+        """By kind of layer, the most tokens of joined micro-batches; empty if none are joined."""
+        shape = shape_of(self.policy, self.need)
+        return (
+            {}
+            if hidden_is_brought(self)
+            else {kind: shape.most_joined(kind) for kind in JOINED_KINDS}
+        )
+
+    def steps_of(
+        self, kind: LayerKind, block: Sequence[MicroBatchShape], sweep: int
+    ) -> dict[int, tuple[MicroBatchShape, int]]:
+        """Return the steps of a layer of this kind, by the index of the micro-batch.
+
+        Each step is (batch, tokens). `tokens` counts what the step computes outside attention. The
+        first of joined micro-batches (loop.joined) computes the tokens of all of them. Attention
+        layers have a step for every micro-batch. In other layers only the first of them has one,
+        for the joined batch.
+        """
+        tokens = [tokens_of(batch, sweep) for batch in block]
+        most = self._most_joined.get(kind, 0)
+        if not most or len(block) == 1:
+            return dict(enumerate(zip(block, tokens, strict=True)))
+        runs = joined(tokens, most)
+        computed = {first: sum(tokens[k] for k in run) for first, run in runs.items()}
+        if kind in ATTENTION_KINDS:
+            return {k: (batch, computed.get(k, 0)) for k, batch in enumerate(block)}
+        return {
+            first: (MicroBatchShape.joined([block[k] for k in run]), computed[first])
+            for first, run in runs.items()
+        }
+
+    def compute_seconds(self, work: Work) -> tuple[float, float]:
+        """Return the seconds of the device, and those of the host while the device waits."""
+        p = self.machine.profile
+        rates = self.machine.profile.rates(self.machine.dtype)
+        width = float(self.spec.head_dim)
+        scored = bool(self.need.record)
+        on_device = (
+            rates.device_scored_attention_bytes_per_s
+            if scored
+            else rates.device_attention_bytes_per_s
+        )
+        on_host = (
+            rates.host_scored_attention_bytes_per_s if scored else rates.host_attention_bytes_per_s
+        )
+        device = sum(self._product_seconds(product) for product in work.products)
+        device += (
+            work.elementwise / rates.elementwise_bytes_per_s + work.logits / rates.logits_per_s
+        )
+        device += work.overlay / p.overlay_bytes_per_s
+        if work.prompt_flops:
+            n = self.need.prompt_len
+            device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + p.kernel_s
+            device += work.sums_flops / rates.column_sums_flops_per_s.at(n)
+        if work.device_kv:
+            read = work.device_kv
+            if p.device_is_host:
+                read = self._slot_bytes(work, read)
+            elif work.packed_values and self._unpacks:
+                read = work.packed_values * self.memory.itemsize * read / (read + work.host_kv)
+                device += read / rates.device_dequantise_bytes_per_s
+            device += read / on_device.at(width) + p.kernel_s
+        host = 0.0
+        if work.host_kv:
+            host = self._slot_bytes(work, work.host_kv) / on_host.at(width) + p.kernel_s
+        if work.crossing:
+            host += work.crossing / p.d2h_bytes_per_s + 4 * p.transfer_s
+        return device, host
+
+    def _slot_bytes(self, work: Work, read: float) -> float:
+        """Return the unpacked bytes that attention would read in the time that it needs for `read`.
+
+        The two differ if attention reads packed slots in place.
+        """
+        if not work.packed_values:
+            return read
+        share = read / (work.device_kv + work.host_kv)
+        return max(read, share * work.packed_values * PACKED_VALUE_BYTES)
+
+    def _product_seconds(self, product: Product) -> float:
+        """Return the seconds of one product. It multiplies at most TOKEN_CHUNK rows at a time."""
+        rates = self.machine.profile.rates(self.machine.dtype)
+        seconds = 0.0
+        # The measured rates of few rows include reading a matrix in the dtype. Arithmetic alone
+        # reaches the rate of many rows.
+        if product.coded:
+            fastest = rates.matmul_rate(TOKEN_CHUNK, product.inner, product.outer)
+            flops = 2.0 * product.rows * product.inner * product.outer
+            read_s = product.coded / self.machine.profile.device_memory_bytes_per_s
+            return max(read_s, flops / fastest) + self.machine.profile.kernel_s
+        whole, rest = divmod(product.rows, TOKEN_CHUNK)
+        for count, rows in ((whole, TOKEN_CHUNK), (1, rest)):
+            if count and rows:
+                rate = rates.matmul_rate(rows, product.inner, product.outer)
+                if self.memory.form.in_int8:
+                    rate *= (
+                        rates.int4_speedup if self.memory.form.requantises else rates.int8_speedup
+                    ).at(rows)
+                elif product.blocked:
+                    rate *= rates.blocked_speedup.at(rows)
+                flops = 2.0 * rows * product.inner * product.outer
+                seconds += count * (flops / rate + self.machine.profile.kernel_s)
+        return seconds
+
+    def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
+        """Return the costs of all transfers that are not empty."""
+        return tuple(self._transfer_cost(m) for m in moves if m.nbytes)
+
+    def _transfer_cost(self, move: Transfer) -> TransferCost:
+        """Return the cost of one transfer.
+
+        If bytes cross from disk to the device, each reader thread copies its own bytes. On an
+        asynchronous device the copy overlaps with the thread's next read. Otherwise READ_THREADS
+        threads share the copying.
+        """
+        p = self.machine.profile
+        pinned = self.policy.pin_weight
+        if move.lane in ("h2d", "d2h"):
+            rate = getattr(
+                p, f"{move.lane}_bytes_per_s" if pinned else f"{move.lane}_unpinned_bytes_per_s"
+            )
+            return TransferCost(move.lane, move.nbytes / rate + move.pieces * p.transfer_s)
+        reads = move.lane == "disk_read"
+        each = 1 / (p.disk_read_bytes_per_s if reads else p.disk_write_bytes_per_s)
+        link, link_rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
+        if move.crosses:
+            both = each + 1 / link_rate
+            # The reader thread itself copies memory that is not pinned.
+            beside = p.device_is_asynchronous and pinned
+            each = each if reads and beside else max(each, both / READ_THREADS) if reads else both
+        seconds = move.nbytes * each + move.pieces * p.disk_request_s / (
+            READ_THREADS if reads else 1
+        )
+        taken_s = (
+            move.short_requests * p.short_read_compute_s if reads and self.policy.overlap else 0.0
+        )
+        if not move.crosses:
+            return TransferCost(move.lane, seconds, taken_s=taken_s)
+        link_s = move.nbytes / link_rate + move.pieces * p.transfer_s
+        return TransferCost(move.lane, max(seconds, link_s), link, link_s, taken_s)
+
+    def busy(self, block: Sequence[MicroBatchShape], sweep: int) -> dict[str, float]:
+        """Return the seconds that each resource works in a sweep of a block.
+
+        The largest of them bounds the sweep from below if everything overlaps. Their sum does if
+        nothing overlaps. Seconds that loads take from compute count as compute.
+        """
+        return self._busy(*self._of_sweep(block, sweep))
+
+    def _busy(
+        self, moved: Sequence[tuple[TransferCost, int]], steps: Sequence[tuple[StepCost, int]]
+    ) -> dict[str, float]:
+        """Return busy seconds by resource, of transfers and steps with the number of each."""
+        found = dict.fromkeys(RESOURCES, 0.0)
+        # On an asynchronous device the thread issues while the device computes.
+        beside = self.machine.profile.device_is_asynchronous
+        issue_s = 0.0
+        for transfer, times in moved:
+            found[transfer.lane] += times * transfer.seconds
+            found["device_compute"] += times * transfer.taken_s
+            if transfer.link:
+                found[transfer.link] += times * transfer.link_s
+        for cost, times in steps:
+            device_s = cost.device_s if beside else cost.device_s + cost.issue_s
+            if not self.policy.overlap:  # each step is waited for
+                device_s = max(device_s, cost.issue_s)
+            found["device_compute"] += times * device_s
+            found["host_compute"] += times * cost.host_s
+            issue_s += times * cost.issue_s
+        found["device_compute"] = max(found["device_compute"], issue_s)
+        return found
+
+    def _of_sweep(
+        self, block: Sequence[MicroBatchShape], sweep: int
+    ) -> tuple[list[tuple[TransferCost, int]], list[tuple[StepCost, int]]]:
+        """Return the transfers and the steps of a sweep, each with its number of occurrences."""
+        kinds = {index: self.layers.layers[index].kind for index in self.kinds}
+        of_kinds = {
+            kind: Counter(self.steps_of(kind, block, sweep).values())
+            for kind in set(kinds.values())
+        }
+        steps = [
+            (self.step(index, batch, sweep, tokens), layers * count)
+            for index, layers in Counter(self.kinds).items()
+            for (batch, tokens), count in of_kinds[kinds[index]].items()
+        ]
+        steps += [
+            (self.decoding(i, of_kinds[kinds[i]], sweep), count)
+            for i, count in self.loaded_kinds.items()
+        ]
+        moved = [
+            (load, count)
+            for index, count in self.loaded_kinds.items()
+            for load in self.weight_load(
+                self.layers.layers[index].unit, sum(tokens_of(batch, sweep) for batch in block)
+            )
+        ]
+        for cost, times in steps:
+            every = (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store)
+            moved += ((transfer, times) for transfer in every)
+        return moved, steps
+
+    def with_contention(self, block: Sequence[MicroBatchShape], sweep: int) -> CostModel:
+        """Return the costs of this sweep if resources slow each other down while they overlap.
+
+        Disk reads and compute slow each other down, the more the shorter the requests are. So do
+        the two directions of the link. Copies to and from a device that is made of ordinary memory
+        occupy the cores that compute.
+        """
+        p = self.machine.profile
+        moved, steps = self._of_sweep(block, sweep)
+        busy = self._busy(moved, steps)
+        compute = busy["device_compute"] + busy["host_compute"]
+        if not self.policy.overlap or not compute:
+            return self
+        read_left = compute_left = rest_left = 1.0
+        if busy["disk_read"]:
+            longest = max(compute, busy["disk_read"])
+            read_left = 1 - compute / longest * (1 - p.disk_read_beside_compute)
+            compute_left = 1 - busy["disk_read"] / longest * (1 - p.compute_beside_disk_read)
+            # Reads while compute waits take nothing from it.
+            taken = sum(times * transfer.taken_s for transfer, times in moved)
+            slower = (compute - taken) / compute_left
+            rest_left = slower / (slower + taken * compute / longest)
+        if p.device_is_host and not self.memory.device_is_host:
+            compute_left *= compute / (compute + busy["h2d"] + busy["d2h"])
+        slowed = _slowed(p, self.machine.dtype, read_left, compute_left * rest_left, rest_left)
+        links = dict[str, Any]()
+        for way, other in (("h2d", "d2h"), ("d2h", "h2d")):
+            left = (
+                1 - min(1.0, busy[other] / busy[way]) * (1 - p.link_both_ways) if busy[way] else 1.0
+            )
+            for name in (f"{way}_bytes_per_s", f"{way}_unpinned_bytes_per_s"):
+                links[name] = getattr(p, name) * left
+        machine = replace(self.machine, profile=replace(slowed, **links))
+        return replace(self, machine=machine)
+
+
+def _scaled(move: Transfer, share: float) -> Transfer:
+    """Return a share of a transfer: that part of its bytes and its pieces."""
+    return replace(move, nbytes=move.nbytes * share, pieces=move.pieces * share)
+
+
+def _slowed(
+    profile: HardwareProfile, dtype: str, read_left: float, compute_left: float, rest_left: float
+) -> HardwareProfile:
+    """Return the profile with lower rates.
+
+    read_left: the share that is left of the disk's read rate.
+    compute_left: the share that is left of the rates of products and attention.
+    rest_left: the share that is left of all other compute rates. Fixed costs of steps grow alike.
+    """
+    rates = profile.rates(dtype)
+    matmul = tuple(
+        (shape, tuple((inner, curve.scaled(compute_left)) for inner, curve in by_inner))
+        for shape, by_inner in rates.matmul_flops_per_s
+    )
+    attention = {name: getattr(rates, name).scaled(compute_left) for name in ATTENTION_RATES}
+    rest = {name: getattr(rates, name) * rest_left for name in OTHER_RATES}
+    compute = {dtype: replace(rates, matmul_flops_per_s=matmul, **attention, **rest)}
+    fixed = {name: getattr(profile, name) / rest_left for name in STEP_COSTS}
+    return replace(
+        profile,
+        disk_read_bytes_per_s=profile.disk_read_bytes_per_s * read_left,
+        compute=compute,
+        **fixed,
+    )
+
+
+# ---- transfers
+
+
+def weight_moves(at: CostModel, unit: WeightUnit) -> tuple[Transfer, ...]:
+    """Return the transfers of one load of a weight unit: from disk and from the host."""
+    return _weight_moves(
+        layouts_of(at.memory.form, unit.tensors), at.memory.weight_shares, at.memory.device_is_host
+    )
+
+
+def looked_up_bytes(at: CostModel) -> int:
+    """Return the bytes that are read from disk per token for table lookups.
+
+    A row of a table takes at least one page. No two tokens are assumed to be alike.
+    """
+    return sum(
+        round_up(stored.row_bytes, PAGE)
+        for layout in layouts_of(at.memory.form, at.spec.embedding)
+        for part, streamed in layout.homes(at.memory.weight_shares, at.memory.device_is_host)
+        if part.tier == "disk" and not streamed
+        for stored in layout.stored
+    )
+
+
+def coded_bytes(at: CostModel, layout: TensorLayout) -> int:
+    """Return the bytes of a matrix whose codes products of few rows read as they are.
+
+    The result is 0 if the matrix is decoded for them.
+    """
+    if not at.reads_codes or not layout.decoded_row_bytes:
+        return 0
+    parts, streamed = zip(
+        *layout.homes(at.memory.weight_shares, at.memory.device_is_host), strict=True
+    )
+    return 0 if any(streamed) else sum(map(layout.part_bytes, parts))
+
+
+def weight_ring_bytes(at: CostModel, unit: WeightUnit) -> int:
+    """Return the bytes of a weight unit that go through the weight ring."""
+    return streamed_bytes(unit, at.memory.weight_shares, at.memory.form, at.memory.device_is_host)
+
+
+# A model has about four kinds of units, so the cache answers nearly all calls.
+@lru_cache(maxsize=4096)
+def _weight_moves(
+    layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool
+) -> tuple[Transfer, ...]:
+    nbytes = {"disk": 0.0, "host": 0.0}
+    pieces = {"disk": 0, "host": 0}
+    for layout in layouts:
+        for part, streamed in layout.homes(shares, device_is_host):
+            if streamed:
+                nbytes[part.tier] += layout.part_bytes(part)
+                pieces[part.tier] += len(layout.stored)
+    crosses = {"disk": not device_is_host, "host": False}
+    return tuple(
+        Transfer(lane, nbytes[t], pieces[t], crosses[t])
+        for t, lane in LOAD_LANES.items()
+        if nbytes[t]
+    )
+
+
+def kv_ring_bytes(at: CostModel, block: int, batch: MicroBatchShape) -> int:
+    """Return the bytes of a KV unit that go through the cache ring."""
+    layout = at.kv_layout(block, batch)
+    return sum(
+        layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.memory.attends_on_host)
+    )
+
+
+def kv_load_moves(
+    at: CostModel, block: int, batch: MicroBatchShape, sweep: int
+) -> tuple[Transfer, ...]:
+    """Return the transfers that load a KV unit for decode sweep `sweep`; none for prefill.
+
+    They load the KV entries that the sweep before has left.
+    """
+    return _unit_moves(at, block, batch, sweep - 1, LOAD_LANES) if sweep else ()
+
+
+def kv_store_moves(
+    at: CostModel, block: int, batch: MicroBatchShape, sweep: int
+) -> tuple[Transfer, ...]:
+    """Return the transfers that store a KV unit after a sweep.
+
+    After prefill the whole unit is stored. After a decode sweep the new KV entries are stored to
+    the host. The disk gets a share of a whole unit per decode sweep, since the overlay is written
+    back every WRITE_BACK_STEPS sweeps.
+    """
+    whole = _unit_moves(at, block, batch, sweep, STORE_LANES)
+    if sweep == 0:
+        return whole
+    decode_sweeps = max(1, at.need.gen_len - 1)
+    share = decode_sweeps // WRITE_BACK_STEPS / decode_sweeps
+    found = [
+        replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share)
+        for m in whole
+        if m.lane == "disk_write" and share
+    ]
+    layout = at.kv_layout(block, batch)
+    on_host = [
+        part for part in layout.parts if part.tier == "host" and not at.memory.attends_on_host
+    ]
+    return (*found, *(Transfer("d2h", part.rows * layout.column_bytes, 1) for part in on_host))
+
+
+def _unit_moves(
+    at: CostModel, block: int, batch: MicroBatchShape, sweep: int, lanes: dict[str, str]
+) -> tuple[Transfer, ...]:
+    """Return the transfers of the KV entries that a sweep leaves, for each streamed part of a unit.
+
+    lanes: the lane by tier of a part.
+    """
+    layout = at.kv_layout(block, batch)
+    columns = at.need.columns(block, sweep, batch.longest)
+    found = []
+    for part in layout.parts:
+        if is_streamed(part.tier, at.memory.attends_on_host):
+            ranges = layout.live_ranges(part, batch.rows, columns)
+            crosses = part.tier == "disk" and not at.memory.attends_on_host
+            found.append(
+                Transfer(lanes[part.tier], sum(n for _, n in ranges), len(ranges), crosses)
+            )
+    return tuple(found)
+
+
+def hidden_moves(
+    at: CostModel, batch: MicroBatchShape, sweep: int, store: bool
+) -> tuple[Transfer, ...]:
+    """Return the transfers that load or store a micro-batch's hidden states between two layers."""
+    if not hidden_is_brought(at):
+        return ()
+    # The device's own share is copied out of the ring and back.
+    lanes = {"device": "d2h", **STORE_LANES} if store else {"device": "h2d", **LOAD_LANES}
+    rows = at.memory.hidden_row_bytes
+    return tuple(
+        Transfer(
+            lanes[part.tier],
+            part.rows * sum(rows),
+            len(rows),
+            part.tier == "disk" and not at.memory.device_is_host,
+        )
+        for part in split_rows(tokens_of(batch, sweep), at.memory.hidden_shares)
+    )
+
+
+def hidden_is_brought(at: CostModel) -> bool:
+    """Return whether hidden states are streamed, so that each layer loads and stores them."""
+    return hidden_is_streamed(at.memory.hidden_shares, at.memory.device_is_host)
+
+
+def disk_read_bytes(at: CostModel, blocks: Sequence[tuple[Block, int]]) -> float:
+    """Return the bytes that all sweeps of `blocks` read from disk, if no sequence ends early.
+
+    blocks: pairs of a block and the number of times that it runs.
+    """
+    kinds = at.memory.unit_kinds
+    sweeps = at.need.gen_len
+    from_disk = [
+        _from_disk(_weight_moves(k, at.memory.weight_shares, at.memory.device_is_host))
+        for k in kinds.layouts
+    ]
+    loads = Counter(kinds.cycle)
+    waits = at.memory.waits_for_router
+    layers = Counter(len(layer.experts) for layer in at.memory.layers.layers[1:])
+    columns = at.need.kinds
+    blocks_alike = {columns.index(key): count for key, count in Counter(columns).items()}
+
+    def of_weights(tokens: int) -> float:
+        """Return the bytes of weights that a sweep reads which feeds `tokens` tokens."""
+        shares = [_share_used(at, experts, tokens) if waits else 1.0 for experts in kinds.experts]
+        return sum(count * from_disk[kind] * shares[kind] for kind, count in loads.items())
+
+    def of_hidden(batch: MicroBatchShape, sweep: int) -> float:
+        steps = sum(
+            count * _share_used(at, experts, tokens_of(batch, sweep))
+            for experts, count in layers.items()
+        )
+        return steps * _from_disk(hidden_moves(at, batch, sweep, store=False))
+
+    def of_batch(batch: MicroBatchShape) -> float:
+        cache = 0.0
+        for sweep in range(1, sweeps if at.policy.cache_shares[2] else 1):
+            cache += sum(
+                n * _from_disk(kv_load_moves(at, i, batch, sweep)) for i, n in blocks_alike.items()
+            )
+        rows = (batch.fed + (sweeps - 1) * batch.rows) * looked_up_bytes(at)
+        return cache + rows + of_hidden(batch, 0) + (sweeps - 1) * of_hidden(batch, 1)
+
+    # A tied head and the next embedding are one load, except before the very first sweep.
+    total = from_disk[kinds.cycle[-1]] if at.spec.shares_table else 0.0
+    for block, count in blocks:
+        prefill, decode = (
+            of_weights(sum(tokens_of(batch, sweep) for batch in block)) for sweep in (0, 1)
+        )
+        total += count * (prefill + (sweeps - 1) * decode)
+        total += count * sum(n * of_batch(batch) for batch, n in Counter(block).items())
+    return total
+
+
+def _from_disk(moves: Sequence[Transfer]) -> float:
+    return sum(move.nbytes for move in moves if move.lane == "disk_read")
+
+
+# ---- steps
+
+
+def tokens_of(batch: MicroBatchShape, sweep: int) -> int:
+    """Return the number of tokens that a micro-batch feeds into a sweep."""
+    return batch.rows if sweep else batch.fed
+
+
+def layer_work(
+    at: CostModel,
+    layer: Layer,
+    unit: WeightUnit,
+    batch: MicroBatchShape,
+    sweep: int,
+    tokens: int | None = None,
+) -> Work:
+    """Return the work of one (layer, micro-batch) step.
+
+    tokens: tokens that the step computes outside attention; None for those of the batch.
+    """
+    tokens = tokens_of(batch, sweep) if tokens is None else tokens
+    if layer.kind == "embedding":
+        return Work(elementwise=3.0 * tokens * at.spec.hidden_size * at.memory.itemsize)
+    if layer.kind == "head":
+        head = WeightUnit("", at.spec.head) if at.spec.shares_table else unit
+        return Work(_products(at, head, batch.rows), logits=float(batch.rows * len(layer.rows)))
+    if layer.kind == "experts":
+        return _experts_work(at, layer, unit, tokens)
+    elementwise = float(tokens * _elementwise_width(at.spec, layer.kind) * at.memory.itemsize)
+    alone = Work(_products(at, unit, tokens), elementwise=elementwise)
+    if layer.kind == "mlp":
+        return alone
+    return (
+        _with_decode(at, alone, layer.block, batch, sweep)
+        if sweep
+        else _with_prefill(at, alone, layer.block, batch)
+    )
+
+
+def _experts_work(at: CostModel, layer: Layer, unit: WeightUnit, tokens: int) -> Work:
+    """Return the work of a group of experts.
+
+    `per_token` experts of a block compute each token. The choice is assumed to be even.
+    """
+    experts = at.spec.experts
+    size = len(layer.experts)
+    assert experts is not None
+    used = experts.share_used(tokens) * size
+    pairs = tokens * experts.per_token * size / experts.count
+    # The experts of a model are alike, so the first one's products stand for those of any. Threads
+    # share the products of all experts (kernels/linear.grouped_linear). That takes as long as one
+    # matrix with the rows of all of them.
+    products = _products(at, unit, max(1, round(pairs / used)))
+    own = [
+        replace(product, outer=max(1, round(used * product.outer)), coded=used * product.coded)
+        for product in products[: len(products) // size]
+    ]
+    # Numbers that are gathered, normed, gated, weighed and added.
+    width = 8 * at.spec.hidden_size + 4 * experts.ffn_size
+    return Work(tuple(own), elementwise=pairs * width * at.memory.itemsize)
+
+
+def needed_share(at: CostModel, layer: Layer, tokens: int) -> float:
+    """Return the share of sweeps in which one of `tokens` tokens needs the layer.
+
+    It is below 1 only for a group of experts.
+    """
+    return _share_used(at, len(layer.experts), tokens)
+
+
+def _share_used(at: CostModel, experts: int, tokens: int) -> float:
+    """Return the share of units of `experts` experts that `tokens` tokens need.
+
+    The result is 1 for units without experts.
+    """
+    return at.spec.experts.share_used(tokens, experts) if at.spec.experts and experts else 1.0
+
+
+def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
+    """Return the numbers that norms, activations and rotary embeddings read and write per token.
+
+    Each number of a model family's own buffers is written, and read once more. A number that is
+    rotated is read and written.
+    """
+    norm = 2 * spec.hidden_size
+    width = 0
+    if kind != "mlp":
+        rotated = spec.rotary.width * (spec.num_heads + spec.num_kv_heads) if spec.rotary else 0
+        width += norm + 2 * rotated
+    if kind != "attention":
+        width += norm + 2 * spec.ffn_size
+    return width + sum(2 * b.width for b in spec.buffers if kind in (b.layer, "block"))
+
+
+def _column(at: CostModel, block: int, batch: MicroBatchShape) -> tuple[int, float]:
+    """Return (bytes of the slots, elementwise bytes of packing them) of one KV entry.
+
+    Both count all kv-heads of one sequence together.
+    """
+    values = 2 * at.spec.num_kv_heads * at.spec.head_dim
+    packing = float(PACK_BYTES * values * at.policy.compress_cache)
+    return at.spec.num_kv_heads * at.kv_layout(block, batch).column_bytes, packing
+
+
+def _with_prefill(at: CostModel, alone: Work, block: int, batch: MicroBatchShape) -> Work:
+    """Return the work `alone`, without attention, plus attention over prompts."""
+    q_width = at.spec.num_heads * at.spec.head_dim
+    column = 2 * at.spec.num_kv_heads * at.spec.head_dim * at.memory.itemsize
+    stored, packing = _column(at, block, batch)
+    kept = batch.rows * at.need.columns(block, 0, batch.mean_len)
+    # If attention runs on the host, kept KV entries go there as they are written.
+    off_device = (
+        1.0 - at.policy.cache_shares[0]
+        if at.memory.attends_on_host and not at.memory.device_is_host
+        else 0.0
+    )
+    # Shared prefixes are copied in front of the sequences' own KV entries.
+    copied = 2.0 * batch.tokens * column if batch.saved else 0.0
+    pairs = float(batch.pairs)
+    window = at.spec.window(block)
+    # A query does not read the KV entries that have left its window.
+    if window is not None:
+        pairs *= 1 - max(0.0, 1 - window / batch.mean_len) ** 2
+    return replace(
+        alone,
+        prompt_flops=2.0 * pairs * q_width,
+        sums_flops=1.0 * pairs * q_width * (at.need.scored and window is None),
+        elementwise=alone.elementwise + copied + kept * (2.0 * stored + packing),
+        crossing=kept * stored * off_device,
+    )
+
+
+def _with_decode(
+    at: CostModel, alone: Work, block: int, batch: MicroBatchShape, sweep: int
+) -> Work:
+    """Return the work `alone`, without attention, plus attention over the sequences' KV slots."""
+    spec = at.spec
+    q_width = spec.num_heads * spec.head_dim
+    column = 2 * spec.num_kv_heads * spec.head_dim * at.memory.itemsize
+    stored, packing = _column(at, block, batch)
+    columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
+    read = (
+        columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
+    )
+    cache = at.memory.cache_shares
+    in_window = spec.window(block) is not None
+    common = 0 if in_window else at.need.common
+    on_device = cache[0] if at.memory.attends_on_host and not at.memory.device_is_host else 1.0
+    elementwise = alone.elementwise
+    # With rolling positions, keys are rotated as they are read.
+    if "ranks" in at.need.record.names and spec.rotary and not in_window:
+        elementwise += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * at.memory.itemsize
+    return replace(
+        alone,
+        # The queries of all sequences read the common prefix together. Its bytes count once, and
+        # its FLOPs as those of prompts.
+        prompt_flops=4.0 * batch.rows * common * q_width,
+        device_kv=read * on_device + common * stored,
+        host_kv=read * (1 - on_device),
+        elementwise=elementwise + batch.rows * packing,
+        packed_values=columns * 2 * spec.num_kv_heads * spec.head_dim * at.policy.compress_cache,
+        crossing=(1 - on_device) * batch.rows * (2 * q_width * at.memory.itemsize + column),
+        overlay=2.0 * cache[2] * batch.rows * stored * (1 + _waiting_columns(at.need.gen_len)),
+    )
+
+
+def _waiting_columns(gen_len: int) -> float:
+    """Return the mean, over decode sweeps, of a sequence's KV entries that wait in RAM.
+
+    They wait there to be written back to their unit on disk.
+    """
+    sweeps = max(1, gen_len - 1)
+    written, rest = divmod(sweeps, WRITE_BACK_STEPS)
+    return (written * WRITE_BACK_STEPS * (WRITE_BACK_STEPS - 1) + rest * (rest - 1)) / 2 / sweeps
+
+
+def _products(at: CostModel, unit: WeightUnit, rows: int) -> tuple[Product, ...]:
+    """Return the products of `rows` rows with all matrices of a weight unit.
+
+    Each part of a matrix is multiplied on its tier, so a split matrix takes several products. A
+    packed matrix is whole once it is unpacked, or is multiplied as it is. Resident parts are
+    blocked.
+    """
+    shares = WHOLE if at.memory.form.decodes else at.memory.weight_shares
+    shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
+    blocks = at.memory.blocks_rows
+    found = tuple(
+        Product(
+            rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0
+        )
+        for columns, part in _part_shapes(shapes, shares)
+    )
+    if rows > FEW_ROWS or not at.reads_codes:
+        return found
+    matrices = (layout for layout in layouts_of(at.memory.form, unit.tensors) if layout.is_matrix)
+    return tuple(
+        replace(p, coded=coded_bytes(at, layout)) for p, layout in zip(found, matrices, strict=True)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _part_shapes(
+    shapes: tuple[tuple[int, ...], ...], shares: Shares
+) -> tuple[tuple[int, Part], ...]:
+    """Return (matrix columns, rows) of each part of each matrix."""
+    return tuple((shape[1], part) for shape in shapes for part in weight_parts(shape, shares))
