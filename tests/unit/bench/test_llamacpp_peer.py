@@ -1,4 +1,4 @@
-"""The llama.cpp peer: the order of rows that its converter makes, and its sessions."""
+"""The llama.cpp peer: the order of rows that its converter makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
 from contract import (
-    Request,
     StoredTensor,
     stored_tensors,
 )
@@ -133,29 +132,3 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeLlama, Any]:
     monkeypatch.setattr(run, "_converted", lambda request: request.model_dir)
     monkeypatch.setattr(run, "_context", lambda *_: nullcontext(run.Session(None, batch, 16)))
     return fake, run
-
-
-def test_a_session_generates_greedily_and_knows_each_sequences_positions(
-    llama: tuple[FakeLlama, Any],
-) -> None:
-    fake, run = llama
-    marks: list[None] = []
-    with run._context() as session:
-        for _ in range(2):  # the second starts from nothing
-            assert session.generate([[1, 2], [3, 5]], 3, lambda: marks.append(None)) == [
-                [3, 6, 12],
-                [8, 0, 0],
-            ]
-    assert len(marks) == 6 and fake.steps == [4, 2, 2] * 2
-
-
-def test_given_tokens_are_scored_step_by_step(llama: tuple[FakeLlama, Any], tmp_path: Path) -> None:
-    fake, run = llama
-    request = Request("q8_0", tmp_path, 2, 3, 2, None, "bf16", tmp_path, 1)
-    scores = run.score(request, [[1, 2], [3, 5]], [[4, 1, 9], [0, 7, 9]])
-    assert scores.shape == (2, 3, 16) and scores.dtype == np.float32
-    assert scores.argmax(2).tolist() == [
-        [3, 7, 8],
-        [8, 8, 15],
-    ]  # the last token of each is not given
-    assert fake.steps == [4, 2, 2]
