@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.planner.profile import (
+    MAX_RATE,
     SHIPPED,
     ComputeRates,
     Curve,
@@ -94,6 +95,30 @@ def test_comes_back_from_its_file(tmp_path: Path) -> None:
     assert body["compute"]["float32"]["matmul_flops_per_s"]["0.5"]["1024"]["16"] == 4e9
     del body["notes"]
     assert profile_from_json(body) == replace(PROFILE, notes={})
+
+
+# What files of schema 1 lack: by field, what it is then. A dtype has no speedups.
+SINCE_1 = {
+    "overlay_bytes_per_s": MAX_RATE,
+    "short_read_compute_s": 0.0,
+    "cache_load_step_s": 0.0,
+    "link_both_ways": 1.0,
+    "graph_step_s": 1.0,
+}
+SPEEDUPS = ("blocked_speedup", "int8_speedup", "int4_speedup")
+
+
+def test_a_file_of_schema_1_knows_nothing_of_what_came_later() -> None:
+    body = {**PROFILE.to_json(), "schema": 1, "device_is_host": False}
+    for name in SINCE_1:
+        del body[name]
+    for rates in body["compute"].values():
+        for name in (*SPEEDUPS, "decode_speedup"):
+            del rates[name]
+    plain = replace(RATES, decode_speedup={}, **dict.fromkeys(SPEEDUPS, Curve.flat(1.0)))
+    compute = {"float32": plain.requantising(4, 1.0), "bfloat16": plain.requantising(2, 1.0)}
+    want = replace(PROFILE, device_is_host=False, compute=compute, **SINCE_1)
+    assert profile_from_json(body) == want
 
 
 GONE = object()

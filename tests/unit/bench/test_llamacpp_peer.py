@@ -1,13 +1,10 @@
-"""The llama.cpp peer: the order of rows that its converter makes, and its sessions."""
+"""The llama.cpp peer: the order of rows that its converter makes."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,6 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
 from contract import (
-    Request,
     StoredTensor,
     stored_tensors,
 )
@@ -86,76 +82,3 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
     )
     assert (found, shape, read().shape) == ("blk.3.ffn_down_exps.weight", (3, 2, 3), (3, 2, 3))
     assert read()[:, :, 0].tolist() == [[0, 1], [10, 11], [20, 21]]
-
-
-class FakeLlama:
-    """What run.py asks of llama_cpp: of 16 logits of a sequence the one at the sum of its tokens so
-    far is 1."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, list[int]] = {}
-        self.steps: list[int] = []
-
-    def llama_get_memory(self, context: object) -> object:
-        return context
-
-    def llama_memory_clear(self, memory: object, data: bool) -> None:
-        self.seen.clear()
-
-    def llama_decode(self, context: object, batch: Any) -> int:
-        self.wanted: list[int] = []
-        for i in range(batch.n_tokens):
-            row = self.seen.setdefault(batch.seq_id[i][0], [])
-            assert batch.pos[i] == len(row) and batch.n_seq_id[i] == 1
-            row.append(batch.token[i])
-            if batch.logits[i]:
-                self.wanted.append(batch.seq_id[i][0])
-        self.steps.append(batch.n_tokens)
-        return 0
-
-    def llama_get_logits(self, context: object) -> Any:
-        logits = np.zeros((len(self.wanted), 16), np.float32)
-        for i, row in enumerate(self.wanted):
-            logits[i, sum(self.seen[row]) % 16] = 1
-        self.logits = logits
-        return logits.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-
-
-@pytest.fixture
-def llama(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeLlama, Any]:
-    """The library, and run.py with sessions of a batch of 8 tokens on it."""
-    fake = FakeLlama()
-    run = load("llamacpp/run.py")
-    batch = SimpleNamespace(n_tokens=0, seq_id=[[0] for _ in range(8)])
-    for name in ("token", "pos", "n_seq_id", "logits"):
-        setattr(batch, name, [0] * 8)
-    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
-    monkeypatch.setattr(run, "_converted", lambda request: request.model_dir)
-    monkeypatch.setattr(run, "_context", lambda *_: nullcontext(run.Session(None, batch, 16)))
-    return fake, run
-
-
-def test_a_session_generates_greedily_and_knows_each_sequences_positions(
-    llama: tuple[FakeLlama, Any],
-) -> None:
-    fake, run = llama
-    marks: list[None] = []
-    with run._context() as session:
-        for _ in range(2):  # the second starts from nothing
-            assert session.generate([[1, 2], [3, 5]], 3, lambda: marks.append(None)) == [
-                [3, 6, 12],
-                [8, 0, 0],
-            ]
-    assert len(marks) == 6 and fake.steps == [4, 2, 2] * 2
-
-
-def test_given_tokens_are_scored_step_by_step(llama: tuple[FakeLlama, Any], tmp_path: Path) -> None:
-    fake, run = llama
-    request = Request("q8_0", tmp_path, 2, 3, 2, None, "bf16", tmp_path, 1)
-    scores = run.score(request, [[1, 2], [3, 5]], [[4, 1, 9], [0, 7, 9]])
-    assert scores.shape == (2, 3, 16) and scores.dtype == np.float32
-    assert scores.argmax(2).tolist() == [
-        [3, 7, 8],
-        [8, 8, 15],
-    ]  # the last token of each is not given
-    assert fake.steps == [4, 2, 2]
