@@ -39,7 +39,7 @@ from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, joined
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
 from flexgen_h2o.engine.weight_units import streamed_bytes, streamed_part_bytes
-from flexgen_h2o.kernels.linear import LookupRows, RowPart, RowParts, lookup
+from flexgen_h2o.kernels.linear import RowPart, RowParts, lookup
 from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
@@ -87,7 +87,7 @@ class _HeldPart:
     rows: RowParts = ()
 
 
-class _TableRows(LookupRows):
+class TableOnDisk(RowPart):
     """A table on disk. The wanted rows are read, each once.
 
     held: turns rows that were read into parts to look up in.
@@ -197,7 +197,7 @@ class WeightStore:
             rows: RowParts = ()
             if part.tier == "disk" and not streamed:
                 rows = (
-                    _TableRows(
+                    TableOnDisk(
                         self._mover, self._file, pieces[0].source, partial(self._table_of, layout)
                     ),
                 )

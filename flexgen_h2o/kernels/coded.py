@@ -146,8 +146,8 @@ def _few_of(product: Product) -> _Few | None:
 
 
 def _multiply_each(found: Sequence[Product]) -> None:
-    for part, *given in found:
-        part.multiply(*given)
+    for product in found:
+        product.multiply()
 
 
 class _Few(NamedTuple):

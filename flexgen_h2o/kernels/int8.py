@@ -30,7 +30,7 @@ from flexgen_h2o.core.units import (
     UNPACK_CHUNK,
 )
 from flexgen_h2o.kernels import products
-from flexgen_h2o.kernels.linear import RowPart, block_words, multiply_all, words_of_blocks
+from flexgen_h2o.kernels.linear import Product, RowPart, block_words, multiply_all, words_of_blocks
 from flexgen_h2o.kernels.packed import unpack_rows_reference
 from flexgen_h2o.kernels.workspace import (
     Workspace,
@@ -259,7 +259,8 @@ class RequantisedRows(_MultipliedInInt8):
             packed = self.packed[rows]
             some = None if bias is None else bias[rows]
             memory = self.workspace.get("int8 rows", len(packed), row_bytes, dtype=torch.uint8)
-            multiply_all([(self._in_int8(packed, memory), inputs, some, out[:, rows], adds)])
+            weight = self._in_int8(packed, memory)
+            multiply_all([Product(weight, inputs, some, out[:, rows], adds)])
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         for some in row_slices(len(ids), self.columns):

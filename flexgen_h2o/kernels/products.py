@@ -82,7 +82,8 @@ def supports(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
 class ProductJob(NamedTuple):
     """Describe the product of some input rows with some rows of a weight, for the compiled loop.
 
-    Made by `job_of`. All steps are in bytes, and all tensors are addresses.
+    Made by `job_of`, and read by name in the loop. All steps are in bytes, and all tensors are
+    addresses.
     """
 
     # panels (BLOCK_ROWS rows of a weight) of the jobs before this one; `run` sets it
@@ -141,17 +142,17 @@ def job_of(
         raise mismatch(f"products: x, a weight of {rows} x {wanted} and out", x, out)
     itemsize = x.itemsize
     return ProductJob(
-        0,
-        tokens,
-        x.data_ptr(),
-        x_step * itemsize,
-        start,
-        row_step,
-        rows,
-        columns * itemsize // _WORD,
-        biases,
-        out.data_ptr(),
-        out_step * out.itemsize,
+        first=0,
+        tokens=tokens,
+        x=x.data_ptr(),
+        x_step=x_step * itemsize,
+        weight=start,
+        row_step=row_step,
+        rows=rows,
+        words=columns * itemsize // _WORD,
+        bias=biases,
+        out=out.data_ptr(),
+        out_step=out_step * out.itemsize,
         **others,
     )
 
@@ -170,7 +171,7 @@ def run(
     nbytes = 0
     for job in jobs:
         count = -(-job.rows // BLOCK_ROWS)
-        table.append((panels, *job[1:]))
+        table.append(job._replace(first=panels))
         panels += count
         nbytes += count * BLOCK_ROWS * job.words * _WORD * (1 + job.tokens // _AS_LONG)
     numbers = np.array(table, dtype=np.int64)

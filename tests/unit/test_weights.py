@@ -15,8 +15,9 @@ from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.core.errors import TransferError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import ALIGN, PAGE, ROW_BLOCK, round_up
+from flexgen_h2o.engine.stores import TableOnDisk
 from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows, pack_int8_rows
-from flexgen_h2o.kernels.linear import BlockedRows, LookupRows, block_rows, linear, lookup
+from flexgen_h2o.kernels.linear import BlockedRows, block_rows, linear, lookup
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.stream import NOTHING, Done, Region
 from tests.unit.weight_room import (
@@ -269,7 +270,7 @@ def test_int8_rows_are_blocked_where_they_live(
                 whole = (Int8Rows(pack_int8_rows(tensors[t.name]), t.shape[1], ws),)
                 x = torch.randn(5, t.shape[1])
                 if not any(
-                    isinstance(p, LookupRows) for p in parts[t.role]
+                    isinstance(p, TableOnDisk) for p in parts[t.role]
                 ):  # whose rows are read one by one
                     found = [
                         linear(x, p, None, torch.empty(5, t.shape[0]))
