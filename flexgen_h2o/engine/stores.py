@@ -26,7 +26,7 @@ import torch
 
 from flexgen_h2o.checkpoint.atomic_folder import check_unchanged
 from flexgen_h2o.checkpoint.formats import (
-    PartBytes,
+    Shard,
     StoredRows,
     TensorLayout,
     WeightFormat,
@@ -302,7 +302,9 @@ class WeightStore:
                 )
             rows = self._filled[start, layout]
             parts = self._parts[tensor.key]
-            whole = [PartBytes(held.part, self._pieces(held, region)) for held in parts]
+            whole = [
+                Shard(h.part.tier, h.part.start, h.part.end, self._pieces(h, region)) for h in parts
+            ]
             is_streamed = any(held.streamed for held in parts)
             stays = unit in self._experts if self._is_host else not is_streamed
             coded = self._form.coded_parts(layout, whole, rows) if stays else ()
