@@ -110,7 +110,7 @@ def _pack(
             compile_subprocess(
                 form.encode, torch.zeros(1, GROUP, dtype=torch.float32, device="cpu")
             )
-            if (source := checkpoint_format(spec)).decodes:
+            if (source := checkpoint_format(spec)).decoded_at == "load":
                 compile_subprocess(warm_up, source, torch.device("cpu"), torch.float32)
             write_new(
                 temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n"

@@ -148,7 +148,7 @@ class WeightStore:
         decoded: torch.Tensor | None = None,
     ) -> None:
         self.plan = plan
-        self.decodes = form.decodes
+        self.decodes = form.decoded_at == "load"
         self._form = form
         self._mover = mover
         self._workspace = workspace
@@ -288,11 +288,13 @@ class WeightStore:
         found = {}
         tasks = list[Callable[[], object]]()
         start = 0
+        by_columns = False
         uses_region = self._streams_as_held(unit)
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.key]
             if not layout.decoded_row_bytes:
                 continue
+            by_columns = by_columns or layout.by_columns
             nbytes = layout.shape[0] * layout.decoded_row_bytes
             if (start, layout) not in self._filled:  # made once, then refilled
                 assert self._decoded is not None
@@ -313,7 +315,9 @@ class WeightStore:
             if not coded:
                 tasks.append(partial(self._form.decode, layout, whole, rows))
             start += round_up(nbytes, ALIGN)
-        if len(tasks) >= _MANY_TASKS and self._is_host and self._form.decodes_in_place:
+        # Other decoders need temporary memory, which must not exist once per thread.
+        in_place = not self._form.in_int8 and not by_columns
+        if len(tasks) >= _MANY_TASKS and self._is_host and in_place:
             parallel_each(tasks, start // len(tasks))
         else:
             for task in tasks:

@@ -228,7 +228,7 @@ class Costs:
         """
         at = self.at
         layer = self.layers.layers[index]
-        if not at.form.decodes:
+        if at.form.decoded_at != "load":
             return StepCost(0.0, 0.0, 0.0)
         few = at.reads_codes and layer.unit != self.layers.layers[0].unit
         few = few and all(
@@ -408,7 +408,9 @@ class Costs:
                 rate = rates.matmul_rate(rows, product.inner, product.outer)
                 if self.at.form.in_int8:
                     rate *= (
-                        rates.int4_speedup if self.at.form.requantises else rates.int8_speedup
+                        rates.int4_speedup
+                        if self.at.form.decoded_at == "product"
+                        else rates.int8_speedup
                     ).at(rows)
                 elif product.blocked:
                     rate *= rates.blocked_speedup.at(rows)

@@ -491,7 +491,7 @@ class _WeightUnits:
     def __init__(self, sim: _Simulation) -> None:
         at = sim.costs[0].at
         self._sim = sim
-        self.decodes = at.form.decodes
+        self.decodes = at.form.decoded_at == "load"
         self._nbytes = [weight_ring_bytes(at, unit) for unit in sim.costs[0].layers.units]
 
     def nbytes(self, unit: int) -> int:

@@ -543,7 +543,7 @@ def _products(at: CostContext, unit: WeightUnit, rows: int) -> tuple[Product, ..
     packed matrix is whole once it is unpacked, or is multiplied as it is. Resident parts are
     blocked.
     """
-    shares = WHOLE if at.form.decodes else at.weight_shares
+    shares = WHOLE if at.form.decoded_at == "load" else at.weight_shares
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
     blocks = at.memory.blocks_rows
     found = tuple(

@@ -29,7 +29,7 @@ OFFSET_ROWS = 24
 
 @dataclass(frozen=True)
 class Offset(WeightFormat):
-    decodes = True
+    decoded_at = "load"
 
     def layout(self, tensor: TensorSpec) -> TensorLayout:
         if len(tensor.shape) != 2 or "embed" in tensor.name:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, WIDE, Policy
 from flexgen_h2o.core.errors import UsageError
@@ -39,6 +39,9 @@ FORMATS = {
 }
 # Formats of checkpoints. The others follow from the switches of a policy, or from their absence.
 QUANTISED = tuple(name for name in FORMATS if name not in ("groupwise", "int8", "dense"))
+# When matrices are decoded: into a buffer as their unit is opened, or to int8 rows while they are
+# multiplied, or never, because they are used as held.
+DecodedAt = Literal["load", "product", "never"]
 # Values of WeightFormat.decoder_in_products.
 IN_PRODUCTS = "mxfp4_in_products", "4bit_in_products"
 
@@ -242,8 +245,8 @@ class WeightFormat:
     """
 
     itemsize: int  # bytes of one number of the compute dtype
-    # Matrices are decoded into a buffer when their unit is opened. Otherwise they are used as held.
-    decodes: ClassVar[bool] = False
+    # When matrices are decoded.
+    decoded_at: ClassVar[DecodedAt] = "never"
     # Name of a tensor that is a matrix of this format in any model. `warm_up` decodes such a
     # matrix.
     sample_name: ClassVar[str] = ""
@@ -254,16 +257,6 @@ class WeightFormat:
     def in_int8(self) -> bool:
         """Whether matrices are multiplied in int8."""
         return False
-
-    @property
-    def requantises(self) -> bool:
-        """Whether matrices become int8 rows while they are multiplied."""
-        return False
-
-    @property
-    def decodes_in_place(self) -> bool:
-        """Whether a matrix is decoded without additional memory."""
-        return True
 
     @property
     def decoder(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, PackedFormat, Shard, TensorLayout
+from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, DecodedAt, PackedFormat, Shard, TensorLayout
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import GROUP, SlotPacking
@@ -44,16 +44,12 @@ class Groupwise(PackedFormat):
         return {"format": FORMAT, "bits": self.bits, "group": GROUP}
 
     @property
-    def decodes(self) -> bool:  # type: ignore[override]
-        return not self.to_int8
+    def decoded_at(self) -> DecodedAt:  # type: ignore[override]
+        return "product" if self.to_int8 else "load"
 
     @property
     def decoder_in_products(self) -> str:
-        return IN_PRODUCTS[1] if self.decodes and self.bits == 4 else ""
-
-    @property
-    def requantises(self) -> bool:
-        return self.to_int8
+        return IN_PRODUCTS[1] if not self.to_int8 and self.bits == 4 else ""
 
     @property
     def in_int8(self) -> bool:
@@ -61,7 +57,7 @@ class Groupwise(PackedFormat):
 
     def layout(self, tensor: TensorSpec) -> TensorLayout:
         columns = tensor.shape[-1]
-        decoded = columns * self.itemsize if self.decodes else 0
+        decoded = 0 if self.to_int8 else columns * self.itemsize
         return self.packed_layout(tensor, SlotPacking(columns, self.bits).slot_bytes, decoded)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:

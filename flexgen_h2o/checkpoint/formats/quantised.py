@@ -59,7 +59,7 @@ class Quantised(WeightFormat):
     left_out: tuple[str, ...] = ()
     # Rows are decoded into int8.
     to_int8: bool = False
-    decodes = True
+    decoded_at = "load"
     by_columns: ClassVar[bool] = False
     # Quantisers of this format convert only modules of transformer blocks.
     in_blocks_only: ClassVar[bool] = False
@@ -69,10 +69,6 @@ class Quantised(WeightFormat):
     @property
     def in_int8(self) -> bool:
         return self.to_int8
-
-    @property
-    def decodes_in_place(self) -> bool:
-        return not self.to_int8 and not self.by_columns
 
     @property
     def decoder(self) -> str:
