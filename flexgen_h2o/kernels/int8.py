@@ -169,9 +169,12 @@ class Int8Rows(_MultipliedInInt8):
             sums = scales + WORD
         return products.job_of(
             inputs.around(ZERO),
-            (start, row_step, n, self.columns),
             bias,
             out,
+            weight=start,
+            row_step=row_step,
+            rows=n,
+            columns=self.columns,
             x_scales=inputs.scales.data_ptr(),
             scales=scales,
             scale_step=step,
@@ -239,13 +242,15 @@ class RequantisedRows(_MultipliedInInt8):
         )
         if not (whole and is_compiled(out) and products.supports(inputs.codes, self.columns)):
             return None
-        weight = self.packed.data_ptr(), self.packed.stride(0), len(self), self.columns
         ends = WORD * SlotPacking(self.columns, 4).value_words
         return products.job_of(
             inputs.around(ZERO),
-            weight,
             bias,
             out,
+            weight=self.packed.data_ptr(),
+            row_step=self.packed.stride(0),
+            rows=len(self),
+            columns=self.columns,
             x_scales=inputs.scales.data_ptr(),
             zero=ZERO,
             ends=ends,

@@ -122,7 +122,13 @@ class DenseRows(RowPart):
             return None
         rows = self.rows
         return products.job_of(
-            inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out
+            inputs,
+            bias,
+            out,
+            weight=rows.data_ptr(),
+            row_step=rows.stride(0) * rows.itemsize,
+            rows=rows.shape[0],
+            columns=rows.shape[1],
         )
 
     def multiply(
@@ -365,7 +371,15 @@ class BlockedRows(RowPart):
         self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> products.ProductJob | None:
         assert inputs.dtype == self.memory.dtype
-        return products.job_of(inputs, (self.memory.data_ptr(), 0, *self.memory.shape), bias, out)
+        return products.job_of(
+            inputs,
+            bias,
+            out,
+            weight=self.memory.data_ptr(),
+            row_step=0,
+            rows=self.memory.shape[0],
+            columns=self.memory.shape[1],
+        )
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         words = self.memory.shape[1] * self.memory.itemsize // WORD

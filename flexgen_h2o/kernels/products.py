@@ -118,35 +118,37 @@ class ProductJob(NamedTuple):
 
 def job_of(
     x: torch.Tensor,
-    weight: tuple[int, int, int, int],
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    *,
+    weight: int,
+    row_step: int,
+    rows: int,
+    columns: int,
     **others: int,
 ) -> ProductJob:
     """Return the ProductJob for these tensors. Raise ValueError if they do not go together.
 
-    x: (rows, columns), for which `supports` is true. weight: its address, bytes from a row to the
-    next (0: blocked), rows and columns. bias: (n,), and out: (rows, n), both of one dtype. others:
-    further fields of the ProductJob.
+    x: (tokens, columns), for which `supports` is true. bias: (rows,), and out: (tokens, rows), both
+    of one dtype. columns: of the weight. The others are fields of the ProductJob.
     """
-    tokens, columns = x.shape
+    tokens = x.shape[0]
     x_step, x_one = x.stride()
     out_step, out_one = out.stride()
-    start, row_step, rows, wanted = weight
     biases = 0
     if bias is not None:
         biases = bias.data_ptr()
         if bias.dtype != out.dtype or bias.shape != (rows,) or bias.stride() != (1,):
             raise mismatch("products: bias and out", bias, out)
-    if x_one != 1 or out_one != 1 or columns != wanted or out.shape != (tokens, rows):
-        raise mismatch(f"products: x, a weight of {rows} x {wanted} and out", x, out)
+    if x_one != 1 or out_one != 1 or x.shape[1] != columns or out.shape != (tokens, rows):
+        raise mismatch(f"products: x, a weight of {rows} x {columns} and out", x, out)
     itemsize = x.itemsize
     return ProductJob(
         first=0,
         tokens=tokens,
         x=x.data_ptr(),
         x_step=x_step * itemsize,
-        weight=start,
+        weight=weight,
         row_step=row_step,
         rows=rows,
         words=columns * itemsize // _WORD,
