@@ -13,13 +13,12 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
 from flexgen_h2o.checkpoint.formats import (
     PackedFormat,
-    PartBytes,
-    TensorLayout,
+    StoredRows,
     checkpoint_format,
     warm_up,
 )
@@ -34,6 +33,7 @@ from flexgen_h2o.checkpoint.safetensors import (
 )
 from flexgen_h2o.checkpoint.writing import (
     RandomValues,
+    WeightSource,
     Written,
     plan_shards,
     record_of,
@@ -44,7 +44,6 @@ from flexgen_h2o.core.files import read_object, write_new
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import GROUP, WORD
 from flexgen_h2o.core.units import PACK_CHUNK
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -53,21 +52,6 @@ if TYPE_CHECKING:
 
 
 RECORD_NAME = "packed_weights.json"
-
-
-class _Weights(Protocol):
-    """A source of weights: a checkpoint or random values."""
-
-    def describe(self, tensor: TensorSpec) -> str:
-        """Return a text for errors that names the tensor and its source."""
-
-    def dtype_of(self, tensor: TensorSpec) -> str: ...
-
-    def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
-        """Return rows [first, end) in a float dtype, on the host.
-
-        The next call may overwrite them.
-        """
 
 
 def pack_checkpoint(
@@ -109,7 +93,7 @@ def pack_random(
 
 
 def _pack(
-    spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, progress: bool
+    spec: ModelSpec, weights: WeightSource, folder: Path, form: PackedFormat, progress: bool
 ) -> Checkpoint:
     tensors = sorted(spec.tensors, key=lambda t: form.layout(t).stored[0].is_values)
     written = [
@@ -126,7 +110,7 @@ def _pack(
             compile_subprocess(
                 form.encode, torch.zeros(1, GROUP, dtype=torch.float32, device="cpu")
             )
-            if (source := checkpoint_format(spec)).decodes:
+            if (source := checkpoint_format(spec)).decoded_at == "load":
                 compile_subprocess(warm_up, source, torch.device("cpu"), torch.float32)
             write_new(
                 temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n"
@@ -136,7 +120,7 @@ def _pack(
     return _open(spec, weights, folder, form)
 
 
-def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) -> Checkpoint:
+def _open(spec: ModelSpec, weights: WeightSource, folder: Path, form: PackedFormat) -> Checkpoint:
     """Return a complete store after a check against its record and the spec.
 
     Somebody may have changed it since it was made.
@@ -169,7 +153,7 @@ def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) 
     return Checkpoint(folder, tensors)
 
 
-def _entry(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Entry:
+def _entry(tensor: TensorSpec, weights: WeightSource, form: PackedFormat) -> Entry:
     (stored,) = form.layout(tensor).stored
     return Entry(
         tensor.key,
@@ -178,7 +162,7 @@ def _entry(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Entry:
     )
 
 
-def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterator[memoryview]:
+def _pieces(tensor: TensorSpec, weights: WeightSource, form: PackedFormat) -> Iterator[memoryview]:
     """Yield the bytes of one tensor, some rows at a time."""
     import torch
 
@@ -195,18 +179,16 @@ def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterat
         yield rows.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-class _Reader:
+class _Reader(WeightSource):
     """The weights of a checkpoint, read past the page cache into one buffer.
 
     Each read overwrites the buffer.
     """
 
     def __init__(self, spec: ModelSpec, source: Checkpoint) -> None:
+        super().__init__(spec)
         self._tensors = source.tensors
-        self._form = checkpoint_format(spec)
         self._buffer: torch.Tensor | None = None
-        # Key and contents of the matrix that was read last.
-        self._whole: tuple[str, PartBytes] | None = None
         self._files: dict[Path, DirectFile] = {}
 
     def describe(self, tensor: TensorSpec) -> str:
@@ -218,46 +200,11 @@ class _Reader:
     def _stored(self, tensor: TensorSpec) -> StoredTensor:
         return self._tensors[self._form.layout(tensor).stored[0].key]
 
-    def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
-        import torch
-
-        layout = self._form.layout(tensor)
-        part = Part("host", first, end)
-        if not layout.decoded_row_bytes and not layout.by_columns:
-            source = self._stored(tensor).rows(first, end)
-            return self._read(source).view(getattr(torch, source.dtype)).view(source.shape)
-        held = self._whole_of(tensor, layout) if layout.by_columns else self._held(layout, part)
-        if not layout.decoded_row_bytes:
-            source = self._stored(tensor)
-            numbers = held.pieces[0].view(getattr(torch, source.dtype)).view(source.shape)
-            return numbers[:, first:end].t().contiguous()
-        return self._form.decode_range(
-            layout,
-            [held],
-            first,
-            torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu"),
-        )
-
-    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> PartBytes:
-        """Return all of a matrix that is stored by columns.
-
-        Any of its rows are spread over all stored bytes, so the matrix is read once and kept for
-        further calls of `rows`.
-        """
-        if self._whole is None or self._whole[0] != tensor.key:
-            self._whole = None
-            self._whole = tensor.key, self._held(layout, Part("host", 0, layout.cut_shape[0]))
-        return self._whole[1]
-
-    def _held(self, layout: TensorLayout, part: Part) -> PartBytes:
-        sources = [
-            (stored, self._tensors[stored.key].rows(*stored.part_rows(part)))
-            for stored in layout.stored
-        ]
-        return PartBytes(
-            part,
-            [stored.held(self._read(source).clone(), source.dtype) for stored, source in sources],
-        )
+    def _bytes_of(
+        self, tensor: TensorSpec, stored: StoredRows, first: int, end: int
+    ) -> tuple[torch.Tensor, str]:
+        source = self._tensors[stored.key].rows(first, end)
+        return self._read(source), source.dtype
 
     def _read(self, source: StoredTensor) -> torch.Tensor:
         from flexgen_h2o.tiers.device import host_buffer

@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.formats import PartBytes, StoredRows, TensorLayout, checkpoint_format
+from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import (
     FROM_ENGINE,
     SAFETENSORS,
@@ -41,7 +42,6 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import open_new, read_json, write_new
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import MIB
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """One file that is to be written. `plan_shards` makes it."""
 
     name: str
@@ -150,7 +150,7 @@ class Shard:
 
 def plan_shards(
     tensors: Iterable[Written], metadata: Mapping[str, str] | None = None
-) -> list[Shard]:
+) -> list[ShardFile]:
     """Return files of at most SHARD_BYTES for the tensors, in order.
 
     One tensor may exceed that size.
@@ -169,11 +169,13 @@ def plan_shards(
         entries = [tensor.entry for tensor in group]
         name = SAFETENSORS[0] if len(groups) == 1 else shard_name(i, len(groups))
         head = header(entries, dict(metadata or {}))
-        shards.append(Shard(name, head, tuple(group), len(head) + sum(e.nbytes for e in entries)))
+        shards.append(
+            ShardFile(name, head, tuple(group), len(head) + sum(e.nbytes for e in entries))
+        )
     return shards
 
 
-def write_shards(folder: Path, shards: list[Shard], title: str, progress: bool) -> None:
+def write_shards(folder: Path, shards: list[ShardFile], title: str, progress: bool) -> None:
     """Write all shards into `folder`. The space of all files is reserved first.
 
     progress: show a bar on stderr. Raises OSError (ENOSPC) if the disk is full.
@@ -268,7 +270,73 @@ def write_random_checkpoint(
     return folder
 
 
-class RandomValues:
+class WeightSource(ABC):
+    """Weights that are decoded some rows at a time: those of a checkpoint, or random ones.
+
+    A matrix that is stored by columns is brought to memory once, whole, and kept until another one
+    is asked for. Any of its rows are spread over all stored bytes.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._form = checkpoint_format(spec)
+        # Key and contents of the last matrix that is stored by columns.
+        self._whole: tuple[str, Shard] | None = None
+
+    @abstractmethod
+    def describe(self, tensor: TensorSpec) -> str:
+        """Return a text for errors that names the tensor and its source."""
+
+    @abstractmethod
+    def dtype_of(self, tensor: TensorSpec) -> str:
+        """Return the dtype of a tensor that is stored as numbers."""
+
+    @abstractmethod
+    def _bytes_of(
+        self, tensor: TensorSpec, stored: StoredRows, first: int, end: int
+    ) -> tuple[torch.Tensor, str]:
+        """Return the bytes (uint8) of rows [first, end) of a stored tensor, and their dtype.
+
+        The next call may overwrite them.
+        """
+
+    def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
+        """Return rows [first, end) of a tensor, decoded to a float dtype, on the host.
+
+        The next call may overwrite them.
+        """
+        import torch
+
+        layout = self._form.layout(tensor)
+        if not layout.decoded_row_bytes:
+            dtype = getattr(torch, self.dtype_of(tensor))
+            if not layout.by_columns:
+                raw, _ = self._bytes_of(tensor, layout.stored[0], first, end)
+                return raw.view(dtype).view(end - first, *tensor.shape[1:])
+            numbers = self._whole_of(tensor, layout).pieces[0].view(dtype).view(layout.cut_shape)
+            return numbers[:, first:end].t().contiguous()
+        shard = (
+            self._whole_of(tensor, layout)
+            if layout.by_columns
+            else self._shard(tensor, layout, first, end)
+        )
+        out = torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu")
+        return self._form.decode_range(layout, [shard], first, out)
+
+    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Shard:
+        if self._whole is None or self._whole[0] != tensor.key:
+            self._whole = None
+            self._whole = tensor.key, self._shard(tensor, layout, 0, layout.cut_shape[0])
+        return self._whole[1]
+
+    def _shard(self, tensor: TensorSpec, layout: TensorLayout, first: int, end: int) -> Shard:
+        pieces = []
+        for stored in layout.stored:
+            raw, dtype = self._bytes_of(tensor, stored, *stored.rows_of(first, end))
+            pieces.append(stored.held(raw.clone(), dtype))
+        return Shard("host", first, end, pieces)
+
+
+class RandomValues(WeightSource):
     """The random weights of a seed, in the format of the model's checkpoints.
 
     Every tensor takes its values from one table of numbers, or from one of bytes. This uses less
@@ -276,11 +344,10 @@ class RandomValues:
     """
 
     def __init__(self, spec: ModelSpec, dtype: str, seed: int) -> None:
+        super().__init__(spec)
         self._spec = spec
-        self._form = checkpoint_format(spec)
         self._dtype = dtype
         self._seed = seed
-        self._whole: tuple[str, PartBytes] | None = None
 
     @cached_property
     def _table(self) -> torch.Tensor:
@@ -338,50 +405,13 @@ class RandomValues:
             for values in self._of_rows(tensor, rows, 0, rows.shape[0]):
                 yield values.contiguous().view(torch.uint8).numpy().data
 
-    def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
-        """Return rows [first, end) of a tensor, decoded."""
+    def _bytes_of(
+        self, tensor: TensorSpec, stored: StoredRows, first: int, end: int
+    ) -> tuple[torch.Tensor, str]:
         import torch
 
-        layout = self._form.layout(tensor)
-        part = Part("host", first, end)
-        if not layout.decoded_row_bytes and not layout.by_columns:
-            values = torch.cat(list(self._of_rows(tensor, layout.stored[0], first, end)))
-            return values.view(end - first, *tensor.shape[1:])
-        held = (
-            self._whole_of(tensor, layout)
-            if layout.by_columns
-            else self._held(tensor, layout, part)
-        )
-        if not layout.decoded_row_bytes:
-            return held.pieces[0].view(layout.cut_shape)[:, first:end].t().contiguous()
-        return self._form.decode_range(
-            layout,
-            [held],
-            first,
-            torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu"),
-        )
-
-    def _held(self, tensor: TensorSpec, layout: TensorLayout, part: Part) -> PartBytes:
-        import torch
-
-        pieces = [
-            (rows, torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part)))))
-            for rows in layout.stored
-        ]
-        return PartBytes(part, [rows.held(raw, rows.dtypes[0]) for rows, raw in pieces])
-
-    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> PartBytes:
-        """Return all of a matrix that is stored by columns.
-
-        Any of its rows are spread over all stored bytes, so the matrix is made once and kept for
-        further calls of `rows`.
-        """
-        if self._whole is None or self._whole[0] != tensor.key:
-            self._whole = (
-                tensor.key,
-                self._held(tensor, layout, Part("host", 0, layout.cut_shape[0])),
-            )
-        return self._whole[1]
+        rows = torch.cat(list(self._of_rows(tensor, stored, first, end)))
+        return rows.view(torch.uint8), stored.dtypes[0]
 
     def _of_rows(
         self, tensor: TensorSpec, rows: StoredRows, first: int, end: int

@@ -129,7 +129,12 @@ class MemoryPlanner:
         On a CPU, dtypes of two bytes are bf16.
         """
         form = self.form
-        return self.device_is_host and not form.decodes and not form.in_int8 and form.itemsize == 2
+        return (
+            self.device_is_host
+            and form.decoded_at == "never"
+            and not form.in_int8
+            and form.itemsize == 2
+        )
 
     @cached_property
     def expert_group(self) -> int:
@@ -400,7 +405,7 @@ class MemoryPlanner:
         tensors = chain(self.spec.embedding, *_blocks(self.spec), self.spec.head)
         shapes = [t.shape for t in tensors if len(t.shape) == 2]
         outer, inner = (max(sizes) for sizes in zip(*shapes, strict=True))
-        requantises = self.form.requantises
+        requantises = self.form.decoded_at == "product"
         rows = max(requantised_bytes(*shape) for shape in shapes) if requantises else 0
         return product_sizes(inputs, inner, outer) | {"int8 rows": rows}
 
@@ -487,7 +492,7 @@ class MemoryPlanner:
         step = max(prefill, decode) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
         step = max(step, sampling + 3 * shape.logits * spec.hidden_size * itemsize)
         step += self._routing_bytes(shape) if spec.experts else 0
-        if self.form.decodes or self.form.in_int8:
+        if self.form.decoded_at == "load" or self.form.in_int8:
             largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
             step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
         return step

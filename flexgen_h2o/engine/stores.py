@@ -26,7 +26,7 @@ import torch
 
 from flexgen_h2o.checkpoint.atomic_folder import check_unchanged
 from flexgen_h2o.checkpoint.formats import (
-    PartBytes,
+    Shard,
     StoredRows,
     TensorLayout,
     WeightFormat,
@@ -39,7 +39,7 @@ from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, joined
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
 from flexgen_h2o.engine.weight_units import streamed_bytes, streamed_part_bytes
-from flexgen_h2o.kernels.linear import LookupRows, RowPart, RowParts, lookup
+from flexgen_h2o.kernels.linear import RowPart, RowParts, lookup
 from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
@@ -87,7 +87,7 @@ class _HeldPart:
     rows: RowParts = ()
 
 
-class _TableRows(LookupRows):
+class TableOnDisk(RowPart):
     """A table on disk. The wanted rows are read, each once.
 
     held: turns rows that were read into parts to look up in.
@@ -148,7 +148,7 @@ class WeightStore:
         decoded: torch.Tensor | None = None,
     ) -> None:
         self.plan = plan
-        self.decodes = form.decodes
+        self.decodes = form.decoded_at == "load"
         self._form = form
         self._mover = mover
         self._workspace = workspace
@@ -197,7 +197,7 @@ class WeightStore:
             rows: RowParts = ()
             if part.tier == "disk" and not streamed:
                 rows = (
-                    _TableRows(
+                    TableOnDisk(
                         self._mover, self._file, pieces[0].source, partial(self._table_of, layout)
                     ),
                 )
@@ -288,11 +288,13 @@ class WeightStore:
         found = {}
         tasks = list[Callable[[], object]]()
         start = 0
+        by_columns = False
         uses_region = self._streams_as_held(unit)
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.key]
             if not layout.decoded_row_bytes:
                 continue
+            by_columns = by_columns or layout.by_columns
             nbytes = layout.shape[0] * layout.decoded_row_bytes
             if (start, layout) not in self._filled:  # made once, then refilled
                 assert self._decoded is not None
@@ -302,7 +304,9 @@ class WeightStore:
                 )
             rows = self._filled[start, layout]
             parts = self._parts[tensor.key]
-            whole = [PartBytes(held.part, self._pieces(held, region)) for held in parts]
+            whole = [
+                Shard(h.part.tier, h.part.start, h.part.end, self._pieces(h, region)) for h in parts
+            ]
             is_streamed = any(held.streamed for held in parts)
             stays = unit in self._experts if self._is_host else not is_streamed
             coded = self._form.coded_parts(layout, whole, rows) if stays else ()
@@ -311,7 +315,9 @@ class WeightStore:
             if not coded:
                 tasks.append(partial(self._form.decode, layout, whole, rows))
             start += round_up(nbytes, ALIGN)
-        if len(tasks) >= _MANY_TASKS and self._is_host and self._form.decodes_in_place:
+        # Other decoders need temporary memory, which must not exist once per thread.
+        in_place = not self._form.in_int8 and not by_columns
+        if len(tasks) >= _MANY_TASKS and self._is_host and in_place:
             parallel_each(tasks, start // len(tasks))
         else:
             for task in tasks:

@@ -278,12 +278,14 @@ class CodedRows(RowPart):
             return None
         from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
 
-        weight = words.data_ptr(), words.stride(0) * words.itemsize, len(self), codes.columns
         return products.job_of(
             inputs,
-            weight,
             bias,
             out,
+            weight=words.data_ptr(),
+            row_step=words.stride(0) * words.itemsize,
+            rows=len(self),
+            columns=codes.columns,
             scales=params.data_ptr(),
             scale_step=params.stride(0) * params.itemsize,
             coded=products.MXFP4 if codes.is_mx else products.PACKED,

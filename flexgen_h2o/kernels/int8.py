@@ -30,7 +30,7 @@ from flexgen_h2o.core.units import (
     UNPACK_CHUNK,
 )
 from flexgen_h2o.kernels import products
-from flexgen_h2o.kernels.linear import RowPart, block_words, multiply_all, words_of_blocks
+from flexgen_h2o.kernels.linear import Product, RowPart, block_words, multiply_all, words_of_blocks
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.workspace import (
     Workspace,
@@ -169,9 +169,12 @@ class Int8Rows(_MultipliedInInt8):
             sums = scales + WORD
         return products.job_of(
             inputs.around(ZERO),
-            (start, row_step, n, self.columns),
             bias,
             out,
+            weight=start,
+            row_step=row_step,
+            rows=n,
+            columns=self.columns,
             x_scales=inputs.scales.data_ptr(),
             scales=scales,
             scale_step=step,
@@ -239,13 +242,15 @@ class RequantisedRows(_MultipliedInInt8):
         )
         if not (whole and is_compiled(out) and products.supports(inputs.codes, self.columns)):
             return None
-        weight = self.packed.data_ptr(), self.packed.stride(0), len(self), self.columns
         ends = WORD * SlotPacking(self.columns, 4).value_words
         return products.job_of(
             inputs.around(ZERO),
-            weight,
             bias,
             out,
+            weight=self.packed.data_ptr(),
+            row_step=self.packed.stride(0),
+            rows=len(self),
+            columns=self.columns,
             x_scales=inputs.scales.data_ptr(),
             zero=ZERO,
             ends=ends,
@@ -259,7 +264,8 @@ class RequantisedRows(_MultipliedInInt8):
             packed = self.packed[rows]
             some = None if bias is None else bias[rows]
             memory = self.workspace.get("int8 rows", len(packed), row_bytes, dtype=torch.uint8)
-            multiply_all([(self._in_int8(packed, memory), inputs, some, out[:, rows], adds)])
+            weight = self._in_int8(packed, memory)
+            multiply_all([Product(weight, inputs, some, out[:, rows], adds)])
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         for some in row_slices(len(ids), self.columns):

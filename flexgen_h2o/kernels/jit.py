@@ -112,6 +112,16 @@ def _pointer(to: Any, kind: Any) -> Any:
     return _cast(_types.CPointer(to), _types.int64, lambda b, x: b.inttoptr(x, kind.as_pointer()))
 
 
+def records_at(record: type) -> Any:
+    """Return an intrinsic that makes an array of the records at an address.
+
+    record: a NamedTuple of ints, each stored as int64. A loop reads its fields by name.
+    """
+    count = len(record._fields)  # type: ignore[attr-defined]
+    kind = _types.NamedUniTuple(_types.int64, count, record)
+    return _pointer(kind, ir.ArrayType(_I64, count))
+
+
 floats_at = _pointer(_types.float32, _F32)
 ints_at = _pointer(_types.int32, _I32)
 longs_at = _pointer(_types.int64, _I64)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -50,7 +50,6 @@ class RowPart(ABC):
         """
         yield slice(0, x.shape[0]), x  # len() of a tensor takes several times as long as shape[0]
 
-    @abstractmethod
     def job(
         self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor
     ) -> products.ProductJob | None:
@@ -58,6 +57,7 @@ class RowPart(ABC):
 
         A job holds addresses, so the tensors must outlive it.
         """
+        return None
 
     def multiply(
         self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
@@ -66,34 +66,38 @@ class RowPart(ABC):
 
         bias: (n,); out: (rows, n), whose rows need not be adjacent.
         """
-        raise NotImplementedError("is multiplied by the compiled loop alone")
+        raise NotImplementedError("is looked up in, or multiplied by the compiled loop alone")
 
     def product(
         self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
     ) -> Product:
-        """Return this part's product, as arguments of `multiply`.
+        """Return this part's product.
 
         start: first row of this part in the matrix; bias and out: of the whole matrix, out is
         (rows, all rows of the matrix).
         """
         here = slice(start, start + len(self))
-        return self, inputs, None if bias is None else bias[here], out[:, here], adds
+        return Product(self, inputs, None if bias is None else bias[here], out[:, here], adds)
 
     @abstractmethod
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the rows `ids` (int64, (n,)) to out (n, columns)."""
 
 
-class LookupRows(RowPart):
-    """Hold rows that are looked up and never multiplied."""
-
-    def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> NoReturn:
-        raise NotImplementedError("a table is looked up in")
-
-
 RowParts = tuple[RowPart, ...]
-# a part, and the arguments of its `multiply`
-Product = tuple[RowPart, Any, torch.Tensor | None, torch.Tensor, bool]
+
+
+class Product(NamedTuple):
+    """Say what one product reads and fills; the arguments of `RowPart.multiply`."""
+
+    part: RowPart
+    inputs: Any  # (rows, columns) in the form that the part's `inputs` yields
+    bias: torch.Tensor | None  # (n,), for the n rows of the part
+    out: torch.Tensor  # (rows, n); its rows need not be adjacent
+    adds: bool  # add to what `out` contains
+
+    def multiply(self) -> None:
+        self.part.multiply(self.inputs, self.bias, self.out, self.adds)
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,13 @@ class DenseRows(RowPart):
             return None
         rows = self.rows
         return products.job_of(
-            inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out
+            inputs,
+            bias,
+            out,
+            weight=rows.data_ptr(),
+            row_step=rows.stride(0) * rows.itemsize,
+            rows=rows.shape[0],
+            columns=rows.shape[1],
         )
 
     def multiply(
@@ -174,13 +184,8 @@ class InputRows(DenseRows):
         out: torch.Tensor,
         adds: bool,
     ) -> Product:
-        return (
-            self,
-            inputs[:, start : start + len(self)],
-            None if start else bias,
-            out,
-            adds or start > 0,
-        )
+        own = inputs[:, start : start + len(self)]
+        return Product(self, own, None if start else bias, out, adds or start > 0)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError("tables of embeddings are not stored so")
@@ -274,7 +279,7 @@ def _products(
 ) -> list[Product]:
     """Return one product per row part."""
     if len(weight) == 1:
-        return [(weight[0], inputs, bias, out, adds)]
+        return [Product(weight[0], inputs, bias, out, adds)]
     found = []
     start = 0
     for part in weight:
@@ -291,18 +296,19 @@ def multiply_all(found: Sequence[Product], relu: bool = False) -> None:
     """
     jobs = []
     others = list[Product]()
-    for part, inputs, bias, out, adds in found:
-        job = part.job(inputs, bias, out)
+    for product in found:
+        job = product.part.job(product.inputs, product.bias, product.out)
         if job is None:
-            others.append((part, inputs, bias, out, adds))
+            others.append(product)
         else:
             jobs.append(job)
     if jobs:
-        products.run(jobs, found[0][0].codes, found[0][3].dtype, found[0][4], relu)
-    for part, inputs, bias, out, adds in others:
-        part.multiply(inputs, bias, out, adds)
+        first = found[0]
+        products.run(jobs, first.part.codes, first.out.dtype, first.adds, relu)
+    for product in others:
+        product.multiply()
         if relu:
-            torch.relu_(out)
+            torch.relu_(product.out)
 
 
 def add_linear(
@@ -365,7 +371,15 @@ class BlockedRows(RowPart):
         self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> products.ProductJob | None:
         assert inputs.dtype == self.memory.dtype
-        return products.job_of(inputs, (self.memory.data_ptr(), 0, *self.memory.shape), bias, out)
+        return products.job_of(
+            inputs,
+            bias,
+            out,
+            weight=self.memory.data_ptr(),
+            row_step=0,
+            rows=self.memory.shape[0],
+            columns=self.memory.shape[1],
+        )
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         words = self.memory.shape[1] * self.memory.itemsize // WORD

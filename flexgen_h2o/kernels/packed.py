@@ -12,7 +12,7 @@ import torch
 from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.linear import LookupRows
+from flexgen_h2o.kernels.linear import RowPart
 from flexgen_h2o.kernels.ops import op_on, run_loop
 from flexgen_h2o.kernels.workspace import (
     element_of,
@@ -79,7 +79,7 @@ def _unpack_kernel(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.
     return out
 
 
-class PackedTable(LookupRows):
+class PackedTable(RowPart):
     """Hold packed rows (n, row bytes), uint8, and decode those that are looked up.
 
     bits: per value.

@@ -82,7 +82,8 @@ def supports(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
 class ProductJob(NamedTuple):
     """Describe the product of some input rows with some rows of a weight, for the compiled loop.
 
-    Made by `job_of`. All steps are in bytes, and all tensors are addresses.
+    Made by `job_of`, and read by name in the loop. All steps are in bytes, and all tensors are
+    addresses.
     """
 
     # panels (BLOCK_ROWS rows of a weight) of the jobs before this one; `run` sets it
@@ -117,41 +118,43 @@ class ProductJob(NamedTuple):
 
 def job_of(
     x: torch.Tensor,
-    weight: tuple[int, int, int, int],
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    *,
+    weight: int,
+    row_step: int,
+    rows: int,
+    columns: int,
     **others: int,
 ) -> ProductJob:
     """Return the ProductJob for these tensors. Raise ValueError if they do not go together.
 
-    x: (rows, columns), for which `supports` is true. weight: its address, bytes from a row to the
-    next (0: blocked), rows and columns. bias: (n,), and out: (rows, n), both of one dtype. others:
-    further fields of the ProductJob.
+    x: (tokens, columns), for which `supports` is true. bias: (rows,), and out: (tokens, rows), both
+    of one dtype. columns: of the weight. The others are fields of the ProductJob.
     """
-    tokens, columns = x.shape
+    tokens = x.shape[0]
     x_step, x_one = x.stride()
     out_step, out_one = out.stride()
-    start, row_step, rows, wanted = weight
     biases = 0
     if bias is not None:
         biases = bias.data_ptr()
         if bias.dtype != out.dtype or bias.shape != (rows,) or bias.stride() != (1,):
             raise mismatch("products: bias and out", bias, out)
-    if x_one != 1 or out_one != 1 or columns != wanted or out.shape != (tokens, rows):
-        raise mismatch(f"products: x, a weight of {rows} x {wanted} and out", x, out)
+    if x_one != 1 or out_one != 1 or x.shape[1] != columns or out.shape != (tokens, rows):
+        raise mismatch(f"products: x, a weight of {rows} x {columns} and out", x, out)
     itemsize = x.itemsize
     return ProductJob(
-        0,
-        tokens,
-        x.data_ptr(),
-        x_step * itemsize,
-        start,
-        row_step,
-        rows,
-        columns * itemsize // _WORD,
-        biases,
-        out.data_ptr(),
-        out_step * out.itemsize,
+        first=0,
+        tokens=tokens,
+        x=x.data_ptr(),
+        x_step=x_step * itemsize,
+        weight=weight,
+        row_step=row_step,
+        rows=rows,
+        words=columns * itemsize // _WORD,
+        bias=biases,
+        out=out.data_ptr(),
+        out_step=out_step * out.itemsize,
         **others,
     )
 
@@ -170,7 +173,7 @@ def run(
     nbytes = 0
     for job in jobs:
         count = -(-job.rows // BLOCK_ROWS)
-        table.append((panels, *job[1:]))
+        table.append(job._replace(first=panels))
         panels += count
         nbytes += count * BLOCK_ROWS * job.words * _WORD * (1 + job.tokens // _AS_LONG)
     numbers = np.array(table, dtype=np.int64)

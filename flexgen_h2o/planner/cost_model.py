@@ -344,7 +344,7 @@ class CostModel:
         which an embedding looks up is unpacked.
         """
         layer = self.layers.layers[index]
-        if not self.memory.form.decodes:
+        if self.memory.form.decoded_at != "load":
             return StepCost(0.0, 0.0, 0.0)
         few = self.reads_codes and layer.unit != self.layers.layers[0].unit
         few = few and all(
@@ -522,7 +522,9 @@ class CostModel:
                 rate = rates.matmul_rate(rows, product.inner, product.outer)
                 if self.memory.form.in_int8:
                     rate *= (
-                        rates.int4_speedup if self.memory.form.requantises else rates.int8_speedup
+                        rates.int4_speedup
+                        if self.memory.form.decoded_at == "product"
+                        else rates.int8_speedup
                     ).at(rows)
                 elif product.blocked:
                     rate *= rates.blocked_speedup.at(rows)
@@ -1082,7 +1084,7 @@ def _products(at: CostModel, unit: WeightUnit, rows: int) -> tuple[Product, ...]
     packed matrix is whole once it is unpacked, or is multiplied as it is. Resident parts are
     blocked.
     """
-    shares = WHOLE if at.memory.form.decodes else at.memory.weight_shares
+    shares = WHOLE if at.memory.form.decoded_at == "load" else at.memory.weight_shares
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
     blocks = at.memory.blocks_rows
     found = tuple(

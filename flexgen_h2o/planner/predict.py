@@ -504,7 +504,7 @@ class _WeightStream(BaseWeightStream[None]):
         self._sim = sim
         self._nbytes = [weight_ring_bytes(costs, unit) for unit in costs.layers.units]
         self._coded = {layer.unit for layer in layers if costs.decodes_in_products(layer)}
-        self.decodes = costs.memory.form.decodes
+        self.decodes = costs.memory.form.decoded_at == "load"
         ring = sim.ring("weight ring")
         ahead = len(layers) if costs.policy.overlap else 0
         # One more sweep: the engine loads ahead for later sweeps and for the next block.

@@ -7,14 +7,19 @@ embeddings are plain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout, WeightFormat, plain_layout
+from flexgen_h2o.checkpoint.formats import (
+    Shard,
+    StoredRows,
+    TensorLayout,
+    WeightFormat,
+    plain_layout,
+)
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +29,7 @@ OFFSET_ROWS = 24
 
 @dataclass(frozen=True)
 class Offset(WeightFormat):
-    decodes = True
+    decoded_at = "load"
 
     def layout(self, tensor: TensorSpec) -> TensorLayout:
         if len(tensor.shape) != 2 or "embed" in tensor.name:
@@ -43,17 +48,15 @@ class Offset(WeightFormat):
         )
         return TensorLayout(tensor.shape, stored, columns * self.itemsize)
 
-    def decode_rows(
-        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> None:
+    def decode_rows(self, layout: TensorLayout, shard: Shard, out: torch.Tensor) -> None:
         import torch
 
-        numbers, offsets = (piece.view(torch.float32) for piece in pieces)
+        numbers, offsets = (piece.view(torch.float32) for piece in shard.pieces)
         rows = (
-            torch.arange(part.start, part.end, device=out.device) // OFFSET_ROWS
-            - part.start // OFFSET_ROWS
+            torch.arange(shard.start, shard.end, device=out.device) // OFFSET_ROWS
+            - shard.start // OFFSET_ROWS
         )
-        out.copy_(numbers.view(part.rows, -1) + offsets[rows, None])
+        out.copy_(numbers.view(shard.rows, -1) + offsets[rows, None])
 
 
 def recognise(

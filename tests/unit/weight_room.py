@@ -122,7 +122,7 @@ class Room:
         shares = tier_shares(policy.weight_shares, device.is_host)
         decoded = (
             host_buffer(plan.size("unpacked weights"))
-            if form is not None and form.decodes
+            if form is not None and form.decoded_at == "load"
             else None
         )
         self.store = WeightStore(

@@ -8,11 +8,11 @@ it. Plans ask formats for bytes, so torch is imported only in the functions that
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, WIDE, Policy
 from flexgen_h2o.core.errors import UsageError
@@ -39,6 +39,9 @@ FORMATS = {
 }
 # Formats of checkpoints. The others follow from the switches of a policy, or from their absence.
 QUANTISED = tuple(name for name in FORMATS if name not in ("groupwise", "int8", "dense"))
+# When matrices are decoded: into a buffer as their unit is opened, or to int8 rows while they are
+# multiplied, or never, because they are used as held.
+DecodedAt = Literal["load", "product", "never"]
 # Values of WeightFormat.decoder_in_products.
 IN_PRODUCTS = "mxfp4_in_products", "4bit_in_products"
 
@@ -192,24 +195,21 @@ def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
     return split_rows(shape[0], shares, BLOCK_ROWS if shape[0] >= CUT_IN_BLOCKS else ROW_BLOCK)
 
 
-class PartBytes(NamedTuple):
-    """A part of a matrix with the bytes that it needs of each stored tensor."""
+@dataclass(frozen=True, eq=False)
+class Shard(Part):
+    """Rows [start, end) of a matrix, with the bytes that they need of each stored tensor."""
 
-    part: Part
-    pieces: Sequence[torch.Tensor]  # one uint8 tensor per StoredRows of the layout, in its order
+    # One uint8 tensor per StoredRows of the layout, in its order.
+    pieces: Sequence[torch.Tensor]
 
-
-def pieces_of(
-    layout: TensorLayout, held: PartBytes, first: int, end: int
-) -> Iterator[torch.Tensor]:
-    """Yield, for each stored tensor, the bytes (uint8) that rows [first, end) of the matrix need.
-
-    The rows must lie in `held.part`.
-    """
-    for stored, piece in zip(layout.stored, held.pieces, strict=True):
-        begin, _ = stored.part_rows(held.part)
-        a, b = stored.rows_of(first, end)
-        yield piece[(a - begin) * stored.row_bytes : (b - begin) * stored.row_bytes]
+    def cut(self, layout: TensorLayout, start: int, end: int) -> Shard:
+        """Return the rows [start, end) of the matrix, which must lie in this shard; views."""
+        pieces = []
+        for stored, piece in zip(layout.stored, self.pieces, strict=True):
+            begin, _ = stored.part_rows(self)
+            a, b = stored.rows_of(start, end)
+            pieces.append(piece[(a - begin) * stored.row_bytes : (b - begin) * stored.row_bytes])
+        return Shard(self.tier, start, end, pieces)
 
 
 def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
@@ -245,8 +245,8 @@ class WeightFormat:
     """
 
     itemsize: int  # bytes of one number of the compute dtype
-    # Matrices are decoded into a buffer when their unit is opened. Otherwise they are used as held.
-    decodes: ClassVar[bool] = False
+    # When matrices are decoded.
+    decoded_at: ClassVar[DecodedAt] = "never"
     # Name of a tensor that is a matrix of this format in any model. `warm_up` decodes such a
     # matrix.
     sample_name: ClassVar[str] = ""
@@ -257,16 +257,6 @@ class WeightFormat:
     def in_int8(self) -> bool:
         """Whether matrices are multiplied in int8."""
         return False
-
-    @property
-    def requantises(self) -> bool:
-        """Whether matrices become int8 rows while they are multiplied."""
-        return False
-
-    @property
-    def decodes_in_place(self) -> bool:
-        """Whether a matrix is decoded without additional memory."""
-        return True
 
     @property
     def decoder(self) -> str:
@@ -329,7 +319,7 @@ class WeightFormat:
         rows = blank_int8_rows(memory.view(layout.shape[0], -1))
         return tuple(Int8Rows(some, layout.shape[1], workspace) for some in rows)
 
-    def decode(self, layout: TensorLayout, held: Sequence[PartBytes], out: RowParts) -> None:
+    def decode(self, layout: TensorLayout, held: Sequence[Shard], out: RowParts) -> None:
         """Fill a matrix. held: all its rows, in order."""
         from flexgen_h2o.kernels.linear import DenseRows
 
@@ -338,7 +328,7 @@ class WeightFormat:
         self.decode_range(layout, held, 0, whole.rows)
 
     def coded_parts(
-        self, layout: TensorLayout, held: Sequence[PartBytes], decoded: RowParts
+        self, layout: TensorLayout, held: Sequence[Shard], decoded: RowParts
     ) -> RowParts:
         """Return the rows of a matrix that products read from their codes while inputs are few.
 
@@ -355,14 +345,12 @@ class WeightFormat:
         if len(held) > 1 and triton.supports(*held[0].pieces):
             return ()
         assert isinstance(whole, DenseRows)
-        found = [
-            (self.codes(layout, one), whole.rows[one.part.start : one.part.end]) for one in held
-        ]
+        found = [(self.codes(layout, one), whole.rows[one.start : one.end]) for one in held]
         if not all(can_multiply_codes(codes, rows) for codes, rows in found):
             return ()
         return tuple(CodedRows(codes, DenseRows(rows)) for codes, rows in found)
 
-    def codes(self, layout: TensorLayout, held: PartBytes) -> Codes:
+    def codes(self, layout: TensorLayout, shard: Shard) -> Codes:
         """Return some rows of a matrix as products read them.
 
         Formats without this method are decoded.
@@ -370,27 +358,24 @@ class WeightFormat:
         raise NotImplementedError
 
     def decode_range(
-        self, layout: TensorLayout, held: Sequence[PartBytes], first: int, out: torch.Tensor
+        self, layout: TensorLayout, held: Sequence[Shard], first: int, out: torch.Tensor
     ) -> torch.Tensor:
         """Fill `out` with rows from `first` on, and return it.
 
-        out: (n, columns), a float dtype. held: parts that contain those rows.
+        out: (n, columns), a float dtype. held: shards that contain those rows.
         """
         for one in held:
-            begin = max(first, one.part.start)
-            end = min(first + len(out), one.part.end)
+            begin = max(first, one.start)
+            end = min(first + len(out), one.end)
             if begin < end:
-                part = Part(one.part.tier, begin, end)
-                pieces = [*pieces_of(layout, one, begin, end)]
-                self.decode_rows(layout, part, pieces, out[begin - first : end - first])
+                some = one.cut(layout, begin, end)
+                self.decode_rows(layout, some, out[begin - first : end - first])
         return out
 
-    def decode_rows(
-        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> None:
-        """Fill `out` with the rows of a part.
+    def decode_rows(self, layout: TensorLayout, shard: Shard, out: torch.Tensor) -> None:
+        """Fill `out` with the rows of a shard.
 
-        out: (rows of the part, columns), a float dtype, with contiguous rows.
+        out: (rows of the shard, columns), a float dtype, with contiguous rows.
         """
         raise NotImplementedError
 
@@ -532,7 +517,7 @@ def warm_up(
         if layout.decoded_row_bytes:
             memory = torch.zeros(rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)
             weight = form.decoded_parts(layout, memory, workspace)
-            held = [PartBytes(part, pieces)]
+            held = [Shard(part.tier, part.start, part.end, pieces)]
             form.decode(layout, held, weight)
             if is_last:
                 coded = form.coded_parts(layout, held, weight)

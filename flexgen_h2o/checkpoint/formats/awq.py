@@ -14,11 +14,11 @@ number = (code - zero) x scale. The matrix is stored by columns, so its parts ar
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
     Rules,
@@ -27,11 +27,11 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     patterns_of,
     read_group,
     refused,
+    scales_of_groups,
     settings_of,
 )
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class Awq(Quantised):
     in_blocks_only = True
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        rows, columns = tensor.shape
+        columns = tensor.shape[1]
         words = self.multiple(tensor, 0, _PER_WORD)
         index = tensor.index
         group = self.group or columns
@@ -84,25 +84,11 @@ class Awq(Quantised):
                 index=index,
                 random=_RANDOM_ZEROS,
             ),
-            StoredRows(
-                names_of(tensor, "scales"),
-                (groups, rows),
-                ("float16", "bfloat16", "float32"),
-                4 * rows,
-                group,
-                in_float32=True,
-                index=index,
-                random=_RANDOM_SCALES,
-            ),
+            scales_of_groups(tensor, groups, group, _RANDOM_SCALES),
         )
 
     def decode_columns(
-        self,
-        layout: TensorLayout,
-        part: Part,
-        pieces: Sequence[torch.Tensor],
-        first: int,
-        out: torch.Tensor,
+        self, layout: TensorLayout, shard: Shard, first: int, out: torch.Tensor
     ) -> None:
         import torch
 
@@ -114,13 +100,13 @@ class Awq(Quantised):
         some = slice(first, first + len(out))
         words, zero_words = (
             piece.view(torch.int32).view(-1, rows // _PER_WORD)[:, begin:end]
-            for piece in pieces[:2]
+            for piece in shard.pieces[:2]
         )
         skip = first - begin * _PER_WORD
         zeros = awq_parted(zero_words)[:, skip:][:, : len(out)]
-        scales = pieces[2].view(torch.float32).view(-1, rows)[:, some]
+        scales = shard.pieces[2].view(torch.float32).view(-1, rows)[:, some]
         group = self.group or columns
-        unpack_awq(words, skip, scales, zeros, Groups(group, part.start % group), out)
+        unpack_awq(words, skip, scales, zeros, Groups(group, shard.start % group), out)
 
 
 def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Awq | None:

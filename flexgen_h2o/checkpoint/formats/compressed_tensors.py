@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
     Rules,
@@ -39,7 +39,6 @@ from flexgen_h2o.checkpoint.formats.quantised import (
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -144,9 +143,7 @@ class CompressedTensors(Quantised):
             StoredRows(name, shape, ("I32",), 4 * groups, per_word, index=index, random=middle),
         )
 
-    def decode_rows(
-        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> None:
+    def decode_rows(self, layout: TensorLayout, shard: Shard, out: torch.Tensor) -> None:
         import torch
 
         from flexgen_h2o.kernels.quantised import Groups, unpack_integers
@@ -154,18 +151,19 @@ class CompressedTensors(Quantised):
 
         columns = layout.shape[1]
         groups = layout.stored[1].shape[1]
-        codes = pieces[0].view(part.rows, -1)
-        scales = pieces[1].view(torch.float32).view(-1, groups)
+        codes = shard.pieces[0].view(shard.rows, -1)
+        scales = shard.pieces[1].view(torch.float32).view(-1, groups)
         of_columns = Groups(self.group or columns)
         per_word = _WORD_BITS // self.bits
         if self.symmetric:
             unpack_integers(codes, self.bits, scales, None, of_columns, out, self.whole)
             return
-        words = pieces[2].view(torch.int32).view(-1, groups)
-        for some in row_slices(part.rows, columns):
-            rows = torch.arange(part.start + some.start, part.start + some.stop, device=out.device)
+        words = shard.pieces[2].view(torch.int32).view(-1, groups)
+        for some in row_slices(shard.rows, columns):
+            first = shard.start + some.start
+            rows = torch.arange(first, shard.start + some.stop, device=out.device)
             shifts = (self.bits * (rows % per_word)).unsqueeze(1)
-            zeros = (words[rows // per_word - part.start // per_word] >> shifts).bitwise_and_(
+            zeros = (words[rows // per_word - shard.start // per_word] >> shifts).bitwise_and_(
                 (1 << self.bits) - 1
             )
             unpack_integers(

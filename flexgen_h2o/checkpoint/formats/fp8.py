@@ -10,11 +10,11 @@ stored as:
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
     Rules,
@@ -26,7 +26,6 @@ from flexgen_h2o.checkpoint.formats.quantised import (
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -83,17 +82,15 @@ class BlockFp8(Quantised):
             ),
         )
 
-    def decode_rows(
-        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> None:
+    def decode_rows(self, layout: TensorLayout, shard: Shard, out: torch.Tensor) -> None:
         import torch
 
         from flexgen_h2o.kernels.quantised import unpack_fp8
 
-        codes = pieces[0].view(part.rows, -1)
-        scales = pieces[1].view(torch.float32)
+        codes = shard.pieces[0].view(shard.rows, -1)
+        scales = shard.pieces[1].view(torch.float32)
         wide = layout.stored[1].shape[1]
-        unpack_fp8(codes, scales.view(-1, wide), self.block, part.start % self.block[0], out)
+        unpack_fp8(codes, scales.view(-1, wide), self.block, shard.start % self.block[0], out)
 
 
 def recognise(

@@ -15,12 +15,12 @@ itself. The matrix is stored by columns, so its parts are runs of columns. Each 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
     Rules,
@@ -29,12 +29,12 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     patterns_of,
     read_group,
     refused,
+    scales_of_groups,
     settings_of,
 )
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -131,28 +131,14 @@ class Gptq(Quantised):
                 index=index,
                 random=zero,
             ),
-            StoredRows(
-                names_of(tensor, "scales"),
-                (groups, rows),
-                ("float16", "bfloat16", "float32"),
-                4 * rows,
-                0,
-                in_float32=True,
-                index=index,
-                random=scale,
-            ),
+            scales_of_groups(tensor, groups, 0, scale),
             StoredRows(
                 names_of(tensor, "g_idx"), (columns,), ("I32",), 4, index=index, random=in_order
             ),
         )
 
     def decode_columns(
-        self,
-        layout: TensorLayout,
-        part: Part,
-        pieces: Sequence[torch.Tensor],
-        first: int,
-        out: torch.Tensor,
+        self, layout: TensorLayout, shard: Shard, first: int, out: torch.Tensor
     ) -> None:
         import torch
 
@@ -160,16 +146,16 @@ class Gptq(Quantised):
 
         rows, columns = layout.shape
         per_word = _WORD_BITS // self.bits
-        words, zero_words = (piece.view(torch.int32) for piece in pieces[:2])
+        words, zero_words = (piece.view(torch.int32) for piece in shard.pieces[:2])
         some = slice(first, first + len(out))
         begin = first // per_word
         zero_words = zero_words.view(-1, rows // per_word)[:, begin : -(-some.stop // per_word)]
         zeros = parted(zero_words, self.bits).add_(self.more)[:, first - begin * per_word :][
             :, : len(out)
         ]
-        scales = pieces[2].view(torch.float32).view(-1, rows)[:, some]
+        scales = shard.pieces[2].view(torch.float32).view(-1, rows)[:, some]
         try:
-            groups = stored_groups(pieces[3], len(scales), self.group or columns, part.start)
+            groups = stored_groups(shard.pieces[3], len(scales), self.group or columns, shard.start)
         except ValueError as error:
             raise UsageError(
                 f"tensor {layout.stored[3].key!r} {error}; download the checkpoint again"

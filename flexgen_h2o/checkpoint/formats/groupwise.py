@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, PackedFormat, PartBytes, TensorLayout
+from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, DecodedAt, PackedFormat, Shard, TensorLayout
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import GROUP, SlotPacking
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -45,16 +44,12 @@ class Groupwise(PackedFormat):
         return {"format": FORMAT, "bits": self.bits, "group": GROUP}
 
     @property
-    def decodes(self) -> bool:  # type: ignore[override]
-        return not self.to_int8
+    def decoded_at(self) -> DecodedAt:  # type: ignore[override]
+        return "product" if self.to_int8 else "load"
 
     @property
     def decoder_in_products(self) -> str:
-        return IN_PRODUCTS[1] if self.decodes and self.bits == 4 else ""
-
-    @property
-    def requantises(self) -> bool:
-        return self.to_int8
+        return IN_PRODUCTS[1] if not self.to_int8 and self.bits == 4 else ""
 
     @property
     def in_int8(self) -> bool:
@@ -62,7 +57,7 @@ class Groupwise(PackedFormat):
 
     def layout(self, tensor: TensorSpec) -> TensorLayout:
         columns = tensor.shape[-1]
-        decoded = columns * self.itemsize if self.decodes else 0
+        decoded = 0 if self.to_int8 else columns * self.itemsize
         return self.packed_layout(tensor, SlotPacking(columns, self.bits).slot_bytes, decoded)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -87,17 +82,15 @@ class Groupwise(PackedFormat):
             return (RequantisedRows(packed, layout.shape[1], workspace),)
         return (PackedTable(packed, self.bits),)
 
-    def codes(self, layout: TensorLayout, held: PartBytes) -> Codes:
+    def codes(self, layout: TensorLayout, shard: Shard) -> Codes:
         from flexgen_h2o.kernels.coded import groupwise_codes
 
-        return groupwise_codes(held.pieces[0].view(held.part.rows, -1), self.bits, layout.shape[1])
+        return groupwise_codes(shard.pieces[0].view(shard.rows, -1), self.bits, layout.shape[1])
 
-    def decode_rows(
-        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> None:
+    def decode_rows(self, layout: TensorLayout, shard: Shard, out: torch.Tensor) -> None:
         from flexgen_h2o.kernels.packed import unpack_rows
 
-        unpack_rows(pieces[0].view(part.rows, -1), self.bits, out)
+        unpack_rows(shard.pieces[0].view(shard.rows, -1), self.bits, out)
 
 
 def recognise(

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.formats import (
     IN_PRODUCTS,
-    PartBytes,
+    Shard,
     StoredRows,
     TensorLayout,
-    pieces_of,
 )
 from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
@@ -30,7 +29,6 @@ from flexgen_h2o.checkpoint.formats.quantised import (
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -83,37 +81,32 @@ class Mxfp4(Quantised):
             ),
         )
 
-    def codes(self, layout: TensorLayout, held: PartBytes) -> Codes:
+    def codes(self, layout: TensorLayout, shard: Shard) -> Codes:
         from flexgen_h2o.kernels.coded import mxfp4_codes
 
-        return mxfp4_codes(*_shaped(held.part.rows, held.pieces))
+        return mxfp4_codes(*_shaped(shard))
 
-    def decode_rows(
-        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> None:
+    def decode_rows(self, layout: TensorLayout, shard: Shard, out: torch.Tensor) -> None:
         from flexgen_h2o.kernels.quantised import unpack_mxfp4
 
-        unpack_mxfp4(*_shaped(part.rows, pieces), out)
+        unpack_mxfp4(*_shaped(shard), out)
 
-    def fill_blocks(
-        self, layout: TensorLayout, held: Sequence[PartBytes], out: BlockedInt8
-    ) -> bool:
+    def fill_blocks(self, layout: TensorLayout, held: Sequence[Shard], out: BlockedInt8) -> bool:
         from flexgen_h2o.kernels.quantised import fill_blocks_from_mxfp4
 
         for one in held:
-            first = one.part.start
-            end = min(one.part.end, len(out))
-            if first < end:
-                codes = _shaped(end - first, [*pieces_of(layout, one, first, end)])
-                if not fill_blocks_from_mxfp4(*codes, first, out):
+            end = min(one.end, len(out))
+            if one.start < end:
+                codes = _shaped(one.cut(layout, one.start, end))
+                if not fill_blocks_from_mxfp4(*codes, one.start, out):
                     return False
         return True
 
 
-def _shaped(rows: int, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _shaped(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pieces of some rows as blocks and scales, with their shapes."""
-    blocks, scales = pieces
-    return blocks.view(rows, -1, _BLOCK // 2), scales.view(rows, -1)
+    blocks, scales = shard.pieces
+    return blocks.view(shard.rows, -1, _BLOCK // 2), scales.view(shard.rows, -1)
 
 
 def recognise(

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flexgen_h2o.checkpoint.formats import (
-    PartBytes,
+    Shard,
     StoredRows,
     TensorLayout,
     WeightFormat,
@@ -24,7 +24,6 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import int8_row_bytes
-from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +59,7 @@ class Quantised(WeightFormat):
     left_out: tuple[str, ...] = ()
     # Rows are decoded into int8.
     to_int8: bool = False
-    decodes = True
+    decoded_at = "load"
     by_columns: ClassVar[bool] = False
     # Quantisers of this format convert only modules of transformer blocks.
     in_blocks_only: ClassVar[bool] = False
@@ -70,10 +69,6 @@ class Quantised(WeightFormat):
     @property
     def in_int8(self) -> bool:
         return self.to_int8
-
-    @property
-    def decodes_in_place(self) -> bool:
-        return not self.to_int8 and not self.by_columns
 
     @property
     def decoder(self) -> str:
@@ -103,30 +98,23 @@ class Quantised(WeightFormat):
         return TensorLayout(tensor.shape, self.stored_rows(tensor), decoded, self.by_columns)
 
     def decode_range(
-        self, layout: TensorLayout, held: Sequence[PartBytes], first: int, out: torch.Tensor
+        self, layout: TensorLayout, held: Sequence[Shard], first: int, out: torch.Tensor
     ) -> torch.Tensor:
         if not self.by_columns:
             return super().decode_range(layout, held, first, out)
         from flexgen_h2o.kernels.workspace import row_slices
 
         for some in row_slices(len(out), layout.shape[1]):  # slices keep temporary memory small
-            for part, pieces in held:
-                self.decode_columns(
-                    layout, part, pieces, first + some.start, out[some, part.start : part.end]
-                )
+            for one in held:
+                self.decode_columns(layout, one, first + some.start, out[some, one.start : one.end])
         return out
 
     def decode_columns(
-        self,
-        layout: TensorLayout,
-        part: Part,
-        pieces: Sequence[torch.Tensor],
-        first: int,
-        out: torch.Tensor,
+        self, layout: TensorLayout, shard: Shard, first: int, out: torch.Tensor
     ) -> None:
-        """Fill `out` from a part of a matrix that is stored by columns.
+        """Fill `out` from a shard of a matrix that is stored by columns.
 
-        out: (rows from `first` on, columns of the part), a float dtype.
+        out: (rows from `first` on, columns of the shard), a float dtype.
         """
         raise NotImplementedError
 
@@ -144,7 +132,7 @@ class Quantised(WeightFormat):
             )
         return tensor.shape[axis] // of
 
-    def decode(self, layout: TensorLayout, held: Sequence[PartBytes], out: RowParts) -> None:
+    def decode(self, layout: TensorLayout, held: Sequence[Shard], out: RowParts) -> None:
         if not self.to_int8:
             super().decode(layout, held, out)
             return
@@ -173,9 +161,7 @@ class Quantised(WeightFormat):
             )
             fill_int8_rows(here, done + some.start, parts)
 
-    def fill_blocks(
-        self, layout: TensorLayout, held: Sequence[PartBytes], out: BlockedInt8
-    ) -> bool:
+    def fill_blocks(self, layout: TensorLayout, held: Sequence[Shard], out: BlockedInt8) -> bool:
         """Fill the first rows of a matrix as int8 rows in one pass.
 
         Returns False if no loop does that.
@@ -187,6 +173,27 @@ def names_of(tensor: TensorSpec, kind: str) -> tuple[str, ...]:
     """Return the names under which `base`.kind of a matrix `base`.weight may be stored."""
     return tuple(
         f"{name.removesuffix('.weight')}.{kind}" for name in (tensor.name, *tensor.aliases)
+    )
+
+
+def scales_of_groups(
+    tensor: TensorSpec, groups: int, columns_per_row: int, random: tuple[bytes, bytes]
+) -> StoredRows:
+    """Return the stored tensor `base`.scales (groups, N) of a matrix `base`.weight (N, K).
+
+    columns_per_row: columns of the matrix that share a row of scales; 0: parts need all scales.
+    random: as StoredRows.random.
+    """
+    rows = tensor.shape[0]
+    return StoredRows(
+        names_of(tensor, "scales"),
+        (groups, rows),
+        ("float16", "bfloat16", "float32"),
+        4 * rows,
+        columns_per_row,
+        in_float32=True,
+        index=tensor.index,
+        random=random,
     )
 
 

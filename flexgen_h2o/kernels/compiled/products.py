@@ -50,6 +50,7 @@ from flexgen_h2o.kernels.jit import (
     longs_at,
     number_at,
     planes,
+    records_at,
     rounded,
     set_number,
 )
@@ -67,7 +68,7 @@ _AMX_FEW = 128
 _GROUP_WORDS = GROUP // 4
 _PACKED_WORDS = GROUP // 2
 _MXFP4_WORDS = CHUNK // 2
-_FIELDS = len(ProductJob._fields)
+_jobs_at = records_at(ProductJob)
 _part_end = jit(part_end)
 
 
@@ -113,8 +114,8 @@ def multiply(kind, element, table, ending, threads, first, end):  # type: ignore
             number = _job_of(jobs, count, number, panel)
             after = panel + 1 if panel + 1 < end else upcoming
             ahead = _job_of(jobs, count, number, after)
-            job = _job(jobs, number)
-            next_job = _job(jobs, ahead)
+            job = _jobs_at(jobs)[number]
+            next_job = _jobs_at(jobs)[ahead]
             come = np.int64(0), np.int64(0), np.int64(0)
             if after < panels and next_job.ends == 0:
                 come = _place(
@@ -130,36 +131,9 @@ def multiply(kind, element, table, ending, threads, first, end):  # type: ignore
 @jit
 def _job_of(jobs, count, number, panel):  # type: ignore[no-untyped-def]
     """Return the number of the job to which a panel belongs, searching from `number` on."""
-    while number + 1 < count and longs_at(jobs + 8 * _FIELDS * (number + 1))[0] <= panel:
+    while number + 1 < count and _jobs_at(jobs)[number + 1].first <= panel:
         number += 1
     return number
-
-
-@jit
-def _job(jobs, number):  # type: ignore[no-untyped-def]
-    f = longs_at(jobs + 8 * _FIELDS * number)
-    return ProductJob(
-        f[0],
-        f[1],
-        f[2],
-        f[3],
-        f[4],
-        f[5],
-        f[6],
-        f[7],
-        f[8],
-        f[9],
-        f[10],
-        f[11],
-        f[12],
-        f[13],
-        f[14],
-        f[15],
-        f[16],
-        f[17],
-        f[18],
-        f[19],
-    )
 
 
 @jit

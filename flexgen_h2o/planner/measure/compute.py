@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.checkpoint.formats import PartBytes, TensorLayout, WeightFormat, weight_format
+from flexgen_h2o.checkpoint.formats import Shard, TensorLayout, WeightFormat, weight_format
 from flexgen_h2o.checkpoint.writing import any_bytes
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
@@ -32,7 +32,6 @@ from flexgen_h2o.planner.measure.bench import (
     speedups,
 )
 from flexgen_h2o.planner.profile import MAX_SPEEDUP, ComputeRates, Curve
-from flexgen_h2o.tiers.stream import Part
 
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 # A quantization_config of each format whose decoder is measured.
@@ -196,7 +195,7 @@ def decoding(
 
 def _matrix(
     bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
-) -> tuple[TensorLayout, list[PartBytes], RowParts]:
+) -> tuple[TensorLayout, list[Shard], RowParts]:
     """Return the layout of a matrix of random bytes, the matrix, and the rows for decoding it."""
     layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
     raw = [any_bytes(stored) for stored in layout.stored]
@@ -206,4 +205,4 @@ def _matrix(
         pieces.append(bench.empty(torch.uint8, held.numel()).copy_(held.view(-1)))
     memory = bench.empty(torch.uint8, rows * layout.decoded_row_bytes)
     out = form.decoded_parts(layout, memory, Workspace(memory, {}, dtype))
-    return layout, [PartBytes(Part("host", 0, layout.cut_shape[0]), pieces)], out
+    return layout, [Shard("host", 0, layout.cut_shape[0], pieces)], out

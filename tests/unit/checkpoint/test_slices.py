@@ -21,13 +21,13 @@ from flexgen_h2o.checkpoint import (
     write_random_checkpoint,
     writing,
 )
-from flexgen_h2o.checkpoint.formats import PartBytes
+from flexgen_h2o.checkpoint.formats import Shard
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.kernels.packed import pack_rows
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
-from flexgen_h2o.tiers.stream import NOTHING, Part
+from flexgen_h2o.tiers.stream import NOTHING
 from tests.unit.weight_room import opened, unpacked_layers, values
 
 EXPERTS = ("model.experts.w1", "model.experts.w2", "model.experts.w1_bias")
@@ -137,8 +137,8 @@ def test_packed_slices_are_tensors_of_their_own(tmp_path: Path, sliced, stacked)
                 assert torch.equal(values(w[t.role]), rows), t.key
 
 
-def whole_of(rows: torch.Tensor, form: Groupwise) -> PartBytes:
-    return PartBytes(Part("host", 0, len(rows)), [pack_rows(rows, form.bits).view(-1)])
+def whole_of(rows: torch.Tensor, form: Groupwise) -> Shard:
+    return Shard("host", 0, len(rows), [pack_rows(rows, form.bits).view(-1)])
 
 
 def test_random_weights_store_slices_together(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o.checkpoint.formats import PackedFormat, PartBytes, WeightFormat
+from flexgen_h2o.checkpoint.formats import PackedFormat, Shard, WeightFormat
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
 from flexgen_h2o.core.model import TensorSpec
@@ -27,7 +27,6 @@ from flexgen_h2o.kernels.coded import (
 from flexgen_h2o.kernels.linear import DenseRows, RowParts, grouped_linear, linear, lookup
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.quantised import unpack_mxfp4
-from flexgen_h2o.tiers.stream import Part
 from tests.extras import needs
 from tests.unit.kernels.test_triton import CLOSE, DTYPES, MULTIPLIED, ON_CARD, on_card, some_slow
 
@@ -179,14 +178,13 @@ FORMATS = [Groupwise(4, 4), Groupwise(4, 8), Mxfp4(4)]
 def test_formats_multiply_few_rows_from_codes(form: WeightFormat) -> None:
     """A matrix that is whole; of one in two parts, or to be decoded into int8, they do not."""
     layout = form.layout(TensorSpec("", form.sample_name or "a", (5, 96)))
-    part = Part("device", 0, 5)
     memory = torch.zeros(5 * layout.decoded_row_bytes, dtype=torch.uint8)
     decoded = (DenseRows(memory.view(torch.float32).view(5, 96)),)
     if isinstance(form, PackedFormat):
         pieces = [form.encode(torch.randn(5, 96, device="cpu")).flatten().to(memory.device)]
     else:
         pieces = [t.flatten() for t in mxfp4(5, 3)]
-    held = PartBytes(part, pieces)
+    held = Shard("device", 0, 5, pieces)
     coded = form.coded_parts(layout, [held], decoded)
     x = torch.randn(2, 96)
     found = linear(x, coded, None, torch.empty(2, 5))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.checkpoint.formats import PartBytes, layout_of
+from flexgen_h2o.checkpoint.formats import Shard, layout_of
 from flexgen_h2o.checkpoint.formats.fp8 import BlockFp8
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec, TensorSpec, with_head_rows
@@ -104,14 +104,14 @@ def test_rows_of_a_quantised_tensor_are_decoded_as_those_of_the_whole() -> None:
     scales = torch.rand(6, 2)
     stored = (codes, scales.view(torch.uint8).view(6, -1))
     want = torch.empty(90, 64)
-    form.decode_rows(whole, Part("disk", 0, 90), [s.reshape(-1) for s in stored], want)
+    form.decode_rows(whole, Shard("disk", 0, 90, [s.reshape(-1) for s in stored]), want)
     found = torch.empty(58, 64)
     for part in (Part("host", 0, 16), Part("disk", 16, 58)):
         pieces = []
         for one, held in zip(cut.stored, stored, strict=True):
             first, end = one.file_rows(part)
             pieces.append(held[first:end].reshape(-1))
-        form.decode_range(cut, [PartBytes(part, pieces)], 0, found)
+        form.decode_range(cut, [Shard(part.tier, part.start, part.end, pieces)], 0, found)
     assert torch.equal(found, want[32:])
 
 
