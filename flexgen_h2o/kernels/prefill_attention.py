@@ -38,42 +38,34 @@ ALL_ROWS = 2**31 - 1
 
 
 def column_sums(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    last: int | None = None,
+    lines: triton.PromptPlaces | None = None,
 ) -> torch.Tensor:
     """Return the sum of exp(scale x q_i.k_j - lse_i) for each key j.
 
-    The sum is over query rows i >= max(first_row, j) and over the query heads of a kv-group.
+    The sum is over the `last` query rows i >= j, or over all (None), and over the query heads of a
+    kv-group.
 
     q: (b, heads, m, d), the last m of n rows; k: (b, kv_heads, n, d), any strides; lse: (b, heads,
-    m) fp32, from `causal_attention_lse`. first_row, like j, is counted from the first of all n
-    rows. Returns (b, kv_heads, n) fp32. Memory: `TILE_BYTES` of products, and as many queries and
-    keys copied.
+    m) fp32, from `causal_attention_lse`. Returns (b, kv_heads, n) fp32. Memory: `TILE_BYTES` of
+    products, and as many queries and keys copied.
+
+    lines: packed prompts of any lengths, on a card only. They are whole and adjacent, and b = 1.
 
     The result in fp32 is exact to a few 1e-6. In bf16, products of a tile are rounded to bf16, by
     at most 2**-9 of each (on a CPU with only AVX2 they stay fp32). One probability may thus be off
     by scale x |q.k| / 512 of itself, in either direction. The sum of a column over many rows is off
     by far less.
     """
+    n = k.shape[2]
     if not triton.supports(q, k, lse):
-        return column_sums_torch(q, k, lse, scale, first_row)
-    keys = k.shape[2]
-    lines = (triton.PromptPlace(0, q.shape[2], keys),) * len(q)
-    return packed_column_sums(q, k, lse, lines, scale, keys - first_row)
-
-
-def packed_column_sums(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
-    lines: triton.PromptPlaces,
-    scale: float,
-    last: int | None = None,
-) -> torch.Tensor:
-    """Run `column_sums` on a card for a batch, or for packed prompts of any lengths (b = 1).
-
-    It is one launch. Packed prompts are whole and adjacent. last: number of last rows of each
-    prompt that count, None for all. Returns the sums in the shape of k without d, fp32.
-    """
+        assert lines is None
+        return column_sums_torch(q, k, lse, scale, 0 if last is None else max(0, n - last))
+    lines = (triton.PromptPlace(0, q.shape[2], n),) * len(q) if lines is None else lines
     sums = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
     last = ALL_ROWS if last is None else last
 
@@ -120,7 +112,7 @@ def _tile(q: torch.Tensor) -> dict[str, int]:
 def column_sums_torch(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
 ) -> torch.Tensor:
-    """Compute `column_sums` tile by tile.
+    """Compute `column_sums` over the query rows from `first_row` of n on, tile by tile.
 
     torch multiplies, and a compiled loop adds if there is one.
     """

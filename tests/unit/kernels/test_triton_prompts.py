@@ -18,7 +18,6 @@ from flexgen_h2o.kernels.prefill_attention import (
     column_sums,
     column_sums_torch,
     packed_attention,
-    packed_column_sums,
 )
 from flexgen_h2o.kernels.prompt_columns import (
     PromptSlots,
@@ -66,7 +65,7 @@ def test_attention_over_prompts(
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=close)
     if window is None:
         for first in {0, keys - rows, keys - 1}:
-            mine = column_sums(q, k, expected_lse, scale, first)
+            mine = column_sums(q, k, expected_lse, scale, keys - first)
             theirs = column_sums_torch(q.float(), k.float(), expected_lse, scale, first)
             torch.testing.assert_close(mine, theirs, rtol=close, atol=10 * close)
 
@@ -115,7 +114,7 @@ def test_prompts_of_all_lengths_in_one_launch(
     )
     out = torch.full((1, tokens, 2 * group, width), torch.nan).to(dtype).transpose(1, 2)
     lse = packed_attention(q, k, v, lines, scale, window, out)
-    sums = {last: packed_column_sums(q, k, lse, lines, scale, last) for last in (None, 1, 16)}
+    sums = {last: column_sums(q, k, lse, scale, last, lines) for last in (None, 1, 16)}
     for line in lines:
         own = slice(None), slice(None), line.tokens
         expected, expected_lse = causal_attention_lse_reference(
