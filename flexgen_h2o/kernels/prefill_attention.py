@@ -40,23 +40,36 @@ ALL_ROWS = 2**31 - 1
 
 @op
 def column_sums(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    last: int | None = None,
+    lines: triton.PromptPlaces | None = None,
 ) -> torch.Tensor:
     """Return the sum of exp(scale x q_i.k_j - lse_i) for each key j.
 
-    The sum is over query rows i >= max(first_row, j) and over the query heads of a kv-group.
+    The sum is over the `last` query rows i >= j, or over all (None), and over the query heads of a
+    kv-group.
 
     q: (b, heads, m, d), the last m of n rows; k: (b, kv_heads, n, d), any strides; lse: (b, heads,
-    m) fp32, from `causal_attention_lse`. first_row, like j, is counted from the first of all n
-    rows. Returns (b, kv_heads, n) fp32. Memory: `TILE_BYTES` of products, and as many queries and
-    keys copied.
+    m) fp32, from `causal_attention_lse`. Returns (b, kv_heads, n) fp32. Memory: `TILE_BYTES` of
+    products, and as many queries and keys copied.
+
+    lines: packed prompts of any lengths, which are whole and adjacent, and b = 1; None: a batch.
 
     The result in fp32 is exact to a few 1e-6. In bf16, products of a tile are rounded to bf16, by
     at most 2**-9 of each (on a CPU with only AVX2 they stay fp32). One probability may thus be off
     by scale x |q.k| / 512 of itself, in either direction. The sum of a column over many rows is off
     by far less.
     """
+    if lines is not None:
+        sums = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
+        for rows_of, keys_of, _ in _places(lines, len(q)):
+            sums[keys_of] = column_sums.torch(q[rows_of], k[keys_of], lse[rows_of], scale, last)
+        return sums
     batch, kv_heads, n, width = k.shape
+    first_row = 0 if last is None else max(0, n - last)
     group = q.shape[1] // kv_heads
     before = n - q.shape[2]
     dtype = torch.float32 if multiplies_slowly(q.device.type, q.dtype) else q.dtype
@@ -93,43 +106,14 @@ def column_sums(
 
 @column_sums.kernel
 def _column_sums_kernel(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
-) -> torch.Tensor:
-    keys = k.shape[2]
-    lines = (triton.PromptPlace(0, q.shape[2], keys),) * len(q)
-    return _packed_sums_kernel(q, k, lse, lines, scale, keys - first_row)
-
-
-@op
-def packed_column_sums(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,
-    lines: triton.PromptPlaces,
     scale: float,
     last: int | None = None,
+    lines: triton.PromptPlaces | None = None,
 ) -> torch.Tensor:
-    """Run `column_sums` on a card for a batch, or for packed prompts of any lengths (b = 1).
-
-    It is one launch. Packed prompts are whole and adjacent. last: number of last rows of each
-    prompt that count, None for all. Returns the sums in the shape of k without d, fp32.
-    """
-    sums = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
-    for queries, keys, line in _places(lines, len(q)):
-        first = 0 if last is None else max(0, line.keys - last)
-        sums[keys] = column_sums.torch(q[queries], k[keys], lse[queries], scale, first)
-    return sums
-
-
-@packed_column_sums.kernel
-def _packed_sums_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
-    lines: triton.PromptPlaces,
-    scale: float,
-    last: int | None = None,
-) -> torch.Tensor:
+    lines = lines or (triton.PromptPlace(0, q.shape[2], k.shape[2]),) * len(q)
     sums = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
     constants = _tile(q)
     kv_heads = k.shape[1]

@@ -79,7 +79,7 @@ def attend_slots(
     sinks = unit.sinks_of_rows(len(step.positions))
     parts = first_rows(unit.parts, count)
     before = _in_front(prefix, sinks) if any(map(unit.is_one_launch, parts)) else None
-    read = _reader(unit, rotation)
+    read = _reader(unit, prefix, rotation)
     for part, slots in zip(parts, unit.taken, strict=True):
         if unit.is_one_launch(part):
             slots_of_part = _step_slots(unit, part, slots, before)
@@ -95,13 +95,8 @@ def attend_slots(
             record_columns(part, slots, numbers, None if sizes is None else sizes[here].to(where))
         if needs.by_keys is not None:
             score_by_keys(part, unit, needs.by_keys, step)
-        if prefix is None:
-            state = _score_state(unit, part, numbers)
-            found = read(part, queries, numbers.filled, scale, state, form)
-        else:
-            own = attend_lse(queries, part.keys, part.values, numbers.filled, scale, form.sinks)
-            found = joined([t[here].to(where) for t in prefix], own)
-        attn_out[here].copy_(found)
+        state = _score_state(unit, part, numbers)
+        attn_out[here].copy_(read(part, queries, numbers.filled, scale, state, form))
     if needs.record and not needs.ranks_by_score:
         rank_victims(unit, step)
     if unit.hadamard:
@@ -109,28 +104,33 @@ def attend_slots(
     return out
 
 
-def _reader(unit: KVUnit, rotation: Rotation | None) -> Read:
+def _reader(unit: KVUnit, prefix: Pair | None, rotation: Rotation | None) -> Read:
     """Return the function that reads the slots of the unit's parts.
 
+    prefix: attention of all rows over a common prefix, and its log-sum-exp; None if there is none.
     rotation: as in `attend_slots`.
     """
+    if prefix is not None:
+        return partial(_read_behind, prefix)
     if rotation is not None:
         return partial(_read_rolling, rotation)
     if unit.attn_sparsity < 1:
         return partial(_read_largest, unit.attn_sparsity)
-    return _read
+    return KVPart.attend
 
 
-def _read(
+def _read_behind(
+    prefix: Pair,
     part: KVPart,
     q: torch.Tensor,
     filled: torch.Tensor,
     scale: float,
-    state: ScoreState | None,
+    _: ScoreState | None,
     form: SlotForm,
 ) -> torch.Tensor:
-    """Return the attention over all slots in use."""
-    return attend(q, part.keys, part.values, filled, scale, state, form)
+    """Return the attention over a common prefix and the slots in use."""
+    own = attend_lse(q, part.keys, part.values, filled, scale, form.sinks)
+    return joined([t[part.start : part.end].to(q.device) for t in prefix], own)
 
 
 def _read_largest(

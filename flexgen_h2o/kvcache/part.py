@@ -16,7 +16,7 @@ from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
-from flexgen_h2o.kernels.slots import put_packed, put_slots
+from flexgen_h2o.kernels.slots import ScoreState, attend, put_packed, put_slots
 from flexgen_h2o.kvcache.budgets import Budgets, DecodeStep, Move
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -86,6 +86,22 @@ class KVPart:
         """Return every tensor of the part, with the row as its first dimension."""
         columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1), *self.record.values()]
         return columns if self.whole is None else [*columns, *vars(self.whole).values()]
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        filled: torch.Tensor,
+        scale: float,
+        state: ScoreState | None,
+        form: SlotForm,
+    ) -> torch.Tensor:
+        """Return the attention of each row's queries over its slots in use.
+
+        The arguments are those of `kernels.slots.attend`.
+
+        form: that of this part, with the sinks of its rows.
+        """
+        return attend(q, self.keys, self.values, filled, scale, state, form)
 
     def write(
         self,

@@ -25,7 +25,6 @@ from flexgen_h2o.kernels.prefill_attention import (
     causal_attention_lse,
     column_sums,
     packed_attention,
-    packed_column_sums,
     with_sinks,
 )
 from flexgen_h2o.kernels.prompt_columns import (
@@ -185,7 +184,7 @@ def _attend_prefix(
     q, k, v = (t.transpose(1, 2) for t in prefix[:3])
     attended, lse = causal(unit, q, k, v, scale)
     attn_out.copy_(attended[0].transpose(0, 1))
-    return None if lse is None else cache(partial(last_column_sums, q, k, lse, scale))
+    return None if lse is None else cache(partial(column_sums, q, k, lse, scale))
 
 
 def causal(
@@ -397,23 +396,16 @@ def _prompt_scores(unit: KVUnit, prompts: Prompts) -> torch.Tensor:
     query_rows = policy.needs.query_rows
     q, k, lse, scale = prompts.q, prompts.k, prompts.lse, prompts.scale
     if prompts.is_packed:
-        sums = packed_column_sums(q, k, lse, prompts.lines, scale, query_rows)
+        sums = column_sums(q, k, lse, scale, query_rows, prompts.lines)
         _score_alike(unit, sums, prompts.lines)
         return sums
     own = q.shape[2]
     n = k.shape[2]
     query_rows = n if query_rows is None else min(n, query_rows)
-    sums = last_column_sums(q, k, lse, scale, min(own, query_rows))
+    sums = column_sums(q, k, lse, scale, min(own, query_rows))
     if prompts.prefix_sums is not None and query_rows > own:
         sums[..., : n - own] += prompts.prefix_sums(query_rows - own)
     return policy.prompt_scores(sums, query_rows)
-
-
-def last_column_sums(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, query_rows: int
-) -> torch.Tensor:
-    """Return the column sums over the last `query_rows` rows, (b, kv_heads, n) fp32."""
-    return column_sums(q, k, lse, scale, k.shape[2] - query_rows)
 
 
 def _score_alike(unit: KVUnit, sums: torch.Tensor, lines: triton.PromptPlaces) -> None:

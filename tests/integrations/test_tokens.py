@@ -37,8 +37,8 @@ MODES = ("drop", "mask")
 def held(cache: Any, block: int, sequence: int) -> list[list[int]]:
     """Positions by kv-head, ascending."""
     layer = cache.layers[block]
-    positions = layer.metadata.positions.view(
-        len(layer.past), -1, layer.metadata.positions.shape[1]
+    positions = layer.record["positions"].view(
+        len(layer.past), -1, layer.record["positions"].shape[1]
     )[sequence]
     return [sorted(p for p in row if p >= 0) for row in positions.tolist()]
 

@@ -138,7 +138,7 @@ class Source:
                 )
 
     def _absolute(self, node: ast.ImportFrom) -> str:
-        """`from ..tiers import x` in `flexgen_h2o.kvcache.slots` names `flexgen_h2o.tiers`."""
+        """`from ..tiers import x` in `flexgen_h2o.kvcache.part` names `flexgen_h2o.tiers`."""
         if not node.level:
             return node.module or ""
         up = node.level - self.path.endswith("/__init__.py")

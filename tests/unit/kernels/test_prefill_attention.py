@@ -369,12 +369,14 @@ def test_column_sums_against_the_definition(
     with pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
             patch.setattr(causal, "is_compiled", lambda _: False)
-        actual = column_sums(q, k, lse, scale, first_row)
+        actual = column_sums(q, k, lse, scale, n - first_row)
     expected = sums_by_definition(q, k, scale, first_row)
     assert actual.shape == (batch, heads, n) and actual.dtype == torch.float32
     assert ((actual - expected).abs() / expected.clamp_min(1e-3)).max() < SUMS_TOLERANCE[dtype]
     total = torch.tensor(float(group * (n - first_row)))
-    assert torch.allclose(actual.sum(dim=2), total, rtol=1e-5 if dtype == torch.float32 else 5e-3)
+    # A prompt of one token has one probability, whose product is rounded (see `column_sums`).
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(actual.sum(dim=2), total, rtol=close)
 
 
 @pytest.mark.parametrize(
@@ -386,9 +388,9 @@ def test_the_first_and_the_last_rows_give_what_all_give(first: int, dtype: torch
     sums = column_sums(q[:, :, first:], k, lse[:, :, first:], scale)
     sums[..., :first] += column_sums(q[:, :, :first], k[:, :, :first], lse[:, :, :first], scale)
     assert torch.allclose(sums, whole, rtol=SUMS_TOLERANCE[dtype], atol=1e-6)
-    few = column_sums(q[:, :, first:], k, lse[:, :, first:], scale, 148)
+    few = column_sums(q[:, :, first:], k, lse[:, :, first:], scale, 150 - 148)
     assert torch.allclose(
-        few[..., :148], column_sums(q, k, lse, scale, max(148, first))[..., :148], rtol=1e-5
+        few[..., :148], column_sums(q, k, lse, scale, 150 - max(148, first))[..., :148], rtol=1e-5
     )
 
 

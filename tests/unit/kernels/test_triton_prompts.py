@@ -17,7 +17,6 @@ from flexgen_h2o.kernels.prefill_attention import (
     causal_attention_lse_reference,
     column_sums,
     packed_attention,
-    packed_column_sums,
 )
 from flexgen_h2o.kernels.prompt_columns import (
     PromptSlots,
@@ -63,8 +62,9 @@ def test_attention_over_prompts(
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=close)
     if window is None:
         for first in {0, keys - rows, keys - 1}:
-            mine = column_sums(q, k, expected_lse, scale, first)
-            theirs = column_sums.torch(q.float(), k.float(), expected_lse, scale, first)
+            last = keys - first
+            mine = column_sums(q, k, expected_lse, scale, last)
+            theirs = column_sums.torch(q.float(), k.float(), expected_lse, scale, last)
             torch.testing.assert_close(mine, theirs, rtol=close, atol=10 * close)
 
 
@@ -112,7 +112,7 @@ def test_prompts_of_all_lengths_in_one_launch(
     )
     out = torch.full((1, tokens, 2 * group, width), torch.nan).to(dtype).transpose(1, 2)
     lse = packed_attention(q, k, v, lines, scale, window, out)
-    sums = {last: packed_column_sums(q, k, lse, lines, scale, last) for last in (None, 1, 16)}
+    sums = {last: column_sums(q, k, lse, scale, last, lines) for last in (None, 1, 16)}
     for line in lines:
         own = slice(None), slice(None), line.tokens
         expected, expected_lse = causal_attention_lse_reference(
@@ -121,8 +121,7 @@ def test_prompts_of_all_lengths_in_one_launch(
         torch.testing.assert_close(out[own], expected, rtol=close, atol=close)
         torch.testing.assert_close(lse[own], expected_lse, rtol=1e-4, atol=close)
         for last, found in sums.items() if window is None else ():
-            first = 0 if last is None else max(0, line.keys - last)
-            theirs = column_sums.torch(q[own].float(), k[own].float(), lse[own], scale, first)
+            theirs = column_sums.torch(q[own].float(), k[own].float(), lse[own], scale, last)
             torch.testing.assert_close(found[own], theirs, rtol=close, atol=10 * close)
 
 

@@ -1,5 +1,7 @@
-"""Eviction policies: how much is kept, what is refused, and what each ranks by, worked out by
-hand."""
+"""Eviction policies: how much is kept, and what is refused.
+
+tests/eviction has what each policy ranks by.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,12 @@ import math
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import KVPacking, KVSizes
-from flexgen_h2o.kernels.prompt_columns import choose_kept
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     H2O,
@@ -31,7 +31,7 @@ from flexgen_h2o.kvcache.eviction import (
     make_eviction,
 )
 from flexgen_h2o.kvcache.eviction.mixes import table_for
-from flexgen_h2o.kvcache.eviction.policy import Columns, RowBudget, record_of, with_sizes
+from flexgen_h2o.kvcache.eviction.policy import RowBudget, record_of, with_sizes
 from flexgen_h2o.kvcache.layout import UnitLayout
 
 any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
@@ -301,57 +301,7 @@ def test_slots_are_no_more_than_those_of_the_full_cache(
     assert decoding is False or slots <= columns + 1
 
 
-# ---- ranks
-
-
-def make_columns(
-    positions: Any,
-    scores: Any = None,
-    norms: Any = None,
-    heavy: int = 2,
-    newest: int = 9,
-    leave: Any = None,
-    block: int = 0,
-) -> Columns:
-    """One sequence; lists are (kv_heads, n)."""
-    place = torch.tensor([positions], dtype=torch.int32)
-    return Columns(
-        block,
-        place,
-        torch.ones_like(place, dtype=torch.bool) if leave is None else torch.tensor([leave]),
-        torch.tensor([newest]),
-        torch.tensor([heavy]),
-        None if scores is None else torch.tensor([scores]),
-        None if norms is None else torch.tensor([norms]),
-    )
-
-
-def test_value_h2o_chooses_one_half_by_score_and_one_by_score_times_value() -> None:
-    # All columns were seen once: positions do not count. Column 0 is protected, 1 and 2 have the
-    # best scores.
-    scores = [[9.0, 4.0, 3.0, 2.0, 1.0, 0.0]]
-    norms = [[1.0, 0.1, 0.1, 1.0, 9.0, 50.0]]
-    leave = [[False, True, True, True, True, True]]
-    columns = make_columns([[9] * 6], scores, norms, heavy=4, newest=9, leave=leave)
-    rank = ValueH2O().rank(columns)[0, 0]
-    assert rank[1:].tolist() == pytest.approx([math.inf, math.inf, 2.0001, 9.0009, 0.005])
-    stays = sorted(range(1, 6), key=lambda i: -float(rank[i]))[:4]
-    assert stays[:2] == [1, 2] and stays[2:] == [4, 3]
-    odd = ValueH2O().rank(make_columns([[9] * 6], scores, norms, heavy=1, leave=leave))[0, 0]
-    assert not odd[1:].isinf().any()  # half of one is none
-    assert ValueH2O().needs.record == ("positions", "scores", "norms")
-
-
-def test_ranks_per_query_keep_what_may_not_leave() -> None:
-    positions = torch.arange(40).expand(1, 1, 40).int()
-    scores = torch.rand(1, 1, 40, generator=torch.Generator().manual_seed(0))
-    may_leave = (positions >= 4) & (positions < 37)
-    columns = Columns(
-        0, positions, may_leave, torch.tensor([39]), torch.tensor([8]), scores, scores
-    )
-    for policy in (H2ONorm(), ValueH2O()):
-        kept = choose_kept(policy.rank(columns), 4, 37, 11)[0, 0].tolist()
-        assert {0, 1, 2, 3, 37, 38, 39} <= set(kept) and len(set(kept)) == 11
+# ---- tables of --kv-size
 
 
 @pytest.mark.parametrize("share", [1.0, 0.33, 0.2, 0.05])

@@ -260,18 +260,16 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     store.begin_block(layouts, rows)
     for unit in store._units.values():
         for home in unit.homes:
-            assert home.metadata is not None and home.metadata.victims.shape == (home.part.rows,)
+            assert home.record["victims"].shape == (home.part.rows,)
             for name in shape.record.names:
-                assert getattr(home.metadata, name).shape == (home.part.rows, unit.layout.slots)
-            assert (home.whole is not None) is policy.compress_cache
+                assert home.record[name].shape == (home.part.rows, unit.layout.slots)
+            record = dict(home.record)
+            whole = record.pop("whole", None)
+            assert (whole is not None) is policy.compress_cache
             tier = home.part.tier if not home.streamed else "host" if attends_on_host else "device"
-            arena = arenas[tier].untyped_storage().data_ptr()
-            whole = (
-                [] if home.whole is None else [t for t in vars(home.whole).values() if t.numel()]
-            )
-            assert {t.untyped_storage().data_ptr() for t in [*home.metadata.tensors(), *whole]} == {
-                arena
-            }
+            beside = [] if whole is None else [t for t in vars(whole).values() if t.numel()]
+            found = {t.untyped_storage().data_ptr() for t in [*record.values(), *beside]}
+            assert found == {arenas[tier].untyped_storage().data_ptr()}
     lanes.close()
 
 

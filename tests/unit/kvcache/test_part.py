@@ -17,7 +17,7 @@ from flexgen_h2o.kvcache.budgets import BudgetTable, DecodeStep, plan_moves
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.part import KVPart, KVUnit, first_rows, move_rows, part_view
+from flexgen_h2o.kvcache.part import KVPart, KVUnit, move_rows, part_view
 from flexgen_h2o.kvcache.store import Overlay
 
 WIDTH = 4
@@ -156,21 +156,6 @@ def test_rows_arrive_whole_across_parts(
     for tensor, arrived in zip(before, joined(views), strict=True):
         expected = tensor.unflatten(0, (count, kv_heads))[order].flatten(0, 1)
         assert torch.equal(arrived[: len(order) * kv_heads], expected)
-
-
-@given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=2), st.data())
-def test_parts_are_cut_at_any_row(rows: int, cuts: list[int], data: st.DataObject) -> None:
-    views = random_views(rows, 3, cuts, True)
-    row = data.draw(st.integers(0, rows))
-    before = first_rows(views, row)
-    assert [v.start for v in before] == [0, *(v.end for v in before)][: len(before)]
-    assert sum(v.rows for v in before) == row
-    for mine, whole in zip(joined(before) if before else [], joined(views), strict=False):
-        assert torch.equal(mine, whole[:row])
-    for view in before:
-        assert view.victims is not None
-        view.victims.fill_(-7)  # views of the same memory
-    assert int((joined(views)[3] == -7).sum()) == row
 
 
 # ---- the slots that new columns take
