@@ -21,14 +21,6 @@ from flexgen_h2o.kernels.decode_step import (
     StepSlots,
     attend_step,
 )
-from flexgen_h2o.kernels.elementwise import (
-    Rotation,
-    add_weighted,
-    clamped_gate,
-    rms_norm,
-    silu_gated,
-)
-from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.packed import (
     pack_columns_reference,
     unpack_columns,
@@ -53,13 +45,9 @@ def some_slow(*lists: Iterable[Any], fast: tuple[Any, ...]) -> list[Any]:
     return [case if case == fast else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.fixture(autouse=True)
-def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter run kernels on the CPU."""
     interpreter = import_module("triton.runtime.interpreter")
-    if ON_CARD:
-        with torch.device("cuda"):
-            yield
-        return
     patch_tensor = interpreter._patch_lang_tensor
 
     def patched(
@@ -70,85 +58,16 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(triton, "DEVICES", {"cpu"})
+
+
+@pytest.fixture(autouse=True)
+def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if ON_CARD:
+        with torch.device("cuda"):
+            yield
+        return
+    interpret(monkeypatch)
     yield
-
-
-@pytest.mark.parametrize("dtype", MULTIPLIED)  # the interpreter cuts bf16 off where others round it
-@pytest.mark.parametrize(("rows", "tokens", "width"), [(1, 1, 1), (17, 4, 300), (270, 90, 16)])
-def test_weighted_sums(rows: int, tokens: int, width: int, dtype: torch.dtype) -> None:
-    """Rows of one token far apart, and a token that has none: added in their order, so that they
-    are rounded alike."""
-    torch.manual_seed(0)
-    x = torch.randn(rows, width).to(dtype)
-    out = torch.randn(tokens + 1, width).to(dtype)
-    weights = torch.rand(rows)
-    to = torch.randint(tokens, (rows,)).int()
-    expected = out.clone()
-    add_weighted(x, to, weights, out)
-    for i in range(rows):
-        add_weighted.torch(x[i : i + 1], to[i : i + 1], weights[i : i + 1], expected)
-    torch.testing.assert_close(out, expected, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 8), (5, 100), (2, 3, 64)])
-@pytest.mark.parametrize("once", [False, True])
-def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], once: bool) -> None:
-    x = torch.randn(shape).to(dtype)
-    weight = torch.rand(shape[-1]).to(dtype)
-    found = torch.empty_like(x)
-    expected = torch.empty_like(x)
-    rms_norm(x, weight, 1e-6, found, once)
-    rms_norm.torch(x, weight, 1e-6, expected, once)
-    torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (7, 1024)])
-def test_silu_gated(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    gate = torch.randn(shape).to(dtype)
-    up = torch.randn(shape).to(dtype)
-    expected = silu_gated.torch(gate.clone(), up)
-    torch.testing.assert_close(silu_gated(gate, up), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (7, 1024)])
-def test_clamped_gate(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    x = 4 * torch.randn(shape[0], 2 * shape[1]).to(dtype)
-    found = torch.empty(shape, dtype=dtype)
-    expected = clamped_gate.torch(x.clone(), 1.702, 7.0, torch.empty_like(found))
-    clamped_gate(x, 1.702, 7.0, found)
-    torch.testing.assert_close(
-        found, expected, rtol=3 * CLOSE[dtype], atol=3 * CLOSE[dtype]
-    )  # four roundings
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "pairs"), [(4, 2, 64, 32), (3, 3, 20, 5), (1, 1, 2, 1)]
-)
-def test_rotate(dtype: torch.dtype, heads: int, kv_heads: int, width: int, pairs: int) -> None:
-    """All of a head, or the first numbers of it."""
-    rotation = Rotation(1.0 / 100 ** (torch.arange(pairs) / pairs), 1.5)
-    tokens = torch.tensor([0, 7, 1000])
-    given = [torch.randn(3, count, width).to(dtype) for count in (heads, kv_heads)]
-    expected = [t.clone() for t in given]
-    Rotation.rotate.torch(rotation, expected, tokens)
-    rotation.rotate(given, tokens)
-    for mine, theirs in zip(given, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 80, 15])
-def test_hadamard(dtype: torch.dtype, width: int) -> None:
-    """A part of the heads of each token; odd widths stay as they are."""
-    given = torch.randn(3, 6, width).to(dtype)
-    expected = given.clone()
-    hadamard.torch(expected[:, 1:4])
-    hadamard(given[:, 1:4])
-    torch.testing.assert_close(given, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
 Sizes = tuple[
