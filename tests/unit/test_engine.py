@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,24 +22,10 @@ from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
-from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.tiers.device import Device, HostDevice, Site, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
+from tests.unit.planner.made_up import small_spec
 
-CONFIG: dict[str, Any] = {
-    "model_type": "opt",
-    "vocab_size": 90,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "ffn_dim": 96,
-    "max_position_embeddings": 30,
-    "num_attention_heads": 4,
-    "word_embed_proj_dim": 48,
-    "activation_function": "relu",
-    "enable_bias": True,
-    "layer_norm_elementwise_affine": True,
-    "do_layer_norm_before": True,
-}
 SHAPE = BlockShape(
     rows=3, micro_batches=2, tokens=20, slots=(15, 70), record=RowRecord(("positions", "scores"))
 )
@@ -61,7 +46,7 @@ Open = Callable[..., Engine]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, Checkpoint]:
     folder = tmp_path_factory.mktemp("model")
-    spec = spec_from_config("tiny", CONFIG, "here")
+    spec = small_spec()
     tensors = {
         t.name: torch.randn(t.shape) for unit in spec.layers(True).units for t in unit.tensors
     }

@@ -58,6 +58,19 @@ def make_spec(**changes: Any) -> ModelSpec:
 
 
 SPEC = make_spec()
+SMALL = {
+    "vocab_size": 90,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "ffn_dim": 96,
+    "max_position_embeddings": 30,
+    "word_embed_proj_dim": 48,
+}
+
+
+def small_spec(**changes: Any) -> ModelSpec:
+    """Two transformer blocks, and few of everything."""
+    return make_spec(**{**SMALL, **changes})
 
 
 def machine(is_host: bool, **changes: Any) -> Machine:

@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexgen_h2o.checkpoint.formats import layouts_of
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import FEW_ROWS, TOKEN_CHUNK, WRITE_BACK_STEPS
-from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload, even_blocks, workload_of
 from flexgen_h2o.kvcache.eviction import H2O, Full, H2ONorm, Tova
-from flexgen_h2o.kvcache.eviction.of_model import fitted
-from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, Eviction, RowRecord
-from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.kvcache.eviction.policy import Eviction
 from flexgen_h2o.planner.cost_model import (
     PROMPT_LAUNCHES,
     CostModel,
@@ -34,9 +33,9 @@ from tests.unit.planner.made_up import (
     SPEC,
     costs_of,
     evicting,
-    faster,
     machine,
     make_spec,
+    policies,
 )
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
@@ -82,25 +81,34 @@ def test_attention_reads_the_columns_that_are_held() -> None:
     assert work.crossing > 0 and not kv_load_moves(at, 0, MicroBatchShape.even(6, 10), 1)
 
 
-def test_a_window_costs_its_columns() -> None:
-    """Not those that have left it, of 4 here: neither in a decode step nor among the pairs of a
-    prompt."""
-    spec = replace(SPEC, windows=(4, *(None,) * (BLOCKS - 1)))
-    policy = fitted(Full(), spec, kv_sizes_of(spec, Policy()))
-    need = workload_of(policy, 6, {(10, 4)}, BLOCKS, spec.windows)
-    plan = spec.layers(True)
-    at = CostModel(spec, Policy(), need, machine(False))
-    for sweep in (0, 1, 3):
-        window, full = (
-            layer_work(at, plan.layers[i], plan.units[i], MicroBatchShape.even(6, 10), sweep)
-            for i in (1, 3)
-        )
-        if sweep:
-            assert (window.device_kv, full.device_kv) == (6 * 4 * COLUMN, 6 * (10 + sweep) * COLUMN)
-        else:
-            assert window.prompt_flops == pytest.approx((1 - 0.6**2) * full.prompt_flops)
-    kinds = costs_of(Policy(6), need, machine(False), spec).kinds
-    assert kinds[1] != kinds[3] == kinds[5]
+@settings(max_examples=25)
+@given(policies, st.booleans(), st.sampled_from([0, 1]))
+def test_products_multiply_each_token_by_every_matrix_once(
+    policy: Policy, is_host: bool, sweep: int
+) -> None:
+    """However matrices are split over tiers."""
+    at = context(policy, is_host=is_host)
+    batch = MicroBatchShape.even(6, 10)
+    for layer in at.layers.layers:
+        if layer.kind in ("attention", "mlp", "block"):
+            unit = at.layers.units[layer.unit]
+            work = layer_work(at, layer, unit, batch, sweep)
+            numbers = sum(t.numel for t in unit.tensors if len(t.shape) == 2)
+            multiplied = sum(p.rows * p.inner * p.outer for p in work.products)
+            assert multiplied == numbers * (6 if sweep else 60)
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+@pytest.mark.parametrize("compress", [False, True])
+def test_fewer_kv_entries_are_never_slower(is_host: bool, compress: bool) -> None:
+    policy = Policy(6, 1, (100, 0, 0, 100, 100, 0), compress_cache=compress)
+    batch = MicroBatchShape.even(6, 100)
+    seconds = []
+    for kept in range(1, 100, 7):
+        step = costs_of(policy, evicting(6, 100, 8, kept), machine(is_host)).step(1, batch, 1)
+        moved = sum(load.seconds for load in step.kv_load)
+        seconds.append(step.device_s + step.host_s + moved)
+    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -138,67 +146,6 @@ def test_what_lies_where_it_is_computed_on_is_multiplied_blocked(tied: bool) -> 
     assert blocked_rows(Policy(int8_compute=True), True, tied) == nothing
     half = blocked_rows(Policy(percent=(50, 0, *rest)), True, tied)
     assert half["attention"] == (256, 512) and half["mlp"] == (320, 640)
-
-
-def block_work(name: str, sweep: int, need: Workload) -> Work:
-    """Of a transformer block of a public shape in bf16, all its steps together."""
-    found = built_in_spec(name)
-    assert found is not None
-    at = CostModel(found[0], Policy(), need, half_precision(True))
-    plan = at.spec.layers(at.policy.sep_layer)
-    steps = [
-        layer_work(at, x, plan.units[x.unit], MicroBatchShape.even(4, 100), sweep)
-        for x in plan.layers
-        if x.block == 0
-    ]
-    return Work(
-        tuple(p for step in steps for p in step.products),
-        **{
-            f: sum(getattr(step, f) for step in steps)
-            for f in ("prompt_flops", "device_kv", "elementwise")
-        },
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "matrices", "columns", "numbers"),
-    [
-        # q and o, k and v, three of the MLP; two norms, the heads that are rotated, gate and
-        # product of the MLP
-        (
-            "Meta-Llama-3-8B",
-            2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336,
-            2 * 8 * 128,
-            4 * 4096 + 2 * 40 * 128 + 4 * 14336,
-        ),
-        # the fused matrix and what comes of it, one step for both halves; a quarter of each head is
-        # rotated
-        (
-            "gpt-neox-20b",
-            4 * 6144 * 6144 + 2 * 6144 * 24576,
-            2 * 64 * 96,
-            4 * 6144 + 2 * 128 * 24 + 2 * 24576 + 2 * 3 * 6144,
-        ),
-    ],
-)
-def test_a_block_of_a_public_shape(name: str, matrices: int, columns: int, numbers: int) -> None:
-    """matrices: elements; columns: numbers of a key and a value of all kv-heads; numbers:
-    elementwise, of a token."""
-    need = Workload.full(4, 100, 4, 80)
-    prompt, decode = (block_work(name, sweep, need) for sweep in (0, 2))
-    assert sum(p.rows * p.inner * p.outer for p in prompt.products) == 400 * matrices
-    assert sum(p.rows * p.inner * p.outer for p in decode.products) == 4 * matrices
-    assert decode.device_kv == 4 * 102 * columns * 2
-    assert decode.elementwise == 4 * numbers * 2
-    assert prompt.elementwise == 400 * numbers * 2 + 400 * 2 * columns * 2  # what is kept is copied
-
-
-def test_rolling_positions_rotate_the_keys_that_are_read() -> None:
-    need = evicting(4, 100, 4, 20)
-    records = (NO_RECORD, RowRecord(("positions", "ranks")))
-    still, rolling = (block_work("Meta-Llama-3-8B", 2, replace(need, record=r)) for r in records)
-    columns = rolling.device_kv / (2 * 8 * 128 * 2)
-    assert rolling.elementwise - still.elementwise == 6 * columns * 8 * 128 * 2
 
 
 @pytest.mark.parametrize("steps", [1, WRITE_BACK_STEPS + 1, 3 * WRITE_BACK_STEPS + 5])
@@ -295,21 +242,6 @@ def test_products_of_few_rows_on_a_card_take_codes_as_they_are() -> None:
         assert decoding_s(decoded) > 0 and not any(p.coded for p in attention(decoded, 1).products)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 200])
-def test_4_bits_become_int8_as_they_are_multiplied(rows: int) -> None:
-    """At that product's own rate; into the dtype when their unit is opened."""
-    where = measured(TIMES, MORE_TIMES)
-    both = Policy(4, compress_weight=True, int8_compute=True)
-    alone = Policy(4, int8_compute=True)
-    plain = Policy(4)
-    in_dtype, in_both = (product_seconds(policy, where, rows) for policy in (plain, both))
-    assert in_dtype == pytest.approx(in_both * MORE_TIMES.at(rows))
-    opened = [
-        decoding_s(costs_of(p, NEED, where)) for p in (both, alone, Policy(4, compress_weight=True))
-    ]
-    assert opened[:2] == [0.0, 0.0] and opened[2] > 0
-
-
 def test_of_a_quantised_checkpoint_only_what_is_quantised_is_unpacked() -> None:
     where = machine(is_host=True)
     policy = Policy(4, percent=(0, 0, 100, 0, 100, 0))
@@ -335,37 +267,6 @@ def test_a_quantised_checkpoint_is_decoded_at_its_own_rate() -> None:
             decoding_s(costs_of(Policy(4, int8_compute=on), NEED, m, spec)) for m in (known, where)
         )
         assert own == pytest.approx(any_s / 0.2) and any_s > 0
-
-
-def attention_seconds(need: Workload, where: Machine, policy: Policy) -> tuple[float, Work]:
-    """Of the device, in a decode step that attends and does nothing else."""
-    found = attention(context(policy, need), 1)
-    work = Work(device_kv=found.device_kv, packed_values=found.packed_values)
-    return costs_of(policy, need, where).compute_seconds(work)[0], work
-
-
-@pytest.mark.parametrize("scored", [False, True])
-def test_a_card_reads_packed_slots_as_they_are(scored: bool) -> None:
-    """At the rate at which it attends, where one launch takes the step; what else it attends to it
-    unpacks first."""
-    where = machine(False)
-    need = evicting(6, 10, 4, 5) if scored else NEED
-    slow = replace(where, profile=faster(where.profile, "device_dequantise_bytes_per_s", 0.1))
-    rates = where.profile.rates(DTYPE)
-    packed = Policy(6, compress_cache=True)
-    rate = (
-        rates.device_scored_attention_bytes_per_s if scored else rates.device_attention_bytes_per_s
-    )
-    for one in (where, slow):
-        seconds, work = attention_seconds(need, one, packed)
-        assert work.packed_values > 0 and seconds == pytest.approx(
-            work.device_kv / rate.at(SPEC.head_dim)
-        )
-    tova = replace(evicting(6, 10, 4, 5), in_one_launch=False)
-    for other, policy in ((tova, packed), (NEED, replace(packed, attn_sparsity=0.5))):
-        assert (
-            attention_seconds(other, slow, policy)[0] > attention_seconds(other, where, policy)[0]
-        )
 
 
 def test_launches_take_the_time_of_the_thread_that_issues_them() -> None:

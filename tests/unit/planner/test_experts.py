@@ -11,12 +11,10 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import FEW_ROWS, PAGE
-from flexgen_h2o.engine.memory import ROUTING_BYTES, MemoryPlanner
-from flexgen_h2o.engine.memory_plan import SEQUENTIAL, MemoryPlan
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload
 from flexgen_h2o.models import built_in_spec, spec_from_config
-from flexgen_h2o.planner.cost_model import EXPERTS_LAUNCHES, ROUTER_LAUNCHES, CostModel, Machine
+from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.lp import MAX_MICRO_BATCH, SearchSpace
 from flexgen_h2o.planner.profile import find_profile, read_profile
 from flexgen_h2o.planner.report import SearchResult, balanced_rows, to_text
@@ -65,24 +63,6 @@ def memory_of(spec: ModelSpec, policy: Policy) -> MemoryPlanner:
     return MemoryPlanner(spec, policy, 4, True)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_sweep_reads_the_experts_that_are_expected(rows: int) -> None:
-    """By hand: fp32, one token a row in every sweep, the first block an MLP."""
-    policy = Policy(rows, 1, ON_DISK)
-    memory = memory_of(SPEC, policy)
-    assert (memory.expert_group, memory.waits_for_router) == (1, True)
-    attention = 2 * 64 * 64 + 2 * 64 * 32
-    mlp = 3 * 64 * 128
-    routers = 2 * 8 * 64
-    head = 512 * 64
-    experts = 2 * 8 * 3 * 64 * 32
-    used = {1: 2 / 8, 2: 1 - (6 / 8) ** 2}[rows]
-    expected = 3 * (
-        4 * (3 * attention + mlp + routers + head + used * experts) + rows * PAGE
-    )  # a row of the embedding
-    assert disk_reads(space(SPEC, rows), policy) == pytest.approx(expected)
-
-
 def test_more_rows_of_a_block_read_no_less() -> None:
     """One by one up to LOAD_AFTER_ROUTER_BELOW, then all together: no step down between them."""
     reads = [disk_reads(space(SPEC, rows), Policy(rows, 1, ON_DISK)) for rows in range(1, 40)]
@@ -110,27 +90,6 @@ def test_experts_that_stay_are_one_group() -> None:
     assert memory_of(spec, Policy(64, expert_group=16)).expert_group == 16
 
 
-def test_experts_with_few_rows_are_one_launch() -> None:
-    """Each product of an expert with more is one of its own."""
-    for rows, apart in (
-        (8, 0),
-        (8 * FEW_ROWS, 3 * 8),
-    ):  # 2 of 8 experts a row: a quarter of the rows each
-        policy = Policy(rows, expert_group=8)
-        need = Workload.full(rows, 1, 3, SPEC.num_blocks)
-        free, slow = (CostModel(SPEC, policy, need, machine(False, kernel_s=s)) for s in (0.0, 1.0))
-        kinds = [layer.kind for layer in free.layers.layers]
-        experts = kinds.index("experts")
-        router = kinds.index("experts") - 1
-        mlp = kinds.index("mlp")
-        issued = [
-            slow.step(i, MicroBatchShape.even(rows, 1), 1).issue_s
-            for i in (experts, router, mlp, mlp - 1)
-        ]
-        assert issued == pytest.approx([EXPERTS_LAUNCHES + apart, ROUTER_LAUNCHES, 0.0, 0.0])
-        assert free.step(experts, MicroBatchShape.even(rows, 1), 1).issue_s == 0.0
-
-
 @pytest.mark.parametrize(("is_host", "bits", "factor"), [(True, 4, 5), (True, 8, 1), (False, 4, 1)])
 def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor: int) -> None:
     """At the rate that the profile has; without one, and what is no expert's, at that of a whole
@@ -152,18 +111,6 @@ def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor
     assert (
         faster == pytest.approx((experts / factor, mlp)) and (min(experts, mlp) > 0) == is_host
     )  # cards take codes
-
-
-def test_units_are_told_apart_by_what_they_hold() -> None:
-    policy = Policy(64, expert_group=3)
-    kinds = memory_of(SPEC, policy).unit_kinds
-    # embedding; attention with and without a router; the MLP; groups of 3, 3 and 2 experts; head
-    assert sorted(zip(kinds.experts, kinds.counts, strict=True)) == [(0, 1)] * 4 + [
-        (0, 2),
-        (2, 2),
-        (3, 4),
-    ]
-    assert len(kinds.cycle) == 1 + 3 + 1 + 6 + 1
 
 
 @pytest.mark.parametrize(
@@ -226,26 +173,6 @@ def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int]) -> 
             assert seconds == [whole.step(index, at.need.block((24,))[0], 1).device_s]
         else:
             assert seconds == [parts.step(index, batches[0], 1).device_s] * 3
-
-
-def test_the_memory_plan_counts_the_rows_that_experts_compute_together() -> None:
-    """Step buffers and temporaries of two micro-batches are those of one that is as large, but for
-    attention's."""
-    sizes = [dict(plan_of(gbs, 24 // gbs).workspace) for gbs in (24, 12)]
-    assert (
-        sizes[0]["routed"] == sizes[1]["routed"] == 24 * 2 * 64 * 4
-        and sizes[0]["q"] == 2 * sizes[1]["q"]
-    )
-    needs = [
-        sum(b.nbytes for b in plan_of(12, k).buffers if b.name == "temporaries") for k in (1, 2)
-    ]
-    assert needs[1] - needs[0] == 12 * 2 * (ROUTING_BYTES + 4 * 64)
-
-
-def plan_of(gbs: int, batches: int) -> MemoryPlan:
-    return space(SPEC, gbs * batches).memory(
-        Policy(gbs, batches, ON_DISK, expert_group=4), SEQUENTIAL
-    )
 
 
 def test_rows_that_compute_for_as_long_as_weights_load() -> None:

@@ -16,7 +16,6 @@ from flexgen_h2o.checkpoint.formats import Shard, layout_of
 from flexgen_h2o.checkpoint.formats.fp8 import BlockFp8
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec, TensorSpec, with_head_rows
-from flexgen_h2o.core.units import GIB, PAGE
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import (
     OVERLAPPED,
@@ -25,13 +24,11 @@ from flexgen_h2o.engine.memory_plan import (
     Depth,
 )
 from flexgen_h2o.engine.weight_units import HEAD_ROWS
-from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
+from flexgen_h2o.engine.workload import Workload, even_blocks
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.predict import predict
-from flexgen_h2o.planner.search import disk_reads
 from flexgen_h2o.tiers.stream import Part
-from tests.unit.planner.made_up import HUGE, machine, make_spec, percents, plan_of
+from tests.unit.planner.made_up import machine, make_spec, percents, plan_of
 
 ON_DISK = (0, 0, 100, 0, 100, 0)
 STREAMED = Policy(percent=ON_DISK)
@@ -249,53 +246,7 @@ def test_parts_never_take_more(
     assert held < before if cut.head_rows else cut == whole
 
 
-@pytest.mark.parametrize(
-    ("name", "budget", "more"),
-    [("meta-llama/Meta-Llama-3-8B", 10 * GIB, 2), ("facebook/opt-1.3b", 2 * GIB, 3)],
-)
-def test_a_budget_holds_more_of_the_weights(
-    name: str, budget: int, more: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Percent, with 64 rows of 512 + 32 tokens and the look-ahead that searches take."""
-    spec = public(name)
-    shape = BlockShape(16, 4, 16 * 512, (543,) * spec.num_blocks)
-
-    def most(percent: int = 100) -> int:
-        policy = Policy(16, 4, (percent, 0, 0, 0, 100, 0))
-        plan = MemoryPlanner(spec, policy, 2, True).plan(shape, OVERLAPPED[2])
-        return percent if plan.bytes_on("host") <= budget else most(percent - 1)
-
-    now = most()
-    policy = Policy(16, 4, (now, 0, 0, 0, 100, 0))
-    assert (
-        MemoryPlanner(spec, policy, 2, True).plan_within(shape, {"host": budget}).bytes_on("host")
-        <= budget
-    )
-    whole_heads(monkeypatch)
-    assert now >= most() + more
-    assert (
-        MemoryPlanner(spec, policy, 2, True).plan(shape, OVERLAPPED[2]).overflow({"host": budget})
-    )
-
-
 # ---- time
-
-
-def test_a_sweep_reads_every_part_and_the_rows_that_it_looks_up() -> None:
-    """Tied or not: 3 sweeps of 2 rows, whose prompts have a token."""
-    need = Workload.full(2, 1, 3, UNTIED.num_blocks)
-    policy = Policy(2, 1, ON_DISK)
-    for spec in (make_spec(vocab_size=30_000), UNTIED):
-        space = SearchSpace(spec, need, Policy(), machine(True), HUGE)
-        assert space.costs(policy).spec.head_rows
-        tables = (
-            sum(t.numel for t in spec.embedding if t.key != spec.embedding[0].key)
-            + spec.head[-1].numel
-        )
-        matrices = sum(
-            t.numel for block in (*spec.attention, *spec.mlp) for t in block if len(t.shape) == 2
-        )
-        assert disk_reads(space, policy) == 3 * (4 * (tables + matrices) + 2 * PAGE)
 
 
 @pytest.mark.parametrize("listens", [False, True])
@@ -318,13 +269,3 @@ def test_parts_are_walked_and_priced(listens: bool, monkeypatch: pytest.MonkeyPa
     assert found[0].busy["decode"]["disk_read"] == pytest.approx(
         found[1].busy["decode"]["disk_read"], rel=0.01
     )
-
-
-def test_layers_of_a_plan() -> None:
-    policy = Policy(2, 2, ON_DISK)
-    shape = shape_of(Policy(2, 2), Workload.full(4, 4, 2, UNTIED.num_blocks))
-    plan = MemoryPlanner(UNTIED, policy, 4, True).plan(shape, SEQUENTIAL)
-    whole = MemoryPlanner(UNTIED, policy, 4, True).layers
-    cut = MemoryPlanner(UNTIED, policy, 4, True).with_head_rows(plan.head_rows).layers
-    assert len(cut.layers) - len(whole.layers) == -(-9000 // plan.head_rows) - 1 > 0
-    assert plan.head_rows == MemoryPlanner(UNTIED, policy, 4, True).even_head_rows

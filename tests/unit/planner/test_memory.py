@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import ALIGN, BLOCK_CHUNK, INT8_TILE, round_up
 from flexgen_h2o.engine.loop import weight_sequence
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import (
@@ -29,32 +26,14 @@ from flexgen_h2o.engine.memory_plan import (
 from flexgen_h2o.engine.weight_units import streamed_bytes
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.store import CacheStore
-from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.transfers import Lanes, Mover
+from tests.unit.planner.made_up import small_spec
 
-CONFIG: dict[str, Any] = {
-    "model_type": "opt",
-    "vocab_size": 90,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "ffn_dim": 96,
-    "max_position_embeddings": 30,
-    "num_attention_heads": 4,
-    "word_embed_proj_dim": 48,
-    "activation_function": "relu",
-    "enable_bias": True,
-    "layer_norm_elementwise_affine": True,
-    "do_layer_norm_before": True,
-}
 UNLIMITED: dict[str, int | None] = dict.fromkeys(TIERS)
 
 
-def make_spec(**changes: Any) -> ModelSpec:
-    return spec_from_config("tiny", {**CONFIG, **changes}, "here")
-
-
-SPEC = make_spec()
+SPEC = small_spec()
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 percents = st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ()))
 policies = st.builds(
@@ -123,7 +102,7 @@ def test_more_of_anything_needs_no_less_of_any_tier(
 
 def test_smaller_micro_batches_fit_too() -> None:
     """The last micro-batch of a run is carved from the homes of the largest."""
-    spec = make_spec(num_attention_heads=2)
+    spec = small_spec(num_attention_heads=2)
     for pair in [(25, 50), *((on_device, 5) for on_device in range(5, 95, 10))]:
         policy = Policy(percent=(100, 0, *pair, 100, 0))
         for most in range(1, 16):
@@ -144,7 +123,7 @@ def test_shorter_rows_fit_too(most: int) -> None:
 
     Its slots may be cut into fewer segments, whose areas end elsewhere in a page.
     """
-    spec = make_spec(num_attention_heads=1, hidden_size=20, word_embed_proj_dim=20)
+    spec = small_spec(num_attention_heads=1, hidden_size=20, word_embed_proj_dim=20)
     for percent in ((0, 0, 0, 0, 0, 0), (0, 0, 0, 60, 0, 0)):
         policy = Policy(percent=percent)
         for rows in (1, 2, 5):
@@ -214,7 +193,7 @@ def test_rows_that_share_a_prefix_attend_together_in_buffers_for_others_too() ->
 def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, tied: bool) -> None:
     """Sweeps follow one another: behind the head comes the embedding, in one load when they are
     tied."""
-    spec = make_spec(tie_word_embeddings=tied, vocab_size=900)
+    spec = small_spec(tie_word_embeddings=tied, vocab_size=900)
     policy = Policy(percent=(0, 0, 100, 0, 100, 0))
     plan = MemoryPlanner(spec, policy, 4, True).plan(
         BlockShape(1, 1, 1, (1, 1)), Depth(depth, 1, 1)
@@ -319,77 +298,4 @@ def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: 
         )
 
 
-def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
-    """Codes and scales of TOKEN_CHUNK rows of the widest input, scales of the longest matrix,
-    INT8_TILE sums."""
-    shape = BlockShape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
-    plan, plain = (
-        MemoryPlanner(SPEC, Policy(3, int8_compute=int8), 2, True).plan(shape, SEQUENTIAL)
-        for int8 in (True, False)
-    )
-    shapes = [
-        t.shape for unit in SPEC.layers(True).units for t in unit.tensors if len(t.shape) == 2
-    ]
-    outer = max(s[0] for s in shapes)
-    inner = max(s[1] for s in shapes)
-    more = [1024 * inner, 1024 * 4, 4 * outer, 4 * min(1024 * outer, INT8_TILE)]
-    assert plan.size("workspace") - plain.size("workspace") == sum(round_up(n, ALIGN) for n in more)
-    assert not plan.size("unpacked weights")
-    assert plan.size("weights") < 0.51 * plain.size("weights") + sum(
-        8 * s[0] + ALIGN for s in shapes
-    )
-
-
 # ---- blocked
-
-
-def test_a_wide_attention_is_planned_for() -> None:
-    """Heads x width may be more than the MLP is wide."""
-    config = {
-        "model_type": "llama",
-        "vocab_size": 90,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    }
-    wide = spec_from_config("wide", config, "here")
-    assert MemoryPlanner(wide, Policy(), 2, True).blocking_bytes == 8 * 64 * 64 * 2
-    assert MemoryPlanner(wide, Policy(int8_compute=True), 2, True).blocking_bytes == 8 * 64 * (
-        64 + 3 * 8
-    )
-
-
-def test_temporaries_cover_it_where_weights_are_blocked() -> None:
-    """On the host, in bf16, and where they are not packed; in int8."""
-    untied = make_spec(tie_word_embeddings=False, vocab_size=5000)
-    shape = BlockShape(300, 1, 2000, (30, 30))
-
-    def temporaries(itemsize: int, is_host: bool, policy: Policy, shape: BlockShape = shape) -> int:
-        memory = MemoryPlanner(untied, policy, itemsize, is_host)
-        return memory.plan(shape, SEQUENTIAL).size("temporaries")
-
-    small = BlockShape(1, 1, 1, (1, 1))
-    int8 = Policy(int8_compute=True)
-    for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, False, int8)):
-        memory = MemoryPlanner(untied, policy, itemsize, True)
-        assert temporaries(itemsize, is_host, policy, small) == memory.step_bytes(small)
-    memory = MemoryPlanner(untied, Policy(), 2, True)
-    assert temporaries(2, True, Policy()) == memory.step_bytes(shape)
-    assert memory.blocking_bytes == 5000 * 48 * 2
-    assert temporaries(2, True, Policy(), small) == 5000 * 48 * 2 > memory.step_bytes(small)
-    assert MemoryPlanner(untied, int8, 2, True).blocking_bytes == 5000 * (48 + 3 * 8)
-    # BLOCK_CHUNK bytes at a time, or BLOCK_ROWS rows that are more.
-    wide = make_spec(
-        hidden_size=12288, num_attention_heads=4, word_embed_proj_dim=12288, ffn_dim=49152
-    )
-    assert MemoryPlanner(wide, Policy(), 2, True).blocking_bytes == 64 * 49152 * 2 > BLOCK_CHUNK

@@ -8,7 +8,6 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.workload import (
-    MicroBatchShape,
     Workload,
     even_blocks,
     shape_of,
@@ -17,7 +16,6 @@ from flexgen_h2o.engine.workload import (
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
-from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 
 def test_the_full_cache_grows_by_a_column_a_sweep() -> None:
@@ -111,19 +109,6 @@ def test_a_common_prefix_is_in_no_slot() -> None:
         2 * 2 * own, abs=2 * 4
     )
     assert shape_of(Policy(2, 2), need).common == 6 and shape_of(Policy(2, 2), need).tokens == 14
-
-
-def test_a_micro_batch_that_shares() -> None:
-    """Pairs are counted one by one: each own query sees the prefix and its own columns, a prefix
-    query the prefix."""
-    batch = MicroBatchShape.of([PromptGroup(3, (2, 1)), PromptGroup(0, (4,))])
-    assert (batch.rows, batch.tokens, batch.fed, batch.longest) == (3, 13, 10, 5)
-    assert batch.pairs == 3 * 3 + (2 * 3 * 2 + 2 * 2) + (2 * 3 * 1 + 1) + 4 * 4
-    assert (
-        MicroBatchShape.even(3, 10, 6) == MicroBatchShape.of([PromptGroup(6, (4, 4, 4))])
-        and MicroBatchShape.even(3, 10, 6).fed == 18
-    )
-    assert MicroBatchShape.even(1, 10, 6).fed == 10
 
 
 @pytest.mark.parametrize(

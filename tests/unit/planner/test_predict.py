@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Workload, even_blocks
-from flexgen_h2o.planner.cost_model import RESOURCES, Machine, weight_moves
+from flexgen_h2o.planner.cost_model import RESOURCES, Machine
 from flexgen_h2o.planner.predict import MAX_WALKED, Prediction, predict, simulate, walked_sweeps
 from flexgen_h2o.planner.report import bound_text
 from tests.unit.planner.made_up import (
@@ -111,20 +110,6 @@ def test_a_deep_model_costs_what_walking_all_of_it_says(percent: Percent, differ
     )
 
 
-def test_waits_of_a_shallow_cut_take_nothing_from_the_other_blocks() -> None:
-    """Of the fewer blocks that are walked the sweep waits for the head's weights, of the more it
-    does not."""
-    deep = make_spec(num_hidden_layers=40, vocab_size=2000)
-    where = machine(True, disk_read_bytes_per_s=1e8, step_s=1e-3)
-    policy = Policy(4, 3, WEIGHTS_ON_DISK)
-    need = Workload.full(12, 60, 6, 40)
-    plan = plan_of(policy, need, True, deep)
-    blocks = even_blocks(policy, need)
-    part = predict(deep, policy, need, where, plan, blocks)
-    whole = predict(deep, policy, need, where, plan, blocks, lambda *span: None)
-    assert part.decode_s == pytest.approx(whole.decode_s, rel=0.005)
-
-
 def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
     """Seconds, tokens and busy seconds of a pile are sums over its blocks."""
     where = machine(True, step_s=1e-3)
@@ -189,33 +174,6 @@ def test_contention_does_not_turn_a_gain_into_a_loss(name: str) -> None:
         for i in range(0, 50, 6)
     ]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 2 * seconds[-1]
-
-
-def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
-    """As much for each as the profile says, where compute binds; less where it waits for the disk,
-    nothing without overlap or without reads."""
-    need = Workload.full(256, 64, 6, BLOCKS)
-    seconds = 1e-4
-
-    def longer(percent: Percent, **changes: Any) -> float:
-        policy = Policy(256, 1, percent, overlap=changes.pop("overlap", True))
-        free, taken = (
-            predicted(policy, need, machine(True, short_read_compute_s=s, **changes)).total_s
-            for s in (0.0, seconds)
-        )
-        return taken - free
-
-    costs = costs_of(Policy(256, 1, WEIGHTS_ON_DISK), need, machine(True))
-    moves = [move for unit in costs.layers.units for move in weight_moves(costs, unit)]
-    assert sum(m.pieces for m in moves) > sum(m.short_requests for m in moves) > 0
-    expected = need.gen_len * seconds * sum(m.short_requests for m in moves)
-    assert longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e12) == pytest.approx(expected, rel=0.05)
-    assert 0 <= longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e7) < expected / 10
-    assert (
-        longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e12, overlap=False)
-        == longer((100, 0) * 3)
-        == 0
-    )
 
 
 def test_contention_costs_time_only_where_both_are_busy() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,18 +19,15 @@ from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL
 from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner import search as policies
 from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import (
     SearchSpace,
     fastest_shares,
     find_corners,
     placements,
-    solve,
 )
 from flexgen_h2o.planner.profile import Curve, find_profile, nominal_profile, read_profile
 from flexgen_h2o.planner.search import (
-    Candidate,
     Plan,
     bounded,
     candidates,
@@ -199,29 +194,6 @@ def test_shares_that_split_matrices_are_not_priced_as_products_of_codes() -> Non
 # ---- what more memory is worth
 
 
-def test_a_gib_more_is_worth_the_dual_times_the_blocks() -> None:
-    """A small step on the device saves that share; without a limit nothing is said of a tier."""
-    need = replace(NEED, rows=64)
-    policy = Policy(8, 2)
-    device = all_on_disk(need, False, policy)["device"] + 3 * MIB
-    slow_link = machine(False, h2d_bytes_per_s=1e7)
-    space = SearchSpace(SPEC, need, Policy(), slow_link, {**HUGE, "device": device, "disk": None})
-    found = sensitivity(space, policy)
-    step = MIB // 8
-    seconds = []
-    assert found["device"] > 0 == found["host"] and set(found) == {"device", "host"}
-    depth = next(c.depth for c in [bounded(space, policy)] if c is not None)
-    for more in (0, step):
-        corners = find_corners(space, policy, depth)
-        solution = solve(
-            corners, need.gen_len - 1, True, {**space.budgets, "device": device + more}
-        )
-        assert solution is not None
-        seconds.append(4 * solution.seconds)  # blocks of 16 rows
-    assert seconds[0] - seconds[1] == pytest.approx(found["device"] * step / GIB, rel=0.05)
-    assert sensitivity(replace(space, budgets={**space.budgets, "host": 1000}), policy) == {}
-
-
 # ---- blocks that do not cut the pile evenly
 
 
@@ -311,60 +283,6 @@ def test_bound_is_none_of_reads_that_are_not_needed() -> None:
         found.bound_s
         <= evaluate(SearchSpace(spec, need, Policy(), costly, HUGE), policy).prediction.total_s
     )
-
-
-def test_blocks_that_wait_do_not_hide_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many micro-batches take long to simulate, and twice as long as the program says: those of one
-    are looked at, too, as far as the program calls them faster than what was simulated."""
-    spec = known("opt-6.7b")
-    need = Workload.full(64, 64, 32, spec.num_blocks)
-    space = SearchSpace(
-        spec, need, Policy(), Machine(nominal_profile(True), "bfloat16", True), HUGE
-    )
-    slow = [(100.0 + i, Policy(1 + i, 32)) for i in range(10)]
-    quick = [(120.0 + i, Policy(1 + i, 1)) for i in range(10)] + [(205.0, Policy(20, 1))]
-    tried: list[Policy] = []
-
-    def simulated(_: SearchSpace, candidate: Candidate) -> list[Any]:
-        tried.append(candidate.policy)
-        seconds = candidate.seconds * (2 if candidate.policy.num_gpu_batches > 1 else 1)
-        return [SimpleNamespace(policy=candidate.policy, seconds=seconds)]
-
-    solved = [Candidate(policy, SEQUENTIAL, 0.0, seconds=s) for s, policy in slow + quick]
-    monkeypatch.setattr(policies, "_solved", lambda _: solved)
-    monkeypatch.setattr(policies, "_simulated", simulated)
-    found = policies._coarse(space)
-    assert min(found, key=attrgetter("seconds")).policy == quick[0][1]
-    assert sum(policy.num_gpu_batches > 1 for policy in tried) == policies.MIN_SIMULATED
-    assert tried[policies.MIN_SIMULATED :] == [quick[0][1]]
-
-
-def test_the_longest_schedules_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts one by one, and 32 micro-batches: minutes to simulate, next to what takes seconds."""
-    spec = built_in_spec("openai/gpt-oss-120b")
-    assert spec is not None
-    need = Workload.full(10_000, 512, 128, spec[0].num_blocks)
-    budgets = {"device": 0, "host": int(7.2 * 10**9), "disk": 450 * 10**9}
-    space = SearchSpace(
-        spec[0], need, Policy(), Machine(nominal_profile(True), "bfloat16", True), budgets
-    )
-    long = Policy(40, 32)
-    short = Policy(313, 2)
-    assert policies._steps(space, short) <= policies.LONG_STEPS < policies._steps(space, long)
-    tried: list[Policy] = []
-    monkeypatch.setattr(
-        policies,
-        "_simulated",
-        lambda _, one: (
-            tried.append(one.policy) or [SimpleNamespace(policy=one.policy, seconds=9.0)]
-        ),
-    )
-    for listed, simulated in (([short, long], [short]), ([long, short], [short]), ([long], [long])):
-        solved = [Candidate(policy, SEQUENTIAL, 0.0, seconds=1.0) for policy in listed]
-        monkeypatch.setattr(policies, "_solved", lambda _, solved=solved: solved)
-        policies._coarse(space)
-        assert tried == simulated
-        tried.clear()
 
 
 @pytest.mark.slow

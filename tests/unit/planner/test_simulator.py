@@ -7,7 +7,6 @@ tests/parity/test_planned_order.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -127,27 +126,6 @@ def test_without_overlap_transfers_and_compute_add_up() -> None:
         )
 
 
-def test_decode_products_are_those_of_one_micro_batch() -> None:
-    """Of all rows of a block together; attention is each micro-batch's own."""
-    where = machine(True)
-    whole, parts = (costs_of(Policy(gbs, 24 // gbs), NEED, where) for gbs in (24, 8))
-    for i, layer in enumerate(whole.layers.layers):
-        found = [
-            sum(
-                costs.step(i, batch, 1, tokens).device_s
-                for batch, tokens in costs.steps_of(
-                    layer.kind, even_blocks(costs.policy, NEED)[0][0], 1
-                ).values()
-            )
-            for costs in (whole, parts)
-        ]
-        if layer.kind == "mlp":
-            assert found[0] == found[1]
-        if layer.kind == "attention":
-            alone = 3 * parts.step(i, NEED.block((8,))[0], 1).device_s
-            assert found[0] <= found[1] < alone
-
-
 def test_micro_batches_share_each_weight_load() -> None:
     """Four read no more than one, and take as long where the disk binds."""
     slow = machine(True, disk_read_bytes_per_s=1e6)
@@ -168,17 +146,6 @@ def test_issuing_hides_behind_what_is_queued_on_a_device() -> None:
             assert seconds == pytest.approx(max(device, issue), rel=1e-3)
 
 
-def test_tokens_are_waited_for_where_they_are_fed_again() -> None:
-    """Not in the head: the device computes other micro-batches' meanwhile, and has work while the
-    next is issued."""
-    policy = Policy(8, 3)
-    resident = machine(False)
-    costs, block, *_ = walk(policy, resident)
-    device = [sum(step[0] for step in steps_of(costs, block, sweep)) for sweep in range(SWEEPS)]
-    _, _, found, _ = walk(policy, machine(False, step_s=device[1] / 100))
-    assert lasting(found)[1:-1] == pytest.approx(device[1:-1], rel=1e-2)
-
-
 def test_attention_on_the_host_is_waited_for() -> None:
     """The device has nothing to do meanwhile."""
     policy = Policy(8, 1, (100, 0, 0, 100, 100, 0), cpu_cache_compute=True)
@@ -189,16 +156,6 @@ def test_attention_on_the_host_is_waited_for() -> None:
         assert seconds == pytest.approx(sum(device + host for device, host, _ in steps))
 
 
-def test_one_micro_batchs_hidden_states_are_waited_for_in_every_layer() -> None:
-    """Each layer needs what the layer before it has stored, so that nothing overlaps."""
-    where = Machine(replace(machine(False).profile, device_is_asynchronous=False), DTYPE, False)
-    costs, block, found, _ = walk(Policy(24, 1, (100, 0, 100, 0, 0, 0)), where)
-    for sweep, seconds in enumerate(lasting(found)):
-        steps = [costs.step(i, block[0], sweep) for i in range(len(costs.layers.layers))]
-        moved = sum(m.seconds for step in steps for m in (*step.hidden_load, *step.hidden_store))
-        assert moved > 0 and seconds == pytest.approx(moved + compute_s(costs, block, sweep))
-
-
 def test_a_kv_unit_is_loaded_after_it_was_stored() -> None:
     """A slow link holds the first decode sweep up until the prompt's columns are there."""
     slow = machine(False, d2h_bytes_per_s=1e7)
@@ -207,20 +164,6 @@ def test_a_kv_unit_is_loaded_after_it_was_stored() -> None:
     first_store = next(end for name, _, end in spans["d2h"] if name == "store_cache")
     assert first_load >= first_store
     assert lasting(found)[1] > 10 * lasting(found)[2] > 0
-
-
-def test_disk_bytes_that_cross_keep_the_link_busy() -> None:
-    """Though a disk's thread copies them."""
-    policy = Policy(8, 1, WEIGHTS_ON_DISK)
-    costs, _, found, _ = walk(
-        policy, machine(False, disk_read_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
-    )
-    crossing = sum(
-        load.link_s
-        for unit in range(len(costs.layers.units))
-        for load in costs.weight_load(unit, 1)
-    )
-    assert found.busy_at_ends[-1]["h2d"] > SWEEPS * crossing * 0.9 > 0
 
 
 # ---- of any run
