@@ -21,7 +21,7 @@ import torch
 from flexgen_h2o.core.packing import GROUP, SlotPacking
 from flexgen_h2o.core.units import FEW_ROWS
 from flexgen_h2o.kernels import products, triton
-from flexgen_h2o.kernels.linear import DenseRows, Product, RowPart
+from flexgen_h2o.kernels.linear import DenseRows, MatrixProduct, RowPart
 from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4
@@ -99,14 +99,14 @@ def _multiply_coded_kernel(
     _launch(_Few(x, codes, bias, out, adds))
 
 
-def multiply_together(found: Sequence[Product]) -> list[Product]:
+def multiply_together(found: Sequence[MatrixProduct]) -> list[MatrixProduct]:
     """Run products with few input rows in one launch on a card, for each shape and kind of weights.
 
     Few are at most FEW_ROWS per product. Weights that are not in few bits are included. Returns the
     other products, and those that would be alone in a launch.
     """
-    alike = dict[Hashable, list[tuple[Product, _Few]]]()
-    others = list[Product]()
+    alike = dict[Hashable, list[tuple[MatrixProduct, _Few]]]()
+    others = list[MatrixProduct]()
     for product in found:
         few = _few_of(product)
         if few is None:
@@ -122,7 +122,7 @@ def multiply_together(found: Sequence[Product]) -> list[Product]:
     return others
 
 
-def _few_of(product: Product) -> _Few | None:
+def _few_of(product: MatrixProduct) -> _Few | None:
     """Return the product for `multiply_together`, or None if that does not support it.
 
     It supports at most FEW_ROWS input rows, and CodedRows or DenseRows as the part.

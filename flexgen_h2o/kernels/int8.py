@@ -30,7 +30,13 @@ from flexgen_h2o.core.units import (
     UNPACK_CHUNK,
 )
 from flexgen_h2o.kernels import products
-from flexgen_h2o.kernels.linear import Product, RowPart, block_words, multiply_all, words_of_blocks
+from flexgen_h2o.kernels.linear import (
+    MatrixProduct,
+    RowPart,
+    block_words,
+    multiply_all,
+    words_of_blocks,
+)
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.workspace import (
     Workspace,
@@ -265,7 +271,7 @@ class RequantisedRows(_MultipliedInInt8):
             some = None if bias is None else bias[rows]
             memory = self.workspace.get("int8 rows", len(packed), row_bytes, dtype=torch.uint8)
             weight = self._in_int8(packed, memory)
-            multiply_all([Product(weight, inputs, some, out[:, rows], adds)])
+            multiply_all([MatrixProduct(weight, inputs, some, out[:, rows], adds)])
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         for some in row_slices(len(ids), self.columns):

@@ -70,14 +70,14 @@ class RowPart(ABC):
 
     def product(
         self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
-    ) -> Product:
+    ) -> MatrixProduct:
         """Return this part's product.
 
         start: first row of this part in the matrix; bias and out: of the whole matrix, out is
         (rows, all rows of the matrix).
         """
         here = slice(start, start + len(self))
-        return Product(self, inputs, None if bias is None else bias[here], out[:, here], adds)
+        return MatrixProduct(self, inputs, None if bias is None else bias[here], out[:, here], adds)
 
     @abstractmethod
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class RowPart(ABC):
 RowParts = tuple[RowPart, ...]
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """Say what one product reads and fills; the arguments of `RowPart.multiply`."""
 
     part: RowPart
@@ -183,9 +183,9 @@ class InputRows(DenseRows):
         bias: torch.Tensor | None,
         out: torch.Tensor,
         adds: bool,
-    ) -> Product:
+    ) -> MatrixProduct:
         own = inputs[:, start : start + len(self)]
-        return Product(self, own, None if start else bias, out, adds or start > 0)
+        return MatrixProduct(self, own, None if start else bias, out, adds or start > 0)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError("tables of embeddings are not stored so")
@@ -276,10 +276,10 @@ def _of_experts(counts: Sequence[int], rows: slice) -> Iterator[tuple[int, slice
 
 def _products(
     inputs: Any, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
-) -> list[Product]:
+) -> list[MatrixProduct]:
     """Return one product per row part."""
     if len(weight) == 1:
-        return [Product(weight[0], inputs, bias, out, adds)]
+        return [MatrixProduct(weight[0], inputs, bias, out, adds)]
     found = []
     start = 0
     for part in weight:
@@ -288,14 +288,14 @@ def _products(
     return found
 
 
-def multiply_all(found: Sequence[Product], relu: bool = False) -> None:
+def multiply_all(found: Sequence[MatrixProduct], relu: bool = False) -> None:
     """Run all products, each with relu if that is set.
 
     Products that the compiled loop supports run first and together, and must agree on `adds`. The
     rest follow one by one. They may convert the inputs in place, so they cannot come earlier.
     """
     jobs = []
-    others = list[Product]()
+    others = list[MatrixProduct]()
     for product in found:
         job = product.part.job(product.inputs, product.bias, product.out)
         if job is None:
