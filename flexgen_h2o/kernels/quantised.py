@@ -23,7 +23,6 @@ from flexgen_h2o.kernels.ops import op_on
 from flexgen_h2o.kernels.workspace import (
     cpu_has,
     element_of,
-    is_compiled,
     parallel_rows,
     row_slices,
 )
@@ -85,6 +84,7 @@ def _unpack_mxfp4_kernel(
     return out
 
 
+@op_on("out")
 def unpack_fp8(
     codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first: int, out: torch.Tensor
 ) -> torch.Tensor:
@@ -96,8 +96,18 @@ def unpack_fp8(
     contiguous; block: rows and columns that share a scale; first: index of the first row within the
     first block.
     """
-    if not is_compiled(out):
-        return unpack_fp8_reference(codes, scales, block, first, out)
+    columns = codes.shape[1]
+    for some in row_slices(len(out), columns):
+        rows = torch.arange(first + some.start, first + some.stop, device=out.device) // block[0]
+        wide = scales[rows].repeat_interleave(block[1], dim=1)[:, :columns]
+        out[some] = codes[some].view(torch.float8_e4m3fn).float().mul_(wide)
+    return out
+
+
+@unpack_fp8.loop
+def _unpack_fp8_loop(
+    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first: int, out: torch.Tensor
+) -> torch.Tensor:
     from flexgen_h2o.kernels.compiled import quantised as loops
 
     columns = codes.shape[1]
@@ -119,18 +129,6 @@ def unpack_fp8(
     return out
 
 
-def unpack_fp8_reference(
-    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first: int, out: torch.Tensor
-) -> torch.Tensor:
-    """Compute `unpack_fp8` in torch operations, with the same bits."""
-    columns = codes.shape[1]
-    for some in row_slices(len(out), columns):
-        rows = torch.arange(first + some.start, first + some.stop, device=out.device) // block[0]
-        wide = scales[rows].repeat_interleave(block[1], dim=1)[:, :columns]
-        out[some] = codes[some].view(torch.float8_e4m3fn).float().mul_(wide)
-    return out
-
-
 @dataclass(frozen=True)
 class Groups:
     """Map each column to the group whose scale it uses."""
@@ -147,6 +145,7 @@ class Groups:
         return (torch.arange(columns, device=device) + self.at) // self.size
 
 
+@op_on("out")
 def unpack_integers(
     codes: torch.Tensor,
     bits: int,
@@ -164,8 +163,27 @@ def unpack_integers(
     the zero is half of the number of codes. signed: codes are bytes in two's complement, but zeros
     refer to unsigned codes.
     """
-    if not is_compiled(out):
-        return unpack_integers_reference(codes, bits, scales, zeros, groups, out, signed)
+    columns = out.shape[1]
+    which = groups.of_columns(columns, out.device)
+    for some in row_slices(len(out), columns):
+        here = codes[some] ^ 128 if signed else codes[some]
+        if bits == 4:
+            here = torch.stack([here & 15, here >> 4], dim=-1).flatten(1)
+        zero = torch.full_like(scales[some], 2 ** (bits - 1)) if zeros is None else zeros[some]
+        out[some] = here[:, :columns].float().sub_(zero[:, which]).mul_(scales[some][:, which])
+    return out
+
+
+@unpack_integers.loop
+def _unpack_integers_loop(
+    codes: torch.Tensor,
+    bits: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    groups: Groups,
+    out: torch.Tensor,
+    signed: bool = False,
+) -> torch.Tensor:
     from flexgen_h2o.kernels.compiled import quantised as loops
 
     columns = out.shape[1]
@@ -187,27 +205,6 @@ def unpack_integers(
     )
     row_bytes = codes.shape[1] + columns * out.itemsize
     parallel_rows(partial(loops.unpack_integers, element_of(out.dtype), job), len(out), row_bytes)
-    return out
-
-
-def unpack_integers_reference(
-    codes: torch.Tensor,
-    bits: int,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    groups: Groups,
-    out: torch.Tensor,
-    signed: bool = False,
-) -> torch.Tensor:
-    """Compute `unpack_integers` in torch operations, with the same bits."""
-    columns = out.shape[1]
-    which = groups.of_columns(columns, out.device)
-    for some in row_slices(len(out), columns):
-        here = codes[some] ^ 128 if signed else codes[some]
-        if bits == 4:
-            here = torch.stack([here & 15, here >> 4], dim=-1).flatten(1)
-        zero = torch.full_like(scales[some], 2 ** (bits - 1)) if zeros is None else zeros[some]
-        out[some] = here[:, :columns].float().sub_(zero[:, which]).mul_(scales[some][:, which])
     return out
 
 
@@ -309,6 +306,7 @@ def unpack_awq(
     return out
 
 
+@op_on("out")
 def unpack_awq_rows(
     words: torch.Tensor,
     skip: int,
@@ -322,8 +320,20 @@ def unpack_awq_rows(
     words: (ceil((skip + n) / 8), columns) int32; scales, zeros: (n, groups) float32, all
     contiguous. skip: rows of the first words that are not wanted.
     """
-    if not is_compiled(out):
-        return unpack_awq_rows_reference(words, skip, scales, zeros, groups, out)
+    which = groups.of_columns(out.shape[1], out.device)
+    codes = awq_parted(words.t()).t()[skip : skip + len(out)]
+    return out.copy_((codes - zeros[:, which]).mul_(scales[:, which]))
+
+
+@unpack_awq_rows.loop
+def _unpack_awq_rows_loop(
+    words: torch.Tensor,
+    skip: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: Groups,
+    out: torch.Tensor,
+) -> torch.Tensor:
     from flexgen_h2o.kernels.compiled import quantised as loops
 
     columns = out.shape[1]
@@ -345,20 +355,6 @@ def unpack_awq_rows(
         columns * (1 + out.itemsize),
     )
     return out
-
-
-def unpack_awq_rows_reference(
-    words: torch.Tensor,
-    skip: int,
-    scales: torch.Tensor,
-    zeros: torch.Tensor,
-    groups: Groups,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Compute `unpack_awq_rows` in torch operations, with the same bits."""
-    which = groups.of_columns(out.shape[1], out.device)
-    codes = awq_parted(words.t()).t()[skip : skip + len(out)]
-    return out.copy_((codes - zeros[:, which]).mul_(scales[:, which]))
 
 
 # ---- numbers to int8 rows

@@ -1,8 +1,9 @@
-"""Decode codes of quantised checkpoints one by one, in vectors of LANES, or by tables.
+"""Decode 4-bit codes of checkpoints by tables, and in vectors of LANES.
 
-LLVM does not vectorise such loops by itself; the vector code here takes half as long per number.
-All three give the same numbers. In bf16, a 4-bit code stands for one of 16 numbers of 2 bytes, as
-long as scales are the same. So two shuffles of bytes (AVX2) look up CHUNK numbers.
+In bf16, a 4-bit code stands for one of 16 numbers of 2 bytes, as long as scales are the same. So
+two shuffles of bytes (AVX2) look up CHUNK numbers, in half the time of numba's loop. If each word
+holds one of the codes, vectors take three quarters of that loop's time. For codes of 8 bits, and
+for adjacent codes in fp32, numba's loops are as fast. All give the same numbers.
 """
 
 from __future__ import annotations
@@ -45,83 +46,13 @@ def number(code, zero, scale):  # type: ignore[no-untyped-def]
     return (np.float32(np.int32(code)) - zero) * scale
 
 
-# ---- vectors
-
-
-def _numbers(made: Callable[..., Any]) -> Any:
-    """Return an intrinsic numbers(element, (vectors, out, at, ...)).
-
-    For each vector it stores made(e, index of the vector, at, ...), rounded to the element.
-    """
-
-    def emit(e: Emitter, element: Any, vectors: Any, out: Any, *source: Any) -> None:
-        b = e.builder
-        step = e.number(LANES * 4 // num_planes(element))
-        with e.loop(vectors) as loop:
-            value = rounded(e, element, made(e, loop.index, *source))
-            e.store(value, b.add(out, b.mul(loop.index, step)), align=2)
-
-    return emitted_by_type(lambda element: element, emit)
-
-
 def _spread_float(e: Emitter, bits: Any) -> Any:
     return e.spread([e.builder.bitcast(e.builder.trunc(bits, I32), F32)], LANES)
-
-
-def _spread_word(e: Emitter, word: Any) -> Any:
-    return e.spread([e.builder.trunc(word, I32)], LANES)
-
-
-def _bytes_from(e: Emitter, at: Any, index: Any, count: int = LANES) -> Any:
-    """Load vector `index` of `count` bytes each; full vectors are widened to words."""
-    kind = ir.VectorType(ir.IntType(8), count)
-    code = e.load(e.builder.add(at, e.builder.mul(index, e.number(count))), kind, align=1)
-    return code if count < LANES else e.builder.zext(code, _WORDS)
 
 
 def _less_zero(e: Emitter, codes: Any, zero: Any, scale: Any) -> Any:
     around = e.builder.fsub(e.builder.sitofp(codes, _FLOATS), _spread_float(e, zero))
     return e.builder.fmul(around, _spread_float(e, scale))
-
-
-def _of_4(e: Emitter, index: Any, at: Any, zero: Any, scale: Any) -> Any:
-    b = e.builder
-    half = _bytes_from(e, at, index, LANES // 2)
-    twice = b.zext(e.shuffle(half, half, [lane // 2 for lane in range(LANES)]), _WORDS)
-    codes = b.and_(
-        b.lshr(twice, ir.Constant(_WORDS, [0, 4] * (LANES // 2))), e.constant(_WORDS, 15)
-    )
-    return _less_zero(e, codes, zero, scale)
-
-
-def _of_8(e: Emitter, index: Any, at: Any, flip: Any, zero: Any, scale: Any) -> Any:
-    codes = e.builder.xor(_bytes_from(e, at, index), _spread_word(e, flip))
-    return _less_zero(e, codes, zero, scale)
-
-
-def _of_words(e: Emitter, index: Any, at: Any, shift: Any, zero: Any, scale: Any) -> Any:
-    b = e.builder
-    words = e.load(e.onward(at, e.builder.mul(index, e.number(LANES))), _WORDS)
-    codes = b.and_(b.lshr(words, _spread_word(e, shift)), e.constant(_WORDS, 15))
-    return _less_zero(e, codes, zero, scale)
-
-
-def _of_fp8(e: Emitter, index: Any, at: Any, scale: Any) -> Any:
-    b = e.builder
-    code = _bytes_from(e, at, index)
-    magnitude = b.and_(code, e.constant(_WORDS, 127))
-    normal = b.add(b.shl(magnitude, e.constant(_WORDS, 20)), e.constant(_WORDS, int(_REBIASED)))
-    small = b.fmul(b.sitofp(magnitude, _FLOATS), e.constant(_FLOATS, float(_LEAST)))
-    is_small = b.icmp_unsigned("<", magnitude, e.constant(_WORDS, int(_MIN_NORMAL)))
-    bits = b.select(is_small, b.bitcast(small, _WORDS), normal)
-    is_nan = b.icmp_unsigned("==", magnitude, e.constant(_WORDS, int(_NAN_CODE)))
-    bits = b.select(is_nan, e.constant(_WORDS, int(_NAN)), bits)
-    sign = b.shl(b.and_(code, e.constant(_WORDS, 128)), e.constant(_WORDS, 24))
-    return b.fmul(b.bitcast(b.or_(bits, sign), _FLOATS), _spread_float(e, scale))
-
-
-numbers_of_8 = _numbers(_of_8)
-fp8_numbers = _numbers(_of_fp8)
 
 
 # ---- tables
@@ -208,32 +139,37 @@ def _codes_of_words(e: Emitter, at: Any, index: Any, shift: Any) -> Any:
     return b.trunc(b.and_(codes, e.constant(wide, 15)), _CODES)
 
 
-def _numbers_by_code(codes_of: Callable[..., Any], made: Callable[..., Any]) -> Any:
-    """Return an intrinsic as `_numbers` does, for codes with a zero and a scale.
+def _emit_by_code(codes_of: Callable[..., Any]) -> Callable[..., None]:
+    """Return what emits (chunks, out, at, ..., zero, scale), which looks codes up in a table.
 
-    These are the last two numbers. If possible, codes are looked up in a table that is made of
-    them.
+    The table is made of zero and scale. codes_of: returns the codes of a chunk.
     """
 
-    def emit(e: Emitter, element: Any, vectors: Any, out: Any, *source: Any) -> None:
+    def emit(e: Emitter, element: Any, chunks: Any, out: Any, *source: Any) -> None:
+        if not by_tables(element):
+            return
         b = e.builder
-        size = 4 // num_planes(element)
-        chunks = b.lshr(vectors, e.number(1)) if by_tables(element) else e.number(0)
-        if by_tables(element):
-            table = _table(
-                e,
-                rounded(e, element, _less_zero(e, ir.Constant(_WORDS, [*range(16)]), *source[-2:])),
-            )
-            with e.loop(chunks) as loop:
-                found = _looked_up(e, table, codes_of(e, source[0], loop.index, *source[1:-2]))
-                e.store(found, b.add(out, b.mul(loop.index, e.number(size * CHUNK))), align=2)
-        done = b.shl(chunks, e.number(1))
-        with e.loop(b.sub(vectors, done)) as loop:
-            index = b.add(done, loop.index)
-            value = rounded(e, element, made(e, index, *source))
-            e.store(value, b.add(out, b.mul(index, e.number(size * LANES))), align=2)
+        numbers = _less_zero(e, ir.Constant(_WORDS, [*range(16)]), *source[-2:])
+        table = _table(e, rounded(e, element, numbers))
+        with e.loop(chunks) as loop:
+            found = _looked_up(e, table, codes_of(e, source[0], loop.index, *source[1:-2]))
+            e.store(found, b.add(out, b.mul(loop.index, e.number(2 * CHUNK))), align=2)
 
-    return emitted_by_type(lambda element: element, emit)
+    return emit
+
+
+def _emit_words(
+    e: Emitter, element: Any, vectors: Any, out: Any, at: Any, shift: Any, zero: Any, scale: Any
+) -> None:
+    """Emit what decodes the code at bit `shift` of words, without a table."""
+    b = e.builder
+    step = e.number(LANES * 4 // num_planes(element))
+    with e.loop(vectors) as loop:
+        words = e.load(e.onward(at, b.mul(loop.index, e.number(LANES))), _WORDS)
+        by = e.spread([b.trunc(shift, I32)], LANES)
+        codes = b.and_(b.lshr(words, by), e.constant(_WORDS, 15))
+        value = rounded(e, element, _less_zero(e, codes, zero, scale))
+        e.store(value, b.add(out, b.mul(loop.index, step)), align=2)
 
 
 def _emit_mxfp4(
@@ -271,8 +207,12 @@ def _emit_packed(e: Emitter, element: Any, groups: Any, out: Any, packed: Any, e
             e.store(found, b.add(out, b.mul(index, e.number(2 * CHUNK))), align=2)
 
 
-numbers_of_4 = _numbers_by_code(_codes_of_4, _of_4)
-numbers_of_words = _numbers_by_code(_codes_of_words, _of_words)
+# numbers_of_4(element, (chunks, out, at, zero, scale)): decode 4-bit codes, two per byte; only if
+# `by_tables`. table_of_words(element, (chunks, out, at, shift, zero, scale)): the same for words
+# that hold one of the codes. numbers_of_words(element, (vectors, ...)): the same without a table.
+numbers_of_4 = emitted_by_type(lambda element: element, _emit_by_code(_codes_of_4))
+table_of_words = emitted_by_type(lambda element: element, _emit_by_code(_codes_of_words))
+numbers_of_words = emitted_by_type(lambda element: element, _emit_words)
 # mxfp4_numbers(element, (groups, out, blocks, scales, tables)): decode a row; only if HAS_SHUFFLES.
 mxfp4_numbers = emitted_by_type(lambda element: element, _emit_mxfp4)
 # packed_numbers(element, (groups, out, packed, ends)): decode whole groups of a packed row of 4

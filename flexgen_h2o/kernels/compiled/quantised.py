@@ -22,16 +22,16 @@ from flexgen_h2o.kernels.compiled.int8 import (
     mxfp4_strip,
 )
 from flexgen_h2o.kernels.compiled.numbers import (
+    CHUNK,
     HAS_SHUFFLES,
     LANES,
     bits_of,
     e4m3,
-    fp8_numbers,
     mxfp4_numbers,
     number,
     numbers_of_4,
-    numbers_of_8,
     numbers_of_words,
+    table_of_words,
 )
 from flexgen_h2o.kernels.jit import (
     HIGH,
@@ -192,11 +192,10 @@ def unpack_fp8(element, job, first, end):  # type: ignore[no-untyped-def]
             start = block * job.wide
             count = min(job.wide, job.columns - start)
             scale = scales[block]
-            at = codes + start
+            at = bytes_at(codes + start)
             to = out + start * size
-            fp8_numbers(element, (count // LANES, to, at, bits_of(scale)))
-            for i in range(count - count % LANES, count):
-                set_number(element, to, i, e4m3(np.uint32(bytes_at(at)[i])) * scale)
+            for i in range(count):
+                set_number(element, to, i, e4m3(np.uint32(at[i])) * scale)
 
 
 class IntegerJob(NamedTuple):
@@ -272,17 +271,23 @@ def _by_index(element, job, codes, zeros, scales, out):  # type: ignore[no-untyp
 @jit
 def _group_of_4(element, at, zero, scale, out, count):  # type: ignore[no-untyped-def]
     codes = bytes_at(at)
-    numbers_of_4(element, (count // LANES, out, at, bits_of(zero), bits_of(scale)))
-    for i in range(count - count % LANES, count):
-        code = (np.uint32(codes[i // 2]) >> np.uint32(4 * (i % 2))) & np.uint32(15)
-        set_number(element, out, i, number(code, zero, scale))
+    done = 0
+    if HAS_SHUFFLES and planes(element) == 2:
+        done = count // CHUNK
+        numbers_of_4(element, (done, out, at, bits_of(zero), bits_of(scale)))
+    for i in range(done * CHUNK // 2, count // 2):
+        code = np.uint32(codes[i])
+        low = number(code & np.uint32(15), zero, scale)
+        _store_pair(element, out, i, low, number(code >> np.uint32(4), zero, scale))
+    if count % 2 == 1:
+        code = np.uint32(codes[count // 2]) & np.uint32(15)
+        set_number(element, out, count - 1, number(code, zero, scale))
 
 
 @jit
 def _group_of_8(element, at, flip, zero, scale, out, count):  # type: ignore[no-untyped-def]
     codes = bytes_at(at)
-    numbers_of_8(element, (count // LANES, out, at, np.int64(flip), bits_of(zero), bits_of(scale)))
-    for i in range(count - count % LANES, count):
+    for i in range(count):
         set_number(element, out, i, number(np.uint32(codes[i]) ^ flip, zero, scale))
 
 
@@ -326,10 +331,15 @@ def unpack_awq(element, job, first, end):  # type: ignore[no-untyped-def]
 @jit
 def _shifted(element, at, shift, zero, scale, out, count):  # type: ignore[no-untyped-def]
     words = words_at(at)
-    numbers_of_words(
-        element, (count // LANES, out, at, np.int64(shift), bits_of(zero), bits_of(scale))
-    )
-    for i in range(count - count % LANES, count):
+    code = np.int64(shift), bits_of(zero), bits_of(scale)
+    done = 0
+    if HAS_SHUFFLES and planes(element) == 2:
+        done = count - count % CHUNK
+        table_of_words(element, (done // CHUNK, out, at, *code))
+    else:
+        done = count - count % LANES
+        numbers_of_words(element, (done // LANES, out, at, *code))
+    for i in range(done, count):
         set_number(element, out, i, number((words[i] >> shift) & np.uint32(15), zero, scale))
 
 

@@ -42,9 +42,7 @@ def both(
     getattr(quantised, name)(*arguments, found, **more)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workspace, "UNPACK_CHUNK", 3 * shape[1])
-        operator = getattr(quantised, name)
-        by_torch = getattr(operator, "torch", None) or getattr(quantised, f"{name}_reference")
-        by_torch(*arguments, want, **more)
+        getattr(quantised, name).torch(*arguments, want, **more)
     assert same_bits(found.contiguous(), want)
     return want
 
