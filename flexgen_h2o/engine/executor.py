@@ -20,11 +20,12 @@ from flexgen_h2o.core.model import Layer
 from flexgen_h2o.engine.attention import CacheStep, JoinedAttention, UnitAttention
 from flexgen_h2o.engine.decoding import Decoding, SampledTokens, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
-from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
+from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Sweep, SweepInput
 from flexgen_h2o.engine.graphs import StepGraphs, graphs_of
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, Step, UnitKey, Walk
-from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
+from flexgen_h2o.engine.scheduler import Scheduler
+from flexgen_h2o.engine.sequence import Sequence as Row
 from flexgen_h2o.engine.stores import WeightStream
 from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.evict import columns_of
@@ -468,7 +469,7 @@ class Executor:
         """Show what a decode step's attention saw to the slots callback."""
         watch = self._decoding.watches.slots
         if watch is not None and cache.decoding is not None and cache.decoding.policy.needs.record:
-            rows = [r.prompt.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
+            rows = [r.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
             watch(
                 rows,
                 cache.new[-1].filled,
@@ -480,7 +481,7 @@ class Executor:
         watch = self._decoding.watches.prompts
         if watch is None or cache.entering is None:
             return cache
-        rows = [r.prompt.index for r in self._batches[k].rows[self._inputs[k].decoding :]]
+        rows = [r.index for r in self._batches[k].rows[self._inputs[k].decoding :]]
 
         def see(first: int, attention: PromptAttention) -> None:
             watch(rows[first : first + len(attention.q)], block, attention)
@@ -580,7 +581,7 @@ class Executor:
         if have_left:
             table.compact(moves, left)
         if entering:
-            longest = max(len(row.prompt.token_ids) for row in entering)
+            longest = max(len(row.fed_ids) for row in entering)
             batch.admit(entering, self._sharing if longest <= shape.sharing else None)
             table.admit(_sizes(entering))
         if have_left or entering:
@@ -589,4 +590,4 @@ class Executor:
 
 def _sizes(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
     """Return for each sequence (*Row.size, prompt tokens), as SlotTable needs it."""
-    return [(*row.size, len(row.prompt.token_ids)) for row in rows]
+    return [(*row.size, len(row.fed_ids)) for row in rows]

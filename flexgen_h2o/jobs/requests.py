@@ -15,8 +15,9 @@ from typing import Any, Literal
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import TooLongError, UsageError, internal_reason, json_reason
 from flexgen_h2o.core.units import check_text, shortened
-from flexgen_h2o.engine.prompts import CODE_INTERNAL, CODE_NOT_FINITE, Prompt, make_prompt
+from flexgen_h2o.engine.prompts import encode_prompt
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import CODE_INTERNAL, CODE_NOT_FINITE, Sequence
 from flexgen_h2o.jobs.input import MAX_ID_CHARACTERS, Line
 from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.kvcache.eviction import Eviction, Full
@@ -198,20 +199,22 @@ def _invalid(message: str) -> RowError:
     return RowError("invalid_request", message)
 
 
-@dataclass(frozen=True)
-class Request:
-    """A line to be run, made by `RequestReader`."""
+@dataclass(eq=False)
+class Request(Sequence):
+    """A sequence with what its answer's row needs, made by `RequestReader`.
 
-    kind: Kind  # the format of the answer
-    custom_id: str  # the line's own id, or the one used in its place
-    prompt: Prompt  # its index is the line number; it has its text only if `echo`
-    params: SamplingParams  # sampling, with a seed of the request's own
+    `index` is the line number. `prompt` is kept only if `echo`. `params` have a seed of their own.
+    """
+
+    kind: Kind = "completion"  # the format of the answer
+    custom_id: str = ""  # the line's own id, or the one used in its place
     asked_model: str | None = None  # the model that the request names
     # JSON of a HELM request, to send back with the answer. Parsed it would take about thirty times
     # the memory.
     record: bytes | None = None
     row: int = 0  # number of the row in the input, as in `Line`
     echo: bool = False  # whether the answer begins with the prompt
+    owner: Any = None  # who gets the answer of the server (serving.block.Owner); `Service` sets it
 
 
 @dataclass(frozen=True)
@@ -296,7 +299,8 @@ class RequestReader:
                 name = custom_id if len(prompts) == 1 else f"{custom_id}-{i}"
                 with _errors_of_prompt(i, len(prompts)):
                     request = self._request(kind, fields, prompt, number + i, name)
-                request = replace(request, record=record, row=row)
+                request.record = record
+                request.row = row
                 found += [_variant(request, choice) for choice in range(answers.n)]
             return answers, found
 
@@ -319,15 +323,21 @@ class RequestReader:
                 "stop: needs a tokenizer, and the model's folder has none; leave it out",
             )
         asked_model = _short_text(fields, "model")
-        prompt = self._prompt(number, self._chat_ids(given, options) if is_chat else given)
-        prompt = Prompt(prompt.index, prompt.token_ids, prompt.text if echo else None)
+        ids = self._prompt_ids(self._chat_ids(given, options) if is_chat else given)
         try:
-            check_budgets(
-                self.eviction, self.model.spec, len(prompt.token_ids), max(1, params.max_tokens)
-            )
+            check_budgets(self.eviction, self.model.spec, len(ids), max(1, params.max_tokens))
         except UsageError as error:
             raise RowError("does_not_fit", str(error)) from error
-        return Request(kind, custom_id, prompt, params, asked_model, echo=echo)
+        return Request(
+            number,
+            ids,
+            given if echo and isinstance(given, str) else None,
+            params,
+            kind=kind,
+            custom_id=custom_id,
+            asked_model=asked_model,
+            echo=echo,
+        )
 
     def _with_texts_read(self, value: Any) -> Any:
         """Return the value of a line with its text, if it has one, as a prompt or as messages."""
@@ -351,7 +361,7 @@ class RequestReader:
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {**rest, "messages": [*before, {"role": "user", "content": text}]}
 
-    def _prompt(self, number: int, given: Any) -> Prompt:
+    def _prompt_ids(self, given: Any) -> tuple[int, ...]:
         if isinstance(given, list) and given and isinstance(given[0], str | list):
             raise RowError(
                 "unsupported",
@@ -360,18 +370,15 @@ class RequestReader:
         encode = self.model.encode if self.model.tokenizer is not None else None
         spec = self.model.spec
         try:
-            prompt = make_prompt(number, given, encode, spec.vocab_size, spec.max_positions)
+            ids = encode_prompt(given, encode, spec.vocab_size, spec.max_positions)
         except TooLongError as error:
             raise RowError("context_length_exceeded", f"prompt: {error}") from error
         except UsageError as error:
             raise _invalid(f"prompt: {error}") from error
-        if len(prompt.token_ids) > spec.max_positions:
-            sizes = (
-                f"{len(prompt.token_ids)} tokens, but {self.model.name} has "
-                f"{spec.max_positions} positions"
-            )
+        if len(ids) > spec.max_positions:
+            sizes = f"{len(ids)} tokens, but {self.model.name} has {spec.max_positions} positions"
             raise RowError("context_length_exceeded", f"prompt: {sizes}")
-        return prompt
+        return ids
 
     def _template_options(self, fields: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
         """Return what the chat template gets besides the messages, as in vLLM.

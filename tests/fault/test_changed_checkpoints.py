@@ -23,6 +23,7 @@ from flexgen_h2o.core.errors import CheckpointChangedError
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, prompts_from_python
+from flexgen_h2o.engine.sequence import with_params
 from tests.fault.jobs import Job, Jobs, rows_of, tokens_of, write_input
 from tests.parity.reference import Reference, random_model
 
@@ -109,7 +110,7 @@ def run(
     prompts = prompts_from_python(known.prompts, None, llm.model.spec.vocab_size)
     params = [SamplingParams(max_tokens=n) for n in NEW_TOKENS]
     try:
-        llm.run(prompts, params, done.extend, Callbacks(watch), refill=refill)
+        llm.run(with_params(prompts, params), done.extend, Callbacks(watch), refill=refill)
     except CheckpointChangedError:
         assert len(done) < len(prompts)
         raise
@@ -364,7 +365,8 @@ def test_random_weights_are_read_by_one_model(known: Reference, tmp_path: Path) 
     """Files of the package's own in the offload dir count as any others."""
     folder = tmp_path / "model"
     random_model().config.save_pretrained(folder)
-    prompts = prompts_from_python(known.prompts, None, 120)
+    read = prompts_from_python(known.prompts, None, 120)
+    prompts = with_params(read, SamplingParams(max_tokens=2))
     llm = LLM(
         str(folder),
         Policy(2, 1, ON_DISK),
@@ -373,8 +375,8 @@ def test_random_weights_are_read_by_one_model(known: Reference, tmp_path: Path) 
         offload_dir=tmp_path / "offload",
     )
     with llm:
-        llm.run(prompts, SamplingParams(max_tokens=2), lambda done: None)
+        llm.run(prompts, lambda done: None)
         [written] = (tmp_path / "offload").rglob("*.safetensors")
         overwrite(written)
         with pytest.raises(CheckpointChangedError, match=written.name):
-            llm.run(prompts, SamplingParams(max_tokens=2), lambda done: None)
+            llm.run(prompts, lambda done: None)

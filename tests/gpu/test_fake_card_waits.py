@@ -14,7 +14,8 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.engine import stores
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import BaseWeightStream
-from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.prompts import Completion
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.engine.stores import HiddenStore, WeightStore
 from flexgen_h2o.kvcache import store
 from flexgen_h2o.kvcache.store import CacheStore
@@ -129,24 +130,22 @@ def test_rows_take_places_whose_tokens_come_late(tmp_path, placement: str) -> No
         "budget": BUDGET,
     }
     rows = [
-        Prompt(i, tuple(ids), None)
-        for i, ids in enumerate(sorted(prompts(), key=len, reverse=True))
+        Sequence(i, tuple(ids)) for i, ids in enumerate(sorted(prompts(), key=len, reverse=True))
     ]
-    params = [SamplingParams(n, ignore_eos=True) for n in LENGTHS]
+    with_params(rows, [SamplingParams(n, ignore_eos=True) for n in LENGTHS])
     tokens = dict[str, list[Any]]()
     for name, late in (("at once", nullcontext()), ("late", deferred_transfers())):
         with late, LLM(str(folder), Policy(2, 2, **PLACEMENTS[placement]), **given) as llm:
             done = list[Completion]()
-            coming = iter([([], []), (rows[3:], params[3:])])
+            coming = iter([[], rows[3:]])
             llm.run(
                 rows[:3],
-                params[:3],
                 done.extend,
                 refill=True,
                 more=lambda it=coming: next(it, None),
             )
         finished[name] = [one.index for one in done]
-        tokens[name] = [one.token_ids for one in sorted(done, key=lambda one: one.index)]
+        tokens[name] = [list(one.token_ids) for one in sorted(done, key=lambda one: one.index)]
     assert [len(ids) for ids in tokens["late"]] == list(LENGTHS)
     assert tokens["late"] == tokens["at once"] and finished["late"] == finished["at once"]
 

@@ -93,7 +93,7 @@ def test_fields_that_change_nothing(name: str, model: Model) -> None:
     [asked] = read_asked(
         RequestReader(model, SamplingParams()), line["url"], line["body"], 8, 200
     ).requests
-    assert asked.prompt.token_ids == plain.prompt.token_ids
+    assert asked.prompt_ids == plain.prompt_ids
     if name != "a prediction":
         assert read(model, text_line("a", "hi", **NO_EFFECT[name])) == read(
             model, text_line("a", "hi")
@@ -209,7 +209,7 @@ def names_of(api: type) -> set[str]:
 
 def shown(request: Request) -> tuple[Any, ...]:
     """What a request says, without its name and the seed that is made of it."""
-    prompt = (list(request.prompt.token_ids), request.prompt.text)
+    prompt = (list(request.prompt_ids), request.prompt)
     return (
         request.kind,
         prompt,
@@ -282,7 +282,7 @@ def test_several_answers_of_the_server(
         reader, "/v1/completions", {"prompt": "a", "seed": 5, **body}, ROWS, POSITIONS
     )
     assert asked.n == n and len(asked.requests) == n * prompts
-    assert [bytes(one.prompt.token_ids) for one in asked.requests] == [b"a"] * n + [b"b"] * n * (
+    assert [bytes(one.prompt_ids) for one in asked.requests] == [b"a"] * n + [b"b"] * n * (
         prompts - 1
     )
     assert (
@@ -438,7 +438,7 @@ def with_template(bytes_model: Path, folder: Path, template: str) -> Model:
 
 
 def prompt_of(model: Model, messages: Any) -> str:
-    ids = read(model, chat_line("a", "", messages=messages)).prompt.token_ids
+    ids = read(model, chat_line("a", "", messages=messages)).prompt_ids
     return bytes(ids).decode()
 
 

@@ -188,7 +188,7 @@ def test_a_conversation_counts_all_that_was_said(ids_model: Path, tmp_path: Path
             turns[0], iter(turns[1:]), params, ends, Listening(), 40, penalties=penalties
         )
         done: list[Completion] = []
-        llm.run([talk.prompt], talk, done.extend, Callbacks(listener=Silent()))
+        llm.run([talk.sequence], done.extend, Callbacks(listener=Silent()))
     ids: list[int] = []
     for turn, answer in zip(turns, said, strict=True):
         ids += turn

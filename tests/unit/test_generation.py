@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections import abc
 from itertools import pairwise
 from typing import Any
 
@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.engine.decoding import StopCriteria
-from flexgen_h2o.engine.generation import MicroBatch, Progress, Row, SweepInput, make_blocks
-from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.requests import Scheduler
+from flexgen_h2o.engine.generation import MicroBatch, Progress, SweepInput, make_blocks
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.scheduler import Scheduler
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 
-def row(index: int, length: int, max_new: int = 9, **more: Any) -> Row:
-    return Row(
-        Prompt(index, tuple(range(100 * index, 100 * index + length)), None), max_new, **more
-    )
+def row(index: int, length: int, max_new: int = 9, **more: Any) -> Sequence:
+    ids = tuple(range(100 * index, 100 * index + length))
+    return Sequence(index, ids, max_new=max_new, **more)
 
 
-def indices(rows: Sequence[Row]) -> list[int]:
-    return [r.prompt.index for r in rows]
+def indices(rows: abc.Sequence[Sequence]) -> list[int]:
+    return [r.index for r in rows]
 
 
 class Letters:
@@ -57,7 +57,8 @@ def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
         [[0, 6], [3]],
     ]
     rows = [
-        row(i, n, asked=asked) for i, (n, asked) in enumerate([(3, 64), (9, 2), (4, 64), (8, 2)])
+        row(i, n, params=SamplingParams(asked))
+        for i, (n, asked) in enumerate([(3, 64), (9, 2), (4, 64), (8, 2)])
     ]
     assert [indices(block[0]) for block in make_blocks(rows, 2, 1)] == [[2, 0], [1, 3]]
     assert make_blocks([], 4, 2) == []
@@ -69,11 +70,11 @@ def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
 def test_known_tokens_are_fed_together_step_by_step() -> None:
     """As many as all rows know, may feed in a sweep, and have room for; never with new rows."""
     known_tokens = {0: [7, 8, 9], 1: [4, 5]}
-    rows = [Row(Prompt(i, (1,) * (i + 2), None), 9, max_tokens_per_sweep=3) for i in range(2)]
+    rows = [row(i, i + 2, max_tokens_per_sweep=3) for i in range(2)]
     batch = MicroBatch(rows)
 
-    def know(row: Row) -> list[int]:
-        return known_tokens[row.prompt.index]
+    def know(row: Sequence) -> list[int]:
+        return known_tokens[row.index]
 
     assert (batch.sweep_input(know).steps, batch.sweep_input(know).phase) == (1, "prefill")
     batch.append_tokens([11, 12], lambda r: None)
@@ -173,7 +174,7 @@ def test_reasons(reason: str | None, new: list[int], max_new: int, params: dict[
 # ---- continuous batching
 
 
-def scheduler(rows: Sequence[Row], *windows: list[Row]) -> Scheduler:
+def scheduler(rows: abc.Sequence[Sequence], *windows: list[Sequence]) -> Scheduler:
     """`rows` wait for places in a block that runs; then the windows, one after another."""
     further = iter(windows)
     return Scheduler([[[row(99, 1)]], [list(rows)]], lambda: next(further, []))
@@ -217,7 +218,7 @@ def test_no_row_is_lost_and_no_bound_is_passed(
     joined = []
     for places, tokens in rooms:
         taken = waiting.take(places, tokens)
-        assert len(taken) <= places and sum(len(r.prompt.token_ids) for r in taken) <= tokens
+        assert len(taken) <= places and sum(len(r.fed_ids) for r in taken) <= tokens
         left = [i for i in range(len(lengths)) if i not in joined]
         if places and left and lengths[left[0]] <= tokens:
             assert indices(taken)[:1] == left[:1], "the first joins where it has room"

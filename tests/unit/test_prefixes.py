@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.engine.generation import Row, make_blocks
-from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.generation import make_blocks
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.kvcache.prefixes import (
     SHARINGS,
     WHERE_IT_PAYS,
@@ -162,9 +162,9 @@ def test_names() -> None:
 
 
 def blocks(prompts: Prompts, gbs: int, sharing: Sharing | None) -> list[list[list[int]]]:
-    rows = [Row(Prompt(i, p, None), 1) for i, p in enumerate(prompts)]
+    rows = [Sequence(i, p, max_new=1) for i, p in enumerate(prompts)]
     return [
-        [[r.prompt.index for r in batch] for batch in block]
+        [[r.index for r in batch] for batch in block]
         for block in make_blocks(rows, gbs, 2, sharing)
     ]
 

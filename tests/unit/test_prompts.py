@@ -14,14 +14,13 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import (
     BENCHMARK_TEXT,
-    Completion,
-    Prompt,
     benchmark_prompts,
     check_output_path,
     prompts_from_python,
     read_prompts,
     write_outputs,
 )
+from flexgen_h2o.engine.sequence import Sequence
 
 VOCAB = 300
 
@@ -58,12 +57,12 @@ def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
     ]
     path = put(tmp_path, "p.jsonl", "\n\n".join(map(json.dumps, lines)) + "\n")
     assert read_prompts(path, encode, VOCAB) == [
-        Prompt(0, tuple(encode("a\nb")), "a\nb"),
-        Prompt(1, (0, 299), None),
-        Prompt(2, (2,), ""),
+        Sequence(0, tuple(encode("a\nb")), "a\nb"),
+        Sequence(1, (0, 299), None),
+        Sequence(2, (2,), ""),
     ]
     ids_only = put(tmp_path, "ids.jsonl", '{"prompt_token_ids": [1]}')
-    assert read_prompts(ids_only, None, VOCAB) == [Prompt(0, (1,), None)]
+    assert read_prompts(ids_only, None, VOCAB) == [Sequence(0, (1,), None)]
 
 
 @pytest.mark.parametrize(
@@ -201,8 +200,8 @@ def test_benchmark_prompt_refuses_bad_arguments() -> None:
 
 
 DONE = [
-    Completion(1, None, None, [3], "length"),
-    Completion(0, "été", "a\nb\u2028", [1, 2], "stop"),
+    Sequence(1, (), token_ids=[3], finish_reason="length"),
+    Sequence(0, (), "été", text="a\nb\u2028", token_ids=[1, 2], finish_reason="stop"),
 ]
 
 
