@@ -7,9 +7,10 @@ completions and chat APIs and of vLLM's additions.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from flexgen_h2o.core import interrupts
@@ -25,9 +26,6 @@ from flexgen_h2o.kvcache.eviction.policy import check_budgets
 from flexgen_h2o.models.load import Model
 
 FULL = Full()
-# Codes of rows that failed through no fault of the request.
-NOT_FINITE = CODE_NOT_FINITE
-INTERNAL = CODE_INTERNAL
 MAX_MESSAGE_CHARACTERS = 500  # an error message may quote the request, which may have any length
 # Limits of a record that is sent back: bytes besides its prompt (a window keeps thousands of
 # records), and levels of nesting.
@@ -147,7 +145,7 @@ FIELDS: dict[str, Field] = {
 
 
 def fields_that(does: Does) -> tuple[str, ...]:
-    return tuple(name for name, field in FIELDS.items() if field.does == does)
+    return tuple(name for name, known in FIELDS.items() if known.does == does)
 
 
 SAMPLING = fields_that("sampling")
@@ -175,7 +173,7 @@ class RowError(Exception):
     @property
     def is_internal(self) -> bool:
         """Whether the request is not at fault. The HTTP status is 500 then, and 400 otherwise."""
-        return self.code in (INTERNAL, NOT_FINITE)
+        return self.code in (CODE_INTERNAL, CODE_NOT_FINITE)
 
 
 @contextmanager
@@ -192,7 +190,7 @@ def row_errors() -> Iterator[None]:
     except BaseException as error:
         if interrupts.asks_to_end(error):
             raise
-        raise RowError(INTERNAL, internal_reason(error)) from error
+        raise RowError(CODE_INTERNAL, internal_reason(error)) from error
 
 
 def _invalid(message: str) -> RowError:
@@ -218,12 +216,20 @@ class Request(Sequence):
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """How a request wants its answers."""
+class ClientRequest:
+    """The sequences of a request to the server, made by `RequestReader.served`."""
 
+    id: str  # 24 hex digits, made for this request
+    # `n` requests per prompt; those of one prompt follow one another. `index` is the place here.
+    requests: tuple[Request, ...]
     n: int = 1  # answers per prompt
     stream: bool = False  # whether answers are sent in pieces
-    usage: bool = False  # whether the last piece has the token counts
+    usage: bool = False  # whether the last piece of a stream has the token counts
+    created: int = field(default_factory=lambda: int(time.time()))  # when it was read
+
+    @property
+    def is_chat(self) -> bool:
+        return self.requests[0].kind == "chat"
 
 
 @dataclass(frozen=True)
@@ -265,23 +271,19 @@ class RequestReader:
 
         custom_id: the line's own id, or the one used in its place.
         """
-        _, [request] = self._requests(value, number, custom_id, row, None)
+        [request] = self._requests(value, number, custom_id, None).requests
+        request.row = row
         return request
 
-    def served(
-        self, url: str, body: Mapping[str, Any], custom_id: str, most: int
-    ) -> tuple[AnswerOptions, list[Request]]:
-        """Read a request to the server with at most `most` answers.
+    def served(self, url: str, body: Mapping[str, Any], custom_id: str, most: int) -> ClientRequest:
+        """Read a request to the server with at most `most` answers."""
+        value = {"custom_id": custom_id, "url": url, "body": body}
+        asked = self._requests(value, 0, custom_id, most)
+        for i, request in enumerate(asked.requests):
+            request.index = i
+        return asked
 
-        The `n` answers of each prompt follow one another.
-        """
-        return self._requests(
-            {"custom_id": custom_id, "url": url, "body": body}, 0, custom_id, 0, most
-        )
-
-    def _requests(
-        self, value: Any, number: int, custom_id: str, row: int, most: int | None
-    ) -> tuple[AnswerOptions, list[Request]]:
+    def _requests(self, value: Any, number: int, custom_id: str, most: int | None) -> ClientRequest:
         """Read the requests of a parsed value.
 
         most: most answers. None: the value is a file's line, which has one answer and cannot be
@@ -291,18 +293,17 @@ class RequestReader:
             kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
             record = _kept_record(fields, given) if kind == "helm" else None
             fields = _checked_fields(fields, kind == "chat", is_strict)
-            answers = _answers_of(fields, most is not None)
+            n, stream, usage = _answers_of(fields, most is not None)
             prompts = _prompts_of(fields, given, kind == "chat")
-            _check_count(answers.n, prompts, most)
+            _check_count(n, prompts, most)
             found: list[Request] = []
             for i, prompt in enumerate(prompts):
                 name = custom_id if len(prompts) == 1 else f"{custom_id}-{i}"
                 with _errors_of_prompt(i, len(prompts)):
                     request = self._request(kind, fields, prompt, number + i, name)
                 request.record = record
-                request.row = row
-                found += [_variant(request, choice) for choice in range(answers.n)]
-            return answers, found
+                found += [_variant(request, choice) for choice in range(n)]
+            return ClientRequest(custom_id, tuple(found), n, stream, usage)
 
     def _request(
         self, kind: Kind, fields: Mapping[str, Any], given: Any, number: int, custom_id: str
@@ -470,12 +471,12 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
     """
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
-        field = FIELDS.get(name)
-        if field is None:
+        known = FIELDS.get(name)
+        if known is None:
             if is_strict:
                 raise RowError("unsupported", f"{name}: is not supported")
             continue
-        if field.is_count and isinstance(value, float) and value.is_integer():
+        if known.is_count and isinstance(value, float) and value.is_integer():
             given[name] = int(value)
         if (
             name in IGNORED_IF_NONE
@@ -483,7 +484,7 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
             and isinstance(value, list)
         ):
             continue
-        only = field.values(is_chat)
+        only = known.values(is_chat)
         if only is not None and not any(_same(value, allowed) for allowed in only):
             instead = " or ".join(map(repr, only)) or "leave it out"
             raise RowError(
@@ -492,7 +493,8 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
     return given
 
 
-def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> AnswerOptions:
+def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> tuple[int, bool, bool]:
+    """Return the answers per prompt, whether they are streamed, and whether with token counts."""
     n = _count(fields, "n")
     if _count(fields, "best_of") not in (1, n):
         raise RowError("unsupported", f"best_of: only 1 and n ({n}) are supported")
@@ -502,9 +504,7 @@ def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> AnswerOptions:
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
         raise _invalid(f"stream_options: {_quoted(options)} is not an object")
-    return AnswerOptions(
-        n, stream, _flag("stream_options.include_usage", options.get("include_usage"))
-    )
+    return n, stream, _flag("stream_options.include_usage", options.get("include_usage"))
 
 
 def _prompts_of(fields: Mapping[str, Any], given: Any, is_chat: bool) -> list[Any]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -25,7 +23,7 @@ from flexgen_h2o.engine.detokenizer import Places, detokenizer_of
 from flexgen_h2o.engine.prompts import STRICT_JSON
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.engine.sequence import CODE_INTERNAL
-from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.jobs.requests import ClientRequest, Request, RequestReader, RowError
 from flexgen_h2o.jobs.responses import chat_logprobs, success_row, text_logprobs
 from flexgen_h2o.models.load import Model
 
@@ -86,23 +84,6 @@ def internal_error(where: str, error: BaseException) -> RequestRefused:
     return RequestRefused(500, "internal error", CODE_INTERNAL)
 
 
-@dataclass(frozen=True)
-class ClientRequest:
-    """A client's request, made by `read_asked`."""
-
-    id: str  # 24 hex digits, made for this request
-    # `n` requests per prompt; those of one prompt follow one another. `index` is the place here.
-    requests: tuple[Request, ...]
-    n: int = 1  # answers per prompt
-    stream: bool = False  # whether the answer is sent in pieces
-    usage: bool = False  # whether the last piece of a stream has the usage
-    created: int = 0  # time.time() when it was read
-
-    @property
-    def is_chat(self) -> bool:
-        return self.requests[0].kind == "chat"
-
-
 def json_of(data: bytes) -> dict[str, Any]:
     """Return the JSON object of a body. Raise Refused if it is none."""
     try:
@@ -128,28 +109,24 @@ def read_asked(
     rows: most sequences.
     length: most tokens of a sequence, prompt and answer.
     """
-    name = secrets.token_hex(12)
     positions = reader.model.spec.max_positions
     try:
-        answers, found = reader.served(url, body, name, rows)
-        for i, request in enumerate(found[:: answers.n]):
-            where = f" (prompt {i} of {len(found) // answers.n})" if len(found) > answers.n else ""
+        asked = reader.served(url, body, secrets.token_hex(12), rows)
+        firsts = asked.requests[:: asked.n]
+        for i, request in enumerate(firsts):
+            where = f" (prompt {i} of {len(firsts)})" if len(firsts) > 1 else ""
             _check_length(request, length, positions, where)
     except RowError as error:
         if error.code == CODE_INTERNAL:
             say_line(f"a request: {error}")
         raise RequestRefused(500 if error.is_internal else 400, str(error), error.code) from error
-    if sum(_numbers(one, positions) for one in found) > MAX_NUMBERS:
+    if sum(_numbers(one, positions) for one in asked.requests) > MAX_NUMBERS:
         raise RequestRefused(
             400,
             f"logprobs: more than {MAX_NUMBERS} numbers in one answer; ask for fewer",
             "too_large",
         )
-    for i, request in enumerate(found):
-        request.index = i
-    return ClientRequest(
-        name, tuple(found), answers.n, answers.stream, answers.usage, int(time.time())
-    )
+    return asked
 
 
 def _check_length(request: Request, most: int, positions: int, where: str) -> None:

@@ -20,9 +20,8 @@ from starlette.routing import Route
 
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.engine.sequence import CODE_INTERNAL
-from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.jobs.requests import ClientRequest, RequestReader
 from flexgen_h2o.serving.answers import (
-    ClientRequest,
     RequestRefused,
     StreamEvents,
     body_of,

@@ -14,7 +14,6 @@ from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks
-from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Weights, llama
@@ -128,7 +127,7 @@ def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_g
     if fails:
         monkeypatch.setattr(llama, "head", broken)
     prompts = [Sequence(i, tuple(ids)) for i, ids in enumerate(random_prompts((30, 30), seed=13))]
-    done = list[Completion]()
+    done = list[Sequence]()
     seen = list[int]()
     params = SamplingParams(max_tokens=5, prompt_logprobs=0, ignore_eos=True)
     callbacks = Callbacks(

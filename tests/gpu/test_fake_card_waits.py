@@ -14,7 +14,6 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.engine import stores
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import BaseWeightStream
-from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.engine.stores import HiddenStore, WeightStore
 from flexgen_h2o.kvcache import store
@@ -136,7 +135,7 @@ def test_rows_take_places_whose_tokens_come_late(tmp_path, placement: str) -> No
     tokens = dict[str, list[Any]]()
     for name, late in (("at once", nullcontext()), ("late", deferred_transfers())):
         with late, LLM(str(folder), Policy(2, 2, **PLACEMENTS[placement]), **given) as llm:
-            done = list[Completion]()
+            done = list[Sequence]()
             coming = iter([[], rows[3:]])
             llm.run(
                 rows[:3],

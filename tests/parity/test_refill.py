@@ -10,7 +10,6 @@ import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.engine.generation import Callbacks, Silent
-from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
@@ -95,7 +94,7 @@ def test_rows_enter_micro_batches_that_have_none(
     folder, prompts, tokens = known
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement])
-    done = list[Completion]()
+    done = list[Sequence]()
     every = [
         Sequence(i, tuple(p), params=SamplingParams(max_tokens=n))
         for i, (p, n) in enumerate(zip(prompts, ASKED, strict=True))
@@ -119,7 +118,7 @@ def test_a_row_ends_where_nobody_waits_for_it(
 ) -> None:
     folder, prompts, tokens = known
     read = [Sequence(i, tuple(p)) for i, p in enumerate(prompts)]
-    done = list[Completion]()
+    done = list[Sequence]()
     callbacks = Callbacks(should_continue=lambda row: row.index != 5 or len(row.token_ids) < 3)
     with LLM(str(folder), Policy(2, 2), dtype="float32", offload_dir=tmp_path) as llm:
         llm.run(

@@ -378,10 +378,10 @@ def test_a_batch_is_asked_again_after_many_bad_lines(batches: Batches) -> None:
     batch = OpenBatch({}, batches)
     request = SimpleNamespace()
     batch._rows = SimpleNamespace(requests=iter([None, request]))  # type: ignore[assignment]
-    assert [(batch.next(), batch.asks_again) for _ in range(3)] == [
-        (None, True),
-        (request, False),
-        (None, False),
+    assert [(batch.next(), len(runs_of(batches))) for _ in range(3)] == [
+        (None, 1),
+        (request, 1),
+        (None, 1),
     ]
 
 

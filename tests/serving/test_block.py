@@ -219,7 +219,7 @@ def test_a_single_place_is_for_batches_where_no_client_waits(service: Service) -
     service.add_batch(StubBatch(rows_of(50, 1)))
     service.submit(ticket_of(10, 2)[0])
     admitted = [service._next_row() for _ in range(4)]
-    assert [row and row[0].token_ids[0] for row in admitted] == [10, 11, 50, None]
+    assert [row and row.prompt_ids[0] for row in admitted] == [10, 11, 50, None]
 
 
 @pytest.mark.parametrize(("later", "clients"), [(1, 1), (3, 0)])
@@ -306,15 +306,12 @@ def test_tokens_are_counted_when_their_rows_are_over(service: Service) -> None:
 def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
     """Where only prompts lose columns, the shortest one grows the most."""
     llm.eviction = H2O(heavy_ratio=0.1, while_decoding=False)
-    prompts, params = Service(llm, PLACES, LENGTH, 20, 0.25)._template  # type: ignore[arg-type]
+    sequences = Service(llm, PLACES, LENGTH, 20, 0.25)._template  # type: ignore[arg-type]
 
     def slots(length: int, new: int) -> int:
         return llm.eviction.slots(length, new, 0)
 
-    template = [
-        slots(len(prompt.token_ids), one.max_tokens)
-        for prompt, one in zip(prompts, params, strict=True)
-    ]
+    template = [slots(len(one.prompt_ids), one.params.max_tokens) for one in sequences]
     assert len(template) == PLACES and max(template) == max(
         slots(n, LENGTH - n + 1) for n in range(1, LENGTH + 1)
     )
@@ -338,15 +335,15 @@ def test_a_queue_has_an_end(service: Service) -> None:
 def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
     """The engine's thread goes on meanwhile."""
     ticket, told = ticket_of(10, 1)
-    running = dict[int, Any]()
+    running = dict[Any, int]()
 
     class Entering:
         @property
         def owner(self) -> Ticket:
-            running[len(running)] = self
+            running[len(running)] = 0
             return ticket
 
-    running[0] = Entering()
+    running[Entering()] = 0
     service._running = running
     service.close()
     assert [(kind, error.status) for kind, error in told] == [("error", 503)] and len(running) > 1
