@@ -14,7 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -33,8 +34,9 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
+from flexgen_h2o.engine.prompts import benchmark_prompts
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.parser import OneLineParser
@@ -55,7 +57,7 @@ KEEPING = {
 }
 QUIET_BELOW = 0.10  # busy share of all cores
 QUIET_SAMPLE_S = 2.0
-Graces = Sequence[
+Graces = abc.Sequence[
     tuple[int, float]
 ]  # signals, each with the seconds that a process then has to end
 
@@ -241,7 +243,7 @@ def commit() -> str | None:
     return f"{name}{DIRTY}" if changed else name or None
 
 
-def table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+def table(title: str, rows: abc.Sequence[tuple[str, str]]) -> None:
     """Print lines of a name and a value."""
     print(f"\n{title}")
     width = max(len(name) for name, _ in rows)
@@ -372,7 +374,7 @@ class Steady:
         return sum(self.read_bytes) / sum(self.seconds)
 
 
-def steady(marks: Sequence[Mark]) -> Steady:
+def steady(marks: abc.Sequence[Mark]) -> Steady:
     """The steady decode sweeps of a run that was cut short (so that it loaded ahead to its very
     end)."""
     chosen = marks[1:]
@@ -386,7 +388,7 @@ def steady(marks: Sequence[Mark]) -> Steady:
     return Steady(seconds, read, chosen[0].at, chosen[-1].at)
 
 
-def benchmark_rows(llm: LLM, rows: int, prompt_len: int) -> list[Prompt]:
+def benchmark_rows(llm: LLM, rows: int, prompt_len: int) -> list[Sequence]:
     """The benchmark's prompts as token ids. They are all equal, and `llm` is told to compute each,
     as FlexGen does."""
     llm.share_prefix = "off"
@@ -410,8 +412,7 @@ def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
         return zigzag(sweeps, layers, batches)
 
     llm.run(
-        prompts,
-        SamplingParams(sweeps + 2, ignore_eos=True),
+        with_params(prompts, SamplingParams(sweeps + 2, ignore_eos=True)),
         lambda done: None,
         Callbacks(mark),
         order=some_sweeps,
@@ -435,7 +436,7 @@ def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_hos
 
 
 def alternate(
-    repeats: int, parts: Sequence[Callable[[], None]], quiet_wait: float
+    repeats: int, parts: abc.Sequence[Callable[[], None]], quiet_wait: float
 ) -> list[dict[str, float]]:
     """Run all `parts` `repeats` times, in turn forwards and backwards. Returns what neighbours did
     in each round."""
@@ -469,7 +470,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def ratio_of(values: Sequence[float], others: Sequence[float]) -> Spread:
+def ratio_of(values: abc.Sequence[float], others: abc.Sequence[float]) -> Spread:
     """Of the pairs of each round."""
     return Spread([a / b for a, b in zip(values, others, strict=True)])
 
@@ -478,7 +479,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def run_limited(
-    command: Sequence[str],
+    command: abc.Sequence[str],
     environment: dict[str, str],
     limit_s: float,
     graces: Graces = (),
@@ -523,5 +524,5 @@ def _end(process: subprocess.Popen[str], graces: Graces) -> None:
     process.communicate()
 
 
-def show_rounds(rounds: Sequence[dict[str, float]]) -> str:
+def show_rounds(rounds: abc.Sequence[dict[str, float]]) -> str:
     return ", ".join(f"{r['others']:.0%}" for r in rounds) + " of the cores, round by round"

@@ -11,8 +11,8 @@ import flexgen_h2o.core.forks  # noqa: F401  before any fork, and before torch i
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import MemoryBudget, Policy
-    from flexgen_h2o.engine.prompts import Completion
     from flexgen_h2o.engine.sampling import SamplingParams
+    from flexgen_h2o.engine.sequence import Completion
     from flexgen_h2o.kvcache.eviction import H2O, Full, Local
     from flexgen_h2o.llm import LLM
 
@@ -37,7 +37,7 @@ _HOMES = {
     "Full": "kvcache.eviction",
     "Local": "kvcache.eviction",
     "LLM": "llm",
-    "Completion": "engine.prompts",
+    "Completion": "engine.sequence",
     "SamplingParams": "engine.sampling",
     "MemoryBudget": "core.config",
     "Policy": "core.config",

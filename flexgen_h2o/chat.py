@@ -10,7 +10,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.core.settings import SamplingParams
     from flexgen_h2o.engine.conversation import Conversation
     from flexgen_h2o.engine.decoding import StopCriteria
-    from flexgen_h2o.engine.generation import Row
+    from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.evaluation.conversation import Exchange, Turn
     from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
@@ -266,7 +267,7 @@ class Chat:
         """
         return min(self._llm.model.spec.max_positions, self._args.max_len or ENDLESS)
 
-    def _talk(self, first: Sequence[int], most: int) -> Conversation:
+    def _talk(self, first: abc.Sequence[int], most: int) -> Conversation:
         """Return a conversation of at most `most` tokens."""
         from flexgen_h2o.engine.conversation import Conversation
         from flexgen_h2o.engine.decoding import stop_criteria
@@ -284,12 +285,12 @@ class Chat:
             first, self._later(), params, ends, self._shown, room, penalties=penalties
         )
 
-    def _open(self, first: Sequence[int]) -> None:
+    def _open(self, first: abc.Sequence[int]) -> None:
         """Open the engine for a first turn, if it is not open for one. Raise DoesNotFitError."""
         most = max(PLANNED, self._llm.model.spec.max_positions)
         talk = self._talk(first, most)
         try:
-            self._llm.prepare([talk.prompt], talk)
+            self._llm.prepare([talk.sequence])
         except DoesNotFitError as error:
             if self._llm.eviction.needs.record:  # the KV cache does not grow
                 raise
@@ -297,7 +298,7 @@ class Chat:
                 f"{error}; or give --max-len, below {len(first) + talk.room - 1}"
             ) from error
 
-    def _converse(self, first: Sequence[int]) -> None:
+    def _converse(self, first: abc.Sequence[int]) -> None:
         """Answer a first turn, and all that follow."""
         from flexgen_h2o.engine.generation import Callbacks, Silent
 
@@ -309,14 +310,14 @@ class Chat:
         self._now = talk = self._talk(first, ENDLESS)
         self._exchanges = self._shown.exchanges
         self._shown.begin(self._turns[0])
-        self._llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
+        self._llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
         if not (self._is_over or self._is_reset):
             self._shown.break_off()
             self._left = 0
             say("chat", self._no_room(0))
             self._next_turn()  # only commands work now
 
-    def _later(self) -> Iterator[Sequence[int]]:
+    def _later(self) -> Iterator[abc.Sequence[int]]:
         """Yield the turns after the first. Each is read when the answer before it is over."""
         while True:
             self._left = self._now.left
@@ -328,7 +329,7 @@ class Chat:
 
     # Lines
 
-    def _next_turn(self) -> Sequence[int] | None:
+    def _next_turn(self) -> abc.Sequence[int] | None:
         """Return the next line that is a turn with room for it, as token ids.
 
         None if the conversation ends.
@@ -349,7 +350,7 @@ class Chat:
                 self._refuse(error)
         return None
 
-    def _encoded(self, line: str) -> Sequence[int]:
+    def _encoded(self, line: str) -> abc.Sequence[int]:
         from flexgen_h2o.evaluation.conversation import Turn, encoded_turn
 
         args = self._args
@@ -492,8 +493,8 @@ class _Ends:
         self._ends = ends
         self._is_stopped = is_stopped
 
-    def __call__(self, row: Row, /) -> str | None:
-        return self._ends(row) or ("interrupted" if self._is_stopped() else None)
+    def __call__(self, sequence: Sequence, /) -> str | None:
+        return self._ends(sequence) or ("interrupted" if self._is_stopped() else None)
 
 
 def _write(text: str) -> None:

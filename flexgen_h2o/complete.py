@@ -10,6 +10,7 @@ from flexgen_h2o.cli_common import check_files, file_name, own_name, results_are
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.engine.prompts import output_row
+from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.flags import (
     SHOWN_OF_ENGINE,
     SHOWN_OF_SAMPLING,
@@ -107,7 +108,8 @@ def _run(argv: list[str] | None) -> int:
         # Name the flag if a prompt is longer than the model's positions.
         with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):
             n = len(prompts)
-            done = print_completions(llm, prompts, [params] * n, titles, [args.chat] * n, echo=True)
+            sequences = with_params(prompts, [params] * n)
+            done = print_completions(llm, sequences, titles, [args.chat] * n, echo=True)
         facts: dict[str, Any] = {
             "model": llm.model.name,
             "dtype": llm.dtype,

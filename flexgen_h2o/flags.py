@@ -11,7 +11,8 @@ import argparse
 import contextlib
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -39,7 +40,8 @@ from flexgen_h2o.core.settings import (
     SamplingParams,
 )
 from flexgen_h2o.core.units import format_bytes
-from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
+from flexgen_h2o.engine.prompts import prompts_from_python, read_prompts
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
 from flexgen_h2o.kvcache.eviction.mixes import WHOLE, table_for
@@ -143,7 +145,7 @@ def add_flags_of(
     section: str,
     settings: type,
     only_given: bool = True,
-    without: Sequence[str] = (),
+    without: abc.Sequence[str] = (),
 ) -> None:
     """Add a flag for each `setting` of a dataclass that has a help text.
 
@@ -199,7 +201,7 @@ def add_engine_flags(
     parser: OneLineParser,
     dry_run: bool = True,
     positional: bool = True,
-    without: Sequence[str] = (),
+    without: abc.Sequence[str] = (),
 ) -> None:
     """Add the flags of every command that runs the engine: model, tiers and plan.
 
@@ -379,7 +381,7 @@ def add_prompt_flags(parser: OneLineParser, without: str) -> None:
     )
 
 
-def prompts_of(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> list[Prompt]:
+def prompts_of(args: argparse.Namespace, model: Model, texts: abc.Sequence[str]) -> list[Sequence]:
     """Return the prompts of --prompts FILE, or of `texts` without it. A UsageError names the flag.
 
     With --chat each text is a user's message.

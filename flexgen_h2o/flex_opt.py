@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import abc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -26,11 +27,8 @@ from flexgen_h2o.cli_common import (
 from flexgen_h2o.core.config import read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path, write_result
-from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.prompts import (
-    Completion,
-    Prompt,
     benchmark_prompts,
     check_output_path,
     write_outputs,
@@ -47,6 +45,7 @@ from flexgen_h2o.engine.report import (
     ranks_line,
     sizes_line,
 )
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.flags import (
     SHOWN_OF_ENGINE,
     add_engine_flags,
@@ -196,7 +195,7 @@ def _run(argv: list[str] | None) -> int:
     if args.prompts is None:  # all sequences of the benchmark have equal lengths
         params = replace(params, ignore_eos=True)
     pipeline = _join_pipeline(args)
-    done: list[Completion] = []
+    done: list[Sequence] = []
     with open_llm(args, policy, is_auto, eviction_of(args, policy)) as llm:
         if pipeline is not None:
             llm.join(pipeline)
@@ -206,17 +205,19 @@ def _run(argv: list[str] | None) -> int:
         llm.check_plan()
         if args.chat:
             params = llm.model.for_chat(params)
-        prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
+        prompts = with_params(
+            _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size), params
+        )
         with naming_flags():  # a prompt longer than the model's positions
-            sizes = llm.sizes(prompts, params)
+            sizes = llm.sizes(prompts)
         if pipeline is None:  # refusals come before anything is printed
-            llm.prepare(prompts, [params] * len(prompts))
+            llm.prepare(prompts)
         if args.verbose >= 1:
             _say_notes(args, llm)
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
             print(sizes_line(*sizes))
             print("benchmark - generate" if args.prompts is None else "generate", flush=True)
-        report = _generate(args, llm, prompts, params, done)
+        report = _generate(args, llm, prompts, done)
     _show(args, llm, report, done)
     return EXIT_DONE
 
@@ -299,7 +300,7 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
+def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Sequence]:
     spec = llm.model.spec
     if args.prompts is not None:
         return prompts_of(args, llm.model, ())
@@ -311,23 +312,20 @@ def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
 def _generate(
     args: argparse.Namespace,
     llm: LLM,
-    prompts: list[Prompt],
-    params: SamplingParams,
-    done: list[Completion],
+    sequences: abc.Sequence[Sequence],
+    done: list[Sequence],
 ) -> RunReport:
     """Run, and project what was cut short. Finished answers are also written if the run fails."""
-    from flexgen_h2o.engine.channels import with_content
+    from flexgen_h2o.engine.channels import keep_content
 
-    def keep(found: list[Completion]) -> None:
+    def keep(found: list[Sequence]) -> None:
         if args.chat:
-            tokenizer = llm.model.tokenizer
-            found = [
-                with_content(one, tokenizer, params, prompts[one.index].token_ids) for one in found
-            ]
+            for one in found:
+                keep_content(one, llm.model.tokenizer)
         done.extend(found)
 
     try:
-        report = llm.run(prompts, params, keep, order=_order(args))
+        report = llm.run(sequences, keep, order=_order(args))
     finally:
         if args.output is not None and done:  # a run that is refused leaves an older file as it is
             write_outputs(args.output, done)
@@ -358,7 +356,7 @@ def _order(args: argparse.Namespace) -> Order | None:
     return some_sweeps if args.cut_gen_len else some_layers if args.debug_mode else None
 
 
-def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Completion]) -> None:
+def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Sequence]) -> None:
     if args.verbose >= 2:
         _show_texts(done)
     if args.debug_mode == "breakdown":
@@ -377,7 +375,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         append_log(Path(name if args.log_file == "auto" else args.log_file), report)
 
 
-def _show_texts(done: list[Completion]) -> None:
+def _show_texts(done: list[Sequence]) -> None:
     """Print the first and the last text, as FlexGen does, or token ids without a tokenizer."""
     ordered = sorted(done, key=lambda c: c.index)
     print(f"Outputs:\n{RULE}")

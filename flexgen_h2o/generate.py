@@ -7,7 +7,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ from flexgen_h2o.cli_common import (
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import MAX_LINE_BYTES, usable_path, write_whole
 from flexgen_h2o.core.units import shortened
-from flexgen_h2o.engine.prompts import Completion, Prompt, check_output_path
+from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.flags import (
     SHOWN_OF_ENGINE,
     SHOWN_OF_SAMPLING,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.core.settings import SamplingParams
     from flexgen_h2o.engine.channels import TerminalText
     from flexgen_h2o.engine.conversation import AnswerText
+    from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.jobs.requests import Request
     from flexgen_h2o.llm import LLM
 
@@ -257,7 +259,7 @@ def _run_job(args: argparse.Namespace) -> int:
         return run(args, output, policy, is_auto, eviction, defaults, tests_bits=True)
 
 
-def _kept_prompts(texts: Sequence[str], output: Path) -> Path:
+def _kept_prompts(texts: abc.Sequence[str], output: Path) -> Path:
     """Write the prompts of the command line beside the output, where a resumed job finds them.
 
     Raise UsageError if other prompts, or something else, are there already.
@@ -304,9 +306,10 @@ def print_answers(args: argparse.Namespace) -> int:
         llm.check_plan()
         titles, requests = zip(*_titles_and_requests(args, llm, texts, defaults), strict=True)
         say_notes("generate", args, llm)
-        prompts = [replace(one.prompt, index=i) for i, one in enumerate(requests)]
+        for i, request in enumerate(requests):
+            request.index = i
         chats = [one.kind == "chat" for one in requests]
-        print_completions(llm, prompts, [one.params for one in requests], titles, chats)
+        print_completions(llm, requests, titles, chats)
     return EXIT_DONE
 
 
@@ -337,7 +340,7 @@ def standard_input(advice: str) -> str:
 
 
 def _titles_and_requests(
-    args: argparse.Namespace, llm: LLM, texts: Sequence[str], defaults: SamplingParams
+    args: argparse.Namespace, llm: LLM, texts: abc.Sequence[str], defaults: SamplingParams
 ) -> Iterator[tuple[str, Request]]:
     """Yield the title and the request of each prompt.
 
@@ -375,12 +378,11 @@ def _title_of(value: Any, number: int) -> str:
 
 def print_completions(
     llm: LLM,
-    prompts: Sequence[Prompt],
-    params: Sequence[SamplingParams],
-    titles: Sequence[str],
-    chats: Sequence[bool],
+    sequences: abc.Sequence[Sequence],
+    titles: abc.Sequence[str],
+    chats: abc.Sequence[bool],
     echo: bool = False,
-) -> list[Completion]:
+) -> list[Sequence]:
     """Print what will happen, then the answers in the order of the prompts, and return them.
 
     chats: whether each prompt is a chat's. An answer in a chat is printed as `chat` prints it, and
@@ -392,11 +394,13 @@ def print_completions(
     from flexgen_h2o.opening import opening_line
 
     llm.tests_bits = True
-    llm.prepare(prompts, params)
-    print(f"# {opening_line(llm, prompts, params, len(prompts))}", file=sys.stderr, flush=True)
-    if len(prompts) == 1:
-        return [_print_streamed(llm, prompts[0], params[0], chats[0], echo)]
-    return _print_in_order(llm, prompts, params, titles, chats, echo)
+    llm.prepare(sequences)
+    print(f"# {opening_line(llm, sequences, len(sequences))}", file=sys.stderr, flush=True)
+    if len(sequences) == 1:
+        _print_streamed(llm, sequences[0], chats[0], echo)
+    else:
+        _print_in_order(llm, sequences, titles, chats, echo)
+    return list(sequences)
 
 
 class _Printed:
@@ -419,95 +423,79 @@ class _Printed:
         print(self._text.more(self.token_ids, reason is not None), end="", flush=True)
 
 
-def _print_streamed(
-    llm: LLM, prompt: Prompt, params: SamplingParams, is_chat: bool, echo: bool
-) -> Completion:
+def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> None:
     """Print the answer to a single prompt as it comes: a conversation of one turn."""
-    from flexgen_h2o.engine.channels import TerminalText, with_content
+    from flexgen_h2o.engine.channels import TerminalText, keep_content
     from flexgen_h2o.engine.conversation import AnswerText, Conversation
     from flexgen_h2o.engine.decoding import stop_criteria
     from flexgen_h2o.engine.generation import Callbacks, Silent
     from flexgen_h2o.engine.penalties import penalties_maker
 
     model = llm.model
+    params = sequence.params
+    ids = sequence.prompt_ids
     ends = stop_criteria(model, params)
     text: AnswerText | TerminalText
     if is_chat:
-        text = TerminalText(model.tokenizer, params, prompt.token_ids)
+        text = TerminalText(model.tokenizer, params, ids)
     else:
-        text = AnswerText(model.tokenizer, params.stop, prompt.token_ids, params.stop_token_ids)
+        text = AnswerText(model.tokenizer, params.stop, ids, params.stop_token_ids)
     printed = _Printed(text)
-    room = most_new_tokens(llm.eviction, model.spec, len(prompt.token_ids), params.max_tokens)
+    room = most_new_tokens(llm.eviction, model.spec, len(ids), params.max_tokens)
     asked = replace(params, max_tokens=room)
     penalties = penalties_maker(model, params)
     talk = Conversation(
-        prompt.token_ids,
-        iter(()),
-        asked,
-        ends,
-        printed,
-        room,
-        max_tokens_per_sweep=1,
-        penalties=penalties,
+        ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1, penalties=penalties
     )
     if echo:
-        print(_echoed(prompt, is_chat), end="", flush=True)
-    llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
+        print(_echoed(sequence, is_chat), end="", flush=True)
+    llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
     print()
-    done = Completion(
-        0,
-        prompt.text,
-        ends.text(printed.token_ids, prompt.token_ids),
-        printed.token_ids,
-        printed.reason or "length",
-    )
-    return with_content(done, model.tokenizer, params, prompt.token_ids) if is_chat else done
+    sequence.token_ids = printed.token_ids
+    sequence.text = ends.text(printed.token_ids, ids)
+    sequence.finish_reason = printed.reason or "length"
+    if is_chat:
+        keep_content(sequence, model.tokenizer)
 
 
 def _print_in_order(
     llm: LLM,
-    prompts: Sequence[Prompt],
-    params: Sequence[SamplingParams],
-    titles: Sequence[str],
-    chats: Sequence[bool],
+    sequences: abc.Sequence[Sequence],
+    titles: abc.Sequence[str],
+    chats: abc.Sequence[bool],
     echo: bool,
-) -> list[Completion]:
+) -> None:
     """Print each answer below its title as soon as those before it are printed."""
-    from flexgen_h2o.engine.channels import TerminalText, with_content
+    from flexgen_h2o.engine.channels import TerminalText, keep_content
 
     tokenizer = llm.model.tokenizer
-    done: dict[int, Completion] = {}
-    shown: list[Completion] = []
+    waiting = deque(enumerate(sequences))
+    finished: set[int] = set()
 
-    def show(found: list[Completion]) -> None:
-        done.update({one.index: one for one in found})
-        while len(shown) in done:
-            i = len(shown)
-            one = done[i]
-            prompt = prompts[i]
-            sizes = f"{len(prompt.token_ids)} + {len(one.token_ids)} tokens, {one.finish_reason}"
-            before = _echoed(prompt, chats[i]) if echo else ""
+    def show(done: list[Sequence]) -> None:
+        finished.update(one.index for one in done)
+        while waiting and waiting[0][1].index in finished:
+            i, one = waiting.popleft()
+            ids = one.prompt_ids
+            sizes = f"{len(ids)} + {len(one.token_ids)} tokens, {one.finish_reason}"
+            before = _echoed(one, chats[i]) if echo else ""
             text = _text_of(one.text, one.token_ids)
             if chats[i]:
-                text = TerminalText(tokenizer, params[i], prompt.token_ids).more(
-                    one.token_ids, True
-                )
-                one = with_content(one, tokenizer, params[i], prompt.token_ids)
+                text = TerminalText(tokenizer, one.params, ids).more(one.token_ids, True)
+                keep_content(one, tokenizer)
             print(f"{RULE}\n{titles[i]}: {sizes}\n{RULE}", flush=True)
             print(before + text, flush=True)
-            shown.append(one)
 
-    llm.run(prompts, params, show, refill=True)
-    return shown
+    llm.run(sequences, show, refill=True)
 
 
-def _echoed(prompt: Prompt, is_chat: bool) -> str:
+def _echoed(sequence: Sequence, is_chat: bool) -> str:
     """Return the prompt as it is printed before its answer: a message has a blank line after it."""
-    text = _text_of(prompt.text, prompt.token_ids)
+    text = _text_of(sequence.prompt, sequence.prompt_ids)
     return f"{text}\n\n" if is_chat else text
 
 
-def _text_of(text: str | None, token_ids: Sequence[int]) -> str:
+def _text_of(text: str | None, token_ids: abc.Sequence[int]) -> str:
     return "".join(f"{token} " for token in token_ids) if text is None else text
 
 

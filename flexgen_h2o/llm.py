@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections import Counter, abc
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from flexgen_h2o.core.packing import bits_of_kv
 from flexgen_h2o.core.settings import DECODE
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
+from flexgen_h2o.engine.decoding import Decoding
 from flexgen_h2o.engine.distributed import ModelPart, Pipeline, check_same, part_of
 from flexgen_h2o.engine.executor import Executor, Order
 from flexgen_h2o.engine.generation import (
@@ -33,16 +34,16 @@ from flexgen_h2o.engine.generation import (
     Callbacks,
     LogitsWatch,
     Progress,
-    Row,
     Silent,
     SlotsWatch,
+    make_blocks,
 )
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of, packing_of
-from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
+from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
-from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params
+from flexgen_h2o.engine.scheduler import More, Scheduler, begin, can_differ, forced_sequences
 from flexgen_h2o.engine.self_test import (
     BLOCK_STEP_S,
     JOB_OVER_TEST,
@@ -51,10 +52,11 @@ from flexgen_h2o.engine.self_test import (
     PASSES,
     STEPS,
     likeliest_divergence,
-    requests_of_test,
+    sequences_of_test,
     tokens_of_test,
     warning_of,
 )
+from flexgen_h2o.engine.sequence import Sequence, Some, with_params
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, Full, check_eviction
@@ -84,7 +86,8 @@ NO_CALLBACKS = Callbacks()
 class LLM:
     """A model that generates under a placement policy and memory budgets.
 
-    model: hub id, local Hugging Face folder, or a name that comes with the package (`opt-tiny`).
+    model: hub id, local Hugging Face folder, or a name that comes with the package (`opt-tiny`); or
+    a model that was found before.
     path: folder with checkpoints; `_DUMMY_` asks for random weights at the model's true shape.
     policy: a `Policy`, "auto", a policy file, or `AutoPolicy(base)`.
     dtype: "auto" uses the checkpoint's dtype (float16 becomes bfloat16 on a CPU).
@@ -105,7 +108,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Model,
         policy: Policy | AutoPolicy | str | Path = "auto",
         eviction: object = None,
         device: str = "auto",
@@ -135,18 +138,18 @@ class LLM:
         self.offload_dir = usable_path(
             DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir"
         )
-        name = _text("model", model)
-        where = _text_or_none("path", path)
         self._on_plan = on_plan
-        version = _text_or_none("revision", revision)
-        self.model: Model = find_model(
-            name,
-            where,
-            version,
-            weights=on_plan is None,
-            offload_dir=self.offload_dir,
-            max_model_len=max_model_len,
-        )
+        if isinstance(model, Model):
+            self.model = model
+        else:
+            self.model = find_model(
+                _text("model", model),
+                _text_or_none("path", path),
+                _text_or_none("revision", revision),
+                weights=on_plan is None,
+                offload_dir=self.offload_dir,
+                max_model_len=max_model_len,
+            )
         self._asked_dtype = None if dtype == "auto" else _text("dtype", dtype)
         if self._asked_dtype is not None and self._asked_dtype not in DTYPE_BYTES:
             raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
@@ -278,21 +281,20 @@ class LLM:
         if isinstance(self.asked_policy, AutoPolicy):
             planner.check_dtype()
 
-    def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
+    def sizes(self, sequences: abc.Sequence[Sequence]) -> tuple[int, int, int]:
         """Return FlexGen's summary: bytes of the weights, of all sequences' full KV cache and
         hidden states.
         """
-        return sizes_of(
-            self.model.spec, self._table(prompts, params).sizes, DTYPE_BYTES[self.dtype]
-        )
+        sizes = Counter(one.size for one in self._begin(sequences))
+        return sizes_of(self.model.spec, sizes, DTYPE_BYTES[self.dtype])
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: abc.Sequence[str | abc.Sequence[int]],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         watch_logits: LogitsWatch | None = None,
         refill: bool = True,
-    ) -> list[Completion]:
+    ) -> list[Sequence]:
         """Generate for text prompts and lists of token ids, in any mix.
 
         params: one for all prompts, or one per prompt. With one per prompt, a sequence draws from
@@ -311,26 +313,27 @@ class LLM:
         encode = self.model.encode if self.model.tokenizer is not None else None
         spec = self.model.spec
         read = prompts_from_python(prompts, encode, spec.vocab_size, spec.max_positions)
-        done: list[Completion] = []
+        done: list[Sequence] = []
         if not read and not isinstance(asked, SamplingParams) and asked:
             raise UsageError(f"params: {len(asked)} for 0 prompts; give one for each")
         if read:
-            self.run(read, asked, done.extend, Callbacks(watch_logits), refill=refill)
+            sequences = with_params(read, asked)
+            self.run(sequences, done.extend, Callbacks(watch_logits), refill=refill)
         return sorted(done, key=lambda c: c.index)
 
     def score(
         self,
-        prompts: Sequence[str | Sequence[int]],
-        continuations: Sequence[str | Sequence[int]],
+        prompts: abc.Sequence[str | abc.Sequence[int]],
+        continuations: abc.Sequence[str | abc.Sequence[int]],
         mode: str = DECODE,
-    ) -> list[Completion]:
+    ) -> list[Sequence]:
         """Return the log-probabilities of continuations, each after its prompt.
 
         prompts, continuations: texts and lists of token ids, in any mix. A continuation's text is
         encoded without special tokens.
         mode: as SamplingParams.score_mode.
 
-        Results are in the order of `prompts`. `completion.logprob` is the sum over the
+        Results are in the order of `prompts`. `logprob` is the sum over the
         continuation's tokens, and `logprobs` has one value per token. `is_greedy` is true if each
         token was the likeliest. Prompts that begin alike are computed once (`share_prefix`).
         """
@@ -345,13 +348,13 @@ class LLM:
                 f"continuations: {len(read)} for {len(prompts)} prompts; give one for each"
             )
         return self.generate(
-            prompts, [SamplingParams(score=one.token_ids, score_mode=mode) for one in read]
+            prompts, [SamplingParams(score=one.prompt_ids, score_mode=mode) for one in read]
         )
 
     def follow(
         self,
-        prompts: Sequence[Sequence[int]],
-        continuations: Sequence[Sequence[int]],
+        prompts: abc.Sequence[abc.Sequence[int]],
+        continuations: abc.Sequence[abc.Sequence[int]],
         watch_logits: LogitsWatch,
         watch_slots: SlotsWatch | None = None,
         max_tokens_per_sweep: int = 1,
@@ -368,26 +371,23 @@ class LLM:
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
         check_int("max_tokens_per_sweep", max_tokens_per_sweep, low=1)
-        read, forced = forced_rows(
+        forced = forced_sequences(
             prompts, continuations, self.eviction, self.model.spec, max_tokens_per_sweep
         )
-        return self.run(read, forced, lambda done: None, Callbacks(watch_logits, watch_slots))
+        return self.run(forced, lambda done: None, Callbacks(watch_logits, watch_slots))
 
     def run(
         self,
-        prompts: Sequence[Prompt],
-        params: Params,
-        on_finished: Callable[[list[Completion]], None],
+        sequences: abc.Sequence[Some],
+        on_finished: Callable[[list[Some]], None],
         callbacks: Callbacks = NO_CALLBACKS,
         order: Order | None = None,
         refill: bool = False,
-        more: More | None = None,
+        more: Callable[[], abc.Sequence[Some] | None] | None = None,
     ) -> RunReport:
-        """Run prompts that are tokenised already, and return the report.
+        """Run sequences, and return the report. They get their answers.
 
-        params: as in `generate`, or a TokenSource, which determines the tokens of sequences and
-        their end.
-        on_finished: gets completions as sequences finish.
+        on_finished: gets sequences as they finish.
         order: called with the numbers of layers and micro-batches of a block; it returns the steps
         to run instead of the whole schedule. Sequences that are cut short are handed out at the
         end, with reason "length".
@@ -400,7 +400,10 @@ class LLM:
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
-            table = self._table(prompts, params)
+            spec = self.model.spec
+            decoding = Decoding(spec.eos_token_ids, self.model.tokenizer, callbacks)
+            for one in self._begin(sequences):
+                decoding.criteria(one.params)
             planner = self._planner
             pipeline = planner.part.pipeline
             if pipeline is not None:
@@ -409,39 +412,40 @@ class LLM:
                     self.dtype,
                     self.asked_policy,
                     self.eviction,
-                    params,
+                    [one.params for one in sequences],
                     self.share_prefix,
                 )
-                check_same(pipeline, given, table.rows)
-            engine = self._ready(table.rows)
-            blocks = planner.blocks(table.rows, engine.policy)
-            self._common = planner.common(table.rows, engine.policy)
-            refill = refill and order is None and pipeline is None
-            if more is not None:  # sequences that join may fill micro-batches that are still empty
-                blocks[0] += [[] for _ in range(engine.plan.shape.micro_batches - len(blocks[0]))]
-            scheduler = table.schedule(blocks, refill, more, len(self._common))
+                check_same(pipeline, given, sequences)
+            engine = self._ready(sequences)
+            self._common = planner.common(sequences, engine.policy)
+            scheduler = self._schedule(
+                sequences, engine, refill and order is None and pipeline is None, more
+            )
             # A prediction assumes that the sequences of a block begin together and take one token
             # per sweep.
-            is_foreseen = not scheduler.is_continuous and not any(row.given for row in table.rows)
+            scores = any(one.given and one.top_logprobs is not None for one in sequences)
+            is_foreseen = not scheduler.is_continuous and not scores
             self.predicted = (
-                planner.predict(table.rows, engine.policy, engine.plan) if is_foreseen else None
+                planner.predict(sequences, engine.policy, engine.plan) if is_foreseen else None
             )
             before = engine.io_bytes_by_kind
             self._blocks = scheduler.stats
             engine.timeline.reset()
             with contextlib.ExitStack() as stack:
                 listener = callbacks.listener or stack.enter_context(
-                    Progress(sum(r.max_new for r in table.rows))
+                    Progress(sum(one.max_new for one in sequences))
                 )
 
-                def hand_out(finished: list[Row]) -> None:
+                def hand_out(finished: list[Sequence]) -> None:
                     listener.finish(finished)
-                    on_finished(table.finish(finished))
+                    scheduler.count_finished(finished)
+                    decoding.finish(finished)
+                    on_finished(cast(list[Some], finished))
 
                 executor = Executor(
                     engine,
                     planner.part.eviction,
-                    table.decoding(callbacks),
+                    decoding,
                     hand_out,
                     scheduler.most_sweeps(engine.policy.num_gpu_batches),
                     planner.sharing,
@@ -449,20 +453,51 @@ class LLM:
                 )
                 stack.enter_context(self._closing_on_error())
                 executor.run(scheduler, order, listener.sweep)
-            on_finished(table.finish_rest())
-            predicted = self.predicted
+            rest = [one for one in sequences if one.finish_reason is None]
+            for one in rest:
+                one.finish_reason = "length"
+            scheduler.count_finished(rest)
+            decoding.finish(rest)
+            on_finished(rest)
             profile = planner.profile
-            seconds = {
-                phase: None if predicted is None else getattr(predicted, phase)
+            predicted = {
+                phase: None if self.predicted is None else getattr(self.predicted, phase)
                 for phase in PREDICTIONS
             }
             facts = {"profile": profile.machine, "profile_disturbed": profile.was_disturbed}
+            name = self.model.name
             self.report = make_report(
-                engine, planner.part, table, scheduler, before, seconds, facts
+                engine, planner.part, name, scheduler, before, predicted, facts
             )
             return self.report
         finally:
             self._running.release()
+
+    def _begin(self, sequences: abc.Sequence[Some]) -> abc.Sequence[Some]:
+        """Make sequences ready for a run, and return them."""
+        eviction = self.eviction
+        for one in sequences:
+            begin(one, self.model, eviction)
+        return sequences
+
+    def _schedule(
+        self, sequences: abc.Sequence[Sequence], engine: Engine, refill: bool, more: More | None
+    ) -> Scheduler:
+        """Return the scheduler of these sequences and of those that `more` returns."""
+        blocks = self._planner.blocks(sequences, engine.policy)
+        common = len(self._common)
+        if more is not None:  # sequences that join may fill micro-batches that are still empty
+            blocks[0] += [[] for _ in range(engine.plan.shape.micro_batches - len(blocks[0]))]
+        gains = len(blocks) > 1 and can_differ(sequences, self.model.spec)
+        if not refill or (more is None and not gains):
+            return Scheduler(blocks, None, common)
+        return Scheduler(blocks, partial(self._further, more), common)
+
+    def _further(self, more: More | None) -> list[Sequence]:
+        """Return the sequences that `more` returns, in the order in which they are to join."""
+        found = None if more is None else more()
+        blocks = [] if found is None else make_blocks(self._begin(found), 1, 1)
+        return [one for block in blocks for batch in block for one in batch]
 
     @contextlib.contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -487,14 +522,14 @@ class LLM:
         """
         self._planner.job_rows = check_int("rows", rows, low=0)
 
-    def prepare(self, prompts: Sequence[Prompt], params: Params) -> Policy:
+    def prepare(self, sequences: abc.Sequence[Sequence]) -> Policy:
         """Open the engine for these sequences, as `run` does, and return the policy.
 
         If DoesNotFitError is raised, no engine is open.
         """
-        return self._ready(self._table(prompts, params).rows).policy
+        return self._ready(self._begin(sequences)).policy
 
-    def predict_run(self, prompts: Sequence[Prompt], params: Params) -> Prediction | None:
+    def predict_run(self, sequences: abc.Sequence[Sequence]) -> Prediction | None:
         """Return the predicted cost of these sequences on the open engine.
 
         It assumes that no sequence joins another block and that none ends early. Return None if no
@@ -503,25 +538,22 @@ class LLM:
         engine = self._engine
         if engine is None:
             return None
-        return self._planner.predict_run(
-            self._table(prompts, params).rows, engine.policy, engine.plan
-        )
+        return self._planner.predict_run(self._begin(sequences), engine.policy, engine.plan)
 
-    def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+    def check_fit(self, sequences: abc.Sequence[Sequence]) -> Policy:
         """Return the policy that `prepare` would return, or raise its DoesNotFitError.
 
         Close the engine if it is open, and open none.
         """
         self.close()
-        return self._planner.plan(
-            self._table(prompts, params).rows, self.asked_policy, self._budgets()
-        ).policy
+        return self._planner.plan(self._begin(sequences), self.asked_policy, self._budgets()).policy
 
-    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
+    def has_room(self, sequences: abc.Sequence[Sequence]) -> bool:
         """Return whether these sequences can join the running block of the open engine."""
         engine = self._engine
-        rows = self._table(prompts, params).rows
-        return engine is not None and self._planner.has_room(engine.plan, rows, self._common)
+        return engine is not None and self._planner.has_room(
+            engine.plan, self._begin(sequences), self._common
+        )
 
     @property
     def profile(self) -> HardwareProfile:
@@ -551,9 +583,6 @@ class LLM:
         engine = self._engine
         return {} if engine is None else engine.budgets
 
-    def _table(self, prompts: Sequence[Prompt], params: Params) -> RequestTable:
-        return RequestTable(prompts, params, self.model, self.eviction)
-
     def _budgets(self) -> dict[str, int | None]:
         return resolve_budgets(
             self._budget, self._device, self.offload_dir, self._planner.part.processes
@@ -562,7 +591,7 @@ class LLM:
     def _check_eviction(self) -> None:
         check_for_model(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
 
-    def _ready(self, rows: Sequence[Row]) -> Engine:
+    def _ready(self, sequences: abc.Sequence[Sequence]) -> Engine:
         """Return an engine whose buffers cover these sequences.
 
         It is the open one if that covers them, else a new one.
@@ -572,7 +601,7 @@ class LLM:
         # No other name refers to the open engine: its memory must be free before budgets are
         # measured.
         if self._engine is not None and planner.serves(
-            self._engine.plan, self._engine.policy, asked, rows
+            self._engine.plan, self._engine.policy, asked, sequences
         ):
             return self._engine
         self.close()
@@ -580,12 +609,12 @@ class LLM:
         budgets = self._budgets()
         part = planner.part
         dtype = getattr(torch, self.dtype)
-        planner.planned = planned = planner.plan(rows, asked, budgets)
+        planner.planned = planned = planner.plan(sequences, asked, budgets)
         if self._on_plan is not None:
-            self._on_plan(planner.answer(rows, planned, asked, budgets))
+            self._on_plan(planner.answer(sequences, planned, asked, budgets))
         self._policy = policy = planned.policy
         if self.tests_bits and policy.compress_cache:
-            self._test_bits(rows, planned)
+            self._test_bits(sequences, planned)
         form = weight_format(part.spec, policy, dtype.itemsize)
         scored = bool(self.eviction.needs.record)
         places = {
@@ -613,18 +642,18 @@ class LLM:
         self._engine = Engine(part, checkpoint, policy, planned.memory, dtype, site, self.timeline)
         return self._engine
 
-    def _test_bits(self, rows: Sequence[Row], planned: Plan) -> None:
+    def _test_bits(self, sequences: abc.Sequence[Sequence], planned: Plan) -> None:
         """Warn, once, if the bits of the KV cache are too few for this model.
 
-        This happens before the engine is opened for `rows`. Nothing is tested if JOB_OVER_TEST such
-        tests take longer than the job, if keys and values have 8 bits, or in a pipeline.
+        This happens before the engine is opened for `sequences`. Nothing is tested if JOB_OVER_TEST
+        such tests take longer than the job, if keys and values have 8 bits, or in a pipeline.
         """
         bits = bits_of_kv(planned.policy.cache_bits)
         if min(bits) >= 8 or self._planner.part.pipeline is not None:
             return
         with contextlib.suppress(FlexgenError), self._for_test(planned.policy) as other:
             ids = tokens_of_test(self.model)
-            if not ids or not self._is_cheap(other, ids, rows, planned):
+            if not ids or not self._is_cheap(other, ids, sequences, planned):
                 return
             self.tests_bits = False
             logits: list[torch.Tensor] = []
@@ -634,9 +663,9 @@ class LLM:
                     of_rows[i].clone() for i, index in enumerate(indices) if index == PACKED
                 )
 
-            done: list[Completion] = []
-            other.run(*requests_of_test(ids), done.extend, Callbacks(see, listener=Silent()))
-            whole = min(done, key=lambda completion: completion.index).logprobs
+            tested = sequences_of_test(ids)
+            other.run(tested, lambda done: None, Callbacks(see, listener=Silent()))
+            whole = tested[0].logprobs
             assert whole is not None
             # The first token follows the prompt, whose attention read no packed KV entries.
             found = [
@@ -648,31 +677,39 @@ class LLM:
 
     def _for_test(self, policy: Policy) -> LLM:
         """Return an LLM of the same model and budgets, for two sequences with a full KV cache."""
-        other = copy.copy(self)
-        other.__dict__.pop("_planner")
-        other._hardware = self.profile
-        other._eviction = Full()
-        other._on_plan = None
-        other._running = threading.Lock()
-        other.timeline = Timeline()
+        other = LLM(
+            self.model,
+            replace(policy, gpu_batch_size=2, num_gpu_batches=1, attn_sparsity=1.0),
+            Full(),
+            device=self._device_name,
+            dtype=self.dtype,
+            budget=self._budget,
+            offload_dir=self.offload_dir,
+            hardware=self.profile,
+        )
+        other._checkpoint = self._checkpoint
         other.tests_bits = False
-        other.asked_policy = replace(policy, gpu_batch_size=2, num_gpu_batches=1, attn_sparsity=1.0)
         other.share_prefix = "off"
         return other
 
-    def _is_cheap(self, other: LLM, ids: Sequence[int], rows: Sequence[Row], planned: Plan) -> bool:
+    def _is_cheap(
+        self,
+        other: LLM,
+        ids: abc.Sequence[int],
+        sequences: abc.Sequence[Sequence],
+        planned: Plan,
+    ) -> bool:
         """Return whether the job takes so much longer than the test of `ids` that nobody notices
         the test.
         """
         policy = base_of(other.asked_policy)
         planner = other._planner
-        of_test = other._table(
-            [Prompt(0, tuple(ids), None)], SamplingParams(PASSES, ignore_eos=True)
-        ).rows
+        asked = SamplingParams(PASSES, ignore_eos=True)
+        of_test = other._begin([Sequence(0, tuple(ids), params=asked)])
         test = planner.predict_run(
             of_test, policy, planner.plan(of_test, policy, other._budgets()).memory
         )
-        job = self._planner.predict_run(rows, planned.policy, planned.memory)
+        job = self._planner.predict_run(sequences, planned.policy, planned.memory)
         if test is None or job is None:
             return False
         held = checkpoint_bytes(self.model.spec, DTYPE_BYTES[self.dtype]) * (
@@ -680,7 +717,7 @@ class LLM:
         )
         test_s = held / self.profile.disk_read_bytes_per_s + 2 * test.total_s
         test_s += STEPS * self.model.spec.num_blocks * BLOCK_STEP_S
-        job_s = job.total_s * max(1, self._planner.job_rows / len(rows))
+        job_s = job.total_s * max(1, self._planner.job_rows / len(sequences))
         return job_s > JOB_OVER_TEST * test_s
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.core.config import DTYPE_BYTES
@@ -12,17 +12,14 @@ from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
 from flexgen_h2o.planner.profile import NOMINAL
 
 if TYPE_CHECKING:
-    from flexgen_h2o.core.settings import SamplingParams
-    from flexgen_h2o.engine.prompts import Prompt
+    from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.llm import LLM
 
 
-def opening_line(
-    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], num_prompts: int
-) -> str:
+def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) -> str:
     """Return what will happen on the open engine.
 
-    prompts, params: those that have been read so far.
+    sequences: those that have been read so far.
     num_prompts: number of all prompts, which are assumed to be like those read.
     """
     policy = llm.policy
@@ -37,13 +34,13 @@ def opening_line(
         f"{llm.model.name}, {size} in {llm.dtype}; {weights}; {cache}; "
         f"{counted(num_prompts, 'prompt')}{batches}"
     )
-    predicted = llm.predict_run(prompts, params)
+    predicted = llm.predict_run(sequences)
     if predicted is None:
         return about
-    seconds = format_seconds(predicted.total_s * num_prompts / len(prompts))
+    seconds = format_seconds(predicted.total_s * num_prompts / len(sequences))
     speed = f"{three_digits(predicted.tokens_per_s)} tokens/s"
     if num_prompts > 1:
-        alone = llm.predict_run(prompts[:1], params[:1])
+        alone = llm.predict_run(sequences[:1])
         assert alone is not None
         speed += f", one prompt alone {three_digits(alone.tokens_per_s)}"
     if llm.profile.machine == NOMINAL:

@@ -31,6 +31,7 @@ from flexgen_h2o.core.units import MIB
 from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.report import RunReport, column_bytes
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.flags import as_flags, check_positions
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.measure.bench import HOST, Bench, Call, Held, Products
@@ -147,8 +148,8 @@ def _measure(args: argparse.Namespace, model: str, rows: int, batches: int) -> d
             common.wait_for_quiet(args.quiet_wait)
             probed = Probed(llm, args.gen_len)
             with common.BackgroundLoad() as neighbours:
-                params = SamplingParams(args.gen_len, ignore_eos=True)
-                report = llm.run(prompts, params, lambda done: None, order=probed.order)
+                asked = with_params(prompts, SamplingParams(args.gen_len, ignore_eos=True))
+                report = llm.run(asked, lambda done: None, order=probed.order)
             runs.append(
                 _facts(llm, report, probed, args.prompt_len) | {"others": neighbours.others}
             )

@@ -28,6 +28,7 @@ from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.graphs import PLAIN_SWEEPS
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.llm import LLM
 
@@ -134,7 +135,8 @@ def counts(events: Iterable[dict[str, Any]], steps: int) -> dict[str, float]:
 def _run(llm: LLM, rows: int, prompt_len: int, watch: Watch) -> None:
     prompts = common.benchmark_rows(llm, rows, prompt_len)
     new = WARM_UP + watch.sweeps + 1
-    llm.run(prompts, SamplingParams(new, ignore_eos=True), lambda done: None, Callbacks(watch))
+    asked = with_params(prompts, SamplingParams(new, ignore_eos=True))
+    llm.run(asked, lambda done: None, Callbacks(watch))
 
 
 def _parse() -> argparse.Namespace:

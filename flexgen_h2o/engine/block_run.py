@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flexgen_h2o.core.model import Layer, ModelSpec
 from flexgen_h2o.engine.attention import JoinedAttention, UnitAttention
 from flexgen_h2o.engine.decoding import Decoding, SampledTokens
-from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
-from flexgen_h2o.engine.requests import Scheduler
+from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Sweep, SweepInput
 from flexgen_h2o.engine.resources import Engine
+from flexgen_h2o.engine.scheduler import Scheduler
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.stores import WeightStream
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.budgets import BudgetTable, Move
@@ -30,7 +32,7 @@ class RunContext:
     family: Family
     attention: UnitAttention
     decoding: Decoding
-    on_finished: Callable[[list[Row]], None]  # gets sequences as they finish
+    on_finished: Callable[[list[Sequence]], None]  # gets sequences as they finish
     sharing: Sharing | None  # when sequences of a micro-batch share a prefix; None: never
     common: int  # tokens that all sequences begin with; their KV entries are held in one copy
 
@@ -181,7 +183,7 @@ class BlockRun:
             if wire is not None:
                 wire.send_tokens(k, len(self.batches[k].rows), tokens)
 
-    def end_sweep(self, k: int, tokens: Sequence[int]) -> None:
+    def end_sweep(self, k: int, tokens: abc.Sequence[int]) -> None:
         """Append the next token of each sequence of a micro-batch, and begin its next sweep.
 
         Finished sequences are handed out, and others enter.
@@ -193,7 +195,7 @@ class BlockRun:
         self._change_rows(k, moves, bool(finished))
         self.begin_sweep(k)
 
-    def append_tokens(self, k: int, tokens: Sequence[int]) -> tuple[list[Row], list[Move]]:
+    def append_tokens(self, k: int, tokens: abc.Sequence[int]) -> tuple[list[Sequence], list[Move]]:
         """Append the next token of each sequence of a micro-batch (MicroBatch.append_tokens)."""
         accepted = self.batches[k].append_tokens(tokens, self.context.decoding.end)
         self.on_tokens(len(tokens))
@@ -204,7 +206,7 @@ class BlockRun:
         self._change_rows(k, [], False)
         self.begin_sweep(k)
 
-    def _change_rows(self, k: int, moves: Sequence[Move], have_left: bool) -> None:
+    def _change_rows(self, k: int, moves: abc.Sequence[Move], have_left: bool) -> None:
         """Move sequences up after a sweep, and let others take the free places behind them."""
         batch = self.batches[k]
         table = self.tables[k]
@@ -216,13 +218,13 @@ class BlockRun:
         if have_left:
             table.compact(moves, left)
         if entering:
-            longest = max(len(row.prompt.token_ids) for row in entering)
+            longest = max(len(row.fed_ids) for row in entering)
             batch.admit(entering, self.context.sharing if longest <= shape.sharing else None)
             table.admit(_sizes(entering))
         if have_left or entering:
             self.engine.cache.change_rows(k, moves, left, len(entering))
 
 
-def _sizes(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
-    """Return for each sequence (*Row.size, prompt tokens), as BudgetTable needs it."""
-    return [(*row.size, len(row.prompt.token_ids)) for row in rows]
+def _sizes(rows: abc.Sequence[Sequence]) -> list[tuple[int, int, int]]:
+    """Return for each sequence (*Sequence.size, prompt tokens), as BudgetTable needs it."""
+    return [(*row.size, len(row.fed_ids)) for row in rows]

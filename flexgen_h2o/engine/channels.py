@@ -7,14 +7,14 @@ Reasoning is in another channel than what is meant for the user.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import abc
+from dataclasses import dataclass
 from functools import lru_cache
 
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
-from flexgen_h2o.engine.prompts import Completion
+from flexgen_h2o.engine.sequence import Sequence
 
 FINAL = "final"
 ROLE = "assistant"  # the role whose messages an answer consists of
@@ -54,7 +54,7 @@ class Channels:
     messages: (is it final?, its tokens) of each message, in order.
     """
 
-    def __init__(self, tokenizer: Tokenizer, marks: Marks, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, marks: Marks, prompt: abc.Sequence[int]) -> None:
         self.messages: list[tuple[bool, list[int]]] = []
         self._header: list[int] | None  # the newest header; None within a message
         self._name: list[int] | None  # tokens of the channel's name; None in front of it
@@ -134,7 +134,7 @@ class ChatText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]
+        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: abc.Sequence[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = params.stop
@@ -148,7 +148,7 @@ class ChatText:
         self._taken = 0  # tokens of the answer that are sorted into messages
         self._texts: list[AnswerText] = []  # one for each message
 
-    def more(self, token_ids: Sequence[int], is_over: bool) -> tuple[str, str]:
+    def more(self, token_ids: abc.Sequence[int], is_over: bool) -> tuple[str, str]:
         """Return the new content and the new reasoning of an answer that has these tokens.
 
         See `AnswerText.more`.
@@ -164,7 +164,7 @@ class ChatText:
         return self._of_channels(self._channels.messages, is_over)
 
     def _of_channels(
-        self, messages: Sequence[tuple[bool, list[int]]], is_over: bool
+        self, messages: abc.Sequence[tuple[bool, list[int]]], is_over: bool
     ) -> tuple[str, str]:
         assert self._tokenizer is not None
         found = {True: "", False: ""}  # content, reasoning
@@ -178,17 +178,14 @@ class ChatText:
         return found[True], found[False]
 
 
-def with_content(
-    done: Completion, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]
-) -> Completion:
-    """Return a chat answer with its content as its text.
+def keep_content(done: Sequence, tokenizer: Tokenizer | None) -> None:
+    """Leave the content of a chat's answer as its text.
 
     Reasoning is left out if the model writes channels.
     """
-    if marks_of(tokenizer) is None or done.error is not None:
-        return done
-    content, _ = ChatText(tokenizer, params, prompt).more(done.token_ids, True)
-    return replace(done, text=content)
+    if marks_of(tokenizer) is not None and done.error is None:
+        chat = ChatText(tokenizer, done.params, done.prompt_ids)
+        done.text, _ = chat.more(done.token_ids, True)
 
 
 class TerminalText:
@@ -198,13 +195,13 @@ class TerminalText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]
+        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: abc.Sequence[int]
     ) -> None:
         self._text = ChatText(tokenizer, params, prompt)
         self._has_reasoning = False
         self._has_content = False
 
-    def more(self, token_ids: Sequence[int], is_over: bool) -> str:
+    def more(self, token_ids: abc.Sequence[int], is_over: bool) -> str:
         """Return the new text to show, now that the answer has these tokens."""
         content, reasoning = self._text.more(token_ids, is_over)
         found = reasoning

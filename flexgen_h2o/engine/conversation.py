@@ -10,8 +10,8 @@ takes many of them.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Protocol
 
@@ -20,10 +20,9 @@ import torch
 from flexgen_h2o.core.units import FORCED_CHUNK
 from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.detokenizer import PART, Tokenizer, detokenizer_of
-from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.engine.penalties import Penalties
-from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams
+from flexgen_h2o.engine.sampling import SamplingParams, sample_tokens
+from flexgen_h2o.engine.sequence import Sequence
 
 
 class Audience(Protocol):
@@ -45,7 +44,7 @@ class Audience(Protocol):
 class Ends(Protocol):
     """Decides when an answer is over."""
 
-    def __call__(self, row: Row, /) -> str | None:
+    def __call__(self, sequence: Sequence, /) -> str | None:
         """Return why the answer ends with its newest token; None if it continues."""
 
     def is_eos(self, token: int) -> bool:
@@ -53,7 +52,7 @@ class Ends(Protocol):
 
 
 class Conversation:
-    """A token source (engine.decoding.TokenSource) of one sequence through all turns.
+    """A token source (engine.sequence.TokenSource) of one sequence through all turns.
 
     The end-of-sequence token that ends an answer stays in the sequence, as everything that was said
     does. A turn that begins with the same token, as chat templates write it, does not repeat it.
@@ -67,13 +66,13 @@ class Conversation:
     max_tokens_per_sweep: the most tokens of a turn in one sweep.
     penalties: makes the penalties of an answer. They see everything that was said.
 
-    `left` is the number of tokens for which there is still room.
+    `sequence` is to be run. `left` is the number of tokens for which there is still room.
     """
 
     def __init__(
         self,
-        first: Sequence[int],
-        more: Iterator[Sequence[int]],
+        first: abc.Sequence[int],
+        more: Iterator[abc.Sequence[int]],
         params: SamplingParams,
         ends: Ends,
         audience: Audience,
@@ -81,68 +80,71 @@ class Conversation:
         max_tokens_per_sweep: int = FORCED_CHUNK,
         penalties: Callable[[], Penalties | None] | None = None,
     ) -> None:
-        self.prompt = Prompt(0, tuple(first), None)
+        self.sequence = Sequence(0, tuple(first), source=self, max_new=room)
+        self.sequence.max_tokens_per_sweep = max_tokens_per_sweep
         self._more = more
-        self._sampler = Sampler(params)
+        self._params = params
         self._ends = ends
-        self._max_tokens = params.max_tokens
         self._audience = audience
-        self.max_tokens_per_sweep = max_tokens_per_sweep
-        self.room = self.left = room
+        self.room = room
+        self.left = room
         self._pending_tokens: deque[int] = deque()
-        self._answer = Row(self.prompt, self._max_tokens)
+        self._answer = self._new_answer()
         self._is_over = False
         self._make_penalties = penalties
         self._penalties: Penalties | None = None
         self._all_tokens = [*first]  # all tokens up to now, if there are penalties
         self._before: list[int] = []  # the tokens in front of the answer
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        self.left = self.room - steps[0] - 1
+    def _new_answer(self) -> Sequence:
+        prompt_ids = self.sequence.prompt_ids
+        return Sequence(0, prompt_ids, params=self._params, max_new=self._params.max_tokens)
+
+    def sample(self, logits: torch.Tensor) -> int:
+        step = len(self.sequence.token_ids)
+        self.left = self.room - step - 1
         if self._pending_tokens:
             token = self._pending_tokens.popleft()
             self._remember(token)
-            self._audience.given(token, logits[0])
-            return [token]
+            self._audience.given(token, logits)
+            return token
         if not self._answer.token_ids and self._make_penalties is not None:
             self._before = [*self._all_tokens]
             self._penalties = self._make_penalties()
+        row = logits[None]
         if self._penalties is not None:
-            logits = self._penalties(self._before, self._answer.token_ids, logits)
-        (token,) = self._sampler.sample(logits, rows, steps)
+            row = self._penalties(self._before, self._answer.token_ids, row)
+        (token,) = sample_tokens(row, [self._params], [0], [step])
         self._remember(token)
         self._answer.token_ids.append(token)
         reason = self._ends(self._answer)
         self._audience.said(token, reason)
         if reason is not None and self.left:
             self._next_turn(token)
-        return [token]
+        return token
 
     def _remember(self, token: int) -> None:
         if self._make_penalties is not None:
             self._all_tokens.append(token)
 
-    def most_new(self, row: int) -> int:
-        return self.room
-
-    def end(self, row: Row) -> str | None:
+    def end(self) -> str | None:
         if self._is_over:
             return "stop"
-        return "length" if len(row.token_ids) >= row.max_new else None
+        return "length" if len(self.sequence.token_ids) >= self.room else None
 
-    def known_tokens(self, row: Row) -> Sequence[int]:
-        return list(islice(self._pending_tokens, self.max_tokens_per_sweep))
+    def known_tokens(self) -> abc.Sequence[int]:
+        return list(islice(self._pending_tokens, self.sequence.max_tokens_per_sweep))
 
     def _next_turn(self, last: int) -> None:
         turn = next(self._more, None)
         self._is_over = turn is None
-        self._answer = Row(self.prompt, self._max_tokens)
+        self._answer = self._new_answer()
         if turn is not None:
             is_said = self._ends.is_eos(last) and list(turn[:1]) == [last]
             self._pending_tokens.extend(turn[1:] if is_said else turn)
 
 
-def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:
+def tokens_after_first(turns: abc.Sequence[abc.Sequence[int]], max_tokens: int) -> int:
     """Return the most tokens after the first turn if every answer has at most `max_tokens`."""
     return sum(map(len, turns[1:])) + max_tokens * len(turns)
 
@@ -160,15 +162,15 @@ class AnswerText:
         self,
         tokenizer: Tokenizer | None,
         stop: tuple[str, ...],
-        before: Sequence[int] = (),
-        ends: Sequence[int] = (),
+        before: abc.Sequence[int] = (),
+        ends: abc.Sequence[int] = (),
     ) -> None:
         self._has_text = tokenizer is not None
         self._before = [] if tokenizer is None else detokenizer_of(tokenizer).context(before)
         self._ends = StopCriteria(stop, (), tokenizer, ends)
         self.shown = ""
 
-    def more(self, token_ids: Sequence[int], is_over: bool) -> str:
+    def more(self, token_ids: abc.Sequence[int], is_over: bool) -> str:
         """Return the new text to show, now that the answer has these tokens.
 
         An incomplete character, and text that may become a stop string, wait unless the answer is

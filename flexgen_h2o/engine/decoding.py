@@ -6,10 +6,12 @@ It sees sequences and logits, no layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,19 +20,18 @@ from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
 from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
 from flexgen_h2o.engine.generation import (
     Callbacks,
-    KnownTokens,
     MicroBatch,
-    Row,
     SweepInput,
     sparing,
 )
-from flexgen_h2o.engine.prompts import CODE_NOT_FINITE
 from flexgen_h2o.engine.sampling import (
     NotFiniteError,
-    Sampler,
     check_finite,
+    choose_tokens,
+    of_likeliest,
     token_logprobs,
 )
+from flexgen_h2o.engine.sequence import CODE_NOT_FINITE, Scoring, Sequence
 from flexgen_h2o.kvcache.prefixes import row_places
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
@@ -43,6 +44,7 @@ ReadBack = Callable[[torch.Tensor], tuple[torch.Tensor, Waitable]]
 # Tokens that are looked at beyond the longest stop string. A UTF-8 character that is cut at the
 # start of the window spoils up to 4 of them.
 _WINDOW_MARGIN = 8
+STOPS_KEPT = 1024  # cached sets of stop strings
 
 
 class StopCriteria:
@@ -59,9 +61,9 @@ class StopCriteria:
     def __init__(
         self,
         stop: tuple[str, ...],
-        eos_token_ids: Sequence[int],
+        eos_token_ids: abc.Sequence[int],
         tokenizer: Tokenizer | None,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: abc.Sequence[int] = (),
     ) -> None:
         if stop and tokenizer is None:
             raise UsageError(
@@ -86,7 +88,7 @@ class StopCriteria:
         """Return whether a token ends a sequence."""
         return token in self._ends
 
-    def __call__(self, row: Row) -> str | None:
+    def __call__(self, row: Sequence) -> str | None:
         """Return why a sequence is done with its newest token, or None if it is not.
 
         Call this after each new token.
@@ -97,7 +99,7 @@ class StopCriteria:
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
 
-    def found(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> bool:
+    def found(self, token_ids: abc.Sequence[int], before: abc.Sequence[int] = ()) -> bool:
         """Return whether the newest token completed a stop string. Only a short tail is decoded.
 
         before: the tokens in front of `token_ids`.
@@ -125,7 +127,7 @@ class StopCriteria:
         spelt = self._detokenizer.behind(context, tail[::-1], with_specials=True)
         return any(s in spelt for s in self._spelt)
 
-    def text(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str | None:
+    def text(self, token_ids: abc.Sequence[int], before: abc.Sequence[int] = ()) -> str | None:
         """Return the text of a sequence's tokens up to the earliest stop string.
 
         Return None without a tokenizer. A token that ends the sequence is never part of the text,
@@ -133,7 +135,7 @@ class StopCriteria:
         """
         return None if self._detokenizer is None else self.shown(token_ids, before, is_over=True)
 
-    def shown(self, token_ids: Sequence[int], before: Sequence[int], is_over: bool) -> str:
+    def shown(self, token_ids: abc.Sequence[int], before: abc.Sequence[int], is_over: bool) -> str:
         """Return the text of an answer so far, up to the earliest stop string.
 
         Unless the answer is over, two parts at the end are left out: text with which a stop string
@@ -157,7 +159,7 @@ class StopCriteria:
         return text[: self._end(text, self._stop, is_over=True)]
 
     @staticmethod
-    def _end(text: str, stop: Sequence[str], is_over: bool) -> int:
+    def _end(text: str, stop: abc.Sequence[str], is_over: bool) -> int:
         """Return where the earliest stop string begins.
 
         Unless the answer is over, a stop string counts also if only its beginning is at the end of
@@ -174,7 +176,9 @@ class StopCriteria:
                 return len(text) - size
         return len(text)
 
-    def _spell(self, text: str, token_ids: Sequence[int], context: Sequence[int]) -> list[str]:
+    def _spell(
+        self, text: str, token_ids: abc.Sequence[int], context: abc.Sequence[int]
+    ) -> list[str]:
         """Return the text of tokens in pieces, with a special token behind each piece
         but the last.
         """
@@ -196,7 +200,7 @@ def stop_criteria(model: Model, params: SamplingParams) -> StopCriteria:
     return StopCriteria(params.stop, eos, model.tokenizer, params.stop_token_ids)
 
 
-def _text_before(pieces: Sequence[str], place: int) -> int:
+def _text_before(pieces: abc.Sequence[str], place: int) -> int:
     """Return how many characters of text are in front of `place` in the joined pieces.
 
     Every second piece is a special token, which does not count.
@@ -207,35 +211,6 @@ def _text_before(pieces: Sequence[str], place: int) -> int:
         count += 0 if i % 2 else taken
         place -= taken
     return count
-
-
-class TokenSource(Protocol):
-    """Gives sequences their tokens and says when they are done, in place of sampling parameters."""
-
-    @property
-    def max_tokens_per_sweep(self) -> int:
-        """The most tokens of a sequence in one sweep."""
-
-    def most_new(self, row: int) -> int:
-        """Return the most tokens that the sequence of this index takes."""
-
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        """Return the next token of each sequence, as `Sampler.sample` does."""
-
-    def end(self, row: Row) -> str | None:
-        """Return why the sequence is done with its newest token, or None if it is not."""
-
-    def known_tokens(self, row: Row) -> Sequence[int]:
-        """Return the tokens that the sequence takes next, as far as they are known.
-
-        More than `max_tokens_per_sweep` of them are not needed.
-        """
-
-
-def given_tokens(row: Row) -> Sequence[int]:
-    """Return the tokens that a sequence takes next, as far as they are given."""
-    done = len(row.token_ids)
-    return row.given[done : done + row.max_tokens_per_sweep]
 
 
 @dataclass(frozen=True)
@@ -252,63 +227,150 @@ class SampledTokens:
     take: Callable[[], list[int]]
 
 
-@dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen, and when and why a sequence is done."""
+    """How the sequences of a run get their tokens, when they are done, and what is kept of them.
 
-    sampler: Sampler | TokenSource
-    # Returns why a sequence is done; None if it is not yet.
-    end: Callable[[Row], str | None]
-    # The callbacks of the run.
-    watches: Callbacks = field(default_factory=Callbacks)
-    # As in `TokenSource`.
-    known_tokens: KnownTokens = given_tokens
+    eos_token_ids, tokenizer: those of the model.
+    callbacks: those of the run.
+    """
+
+    def __init__(
+        self,
+        eos_token_ids: abc.Sequence[int],
+        tokenizer: Tokenizer | None,
+        callbacks: Callbacks | None = None,
+    ) -> None:
+        self.watches = callbacks or Callbacks()
+        # The cache is bounded because each of any number of sequences may have its own stops.
+        self._make_criteria = lru_cache(STOPS_KEPT)(
+            lambda stop, ignore_eos, stop_ids: StopCriteria(
+                stop, () if ignore_eos else eos_token_ids, tokenizer, stop_ids
+            )
+        )
+
+    def criteria(self, params: SamplingParams) -> StopCriteria:
+        """Return what ends an answer. Raise UsageError for stop strings without a tokenizer."""
+        made: StopCriteria = self._make_criteria(
+            params.stop, params.ignore_eos, params.stop_token_ids
+        )
+        return made
+
+    def known_tokens(self, sequence: Sequence) -> abc.Sequence[int]:
+        """Return the tokens that a sequence takes next, as far as they are known."""
+        if sequence.source is not None:
+            return sequence.source.known_tokens()
+        done = len(sequence.token_ids)
+        return sequence.given[done : done + sequence.max_tokens_per_sweep]
+
+    def end(self, sequence: Sequence) -> str | None:
+        """Return why a sequence is done with its newest token, or None if it is not.
+
+        A sequence takes all its given tokens; its first generated one comes out of the same sweep.
+        """
+        if sequence.source is not None:
+            return sequence.source.end()
+        has_own = len(sequence.token_ids) > len(sequence.given)
+        reason = None
+        if sequence.error is None:
+            with sparing(sequence, self.watches.isolates_errors):
+                reason = self.criteria(sequence.params)(sequence)
+                goes_on = self.watches.should_continue
+                if reason is None and goes_on is not None and has_own and not goes_on(sequence):
+                    reason = "length"
+        if sequence.error is not None:
+            is_last = has_own or len(sequence.token_ids) >= sequence.max_new
+            reason = "error" if is_last else None
+        return reason
+
+    def finish(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Make the answers of finished sequences: texts, and log-probabilities that were asked for.
+
+        A sequence with an error has no tokens.
+        """
+        for sequence in sequences:
+            assert sequence.finish_reason is not None
+            with sparing(sequence, self.watches.isolates_errors):
+                self._answer(sequence)
+            if sequence.error is not None:
+                error = sequence.error
+                code = sequence.error_code
+                sequence.clear()
+                sequence.fail(code, error)
+                sequence.finish_reason = "error"
+
+    def _answer(self, sequence: Sequence) -> None:
+        params = sequence.params
+        scoring = sequence.scoring
+        before = sequence.before
+        if scoring is not None and params.score is not None:
+            sequence.token_ids = [*params.score[: scoring.scored], *sequence.token_ids]
+            sequence.logprobs = [*scoring.logprobs, *(sequence.logprobs or ())]
+            before = sequence.prompt_ids
+        elif scoring is not None and params.prompt_logprobs is not None:
+            own = len(scoring.given)
+            behind = sequence.logprobs or []
+            top = params.logprobs
+            sequence.prompt_logprobs = [
+                None,
+                *scoring.logprobs,
+                *(of_likeliest(one, params.prompt_logprobs) for one in behind[:own]),
+            ]
+            sequence.token_ids = sequence.token_ids[own:][: params.max_tokens]
+            sequence.logprobs = (
+                None
+                if top is None
+                else [of_likeliest(one, top) for one in behind[own:][: params.max_tokens]]
+            )
+        sequence.text = self.criteria(params).text(sequence.token_ids, before)
+        if not sequence.token_ids:
+            sequence.finish_reason = "length"
 
     def sample(
         self, micro_batch: MicroBatch, logits: torch.Tensor, read_back: ReadBack
     ) -> SampledTokens:
         """Choose the next token of each sequence, and keep the log-probabilities that are wanted.
 
-        The call waits for the tokens if log-probabilities are asked for or the sampler is a
-        TokenSource.
+        The call waits for the tokens if log-probabilities are asked for or there is a TokenSource.
 
         read_back: see `tiers.device.Device`.
         """
         rows = list(micro_batch.rows)
-        indices = [r.prompt.index for r in rows]
         if self.watches.logits is not None:
-            self.watches.logits(indices, logits)
+            self.watches.logits([r.index for r in rows], logits)
         steps = [max(0, len(r.token_ids) - len(r.given)) for r in rows]
-        if isinstance(self.sampler, Sampler):
-            found, ready = read_back(self._choose(self.sampler, rows, logits, steps))
+        ready: Waitable = NOTHING
+        sources = [r.source for r in rows if r.source is not None]
+        if len(sources) == len(rows) > 0:
+            tokens_said = [source.sample(logits[i]) for i, source in enumerate(sources)]
+            found = torch.tensor(tokens_said, device="cpu")
         else:
-            found = torch.tensor(self.sampler.sample(logits, indices, steps), device="cpu")
-            ready = NOTHING
+            found, ready = read_back(self._choose(rows, logits, steps))
 
         def tokens() -> list[int]:
             ready.wait()
             return self._taken(rows, found.tolist(), steps)
 
-        if all(row.top_logprobs is None for row in rows):
+        if all(row.logprobs is None for row in rows):
             return SampledTokens(ready, tokens)
         taken = tokens()
         _add_logprobs(rows, taken, logits)
         return SampledTokens(NOTHING, lambda: taken)
 
     def _choose(
-        self, sampler: Sampler, rows: Sequence[Row], logits: torch.Tensor, steps: Sequence[int]
+        self, rows: abc.Sequence[Sequence], logits: torch.Tensor, steps: abc.Sequence[int]
     ) -> torch.Tensor:
-        """Call `Sampler.choose` for all sequences together, or one by one.
+        """Call `choose_tokens` for all sequences together, or one by one.
 
         One by one is used if a sequence has penalties. It is also used if the joint call raises and
         sequences are spared. An exception that each of several sequences raises is no fault of one
         sequence, so it is raised again.
         """
-        indices = [row.prompt.index for row in rows]
+        params = [row.params for row in rows]
+        streams = [row.random_stream for row in rows]
         failed: Exception | None = None
         if all(row.penalties is None for row in rows):
             try:
-                return sampler.choose(logits, indices, steps)
+                return choose_tokens(logits, params, streams, steps)
             except Exception as error:
                 if not self.watches.isolates_errors:
                     raise
@@ -319,19 +381,22 @@ class Decoding:
                 own = logits[i : i + 1]
                 if row.penalties is not None and len(row.token_ids) >= len(row.given):
                     own = row.penalties(row.before, row.generated_ids, own)
-                chosen[i] = sampler.choose(own, indices[i : i + 1], steps[i : i + 1])[0]
+                few = slice(i, i + 1)
+                chosen[i] = choose_tokens(own, params[few], streams[few], steps[few])[0]
         if failed is not None and len(rows) > 1 and all(row.error is not None for row in rows):
             raise failed
         return chosen
 
-    def _taken(self, rows: Sequence[Row], tokens: list[int], steps: Sequence[int]) -> list[int]:
+    def _taken(
+        self, rows: abc.Sequence[Sequence], tokens: list[int], steps: abc.Sequence[int]
+    ) -> list[int]:
         """Replace chosen tokens by those that sequences take, in place, and return the list.
 
         Given tokens replace chosen ones. A sequence whose logits are not finite gets an error and
         token 0.
         """
         try:
-            check_finite(tokens, [r.prompt.index for r in rows], steps)
+            check_finite(tokens, [r.index for r in rows], steps)
         except NotFiniteError as error:
             is_damaged = 1 < len(rows) == len(error.places) and not any(r.token_ids for r in rows)
             if is_damaged or not self.watches.isolates_errors:
@@ -345,7 +410,9 @@ class Decoding:
         return tokens
 
 
-def _add_logprobs(rows: Sequence[Row], tokens: Sequence[int], logits: torch.Tensor) -> None:
+def _add_logprobs(
+    rows: abc.Sequence[Sequence], tokens: abc.Sequence[int], logits: torch.Tensor
+) -> None:
     """Add the log-probabilities of the taken tokens to the sequences that ask for them.
 
     A sequence with an error gets none.
@@ -361,14 +428,18 @@ def _add_logprobs(rows: Sequence[Row], tokens: Sequence[int], logits: torch.Tens
         for i, found in zip(
             places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True
         ):
-            rows[i].logprobs.append(found)
+            kept = rows[i].logprobs
+            assert kept is not None
+            kept.append(found)
 
 
 @dataclass(frozen=True)
 class ScoredToken:
     """A prompt token whose log-probability is wanted. `scored_tokens` makes it."""
 
-    row: Row
+    row: Sequence
+    # That of the sequence.
+    scoring: Scoring
     # Index of the token before it, in the packed tokens of the sweep.
     place: int
     token: int
@@ -379,24 +450,26 @@ def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]
 
     Several may have the same place.
     """
-    entering = zip(micro_batch.rows[fed.decoding :], row_places(fed.groups), strict=True)
     first = fed.decoding
-    found = [
-        ScoredToken(
-            row, first + at + (in_front if at < before else behind), row.prompt.token_ids[at + 1]
-        )
-        for row, (before, in_front, behind) in entering
-        for at in range(len(row.prompt.token_ids) - 1 - row.scored, len(row.prompt.token_ids) - 1)
-    ]
+    found: list[ScoredToken] = []
+    entering = zip(micro_batch.rows[first:], row_places(fed.groups), strict=True)
+    for row, (before, in_front, behind) in entering:
+        scoring = row.scoring
+        if scoring is None:
+            continue
+        last = len(scoring.fed_ids) - 1
+        for at in range(last - scoring.scored, last):
+            place = first + at + (in_front if at < before else behind)
+            found.append(ScoredToken(row, scoring, place, scoring.fed_ids[at + 1]))
     return sorted(found, key=lambda one: one.place)
 
 
 def score_prompts(
-    wanted: Sequence[ScoredToken],
+    wanted: abc.Sequence[ScoredToken],
     logits_at: Callable[[list[int]], torch.Tensor],
     isolates_errors: bool = False,
 ) -> None:
-    """Add log-probabilities to the `prompt_logprobs` of sequences.
+    """Add log-probabilities of prompt tokens to the `scoring` of their sequences.
 
     Raise NotFiniteError if logits are not finite. With isolates_errors, such a sequence gets an
     error instead and others continue.
@@ -414,13 +487,13 @@ def score_prompts(
         for start in range(0, len(of_chunk), height):
             few = of_chunk[start : start + height]
             own = logits[[number[one.place] - first for one in few]]
-            tops = [one.row.top_prompt_logprobs for one in few]
+            tops = [one.scoring.top for one in few]
             for one, found in zip(
                 few, token_logprobs(own, [one.token for one in few], tops), strict=True
             ):
                 if math.isnan(found.logprob):
-                    error = NotFiniteError(one.row.prompt.index, "in its prompt")
+                    error = NotFiniteError(one.row.index, "in its prompt")
                     if not isolates_errors:
                         raise error
                     one.row.fail(CODE_NOT_FINITE, error.reason)
-                one.row.prompt_logprobs.append(found)
+                one.scoring.logprobs.append(found)

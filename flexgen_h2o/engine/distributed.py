@@ -33,7 +33,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, TransferError, UsageError, first_line
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import WIRE_BUFFERS
-from flexgen_h2o.engine.generation import Row
+from flexgen_h2o.engine.sequence import Sequence as Row
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.of_model import OfStage
 from flexgen_h2o.tiers.device import Device, take_card
@@ -442,9 +442,7 @@ def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row])
     mine = {
         **dict(zip(names, given, strict=True)),
         "--num-inner-iterations": pipeline.in_flight,
-        "set of prompts": _digest(
-            (row.prompt.index, row.max_new, row.prompt.token_ids) for row in rows
-        ),
+        "set of prompts": _digest((row.index, row.max_new, row.fed_ids) for row in rows),
     }
     everyone: list[Any] = _gather(
         pipeline, {name: _digest([value]) for name, value in mine.items()}

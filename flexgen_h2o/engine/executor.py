@@ -7,7 +7,8 @@ what a step needs, and calls the function of the layer's kind (engine/layer_kind
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -20,12 +21,13 @@ from flexgen_h2o.engine.attention import UnitAttention
 from flexgen_h2o.engine.block_run import BlockRun, RunContext
 from flexgen_h2o.engine.decoding import Decoding
 from flexgen_h2o.engine.distributed import Wire
-from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep
+from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Sweep
 from flexgen_h2o.engine.graphs import StepGraphs, graphs_of
 from flexgen_h2o.engine.layer_kinds import LAYERS
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, Step, UnitKey, Walk
-from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
+from flexgen_h2o.engine.scheduler import Scheduler
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.stores import WeightStream
 from flexgen_h2o.kvcache.decode import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -55,7 +57,7 @@ class Executor:
         engine: Engine,
         eviction: Eviction,
         decoding: Decoding,
-        on_finished: Callable[[list[Row]], None],
+        on_finished: Callable[[list[Sequence]], None],
         max_sweeps: int | None,
         sharing: Sharing | None = None,
         common: int = 0,
@@ -120,7 +122,7 @@ class Executor:
 
     def run_block(
         self,
-        rows: Sequence[Sequence[Row]],
+        rows: abc.Sequence[abc.Sequence[Sequence]],
         stats: BlockStats,
         order: Iterator[Step] | None = None,
         on_tokens: Callable[[int], None] = lambda count: None,
@@ -372,7 +374,7 @@ class Executor:
         """Show what a decode step's attention saw to the slots callback."""
         watch = self._context.decoding.watches.slots
         if watch is not None and cache.steps and cache.policy.needs.record:
-            rows = [r.prompt.index for r in self._block.batches[k].rows[: cache.decoding]]
+            rows = [r.index for r in self._block.batches[k].rows[: cache.decoding]]
             step = cache.steps[-1]
             watch(rows, step.filled, columns_of(cache, step))
 
@@ -381,7 +383,7 @@ class Executor:
         watch = self._context.decoding.watches.prompts
         if watch is None or not cache.enters:
             return cache
-        rows = [r.prompt.index for r in self._block.batches[k].rows]
+        rows = [r.index for r in self._block.batches[k].rows]
 
         def see(first: int, attention: Prompts) -> None:
             watch(rows[first : first + len(attention.q)], block, attention)

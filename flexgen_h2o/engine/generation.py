@@ -7,7 +7,8 @@ the executor's view of a run. The module knows nothing of layers, tiers or weigh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -18,9 +19,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import internal_reason
-from flexgen_h2o.engine.penalties import Penalties
-from flexgen_h2o.engine.prompts import CODE_INTERNAL, Prompt
-from flexgen_h2o.engine.sampling import TokenLogprobs
+from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
 from flexgen_h2o.kernels.workspace import upload_together
 from flexgen_h2o.kvcache.budgets import Move, plan_moves
 from flexgen_h2o.kvcache.eviction.policy import Columns
@@ -40,76 +39,12 @@ SlotsWatch = Callable[[list[int], torch.Tensor, Columns], None]
 PromptsWatch = Callable[[list[int], int, Prompts], None]
 
 
-@dataclass(eq=False)
-class Row:
-    """A sequence: one prompt with what has been generated for it. RequestTable makes it."""
-
-    prompt: Prompt
-    # The most tokens that `token_ids` may grow to, at least 1.
-    max_new: int
-    # Tokens after the prompt: first those of `given`, then generated ones. MicroBatch appends them.
-    token_ids: list[int] = field(default_factory=list)
-    # None while the sequence runs; then "stop", "length" or "error".
-    finish_reason: str | None = None
-    # New tokens that the user asked for. Sequences are sorted by it.
-    asked: int = 0
-    # How many of the likeliest tokens get into `logprobs` at each step. None: no `logprobs`.
-    top_logprobs: int | None = None
-    # One entry for each of `token_ids`, if `top_logprobs` is set.
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # The most tokens of the sequence in one decode sweep, if they are known beforehand.
-    max_tokens_per_sweep: int = 1
-    # The first tokens that the sequence takes, whatever the logits.
-    given: tuple[int, ...] = ()
-    # How many last tokens of the prompt get log-probabilities in `prompt_logprobs`.
-    scored: int = 0
-    # How many of the likeliest tokens get into each entry of `prompt_logprobs`.
-    top_prompt_logprobs: int = 0
-    # One entry for each scored token of the prompt. `score_prompts` appends them.
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # (prompt tokens, new tokens) from which the KV budget is computed. None: the sequence's own.
-    budget_of: tuple[int, int] | None = None
-    # What changes the logits before the sequence's own tokens are chosen.
-    penalties: Penalties | None = None
-    # Why there is no answer, in runs that continue without it (`Callbacks.isolates_errors`).
-    error: str | None = None
-    # As in `Completion`.
-    error_code: str = ""
-
-    def fail(self, code: str, reason: str) -> None:
-        """Record that the sequence has no answer. The first reason stays."""
-        if self.error is None:
-            self.error = reason
-            self.error_code = code
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt.token_ids) + len(self.token_ids)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(prompt tokens, most new tokens) from which the KV budget is computed."""
-        return self.budget_of or (len(self.prompt.token_ids), self.max_new)
-
-    @property
-    def generated_ids(self) -> list[int]:
-        """The generated tokens, without those that were given."""
-        return self.token_ids[len(self.given) :]
-
-    @property
-    def before(self) -> tuple[int, ...]:
-        """The tokens in front of the generated ones: the prompt and the given tokens."""
-        return self.prompt.token_ids + self.given if self.given else self.prompt.token_ids
-
-    @property
-    def answered(self) -> int:
-        """The number of generated tokens that were asked for; 0 after an error."""
-        return 0 if self.error is not None else min(len(self.generated_ids), self.asked)
-
-
 def make_blocks(
-    rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int, sharing: Sharing | None = None
-) -> list[list[list[Row]]]:
+    rows: abc.Sequence[Sequence],
+    gpu_batch_size: int,
+    num_gpu_batches: int,
+    sharing: Sharing | None = None,
+) -> list[list[list[Sequence]]]:
     """Return blocks of micro-batches of sequences.
 
     A block has at most `num_gpu_batches` micro-batches, and each of them has at most
@@ -124,15 +59,13 @@ def make_blocks(
     gbs = gpu_batch_size
     block = gpu_batch_size * num_gpu_batches
     family = (
-        family_order([r.prompt.token_ids for r in rows], sharing, gbs)
-        if sharing
-        else lambda ids: (0, 0)
+        family_order([r.fed_ids for r in rows], sharing, gbs) if sharing else lambda ids: (0, 0)
     )
 
-    def key(row: Row) -> tuple[object, ...]:
+    def key(row: Sequence) -> tuple[object, ...]:
         # Scored tokens follow a context, which neighbours in the input may share.
-        ids = row.prompt.token_ids
-        return -row.asked, family(ids), row.scored - len(ids), row.prompt.index
+        ids = row.fed_ids
+        return -row.asked, family(ids), row.scored - len(ids), row.index
 
     ordered = sorted(rows, key=key)
     blocks = [ordered[at : at + block] for at in range(0, len(ordered), block)]
@@ -140,19 +73,19 @@ def make_blocks(
     if sharing is None:
         return batches
     return [
-        [[b[i] for i in neighbours([r.prompt.token_ids for r in b], sharing)] for b in block]
+        [[b[i] for i in neighbours([r.fed_ids for r in b], sharing)] for b in block]
         for block in batches
     ]
 
 
 def group_rows(
-    rows: Sequence[Row], sharing: Sharing | None, common: int = 0, opens: bool = False
+    rows: abc.Sequence[Sequence], sharing: Sharing | None, common: int = 0, opens: bool = False
 ) -> tuple[PromptGroup, ...]:
     """Return the sequences of a micro-batch in groups that feed a shared prefix once.
 
     See prefixes.group_prompts.
     """
-    return group_prompts([r.prompt.token_ids for r in rows], sharing, common, opens)
+    return group_prompts([r.fed_ids for r in rows], sharing, common, opens)
 
 
 @dataclass(frozen=True)
@@ -264,7 +197,7 @@ class SweepInput:
         return replace(self, ids=ids, positions=positions, ends=ends)
 
 
-KnownTokens = Callable[[Row], Sequence[int]]
+KnownTokens = Callable[[Sequence], abc.Sequence[int]]
 
 
 class MicroBatch:
@@ -278,7 +211,7 @@ class MicroBatch:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: abc.Sequence[Sequence],
         sharing: Sharing | None = None,
         common: int = 0,
         opens: bool = False,
@@ -300,7 +233,7 @@ class MicroBatch:
         """
         decoding = sum(bool(r.token_ids) for r in self.rows)
         before = self.rows[:decoding]
-        prompts = [r.prompt.token_ids for r in self.rows[decoding:]]
+        prompts = [r.fed_ids for r in self.rows[decoding:]]
         ids, positions = pack_prompts(prompts, self._new_groups)
         known = [
             [r.token_ids[-1], *(known_tokens(r) if known_tokens and not prompts else ())]
@@ -330,8 +263,8 @@ class MicroBatch:
         )
 
     def append_tokens(
-        self, tokens: Sequence[int], finish: Callable[[Row], str | None]
-    ) -> tuple[list[Row], list[Move]]:
+        self, tokens: abc.Sequence[int], finish: Callable[[Sequence], str | None]
+    ) -> tuple[list[Sequence], list[Move]]:
         """Append one new token to each sequence, and remove the sequences that finish with it.
 
         Return the finished sequences and the moves that fill their places.
@@ -348,7 +281,7 @@ class MicroBatch:
         self.rows = [self.rows[i] for i in order]
         return finished, moves
 
-    def admit(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
+    def admit(self, rows: abc.Sequence[Sequence], sharing: Sharing | None = None) -> None:
         """Add sequences behind the others. Their prompts are fed in the next sweep."""
         self.rows += rows
         self._new_groups = group_rows(rows, sharing, self._common)
@@ -360,7 +293,7 @@ class Listener(Protocol):
     def sweep(self, tokens: int) -> None:
         """Called when a micro-batch has got `tokens` new tokens."""
 
-    def finish(self, rows: Sequence[Row]) -> None:
+    def finish(self, rows: abc.Sequence[Sequence]) -> None:
         """Called when these sequences are done. They are handed out next."""
 
 
@@ -370,7 +303,7 @@ class Silent:
     def sweep(self, tokens: int) -> None:
         pass
 
-    def finish(self, rows: Sequence[Row]) -> None:
+    def finish(self, rows: abc.Sequence[Sequence]) -> None:
         pass
 
 
@@ -397,7 +330,7 @@ class Progress:
     def sweep(self, tokens: int) -> None:
         self._bar.update(tokens)
 
-    def finish(self, rows: Sequence[Row]) -> None:
+    def finish(self, rows: abc.Sequence[Sequence]) -> None:
         spared = sum(r.max_new - len(r.token_ids) for r in rows)
         if spared and self._bar.total is not None:
             self._bar.total -= spared
@@ -434,7 +367,7 @@ class Callbacks:
     prompts: PromptsWatch | None = None
     # Called after each generated token that does not end the sequence. If it returns False, the
     # sequence ends there with the reason "length".
-    should_continue: Callable[[Row], bool] | None = None
+    should_continue: Callable[[Sequence], bool] | None = None
     # If something raises for a sequence, or its logits are not finite, only this sequence ends with
     # an error. Otherwise the run ends with the exception. If the first logits of a whole
     # micro-batch of two or more are not finite, the run ends: the model is damaged. Sparing does
@@ -443,7 +376,7 @@ class Callbacks:
 
 
 @contextmanager
-def sparing(row: Row, isolates_errors: bool) -> Iterator[None]:
+def sparing(row: Sequence, isolates_errors: bool) -> Iterator[None]:
     """Turn an exception about one sequence into its error if others continue.
 
     See `Callbacks.isolates_errors`. A request to end the process passes through.

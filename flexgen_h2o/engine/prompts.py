@@ -10,93 +10,25 @@ import json
 import math
 import os
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, abc
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import cycle, islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, json_reason
 from flexgen_h2o.core.files import MAX_LINE_BYTES, json_line, read_lines, replacing
 from flexgen_h2o.core.units import check_int, is_text
-
-if TYPE_CHECKING:
-    from flexgen_h2o.engine.sampling import TokenLogprobs
-
+from flexgen_h2o.engine.sequence import Sequence
 
 Encode = Callable[[str], list[int]]
 
-# Codes of prompts that have no answer through no fault of theirs: their logits are not finite, or
-# there was an exception that no check foresaw.
-CODE_NOT_FINITE = "not_finite"
-CODE_INTERNAL = "internal_error"
 BENCHMARK_TEXT = "Paris is the capital city of"
 # Ids below this are special tokens in every family's vocabulary (pad, begin, end, unknown).
 _FIRST_PLAIN_ID = 4
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt of a run."""
-
-    # Its place in the input.
-    index: int
-    token_ids: tuple[int, ...]
-    # None if the prompt was given as token ids.
-    text: str | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The answer to one prompt. RequestTable makes it."""
-
-    # The place of the prompt in the input.
-    index: int
-    # The text of the prompt; None if it was given as token ids.
-    prompt: str | None
-    # None without a tokenizer.
-    text: str | None
-    token_ids: list[int]
-    # "stop", "length" or "error".
-    finish_reason: str
-    # One for each of `token_ids`, if asked for.
-    logprobs: list[TokenLogprobs] | None = None
-    # One for each token of the prompt, None for the first, if asked for.
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    # Why there is no answer, in runs that continue without such sequences. finish_reason is then
-    # "error".
-    error: str | None = None
-    # CODE_NOT_FINITE or CODE_INTERNAL; "" without an error.
-    error_code: str = ""
-
-    @property
-    def logprob(self) -> float:
-        """The log-probability of all of token_ids.
-
-        Raises UsageError if no `logprobs` were asked for.
-        """
-        return math.fsum(one.logprob for one in self._logprobs_of("logprob", 0))
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether each of token_ids was the likeliest token.
-
-        Raises UsageError if not even one likeliest token was asked for.
-        """
-        found = self._logprobs_of("is_greedy", 1)
-        return all(one.top[0][0] == token for token, one in zip(self.token_ids, found, strict=True))
-
-    def _logprobs_of(self, name: str, least: int) -> list[TokenLogprobs]:
-        found = self.logprobs or []
-        if len(found) < len(self.token_ids) or not all(len(one.top) >= least for one in found):
-            raise UsageError(
-                f"{name}: the result has none; ask for SamplingParams(logprobs={least}) or more"
-            )
-        return found
-
-
-def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Prompt]:
+def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Sequence]:
     """Return the prompts of a UTF-8 file in its order.
 
     A `.txt` file has one prompt per line. A `.jsonl` file has one object per line, with `prompt` or
@@ -111,7 +43,7 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
         raise UsageError(
             f"--prompts {path}: the file name must end in .txt (one prompt per line) or .jsonl"
         )
-    prompts: list[Prompt] = []
+    prompts: list[Sequence] = []
     for place, line in lines_of(path, "--prompts"):
         try:
             prompts.append(make_prompt(len(prompts), read_line(line), encode, vocab_size))
@@ -146,12 +78,12 @@ def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
 
 
 def prompts_from_python(
-    inputs: Sequence[str | Sequence[int]],
+    inputs: abc.Sequence[str | abc.Sequence[int]],
     encode: Encode | None,
     vocab_size: int,
     positions: int | None = None,
     name: str = "prompts",
-) -> list[Prompt]:
+) -> list[Sequence]:
     """Return prompts from strings and token ids, in any mix.
 
     Token ids are lists, tuples, 1-D numpy arrays or torch tensors of ints. They are checked like
@@ -167,7 +99,7 @@ def prompts_from_python(
         )
     if isinstance(inputs, Mapping) or not isinstance(inputs, Iterable):
         raise UsageError(f"{name}: a list of {name} is needed, not {type(inputs).__name__}")
-    prompts: list[Prompt] = []
+    prompts: list[Sequence] = []
     for i, given in enumerate(inputs):
         try:
             prompts.append(make_prompt(i, given, encode, vocab_size, positions))
@@ -178,7 +110,7 @@ def prompts_from_python(
 
 def benchmark_prompts(
     count: int, length: int, encode: Encode | None, vocab_size: int
-) -> list[Prompt]:
+) -> list[Sequence]:
     """Return `count` copies of FlexGen's benchmark prompt, each of exactly `length` tokens.
 
     The text's tokens are repeated after what the tokenizer puts first (BOS). FlexGen pads with
@@ -208,7 +140,7 @@ def benchmark_prompts(
         token_ids = _check_ids(ids, vocab_size)
     except UsageError as error:
         raise UsageError(f"the tokenizer does not belong to the model: {error}") from error
-    return [Prompt(i, token_ids, text) for i in range(count)]
+    return [Sequence(i, token_ids, text) for i in range(count)]
 
 
 def check_output_path(path: Path) -> None:
@@ -224,7 +156,7 @@ def check_output_path(path: Path) -> None:
         raise UsageError(f"--output {path}: no permission to write in {folder}")
 
 
-def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
+def write_outputs(path: Path, completions: Iterable[Sequence]) -> None:
     """Write completions as JSON lines in input order. The file appears whole or not at all.
 
     Raise FlexgenError that names --output if it cannot be written (a full disk, a folder that went
@@ -238,7 +170,7 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
         raise FlexgenError(f"--output {path}: {error.strerror or error}") from error
 
 
-def output_row(completion: Completion) -> dict[str, Any]:
+def output_row(completion: Sequence) -> dict[str, Any]:
     """Return a completion as JSON, without log-probabilities.
 
     The output files of batch have those.
@@ -315,8 +247,16 @@ def prompt_of_json(line: str) -> object:
 
 def make_prompt(
     index: int, given: object, encode: Encode | None, vocab_size: int, positions: int | None = None
-) -> Prompt:
-    """Return a prompt made of a text or of token ids.
+) -> Sequence:
+    """Return a prompt made of a text or of token ids. Raises as `encode_prompt` does."""
+    text = given if isinstance(given, str) else None
+    return Sequence(index, encode_prompt(given, encode, vocab_size, positions), text)
+
+
+def encode_prompt(
+    given: object, encode: Encode | None, vocab_size: int, positions: int | None = None
+) -> tuple[int, ...]:
+    """Return the token ids of a prompt, which is a text or token ids.
 
     Raise UsageError that says what is wrong with it. Raise TooLongError if there are more ids than
     `positions`, before they are checked one by one. For a text, `encode` raises it.
@@ -327,7 +267,7 @@ def make_prompt(
             raise TooLongError(
                 f"{size} tokens, but the model has {positions} positions; shorten it"
             )
-        return Prompt(index, _check_ids(given, vocab_size), None)
+        return _check_ids(given, vocab_size)
     if encode is None:
         raise UsageError(
             "a text prompt needs a tokenizer and this model has none (random weights never do); "
@@ -335,7 +275,7 @@ def make_prompt(
         )
     if not is_text(given):
         raise UsageError("the prompt holds half of a surrogate pair, which is not text; remove it")
-    return Prompt(index, _check_ids(encode(given), vocab_size), given)
+    return _check_ids(encode(given), vocab_size)
 
 
 def _check_ids(given: object, vocab_size: int) -> tuple[int, ...]:

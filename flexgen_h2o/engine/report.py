@@ -25,8 +25,8 @@ from flexgen_h2o.engine.workload import Workload, workload_of
 if TYPE_CHECKING:
     from flexgen_h2o.engine.distributed import ModelPart
     from flexgen_h2o.engine.generation import BlockStats
-    from flexgen_h2o.engine.requests import RequestTable, Scheduler
     from flexgen_h2o.engine.resources import Engine
+    from flexgen_h2o.engine.scheduler import Scheduler
 
 MEASURED_BUSY = (
     "profile measured while other programs were busy: run flexgen-h2o hardware again "
@@ -133,7 +133,7 @@ class RunReport:
 def make_report(
     engine: Engine,
     part: ModelPart,
-    table: RequestTable,
+    model: str,
     scheduler: Scheduler,
     before: Mapping[str, Mapping[str, int]],
     predicted: Mapping[str, float | None],
@@ -152,20 +152,20 @@ def make_report(
     spec = engine.spec
     itemsize = engine.dtype.itemsize
     shape = workload_of(
-        eviction, table.sizes.total(), set(table.sizes), spec.num_blocks, spec.windows
+        eviction, scheduler.sizes.total(), set(scheduler.sizes), spec.num_blocks, spec.windows
     )
     copied = common * spec.kv_bytes_per_token(itemsize)
-    model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, table.sizes, itemsize)
+    model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, scheduler.sizes, itemsize)
     joined = {"refilled": scheduler.joined} if scheduler.is_continuous else {}
     report = RunReport(
-        model=table.model.name,
+        model=model,
         policy=engine.policy,
         eviction=eviction.to_json(),
         prompt_len=shape.prompt_len,
         gen_len=shape.gen_len,
         num_prompts=shape.rows,
-        prefill=PhaseReport(sum(b.prefill_s for b in blocks), table.prompt_tokens),
-        decode=PhaseReport(sum(b.decode_s for b in blocks), table.decoded),
+        prefill=PhaseReport(sum(b.prefill_s for b in blocks), scheduler.prompt_tokens),
+        decode=PhaseReport(sum(b.decode_s for b in blocks), scheduler.decoded),
         peak_bytes=engine.peak_bytes,
         io_bytes={link: sum(lanes[link] for lanes in moved.values()) for link in IO_LINKS},
         peak_bytes_by_kind=engine.peak_bytes_by_kind,

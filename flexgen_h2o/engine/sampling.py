@@ -1,9 +1,9 @@
-"""Sampling parameters and the sampler. It sees logits and token ids only."""
+"""The choice of tokens, and their log-probabilities. It sees logits and token ids only."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,67 +39,62 @@ def check_params(params: object) -> SamplingParams | Sequence[SamplingParams]:
     return params
 
 
-class Sampler:
-    """Chooses the next token of each sequence.
+def sample_tokens(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    streams: Sequence[int],
+    steps: Sequence[int],
+) -> list[int]:
+    """Return the next token of each sequence, and wait for it.
 
-    params: those of all sequences, or a mapping with each sequence's own by its index. With one for
-        all, a draw depends only on (seed, sequence index, step). With own ones it depends only on
-        (its seed, step), so sequences that ask for the same get the same.
+    Raise NotFiniteError if a row of logits holds NaN, +inf or nothing finite.
+
+    logits: [b, V], any float dtype and device; -inf forbids a token.
+    params: b entries, what each sequence asks for.
+    streams: b non-negative numbers, the random stream of each sequence. Sequences of one stream
+        with equal params get the same tokens.
+    steps: b entries, the tokens that each sequence has generated already. With the seed, stream and
+        step fix the random number.
     """
+    if not len(params):
+        return []
+    return check_finite(choose_tokens(logits, params, streams, steps).tolist(), streams, steps)
 
-    def __init__(self, params: SamplingParams | Mapping[int, SamplingParams]) -> None:
-        self._params = params
 
-    def sample(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        """Return the next token id of each sequence, and wait for it.
+def choose_tokens(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    streams: Sequence[int],
+    steps: Sequence[int],
+) -> Tensor:
+    """Return the next tokens without waiting: (b,) int64 on the device of the logits.
 
-        Raise NotFiniteError if a row of logits holds NaN, +inf or nothing finite.
+    A token is NOT_FINITE if `sample_tokens` would raise. b must be above 0.
+    """
+    best, chosen = logits.max(dim=-1)
+    drawing = _drawing(params)
+    if drawing:
+        order = [place for places in drawing.values() for place in places]
+        drawn = [_uniform(params[i].seed, streams[i], steps[i]) for i in order]
+        pairs = torch.tensor([order, drawn], dtype=torch.float64, device="cpu")  # places fit
+        numbers = upload(pairs, logits.device)
+        sizes = [len(places) for places in drawing.values()]
+        for own, part in zip(drawing, numbers.split(sizes, dim=1), strict=True):
+            if len(order) == len(params) and len(sizes) == 1:
+                chosen = _draw(logits, own, part[1])
+            else:
+                places = part[0].long()
+                chosen[places] = _draw(logits, own, part[1], places)
+    return chosen.masked_fill(best - best != 0, NOT_FINITE)  # infinity minus infinity is NaN
 
-        logits: [b, V], any float dtype and device; -inf forbids a token.
-        rows: the indices of the b sequences in the run, non-negative.
-        steps: b entries, the tokens that each sequence has generated already. With the seed, `rows`
-            and `steps` fix the random number.
-        """
-        return (
-            check_finite(self.choose(logits, rows, steps).tolist(), rows, steps)
-            if len(rows)
-            else []
-        )
 
-    def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> Tensor:
-        """Return the next tokens without waiting: (b,) int64 on the device of the logits.
-
-        A token is NOT_FINITE if `sample` would raise. b must be above 0.
-        """
-        best, chosen = logits.max(dim=-1)
-        drawing = self._drawing(rows)
-        if drawing:
-            alike = isinstance(self._params, SamplingParams)
-            order = [place for places in drawing.values() for place in places]
-            drawn = [
-                _uniform(self._of(rows[i]).seed, rows[i] if alike else 0, steps[i]) for i in order
-            ]
-            pairs = torch.tensor([order, drawn], dtype=torch.float64, device="cpu")  # places fit
-            numbers = upload(pairs, logits.device)
-            sizes = [len(places) for places in drawing.values()]
-            for params, part in zip(drawing, numbers.split(sizes, dim=1), strict=True):
-                if len(order) == len(rows) and len(sizes) == 1:
-                    chosen = _draw(logits, params, part[1])
-                else:
-                    places = part[0].long()
-                    chosen[places] = _draw(logits, params, part[1], places)
-        return chosen.masked_fill(best - best != 0, NOT_FINITE)  # infinity minus infinity is NaN
-
-    def _of(self, row: int) -> SamplingParams:
-        return self._params if isinstance(self._params, SamplingParams) else self._params[row]
-
-    def _drawing(self, rows: Sequence[int]) -> dict[SamplingParams, list[int]]:
-        """Return the places of sequences that are not greedy, by temperature, top-k and top-p."""
-        alike: dict[tuple[float, int, float], list[int]] = {}
-        for place, row in enumerate(rows):
-            if not (p := self._of(row)).greedy:
-                alike.setdefault((p.temperature, p.top_k, p.top_p), []).append(place)
-        return {self._of(rows[places[0]]): places for places in alike.values()}
+def _drawing(params: Sequence[SamplingParams]) -> dict[SamplingParams, list[int]]:
+    """Return the places of sequences that are not greedy, by temperature, top-k and top-p."""
+    alike: dict[tuple[float, int, float], list[int]] = {}
+    for place, own in enumerate(params):
+        if not own.greedy:
+            alike.setdefault((own.temperature, own.top_k, own.top_p), []).append(place)
+    return {params[places[0]]: places for places in alike.values()}
 
 
 class NotFiniteError(FlexgenError):
@@ -125,7 +120,7 @@ class NotFiniteError(FlexgenError):
 
 
 def check_finite(tokens: list[int], rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Return the tokens of `Sampler.choose`. Raise NotFiniteError if one of them is NOT_FINITE."""
+    """Return the tokens of `choose_tokens`. Raise NotFiniteError if one of them is NOT_FINITE."""
     bad = [place for place, token in enumerate(tokens) if token == NOT_FINITE]
     if bad:
         raise NotFiniteError(rows[bad[0]], f"at step {steps[bad[0]]}", bad)

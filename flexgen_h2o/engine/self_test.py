@@ -7,13 +7,13 @@ decode steps. So its attention reads them packed, except for the newest ones, as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 
 from flexgen_h2o.core.settings import DECODE, MAX_LOGPROBS, PREFILL, SamplingParams
-from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import TokenLogprobs
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.models.load import Model
 
 MAX_TOKENS = 256  # tokens of the text that are used
@@ -60,13 +60,16 @@ def tokens_of_test(model: Model) -> list[int]:
     return ids if len(ids) >= MIN_TOKENS else []
 
 
-def requests_of_test(ids: Sequence[int]) -> tuple[list[Prompt], list[SamplingParams]]:
+def sequences_of_test(ids: abc.Sequence[int]) -> list[Sequence]:
     """Return the two sequences of the test, the one with whole keys and values first."""
     before = tuple(ids[:-STEPS])
     after = tuple(ids[-STEPS:])
     whole = SamplingParams(score=after, score_mode=PREFILL, logprobs=MAX_LOGPROBS)
     packed = SamplingParams(score=after, score_mode=DECODE)
-    return [Prompt(0, before, None), Prompt(PACKED, before, None)], [whole, packed]
+    return [
+        Sequence(0, before, params=whole),
+        Sequence(PACKED, before, params=packed),
+    ]
 
 
 def likeliest_divergence(whole: TokenLogprobs, logits: torch.Tensor) -> float:

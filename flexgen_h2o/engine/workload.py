@@ -22,7 +22,7 @@ from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord, record_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix, longest_alike
 
 if TYPE_CHECKING:
-    from flexgen_h2o.engine.generation import Row
+    from flexgen_h2o.engine.sequence import Sequence as Row
     from flexgen_h2o.kvcache.eviction import Eviction
 
 
@@ -357,7 +357,7 @@ def workload_of_rows(
     )
     if sharing is None:
         return need
-    prompts = [row.prompt.token_ids for row in rows]
+    prompts = [row.fed_ids for row in rows]
     prefix = common_prefix(prompts)
     if not sharing.pays(prefix, 2, 2 * need.prompt_len):
         return replace(need, sharing=longest_alike(prompts, sharing))

@@ -22,6 +22,7 @@ from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.evaluation.attention_tables import TOP_SHARES, draw, markdown
 from flexgen_h2o.evaluation.fidelity import FidelityRunner, Probe
 from flexgen_h2o.evaluation.figures import Array, Bootstrap, Figures, summarise_texts
@@ -207,9 +208,8 @@ def watch(llm: LLM, rows: Sequence[TextRow], settings: argparse.Namespace) -> At
     maps = AttentionMaps((len(rows), spec.num_blocks, spec.num_heads), length, settings)
     prompts = prompts_from_python([row.prompt for row in rows], None, spec.vocab_size)
     llm.eviction = Probe()
-    llm.run(
-        prompts, SamplingParams(1, ignore_eos=True), lambda done: None, Callbacks(prompts=maps.see)
-    )
+    asked = with_params(prompts, SamplingParams(1, ignore_eos=True))
+    llm.run(asked, lambda done: None, Callbacks(prompts=maps.see))
     say("evaluate", f"attention of {len(rows)} prompts seen")
     return maps
 

@@ -135,7 +135,7 @@ def encoded_turn(
         return model.encode_plain(whole)
 
     given = encode if model.tokenizer is not None else None
-    return make_prompt(0, turns[-1].content, given, model.spec.vocab_size).token_ids
+    return make_prompt(0, turns[-1].content, given, model.spec.vocab_size).prompt_ids
 
 
 @dataclass
@@ -280,9 +280,9 @@ def converse(
     talk = Conversation(
         ids[0], more, params, ends, shown, room, penalties=penalties_maker(llm.model, params)
     )
-    llm.prepare([talk.prompt], talk)
+    llm.prepare([talk.sequence])
     begin(0)
-    llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
+    llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
     found = shown.exchanges
     if found[-1].reason is None:
         shown.break_off()

@@ -577,7 +577,7 @@ def _lines(
             ids = tuple(model.encode_prefix(text, length))
         else:
             try:
-                ids = reader.read(line).prompt.token_ids
+                ids = reader.read(line).prompt_ids
             except RowError as error:
                 raise UsageError(f"--prompts {args.prompts}:{line.number}: {error}") from error
         article = value.get("article")

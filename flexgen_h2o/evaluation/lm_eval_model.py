@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,9 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import DECODE, PREFILL
 from flexgen_h2o.core.units import SAMPLING_CHUNK
 from flexgen_h2o.engine.generation import Callbacks
-from flexgen_h2o.engine.prompts import Completion, Prompt, make_prompt
+from flexgen_h2o.engine.prompts import make_prompt
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.engine.workload import base_of
 from flexgen_h2o.evaluation.kvpress import FLAG, RATIO_OF, PressRun, dropped_share, write_press_run
 from flexgen_h2o.llm import LLM
@@ -179,7 +180,7 @@ class EngineLM(TemplateLM):
             self._task_of = []
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: object
+        self, requests: abc.Sequence[tuple[Any, list[int], list[int]]], **kwargs: object
     ) -> list[Answer]:
         """Return the answer of each request.
 
@@ -195,7 +196,7 @@ class EngineLM(TemplateLM):
         self._score([(context, continuation) for _, context, continuation in requests], done)
         return answers
 
-    def _warn_of_single_tokens(self, lengths: Sequence[int]) -> None:
+    def _warn_of_single_tokens(self, lengths: abc.Sequence[int]) -> None:
         """Warn once per task if all of its continuations have one token. lengths: tokens of each
         continuation.
 
@@ -248,7 +249,7 @@ class EngineLM(TemplateLM):
 
     def _score(
         self,
-        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        pairs: abc.Sequence[tuple[abc.Sequence[int], abc.Sequence[int]]],
         done: Callable[[int, Answer], None],
     ) -> None:
         """Score all pairs of context and continuation in one run.
@@ -277,7 +278,7 @@ class EngineLM(TemplateLM):
         steps = [1 if mode == PREFILL else len(path) + 1 for _, path in rows]
         seen = _LastTokens(steps, [[last[i] for i in own] for own in asked])
 
-        def finished(completions: Sequence[Completion]) -> None:
+        def finished(completions: abc.Sequence[Sequence]) -> None:
             for one in completions:
                 path = list(zip(one.token_ids, one.logprobs or (), strict=True))[:-1]
                 total = sum(found.logprob for _, found in path)
@@ -295,7 +296,7 @@ class EngineLM(TemplateLM):
             for (_, path), own in zip(rows, asked, strict=True)
         ]
         self.llm.expect(len(prompts))  # exact prediction of ragged blocks is not worth its time
-        self.llm.run(prompts, scored, finished, Callbacks(seen))
+        self.llm.run(with_params(prompts, scored), finished, Callbacks(seen))
 
     @property
     def score_mode(self) -> str:
@@ -311,7 +312,7 @@ class EngineLM(TemplateLM):
         )
         return PREFILL if keeps_all else DECODE
 
-    def _prompt(self, i: int, ids: Sequence[int]) -> Prompt:
+    def _prompt(self, i: int, ids: abc.Sequence[int]) -> Sequence:
         """Return token ids as the prompt of request `i`.
 
         Raise UsageError for ids that the model does not have: its tokenizer may have more of them.
@@ -352,14 +353,14 @@ class EngineLM(TemplateLM):
             return texts
         self._say_cut(cut)
 
-        def finished(completions: Sequence[Completion]) -> None:
+        def finished(completions: abc.Sequence[Sequence]) -> None:
             for one in completions:
                 context, given = requests[one.index].args
                 texts[one.index] = self._text_of(one.token_ids, given)
                 self.cache_hook.add_partial("generate_until", (context, given), texts[one.index])
 
         self.llm.expect(len(prompts))
-        self.llm.run(prompts, params, finished, refill=True)
+        self.llm.run(with_params(prompts, params), finished, refill=True)
         return texts
 
     def _sampling(self, given: Mapping[str, Any], key: str) -> SamplingParams:
@@ -459,7 +460,7 @@ class EngineLM(TemplateLM):
         most = int(normalize_gen_kwargs(dict(given), MAX_GEN_TOKS)["max_gen_toks"])
         return min(max(1, len(self.tok_encode(context))), self.max_length - most), most
 
-    def _text_of(self, ids: Sequence[int], given: Mapping[str, Any]) -> str:
+    def _text_of(self, ids: abc.Sequence[int], given: Mapping[str, Any]) -> str:
         end = self.eot_token_id
         until = normalize_gen_kwargs(dict(given))["until"]
         kept = list(ids[: ids.index(end)] if end in ids else ids)
@@ -494,7 +495,7 @@ class _LastTokens:
     # How often logits of each row are still to come; the last time counts.
     steps: list[int]
     # Token ids that each row asks for as its last token.
-    tokens: Sequence[Sequence[int]]
+    tokens: abc.Sequence[abc.Sequence[int]]
     # Answers of the rows that have ended, by row.
     found: dict[int, list[Answer]] = field(default_factory=dict)
 
@@ -510,7 +511,9 @@ class _LastTokens:
             )
 
 
-def logprobs_at(logits: torch.Tensor, tokens: Sequence[Sequence[int]]) -> list[list[Answer]]:
+def logprobs_at(
+    logits: torch.Tensor, tokens: abc.Sequence[abc.Sequence[int]]
+) -> list[list[Answer]]:
     """Return (log-probability, is it the likeliest?) of tokens of each row.
 
     logits: (rows, vocab), any float dtype. tokens: token ids asked for of each row.

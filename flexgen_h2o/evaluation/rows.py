@@ -278,7 +278,7 @@ def rows_of_file(
     """
     both = prompt_len + gen_len
     encode = partial(model.encode_prefix, tokens=both) if model.tokenizer is not None else None
-    found = [p.token_ids for p in read_prompts(path, encode, model.spec.vocab_size)]
+    found = [p.prompt_ids for p in read_prompts(path, encode, model.spec.vocab_size)]
     long_enough = found if greedy else [ids for ids in found if len(ids) >= both]
     if not long_enough:
         raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections import abc
 from itertools import takewhile
 from typing import Any
 
@@ -12,8 +12,8 @@ from flexgen_h2o.core.errors import EXIT_DONE
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.engine.channels import TerminalText
-from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.evaluation.figures import held_kv
 from flexgen_h2o.flags import (
     compression_flags,
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     rows = [
         {
             "index": prompt.index,
-            "prompt": prompt.text,
-            "prompt_len": len(prompt.token_ids),
+            "prompt": prompt.prompt,
+            "prompt_len": len(prompt.prompt_ids),
             "full": one,
             "evicted": other,
             "same_tokens": _same_tokens(one["token_ids"], other["token_ids"]),
@@ -92,7 +92,11 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
 
 
 def _written(
-    llm: LLM, eviction: Eviction, prompts: Sequence[Prompt], params: SamplingParams, is_chat: bool
+    llm: LLM,
+    eviction: Eviction,
+    prompts: abc.Sequence[Sequence],
+    params: SamplingParams,
+    is_chat: bool,
 ) -> list[dict[str, Any]]:
     """Run the prompts with `eviction`, and return the answers for the JSON.
 
@@ -100,19 +104,18 @@ def _written(
     "columns" are the KV entries that a row held at its end, a mean over the transformer blocks.
     "bytes" are their bytes in all blocks.
     """
-    done: list[Completion] = []
     llm.eviction = eviction
     eviction = llm.eviction  # now fitted to this model
-    llm.run(prompts, params, done.extend)
+    llm.run(with_params(prompts, params), lambda done: None)
     blocks = llm.model.spec.num_blocks
     found = []
-    for prompt, out in zip(prompts, sorted(done, key=lambda c: c.index), strict=True):
-        length = len(prompt.token_ids)
+    for out in prompts:
+        length = len(out.prompt_ids)
         row = length, most_new_tokens(eviction, llm.model.spec, length, params.max_tokens)
         columns, nbytes = held_kv(llm, row, len(out.token_ids))
         text = out.text
         if is_chat:
-            text = TerminalText(llm.model.tokenizer, params, prompt.token_ids).more(
+            text = TerminalText(llm.model.tokenizer, params, out.prompt_ids).more(
                 out.token_ids, True
             )
         found.append(
@@ -157,7 +160,10 @@ def _as_blocks(row: dict[str, Any], name: str) -> str:
 
 
 def _summary(
-    full: Sequence[dict[str, Any]], evicted: Sequence[dict[str, Any]], name: str, compression: str
+    full: abc.Sequence[dict[str, Any]],
+    evicted: abc.Sequence[dict[str, Any]],
+    name: str,
+    compression: str,
 ) -> str:
     """Return one line about all prompts. compression: flags of both runs."""
     whole, kept = (sum(one["bytes"] for one in side) for side in (full, evicted))

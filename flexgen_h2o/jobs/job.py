@@ -39,7 +39,6 @@ from flexgen_h2o.jobs.runner import (
     JobRun,
     JobWriter,
     OutputState,
-    prompts_and_params,
     rows_before_steps,
 )
 from flexgen_h2o.jobs.sidecar import (
@@ -156,7 +155,7 @@ def plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: P
             f"--input {source}: no request in it that can be "
             f"run{f' ({errors[0]})' if errors else ''}"
         )
-    llm.prepare(*prompts_and_params(requests))
+    llm.prepare(requests)
 
 
 def run(
@@ -194,7 +193,7 @@ def run(
             left = len(before.done) - before.rows
 
             def announce(requests: Sequence[Request]) -> None:
-                print(opening_line(llm, *prompts_and_params(requests), left), flush=True)
+                print(opening_line(llm, requests, left), flush=True)
 
             job = JobRun(llm, reader, lines, writer, args.window, args.refill, on_open=announce)
             with writing(args, output, writer):

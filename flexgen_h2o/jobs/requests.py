@@ -7,16 +7,18 @@ completions and chat APIs and of vLLM's additions.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import TooLongError, UsageError, internal_reason, json_reason
 from flexgen_h2o.core.units import check_text, shortened
-from flexgen_h2o.engine.prompts import CODE_INTERNAL, CODE_NOT_FINITE, Prompt, make_prompt
+from flexgen_h2o.engine.prompts import encode_prompt
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import CODE_INTERNAL, CODE_NOT_FINITE, Sequence
 from flexgen_h2o.jobs.input import MAX_ID_CHARACTERS, Line
 from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.kvcache.eviction import Eviction, Full
@@ -24,9 +26,6 @@ from flexgen_h2o.kvcache.eviction.policy import check_budgets
 from flexgen_h2o.models.load import Model
 
 FULL = Full()
-# Codes of rows that failed through no fault of the request.
-NOT_FINITE = CODE_NOT_FINITE
-INTERNAL = CODE_INTERNAL
 MAX_MESSAGE_CHARACTERS = 500  # an error message may quote the request, which may have any length
 # Limits of a record that is sent back: bytes besides its prompt (a window keeps thousands of
 # records), and levels of nesting.
@@ -146,7 +145,7 @@ FIELDS: dict[str, Field] = {
 
 
 def fields_that(does: Does) -> tuple[str, ...]:
-    return tuple(name for name, field in FIELDS.items() if field.does == does)
+    return tuple(name for name, known in FIELDS.items() if known.does == does)
 
 
 SAMPLING = fields_that("sampling")
@@ -174,7 +173,7 @@ class RowError(Exception):
     @property
     def is_internal(self) -> bool:
         """Whether the request is not at fault. The HTTP status is 500 then, and 400 otherwise."""
-        return self.code in (INTERNAL, NOT_FINITE)
+        return self.code in (CODE_INTERNAL, CODE_NOT_FINITE)
 
 
 @contextmanager
@@ -191,36 +190,46 @@ def row_errors() -> Iterator[None]:
     except BaseException as error:
         if interrupts.asks_to_end(error):
             raise
-        raise RowError(INTERNAL, internal_reason(error)) from error
+        raise RowError(CODE_INTERNAL, internal_reason(error)) from error
 
 
 def _invalid(message: str) -> RowError:
     return RowError("invalid_request", message)
 
 
-@dataclass(frozen=True)
-class Request:
-    """A line to be run, made by `RequestReader`."""
+@dataclass(eq=False)
+class Request(Sequence):
+    """A sequence with what its answer's row needs, made by `RequestReader`.
 
-    kind: Kind  # the format of the answer
-    custom_id: str  # the line's own id, or the one used in its place
-    prompt: Prompt  # its index is the line number; it has its text only if `echo`
-    params: SamplingParams  # sampling, with a seed of the request's own
+    `index` is the line number. `prompt` is kept only if `echo`. `params` have a seed of their own.
+    """
+
+    kind: Kind = "completion"  # the format of the answer
+    custom_id: str = ""  # the line's own id, or the one used in its place
     asked_model: str | None = None  # the model that the request names
     # JSON of a HELM request, to send back with the answer. Parsed it would take about thirty times
     # the memory.
     record: bytes | None = None
     row: int = 0  # number of the row in the input, as in `Line`
     echo: bool = False  # whether the answer begins with the prompt
+    owner: Any = None  # who gets the answer of the server (serving.block.Owner); `Service` sets it
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """How a request wants its answers."""
+class ClientRequest:
+    """The sequences of a request to the server, made by `RequestReader.served`."""
 
+    id: str  # 24 hex digits, made for this request
+    # `n` requests per prompt; those of one prompt follow one another. `index` is the place here.
+    requests: tuple[Request, ...]
     n: int = 1  # answers per prompt
     stream: bool = False  # whether answers are sent in pieces
-    usage: bool = False  # whether the last piece has the token counts
+    usage: bool = False  # whether the last piece of a stream has the token counts
+    created: int = field(default_factory=lambda: int(time.time()))  # when it was read
+
+    @property
+    def is_chat(self) -> bool:
+        return self.requests[0].kind == "chat"
 
 
 @dataclass(frozen=True)
@@ -262,23 +271,19 @@ class RequestReader:
 
         custom_id: the line's own id, or the one used in its place.
         """
-        _, [request] = self._requests(value, number, custom_id, row, None)
+        [request] = self._requests(value, number, custom_id, None).requests
+        request.row = row
         return request
 
-    def served(
-        self, url: str, body: Mapping[str, Any], custom_id: str, most: int
-    ) -> tuple[AnswerOptions, list[Request]]:
-        """Read a request to the server with at most `most` answers.
+    def served(self, url: str, body: Mapping[str, Any], custom_id: str, most: int) -> ClientRequest:
+        """Read a request to the server with at most `most` answers."""
+        value = {"custom_id": custom_id, "url": url, "body": body}
+        asked = self._requests(value, 0, custom_id, most)
+        for i, request in enumerate(asked.requests):
+            request.index = i
+        return asked
 
-        The `n` answers of each prompt follow one another.
-        """
-        return self._requests(
-            {"custom_id": custom_id, "url": url, "body": body}, 0, custom_id, 0, most
-        )
-
-    def _requests(
-        self, value: Any, number: int, custom_id: str, row: int, most: int | None
-    ) -> tuple[AnswerOptions, list[Request]]:
+    def _requests(self, value: Any, number: int, custom_id: str, most: int | None) -> ClientRequest:
         """Read the requests of a parsed value.
 
         most: most answers. None: the value is a file's line, which has one answer and cannot be
@@ -288,17 +293,17 @@ class RequestReader:
             kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
             record = _kept_record(fields, given) if kind == "helm" else None
             fields = _checked_fields(fields, kind == "chat", is_strict)
-            answers = _answers_of(fields, most is not None)
+            n, stream, usage = _answers_of(fields, most is not None)
             prompts = _prompts_of(fields, given, kind == "chat")
-            _check_count(answers.n, prompts, most)
+            _check_count(n, prompts, most)
             found: list[Request] = []
             for i, prompt in enumerate(prompts):
                 name = custom_id if len(prompts) == 1 else f"{custom_id}-{i}"
                 with _errors_of_prompt(i, len(prompts)):
                     request = self._request(kind, fields, prompt, number + i, name)
-                request = replace(request, record=record, row=row)
-                found += [_variant(request, choice) for choice in range(answers.n)]
-            return answers, found
+                request.record = record
+                found += [_variant(request, choice) for choice in range(n)]
+            return ClientRequest(custom_id, tuple(found), n, stream, usage)
 
     def _request(
         self, kind: Kind, fields: Mapping[str, Any], given: Any, number: int, custom_id: str
@@ -319,15 +324,21 @@ class RequestReader:
                 "stop: needs a tokenizer, and the model's folder has none; leave it out",
             )
         asked_model = _short_text(fields, "model")
-        prompt = self._prompt(number, self._chat_ids(given, options) if is_chat else given)
-        prompt = Prompt(prompt.index, prompt.token_ids, prompt.text if echo else None)
+        ids = self._prompt_ids(self._chat_ids(given, options) if is_chat else given)
         try:
-            check_budgets(
-                self.eviction, self.model.spec, len(prompt.token_ids), max(1, params.max_tokens)
-            )
+            check_budgets(self.eviction, self.model.spec, len(ids), max(1, params.max_tokens))
         except UsageError as error:
             raise RowError("does_not_fit", str(error)) from error
-        return Request(kind, custom_id, prompt, params, asked_model, echo=echo)
+        return Request(
+            number,
+            ids,
+            given if echo and isinstance(given, str) else None,
+            params,
+            kind=kind,
+            custom_id=custom_id,
+            asked_model=asked_model,
+            echo=echo,
+        )
 
     def _with_texts_read(self, value: Any) -> Any:
         """Return the value of a line with its text, if it has one, as a prompt or as messages."""
@@ -351,7 +362,7 @@ class RequestReader:
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {**rest, "messages": [*before, {"role": "user", "content": text}]}
 
-    def _prompt(self, number: int, given: Any) -> Prompt:
+    def _prompt_ids(self, given: Any) -> tuple[int, ...]:
         if isinstance(given, list) and given and isinstance(given[0], str | list):
             raise RowError(
                 "unsupported",
@@ -360,18 +371,15 @@ class RequestReader:
         encode = self.model.encode if self.model.tokenizer is not None else None
         spec = self.model.spec
         try:
-            prompt = make_prompt(number, given, encode, spec.vocab_size, spec.max_positions)
+            ids = encode_prompt(given, encode, spec.vocab_size, spec.max_positions)
         except TooLongError as error:
             raise RowError("context_length_exceeded", f"prompt: {error}") from error
         except UsageError as error:
             raise _invalid(f"prompt: {error}") from error
-        if len(prompt.token_ids) > spec.max_positions:
-            sizes = (
-                f"{len(prompt.token_ids)} tokens, but {self.model.name} has "
-                f"{spec.max_positions} positions"
-            )
+        if len(ids) > spec.max_positions:
+            sizes = f"{len(ids)} tokens, but {self.model.name} has {spec.max_positions} positions"
             raise RowError("context_length_exceeded", f"prompt: {sizes}")
-        return prompt
+        return ids
 
     def _template_options(self, fields: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
         """Return what the chat template gets besides the messages, as in vLLM.
@@ -463,12 +471,12 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
     """
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
-        field = FIELDS.get(name)
-        if field is None:
+        known = FIELDS.get(name)
+        if known is None:
             if is_strict:
                 raise RowError("unsupported", f"{name}: is not supported")
             continue
-        if field.is_count and isinstance(value, float) and value.is_integer():
+        if known.is_count and isinstance(value, float) and value.is_integer():
             given[name] = int(value)
         if (
             name in IGNORED_IF_NONE
@@ -476,7 +484,7 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
             and isinstance(value, list)
         ):
             continue
-        only = field.values(is_chat)
+        only = known.values(is_chat)
         if only is not None and not any(_same(value, allowed) for allowed in only):
             instead = " or ".join(map(repr, only)) or "leave it out"
             raise RowError(
@@ -485,7 +493,8 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
     return given
 
 
-def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> AnswerOptions:
+def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> tuple[int, bool, bool]:
+    """Return the answers per prompt, whether they are streamed, and whether with token counts."""
     n = _count(fields, "n")
     if _count(fields, "best_of") not in (1, n):
         raise RowError("unsupported", f"best_of: only 1 and n ({n}) are supported")
@@ -495,9 +504,7 @@ def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> AnswerOptions:
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
         raise _invalid(f"stream_options: {_quoted(options)} is not an object")
-    return AnswerOptions(
-        n, stream, _flag("stream_options.include_usage", options.get("include_usage"))
-    )
+    return n, stream, _flag("stream_options.include_usage", options.get("include_usage"))
 
 
 def _prompts_of(fields: Mapping[str, Any], given: Any, is_chat: bool) -> list[Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from flexgen_h2o.engine.channels import ChatText, marks_of
 from flexgen_h2o.engine.detokenizer import Detokenizer, Tokenizer, common_start, detokenizer_of
-from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.requests import Request, RowError
 from flexgen_h2o.models.load import Model
@@ -23,17 +22,17 @@ from flexgen_h2o.models.load import Model
 MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks; as in vLLM
 
 
-def success_row(request: Request, done: Completion, model: Model) -> dict[str, Any]:
+def success_row(request: Request, model: Model) -> dict[str, Any]:
     """Return OpenAI's batch line with the answer.
 
     A HELM request's line also has `request` and `result`, as h2o_hf writes them.
     """
     digest = _id_digest(request.custom_id)
     is_chat = request.kind == "chat"
-    choice = _chat_choice(request, done, model) if is_chat else _text_choice(request, done, model)
-    choice |= {"finish_reason": done.finish_reason, "token_ids": done.token_ids}
-    prompt_tokens = len(request.prompt.token_ids)
-    new_tokens = len(done.token_ids)
+    choice = _chat_choice(request, model) if is_chat else _text_choice(request, model)
+    choice |= {"finish_reason": request.finish_reason, "token_ids": request.token_ids}
+    prompt_tokens = len(request.prompt_ids)
+    new_tokens = len(request.token_ids)
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -89,69 +88,67 @@ def helm_result(choice: dict[str, Any]) -> dict[str, Any]:
     return {"choices": [answer], "request_time": {"batch_time": 0, "batch_size": 1}}
 
 
-def _chat_choice(request: Request, done: Completion, model: Model) -> dict[str, Any]:
+def _chat_choice(request: Request, model: Model) -> dict[str, Any]:
     """Return the choice of a chat completion.
 
     Its content is null without a tokenizer. Only models that write channels have reasoning_content.
     """
-    message: dict[str, Any] = {"role": "assistant", "content": done.text}
+    message: dict[str, Any] = {"role": "assistant", "content": request.text}
     if marks_of(model.tokenizer) is not None:
-        text = ChatText(model.tokenizer, request.params, request.prompt.token_ids)
-        content, reasoning = text.more(done.token_ids, True)
+        text = ChatText(model.tokenizer, request.params, request.prompt_ids)
+        content, reasoning = text.more(request.token_ids, True)
         message |= {"content": content, "reasoning_content": reasoning}
     logprobs = (
         None
-        if done.logprobs is None
-        else chat_logprobs(done.token_ids, done.logprobs, model.tokenizer)
+        if request.logprobs is None
+        else chat_logprobs(request.token_ids, request.logprobs, model.tokenizer)
     )
     return {"index": 0, "message": message, "logprobs": logprobs}
 
 
-def _text_choice(request: Request, done: Completion, model: Model) -> dict[str, Any]:
+def _text_choice(request: Request, model: Model) -> dict[str, Any]:
     """Return the choice of a text completion.
 
     Its text is null without a tokenizer. It begins with the prompt if the request asks for its
     echo.
     """
-    ids = [*request.prompt.token_ids, *done.token_ids] if request.echo else done.token_ids
+    ids = [*request.prompt_ids, *request.token_ids] if request.echo else request.token_ids
     text: str | None = None
     starts: list[int] | None = None
-    if model.tokenizer is not None and done.text is not None:
+    if model.tokenizer is not None and request.text is not None:
         detokenizer = detokenizer_of(model.tokenizer)
-        prompt = _echoed_prompt(request, done, detokenizer) if request.echo else ""
-        text = prompt + done.text
-        if done.logprobs is not None:
-            starts = _starts(request, done, detokenizer, len(prompt), len(text))
+        prompt = _echoed_prompt(request, detokenizer) if request.echo else ""
+        text = prompt + request.text
+        if request.logprobs is not None:
+            starts = _starts(request, detokenizer, len(prompt), len(text))
     logprobs = None
-    if done.logprobs is not None:
-        found = [*(done.prompt_logprobs or ()), *done.logprobs]
+    if request.logprobs is not None:
+        found = [*(request.prompt_logprobs or ()), *request.logprobs]
         logprobs = text_logprobs(ids, found, starts, model.tokenizer)
     return {"index": 0, "text": text, "logprobs": logprobs}
 
 
-def _starts(
-    request: Request, done: Completion, detokenizer: Detokenizer, prompt: int, whole: int
-) -> list[int]:
+def _starts(request: Request, detokenizer: Detokenizer, prompt: int, whole: int) -> list[int]:
     """Return where the tokens begin in a text of `whole` characters.
 
     prompt: characters of the echoed prompt at the beginning of the text.
     """
-    ids = request.prompt.token_ids
-    starts = [min(prompt + start, whole) for start in detokenizer.starts(ids, done.token_ids)]
+    ids = request.prompt_ids
+    starts = [min(prompt + start, whole) for start in detokenizer.starts(ids, request.token_ids)]
     if not request.echo:
         return starts
     return [*(min(start, prompt) for start in detokenizer.starts((), ids)), *starts]
 
 
-def _echoed_prompt(request: Request, done: Completion, detokenizer: Detokenizer) -> str:
+def _echoed_prompt(request: Request, detokenizer: Detokenizer) -> str:
     """Return the prompt as it was given, or decoded from its tokens.
 
     A character that the prompt only begins belongs to the answer.
     """
-    if request.prompt.text is not None:
-        return request.prompt.text
-    ids = request.prompt.token_ids
-    return common_start(detokenizer.text(ids), detokenizer.text([*ids, *done.token_ids]))
+    if request.prompt is not None:
+        return request.prompt
+    ids = request.prompt_ids
+    return common_start(detokenizer.text(ids), detokenizer.text([*ids, *request.token_ids]))
 
 
 def text_logprobs(

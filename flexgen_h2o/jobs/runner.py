@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +20,8 @@ from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Row, Silent
-from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
-from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Silent
+from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
 from flexgen_h2o.jobs.input import STEP_LINES, Digests, Line, Steps, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, row_errors
@@ -44,7 +43,6 @@ MAX_BAD_LINES = 1000
 MAX_BAD_S = 0.05
 WRITE_EVERY_S = 1.0
 
-PromptsAndParams = tuple[list[Prompt], list[SamplingParams]]
 Need = tuple[int, ...]  # what the memory of a row grows with (`_need`)
 
 
@@ -132,7 +130,7 @@ class Sink(Listener, Protocol):
         tokens: 0 for a row that cannot be run.
         """
 
-    def write(self, answers: Sequence[FinishedRow]) -> None: ...
+    def write(self, answers: abc.Sequence[FinishedRow]) -> None: ...
 
 
 class JobWriter(Silent):
@@ -185,7 +183,7 @@ class JobWriter(Silent):
             )
         self._write_status()
 
-    def write(self, answers: Sequence[FinishedRow]) -> None:
+    def write(self, answers: abc.Sequence[FinishedRow]) -> None:
         """Append rows and update the counts.
 
         Raise UsageError if there are more than max_errors error rows, and FlexgenError as
@@ -199,7 +197,7 @@ class JobWriter(Silent):
         self._write_status_if_due()
         self.check_errors()
 
-    def _append(self, answers: Sequence[FinishedRow]) -> None:
+    def _append(self, answers: abc.Sequence[FinishedRow]) -> None:
         self._output.append([one.line for one in answers])
 
     def check_errors(self) -> None:
@@ -220,7 +218,7 @@ class JobWriter(Silent):
         self._asking = self._asking + 1
         self._new = self._new + tokens
 
-    def finish(self, rows: Sequence[Row]) -> None:
+    def finish(self, rows: abc.Sequence[Sequence]) -> None:
         """Subtract tokens that are not new.
 
         These are tokens of a prompt that decode steps took, and tokens that nobody asked for.
@@ -326,22 +324,22 @@ class JobRows:
             yield request
             began = time.monotonic()
 
-    def finish(self, done: Iterable[tuple[Request, Completion]]) -> None:
+    def finish(self, done: Iterable[Request]) -> None:
         """Write rows as they finish."""
-        self.sink.write([self._answer(*one) for one in done])
+        self.sink.write([self._answer(request) for request in done])
 
     def fail(self, request: Request, error: RowError) -> None:
-        self.sink.write([self._failed(request.row, request.custom_id, request.prompt.index, error)])
+        self.sink.write([self._failed(request.row, request.custom_id, request.index, error)])
 
-    def _answer(self, request: Request, done: Completion) -> FinishedRow:
+    def _answer(self, request: Request) -> FinishedRow:
         try:
             with row_errors():
-                if done.error is not None:
-                    raise RowError(done.error_code, done.error)
-                line = to_line(success_row(request, done, self._model))
+                if request.error is not None:
+                    raise RowError(request.error_code, request.error)
+                line = to_line(success_row(request, self._model))
         except RowError as error:
-            return self._failed(request.row, request.custom_id, request.prompt.index, error)
-        return FinishedRow(request.row, line, len(done.token_ids))
+            return self._failed(request.row, request.custom_id, request.index, error)
+        return FinishedRow(request.row, line, len(request.token_ids))
 
     def _failed(self, row: int, custom_id: str, number: int, error: RowError) -> FinishedRow:
         """Return an error row.
@@ -379,7 +377,7 @@ class JobRun:
         window: int | None = None,
         refill: bool = False,
         has_run: bool = False,
-        on_open: Callable[[Sequence[Request]], None] | None = None,
+        on_open: Callable[[abc.Sequence[Request]], None] | None = None,
     ) -> None:
         self._llm = llm
         self._sink = sink
@@ -389,7 +387,6 @@ class JobRun:
         self._requests = filter(None, self._rows.requests)
         self._ahead: list[Request] = []  # requests that were read and have not run
         self._window_rows = window_rows(1, window)
-        self._running: dict[int, Request] = {}  # by line number
         self._has_run = has_run
         self._on_open = on_open
 
@@ -416,7 +413,9 @@ class JobRun:
         return taken
 
     def _run_window(
-        self, requests: Sequence[Request], more: Callable[[], PromptsAndParams | None] | None = None
+        self,
+        requests: abc.Sequence[Request],
+        more: Callable[[], list[Request] | None] | None = None,
     ) -> None:
         """Run these requests, and those that `more` returns.
 
@@ -448,13 +447,10 @@ class JobRun:
             self._on_open(requests)
             self._on_open = None
         self._window_rows = window_rows(block_size, self._asked_window)
-        self._running = {request.prompt.index: request for request in requests}
         self._has_run = True
-        prompts, params = prompts_and_params(requests)
         report = self._llm.run(
-            prompts,
-            params,
-            self._finish,
+            requests,
+            self._rows.finish,
             Callbacks(listener=self._sink, isolates_errors=True),
             refill=self._refill,
             more=more,
@@ -462,34 +458,35 @@ class JobRun:
         self._sink.notes.prompt_tokens += report.prefill.tokens
         self._sink.notes.spared_tokens += report.spared_tokens
 
-    def _prepare(self, requests: Sequence[Request], fills: bool) -> tuple[Sequence[Request], int]:
+    def _prepare(
+        self, requests: abc.Sequence[Request], fills: bool
+    ) -> tuple[abc.Sequence[Request], int]:
         """Open the engine. Return the rows that it is open for, and the rows of a block.
 
         fills: rows of later windows will enter the block. It then begins with a row in each place,
         if these fit, because the block gets no further places later.
         """
         if fills and not self._has_run and self._fill(1):
-            size = self._llm.check_fit(*prompts_and_params(requests)).block_size
+            size = self._llm.check_fit(requests).block_size
             further = self._take(max(0, size - len(requests)))
             with suppress(DoesNotFitError):
                 filled = [*requests, *further]
-                return filled, self._llm.prepare(*prompts_and_params(filled)).block_size
+                return filled, self._llm.prepare(filled).block_size
             self._ahead[:0] = further
-        return requests, self._llm.prepare(*prompts_and_params(requests)).block_size
+        return requests, self._llm.prepare(requests).block_size
 
-    def _next_window(self) -> PromptsAndParams | None:
+    def _next_window(self) -> list[Request] | None:
         """Return the rows that enter the running block next.
 
         Return None at the end, and if the open engine has no room for them.
         """
         requests = self._fill(self._window_rows)
-        if not requests or not self._llm.has_room(*prompts_and_params(requests)):
+        if not requests or not self._llm.has_room(requests):
             return None
-        self._running |= {request.prompt.index: request for request in self._take(len(requests))}
-        return prompts_and_params(requests)
+        return self._take(len(requests))
 
     def _fitting_alone(
-        self, requests: Sequence[Request]
+        self, requests: abc.Sequence[Request]
     ) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Return the rows that fit the budgets in a block of their own, and the others with the
         reason.
@@ -500,7 +497,7 @@ class JobRun:
         """
         eviction = self._llm.eviction
         spec = self._llm.model.spec
-        ordered = sorted(requests, key=lambda r: len(r.prompt.token_ids) + r.params.max_tokens)
+        ordered = sorted(requests, key=lambda r: len(r.prompt_ids) + r.params.max_tokens)
         needs = [_need(request, eviction, spec) for request in ordered]
         left = dict(zip(needs, ordered, strict=True))
         why = dict[Need, str]()
@@ -510,7 +507,7 @@ class JobRun:
             if error is None:
                 left = {other: one for other, one in left.items() if not _covers(need, other)}
                 continue
-            said = f"needs no less than line {request.prompt.index}: {error}"
+            said = f"needs no less than line {request.index}: {error}"
             why |= {other: said for other in left if _covers(other, need)} | {need: str(error)}
             left = {other: one for other, one in left.items() if other not in why}
         pairs = list(zip(ordered, needs, strict=True))
@@ -521,14 +518,10 @@ class JobRun:
     def _why_not(self, request: Request) -> DoesNotFitError | None:
         """Return why the row does not fit the budgets in a block of its own. None if it fits."""
         try:
-            self._llm.check_fit(*prompts_and_params([request]))
+            self._llm.check_fit([request])
         except DoesNotFitError as error:
             return error
         return None
-
-    def _finish(self, done: Sequence[Completion]) -> None:
-        """Hand out finished rows. The engine calls this."""
-        self._rows.finish((self._running.pop(one.index), one) for one in done)
 
 
 def window_rows(block_size: int, asked: int | None) -> int:
@@ -540,10 +533,6 @@ def window_rows(block_size: int, asked: int | None) -> int:
     return -(-rows // block_size) * block_size
 
 
-def prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
-    return [request.prompt for request in requests], [request.params for request in requests]
-
-
 def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:
     """Return the numbers that a row's memory grows with: prompt tokens, and slots per transformer
     block.
@@ -552,7 +541,7 @@ def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:
     prompts are a kind of their own. Because of the first two numbers, no row covers a row of the
     other kind.
     """
-    prompt = len(request.prompt.token_ids)
+    prompt = len(request.prompt_ids)
     echo = request.params.prompt_logprobs is not None
     new = most_new_tokens(eviction, spec, prompt, max(1, request.params.max_tokens))
     slots = (eviction.slots(prompt, new, block) for block in range(spec.num_blocks))

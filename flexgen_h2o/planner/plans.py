@@ -13,10 +13,11 @@ from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
-from flexgen_h2o.engine.generation import Row, group_rows, make_blocks
+from flexgen_h2o.engine.generation import group_rows, make_blocks
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan
 from flexgen_h2o.engine.report import MEASURED_BUSY
+from flexgen_h2o.engine.sequence import Sequence as Row
 from flexgen_h2o.engine.workload import (
     AutoPolicy,
     MicroBatchShape,
@@ -146,7 +147,7 @@ class Planner:
 
         Otherwise the result is empty.
         """
-        return rows[0].prompt.token_ids[: self._need(rows, policy).common]
+        return rows[0].fed_ids[: self._need(rows, policy).common]
 
     def blocks(self, rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
         """Return blocks of micro-batches of sequences.
@@ -194,12 +195,10 @@ class Planner:
         count = len(common)
         if not has_own_scores(rows, count) or (any(r.scored for r in rows) and not shape.scores):
             return False
-        if any(
-            len(r.prompt.token_ids) <= count or r.prompt.token_ids[:count] != common for r in rows
-        ):
+        if any(len(r.fed_ids) <= count or r.fed_ids[:count] != common for r in rows):
             return False
         need = self._need_of(rows, None).in_one_copy(count)
-        longest = max(len(row.prompt.token_ids) for row in rows)
+        longest = max(len(row.fed_ids) for row in rows)
         fits = longest - count <= shape.most_attending and shape.has_slots(need.slots)
         fits = (
             fits and shape.record == need.record and not (plan.head_rows and need.needs_all_logits)
@@ -268,7 +267,7 @@ class Planner:
             busy={**prediction.busy, "decode": decode},
         )
         space = SearchSpace(self.part.spec, need, policy, self._machine, budgets)
-        sizes = {(len(row.prompt.token_ids), row.max_new) for row in rows}
+        sizes = {(len(row.fed_ids), row.max_new) for row in rows}
         return SearchResult(
             space,
             self.part.eviction.to_json(),
@@ -378,7 +377,7 @@ def has_own_scores(rows: Sequence[Row], common: int) -> bool:
 
     Other sequences feed these tokens, so this sequence has no logits of them.
     """
-    return all(len(r.prompt.token_ids) - r.scored > common for r in rows if r.scored)
+    return all(len(r.fed_ids) - r.scored > common for r in rows if r.scored)
 
 
 def _say(line: str) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -22,9 +20,10 @@ from flexgen_h2o.core.units import shortened
 from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.detokenizer import Places, detokenizer_of
-from flexgen_h2o.engine.prompts import CODE_INTERNAL, STRICT_JSON, Completion
+from flexgen_h2o.engine.prompts import STRICT_JSON
 from flexgen_h2o.engine.sampling import TokenLogprobs
-from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.engine.sequence import CODE_INTERNAL
+from flexgen_h2o.jobs.requests import ClientRequest, Request, RequestReader, RowError
 from flexgen_h2o.jobs.responses import chat_logprobs, success_row, text_logprobs
 from flexgen_h2o.models.load import Model
 
@@ -85,22 +84,6 @@ def internal_error(where: str, error: BaseException) -> RequestRefused:
     return RequestRefused(500, "internal error", CODE_INTERNAL)
 
 
-@dataclass(frozen=True)
-class ClientRequest:
-    """A client's request, made by `read_asked`."""
-
-    id: str  # 24 hex digits, made for this request
-    requests: tuple[Request, ...]  # `n` requests per prompt; those of one prompt follow one another
-    n: int = 1  # answers per prompt
-    stream: bool = False  # whether the answer is sent in pieces
-    usage: bool = False  # whether the last piece of a stream has the usage
-    created: int = 0  # time.time() when it was read
-
-    @property
-    def is_chat(self) -> bool:
-        return self.requests[0].kind == "chat"
-
-
 def json_of(data: bytes) -> dict[str, Any]:
     """Return the JSON object of a body. Raise Refused if it is none."""
     try:
@@ -126,26 +109,24 @@ def read_asked(
     rows: most sequences.
     length: most tokens of a sequence, prompt and answer.
     """
-    name = secrets.token_hex(12)
     positions = reader.model.spec.max_positions
     try:
-        answers, found = reader.served(url, body, name, rows)
-        for i, request in enumerate(found[:: answers.n]):
-            where = f" (prompt {i} of {len(found) // answers.n})" if len(found) > answers.n else ""
+        asked = reader.served(url, body, secrets.token_hex(12), rows)
+        firsts = asked.requests[:: asked.n]
+        for i, request in enumerate(firsts):
+            where = f" (prompt {i} of {len(firsts)})" if len(firsts) > 1 else ""
             _check_length(request, length, positions, where)
     except RowError as error:
         if error.code == CODE_INTERNAL:
             say_line(f"a request: {error}")
         raise RequestRefused(500 if error.is_internal else 400, str(error), error.code) from error
-    if sum(_numbers(one, positions) for one in found) > MAX_NUMBERS:
+    if sum(_numbers(one, positions) for one in asked.requests) > MAX_NUMBERS:
         raise RequestRefused(
             400,
             f"logprobs: more than {MAX_NUMBERS} numbers in one answer; ask for fewer",
             "too_large",
         )
-    return ClientRequest(
-        name, tuple(found), answers.n, answers.stream, answers.usage, int(time.time())
-    )
+    return asked
 
 
 def _check_length(request: Request, most: int, positions: int, where: str) -> None:
@@ -155,7 +136,7 @@ def _check_length(request: Request, most: int, positions: int, where: str) -> No
     left.
     where: which of several prompts it is, for the error.
     """
-    length = len(request.prompt.token_ids)
+    length = len(request.prompt_ids)
     new = request.params.max_tokens
     # The newest token needs no position.
     asked = length + (max(0, new - 1) if most < positions else 0)
@@ -173,30 +154,30 @@ def _numbers(request: Request, positions: int) -> int:
     An answer ends at the model's positions.
     """
     params = request.params
-    echoed = len(request.prompt.token_ids) if request.echo else 0
+    echoed = len(request.prompt_ids) if request.echo else 0
     return (min(params.max_tokens, positions) + echoed) * (
         1 if params.logprobs is None else 2 + params.logprobs
     )
 
 
-def body_of(asked: ClientRequest, done: Sequence[Completion], model: Model) -> dict[str, Any]:
+def body_of(asked: ClientRequest, model: Model) -> dict[str, Any]:
     """Return the answer to a request whose sequences are done."""
     choices = [
-        {**_answer(request, one, model)["choices"][0], "index": i}
-        for i, (request, one) in enumerate(zip(asked.requests, done, strict=True))
+        {**_answer(request, model)["choices"][0], "index": i}
+        for i, request in enumerate(asked.requests)
     ]
-    return {**_head(asked, model, ""), "choices": choices, "usage": usage_of(asked, done)}
+    return {**_head(asked, model, ""), "choices": choices, "usage": usage_of(asked)}
 
 
-def _answer(request: Request, done: Completion, model: Model) -> dict[str, Any]:
-    body: dict[str, Any] = success_row(request, done, model)["response"]["body"]
+def _answer(request: Request, model: Model) -> dict[str, Any]:
+    body: dict[str, Any] = success_row(request, model)["response"]["body"]
     return body
 
 
-def usage_of(asked: ClientRequest, done: Sequence[Completion]) -> dict[str, int]:
+def usage_of(asked: ClientRequest) -> dict[str, int]:
     """Return the token counts. A prompt counts once, however many choices it has."""
-    prompt = sum(len(request.prompt.token_ids) for request in asked.requests[:: asked.n])
-    new = sum(len(one.token_ids) for one in done)
+    prompt = sum(len(request.prompt_ids) for request in asked.requests[:: asked.n])
+    new = sum(len(request.token_ids) for request in asked.requests)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
@@ -232,13 +213,13 @@ class StreamEvents:
         if found is not None:
             yield self._event(i, found)
 
-    def end(self, i: int, done: Completion) -> bytes:
-        """Return the last piece of choice `i`, with the reason why it ends."""
-        return self._event(i, self._choices[i].rest(done))
+    def end(self, i: int) -> bytes:
+        """Return the last piece of choice `i`, which is done, with the reason why it ends."""
+        return self._event(i, self._choices[i].rest())
 
-    def last(self, done: Sequence[Completion]) -> Iterator[bytes]:
+    def last(self) -> Iterator[bytes]:
         if self._asked.usage:
-            usage = {"choices": [], "usage": usage_of(self._asked, done)}
+            usage = {"choices": [], "usage": usage_of(self._asked)}
             yield _event({**_head(self._asked, self._model, ".chunk"), **usage})
         yield b"data: [DONE]\n\n"
 
@@ -254,7 +235,7 @@ class _Choice:
     def __init__(self, request: Request, model: Model) -> None:
         self._request = request
         self._model = model
-        prompt = request.prompt.token_ids
+        prompt = request.prompt_ids
         self._is_chat = request.kind == "chat"
         self._chat_text = ChatText(model.tokenizer, request.params, prompt)
         self._text = AnswerText(
@@ -277,9 +258,10 @@ class _Choice:
         self._add([token], [] if logprobs is None else [logprobs])
         return self._piece(None)
 
-    def rest(self, done: Completion) -> dict[str, Any]:
-        if self._request.echo:
-            choice: dict[str, Any] = _answer(self._request, done, self._model)["choices"][0]
+    def rest(self) -> dict[str, Any]:
+        done = self._request
+        if done.echo:
+            choice: dict[str, Any] = _answer(done, self._model)["choices"][0]
             return choice
         shown = len(self._ids)
         self._add(done.token_ids[shown:], (done.logprobs or [])[shown:])

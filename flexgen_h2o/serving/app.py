@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,10 +19,9 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion
-from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.engine.sequence import CODE_INTERNAL
+from flexgen_h2o.jobs.requests import ClientRequest, RequestReader
 from flexgen_h2o.serving.answers import (
-    ClientRequest,
     RequestRefused,
     StreamEvents,
     body_of,
@@ -151,31 +149,27 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        # The index is the place in the request; in a job it is the line number.
-        rows = deque(
-            replace(r, prompt=replace(r.prompt, index=i)) for i, r in enumerate(asked.requests)
-        )
-        ticket = Ticket(rows, tell, asked.stream)
+        ticket = Ticket(deque(asked.requests), tell, asked.stream)
         self.service.submit(ticket)
         if asked.stream:
             return StreamingResponse(
                 self._stream(asked, ticket, events), media_type="text/event-stream"
             )
         try:
-            done = await _unless_gone(request, _gather(asked, events))
+            await _unless_gone(request, _gather(asked, events))
         finally:
             self.service.give_up(ticket)
-        return AsciiJSONResponse(await run_in_threadpool(body_of, asked, done, self.reader.model))
+        return AsciiJSONResponse(await run_in_threadpool(body_of, asked, self.reader.model))
 
     async def _stream(
         self, asked: ClientRequest, ticket: Ticket, events: asyncio.Queue[tuple[Any, ...]]
     ) -> AsyncIterator[bytes]:
         pieces = StreamEvents(asked, self.reader.model)
-        done = dict[int, Completion]()
+        left = len(asked.requests)
         try:
             for piece in pieces.first():
                 yield piece
-            while len(done) < len(asked.requests):
+            while left:
                 kind, *event = await events.get()
                 if kind == "error":
                     yield error_event(event[0])
@@ -184,10 +178,9 @@ class Server:
                     for piece in pieces.token(*event):
                         yield piece
                 else:
-                    place = event[0].prompt.index
-                    done[place] = event[1]
-                    yield pieces.end(place, event[1])
-            for piece in pieces.last([done[i] for i in range(len(done))]):
+                    left -= 1
+                    yield pieces.end(event[0].index)
+            for piece in pieces.last():
                 yield piece
         except BaseException as error:
             if not is_fault(error):
@@ -289,15 +282,14 @@ async def json_body(request: Request) -> bytes:
     return await request.body()
 
 
-async def _gather(asked: ClientRequest, events: asyncio.Queue[tuple[Any, ...]]) -> list[Completion]:
-    """Return the completions of all sequences. Raise Refused if one cannot be run."""
-    done = dict[int, Completion]()
-    while len(done) < len(asked.requests):
+async def _gather(asked: ClientRequest, events: asyncio.Queue[tuple[Any, ...]]) -> None:
+    """Wait until all sequences are done. Raise Refused if one cannot be run."""
+    left = len(asked.requests)
+    while left:
         kind, *event = await events.get()
         if kind == "error":
             raise event[0]
-        done[event[0].prompt.index] = event[1]
-    return [done[i] for i in range(len(done))]
+        left -= 1
 
 
 async def _unless_gone(request: Request, coroutine: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.input import InputPart, Line, Steps, read_in_turns
 from flexgen_h2o.jobs.job import settle_steps
@@ -145,7 +144,6 @@ class OpenBatch:
         self._batches = batches
         self.is_gone = False  # it was cancelled, or it failed
         self.is_read = False  # all its lines were read
-        self.asks_again = False
         self.has_ended = False
         self._error: BaseException | None = None
         self._output: BatchOutput | None = None
@@ -229,7 +227,6 @@ class OpenBatch:
         self._turn_rows = rows
 
     def next(self) -> Request | None:
-        self.asks_again = False
         if (
             self._turn_rows <= 0
             and time.monotonic() > self._turn_ends
@@ -239,9 +236,10 @@ class OpenBatch:
             return None
         with self._failing():
             for request in self._rows.requests:
-                self.asks_again = request is None
                 self._turn_rows -= 1
                 self._running += request is not None
+                if request is None:  # many bad lines were read: others have their turn first
+                    self._batches.service.add_batch(self)
                 return request
             self.is_read = True
         self._batches.left(self)
@@ -252,11 +250,11 @@ class OpenBatch:
         with self._failing():
             self.writer.sweep(0)
 
-    def finish(self, request: Request, done: Completion) -> None:
+    def finish(self, request: Request) -> None:
         self._running -= 1
         with self._failing():
-            self.writer.status.tokens += len(done.token_ids)
-            self._rows.finish([(request, done)])
+            self.writer.status.tokens += len(request.token_ids)
+            self._rows.finish([request])
 
     def fail(self, request: Request, error: RowError) -> None:
         self._running -= 1

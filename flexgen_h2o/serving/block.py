@@ -10,17 +10,17 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, internal_reason
 from flexgen_h2o.core.timeline import Span
-from flexgen_h2o.engine.generation import Callbacks, Row
-from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
+from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
+from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
 from flexgen_h2o.jobs.requests import Request, RowError
 from flexgen_h2o.jobs.runner import MAX_BAD_LINES
 from flexgen_h2o.llm import LLM
@@ -46,14 +46,13 @@ class Owner(Protocol):
     """The owner of some sequences: a client's request or a batch.
 
     The engine's thread calls all methods. `is_over` is true once `next` will return no more
-    requests. A batch that is not over but has none for now rests, and is added again later.
+    requests. A batch that is not over but has none for now is added again later.
     """
 
     @property
     def is_over(self) -> bool: ...
 
     is_gone: bool  # nobody waits for the sequences any more
-    asks_again: bool  # `next` returned None for now, because the batch has read many bad lines
 
     def next(self) -> Request | None:
         """Return the next request to be run, or None if there is none."""
@@ -61,10 +60,10 @@ class Owner(Protocol):
     def token(self, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
         """Report that a sequence has another token.
 
-        place: the `prompt.index` of its request.
+        place: the `index` of its request.
         """
 
-    def finish(self, request: Request, done: Completion) -> None:
+    def finish(self, request: Request) -> None:
         """Report that a sequence is done."""
 
     def fail(self, request: Request, error: RowError) -> None:
@@ -85,7 +84,6 @@ class Ticket:
     tell: Callable[[tuple[object, ...]], None]  # called with each event, from the engine's thread
     streams: bool = False  # whether the client gets each token as it is made
     is_gone: bool = False  # whether the client has gone
-    asks_again: bool = False  # always false: a request is read before it is queued
     # When the request arrived, by time.monotonic().
     began: float = field(default_factory=time.monotonic)
 
@@ -100,8 +98,8 @@ class Ticket:
         if self.streams:
             self.tell(("token", place, token, logprobs))
 
-    def finish(self, request: Request, done: Completion) -> None:
-        self.tell(("done", request, done))
+    def finish(self, request: Request) -> None:
+        self.tell(("done", request))
 
     def fail(self, request: Request, error: RowError) -> None:
         if error.code == CODE_INTERNAL:
@@ -157,17 +155,9 @@ class Counts:
         return (self.computed - recent[0][1]) / max(1e-3, now - recent[0][0])
 
 
-@dataclass
-class _Running:
-    """A sequence that runs, or that is to run again because a run with it has failed."""
-
-    owner: Owner  # the client's request or the batch
-    request: Request  # its `prompt.index` is the owner's; the engine gets a number of its own
-
-    @property
-    def can_run_again(self) -> bool:
-        """Whether it can run again: no client has seen its tokens, which cannot be taken back."""
-        return not (isinstance(self.owner, Ticket) and self.owner.streams)
+def can_run_again(request: Request) -> bool:
+    """Return whether no client has seen its tokens, which cannot be taken back."""
+    return not (isinstance(request.owner, Ticket) and request.owner.streams)
 
 
 class Service:
@@ -190,14 +180,16 @@ class Service:
         self.is_open = True
         self._tickets: deque[Ticket] = deque()  # tickets with sequences that wait
         self._batches: deque[Owner] = deque()
-        self._running: dict[int, _Running] = {}
+        # Sequences that run, or that are to run again because a run with them has failed; each with
+        # its number in the order of entering.
+        self._running: dict[Request, int] = {}
         self._of_owner: dict[int, int] = {}  # by id(owner): sequences that run, or are to run again
         # Sequences of a run that failed. Groups of them run by themselves, until the one that fails
         # is found and the others continue.
         self._is_trying = False
-        self._suspects: deque[list[_Running]] = deque()  # groups that are to run
+        self._suspects: deque[list[Request]] = deque()  # groups that are to run
         # Sequences of the running group that have not entered yet.
-        self._group: deque[_Running] = deque()
+        self._group: deque[Request] = deque()
         self._failed_runs = 0  # failed runs since a sequence was done
         self._serial = self._batch_rows = 0
         self._lock = threading.Lock()
@@ -211,8 +203,8 @@ class Service:
         # Ends of the newest micro-batches, in the time of spans.
         self._ends = deque[float](maxlen=MAX_ENDS)
 
-    def _make_template(self, rows: int) -> tuple[list[Prompt], list[SamplingParams]]:
-        """Return the prompts and sampling that the engine is opened for.
+    def _make_template(self, rows: int) -> list[Sequence]:
+        """Return the sequences that the engine is opened for.
 
         Special prompts come first, then usual ones. The first has the greatest length. Each has a
         beginning of its own, so that room for whole sequences is planned. If KV entries are
@@ -230,19 +222,18 @@ class Service:
         )
         sizes = [(n, self.length + 1) for n in special]
         sizes += [(usual, self.length + 1)] * (rows - len(sizes))
-        prompts = [Prompt(i, (i % vocab,) * length, None) for i, (length, _) in enumerate(sizes)]
-        params = [
-            SamplingParams(max_tokens=total - length, prompt_logprobs=None if i else 0)
-            for i, (length, total) in enumerate(sizes)
-        ]
-        return prompts, params
+        template = []
+        for i, (length, total) in enumerate(sizes):
+            params = SamplingParams(max_tokens=total - length, prompt_logprobs=None if i else 0)
+            template.append(Sequence(i, (i % vocab,) * length, params=params))
+        return template
 
     def open(self) -> None:
         """Open the engine if it is not open. Raise DoesNotFitError if the budgets are too small."""
         if not self.llm.peak_bytes:
-            policy = self.llm.prepare(*self._template)
+            policy = self.llm.prepare(self._template)
             self.capacity = min(self.capacity, policy.block_size)
-            predicted = self.llm.predict_run(*self._template)
+            predicted = self.llm.predict_run(self._template)
             self.predicted = None if predicted is None else predicted.tokens_per_s
 
     # Methods for other threads
@@ -330,8 +321,7 @@ class Service:
             self._ends.append(time.perf_counter())
             try:
                 self.llm.run(
-                    [first[0]],
-                    [first[1]],
+                    [first],
                     self._finish,
                     Callbacks(listener=self, should_continue=self._goes_on, isolates_errors=True),
                     refill=True,
@@ -353,7 +343,7 @@ class Service:
         with self._lock:
             self.is_open = False
             tickets = {id(one): one for one in self._tickets}
-            groups = [list(self._running.values()), list(self._group), *list(self._suspects)]
+            groups = [list(self._running), list(self._group), *list(self._suspects)]
             owners = [one.owner for group in groups for one in group]
             tickets |= {id(owner): owner for owner in owners if isinstance(owner, Ticket)}
             self._tickets.clear()
@@ -368,12 +358,12 @@ class Service:
                 )
             )
 
-    def _more(self) -> tuple[list[Prompt], list[SamplingParams]] | None:
+    def _more(self) -> list[Request] | None:
         with interrupts.held():
-            row = self._next_row()
-        return None if row is None else ([row[0]], [row[1]])
+            found = self._next_row()
+        return None if found is None else [found]
 
-    def _next_row(self) -> tuple[Prompt, SamplingParams] | None:
+    def _next_row(self) -> Request | None:
         """Return the sequence that enters next, or None.
 
         None also means that many were refused, and `run` must ask again. A block of one place has
@@ -388,28 +378,27 @@ class Service:
             else (self._of_tickets, self._of_batches)
         ):
             for _ in range(MAX_BAD_LINES):
-                if (found := take()) is None:
+                if (request := take()) is None:
                     break
-                one = _Running(*found)
-                error = self._why_not(one)
+                error = self._why_not(request)
                 if error is None:
-                    key = id(one.owner)
+                    key = id(request.owner)
                     self._of_owner[key] = self._of_owner.get(key, 0) + 1
-                    self.counts.prompt_tokens += len(one.request.prompt.token_ids)
-                    return self._enter(one)
+                    self.counts.prompt_tokens += len(request.prompt_ids)
+                    return self._enter(request)
                 self.counts.failed += 1
-                one.owner.fail(one.request, error)
+                request.owner.fail(request, error)
             else:
                 self._wake.set()  # others have their turn first, and signals
         return None
 
-    def _why_not(self, one: _Running) -> RowError | None:
+    def _why_not(self, request: Request) -> RowError | None:
         """Return why the sequence cannot join the block, or None.
 
         The error concerns this sequence only, and others run.
         """
         try:
-            if self.llm.has_room([one.request.prompt], [one.request.params]):
+            if self.llm.has_room([request]):
                 return None
             return RowError("context_length_exceeded", NO_ROOM)
         except FlexgenError as error:
@@ -419,7 +408,7 @@ class Service:
                 raise
             return RowError(CODE_INTERNAL, internal_reason(error))
 
-    def _next_suspect(self) -> tuple[Prompt, SamplingParams] | None:
+    def _next_suspect(self) -> Request | None:
         """Return the next sequence of the group that runs by itself.
 
         It is one of the next group once all sequences of this group have ended.
@@ -437,13 +426,13 @@ class Service:
                 return self._enter(one)
             self._forget(one)
 
-    def _enter(self, one: _Running) -> tuple[Prompt, SamplingParams]:
+    def _enter(self, request: Request) -> Request:
         self._serial += 1
-        self._running[self._serial] = one
-        self._batch_rows += not isinstance(one.owner, Ticket)
-        return Prompt(self._serial, one.request.prompt.token_ids, None), one.request.params
+        self._running[request] = self._serial
+        self._batch_rows += not isinstance(request.owner, Ticket)
+        return request
 
-    def _of_tickets(self) -> tuple[Owner, Request] | None:
+    def _of_tickets(self) -> Request | None:
         """Return a sequence of the next ticket; tickets take turns."""
         with self._lock:
             while self._tickets:
@@ -452,34 +441,34 @@ class Service:
                 if ticket.waiting:
                     self._tickets.append(ticket)
                 if request is not None:
-                    return ticket, request
+                    request.owner = ticket
+                    return request
         return None
 
-    def _of_batches(self) -> tuple[Owner, Request] | None:
+    def _of_batches(self) -> Request | None:
         """Return a sequence of the next batch; batches take turns.
 
-        A batch without further sequences ends when its last sequence has ended. A batch that asks
-        again has none now.
+        A batch without further sequences ends when its last sequence has ended. A batch that has
+        none now may have added itself again: it is asked at the next call.
         """
-        while True:
+        for _ in range(len(self._batches)):
             with self._lock:
                 batch = self._batches.popleft() if self._batches else None
             if batch is None:
                 return None
             request = None if batch.is_gone else batch.next()
-            if request is not None or (batch.asks_again and not batch.is_gone):
+            if request is not None:
                 with self._lock:
                     self._batches.append(batch)
-                if request is not None:
-                    return batch, request
-                self._wake.set()
-                return None
-            if batch.is_over and id(batch) not in self._of_owner:
+                request.owner = batch
+                return request
+            if batch.is_over and id(batch) not in self._of_owner and batch not in self._batches:
                 batch.end()
+        return None
 
-    def _forget(self, one: _Running) -> None:
+    def _forget(self, request: Request) -> None:
         """Count a sequence as ended, and end its batch if it was the last one."""
-        owner = one.owner
+        owner = request.owner
         key = id(owner)
         if key not in self._of_owner:  # the owner has failed as a whole
             return
@@ -490,35 +479,36 @@ class Service:
         if not isinstance(owner, Ticket) and owner.is_over and owner not in self._batches:
             owner.end()
 
-    def _finish(self, done: list[Completion]) -> None:
+    def _finish(self, done: list[Request]) -> None:
         """Hand out sequences that have ended, in the order in which they entered.
 
         The engine calls this.
         """
         with interrupts.held():
-            for completion in sorted(done, key=lambda one: one.index):
-                one = self._running.pop(completion.index)
-                owner = one.owner
+            for request in sorted(done, key=self._running.__getitem__):
+                del self._running[request]
+                owner = request.owner
                 self._batch_rows -= not isinstance(owner, Ticket)
                 self._failed_runs = 0
                 if owner.is_gone:
                     self.counts.given_up += 1
-                elif completion.error is not None:
+                elif request.error is not None:
                     self.counts.failed += 1
-                    owner.fail(one.request, RowError(completion.error_code, completion.error))
+                    owner.fail(request, RowError(request.error_code, request.error))
                 else:
                     self.counts.rows += 1
                     if isinstance(owner, Ticket):
                         self.counts.add_latency(time.monotonic() - owner.began)
-                    owner.finish(one.request, completion)
-                self._forget(one)
+                    owner.finish(request)
+                self._forget(request)
 
-    def _goes_on(self, row: Row) -> bool:
-        one = self._running[row.prompt.index]
-        if not one.owner.is_gone:
-            logprobs = row.logprobs[-1] if row.logprobs else None
-            one.owner.token(one.request.prompt.index, row.token_ids[-1], logprobs)
-        return not one.owner.is_gone
+    def _goes_on(self, sequence: Sequence) -> bool:
+        assert isinstance(sequence, Request)
+        owner = sequence.owner
+        if not owner.is_gone:
+            logprobs = sequence.logprobs[-1] if sequence.logprobs else None
+            owner.token(sequence.index, sequence.token_ids[-1], logprobs)
+        return not owner.is_gone
 
     def _after(self, error: BaseException) -> None:
         """Handle a run that has failed.
@@ -528,7 +518,7 @@ class Service:
         that fails alone is at fault. Runs that fail one after another are not the fault of one
         sequence.
         """
-        rows = list(self._running.values())
+        rows = list(self._running)
         self._running.clear()
         self._batch_rows = 0
         self._failed_runs += 1
@@ -541,11 +531,11 @@ class Service:
         if self._failed_runs > most_failed:
             self._end_owners(rows, error)
             return
-        self._end_owners([one for one in rows if not one.can_run_again], error)
-        rows = [one for one in rows if one.can_run_again]
+        self._end_owners([one for one in rows if not can_run_again(one)], error)
+        rows = [one for one in rows if can_run_again(one)]
         if len(rows) == 1:
             self.counts.failed += 1
-            rows[0].owner.fail(rows[0].request, RowError(CODE_INTERNAL, internal_reason(error)))
+            rows[0].owner.fail(rows[0], RowError(CODE_INTERNAL, internal_reason(error)))
             self._forget(rows[0])
             return
         middle = len(rows) // 2
@@ -553,14 +543,14 @@ class Service:
         self._suspects.extendleft(reversed(halves))
         self._is_trying = bool(self._suspects)
 
-    def _end_owners(self, rows: Sequence[_Running], error: BaseException) -> None:
+    def _end_owners(self, rows: abc.Sequence[Request], error: BaseException) -> None:
         owners = {id(one.owner): one.owner for one in rows}
         self.counts.failed += len(rows)
         with self._lock:
             for owner in owners.values():
                 for queue in (self._tickets, self._batches):
                     if owner in queue:
-                        queue.remove(owner)  # type: ignore[arg-type]
+                        queue.remove(owner)
         for key, owner in owners.items():
             self._of_owner.pop(key, None)
             owner.is_gone = True
@@ -576,7 +566,7 @@ class Service:
         timeline.keep_spans = time.monotonic() < self._watched
         self.spans.extend(timeline.take())
 
-    def finish(self, rows: Sequence[Row]) -> None:
+    def finish(self, rows: abc.Sequence[Sequence]) -> None:
         """Count finished sequences' tokens, and subtract tokens that are not new.
 
         These are tokens of a prompt that decode steps took, and tokens that nobody asked for.

@@ -27,7 +27,7 @@ class Watched(LLM):
 
     rows = 0
 
-    def run(self, prompts: Any, params: Any, on_finished: Any, *args: Any, **how: Any) -> Any:
+    def run(self, requests: Any, on_finished: Any, *args: Any, **how: Any) -> Any:
         def finish(done: Any) -> None:
             on_finished(done)
             before = self.rows
@@ -38,7 +38,7 @@ class Watched(LLM):
                     self.held[mark] = tracemalloc.get_traced_memory()[0]
 
         self.held: dict[int, int] = {}
-        return super().run(prompts, params, finish, *args, **how)
+        return super().run(requests, finish, *args, **how)
 
 
 @pytest.fixture

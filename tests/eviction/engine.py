@@ -19,6 +19,7 @@ from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.report import RunReport
+from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.kvcache.eviction import (
     H2O,
     Evicting,
@@ -277,7 +278,9 @@ def run_with(
     logits = LogitsByRow()
     seen = SeenByRow()
     watch: Callable[..., None] | None = seen if llm.eviction.needs.record else None
-    report = llm.run(read, params, done.extend, Callbacks(logits, watch), refill=refill)
+    report = llm.run(
+        with_params(read, params), done.extend, Callbacks(logits, watch), refill=refill
+    )
     return Ran(sorted(done, key=lambda c: c.index), logits.rows, seen.rows, report)
 
 

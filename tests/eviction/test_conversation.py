@@ -92,8 +92,7 @@ def converse(
     ) as llm:
         watch = seen if max_tokens_per_sweep == 1 and llm.eviction.needs.record else None
         llm.run(
-            [talk.prompt],
-            talk,
+            [talk.sequence],
             lambda rows: done.extend(row.token_ids for row in rows),
             Callbacks(logits, watch),
         )

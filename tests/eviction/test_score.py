@@ -14,7 +14,7 @@ from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks
-from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Weights, llama
 from tests.eviction.conftest import Known
@@ -126,10 +126,8 @@ def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_g
 
     if fails:
         monkeypatch.setattr(llama, "head", broken)
-    prompts = [
-        Prompt(i, tuple(ids), None) for i, ids in enumerate(random_prompts((30, 30), seed=13))
-    ]
-    done = list[Completion]()
+    prompts = [Sequence(i, tuple(ids)) for i, ids in enumerate(random_prompts((30, 30), seed=13))]
+    done = list[Sequence]()
     seen = list[int]()
     params = SamplingParams(max_tokens=5, prompt_logprobs=0, ignore_eos=True)
     callbacks = Callbacks(
@@ -138,7 +136,7 @@ def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_g
     with LLM(
         str(known("llama").folder), Policy(2, 1), EIGHT, dtype="float32", offload_dir=tmp_path
     ) as llm:
-        llm.run(prompts, params, done.extend, callbacks)
+        llm.run(with_params(prompts, params), done.extend, callbacks)
     assert sorted(str(one.finish_reason) for one in done) == (
         ["error", "length"] if fails else ["length", "length"]
     )
@@ -169,13 +167,13 @@ def test_rows_enter_only_where_their_given_tokens_have_room(
 ) -> None:
     """Longer prompts take more tokens a sweep."""
     asked = SamplingParams(max_tokens=3, prompt_logprobs=0)
-    few = Prompt(1, (5,) * 9, None)
-    many = Prompt(2, (5,) * 40, None)
+    few = Sequence(1, (5,) * 9, params=asked)
+    many = Sequence(2, (5,) * 40, params=asked)
     with LLM(
         str(known("llama").folder), Policy(3, 1), EIGHT, dtype="float32", offload_dir=tmp_path
     ) as llm:
-        llm.prepare([few], asked)
-        assert llm.has_room([few], [asked]) and not llm.has_room([many], [asked])
+        llm.prepare([few])
+        assert llm.has_room([few]) and not llm.has_room([many])
 
 
 def test_wrong_continuations_are_named_by_their_place(

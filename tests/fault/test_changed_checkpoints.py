@@ -22,7 +22,8 @@ from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import CheckpointChangedError
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.engine.generation import Callbacks
-from flexgen_h2o.engine.prompts import Completion, prompts_from_python
+from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from tests.fault.jobs import Job, Jobs, rows_of, tokens_of, write_input
 from tests.parity.reference import Reference
 
@@ -93,12 +94,10 @@ def opened(folder: Path, tmp_path: Path, policy: Policy) -> LLM:
     return LLM(str(folder), policy, dtype="float32", offload_dir=tmp_path / "offload")
 
 
-def run(
-    llm: LLM, known: Reference, refill: bool, at_step: Callable[[int], None]
-) -> list[Completion]:
+def run(llm: LLM, known: Reference, refill: bool, at_step: Callable[[int], None]) -> list[Sequence]:
     """What is handed out. at_step: called with the number of each step that logits are looked
     at."""
-    done: list[Completion] = []
+    done: list[Sequence] = []
     steps = 0
 
     def watch(rows: list[int], logits: torch.Tensor) -> None:
@@ -109,7 +108,7 @@ def run(
     prompts = prompts_from_python(known.prompts, None, llm.model.spec.vocab_size)
     params = [SamplingParams(max_tokens=n) for n in NEW_TOKENS]
     try:
-        llm.run(prompts, params, done.extend, Callbacks(watch), refill=refill)
+        llm.run(with_params(prompts, params), done.extend, Callbacks(watch), refill=refill)
     except CheckpointChangedError:
         assert len(done) < len(prompts)
         raise

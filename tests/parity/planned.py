@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import PAGE, round_up
-from flexgen_h2o.engine.generation import Row, make_blocks
+from flexgen_h2o.engine.generation import make_blocks
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload, workload_of
@@ -122,14 +122,13 @@ class Run:
 
     @property
     def blocks(self) -> list[list[MicroBatchShape]]:
-        prompts = prompts_from_python(self.prompts, None, SHAPE["vocab_size"])
-        rows = [Row(prompt, self.new_tokens) for prompt in prompts]
+        rows = prompts_from_python(self.prompts, None, SHAPE["vocab_size"])
+        for row in rows:
+            row.max_new = self.new_tokens
         blocks = make_blocks(rows, self.gbs, self.num_batches, self.sharing)
         found = [
             [
-                group_prompts(
-                    [r.prompt.token_ids for r in batch], self.sharing, self.common, opens=k == 0
-                )
+                group_prompts([r.fed_ids for r in batch], self.sharing, self.common, opens=k == 0)
                 for k, batch in enumerate(block)
             ]
             for block in blocks

@@ -3,6 +3,7 @@ every tier."""
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.config import DTYPE_BYTES
-from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.store import CacheStore
 from tests.parity.beginnings import cases, references
@@ -127,21 +128,20 @@ def test_more_rows_enter_only_with_the_same_header(
     asked = [SamplingParams(max_tokens=n) for n in (5, 2, 4, 1, 3, 5, 2, 4, 5)]
     rooms: list[bool] = []
 
-    def prompts_of(rows: list[list[int]], start: int) -> list[Prompt]:
-        return [Prompt(start + i, tuple(ids), None) for i, ids in enumerate(rows)]
+    def prompts_of(rows: list[list[int]], start: int) -> list[Sequence]:
+        return [Sequence(start + i, tuple(ids)) for i, ids in enumerate(rows)]
 
-    def more() -> tuple[list[Prompt], list[SamplingParams]] | None:
+    def more() -> abc.Sequence[Sequence] | None:
         if rooms:
             return None
         for rows in ([[5, *known.prompts[0][1:]]], [known.prompts[0][:HEADER]], further):
-            rooms.append(llm.has_room(prompts_of(rows, 9), asked[: len(rows)]))
-        return prompts_of(further, 9), asked[:4]
+            rooms.append(llm.has_room(with_params(prompts_of(rows, 9), asked[: len(rows)])))
+        return with_params(prompts_of(further, 9), asked[:4])
 
     found: dict[int, list[int]] = {}
     with open_llm(known.folder, Policy(2, 2), tmp_path) as llm:
         llm.run(
-            prompts_of(known.prompts, 0),
-            asked,
+            with_params(prompts_of(known.prompts, 0), asked),
             lambda done: found.update((c.index, c.token_ids) for c in done),
             refill=True,
             more=more,

@@ -17,8 +17,7 @@ import pytest
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.distributed import Pipeline, check_same, join_pipeline
-from flexgen_h2o.engine.generation import Row
-from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.sequence import Sequence
 from tests.forks import Forks
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.ranks import Run
@@ -297,7 +296,7 @@ def test_ranks_with_other_flags_are_told_which(monkeypatch: pytest.MonkeyPatch) 
     said: list[Any] = []
     monkeypatch.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: [mine, *said])
     names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
-    rows = [Row(Prompt(0, (5, 6), None), 4)]
+    rows = [Sequence(0, (5, 6), max_new=4)]
     work = ({"layers": 3}, "float32", Policy(), Full(), GREEDY, "auto")
     check_same(Pipeline(0, 2, 2), work, rows)
     others = (

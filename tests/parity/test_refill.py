@@ -10,7 +10,7 @@ import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.engine.generation import Callbacks, Silent
-from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
 
@@ -70,16 +70,15 @@ class Arriving(Silent):
     """Rows that come one by one as the block gets tokens, so that micro-batches stand empty
     before."""
 
-    def __init__(self, rows: list[tuple[Prompt, SamplingParams]]) -> None:
+    def __init__(self, rows: list[Sequence]) -> None:
         self.rows = rows
         self.tokens = 0
 
-    def more(self) -> tuple[list[Prompt], list[SamplingParams]] | None:
+    def more(self) -> list[Sequence] | None:
         if not self.rows or self.tokens < 2:
             return None
         self.tokens = 0
-        prompt, params = self.rows.pop(0)
-        return [prompt], [params]
+        return [self.rows.pop(0)]
 
     def sweep(self, tokens: int) -> None:
         self.tokens += tokens
@@ -95,9 +94,9 @@ def test_rows_enter_micro_batches_that_have_none(
     folder, prompts, tokens = known
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement])
-    done = list[Completion]()
+    done = list[Sequence]()
     every = [
-        (Prompt(i, tuple(p), None), SamplingParams(max_tokens=n))
+        Sequence(i, tuple(p), params=SamplingParams(max_tokens=n))
         for i, (p, n) in enumerate(zip(prompts, ASKED, strict=True))
     ]
     longest = every.pop(ASKED.index(LONG))
@@ -106,15 +105,11 @@ def test_rows_enter_micro_batches_that_have_none(
     ) as llm:
         llm.share_prefix = "off"
         coming = Arriving(every[:10])
-        full = [Prompt(i, (i + 1,) * 21, None) for i in range(policy.block_size)]
-        llm.prepare(full, [SamplingParams(max_tokens=LONG)] * len(full))
-        one = [longest[0]], [longest[1]]
-        llm.run(*one, done.extend, Callbacks(listener=coming), refill=True, more=coming.more)
+        asked = SamplingParams(max_tokens=LONG)
+        llm.prepare([Sequence(i, (i + 1,) * 21, params=asked) for i in range(policy.block_size)])
+        llm.run([longest], done.extend, Callbacks(listener=coming), refill=True, more=coming.more)
         assert llm.report is not None and llm.report.extra["blocks"] == 1
-    want = {
-        prompt.index: tokens[prompt.index]
-        for prompt, _ in [longest, *every[: 10 - len(coming.rows)]]
-    }
+    want = {one.index: tokens[one.index] for one in [longest, *every[: 10 - len(coming.rows)]]}
     assert {c.index: c.token_ids for c in done} == want and len(want) > policy.block_size / 2
 
 
@@ -122,14 +117,15 @@ def test_a_row_ends_where_nobody_waits_for_it(
     known: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
 ) -> None:
     folder, prompts, tokens = known
-    read = [Prompt(i, tuple(p), None) for i, p in enumerate(prompts)]
-    done = list[Completion]()
-    callbacks = Callbacks(
-        should_continue=lambda row: row.prompt.index != 5 or len(row.token_ids) < 3
-    )
+    read = [Sequence(i, tuple(p)) for i, p in enumerate(prompts)]
+    done = list[Sequence]()
+    callbacks = Callbacks(should_continue=lambda row: row.index != 5 or len(row.token_ids) < 3)
     with LLM(str(folder), Policy(2, 2), dtype="float32", offload_dir=tmp_path) as llm:
         llm.run(
-            read, [SamplingParams(max_tokens=n) for n in ASKED], done.extend, callbacks, refill=True
+            with_params(read, [SamplingParams(max_tokens=n) for n in ASKED]),
+            done.extend,
+            callbacks,
+            refill=True,
         )
     want = [ids[:3] if i == 5 else ids for i, ids in enumerate(tokens)]
     assert [one.token_ids for one in sorted(done, key=lambda c: c.index)] == want

@@ -3,6 +3,7 @@ job."""
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 
 from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.engine.prompts import Prompt, prompts_from_python
+from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.sequence import Sequence, with_params
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
 
@@ -101,14 +103,14 @@ def test_logprobs_equal_transformers(
 # ---- parts of a job
 
 
-def part(lengths: tuple[int, ...]) -> list[Prompt]:
-    return prompts_from_python(random_prompts(lengths), None, 120)
+def part(lengths: tuple[int, ...], new: int) -> abc.Sequence[Sequence]:
+    read = prompts_from_python(random_prompts(lengths), None, 120)
+    return with_params(read, [SamplingParams(new)] * len(read))
 
 
 def run_part(llm: LLM, lengths: tuple[int, ...], new: int) -> object:
     """The engine that ran it, by identity: is it the same one?"""
-    prompts = part(lengths)
-    llm.run(prompts, [SamplingParams(new)] * len(prompts), lambda done: None)
+    llm.run(part(lengths, new), lambda done: None)
     return llm._engine
 
 
@@ -138,7 +140,7 @@ def test_auto_plans_for_the_whole_job(
     known = reference("normal")
     with LLM(str(known.folder), "auto", dtype="float32", offload_dir=tmp_path) as llm:
         llm.expect(64)
-        policy = llm.prepare(part((9, 9)), [SamplingParams(3)] * 2)
+        policy = llm.prepare(part((9, 9), 3))
         assert policy.block_size > 2
         first = llm._engine
         assert run_part(llm, (9, 9), 3) is first
@@ -147,8 +149,7 @@ def test_auto_plans_for_the_whole_job(
 def test_what_does_not_fit_is_said_and_nothing_is_open(
     reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    rows = part((60, 9))
-    params = [SamplingParams(2)] * 2
+    rows = part((60, 9), 2)
     allowed = MemoryBudget(host="12.4MiB")  # 12 MiB are staging of disk reads
     with LLM(
         str(reference("normal").folder),
@@ -160,8 +161,8 @@ def test_what_does_not_fit_is_said_and_nothing_is_open(
         llm.expect(2)
         for look in (llm.prepare, llm.check_fit):
             with pytest.raises(DoesNotFitError):
-                look(rows, params)
+                look(rows)
             assert llm.peak_bytes == {}
-        llm.check_fit(rows[1:], params[1:])
-        llm.prepare(rows[1:], params[1:])
+        llm.check_fit(rows[1:])
+        llm.prepare(rows[1:])
         assert 0 < llm.peak_bytes["host"] <= (allowed.host or 0)

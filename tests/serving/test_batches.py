@@ -20,7 +20,6 @@ import pytest
 from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.interrupts import Interrupted
-from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs import runner
 from flexgen_h2o.jobs.input import at_once, scan_input
@@ -100,7 +99,10 @@ def start_again(store: Store, reader: RequestReader) -> Batches:
 
 
 def finish(run: OpenBatch, request: Request) -> None:
-    run.finish(request, Completion(request.prompt.index, None, "x", [5], "length"))
+    request.text = "x"
+    request.token_ids = [5]
+    request.finish_reason = "length"
+    run.finish(request)
 
 
 def run_rows(batches: Batches) -> list[str]:
@@ -342,7 +344,7 @@ def test_an_answer_that_cannot_be_written_is_an_error_row(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def answer(request: Request, *more: Any) -> Any:
-        if request.prompt.index == 2:
+        if request.index == 2:
             raise fault
         return before(request, *more)
 
@@ -376,10 +378,10 @@ def test_a_batch_is_asked_again_after_many_bad_lines(batches: Batches) -> None:
     batch = OpenBatch({}, batches)
     request = SimpleNamespace()
     batch._rows = SimpleNamespace(requests=iter([None, request]))  # type: ignore[assignment]
-    assert [(batch.next(), batch.asks_again) for _ in range(3)] == [
-        (None, True),
-        (request, False),
-        (None, False),
+    assert [(batch.next(), len(runs_of(batches))) for _ in range(3)] == [
+        (None, 1),
+        (request, 1),
+        (None, 1),
     ]
 
 

@@ -3,8 +3,8 @@ fails. No engine."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,9 @@ import pytest
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.engine.generation import Callbacks, Row
-from flexgen_h2o.engine.prompts import CODE_NOT_FINITE, Completion, Prompt
+from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import CODE_NOT_FINITE, Scoring, Sequence
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models.load import find_model
@@ -52,40 +52,37 @@ class StubLLM:
         self.fault: BaseException | None = None  # that a sweep with the row BROKEN raises
         self.failed_runs = 0
 
-    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Any:
+    def prepare(self, sequences: abc.Sequence[Sequence]) -> Any:
         self.peak_bytes = {"host": 1}
-        assert (
-            max(len(p.token_ids) for p in prompts) == LENGTH
-            and len({p.token_ids[0] for p in prompts}) == PLACES
-        )
+        assert max(len(one.prompt_ids) for one in sequences) == LENGTH
+        assert len({one.prompt_ids[0] for one in sequences}) == PLACES
         return SimpleNamespace(block_size=PLACES)
 
-    def predict_run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+    def predict_run(self, sequences: abc.Sequence[Sequence]) -> None:
         return None
 
-    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
-        if len(prompts[0].token_ids) == NO_COLUMN:
+    def has_room(self, sequences: abc.Sequence[Sequence]) -> bool:
+        if len(sequences[0].prompt_ids) == NO_COLUMN:
             raise UsageError("--kv-bytes 0.2: holds no column")
-        return len(prompts[0].token_ids) <= LENGTH
+        return len(sequences[0].prompt_ids) <= LENGTH
 
     def run(
         self,
-        prompts: list[Prompt],
-        params: list[SamplingParams],
-        on_finished: Callable[[list[Completion]], None],
+        requests: list[Request],
+        on_finished: Callable[[list[Request]], None],
         callbacks: Callbacks,
         refill: bool,
         more: Callable[[], Any],
     ) -> None:
-        running = [Row(prompts[0], params[0].max_tokens)]
+        running = [self._begin(requests[0])]
         sweep = 0
         assert callbacks.should_continue is not None and refill
         while running:
             for row in running:
                 if not row.token_ids:
-                    self.admitted.append(row.prompt.token_ids[0])
+                    self.admitted.append(row.prompt_ids[0])
                 row.token_ids.append(7)
-            if self.fault is not None and any(row.prompt.token_ids[0] == BROKEN for row in running):
+            if self.fault is not None and any(row.prompt_ids[0] == BROKEN for row in running):
                 self.failed_runs += 1
                 self.peak_bytes = {}
                 raise self.fault
@@ -93,34 +90,35 @@ class StubLLM:
             ended = [
                 r
                 for r in running
-                if len(r.token_ids) >= r.max_new or not callbacks.should_continue(r)
+                if len(r.token_ids) >= r.params.max_tokens or not callbacks.should_continue(r)
             ]
             running = [r for r in running if r not in ended]
-            on_finished([self._completion(row) for row in ended])
+            for request in ended:
+                if request.prompt_ids[0] == NAN:
+                    request.fail(CODE_NOT_FINITE, "logits are not finite")
+            on_finished(ended)
             while len(running) < PLACES and (found := more()) is not None:
-                running.append(Row(found[0][0], found[1][0].max_tokens))
+                running.append(self._begin(found[0]))
             sweep += 1
         raise Over
 
-    def _completion(self, row: Row) -> Completion:
-        if row.prompt.token_ids[0] == NAN:
-            why = "logits are not finite"
-            return Completion(
-                row.prompt.index, None, None, [], "error", error=why, error_code=CODE_NOT_FINITE
-            )
-        return Completion(row.prompt.index, None, None, row.token_ids, "length")
+    def _begin(self, request: Request) -> Request:
+        request.clear()
+        return request
 
 
 class StubBatch:
     """Rows of a batch. later: how often it gives none for now. turn: rows after which it rests,
     once."""
 
-    def __init__(self, rows: Sequence[Request], later: int = 0, turn: int | None = None) -> None:
+    def __init__(
+        self, rows: abc.Sequence[Request], later: int = 0, turn: int | None = None
+    ) -> None:
         self.rows = deque(rows)
         self.done = list[int]()
         self.ended = list[BaseException | None]()
         self.is_gone = False
-        self.asks_again = False
+        self.service: Service | None = None  # it adds itself here where it gives none for now
         self.later = later
         self.turn = turn
         self.rests = False
@@ -131,9 +129,9 @@ class StubBatch:
         return self.is_gone or self.is_read
 
     def next(self) -> Request | None:
-        self.asks_again = self.later > 0
         self.later -= 1
-        if self.asks_again:
+        if self.later >= 0 and self.service is not None:
+            self.service.add_batch(self)
             return None
         if self.turn == 0:
             self.turn = None
@@ -147,11 +145,11 @@ class StubBatch:
     def token(self, place: int, token: int, logprobs: object) -> None:
         pass
 
-    def finish(self, request: Request, done: Completion) -> None:
-        self.done.append(request.prompt.token_ids[0])
+    def finish(self, request: Request) -> None:
+        self.done.append(request.prompt_ids[0])
 
     def fail(self, request: Request, error: RowError) -> None:
-        self.done.append(-request.prompt.token_ids[0])
+        self.done.append(-request.prompt_ids[0])
 
     def end(self, error: BaseException | None = None) -> None:
         self.ended.append(error)
@@ -159,12 +157,7 @@ class StubBatch:
 
 def rows_of(first: int, count: int, tokens: int = 1, length: int = 1) -> deque[Request]:
     return deque(
-        Request(
-            "completion",
-            "a",
-            Prompt(i, (first + i,) * length, None),
-            SamplingParams(max_tokens=tokens),
-        )
+        Request(i, (first + i,) * length, params=SamplingParams(max_tokens=tokens))
         for i in range(count)
     )
 
@@ -226,7 +219,7 @@ def test_a_single_place_is_for_batches_where_no_client_waits(service: Service) -
     service.add_batch(StubBatch(rows_of(50, 1)))
     service.submit(ticket_of(10, 2)[0])
     admitted = [service._next_row() for _ in range(4)]
-    assert [row and row[0].token_ids[0] for row in admitted] == [10, 11, 50, None]
+    assert [row and row.prompt_ids[0] for row in admitted] == [10, 11, 50, None]
 
 
 @pytest.mark.parametrize(("later", "clients"), [(1, 1), (3, 0)])
@@ -235,6 +228,7 @@ def test_a_batch_without_a_row_for_now_is_asked_again(
 ) -> None:
     """After the clients, and at once where there are none."""
     batch = StubBatch(rows_of(50, 1), later)
+    batch.service = service
     service.add_batch(batch)
     service.submit(ticket_of(10, clients)[0])
     run(service)
@@ -290,6 +284,7 @@ def test_a_batch_that_asks_again_and_again_can_be_ended(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = StubBatch([], later=10**9)
+    batch.service = service
     service.add_batch(batch)
     monkeypatch.setattr(interrupts, "_arrived", [15])
     with pytest.raises(interrupts.Interrupted):
@@ -302,22 +297,21 @@ def test_tokens_are_counted_when_their_rows_are_over(service: Service) -> None:
     """Those that a row was given are none: what is counted never falls."""
     service.sweep(3)
     assert (service.counts.tokens, service.counts.computed) == (0, 3)
-    service.finish([Row(Prompt(0, (5,), None), 3, [8, 9, 7], asked=1, given=(8, 9))])
+    given = Scoring((5,), (8, 9))
+    one = Sequence(0, (5,), params=SamplingParams(1), scoring=given, token_ids=[8, 9, 7])
+    service.finish([one])
     assert (service.counts.tokens, service.counts.computed) == (1, 1)
 
 
 def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
     """Where only prompts lose columns, the shortest one grows the most."""
     llm.eviction = H2O(heavy_ratio=0.1, while_decoding=False)
-    prompts, params = Service(llm, PLACES, LENGTH, 20, 0.25)._template  # type: ignore[arg-type]
+    sequences = Service(llm, PLACES, LENGTH, 20, 0.25)._template  # type: ignore[arg-type]
 
     def slots(length: int, new: int) -> int:
         return llm.eviction.slots(length, new, 0)
 
-    template = [
-        slots(len(prompt.token_ids), one.max_tokens)
-        for prompt, one in zip(prompts, params, strict=True)
-    ]
+    template = [slots(len(one.prompt_ids), one.params.max_tokens) for one in sequences]
     assert len(template) == PLACES and max(template) == max(
         slots(n, LENGTH - n + 1) for n in range(1, LENGTH + 1)
     )
@@ -341,15 +335,15 @@ def test_a_queue_has_an_end(service: Service) -> None:
 def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
     """The engine's thread goes on meanwhile."""
     ticket, told = ticket_of(10, 1)
-    running = dict[int, Any]()
+    running = dict[Any, int]()
 
     class Entering:
         @property
         def owner(self) -> Ticket:
-            running[len(running)] = self
+            running[len(running)] = 0
             return ticket
 
-    running[0] = Entering()
+    running[Entering()] = 0
     service._running = running
     service.close()
     assert [(kind, error.status) for kind, error in told] == [("error", 503)] and len(running) > 1

@@ -369,24 +369,6 @@ def test_a_file_that_expires(client: openai.OpenAI) -> None:
             create(seconds)
 
 
-def test_lines_of_another_endpoint_are_error_rows(client: openai.OpenAI) -> None:
-    file = client.files.create(file=("rows.jsonl", lines_of(3)), purpose="batch")
-    batch = client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-    )
-    batch = wait_for(client, batch.id)
-    assert (
-        batch.status == "completed"
-        and batch.request_counts.failed == 3
-        and batch.output_file_id is None
-    )
-    for row in map(json.loads, client.files.content(batch.error_file_id).text.splitlines()):
-        assert (
-            row["error"]["code"] == "unknown_url"
-            and "for /v1/chat/completions" in row["error"]["message"]
-        )
-
-
 def test_a_batch_that_is_cancelled_keeps_what_is_done(client: openai.OpenAI) -> None:
     file = client.files.create(file=("rows.jsonl", lines_of(600)), purpose="batch")
     batch = client.batches.create(

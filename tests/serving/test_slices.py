@@ -121,24 +121,3 @@ def test_work_that_fails_does_not_end_the_clerk(capsys: pytest.CaptureFixture[st
         time.sleep(0.01)
     clerk.close()
     assert capsys.readouterr().err == "serve: batches: internal error: KeyError: 'x'\n"
-
-
-def test_a_clerk_that_is_closed_gives_up_what_is_under_way() -> None:
-    ended: list[str] = []
-
-    def long() -> Iterator[None]:
-        try:
-            while True:
-                time.sleep(0.01)
-                yield
-        finally:
-            ended.append("long")
-
-    clerk = Clerk()
-    clerk.add(long)
-    clerk.start()
-    time.sleep(0.1)
-    began = time.monotonic()
-    clerk.close()
-    clerk.add(long)
-    assert ended == ["long"] and time.monotonic() - began < 1

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.kvcache.eviction import H2ONorm
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.serving.block import Service
@@ -25,5 +25,5 @@ def test_rows_have_room(rows: int, length: int, tmp_path: Path) -> None:
         service.open()
         for total in (length + 1, 513, 512, 511, 480):
             for new in (2, 32, total - 128, total - 1):
-                asked = [Prompt(0, (5,) * (total - new), None)], [SamplingParams(max_tokens=new)]
-                assert total > length + 1 or llm.has_room(*asked), (total, new)
+                asked = Sequence(0, (5,) * (total - new), params=SamplingParams(max_tokens=new))
+                assert total > length + 1 or llm.has_room([asked]), (total, new)

@@ -15,7 +15,6 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.decoding import StopCriteria
-from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.models.load import find_model
@@ -369,9 +368,11 @@ def test_channels_of_a_stream(harmonic: Path) -> None:
     events = [*stream.first()]
     for token in ids[:-1]:
         events += stream.token(0, token, TokenLogprobs(-1.0, ()))
-    events.append(
-        stream.end(0, Completion(0, None, None, ids, "stop", [TokenLogprobs(-1.0, ())] * len(ids)))
-    )
+    [request] = asked.requests
+    request.token_ids = ids
+    request.logprobs = [TokenLogprobs(-1.0, ())] * len(ids)
+    request.finish_reason = "stop"
+    events.append(stream.end(0))
     choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
     deltas = [choice["delta"] for choice in choices]
     assert [delta for delta in deltas[1:] if delta] == [

@@ -19,7 +19,7 @@ from flexgen_h2o.engine.conversation import Conversation
 from flexgen_h2o.engine.decoding import stop_criteria
 from flexgen_h2o.engine.generation import Callbacks, Silent
 from flexgen_h2o.engine.penalties import penalties_maker
-from flexgen_h2o.engine.prompts import Completion
+from flexgen_h2o.engine.sequence import Sequence as Answered
 from flexgen_h2o.models.load import find_model
 from tests.text.conftest import Job
 from tests.text.tiny import chat_line, edit_json, text_line, write_llama
@@ -187,8 +187,8 @@ def test_a_conversation_counts_all_that_was_said(ids_model: Path, tmp_path: Path
         talk = Conversation(
             turns[0], iter(turns[1:]), params, ends, Listening(), 40, penalties=penalties
         )
-        done: list[Completion] = []
-        llm.run([talk.prompt], talk, done.extend, Callbacks(listener=Silent()))
+        done: list[Answered] = []
+        llm.run([talk.sequence], done.extend, Callbacks(listener=Silent()))
     ids: list[int] = []
     for turn, answer in zip(turns, said, strict=True):
         ids += turn

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.detokenizer import Detokenizer, Places, detokenizer_of
-from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.responses import success_row
@@ -237,12 +237,17 @@ def answer_of(
         {"custom_id": "a", "url": url, "body": body}, 1, "a"
     )
     found = [likely(*ids[i:], 7) for i in range(len(ids))]
-    text = StopText(model, request.params, request.prompt.token_ids).text(ids)
-    of_prompt = (
-        [None, *(likely(8, 9) for _ in request.prompt.token_ids[1:])] if request.echo else None
+    text = StopText(model, request.params, request.prompt_ids).text(ids)
+    of_prompt = [None, *(likely(8, 9) for _ in request.prompt_ids[1:])] if request.echo else None
+    done = replace(
+        request,
+        text=text,
+        token_ids=ids,
+        finish_reason="stop",
+        logprobs=found,
+        prompt_logprobs=of_prompt,
     )
-    done = Completion(1, None, text, ids, "stop", found, of_prompt)
-    choice: dict[str, Any] = success_row(request, done, model)["response"]["body"]["choices"][0]
+    choice: dict[str, Any] = success_row(done, model)["response"]["body"]["choices"][0]
     return choice
 
 
@@ -276,7 +281,11 @@ def test_a_stream_is_the_answer_in_pieces(model: Model, own: list[int], stop: li
     found = [likely(*own[i:], 7) for i in range(len(own))]
     for token, one in zip(own[:-1], found[:-1], strict=True):
         events += stream.token(0, token, one)
-    events.append(stream.end(0, Completion(0, None, whole["text"], own, "stop", found)))
+    [request] = asked.requests
+    request.token_ids = own
+    request.logprobs = found
+    request.finish_reason = "stop"
+    events.append(stream.end(0))
     choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     assert [token for choice in choices for token in choice["token_ids"]] == own
@@ -326,7 +335,8 @@ def test_a_value_that_json_has_not(model: Model) -> None:
         {"prompt": [65], "logprobs": 1}, 1, "a"
     )
     found = TokenLogprobs(float("-inf"), ((66, -0.5),))
-    row = success_row(request, Completion(1, None, "", [65], "length", [found]), model)
+    done = replace(request, text="", token_ids=[65], finish_reason="length", logprobs=[found])
+    row = success_row(done, model)
     logprobs = row["response"]["body"]["choices"][0]["logprobs"]
     assert (
         logprobs["token_logprobs"] == [-9999.0] and -9999.0 in logprobs["top_logprobs"][0].values()

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from flexgen_h2o import LLM, SamplingParams, chat
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.interrupts import Interrupted
-from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.engine import decoding
 from flexgen_h2o.models.load import find_model
 from tests.text.conftest import Job
 from tests.text.tiny import chat_line, text_line
@@ -26,6 +26,9 @@ MARK = "BOOM"  # in a text: the tokenizer raises
 
 class PanicException(BaseException):
     """As pyo3 has it: no `Exception`."""
+
+
+BAD_SEED = 666
 
 
 @pytest.fixture(
@@ -121,14 +124,15 @@ def test_what_a_tokenizer_raises_for_an_answer_is_that_rows_error(
         "logprobs": {"logprobs": 0},
     }
     lines = [
-        text_line(f"good {name}", [5, 6], max_tokens=1, ignore_eos=True, **more)
+        text_line(f"good {name}", [5, 6], max_tokens=1, ignore_eos=True, seed=0, **more)
         for name, more in bad.items()
     ]
     lines += [
-        text_line(name, [5, 6], max_tokens=1, ignore_eos=True, **more) for name, more in bad.items()
+        text_line(name, [5, 6], max_tokens=1, ignore_eos=True, seed=BAD_SEED, **more)
+        for name, more in bad.items()
     ]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Sampler, "choose", _instead(Sampler.choose, len(bad)))
+        patched.setattr(decoding, "choose_tokens", _instead(decoding.choose_tokens))
         job = run_job(bytes_model, *lines, flags="--gpu-batch-size 6 --num-gpu-batches 1")
     assert job.code == 0
     for name in bad:
@@ -140,14 +144,13 @@ def test_what_a_tokenizer_raises_for_an_answer_is_that_rows_error(
         assert code == "internal_error" and raising.__name__ in message and message in job.err
 
 
-def _instead(choose: Any, count: int) -> Any:
-    """Every row takes `a`, and those of the last `count` lines take `!`, which the tokenizer cannot
-    decode."""
+def _instead(choose: Any) -> Any:
+    """Every row takes `a`, and those with BAD_SEED take `!`, which the tokenizer cannot decode."""
 
-    def chosen(self: Sampler, logits: Any, rows: Any, steps: Any) -> Any:
-        found = choose(self, logits, rows, steps)
-        for i, row in enumerate(rows):
-            found[i] = ord("!") if row > count else ord("a")
+    def chosen(logits: Any, params: Any, streams: Any, steps: Any) -> Any:
+        found = choose(logits, params, streams, steps)
+        for i, asked in enumerate(params):
+            found[i] = ord("!" if asked.seed == BAD_SEED else "a")
         return found
 
     return chosen
@@ -158,15 +161,15 @@ def test_what_sampling_raises_for_a_row(
     bad: list[int], run_job: Run, bytes_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For all rows it is the engine's matter, and the job ends."""
-    before = Sampler.choose
+    before = decoding.choose_tokens
 
-    def choose(self: Sampler, logits: Any, rows: Any, steps: Any) -> Any:
-        if set(rows) & set(bad):
+    def choose(logits: Any, params: Any, streams: Any, steps: Any) -> Any:
+        if {asked.seed for asked in params} & set(bad):
             raise ValueError("a distribution of nothing")
-        return before(self, logits, rows, steps)
+        return before(logits, params, streams, steps)
 
-    monkeypatch.setattr(Sampler, "choose", choose)
-    lines = [text_line(f"row {i}", f"{i}", max_tokens=3) for i in (1, 2, 3)]
+    monkeypatch.setattr(decoding, "choose_tokens", choose)
+    lines = [text_line(f"row {i}", f"{i}", max_tokens=3, seed=i) for i in (1, 2, 3)]
     if len(bad) == len(lines):
         with pytest.raises(ValueError, match="a distribution of nothing"):
             run_job(bytes_model, *lines)

@@ -26,14 +26,17 @@ from flexgen_h2o.core.files import (
     write_whole,
 )
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.engine.prompts import Completion, write_outputs
+from flexgen_h2o.engine.prompts import write_outputs
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.planner.profile import nominal_profile, write_profile
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "policy": lambda path: write_policy(path, SavedPolicy(Policy())),
     "profile": lambda path: write_profile(path, nominal_profile(True)),
     "trace": lambda path: Timeline().write_chrome_trace(path),
-    "output": lambda path: write_outputs(path, [Completion(0, None, None, [3], "length")]),
+    "output": lambda path: write_outputs(
+        path, [Sequence(0, (), token_ids=[3], finish_reason="length")]
+    ),
 }
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.decoding import StopCriteria
-from flexgen_h2o.engine.generation import Row, make_blocks
-from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.requests import Scheduler
+from flexgen_h2o.engine.generation import make_blocks
+from flexgen_h2o.engine.scheduler import Scheduler
+from flexgen_h2o.engine.sequence import Sequence
 
 
-def row(index: int, length: int, max_new: int = 9, **more: Any) -> Row:
-    return Row(
-        Prompt(index, tuple(range(100 * index, 100 * index + length)), None), max_new, **more
-    )
+def row(index: int, length: int, max_new: int = 9, **more: Any) -> Sequence:
+    ids = tuple(range(100 * index, 100 * index + length))
+    return Sequence(index, ids, max_new=max_new, **more)
 
 
-def indices(rows: Sequence[Row]) -> list[int]:
-    return [r.prompt.index for r in rows]
+def indices(rows: abc.Sequence[Sequence]) -> list[int]:
+    return [r.index for r in rows]
 
 
 class Letters:
@@ -51,7 +51,8 @@ def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
         [[0, 6], [3]],
     ]
     rows = [
-        row(i, n, asked=asked) for i, (n, asked) in enumerate([(3, 64), (9, 2), (4, 64), (8, 2)])
+        row(i, n, params=SamplingParams(asked))
+        for i, (n, asked) in enumerate([(3, 64), (9, 2), (4, 64), (8, 2)])
     ]
     assert [indices(block[0]) for block in make_blocks(rows, 2, 1)] == [[2, 0], [1, 3]]
     assert make_blocks([], 4, 2) == []
@@ -82,7 +83,7 @@ def test_reasons(reason: str | None, new: list[int], max_new: int, params: dict[
 # ---- continuous batching
 
 
-def scheduler(rows: Sequence[Row], *windows: list[Row]) -> Scheduler:
+def scheduler(rows: abc.Sequence[Sequence], *windows: list[Sequence]) -> Scheduler:
     """`rows` wait for places in a block that runs; then the windows, one after another."""
     further = iter(windows)
     return Scheduler([[[row(99, 1)]], [list(rows)]], lambda: next(further, []))
@@ -119,7 +120,7 @@ def test_no_row_is_lost_and_no_bound_is_passed(
     joined = []
     for places, tokens in rooms:
         taken = waiting.take(places, tokens)
-        assert len(taken) <= places and sum(len(r.prompt.token_ids) for r in taken) <= tokens
+        assert len(taken) <= places and sum(len(r.fed_ids) for r in taken) <= tokens
         left = [i for i in range(len(lengths)) if i not in joined]
         if places and left and lengths[left[0]] <= tokens:
             assert indices(taken)[:1] == left[:1], "the first joins where it has room"

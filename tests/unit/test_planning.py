@@ -12,9 +12,8 @@ import pytest
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
-from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.sequence import Scoring, Sequence
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload, even_blocks, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
@@ -58,15 +57,19 @@ PILES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
     "one header": ([[*HEADERS[0], i, i] for i in range(9)], {}),
     "given tokens": (
         [[3, 4 + i] for i in range(9)],
-        {"given": (5,) * 64, "max_tokens_per_sweep": 64},
+        {"max_tokens_per_sweep": 64},
     ),
-    "scored prompts": ([[3] * 50 + [i] for i in range(9)], {"scored": 4}),
+    "scored prompts": ([[3] * 50 + [i] for i in range(9)], {"scoring": {"scored": 4}}),
 }
 
 
-def rows_of(pile: str) -> list[Row]:
+def rows_of(pile: str) -> list[Sequence]:
     prompts, more = PILES[pile]
-    return [Row(Prompt(i, tuple(ids), None), max_new=64, **more) for i, ids in enumerate(prompts)]
+    rows = [Sequence(i, tuple(ids), max_new=64) for i, ids in enumerate(prompts)]
+    for row in rows:
+        row.max_tokens_per_sweep = more.get("max_tokens_per_sweep", 1)
+        row.scoring = Scoring(row.prompt_ids, **more["scoring"]) if "scoring" in more else None
+    return rows
 
 
 @pytest.mark.parametrize("eviction", [Full(), H2O(0.1)], ids=["full", "h2o"])
@@ -82,7 +85,7 @@ def test_what_a_policy_is_chosen_for_covers_what_it_runs(
     need = mine._need(rows, Policy())
     shape = mine._shape(rows, policy, need)
     assert shape_of(policy, need).covers(shape)
-    other = mine._need([Row(Prompt(i, (i, 7), None), max_new=4) for i in range(20)], Policy())
+    other = mine._need([Sequence(i, (i, 7), max_new=4) for i in range(20)], Policy())
     if not need.common:  # the full cache's copy is of a window whose rows all have the prefix
         assert shape_of(policy, need.union(other)).covers(shape)
 

@@ -14,13 +14,12 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import (
     BENCHMARK_TEXT,
-    Completion,
-    Prompt,
     benchmark_prompts,
     prompts_from_python,
     read_prompts,
     write_outputs,
 )
+from flexgen_h2o.engine.sequence import Sequence
 
 VOCAB = 300
 
@@ -44,9 +43,9 @@ def test_text_file_keeps_spaces_and_skips_blank_lines(tmp_path: Path) -> None:
         tmp_path, "p.TXT", b"\xef\xbb\xbffirst\r\n\n  \t\n  two \xe2\x80\xa8 2\xc2\x85 \nlast"
     )
     found = read_prompts(path, encode, VOCAB)
-    assert [p.text for p in found] == ["first", "  two \u2028 2\x85 ", "last"]
+    assert [p.prompt for p in found] == ["first", "  two \u2028 2\x85 ", "last"]
     assert [p.index for p in found] == [0, 1, 2]
-    assert [p.token_ids for p in found] == [tuple(encode(p.text or "")) for p in found]
+    assert [p.prompt_ids for p in found] == [tuple(encode(p.prompt or "")) for p in found]
 
 
 def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
@@ -56,13 +55,14 @@ def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
         {"prompt": ""},
     ]
     path = put(tmp_path, "p.jsonl", "\n\n".join(map(json.dumps, lines)) + "\n")
-    assert read_prompts(path, encode, VOCAB) == [
-        Prompt(0, tuple(encode("a\nb")), "a\nb"),
-        Prompt(1, (0, 299), None),
-        Prompt(2, (2,), ""),
+    assert [(p.index, p.prompt_ids, p.prompt) for p in read_prompts(path, encode, VOCAB)] == [
+        (0, tuple(encode("a\nb")), "a\nb"),
+        (1, (0, 299), None),
+        (2, (2,), ""),
     ]
     ids_only = put(tmp_path, "ids.jsonl", '{"prompt_token_ids": [1]}')
-    assert read_prompts(ids_only, None, VOCAB) == [Prompt(0, (1,), None)]
+    [only] = read_prompts(ids_only, None, VOCAB)
+    assert (only.prompt_ids, only.prompt) == ((1,), None)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,19 @@ def test_python_inputs_of_every_kind() -> None:
         [np.int64(7), torch.tensor(8)],
     ]
     found = prompts_from_python(given, encode, VOCAB)
-    assert [p.token_ids for p in found] == [tuple(encode("hi")), (1, 2), (3,), (4, 5), (6,), (7, 8)]
-    assert [p.text for p in found] == ["hi"] + [None] * 5
-    assert all(type(i) is int for p in found for i in p.token_ids)
+    assert [p.prompt_ids for p in found] == [
+        tuple(encode("hi")),
+        (1, 2),
+        (3,),
+        (4, 5),
+        (6,),
+        (7, 8),
+    ]
+    assert [p.prompt for p in found] == ["hi"] + [None] * 5
+    assert all(type(i) is int for p in found for i in p.prompt_ids)
     assert prompts_from_python([], encode, VOCAB) == []
     assert [
-        p.token_ids for p in prompts_from_python(torch.tensor([[1, 2], [3, 4]]), None, VOCAB)
+        p.prompt_ids for p in prompts_from_python(torch.tensor([[1, 2], [3, 4]]), None, VOCAB)
     ] == [(1, 2), (3, 4)]  # type: ignore[arg-type]
 
 
@@ -143,17 +150,17 @@ def test_bad_python_inputs_are_named_by_place(bad: Any, says: str) -> None:
 def test_benchmark_prompt_has_the_length_and_one_bos(length: int) -> None:
     body = encode(BENCHMARK_TEXT)[1:]
     found = benchmark_prompts(3, length, encode, VOCAB)
-    assert [p.index for p in found] == [0, 1, 2] and len({p.token_ids for p in found}) == 1
-    assert found[0].token_ids == tuple([2, *(body * 5)][:length])
-    assert found[0].text == (BENCHMARK_TEXT if length == len(body) + 1 else None)
+    assert [p.index for p in found] == [0, 1, 2] and len({p.prompt_ids for p in found}) == 1
+    assert found[0].prompt_ids == tuple([2, *(body * 5)][:length])
+    assert found[0].prompt == (BENCHMARK_TEXT if length == len(body) + 1 else None)
 
 
 # ---- output file
 
 
 DONE = [
-    Completion(1, None, None, [3], "length"),
-    Completion(0, "été", "a\nb\u2028", [1, 2], "stop"),
+    Sequence(1, (), token_ids=[3], finish_reason="length"),
+    Sequence(0, (), "été", text="a\nb\u2028", token_ids=[1, 2], finish_reason="stop"),
 ]
 
 

@@ -17,11 +17,28 @@ from flexgen_h2o.core.errors import EXIT_FAILED, FlexgenError
 from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.sampling import (
     NOT_FINITE,
-    Sampler,
     SamplingParams,
+    choose_tokens,
     kept_probabilities,
+    sample_tokens,
     token_logprobs,
 )
+
+
+class Sampler:
+    """Samples with the same params for all rows, or with a list of one for each."""
+
+    def __init__(self, params: SamplingParams | list[SamplingParams]) -> None:
+        self._params = params
+
+    def _each(self, count: int) -> list[SamplingParams]:
+        return self._params if isinstance(self._params, list) else [self._params] * count
+
+    def sample(self, logits: torch.Tensor, streams: Any, steps: Any) -> list[int]:
+        return sample_tokens(logits, self._each(len(streams)), streams, steps)
+
+    def choose(self, logits: torch.Tensor, streams: Any, steps: Any) -> torch.Tensor:
+        return choose_tokens(logits, self._each(len(streams)), streams, steps)
 
 
 @pytest.fixture(scope="module")
@@ -188,13 +205,12 @@ MIXED = [
 def test_rows_with_parameters_of_their_own_choose_as_if_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Greedy rows and rows cut differently side by side, in chunks; a row's index says nothing."""
+    """Greedy rows and rows cut differently side by side, in chunks."""
     monkeypatch.setattr("flexgen_h2o.engine.sampling.SAMPLING_CHUNK", 3000)
     logits = torch.randn(40, 1031, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    rows = [i * 2**33 for i in range(40)]
     steps = [i % 3 for i in range(40)]
-    params = {row: MIXED[i % 5] for i, row in enumerate(rows)}
-    together = Sampler(params).sample(logits, rows, steps)
+    params = [MIXED[i % 5] for i in range(40)]
+    together = Sampler(params).sample(logits, [0] * 40, steps)
     alone = [Sampler(MIXED[i % 5]).sample(logits[i : i + 1], [0], [steps[i]])[0] for i in range(40)]
     assert together == alone and len(set(together)) > 20
 
@@ -231,7 +247,7 @@ def test_logits_that_are_not_finite_end_the_run(temperature: float, value: float
 def test_a_row_that_is_not_finite_leaves_the_others_alone(params: Any, value: float) -> None:
     """Its place has the mark in the one tensor that comes back, and everyone else's the token."""
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(3)) * 3
-    sampler = Sampler(dict(enumerate(params)) if isinstance(params, list) else params)
+    sampler = Sampler(params)
     expected = sampler.sample(logits, range(5), range(5))
     for bad in ([0], [2, 4], range(5)):
         damaged = logits.clone()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.units import GIB, MIB, TOKEN_CHUNK
 from flexgen_h2o.engine.memory import product_sizes, requantised_bytes
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams
+from flexgen_h2o.engine.sampling import SamplingParams, sample_tokens
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.decode_step import (
     FILLED,
@@ -512,13 +512,13 @@ def other_rates(bench: Bench, dtype: torch.dtype) -> Figures:
     x, weight, bias = (
         bench.normal(dtype, *shape) for shape in ((tokens, width), (width,), (width,))
     )
-    sampler = Sampler(SamplingParams())
+    params = [SamplingParams()] * len(logits)
     rows = range(len(logits))
     calls: list[Call] = [
         lambda: torch.relu_(
             F.layer_norm(x, (width,), weight, bias)
         ),  # each reads and writes all of x
-        lambda: sampler.sample(logits, rows, rows),
+        lambda: sample_tokens(logits, params, rows, rows),
     ]
     elementwise, choice = bench.seconds_of(*calls)
     return {

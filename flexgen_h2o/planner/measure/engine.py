@@ -37,15 +37,15 @@ from flexgen_h2o.core.units import (
     WRITE_BACK_STEPS,
     format_bytes,
 )
-from flexgen_h2o.engine.decoding import Decoding, StopCriteria
+from flexgen_h2o.engine.decoding import Decoding
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import BlockStats, Row
+from flexgen_h2o.engine.generation import BlockStats
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape
-from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.resources import Engine
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sequence import Sequence as Row
 from flexgen_h2o.engine.workload import MicroBatchShape, workload_of
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
@@ -513,14 +513,13 @@ def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[St
     """Medians over the layers of a kind, in the prefill sweep and in the decode sweeps of a block;
     and the mean seconds of a transformer block in those."""
     params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
-    decoding = Decoding(Sampler(params), StopCriteria((), (), None))
+    decoding = Decoding((), None)
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
     executor.graphs = executor.graphs if with_graphs else None
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
     stats = BlockStats()
-    executor.run_block(
-        [[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]], stats
-    )
+    rows = [Row(i, ids, params=params, max_new=params.max_tokens) for i in range(run.rows)]
+    executor.run_block([rows], stats)
     executor.finish()
     kinds = [layer.kind for layer in engine.layers.layers]
     seconds = stats.times.layers

@@ -17,6 +17,7 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.evaluation.attention_maps import (
     HEAVY,
     RANDOM,
@@ -89,7 +90,8 @@ def see_all(llm: LLM, prompts: list[list[int]], rows: int) -> dict[tuple[int, in
             )
 
     read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
-    llm.run(read, SamplingParams(1, ignore_eos=True), lambda done: None, Callbacks(prompts=see))
+    asked = with_params(read, SamplingParams(1, ignore_eos=True))
+    llm.run(asked, lambda done: None, Callbacks(prompts=see))
     return found
 
 
@@ -118,7 +120,8 @@ def test_rows_that_join_a_running_block_are_seen_too(tmp_path: Path) -> None:
     with opened(PACKAGED["opt-tiny"], tmp_path, 1) as llm:
         llm.use(Policy(2, 1))
         read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
-        llm.run(read, params, lambda done: None, Callbacks(prompts=see), refill=True)
+        asked = with_params(read, params)
+        llm.run(asked, lambda done: None, Callbacks(prompts=see), refill=True)
     assert sorted(rows) == [(0, 5), (1, 9), (2, 4)]
 
 

@@ -4,7 +4,8 @@ once."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,10 @@ from typing import Any
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.engine.generation import Callbacks
-from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Digests, InputPart, at_once, read_cut, scan_input
 from flexgen_h2o.jobs.output import OutputFile
-from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.jobs.runner import JobRun, JobWriter, OutputState, rows_before_steps
 from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.kvcache.eviction import Eviction, Full
@@ -49,21 +49,20 @@ class StubLLM:
     def expect(self, rows: int) -> None:
         self.expected = rows
 
-    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+    def prepare(self, requests: abc.Sequence[Request]) -> Policy:
         self.opened += 1
-        return self.check_fit(prompts, params)
+        return self.check_fit(requests)
 
-    def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+    def check_fit(self, requests: abc.Sequence[Request]) -> Policy:
         self.asks += 1
-        tokens = sum(len(p.token_ids) for p in prompts)
+        tokens = sum(len(one.prompt_ids) for one in requests)
         if tokens > self.room:
             raise DoesNotFitError(f"{tokens} tokens are too many")
         return self.policy
 
     def run(
         self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        requests: abc.Sequence[Request],
         on_finished: Any,
         callbacks: Callbacks,
         *,
@@ -74,31 +73,26 @@ class StubLLM:
         lines: list[int] = []
         tokens = 0
         self.runs.append(lines)
-        self.began.append(len(prompts))
-        found = prompts, params
+        self.began.append(len(requests))
+        found: abc.Sequence[Request] | None = requests
         while found is not None:
-            lines += [prompt.index for prompt in found[0]]
-            tokens += sum(len(prompt.token_ids) for prompt in found[0])
-            self._answer(*found, on_finished, callbacks.listener)
+            lines += [one.index for one in found]
+            tokens += sum(len(one.prompt_ids) for one in found)
+            self._answer(found, on_finished, callbacks.listener)
             found = more() if refill and more is not None else None
         return SimpleNamespace(prefill=SimpleNamespace(tokens=tokens), spared_tokens=self.spared)
 
-    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
-        return sum(len(p.token_ids) for p in prompts) <= self.room
+    def has_room(self, requests: abc.Sequence[Request]) -> bool:
+        return sum(len(one.prompt_ids) for one in requests) <= self.room
 
-    def _answer(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        on_finished: Any,
-        listener: Any,
-    ) -> None:
-        for prompt, asked in zip(prompts, params, strict=True):
-            self.before_row(prompt.index)
-            tokens = list(prompt.token_ids[::-1][: asked.max_tokens])
-            listener.sweep(len(tokens))
+    def _answer(self, requests: abc.Sequence[Request], on_finished: Any, listener: Any) -> None:
+        for one in requests:
+            self.before_row(one.index)
+            one.token_ids = list(one.prompt_ids[::-1][: one.params.max_tokens])
+            one.finish_reason = "length"
+            listener.sweep(len(one.token_ids))
             listener.finish([])
-            on_finished([Completion(prompt.index, None, None, tokens, "length")])
+            on_finished([one])
 
 
 @dataclass

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from flexgen_h2o.core.files import MAX_LINE_BYTES
-from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.input import Line
 from flexgen_h2o.jobs.output import to_line
@@ -70,8 +69,8 @@ def test_an_openai_line_with_everything(words: Model) -> None:
     found = read(words, openai(body))
     assert found.params == SamplingParams(5, 0.0, 0.9, 0, 7, ("\n",), True, 2)
     assert found.kind == "completion" and found.custom_id == "a" and found.asked_model == "gpt-4o"
-    assert list(found.prompt.token_ids) == words.encode("def f(x):") and found.prompt.index == 3
-    assert found.prompt.text is None and found.record is None
+    assert list(found.prompt_ids) == words.encode("def f(x):") and found.index == 3
+    assert found.prompt is None and found.record is None
 
 
 @pytest.mark.parametrize("field", ["stop", "seed", "logit_bias", "echo", "prompt"])
@@ -89,7 +88,7 @@ def test_a_value_that_nests_too_deeply_for_its_error_is_an_error_row(
 def test_token_ids_and_defaults(ids_only: Model) -> None:
     for body in ({"prompt": [5, 6, 7]}, {"prompt_token_ids": [5, 6, 7]}):
         found = read(ids_only, openai(body))
-        assert found.prompt.token_ids == (5, 6, 7)
+        assert found.prompt_ids == (5, 6, 7)
         assert replace(found.params, seed=4) == DEFAULTS
 
 
@@ -110,7 +109,7 @@ def test_a_chat_goes_through_the_template(words: Model) -> None:
         model, openai({"messages": messages, "max_completion_tokens": 4, "logprobs": True}, CHAT)
     )
     text = "<system>be brief<user>a\nb<a>"
-    assert list(found.prompt.token_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert list(found.prompt_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert (found.kind, found.params.max_tokens, found.params.logprobs) == ("chat", 4, 0)
     many = openai({"messages": messages, "logprobs": True, "top_logprobs": 3}, CHAT)
     assert read(model, many).params.logprobs == 3
@@ -376,8 +375,18 @@ STEPS = [TokenLogprobs(-0.5, ((265, -0.25), (7, -2.0))), TokenLogprobs(-1.0, ())
 def answered(
     model: Model, kind: Kind, logprobs: list[TokenLogprobs] | None = None, **fields: Any
 ) -> dict[str, Any]:
-    request = Request(kind, "a", Prompt(3, (5, 6, 7), None), SamplingParams(), **fields)
-    return success_row(request, Completion(3, None, "text", [613, 265], "stop", logprobs), model)
+    request = Request(
+        3,
+        (5, 6, 7),
+        text="text",
+        token_ids=[613, 265],
+        finish_reason="stop",
+        logprobs=logprobs,
+        kind=kind,
+        custom_id="a",
+        **fields,
+    )
+    return success_row(request, model)
 
 
 def test_a_text_completion(words: Model) -> None:
@@ -410,21 +419,20 @@ def test_a_request_that_echoes_its_prompt(words: Model) -> None:
         1,
         1,
     )
-    assert found.echo and found.prompt.text == "def f(x):"
-    ids = found.prompt.token_ids
+    assert found.echo and found.prompt == "def f(x):"
+    ids = found.prompt_ids
     scores = [None, *(TokenLogprobs(-float(i), ((i, -0.5),)) for i in range(1, len(ids)))]
-    [choice] = success_row(found, Completion(3, None, "", [], "length", [], scores), words)[
-        "response"
-    ]["body"]["choices"]
+    done = replace(found, text="", finish_reason="length", logprobs=[], prompt_logprobs=scores)
+    [choice] = success_row(done, words)["response"]["body"]["choices"]
     assert (choice["text"], choice["token_ids"]) == ("def f(x):", [])
     assert choice["logprobs"]["tokens"] == [words.tokenizer.decode([i]) for i in ids]
     assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids)))]
     [likely, own] = (words.tokenizer.decode([i]) for i in (1, ids[1]))
     assert choice["logprobs"]["top_logprobs"][:2] == [None, {likely: -0.5, own: -1.0}]
-    done = Completion(3, None, "text", [613], "stop", STEPS[:1], scores)
-    [both] = success_row(replace(found, prompt=Prompt(3, ids, None)), done, words)["response"][
-        "body"
-    ]["choices"]
+    done = replace(
+        done, prompt=None, text="text", token_ids=[613], finish_reason="stop", logprobs=STEPS[:1]
+    )
+    [both] = success_row(done, words)["response"]["body"]["choices"]
     assert both["text"] == words.tokenizer.decode(ids, skip_special_tokens=True) + "text"
     assert (
         both["logprobs"]["token_logprobs"][-1] == -0.5
@@ -447,11 +455,10 @@ def test_a_chat_completion(words: Model) -> None:
     ] == []
     assert answered(words, "chat")["response"]["body"]["choices"][0]["logprobs"] is None
     half = next(i for i in range(300) if "\ufffd" in words.tokenizer.decode([i]))
-    done = Completion(3, None, "", [half], "stop", [TokenLogprobs(-0.5, ())])
-    request = Request("chat", "a", Prompt(3, (5,), None), SamplingParams())
-    [token] = success_row(request, done, words)["response"]["body"]["choices"][0]["logprobs"][
-        "content"
-    ]
+    done = Request(3, (5,), text="", token_ids=[half], finish_reason="stop", kind="chat")
+    done.logprobs = [TokenLogprobs(-0.5, ())]
+    [choice] = success_row(done, words)["response"]["body"]["choices"]
+    [token] = choice["logprobs"]["content"]
     [byte] = token["bytes"]
     assert token["token"] == f"bytes:\\x{byte:02x}", "a part of a character"
 

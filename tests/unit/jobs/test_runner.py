@@ -21,12 +21,11 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
-from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import InputPart, read_cut, scan_input
 from flexgen_h2o.jobs.on_ray import AnswerSink
 from flexgen_h2o.jobs.output import OutputFile
-from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.jobs.runner import FinishedRow, JobRows, JobRun, JobWriter, window_rows
 from flexgen_h2o.jobs.sidecar import Sidecar, read_sidecar, read_status, sidecar_path
 from flexgen_h2o.models.load import Model
@@ -154,7 +153,6 @@ def test_a_run_goes_on_with_the_next_windows_where_rows_enter(
     ran = run_job(llm, write_lines(source, *prompts(9), "{bad"), output, window=4, refill=True)
     assert llm.runs == [list(range(1, 10))]
     assert (ran.status.done, ran.status.errors) == (10, 1)
-    assert not ran.job._running, "requests that are done are not kept"
     other = output.with_name("other.jsonl")
     run_job(StubLLM(words), source, other, window=4)
     assert sorted(read_rows(other), key=str) == sorted(read_rows(output), key=str)
@@ -264,12 +262,9 @@ def test_rows_of_any_prompt_and_answer_are_parted_exactly(
     """With the full cache a token of a prompt takes more than a new one: here as much as three."""
 
     class PerToken(StubLLM):
-        def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+        def check_fit(self, requests: Sequence[Request]) -> Policy:
             self.asks += 1
-            if any(
-                3 * len(p.token_ids) + one.max_tokens > 200
-                for p, one in zip(prompts, params, strict=True)
-            ):
+            if any(3 * len(one.prompt_ids) + one.params.max_tokens > 200 for one in requests):
                 raise DoesNotFitError("too large")
             return self.policy
 

@@ -1,0 +1,243 @@
+"""A sequence: a prompt, what is asked of it, and what has been generated for it.
+
+A prompt travels in this one object from where it is read to where its answer is written. Readers of
+prompts make it, a run fills it, and `LLM.generate` returns it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexgen_h2o.engine.penalties import Penalties
+    from flexgen_h2o.engine.sampling import TokenLogprobs
+
+# Codes of sequences that have no answer through no fault of theirs: their logits are not finite, or
+# there was an exception that no check foresaw.
+CODE_NOT_FINITE = "not_finite"
+CODE_INTERNAL = "internal_error"
+DEFAULTS = SamplingParams()
+
+
+@dataclass(eq=False)
+class Scoring:
+    """Which tokens a sequence is given, and which log-probabilities are kept of them.
+
+    `scheduler.begin` makes it for `score`, `prompt_logprobs` and teacher forcing.
+    """
+
+    # Prompt tokens that are prefilled. `Sequence.prompt_ids` may be more or fewer.
+    fed_ids: tuple[int, ...]
+    # The first tokens that the sequence takes, whatever the logits.
+    given: tuple[int, ...] = ()
+    # How many last tokens of `fed_ids` get log-probabilities in `logprobs`.
+    scored: int = 0
+    # How many of the likeliest tokens get into each entry of `logprobs`.
+    top: int = 0
+    # The same for tokens behind the prompt, given ones included. None: no log-probabilities.
+    top_behind: int | None = None
+    # (prompt tokens, new tokens) from which the KV budget is computed. None: the sequence's own.
+    budget_of: tuple[int, int] | None = None
+    # One entry for each scored token. `score_prompts` appends them.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class TokenSource(Protocol):
+    """Gives a sequence its tokens and says when it is done, in place of its sampling parameters."""
+
+    def sample(self, logits: torch.Tensor) -> int:
+        """Return the next token. logits: (vocab,)."""
+
+    def end(self) -> str | None:
+        """Return why the sequence is done with its newest token, or None if it is not."""
+
+    def known_tokens(self) -> abc.Sequence[int]:
+        """Return the tokens that the sequence takes next, as far as they are known.
+
+        More than `Sequence.max_tokens_per_sweep` of them are not needed.
+        """
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One prompt of a run, and its answer.
+
+    Two sequences are equal only if they are the same object.
+    """
+
+    # Its place in the input.
+    index: int
+    # Token ids of the prompt.
+    prompt_ids: tuple[int, ...]
+    # The text of the prompt; None if it was given as token ids.
+    prompt: str | None = None
+    # What is asked of it.
+    params: SamplingParams = DEFAULTS
+    # With the seed of `params`, decides its random numbers. It is `index` if sequences share a
+    # seed; `with_params` sets it.
+    random_stream: int = 0
+    # Gives all its tokens. Whoever sets it also sets `max_new` and `max_tokens_per_sweep`.
+    source: TokenSource | None = None
+    # The tokens that it takes, whatever the logits. `LLM.follow` sets them for teacher forcing, and
+    # `max_tokens_per_sweep`.
+    forced: tuple[int, ...] = ()
+
+    # `scheduler.begin` sets the next ones at the start of a run.
+
+    # The most tokens that `token_ids` may grow to, at least 1.
+    max_new: int = 0
+    # The most tokens of the sequence in one decode sweep, if they are known beforehand.
+    max_tokens_per_sweep: int = 1
+    # What changes the logits before the sequence's own tokens are chosen.
+    penalties: Penalties | None = None
+    # None for nearly all sequences.
+    scoring: Scoring | None = None
+
+    # The run sets the next ones.
+
+    # The generated tokens. While the sequence runs, given tokens come first.
+    token_ids: list[int] = field(default_factory=list)
+    # The generated text once the sequence is done; None without a tokenizer.
+    text: str | None = None
+    # None while the sequence runs; then "stop", "length" or "error".
+    finish_reason: str | None = None
+    # One entry for each of `token_ids`; None if they are not asked for.
+    logprobs: list[TokenLogprobs] | None = None
+    # One entry for each token of the prompt, None for the first, if asked for.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    # Why there is no answer, in runs that continue without it (`Callbacks.isolates_errors`).
+    error: str | None = None
+    # CODE_NOT_FINITE or CODE_INTERNAL; "" without an error.
+    error_code: str = ""
+
+    def fail(self, code: str, reason: str) -> None:
+        """Record that the sequence has no answer. The first reason stays."""
+        if self.error is None:
+            self.error = reason
+            self.error_code = code
+
+    def clear(self) -> None:
+        """Forget what was generated."""
+        self.token_ids = []
+        self.text = None
+        self.finish_reason = None
+        self.logprobs = None
+        self.prompt_logprobs = None
+        self.error = None
+        self.error_code = ""
+
+    # While it runs
+
+    @property
+    def fed_ids(self) -> tuple[int, ...]:
+        """The prompt tokens that are prefilled."""
+        return self.prompt_ids if self.scoring is None else self.scoring.fed_ids
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The first tokens that the sequence takes, whatever the logits."""
+        return () if self.scoring is None else self.scoring.given
+
+    @property
+    def scored(self) -> int:
+        """The number of last prompt tokens whose log-probabilities are kept."""
+        return 0 if self.scoring is None else self.scoring.scored
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens get into `logprobs`. None: no `logprobs`."""
+        return self.params.logprobs if self.scoring is None else self.scoring.top_behind
+
+    @property
+    def asked(self) -> int:
+        """The most new tokens that the user asked for. Sequences are sorted by it."""
+        return self.params.max_tokens if self.params.score is None else 1
+
+    @property
+    def length(self) -> int:
+        """The number of tokens up to now."""
+        return len(self.fed_ids) + len(self.token_ids)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(prompt tokens, most new tokens) from which the KV budget is computed."""
+        own = None if self.scoring is None else self.scoring.budget_of
+        return own or (len(self.fed_ids), self.max_new)
+
+    @property
+    def generated_ids(self) -> list[int]:
+        """The generated tokens, without those that were given."""
+        return self.token_ids[len(self.given) :]
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The tokens in front of the generated ones: the prompt and the given tokens."""
+        return self.fed_ids + self.given
+
+    @property
+    def answered(self) -> int:
+        """The number of generated tokens that were asked for; 0 after an error."""
+        return 0 if self.error is not None else min(len(self.generated_ids), self.asked)
+
+    # When it is done
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of all of token_ids.
+
+        Raises UsageError if no `logprobs` were asked for.
+        """
+        return math.fsum(one.logprob for one in self._logprobs_of("logprob", 0))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each of token_ids was the likeliest token.
+
+        Raises UsageError if not even one likeliest token was asked for.
+        """
+        found = self._logprobs_of("is_greedy", 1)
+        return all(one.top[0][0] == token for token, one in zip(self.token_ids, found, strict=True))
+
+    def _logprobs_of(self, name: str, least: int) -> list[TokenLogprobs]:
+        found = self.logprobs or []
+        if len(found) < len(self.token_ids) or not all(len(one.top) >= least for one in found):
+            raise UsageError(
+                f"{name}: the result has none; ask for SamplingParams(logprobs={least}) or more"
+            )
+        return found
+
+
+# The name under which the package shows a finished sequence.
+Completion = Sequence
+Some = TypeVar("Some", bound=Sequence)
+
+
+def with_params(
+    sequences: abc.Sequence[Some], params: SamplingParams | abc.Sequence[SamplingParams]
+) -> abc.Sequence[Some]:
+    """Set what is asked of sequences, and return them.
+
+    params: one for all, so that they draw from one seed by their index; or one for each, so that
+        each draws from its own seed alone.
+
+    Raise UsageError if their number is wrong.
+    """
+    if isinstance(params, SamplingParams):
+        for sequence in sequences:
+            sequence.params = params
+            sequence.random_stream = sequence.index
+        return sequences
+    if len(params) != len(sequences):
+        raise UsageError(f"params: {len(params)} for {len(sequences)} prompts; give one for each")
+    for sequence, own in zip(sequences, params, strict=True):
+        sequence.params = own
+        sequence.random_stream = 0
+    return sequences
