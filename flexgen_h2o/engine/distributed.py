@@ -20,7 +20,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -33,7 +34,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, TransferError, UsageError, first_line
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import WIRE_BUFFERS
-from flexgen_h2o.engine.sequence import Sequence as Row
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.of_model import OfStage
 from flexgen_h2o.tiers.device import Device, take_card
@@ -178,7 +179,7 @@ class Wire:
 
     # Compute side
 
-    def begin_block(self, rows: Sequence[int]) -> None:
+    def begin_block(self, rows: abc.Sequence[int]) -> None:
         """Begin a block. Each of its micro-batches ends with a message that leaves no sequence.
 
         rows: sequences of each micro-batch.
@@ -249,12 +250,16 @@ class Wire:
         message = self._received.get(micro_batch)
         self._send(micro_batch, left, () if message is None else message.tokens, x)
 
-    def send_tokens(self, micro_batch: int, left: int, tokens: Sequence[int]) -> None:
+    def send_tokens(self, micro_batch: int, left: int, tokens: abc.Sequence[int]) -> None:
         """Send the chosen tokens, and how many sequences continue, to the first rank."""
         self._send(micro_batch, left, tokens)
 
     def _send(
-        self, micro_batch: int, left: int, tokens: Sequence[int], hidden: torch.Tensor | None = None
+        self,
+        micro_batch: int,
+        left: int,
+        tokens: abc.Sequence[int],
+        hidden: torch.Tensor | None = None,
     ) -> None:
         """Queue a message. Wait while too many messages are on their way."""
         header = torch.zeros(_FIELDS + max(self._num_sequences), dtype=torch.int64, device="cpu")
@@ -433,7 +438,7 @@ def join_pipeline(in_flight: int | None) -> Pipeline:
     return Pipeline(rank, ranks, in_flight or ranks, local_ranks)
 
 
-def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row]) -> None:
+def check_same(pipeline: Pipeline, given: abc.Sequence[object], rows: Iterable[Sequence]) -> None:
     """Raise UsageError if ranks have different work: model configs, flags or prompts.
 
     given: the model's config, dtype, policy, eviction policy, sampling, and sharing of prefixes.

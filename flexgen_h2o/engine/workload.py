@@ -7,7 +7,7 @@ imports no torch: the planner plans with it before anything heavy is loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord, record_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix, longest_alike
 
 if TYPE_CHECKING:
-    from flexgen_h2o.engine.sequence import Sequence as Row
+    from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.kvcache.eviction import Eviction
 
 
@@ -143,7 +143,7 @@ class Workload:
         """(slots, kept, window) of each transformer block. Blocks with equal triples are alike."""
         return [*zip(self.slots, self.kept, self.windows or (None,) * len(self.slots), strict=True)]
 
-    def block(self, sizes: Sequence[int]) -> Block:
+    def block(self, sizes: abc.Sequence[int]) -> Block:
         """Return micro-batches of so many equal prompts. The first one is fed the common prefix."""
         length = self.prompt_len
         before = (self.prefix, self.common)
@@ -180,7 +180,7 @@ class MicroBatchShape:
     saved: int = 0
 
     @classmethod
-    def of(cls, groups: Sequence[PromptGroup]) -> MicroBatchShape:
+    def of(cls, groups: abc.Sequence[PromptGroup]) -> MicroBatchShape:
         """Return the micro-batch of these groups of prompts."""
         lengths = [n for group in groups for n in group.lengths]
         pairs = sum(group.pairs for group in groups)
@@ -200,7 +200,7 @@ class MicroBatchShape:
         return cls.of((PromptGroup(common, ()), group) if opens and common else (group,))
 
     @classmethod
-    def joined(cls, batches: Sequence[MicroBatchShape]) -> MicroBatchShape:
+    def joined(cls, batches: abc.Sequence[MicroBatchShape]) -> MicroBatchShape:
         """Return the one micro-batch as which several are computed (loop.joined)."""
         longest = max(b.longest for b in batches)
         rows, tokens, pairs, saved = (
@@ -333,7 +333,7 @@ def workload_of(
 
 def workload_of_rows(
     eviction: Eviction,
-    rows: Sequence[Row],
+    rows: abc.Sequence[Sequence],
     num_blocks: int,
     windows: tuple[int | None, ...] = (),
     sharing: Sharing | None = None,
@@ -365,7 +365,9 @@ def workload_of_rows(
 
 
 def shape_of_blocks(
-    blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: Workload, rows: Sequence[Row]
+    blocks: abc.Sequence[abc.Sequence[abc.Sequence[PromptGroup]]],
+    need: Workload,
+    rows: abc.Sequence[Sequence],
 ) -> BlockShape:
     """Return the shape that covers all these blocks of micro-batches.
 

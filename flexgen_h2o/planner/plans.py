@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, abc
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from flexgen_h2o.engine.generation import group_rows, make_blocks
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan
 from flexgen_h2o.engine.report import MEASURED_BUSY
-from flexgen_h2o.engine.sequence import Sequence as Row
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import (
     AutoPolicy,
     MicroBatchShape,
@@ -39,7 +38,7 @@ from flexgen_h2o.planner.search import Plan, disk_reads, search, sensitivity
 WORTH_MEASURING_S = 600.0
 MEASURING_BYTES = 5 * GIB // 4  # RAM that measuring needs
 MAX_SIMULATED = 64  # simulated blocks of a plan that is shown; each takes about 20 ms
-Groups = Sequence[Sequence[Sequence[PromptGroup]]]  # by block, then by micro-batch
+Groups = abc.Sequence[abc.Sequence[abc.Sequence[PromptGroup]]]  # by block, then by micro-batch
 
 
 class Planner:
@@ -142,14 +141,14 @@ class Planner:
         """Rule for when sequences of a micro-batch share a prefix; None if they never do."""
         return SHARINGS[self.share_prefix]
 
-    def common(self, rows: Sequence[Row], policy: Policy) -> TokenIds:
+    def common(self, rows: abc.Sequence[Sequence], policy: Policy) -> TokenIds:
         """Return the tokens that all sequences begin with, if their KV entries are in one copy.
 
         Otherwise the result is empty.
         """
         return rows[0].fed_ids[: self._need(rows, policy).common]
 
-    def blocks(self, rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
+    def blocks(self, rows: abc.Sequence[Sequence], policy: Policy) -> list[list[list[Sequence]]]:
         """Return blocks of micro-batches of sequences.
 
         Blocks of a pipeline that are in flight together are one block.
@@ -159,7 +158,10 @@ class Planner:
         )
 
     def plan(
-        self, rows: Sequence[Row], asked: Policy | AutoPolicy, budgets: dict[str, int | None]
+        self,
+        rows: abc.Sequence[Sequence],
+        asked: Policy | AutoPolicy,
+        budgets: dict[str, int | None],
     ) -> Plan:
         """Return the plan for these sequences. Raise DoesNotFitError if it does not fit.
 
@@ -175,7 +177,11 @@ class Planner:
         return self._plan(rows, asked, need, None, budgets)
 
     def serves(
-        self, plan: MemoryPlan, policy: Policy, asked: Policy | AutoPolicy, rows: Sequence[Row]
+        self,
+        plan: MemoryPlan,
+        policy: Policy,
+        asked: Policy | AutoPolicy,
+        rows: abc.Sequence[Sequence],
     ) -> bool:
         """Return whether an open engine can run these sequences.
 
@@ -186,7 +192,7 @@ class Planner:
         for_fewer = self.planned is None or len(rows) > self.planned.need.rows
         return enough and (asked == policy or not for_fewer)
 
-    def has_room(self, plan: MemoryPlan, rows: Sequence[Row], common: TokenIds) -> bool:
+    def has_room(self, plan: MemoryPlan, rows: abc.Sequence[Sequence], common: TokenIds) -> bool:
         """Return whether these sequences can join a running block of an engine with this plan.
 
         common: the tokens that all sequences of the block begin with.
@@ -209,7 +215,9 @@ class Planner:
         )
         return fits and (not count or longest <= shape.sharing)
 
-    def predict(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
+    def predict(
+        self, rows: abc.Sequence[Sequence], policy: Policy, plan: MemoryPlan
+    ) -> Prediction | None:
         """Return the cost of the run if no sequence ends early.
 
         The result is None if the profile has no rates of the dtype, and for a stage of a pipeline.
@@ -220,7 +228,7 @@ class Planner:
         return self._predict(rows, policy, plan, sys.maxsize)
 
     def predict_run(
-        self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan
+        self, rows: abc.Sequence[Sequence], policy: Policy, plan: MemoryPlan
     ) -> Prediction | None:
         """Return nearly the same cost as `predict`, and also that of a job.
 
@@ -231,7 +239,7 @@ class Planner:
         return self._predict(rows, policy, plan, MAX_SIMULATED)
 
     def _predict(
-        self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan, most: int
+        self, rows: abc.Sequence[Sequence], policy: Policy, plan: MemoryPlan, most: int
     ) -> Prediction:
         need = self._need(rows, policy)
         return self.predict_groups(
@@ -240,7 +248,7 @@ class Planner:
 
     def answer(
         self,
-        rows: Sequence[Row],
+        rows: abc.Sequence[Sequence],
         planned: Plan,
         asked: Policy | AutoPolicy,
         budgets: dict[str, int | None],
@@ -304,7 +312,7 @@ class Planner:
 
     def _plan(
         self,
-        rows: Sequence[Row],
+        rows: abc.Sequence[Sequence],
         asked: Policy | AutoPolicy,
         own: Workload,
         before: Plan | None,
@@ -325,7 +333,7 @@ class Planner:
         itemsize = DTYPE_BYTES[self.dtype]
         return MemoryPlanner(self.part.spec, policy, itemsize, self._device_is_host)
 
-    def _need(self, rows: Sequence[Row], policy: Policy) -> Workload:
+    def _need(self, rows: abc.Sequence[Sequence], policy: Policy) -> Workload:
         """Return the workload of these sequences.
 
         A shared prefix is held in one copy if sequences keep all KV entries uncompressed and read
@@ -351,14 +359,14 @@ class Planner:
             else need
         )
 
-    def _need_of(self, rows: Sequence[Row], sharing: Sharing | None) -> Workload:
+    def _need_of(self, rows: abc.Sequence[Sequence], sharing: Sharing | None) -> Workload:
         spec = self.part.spec
         return workload_of_rows(self.part.eviction, rows, spec.num_blocks, spec.windows, sharing)
 
-    def _shape(self, rows: Sequence[Row], policy: Policy, need: Workload) -> BlockShape:
+    def _shape(self, rows: abc.Sequence[Sequence], policy: Policy, need: Workload) -> BlockShape:
         return shape_of_blocks(self._groups(rows, policy, need.common), need, rows)
 
-    def _groups(self, rows: Sequence[Row], policy: Policy, common: int) -> Groups:
+    def _groups(self, rows: abc.Sequence[Sequence], policy: Policy, common: int) -> Groups:
         """Return the prompts of each micro-batch of each block, grouped as they will be fed."""
         return [
             [group_rows(batch, self.sharing, common, opens=k == 0) for k, batch in enumerate(block)]
@@ -372,7 +380,7 @@ def _can_measure(budgets: Budgets) -> bool:
     return room is None or room >= MEASURING_BYTES
 
 
-def has_own_scores(rows: Sequence[Row], common: int) -> bool:
+def has_own_scores(rows: abc.Sequence[Sequence], common: int) -> bool:
     """Return whether the first `common` tokens are not needed for log-probabilities of prompts.
 
     Other sequences feed these tokens, so this sequence has no logits of them.

@@ -13,8 +13,8 @@ import random
 import shutil
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -45,7 +45,7 @@ from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.engine.sequence import Sequence as Row
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import MicroBatchShape, workload_of
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
@@ -434,7 +434,7 @@ def with_step_costs(
     return _with_elementwise(runs[-1].costs(spec, profile, dtype), runs[-1], prefill)
 
 
-def fixed_costs(left: Sequence[Steps], few: int, many: int) -> Figures:
+def fixed_costs(left: abc.Sequence[Steps], few: int, many: int) -> Figures:
     """Fields of the profile. left: what the planner leaves of a few rows, of many, and of a few
     with eviction; few, many: how many rows, 0 where rows cost nothing."""
     less, more, evicting = left
@@ -505,7 +505,7 @@ def _indices(costs: CostModel) -> list[int]:
     return [kinds.index(kind) for kind in KINDS]
 
 
-def _median(found: Sequence[Steps]) -> Steps:
+def _median(found: abc.Sequence[Steps]) -> Steps:
     return tuple(map(statistics.median, zip(*found, strict=True)))
 
 
@@ -518,13 +518,13 @@ def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[St
     executor.graphs = executor.graphs if with_graphs else None
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
     stats = BlockStats()
-    rows = [Row(i, ids, params=params, max_new=params.max_tokens) for i in range(run.rows)]
+    rows = [Sequence(i, ids, params=params, max_new=params.max_tokens) for i in range(run.rows)]
     executor.run_block([rows], stats)
     executor.finish()
     kinds = [layer.kind for layer in engine.layers.layers]
     seconds = stats.times.layers
 
-    def of_kinds(seconds: Sequence[float]) -> tuple[list[float], ...]:
+    def of_kinds(seconds: abc.Sequence[float]) -> tuple[list[float], ...]:
         return tuple(
             [s for i, s in enumerate(seconds) if kinds[i % len(kinds)] == kind] for kind in KINDS
         )
