@@ -3,14 +3,9 @@ kills, refusals."""
 
 from __future__ import annotations
 
-import argparse
-import csv
 import functools
-import importlib
 import json
-import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,14 +22,9 @@ from lm_eval.tasks import TaskManager
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import mark
-from flexgen_h2o.evaluate import _parser
-from flexgen_h2o.evaluation.lm_eval import _own_flags, _parse_own, _settings_digest, check_ruler
-from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER, lm_eval_here
+from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER
 from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 from flexgen_h2o.evaluation.lm_eval_records import read_answers
-from flexgen_h2o.models.load import find_model
-from flexgen_h2o.models.named import NAMED, folder_of
 from tests.doors.conftest import Answer
 from tests.forks import Forks
 from tests.parity.reference import random_model
@@ -158,14 +148,6 @@ def test_tasks_of_all_kinds_in_one_command(lm_eval: Door, tmp_path: Path) -> Non
     assert len(samples(tmp_path / "out")) == 6
 
 
-def test_a_misspelt_key_of_a_line_is_refused_with_its_number(lm_eval: Door, tasks: Path) -> None:
-    lines = (tasks / "choice.jsonl").read_text().splitlines(keepends=True)
-    lines[6] = lines[6].replace("question", "questoin")
-    (tasks / "choice.jsonl").write_text("".join(lines))
-    out = lm_eval(f"{FLAGS} --tasks choice", 2)
-    assert "choice.jsonl:7: has no 'question', as other lines have, but 'questoin'" in out.err
-
-
 def test_eviction_changes_the_answers(lm_eval: Door, tmp_path: Path) -> None:
     for name, flags in (
         ("full", ""),
@@ -229,23 +211,6 @@ SINGLE = CHOICE.replace("task: choice", "task: single").replace('"{{choices}}"',
 SINGLE = SINGLE.replace("doc_to_target: answer", 'doc_to_target: "{{answer % 2}}"')
 
 
-def test_choices_of_one_token_are_warned_of_once_per_task(lm_eval: Door, tasks: Path) -> None:
-    """Their scores come from the pass over the context, before any KV entry leaves."""
-    (tasks / "single.yaml").write_text(SINGLE.replace("FOLDER", str(tasks)))
-    evicted = lm_eval(f"{FLAGS} --tasks single,choice --limit 4 --hh-size 2 --recent-size 2")
-    said = [line for line in evicted.err.splitlines() if "each choice is one token long" in line]
-    assert (
-        len(said) == 1 and "single: " in said[0] and "`generate`, `run` and `score`" in said[0]
-    ), evicted.err
-    full = lm_eval(f"{FLAGS} --tasks single,choice --limit 4")
-    assert "one token long" not in full.err
-    table = [
-        [line for line in one.out.splitlines() if line.startswith("|single")]
-        for one in (evicted, full)
-    ]
-    assert table[0] == table[1] != []
-
-
 GRID = "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 --num-gpu-batches 2"
 
 
@@ -293,105 +258,24 @@ def _last_logprobs(answers: Path) -> list[float]:
     return [one["token_logprobs"][-1] for _, one in sorted(read_answers(answers).items())]
 
 
-def test_a_grid_agrees_with_its_three_steps(lm_eval: Door, tmp_path: Path) -> None:
-    flags = "--tasks choice --include_path tasks --limit 5"
-    lm_eval(
-        f"grid {GRID} --tasks choice --limit 5 --policies h2o --kv-budget 0.3 --output-dir grid"
-    )
-    lm_eval(f"generate {flags} --output requests.jsonl")
-    lm_eval(
-        f"run {GRID.partition('tasks ')[2]} --input requests.jsonl --output answers.jsonl "
-        "--kv-budget 0.3"
-    )
-    lm_eval(f"score {flags} --input answers.jsonl --json scored.json")
-    found = json.loads((tmp_path / "grid/summary.json").read_text())["cells"]
-    assert [cell["results"] for cell in found] == [
-        json.loads((tmp_path / "scored.json").read_text())["results"]
-    ]
-
-
 def test_the_lines_of_h2o_hfs_readme(command: Door, tmp_path: Path) -> None:
     """Its steps 1 to 3, with their flags as written and another model."""
     step = "evaluate lm-eval"
-    own = "--include_path tasks --limit 3"
-    steps = "--offload-dir o --dtype float32"
-    task = f"--task-name choice --num-fewshot 1 {own}"
+    task = "--task-name choice --num-fewshot 1 --include_path tasks --limit 3"
     assert command(f"{step} generate --output-file choice-1.jsonl {task}").code == 0
-    model = f"--input-path choice-1.jsonl --model-name opt-tiny --model-type opt {steps}"
+    model = "--input-path choice-1.jsonl --model-name opt-tiny --model-type opt --offload-dir o"
     answers = {}
     for name, more in (
         ("full", ""),
         ("local", "--enable_small_cache --heavy_ratio 0 --recent_ratio 0.2"),
         ("h2o", "--enable_small_cache --heavy_ratio 0.1 --recent_ratio 0.1"),
         ("usual", "--enable_small_cache"),
-        ("by name", "--eviction local:sinks=0 --recent-ratio 0.2"),
     ):
-        out = command(f"{step} run --output-path '{name}.jsonl' {model} {more}")
-        assert out.code == 0 and "another model" not in out.err, out.err
-        answers[name] = _last_logprobs(tmp_path / f"{name}.jsonl")
-    assert answers["local"] == answers["by name"] and answers["h2o"] == answers["usual"]
-    assert len({tuple(answers[name]) for name in ("full", "local", "h2o")}) == 3
+        assert command(f"{step} run --output-path {name}.jsonl {model} {more}").code == 0
+        answers[name] = tuple(_last_logprobs(tmp_path / f"{name}.jsonl"))
+    assert answers["h2o"] == answers["usual"] and len(set(answers.values())) == 3
     scored = command(f"{step} score --result-file h2o.jsonl {task} --model-type opt")
     assert scored.code == 0 and '"acc,none"' in scored.out, scored.err
-    wrong = command(f"{step} score --result-file h2o.jsonl {task} --model-type llama")
-    assert (
-        wrong.code == 2 and "--model-type llama: opt-tiny is opt; leave the flag out" in wrong.err
-    )
-    wrong = command(f"{step} run --output-path x.jsonl {model.replace('opt --off', 'llama --off')}")
-    assert (
-        wrong.code == 2
-        and "--model-type llama: opt-tiny is opt" in wrong.err
-        and not Path("x.jsonl").exists()
-    )
-
-
-def test_score_finds_a_named_model_in_the_offload_dir(
-    lm_eval: Door, command: Door, tmp_path: Path
-) -> None:
-    name, model = next(iter(NAMED.items()))
-    folder = folder_of(model, tmp_path / "here")
-    shutil.copytree(PACKAGED["opt-tiny"], folder)
-    mark(
-        folder, kind="checkpoint", model=name, files=sorted(path.name for path in folder.iterdir())
-    )
-    flags = "--tasks choice --include_path tasks --limit 2"
-    lm_eval(f"generate {flags} --output requests.jsonl")
-    lm_eval(f"run --model {name} --offload-dir here --input requests.jsonl --output answers.jsonl")
-    for named in (f"--model {name}", ""):
-        out = command(
-            f"evaluate lm-eval score {flags} --input answers.jsonl --offload-dir here {named} "
-            "--json s.json"
-        )
-        assert out.code == 0 and out.out.startswith("8 items in the cache"), out.err
-        assert "choice" in json.loads((tmp_path / "s.json").read_text())["results"]
-
-
-def test_nothing_is_said_of_a_repository(
-    lm_eval: Door,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """lm-eval runs git in the current folder, and git writes on the process's own stderr."""
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    lm_eval(f"{FLAGS} --tasks choice --limit 1 --output_path out")
-    assert "repository" not in capfd.readouterr().err
-    assert results(tmp_path / "out")["git_hash"] is None
-
-
-def test_nothing_is_said_of_a_download_that_is_not_allowed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nltk = pytest.importorskip("nltk", reason=why_not("eval"))
-
-    def missing(name: str, *more: object) -> None:
-        raise LookupError(name)
-
-    monkeypatch.setattr(nltk.data, "find", missing)
-    monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.prepare_niah", raising=False)
-    with lm_eval_here(argparse.Namespace(download=False), ["niah_single_1"]):
-        importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
-    assert capsys.readouterr().out == ""
 
 
 PAPERS_LINES: dict[str, dict[str, Any]] = {  # of the data sets
@@ -514,49 +398,19 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
         ("", "--tasks: is missing"),
         ("--tasks nothing", "--tasks nothing: no task of lm-eval"),
         ("--tasks choice --limit 0", "--limit"),
-        ("--tasks choice --num-fewshot -1", "--num-fewshot"),
-        ("--tasks choice --include_path none", "--include-path none: is no folder"),
-        ("--tasks choice --log_samples", "lm-eval: Specify --output_path"),
-        ("--tasks choice --seed x", "'x' is neither a number"),
-        ("--tasks choice --metadata x", "expected `key=value`"),
-        (
-            "--tasks choice --metadata max_seq_lengths=abc",
-            "max_seq_lengths=abc: 'abc' is not a number of tokens",
-        ),
-        (
-            "--tasks choice --num-fewshot 500",
-            "--num-fewshot: asks for more solved examples than choice has",
-        ),
-        ("--tasks choice --output_path tasks/choice.yaml/x", "choice.yaml is no folder"),
+        ("--tasks choice --num-fewshot 500", "--num-fewshot: asks for more solved examples"),
         ("--tasks choice --apply_chat_template", "has no chat template"),
         ("--tasks text --gen_kwargs num_beams=3", "--gen-kwargs num_beams=3: is not supported"),
-        ("--tasks choice --eviction nothing", "--eviction nothing"),
         ("--tasks choice --batch_size 3", "--batch_size: is not a flag here"),
-        ("--tasks choice --policies full h2o", "--policies: is a flag of `evaluate lm-eval grid`"),
-        ("generate --tasks choice", "--output: is missing"),
-        ("generate --tasks text --output x.jsonl", "a task generates text"),
-        ("generate --tasks choice --output x.txt", "must end in .jsonl"),
-        ("run --output x.jsonl", "--input: is missing"),
+        ("generate --include_path tasks --tasks text --output x.jsonl", "a task generates text"),
         ("run --input none.jsonl --output x.jsonl", "--input none.jsonl: is no file"),
-        ("score --tasks choice", "--input: is missing"),
-        (
-            "score --tasks choice --input tasks/choice.jsonl",
-            "choice.jsonl:1: has no request with its result",
-        ),
+        ("score --include_path tasks --tasks choice", "--input: is missing"),
     ],
 )
 def test_refusals(lm_eval: Door, tmp_path: Path, flags: str, says: str) -> None:
-    step, _, rest = flags.partition(" ")
-    steps = step in ("generate", "run", "score")
-    own = "" if step == "run" or "--include_path" in flags else "--include_path tasks "
-    out = lm_eval(f"{step} {own}{rest}" if steps else f"{own}{flags}", code=2)
-    lines = [
-        line for line in out.err.splitlines() if "it/s" not in line and "examples/s" not in line
-    ]
-    assert [line for line in lines if line] == [out.err.splitlines()[-1]] and says in out.err, (
-        out.err
-    )
-    assert not (tmp_path / "x.jsonl").exists()
+    is_step = flags.startswith(("generate", "run", "score"))
+    out = lm_eval(flags if is_step else f"--include_path tasks {flags}", code=2)
+    assert says in out.err.splitlines()[-1] and not (tmp_path / "x.jsonl").exists()
 
 
 def answer_of(prompt: object, values: object, tops: object) -> dict[str, Any]:
@@ -565,8 +419,6 @@ def answer_of(prompt: object, values: object, tops: object) -> dict[str, Any]:
     return {"request": {"prompt": prompt}, "result": {"choices": [{"logprobs": logprobs}]}}
 
 
-NO_ROW = "has no request with its result"
-NO_ECHO = "the logprobs are not those of an echo"
 TOPS = [None, {"a": -1.0}]
 
 
@@ -574,17 +426,10 @@ TOPS = [None, {"a": -1.0}]
     ("row", "says"),
     [
         ({"error": "timeout"}, r"is an error \(timeout\)"),
-        ({"error": {"message": "too long"}}, r"is an error \(too long\)"),
-        (answer_of([1, 2], [None, -1.0], TOPS), NO_ROW),
-        (answer_of("a", {}, TOPS), NO_ROW),
-        (answer_of("a", [], []), NO_ROW),
-        (answer_of("a", [None, -1.0], [None, None]), NO_ECHO),
-        (answer_of("a", [None, -1.0], [None, {}]), NO_ECHO),
-        (answer_of("a", [None, -1.0], [None, "a"]), NO_ROW),
-        (answer_of("a", [None, -1.0], [None, {"a": None}]), NO_ECHO),
-        (answer_of("a", [None, "-1"], TOPS), NO_ECHO),
-        (answer_of("a", [None, -1.0], [None]), NO_ECHO),
-        (answer_of("a", [None], [None]), NO_ECHO),
+        (answer_of([1, 2], [None, -1.0], TOPS), "has no request with its result"),
+        (answer_of("a", [None, -1.0], [None, "a"]), "has no request with its result"),
+        (answer_of("a", [None, -1.0], [None, {}]), "the logprobs are not those of an echo"),
+        (answer_of("a", [None, "-1"], TOPS), "the logprobs are not those of an echo"),
     ],
 )
 def test_answers_of_other_tools_are_refused_by_line(
@@ -603,174 +448,13 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
         shutil.copy(path, tmp_path)
     with LLM(tmp_path, Policy(1, 1), device="cpu") as llm:
         own = EngineLM(llm)
-        text = next(
-            t
-            for t in map(own.tokenizer.decode, range(2000, 2048))
-            if max(own.tok_encode(t)) >= 2000
-        )
-        asked: list[tuple[Callable[..., object], tuple[object, ...]]] = [
-            *(
-                (own.loglikelihood, pair)
-                for pair in ((text, " x"), ("x", f"{text} x"), ("x", f" x{text}"))
-            ),
-            (own.loglikelihood_rolling, (text,)),
-            (own.generate_until, (text, {"until": [], "max_gen_toks": 2})),
-        ]
-        for method, args in asked:
-            with pytest.raises(
-                UsageError, match=r"request \d: token id 20.. is outside the model's vocabulary"
-            ):
-                method([Instance(method.__name__, {}, args, 0)], disable_tqdm=True)
-
-
-def test_missing_data_is_said_in_a_line(lm_eval: Door, tasks: Path) -> None:
-    (tasks / "copa.yaml").write_text(
-        CHOICE.replace("task: choice", "task: copa").replace("path: json", "path: aps/x")
-    )
-    for name in [*H2O_PAPER][1:]:
-        (tasks / f"{name}.yaml").write_text(CHOICE.replace("task: choice", f"task: {name}"))
-    out = lm_eval(f"{FLAGS} --tasks h2o-paper", code=2)
-    assert (
-        out.err.count("\n") == 1
-        and "--download" in out.err
-        and "https://huggingface.co/datasets" in out.err
-    )
-    for name, path in H2O_PAPER.items():
-        assert f"{name} ({path})" in out.err or name == "copa"
-    (tasks / "choice.jsonl").unlink()
-    out = lm_eval(f"{FLAGS} --tasks choice", code=2)
-    assert (
-        "--tasks choice (json)" in out.err
-        and "choice.jsonl" in out.err
-        and "--download" not in out.err
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (("{{question}}", "{{question"), "TemplateSyntaxError"),
-        (("test_split: test", "test_split: train"), "lm-eval cannot run it"),
-        (("output_type: multiple_choice", "output_type: nothing"), "lm-eval cannot run it"),
-        (('doc_to_choice: "{{choices}}"', 'doc_to_choice: "{{none}}"'), "lm-eval cannot run it"),
-    ],
-)
-def test_a_bad_task_file_is_one_line(
-    lm_eval: Door, tasks: Path, change: tuple[str, str], says: str
-) -> None:
-    assert change[0] in CHOICE
-    (tasks / "choice.yaml").write_text((tasks / "choice.yaml").read_text().replace(*change))
-    for step in ("", "generate --output x.jsonl "):
-        err = lm_eval(f"{step}--include_path tasks --tasks choice", code=2).err.splitlines()
-        assert err[-1].startswith("evaluate: --tasks choice: ") and says in err[-1], err
-
-
-@pytest.mark.parametrize(
-    ("names", "length", "says"),
-    [
-        (["ruler_cwe"], 1024, "ruler_cwe takes 1"),
-        (["ruler_*"], 1024, "ruler_vt takes 1"),
-        (["longcxt"], 64, "ruler_vt"),
-        (["ruler_fwe"], 64, "ruler_fwe takes 200 tokens"),
-        (["ruler_fwe"], 1024, None),
-        (["ruler"], 4096, None),
-        (["ruler_cwe", "choice"], "x", "max_seq_lengths=x: 'x' is not a number of tokens"),
-    ],
-)
-def test_lengths_that_lm_eval_would_loop_on_are_refused(
-    names: list[str], length: object, says: str | None
-) -> None:
-    model = find_model("opt-tiny", None, None)
-    given = {"max_seq_lengths": [length] if isinstance(length, int) else length}
-    if says is None:
-        check_ruler(model, names, given)
-        return
-    with pytest.raises(UsageError, match=re.escape(says)):
-        check_ruler(model, names, given)
-
-
-def test_a_tokenizer_that_ruler_vt_has_no_example_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = find_model("opt-tiny", None, None)
-    monkeypatch.setattr(type(model), "encode_plain", lambda self, text: list(text))
-    with pytest.raises(
-        UsageError, match="--tasks ruler_vt: its solved example takes more than 500 tokens"
-    ):
-        check_ruler(model, ["ruler_vt"], {})
-
-
-def test_flags_without_a_value_are_lm_evals_own() -> None:
-    args = _parser().parse_args(
-        ["lm-eval", "--tasks", "x", "--apply-chat-template", "--fewshot_as_multiturn"]
-    )
-    _, own = _parse_own([*_own_flags(args, ["x"])])
-    assert own.apply_chat_template is own.fewshot_as_multiturn is True
-
-
-def test_another_seed_has_a_cache_of_its_own(tmp_path: Path) -> None:
-    with LLM("opt-tiny", Policy(), offload_dir=tmp_path) as llm:
-        assert _settings_digest(llm, Policy(), 0) != _settings_digest(llm, Policy(), 1)
-
-
-def test_bad_data_is_one_line(lm_eval: Door, tasks: Path) -> None:
-    (tasks / "choice.jsonl").write_text('{"question": "x"\n[[[\n')
-    out = lm_eval("--include_path tasks --tasks choice", code=2)
-    said = out.err.splitlines()[-1]
-    assert (
-        said.startswith("evaluate: --tasks choice: ") and "choice.jsonl:1: not valid JSON (" in said
-    )
-
-
-def test_an_error_of_the_engine_is_not_blamed_on_a_task(
-    lm_eval: Door, command: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flexgen_h2o.llm.LLM.expect", lambda self, rows: {}["bug"])
-    with pytest.raises(KeyError, match="bug"):
-        command(f"evaluate lm-eval {FLAGS} --model opt-tiny --tasks choice")
-
-
-def test_results_that_cannot_be_written_are_said_to_be(
-    lm_eval: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "out" / "opt-tiny").parent.mkdir()
-    (tmp_path / "out" / "opt-tiny").write_text("a file where lm-eval's folder would be")
-    out = lm_eval(f"{FLAGS} --tasks choice --limit 2 --output_path out", code=1)
-    assert (
-        "|choice" in out.out
-        and "--output-path out: lm-eval could not write all of its results" in out.err
-    )
-
-
-def test_without_lm_eval_one_line_says_what_to_install(
-    lm_eval: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flexgen_h2o.evaluation.lm_eval.find_spec", lambda name: None)
-    for step in ("", "generate --output x.jsonl ", "score --input x.jsonl "):
-        assert "pip install -e '.[eval]'" in lm_eval(f"{step}--tasks piqa", code=2).err
-
-
-def test_kvpress_folders(lm_eval: Door, tmp_path: Path) -> None:
-    """Of tasks that generate; the answers are lm-eval's own, and its own files do not get samples
-    by that."""
-    flags = f"{FLAGS} --tasks choice,text --limit 4 --kv-budget 0.5 --output-path out"
-    out = lm_eval(f"{flags} --kvpress-dir press --log-samples")
-    assert "--kvpress-dir: choice: no text is generated" in out.err
-    [folder] = (tmp_path / "press").iterdir()
-    assert folder.name.startswith("text__opt-tiny__h2o__0.") and folder.name.endswith(
-        "__fraction0.333"
-    )
-    with (folder / "predictions.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    written = samples(tmp_path / "out", "text")
-    assert [row["predicted_answer"] for row in rows] == [resps[0][0] for resps in written]
-    assert (
-        rows[1]["question"] == "return"
-        and rows[1]["answer"] == " y"
-        and rows[1]["max_new_tokens"] == "6"
-    )
-    assert 0.4 < float(rows[0]["compression_ratio"]) < 0.6
-    assert "exact_match,none" in json.loads((folder / "metrics.json").read_text())
-    assert folder.samefile(str(out.out).rpartition("kvpress: ")[2].strip())
-    lm_eval(flags.replace("path out", "path bare") + " --kvpress-dir press")
-    assert not list((tmp_path / "bare").rglob("samples*")) and len(list(folder.iterdir())) == 3
-    (tmp_path / "file").write_text("")
-    assert "--kvpress-dir" in lm_eval(f"{flags} --kvpress-dir file/x", code=2).err
+        texts = map(own.tokenizer.decode, range(2000, 2048))
+        text = next(t for t in texts if max(own.tok_encode(t)) >= 2000)
+        for method, *args in (
+            (own.loglikelihood, "x", f" x{text}"),
+            (own.loglikelihood_rolling, text),
+            (own.generate_until, text, {"until": [], "max_gen_toks": 2}),
+        ):
+            asked = [Instance(method.__name__, {}, tuple(args), 0)]
+            with pytest.raises(UsageError, match="is outside the model's vocabulary"):
+                method(asked, disable_tqdm=True)

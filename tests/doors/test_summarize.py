@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import shlex
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
-from flexgen_h2o.evaluation import articles, summarize, summary
+from flexgen_h2o.evaluation import articles, summarize
 from tests.doors.conftest import POSITIONS, Answer
-from tests.extras import needs
 
 Door = Callable[..., Answer]
 INSTRUCTION = "Sum up:\n"
@@ -85,117 +82,36 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def test_a_grid(
     run: Door, records: list[dict[str, Any]], words_model: Path, tmp_path: Path
 ) -> None:
-    out = run(f"{GRID} --policies full h2o --json r.json --markdown r.md --kvpress-dir kp")
+    """The summaries are those that each policy writes; scores, KV and the layout say the same."""
+    run(f"{GRID} --policies full h2o --json r.json --kvpress-dir kp")
     result = figures(tmp_path / "r.json")
-    assert out.out.rstrip().endswith((tmp_path / "r.md").read_text().rstrip())
-    assert result == figures(tmp_path / "d" / "summary.json")
-    assert (result["articles"], result["cut"], result["skipped"], result["fields"]) == (
-        3,
-        1,
-        0,
-        {"temperature": 0.0},
-    )
-    assert "evaluate: 1 articles were cut to the 64 positions" in out.err
-    assert [cell["title"] for cell in result["cells"]] == ["full", "h2o 3+4", "h2o 6+4"]
-    outputs = [rows_of(tmp_path / "d" / f"{name}.jsonl") for name in ("full", "h2o-3+4", "h2o-6+4")]
-    requests = [row["request"] for row in outputs[0]]
-    assert requests[:2] == [{**one, "temperature": 0.0} for one in records[:2]]
-    assert requests[2]["article"].startswith("x = 1\nx = 1") and requests[2]["article"].endswith(
-        f"\n\n{INSTRUCTION}"
-    )
-    assert all([row["request"] for row in rows] == requests for rows in outputs)
-
-    # the summaries are those that the policy writes; the scores, the KV and the layout say the same
-    # of them
-    prompts = [one["article"] for one in requests]
-    params = SamplingParams(NEW, stop=("###",))
-    for rows, eviction, cell in zip(
-        outputs,
-        (Full(), H2O(None, None, 3, 4), H2O(None, None, 6, 4)),
-        result["cells"],
-        strict=True,
-    ):
-        with LLM(
-            words_model, Policy(2, 2), eviction, dtype="float32", offload_dir=tmp_path / "o"
-        ) as llm:
-            texts = [one.text for one in llm.generate(prompts, params)]
+    assert (result["articles"], result["cut"], result["skipped"]) == (3, 1, 0)
+    evictions = {"full": Full(), "h2o-3+4": H2O(None, None, 3, 4), "h2o-6+4": H2O(None, None, 6, 4)}
+    for cell, (name, eviction) in zip(result["cells"], evictions.items(), strict=True):
+        rows = rows_of(tmp_path / "d" / f"{name}.jsonl")
+        requests = [row["request"] for row in rows]
+        assert requests[:2] == [{**one, "temperature": 0.0} for one in records[:2]]
+        prompts = [one["article"] for one in requests]
+        with LLM(words_model, Policy(2, 2), eviction, dtype="float32", offload_dir="o") as llm:
+            texts = [one.text for one in llm.generate(prompts, SamplingParams(NEW, stop="###"))]
             lengths = [len(llm.model.encode(prompt)) for prompt in prompts]
-            assert (
-                max(lengths) <= POSITIONS - NEW < max(lengths) + 8
-            )  # cut by no more than a word, or a few
+        # Cut by no more than a word, or a few.
+        assert max(lengths) <= POSITIONS - NEW < max(lengths) + 8
         assert [row["result"]["choices"][0]["text"] for row in rows] == texts
         scores = [
-            Unigrams()(text or "", one["summary_gt"])[0]
-            for text, one in zip(texts, requests, strict=True)
+            Unigrams()(t, one["summary_gt"])[0] for t, one in zip(texts, requests, strict=True)
         ]
         assert cell["scores"]["rouge2"]["value"] == pytest.approx(sum(scores) / 3)
-        assert f"rouge-1: {sum(scores) / 3:.6f}, rouge-2: " in out.out
-        most = 10**9 if eviction == Full() else eviction.heavy_size + eviction.recent_size + 1
-        columns = [min(most, n + NEW - 1) for n in lengths]
-        assert cell["kv_columns"] == pytest.approx(sum(columns) / 3)
-        assert cell["kv_share"] == pytest.approx(sum(columns) / sum(n + NEW - 1 for n in lengths))
-        assert cell["kv_bytes"] == pytest.approx(
-            sum(columns) / 3 * 2 * 2 * 32 * 4
-        )  # keys, values; layers; width; fp32
-        assert cell["tokens_per_s"] > 0 and cell["articles"] == 3
-        (folder,) = tmp_path.glob(f"kp/in__*__{cell['policy']}__{1 - cell['kv_share']:.2f}")
-        with (folder / "predictions.csv").open(newline="") as file:
-            read = list(csv.DictReader(file))
-        assert [one["predicted_answer"] for one in read] == texts and read[0][
-            "question"
-        ] == INSTRUCTION
-        assert figures(folder / "metrics.json")["rouge2"] == cell["scores"]["rouge2"]["value"]
-    assert result["cells"][0]["less_first"] is None
-    gap = (
-        result["cells"][1]["scores"]["rouge1"]["value"]
-        - result["cells"][0]["scores"]["rouge1"]["value"]
-    )
-    assert result["cells"][1]["less_first"]["rouge1"]["value"] == pytest.approx(gap)
-
-
-def test_articles_as_messages(
-    run: Door, words_model: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
-    """Each prompt is a message, with an instruction behind it if it has none; scores are of the
-    contents."""
-    folder = shutil.copytree(words_model, tmp_path / "chat")
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-    (folder / "chat_template.jinja").write_text(template)
-    write_jsonl(
-        {"article": f"import os\n\n{INSTRUCTION}", "summary_gt": "one", "logprobs": 1},
-        {"article": "x = 1", "summary_gt": "two"},
-        {"article": "x = 1\n" * POSITIONS, "summary_gt": "three"},
-        name="in.jsonl",
-    )
-    flags = f"--output-dir d --policies full --gen-len {NEW} --greedy --chat --json r.json"
-    out = run(f"--model {folder} {flags}")
-    result = figures(tmp_path / "r.json")
-    assert (result["chat"], result["articles"], result["cut"]) == (True, 3, 1), out.err
-    asked = [
-        json.loads(line) for line in (tmp_path / "d" / "requests.jsonl").read_text().splitlines()
-    ]
-    said = [one["messages"][0]["content"] for one in asked]
-    assert said[:2] == [f"import os\n\n{INSTRUCTION.strip()}", f"x = 1\n\n{articles.INSTRUCTION}"]
-    assert said[2].startswith("x = 1\nx = 1") and said[2].endswith(f"\n\n{articles.INSTRUCTION}")
-    with LLM(folder, Policy(2, 2), dtype="float32", offload_dir=tmp_path / "o") as llm:
-        prompts = [llm.model.encode_plain(f"<user>{one}\n<assistant>") for one in said]
-        texts = [one.text for one in llm.generate(prompts, SamplingParams(NEW))]
-    choices = [
-        row["response"]["body"]["choices"][0] for row in rows_of(tmp_path / "d" / "full.jsonl")
-    ]
-    assert [choice["message"]["content"] for choice in choices] == texts
-    wanted = ("one", "two", "three")
-    scores = [Unigrams()(text or "", want)[0] for text, want in zip(texts, wanted, strict=True)]
-    assert result["cells"][0]["scores"]["rouge2"]["value"] == pytest.approx(sum(scores) / 3)
-    run(
-        f"--model {folder} {flags.replace('--chat', '')}", code=2
-    )  # other requests are in the folder
-
-
-@needs("plot")
-def test_a_picture_of_a_grid(run: Door, tmp_path: Path) -> None:
-    run(f"{GRID} --policies full h2o --sample-num 1 --plot r.png")
-    assert (tmp_path / "r.png").stat().st_size > 10_000
+        most = 10**9 if name == "full" else eviction.heavy_size + eviction.recent_size + 1
+        columns = sum(min(most, n + NEW - 1) for n in lengths)
+        assert cell["kv_share"] == pytest.approx(columns / sum(n + NEW - 1 for n in lengths))
+        # keys and values; layers; width; fp32
+        assert cell["kv_bytes"] == pytest.approx(columns / 3 * 2 * 2 * 32 * 4)
+        [path] = tmp_path.glob(f"kp/in__*__{cell['policy']}__{1 - cell['kv_share']:.2f}/*.csv")
+        with path.open(newline="") as file:
+            assert [one["predicted_answer"] for one in csv.DictReader(file)] == texts
+    first, second = (cell["scores"]["rouge1"]["value"] for cell in result["cells"][:2])
+    assert result["cells"][1]["less_first"]["rouge1"]["value"] == pytest.approx(second - first)
 
 
 def test_a_restart_does_what_is_missing(run: Door, tmp_path: Path) -> None:
@@ -228,22 +144,6 @@ def _tokens(row: dict[str, Any]) -> tuple[str, list[int]]:
     return row["custom_id"], row["response"]["body"]["choices"][0]["token_ids"]
 
 
-def test_more_articles_go_on(run: Door, tmp_path: Path) -> None:
-    run("--output-dir d --policies full --sample-num 1")
-    out = run("--output-dir d --policies full --sample_num 2")
-    assert "2 prompts, 1 of them done before" in out.out
-    assert (
-        "has more articles than 1, which are asked for"
-        in run("--output-dir d --policies full --sample-num 1", code=2).err
-    )
-    out = run("--output-dir e --policies full --too-long skip")
-    assert "0 articles were cut" in out.err and "1 left out" in out.err
-    assert [row["custom_id"] for row in rows_of(tmp_path / "e" / "full.jsonl")] == [
-        "line-1",
-        "line-2",
-    ]
-
-
 def test_the_flags_of_the_scripts(run: Door, records: list[dict[str, Any]], tmp_path: Path) -> None:
     """h2o_hf's run_summarization.py, then llama-recipes'."""
     flags = "--input in.jsonl --sample_num 1 --cache_dir nowhere --no_cuda"
@@ -267,50 +167,6 @@ def test_the_flags_of_the_scripts(run: Door, records: list[dict[str, Any]], tmp_
 
 
 @pytest.mark.parametrize(
-    ("flags", "titles"),
-    [
-        ("--policies h2o", ["h2o 32+32", "h2o 64+64", "h2o 128+128", "h2o 256+256", "h2o 512+512"]),
-        (
-            "--hh-size 0 --recent-size 8 16",
-            ["full", "local 0+8", "h2o 0+8", "local 0+16", "h2o 0+16"],
-        ),
-        ("--policies full h2o:kv_bytes=0.3", ["full", "h2o:kv_bytes=0.3"]),
-        ("--output one.jsonl", ["full"]),
-        ("--output one.jsonl --enable_h2o_cache", ["h2o 1024+1024"]),
-        ("--output one.jsonl --enable_h2o_generation", ["h2o 128+128"]),
-        ("--num_window_length 64 --enable_h2o_generation", ["h2o 32+32"]),
-        (
-            "--num_heavy_hitter_tokens 24 --num_window_length 64 --policies h2o-norm:sinks=1",
-            ["h2o-norm:sinks=1 24+40"],
-        ),
-    ],
-)
-def test_cells(flags: str, titles: list[str], tmp_path: Path) -> None:
-    args = parsed(flags, tmp_path)
-    assert [cell.title for cell in summarize.cells_of(args)] == titles
-    outputs = [cell.output.name for cell in summarize.cells_of(args)]
-    assert len(set(outputs)) == len(outputs) and all(
-        re.fullmatch(r"[\w.+=,-]+\.jsonl", name) for name in outputs
-    )
-
-
-def test_shares_of_the_whole_sequence(tmp_path: Path) -> None:
-    args = parsed("--policies full h2o --kv-budget 0.5 0.2", tmp_path)
-    cells = summarize.cells_of(args)
-    assert [cell.title for cell in cells] == ["full", "h2o 0.5", "h2o 0.2"]
-    assert (
-        cells[1].case.eviction.to_json()["kv_budget"] == 0.5
-        and cells[1].output.name == "h2o-0.5.jsonl"
-    )
-    both = summarize.cells_of(parsed("--policies h2o --kv-budget 0.5 --hh-size 4", tmp_path))
-    assert [cell.title for cell in both] == ["h2o 4+4", "h2o 0.5"]
-    own = summarize.cells_of(
-        parsed("--policies h2o h2o:kv_budget=0.3 --hh-size 4 8", tmp_path)
-    )  # a size of its own
-    assert [cell.title for cell in own] == ["h2o:kv_budget=0.3", "h2o 4+4", "h2o 8+8"]
-
-
-@pytest.mark.parametrize(
     ("flags", "name", "newcomer"),
     [("h2o --kv-budget 0.5", "h2o-0.5", 1), ("h2o:kv_bytes=0.5", "h2o-kv_bytes=0.5", 0)],
 )
@@ -329,95 +185,11 @@ def test_a_share_of_the_whole_sequence_is_kept(
     )
 
 
-def test_gaps_are_to_the_first_cell_alone(
-    run: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of its rows may be errors."""
-    read = summary.read_answers
-    monkeypatch.setattr(
-        summary,
-        "read_answers",
-        lambda output, requests: [] if output.name == "full.jsonl" else read(output, requests),
-    )
-    run(f"{GRID} --policies full h2o --json r.json")
-    assert [cell["less_first"] for cell in figures(tmp_path / "r.json")["cells"]] == [None] * 3
-
-
 def test_a_dry_run_plans_the_largest_cell(run: Door) -> None:
     assert (
         "h2o, 25 KV slots per prompt"
         in run("--output-dir d --policies h2o --hh-size 3 20 --recent-size 4 --dry-run").out
     )
-
-
-def parsed(flags: str, tmp_path: Path) -> Any:
-    from flexgen_h2o.evaluate import _parser
-
-    where = "" if "--output" in flags else f"--output-dir {shlex.quote(str(tmp_path))}"
-    return _parser().parse_args(["summarize", *shlex.split(f"{where} {flags}")])
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            "--input nowhere.jsonl --output-dir d",
-            "--input nowhere.jsonl: no such file; one JSON object a line",
-        ),
-        ("--input bad.jsonl --output-dir d", "--input bad.jsonl:1: summary_gt: a text is expected"),
-        ("--input empty.jsonl --output-dir d", "--input empty.jsonl: no record in it"),
-        ("", "--output-dir: is missing; name a folder for the answers"),
-        ("--output-dir d --output one.jsonl", "--output-dir: is missing"),
-        (
-            "--output one.jsonl --policies full h2o",
-            "--output one.jsonl: holds one setting, and there are 6",
-        ),
-        ("--output one.txt", "--output one.txt: the file name must end in .jsonl"),
-        ("--output-dir no/where", "--output-dir no/where: No such file or directory"),
-        ("--output-dir d --policies h3", "--policies h3: h3 is not one of"),
-        ("--output-dir d --policies h2o h2o", "--policies: h2o is given twice"),
-        ("--output-dir d --policies full --hh-size 4", "--policies full: keeps every KV entry"),
-        (
-            "--output-dir d --policies full h2o:kv_bytes=0.3 --hh-size 4",
-            "--hh-size: each of --policies has a budget",
-        ),
-        ("--output-dir d --hh-size 4 4", "a size is given twice"),
-        ("--output-dir d --kv-budget 0.2 nan", "--kv-budget nan: is not in (0, 1]"),
-        (
-            "--output-dir d --hh-size 4 5 6 --recent-size 1 2",
-            "--hh-size has 3 sizes, --recent-size 2",
-        ),
-        ("--output-dir d --recent-size 4", "--recent-size 4: goes with --hh-size"),
-        ("--output-dir d --hh-size 0", "--hh-size 0"),
-        (
-            "--output-dir d --hh-size 4 --num_window_length 8",
-            "--num_window_length: --hh-size and --recent-size say",
-        ),
-        (
-            "--output-dir d --num_window_length 8 --num_heavy_hitter_tokens 8",
-            "--num_heavy_hitter_tokens 8: must be from",
-        ),
-        ("--output-dir d --top-p 2", "--top-p: 2.0 is not a number in [0, 1]"),
-        ("--output-dir d --gen-len 0", "--gen-len"),
-        ("--output-dir d --plot r.txt", "--plot r.txt: the file name must end in"),
-        ("--output-dir d --json no/r.json", "--json no/r.json: the folder"),
-        ("--output-dir d --attn-sparsity 0.5", "--attn-sparsity: works with the full cache alone"),
-        ("--output-dir d --positions rolling --policies h2o --hh-size 4", "rolling"),
-        ("--output-dir d --policies full --gen-len 60", "record 1 asks for 60 new tokens"),
-        (
-            "--output-dir d --policies full --gen-len 63 --too-long skip",
-            "--too-long skip: all 3 articles",
-        ),
-    ],
-)
-def test_refusals(
-    run: Door, write_jsonl: Callable[..., Path], tmp_path: Path, flags: str, said: str
-) -> None:
-    write_jsonl({"article": "a"}, name="bad.jsonl")
-    write_jsonl(name="empty.jsonl")
-    out = run(flags, code=2)
-    assert said in out.err and len(out.err.splitlines()) == 1, out.err
-    assert not list(tmp_path.glob("d/*.jsonl"))
 
 
 def test_needs(run: Door, monkeypatch: pytest.MonkeyPatch, ids_model: Path) -> None:

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.articles import (
     METRICS,
     Rouge,
     read_records,
     shortened,
-    split_instruction,
 )
 from tests.extras import needs
 
@@ -36,12 +34,6 @@ def test_what_fits_stays() -> None:
     assert shortened(whole, words(len(whole.split()))) == whole
 
 
-def test_examples_go_first_the_first_of_them_first() -> None:
-    whole = prompt("one two", "three four", "five six")
-    assert shortened(whole, words(len(whole.split()) - 1)) == prompt("three four", "five six")
-    assert shortened(whole, words(len(prompt("five six").split()))) == prompt("five six")
-
-
 @pytest.mark.parametrize("left", [1, 2, 5])
 def test_the_end_of_an_article_goes_and_its_instruction_stays(left: int) -> None:
     text = "one two\nthree four five six"
@@ -49,16 +41,6 @@ def test_the_end_of_an_article_goes_and_its_instruction_stays(left: int) -> None
     cut = shortened(prompt("an example", text), words(fixed + left))
     assert cut == prompt(" ".join(text.split()[:left]).replace("two three", "two\nthree"))
     assert cut.endswith(f"\n\n{INSTRUCTION}") and len(cut.split()) == fixed + left
-
-
-def test_nothing_is_left_where_not_a_word_fits() -> None:
-    assert shortened(prompt("one two"), words(len(INSTRUCTION.split()))) is None
-    assert shortened("one two three", words(2)) == "one two"  # without an instruction
-
-
-def test_instruction() -> None:
-    assert split_instruction("a\n\nb\n\nc\n") == ("a\n\nb", "\n\n", "c\n")
-    assert split_instruction("a\nb") == ("a\nb", "", "")
 
 
 def records(
@@ -90,27 +72,6 @@ def test_records(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{bad", "not valid JSON"),
-        ([1], "object is expected"),
-        ({"article": "a"}, "summary_gt: a text is expected"),
-        ({**GOOD, "article": " "}, "article: a text is expected"),
-        ({**GOOD, "article": [5, 6]}, "article: a text is expected"),
-        ({**GOOD, "n": 2}, "n: 2"),
-        ({**GOOD, "max_tokens": 0}, "max_tokens: 0 must be at least 1"),
-        ({**GOOD, "top_p": 2}, "top_p"),
-        ({**GOOD, "stop": [1]}, "stop: 1 is not a string"),
-        ({**GOOD, "temperature": "hot"}, "temperature"),
-    ],
-)
-def test_a_line_that_is_none(line: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--input .*in\.jsonl:2: ") as error:
-        records(tmp_path / "in.jsonl", GOOD, line)
-    assert said in str(error.value)
-
-
 @pytest.fixture(scope="module")
 def rouge() -> Rouge:
     return Rouge()
@@ -125,15 +86,3 @@ def test_rouge(rouge: Rouge) -> None:
     assert found == pytest.approx([2 / 3, 1 / 2, 2 / 3] * 2, abs=1e-6)
     # rouge-score stems ("dogs" is "dog") and takes no case; the package rouge does neither
     assert rouge("Dog", "dogs") == pytest.approx([1, 0, 1, 0, 0, 0])
-
-
-@needs("eval")
-@pytest.mark.parametrize("text", ["", " \n", "...", " . . "])
-def test_an_empty_summary_is_worth_nothing(rouge: Rouge, text: str) -> None:
-    assert rouge(text, "the cat") == rouge("the cat", text) == [0.0] * len(METRICS)
-
-
-@needs("eval")
-def test_a_summary_without_a_full_stop_may_be_long(rouge: Rouge) -> None:
-    text = " ".join(f"w{i}" for i in range(900))
-    assert rouge(text, text.replace("w0 ", ""))[-1] == pytest.approx(2 * 899 / 1799, abs=1e-3)

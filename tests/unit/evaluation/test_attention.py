@@ -20,15 +20,8 @@ from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.evaluation.attention_maps import (
     HEAVY,
     RANDOM,
-    AttentionMaps,
     Without,
-    co_occurrence,
-    columns_needed,
-    fit,
-    near_zero,
     probabilities,
-    removals,
-    spearman,
     watch,
 )
 from flexgen_h2o.evaluation.fidelity import FidelityRunner, Probe
@@ -115,21 +108,6 @@ def test_what_is_watched_is_the_attention_of_transformers(
             assert (found[row, block] - want).abs().max() < 1e-5
 
 
-def test_rows_that_join_a_running_block_are_seen_too(tmp_path: Path) -> None:
-    prompts = ids_of([5, 9, 4])
-    params = [SamplingParams(n, ignore_eos=True) for n in (2, 6, 3)]
-    rows: list[tuple[int, int]] = []
-
-    def see(at: list[int], block: int, attention: PromptAttention) -> None:
-        rows.extend((row, attention.k.shape[2]) for row in at if block == 1)
-
-    with opened(PACKAGED["opt-tiny"], tmp_path, 1) as llm:
-        llm.use(Policy(2, 1))
-        read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
-        llm.run(read, params, lambda done: None, Callbacks(prompts=see), refill=True)
-    assert sorted(rows) == [(0, 5), (1, 9), (2, 4)]
-
-
 # ---- what is counted of it
 
 
@@ -176,57 +154,6 @@ def _slow_needed(p: np.ndarray, mass: float) -> int:
         if held >= mass * p.sum():
             break
     return count
-
-
-def test_columns_needed_and_near_zero_by_hand() -> None:
-    p = torch.tensor(
-        [
-            [
-                [1.0, 0.0, 0.0, 0.0],
-                [0.5, 0.5, 0.0, 0.0],
-                [0.25, 0.25, 0.25, 0.25],
-                [0.9, 0.09, 0.009, 0.001],
-            ]
-        ]
-    )
-    assert columns_needed(p, 0.95).tolist() == [[1, 2, 4, 2]]
-    assert columns_needed(p, 0.5).tolist() == [[1, 1, 2, 1]]
-    found = near_zero(p, torch.tensor([1, 2, 4, 4]), 0.05)
-    assert torch.allclose(found, torch.tensor([[0.0, 0.0, 0.0, 0.5]]))
-
-
-def test_a_power_law_and_an_exponential_are_told_apart() -> None:
-    ranks = np.arange(1, 101, dtype=float)
-    power = 3 * ranks**-0.7
-    exponential = 2 * np.exp(-0.05 * ranks)
-    assert fit(power, 1, 100, True) == pytest.approx((-0.7, 1.0))
-    assert fit(exponential, 1, 50, False) == pytest.approx((-0.05, 1.0))
-    assert fit(power, 1, 100, False)[1] < 0.9 > fit(exponential, 1, 100, True)[1]
-    assert fit(power[:2], 1, 2, True)[0] == pytest.approx(-0.7)
-    assert fit(np.zeros(5), 1, 5, True) == fit(np.ones(5), 1, 5, True) == (0.0, 0.0)
-
-
-def test_spearman_shares_ranks_of_equal_values() -> None:
-    a = np.array([1.0, 2.0, 2.0, 9.0])
-    assert spearman(a, a**3) == pytest.approx(1)
-    assert spearman(a, -a) == pytest.approx(-1)
-    assert spearman(a, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(
-        0.9486833
-    )  # ranks 1, 2.5, 2.5, 4
-    assert spearman(a, np.ones(4)) == 0
-
-
-def test_co_occurrence_counts_distinct_neighbours() -> None:
-    found = co_occurrence([(7, 7, 5, 9), (5, 9, 9, 1)], 2)
-    assert found.ids.tolist() == [1, 5, 7, 9]
-    assert found.occurrences.tolist() == [1, 2, 2, 4 - 1]
-    assert found.neighbours.tolist() == [1, 2, 2, 3]  # 1: 9; 5: 7, 9; 7: 5, 9; 9: 1, 5, 7
-    alone = co_occurrence([(3,), (3,)], 4)
-    assert (alone.ids.tolist(), alone.occurrences.tolist(), alone.neighbours.tolist()) == (
-        [3],
-        [2],
-        [0],
-    )
 
 
 # ---- columns removed
@@ -309,17 +236,3 @@ def _kept(llm: LLM, eviction: Without, rows: list[TextRow]) -> dict[tuple[int, i
     continuations = [row.continuation for row in rows]
     llm.follow([row.prompt for row in rows], continuations, lambda at, logits: None, see)
     return found
-
-
-def test_each_share_is_removed_three_ways() -> None:
-    cases = removals([0.25, 0.5], sinks=3, seed=1)
-    assert [round(1 - case.budget, 2) for case in cases] == [0.25] * 3 + [0.5] * 3
-    assert all(case.eviction.budget(100, 1, 0).columns == 100 * case.budget for case in cases)
-    assert len({case.label for case in cases}) == 3
-
-
-def test_memory_for_one_query_is_enough(tmp_path: Path) -> None:
-    one = PromptAttention(*(torch.randn(1, 2, 5, 4) for _ in range(2)), torch.zeros(1, 2, 5), 0.5)
-    maps = AttentionMaps((1, 1, 2), 5, settings(keep_mem=0, first_query=4))
-    maps.see([0], 0, one)
-    assert maps.needed.all() and maps.scores.all()

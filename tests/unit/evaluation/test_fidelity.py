@@ -6,21 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import OPTForCausalLM
 
-from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.core.packing import whole_bytes
 from flexgen_h2o.evaluation.fidelity import FidelityRunner, FullWatch, Probe, divergence
-from flexgen_h2o.evaluation.figures import held_kv, kv_share
 from flexgen_h2o.evaluation.rows import Case, TextRow
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Eviction, Full, Local
-from flexgen_h2o.kvcache.eviction.policy import Columns
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
 from tests.parity.cases import BASES
 from tests.parity.reference import random_model
 
@@ -81,108 +77,6 @@ def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRo
     assert np.allclose(found.kl, want.numpy(), atol=1e-4)
 
 
-def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
-    """Memory for two rows at a time, and for all: prompts of one length each, so equal to
-    rounding."""
-    cells = [
-        Case(name, EVICTING[name](heavy_size=4, recent_size=4), 0.3) for name in ("h2o", "local")
-    ]
-    whole = FidelityRunner(llm, 2**30, 4)
-    parts = FidelityRunner(llm, 2 * whole._row_bytes(rows, STEPS), 4)
-    _, one = whole.texts(rows, cells)
-    _, many = parts.texts(rows, cells)
-    for a, b in zip(one, many, strict=True):
-        assert np.allclose(a.kl, b.kl, atol=1e-5) and a.kl.shape == (5, STEPS - 1)
-        assert np.allclose(a.mass, b.mass, atol=1e-5) and 0 < a.mass.mean() < 1
-        assert a.columns == b.columns == 8
-
-
-@pytest.mark.slow
-def test_compressed_runs_are_compared_with_an_uncompressed_one(
-    llm: LLM, rows: list[TextRow]
-) -> None:
-    """Fewer bits are further off; the full cache's own figures do not change."""
-    cell = Case("full", Full())
-    off = []
-    full_nll, (plain,) = FidelityRunner(llm, 2**30, 4).texts(rows, [cell])
-    assert (plain.kl == 0).all()
-    for bits in (8, 4):
-        compared = replace(llm.asked_policy, compress_cache=True, cache_bits=bits)
-        same_nll, (found,) = FidelityRunner(llm, 2**30, 4, compared).texts(rows, [cell])
-        assert (same_nll == full_nll).all() and found.columns == PROMPT
-        off.append(found.kl.mean())
-        llm.use(replace(compared, compress_cache=False, cache_bits=4))
-    assert 0 < 5 * off[0] < off[1]
-
-
-def test_a_case_s_own_policy_is_the_runner_s_for_that_case_alone(
-    llm: LLM, rows: list[TextRow]
-) -> None:
-    """Also one that reads some columns beside one that drops some, which no LLM does at once, in
-    either order."""
-    asked = llm.asked_policy
-    h2o = EVICTING["h2o"](heavy_size=4, recent_size=4)
-    packed = replace(asked, compress_cache=True, cache_bits="4/3")
-    sparse = replace(asked, attn_sparsity=0.5)
-    cases = [
-        Case("plain", h2o, policy=asked),
-        Case("read", Full(), policy=sparse),
-        Case("packed", h2o, policy=packed),
-        Case("full", Full()),
-    ]
-    runner = FidelityRunner(llm, 2**30, 0)
-    runner.check(cases)
-    _, together = runner.texts(rows, cases)
-    assert (together[3].kl == 0).all() and together[2].share != together[0].share
-    for case, found in zip(cases[:3], together[:3], strict=True):
-        llm.use(asked)
-        _, (alone,) = FidelityRunner(llm, 2**30, 0, case.policy).texts(
-            rows, [replace(case, policy=None)]
-        )
-        assert (alone.kl == found.kl).all() and alone.share == found.share
-    llm.eviction = Full()
-    llm.use(asked)
-
-
-@pytest.mark.parametrize(
-    ("switches", "eviction", "columns", "column", "beside"),
-    [
-        ({}, Full(), 74, 2 * 32 * 4, 0),
-        ({"compress_cache": True}, Full(), 74, 4 * (5 + 5), whole_bytes(16, 32, 4)),
-        # Loops of their own, which take seconds to compile.
-        pytest.param(
-            {"compress_cache": True, "cache_bits": "4/3"},
-            Full(),
-            74,
-            4 * (5 + 4),
-            whole_bytes(16, 32, 4),
-            marks=pytest.mark.slow,
-        ),
-        ({"attn_sparsity": 0.1}, Full(), 74, 2 * 32 * 4, 0),
-        ({}, H2O(heavy_size=4, recent_size=4), 9, 2 * 32 * 4, 0),
-    ],
-)
-def test_bytes_that_are_held(
-    switches: dict[str, Any], eviction: Eviction, columns: int, column: int, beside: int, llm: LLM
-) -> None:
-    """Of a row of 70 + 5 tokens, whose last has no column; scales and what lies beside slots
-    count."""
-    policy = Policy(1, **switches)
-    spec = llm.model.spec
-    llm.use(policy)
-    llm.eviction = eviction
-    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
-    heads = spec.num_blocks * spec.num_kv_heads
-    assert held_kv(llm, (70, 5), 5) == (
-        spec.num_blocks * columns,
-        heads * (columns * column + beside),
-    )
-    if (
-        not policy.compress_cache and eviction == Full()
-    ):  # the full cache counts the last token's column, too
-        assert kv_share(spec, policy, eviction, (70, 5)) == pytest.approx(74 / 75)
-
-
 def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(
     llm: LLM, rows: list[TextRow]
 ) -> None:
@@ -236,20 +130,3 @@ def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(
             assert (weights[row, :, length + step + 1 :] == 0).all(), (
                 "a column that is not there yet"
             )
-
-
-def test_weights_are_put_where_their_columns_are() -> None:
-    """Slots in no order, one of two rows of the run, a slot that is not filled."""
-    watch = FullWatch([2, 3], 3, frozenset({1}))
-    columns = Columns(
-        block=4,
-        positions=torch.tensor([[[3, 0, 4, 1, 2, 77]]], dtype=torch.int32),
-        may_leave=torch.zeros(1, 1, 6, dtype=torch.bool),
-        newest=torch.tensor([4]),
-        heavy=torch.tensor([0]),
-        scores=torch.tensor([[[0.3, 0.1, 0.4, 0.05, 0.15, float("nan")]]]),
-    )
-    watch.see_slots([1], torch.tensor([5]), columns)
-    assert list(watch.weights) == [(1, 4)]
-    assert torch.allclose(watch.weights[1, 4][1], torch.tensor([[0.1, 0.05, 0.15, 0.3, 0.4, 0.0]]))
-    assert not watch.weights[1, 4][0].any()

@@ -72,15 +72,6 @@ def test_every_policy_at_every_size_in_all_bits_and_the_full_cache_first() -> No
     ]
 
 
-def test_weights_go_with_all_entries() -> None:
-    found = grid(flags(weight_bits=["4", "int8"], kv_bits=["4"]))
-    assert found == [
-        REFERENCE,
-        Setting(kv_bits=4),
-        *(Setting(kv_bits=bits, weights=weights) for weights in ("4", "int8") for bits in (16, 4)),
-    ]
-
-
 def test_a_share_of_the_bytes_is_what_kv_size_chooses() -> None:
     _, found = grid(flags(kv_sizes=[0.2]))
     mix = table_for().mix_of(0.2)
@@ -96,15 +87,6 @@ def test_learning_tries_policies_and_bits_of_equal_bytes() -> None:
     assert Setting("h2o", kv_bytes=0.2) in found and Setting(kv_bits=4) in found
     for window in (0, 16):
         assert Setting("h2o", kv_bytes=0.2, kv_bits=4, kv_window=window) in found
-
-
-@pytest.mark.parametrize(
-    "given", [{"kv_bits": ["5"]}, {"weight_bits": ["3"]}, {"policies": ["h3o"]}]
-)
-def test_what_there_is_not_is_refused_by_its_flag(given: dict[str, Any]) -> None:
-    (name,) = given
-    with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')} "):
-        grid(flags(**given))
 
 
 def test_a_cell_leaves_the_frontier_only_for_a_smaller_one_that_is_surely_better() -> None:
@@ -144,41 +126,6 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
     ]
 
 
-def test_a_table_of_an_older_version_has_no_partial_reading(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    about = dict.fromkeys(
-        ("dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation")
-    )
-    body = learned(
-        {
-            **about,
-            "model": "small",
-            "cells": [cell("full", 1.0, 0.0), cell("h2o", 0.4, 0.2, kv_bytes=0.4)],
-        }
-    )
-    body["small_losses"].append({"settings": {"attn_sparsity": 0.1}, "kl": {"value": 0.02}})
-    path.write_text(json.dumps(body))
-    assert [kept.settings for kept in read_table(path).small_losses] == [{}]
-
-
-def test_rows_of_an_older_version_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    line = {"setting": {"policy": "full", "kv_read": 0.1}, "kind": LOSSES, "start": 0, "values": []}
-    body = json.dumps({"facts": {**FACTS, "schema": 1}}) + "\n" + json.dumps(line) + "\n"
-    path.write_text(body)
-    with pytest.raises(UsageError, match=r"^--json: .*another version"):
-        Measurements(path, FACTS)
-    assert path.read_text() == body
-
-
-@pytest.mark.parametrize("body", [b"", b'{"fac', b'{"facts": {"model": "m", "dig'])
-def test_a_file_whose_first_line_was_cut_is_begun_anew(tmp_path: Path, body: bytes) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(body)
-    Measurements(path, FACTS).close()
-    assert json.loads(path.read_text()) == {"facts": FACTS}
-
-
 def test_measurements_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     first = Measurements(path, FACTS)
@@ -198,14 +145,3 @@ def test_measurements_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: P
         Setting("h2o", 0.2), LOSSES, range(2)
     )
     assert path.read_bytes() == whole
-
-
-@pytest.mark.parametrize(
-    "body", [b"[]\n", b"not json\n", b"no line", b'{"facts": {"model": "other", "digest": "d"}}\n']
-)
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path, body: bytes) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(body)
-    with pytest.raises(UsageError, match=r"^--json: "):
-        Measurements(path, FACTS)
-    assert path.read_bytes() == body

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 from dataclasses import replace
@@ -13,12 +12,9 @@ import pytest
 import yaml
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.evaluation.kvpress import (
     PressRun,
-    check_press_folder,
     dropped_share,
-    file_label,
     write_press_run,
 )
 from flexgen_h2o.kvcache.eviction import H2O
@@ -98,44 +94,6 @@ def test_a_folder(tmp_path: Path) -> None:
     assert (config["dataset"], config["data_dir"], config["fraction"]) == ("ruler", "4096", 1.0)
 
 
-def test_a_part_of_the_data_is_in_the_name() -> None:
-    assert replace(
-        RUN, data_dir="", fraction=0.1, press="full", compression_ratio=0
-    ).folder_name == ("ruler__meta-llama--Llama-3.2-1B__full__0.00__fraction0.100")
-
-
-def test_the_same_run_again_and_another_one_of_the_name(tmp_path: Path) -> None:
-    first = write_press_run(tmp_path, RUN, ROWS, {})
-    assert write_press_run(tmp_path, RUN, ROWS[:1], {}) == first and len(predictions(first)) == 1
-    other = replace(RUN, settings={"seed": 4})
-    assert (
-        write_press_run(tmp_path, other, ROWS, {}) == first / "1" and len(predictions(first)) == 1
-    )
-    assert write_press_run(tmp_path, other, ROWS, {}) == first / "1"
-    assert write_press_run(tmp_path, replace(RUN, settings={}), [], {}) == first / "2"
-    assert (
-        predictions(first / "2") == []
-        and "predicted_answer" in (first / "2" / "predictions.csv").read_text()
-    )
-
-
-def test_results_of_kvpress_itself_stay(tmp_path: Path) -> None:
-    theirs = tmp_path / RUN.folder_name
-    theirs.mkdir()
-    (theirs / "predictions.csv").write_text("theirs")
-    (theirs / "metrics.json").write_text("{}")
-    assert write_press_run(tmp_path, RUN, ROWS, {"m": 1}) == theirs / "1"
-    assert (theirs / "predictions.csv").read_text() == "theirs" and (
-        theirs / "metrics.json"
-    ).read_text() == "{}"
-
-
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FlexgenError, match="--kvpress-dir"):
-        write_press_run(tmp_path / "file", RUN, ROWS, {})
-
-
 def test_the_share_that_is_dropped() -> None:
     """Layers with a window hold it with either; a share of bytes is counted in what the model's
     columns take."""
@@ -148,18 +106,3 @@ def test_the_share_that_is_dropped() -> None:
         1 - (10 + 51) / (10 + 100), abs=1e-6
     )
     assert dropped_share(H2O(kv_bytes=0.3), spec, Policy(), row) == pytest.approx(0.7, abs=0.01)
-
-
-def test_file_label() -> None:
-    assert file_label("a b/c:d=1,e+2.5") == "a-b-c-d=1,e+2.5"
-
-
-def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:
-    """And that is said before anything is run."""
-    taken = tmp_path / "file"
-    new = tmp_path / "new"
-    taken.touch()
-    with pytest.raises(UsageError, match=r"--kvpress-dir .*file: is a file; name a folder"):
-        check_press_folder(argparse.Namespace(kvpress_dir=taken))
-    check_press_folder(argparse.Namespace(kvpress_dir=new))
-    assert not new.exists()

@@ -4,27 +4,23 @@ metrics."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.data_wrangling import is_right, metrics
 from flexgen_h2o.evaluation.wrangling_data import (
     Item,
     Task,
     drawn,
     find_task,
-    near_misses,
     read_items,
     shuffled,
 )
 from tests.extras import needs
-from tests.unit.evaluation.wrangling import BEER, HOSPITAL, RESTAURANT, write_folder
-
-Folder = Callable[[Mapping[str, str], str], Path]
+from tests.unit.evaluation.wrangling import BEER, RESTAURANT, write_folder
 
 
 def task_of(tmp_path: Path, name: str, files: Mapping[str, str], column: str | None = None) -> Task:
@@ -54,106 +50,6 @@ def test_pairs_of_two_tables(tmp_path: Path) -> None:
     )
 
 
-def test_a_song_and_a_paper_are_asked_for_as_they_are(tmp_path: Path) -> None:
-    songs = {
-        **BEER,
-        "tableA.csv": "id,Song_Name,CopyRight\n0,A,x\n1,B,y\n",
-        "tableB.csv": "id,Song_Name\n0,A\n1,C\n",
-    }
-    task = task_of(tmp_path, "iTunes-Amazon", songs)
-    assert (
-        read_items(task, "test", ".", "nan")[0].text
-        == "Song A is name: A. Song B is name: C. Same Song? "
-    )
-    papers = {**BEER, "tableA.csv": "id,venue\n0,vldb\n1,\n", "tableB.csv": "id,venue\n0,v\n1,w\n"}
-    task = task_of(tmp_path, "DBLP-ACM", papers)
-    assert [item.key for item in read_items(task, "validation", ".", "nan")] == ["vldb", "nan"]
-
-
-def test_cells_of_a_table(tmp_path: Path) -> None:
-    task = task_of(tmp_path, "Hospital", HOSPITAL)
-    assert task.kind == "error_detection"
-    items = read_items(task, "test", ".", "nan")
-    assert [(item.text, item.label, item.key) for item in items] == [
-        ("Is there a x spelling error in City: birmxngham? ", "Yes", "City"),
-        ("Is there a x spelling error in Phone: 2053258100? ", "No", "Phone"),
-    ]
-
-
-def test_a_column_that_is_left_out(tmp_path: Path) -> None:
-    task = task_of(tmp_path, "Restaurant", RESTAURANT)
-    assert task.kind == "data_imputation"
-    [item] = read_items(task, "validation", ".", "nan")
-    assert (item.text, item.label) == (
-        "name: ritz. addr: 160 e. 64th st.. type: nan. What is the city? ",
-        "new york",
-    )
-    assert (
-        read_items(task, "validation", "", "nan")[0].text
-        == "name: ritz addr: 160 e. 64th st. type: nan What is the city? "
-    )
-    other = task_of(tmp_path, "Own", RESTAURANT, "type")
-    assert (
-        read_items(other, "train", ".", "?")[0].text
-        == "name: a. addr: b. city: denver. What is the type? "
-    )
-    with pytest.raises(
-        UsageError, match=r"--data-dir .*Own: say which column is to be imputed, with --column NAME"
-    ):
-        find_task(tmp_path / "Own", None)
-
-
-BAD = [
-    (
-        "Beer",
-        {**BEER, "tableA.csv": "id,x\n0,1\n"},
-        r"valid.csv: names the id 1, which tableA.csv does not have",
-    ),
-    ("Beer", {**BEER, "tableB.csv": "x\n0\n"}, r"tableB.csv: has no column id, only x"),
-    (
-        "Beer",
-        {**BEER, "valid.csv": "ltable_id,rtable_id,label\n0,0,maybe\n"},
-        r"valid.csv: label has a value that is no",
-    ),
-    ("Beer", {**BEER, "valid.csv": "ltable_id,rtable_id,label\n"}, r"valid.csv has no rows"),
-    (
-        "Beer",
-        {**BEER, "valid.csv": "ltable_id,rtable_id,label\n0,0,1,9\n"},
-        r"valid.csv:2: 4 values, and 3 names",
-    ),
-    (
-        "Hospital",
-        {**HOSPITAL, "valid.csv": "row_id,col_name,is_clean\n9,City,1\n"},
-        r"names City of row 9, which table",
-    ),
-    (
-        "Hospital",
-        {**HOSPITAL, "valid.csv": "row_id,col_name,is_clean\n0,Town,1\n"},
-        r"names Town of row 0, which table",
-    ),
-    ("Restaurant", {**RESTAURANT, "valid.csv": "name\nx\n"}, r"valid.csv: has no column city"),
-    (
-        "Restaurant",
-        {k: v for k, v in RESTAURANT.items() if k != "valid.csv"},
-        r"no valid.csv in it; the data is in https",
-    ),
-    ("Beer", {"train.csv": "a", "tableA.csv": "a"}, r"no tableB.csv in it; the data is in https"),
-    (
-        "Beer",
-        {},
-        r"no train.csv in it; the data is in https.*datasets.tar.gz: unpack it, and give a folder",
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "files", "says"), BAD, ids=[case[2][:40] for case in BAD])
-def test_a_folder_that_is_not_right(
-    name: str, files: dict[str, str], says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match=says):
-        read_items(task_of(tmp_path, name, files), "validation", ".", "nan")
-
-
 @needs("eval")
 def test_tables_and_draws_are_as_pandas_has_them(tmp_path: Path) -> None:
     """The same texts and examples as fm_data_tasks' steps give."""
@@ -180,32 +76,6 @@ def test_tables_and_draws_are_as_pandas_has_them(tmp_path: Path) -> None:
     assert [int(one.text) for one in shuffled(labelled, "entity_matching", True)] == list(
         want["at"]
     )
-
-
-def test_balanced_examples_have_as_many_of_each(tmp_path: Path) -> None:
-    items = [Item(f"{i}", "Yes" if i < 3 else "No") for i in range(20)]
-    for kind in ("entity_matching", "error_detection"):
-        chosen = shuffled(items, kind, True)
-        assert sorted(one.label for one in chosen) == ["No"] * 3 + ["Yes"] * 3
-    assert len(shuffled(items, "data_imputation", True)) == 20
-
-
-def test_near_misses_are_alike_and_answered_otherwise() -> None:
-    texts = [
-        "red ale of big brewing",
-        "red ale of big brewery",
-        "a stout",
-        "the stout",
-        "lager",
-        "pilsner and weizen",
-    ]
-    items = [
-        Item(text, label)
-        for text, label in zip(texts, ("Yes", "No", "Yes", "No", "No", "No"), strict=True)
-    ]
-    wrong = [False, True, False, False, False, False]
-    assert [one.text for one in near_misses(items, wrong, 2)] == texts[:2]
-    assert near_misses(items, [False] * 6, 2) == []
 
 
 def slow(kind: str, pairs: list[tuple[str, str]]) -> tuple[float, float, float, float]:
