@@ -221,7 +221,7 @@ def text_of(path: Path | None, model: Model, without_tokenizer: str) -> HeldOutT
     check_tokenizer(model, without_tokenizer)
     tokens: list[int] = []
     if path is None:
-        eos = model.tokenizer.eos_token_id
+        eos = getattr(model.tokenizer, "eos_token_id", None)
         end = [] if eos is None else [int(eos)]
         for source in filter(is_held_out, stdlib_files()):
             tokens += [*model.encode_plain(read_text(source)), *end]
