@@ -30,7 +30,7 @@ from flexgen_h2o.core.errors import (
 )
 from flexgen_h2o.core.files import check_working_folder, check_writable, usable_path, write_result
 from flexgen_h2o.core.units import is_text
-from flexgen_h2o.parser import as_typed, forget_spellings
+from flexgen_h2o.parser import OneLineParser, as_typed, forget_spellings
 
 PICTURES = (".png", ".svg", ".pdf")
 _PERCENTAGE = re.compile(r"\d+(\.\d+)?%")
@@ -273,6 +273,29 @@ def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
 def flag_of(field: str) -> str:
     """Return the flag that sets a field: `top_p` -> `--top-p`."""
     return "--" + field.replace("_", "-")
+
+
+def add_result_flags(parser: OneLineParser) -> None:
+    """Add the flags of the files that `write_results` writes."""
+    add = parser.add_argument
+    add("--json", type=file_name, metavar="FILE", help="write all figures")
+    add("--markdown", type=file_name, metavar="FILE", help="write the table that is printed")
+    plot = "write a picture (.png, .svg; needs matplotlib: the extra `plot`)"
+    add("--plot", type=file_name, metavar="FILE", help=plot)
+
+
+def check_results(
+    args: argparse.Namespace, read: Sequence[str] = (), rows: str | None = None
+) -> None:
+    """Check the paths of --json, --markdown and --plot, and declare that they get the results.
+
+    read, rows: as for `check_files`. Raise UsageError before the run if a file could not be
+    written.
+    """
+    check_files(args, read, ("json", "markdown", "plot"), rows)
+    if args.plot is not None:
+        check_picture(args.plot)
+    results_are_in(args.json, args.markdown)
 
 
 def write_results(

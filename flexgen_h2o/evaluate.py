@@ -11,11 +11,9 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
 
 from flexgen_h2o.cli_common import (
     check_files,
-    check_picture,
     count,
     file_name,
     flag_of,
@@ -25,10 +23,20 @@ from flexgen_h2o.cli_common import (
 )
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.evaluation.rows import add_row_flags, check_rows, sizes_of_window
+from flexgen_h2o.evaluation.rows import (
+    OUR_TEXT,
+    add_continuation_flag,
+    add_rolling_flag,
+    add_row_flags,
+    check_rows,
+    refuse_sparse,
+    sizes_of_window,
+)
 from flexgen_h2o.flags import (
+    HIDDEN,
     add_engine_flags,
     add_eviction_flags,
+    add_h2o_hf_flags,
     add_prompt_flags,
     add_sampling_flags,
     eviction_of,
@@ -85,7 +93,6 @@ OF_TURNS = (
 )
 OF_TEXT = ("stream_len", "streams", "windows")
 MT_BENCH = "mt_bench.jsonl"  # file in the folder that h2o_hf's --data_root names
-ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,7 +108,7 @@ def _parser() -> OneLineParser:
         (
             "fidelity",
             _add_fidelity_flags,
-            "KL, changed tokens, NLL, recall and evicted attention against the full cache",
+            "KL, changed tokens, NLL and recall against the full cache",
         ),
         ("text", _add_text_flags, "one's own prompts, full cache and eviction side by side"),
         ("streaming", _add_streaming_flags, "conversations and texts longer than the cache"),
@@ -145,36 +152,11 @@ def _add_fidelity_flags(parser: OneLineParser) -> None:
         "after it; or "
         "bytes of these in bf16 (prompt)",
     )
-    add_row_flags(parser, TEXT_PROMPTS, RECALL_PROMPTS)
-    add(
-        "--depths",
-        type=positive,
-        default=5,
-        help="places where recall prompts state their pairs (5)",
-    )
-    add(
-        "--mass-steps",
-        type=count,
-        default=12,
-        help="decode steps whose evicted attention is measured (12)",
-    )
-    add(
-        "--free-run",
-        action="store_true",
-        help="also generate freely and report where the first token differs from the full cache's",
-    )
-    add(
-        "--speed",
-        type=positive,
-        metavar="ROUNDS",
-        help="also generate freely, so many times in turn with the full cache: tokens/s of prefill "
-        "and decode",
-    )
-    add(
-        "--plot",
-        type=file_name,
-        help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)",
-    )
+    number = f"prompts ({TEXT_PROMPTS}; of a file all)"
+    add_row_flags(parser, OUR_TEXT, number, (256, 96), "1GiB")
+    add_continuation_flag(parser)
+    recalls = f"recall prompts ({RECALL_PROMPTS}; 0 with --prompts)"
+    add("--recall-prompts", type=count, metavar="N", help=recalls)
 
 
 def _add_text_flags(parser: OneLineParser) -> None:
@@ -188,21 +170,11 @@ def _add_text_flags(parser: OneLineParser) -> None:
         action="store_true",
         help="each prompt is a user's message, put into the model's chat template",
     )
-    add("--gen-len", type=positive, default=TEXT_GEN_LEN, help=f"most new tokens ({TEXT_GEN_LEN})")
+    length = f"most new tokens ({TEXT_GEN_LEN})"
+    gen_len = add("--gen-len", type=positive, default=TEXT_GEN_LEN, help=length)
+    parser.also(gen_len, "--length")
     add("--json", type=file_name, help="write prompts, texts, tokens and KV bytes")
-    add("--model_name", dest="model", **ALIAS)
-    add(
-        "--cache_dir",
-        dest="path",
-        type=lambda name: name if Path(name).expanduser().is_dir() else None,
-        **ALIAS,
-    )
-    add("--heavy_ratio", dest="hh_ratio", type=float, **ALIAS)
-    add("--recent_ratio", dest="recent_ratio", type=float, **ALIAS)
-    add("--length", dest="gen_len", type=positive, **ALIAS)
-    add("--no_cuda", dest="device", action="store_const", const="cpu", **ALIAS)
-    add("--fp16", dest="dtype", action="store_const", const="float16", **ALIAS)
-    add("--model_arch", **ALIAS)
+    add_h2o_hf_flags(parser)
 
 
 def _add_streaming_flags(parser: OneLineParser) -> None:
@@ -217,17 +189,12 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
         help=f"{', '.join(POLICIES)} (full h2o); also h2o:positions=rolling, and with --text "
         "h2o:kv_budget=0.2",
     )
-    add("--hh-size", type=count, metavar="N", help=f"heavy-hitter KV entries per sequence ({SIZE})")
-    add(
-        "--recent-size", type=positive, metavar="N", help=f"recent KV entries per sequence ({SIZE})"
-    )
+    sizes = "KV entries per sequence"
+    heavy = add("--hh-size", type=count, metavar="N", help=f"heavy-hitter {sizes} ({SIZE})")
+    add("--recent-size", type=positive, metavar="N", help=f"recent {sizes} ({SIZE})")
     add("--kv-budget", type=_no_share, help=argparse.SUPPRESS)
-    add(
-        "--positions",
-        choices=("original", "rolling"),
-        help="position scheme of every policy except full (original)",
-    )
-    add(
+    add_rolling_flag(parser)
+    turns = add(
         "--turns",
         type=file_name,
         help=".jsonl with MT-bench's questions, or prompts as flex_opt takes them",
@@ -268,23 +235,14 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
         metavar="FILE",
         help="write all figures, and turns with their answers",
     )
-    add("--input-path", "--input_path", dest="turns", type=file_name, **ALIAS)
-    add("--data_root", dest="turns", type=lambda folder: Path(folder) / MT_BENCH, **ALIAS)
-    add("--model-name", "--model_name", "--model_name_or_path", dest="model", **ALIAS)
-    h2o = ("--enable_h2o_generation", "--enable_streaming_with_H2O")
-    add(*h2o, dest="policies", action="store_const", const=("h2o",), **ALIAS)
-    add(
-        "--enable_position_rolling",
-        dest="positions",
-        action="store_const",
-        const="rolling",
-        **ALIAS,
-    )
-    add("--num_heavy_hitter_tokens", dest="heavy_of_window", type=int, **ALIAS)
-    add("--num_window_length", dest="window", type=positive, **ALIAS)
-    add("--heavy_hitter_size", dest="hh_size", type=count, **ALIAS)
-    add("--recent_size", dest="recent_size", type=positive, **ALIAS)
-    add("--start_size", dest="sinks", type=count, **ALIAS)
+    parser.also(turns, "--input-path")
+    parser.also(heavy, "--heavy-hitter-size")
+    add("--data-root", dest="turns", type=lambda folder: Path(folder) / MT_BENCH, **HIDDEN)
+    for flag in ("--enable_h2o_generation", "--enable_streaming_with_H2O"):
+        add(flag, dest="policies", action="store_const", const=("h2o",), **HIDDEN)
+    add("--num-heavy-hitter-tokens", dest="heavy_of_window", type=int, **HIDDEN)
+    add("--num-window-length", dest="window", type=positive, **HIDDEN)
+    add("--start-size", dest="sinks", type=count, **HIDDEN)
 
 
 def _no_share(text: str) -> str:
@@ -299,7 +257,7 @@ def _run(argv: list[str] | None) -> int:
         code: int = args.run(args)
         return code
     args.check(args)  # errors in flags and files are found before anything is loaded
-    results_are_in(args.json, vars(args).get("markdown"))
+    results_are_in(args.json)
     policy, is_auto = policy_of(args)
     if args.measure == "fidelity":
         _choose_policies(args, policy)
@@ -308,11 +266,7 @@ def _run(argv: list[str] | None) -> int:
         eviction_of(args, policy)  # a refusal comes before torch is imported
         from flexgen_h2o.evaluation.text import run
     else:
-        if policy.attn_sparsity != 1:
-            raise UsageError(
-                "--attn-sparsity: works with the full cache alone, and others are compared here; "
-                "leave it out"
-            )
+        refuse_sparse(policy)
         from flexgen_h2o.evaluation.streaming import run
     return run(args, policy, is_auto)
 
@@ -338,9 +292,9 @@ def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
 
 
 def _check_fidelity(args: argparse.Namespace) -> None:
-    check_rows(args, TEXT_PROMPTS, RECALL_PROMPTS, ("json", "markdown", "plot"))
-    if args.plot is not None:
-        check_picture(args.plot)
+    check_rows(args, TEXT_PROMPTS)
+    if args.recall_prompts is None:
+        args.recall_prompts = 0 if args.prompts else RECALL_PROMPTS
 
 
 def _check_text(args: argparse.Namespace) -> None:

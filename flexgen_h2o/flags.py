@@ -70,20 +70,22 @@ _FLAGS = {
     for f in fields(kind)
 }
 _FIELDS = re.compile("|".join(name for name in _FLAGS if "_" in name))
-# Flags whose name in help and docs differs from the name in messages, files and older scripts. Both
-# names are accepted.
-SHOWN_AS = {
-    "--host-mem": "--ram",
-    "--device-mem": "--gpu-mem",
-    "--policy": "--plan",
-    "--kv-bytes": "--kv-size",
-    "--cache-bits": "--kv-bits",
-    "--cache-rotation": "--kv-rotation",
-    "--gen-len": "--max-tokens",
+# Flags that have more than one name, all of them accepted. The first is shown in help and docs; the
+# key is the name in messages, files and older scripts.
+NAMES = {
+    "--host-mem": ("--ram", "--host-mem"),
+    "--device-mem": ("--gpu-mem", "--device-mem"),
+    "--policy": ("--plan", "--policy"),
+    "--kv-bytes": ("--kv-size", "--kv-bytes"),
+    "--cache-bits": ("--kv-bits", "--cache-bits"),
+    "--cache-rotation": ("--kv-rotation", "--cache-rotation"),
+    "--gen-len": ("--max-tokens", "--gen-len"),
+    "--gpu-batch-size": ("--gpu-batch-size", "--micro-batch"),
+    "--num-gpu-batches": ("--num-gpu-batches", "--micro-batches"),
 }
+# Arguments of a flag that help does not show.
+HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 SCRIPTS_RATIO = 0.1  # share of heavy and of recent KV entries in h2o_hf's scripts
-# Further names of a flag.
-ALSO = {"--gpu-batch-size": "--micro-batch", "--num-gpu-batches": "--micro-batches"}
 # Sections of help for settings that are not in the section of their dataclass.
 SECTION_OF = {
     "weight_bits": MEMORY,
@@ -126,17 +128,14 @@ def naming_flags(**flags: str) -> Iterator[None]:
 def add_flag(
     parser: OneLineParser, section: str, flag: str, *short: str, **arguments: Any
 ) -> argparse.Action:
-    """Add a flag under the name that help shows (SHOWN_AS), and its own name and ALSO as aliases.
+    """Add a flag with all its NAMES.
 
     Its field has its own name: `--host-mem` sets `host_mem`.
     """
-    shown = SHOWN_AS.get(flag, flag)
+    shown, *others = NAMES.get(flag, (flag,))
     field = flag.removeprefix("--").replace("-", "_")
     action = parser.section(section).add_argument(*short, shown, **{"dest": field, **arguments})
-    if shown != flag:
-        parser.also(action, flag)
-    if flag in ALSO:
-        parser.also(action, ALSO[flag])
+    parser.also(action, *others)
     return action
 
 
@@ -286,6 +285,19 @@ def model_of(args: argparse.Namespace) -> str:
         )
     model: str = args.model
     return model
+
+
+def find_model_of(args: argparse.Namespace) -> Model:
+    """Return the model that the flags name, with its tokenizer and without weights."""
+    from flexgen_h2o.models.load import find_model
+
+    return find_model(
+        model_of(args),
+        args.path,
+        args.revision,
+        offload_dir=args.offload_dir,
+        max_model_len=args.max_model_len,
+    )
 
 
 def budget_of(args: argparse.Namespace) -> MemoryBudget:
@@ -465,27 +477,33 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
         return make_eviction(name, **given)
 
 
-def add_h2o_hf_flags(parser: OneLineParser) -> None:
-    """Add the flags of h2o_hf's scripts to a command that has the engine's flags.
+def add_script_flags(parser: OneLineParser) -> None:
+    """Add the flags that all scripts of h2o_hf and llama-recipes have. Help does not show them.
 
-    The scripts are run_lm_eval_harness.py and run_helm.py. Help does not show their flags.
-    `--model_name`, `--recent_ratio` and the like are read without this.
+    Names like `--model_name` are read without this (synonyms.py).
     """
-    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    table = parser._option_string_actions
-    parser.also(table["--hh-ratio"], "--heavy-ratio")
-    parser.add_argument("--enable-small-cache", action="store_true", **hidden)
-    parser.also(parser.add_argument("--model-type", dest="model_family", **hidden), "--model-arch")
     # The scripts create this folder, which is a hub cache. `say_idle_flags` notes that it does not
     # exist.
     parser.add_argument(
         "--cache-dir",
         dest="path",
         type=lambda name: name if Path(name).expanduser().is_dir() else None,
-        **hidden,
+        **HIDDEN,
     )
-    parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", **hidden)
-    parser.add_argument("--fp16", dest="dtype", action="store_const", const="float16", **hidden)
+    parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", **HIDDEN)
+    parser.add_argument("--fp16", dest="dtype", action="store_const", const="float16", **HIDDEN)
+
+
+def add_h2o_hf_flags(parser: OneLineParser) -> None:
+    """Add the flags of h2o_hf's scripts to a command that has the engine's flags.
+
+    The scripts are run_lm_eval_harness.py, run_helm.py and run_text_generation.py. Help does not
+    show their flags.
+    """
+    parser.also(parser._option_string_actions["--hh-ratio"], "--heavy-ratio")
+    parser.add_argument("--enable-small-cache", action="store_true", **HIDDEN)
+    parser.also(parser.add_argument("--model-type", dest="model_family", **HIDDEN), "--model-arch")
+    add_script_flags(parser)
 
 
 def _choose_small_cache(args: argparse.Namespace) -> None:
@@ -594,7 +612,7 @@ def given_flags(args: argparse.Namespace, flags: Iterable[str]) -> str:
     """Return those of `flags` that were given, as a command line. Their values are single words."""
     found = ((flag, value_of(args, flag)) for flag in flags)
     return " ".join(
-        f"{SHOWN_AS.get(flag, flag)} {_as_text(value)}"
+        f"{NAMES.get(flag, (flag,))[0]} {_as_text(value)}"
         for flag, value in found
         if value is not None
     )
@@ -620,7 +638,7 @@ Reason = Callable[[argparse.Namespace, RunTarget], str]
 def say_idle_flags(command: str, args: argparse.Namespace, at: RunTarget | None = None) -> None:
     """Print a note on each given flag that has no effect, with the reason."""
     found: dict[str, list[str]] = {}
-    reasons = WITHOUT_EFFECT[command]
+    reasons = WITHOUT_EFFECT.get(command, _ENGINE)
     for field, flag in args.given.items():
         reason_of = reasons.get(field, reasons.get("*"))
         reason = reason_of(args, at or RunTarget()) if reason_of is not None else ""
@@ -722,14 +740,14 @@ _SAMPLING: dict[str, Reason] = {
     "top_k": lambda args, at: _greedy(args, at) if args.top_k else "",
     "seed": _greedy,
 }
+_ANSWERS = {**_ENGINE, **_SAMPLING}
 _SHOWN = _if("--show NAME says which profile", lambda args: args.show)
 
-# Reasons by command, then by the field of a flag; "*" is for all other fields. Sampling flags of
-# batch apply to rows that do not set them, so they always have an effect.
+# Reasons by command, then by the field of a flag; "*" is for all other fields. Other commands have
+# _ENGINE. Sampling flags of batch apply to rows that do not set them: they always have an effect.
 WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     "flex_opt": {
-        **_ENGINE,
-        **_SAMPLING,
+        **_ANSWERS,
         "prompt_len": _if(
             "each prompt of --prompts keeps its own length", lambda args: args.prompts
         ),
@@ -742,23 +760,15 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
             lambda args: args.overlap and args.debug_mode == "breakdown",
         ),
     },
-    "chat": {**_ENGINE, **_SAMPLING, "max_len": _beyond_positions},
-    "generate": {**_ENGINE, **_SAMPLING},
-    "batch": _ENGINE,
-    "serve": _ENGINE,
+    "chat": {**_ANSWERS, "max_len": _beyond_positions},
     "batch --status": {
         **dict.fromkeys(("output", "status"), lambda args, at: ""),
         "*": lambda args, at: "--status reads what --output says, and does nothing else",
     },
     "policy_search": {**_ENGINE, "revision": _built_in},
-    "evaluate fidelity": {
-        **_ENGINE,
-        "depths": _if("there are no recall prompts", lambda args: not args.recall_prompts),
-    },
-    "evaluate frontier": _ENGINE,
-    "complete": {**_ENGINE, **_SAMPLING},
-    "evaluate lm-eval": _ENGINE,
-    "evaluate text": {**_ENGINE, **_SAMPLING},
+    "generate": _ANSWERS,
+    "complete": _ANSWERS,
+    "evaluate text": _ANSWERS,
     "evaluate attention": {
         **_ENGINE,
         **dict.fromkeys(
@@ -767,8 +777,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     },
     # With --text the seed is the bootstrap's, and the other sampling flags are refused.
     "evaluate streaming": {
-        **_ENGINE,
-        **_SAMPLING,
+        **_ANSWERS,
         "seed": lambda a, at: _greedy(a, at) if a.text is None else "",
     },
     "hardware": {"device": _SHOWN, "offload_dir": _SHOWN},

@@ -106,7 +106,7 @@ ROWS = (
         "OPT-30B; text as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 1408",
         measured="[papers](../../docs/lab/papers.md#fidelity)",
-        real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --mass-steps 0 --policies random '
+        real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --policies random '
         "local:sinks=0 local h2o "
         '--budgets 0.5 0.2 --json "$WORK/fidelity.json"',
     ),
@@ -217,7 +217,7 @@ ROWS = (
         "OPT-30B; data sets",
         f"{_30B} --prompt-len 384 --gen-len 8 --num-prompts 4000 --hh-ratio 0.1 --compress-cache",
         measured="[papers](../../docs/lab/papers.md#h2o-4bit)",
-        real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --mass-steps 0 --policies h2o '
+        real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --policies h2o '
         "--budgets 0.2 --kv-bits 4 "
         '--json "$WORK/h2o-4bit.json"',
     ),
@@ -353,7 +353,7 @@ ROWS = (
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 128 --compress-weight "
         "--compress-cache",
         measured="[papers](../../docs/lab/papers.md#compression)",
-        real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --mass-steps 0 --policies h2o '
+        real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --policies h2o '
         "--budgets 0.2 "
         '--weight-bits 4 --kv-bits 4 --json "$WORK/compression.json"',
     ),

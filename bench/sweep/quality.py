@@ -26,7 +26,7 @@ from bench.sweep.grid import Cell, System
 from bench.sweep.runner import BASELINES, Setup, command_of, environment_of, reason_of
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.evaluation.fidelity import FullWatch, divergence, flips
+from flexgen_h2o.evaluation.fidelity import divergence, flips, followed
 from flexgen_h2o.evaluation.figures import Bootstrap
 from flexgen_h2o.evaluation.rows import TextRow, held_out_rows, text_of
 from flexgen_h2o.kvcache.eviction import Full
@@ -174,8 +174,6 @@ def _measure_ours(
             str(PROMPTS),
             "--recall-prompts",
             "0",
-            "--mass-steps",
-            "0",
             "--gpu-batch-size",
             str(ROWS),
             "--device",
@@ -216,11 +214,7 @@ def _reference(model: str, cell: Cell, offload_dir: Path) -> tuple[list[TextRow]
         rows = held_out_rows(
             text_of(None, llm.model, ""), PROMPTS, cell.prompt_len, cell.gen_len, SEED
         )
-        watch = FullWatch([cell.prompt_len] * len(rows), cell.gen_len, frozenset())
-        llm.follow(
-            [row.prompt for row in rows], [row.continuation for row in rows], watch.see_logits
-        )
-    return rows, watch.logits
+        return rows, followed(llm, rows)
 
 
 def _scores_of(

@@ -18,6 +18,7 @@ from typing import Any
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
+from flexgen_h2o.evaluation.rows import at_line
 
 LAYOUT = (
     'one JSON object a line, {"article": "the prompt", "summary_gt": "the reference", '
@@ -54,7 +55,7 @@ def read_records(
     not supported.
     """
     for place, line in islice(lines_of(path, "--input"), most):
-        try:
+        with at_line(place):
             record = {**object_of_json(line), **fields}
             for name in ("article", "summary_gt"):
                 value = record.get(name)
@@ -69,8 +70,6 @@ def read_records(
             SamplingParams(
                 **{name: record[name] for name in _SAMPLING if record.get(name) is not None}
             )
-        except UsageError as error:
-            raise UsageError(f"{place}: {error}") from error
         yield record
 
 

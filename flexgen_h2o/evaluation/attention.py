@@ -8,16 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-from flexgen_h2o.cli_common import (
-    check_files,
-    check_picture,
-    count,
-    file_name,
-    positive,
-    results_are_in,
-)
+from flexgen_h2o.cli_common import count, positive
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import parse_bytes
+from flexgen_h2o.evaluation.rows import OUR_TEXT, add_row_flags, check_rows, refuse_sparse
 from flexgen_h2o.flags import add_engine_flags, policy_of
 from flexgen_h2o.parser import OneLineParser
 
@@ -32,24 +25,8 @@ def add_flags(parser: OneLineParser) -> None:
     add_engine_flags(parser)
     parser.set_defaults(dtype="float32", run=run)
     add = parser.add_argument
-    add(
-        "--prompts",
-        type=file_name,
-        help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)",
-    )
-    add("--num-prompts", type=positive, help=f"prompts ({PROMPTS}; of a file all)")
-    add(
-        "--prompt-len",
-        type=positive,
-        default=256,
-        help="tokens of a prompt, whose attention is measured (256)",
-    )
-    add(
-        "--gen-len",
-        type=positive,
-        default=64,
-        help="tokens of the text that are followed after a removal (64)",
-    )
+    number = f"prompts ({PROMPTS}; of a file all)"
+    add_row_flags(parser, OUR_TEXT, number, (256, 64), "256MiB")
     add(
         "--mass",
         type=float,
@@ -94,34 +71,13 @@ def add_flags(parser: OneLineParser) -> None:
         metavar="N",
         help="first KV entries that one of the removals leaves (4)",
     )
-    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
-    add(
-        "--seed",
-        type=count,
-        default=0,
-        help="random seed for the choice of texts, random KV entries and the bootstrap",
-    )
-    add(
-        "--keep-mem",
-        default="256MiB",
-        help="RAM for attention matrices and logits, beside the budgets (256MiB)",
-    )
-    add("--json", type=file_name, help="write all figures, by transformer block and head")
-    add("--markdown", type=file_name, help="write the tables that are printed")
-    add(
-        "--plot",
-        type=file_name,
-        help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the flags before torch is imported, measure, and return the exit code."""
     _check(args)
-    results_are_in(args.json, args.markdown)
     policy, is_auto = policy_of(args)
-    if policy.attn_sparsity != 1:
-        raise UsageError("--attn-sparsity: changes the attention that is measured; leave it out")
+    refuse_sparse(policy, "changes the attention that is measured")
     from flexgen_h2o.evaluation.attention_maps import measure
 
     return measure(args, policy, is_auto)
@@ -132,7 +88,7 @@ def _check(args: argparse.Namespace) -> None:
 
     Raise UsageError naming one.
     """
-    args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
+    check_rows(args, PROMPTS)
     for flag, share in (("--mass", args.mass), ("--near-zero", args.near_zero)):
         if not 0 < share < 1:
             raise UsageError(f"{flag} {share:g}: is not between 0 and 1, both excluded")
@@ -161,13 +117,3 @@ def _check(args: argparse.Namespace) -> None:
                 f"leave {args.sinks} "
                 "(--sinks)"
             )
-    if args.remove and args.gen_len < 2:
-        raise UsageError(
-            f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are "
-            "needed"
-        )
-    check_files(args, ("prompts",), ("json", "markdown", "plot"))
-    if args.num_prompts is None and args.prompts is None:
-        args.num_prompts = PROMPTS
-    if args.plot is not None:
-        check_picture(args.plot)

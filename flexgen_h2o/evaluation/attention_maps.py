@@ -25,7 +25,7 @@ from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.evaluation.attention_tables import TOP_SHARES, draw, markdown
 from flexgen_h2o.evaluation.fidelity import FidelityRunner, Probe
-from flexgen_h2o.evaluation.figures import Array, Bootstrap, Figures, summarise_texts
+from flexgen_h2o.evaluation.figures import Array, Bootstrap, Figures
 from flexgen_h2o.evaluation.rows import Case, TextRow, held_out_rows, rows_of_file, text_of
 from flexgen_h2o.flags import check_positions, compression_flags, open_llm, say_notes
 from flexgen_h2o.kvcache.eviction import Full
@@ -61,9 +61,8 @@ def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         seen = watch(llm, rows, args)
         result = _facts(args, llm, policy, rows) | summarise(seen, rows, llm, args)
         if cases:
-            full_nll, found = FidelityRunner(llm, args.keep_mem, 0).texts(rows, cases)
-            full, cells = summarise_texts(full_nll, found, args.resamples, args.seed)
-            result["removal"] = {"full": full, "cells": cells}
+            runner = FidelityRunner(llm, args.keep_mem)
+            result["removal"] = runner.summary(rows, cases, args.resamples, args.seed)
     result["seconds"] = time.perf_counter() - began
     write_results(args, result, markdown(result), draw)
     return EXIT_DONE

@@ -22,7 +22,7 @@ from flexgen_h2o.engine.penalties import penalties_maker
 from flexgen_h2o.engine.prompts import lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.evaluation.figures import held_kv, perplexity, surprise
-from flexgen_h2o.evaluation.rows import Case
+from flexgen_h2o.evaluation.rows import Case, at_line
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model
@@ -70,10 +70,8 @@ def read_turns(path: Path | None) -> list[Turn]:
     is_text = path.suffix.lower() == ".txt"
     turns = []
     for place, line in lines_of(path, "--turns"):
-        try:
+        with at_line(place):
             turns += [Turn(line, place, {})] if is_text else _turns_of_json(line, place)
-        except UsageError as error:
-            raise UsageError(f"{place}: {error}") from error
     if not turns:
         raise UsageError(f"--turns {path}: no turn in it, only blank lines or nothing")
     return turns

@@ -26,33 +26,22 @@ from flexgen_h2o.core.errors import EXIT_DONE, UsageError, json_reason
 from flexgen_h2o.core.files import json_line, read_bounded, usable_path, write_result
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import counted, markdown_table
-from flexgen_h2o.engine.prompts import lines_of, object_of_json
-from flexgen_h2o.evaluation.kvpress import (
-    RATIO_OF,
-    PressRun,
-    add_press_flag,
-    check_press_folder,
-    dropped_share,
-    write_press_run,
-)
+from flexgen_h2o.evaluation.rows import check_given, check_tokenizer, objects_of, write_requests
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
-    compression_flags,
     eviction_of,
-    model_of,
+    find_model_of,
     naming_flags,
     policy_of,
 )
 from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
-    from flexgen_h2o.core.config import Policy
     from flexgen_h2o.evaluation.wrangling_data import Item, Task
-    from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.models.load import Model
 
-METHODS = ("random", "manual", "validation_clusters")
+METHODS = ("random", "manual")
 MAX_TRIALS = 1000  # the prompts of all trials are in memory
 RULE = "-" * 70
 # Metrics that have a mean over trials.
@@ -99,11 +88,6 @@ def add_flags(parser: OneLineParser) -> None:
         help="of manual: .txt, or .json with a text for each value of a column",
     )
     add(
-        "--validation-path",
-        type=file_name,
-        help="of validation_clusters: the trial_0.jsonl of a run on the validation rows",
-    )
-    add(
         "--class-balanced", action="store_true", help="draw examples of as many rows of each answer"
     )
     add("--seed", type=count, default=1234, help="of examples, and of what is drawn (1234)")
@@ -139,15 +123,13 @@ def add_flags(parser: OneLineParser) -> None:
     )  # all rows are one run in any case
     add("--force", action="store_true", help="go on with a run that was begun with other settings")
     add("--json", type=file_name, help="write the metrics here too")
-    add_press_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the prompts, run and score them, and return the exit code."""
     from flexgen_h2o.evaluation.wrangling_data import WHERE, find_task
 
-    if args.data_dir is None:
-        raise UsageError(f"--data-dir: is missing; {WHERE}")
+    check_given(args, "data_dir", WHERE)
     policy, is_auto = policy_of(args)
     with naming_flags(max_tokens="--gen-len"):
         stop = args.stop.replace(r"\n", "\n")
@@ -155,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             args.gen_len, args.temperature, seed=args.seed, stop=(stop,) if stop else ()
         )
     eviction = eviction_of(args, policy)
-    check_files(args, ("examples", "validation_path"), ("json",))
+    check_files(args, ("examples",), ("json",))
     _check(args)
     task = find_task(usable_path(args.data_dir, "--data-dir"), args.column)
     items, trials = _trials(args, task)
@@ -164,7 +146,12 @@ def run(args: argparse.Namespace) -> int:
     folder = _folder(args, task)
     answers = folder / "answers.jsonl"
     requests = folder / "requests.jsonl"
-    _write_requests(requests, answers, trials)
+    lines = [
+        json.dumps({"custom_id": _id(trial, row), "prompt": prompt}) + "\n"
+        for trial, prompts in enumerate(trials)
+        for row, prompt in enumerate(prompts)
+    ]
+    write_requests(requests, lines, "prompts", "give another --run-tag, or remove the folder")
     results_are_in(folder / "metrics.json")
     from flexgen_h2o.jobs.job import run_job
 
@@ -174,9 +161,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             str(error).replace("give another name", "give another --run-tag")
         ) from error
-    model = _model(args)
+    model = find_model_of(args)
     longer = too_long_labels(model, items, args.gen_len)
-    whole = _score(
+    _score(
         args,
         task,
         folder,
@@ -187,8 +174,6 @@ def run(args: argparse.Namespace) -> int:
     labels = _labels_line(args, model, items)
     if labels:
         print(labels)
-    if args.kvpress_dir is not None:
-        _write_press(args, folder, whole, eviction, policy)
     return code
 
 
@@ -196,19 +181,13 @@ def _check(args: argparse.Namespace) -> None:
     """Check the flags and expand paths of folders. Raise UsageError naming a flag."""
     if args.num_run < -1 or args.num_run == 0:
         raise UsageError(f"--num-run {args.num_run}: must be at least 1, or -1 for all rows")
-    for flag, method in (("examples", "manual"), ("validation_path", "validation_clusters")):
-        given = getattr(args, flag)
-        name = "--" + flag.replace("_", "-")
-        if given is None and args.sample_method == method:
-            raise UsageError(f"--sample-method {method}: goes with {name} FILE; give both")
-        if given is not None and args.sample_method != method:
-            raise UsageError(f"{name}: goes with --sample-method {method}; give both")
+    if (args.examples is None) == (args.sample_method == "manual"):
+        raise UsageError("--examples: goes with --sample-method manual; give both")
     if args.num_trials > MAX_TRIALS:
         raise UsageError(f"--num-trials {args.num_trials}: at most {MAX_TRIALS}")
     if args.seed + args.num_trials > 2**32:
         raise UsageError(f"--seed {args.seed}: must be below 2**32, with --num-trials")
     args.output_dir = usable_path(args.output_dir, "--output-dir")
-    check_press_folder(args)
     if "/" in args.run_tag or args.run_tag in (".", ".."):
         raise UsageError(f"--run-tag {args.run_tag}: is the name of a folder, without /")
 
@@ -222,7 +201,6 @@ def _trials(args: argparse.Namespace, task: Task) -> tuple[list[Item], list[list
 
     split = "test" if args.do_test else "validation"
     items = read_items(task, split, args.sep_tok, args.nan_tok)
-    args.rows_of_split = len(items)
     items = items if args.num_run == -1 else items[: args.num_run]
     head = f"{task.about.instruction} " if args.add_task_instruction else ""
     trials = [
@@ -237,22 +215,17 @@ def _trials(args: argparse.Namespace, task: Task) -> tuple[list[Item], list[list
 
 def _prefixes(args: argparse.Namespace, task: Task, items: Sequence[Item]) -> list[list[str]]:
     """Return for each trial the examples that precede each row, as text."""
-    from flexgen_h2o.evaluation.wrangling_data import drawn, near_misses, read_items, shuffled
+    from flexgen_h2o.evaluation.wrangling_data import drawn, read_items, shuffled
 
     trials = range(args.num_trials)
     if args.sample_method == "manual":
         return [_manual(args.examples, task, items) for _ in trials]
-    if args.sample_method == "validation_clusters":
-        chosen = [near_misses(*_validated(args.validation_path, task), args.k)] * len(trials)
-    else:
-        train = shuffled(
-            read_items(task, "train", args.sep_tok, args.nan_tok), task.kind, args.class_balanced
-        )
-        if args.k > len(train):
-            raise UsageError(
-                f"--k {args.k}: there are {len(train)} rows to draw from; ask for fewer"
-            )
-        chosen = [drawn(train, args.k, args.seed + trial) for trial in trials]
+    train = shuffled(
+        read_items(task, "train", args.sep_tok, args.nan_tok), task.kind, args.class_balanced
+    )
+    if args.k > len(train):
+        raise UsageError(f"--k {args.k}: there are {len(train)} rows to draw from; ask for fewer")
+    chosen = [drawn(train, args.k, args.seed + trial) for trial in trials]
     return [
         ["\n\n".join(item.example for item in examples) + "\n"] * len(items) for examples in chosen
     ]
@@ -290,39 +263,6 @@ def _manual(path: Path, task: Task, items: Sequence[Item]) -> list[str]:
     return [texts[item.key].rstrip("\n") + "\n" for item in items]
 
 
-def _validated(path: Path, task: Task) -> tuple[list[Item], list[bool]]:
-    """Return the rows of an earlier run, and whether each was predicted wrongly."""
-    from flexgen_h2o.evaluation.wrangling_data import Item
-
-    items = list[Item]()
-    wrong = list[bool]()
-    for place, line in lines_of(path, "--validation-path"):
-        try:
-            body = object_of_json(line)
-        except UsageError as error:
-            raise UsageError(f"{place}: {error}") from error
-        if not all(isinstance(body.get(name), str) for name in ("text", "label", "prediction")):
-            raise UsageError(
-                f"{place}: text, label and prediction are expected, as trial_0.jsonl of a run has "
-                "them"
-            )
-        items.append(Item(body["text"], body["label"]))
-        wrong.append(not is_right(task.kind, body["prediction"], body["label"]))
-    return items, wrong
-
-
-def _model(args: argparse.Namespace) -> Model:
-    from flexgen_h2o.models.load import find_model
-
-    return find_model(
-        model_of(args),
-        args.path,
-        args.revision,
-        max_model_len=args.max_model_len,
-        offload_dir=args.offload_dir,
-    )
-
-
 def too_long_labels(model: Model, items: Sequence[Item], most: int) -> int:
     """Return how many labels have more than `most` tokens after a space, as an answer begins."""
     if model.tokenizer is None:
@@ -342,11 +282,8 @@ def _labels_line(args: argparse.Namespace, model: Model, items: Sequence[Item]) 
 
 def _show_prompts(args: argparse.Namespace, prompts: Sequence[str], items: Sequence[Item]) -> int:
     """Print prompts with their numbers of tokens, and a summary of all, for --dry-run."""
-    model = _model(args)
-    if model.tokenizer is None:
-        raise UsageError(
-            f"--model {model.name}: has no tokenizer to count tokens with; give a folder with one"
-        )
+    model = find_model_of(args)
+    check_tokenizer(model, " to count tokens with; give a folder with one")
     sizes = [len(model.encode(prompt)) for prompt in prompts]
     for prompt, size in list(zip(prompts, sizes, strict=True))[: args.num_print]:
         print(f"{RULE}\n{size} tokens\n{RULE}\n{prompt}")
@@ -383,29 +320,6 @@ def _folder(args: argparse.Namespace, task: Task) -> Path:
     return folder
 
 
-def _write_requests(path: Path, answers: Path, trials: Sequence[Sequence[str]]) -> None:
-    """Write the input of the job.
-
-    Raise UsageError if there are answers to other prompts already.
-    """
-    text = "".join(
-        json.dumps({"custom_id": _id(trial, row), "prompt": prompt}) + "\n"
-        for trial, prompts in enumerate(trials)
-        for row, prompt in enumerate(prompts)
-    )
-    if (
-        answers.exists()
-        and answers.stat().st_size
-        and (not path.exists() or path.read_text() != text)
-    ):
-        raise UsageError(
-            f"--output-dir {path.parent}: has answers to other prompts, of other data, examples or "
-            "flags; give another "
-            "--run-tag, or remove the folder"
-        )
-    write_result(path, text, "--output-dir")
-
-
 def _id(trial: int, row: int) -> str:
     """Return the `custom_id` of a request."""
     return f"trial-{trial}-row-{row}"
@@ -414,8 +328,7 @@ def _id(trial: int, row: int) -> str:
 def _answers(path: Path) -> dict[str, tuple[str, str | None]]:
     """Return (text, code of the error or None) of each answer, by `custom_id`."""
     found = {}
-    for _, line in lines_of(path, "--output-dir"):
-        row = json.loads(line)
+    for _, row in objects_of(path, "--output-dir"):
         text = "" if row["error"] else row["response"]["body"]["choices"][0]["text"]
         found[row["custom_id"]] = (text, row["error"] and row["error"]["code"])
     return found
@@ -478,8 +391,8 @@ def _score(
     items: Sequence[Item],
     trials: Sequence[Sequence[str]],
     facts: dict[str, Any],
-) -> dict[str, Any]:
-    """Write predictions and metrics, print the table, and return the metrics."""
+) -> None:
+    """Write predictions and metrics, and print the table."""
     answers = _answers(folder / "answers.jsonl")
     scores = list[Counts]()
     errors = 0
@@ -513,7 +426,6 @@ def _score(
         "data": task.name,
         "split": folder.parts[-3],
         "rows": len(items),
-        "fraction": len(items) / args.rows_of_split,
         "trials": len(trials),
         "errors": errors,
     }
@@ -528,59 +440,6 @@ def _score(
             write_result(path, whole, flag)
     print("\n".join(_table(whole)))
     print(f"predictions and metrics are in {folder}")
-    return whole
-
-
-def _write_press(
-    args: argparse.Namespace,
-    folder: Path,
-    whole: dict[str, Any],
-    eviction: Eviction,
-    policy: Policy,
-) -> None:
-    """Write the rows of all trials in kvpress's layout.
-
-    The examples are the context, the row is the question.
-    """
-    prompts = [
-        int(row["response"]["body"]["usage"]["prompt_tokens"])
-        for row in (
-            json.loads(line) for _, line in lines_of(folder / "answers.jsonl", "--output-dir")
-        )
-        if row["error"] is None
-    ]
-    settings = {
-        "press_init_command": json.dumps(eviction.to_json()),
-        "compression_ratio_of": RATIO_OF,
-        "compression": compression_flags(policy) or None,
-        "seed": args.seed,
-        "k": args.k,
-        "sample_method": args.sample_method,
-        "run_tag": args.run_tag,
-        "results": str(folder),
-    }
-    spec = _model(args).spec
-    ratio = dropped_share(eviction, spec, policy, [(n, args.gen_len) for n in prompts])
-    run = PressRun(
-        whole["data"], args.model, eviction.name, ratio, whole["split"], whole["fraction"], settings
-    )
-    rows = (
-        {
-            "question": row["text"],
-            "answer_prefix": "",
-            "answer": row["label"],
-            "max_new_tokens": args.gen_len,
-            "predicted_answer": row["prediction"],
-            "task": whole["task"],
-            "trial": trial,
-        }
-        for trial in range(whole["trials"])
-        for row in (
-            json.loads(line)
-            for _, line in lines_of(folder / f"trial_{trial}.jsonl", "--output-dir")
-        )
-    )
-    print(f"kvpress: {write_press_run(args.kvpress_dir, run, rows, whole)}")
 
 
 def _table(whole: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,24 +27,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexgen_h2o.cli_common import (
-    check_files,
-    check_picture,
-    count,
-    file_name,
-    positive,
-    results_are_in,
-    say,
-    share,
-    write_results,
-)
+from flexgen_h2o.cli_common import positive, say, share, write_results
 from flexgen_h2o.core.config import BITS, CACHE_BITS, Policy, without_unused_bits
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import try_lock
-from flexgen_h2o.core.units import markdown_table, parse_bytes
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.evaluation import long_context
-from flexgen_h2o.evaluation.rows import BYTES, SEQUENCE, Case, TextRow, check_distinct
+from flexgen_h2o.evaluation.rows import (
+    Case,
+    TextRow,
+    add_continuation_flag,
+    add_row_flags,
+    check_distinct,
+    check_given,
+    check_rows,
+    eviction_named,
+)
 from flexgen_h2o.flags import (
     add_engine_flags,
     check_positions,
@@ -54,7 +52,7 @@ from flexgen_h2o.flags import (
     policy_of,
     say_notes,
 )
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Full, make_eviction, says_budget
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Full, says_budget
 from flexgen_h2o.kvcache.eviction.mixes import SCHEMA as TABLE_SCHEMA
 from flexgen_h2o.kvcache.eviction.mixes import (
     SHIPPED,
@@ -68,7 +66,7 @@ from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.evaluation.fidelity import FidelityRunner
-    from flexgen_h2o.evaluation.figures import Figures
+    from flexgen_h2o.evaluation.figures import Bootstrap, Column, Figures
     from flexgen_h2o.models.load import Model
 
 SCHEMA = 2
@@ -78,6 +76,7 @@ DEFAULT_BUDGETS = (0.5, 0.2)
 SMALL = 0.03  # nats of KL that --kv-loss calls small
 # Bytes held may exceed a share by this factor and still count as fitting: only whole entries fit.
 ROUNDED = 1.02
+CHANGED = "changed"  # name of the share of changed tokens in the JSON
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # Settings of `Policy` that the grid sets.
 GRID_FIELDS = (
@@ -151,7 +150,7 @@ class Setting:
         policy = without_unused_bits(replace(base, **changes))
         placement = AutoPolicy(policy) if is_auto else policy
         if self.policy == Full.name:
-            return Case(self.name, Full(), budget_of=SEQUENCE, policy=placement)
+            return Case(self.name, Full(), policy=placement)
         size = (
             {"kv_budget": self.kv_budget} if self.kv_bytes is None else {"kv_bytes": self.kv_bytes}
         )
@@ -162,14 +161,7 @@ class Setting:
             )
         with naming_flags():
             H2O(**size)  # a share out of range is an error of its flag, not of the policy
-        try:
-            eviction = make_eviction(self.policy, **size)
-        except UsageError as error:
-            raise UsageError(
-                f"--policies {self.policy}: {str(error).removeprefix('eviction: ')}"
-            ) from error
-        of = SEQUENCE if self.kv_bytes is None else BYTES
-        return Case(self.name, eviction, self.kv_budget or self.kv_bytes or 1.0, of, placement)
+        return Case(self.name, eviction_named(self.policy, size), policy=placement)
 
 
 REFERENCE = Setting()
@@ -183,22 +175,8 @@ def add_flags(parser: OneLineParser) -> None:
     lines = (
         ".txt or .jsonl as `generate -i` takes them; articles with `summary_gt` are summarised too"
     )
-    add("--prompts", type=file_name, metavar="FILE", help=lines)
-    add("--num-prompts", type=positive, metavar="N", help="the first N of them only")
-    add("--prompt-len", type=positive, default=448, metavar="N", help="tokens of a prompt (448)")
-    add(
-        "--gen-len",
-        type=positive,
-        default=64,
-        metavar="N",
-        help="tokens that are followed after it (64)",
-    )
-    add(
-        "--continuation",
-        choices=("text", "greedy"),
-        default="text",
-        help="follow the text itself, or the model's own greedy answer (text)",
-    )
+    add_row_flags(parser, lines, "the first N of them only", (448, 64), "1GiB")
+    add_continuation_flag(parser)
     add("--join", action="store_true", help="join prompts of the file until they are long enough")
     add(
         "--chat",
@@ -245,39 +223,6 @@ def add_flags(parser: OneLineParser) -> None:
         "now on"
     )
     add("--learn", action="store_true", help=learn)
-    add(
-        "--resamples",
-        type=positive,
-        default=1000,
-        metavar="N",
-        help="number of bootstrap resamples (1000)",
-    )
-    add(
-        "--seed",
-        type=count,
-        default=0,
-        metavar="N",
-        help="random seed for tasks and the bootstrap (0)",
-    )
-    add(
-        "--keep-mem",
-        default="1GiB",
-        metavar="SIZE",
-        help="RAM for the full cache's logits, beside --ram (1GiB)",
-    )
-    add(
-        "--json",
-        type=file_name,
-        metavar="FILE",
-        help="write all figures; FILE.rows.jsonl has each prompt's",
-    )
-    add("--markdown", type=file_name, metavar="FILE", help="write the table that is printed")
-    add(
-        "--plot",
-        type=file_name,
-        metavar="FILE",
-        help="write a picture (.png, .svg; needs the extra `plot`)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -287,7 +232,6 @@ def run(args: argparse.Namespace) -> int:
     """
     settings = _check(args)
     model = model_of(args)
-    results_are_in(args.json, args.markdown)
     base, is_auto = policy_of(args)
     cases = {setting: setting.case(base, is_auto) for setting in settings}
     from flexgen_h2o.evaluation.fidelity import FidelityRunner
@@ -295,7 +239,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     with open_llm(args, base, is_auto, Full()) as llm:
         check_positions(args, llm.model.name, llm.model.spec.max_positions)
-        runner = FidelityRunner(llm, args.keep_mem, 0)
+        runner = FidelityRunner(llm, args.keep_mem)
         runner.check(list(cases.values()))
         prompts = read_prompts(args, llm.model)
         say_notes("evaluate frontier", args, llm)
@@ -353,22 +297,13 @@ def _keep_table(path: Path, table: Figures) -> None:
 
 def _check(args: argparse.Namespace) -> list[Setting]:
     """Return the settings, the full cache first. Raise UsageError if flags or files are wrong."""
-    if args.prompts is None:
-        raise UsageError("--prompts: is missing; name a .txt or .jsonl file of prompts")
-    if args.gen_len < 2:
-        raise UsageError(
-            f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are "
-            "needed"
-        )
-    args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
-    check_files(args, ("prompts",), ("json", "markdown", "plot"))
+    check_given(args, "prompts", "name a .txt or .jsonl file of prompts")
+    check_rows(args, None)
     if not args.prompts.is_file():
         raise UsageError(
             f"--prompts {args.prompts}: there is no such file; name a .txt or .jsonl file of "
             "prompts"
         )
-    if args.plot is not None:
-        check_picture(args.plot)
     for task in args.tasks or ():
         if task not in long_context.TASKS:
             raise UsageError(f"--tasks {task}: is not one of {', '.join(long_context.TASKS)}")
@@ -786,28 +721,21 @@ class Study:
 
         Rows are followed in chunks, whose full-cache reference fits in --keep-mem.
         """
-        rows = self.prompts.rows
         gen_len = self.args.gen_len
-        size = self.runner.rows_at_once(rows, gen_len)
-        for start in range(0, len(rows), size):
-            chunk = rows[start : start + size]
+        for start, chunk in self.runner.chunks(self.prompts.rows, gen_len):
             numbers = range(start, start + len(chunk))
             missing = [one for one in self.cases if self.measured.lacks(one, LOSSES, numbers)]
             if not missing:
                 continue
-            if not chunk[0].continuation:
-                chunk = self.runner.greedy(chunk, gen_len)
-            reference = self.runner.reference(chunk)
+            rows = chunk if chunk[0].continuation else self.runner.greedy(chunk, gen_len)
+            reference = self.runner.reference(rows)
             for setting in missing:
-                if setting == REFERENCE:
-                    nats = reference.nll.mean(axis=1).tolist()
-                    self.measured.add(setting, LOSSES, [[0.0, 0.0, one] for one in nats], start)
-                    continue
-                found = self.runner.compare(chunk, reference, self.cases[setting])
-                losses = np.stack([found.kl, found.flipped.astype(float), found.nll]).mean(axis=2)
-                self.measured.add(setting, LOSSES, losses.T.tolist(), start)
-                which = f"prompts {start + 1} to {numbers.stop}"
-                say("evaluate", f"{setting.name}: {which}, KL {losses[0].mean():.4f}")
+                losses = reference.losses
+                if setting != REFERENCE:
+                    losses = self.runner.compare(rows, reference, self.cases[setting])
+                    which = f"prompts {start + 1} to {numbers.stop}"
+                    say("evaluate", f"{setting.name}: {which}, KL {losses[:, 0].mean():.4f}")
+                self.measured.add(setting, LOSSES, losses.tolist(), start)
 
     def _measure_answers(self, setting: Setting) -> None:
         references = self.prompts.references
@@ -849,8 +777,10 @@ class Study:
         return self.runner.share(self.cases[setting], lengths)
 
     def _cell(self, setting: Setting) -> Figures:
+        from flexgen_h2o.evaluation.figures import losses_of
+
         losses = np.array(self.measured[setting, LOSSES])
-        full_nats = np.array(self.measured[REFERENCE, LOSSES])[:, 2]
+        full = np.array(self.measured[REFERENCE, LOSSES])
         kv_share = self.kv_share(setting)
         speeds = self.measured[setting, SPEED]
         rouge = self.measured[setting, ANSWERS]
@@ -860,9 +790,7 @@ class Study:
             "eviction": self.cases[setting].eviction.to_json(),
             "kv_share": kv_share,
             "read_share": kv_share,  # a step reads all that is held
-            "kl": self._mean(losses[:, 0]),
-            "changed": self._mean(losses[:, 1]),
-            "nll_less_full": self._mean(losses[:, 2] - full_nats),
+            **losses_of(losses, full, self._bootstrap(len(losses)), CHANGED),
             "tokens_per_s": speeds[0] if speeds else None,
             "rouge": {
                 name: self._mean([one[i] for one in rouge]) for i, name in enumerate(ROUGE) if rouge
@@ -872,29 +800,17 @@ class Study:
             },
         }
 
-    def _mean(self, values: Any) -> Figures:
-        """Return the mean of one value per prompt, with its interval."""
+    def _bootstrap(self, count: int) -> Bootstrap:
         from flexgen_h2o.evaluation.figures import Bootstrap
 
-        return Bootstrap(len(values), self.args.resamples, self.args.seed).mean(
-            np.array(values, dtype=float)
-        )
+        return Bootstrap(count, self.args.resamples, self.args.seed)
+
+    def _mean(self, values: Sequence[float]) -> Figures:
+        """Return the mean of one value per prompt, with its interval."""
+        return self._bootstrap(len(values)).mean(np.array(values, dtype=float))
 
 
 # ---- Tables and pictures
-
-
-def on_frontier(cells: Sequence[Figures]) -> list[Figures]:
-    """Return the cells that no cell of the same or a smaller size beats, smallest first.
-
-    A cell beats another if its KL is lower and their intervals do not overlap.
-    """
-    ordered = sorted(cells, key=lambda cell: (cell["kv_share"], cell["kl"]["value"]))
-    return [
-        cell
-        for i, cell in enumerate(ordered)
-        if not any(smaller["kl"]["high"] < cell["kl"]["low"] for smaller in ordered[:i])
-    ]
 
 
 def learned(result: Figures) -> Figures:
@@ -955,15 +871,12 @@ def markdown(result: Figures) -> str:
         "In brackets: 95% bootstrap intervals over prompts. *: no setting of at most these bytes "
         "has a lower KL."
     )
-    from flexgen_h2o.evaluation.figures import number, percent
+    from flexgen_h2o.evaluation.figures import loss_columns, on_frontier, percent, table_of
 
     best = {cell["name"] for cell in on_frontier(result["cells"])}
-    columns: list[tuple[str, Callable[[Figures], str]]] = [
+    columns: list[Column] = [
         ("setting", lambda cell: cell["name"] + (" *" if cell["name"] in best else "")),
-        ("KV bytes held", lambda cell: f"{cell['kv_share']:.1%}"),
-        ("KL, nats", lambda cell: number(cell["kl"], 4)),
-        ("changed tokens", lambda cell: percent(cell["changed"])),
-        ("NLL - full", lambda cell: number(cell["nll_less_full"], 3)),
+        *loss_columns(CHANGED),
     ]
     if any(cell["rouge"] for cell in result["cells"]):
         columns.append(
@@ -976,57 +889,18 @@ def markdown(result: Figures) -> str:
             ("tokens/s", lambda cell: f"{cell['tokens_per_s']:.1f}" if cell["tokens_per_s"] else "")
         )
     ordered = sorted(result["cells"], key=lambda cell: -cell["kv_share"])
-    rows = [[show(cell) for _, show in columns] for cell in ordered]
-    return head + "\n\n" + "\n".join(markdown_table([title for title, _ in columns], rows)) + "\n"
+    return f"{head}\n\n{table_of(columns, ordered)}\n"
 
 
 def draw(result: Figures, path: Path) -> None:
-    """Draw KL against the bytes held.
+    """Draw KL against the bytes held, one line per policy and bits (`draw_losses`)."""
+    from flexgen_h2o.evaluation.figures import draw_losses
 
-    Raise FlexgenError naming --plot if `path` cannot be written.
-    """
-    from matplotlib.figure import Figure
+    def kind_of(cell: Figures) -> str:
+        weights = cell["weights"]
+        kind: str = cell["policy"] if weights == str(WHOLE) else f"weights in {weights}"
+        return kind if cell["kv_bits"] == WHOLE else f"{kind}, KV in {cell['kv_bits']} bits"
 
-    from flexgen_h2o.core.files import write_picture
-    from flexgen_h2o.evaluation.figures import MARKS
-
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    ax = figure.subplots()
-    cells = [cell for cell in result["cells"] if cell["kl"]["value"] > 0]
-    kinds: dict[str, list[Figures]] = {}
-    for cell in cells:
-        kind = cell["policy"] if cell["weights"] == str(WHOLE) else f"weights in {cell['weights']}"
-        if cell["kv_bits"] != WHOLE:
-            kind += f", KV in {cell['kv_bits']} bits"
-        kinds.setdefault(kind, []).append(cell)
-    for i, (kind, of_kind) in enumerate(sorted(kinds.items())):
-        of_kind.sort(key=lambda cell: cell["kv_share"])
-        low = [cell["kl"]["value"] - cell["kl"]["low"] for cell in of_kind]
-        high = [cell["kl"]["high"] - cell["kl"]["value"] for cell in of_kind]
-        ax.errorbar(
-            [cell["kv_share"] for cell in of_kind],
-            [cell["kl"]["value"] for cell in of_kind],
-            yerr=[np.maximum(low, 0), np.maximum(high, 0)],
-            marker=MARKS[i % len(MARKS)],
-            color=f"C{i % 10}",
-            linewidth=0.8,
-            capsize=2,
-            label=kind,
-        )
-    line = on_frontier(cells)
-    x = [cell["kv_share"] for cell in line]
-    y = [cell["kl"]["value"] for cell in line]
-    ax.plot(x, y, color="black", linestyle=":", label="nothing smaller is better")
-    ax.set(
-        xscale="log",
-        yscale="log",
-        xlabel="bytes of the KV cache, share of bf16",
-        ylabel="KL to the full cache, nats",
-    )
-    ax.grid(alpha=0.3, which="both")
-    ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.suptitle(
-        f"{result['model']}: {result['num_prompts']} prompts, {result['prompt_len']} + "
-        f"{result['gen_len']}"
-    )
-    write_picture(path, figure)
+    lengths = f"{result['prompt_len']} + {result['gen_len']}"
+    title = f"{result['model']}: {result['num_prompts']} prompts, {lengths}"
+    draw_losses(result["cells"], title, path, kind_of)

@@ -23,7 +23,7 @@ from typing import Any
 from flexgen_h2o.cli_common import check_separate, file_name, results_are_in
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import check_writable, read_json, replacing, usable_path
-from flexgen_h2o.engine.prompts import lines_of, object_of_json
+from flexgen_h2o.evaluation.rows import check_given, objects_of
 from flexgen_h2o.parser import OneLineParser
 
 MAX_STATE_BYTES = 2**30  # largest scenario_state.json that is read
@@ -108,12 +108,12 @@ def add_flags(parser: OneLineParser) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """Write the requests of all runs, each once, and return the exit code."""
-    if args.runs is None:
-        raise UsageError(
-            "--runs: is missing; name the folder that `helm-run --dry-run --suite SUITE` has "
-            "written, "
-            "benchmark_output/runs/SUITE"
-        )
+    check_given(
+        args,
+        "runs",
+        "name the folder that `helm-run --dry-run --suite SUITE` has written, "
+        "benchmark_output/runs/SUITE",
+    )
     args.runs = usable_path(args.runs, "--runs")
     _check_output(args)
     if not args.runs.is_dir():
@@ -288,8 +288,7 @@ def run_import(args: argparse.Namespace) -> int:
     for name in ("input", "requests"):
         if (path := getattr(args, name)) is not None:
             setattr(args, name, usable_path(path, f"--{name}"))
-    if args.input is None:
-        raise UsageError("--input: is missing; name the output of batch")
+    check_given(args, "input", "name the output of batch")
     _check_output(args)
     counts: Counter[str] = Counter()
     answered: set[bytes] = set()
@@ -317,13 +316,7 @@ def _answers(path: Path, counts: Counter[str]) -> Iterator[tuple[dict[str, Any],
 
     counts: gets the numbers of other rows.
     """
-    for place, line in lines_of(path, "--input"):
-        try:
-            row = object_of_json(line)
-        except UsageError as error:
-            raise UsageError(
-                f"{place}: {error}; run the job again, which mends its output"
-            ) from error
+    for place, row in objects_of(path, "--input", "; run the job again, which mends its output"):
         request = row.get("request")
         result = row.get("result")
         if row.get("error") is not None:
@@ -359,10 +352,10 @@ def _with_top_logprobs(result: dict[str, Any]) -> dict[str, Any]:
 def _missing(path: Path, answered: set[bytes]) -> int:
     """Return how many of the exported requests have no answer. answered: digests of keys."""
     missing = 0
-    for place, line in lines_of(path, "--requests"):
+    for place, line in objects_of(path, "--requests"):
         try:
-            request = object_of_json(line)["request"]
-        except (UsageError, KeyError) as error:
+            request = line["request"]
+        except KeyError as error:
             raise UsageError(
                 f'{place}: is no {{"scenario", "request"}} line; name the file that was exported'
             ) from error
@@ -374,8 +367,7 @@ def _missing(path: Path, answered: set[bytes]) -> int:
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    if args.output is None:
-        raise UsageError("--output: is missing; name the .jsonl file that is written")
+    check_given(args, "output", "name the .jsonl file that is written")
     args.output = usable_path(args.output, "--output")
     check_writable(args.output, "--output")
     # `check_separate` reads them; no model takes part here

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from flexgen_h2o.cli_common import (
+    add_result_flags,
     check_files,
     count,
     file_name,
@@ -43,6 +44,7 @@ from flexgen_h2o.evaluation.lm_eval_errors import (
     lm_eval_here,
     writing_is_checked,
 )
+from flexgen_h2o.evaluation.rows import check_given
 from flexgen_h2o.evaluation.summarize import add_grid_flags
 from flexgen_h2o.flags import (
     add_engine_flags,
@@ -56,7 +58,7 @@ from flexgen_h2o.flags import (
 )
 from flexgen_h2o.parser import OneLineParser
 
-TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
+TASK_LISTS = {"h2o-paper": H2O_PAPER}
 # Tokens of ruler_cwe's answer, and of ruler_fwe's shortest text, which has 4 coded words.
 _CWE_ANSWER = 120
 _FWE_LEAST = 200
@@ -230,13 +232,7 @@ def _add_grid(grid: OneLineParser) -> None:
     grid.add_argument("--output-dir", type=file_name, metavar="DIR", help=folder)
     add_grid_flags(grid, "full local:sinks=0 h2o", "context and choice (0.5 0.2 0.1)")
     _add_loglikelihood_flag(grid)
-    grid.add_argument("--json", type=file_name, help="write all figures")
-    grid.add_argument("--markdown", type=file_name, help="write the table that is printed")
-    grid.add_argument(
-        "--plot",
-        type=file_name,
-        help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)",
-    )
+    add_result_flags(grid)
 
 
 def _add_loglikelihood_flag(parser: OneLineParser) -> None:
@@ -506,8 +502,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _answer(args: argparse.Namespace) -> int:
     """Run the requests of --input as a batch job and return the exit code."""
     for name in ("input", "output"):
-        if getattr(args, name) is None:
-            raise UsageError(f"{flag_of(name)}: is missing; name a .jsonl file")
+        check_given(args, name, "name a .jsonl file")
     check_files(args, ("input",), (), rows="output")
     if not args.input.is_file():
         raise UsageError(

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flexgen_h2o.cli_common import check_files, check_picture, results_are_in, write_results
-from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.core.files import replacing, usable_path, write_picture
-from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.cli_common import check_results, results_are_in, write_results
+from flexgen_h2o.core.errors import EXIT_DONE
+from flexgen_h2o.core.files import usable_path, write_picture
 from flexgen_h2o.core.units import markdown_table
-from flexgen_h2o.evaluation.figures import Figures, by_policy, over_budgets
+from flexgen_h2o.evaluation.figures import Figures, draw_intervals, lines_of
 from flexgen_h2o.evaluation.kvpress import kv_entries_held
 from flexgen_h2o.evaluation.lm_eval_records import (
     RESAMPLES,
@@ -30,19 +28,19 @@ from flexgen_h2o.evaluation.lm_eval_records import (
     results_of,
     task_manager,
 )
+from flexgen_h2o.evaluation.rows import check_given, check_tokenizer, refuse_sparse, write_requests
 from flexgen_h2o.evaluation.summarize import (
     Cell,
     cells_of,
     given_sizes,
+    largest,
     make_folders,
+    plan_job,
+    run_cell,
     write_summary,
 )
 from flexgen_h2o.flags import compression_flags, open_llm, policy_of
-from flexgen_h2o.jobs.job import run_job
 from flexgen_h2o.kvcache.eviction import Full, says_budget
-
-if TYPE_CHECKING:
-    from flexgen_h2o.core.config import Policy
 
 SCHEMA = 1
 POLICIES = ("full", "local:sinks=0", "h2o")  # the paper's three
@@ -54,19 +52,10 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
     """Run and score all settings, one after the other, and return the exit code."""
     cells = _check(args)
     policy, is_auto = policy_of(args)
-    if policy.attn_sparsity != 1:
-        raise UsageError(
-            "--attn-sparsity: works with the full cache alone, and others are compared here; leave "
-            "it out"
-        )
-    dry_run = args.dry_run
-    args.dry_run = False
+    refuse_sparse(policy)
     with open_llm(args, policy, is_auto, Full()) as llm:
         model = llm.model
-        if model.tokenizer is None:
-            raise UsageError(
-                f"--model {model.name}: has no tokenizer, which tasks need; give a folder with one"
-            )
+        check_tokenizer(model, ", which tasks need; give a folder with one")
         for cell in cells:  # raises all errors before anything is run
             llm.eviction = cell.case.eviction
             llm.check_plan()
@@ -83,21 +72,24 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
         "loglikelihood": args.loglikelihood,
         "compression": compression_flags(policy),
     }
-    args.dry_run = dry_run
     manager = task_manager(args, names)
-    lines = "".join(
-        json.dumps(request_of(prompt)) + "\n" for prompt in prompts_of_tasks(args, names, manager)
-    )
-    if dry_run:
-        return _plan(args, lines, cells[0], policy, is_auto)
+    prompts = prompts_of_tasks(args, names, manager)
+    lines = [json.dumps(request_of(prompt)) + "\n" for prompt in prompts]
+    if args.dry_run:
+        return plan_job(args, lines, largest(cells, model.spec, policy), policy, is_auto)
     make_folders(args, cells)
     requests = args.output_dir / "requests.jsonl"
-    _write_requests(requests, lines)
+    write_requests(
+        requests,
+        lines,
+        "tasks",
+        "leave --tasks, --num-fewshot and --limit as they were, or give another --output-dir",
+    )
     found: list[Figures] = []
     result = {**facts, "cells": found}
     for cell in cells:
         print(f"# {cell.title}", flush=True)
-        run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, SamplingParams())
+        run_cell(args, requests, cell, policy, is_auto)
         answers = read_answers(cell.output, "--output-dir")
         scores = LikelihoodsOfFile(
             cell.output, answers, model.encode_plain, mean=args.loglikelihood == "mean"
@@ -127,11 +119,8 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
 
 def _check(args: argparse.Namespace) -> list[Cell]:
     """Return the settings. Raise UsageError if flags or files are wrong."""
-    if args.output_dir is None:
-        raise UsageError("--output-dir: is missing; name a folder for the answers")
-    check_files(args, (), ("json", "markdown", "plot"))
-    if args.plot is not None:
-        check_picture(args.plot)
+    check_given(args, "output_dir", "name a folder for the answers")
+    check_results(args)
     args.output_dir = usable_path(args.output_dir, "--output-dir")
     args.output = None
     args.policies = args.policies or list(POLICIES)
@@ -140,40 +129,8 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     ):
         args.kv_budget = list(BUDGETS)
     cells = cells_of(args)
-    results_are_in(*(cell.output for cell in cells), args.json, args.markdown)
+    results_are_in(*(cell.output for cell in cells))
     return cells
-
-
-def _plan(args: argparse.Namespace, lines: str, cell: Cell, policy: Policy, is_auto: bool) -> int:
-    """Print the plan of the first setting's job, and return the exit code.
-
-    The first setting keeps the most entries. The requests go to a temporary folder, so nothing is
-    written to --output-dir.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        requests = Path(folder) / "requests.jsonl"
-        requests.write_text(lines)
-        return run_job(
-            args, requests, cell.output, policy, is_auto, cell.case.eviction, SamplingParams()
-        )
-
-
-def _write_requests(path: Path, lines: str) -> None:
-    """Write the requests of all settings.
-
-    Raise UsageError if the folder has those of other tasks.
-    """
-    try:
-        if path.exists() and path.read_text(encoding="utf-8") != lines:
-            raise UsageError(
-                f"{path}: has requests of other tasks, or was made with other flags; leave "
-                "--tasks, --num-fewshot and "
-                "--limit as they were, or give another --output-dir"
-            )
-        with replacing(path) as file:
-            file.write(lines)
-    except OSError as error:
-        raise FlexgenError(f"{path}: {error.strerror or error}") from error
 
 
 def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Figures]:
@@ -263,8 +220,8 @@ def draw_grid(result: Figures, path: Path) -> None:
 
 def _draw_task(ax: Any, cells: Sequence[Figures], task: str, metric: str) -> None:
     having = [cell for cell in cells if (task, metric) in cell["scores"]]
-    for own, style in by_policy(having, "kv_share"):
+    for own, style in lines_of(having, "kv_share"):
         scores = [cell["scores"][task, metric] for cell in own]
-        over_budgets(ax, [{"budget": 100 * cell["kv_share"]} for cell in own], scores, style)
+        draw_intervals(ax, [100 * cell["kv_share"] for cell in own], scores, style)
         if own[0]["policy"] == Full.name:
             ax.axhline(scores[0]["value"], color=style["color"], linewidth=0.8, linestyle=":")

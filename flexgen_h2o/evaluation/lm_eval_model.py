@@ -34,6 +34,7 @@ from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.engine.workload import base_of
 from flexgen_h2o.evaluation.kvpress import FLAG, RATIO_OF, PressRun, dropped_share, write_press_run
+from flexgen_h2o.evaluation.rows import check_tokenizer
 from flexgen_h2o.llm import LLM
 
 NAME = "flexgen-h2o"  # name of this model in lm-eval
@@ -77,11 +78,7 @@ class EngineLM(TemplateLM):
 
     def __init__(self, llm: LLM, seed: int = 0) -> None:
         super().__init__()
-        if llm.model.tokenizer is None:
-            raise UsageError(
-                f"--model {llm.model.name}: has no tokenizer, which tasks need; give a folder with "
-                "one"
-            )
+        check_tokenizer(llm.model, ", which tasks need; give a folder with one")
         self.llm = llm
         self._seed = seed
         # Task of each request of `_loglikelihood_tokens`; set by `loglikelihood`.

@@ -22,11 +22,11 @@ from lm_eval.tasks import TaskManager
 from flexgen_h2o.cli_common import check_files, note, results_are_in
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import replacing, usable_path, write_result
-from flexgen_h2o.engine.prompts import check_output_path, lines_of, object_of_json
+from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.lm_eval_errors import lm_eval_here
-from flexgen_h2o.flags import model_of
+from flexgen_h2o.evaluation.rows import check_given, check_tokenizer, objects_of
+from flexgen_h2o.flags import find_model_of
 from flexgen_h2o.models import check_family
-from flexgen_h2o.models.load import find_model
 
 # Fields of a request in h2o_hf's order; `prompt` comes between `n` and `request_type`.
 BEFORE_PROMPT = {"best_of": 1, "echo": True, "logprobs": 1, "max_tokens": 0, "model": "x", "n": 1}
@@ -134,8 +134,7 @@ def _metadata(words: list[str] | None) -> dict[str, Any]:
 
 def generate(args: argparse.Namespace, names: list[str]) -> int:
     """Write the requests of tasks to --output and return the exit code."""
-    if args.output is None:
-        raise UsageError("--output: is missing; name the .jsonl file that gets the requests")
+    check_given(args, "output", "name the .jsonl file that gets the requests")
     args.output = usable_path(args.output, "--output")
     check_output_path(args.output)
     results_are_in(args.output)
@@ -170,23 +169,15 @@ def prompts_of_tasks(
 
 def score(args: argparse.Namespace, names: list[str]) -> int:
     """Print the results of tasks from the answers in --input and return the exit code."""
-    if args.input is None:
-        raise UsageError("--input: is missing; name the file that `evaluate lm-eval run` wrote")
+    check_given(args, "input", "name the file that `evaluate lm-eval run` wrote")
     check_files(args, ("input",), ("json",))
     results_are_in(args.json)
     if args.model is None:
         args.model = model_in(args.input)
-    model = find_model(
-        model_of(args),
-        args.path,
-        args.revision,
-        offload_dir=args.offload_dir,
-        max_model_len=args.max_model_len,
-    )
+    model = find_model_of(args)
     if args.model_family is not None:
         check_family(model.spec, args.model_family, args.given["model_family"])
-    if model.tokenizer is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer; name the model that answered")
+    check_tokenizer(model, "; name the model that answered")
     answers = read_answers(args.input)
     print(f"{len(answers)} items in the cache", flush=True)
     found = LikelihoodsOfFile(
@@ -202,13 +193,11 @@ def score(args: argparse.Namespace, names: list[str]) -> int:
 
 def model_in(path: Path) -> str | None:
     """Return the model that a job's answers name; None for answers of h2o_hf, which name none."""
-    for _, line in lines_of(path, "--input"):
-        try:
-            name = object_of_json(line)["response"]["body"]["model"]
-        except (UsageError, KeyError, TypeError):  # `read_answers` reports the error
-            return None
-        return name if isinstance(name, str) else None
-    return None
+    try:
+        name = next(row for _, row in objects_of(path, "--input"))["response"]["body"]["model"]
+    except (UsageError, KeyError, TypeError, StopIteration):  # `read_answers` reports the error
+        return None
+    return name if isinstance(name, str) else None
 
 
 def read_answers(path: Path, flag: str = "--input") -> dict[str, dict[str, Any]]:
@@ -219,11 +208,7 @@ def read_answers(path: Path, flag: str = "--input") -> dict[str, dict[str, Any]]
     another kind, or one that is an error.
     """
     answers: dict[str, dict[str, Any]] = {}
-    for place, line in lines_of(path, flag):
-        try:
-            row = object_of_json(line)
-        except UsageError as error:
-            raise UsageError(f"{place}: {error}") from error
+    for place, row in objects_of(path, flag):
         if failure := row.get("error"):
             said = failure.get("message") if isinstance(failure, dict) else failure
             raise UsageError(f"{place}: is an error ({said!s:.200}); run it again")

@@ -9,23 +9,31 @@ early and ask for them later, so that entries far back in the KV cache matter.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import random
 import string
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.cli_common import check_files, count, file_name, positive
-from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import read_bounded
+from flexgen_h2o.cli_common import (
+    add_result_flags,
+    check_results,
+    count,
+    file_name,
+    flag_of,
+    positive,
+)
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.files import read_bounded, write_whole
 from flexgen_h2o.core.settings import ORIGINAL, ROLLING, SIZES
 from flexgen_h2o.core.units import parse_bytes
-from flexgen_h2o.engine.prompts import read_prompts
+from flexgen_h2o.engine.prompts import lines_of, object_of_json, read_prompts
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     POLICIES,
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.engine.workload import AutoPolicy
     from flexgen_h2o.models.load import Model
 
+OUR_TEXT = ".txt or .jsonl as flex_opt takes them (default: Python's own sources)"
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3"})
 _MIN_BYTES = 200
 _HELD_OUT_OF = 40
@@ -74,14 +83,13 @@ Pair = tuple[str, str]
 
 MAX_TEXT_BYTES = 16 * 2**20  # read from a text file at most; longer than any stream
 PAIRS = 10  # pairs that a recall prompt states
+DEPTHS = 5  # places where recall prompts state them, one per row in turn
 
 
 @dataclass(frozen=True)
 class RecallQuestion:
     """A pair that a recall row asks for; made by `recall_rows`."""
 
-    # Where the prompt states the pair, as a share of the prompt.
-    at: float
     # Does the prompt end with the question? If not, the question comes after the prompt.
     inside: bool
     # Indices of the answer's tokens in the continuation.
@@ -97,9 +105,6 @@ class TextRow:
     continuation: tuple[int, ...]
     # Recall rows only: the questions whose answers are in the continuation.
     questions: tuple[RecallQuestion, ...] = ()
-    # Recall rows only: number of the place at which the pairs are stated; 0: where the prompt
-    # begins.
-    depth: int = 0
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -133,16 +138,16 @@ def statement(pair: Pair) -> str:
 
 
 def recall_rows(
-    text: HeldOutText, count: int, prompt_len: int, gen_len: int, depths: int, seed: int
+    text: HeldOutText, count: int, prompt_len: int, gen_len: int, seed: int
 ) -> list[TextRow]:
     """Return `count` recall rows of exactly `prompt_len` and at most `gen_len` tokens.
 
-    The rows state their pairs at `depths` places of the prompt, evenly apart, one place per row in
+    The rows state their pairs at DEPTHS places of the prompt, evenly apart, one place per row in
     turn. Raise UsageError if a prompt has no room for the pairs, or a continuation none for an
     answer.
     """
     rng = random.Random(seed)
-    rows = [_recall_row(rng, text, prompt_len, gen_len, i % depths, depths) for i in range(count)]
+    rows = [_recall_row(rng, text, prompt_len, gen_len, i % DEPTHS) for i in range(count)]
     if not all(row.questions for row in rows):
         raise UsageError(
             f"--gen-len {gen_len}: too short for the answer of a recall prompt; give more, or "
@@ -152,7 +157,7 @@ def recall_rows(
 
 
 def _recall_row(
-    rng: random.Random, text: HeldOutText, prompt_len: int, gen_len: int, depth: int, depths: int
+    rng: random.Random, text: HeldOutText, prompt_len: int, gen_len: int, depth: int
 ) -> TextRow:
     """Return one recall row.
 
@@ -176,12 +181,10 @@ def _recall_row(
             f"--prompt-len {prompt_len}: too short for recall prompts, which take {taken} or more "
             "tokens; give more"
         )
-    before = room * depth // max(1, depths - 1)
+    before = room * depth // (DEPTHS - 1)
     prompt = [*text.start, *stretch(rng, text.tokens, before), *newline]
-    ends = {}
-    for pair, tokens in stated.items():
+    for tokens in stated.values():
         prompt += tokens
-        ends[pair] = len(prompt)
     prompt += [*stretch(rng, text.tokens, room - before), *newline, *asked]
     continuation: list[int] = []
     questions = []
@@ -191,8 +194,8 @@ def _recall_row(
         steps = range(len(continuation), len(continuation) + len(answer))
         continuation += [*answer, *newline]
         if steps.stop <= gen_len:
-            questions.append(RecallQuestion(ends[pair] / prompt_len, pair == first, tuple(steps)))
-    return TextRow(tuple(prompt), tuple(continuation[:gen_len]), tuple(questions), depth)
+            questions.append(RecallQuestion(pair == first, tuple(steps)))
+    return TextRow(tuple(prompt), tuple(continuation[:gen_len]), tuple(questions))
 
 
 def stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
@@ -215,12 +218,11 @@ def text_of(path: Path | None, model: Model, without_tokenizer: str) -> HeldOutT
     path: None for the sources that the shipped model has not seen. without_tokenizer: the end of
     the message if the model has no tokenizer. Raise UsageError then, or if the file cannot be read.
     """
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer{without_tokenizer}")
+    check_tokenizer(model, without_tokenizer)
     tokens: list[int] = []
     if path is None:
-        end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        eos = getattr(model.tokenizer, "eos_token_id", None)
+        end = [] if eos is None else [int(eos)]
         for source in filter(is_held_out, stdlib_files()):
             tokens += [*model.encode_plain(read_text(source)), *end]
     else:
@@ -310,6 +312,61 @@ def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[
     ]
 
 
+# ---- What every measure checks
+
+
+def check_given(args: argparse.Namespace, field: str, remedy: str) -> None:
+    """Raise UsageError if a flag is missing. remedy: the end of the message."""
+    if getattr(args, field) is None:
+        raise UsageError(f"{flag_of(field)}: is missing; {remedy}")
+
+
+def check_tokenizer(model: Model, remedy: str) -> None:
+    """Raise UsageError if a model has no tokenizer. remedy: the end of the message."""
+    if model.tokenizer is None:
+        raise UsageError(f"--model {model.name}: has no tokenizer{remedy}")
+
+
+# ---- Files of lines
+
+
+@contextlib.contextmanager
+def at_line(place: str, remedy: str = "") -> Iterator[None]:
+    """Let a UsageError begin with the place of a line, `FLAG FILE:LINE`. remedy: its end."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}{remedy}") from error
+
+
+def objects_of(path: Path, flag: str, remedy: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, object) of each line of a .jsonl file.
+
+    place: `FLAG FILE:LINE`, for errors. remedy: the end of the UsageError for a line that is no
+    JSON object.
+    """
+    for place, line in lines_of(path, flag):
+        with at_line(place, remedy):
+            found = object_of_json(line)
+        yield place, found
+
+
+def write_requests(path: Path, lines: Sequence[str], what: str, remedy: str) -> None:
+    """Write the input of jobs, to which lines may be added later.
+
+    Raise UsageError if the file has other lines. what, remedy: of its message.
+    """
+    try:
+        older = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
+        if list(lines[: len(older)]) != older:
+            raise UsageError(
+                f"{path}: has requests of other {what}, or was made with other flags; {remedy}"
+            )
+        write_whole(path, "".join(lines))
+    except OSError as error:
+        raise FlexgenError(f"{path}: {error.strerror or error}") from error
+
+
 # ---- The policies that are compared
 
 # A budget is a share of the prompt's KV entries, of the whole sequence's, or of its bytes in bf16.
@@ -325,11 +382,8 @@ class Case:
     # Name of the policy in tables.
     label: str
     eviction: Eviction
-    # Share that is kept of what `budget_of` names; 1.0 if the size was not given as a share.
+    # Share that is kept; 1.0 if the size was not given as a share.
     budget: float = 1.0
-    # PROMPT: KV entries of the prompt; SEQUENCE: of prompt and continuation; BYTES: bytes of the
-    # sequence's KV cache in bf16.
-    budget_of: str = PROMPT
     # Placement and compression of the case's runs; None: those of the other cases.
     policy: Policy | AutoPolicy | None = None
 
@@ -344,21 +398,14 @@ class Case:
         return self.label if self.budget == 1 else f"{self.label} at {self.budget:.0%}"
 
 
-def columns_of(row: TextRow, what: str) -> int:
-    """Return the tokens of a row's prompt if `what` is PROMPT, else those of prompt and
-    continuation.
-    """
-    return row.lengths[0] if what == PROMPT else sum(row.lengths)
-
-
 def make_cells(
     policies: Sequence[str], budgets: Sequence[float], whole: bool = False, budgets_of: str = PROMPT
 ) -> list[Case]:
     """Return a case for each policy at each budget, ordered by budget.
 
     policies: names, or names with settings of their own: `h2o-norm:grace=8,sinks=0`. whole: the
-    full cache is the first case. budgets_of: as `Case.budget_of`. Raise UsageError naming
-    --policies or --budgets.
+    full cache is the first case. budgets_of: what budgets are shares of, PROMPT, SEQUENCE or BYTES.
+    Raise UsageError naming --policies or --budgets.
     """
     for name, given in (("--policies", policies), ("--budgets", budgets)):
         check_distinct(name, given)
@@ -371,15 +418,13 @@ def make_cells(
             f"--policies {policy}: --budgets sets the size; leave kv_budget and kv_bytes out, and "
             "give --budgets-of"
         )
-    found = [Case(Full.name, Full(), budget_of=budgets_of)] if whole else []
+    found = [Case(Full.name, Full())] if whole else []
     for budget in budgets:
         half = budget / 2
         ratios = {"heavy_ratio": half, "recent_ratio": half}
         if budgets_of != PROMPT:
             ratios = {"kv_bytes" if budgets_of == BYTES else "kv_budget": budget}
-        found += [
-            Case(policy, _eviction(policy, ratios), budget, budgets_of) for policy in policies
-        ]
+        found += [Case(policy, eviction_named(policy, ratios), budget) for policy in policies]
     return found
 
 
@@ -408,7 +453,7 @@ def make_cases(
             and "sinks" in {field.name for field in fields(kind)}
         ):
             own["sinks"] = sinks
-        cases.append(Case(policy, Full() if policy == Full.name else _eviction(policy, own)))
+        cases.append(Case(policy, Full() if policy == Full.name else eviction_named(policy, own)))
     return cases
 
 
@@ -434,58 +479,70 @@ def check_distinct(flag: str, given: Sequence[object]) -> None:
         raise UsageError(f"{flag}: {twice} is given twice")
 
 
-def _eviction(policy: str, settings: Mapping[str, Any]) -> Eviction:
+def eviction_named(policy: str, settings: Mapping[str, Any]) -> Eviction:
+    """Return an eviction policy. Raise UsageError naming --policies."""
     try:
         return make_eviction(policy, **settings)
     except UsageError as error:
         raise UsageError(f"--policies {policy}: {str(error).removeprefix('eviction: ')}") from error
 
 
-# ---- Flags of commands that follow rows of text and of recall
+# ---- Flags of commands that follow rows
 
 
-def add_row_flags(parser: OneLineParser, texts: int, recalls: int) -> None:
-    """Add the flags that choose the rows and the files of results.
+def add_row_flags(
+    parser: OneLineParser, prompts: str, texts: str, lengths: tuple[int, int], keep_mem: str
+) -> None:
+    """Add the flags that choose the rows, and those of the bootstrap and of results.
 
-    texts, recalls: default number of rows of text and of recall.
+    prompts, texts: help of --prompts and --num-prompts. lengths: default --prompt-len and
+    --gen-len. keep_mem: default of --keep-mem.
     """
+    prompt_len, gen_len = lengths
     add = parser.add_argument
+    add("--prompts", type=file_name, metavar="FILE", help=prompts)
+    add("--num-prompts", type=positive, metavar="N", help=texts)
     add(
-        "--prompts",
-        type=file_name,
-        help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)",
+        "--prompt-len",
+        type=positive,
+        default=prompt_len,
+        metavar="N",
+        help=f"tokens of a prompt ({prompt_len})",
     )
-    add("--num-prompts", type=positive, help=f"text prompts ({texts}; of a file all)")
-    add("--recall-prompts", type=count, help=f"recall prompts ({recalls}; 0 with --prompts)")
-    add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
-    add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
     add(
-        "--continuation",
-        choices=("text", "greedy"),
-        default="text",
-        help="follow the text itself, or the model's own greedy tokens",
+        "--gen-len",
+        type=positive,
+        default=gen_len,
+        metavar="N",
+        help=f"tokens that are followed after it ({gen_len})",
     )
-    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
-    add(
-        "--seed",
-        type=count,
-        default=0,
-        help="random seed for the choice of texts and the bootstrap",
-    )
+    add_resamples_flag(parser)
+    add("--seed", type=count, default=0, metavar="N", help="random seed of all that is drawn (0)")
     add(
         "--keep-mem",
-        default="1GiB",
-        help="RAM for what is kept of the full cache's run, beside the budgets (1GiB)",
+        default=keep_mem,
+        metavar="SIZE",
+        help=f"RAM for what is kept of the full cache's run, beside --ram ({keep_mem})",
     )
-    add("--json", type=file_name, help="write all figures")
-    add("--markdown", type=file_name, help="write the tables that are printed")
+    add_result_flags(parser)
 
 
-def check_rows(args: argparse.Namespace, texts: int, recalls: int, written: Sequence[str]) -> None:
-    """Check the flags of `add_row_flags`, and set the defaults that depend on other flags.
+def add_resamples_flag(parser: OneLineParser) -> None:
+    """Add --resamples."""
+    text = "number of bootstrap resamples (1000)"
+    parser.add_argument("--resamples", type=positive, default=1000, metavar="N", help=text)
 
-    texts, recalls: as for `add_row_flags`. written: names of the flags of files that are written.
-    Raise UsageError if a flag is wrong.
+
+def add_continuation_flag(parser: OneLineParser) -> None:
+    """Add --continuation."""
+    text = "follow the text itself, or the model's own greedy answer (text)"
+    parser.add_argument("--continuation", choices=("text", "greedy"), default="text", help=text)
+
+
+def check_rows(args: argparse.Namespace, texts: int | None) -> None:
+    """Check the flags of `add_row_flags`. Raise UsageError if one is wrong.
+
+    texts: default --num-prompts if there is no --prompts.
     """
     if args.gen_len < 2:
         raise UsageError(
@@ -493,8 +550,28 @@ def check_rows(args: argparse.Namespace, texts: int, recalls: int, written: Sequ
             "needed"
         )
     args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
-    check_files(args, ("prompts",), written)
-    if args.recall_prompts is None:
-        args.recall_prompts = 0 if args.prompts else recalls
+    check_results(args, ("prompts",))
     if args.num_prompts is None and args.prompts is None:
         args.num_prompts = texts
+
+
+def refuse_sparse(
+    policy: Policy, why: str = "works with the full cache alone, and others are compared here"
+) -> None:
+    """Raise UsageError if a policy reads a share of the KV cache."""
+    if policy.attn_sparsity != 1:
+        raise UsageError(f"--attn-sparsity: {why}; leave it out")
+
+
+def add_rolling_flag(parser: OneLineParser) -> None:
+    """Add --positions, and the name that llama-recipes has for one of its values."""
+    text = "position scheme of every policy except full (original)"
+    parser.add_argument("--positions", choices=(ORIGINAL, ROLLING), help=text)
+    parser.add_argument(
+        "--enable-position-rolling",
+        dest="positions",
+        action="store_const",
+        const=ROLLING,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )

@@ -8,18 +8,17 @@ After a kill, the same command does what is missing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import (
-    check_files,
-    check_picture,
+    add_result_flags,
+    check_results,
     count,
     file_name,
     note,
@@ -34,13 +33,13 @@ from flexgen_h2o.core.errors import (
     TooLongError,
     UsageError,
 )
-from flexgen_h2o.core.files import read_json, replacing, usable_path, write_whole
+from flexgen_h2o.core.files import read_json, usable_path, write_whole
+from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.articles import (
     LAYOUT,
     Rouge,
     as_message,
-    prompt_of,
     read_records,
     shortened,
 )
@@ -50,10 +49,22 @@ from flexgen_h2o.evaluation.kvpress import (
     file_label,
     kv_entries_held,
 )
-from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
+from flexgen_h2o.evaluation.rows import (
+    Case,
+    add_resamples_flag,
+    add_rolling_flag,
+    check_given,
+    check_tokenizer,
+    make_cases,
+    refuse_sparse,
+    sizes_of_window,
+    write_requests,
+)
 from flexgen_h2o.flags import (
+    HIDDEN,
     add_engine_flags,
     add_sampling_flags,
+    add_script_flags,
     compression_flags,
     open_llm,
     policy_of,
@@ -78,7 +89,6 @@ H2O_HF_SIZE = 1024
 LLAMA_RECIPES_SIZE = 128
 # Flags that replace a field of every record.
 OF_RECORDS = ("temperature", "top_p", "top_k", "stop", "ignore_eos")
-ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 # Module -> package that it is installed from.
 NEEDED = {"rouge_score": "rouge-score", "rouge": "rouge"}
 
@@ -124,9 +134,7 @@ def add_flags(parser: OneLineParser) -> None:
         help="instead, for a single setting: the .jsonl that its job writes",
     )
     add_grid_flags(parser, "full local h2o", "prompt + max_tokens", "(32 ... 512)")
-    add(
-        "--sample-num", "--sample_num", type=positive, metavar="N", help="the first N articles only"
-    )
+    add("--sample-num", type=positive, metavar="N", help="the first N articles only")
     add(
         "--greedy",
         dest="temperature",
@@ -153,14 +161,8 @@ def add_flags(parser: OneLineParser) -> None:
         help="articles beyond the model's positions lose their end, not their instruction; or are "
         "left out (cut)",
     )
-    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
-    add("--json", type=file_name, help="write all figures")
-    add("--markdown", type=file_name, help="write the table that is printed")
-    add(
-        "--plot",
-        type=file_name,
-        help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)",
-    )
+    add_resamples_flag(parser)
+    add_result_flags(parser)
     add_press_flag(parser)
     _add_aliases(parser)
 
@@ -200,47 +202,24 @@ def add_grid_flags(
         metavar="R",
         help=f"shares of {budget_of}, one setting each",
     )
-    add(
-        "--positions",
-        choices=("original", "rolling"),
-        help="position scheme of every policy except full (original)",
-    )
+    add_rolling_flag(parser)
 
 
 def _add_aliases(parser: OneLineParser) -> None:
+    table = parser._option_string_actions
+    parser.also(table["--input"], "--input-path")
+    parser.also(table["--output"], "--output-path")
+    parser.also(table["--top-k"], "--k")
+    parser.also(table["--gpu-batch-size"], "--batch-size")
+    add_script_flags(parser)
     add = parser.add_argument
-    add("--input_path", "--input-path", dest="input", type=file_name, **ALIAS)
-    add("--output_path", "--output-path", dest="output", type=file_name, **ALIAS)
-    add("--model_name", "--model-name", dest="model", **ALIAS)
-    add(
-        "--cache_dir",
-        dest="path",
-        type=lambda name: name if Path(name).expanduser().is_dir() else None,
-        **ALIAS,
-    )
-    add("--enable_h2o_cache", dest="script_size", action="store_const", const=H2O_HF_SIZE, **ALIAS)
-    add(
-        "--enable_h2o_generation",
-        dest="script_size",
-        action="store_const",
-        const=LLAMA_RECIPES_SIZE,
-        **ALIAS,
-    )
-    add("--hh_size", dest="hh_size", type=count, nargs="+", **ALIAS)
-    add("--recent_size", dest="recent_size", type=positive, nargs="+", **ALIAS)
-    add("--num_heavy_hitter_tokens", dest="heavy_of_window", type=int, nargs="+", **ALIAS)
-    add("--num_window_length", dest="window_size", type=positive, nargs="+", **ALIAS)
-    add(
-        "--enable_position_rolling",
-        dest="positions",
-        action="store_const",
-        const="rolling",
-        **ALIAS,
-    )
-    add("--k", dest="top_k", type=int, **ALIAS)
-    add("--batch_size", dest="gpu_batch_size", type=positive, **ALIAS)
-    add("--no_cuda", dest="device", action="store_const", const="cpu", **ALIAS)
-    add("--fp16", dest="dtype", action="store_const", const="float16", **ALIAS)
+    for flag, size in (
+        ("--enable-h2o-cache", H2O_HF_SIZE),
+        ("--enable-h2o-generation", LLAMA_RECIPES_SIZE),
+    ):
+        add(flag, dest="script_size", action="store_const", const=size, **HIDDEN)
+    add("--num-heavy-hitter-tokens", dest="heavy_of_window", type=int, nargs="+", **HIDDEN)
+    add("--num-window-length", dest="window_size", type=positive, nargs="+", **HIDDEN)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -256,47 +235,56 @@ def run(args: argparse.Namespace) -> int:
             f"--input {args.input}: no record in it, only blank lines or nothing; {LAYOUT}"
         )
     policy, is_auto = policy_of(args)
-    if policy.attn_sparsity != 1:
-        raise UsageError(
-            "--attn-sparsity: works with the full cache alone, and others are compared here; leave "
-            "it out"
-        )
+    refuse_sparse(policy)
     with open_llm(args, policy, is_auto, Full()) as llm:
         if args.chat:
             llm.model.check_chat()
         for cell in cells:  # raises all errors, a wrong dtype's too, before anything is run
             llm.eviction = cell.case.eviction
             llm.check_plan()
-        if args.dry_run:
-            _plan(args, llm, policy, cells, fields)
-        facts = {**_prepare(args, llm, fields, cells[0].output), "articles_in_input": total}
-        facts["compression"] = compression_flags(policy)
         spec = llm.model.spec
+        facts, lines = _requests(args, llm, fields)
+        facts |= {"articles_in_input": total, "compression": compression_flags(policy)}
+    if args.dry_run:
+        return plan_job(args, lines, largest(cells, spec, policy), policy, is_auto)
+    requests = _requests_of(args, cells[0].output)
+    write_requests(
+        requests,
+        lines,
+        "articles",
+        "leave --input and sampling as they were, ask for as many articles or more, or give "
+        "another --output-dir",
+    )
     return _run_cells(args, cells, facts, spec, policy, is_auto)
 
 
-def _plan(
-    args: argparse.Namespace,
-    llm: LLM,
-    policy: Policy,
-    cells: Sequence[Cell],
-    fields: Mapping[str, Any],
-) -> None:
-    """Print the plan of the cell that holds the most KV entries, for --dry-run."""
-    from flexgen_h2o.jobs.input import Line
-    from flexgen_h2o.jobs.job import plan_lines
-    from flexgen_h2o.jobs.requests import RequestReader
+def largest(cells: Sequence[Cell], spec: ModelSpec, policy: Policy) -> Cell:
+    """Return the cell that holds the most KV entries of a sequence with all of the positions."""
+    row = spec.max_positions - GEN_LEN, GEN_LEN
+    return max(cells, key=lambda cell: kv_entries_held(cell.case.eviction, spec, policy, [row]))
 
-    lines = [*_request_lines(args, llm.model, fields, {"articles": 0, "cut": 0, "skipped": 0})]
-    none: dict[str, Any] = {"article": "", "max_tokens": 1}
-    longest = max(map(json.loads, lines), key=lambda one: len(prompt_of(one)), default=none)
-    row = len(_encoded(args, llm.model, prompt_of(longest))), longest["max_tokens"]
-    most = max(
-        cells, key=lambda cell: kv_entries_held(cell.case.eviction, llm.model.spec, policy, [row])
-    )
-    llm.eviction = most.case.eviction
-    requests = (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1))
-    plan_lines(llm, RequestReader(llm.model, sampling_of(args), llm.eviction), requests, args.input)
+
+def plan_job(
+    args: argparse.Namespace, lines: Sequence[str], cell: Cell, policy: Policy, is_auto: bool
+) -> int:
+    """Print the plan of a cell's job, for --dry-run, and return the exit code.
+
+    The requests go to a temporary folder, so nothing is written to --output-dir.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        requests = Path(folder) / "requests.jsonl"
+        requests.write_text("".join(lines))
+        return run_cell(args, requests, cell, policy, is_auto)
+
+
+def run_cell(
+    args: argparse.Namespace, requests: Path, cell: Cell, policy: Policy, is_auto: bool
+) -> int:
+    """Do what a cell's output lacks, and return the exit code of the batch job."""
+    from flexgen_h2o.jobs.job import run_job
+
+    sampling = sampling_of(args) if "temperature" in args else SamplingParams()
+    return run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, sampling)
 
 
 def _run_cells(
@@ -320,8 +308,9 @@ def _run_cells(
     scorer = Rouge()
     for cell in cells:
         print(f"# {cell.title}", flush=True)
-        codes.append(_job(args, cell, policy, is_auto))
-        answers = summary.read_answers(cell.output, _requests_of(args, cell.output))
+        requests = _requests_of(args, cell.output)
+        codes.append(run_cell(args, requests, cell, policy, is_auto))
+        answers = summary.read_answers(cell.output, requests)
         scores = {one.number: scorer(one.text, one.reference) for one in answers}
         figures = summary.kept(cell, answers, spec, policy, facts["dtype"])
         figures |= summary.speed(cell.output, before.get(cell.title, {}))
@@ -344,19 +333,16 @@ def _run_cells(
 
 def _check(args: argparse.Namespace) -> list[Cell]:
     """Return the cells. Raise UsageError if flags or files are wrong, before torch is imported."""
-    if args.input is None:
-        raise UsageError(f"--input: is missing; name a .jsonl file of articles: {LAYOUT}")
+    check_given(args, "input", f"name a .jsonl file of articles: {LAYOUT}")
     if (args.output_dir is None) == (args.output is None):
         raise UsageError(
             "--output-dir: is missing; name a folder for the answers, or with one setting a file "
             "with --output"
         )
-    check_files(args, ("input",), ("json", "markdown", "plot"), "output")
+    check_results(args, ("input",), "output")
     if not args.input.is_file():
         raise UsageError(f"--input {args.input}: no such file; {LAYOUT}")
     sampling_of(args)
-    if args.plot is not None:
-        check_picture(args.plot)
     check_press_folder(args)
     cells = cells_of(args)
     if args.output is not None and len(cells) > 1:
@@ -373,7 +359,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
         raise UsageError(
             f"summarize: needs {' and '.join(missing)}; pip install -e '.[eval]' in a clone"
         )
-    results_are_in(*(cell.output for cell in cells), args.json, args.markdown)
+    results_are_in(*(cell.output for cell in cells))
     return cells
 
 
@@ -528,53 +514,29 @@ def _summary_of(args: argparse.Namespace) -> Path:
     )
 
 
-def _prepare(
-    args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], output: Path
-) -> Figures:
-    """Write the requests of all cells, and return the facts about the run for the JSON result.
+def _requests(
+    args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any]
+) -> tuple[Figures, list[str]]:
+    """Return the facts about the run for the JSON result, and the requests of all cells.
 
-    Raise UsageError if the folder has requests of other articles or flags.
+    Requests are JSON lines.
     """
     model = llm.model
-    if model.tokenizer is None:
-        raise UsageError(
-            f"--model {model.name}: has no tokenizer, and articles are texts; name a folder with "
-            "one"
-        )
-    path = _requests_of(args, output)
+    check_tokenizer(model, ", and articles are texts; name a folder with one")
     counts = {"articles": 0, "cut": 0, "skipped": 0}
-    older = path.open(encoding="utf-8") if path.exists() else contextlib.nullcontext(())
-    try:
-        with older as lines, replacing(path) as file:
-            for line, was in zip_longest(_request_lines(args, model, fields, counts), lines):
-                if line is None:
-                    raise UsageError(
-                        f"{path}: has more articles than {counts['articles']}, which are asked "
-                        "for; ask for as many or "
-                        "more, or give another --output-dir"
-                    )
-                if was not in (None, line):
-                    raise UsageError(
-                        f"{path}: is of other articles, or was made with other flags; leave "
-                        "--input and sampling as "
-                        "they were, or give another --output-dir"
-                    )
-                file.write(line)
-            if not counts["articles"]:
-                raise UsageError(
-                    f"--too-long skip: all {counts['skipped']} articles are too long for "
-                    f"{model.name}; leave it "
-                    "out, and they are cut"
-                )
-    except OSError as error:
-        raise FlexgenError(f"{path}: {error.strerror or error}") from error
+    lines = [*_request_lines(args, model, fields, counts)]
+    if not lines:
+        raise UsageError(
+            f"--too-long skip: all {counts['skipped']} articles are too long for {model.name}; "
+            "leave it out, and they are cut"
+        )
     if counts["cut"] or counts["skipped"]:
         note(
             "evaluate",
             f"{counts['cut']} articles were cut to the {model.spec.max_positions} positions of "
             f"{model.name}, {counts['skipped']} left out",
         )
-    return {
+    facts = {
         "measure": "summarize",
         "schema": SCHEMA,
         "model": model.name,
@@ -587,6 +549,7 @@ def _prepare(
         "resamples": args.resamples,
         "chat": bool(args.chat),
     }
+    return facts, lines
 
 
 def _encoded(args: argparse.Namespace, model: Model, text: str) -> list[int]:
@@ -635,16 +598,6 @@ def _request_lines(
             message = {"role": "user", "content": record.pop("article")}
             record = {"messages": [message], **record, "logprobs": None}
         yield json.dumps(record) + "\n"
-
-
-def _job(args: argparse.Namespace, cell: Cell, policy: Policy, is_auto: bool) -> int:
-    """Do what a cell's output lacks, and return the exit code of the batch job."""
-    from flexgen_h2o.jobs.job import run_job
-
-    requests = _requests_of(args, cell.output)
-    return run_job(
-        args, requests, cell.output, policy, is_auto, cell.case.eviction, sampling_of(args)
-    )
 
 
 def _earlier(args: argparse.Namespace) -> dict[str, Figures]:

@@ -26,7 +26,7 @@ from flexgen_h2o.evaluation.articles import (
     prompt_of,
     split_instruction,
 )
-from flexgen_h2o.evaluation.figures import Bootstrap, Figures, by_policy, number, over_budgets
+from flexgen_h2o.evaluation.figures import Bootstrap, Figures, draw_intervals, lines_of, number
 from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, kv_entries_held, write_press_run
 from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.sidecar import read_status
@@ -300,10 +300,10 @@ def draw_summaries(result: Figures, path: Path) -> None:
     figure = Figure(figsize=(12, 8.5), layout="constrained")
     axes = figure.subplots(2, 2).flatten()
     scored = [cell for cell in result["cells"] if cell["scores"] is not None]
-    for cells, style in by_policy(scored, "kv_bytes"):
-        at = [{"budget": cell["kv_bytes"] / 2**20} for cell in cells]
+    for cells, style in lines_of(scored, "kv_bytes"):
+        at = [cell["kv_bytes"] / 2**20 for cell in cells]
         for ax, name in zip(axes, _TITLES, strict=False):
-            over_budgets(ax, at, [cell["scores"][name] for cell in cells], style)
+            draw_intervals(ax, at, [cell["scores"][name] for cell in cells], style)
             if style["label"] == Full.name:
                 ax.axhline(
                     cells[0]["scores"][name]["value"],
@@ -311,7 +311,7 @@ def draw_summaries(result: Figures, path: Path) -> None:
                     linewidth=0.8,
                     linestyle=":",
                 )
-        timed = [(one["budget"], cell["tokens_per_s"]) for one, cell in zip(at, cells, strict=True)]
+        timed = [(x, cell["tokens_per_s"]) for x, cell in zip(at, cells, strict=True)]
         timed = [(x, y) for x, y in timed if y is not None]
         if timed:
             axes[3].plot(*zip(*timed, strict=True), linewidth=1.2, **style)

@@ -27,7 +27,6 @@ from flexgen_h2o.flags import (
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.models import check_family
 
 RULE = "-" * 70
 # Prompt if neither --prompt nor --prompts is given; h2o_hf's run_text_generation has a default too.
@@ -54,8 +53,6 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     eviction = eviction_of(args, policy)
     params = sampling_of(args)
     with open_llm(args, policy, is_auto, Full()) as llm:
-        if "model_arch" in args:
-            check_family(llm.model.spec, args.model_arch, "--model_arch")
         prompts = prompts_of(args, llm.model, args.prompt or [PROMPT])
         if args.chat:
             params = llm.model.for_chat(params)

@@ -15,10 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_bounded
@@ -60,7 +58,6 @@ _GAPS = frozenset(
         "null",
     }
 )
-_TRIGRAMS = 4096  # counters that trigrams are hashed to
 _SHUFFLE_SEED = 42  # fm_data_tasks' seed of the order of training rows
 
 
@@ -385,38 +382,3 @@ def drawn(items: Sequence[Item], count: int, seed: int) -> list[Item]:
     return [
         items[i] for i in np.random.RandomState(seed).choice(len(items), size=count, replace=False)
     ]
-
-
-def near_misses(items: Sequence[Item], wrong: Sequence[bool], count: int) -> list[Item]:
-    """Return at most `count` rows that the model must learn to tell apart.
-
-    They are pairs of similar rows with different labels, of which at least one was predicted
-    wrongly. The most similar pairs come first. Similarity is the cosine of the counts of character
-    trigrams, weighted by how rare they are. fm_data_tasks uses a sentence encoder instead, which a
-    folder of data does not have.
-    """
-    vectors = _trigrams([item.text for item in items])
-    alike = np.triu(vectors @ vectors.T, 1)
-    found = []
-    for one in range(len(items)):
-        near = np.argsort(-alike[one], kind="stable")[: count + 1]
-        found += [(-alike[one, other], one, int(other)) for other in near if other > one]
-    chosen: dict[int, None] = {}
-    for _, one, other in sorted(found):
-        if (wrong[one] or wrong[other]) and items[one].label != items[other].label:
-            chosen.update({one: None, other: None})
-    return [items[i] for i in list(chosen)[:count]]
-
-
-def _trigrams(texts: Sequence[str]) -> NDArray[np.float32]:
-    """Return the weighted counts of trigrams, (texts, _TRIGRAMS); each row has length 1."""
-    counts = np.zeros((len(texts), _TRIGRAMS), np.float32)
-    for row, text in enumerate(texts):
-        np.add.at(
-            counts[row],
-            [crc32(text[i : i + 3].encode()) % _TRIGRAMS for i in range(len(text) - 2)],
-            1,
-        )
-    counts *= np.log(len(texts) / np.maximum(1, (counts > 0).sum(0)) + 1).astype(np.float32)
-    counts /= np.maximum(1e-9, np.linalg.norm(counts, axis=1, keepdims=True))
-    return counts

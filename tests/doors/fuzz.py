@@ -45,8 +45,6 @@ BASE: dict[str, list[str]] = {
         "0.5",
         "--resamples",
         "9",
-        "--mass-steps",
-        "1",
         "--keep-mem",
         "16MiB",
     ],

@@ -134,7 +134,7 @@ def test_a_restart_does_what_is_missing(run: Door, tmp_path: Path) -> None:
     run(f"{GRID} --policies h2o-norm --json more.json")  # another policy goes into the same folder
     assert len(figures(tmp_path / "d" / "summary.json")["cells"]) == 6
     out = run(f"{GRID} --policies h2o --gen-len 3", code=2)
-    assert "requests.jsonl: is of other articles, or was made with other flags" in out.err
+    assert "requests.jsonl: has requests of other articles, or was made with other flags" in out.err
     out = run(f"{GRID} --policies h2o --seed 7", code=2)  # the job's own sidecar
     assert "--seed was 0 and is 7" in out.err
 

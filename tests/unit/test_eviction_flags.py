@@ -153,6 +153,6 @@ def test_help_names_every_policy_and_needs_no_torch() -> None:
     said = " ".join(done.stdout.split())
     assert said.count(f"which KV entries stay: {', '.join(POLICIES)} (") == 4
     assert all(
-        engine_flags.SHOWN_AS.get(flag, flag) in said
+        engine_flags.NAMES.get(flag, (flag,))[0] in said
         for flag in engine_flags.EVICTION_FLAGS.values()
     )

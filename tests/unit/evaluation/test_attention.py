@@ -177,10 +177,9 @@ def test_removed_columns_are_masked_in_all_later_queries(
     with opened(folder, tmp_path) as llm:
         spec = llm.model.spec
         kept = _kept(llm, eviction, rows)
-        _, (found,) = FidelityRunner(llm, 2**28, 0).texts(rows, [Case("x", eviction, 1 - share)])
+        _, (found,) = FidelityRunner(llm, 2**28).texts(rows, [Case("x", eviction, 1 - share)])
     group = spec.num_heads // spec.num_kv_heads
     count = int(share * PROMPT)
-    assert found.columns == PROMPT - count
     for row, ids in enumerate(whole):
         removed = []
         for block, p in enumerate(attentions(model, ids)):
@@ -192,11 +191,9 @@ def test_removed_columns_are_masked_in_all_later_queries(
                 assert torch.equal(torch.zeros_like(gone).scatter(1, ordered, True), gone)
             removed.append(gone.repeat_interleave(group, dim=0))
         logits = masked_logits(model, ids, removed)
-        want = torch.nn.functional.cross_entropy(
-            logits, torch.tensor(ids[PROMPT + 1 :]), reduction="none"
-        )
-        assert np.allclose(found.nll[row], want.numpy(), atol=2e-4)
-    assert np.abs(found.kl).max() > 1e-3, "something is lost"
+        want = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[PROMPT + 1 :]))
+        assert np.allclose(found[row, 2], want.numpy(), atol=2e-4)
+    assert found[:, 0].max() > 1e-3, "something is lost"
 
 
 def _kept(llm: LLM, eviction: Without, rows: list[TextRow]) -> dict[tuple[int, int], torch.Tensor]:

@@ -4,7 +4,6 @@ masking says."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.evaluation.fidelity import FidelityRunner, divergence
 from flexgen_h2o.evaluation.rows import Case, TextRow
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Local
+from flexgen_h2o.kvcache.eviction import H2O, Local
 
 PROMPT = 24
 STEPS = 9
@@ -38,11 +37,9 @@ def rows() -> list[TextRow]:
 
 def test_a_budget_for_everything_changes_nothing_at_all(llm: LLM, rows: list[TextRow]) -> None:
     cell = Case("h2o", H2O(heavy_size=64, recent_size=64))
-    full_nll, (found,) = FidelityRunner(llm, 2**30, 4).texts(rows, [cell])
-    assert (found.kl == 0).all() and not found.flipped.any()
-    assert (found.nll == full_nll).all()
-    assert found.mass.max() < 1e-6
-    assert found.columns == PROMPT
+    full, (found,) = FidelityRunner(llm, 2**30).texts(rows, [cell])
+    assert (found[:, :2] == 0).all() and (full[:, :2] == 0).all()
+    assert np.allclose(found[:, 2], full[:, 2], rtol=1e-12)
 
 
 def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRow]) -> None:
@@ -50,7 +47,7 @@ def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRo
     sinks = 2
     window = 5
     cell = Case("local", Local(heavy_size=0, recent_size=sinks + window, sinks=sinks), 0.3)
-    _, (found,) = FidelityRunner(llm, 2**30, 3).texts(rows, [cell])
+    _, (found,) = FidelityRunner(llm, 2**30).texts(rows, [cell])
     ids = torch.tensor([[*row.prompt, *row.continuation] for row in rows])
     place = torch.arange(PROMPT + STEPS)
     query = place.unsqueeze(1)
@@ -72,19 +69,4 @@ def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRo
         )
     want = divergence(full.flatten(0, 1), local.flatten(0, 1)).view(5, -1)
     assert want.mean() > 0.01, "the masked model differs"
-    assert np.allclose(found.kl, want.numpy(), atol=1e-4)
-
-
-def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(
-    llm: LLM, rows: list[TextRow]
-) -> None:
-    runner = FidelityRunner(llm, 2**30, 0)
-    rows = runner.greedy([replace(row, prompt=row.prompt[i:]) for i, row in enumerate(rows)], STEPS)
-    everything = Case("h2o", EVICTING["h2o"](heavy_size=64, recent_size=64), 1.0)
-    little = Case("local", EVICTING["local"](heavy_size=1, recent_size=1), 0.1)
-    _, (found,) = runner.texts(rows, [everything])
-    assert found.mass is None and (found.kl == 0).all()
-    same, other = runner.first_divergence(rows, [everything, little], STEPS)
-    assert (same == STEPS).all()
-    assert (other >= 1).all(), "the first token comes from the exact prefill"
-    assert (other < STEPS).any()
+    assert np.allclose(found[:, 0], want.mean(dim=1).numpy(), atol=1e-4)

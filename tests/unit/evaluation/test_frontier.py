@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.evaluation.figures import on_frontier
 from flexgen_h2o.evaluation.frontier import (
     LOSSES,
     REFERENCE,
@@ -19,7 +20,6 @@ from flexgen_h2o.evaluation.frontier import (
     Setting,
     grid,
     learned,
-    on_frontier,
 )
 from flexgen_h2o.kvcache.eviction.mixes import read_table, table_for
 

@@ -40,9 +40,8 @@ def test_held_out_rows_begin_with_bos_do_not_overlap_and_follow_the_seed(text: H
 
 
 def test_recall_rows_ask_for_what_they_state(model: Model, text: HeldOutText) -> None:
-    rows = recall_rows(text, 10, 160, 96, 5, 0)
-    assert rows == recall_rows(text, 10, 160, 96, 5, 0)
-    assert [row.depth for row in rows] == [0, 1, 2, 3, 4] * 2
+    rows = recall_rows(text, 10, 160, 96, 0)
+    assert rows == recall_rows(text, 10, 160, 96, 0)
     for row in rows:
         assert len(row.prompt) == 160 and len(row.continuation) <= 96
         assert len(row.questions) == PAIRS and [q.inside for q in row.questions] == [True] + [
@@ -56,8 +55,6 @@ def test_recall_rows_ask_for_what_they_state(model: Model, text: HeldOutText) ->
         for line, found in zip(asked, row.questions, strict=True):
             answer = model.tokenizer.decode([row.continuation[step] for step in found.answer])
             assert answer == line[-3:]
-            stated = [*row.prompt][: round(found.at * 160)]
-            assert model.tokenizer.decode(stated).endswith("let" + line.removeprefix("ask") + "\n")
 
 
 def test_rows_of_a_file_are_cut_and_short_ones_left_out(model: Model, tmp_path: Path) -> None:
