@@ -130,7 +130,7 @@ def take_one(batches: Batches) -> None:
     request = None if run.is_gone else run.next()
     if request is not None:
         finish(run, request)
-    if request is not None or run.asks_again:
+    if request is not None:
         runs_of(batches).append(run)
     elif run.is_over:
         run.end()
