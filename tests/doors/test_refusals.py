@@ -122,7 +122,7 @@ FIDELITY = (
 TEXT = (
     "--prompt a --prompts p.txt | --prompts",
     "--eviction full",
-    "--heavy_ratio 0 > --hh-ratio",
+    "--heavy_ratio 0 > --heavy-ratio",
     "--attn-sparsity 0.5",
     "--fp16 --no_cuda > float16",
     "--model ids | --prompts",
