@@ -41,6 +41,11 @@ _TEMPLATE = "the model's chat template is used; --no-chat sends texts as they ar
 
 # Flags that are not accepted, and what to do instead.
 ADVICE = {
+    # earlier versions of this program
+    "--mass-steps": "the attention on evicted entries is not measured any more; leave it out",
+    "--free-run": "give --continuation greedy, which follows the model's own answers",
+    "--speed": "evaluate frontier measures tokens/s",
+    "--depths": "recall asks for facts at fixed depths; leave it out",
     # FlexGen and H2O
     "--hh-long-seq": "prompts of any length are taken without it; leave it out",
     "--sample-num": "give a file with as many prompts",
