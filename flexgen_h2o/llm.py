@@ -402,8 +402,7 @@ class LLM:
         try:
             spec = self.model.spec
             decoding = Decoding(spec.eos_token_ids, self.model.tokenizer, callbacks)
-            for one in self._begin(sequences):
-                decoding.criteria(one.params)
+            self._begin(sequences)
             planner = self._planner
             pipeline = planner.part.pipeline
             if pipeline is not None:

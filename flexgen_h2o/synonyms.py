@@ -43,7 +43,7 @@ _TEMPLATE = "the model's chat template is used; --no-chat sends texts as they ar
 ADVICE = {
     # earlier versions of this program
     "--mass-steps": "the attention on evicted entries is not measured any more; leave it out",
-    "--free-run": "give --continuation greedy, which follows the model's own answers",
+    "--free-run": "evaluate frontier follows the model's own answers; leave it out",
     "--speed": "evaluate frontier measures tokens/s",
     "--depths": "recall asks for facts at fixed depths; leave it out",
     # FlexGen and H2O

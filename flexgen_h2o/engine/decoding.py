@@ -65,11 +65,7 @@ class StopCriteria:
         tokenizer: Tokenizer | None,
         stop_token_ids: abc.Sequence[int] = (),
     ) -> None:
-        if stop and tokenizer is None:
-            raise UsageError(
-                "--stop: stop strings need a tokenizer and the model's folder has none; leave "
-                "--stop out"
-            )
+        check_can_stop(stop, tokenizer)
         self._stop = stop
         self._ends = frozenset(eos_token_ids) | frozenset(stop_token_ids)
         self._detokenizer = None if tokenizer is None else detokenizer_of(tokenizer)
@@ -192,6 +188,15 @@ class StopCriteria:
                 pieces += [text[at:end], specials[token]]
                 at = end
         return [*pieces, text[at:]]
+
+
+def check_can_stop(stop: tuple[str, ...], tokenizer: object | None) -> None:
+    """Raise UsageError for stop strings without a tokenizer."""
+    if stop and tokenizer is None:
+        raise UsageError(
+            "--stop: stop strings need a tokenizer and the model's folder has none; leave --stop "
+            "out"
+        )
 
 
 def stop_criteria(model: Model, params: SamplingParams) -> StopCriteria:

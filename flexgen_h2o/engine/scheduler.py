@@ -14,6 +14,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import PREFILL
 from flexgen_h2o.core.units import FORCED_CHUNK
+from flexgen_h2o.engine.decoding import check_can_stop
 from flexgen_h2o.engine.generation import BlockStats
 from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.prompts import prompts_from_python
@@ -28,8 +29,8 @@ More = Callable[[], abc.Sequence[Sequence] | None]
 def begin(sequence: Sequence, model: Model, eviction: Eviction) -> None:
     """Make a sequence ready for a run: forget its answer, and set what is known beforehand.
 
-    Raise UsageError if it is longer than the model's positions, or if it is to score tokens that
-    the model does not have.
+    Raise UsageError if it is longer than the model's positions, if it is to score tokens that the
+    model does not have, or for stop strings without a tokenizer.
     """
     sequence.clear()
     if sequence.source is not None:
@@ -39,6 +40,7 @@ def begin(sequence: Sequence, model: Model, eviction: Eviction) -> None:
         sequence.scoring = Scoring(sequence.prompt_ids, sequence.forced)
         return
     params = sequence.params
+    check_can_stop(params.stop, model.tokenizer)
     spec = model.spec
     length = len(sequence.prompt_ids)
     if length > spec.max_positions:

@@ -411,7 +411,7 @@ def followed(llm: LLM, rows: Sequence[TextRow]) -> torch.Tensor:
 
     Continuations must be equally long.
     """
-    kept = torch.empty(0, device="cpu")
+    kept = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def keep(at: list[int], steps: list[int], logits: torch.Tensor) -> None:
         nonlocal kept
