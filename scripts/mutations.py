@@ -157,9 +157,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kvcache.wrong-victim",
-        "kvcache/slots.py",
-        "torch.where(of_rows.free < 0, view.metadata.victims, of_rows.free)",
-        "torch.where(of_rows.free < 0, 0 * view.metadata.victims, of_rows.free)",
+        "kvcache/part.py",
+        "torch.where(numbers.free < 0, part.victims, numbers.free)",
+        "torch.where(numbers.free < 0, 0 * part.victims, numbers.free)",
         "tests/eviction/test_algorithm1.py tests/unit/kvcache",
     ),
     Mutation(
@@ -171,9 +171,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kvcache.prompt-keeps-the-wrong-end",
-        "kvcache/evict.py",
-        "    newest = torch.arange(n - kept + sinks, n, device=where)\n",
-        "    newest = torch.arange(sinks, kept, device=where)\n",
+        "kvcache/prefill.py",
+        "        ends = (range(sinks), range(n - kept + sinks, n))\n",
+        "        ends = (range(sinks), range(sinks, kept))\n",
         "tests/eviction/test_windows.py tests/eviction/test_sinks.py",
     ),
     Mutation(
@@ -205,7 +205,7 @@ MUTATIONS = (
         "    out[..., pairs : 2 * pairs] = (second * cos).add_(first * sin)\n",
         "    rotated = (first * cos).add_(second * sin)\n"
         "    out[..., pairs : 2 * pairs] = (second * cos).sub_(first * sin)\n",
-        "tests/unit/kernels/test_elementwise.py tests/parity/test_layouts.py",
+        "tests/unit/kernels/test_operators.py tests/parity/test_layouts.py",
     ),
     Mutation(
         "kernels.kv-heads-mixed-up",
@@ -216,10 +216,10 @@ MUTATIONS = (
     ),
     Mutation(
         "kvcache.decode-heads-mixed-up",
-        "kvcache/attend.py",
+        "kvcache/decode.py",
         "    q = q.view(count, group, width)\n",
         "    q = q.view(group, count, width).transpose(0, 1).contiguous()\n",
-        "tests/parity/test_layouts.py tests/unit/kvcache/test_attend.py",
+        "tests/parity/test_layouts.py tests/unit/kvcache/test_decode.py",
     ),
     Mutation(
         "models.moe-weights-not-normalised",
