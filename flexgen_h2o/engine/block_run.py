@@ -25,7 +25,7 @@ from flexgen_h2o.models import Family, Hidden, Weights
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all blocks of a run share. The executor makes it."""
+    """The objects that all blocks of a run share. The executor makes it."""
 
     engine: Engine
     eviction: Eviction
@@ -61,21 +61,23 @@ class BlockRun:
     # The parts of each input, which attend one after another.
     parts: dict[int, list[SweepInput]] = field(default_factory=dict)
 
-    # Set by the executor after the first layer of a sweep, by kind of layer: the micro-batches that
-    # are computed together, by the first of them.
+    # The micro-batches that are computed together. Keys are the kind of layer, then the first of
+    # these micro-batches. The executor sets it after the first layer of a sweep.
     joined: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
 
     # Set by the executor before a step.
     hidden: Hidden = field(init=False)  # the hidden states of the step's micro-batches
     cache: KVUnit = field(init=False)  # the KV unit of the step, in layers with attention
 
-    # Set by `attend`: the attention of joined micro-batches until the last of them has attended.
+    # The attention of joined micro-batches, until the last of them has attended. Set by
+    # `layer_kinds._attend`.
     attending: JoinedAttention | None = None
-    # Set by `route`: `Hidden.counts`; the executor then gives the first of joined ones their sum.
+    # How many tokens have chosen each expert. `layer_kinds._route` sets it for each micro-batch.
+    # `Executor._load_experts` then stores the sum of joined ones at the first of them.
     counts: dict[int, list[int]] = field(default_factory=dict)
-    # Set by `route`: micro-batches whose choices are not sorted by expert yet.
+    # Micro-batches whose choices are not sorted by expert yet. Set by `layer_kinds._route`.
     unsorted: set[int] = field(default_factory=set)
-    # Set by `head`: sampled tokens of micro-batches that are not settled.
+    # Sampled tokens of micro-batches that are not settled. Set by `layer_kinds._sample`.
     sampled: dict[int, SampledTokens] = field(default_factory=dict)
 
     # Counts of the current sweep. The executor adds to them and begins new ones.
@@ -202,7 +204,7 @@ class BlockRun:
         return accepted
 
     def refill(self, k: int) -> None:
-        """Let sequences enter an empty micro-batch when others get sequences too."""
+        """Let waiting sequences enter an empty micro-batch at the end of a sweep."""
         self._change_rows(k, [], False)
         self.begin_sweep(k)
 
@@ -226,5 +228,5 @@ class BlockRun:
 
 
 def _sizes(rows: abc.Sequence[Sequence]) -> list[tuple[int, int, int]]:
-    """Return for each sequence (*Sequence.size, prompt tokens), as BudgetTable needs it."""
+    """Return the `rows` of BudgetTable: for each sequence, its size and its prefilled tokens."""
     return [(*row.size, len(row.fed_ids)) for row in rows]

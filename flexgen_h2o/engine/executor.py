@@ -181,6 +181,10 @@ class Executor:
         return self._engine.device.fence()
 
     def begin_step(self, step: Step) -> str | None:
+        """Return the phase of the step, after settling the last sweep if a new one begins.
+
+        Return None if the step is skipped, because it has nothing to compute (`StepRunner`).
+        """
         interrupts.check()
         block = self._block
         k = step.micro_batch
@@ -245,6 +249,14 @@ class Executor:
         self.graphs.run((step.layer, step.micro_batch), partial(self._compute, step), held)
 
     def _compute(self, step: Step) -> None:
+        """Compute a layer for a micro-batch, after adding the output of experts in front of it.
+
+        The experts of a block are several layers, and those that no token has chosen are skipped.
+        So no layer of experts knows that it is the last one, and the next layer adds their sum
+        `hidden.mixed`. Joined micro-batches have their hidden states opened together. If the next
+        layer is attention, its first micro-batch adds the sum for all of them. `attending` is set
+        while the others follow.
+        """
         layer = self._layers[step.layer]
         hidden = self._block.hidden
         follows_experts = layer.kind != "experts" and self._layers[step.layer - 1].kind == "experts"
@@ -274,6 +286,10 @@ class Executor:
         return self._engine.hidden.close(key, region, fence)
 
     def end_layer(self, step: Step) -> bool:
+        """Record that all micro-batches have been through a layer.
+
+        Return True if the block ends here: after the last layer, if no sequences are left.
+        """
         is_last = step.layer == len(self._layers) - 1
         if is_last:
             self._settle_until_one_continues()
@@ -297,9 +313,9 @@ class Executor:
         return not has_rows and (wire is None or wire.is_over)
 
     def _settle_until_one_continues(self) -> None:
-        """Find out whether any sequence continues.
+        """Settle micro-batches in order, until one of them still has sequences.
 
-        Tokens of later micro-batches are waited for at their next embedding.
+        The micro-batches behind it are settled before their next embedding.
         """
         for k, batch in enumerate(self._block.batches):
             self._block.settle(k)

@@ -1,4 +1,4 @@
-"""What a layer of each kind computes for a micro-batch: one function a kind, in one table.
+"""Functions that compute a layer for a micro-batch: one per kind of layer, in one table.
 
 A function gets the block, the layer and the number of the micro-batch. Before it is called, the
 executor has opened the layer's weights, the hidden states, and in layers with attention the KV unit

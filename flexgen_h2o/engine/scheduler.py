@@ -30,7 +30,8 @@ def begin(sequence: Sequence, model: Model, eviction: Eviction) -> None:
     """Make a sequence ready for a run: forget its answer, and set what is known beforehand.
 
     Raise UsageError if it is longer than the model's positions, if it is to score tokens that the
-    model does not have, or for stop strings without a tokenizer.
+    model does not have, or for stop strings without a tokenizer. Sequences with `source` or
+    `forced` are not checked here.
     """
     sequence.clear()
     if sequence.source is not None:
@@ -61,7 +62,11 @@ def begin(sequence: Sequence, model: Model, eviction: Eviction) -> None:
 
 
 def _begin_score(sequence: Sequence, spec: ModelSpec, model: str) -> None:
-    """Let a sequence take params.score, in decode steps or behind its prompt."""
+    """Let a sequence take the tokens of `params.score`.
+
+    In the mode PREFILL, all of them but the last are fed behind the prompt, and the last one is
+    given. Otherwise all are given, in decode steps.
+    """
     params = sequence.params
     score = params.score or ()
     top = params.logprobs or 0
@@ -89,13 +94,13 @@ def _begin_score(sequence: Sequence, spec: ModelSpec, model: str) -> None:
 def _begin_echo(sequence: Sequence, spec: ModelSpec, eviction: Eviction) -> None:
     """Let a sequence keep log-probabilities of its prompt.
 
-    The part of the prompt beyond the KV budget is taken in decode steps.
+    If the prompt is longer than the KV budget, the rest of it is given in decode steps.
     """
     params = sequence.params
     ids = sequence.prompt_ids
     top = params.prompt_logprobs or 0
     new = min(sequence.max_new, params.max_tokens)
-    # Slots for two new tokens or more are enough for any number of decode steps.
+    # The budget counts at least two new tokens. Its slots then last for any number of decode steps.
     size = (len(ids), max(2, new))
     fed = len(ids)
     if eviction.needs.record and getattr(eviction, "while_decoding", False):
@@ -155,15 +160,16 @@ class Scheduler:
 
     They run in blocks one after another, or in one block that all others join in order.
 
-    more: returns further sequences once all have joined, or none at the end. If it is given,
-        sequences join the running block.
+    more: returns further sequences once all have joined, or an empty list if there are none. If it
+        is given, sequences join the running block.
     common: tokens that all sequences begin with and that are not fed again.
 
     Attributes:
     stats: one entry for each block that has run.
     joined: the number of sequences that have joined the running block.
     sizes: how many sequences there are of each `Sequence.size`.
-    prompt_tokens: tokens that are computed in prefill.
+    prompt_tokens: the sum of all `Sequence.fed_ids`. It counts a shared prefix once per sequence,
+        although the prefix is computed only once.
     decoded: tokens that finished sequences got after their first one.
     """
 
@@ -188,9 +194,9 @@ class Scheduler:
         self._count([one for block in blocks for batch in block for one in batch])
 
     def most_sweeps(self, loads: int) -> int | None:
-        """Return how often the weights are loaded, or None if sequences may join.
+        """Return the most times that the weights are loaded, or None if sequences may join.
 
-        The number is unknown if sequences may join.
+        Sequences that end before `max_new` tokens need fewer.
 
         loads: micro-batches that share each load.
         """
@@ -204,9 +210,9 @@ class Scheduler:
     def take(self, places: int, tokens: int) -> list[Sequence]:
         """Return the sequences that join now.
 
-        They are at most `places`, with at most `tokens` prompt tokens in all. A prompt that is too
-        long for the rest of `tokens` waits, and shorter ones behind it may pass. It is tried first
-        the next time.
+        They are at most `places`, with at most `tokens` prompt tokens in all, without the common
+        ones. A prompt that is too long for what is left of `tokens` stays first in the queue.
+        Shorter prompts behind it may join before it.
         """
         taken: list[Sequence] = []
         waiting: list[Sequence] = []

@@ -29,7 +29,7 @@ DEFAULTS = SamplingParams()
 
 @dataclass(eq=False)
 class Scoring:
-    """Which tokens a sequence is given, and which log-probabilities are kept of them.
+    """The tokens that a sequence is given, and the log-probabilities that are kept of them.
 
     `scheduler.begin` makes it for `score`, `prompt_logprobs` and teacher forcing.
     """
@@ -86,8 +86,8 @@ class Sequence:
     random_stream: int = 0
     # Gives all its tokens. Whoever sets it also sets `max_new` and `max_tokens_per_sweep`.
     source: TokenSource | None = None
-    # The tokens that it takes, whatever the logits. `LLM.follow` sets them for teacher forcing, and
-    # `max_tokens_per_sweep`.
+    # The tokens that it takes, whatever the logits. `scheduler.forced_sequences` sets them for
+    # teacher forcing, and `max_tokens_per_sweep`.
     forced: tuple[int, ...] = ()
 
     # `scheduler.begin` sets the next ones at the start of a run.
@@ -153,7 +153,7 @@ class Sequence:
 
     @property
     def top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens get into `logprobs`. None: no `logprobs`."""
+        """The number of likeliest tokens in each entry of `logprobs`. None: no `logprobs`."""
         return self.params.logprobs if self.scoring is None else self.scoring.top_behind
 
     @property
@@ -168,7 +168,7 @@ class Sequence:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(prompt tokens, most new tokens) from which the KV budget is computed."""
+        """The pair (prompt tokens, most new tokens) from which the KV budget is computed."""
         own = None if self.scoring is None else self.scoring.budget_of
         return own or (len(self.fed_ids), self.max_new)
 
@@ -199,7 +199,7 @@ class Sequence:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each of token_ids was the likeliest token.
+        """Return whether each of token_ids was the likeliest token.
 
         Raises UsageError if not even one likeliest token was asked for.
         """

@@ -6,8 +6,9 @@ any device:
     @op
     def silu_gated(gate, up): ...
 
-Functions with the same parameters are added to it. They say how a loop of `compiled/` computes the
-same on the CPU, how a kernel of `triton/` does on a card, and which tensors those two support:
+Functions with the same parameters are added to it. One calls a loop of `compiled/` that computes
+the same on the CPU. Another launches a kernel of `triton/` on a card. A third checks the tensors
+that these two get:
 
     @silu_gated.requires
     def _are_gates(gate, up): ...         # whether shapes, dtypes and strides go together
@@ -22,7 +23,11 @@ same on the CPU, how a kernel of `triton/` does on a card, and which tensors tho
     def _silu_calls(layers): ...          # arguments with which a model of these layers calls it
 
 A call chooses by its first tensor, or by the one that `op_on` names: the kernel on a card with
-Triton, the loop for fp32 and bf16 on the CPU, and torch operations for everything else.
+Triton, the loop for fp32 and bf16 on the CPU, and torch operations for everything else. An operator
+that is added with `kernel_if` or `loop_if` has a rule of its own, which replaces this one.
+
+If the check of `requires` returns False for a loop or a kernel, the call raises ValueError. It does
+not fall back to torch operations.
 """
 
 from __future__ import annotations
@@ -77,8 +82,9 @@ class Layers:
 class Operator(Generic[P, R]):
     """Compute by the version that supports the arguments.
 
-    torch: the version in torch operations. on: name of the parameter whose device and dtype decide;
-    by default the first tensor. It must not be keyword-only.
+    version: the version in torch operations. It is also the attribute `torch`.
+    on: name of the parameter whose device and dtype decide. By default it is the first parameter
+        that is annotated `torch.Tensor`. It must not be keyword-only.
     """
 
     def __init__(self, version: Callable[P, R], on: str | None = None) -> None:
@@ -97,7 +103,10 @@ class Operator(Generic[P, R]):
         OPERATORS.append(self)
 
     def requires(self, fits: Callable[P, bool]) -> Callable[P, bool]:
-        """Add a check of the tensors that a loop or a kernel gets, because both go by address."""
+        """Add a check of the tensors that a loop or a kernel gets. If it fails, a call raises.
+
+        Loops and kernels read and write memory by address, without checks of bounds.
+        """
         self._fits = fits
         return fits
 

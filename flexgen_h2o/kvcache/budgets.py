@@ -167,8 +167,8 @@ class DecodeStep:
     def state(self, where: torch.device) -> torch.Tensor:
         """Return the state of the step (`StepSlots.state` in kernels/decode_step.py) on a GPU.
 
-        It is copied there once, together with the states of the other steps of the last
-        `copied_together`.
+        The first call copies it there, together with the states of all steps that were passed to
+        `copied_together` with this one. Later calls return the copy.
         """
         if where not in self._states:
             together = [one for found in self._together if (one := found()) is not None] or [self]
@@ -188,7 +188,10 @@ class DecodeStep:
 
 
 def copied_together(numbers: Sequence[DecodeStep]) -> None:
-    """Make a GPU get the states of these steps in one copy."""
+    """Register steps whose states are later copied to a GPU in one copy.
+
+    The first call of `DecodeStep.state` copies them.
+    """
     together = [ref(one) for one in numbers]
     for one in numbers:
         one._together = together
@@ -197,8 +200,9 @@ def copied_together(numbers: Sequence[DecodeStep]) -> None:
 class BudgetTable:
     """The budgets of a micro-batch's sequences in every transformer block.
 
-    rows: for each sequence (prompt tokens, most new tokens), which determine its budgets. A third
-        entry says how many tokens of the prompt are fed, if only a part is.
+    rows: for each sequence (prompt tokens, most new tokens), which determine its budgets
+        (`Sequence.size`). A third entry is the number of prompt tokens that are prefilled. It is
+        smaller if the rest of the prompt is taken in decode steps.
     elsewhere: for each block, the number of first tokens whose columns need no slots, because they
         are stored elsewhere. It is the same for all sequences.
     """
@@ -238,7 +242,7 @@ class BudgetTable:
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """For each block, the first block with the same budgets."""
+        """The first block that has the same budgets, for each block."""
         first: dict[Budgets, int] = {}
         return tuple(first.setdefault(self.at(block), block) for block in range(self._num_blocks))
 

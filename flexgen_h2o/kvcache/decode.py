@@ -284,13 +284,14 @@ def record_columns(
 
 
 def score_by_keys(part: KVPart, unit: KVUnit, by_keys: KeyScores, step: DecodeStep) -> None:
-    """Write new scores of the part's rows that have no slot left for their next column.
+    """Write new scores of the part's rows that have no slot left, if new scores are due.
 
     The new columns are in their slots already. At most QUERY_CHUNK numbers of keys are scored at a
     time, but at least one row.
 
-    Scores stay valid for `by_keys.interval` steps if at least as many recent columns are protected:
-    then no column may leave before it has a score. Otherwise rows are scored in every step.
+    Scores are due every `by_keys.interval` steps, and in the step that fills a row. If fewer than
+    `interval` recent columns are protected, a column might leave before it has a score. Such rows
+    are scored in every step.
     """
     assert part.positions is not None and part.scores is not None and part.queries is not None
     budgets = step.budgets

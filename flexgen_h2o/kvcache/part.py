@@ -25,7 +25,10 @@ from flexgen_h2o.tiers.stream import Part
 
 @dataclass(frozen=True)
 class KVPart:
-    """What one tier holds of a KV unit, on the device where attention runs on it.
+    """The rows of a KV unit that one tier holds, on the device where attention runs on them.
+
+    A row is a pair of a sequence and a kv-head. A unit of state has one slot per row and no values:
+    the state of all rows is `keys[0, :, 0]` (`state`).
 
     `part_view` and `common_parts` make it. The fields from `positions` on are the record of an
     eviction policy. Each is None unless the policy needs it (`Needs.record`). Entries of slots that
@@ -79,7 +82,7 @@ class KVPart:
 
     @property
     def form(self) -> SlotForm:
-        """How the slots are stored, for the decode kernel. Sinks are not included."""
+        """The form in which slots are stored, for the decode kernel. Sinks are not included."""
         return SlotForm(self.packing, self.whole)
 
     def row_tensors(self) -> list[torch.Tensor]:
@@ -252,8 +255,10 @@ def common_parts(
 class Prompts:
     """Prompts that are computed together, with their causal attention.
 
-    They are a batch of b equally long prompts, or packed one behind the other (b = 1). The
-    probability of query i and column j of a prompt is exp(scale x q_i.k_j - lse_i).
+    They are either a batch of b equally long prompts, or prompts of any lengths that are packed one
+    behind the other. Then b = 1.
+
+    In a prompt, query i attends to column j with the probability exp(scale x q_i.k_j - lse_i).
     """
 
     # (b, heads, m, d) with rotary embeddings: the last m queries, which are all queries if the
@@ -274,7 +279,7 @@ class Prompts:
 
     @property
     def is_packed(self) -> bool:
-        """Whether prompts are packed one behind the other."""
+        """Return whether prompts are packed one behind the other."""
         return len(self.lines) > len(self.k)
 
 
@@ -336,7 +341,7 @@ class KVUnit:
 
     @property
     def enters(self) -> bool:
-        """Whether some sequences enter with prompts."""
+        """Return whether some sequences enter with prompts."""
         return self.decoding < len(self.budgets.prompts)
 
     @property
@@ -394,7 +399,7 @@ class KVUnit:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one launch can keep all that is recorded of slots (`Needs.in_one_launch`)."""
+        """Return whether one launch can keep all records of slots (`Needs.in_one_launch`)."""
         return self.policy.needs.in_one_launch
 
 
@@ -410,8 +415,10 @@ def reset_state(parts: Sequence[KVPart], row: int) -> None:
 def move_rows(parts: Sequence[KVPart], moves: Sequence[Move], kv_heads: int) -> None:
     """Copy the `kv_heads` rows of each moved sequence, and their metadata, to their new place.
 
-    The rows of a sequence may be split over several parts. A prefix that several sequences share
-    is computed once, and its state is copied to the others in the same way.
+    The rows of a sequence may be split over several parts.
+
+    A layer with state also calls it if several sequences share a prefix. It computes the prefix for
+    the first of them, and copies the state to the others.
     """
     for source, target in moves:
         done = 0

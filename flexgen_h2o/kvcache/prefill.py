@@ -3,9 +3,9 @@
 A column is one KV entry: the key and the value of one token. Columns are chosen before the layer's
 KV unit is written to its tier. So only the columns that stay are stored and moved.
 
-Neighbours of equal length are computed together, as a batch. On a GPU, prompts of any lengths are
-computed in one launch, packed one behind the other. Both forms are `Prompts`; nothing is ever
-padded.
+Neighbours of equal length and equal budgets are computed together, as a batch. On a GPU, prompts of
+any lengths are computed in one launch, packed one behind the other. Both forms are `Prompts`.
+Prompts are never padded.
 """
 
 from __future__ import annotations
@@ -85,12 +85,13 @@ def _attend_group(
     scale: float,
     attn_out: torch.Tensor,
 ) -> None:
-    """Do `attend_prompts` for one group, whose first sequence is `sequence`.
+    """Attend to the prompts of one group and store their columns, as `attend_prompts` does for all.
 
     A shared prefix attends to itself once. The rows' own queries then see its columns in front of
     their own. Without a prefix, a GPU attends to all prompts in one launch.
 
     packed: q, k, v, and stored_keys if there are any, of the group's tokens.
+    sequence: the first sequence of the group.
     """
     # `unit.common` holds the skipped columns. With a window each row stores its own copy of them.
     start = group.prefix
@@ -207,8 +208,9 @@ def causal(
 def _equal_rows(group: PromptGroup, budgets: Budgets, sequence: int) -> Iterator[tuple[int, int]]:
     """Yield (rows, own tokens per row) of neighbours that are computed together.
 
-    They have equal lengths and equal budgets. Rows with a shared prefix are copied behind it, at
-    most TOKEN_CHUNK columns at a time, but at least one row.
+    They have equal lengths and equal budgets. If there is a prefix, each row gets a copy of its
+    columns in front of its own. So rows of at most TOKEN_CHUNK columns in all are computed
+    together, but at least one row.
     """
     here = slice(sequence, sequence + group.rows)
     stay = zip(
@@ -278,7 +280,7 @@ def _transformed(columns: torch.Tensor) -> torch.Tensor:
 def choose_columns(unit: KVUnit, prompts: Prompts) -> Kept:
     """Score the columns of prompts and choose those that stay.
 
-    Packed prompts need a policy that ranks by scores alone, or not at all.
+    If prompts are packed, the policy must rank columns by their scores alone, or rank none.
     """
     needs = unit.policy.needs
     k = prompts.k
@@ -287,6 +289,7 @@ def choose_columns(unit: KVUnit, prompts: Prompts) -> Kept:
     each = lines if prompts.is_packed else lines[:1]
     scores = None if prompts.lse is None else _prompt_scores(unit, prompts)
     norms = value_sizes(needs, prompts.v) if NORMS in needs.record else None
+    # Columns that stay by rank: those that may leave, less those that do leave (keys - kept).
     chooses = any(line.kept - line.keys + line.end - line.begin for line in each)
     queries = None
     if needs.by_keys is not None:
