@@ -43,7 +43,8 @@ def check_settings(settings: Any) -> None:
     for f in fields(settings):
         value = getattr(settings, f.name)
         rules = f.metadata
-        kind, _, optional = str(f.type).partition(" | ")
+        annotation = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
+        kind, _, optional = annotation.partition(" | ")
         if not rules or (value is None and optional):
             continue
         if kind == "bool" and not isinstance(value, bool):
