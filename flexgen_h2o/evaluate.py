@@ -20,6 +20,7 @@ from flexgen_h2o.cli_common import (
     positive,
     results_are_in,
     run_cli,
+    share,
 )
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
@@ -138,7 +139,7 @@ def _add_fidelity_flags(parser: OneLineParser) -> None:
     add(
         "--budgets",
         nargs="+",
-        type=float,
+        type=share,
         default=BUDGETS,
         metavar="SHARE",
         help="KV entries kept, as shares of the prompt: half heavy hitters, half recent (0.5 0.2 "

@@ -289,7 +289,13 @@ def _keep_table(path: Path, table: Figures) -> None:
         raise UsageError(
             f"--offload-dir: {path} cannot be written ({error.strerror or error})"
         ) from error
-    say("evaluate", f"--kv-size of this model chooses by {path} from now on")
+    for mix in table["mixes"]:
+        say(
+            "evaluate",
+            f"--kv-size {mix['least']:.0%}: {mix['eviction']}, KV in {mix['cache_bits']} bits, "
+            f"KL {mix['kl']['value']:.4f} [{mix['kl']['low']:.4f}, {mix['kl']['high']:.4f}]",
+        )
+    say("evaluate", f"--kv-size of this model chooses by {path} from now on; remove it to undo")
 
 
 # ---- What is compared
@@ -623,19 +629,22 @@ class Measurements:
             self._file.truncate(sum(len(line) + 1 for line in lines[:-1]))
 
     def _read(self, lines: Sequence[bytes], facts: Figures) -> None:
+        number = 1
         try:
-            first, *others = (json.loads(line) for line in lines)
+            first = json.loads(lines[0])
             is_old = first["facts"]["schema"] != SCHEMA
-            if is_old:  # its settings may be named as today's and mean something else
-                others = []
             same = first["facts"] == facts
-            for line in others:
+            # Settings of an older version may be named as today's and mean something else.
+            for text in () if is_old else lines[1:]:
+                number += 1
+                line = json.loads(text)
                 if line["kind"] == LOSSES and any(len(value) != 3 for value in line["values"]):
                     raise ValueError("three losses a prompt are expected")
                 self._keep(Setting(**line["setting"]), line["kind"], line["values"], line["start"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (IndexError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                f"--json: {self._path} is not what this command has written; remove it"
+                f"--json: line {number} of {self._path} is not what this command has written; "
+                "remove the line, or the file"
             ) from error
         if is_old:
             raise UsageError(
@@ -868,8 +877,8 @@ def markdown(result: Figures) -> str:
         f"{result['prompt_len']} "
         f"tokens from {result['prompts']}, {result['gen_len']} tokens followed "
         f"({result['continuation']}). "
-        "In brackets: 95% bootstrap intervals over prompts. *: no setting of at most these bytes "
-        "has a lower KL."
+        "In brackets: 95% bootstrap intervals over prompts. *: no smaller setting loses less, "
+        "beyond the intervals."
     )
     from flexgen_h2o.evaluation.figures import loss_columns, on_frontier, percent, table_of
 
