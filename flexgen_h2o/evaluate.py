@@ -198,7 +198,7 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
     turns = add(
         "--turns",
         type=file_name,
-        help=".jsonl with MT-bench's questions, or prompts as `generate -i` takes them",
+        help=".jsonl with MT-bench's questions, or prompts: .txt, .jsonl",
     )
     add("--num-turns", type=positive, help="only so many of them")
     add("--chat", action="store_true", help="turns are messages in the model's chat template")

@@ -50,7 +50,10 @@ if TYPE_CHECKING:
     from flexgen_h2o.engine.workload import AutoPolicy
     from flexgen_h2o.models.load import Model
 
-OUR_TEXT = ".txt or .jsonl as `generate -i` takes them (default: Python's own sources)"
+OUR_TEXT = (
+    ".txt (a prompt per line) or .jsonl (prompt or prompt_token_ids); without it "
+    "Python's own sources"
+)
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3"})
 _MIN_BYTES = 200
 _HELD_OUT_OF = 40
