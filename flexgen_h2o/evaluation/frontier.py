@@ -268,15 +268,20 @@ def run(args: argparse.Namespace) -> int:
 def _check_learns(study: Study) -> None:
     """Raise UsageError if no setting is as small as one of the shares of --kv-bytes."""
     smallest = min(
-        study.kv_share(setting)
-        for setting in study.cases
-        if setting.weights == str(WHOLE) and not setting.chosen_by
+        study.kv_share(setting) for setting in study.cases if _may_be_chosen(asdict(setting))
     )
     if smallest > max(study.args.kv_sizes) * ROUNDED:
         raise UsageError(
             f"--learn: the smallest setting needs {smallest:.1%} of the KV cache's bytes, more "
             "than the shares of --kv-bytes; give more --policies or fewer --kv-bits"
         )
+
+
+def _may_be_chosen(setting: Figures) -> bool:
+    """Return whether --learn may choose a setting, or the setting of a cell."""
+    return (
+        setting["weights"] == str(WHOLE) and not setting["chosen_by"] and not setting["kv_rotation"]
+    )
 
 
 def _keep_table(path: Path, table: Figures) -> None:
@@ -829,11 +834,7 @@ def learned(result: Figures) -> Figures:
     no more than these bytes. It also lists the settings that keep every entry with a KL of at most
     SMALL.
     """
-    cells = [
-        cell
-        for cell in result["cells"]
-        if cell["weights"] == str(WHOLE) and not cell["chosen_by"] and not cell["kv_rotation"]
-    ]
+    cells = [cell for cell in result["cells"] if _may_be_chosen(cell)]
     mixes = []
     for size in sorted({cell["kv_bytes"] for cell in cells if cell["kv_bytes"]}, reverse=True):
         fitting = [cell for cell in cells if cell["kv_share"] <= size * ROUNDED]

@@ -347,6 +347,11 @@ def test_frontier_learns_what_kv_size_should_choose(evaluate: Door, tmp_path: Pa
             "--policies full --kv-bits 8",
             "--learn: the smallest setting needs",
         ),
+        (
+            "--prompts prompts.jsonl --prompt-len 40 --gen-len 8 --learn --kv-bytes 0.9 "
+            "--policies full --kv-bits 4 --kv-rotation",
+            "--learn: the smallest setting needs",
+        ),
     ],
 )
 def test_frontier_refuses_in_one_line(
