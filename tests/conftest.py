@@ -11,8 +11,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if os.environ.get("FLEXGEN_GPU_TEST_DEVICE") != "cuda":
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for cards run on the CPU
-# No test reads or writes the user's cache: of hardware profiles, for one.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="flexgen_h2o-cache-")
+# No test reads or writes what the user has at home: hardware profiles, the offload directory.
+os.environ["HOME"] = tempfile.mkdtemp(prefix="flexgen_h2o-home-")
+os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ["HOME"], ".cache")
 
 import atexit
 import gc
@@ -31,7 +32,7 @@ from tests.skip_report import SkipReport
 
 torch.set_num_threads(2)
 gc.disable()  # until all is loaded: `pytest_collection_finish`
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 # The same examples in every run, and no time limit per example: the machines have noisy neighbours.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
