@@ -8,9 +8,10 @@ the budgets by the exact memory plan.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 from typing import cast
@@ -25,7 +26,7 @@ from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
-from flexgen_h2o.planner.cost_model import LANES, CostModel, Machine
+from flexgen_h2o.planner.cost_model import LANES, RESOURCES, CostModel, Machine
 from flexgen_h2o.planner.predict import PHASES
 
 KINDS = ("weights", "cache", "hidden")
@@ -44,6 +45,14 @@ LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are only used if memory is left ove
 Budgets = Mapping[str, int | None]  # bytes by tier; None for no limit
 # Weights, KV cache and hidden states on device and host, as in Policy.percent. The rest is on disk.
 Percent = tuple[int, int, int, int, int, int]
+HELD = "GiB"
+# Figures of one placement with each kind of bytes on one tier: GiB under (HELD, tier), and busy
+# seconds under (phase, resource).
+Corner = Mapping[tuple[str, str], float]
+# The corners between which the LP interpolates, by what is on a faster tier than disk. Kinds of
+# bytes and their tiers are given as indices into `percent`. The shortest key is the base; each
+# other key has one more index.
+Corners = Mapping[tuple[int, ...], Corner]
 NOTHING: Percent = (0, 0, 0, 0, 0, 0)
 STREAMED_WEIGHTS: Percent = (0, 0, 100, 0, 100, 0)
 
@@ -149,74 +158,65 @@ class SearchSpace:
 
 
 @dataclass(frozen=True)
-class Corner:
-    """The costs of one placement with each kind of bytes on one tier. `find_corner` makes it."""
+class Candidate:
+    """Batch sizes and switches of a policy, and what a search has found out about them so far."""
 
-    # Bytes by tier.
-    nbytes: Mapping[str, int]
-    # Busy seconds by phase, then by resource.
-    busy: Mapping[str, Mapping[str, float]]
-
-
-@dataclass(frozen=True)
-class Corners:
-    """The corners between which the LP interpolates. `find_corners` makes it.
-
-    Kinds of bytes and their tiers are given as indices into `percent`.
-    """
-
-    # Everything on disk, except the kinds in `always`.
-    base: Corner
-    # By index, the corner `base` with this kind moved to this faster tier.
-    moved: Mapping[int, Corner]
-    # Kinds that are on a faster tier in all corners.
-    always: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Solution:
-    """A solution of the LP. `solve` makes it."""
-
-    # Seconds of one block.
-    seconds: float
-    # Six shares from 0 to 1, in the order of `percent`.
-    shares: Sequence[float]
+    # Its shares do not count.
+    policy: Policy
+    # The deepest look-ahead that fits.
+    depth: Depth
+    # Lower bound in seconds: no placement runs the workload faster. `search.bounded` sets it.
+    bound_s: float = 0.0
+    # Six shares from 0 to 1 of the LP's placement, in the order of `percent`. `solve` sets this and
+    # the next two fields.
+    shares: Sequence[float] = ()
+    # Seconds of one block with these shares, as the LP counts.
+    block_s: float = math.inf
     # By tier with a budget, the seconds per block that one GiB more saves.
-    gain_s_per_gib: Mapping[str, float]
+    gain_s_per_gib: Mapping[str, float] = field(default_factory=dict)
+    # Seconds of the workload with these shares. `search` sets it.
+    seconds: float = math.inf
 
 
-def fastest_shares(
-    space: SearchSpace, policy: Policy, depth: Depth, budgets: Budgets
-) -> Solution | None:
-    """Return the faster of the LP's solutions for a policy; None if there is none.
+def fastest_shares(space: SearchSpace, candidate: Candidate, budgets: Budgets) -> Candidate | None:
+    """Return the candidate with the faster of the LP's solutions; None if there is none.
 
     One LP prices products as if each matrix were split over tiers. If products of few rows can read
     codes as they are, a second LP has all weights on the device. That price is on no line between
     the corners of the first LP.
     """
     space.check()
-    reads_codes = CostModel(space.spec, policy, space.need, space.machine).reads_codes
-    tried = (
-        find_corners(space, policy, depth, *on_device)
-        for on_device in [(), (0,)][: 1 + reads_codes]
-    )
+    policy = candidate.policy
+    always: list[tuple[int, ...]] = [()]
+    if CostModel(space.spec, policy, space.need, space.machine).reads_codes:
+        always.append((0,))
+    decode_sweeps = space.need.gen_len - 1
     solved = (
-        solve(corners, space.need.gen_len - 1, space.base.overlap, budgets) for corners in tried
+        solve(
+            candidate,
+            find_corners(space, policy, candidate.depth, *on_device),
+            decode_sweeps,
+            space.base.overlap,
+            budgets,
+        )
+        for on_device in always
     )
-    return min((one for one in solved if one is not None), key=attrgetter("seconds"), default=None)
+    return min((one for one in solved if one is not None), key=attrgetter("block_s"), default=None)
 
 
 def find_corners(space: SearchSpace, policy: Policy, depth: Depth, *always: int) -> Corners:
     """Return the corners of a policy, whose shares do not count.
 
-    always: see `Corners`. If it is empty, matrices of weights are assumed to be split.
+    always: kinds that are on a faster tier in all corners. If it is empty, matrices of weights are
+        assumed to be split.
     """
     # If the device is host memory, there is no other host tier.
     indices = range(0, 6, 2 if space.machine.device_is_host else 1)
     free = [i for i in indices if i // 2 not in {j // 2 for j in always}]
-    splits = not always
-    moved = {i: find_corner(space, policy, (*always, i), depth, splits) for i in free}
-    return Corners(find_corner(space, policy, always, depth, splits), moved, always)
+    return {
+        moved: find_corner(space, policy, moved, depth, splits=not always)
+        for moved in (always, *((*always, i) for i in free))
+    }
 
 
 def find_corner(
@@ -235,13 +235,16 @@ def find_corner(
     costs = CostModel(
         with_head_rows(space.spec, plan.head_rows), policy, need, space.machine, splits
     )
-    sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
-    busy = {phase: costs.busy(block, sweep) for phase, sweep in sweeps.items()}
-    return Corner({tier: plan.bytes_on(tier) for tier in TIERS}, busy)
+    found = {(HELD, tier): plan.bytes_on(tier) / GIB for tier in TIERS}
+    for phase, sweep in (("prefill", 0), ("decode", max(1, need.gen_len // 2))):
+        found |= {(phase, name): seconds for name, seconds in costs.busy(block, sweep).items()}
+    return found
 
 
-def solve(corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets) -> Solution | None:
-    """Return the fastest shares within the budgets; None if there are none.
+def solve(
+    candidate: Candidate, corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets
+) -> Candidate | None:
+    """Return the candidate with the fastest shares within the budgets; None if there are none.
 
     The seconds of a block are prefill + decode_sweeps x decode. If transfers overlap, each phase is
     at least as long as every lane and as all compute. If they do not, it is as long as their sum.
@@ -253,50 +256,37 @@ def solve(corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets)
     seconds = {phase: pulp.LpVariable(phase, 0) for phase in PHASES}
     objective = pulp.lpSum(counts[phase] * seconds[phase] for phase in PHASES)
     for phase in PHASES:
-        busy = {name: program.interpolated(_busy(phase, name)) for name in corners.base.busy[phase]}
+        busy = {name: program.interpolated(phase, name) for name in RESOURCES}
         objective += TIE_BREAK * counts[phase] * pulp.lpSum(busy.values())
         compute = busy["device_compute"] + busy["host_compute"]
         lanes = [busy[lane] for lane in LANES]
         for i, least in enumerate([compute, *lanes] if overlap else [compute + pulp.lpSum(lanes)]):
             problem += seconds[phase] >= least, f"{phase}_{i}"
     problem += objective
-    for tier in TIERS:
-        budget = budgets.get(tier)
-        if budget is not None:
-            problem += program.gib_on(tier) <= budget / GIB, f"memory_{tier}"
+    limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
+    for tier, budget in limits.items():
+        problem += program.interpolated(HELD, tier) <= budget / GIB, f"memory_{tier}"
     shares = program.solved_shares()
     if shares is None:
         return None
-    gains = {
-        t: -(problem.constraints[f"memory_{t}"].pi or 0.0)
-        for t in TIERS
-        if f"memory_{t}" in problem.constraints
-    }
-    return Solution(
-        sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES), shares, gains
+    return replace(
+        candidate,
+        shares=shares,
+        block_s=sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES),
+        gain_s_per_gib={t: -(problem.constraints[f"memory_{t}"].pi or 0.0) for t in limits},
     )
 
 
 def least_excess(corners: Corners, budgets: Budgets) -> Sequence[float] | None:
     """Return the shares whose bytes exceed the budgets least in total; None without a solution."""
     program = _Program(corners)
-    excess = {
-        tier: pulp.LpVariable(f"excess_{tier}", 0)
-        for tier in TIERS
-        if budgets.get(tier) is not None
-    }
+    limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
+    excess = {tier: pulp.LpVariable(f"excess_{tier}", 0) for tier in limits}
     program.problem += pulp.lpSum(excess.values())
-    for tier, more in excess.items():
-        program.problem += (
-            program.gib_on(tier) - more <= (budgets[tier] or 0) / GIB,
-            f"memory_{tier}",
-        )
+    for tier, budget in limits.items():
+        held = program.interpolated(HELD, tier)
+        program.problem += held - excess[tier] <= budget / GIB, f"memory_{tier}"
     return program.solved_shares()
-
-
-def _busy(phase: str, name: str) -> Callable[[Corner], float]:
-    """Return a function that reads the busy seconds of one phase and resource from a corner."""
-    return lambda corner: corner.busy[phase][name]
 
 
 class _Program:
@@ -304,23 +294,21 @@ class _Program:
 
     def __init__(self, corners: Corners) -> None:
         self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
-        self._corners = corners
-        self._shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in corners.moved}
+        self._always, *moved = sorted(corners, key=len)
+        self._base = corners[self._always]
+        self._moved = {places[-1]: corners[places] for places in moved}
+        self._shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in self._moved}
         for kind, name in enumerate(KINDS):
             pair = [self._shares[i] for i in (2 * kind, 2 * kind + 1) if i in self._shares]
             if pair:
                 self.problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
 
-    def interpolated(self, value: Callable[[Corner], float]) -> pulp.LpAffineExpression:
-        """Return the expression base + sum of share x (corner - base)."""
-        base = value(self._corners.base)
+    def interpolated(self, what: str, name: str) -> pulp.LpAffineExpression:
+        """Return the expression base + sum of share x (corner - base) of one figure of corners."""
+        base = self._base[what, name]
         return base + pulp.lpSum(
-            (value(self._corners.moved[i]) - base) * share for i, share in self._shares.items()
+            (self._moved[i][what, name] - base) * share for i, share in self._shares.items()
         )
-
-    def gib_on(self, tier: str) -> pulp.LpAffineExpression:
-        """Return the expression of the GiB on a tier."""
-        return self.interpolated(lambda corner: corner.nbytes[tier] / GIB)
 
     def solved_shares(self) -> list[float] | None:
         """Solve the program and return the six shares; None without a solution.
@@ -341,9 +329,8 @@ class _Program:
             ) from error
         if pulp.LpStatus[status] != "Optimal":
             return None
-        always = self._corners.always
         values = [
-            self._shares[i].value() or 0.0 if i in self._shares else float(i in always)
+            self._shares[i].value() or 0.0 if i in self._shares else float(i in self._always)
             for i in range(6)
         ]
         return [min(1.0, max(0.0, value)) for value in values]

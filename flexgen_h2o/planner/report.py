@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
-from flexgen_h2o.core.units import aligned, counted, format_bytes, format_seconds, three_digits
+from flexgen_h2o.core.units import MIB, aligned, counted, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes
 from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
 from flexgen_h2o.planner.cost_model import LANES, CostModel
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.kvcache.eviction.mixes import KeptWhole
     from flexgen_h2o.planner.lp import SearchSpace
     from flexgen_h2o.planner.predict import Prediction
-    from flexgen_h2o.planner.search import More, Plan
+    from flexgen_h2o.planner.search import Plan
 
 # Names of cost_model.RESOURCES for people, in the order of the table. If there is no GPU, the
 # device that computes is a CPU too.
@@ -43,6 +43,8 @@ GUESSES = 8
 NIGHT_HOURS = 10
 MIN_GAIN = 1e-4  # share of the whole time; a smaller gain is called nothing
 SMALL_GAIN = 1e-3  # share of the whole time; a smaller gain has two digits after the point
+# Larger budgets in bytes, only of the tiers that get more, and the disk reads that are then left.
+More = tuple[Mapping[str, int], float]
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,9 @@ def _details(answer: SearchResult) -> dict[str, Any]:
         "faster": None
         if answer.faster is None
         else {"flag": answer.faster[0], "total_s": answer.faster[1]},
-        "worth_more": None if answer.more is None else asdict(answer.more),
+        "worth_more": None
+        if answer.more is None
+        else {"budgets": answer.more[0], "disk_read_bytes": answer.more[1]},
         "balanced_rows": balanced_rows(space, plan.policy),
         "active_weights": space.spec.num_active,
         "buffers": [asdict(buffer) for buffer in plan.memory.buffers],
@@ -283,7 +287,7 @@ def _memory(answer: SearchResult, plan: Plan) -> Iterator[str]:
     if rings:
         yield f"loaded ahead: {', '.join(rings)}"
     if answer.disk_read_bytes:
-        more = "" if answer.more is None else f"; {answer.more.text}{_saving(plan)}"
+        more = advice_on(answer.more) + (_saving(plan) if answer.more is not None else "")
         need = answer.space.need
         blocks = -(-need.rows // plan.policy.block_size)
         each = format_bytes(answer.disk_read_bytes / blocks / need.gen_len)
@@ -293,6 +297,15 @@ def _memory(answer: SearchResult, plan: Plan) -> Iterator[str]:
         )
         most = "" if answer.is_even else "at most "
         yield f"disk reads in all: {most}{format_bytes(answer.disk_read_bytes)}, {walked}{more}"
+
+
+def advice_on(more: More | None) -> str:
+    """Return text such as `; --host-mem 200MiB would cut disk reads to at most 4.40 GiB`."""
+    if more is None:
+        return ""
+    budgets, reads = more
+    needed = " ".join(f"--{tier}-mem {nbytes // MIB}MiB" for tier, nbytes in budgets.items())
+    return f"; {needed} would cut disk reads to at most {format_bytes(reads)}"
 
 
 def _saving(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from flexgen_h2o.planner.lp import (
     LOOK_AHEADS,
     STREAMED_WEIGHTS,
     Budgets,
+    Candidate,
     Percent,
     SearchSpace,
     as_percent,
@@ -40,6 +41,7 @@ from flexgen_h2o.planner.lp import (
     tier_percents,
 )
 from flexgen_h2o.planner.predict import CUT_BLOCKS, MAX_WALKED, Prediction, cut_blocks, predict
+from flexgen_h2o.planner.report import More, advice_on
 
 # Numbers of micro-batches that `_largest` tries. Around the best candidate, others are tried.
 FEW_BATCHES = BATCHES[:3]
@@ -191,13 +193,10 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
     workload. They are slopes for a little more memory, at the LP's own shares. They ignore larger
     batches that more memory allows. A rounded policy may be bound by something else than the LP.
     """
-    solution = fastest_shares(space, policy, space.deepest(policy) or SEQUENTIAL, space.budgets)
-    if solution is None:
-        return {}
-    return {
-        tier: max(0.0, dual) * _blocks(space, policy)
-        for tier, dual in solution.gain_s_per_gib.items()
-    }
+    asked = Candidate(policy, space.deepest(policy) or SEQUENTIAL)
+    solved = fastest_shares(space, asked, space.budgets) or asked
+    blocks = _blocks(space, policy)
+    return {tier: max(0.0, dual) * blocks for tier, dual in solved.gain_s_per_gib.items()}
 
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
@@ -236,11 +235,11 @@ def _solved(space: SearchSpace) -> list[Candidate]:
     for candidate in candidates(space)[:MAX_SOLVED]:
         if candidate.bound_s >= OPTIMISM * fastest:
             break
-        solution = fastest_shares(space, candidate.policy, candidate.depth, space.budgets)
-        if solution is not None:
-            seconds = solution.seconds * _likely_blocks(space, candidate.policy)
-            found.append(replace(candidate, shares=solution.shares, seconds=seconds))
-            if round(solution.shares[4], 2) in (0, 1):
+        solved = fastest_shares(space, candidate, space.budgets)
+        if solved is not None:
+            seconds = solved.block_s * _likely_blocks(space, candidate.policy)
+            found.append(replace(solved, seconds=seconds))
+            if round(solved.shares[4], 2) in (0, 1):
                 fastest = min(fastest, seconds)
     return sorted(found, key=attrgetter("seconds"))
 
@@ -253,7 +252,7 @@ def _simulated(space: SearchSpace, candidate: Candidate) -> list[Plan]:
         tighter = {
             tier: None if b is None else int(b * TIGHTER) for tier, b in space.budgets.items()
         }
-        other = fastest_shares(space, policy, candidate.depth, tighter)
+        other = fastest_shares(space, candidate, tighter)
         placed = [] if other is None else list(placements(space, policy, other.shares))
     # If the whole KV cache is on the device, --cpu-cache-compute would do nothing.
     on_host = [
@@ -285,9 +284,9 @@ def _improved(space: SearchSpace, best: Plan) -> Plan:
             ):
                 continue
             tried.add(key(policy))
-            solution = fastest_shares(space, policy, candidate.depth, space.budgets)
-            if solution is not None and solution.seconds * _blocks(space, policy) < best.seconds:
-                found += _simulated(space, replace(candidate, shares=solution.shares))
+            solved = fastest_shares(space, candidate, space.budgets)
+            if solved is not None and solved.block_s * _blocks(space, policy) < best.seconds:
+                found += _simulated(space, solved)
         better = min(found, key=attrgetter("seconds"))
         if better is best:
             return best
@@ -296,25 +295,6 @@ def _improved(space: SearchSpace, best: Plan) -> Plan:
 
 
 # ---- what is tried
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Batch sizes and switches whose placement is not chosen yet. `bounded` makes it.
-
-    `_solved` sets its shares and seconds.
-    """
-
-    # Its shares do not count.
-    policy: Policy
-    # The deepest look-ahead that fits.
-    depth: Depth
-    # Lower bound in seconds: no placement runs the workload faster.
-    bound_s: float
-    # Six shares from 0 to 1 of the LP's placement, in the order of `percent`.
-    shares: Sequence[float] = ()
-    # Seconds of the workload with these shares, as the LP counts.
-    seconds: float = math.inf
 
 
 def candidates(space: SearchSpace) -> list[Candidate]:
@@ -427,7 +407,7 @@ def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
     }
     for phase in least_s:
         least_s[phase] = max(
-            least_s[phase], min(corner.busy[phase]["device_compute"] for corner in corners)
+            least_s[phase], min(corner[phase, "device_compute"] for corner in corners)
         )
     bound_s = least_s["prefill"] + (space.need.gen_len - 1) * least_s["decode"]
     return Candidate(policy, depth, bound_s * _blocks(space, policy))
@@ -527,7 +507,7 @@ def too_small(space: SearchSpace) -> str:
     )
     needed = " ".join(f"--{tier}-mem {nbytes}" for tier, nbytes in enough.items())
     reads = disk_reads(space, held.policy)
-    more = worth_more(_with_budgets(space, enough), reads)
+    more = advice_on(worth_more(_with_budgets(space, enough), reads))
     read = f" and {format_bytes(reads)} of disk reads" if reads else ""
     said = (
         (advice(tier, space.budgets.get(tier), n), f"raise --{tier}-mem")
@@ -539,7 +519,7 @@ def too_small(space: SearchSpace) -> str:
         f"{', '.join(map(format_bytes, short.values()))}; the least that would do: {needed} "
         f"({', '.join(map(format_bytes, enough.values()))}), with "
         f"{_switches(space, held.policy)}{read}"
-        f"{'' if more is None else '; ' + more.text}{'; ' + full[0] if full else ''}"
+        f"{more}{'; ' + full[0] if full else ''}"
     )
 
 
@@ -559,26 +539,10 @@ def _switches(space: SearchSpace, policy: Policy) -> str:
     return ", ".join(said)
 
 
-@dataclass(frozen=True)
-class More:
-    """Larger budgets that save disk reads. `worth_more` makes it."""
-
-    # Bytes by tier, only of the tiers whose budgets are larger.
-    budgets: Mapping[str, int]
-    # Bytes that the workload then reads from disk at most.
-    disk_read_bytes: float
-
-    @property
-    def text(self) -> str:
-        """Advice such as `--host-mem 200MiB would cut disk reads to at most 4.40 GiB`."""
-        needed = " ".join(
-            f"--{tier}-mem {nbytes // MIB}MiB" for tier, nbytes in self.budgets.items()
-        )
-        return f"{needed} would cut disk reads to at most {format_bytes(self.disk_read_bytes)}"
-
-
 def worth_more(space: SearchSpace, reads: float) -> More | None:
     """Return slightly larger budgets that more than halve the disk reads; None if there are none.
+
+    With them are the bytes that the workload then reads from disk at most.
 
     reads: bytes that the workload reads from disk now.
 
@@ -599,13 +563,13 @@ def worth_more(space: SearchSpace, reads: float) -> More | None:
                 nbytes <= WORTH_MORE * (space.budgets.get(tier) or 0)
                 for tier, nbytes in more.items()
             ):
-                found.append(More(more, disk_reads(space, held.policy)))
-    fewest = min((one.disk_read_bytes for one in found), default=reads)
+                found.append((more, disk_reads(space, held.policy)))
+    fewest = min((left for _, left in found), default=reads)
     if NEARLY * fewest >= reads / 2:
         return None
-    enough = [one for one in found if one.disk_read_bytes <= NEARLY * fewest]
-    budgets = min(enough, key=lambda one: sum(one.budgets.values())).budgets
+    enough = [more for more, left in found if left <= NEARLY * fewest]
+    budgets = min(enough, key=lambda more: sum(more.values()))
     larger = _with_budgets(space, budgets)
     plan = _fastest(larger)
     fewer = reads if plan is None else disk_reads(larger, plan.policy)
-    return More(budgets, fewer) if fewer < reads / 2 else None
+    return (budgets, fewer) if fewer < reads / 2 else None
