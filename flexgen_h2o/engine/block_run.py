@@ -10,10 +10,10 @@ from flexgen_h2o.core.model import Layer, ModelSpec
 from flexgen_h2o.engine.attention import JoinedAttention, UnitAttention
 from flexgen_h2o.engine.decoding import Decoding, SampledTokens
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Sweep, SweepInput
+from flexgen_h2o.engine.loop import WeightStream
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.scheduler import Scheduler
 from flexgen_h2o.engine.sequence import Sequence
-from flexgen_h2o.engine.stores import WeightStream
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.budgets import BudgetTable, Move
 from flexgen_h2o.kvcache.eviction import Eviction

@@ -24,11 +24,17 @@ from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Sweep
 from flexgen_h2o.engine.graphs import StepGraphs, graphs_of
 from flexgen_h2o.engine.layer_kinds import LAYERS
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, Step, UnitKey, Walk
+from flexgen_h2o.engine.loop import (
+    ATTENTION_KINDS,
+    JOINED_KINDS,
+    Step,
+    UnitKey,
+    Walk,
+    WeightStream,
+)
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.scheduler import Scheduler
 from flexgen_h2o.engine.sequence import Sequence
-from flexgen_h2o.engine.stores import WeightStream
 from flexgen_h2o.kvcache.decode import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.part import KVUnit, Prompts
@@ -96,9 +102,8 @@ class Executor:
         engine = self._engine
         ahead = len(self._layers) if engine.policy.overlap else 0
         waits = self._in_step and engine.memory.waits_for_router
-        return WeightStream(
-            engine.weights, engine.ring("weight ring"), self._max_sweeps, ahead, waits
-        )
+        ring = engine.ring("weight ring")
+        return WeightStream(engine.weights, ring, self._layers, self._max_sweeps, ahead, waits)
 
     @torch.inference_mode()
     def run(

@@ -10,13 +10,12 @@ planner predicts the same steps that run. This module imports no torch.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count, tee
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.core.model import Layer, LayerKind
 from flexgen_h2o.engine.memory_plan import Depth
@@ -30,6 +29,9 @@ from flexgen_h2o.tiers.stream import (
     streamed_keys,
     wait_all,
 )
+
+if TYPE_CHECKING:
+    from flexgen_h2o.kernels.linear import RowParts
 
 ATTENTION_KINDS = ("attention", "block")
 # Layers that compute several micro-batches as one.
@@ -113,20 +115,25 @@ def _sweeps(number: int | None) -> Iterable[int]:
     return count() if number is None else range(number)
 
 
-Opened = TypeVar("Opened")
-
-
 class WeightUnits(Protocol):
     """The source of weight units. `decodes`: units are decoded once they are open."""
 
-    @property
-    def decodes(self) -> bool: ...
+    decodes: bool
 
     def nbytes(self, unit: int) -> int:
         """Return the ring bytes of one load of a unit; 0 if all its rows are used in place."""
 
     def load(self, unit: int, region: Region) -> list[Done]:
         """Start filling the region with the unit."""
+
+    def open_unit(self, unit: int, region: Region | None) -> Mapping[str, RowParts]:
+        """Return what compute uses of a loaded unit, by role.
+
+        The unit's streamed bytes are in the region.
+        """
+
+    def decode_unit(self, unit: int, region: Region | None) -> tuple[Mapping[str, RowParts], bool]:
+        """Return what is decoded of a loaded unit, and whether compute still uses the region."""
 
 
 class _Loads:
@@ -167,13 +174,14 @@ class _Loads:
         return found[1] if found is not None and found[0] == number else None
 
 
-class BaseWeightStream(ABC, Generic[Opened]):
+class WeightStream:
     """The open weight unit, and the loads ahead of it.
 
     sweeps: how often `layers` are walked; None for any number.
     ahead: the number of loads besides the one in use.
     waits: groups of experts are loaded once their block's router has chosen, and only chosen
         groups; otherwise they are loaded ahead.
+    opened: the tensors of the open unit, by role.
     """
 
     def __init__(
@@ -187,6 +195,7 @@ class BaseWeightStream(ABC, Generic[Opened]):
     ) -> None:
         used = tuple(layer.unit for layer in layers)
         keys, self._to_open = tee(_numbered(weight_sequence(sweeps, used)))
+        self._units = units
         self._loads = _Loads(units, layers, waits)
         keys = streamed_keys(keys, ((1, unit) for unit in used), self._loads)
         self._stream: Stream[WeightKey] = Stream(ring, keys, self._loads, ahead)
@@ -194,18 +203,7 @@ class BaseWeightStream(ABC, Generic[Opened]):
         self.decodes = units.decodes
         self._number = 0
         self.unit = -1
-        self.opened: Opened
-
-    @abstractmethod
-    def _open(self, unit: int, region: Region | None) -> Opened:
-        """Return what compute uses of a loaded unit.
-
-        The unit's streamed bytes are in the region.
-        """
-
-    @abstractmethod
-    def _decode(self, unit: int, region: Region | None) -> tuple[Opened, bool]:
-        """Return the decoded form of a loaded unit, and whether compute still uses the region."""
+        self.opened: Mapping[str, RowParts] = {}
 
     def choose(self, block: int, experts: Iterable[int]) -> None:
         """Record the experts that a block's router has chosen for all micro-batches.
@@ -218,7 +216,7 @@ class BaseWeightStream(ABC, Generic[Opened]):
         """Start every load that may start now."""
         self._stream.prefetch()
 
-    def open(self, unit: int, fence: Callable[[], Waitable]) -> Opened:
+    def open(self, unit: int, fence: Callable[[], Waitable]) -> Mapping[str, RowParts]:
         """Wait for `unit` and open it. Another open unit is closed.
 
         fence: returns an event that is done when all compute issued so far is done. The last reader
@@ -229,11 +227,11 @@ class BaseWeightStream(ABC, Generic[Opened]):
                 self._stream.give_back(self._region, [fence()])
             key = next(key for key in self._to_open if key[1] == unit)
             self._region = self._stream.take(key)
-            self.opened = self._open(unit, self._region)
+            self.opened = self._units.open_unit(unit, self._region)
             self._number, self.unit = key
         return self.opened
 
-    def decode(self, fence: Callable[[], Waitable]) -> Opened:
+    def decode(self, fence: Callable[[], Waitable]) -> None:
         """Decode the unit that was just opened.
 
         Its region is free afterwards unless compute still uses it.
@@ -241,11 +239,11 @@ class BaseWeightStream(ABC, Generic[Opened]):
         fence: see `open`.
         """
         if self.decodes and self.unit >= 0:
-            self.opened, uses_region = self._decode(self.unit, self._region)
+            decoded, uses_region = self._units.decode_unit(self.unit, self._region)
+            self.opened = {**self.opened, **decoded}
             if not uses_region and self._region is not None:
                 self._stream.give_back(self._region, [fence()])
                 self._region = None
-        return self.opened
 
     def drain(self) -> None:
         """Wait for loads under way, so that nothing writes into the ring any more."""
@@ -369,7 +367,7 @@ class Walk:
     def run(
         self,
         runner: StepRunner,
-        weights: BaseWeightStream[Any],
+        weights: WeightStream,
         order: Iterable[Step] | None = None,
     ) -> None:
         """Run the block until the runner ends it. `order` may cut it short."""
@@ -382,9 +380,7 @@ class Walk:
         self._cache.drain()
         self._hidden.drain()
 
-    def _run_step(
-        self, step: Step, phase: str, runner: StepRunner, weights: BaseWeightStream[Any]
-    ) -> None:
+    def _run_step(self, step: Step, phase: str, runner: StepRunner, weights: WeightStream) -> None:
         layer = self._layers[step.layer]
         span = runner.span
         for stream in (weights, self._cache, self._hidden):
@@ -410,7 +406,7 @@ class Walk:
             self._give_back(self._hidden, hidden, stores, runner)
 
     @staticmethod
-    def _open_weights(unit: int, runner: StepRunner, weights: BaseWeightStream[Any]) -> None:
+    def _open_weights(unit: int, runner: StepRunner, weights: WeightStream) -> None:
         is_fresh = unit != weights.unit
         with runner.span("wait", "load_weight"):
             if is_fresh:

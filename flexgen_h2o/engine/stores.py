@@ -16,7 +16,7 @@ Nothing here knows a format or a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
-from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, joined
+from flexgen_h2o.engine.loop import UnitKey, joined
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
 from flexgen_h2o.engine.weight_units import streamed_bytes, streamed_part_bytes
 from flexgen_h2o.kernels.linear import RowPart, RowParts, lookup
@@ -47,7 +47,6 @@ from flexgen_h2o.tiers.stream import (
     Done,
     Part,
     Region,
-    Ring,
     Shares,
     Waitable,
     split_rows,
@@ -405,31 +404,6 @@ class WeightStore:
         if path not in self._files:
             self._files[path] = DirectFile(path)
         return self._files[path]
-
-
-class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
-    """The tensors of the open unit by role, and the loads ahead of it.
-
-    sweeps, ahead, waits: see BaseWeightStream.
-    """
-
-    def __init__(
-        self,
-        store: WeightStore,
-        ring: Ring | None,
-        sweeps: int | None,
-        ahead: int,
-        waits: bool = False,
-    ) -> None:
-        super().__init__(store, ring, store.plan.layers, sweeps, ahead, waits)
-        self._store = store
-
-    def _open(self, unit: int, region: Region | None) -> Mapping[str, RowParts]:
-        return self._store.open_unit(unit, region)
-
-    def _decode(self, unit: int, region: Region | None) -> tuple[Mapping[str, RowParts], bool]:
-        found, uses_region = self._store.decode_unit(unit, region)
-        return {**self.opened, **found}, uses_region
 
 
 def hidden_fields(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:

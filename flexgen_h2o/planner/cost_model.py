@@ -77,7 +77,7 @@ PACK_BYTES = 6
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that one lane moves for a load or a store."""
+    """Bytes that one lane moves for a load or a store, and their cost once they are priced."""
 
     # One of LANES.
     lane: str
@@ -86,6 +86,14 @@ class Transfer:
     pieces: float
     # True if the bytes go between disk and device.
     crosses: bool = False
+    # Seconds that it occupies the lane. CostModel sets this and the other seconds.
+    seconds: float = 0.0
+    # The lane of copies between device and host that bytes which cross also occupy; "" if none do.
+    link: str = ""
+    # Seconds that it occupies `link`.
+    link_s: float = 0.0
+    # Seconds that it takes from compute.
+    taken_s: float = 0.0
 
     @property
     def short_requests(self) -> float:
@@ -136,22 +144,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class TransferCost:
-    """The cost of a load or a store. CostModel makes it."""
-
-    # The lane that it occupies (LANES).
-    lane: str
-    # Seconds that it occupies the lane.
-    seconds: float
-    # Another lane that it also occupies, for copies between device and host; "" if there is none.
-    link: str = ""
-    # Seconds that it occupies `link`.
-    link_s: float = 0.0
-    # Seconds that it takes from compute.
-    taken_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class StepCost:
     """The cost of one (layer, micro-batch) step. CostModel.step makes it.
 
@@ -164,10 +156,10 @@ class StepCost:
     host_s: float
     # Seconds of the thread that issues the step, in addition to the step's kernels.
     issue_s: float
-    kv_load: tuple[TransferCost, ...] = ()
-    kv_store: tuple[TransferCost, ...] = ()
-    hidden_load: tuple[TransferCost, ...] = ()
-    hidden_store: tuple[TransferCost, ...] = ()
+    kv_load: tuple[Transfer, ...] = ()
+    kv_store: tuple[Transfer, ...] = ()
+    hidden_load: tuple[Transfer, ...] = ()
+    hidden_store: tuple[Transfer, ...] = ()
     # Rows of the step's largest product.
     rows: int = 0
 
@@ -266,7 +258,7 @@ class CostModel:
         return {}
 
     @cached_property
-    def _weight_loads(self) -> dict[tuple[int, int], tuple[TransferCost, ...]]:
+    def _weight_loads(self) -> dict[tuple[int, int], tuple[Transfer, ...]]:
         return {}
 
     @cached_property
@@ -298,7 +290,7 @@ class CostModel:
             layer.unit: kind for kind, layer in zip(self.kinds, self.layers.layers, strict=True)
         }
 
-    def weight_load(self, unit: int, tokens: int) -> tuple[TransferCost, ...]:
+    def weight_load(self, unit: int, tokens: int) -> tuple[Transfer, ...]:
         """Return the cost of one load of a weight unit.
 
         If groups of experts wait for the router, this is the expected cost in a sweep.
@@ -532,12 +524,12 @@ class CostModel:
                 seconds += count * (flops / rate + self.machine.profile.kernel_s)
         return seconds
 
-    def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
-        """Return the costs of all transfers that are not empty."""
-        return tuple(self._transfer_cost(m) for m in moves if m.nbytes)
+    def _priced(self, moves: Sequence[Transfer]) -> tuple[Transfer, ...]:
+        """Return all transfers that are not empty with their costs."""
+        return tuple(self._with_cost(m) for m in moves if m.nbytes)
 
-    def _transfer_cost(self, move: Transfer) -> TransferCost:
-        """Return the cost of one transfer.
+    def _with_cost(self, move: Transfer) -> Transfer:
+        """Return a transfer with its cost.
 
         If bytes cross from disk to the device, each reader thread copies its own bytes. On an
         asynchronous device the copy overlaps with the thread's next read. Otherwise READ_THREADS
@@ -549,7 +541,7 @@ class CostModel:
             rate = getattr(
                 p, f"{move.lane}_bytes_per_s" if pinned else f"{move.lane}_unpinned_bytes_per_s"
             )
-            return TransferCost(move.lane, move.nbytes / rate + move.pieces * p.transfer_s)
+            return replace(move, seconds=move.nbytes / rate + move.pieces * p.transfer_s)
         reads = move.lane == "disk_read"
         each = 1 / (p.disk_read_bytes_per_s if reads else p.disk_write_bytes_per_s)
         link, link_rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
@@ -565,9 +557,11 @@ class CostModel:
             move.short_requests * p.short_read_compute_s if reads and self.policy.overlap else 0.0
         )
         if not move.crosses:
-            return TransferCost(move.lane, seconds, taken_s=taken_s)
+            return replace(move, seconds=seconds, taken_s=taken_s)
         link_s = move.nbytes / link_rate + move.pieces * p.transfer_s
-        return TransferCost(move.lane, max(seconds, link_s), link, link_s, taken_s)
+        return replace(
+            move, seconds=max(seconds, link_s), link=link, link_s=link_s, taken_s=taken_s
+        )
 
     def busy(self, block: Sequence[MicroBatchShape], sweep: int) -> dict[str, float]:
         """Return the seconds that each resource works in a sweep of a block.
@@ -578,7 +572,7 @@ class CostModel:
         return self._busy(*self._of_sweep(block, sweep))
 
     def _busy(
-        self, moved: Sequence[tuple[TransferCost, int]], steps: Sequence[tuple[StepCost, int]]
+        self, moved: Sequence[tuple[Transfer, int]], steps: Sequence[tuple[StepCost, int]]
     ) -> dict[str, float]:
         """Return busy seconds by resource, of transfers and steps with the number of each."""
         found = dict.fromkeys(RESOURCES, 0.0)
@@ -602,7 +596,7 @@ class CostModel:
 
     def _of_sweep(
         self, block: Sequence[MicroBatchShape], sweep: int
-    ) -> tuple[list[tuple[TransferCost, int]], list[tuple[StepCost, int]]]:
+    ) -> tuple[list[tuple[Transfer, int]], list[tuple[StepCost, int]]]:
         """Return the transfers and the steps of a sweep, each with its number of occurrences."""
         kinds = {index: self.layers.layers[index].kind for index in self.kinds}
         of_kinds = {

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec, with_head_rows
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, Step, UnitKey, Walk, WeightStream
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload
 from flexgen_h2o.planner.cost_model import (
@@ -26,13 +26,16 @@ from flexgen_h2o.planner.cost_model import (
     CostModel,
     Machine,
     StepCost,
-    TransferCost,
+    Transfer,
     hidden_is_brought,
     kv_ring_bytes,
     tokens_of,
     weight_ring_bytes,
 )
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
+
+if TYPE_CHECKING:
+    from flexgen_h2o.kernels.linear import RowParts
 
 PHASES = ("prefill", "decode")
 # A deep model is simulated with n and with 2n transformer blocks. n is at most CUT_BLOCKS and at
@@ -228,8 +231,12 @@ def simulate(
     """
     sim = Simulation(prefill, decode, plan, block, sweeps, on_span)
     layers = prefill.layers.layers
-    walk = Walk(sim, layers, plan.depth, prefill.policy.overlap, len(sweeps), len(block))
-    walk.run(sim, sim.weights)
+    overlap = prefill.policy.overlap
+    ahead = len(layers) if overlap else 0
+    # One more sweep: the engine loads ahead for later sweeps and for the next block.
+    ring = sim.ring("weight ring")
+    sim.weights = WeightStream(sim, ring, layers, len(sweeps) + 1, ahead, prefill.waits)
+    Walk(sim, layers, plan.depth, overlap, len(sweeps), len(block)).run(sim, sim.weights)
     return sim
 
 
@@ -251,52 +258,10 @@ class _Event(Waitable):
         return self.time <= self._sim.now
 
 
-class _Space:
-    """A buffer without memory: only its size in bytes counts."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-
-    def numel(self) -> int:
-        return self._nbytes
-
-    def __getitem__(self, part: slice) -> _Space:
-        return self
-
-
-class _StepCosts(dict[UnitKey, StepCost]):
-    """Costs of steps by (sweep, layer, micro-batch), computed when they are first asked for.
-
-    sweep: the index into the sweeps that are simulated, not the sweep's own number.
-    of: by layer, then by phase (0 prefill, 1 decode): the steps as CostModel.steps_of returns them.
-    """
-
-    def __init__(
-        self,
-        prefill: CostModel,
-        decode: CostModel,
-        block: Sequence[MicroBatchShape],
-        sweeps: Sequence[int],
-    ) -> None:
-        layers = prefill.layers.layers
-        self._prefill = prefill
-        self._decode = decode
-        self._sweeps = sweeps
-        made = {
-            kind: [prefill.steps_of(kind, block, sweep) for sweep in (0, 1)]
-            for kind in {x.kind for x in layers}
-        }
-        self.of = [made[layer.kind] for layer in layers]
-
-    def __missing__(self, key: UnitKey) -> StepCost:
-        sweep, layer, k = key
-        batch, tokens = self.of[layer][sweep > 0][k]
-        costs = self._decode if sweep else self._prefill
-        return self.setdefault(key, costs.step(layer, batch, self._sweeps[sweep], tokens))
-
-
 class Simulation:
-    """The tiers and the runner of a walk, on a simulated clock. All times are in seconds.
+    """The weight units, the tiers and the runner of a walk, on a simulated clock.
+
+    Nothing has memory: only sizes and seconds count. All times are in seconds.
 
     ends: when each simulated sweep ended.
     busy_at_ends: busy seconds of each resource from the start to the end of each simulated sweep.
@@ -335,19 +300,30 @@ class Simulation:
         self.busy_at_ends: list[dict[str, float]] = []
         layers = prefill.layers.layers
         self._layers = layers
-        count = len(layers)
         self._last_layer = len(layers) - 1
-        self._steps = steps = _StepCosts(prefill, decode, block, sweeps)
-        layer_of = {
-            layer.block: i for i, layer in enumerate(layers) if layer.kind in ATTENTION_KINDS
+        made = {
+            kind: [prefill.steps_of(kind, block, sweep) for sweep in (0, 1)]
+            for kind in {x.kind for x in layers}
         }
-        units = {
-            (x, k): kv_ring_bytes(prefill, x, batch)
-            for x in layer_of
-            for k, batch in enumerate(block)
+        # By layer, then by phase (0 prefill, 1 decode): the steps as CostModel.steps_of returns
+        # them.
+        self._steps = [made[layer.kind] for layer in layers]
+        # By (index into `sweeps`, layer, micro-batch).
+        costs = {
+            (i, layer, k): (decode if i else prefill).step(layer, batch, sweep, tokens)
+            for i, sweep in enumerate(sweeps)
+            for layer, steps in enumerate(self._steps)
+            for k, (batch, tokens) in steps[i > 0].items()
         }
+        self._costs = costs
         self._tokens = [sum(tokens_of(batch, sweep) for batch in block) for sweep in (0, 1)]
         self.tokens_now = self._tokens[0]
+        attention = {x.block: i for i, x in enumerate(layers) if x.kind in ATTENTION_KINDS}
+        units = {
+            (x, k): kv_ring_bytes(prefill, x, batch)
+            for x in attention
+            for k, batch in enumerate(block)
+        }
         row = sum(prefill.memory.hidden_row_bytes) if hidden_is_brought(prefill) else 0
         hidden = [[tokens_of(batch, sweep) * row for batch in block] for sweep in (0, 1)]
         self.cache = _Store(
@@ -356,19 +332,22 @@ class Simulation:
             1,
             lambda key: units[key[1:]],
             lambda key: key[0],
-            lambda key: steps[key[0], layer_of[key[1]], key[2]],
+            lambda key: costs[key[0], attention[key[1]], key[2]],
         )
         self.hidden = _Store(
             self,
             "hidden",
             2,
             lambda key: hidden[key[0] > 0][key[2]],
-            lambda key: key[0] * count + key[1],
-            steps.__getitem__,
+            lambda key: key[0] * len(layers) + key[1],
+            costs.__getitem__,
         )
         self.close_cache = self.cache.close
         self.close_hidden = self.hidden.close
-        self.weights = _WeightStream(self, len(sweeps))
+        self._unit_bytes = [weight_ring_bytes(prefill, unit) for unit in prefill.layers.units]
+        self._coded = {layer.unit for layer in layers if prefill.decodes_in_products(layer)}
+        self.weights: WeightStream  # `simulate` sets it
+        self.decodes = prefill.memory.form.decoded_at == "load"
 
     @property
     def settle_s(self) -> float:
@@ -378,10 +357,10 @@ class Simulation:
     def ring(self, name: str) -> Ring | None:
         """Return a ring of the size that the memory plan gives; None if that is 0 bytes."""
         nbytes = self._plan.size(name)
-        return Ring(cast(Any, _Space(nbytes))) if nbytes else None
+        return Ring(nbytes) if nbytes else None
 
     def queue(
-        self, name: str, costs: Iterable[TransferCost], after: Iterable[Waitable]
+        self, name: str, costs: Iterable[Transfer], after: Iterable[Waitable]
     ) -> list[Waitable]:
         """Queue operations at the ends of their lanes' queues and return their events.
 
@@ -434,7 +413,7 @@ class Simulation:
         self.tokens_now = self._tokens[phase]
         if step.layer == 0:
             self.now = max(self.now, self._chosen[step.micro_batch])
-        if step.micro_batch not in self._steps.of[layer][phase]:  # computed with an earlier one
+        if step.micro_batch not in self._steps[layer][phase]:  # computed with an earlier one
             return None
         return "decode" if step.sweep else "prefill"
 
@@ -445,19 +424,33 @@ class Simulation:
 
     open_hidden = open_cache
 
-    def decode(self) -> None:
-        """Advance the clock by decoding the weight unit that the step has opened."""
+    def nbytes(self, unit: int) -> int:
+        """Return the bytes of a weight unit in its ring."""
+        return self._unit_bytes[unit]
+
+    def load(self, unit: int, region: Region) -> list[Done]:
+        """Queue the load of a weight unit and return its events."""
+        cost = self.costs_now.weight_load(unit, self.tokens_now)
+        return cast(list[Done], self.queue("load_weight", cost, region.after))
+
+    def open_unit(self, unit: int, region: Region | None) -> Mapping[str, RowParts]:
+        """Return no tensors."""
+        return {}
+
+    def decode_unit(self, unit: int, region: Region | None) -> tuple[Mapping[str, RowParts], bool]:
+        """Advance the clock by decoding a weight unit for the step that has opened it."""
         layer, phase = self._opened
         start = max(self.now, self.device)
-        cost = self.costs_now.decoding(layer, self._steps.of[layer][phase].values(), phase)
+        cost = self.costs_now.decoding(layer, self._steps[layer][phase].values(), phase)
         self.device = start + cost.device_s
         self._busy["device_compute"] += cost.device_s
         self.now = self.now + cost.issue_s if self._is_asynchronous else self.device
         self._computed = (start, self.device)
+        return {}, unit in self._coded
 
     def compute(self, step: Step) -> None:
         """Advance the clock by the computation of a step."""
-        cost = self._steps[step.sweep, step.layer, step.micro_batch]
+        cost = self._costs[step.sweep, step.layer, step.micro_batch]
         busy = self._busy
         busy["device_compute"] += cost.device_s
         busy["host_compute"] += cost.host_s
@@ -493,38 +486,6 @@ class Simulation:
         self.ends.append(self.now)
         self.busy_at_ends.append(dict(self._busy))
         return is_over
-
-
-class _WeightStream(BaseWeightStream[None]):
-    """A weight stream and its units without memory: only their sizes and seconds count."""
-
-    def __init__(self, sim: Simulation, sweeps: int) -> None:
-        costs = sim.prefill_costs
-        layers = costs.layers.layers
-        self._sim = sim
-        self._nbytes = [weight_ring_bytes(costs, unit) for unit in costs.layers.units]
-        self._coded = {layer.unit for layer in layers if costs.decodes_in_products(layer)}
-        self.decodes = costs.memory.form.decoded_at == "load"
-        ring = sim.ring("weight ring")
-        ahead = len(layers) if costs.policy.overlap else 0
-        # One more sweep: the engine loads ahead for later sweeps and for the next block.
-        super().__init__(self, ring, layers, sweeps + 1, ahead, costs.waits)
-
-    def nbytes(self, unit: int) -> int:
-        """Return the bytes of a unit in the weight ring."""
-        return self._nbytes[unit]
-
-    def load(self, unit: int, region: Region) -> list[Done]:
-        """Queue the load of a unit and return its events."""
-        cost = self._sim.costs_now.weight_load(unit, self._sim.tokens_now)
-        return cast(list[Done], self._sim.queue("load_weight", cost, region.after))
-
-    def _open(self, unit: int, region: Region | None) -> None:
-        pass
-
-    def _decode(self, unit: int, region: Region | None) -> tuple[None, bool]:
-        self._sim.decode()
-        return None, unit in self._coded
 
 
 class _Store:

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS
@@ -178,11 +178,13 @@ class Ring:
     """Space of one buffer, first in, first out.
 
     Regions are contiguous; one that does not fit at the end wraps.
+
+    buffer: the memory; for a simulation only its bytes. Regions then have no data.
     """
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-        self.capacity = buffer.numel()
+    def __init__(self, buffer: torch.Tensor | int) -> None:
+        self._buffer = None if isinstance(buffer, int) else buffer
+        self.capacity = buffer if isinstance(buffer, int) else buffer.numel()
         self._live: deque[Region] = deque()
         self._old: list[Region] = []
         # Size in bytes of a request that found no room, if nothing was given back since.
@@ -214,7 +216,8 @@ class Ring:
             if old.start < start or end < old.end:
                 others.append(old)
         self._old = others
-        region = Region(start, end, self._buffer[start:end], after)
+        data = None if self._buffer is None else self._buffer[start:end]
+        region = Region(start, end, cast("torch.Tensor", data), after)
         self._live.append(region)
         return region
 

@@ -12,7 +12,7 @@ import pytest
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.engine import stores
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.loop import BaseWeightStream
+from flexgen_h2o.engine.loop import WeightStream
 from flexgen_h2o.engine.stores import HiddenStore
 from flexgen_h2o.kvcache import store
 from flexgen_h2o.kvcache.store import CacheStore
@@ -25,15 +25,15 @@ from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, generate, on_fake_card,
 
 
 def _no_fence_behind_weights(patch: pytest.MonkeyPatch) -> None:
-    opened = BaseWeightStream.open
+    opened = WeightStream.open
     patch.setattr(
-        BaseWeightStream, "open", lambda stream, unit, fence: opened(stream, unit, lambda: NOTHING)
+        WeightStream, "open", lambda stream, unit, fence: opened(stream, unit, lambda: NOTHING)
     )
 
 
 def _no_fence_behind_decoding(patch: pytest.MonkeyPatch) -> None:
-    decode = BaseWeightStream.decode
-    patch.setattr(BaseWeightStream, "decode", lambda stream, fence: decode(stream, lambda: NOTHING))
+    decode = WeightStream.decode
+    patch.setattr(WeightStream, "decode", lambda stream, fence: decode(stream, lambda: NOTHING))
 
 
 def _no_fence_behind_kv(patch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, WeightUnit
 from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.loop import WeightStream
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth
-from flexgen_h2o.engine.stores import WeightStore, WeightStream
+from flexgen_h2o.engine.stores import WeightStore
 from flexgen_h2o.kernels.int8 import BUFFERS, BlockedInt8, Int8Rows, scales_of
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
@@ -137,7 +138,7 @@ class Room:
         self.store.load_resident(self.memory)
 
     def stream(self, sweeps: int, ahead: int) -> WeightStream:
-        return WeightStream(self.store, self.ring, sweeps, ahead)
+        return WeightStream(self.store, self.ring, self.layers.layers, sweeps, ahead)
 
     def close(self) -> None:
         self.lanes.close()
@@ -168,7 +169,7 @@ def taken(room: Room, unit: int) -> Region | None:
 
 def unpacked_layers(
     room: Room, stream: WeightStream
-) -> Iterator[tuple[WeightUnit, dict[str, RowParts]]]:
+) -> Iterator[tuple[WeightUnit, Mapping[str, RowParts]]]:
     """Two sweeps of a stream, each layer's unit and its tensors, unpacked once a unit; the region
     is given back."""
     for layer in room.layers.layers * 2:
