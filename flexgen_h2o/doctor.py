@@ -7,6 +7,7 @@ fail.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -297,33 +298,30 @@ def card() -> Finding:
 
 def disk(offload_dir: Path) -> Finding:
     """Read and write 256 MiB as runs do, and report the speed."""
-    from flexgen_h2o.core import interrupts
     from flexgen_h2o.planner.measure.bench import HOST, Bench
-    from flexgen_h2o.planner.measure.engine import DiskProbe
-    from flexgen_h2o.planner.measure.run import open_mover, open_scratch, this_machine
+    from flexgen_h2o.planner.measure.engine import existing_folder, open_probe, open_scratch
+    from flexgen_h2o.planner.measure.run import mount_of
     from flexgen_h2o.tiers.device import HostDevice
 
     sizes = replace(HOST, disk_bytes=PROBED_BYTES, disk_s=PROBED_S)
     try:
-        with open_scratch(offload_dir) as scratch, open_mover(HostDevice()) as mover:
-            probe = DiskProbe(Bench(HostDevice(), sizes), mover, scratch)
-            try:
-                rates = probe.rates()
-                is_direct = probe.is_direct
-            finally:
-                # The lanes end first, so that nothing reads a file that is closed.
-                with interrupts.held():
-                    mover.lanes.close()
-                    probe.close()
+        with (
+            open_scratch(offload_dir) as scratch,
+            open_probe(Bench(HostDevice(), sizes), scratch) as probe,
+        ):
+            rates = probe.rates()
+            is_direct = probe.is_direct
     except FlexgenError as error:
         return Finding("disk", str(error), "give another --offload-dir", hurts=True)
     read = rates["disk_read_bytes_per_s"]
     written = rates["disk_write_bytes_per_s"]
-    where = this_machine(HostDevice(), offload_dir)
+    folder = existing_folder(offload_dir)
+    mount = mount_of(folder)
+    free = shutil.disk_usage(folder).free
     direct = "O_DIRECT" if is_direct else "without O_DIRECT"
-    text = f"{where.mount}: reads {read / 1e9:.2g} GB/s, writes {written / 1e9:.2g} GB/s {direct}"
-    text += f", {format_bytes(where.disk_bytes)} free"
-    if IN_MEMORY.intersection(where.mount.split()):
+    text = f"{mount}: reads {read / 1e9:.2g} GB/s, writes {written / 1e9:.2g} GB/s {direct}"
+    text += f", {format_bytes(free)} free"
+    if IN_MEMORY.intersection(mount.split()):
         return Finding(
             "disk",
             text,
@@ -343,9 +341,7 @@ def disk(offload_dir: Path) -> Finding:
             "give an --offload-dir on a faster disk: NVMe reads 2 to 7 GB/s",
             hurts=True,
         )
-    return Finding(
-        "disk", text, "free space for weights and KV" if where.disk_bytes < FULL_DISK else ""
-    )
+    return Finding("disk", text, "free space for weights and KV" if free < FULL_DISK else "")
 
 
 def profile(offload_dir: Path) -> Finding:

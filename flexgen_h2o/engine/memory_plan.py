@@ -6,7 +6,9 @@ The engine allocates exactly such a list, so what fits there runs. `memory.Memor
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
@@ -23,6 +25,18 @@ from flexgen_h2o.core.units import (
 )
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed
+
+# Fields of a BlockShape of which buffers for two blocks need the most.
+SIZES = ("rows", "micro_batches", "tokens", "sharing", "common", "scores")
+
+
+def most_of(one: object, other: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return the larger value of each field; of a tuple, of each place in it."""
+    pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
+    return {
+        name: tuple(map(max, *pair)) if isinstance(pair[0], tuple) else max(pair)
+        for name, pair in pairs.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -101,21 +115,11 @@ class BlockShape:
 
     def covers(self, other: BlockShape) -> bool:
         """Return whether buffers of this shape also serve the other shape."""
-        mine, theirs = (
-            (
-                s.rows,
-                s.micro_batches,
-                s.tokens,
-                s.most_attending,
-                s.sharing,
-                s.common,
-                s.scores,
-                *s.slots,
-            )
-            for s in (self, other)
-        )
-        return self.record == other.record and all(
-            a >= b for a, b in zip(mine, theirs, strict=True)
+        names = ("most_attending", *SIZES)
+        return (
+            self.record == other.record
+            and self.has_slots(other.slots)
+            and all(getattr(self, name) >= getattr(other, name) for name in names)
         )
 
     def union(self, other: BlockShape) -> BlockShape:
@@ -123,19 +127,9 @@ class BlockShape:
 
         They must be of one eviction policy and model.
         """
-        names = (
-            "rows",
-            "micro_batches",
-            "tokens",
-            "sharing",
-            "common",
-            "scores",
-            "needs_all_logits",
-        )
-        most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
-        slots = tuple(map(max, self.slots, other.slots))
         max_attending_tokens = max(self.most_attending, other.most_attending)
-        return replace(self, slots=slots, max_attending_tokens=max_attending_tokens, **most)
+        most = most_of(self, other, ("slots", "needs_all_logits", *SIZES))
+        return replace(self, max_attending_tokens=max_attending_tokens, **most)
 
 
 @dataclass(frozen=True)

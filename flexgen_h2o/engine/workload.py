@@ -17,13 +17,30 @@ from flexgen_h2o.core.config import Policy, check_bits_used, read_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.units import TOKEN_CHUNK
-from flexgen_h2o.engine.memory_plan import BlockShape
+from flexgen_h2o.engine.memory_plan import BlockShape, most_of
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord, record_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix, longest_alike
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.kvcache.eviction import Eviction
+
+
+# Fields of a Workload of which buffers for two workloads need the most and the least.
+GROWING = (
+    "rows",
+    "prompt_len",
+    "gen_len",
+    "slots",
+    "kept",
+    "by_length",
+    "sequence",
+    "max_tokens_per_sweep",
+    "sharing",
+    "scores",
+    "needs_all_logits",
+)
+FED_ONCE = ("prefix", "common")
 
 
 @dataclass(frozen=True)
@@ -79,22 +96,8 @@ class Workload:
 
         They must be of one eviction policy and model.
         """
-        return replace(
-            self,
-            rows=max(self.rows, other.rows),
-            prompt_len=max(self.prompt_len, other.prompt_len),
-            gen_len=max(self.gen_len, other.gen_len),
-            slots=tuple(map(max, self.slots, other.slots)),
-            kept=tuple(map(max, self.kept, other.kept)),
-            by_length=self.by_length or other.by_length,
-            sequence=max(self.sequence, other.sequence),
-            prefix=min(self.prefix, other.prefix),
-            common=min(self.common, other.common),
-            max_tokens_per_sweep=max(self.max_tokens_per_sweep, other.max_tokens_per_sweep),
-            sharing=max(self.sharing, other.sharing),
-            scores=self.scores or other.scores,
-            needs_all_logits=self.needs_all_logits or other.needs_all_logits,
-        )
+        least = {name: min(getattr(self, name), getattr(other, name)) for name in FED_ONCE}
+        return replace(self, **most_of(self, other, GROWING), **least)
 
     def in_one_copy(self, common: int) -> Workload:
         """Return the shape with the KV entries of the first `common` tokens in one copy.
@@ -178,6 +181,9 @@ class MicroBatchShape:
     pairs: int
     # Prompt tokens that are not fed, because another sequence of the micro-batch feeds them.
     saved: int = 0
+    # Tokens of the longest prompt that shares a prefix with others, or 0. Costs do not depend on
+    # it.
+    sharing: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, groups: abc.Sequence[PromptGroup]) -> MicroBatchShape:
@@ -185,7 +191,9 @@ class MicroBatchShape:
         lengths = [n for group in groups for n in group.lengths]
         pairs = sum(group.pairs for group in groups)
         saved = sum(group.saved for group in groups)
-        return cls(len(lengths), sum(lengths), max(lengths), pairs, saved)
+        alike = [g for g in groups if g.common or (g.prefix and g.rows > 1)]
+        sharing = max((n for group in alike for n in group.lengths), default=0)
+        return cls(len(lengths), sum(lengths), max(lengths), pairs, saved, sharing)
 
     @classmethod
     @lru_cache(maxsize=4096)  # a search asks thousands of times for the same few
@@ -267,30 +275,31 @@ def shape_of(policy: Policy, need: Workload) -> BlockShape:
     """Return the shape of the largest block of a set of equal prompts."""
     rows = min(policy.gpu_batch_size, need.rows)
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
+    shape = shape_of_blocks([need.block((rows,))], need)
     sharing = need.sharing if need.common or rows > 1 else 0
-    decoding = rows * need.max_tokens_per_sweep
-    tokens = max(decoding, need.block((rows,))[0].fed)
-    return BlockShape(
-        rows,
-        batches,
-        tokens,
-        need.slots,
-        need.record,
-        sharing,
-        need.common,
-        need.scores,
-        need.needs_all_logits,
-        max_attending_tokens=_attending(need.prompt_len, decoding),
-    )
+    return replace(shape, micro_batches=batches, sharing=sharing)
 
 
-def _attending(longest: int, decoding: int) -> int:
-    """Return BlockShape.attending.
+def shape_of_blocks(blocks: abc.Sequence[Block], need: Workload) -> BlockShape:
+    """Return the shape that covers all these blocks of micro-batches.
 
-    longest: tokens of the longest prompt.
-    decoding: the most tokens of a decode sweep.
+    need: the workload of all sequences.
     """
-    return max(TOKEN_CHUNK, longest, decoding)
+    batches = [batch for block in blocks for batch in block]
+    rows = max(batch.rows for batch in batches)
+    decoding = rows * need.max_tokens_per_sweep
+    return BlockShape(
+        rows=rows,
+        micro_batches=max(map(len, blocks)),
+        tokens=max(decoding, *(batch.fed for batch in batches)),
+        slots=need.slots,
+        record=need.record,
+        sharing=max(batch.sharing for batch in batches),
+        common=need.common,
+        scores=need.scores,
+        needs_all_logits=need.needs_all_logits,
+        max_attending_tokens=max(TOKEN_CHUNK, decoding, *(batch.longest for batch in batches)),
+    )
 
 
 def workload_of(
@@ -362,35 +371,3 @@ def workload_of_rows(
     if not sharing.pays(prefix, 2, 2 * need.prompt_len):
         return replace(need, sharing=longest_alike(prompts, sharing))
     return replace(need, prefix=prefix, sharing=need.prompt_len)
-
-
-def shape_of_blocks(
-    blocks: abc.Sequence[abc.Sequence[abc.Sequence[PromptGroup]]],
-    need: Workload,
-    rows: abc.Sequence[Sequence],
-) -> BlockShape:
-    """Return the shape that covers all these blocks of micro-batches.
-
-    need: the shape of all sequences.
-    """
-    batches = [batch for block in blocks for batch in block]
-    most = max(sum(group.rows for group in batch) for batch in batches)
-    max_tokens_per_sweep = max(r.max_tokens_per_sweep for r in rows)
-    longest = max(max(group.lengths) for batch in batches for group in batch if group.rows)
-    return BlockShape(
-        rows=most,
-        micro_batches=max(map(len, blocks)),
-        tokens=max(
-            most * max_tokens_per_sweep,
-            *(sum(group.tokens for group in batch) for batch in batches),
-        ),
-        slots=need.slots,
-        record=need.record,
-        sharing=max(
-            (max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0
-        ),
-        common=need.common,
-        scores=any(row.scored for row in rows),
-        needs_all_logits=need.needs_all_logits,
-        max_attending_tokens=_attending(longest, most * max_tokens_per_sweep),
-    )

@@ -19,13 +19,14 @@ from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import (
     AutoPolicy,
+    Block,
     MicroBatchShape,
     Workload,
     base_of,
     shape_of_blocks,
     workload_of_rows,
 )
-from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
+from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, TokenIds
 from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import Budgets, SearchSpace
 from flexgen_h2o.planner.measure.run import profile_of_this_machine
@@ -38,7 +39,6 @@ from flexgen_h2o.planner.search import Plan, disk_reads, search, sensitivity
 WORTH_MEASURING_S = 600.0
 MEASURING_BYTES = 5 * GIB // 4  # RAM that measuring needs
 MAX_SIMULATED = 64  # simulated blocks of a plan that is shown; each takes about 20 ms
-Groups = abc.Sequence[abc.Sequence[abc.Sequence[PromptGroup]]]  # by block, then by micro-batch
 
 
 class Planner:
@@ -242,9 +242,8 @@ class Planner:
         self, rows: abc.Sequence[Sequence], policy: Policy, plan: MemoryPlan, most: int
     ) -> Prediction:
         need = self._need(rows, policy)
-        return self.predict_groups(
-            policy, need, plan, self._groups(rows, policy, need.common), most
-        )
+        blocks = self._shapes(rows, policy, need.common)
+        return self.predict_blocks(policy, need, plan, blocks, most)
 
     def answer(
         self,
@@ -262,8 +261,8 @@ class Planner:
         self.check_dtype()
         policy = planned.policy
         need = self._need(rows, planned.policy)
-        blocks = self._groups(rows, policy, need.common)
-        prediction = self.predict_groups(policy, need, planned.memory, blocks, MAX_SIMULATED)
+        blocks = self._shapes(rows, policy, need.common)
+        prediction = self.predict_blocks(policy, need, planned.memory, blocks, MAX_SIMULATED)
         new_tokens = sum(row.max_new for row in rows)
         # If all sequences had the most new tokens, decoding would take all predicted sweeps.
         share = new_tokens / (len(rows) * need.gen_len)
@@ -286,12 +285,12 @@ class Planner:
             s_per_gib=sensitivity(space, policy),
         )
 
-    def predict_groups(
+    def predict_blocks(
         self,
         policy: Policy,
         need: Workload,
         plan: MemoryPlan,
-        blocks: Groups,
+        blocks: abc.Iterable[Block],
         most: int = sys.maxsize,
     ) -> Prediction:
         """Return the cost of these blocks of micro-batches.
@@ -299,11 +298,7 @@ class Planner:
         Equal blocks are simulated once. Of more than `most` different blocks, every n-th is
         simulated and counts for n of them.
         """
-        counted = list(
-            Counter(
-                tuple(MicroBatchShape.of(groups) for groups in block) for block in blocks
-            ).items()
-        )
+        counted = list(Counter(blocks).items())
         step = -(-len(counted) // most)
         # Sequences are sorted by length, so neighbouring blocks are alike.
         parts = [counted[i : i + step] for i in range(0, len(counted), step)]
@@ -364,12 +359,15 @@ class Planner:
         return workload_of_rows(self.part.eviction, rows, spec.num_blocks, spec.windows, sharing)
 
     def _shape(self, rows: abc.Sequence[Sequence], policy: Policy, need: Workload) -> BlockShape:
-        return shape_of_blocks(self._groups(rows, policy, need.common), need, rows)
+        return shape_of_blocks(self._shapes(rows, policy, need.common), need)
 
-    def _groups(self, rows: abc.Sequence[Sequence], policy: Policy, common: int) -> Groups:
-        """Return the prompts of each micro-batch of each block, grouped as they will be fed."""
+    def _shapes(self, rows: abc.Sequence[Sequence], policy: Policy, common: int) -> list[Block]:
+        """Return each block's micro-batches, with prompts grouped as they will be fed."""
         return [
-            [group_rows(batch, self.sharing, common, opens=k == 0) for k, batch in enumerate(block)]
+            tuple(
+                MicroBatchShape.of(group_rows(batch, self.sharing, common, opens=k == 0))
+                for k, batch in enumerate(block)
+            )
             for block in self.blocks(rows, policy)
         ]
 

@@ -121,9 +121,9 @@ def test_only_a_long_run_is_worth_measuring_for(
 # ---- predictions
 
 
-def alone(*lengths: int) -> tuple[PromptGroup, ...]:
+def alone(*lengths: int) -> MicroBatchShape:
     """Prompts that share nothing."""
-    return (PromptGroup(0, lengths),)
+    return MicroBatchShape.of((PromptGroup(0, lengths),))
 
 
 def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
@@ -131,14 +131,14 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
     plans = planner(tmp_path)
     policy = Policy(2, 2)
     plan = MemoryPlanner(SPEC, policy, 4, True).plan_within(shape_of(policy, NEED), NO_BUDGETS)
-    even = plans.predict_groups(policy, NEED, plan, [[alone(16, 16), alone(16, 16)]] * 2)
+    even = plans.predict_blocks(policy, NEED, plan, [(alone(16, 16), alone(16, 16))] * 2)
     where = Machine(nominal_profile(True), "float32", True)
     assert even == predict(SPEC, policy, NEED, where, plan, even_blocks(policy, NEED))
-    shorter = plans.predict_groups(
-        policy, NEED, plan, [[alone(16, 16), alone(16, 16)], [alone(9, 3), alone(2, 1)]]
+    shorter = plans.predict_blocks(
+        policy, NEED, plan, [(alone(16, 16), alone(16, 16)), (alone(9, 3), alone(2, 1))]
     )
     assert shorter.prefill_s < even.prefill_s
-    block = tuple(MicroBatchShape.of(groups) for groups in (alone(9, 3), alone(2, 1)))
+    block = (alone(9, 3), alone(2, 1))
     assert shorter.prefill_s == pytest.approx(
         even.prefill_s / 2 + predict(SPEC, policy, NEED, where, plan, [(block, 1)]).prefill_s
     )

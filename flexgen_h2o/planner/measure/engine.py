@@ -43,7 +43,7 @@ from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.generation import BlockStats
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape
-from flexgen_h2o.engine.resources import Engine
+from flexgen_h2o.engine.resources import LANE_THREADS, Engine
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import MicroBatchShape, workload_of
@@ -65,10 +65,10 @@ from flexgen_h2o.planner.lp import Percent
 from flexgen_h2o.planner.measure.bench import ROUNDS, Bench, Call, Figures, Products
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.search import IN_MEMORY
-from flexgen_h2o.tiers.device import Site, host_buffer
+from flexgen_h2o.tiers.device import Device, Site, host_buffer
 from flexgen_h2o.tiers.disk import FileRange, Scratch
 from flexgen_h2o.tiers.stream import Done, wait_all
-from flexgen_h2o.tiers.transfers import Mover
+from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 HEADS = 12
 HEAD_DIM = 64
@@ -156,11 +156,17 @@ BUFFERS = 2
 LOAD_PIECE = 16 * TRANSFER_CHUNK  # of one load
 
 
+def existing_folder(offload_dir: Path) -> Path:
+    """Return the folder, or the nearest folder above it that exists."""
+    return next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
+
+
 def check_space(offload_dir: Path) -> None:
-    """DoesNotFitError where the disk has no room for a file to measure with; the folder need not
-    exist."""
-    folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
-    free = shutil.disk_usage(folder).free
+    """Raise DoesNotFitError if the disk has no room for a file to measure with.
+
+    The folder need not exist.
+    """
+    free = shutil.disk_usage(existing_folder(offload_dir)).free
     if free < MIN_FREE:
         raise DoesNotFitError(
             f"--offload-dir {offload_dir}: {format_bytes(free)} are free there, and measuring the "
@@ -169,13 +175,53 @@ def check_space(offload_dir: Path) -> None:
         )
 
 
+@contextmanager
+def open_mover(device: Device) -> Iterator[Mover]:
+    """Open a mover with the lanes of a run."""
+    lanes = Lanes(LANE_THREADS, Timeline())
+    try:
+        yield Mover(device, lanes)
+    finally:
+        with interrupts.held():
+            lanes.close()
+
+
+@contextmanager
+def open_scratch(offload_dir: Path) -> Iterator[Scratch]:
+    """Open a folder that is removed afterwards, however this ends.
+
+    The next run removes what kill -9 leaves.
+    """
+    with interrupts.held():
+        scratch = Scratch(offload_dir)
+    try:
+        interrupts.check()
+        yield scratch
+    finally:
+        with interrupts.held():
+            scratch.close()
+
+
+@contextmanager
+def open_probe(bench: Bench, scratch: Scratch) -> Iterator[DiskProbe]:
+    """Open a probe of the disk tier in a folder of it. bench: of the host."""
+    with open_mover(bench.device) as mover:
+        probe = DiskProbe(bench, mover, scratch)
+        try:
+            yield probe
+        finally:
+            # The lanes end first, so that nothing reads a file that is closed.
+            with interrupts.held():
+                mover.lanes.close()
+                probe.close()
+
+
 class DiskProbe:
-    """A file on the disk tier that is read and written in pieces, through `BUFFERS` host buffers in
-    turn."""
+    """A file on the disk tier that is read and written in pieces, through host buffers in turn."""
 
     def __init__(self, bench: Bench, mover: Mover, scratch: Scratch) -> None:
         self._bench = bench
-        self._mover = mover
+        self.mover = mover
         piece = min(LOAD_PIECE, bench.sizes.disk_bytes)
         self._buffers = (
             bench.normal(torch.float32, BUFFERS * piece // 4).view(torch.uint8).split(piece)
@@ -208,7 +254,7 @@ class DiskProbe:
 
         def small() -> None:
             offset = generator.randrange(self.nbytes // PAGE) * PAGE
-            self._mover.read("request", page, "host", FileRange(self._file, offset, PAGE)).wait()
+            self.mover.read("request", page, "host", FileRange(self._file, offset, PAGE)).wait()
 
         passes = {"disk_read_bytes_per_s": self.reads, "disk_write_bytes_per_s": self._writes}
         figures = {"disk_request_s": self._bench.seconds_of(small)[0]}
@@ -231,13 +277,11 @@ class DiskProbe:
     def reads(self) -> Iterator[Done]:
         """Queue the reading of the whole file, piece by piece."""
         for offset, piece in self._in_turn():
-            yield self._mover.read(
-                "probe", piece, "host", FileRange(self._file, offset, len(piece))
-            )
+            yield self.mover.read("probe", piece, "host", FileRange(self._file, offset, len(piece)))
 
     def _writes(self) -> Iterator[Done]:
         for offset, piece in self._in_turn():
-            yield self._mover.write("probe", self._file, offset, piece, "host")
+            yield self.mover.write("probe", self._file, offset, piece, "host")
 
     def _in_turn(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Offsets in the file, each with a buffer."""
@@ -255,9 +299,9 @@ IDLE_S = 0.005
 MIN_LEFT = 0.01
 
 
-def contention(bench: Bench, mover: Mover, probe: DiskProbe, dtype: torch.dtype) -> Figures:
-    """Shares that are left of the disk's read rate while products are computed, and of those while
-    it is read."""
+def contention(bench: Bench, probe: DiskProbe, dtype: torch.dtype) -> Figures:
+    """Return what is left of the disk's read rate beside products, and of products beside reads."""
+    mover = probe.mover
     rows = min(ROWS, bench.sizes.rows[-1])
     width = min(WIDTH, bench.sizes.widths[-1])
     call = Products(bench, dtype).call(rows, width, width)

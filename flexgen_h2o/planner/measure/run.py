@@ -1,5 +1,7 @@
-"""Measures the hardware profile of this machine in about a minute, and keeps it with notes of what
-other processes disturbed."""
+"""Measure the hardware profile of this machine in about a minute, and keep it.
+
+If other processes were busy meanwhile, a note in the profile says so.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,8 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,9 +22,7 @@ import torch
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import user_cache_dir
-from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import GIB, MIB, format_bytes
-from flexgen_h2o.engine.resources import LANE_THREADS
 from flexgen_h2o.kernels import products
 from flexgen_h2o.planner.measure.bench import (
     CARD,
@@ -38,10 +37,13 @@ from flexgen_h2o.planner.measure.bench import (
 )
 from flexgen_h2o.planner.measure.compute import compute_rates
 from flexgen_h2o.planner.measure.engine import (
-    DiskProbe,
     check_space,
     contention,
+    existing_folder,
     link_rates,
+    open_mover,
+    open_probe,
+    open_scratch,
     overlay_rate,
     with_step_costs,
 )
@@ -53,16 +55,12 @@ from flexgen_h2o.planner.profile import (
     write_profile,
 )
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_memory, open_device
-from flexgen_h2o.tiers.disk import Scratch
-from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 SOURCE = f"measured by flexgen-h2o hardware, torch {torch.__version__}"
 WATCH_S = 0.5  # in which this process does nothing, to see what others do
-# share of all cores, bytes a second
-DISTURBED = 0.05
-DISTURBED_DISK = 50 * MIB
+DISTURBED = 0.05  # share of all cores
+DISTURBED_DISK = 50 * MIB  # bytes per second
 Progress = Callable[[str], None]
-DISK = "disk"  # the part of a profile that a note about the disk tier names
 
 
 def measure(
@@ -72,62 +70,76 @@ def measure(
     sizes: Sizes | None = None,
     dtypes: tuple[str, ...] = (),
 ) -> HardwareProfile:
-    """The profile of this machine with `device` (`auto`, `cpu` or `cuda`) and the disk that holds
-    `offload_dir`.
+    """Return the profile of this machine with `device` (`auto`, `cpu` or `cuda`) and a disk.
 
-    Takes about a minute, up to 2 GiB of disk for a while, and up to 1 GiB of memory on host and
-    device. sizes: of everything, to be quicker and worse; dtypes: some of the device's only.
+    It takes about a minute, up to 2 GiB of disk, and up to 1 GiB of memory on host and device. If
+    other processes are busy, a note in the profile says so. Raise UsageError for a device that is
+    not there, and DoesNotFitError if the disk is too full.
 
-    Raises UsageError for a device that is not there, DoesNotFitError where the disk is too full.
+    offload_dir: a folder on the disk.
+    sizes: smaller sizes are quicker and less exact.
+    dtypes: some of the device's, to measure no others.
     """
     interrupts.check()
     opened = open_device(device, separate_budget=False)
     check_space(offload_dir)
     dtypes = dtypes or opened.dtypes
-    notes = dict[str, str]()
     with open_scratch(offload_dir) as scratch, torch.inference_mode():
         profile = _blank(opened, offload_dir)
         progress(profile.description)
+        taken = watch_others()
+        time.sleep(WATCH_S)
+        # While this process uses a disk nobody can tell what others do with it.
+        others = taken(True)
+        if others:
+            progress(
+                f"other work takes {others}: measuring takes longer, and rates come out too low, "
+                "until that has ended"
+            )
         bench = Bench(opened, sizes or (HOST if opened.is_host else CARD))
         # Idle cores are slower at first.
         warm_cores(bench, getattr(torch, dtypes[0]))
         host = bench if opened.is_host else Bench(HostDevice(), sizes or CARD_HOST)
         progress("memory and the link between host and device")
-        with _noting("memory", notes):
-            profile = replace(profile, **_memory_rates(bench, host, dtypes[0]))
+        profile = replace(profile, **_memory_rates(bench, host, dtypes[0]))
         for dtype in dtypes:
             progress(f"compute in {dtype}")
-            with _noting(f"compute.{dtype}", notes):
-                compute = {**profile.compute, dtype: compute_rates(bench, host, dtype)}
-                profile = replace(profile, compute=compute)
+            rates = compute_rates(bench, host, dtype)
+            profile = replace(profile, compute={**profile.compute, dtype: rates})
         progress(f"disk tier in {offload_dir}")
-        with _noting(DISK, notes):
-            profile = replace(profile, **_disk_rates(bench, host, scratch))
+        with open_probe(host, scratch) as probe:
+            first = getattr(torch, opened.dtypes[0])
+            profile = replace(profile, **probe.rates(), **contention(bench, probe, first))
         progress("fixed costs of the engine's loop")
-        with _noting("steps", notes):  # what all other figures do not explain
-            profile = with_step_costs(bench, profile, dtypes[0], scratch.folder)
-    if notes:
-        progress(
-            f"{next(iter(notes.values()))}: run flexgen-h2o hardware again when the machine is "
-            "quiet"
-        )
-    return replace(profile, notes=notes)
+        profile = with_step_costs(bench, profile, dtypes[0], scratch.folder)
+    others = taken(False) or others
+    if not others:
+        return profile
+    note = f"{BUSY_NOTE} {others}"
+    progress(f"{note}: run flexgen-h2o hardware again when the machine is quiet")
+    return replace(profile, notes={"machine": note})
 
 
 def _blank(device: Device, offload_dir: Path) -> HardwareProfile:
     """Return a profile with what is known of this machine before anything is measured."""
-    machine = this_machine(device, offload_dir)
+    cpu = cpu_name()
+    cores = os.cpu_count() or 1
+    card, card_bytes = device.card() or ("", 0)
+    host_bytes = host_memory()[0]
+    folder = existing_folder(offload_dir)
+    with_card = f"{card} with {card_bytes / GIB:.0f} GiB, " if card else ""
     nothing: Figures = {f.name: 0.0 for f in fields(HardwareProfile) if f.type == "float"}
     return HardwareProfile(
-        machine.short_name,
-        machine.description,
+        short_name(cpu, cores, card),
+        f"{with_card}{cpu}, {cores} cores, {host_bytes / GIB:.0f} GiB of RAM, "
+        f"disk {mount_of(folder)}",
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
         SOURCE,
         device.is_host,
         device.is_asynchronous,
-        machine.card_bytes,
-        machine.host_bytes,
-        machine.disk_bytes,
+        card_bytes,
+        host_bytes,
+        shutil.disk_usage(folder).free,
         compute={},
         **nothing,
     )
@@ -151,67 +163,6 @@ def _memory_rates(bench: Bench, host: Bench, dtype: str) -> Figures:
     }
 
 
-def _disk_rates(bench: Bench, host: Bench, scratch: Scratch) -> Figures:
-    """Return the rates of the disk tier. host: `bench` itself if the host computes."""
-    with open_mover(host.device) as mover:
-        probe = DiskProbe(host, mover, scratch)
-        try:
-            dtype = getattr(torch, bench.device.dtypes[0])
-            return {**probe.rates(), **contention(bench, mover, probe, dtype)}
-        finally:
-            # The lanes end first, as the engine does it: nothing reads a file that is closed.
-            with interrupts.held():
-                mover.lanes.close()
-                probe.close()
-
-
-@contextmanager
-def _noting(part: str, notes: dict[str, str]) -> Iterator[None]:
-    """Note where other processes took so much of the cores meanwhile, or of the disks before, that
-    figures show it.
-
-    While this process uses a disk nobody can tell what others do: devices on devices count its
-    bytes twice.
-    """
-    disk = _watched().of_disks() if part == DISK else ""
-    load = BackgroundLoad()
-    yield
-    if disturbed := " and ".join(filter(None, (load.of_cores(), disk))):
-        notes[part] = f"{BUSY_NOTE} {disturbed}"
-
-
-def _watched() -> BackgroundLoad:
-    """Return what others did in half a second in which this process did nothing."""
-    load = BackgroundLoad()
-    time.sleep(WATCH_S)
-    return load
-
-
-@contextmanager
-def open_mover(device: Device) -> Iterator[Mover]:
-    """A mover with the lanes of a run."""
-    lanes = Lanes(LANE_THREADS, Timeline())
-    try:
-        yield Mover(device, lanes)
-    finally:
-        with interrupts.held():
-            lanes.close()
-
-
-@contextmanager
-def open_scratch(offload_dir: Path) -> Iterator[Scratch]:
-    """A folder that is gone afterwards, however this ends; what kill -9 leaves, the next run
-    removes."""
-    with interrupts.held():
-        scratch = Scratch(offload_dir)
-    try:
-        interrupts.check()
-        yield scratch
-    finally:
-        with interrupts.held():
-            scratch.close()
-
-
 # ---- the profile that is kept
 
 
@@ -233,11 +184,6 @@ def profile_of_this_machine(
         )
     if not measure_missing:
         return nominal_profile(open_device(device, separate_budget=False).is_host)
-    if others := _watched().of_cores():
-        progress(
-            f"other work takes {others}: measuring takes longer, and rates come out too low, until "
-            "that has ended"
-        )
     progress("this machine has no profile yet: measuring it once, which takes one to two minutes")
     profile = measure(device, offload_dir, progress)
     try:
@@ -252,8 +198,9 @@ def cache_path(device: str, offload_dir: Path) -> Path:
 
     Raise UsageError for a device that is not there.
     """
-    machine = this_machine(open_device(device, separate_budget=False), offload_dir)
-    digest = hashlib.sha256(fingerprint_text(machine).encode()).hexdigest()[:16]
+    card = open_device(device, separate_budget=False).card() or ("", 0)
+    text = fingerprint_text(cpu_name(), card[0], mount_of(existing_folder(offload_dir)))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return user_cache_dir() / f"profile-{digest}.json"
 
 
@@ -278,97 +225,43 @@ def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
 # ---- this machine
 
 
-@dataclass(frozen=True)
-class ThisMachine:
-    """mount: device, kind and place of the file system that holds the offload dir. card: its name,
-    or empty."""
-
-    cpu: str
-    cores: int
-    host_bytes: int
-    card: str
-    card_bytes: int
-    mount: str
-    disk_bytes: int
-
-    @property
-    def short_name(self) -> str:
-        """`nvidia-h200`, `amd-epyc-2core`: letters, digits and hyphens."""
-        cpu = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*|\(\d.*|\bwith .*", " ", self.cpu.lower())
-        return re.sub(r"[^a-z0-9]+", "-", self.card.lower() or f"{cpu} {self.cores}core").strip("-")
-
-    @property
-    def description(self) -> str:
-        card = f"{self.card} with {self.card_bytes / GIB:.0f} GiB, " if self.card else ""
-        return (
-            f"{card}{self.cpu}, {self.cores} cores, {self.host_bytes / GIB:.0f} GiB of RAM, "
-            f"disk {self.mount}"
-        )
+def short_name(cpu: str, cores: int, card: str) -> str:
+    """Return a name such as `nvidia-h200` or `amd-epyc-2core`: letters, digits and hyphens."""
+    cpu = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*|\(\d.*|\bwith .*", " ", cpu.lower())
+    return re.sub(r"[^a-z0-9]+", "-", card.lower() or f"{cpu} {cores}core").strip("-")
 
 
-def this_machine(device: Device, offload_dir: Path) -> ThisMachine:
-    """offload_dir need not exist."""
-    card, card_bytes = device.card() or ("", 0)
-    folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
-    return ThisMachine(
-        cpu_name(),
-        os.cpu_count() or 1,
-        host_memory()[0],
-        card,
-        card_bytes,
-        _mount(folder),
-        shutil.disk_usage(folder).free,
-    )
-
-
-def fingerprint_text(machine: ThisMachine) -> str:
+def fingerprint_text(cpu: str, card: str, mount: str) -> str:
     """Return the facts that a measured profile depends on and that stay the same between runs."""
-    facts = (
-        machine.cpu,
-        machine.cores,
-        machine.card,
-        machine.mount,
-        torch.__version__,
-        torch.get_num_threads(),
-    )
+    facts = (cpu, os.cpu_count() or 1, card, mount, torch.__version__, torch.get_num_threads())
     return "\n".join(map(str, facts))
 
 
-class BackgroundLoad:
-    """The share of the machine that other processes take while this one measures."""
+def watch_others() -> Callable[[bool], str]:
+    """Return a function that says what other processes have taken since this call.
 
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._cpu = _cpu_seconds()
-        self._disk = _disk_bytes()
+    It returns text such as `40% of the cores (load 3.1)`, if figures would show it; else "". Its
+    argument is whether to look at the disks too, while this process uses none. Time that the
+    hypervisor takes is not seen.
+    """
+    start = time.monotonic()
+    busy, own = _cpu_seconds()
+    moved = _disk_bytes()
 
-    @property
-    def _seconds(self) -> float:
-        return max(1e-3, time.monotonic() - self._start)
-
-    def of_cores(self) -> str:
-        """`40% of the cores (load 3.1)`, where figures would show it; else ""."""
-        share = self.share()
-        return (
-            f"{share:.0%} of the cores (load {os.getloadavg()[0]:.1f})"
-            if share >= DISTURBED
-            else ""
-        )
-
-    def of_disks(self) -> str:
-        """Return the same about bytes that disks moved, while this process moves none."""
-        rate = (_disk_bytes() - self._disk) / self._seconds
-        return f"{format_bytes(rate)} a second of the disks" if rate >= DISTURBED_DISK else ""
-
-    def share(self) -> float:
-        """Return the share of all cores since this was made, between 0 and 1.
-
-        Time that the hypervisor takes is not seen.
-        """
-        busy, own = self._cpu
+    def taken(with_disks: bool) -> str:
+        seconds = max(1e-3, time.monotonic() - start)
         busy_now, own_now = _cpu_seconds()
-        cores = self._seconds * (os.cpu_count() or 1)
-        return min(1.0, max(0.0, busy_now - busy - (own_now - own)) / cores)
+        cores = seconds * (os.cpu_count() or 1)
+        share = min(1.0, max(0.0, busy_now - busy - (own_now - own)) / cores)
+        rate = (_disk_bytes() - moved) / seconds
+        said = []
+        if share >= DISTURBED:
+            said.append(f"{share:.0%} of the cores (load {os.getloadavg()[0]:.1f})")
+        if with_disks and rate >= DISTURBED_DISK:
+            said.append(f"{format_bytes(rate)} per second of the disks")
+        return " and ".join(said)
+
+    return taken
 
 
 def _cpu_seconds() -> tuple[float, float]:
@@ -405,8 +298,11 @@ def cpu_name() -> str:
     return " with ".join(filter(None, (name + generation, products.instructions())))
 
 
-def _mount(folder: Path) -> str:
-    """`/dev/vda ext4 at /`; the same after a restart, unlike the number of the device."""
+def mount_of(folder: Path) -> str:
+    """Return a folder's file system, such as `/dev/vda ext4 at /`.
+
+    It is the same after a restart, unlike the number of the device.
+    """
     real = folder.resolve()
     found = ("unknown", Path("/"), "file system")
     for line in _lines("/proc/mounts"):
