@@ -6,18 +6,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flexgen_h2o.cli_common import file_name, not_empty, results_are_in, run_cli, say
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
-from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
+from flexgen_h2o.core.units import GIB, aligned, format_seconds, three_digits
 from flexgen_h2o.flags import say_idle_flags
 from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.planner.profile import (
-    ComputeRates,
-    Curve,
     HardwareProfile,
     find_profile,
     read_profile,
@@ -27,35 +25,16 @@ from flexgen_h2o.planner.profile import (
 PROMISED = "one to two minutes"
 PROMISED_S = (50, 130)
 CACHED = ""  # --show without a name
-GIGA = 1e9
-MICRO = 1e-6
-RATES = {
-    "disk_read_bytes_per_s": "disk, read",
-    "disk_write_bytes_per_s": "disk, write",
-    "h2d_bytes_per_s": "host to device, pinned",
-    "d2h_bytes_per_s": "device to host, pinned",
-    "h2d_unpinned_bytes_per_s": "host to device",
-    "d2h_unpinned_bytes_per_s": "device to host",
-    "host_memory_bytes_per_s": "host memory",
-    "device_memory_bytes_per_s": "device memory",
-    "overlay_bytes_per_s": "merging pending KV entries into units from disk",
-}
-SECONDS = {
-    "kernel_s": "kernel",
-    "transfer_s": "copy between host and device",
-    "disk_request_s": "disk request",
-    "step_s": "step of a layer and micro-batch",
-    "attention_step_s": "more, with attention",
-    "eviction_step_s": "more, with eviction",
-    "row_s": "added per row",
-    "short_read_compute_s": "more, for each short disk read",
-    "cache_load_step_s": "more, with a KV unit from another tier",
-    "graph_step_s": "step that is one CUDA graph",
-}
-SHARES = {
-    "disk_read_beside_compute": "disk read beside compute",
-    "compute_beside_disk_read": "compute beside disk read",
-    "link_both_ways": "link, each way while both are busy",
+# By the ending of a figure's name in a profile: the unit in which it is shown, and the size of the
+# unit. The first ending counts.
+UNITS = {
+    "_mem_bytes": ("GiB", GIB),
+    "_flops_per_s": ("GFLOP/s", 1e9),
+    "_bytes_per_s": ("GB/s", 1e9),
+    "_per_s": ("G/s", 1e9),
+    "_s": ("us", 1e-6),
+    "_speedup": ("times as fast", 1.0),
+    "": ("share left", 1.0),
 }
 
 
@@ -152,86 +131,45 @@ def _say(line: str) -> None:
 
 
 def table(profile: HardwareProfile) -> str:
-    """Return the whole profile as text, one line per figure or curve: GB/s (10^9), GFLOP/s,
-    microseconds.
+    """Return the whole profile as text: one line per figure or curve, with its unit.
+
+    A curve is shown as `size: figure`. Its sizes are those of docs/reference/files.md.
     """
-    lines = [f"{profile.machine}: {profile.description}", f"{profile.source}, {profile.date}"]
-    sizes = [
-        ("device", profile.device_mem_bytes),
-        ("host", profile.host_mem_bytes),
-        ("disk", profile.disk_mem_bytes),
-    ]
-    lines += ["", "memory", *_columns([(name, format_bytes(size)) for name, size in sizes if size])]
-    groups = (("GB/s", RATES, GIGA), ("us", SECONDS, MICRO), ("share left", SHARES, 1.0))
-    for unit, names, scale in groups:
-        figures = [
-            (what, three_digits(getattr(profile, field) / scale)) for field, what in names.items()
-        ]
-        lines += ["", unit, *_columns(figures)]
-    for dtype, rates in profile.compute.items():
-        lines += ["", *_compute(dtype, rates)]
+    body = profile.to_json()
+    found = [f"{profile.machine}: {profile.description}", f"{profile.source}, {profile.date}", ""]
+    numbers = {name: value for name, value in body.items() if type(value) in (int, float)}
+    del numbers["schema"]
+    found += _columns([_row(name, value) for name, value in numbers.items()])
+    for dtype, rates in body["compute"].items():
+        found += ["", f"{dtype}: matrix products, GFLOP/s by rows"]
+        products = rates.pop("matmul_flops_per_s")
+        scale = UNITS["_flops_per_s"][1]
+        for shape, by_inner in products.items():
+            found += _columns(
+                [
+                    [f"{inner} to {float(inner) * float(shape):g}", *_cells(curve, scale)]
+                    for inner, curve in by_inner.items()
+                ]
+            )
+        found.append(f"{dtype}: others")
+        found += _columns([_row(name, value) for name, value in rates.items() if value])
     if profile.notes:
-        lines += ["", "notes", *(f"  {name}: {note}" for name, note in profile.notes.items())]
-    return "\n".join(lines)
+        found += ["", "notes", *(f"  {name}: {note}" for name, note in profile.notes.items())]
+    return "\n".join(found)
 
 
-def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
-    products = [(shape, i, c) for shape, by_inner in rates.matmul_flops_per_s for i, c in by_inner]
-    rows = [rows for rows, _ in products[0][2].points]
-    head = ["rows", *(f"{r:g}" for r in rows)]
-    body = [
-        [f"{i:g} to {i * shape:g}", *(three_digits(c.at(r) / GIGA) for r in rows)]
-        for shape, i, c in products
-    ]
-    yield f"{dtype}: products, GFLOP/s"
-    yield from _columns([head, *body])
-    faster = {
-        "blocked": rates.blocked_speedup,
-        "int8": rates.int8_speedup,
-        "int8 from int4": rates.int4_speedup,
-    }
-    yield from _curves(
-        {f"times faster, {held}": curve for held, curve in faster.items()}, scale=1.0
-    )
-    yield f"{dtype}: GFLOP/s by tokens of a prompt"
-    yield from _curves(
-        {
-            "attention of prompts": rates.prefill_attention_flops_per_s,
-            "column sums": rates.column_sums_flops_per_s,
-        }
-    )
-    yield f"{dtype}: GB/s of decode attention by head width"
-    yield from _curves(
-        {
-            "device": rates.device_attention_bytes_per_s,
-            "device, scored": rates.device_scored_attention_bytes_per_s,
-            "host": rates.host_attention_bytes_per_s,
-            "host, scored": rates.host_scored_attention_bytes_per_s,
-        }
-    )
-    others = {
-        "norms and activations, GB/s": rates.elementwise_bytes_per_s,
-        "int4 to dtype on the device, GB/s": rates.device_dequantise_bytes_per_s,
-        "int4 to dtype on the host, GB/s": rates.host_dequantise_bytes_per_s,
-        "sampling, G logits/s": rates.logits_per_s,
-    }
-    yield f"{dtype}: others"
-    yield from _columns([(what, three_digits(rate / GIGA)) for what, rate in others.items()])
-    if rates.decode_speedup:
-        yield f"{dtype}: quantised checkpoints, times faster than int4 to dtype"
-        yield from _columns(
-            [(name, three_digits(ratio)) for name, ratio in rates.decode_speedup.items()]
-        )
+def _row(name: str, value: float | Mapping[str, float]) -> list[str]:
+    """Return the cells of a figure or a curve: its name with its unit, and its numbers."""
+    ending = next(ending for ending in UNITS if name.endswith(ending))
+    unit, scale = UNITS[ending]
+    return [f"{name.removesuffix(ending).replace('_', ' ')}, {unit}", *_cells(value, scale)]
 
 
-def _curves(curves: dict[str, Curve], scale: float = GIGA) -> list[str]:
-    """Return one line per curve. Curves of a profile share their sizes or have one point each."""
-    return _columns(
-        [
-            [what, *(f"{size:g}: {three_digits(rate / scale)}" for size, rate in c.points)]
-            for what, c in curves.items()
-        ]
-    )
+def _cells(value: float | Mapping[str, float], scale: float) -> list[str]:
+    """Return numbers in units of this size."""
+    if isinstance(value, Mapping):
+        return [f"{size}: {three_digits(figure / scale)}" for size, figure in value.items()]
+    return [three_digits(value / scale)]
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -50,7 +50,7 @@ def healthy(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(doctor, "OLD_MEMORY_LIMIT", tmp_path / "none")
     monkeypatch.setattr(device, "free_host_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(run, "_mount", lambda folder: "/dev/vda ext4 at /")
+    monkeypatch.setattr(run, "mount_of", lambda folder: "/dev/vda ext4 at /")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     monkeypatch.setattr(doctor, "CARD_FILES", ())
@@ -111,7 +111,7 @@ HURTS = {
     "card": (set_attribute(doctor, "CARD_FILES", ("/dev/null",)), "torch cannot use it"),
     "disk": (set_attribute(engine.DiskProbe, "is_direct", False), "without O_DIRECT"),
     "disk, in RAM": (
-        set_attribute(run, "_mount", lambda folder: "tmpfs tmpfs at /tmp"),
+        set_attribute(run, "mount_of", lambda folder: "tmpfs tmpfs at /tmp"),
         "stays in RAM",
     ),
     "disk, slow": (

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from flexgen_h2o import cli
 from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, DoesNotFitError
 from flexgen_h2o.planner import lp
-from flexgen_h2o.planner.lp import Budgets, Corners, Solution, solve
+from flexgen_h2o.planner.lp import Candidate, solve
 from tests.forks import SIGNALS
 
 PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
@@ -52,13 +53,11 @@ def test_a_search_ends_with_the_candidate_it_is_at(
 ) -> None:
     calls = 0
 
-    def interrupted(
-        corners: Corners, sweeps: int, overlap: bool, budgets: Budgets
-    ) -> Solution | None:
+    def interrupted(*asked: Any) -> Candidate | None:
         nonlocal calls
         calls += 1
         swallow(signal.SIGINT)
-        return solve(corners, sweeps, overlap, budgets)
+        return solve(*asked)
 
     monkeypatch.setattr(lp, "solve", interrupted)
     assert cli.main(PLAN.split()) == 130

@@ -1,86 +1,107 @@
-"""The simulator: sums that can be done by hand, and what must hold of any run.
+"""The simulator and predictions: sums that can be done by hand, and what must hold of any run.
 
-Times are of made-up machines; the order of events is checked against the engine in
-tests/parity/test_planned_order.py.
+The order of events is checked against the engine in tests/parity/test_planned_order.py.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Block, Workload, even_blocks
-from flexgen_h2o.planner.cost_model import LANES, CostModel, Machine
-from flexgen_h2o.planner.predict import Simulation, simulate
-from flexgen_h2o.planner.profile import HardwareProfile
+from flexgen_h2o.planner.cost_model import LANES, RESOURCES, CostModel, Machine
+from flexgen_h2o.planner.predict import (
+    MAX_WALKED,
+    Prediction,
+    Simulation,
+    predict,
+    simulate,
+    walked_sweeps,
+)
+from flexgen_h2o.planner.report import bound_text
 from tests.unit.planner.made_up import (
     BLOCKS,
     COMPUTE_RATES,
-    DTYPE,
     FIXED,
     RATES,
+    RESIDENT,
+    SPEC,
+    WEIGHTS_ON_DISK,
     cases,
     costs_of,
+    evicting,
     faster,
     machine,
+    make_spec,
     plan_of,
 )
 
 SWEEPS = 6
 NEED = Workload.full(24, 40, SWEEPS, BLOCKS)
-WEIGHTS_ON_DISK = (0, 0, 100, 0, 100, 0)
+STREAMED = (0, 30, 20, 40, 0, 100)
 Spans = dict[str, list[tuple[str, float, float]]]
+Case = tuple[Policy, Workload, Machine, MemoryPlan]
 
 
 def walk(
-    policy: Policy, where: Machine, need: Workload = NEED, depth: int = 0
+    policy: Policy,
+    where: Machine,
+    need: Workload = NEED,
+    plan: MemoryPlan | None = None,
+    sweeps: Sequence[int] | None = None,
 ) -> tuple[CostModel, Block, Simulation, Spans]:
-    """The first block, all of its sweeps, with what was heard of each lane."""
+    """Simulate the first block and all its sweeps. Return its spans by lane, too."""
     costs = costs_of(policy, need, where)
     block = even_blocks(policy, need)[0][0]
     spans: Spans = defaultdict(list)
     found = simulate(
         costs,
         costs,
-        plan_of(policy, need, where.device_is_host, depth=depth),
+        plan or plan_of(policy, need, where.device_is_host),
         block,
-        range(need.gen_len),
+        range(need.gen_len) if sweeps is None else sweeps,
         lambda lane, name, start, end: spans[lane].append((name, start, end)),
     )
     return costs, block, found, spans
 
 
-def steps_of(costs: CostModel, block: Block, sweep: int) -> list[tuple[float, float, float]]:
-    """(device, host, issue) seconds of each step of a sweep."""
+def totals(costs: CostModel, block: Block, sweep: int) -> tuple[float, float, float]:
+    """Return the seconds of device, host and issuing of all steps of a sweep."""
     found = [
         costs.step(i, batch, sweep, tokens)
         for i, layer in enumerate(costs.layers.layers)
         for batch, tokens in costs.steps_of(layer.kind, block, sweep).values()
     ]
-    return [(step.device_s, step.host_s, step.issue_s) for step in found]
+    return (
+        sum(step.device_s for step in found),
+        sum(step.host_s for step in found),
+        sum(step.issue_s for step in found),
+    )
 
 
-def compute_s(costs: CostModel, block: Block, sweep: int) -> float:
-    return sum(map(sum, steps_of(costs, block, sweep)))
-
-
-def loads_of(costs: CostModel) -> list[float]:
-    """Seconds of the weight loads of a sweep that follows another: a tied head and the embedding
-    are one."""
-    return [
-        sum(load.seconds for load in costs.weight_load(unit, 1))
-        for unit in range(len(costs.layers.units))
-    ]
+def loads_s(costs: CostModel) -> float:
+    """Return the seconds of the weight loads of a sweep."""
+    units = range(len(costs.layers.units))
+    return sum(load.seconds for unit in units for load in costs.weight_load(unit, 1))
 
 
 def lasting(found: Simulation) -> list[float]:
     return [end - start for start, end in pairwise((0.0, *found.ends))]
+
+
+def predicted(
+    policy: Policy, need: Workload, where: Machine, plan: MemoryPlan | None = None
+) -> Prediction:
+    plan = plan or plan_of(policy, need, where.device_is_host)
+    return predict(SPEC, policy, need, where, plan, even_blocks(policy, need))
 
 
 # ---- by hand
@@ -88,76 +109,57 @@ def lasting(found: Simulation) -> list[float]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_with_everything_resident_a_run_is_the_sum_of_its_compute(overlap: bool) -> None:
-    """Nothing is waited for."""
-    costs, block, found, spans = walk(
-        Policy(8, 3, overlap=overlap), machine(True, step_s=1e-3, row_s=1e-5)
-    )
-    assert lasting(found) == pytest.approx(
-        [compute_s(costs, block, sweep) for sweep in range(SWEEPS)]
-    )
+    where = machine(True, step_s=1e-3, row_s=1e-5)
+    costs, block, found, spans = walk(Policy(8, 3, overlap=overlap), where)
+    assert lasting(found) == pytest.approx([sum(totals(costs, block, n)) for n in range(SWEEPS)])
     assert set(spans) == {"compute"}
     assert found.busy_at_ends[-1]["device_compute"] == pytest.approx(found.ends[-1])
 
 
 @pytest.mark.parametrize("disk_read", [1e7, 2e8, 1e10])
-def test_reading_weights_hides_behind_compute_or_the_other_way_round(disk_read: float) -> None:
-    """With overlap a sweep takes the longer of both, within a layer's time."""
-    policy = Policy(24, 1, WEIGHTS_ON_DISK)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_reading_weights_hides_behind_compute_only_with_overlap(
+    disk_read: float, overlap: bool
+) -> None:
+    """A sweep then takes the longer of both, within a layer's time; otherwise the sum."""
+    policy = Policy(24, 1, WEIGHTS_ON_DISK, overlap=overlap)
     costs, block, found, _ = walk(policy, machine(True, disk_read_bytes_per_s=disk_read))
-    loads = loads_of(costs)
     for sweep, seconds in list(enumerate(lasting(found)))[2:]:
-        steps = [sum(step) for step in steps_of(costs, block, sweep)]
-        longest = max(sum(loads), sum(steps))
-        assert longest * (1 - 1e-9) <= seconds <= longest + max(loads) + max(steps)
-
-
-def test_without_overlap_transfers_and_compute_add_up() -> None:
-    """One after the other."""
-    policy = Policy(8, 3, (0, 0, 100, 0, 0, 0), overlap=False)
-    costs, block, found, _ = walk(
-        policy, machine(True, disk_read_bytes_per_s=1e8, disk_request_s=1e-3)
-    )
-    for sweep, seconds in list(enumerate(lasting(found)))[1:]:
-        hidden = [costs.step(i, b, sweep) for i in range(len(costs.layers.layers)) for b in block]
-        moved = sum(m.seconds for step in hidden for m in (*step.hidden_load, *step.hidden_store))
-        assert moved > 0
-        assert seconds == pytest.approx(
-            sum(loads_of(costs)) + moved + compute_s(costs, block, sweep)
-        )
+        compute = sum(totals(costs, block, sweep))
+        if overlap:
+            longest = max(loads_s(costs), compute)
+            assert longest * (1 - 1e-9) <= seconds <= longest + (loads_s(costs) + compute) / 2
+        else:
+            assert seconds == pytest.approx(loads_s(costs) + compute)
 
 
 def test_micro_batches_share_each_weight_load() -> None:
-    """Four read no more than one, and take as long where the disk binds."""
+    """Four read no more than one, and take as long if the disk binds."""
     slow = machine(True, disk_read_bytes_per_s=1e6)
     one, four = (walk(Policy(6, k, WEIGHTS_ON_DISK), slow)[2] for k in (1, 4))
     assert one.busy_at_ends[-1]["disk_read"] == four.busy_at_ends[-1]["disk_read"]
     assert four.ends[-1] == pytest.approx(one.ends[-1], rel=0.01)
 
 
-def test_issuing_hides_behind_what_is_queued_on_a_device() -> None:
-    """Or compute behind issuing, if that takes longer; the host waits for the tokens of each
-    sweep."""
-    for step_s in (1e-9, 1.0):
-        costs, block, found, _ = walk(Policy(8, 1), machine(False, step_s=step_s))
-        for sweep, seconds in enumerate(lasting(found)):
-            steps = steps_of(costs, block, sweep)
-            device = sum(s[0] for s in steps)
-            issue = sum(s[2] for s in steps)
-            assert seconds == pytest.approx(max(device, issue), rel=1e-3)
+@pytest.mark.parametrize("step_s", [1e-9, 1.0])
+def test_issuing_hides_behind_what_is_queued_on_a_device(step_s: float) -> None:
+    """Or compute hides behind issuing. The host waits for the tokens of each sweep."""
+    costs, block, found, _ = walk(Policy(8, 1), machine(False, step_s=step_s))
+    for sweep, seconds in enumerate(lasting(found)):
+        device, _, issue = totals(costs, block, sweep)
+        assert seconds == pytest.approx(max(device, issue), rel=1e-3)
 
 
 def test_attention_on_the_host_is_waited_for() -> None:
-    """The device has nothing to do meanwhile."""
     policy = Policy(8, 1, (100, 0, 0, 100, 100, 0), cpu_cache_compute=True)
     costs, block, found, _ = walk(policy, machine(False))
     for sweep, seconds in enumerate(lasting(found)):
-        steps = steps_of(costs, block, sweep)
-        assert any(host for _, host, _ in steps)
-        assert seconds == pytest.approx(sum(device + host for device, host, _ in steps))
+        device, host, _ = totals(costs, block, sweep)
+        assert host > 0 and seconds == pytest.approx(device + host)
 
 
 def test_a_kv_unit_is_loaded_after_it_was_stored() -> None:
-    """A slow link holds the first decode sweep up until the prompt's columns are there."""
+    """A slow link holds up the first decode sweep until the prompt's KV entries are there."""
     slow = machine(False, d2h_bytes_per_s=1e7)
     _, _, found, spans = walk(Policy(24, 1, (100, 0, 0, 100, 100, 0)), slow)
     first_load = next(start for name, start, _ in spans["h2d"] if name == "load_cache")
@@ -171,30 +173,14 @@ def test_a_kv_unit_is_loaded_after_it_was_stored() -> None:
 
 @settings(max_examples=12)
 @given(cases())
-def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
-    case: tuple[Policy, Workload, Machine, MemoryPlan],
-) -> None:
-    """Spans of a lane follow one another; a run takes no longer than all resources one after the
-    other."""
+def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(case: Case) -> None:
+    """A run takes no longer than all resources one after the other, and no less than compute."""
     policy, need, where, plan = case
-    costs = costs_of(policy, need, where)
-    block = even_blocks(policy, need)[0][0]
-    spans: Spans = defaultdict(list)
-    found = simulate(
-        costs,
-        costs,
-        plan,
-        block,
-        range(need.gen_len),
-        lambda lane, *span: spans[lane].append(span),
-    )
+    costs, block, found, spans = walk(policy, where, need, plan)
     for lane in (*LANES, "compute"):
         assert all(b[1] >= a[2] - 1e-12 for a, b in pairwise(spans[lane]))
         assert all(start >= 0 for _, start, _ in spans[lane])
-    sums = [
-        [sum(x) for x in zip(*steps_of(costs, block, sweep), strict=True)]
-        for sweep in range(need.gen_len)
-    ]
+    sums = [totals(costs, block, sweep) for sweep in range(need.gen_len)]
     device, host, issue = (sum(column) for column in zip(*sums, strict=True))
     asynchronous = where.profile.device_is_asynchronous
     least = max(device, issue) + host if asynchronous else device + host + issue
@@ -205,24 +191,14 @@ def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
 
 @settings(max_examples=12)
 @given(cases())
-def test_steady_sweeps_take_no_less_than_their_busiest_resource(
-    case: tuple[Policy, Workload, Machine, MemoryPlan],
-) -> None:
-    """CostModel.busy, which the linear program counts with, is a lower bound of what the
-    simulator finds.
-
-    Over a few sweeps: what is loaded before the first or stored after the last may be outside.
-    """
+def test_steady_sweeps_take_no_less_than_the_linear_program_counts(case: Case) -> None:
+    """What is loaded before the first or stored after the last sweep may be outside."""
     policy, need, where, plan = case
-    costs = costs_of(policy, need, where)
-    block = even_blocks(policy, need)[0][0]
-    found = simulate(costs, costs, plan, block, [0, *[1] * 11])
+    costs, block, found, _ = walk(policy, where, need, plan, [0, *[1] * 11])
     busy = costs.busy(block, 1)
-    resources = [
-        busy["device_compute"] + busy["host_compute"],
-        *(busy[lane] for lane in LANES if policy.overlap),
-    ]
-    assert (found.ends[-1] - found.ends[1]) / 10 >= max(resources) * 0.9 * (1 - 1e-9)
+    lanes = [busy[lane] for lane in LANES if policy.overlap]
+    least = max(busy["device_compute"] + busy["host_compute"], *lanes, 0.0)
+    assert (found.ends[-1] - found.ends[1]) / 10 >= least * 0.9 * (1 - 1e-9)
 
 
 @settings(max_examples=25)
@@ -231,18 +207,141 @@ def test_steady_sweeps_take_no_less_than_their_busiest_resource(
     st.sampled_from(RATES + FIXED + COMPUTE_RATES),
     st.sampled_from([1.01, 1.5, 4.0, 100.0]),
 )
-def test_faster_hardware_is_never_predicted_slower(
-    case: tuple[Policy, Workload, Machine, MemoryPlan], name: str, factor: float
-) -> None:
-    """At the end of any sweep: an event is the latest of some events and a duration, and the order
-    is fixed."""
+def test_faster_hardware_is_never_predicted_slower(case: Case, name: str, factor: float) -> None:
+    """This holds at the end of any sweep, because the order of events is fixed."""
     policy, need, where, plan = case
-    block = even_blocks(policy, need)[0][0]
-
-    def ends(profile: HardwareProfile) -> tuple[float, ...]:
-        costs = costs_of(policy, need, Machine(profile, DTYPE, where.device_is_host))
-        return simulate(costs, costs, plan, block, range(need.gen_len)).ends
-
-    before = ends(where.profile)
-    after = ends(faster(where.profile, name, factor))
+    quick = replace(where, profile=faster(where.profile, name, factor))
+    before, after = (walk(policy, one, need, plan)[2].ends for one in (where, quick))
     assert all(b <= a * (1 + 1e-9) for a, b in zip(before, after, strict=True))
+
+
+# ---- predictions
+
+
+@pytest.mark.parametrize(
+    ("gen_len", "percent", "prompt_len", "within"),
+    [
+        (1, STREAMED, 60, 1e-9),
+        (MAX_WALKED, STREAMED, 60, 1e-9),
+        (MAX_WALKED + 1, STREAMED, 400, 0.03),
+        (100, STREAMED, 60, 0.1),
+        (20, WEIGHTS_ON_DISK, 60, 0.1),
+    ],
+)
+def test_sweeps_that_are_not_walked_are_interpolated(
+    gen_len: int, percent: tuple[int, ...], prompt_len: int, within: float
+) -> None:
+    """All sweeps but the first are decode. The cache grows in steps of whole segments."""
+    need = Workload.full(12, prompt_len, gen_len, BLOCKS)
+    policy = Policy(4, 3, percent=percent)
+    ends = walk(policy, machine(False), need)[2].ends
+    found = predicted(policy, need, machine(False))
+    assert len(walked_sweeps(gen_len)) == min(gen_len, MAX_WALKED)
+    assert found.prefill_s == pytest.approx(ends[0])
+    assert found.total_s == pytest.approx(ends[-1], rel=within)
+    assert (found.decode_s == 0) is (gen_len == 1)
+
+
+@pytest.mark.parametrize(
+    ("percent", "differ", "within"), [(STREAMED, 1, 0.05), ((50, 50, 0, 100, 0, 0), 0, 0.02)]
+)
+def test_a_deep_model_costs_what_walking_all_of_it_says(
+    percent: tuple[int, ...], differ: int, within: float
+) -> None:
+    """Only a part of the layers is walked, unless somebody listens. They may differ."""
+    depth = 40
+    where = machine(False, disk_read_bytes_per_s=5e8, step_s=1e-4)
+    deep = make_spec(num_hidden_layers=depth)
+    need = evicting(12, 60, 6, 20, depth)
+    slots, kept = (tuple(most - differ * i for i in range(depth)) for most in (50, 49))
+    need = replace(need, slots=slots, kept=kept) if differ else need
+    policy = Policy(4, 3, percent=percent)
+    plan = plan_of(policy, need, False, deep)
+    blocks = even_blocks(policy, need)
+    part = predict(deep, policy, need, where, plan, blocks)
+    whole = predict(deep, policy, need, where, plan, blocks, lambda *span: None)
+    assert part.prefill_s == pytest.approx(whole.prefill_s, rel=within)
+    assert part.decode_s == pytest.approx(whole.decode_s, rel=within)
+
+
+def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
+    where = machine(True, step_s=1e-3)
+    policy = Policy(4, 2, WEIGHTS_ON_DISK)
+    plan = plan_of(policy, Workload.full(99, 20, 4, BLOCKS), True)
+    one, three, more, rest = (
+        predicted(policy, Workload.full(rows, 20, 4, BLOCKS), where, plan)
+        for rows in (8, 24, 27, 3)
+    )
+    assert three.total_s == pytest.approx(3 * one.total_s)
+    assert more.total_s == pytest.approx(3 * one.total_s + rest.total_s)
+    assert more.tokens_per_s == pytest.approx(27 * 4 / more.total_s)
+    assert three.busy["decode"]["disk_read"] == pytest.approx(3 * one.busy["decode"]["disk_read"])
+    assert three.peak_bytes == {tier: plan.bytes_on(tier) for tier in TIERS}
+
+
+def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
+    """Compute binds prefill here, and the disk decode."""
+    where = machine(True, disk_read_bytes_per_s=1e8)
+    where = replace(where, profile=faster(where.profile, "matmul_flops_per_s", 1e-1))
+    for gen_len, longer in ((2, "device_compute"), (40, "disk_read")):
+        need = Workload.full(8, 200, gen_len, BLOCKS)
+        found = predicted(Policy(8, 1, WEIGHTS_ON_DISK), need, where)
+        assert (found.binds("prefill"), found.binds("decode")) == ("device_compute", "disk_read")
+        assert found.bound_by == longer
+    busy = dict.fromkeys(RESOURCES, 0.0) | {"disk_read": 7.0, "device_compute": 5.0}
+    found = Prediction(10.0, 8.0, 1, {}, {"prefill": busy, "decode": busy})
+    assert bound_text(found, "prefill", 10.0) == "prefill by none alone (disk read 70%)"
+    assert bound_text(found, "decode", 8.0) == "decode by disk read"
+
+
+# ---- contention
+
+CONTENDED = Workload.full(32, 64, 6, BLOCKS)
+BESIDE = ("disk_read_beside_compute", "compute_beside_disk_read")
+
+
+@pytest.mark.parametrize("name", ["disk_read_bytes_per_s", "matmul_flops_per_s"])
+def test_contention_does_not_turn_a_gain_into_a_loss(name: str) -> None:
+    """This holds if at least half of the disk's rate is left beside compute."""
+    where = machine(True, disk_read_bytes_per_s=1e9, **dict.fromkeys(BESIDE, 0.5))
+    policy = Policy(32, 1, WEIGHTS_ON_DISK)
+    seconds = [
+        predicted(
+            policy, CONTENDED, replace(where, profile=faster(where.profile, name, 0.1 * 1.1**i))
+        ).total_s
+        for i in range(0, 50, 6)
+    ]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 2 * seconds[-1]
+
+
+SLOW_LINK = {"h2d_bytes_per_s": 1e7, "d2h_bytes_per_s": 1e7}
+
+
+@pytest.mark.parametrize(
+    ("is_host", "percent", "overlap", "shares", "rates", "is_slower"),
+    [
+        (True, WEIGHTS_ON_DISK, True, BESIDE, {"disk_read_bytes_per_s": 5e8}, True),
+        (True, RESIDENT, True, BESIDE, {"disk_read_bytes_per_s": 5e8}, False),
+        (True, WEIGHTS_ON_DISK, False, BESIDE, {"disk_read_bytes_per_s": 5e8}, False),
+        (False, (100, 0, 100, 0, 0, 100), True, ("link_both_ways",), SLOW_LINK, True),
+        (False, (0, 100, 100, 0, 100, 0), True, ("link_both_ways",), SLOW_LINK, False),
+    ],
+)
+def test_contention_costs_time_only_where_both_are_busy(
+    is_host: bool,
+    percent: tuple[int, ...],
+    overlap: bool,
+    shares: tuple[str, ...],
+    rates: dict[str, float],
+    is_slower: bool,
+) -> None:
+    """Hidden states on the host use both ways of the link; weights only come."""
+    policy = Policy(32, 1, percent=percent, overlap=overlap)
+    free, contended = (
+        predicted(
+            policy, CONTENDED, machine(is_host, **rates, **dict.fromkeys(shares, left))
+        ).total_s
+        for left in (1.0, 0.5)
+    )
+    assert contended >= free * (1.01 if is_slower else 1.0)
+    assert is_slower or contended <= free * 1.02
