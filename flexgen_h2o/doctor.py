@@ -321,27 +321,18 @@ def disk(offload_dir: Path) -> Finding:
     direct = "O_DIRECT" if is_direct else "without O_DIRECT"
     text = f"{mount}: reads {read / 1e9:.2g} GB/s, writes {written / 1e9:.2g} GB/s {direct}"
     text += f", {format_bytes(free)} free"
+    advice = ""
     if IN_MEMORY.intersection(mount.split()):
-        return Finding(
-            "disk",
-            text,
-            "give an --offload-dir on a disk: what is offloaded to this one stays in RAM",
-            True,
-        )
-    if not is_direct:
+        advice = "give an --offload-dir on a disk: what is offloaded to this one stays in RAM"
+    elif not is_direct:
         advice = (
             "give an --offload-dir on a local ext4 or xfs disk: this file system takes reads "
             "through the page cache"
         )
-        return Finding("disk", text, advice, hurts=True)
-    if read < SLOW_DISK:
-        return Finding(
-            "disk",
-            text,
-            "give an --offload-dir on a faster disk: NVMe reads 2 to 7 GB/s",
-            hurts=True,
-        )
-    return Finding("disk", text, "free space for weights and KV" if free < FULL_DISK else "")
+    elif read < SLOW_DISK:
+        advice = "give an --offload-dir on a faster disk: NVMe reads 2 to 7 GB/s"
+    full = "free space for weights and KV" if free < FULL_DISK else ""
+    return Finding("disk", text, advice or full, hurts=bool(advice))
 
 
 def profile(offload_dir: Path) -> Finding:

@@ -421,12 +421,14 @@ class LLM:
                 sequences, engine, refill and order is None and pipeline is None, more
             )
             # A prediction assumes that the sequences of a block begin together and take one token
-            # per sweep.
+            # per sweep. Simulating the ragged blocks of a job takes longer than it is worth.
             scores = any(one.given and one.top_logprobs is not None for one in sequences)
-            is_foreseen = not scheduler.is_continuous and not scores
-            self.predicted = (
-                planner.predict(sequences, engine.policy, engine.plan) if is_foreseen else None
-            )
+            is_foreseen = not scheduler.is_continuous and not scores and not planner.job_rows
+            self.predicted = None
+            if is_foreseen:
+                self.predicted = planner.predict(
+                    sequences, engine.policy, engine.plan, most=len(sequences)
+                )
             before = engine.io_bytes_by_kind
             self._blocks = scheduler.stats
             engine.timeline.reset()
@@ -532,12 +534,12 @@ class LLM:
         """Return the predicted cost of these sequences on the open engine.
 
         It assumes that no sequence joins another block and that none ends early. Return None if no
-        engine is open, or if `Planner.predict_run` returns None.
+        engine is open, or if `Planner.predict` returns None.
         """
         engine = self._engine
         if engine is None:
             return None
-        return self._planner.predict_run(self._begin(sequences), engine.policy, engine.plan)
+        return self._planner.predict(self._begin(sequences), engine.policy, engine.plan)
 
     def check_fit(self, sequences: abc.Sequence[Sequence]) -> Policy:
         """Return the policy that `prepare` would return, or raise its DoesNotFitError.
@@ -705,10 +707,10 @@ class LLM:
         planner = other._planner
         asked = SamplingParams(PASSES, ignore_eos=True)
         of_test = other._begin([Sequence(0, tuple(ids), params=asked)])
-        test = planner.predict_run(
+        test = planner.predict(
             of_test, policy, planner.plan(of_test, policy, other._budgets()).memory
         )
-        job = self._planner.predict_run(sequences, planned.policy, planned.memory)
+        job = self._planner.predict(sequences, planned.policy, planned.memory)
         if test is None or job is None:
             return False
         held = checkpoint_bytes(self.model.spec, DTYPE_BYTES[self.dtype]) * (

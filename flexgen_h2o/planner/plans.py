@@ -216,31 +216,20 @@ class Planner:
         return fits and (not count or longest <= shape.sharing)
 
     def predict(
-        self, rows: abc.Sequence[Sequence], policy: Policy, plan: MemoryPlan
+        self,
+        rows: abc.Sequence[Sequence],
+        policy: Policy,
+        plan: MemoryPlan,
+        most: int = MAX_SIMULATED,
     ) -> Prediction | None:
         """Return the cost of the run if no sequence ends early.
 
         The result is None if the profile has no rates of the dtype, and for a stage of a pipeline.
-        It is also None in a job, whose ragged blocks take longer to simulate than it is worth.
-        """
-        if self.job_rows or self.part.pipeline is not None or not self.can_predict:
-            return None
-        return self._predict(rows, policy, plan, sys.maxsize)
 
-    def predict_run(
-        self, rows: abc.Sequence[Sequence], policy: Policy, plan: MemoryPlan
-    ) -> Prediction | None:
-        """Return nearly the same cost as `predict`, and also that of a job.
-
-        Of many different blocks, only some are simulated.
+        most: of more different blocks than this, only some are simulated.
         """
         if self.part.pipeline is not None or not self.can_predict:
             return None
-        return self._predict(rows, policy, plan, MAX_SIMULATED)
-
-    def _predict(
-        self, rows: abc.Sequence[Sequence], policy: Policy, plan: MemoryPlan, most: int
-    ) -> Prediction:
         need = self._need(rows, policy)
         blocks = self._shapes(rows, policy, need.common)
         return self.predict_blocks(policy, need, plan, blocks, most)

@@ -124,8 +124,10 @@ _TABLE = 2**20  # normal numbers that buffers are filled with, over and over
 
 
 def undisturbed(timings: Sequence[float]) -> float:
-    """The lower quartile of up to five timings, of two or three the shortest: a neighbour only
-    makes them longer."""
+    """Return the lower quartile of up to five timings; of two or three the shortest.
+
+    A neighbour only makes timings longer.
+    """
     return sorted(timings)[len(timings) // 4]
 
 
@@ -137,11 +139,11 @@ class Bench:
     sizes: Sizes
 
     def seconds_of(self, *calls: Call) -> list[float]:
-        """Seconds of each call, as `undisturbed` has them."""
+        """Return the seconds of each call, as `undisturbed` has them."""
         return [undisturbed(timings) for timings in self.rounds(*calls)]
 
     def rounds(self, *calls: Call) -> list[list[float]]:
-        """Seconds of each call in each round.
+        """Return the seconds of each call in each round.
 
         The calls run in turn, so that a second in which the machine is slow spoils a round and not
         a figure.
@@ -159,12 +161,12 @@ class Bench:
         return found
 
     def once(self, call: Call) -> float:
-        """Seconds of the second of two calls."""
+        """Return the seconds of the second of two calls."""
         self.timed(call)
         return self.timed(call)
 
     def timed(self, call: Call, count: int = 1) -> float:
-        """Mean seconds of `count` calls, until the device has done everything."""
+        """Return the mean seconds of `count` calls, until the device has done everything."""
         interrupts.check()
         start = time.perf_counter()
         for _ in range(count):
@@ -177,12 +179,14 @@ class Bench:
         self.device.fence().wait()
 
     def empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """A tensor in a buffer as the engine takes them."""
+        """Return a tensor in a buffer as the engine takes them."""
         return self.device.buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def normal(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """The same, filled with normal numbers: zeros are computed on faster, and some disks do not
-        store them."""
+        """Return such a tensor filled with normal numbers.
+
+        Computing on zeros is faster, and some disks do not store them.
+        """
         made = self.empty(dtype, *shape)
         table = _table(made.device, dtype)
         for part in made.view(-1).split(_TABLE):
@@ -205,9 +209,10 @@ PROBE = 16  # a cache smaller by this factor is tried first, and kept where atte
 
 
 def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
-    """FLOPs a second over the tokens of a prompt: of causal attention, and of what h2o adds to it.
+    """Return FLOPs per second, over the tokens of a prompt, of attention and of scoring.
 
-    H2O adds the log-sum-exp of attention, the column sums, and choosing the columns to keep.
+    The first curve is causal attention. The second is what H2O adds to it: the log-sum-exp of
+    attention, the column sums, and choosing the KV entries to keep.
     """
     lengths = bench.sizes.prompt_lengths
     timings = bench.rounds(
@@ -229,8 +234,10 @@ def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
 
 
 def no_longer_than_next(seconds: Sequence[float]) -> list[float]:
-    """Seconds of growing work. One that took longer than the next was disturbed, and gets the next
-    one's seconds."""
+    """Return seconds of growing work, none longer than those of more work.
+
+    Work that took longer than the next was disturbed, and gets the next one's seconds.
+    """
     return list(accumulate(reversed(seconds), min))[::-1]
 
 
@@ -239,8 +246,10 @@ def _prompts(bench: Bench, length: int) -> int:
 
 
 def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call, Call]:
-    """Attention over a micro-batch of prompts of one length, as the engine packs them, without and
-    with scores."""
+    """Return calls of attention over a micro-batch of equal prompts, without and with scores.
+
+    The prompts are packed as the engine packs them.
+    """
     prompts = _prompts(bench, length)
     heads = bench.sizes.prompt_width // HEAD_WIDTH
     q, k, v = (
@@ -259,8 +268,10 @@ def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call,
 
 
 def decode_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
-    """Bytes of keys and values a second that one query a head reads, over the head width, without
-    and with scores."""
+    """Return bytes of keys and values read per second, over the head width.
+
+    One query per head reads them. The second curve includes scores.
+    """
     cache = bench.normal(dtype, 2, bench.sizes.cache_bytes // dtype.itemsize // 2)
     widths = bench.sizes.head_widths
     sizes = []
@@ -282,7 +293,10 @@ def decode_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
 
 
 def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> tuple[Call, Call]:
-    """cache: (2, values), of which the rows take what they need for keys and for values."""
+    """Return calls of decode attention, without and with scores.
+
+    cache: (2, values), of which the rows take what they need for keys and for values.
+    """
     slots = bench.sizes.slots
     scale = width**-0.5
     where = cache.device
@@ -308,8 +322,11 @@ def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> t
 def _step_calls(
     bench: Bench, keys: torch.Tensor, values: torch.Tensor, recorded: ScoreState
 ) -> tuple[Call, Call]:
-    """The same by a card's one launch, which also puts a new column into each row: always into its
-    last slot, and never one that a row may lose. A sequence has one kv-head."""
+    """Return the same calls by the one launch of a card.
+
+    The launch also puts a new KV entry into each row: always into its last slot, and never one
+    that a row may lose. A sequence has one KV head.
+    """
     _, rows, slots, width = keys.shape
     q, k, v, out = (bench.normal(keys.dtype, rows, 1, width) for _ in range(4))
     state = torch.zeros(7, rows, dtype=torch.int32, device="cpu")
@@ -342,10 +359,11 @@ FASTER: tuple[Held, ...] = ("blocked", "int8", "int4")
 
 
 def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
-    """Curves over rows of (rows, in) times an (out, in) matrix and a bias, by out / in and by in.
+    """Return curves over rows of (rows, in) times an (out, in) matrix and a bias.
 
-    A sweep uses each matrix once, so matrices cycle through a pool larger than the caches. A
-    product that would take too long gets the rate of the next smaller matrix of its shape.
+    They are by out / in and by in. A sweep uses each matrix once, so matrices cycle through a pool
+    larger than the caches. A product that would take too long gets the rate of the next smaller
+    matrix of its shape.
     """
     sizes = bench.sizes
     products = Products(bench, dtype)
@@ -380,11 +398,10 @@ def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
 
 
 def speedups(bench: Bench, dtype: torch.dtype) -> Figures:
-    """`blocked_speedup`, `int8_speedup` and `int4_speedup`: how many times faster products are than
-    with matrices in order, over rows.
+    """Return `blocked_speedup`, `int8_speedup` and `int4_speedup` over rows.
 
-    The mean of a square matrix and an MLP's first one. 1.0 where nothing is blocked, and in int8 on
-    a card.
+    They say how many times faster products are than with matrices in order: the mean of a square
+    matrix and an MLP's first one. They are 1.0 if nothing is blocked, and in int8 on a card.
     """
     sizes = bench.sizes
     products = Products(bench, dtype)
@@ -409,7 +426,10 @@ def speedups(bench: Bench, dtype: torch.dtype) -> Figures:
 
 
 def shapes(sizes: Sizes) -> dict[float, list[tuple[int, int]]]:
-    """(in, out) of the matrices that are measured, by out / in: a block's own, and the head's."""
+    """Return (in, out) of the matrices that are measured, by out / in.
+
+    They are those of a transformer block and of the head.
+    """
     return {
         1 / MLP: [(MLP * h, h) for h in sizes.hidden],
         1.0: [(w, w) for w in sizes.widths],
@@ -419,8 +439,7 @@ def shapes(sizes: Sizes) -> dict[float, list[tuple[int, int]]]:
 
 
 class Products:
-    """Products with the matrices of a pool; inputs and results are as large as the largest
-    needs."""
+    """Products with the matrices of a pool. Inputs and results suffice for the largest."""
 
     def __init__(self, bench: Bench, dtype: torch.dtype) -> None:
         self._bench = bench
@@ -435,10 +454,10 @@ class Products:
         self._out = bench.empty(dtype, sizes.rows[-1] * widest)
 
     def call(self, rows: int, inner: int, outer: int, held: Held = "in order") -> Call:
-        """A product that takes the next matrix each time it is called. held: blocked only where it
-        can be.
+        """Return a product that takes the next matrix each time it is called.
 
-        Blocked matrices share their memory with those in order, whose numbers get another order.
+        held: blocked only if it can be. Blocked matrices share their memory with those in order,
+            whose numbers get another order.
         """
         matrices = cycle(self._matrices(inner, outer, held))
         x = self._inputs[: rows * inner].view(rows, inner)
@@ -463,8 +482,7 @@ class Products:
         return self._held[key]
 
     def _in_int8(self, matrix: torch.Tensor, packed: bool) -> list[RowParts]:
-        """Copies of one matrix in int8, or packed in 4 bits, in half as many bytes as the pool
-        has."""
+        """Return copies of one matrix in int8, or packed in 4 bits, in half of the pool's bytes."""
         outer, inner = matrix.shape
         made = pack_rows(matrix, PACKED_BITS) if packed else pack_int8_rows(matrix)
         count = max(1, self._bench.sizes.weight_bytes // 2 // made.nbytes)
@@ -494,19 +512,19 @@ def warm_cores(bench: Bench, dtype: torch.dtype) -> None:
 
 
 def memory_rate(bench: Bench) -> float:
-    """Bytes a second, read and written, of a copy between two buffers larger than the caches."""
+    """Return bytes per second, read and written, of a copy that is larger than the caches."""
     target, source = (bench.empty(torch.uint8, bench.sizes.memory_bytes) for _ in range(2))
     return 2 * bench.sizes.memory_bytes / bench.seconds_of(lambda: target.copy_(source))[0]
 
 
 def kernel_seconds(bench: Bench) -> float:
-    """Seconds of one operation that has next to nothing to do, with others before and after it."""
+    """Return the seconds of one operation that has almost nothing to do, between others."""
     one = bench.normal(torch.float32, 1)
     return bench.seconds_of(lambda: one.add_(1.0))[0]
 
 
 def other_rates(bench: Bench, dtype: torch.dtype) -> Figures:
-    """Fields of ComputeRates: of norms and activations, and of choosing tokens."""
+    """Return the fields of ComputeRates for norms and activations, and for choosing tokens."""
     tokens, width = bench.sizes.block
     logits = bench.normal(dtype, *bench.sizes.logits)
     x, weight, bias = (

@@ -114,11 +114,10 @@ def link_rates(bench: Bench, mover: Mover) -> Figures:
 
 
 def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
-    """Bytes read and written a second where the columns that wait are laid over a KV unit and
-    another one is added.
+    """Return bytes read and written per second when waiting KV entries are laid over a unit.
 
-    The units together are larger than the caches. Each is a step further than the one before, up to
-    the step at which units are written back.
+    Another entry is then added to those that wait. The units together are larger than the caches.
+    Each is a step further than the one before, up to the step at which units are written back.
     """
     on_disk = (0.0, 0.0, 1.0)
     layout = UnitLayout(
@@ -127,7 +126,7 @@ def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
     (part,) = layout.parts
 
     def unit(waiting: int) -> tuple[Overlay, KVPart]:
-        """A unit where it is computed on, and an overlay of `waiting` columns in RAM."""
+        """Return a unit where it is computed on, and an overlay of `waiting` entries in RAM."""
         view = part_view(layout, part, bench.empty(torch.uint8, layout.part_bytes(part)), dtype)
         overlay = Overlay(layout, part, host_buffer(layout.overlay_bytes(part)), dtype)
         for slot in range(waiting):
@@ -244,7 +243,7 @@ class DiskProbe:
 
     @property
     def is_direct(self) -> bool:
-        """Does the file system take O_DIRECT?"""
+        """Whether the file system takes O_DIRECT."""
         return self._file.direct
 
     def rates(self) -> Figures:
@@ -271,7 +270,7 @@ class DiskProbe:
         }
 
     def close(self) -> None:
-        """Call it when no lane uses the file any more."""
+        """Close the file. No lane may use it any more."""
         self._file.close()
 
     def reads(self) -> Iterator[Done]:
@@ -284,7 +283,7 @@ class DiskProbe:
             yield self.mover.write("probe", self._file, offset, piece, "host")
 
     def _in_turn(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Offsets in the file, each with a buffer."""
+        """Yield offsets in the file, each with a buffer."""
         for i in range(self._pieces):
             piece = self._buffers[i % BUFFERS]
             yield i * len(piece), piece
@@ -333,7 +332,10 @@ def contention(bench: Bench, probe: DiskProbe, dtype: torch.dtype) -> Figures:
 def _beside(
     work: Callable[[], None], seconds: float, mover: Mover, loads: Iterator[Done]
 ) -> tuple[float, float]:
-    """Calls of `work` and bytes read a second, with `AHEAD` of the loads always in the lane."""
+    """Return calls of `work` per second and bytes read per second.
+
+    `AHEAD` of the loads are always in the lane.
+    """
     queued: deque[Done] = deque()
     moved = mover.lanes.bytes_moved
     start = time.perf_counter()
@@ -379,7 +381,7 @@ MIN_S = 1e-7  # a difference of two timings may be anything
 
 
 def config_of(width: int) -> dict[str, Any]:
-    """OPT with square matrices only."""
+    """Return the config of an OPT model with square matrices only."""
     return {
         "model_type": "opt",
         "vocab_size": VOCABULARY,
@@ -398,13 +400,13 @@ def config_of(width: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Run:
-    """A block of equal rows. percent: what is not in memory is on disk."""
+    """A block of equal sequences."""
 
     rows: int
     prompt_len: int
     new_tokens: int
     eviction: Eviction
-    percent: Percent = IN_MEMORY
+    percent: Percent = IN_MEMORY  # what is not in memory is on disk
 
     @property
     def policy(self) -> Policy:
@@ -424,13 +426,15 @@ class _Run:
 def with_step_costs(
     bench: Bench, profile: HardwareProfile, dtype: str, folder: Path
 ) -> HardwareProfile:
-    """The profile with the fixed costs of a step, and with other elementwise rates.
+    """Return the profile with the fixed costs of a step, and with other elementwise rates.
 
-    A fixed cost is what decode sweeps take more than the planner says without any: sweeps of a few
-    rows, of many rows, of a few rows that drop a column at each step, and of a few with some
-    weights or the cache on disk. A few rows, not one: from some rows on every operation wakes all
-    cores. The elementwise rate is that at which the planner is right about a prefill sweep; the
-    rates of other dtypes change as much. folder: for the small model's checkpoint.
+    A fixed cost is what decode sweeps take longer than the planner says without it. The sweeps are
+    of a few sequences, of many, of a few that drop a KV entry at each step, and of a few with some
+    weights or the cache on disk. A few, not one: from some rows on every operation wakes all cores.
+    The elementwise rate is that at which the planner is right about a prefill sweep. The rates of
+    other dtypes change as much.
+
+    folder: for the small model's checkpoint.
     """
     config = config_of(bench.sizes.step_width)
     sizes = bench.sizes
@@ -479,8 +483,11 @@ def with_step_costs(
 
 
 def fixed_costs(left: abc.Sequence[Steps], few: int, many: int) -> Figures:
-    """Fields of the profile. left: what the planner leaves of a few rows, of many, and of a few
-    with eviction; few, many: how many rows, 0 where rows cost nothing."""
+    """Return fields of the profile.
+
+    left: what the planner leaves of a few sequences, of many, and of a few with eviction.
+    few, many: how many sequences, or 0 if sequences cost nothing.
+    """
     less, more, evicting = left
     row_s = max(MIN_S, (sum(more) - sum(less)) / 2 / (many - few)) if many > few else MIN_S
     return {
@@ -492,9 +499,12 @@ def fixed_costs(left: abc.Sequence[Steps], few: int, many: int) -> Figures:
 
 
 def load_costs(weights: CostModel, cache: CostModel, weights_s: float, cache_s: float) -> Figures:
-    """Fields of the profile, at least 0. weights, cache: the costs of runs with some weights and
-    with the cache on disk; weights_s, cache_s: what a transformer block of these took longer on
-    average, as reads disturb compute now and then."""
+    """Return fields of the profile, at least 0.
+
+    weights, cache: the costs of runs with some weights and with the cache on disk.
+    weights_s, cache_s: what a transformer block of these took longer. They are means, because reads
+        disturb compute now and then.
+    """
     reads = short_requests(weights)
     short_s = max(0.0, weights_s) / reads if reads else 0.0
     brought_s = cache_s - short_s * short_requests(cache)
@@ -516,9 +526,12 @@ def short_requests(costs: CostModel) -> float:
 
 
 def _with_elementwise(costs: CostModel, run: _Run, measured_s: float) -> HardwareProfile:
-    """The profile with the bytes that norms, activations and copies read and write, over the
-    seconds that nothing else explains. Between a twentieth of what a loop over them alone reaches
-    and four times that."""
+    """Return the profile with another elementwise rate.
+
+    It is the bytes that norms, activations and copies read and write, over the seconds that nothing
+    else explains. It is between a twentieth of what a loop over them alone reaches and four times
+    that.
+    """
     profile = costs.machine.profile
     alone = profile.rates(costs.machine.dtype).elementwise_bytes_per_s
     nbytes = 0.0
@@ -544,7 +557,7 @@ def _planned(costs: CostModel, run: _Run, sweep: int) -> Steps:
 
 
 def _indices(costs: CostModel) -> list[int]:
-    """The first layer of each kind."""
+    """Return the first layer of each kind."""
     kinds: list[str] = [layer.kind for layer in costs.layers.layers]
     return [kinds.index(kind) for kind in KINDS]
 
@@ -554,8 +567,10 @@ def _median(found: abc.Sequence[Steps]) -> Steps:
 
 
 def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[Steps, Steps, float]:
-    """Medians over the layers of a kind, in the prefill sweep and in the decode sweeps of a block;
-    and the mean seconds of a transformer block in those."""
+    """Return seconds of steps in a prefill sweep, in decode sweeps, and of a transformer block.
+
+    The seconds of steps are medians over the layers of a kind. Those of a block are a mean.
+    """
     params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
     decoding = Decoding((), None)
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
@@ -581,7 +596,7 @@ def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[St
 
 @contextmanager
 def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) -> Iterator[Engine]:
-    """An engine for the run; what is on disk is loaded ahead."""
+    """Open an engine for the run. What is on disk is loaded ahead."""
     policy = run.policy
     kind = getattr(torch, dtype)
     slots = tuple(

@@ -205,8 +205,10 @@ def cache_path(device: str, offload_dir: Path) -> Path:
 
 
 def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
-    """None where none was measured, and where the file is broken or of another version; else as
-    `cache_path`."""
+    """Return the kept profile; None if there is none, or if it is broken or of another version.
+
+    Raise UsageError for a device that is not there.
+    """
     path = cache_path(device, offload_dir)
     try:
         return read_profile(path)
@@ -215,8 +217,7 @@ def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
 
 
 def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
-    """Keep the profile; who reads meanwhile sees the old file or the new one. Raises
-    FlexgenError."""
+    """Keep the profile. Readers see the old file or the new one. Raise FlexgenError if it fails."""
     path = cache_path(device, offload_dir)
     write_profile(path, profile)
     return path
@@ -285,8 +286,10 @@ def _disk_bytes() -> float:
 
 
 def cpu_name() -> str:
-    """`AMD EPYC (25/1) with AVX2`: Linux's name, family and model, since one name has many, and
-    what multiplies."""
+    """Return a name such as `AMD EPYC (25/1) with AVX2`.
+
+    It has Linux's name, family and model, since one name has many, and what multiplies.
+    """
     facts = {
         name.strip(): value.strip()
         for name, _, value in (x.partition(":") for x in _lines("/proc/cpuinfo"))
