@@ -42,14 +42,13 @@ from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.generation import BlockStats
 from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL
 from flexgen_h2o.engine.resources import LANE_THREADS, Engine
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.sequence import Sequence
-from flexgen_h2o.engine.workload import MicroBatchShape, workload_of
+from flexgen_h2o.engine.workload import MicroBatchShape, Workload, shape_of, workload_of
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
-from flexgen_h2o.kvcache.eviction.policy import record_of
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.part import KVPart, part_view
 from flexgen_h2o.kvcache.store import Overlay
@@ -416,11 +415,13 @@ class _Run:
     def batch(self) -> MicroBatchShape:
         return MicroBatchShape.even(self.rows, self.prompt_len)
 
+    def need(self, spec: ModelSpec) -> Workload:
+        sizes = {(self.prompt_len, self.new_tokens)}
+        return workload_of(self.eviction, self.rows, sizes, spec.num_blocks)
+
     def costs(self, spec: ModelSpec, profile: HardwareProfile, dtype: str) -> CostModel:
-        need = workload_of(
-            self.eviction, self.rows, {(self.prompt_len, self.new_tokens)}, spec.num_blocks
-        )
-        return CostModel(spec, self.policy, need, Machine(profile, dtype, profile.device_is_host))
+        machine = Machine(profile, dtype, profile.device_is_host)
+        return CostModel(spec, self.policy, self.need(spec), machine)
 
 
 def with_step_costs(
@@ -599,12 +600,7 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     """Open an engine for the run. What is on disk is loaded ahead."""
     policy = run.policy
     kind = getattr(torch, dtype)
-    slots = tuple(
-        run.eviction.slots(run.prompt_len, run.new_tokens, block)
-        for block in range(spec.num_blocks)
-    )
-    record = record_of(run.eviction)
-    shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, record)
+    shape = shape_of(policy, run.need(spec))
     depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD
     plan = MemoryPlanner(spec, policy, kind.itemsize, bench.device.is_host).plan(shape, depth)
     compile_subprocess(warm_up, bench.device.torch_device, kind, bool(run.eviction.needs.record))

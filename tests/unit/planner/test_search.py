@@ -275,9 +275,9 @@ def test_what_is_found_fits_and_a_refusal_names_what_would(
 
 
 @settings(max_examples=5)
-@given(small_needs, st.booleans(), rooms, st.data())
+@given(small_needs, st.booleans(), st.data())
 def test_no_placement_needs_less_than_a_refusal_says(
-    need: Workload, is_host: bool, room: dict[str, tuple[float, int]], data: st.DataObject
+    need: Workload, is_host: bool, data: st.DataObject
 ) -> None:
     """Mixed ones and attention on the host included: none exceeds the budgets by much less."""
     budgets = {tier: n // 2 for tier, n in all_on_disk(need, is_host).items()}
