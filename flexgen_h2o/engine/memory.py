@@ -7,7 +7,7 @@ module imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -115,6 +115,11 @@ class MemoryPlanner:
         return tier_shares(self.policy.hidden_shares, self.device_is_host)
 
     @cached_property
+    def hidden_is_streamed(self) -> bool:
+        """Whether hidden states are streamed, so that each layer loads and stores them."""
+        return hidden_is_streamed(self.hidden_shares, self.device_is_host)
+
+    @cached_property
     def attends_on_host(self) -> bool:
         """Whether attention runs on the host.
 
@@ -152,7 +157,7 @@ class MemoryPlanner:
         asked = policy.expert_group or (spec.experts.count if stay else 0)
         return spec.experts.group_size(asked, policy.block_size)
 
-    @property
+    @cached_property
     def waits_for_router(self) -> bool:
         """Whether groups of experts are loaded only after their block's router has chosen.
 
@@ -218,7 +223,7 @@ class MemoryPlanner:
         placed = tuple(Buffer(name, tier, nbytes) for (name, tier), nbytes in merged.items())
         return MemoryPlan(placed, tuple(workspace.items()), shape, depth, spec.head_rows)
 
-    def plan_within(self, shape: BlockShape, budgets: dict[str, int | None]) -> MemoryPlan:
+    def plan_within(self, shape: BlockShape, budgets: Mapping[str, int | None]) -> MemoryPlan:
         """Return the plan with the deepest look-ahead that fits the budgets.
 
         Raise DoesNotFitError if not even the shallowest one fits.
@@ -362,7 +367,7 @@ class MemoryPlanner:
             for row in rows
             for tier, nbytes in hidden_home_bytes(tokens, self.hidden_shares, row).items()
         ]
-        if hidden_is_streamed(self.hidden_shares, self.device_is_host):
+        if self.hidden_is_streamed:
             ring = depth * sum(round_up(tokens * row, PAGE) for row in rows)
             found.append(Buffer("hidden ring", "device", ring))
         return found

@@ -6,7 +6,7 @@ The engine allocates exactly such a list, so what fits there runs. `memory.Memor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,7 +179,7 @@ class MemoryPlan:
         """Return the bytes of the buffer called `name` over all tiers."""
         return sum(b.nbytes for b in self.buffers if b.name == name)
 
-    def overflow(self, budgets: dict[str, int | None]) -> dict[str, int]:
+    def overflow(self, budgets: Mapping[str, int | None]) -> dict[str, int]:
         """Return the bytes over budget by tier, or an empty dict if the plan fits."""
         limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
         return {
@@ -201,7 +201,7 @@ class MemoryPlan:
             ways.append("keep fewer KV entries with --kv-budget, which may change answers")
         return "".join(f", or {way}" for way in ways)
 
-    def check(self, budgets: dict[str, int | None]) -> None:
+    def check(self, budgets: Mapping[str, int | None]) -> None:
         """Raise DoesNotFitError with the numbers and the flags that would help."""
         over = self.overflow(budgets)
         if not over:

@@ -29,7 +29,6 @@ from flexgen_h2o.core.units import (
 )
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
 from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.memory_plan import hidden_is_streamed
 from flexgen_h2o.engine.weight_units import layer_kinds, loaded_kinds, streamed_bytes
 from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload, shape_of
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
@@ -271,11 +270,6 @@ class CostModel:
         return self.machine.profile.kernel_s if self.machine.profile.device_is_asynchronous else 0.0
 
     @cached_property
-    def waits(self) -> bool:
-        """Whether groups of experts are loaded only if the router chose them."""
-        return self.memory.waits_for_router
-
-    @cached_property
     def _unpacks(self) -> bool:
         """Whether a card unpacks slots before it attends to them.
 
@@ -296,9 +290,10 @@ class CostModel:
         If groups of experts wait for the router, this is the expected cost in a sweep.
         tokens: tokens that the whole block feeds into the sweep.
         """
-        key = self._kind_of[unit], tokens if self.waits else 0
+        key = self._kind_of[unit], tokens if self.memory.waits_for_router else 0
         if key not in self._weight_loads:
-            share = needed_share(self, self.layers.layers[key[0]], tokens) if self.waits else 1.0
+            experts = len(self.layers.layers[key[0]].experts)
+            share = _share_used(self, experts, tokens) if self.memory.waits_for_router else 1.0
             moves = weight_moves(self, self.layers.units[unit])
             self._weight_loads[key] = self._priced([_scaled(move, share) for move in moves])
         return self._weight_loads[key]
@@ -380,7 +375,7 @@ class CostModel:
         device_s, host_s = self.compute_seconds(work)
         evicts = bool(self.need.record) and self.spec.window(layer.block) is None
         # The step is left out if no token needs its experts.
-        share = needed_share(self, layer, tokens_of(batch, sweep))
+        share = _share_used(self, len(layer.experts), tokens_of(batch, sweep))
         rows = max((product.rows for product in work.products), default=0)
         issue_s = p.step_s * share
         # One launch multiplies few rows of all experts. With more rows, each expert has its own.
@@ -422,7 +417,7 @@ class CostModel:
         shape = shape_of(self.policy, self.need)
         return (
             {}
-            if hidden_is_brought(self)
+            if self.memory.hidden_is_streamed
             else {kind: shape.most_joined(kind) for kind in JOINED_KINDS}
         )
 
@@ -821,7 +816,7 @@ def hidden_moves(
     at: CostModel, batch: MicroBatchShape, sweep: int, store: bool
 ) -> tuple[Transfer, ...]:
     """Return the transfers that load or store a micro-batch's hidden states between two layers."""
-    if not hidden_is_brought(at):
+    if not at.memory.hidden_is_streamed:
         return ()
     # The device's own share is copied out of the ring and back.
     lanes = {"device": "d2h", **STORE_LANES} if store else {"device": "h2d", **LOAD_LANES}
@@ -835,11 +830,6 @@ def hidden_moves(
         )
         for part in split_rows(tokens_of(batch, sweep), at.memory.hidden_shares)
     )
-
-
-def hidden_is_brought(at: CostModel) -> bool:
-    """Return whether hidden states are streamed, so that each layer loads and stores them."""
-    return hidden_is_streamed(at.memory.hidden_shares, at.memory.device_is_host)
 
 
 def disk_read_bytes(at: CostModel, blocks: Sequence[tuple[Block, int]]) -> float:
@@ -957,16 +947,8 @@ def _experts_work(at: CostModel, layer: Layer, unit: WeightUnit, tokens: int) ->
     return Work(tuple(own), elementwise=pairs * width * at.memory.itemsize)
 
 
-def needed_share(at: CostModel, layer: Layer, tokens: int) -> float:
-    """Return the share of sweeps in which one of `tokens` tokens needs the layer.
-
-    It is below 1 only for a group of experts.
-    """
-    return _share_used(at, len(layer.experts), tokens)
-
-
 def _share_used(at: CostModel, experts: int, tokens: int) -> float:
-    """Return the share of units of `experts` experts that `tokens` tokens need.
+    """Return the share of sweeps in which one of `tokens` tokens needs a unit of these experts.
 
     The result is 1 for units without experts.
     """

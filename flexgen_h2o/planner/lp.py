@@ -95,7 +95,7 @@ class SearchSpace:
 
     def overflow(self, policy: Policy, depth: Depth) -> dict[str, int]:
         """Return the bytes over budget by tier; empty if the policy fits."""
-        return self.memory(policy, depth).overflow(dict(self.budgets))
+        return self.memory(policy, depth).overflow(self.budgets)
 
     def deepest(self, policy: Policy) -> Depth | None:
         """Return the deepest look-ahead that may fit and is worth its memory; None if none fits.

@@ -27,7 +27,6 @@ from flexgen_h2o.planner.cost_model import (
     Machine,
     StepCost,
     Transfer,
-    hidden_is_brought,
     kv_ring_bytes,
     tokens_of,
     weight_ring_bytes,
@@ -235,7 +234,8 @@ def simulate(
     ahead = len(layers) if overlap else 0
     # One more sweep: the engine loads ahead for later sweeps and for the next block.
     ring = sim.ring("weight ring")
-    sim.weights = WeightStream(sim, ring, layers, len(sweeps) + 1, ahead, prefill.waits)
+    waits = prefill.memory.waits_for_router
+    sim.weights = WeightStream(sim, ring, layers, len(sweeps) + 1, ahead, waits)
     Walk(sim, layers, plan.depth, overlap, len(sweeps), len(block)).run(sim, sim.weights)
     return sim
 
@@ -324,7 +324,7 @@ class Simulation:
             for x in attention
             for k, batch in enumerate(block)
         }
-        row = sum(prefill.memory.hidden_row_bytes) if hidden_is_brought(prefill) else 0
+        row = sum(prefill.memory.hidden_row_bytes) if prefill.memory.hidden_is_streamed else 0
         hidden = [[tokens_of(batch, sweep) * row for batch in block] for sweep in (0, 1)]
         self.cache = _Store(
             self,
@@ -473,7 +473,7 @@ class Simulation:
         """End a layer of a sweep. Return whether the walk is over."""
         layer = self._layers[step.layer]
         if (
-            self.costs_now.waits
+            self.costs_now.memory.waits_for_router
             and layer.kind == "attention"
             and self.costs_now.spec.experts is not None
         ):

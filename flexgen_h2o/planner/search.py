@@ -114,7 +114,7 @@ def evaluate(space: SearchSpace, policy: Policy) -> Plan:
     need = space.need
     machine = space.machine
     memory = machine.memory(spec, policy)
-    plan = memory.plan_within(shape_of(policy, need), dict(space.budgets))
+    plan = memory.plan_within(shape_of(policy, need), space.budgets)
     predicted = predict(spec, policy, need, machine, plan, even_blocks(policy, need))
     return Plan(policy, need, plan, predicted)
 
@@ -418,12 +418,12 @@ def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
 
 def _excess(space: SearchSpace, plan: Plan) -> int:
     """Return the bytes over budget of all tiers together."""
-    return sum(plan.memory.overflow(dict(space.budgets)).values())
+    return sum(plan.memory.overflow(space.budgets).values())
 
 
 def _enough(space: SearchSpace, plan: Plan) -> dict[str, int]:
     """Return budgets in bytes that would do, of the tiers that are short."""
-    return {tier: plan.memory.bytes_on(tier) for tier in plan.memory.overflow(dict(space.budgets))}
+    return {tier: plan.memory.bytes_on(tier) for tier in plan.memory.overflow(space.budgets)}
 
 
 def tight_fit(space: SearchSpace) -> Plan:
@@ -501,7 +501,7 @@ def too_small(space: SearchSpace) -> str:
         every = (one for policy in space.policies(1, 1) for one in _on_whole_tiers(space, policy))
         held = min(every, key=partial(_excess, space))
     enough = _enough(space, held)
-    short = held.memory.overflow(dict(space.budgets))
+    short = held.memory.overflow(space.budgets)
     given = " and ".join(
         f"--{tier}-mem {format_bytes(space.budgets.get(tier) or 0)}" for tier in enough
     )

@@ -269,7 +269,7 @@ def test_what_is_found_fits_and_a_refusal_names_what_would(
         assert named and all(nbytes > (budgets[tier] or 0) for tier, nbytes in named.items())
         space = replace(space, budgets={**budgets, **named})
         found = search(space)
-    assert not found.memory.overflow(dict(space.budgets))
+    assert not found.memory.overflow(space.budgets)
     assert found.memory == evaluate(space, found.policy).memory
     assert found.policy.gpu_batch_size <= need.rows and found.policy.overlap is overlap
 
