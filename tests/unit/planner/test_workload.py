@@ -62,6 +62,7 @@ def test_layers_may_keep_different_numbers() -> None:
 def test_a_common_prefix_is_in_no_slot_and_fed_once() -> None:
     whole = replace(Workload.full(7, 10, 5, 2), rows=6)
     need = whole.in_one_copy(6)
+    assert need.slots == tuple(slots - 6 for slots in whole.slots)
     for sweep in range(5):
         assert need.columns(0, sweep, 10) == whole.columns(0, sweep, 10) - 6
     assert need.slots_of(0, 8) == whole.slots_of(0, 8) - 6
