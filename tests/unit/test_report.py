@@ -74,9 +74,9 @@ def test_sums_of_a_block(keeps_lists: bool) -> None:
     assert found == [(4.0, 0.0, 10, 12, 0), (4.5, 1.5, 20, 30, 1), (4.5, 2.5, 45, 65, 2)]
     stats.add_seconds(3.0)
     assert (stats.sweeps, stats.prefill_s, stats.decode_s) == (3, 4.5, 5.5)
-    assert stats.times.sweeps == ([4.0, 2.0, 4.0] if keeps_lists else [])
-    assert stats.times.layers == ([4.0, 2.0, 1.0] if keeps_lists else [])
-    assert (stats.times.held, stats.times.read) == (
+    assert stats.sweep_seconds == ([4.0, 2.0, 4.0] if keeps_lists else [])
+    assert stats.layer_seconds == ([4.0, 2.0, 1.0] if keeps_lists else [])
+    assert (stats.held_by_sweep, stats.read_by_sweep) == (
         ([10, 20, 25], [0, 7, 9]) if keeps_lists else ([], [])
     )
 

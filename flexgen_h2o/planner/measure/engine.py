@@ -522,7 +522,7 @@ def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[St
     executor.run_block([rows], stats)
     executor.finish()
     kinds = [layer.kind for layer in engine.layers.layers]
-    seconds = stats.times.layers
+    seconds = stats.layer_seconds
 
     def of_kinds(seconds: abc.Sequence[float]) -> tuple[list[float], ...]:
         return tuple(
