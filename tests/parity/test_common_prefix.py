@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.kvcache.store import CacheStore
 from tests.parity.beginnings import cases, references
 from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.conftest import NEW_TOKENS
@@ -24,6 +24,7 @@ from tests.parity.reference import (
     LogitsByRow,
     Reference,
     greedy,
+    opened,
     random_model,
     random_prompts,
     token_that_ends,
@@ -54,9 +55,9 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Referenc
 
 
 def open_llm(
-    folder: Path, policy: Policy | str, offload_dir: Path, how: str = "on", **more: object
+    folder: Path, policy: Policy | str, offload_dir: Path, how: str = "on", **more: Any
 ) -> LLM:
-    llm = LLM(str(folder), policy, dtype="float32", offload_dir=offload_dir, **more)  # type: ignore[arg-type]
+    llm = opened(folder, policy, offload_dir, **more)
     llm.share_prefix = how
     return llm
 
@@ -87,8 +88,7 @@ def test_tokens_and_logits(
     with open_llm(known.folder, policy, tmp_path, budget=chosen.budget) as llm:
         out = llm.generate(known.prompts, params, watch_logits=watch)
     assert tokens_of(out) == known.tokens
-    for row, want in enumerate(known.logits):
-        assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+    watch.check(known.logits)
     assert held_in_one_copy(llm) == HEADER
     assert llm.report is not None
     # The header is fed once a block, and each row's slots are for the others.
@@ -125,32 +125,26 @@ def test_more_rows_enter_only_with_the_same_header(
     room."""
     known = headed("normal")
     further = [[*p[:HEADER], 8, *p[HEADER + 1 :]] for p in known.prompts[:4]]
+    others = ([[5, *known.prompts[0][1:]]], [known.prompts[0][:HEADER]], further)
     asked = [SamplingParams(max_tokens=n) for n in (5, 2, 4, 1, 3, 5, 2, 4, 5)]
     rooms: list[bool] = []
 
-    def prompts_of(rows: list[list[int]], start: int) -> list[Sequence]:
-        return [Sequence(start + i, tuple(ids)) for i, ids in enumerate(rows)]
+    def sequences(rows: list[list[int]], start: int) -> abc.Sequence[Sequence]:
+        made = [Sequence(start + i, tuple(ids)) for i, ids in enumerate(rows)]
+        return with_params(made, asked[: len(rows)])
 
     def more() -> abc.Sequence[Sequence] | None:
         if rooms:
             return None
-        for rows in ([[5, *known.prompts[0][1:]]], [known.prompts[0][:HEADER]], further):
-            rooms.append(llm.has_room(with_params(prompts_of(rows, 9), asked[: len(rows)])))
-        return with_params(prompts_of(further, 9), asked[:4])
+        rooms.extend(llm.has_room(sequences(rows, 9)) for rows in others)
+        return sequences(further, 9)
 
-    found: dict[int, list[int]] = {}
+    done: list[Sequence] = []
     with open_llm(known.folder, Policy(2, 2), tmp_path) as llm:
-        llm.run(
-            with_params(prompts_of(known.prompts, 0), asked),
-            lambda done: found.update((c.index, c.token_ids) for c in done),
-            refill=True,
-            more=more,
-        )
-    assert rooms == [False, False, True]
-    rows = [*known.prompts, *further]
-    assert [found[i] for i in range(13)] == [
-        greedy(known.model, p, (asked + asked)[i].max_tokens) for i, p in enumerate(rows)
-    ]
+        llm.run(sequences(known.prompts, 0), done.extend, refill=True, more=more)
+    assert rooms == [False, False, True] and len(done) == 13
+    for one in done:
+        assert one.token_ids == greedy(known.model, one.prompt_ids, one.params.max_tokens)
 
 
 def test_equal_prompts_one_row_and_others_in_turn(
@@ -163,129 +157,77 @@ def test_equal_prompts_one_row_and_others_in_turn(
     first = known.prompts[0]
     last = known.prompts[4]
     with open_llm(known.folder, Policy(4, 1), tmp_path) as llm:
-        for prompts, rows, common in (
-            ([first] * 6, [0] * 6, len(first) - 1),  # all but the last token
-            (known.prompts, range(9), HEADER),
-            ([last], [4], 0),
-            ([first[:4], last], None, 3),
+        for prompts, common in (
+            ([first] * 6, len(first) - 1),  # all but the last token
+            (known.prompts, HEADER),
+            ([last], 0),
+            ([first[:4], last], 3),
         ):
-            want = (
-                [known.tokens[i] for i in rows]
-                if rows
-                else [greedy(known.model, p, NEW_TOKENS) for p in prompts]
-            )
+            want = [greedy(known.model, p, NEW_TOKENS) for p in prompts]
             assert tokens_of(llm.generate(prompts, params)) == want
             assert held_in_one_copy(llm) == common
 
 
-def test_teacher_forcing_takes_several_tokens_at_once(
-    headed: Callable[[str], Reference], tmp_path: Path
-) -> None:
-    known = headed("llama")
-    watch = LogitsByRow()
-    with open_llm(known.folder, Policy(5, 2), tmp_path) as llm:
-        llm.follow(known.prompts, known.tokens, watch, max_tokens_per_sweep=3)
-    assert held_in_one_copy(llm) == HEADER
-    for row, want in enumerate(known.logits):
-        assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE
-
-
 @pytest.mark.parametrize(
-    ("switches", "common"),
+    ("more", "common", "tolerance"),
     [
-        ({"int8_compute": True}, HEADER),
-        ({"compress_cache": True}, 0),
-        ({"attn_sparsity": 0.3}, 0),
+        ({"policy": Policy(4, 2, int8_compute=True)}, HEADER, 0.2),
+        ({"policy": Policy(4, 2, compress_cache=True)}, 0, LOGIT_TOLERANCE),
+        ({"policy": Policy(4, 2, attn_sparsity=0.3)}, 0, LOGIT_TOLERANCE),
+        (
+            {"policy": Policy(4, 2), "eviction": H2O(heavy_size=4, recent_size=3)},
+            0,
+            LOGIT_TOLERANCE,
+        ),
+        ({"policy": Policy(4, 2), "dtype": "bfloat16"}, HEADER, 0.2),
     ],
-    ids=["int8", "packed KV", "sparse"],
+    ids=["int8", "packed KV", "sparse", "h2o", "bf16"],
 )
 def test_with_and_without_are_the_same(
-    switches: dict[str, object], common: int, headed: Callable[[str], Reference], tmp_path: Path
+    more: dict[str, Any],
+    common: int,
+    tolerance: float,
+    headed: Callable[[str], Reference],
+    tmp_path: Path,
 ) -> None:
     """Where tokens are not transformers' own. Packed and sparse columns stay with their rows."""
     known = headed("llama")
-    params = SamplingParams(max_tokens=NEW_TOKENS)
     found = []
     for how in ("off", "on"):
         watch = LogitsByRow()
-        with open_llm(known.folder, Policy(4, 2, **switches), tmp_path, how) as llm:  # type: ignore[arg-type]
-            out = tokens_of(llm.generate(known.prompts, params, watch_logits=watch))
-        found.append((out, torch.stack([torch.stack(watch.rows[i]) for i in range(len(out))])))
+        with open_llm(known.folder, offload_dir=tmp_path, how=how, **more) as llm:
+            llm.follow(known.prompts, known.tokens, watch, max_tokens_per_sweep=1)
+        found.append(torch.stack([torch.stack(watch.rows[i]) for i in range(len(known.tokens))]))
         assert held_in_one_copy(llm) == (common if how == "on" else 0)
-    assert found[0][0] == found[1][0]
-    assert (found[0][1] - found[1][1]).abs().max() <= (
-        0.2 if "int8_compute" in switches else LOGIT_TOLERANCE
-    )
-
-
-def test_rows_with_an_eviction_policy_have_their_own(
-    headed: Callable[[str], Reference], tmp_path: Path
-) -> None:
-    known = headed("normal")
-    with open_llm(
-        known.folder, Policy(4, 2), tmp_path, eviction=H2O(heavy_size=4, recent_size=3)
-    ) as llm:
-        llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS))
-    assert held_in_one_copy(llm) == 0
-    assert llm.report is not None and llm.report.extra["prefill_fed_tokens"] < sum(
-        map(len, known.prompts)
-    )
+    assert (found[0] - found[1]).abs().max() <= tolerance
 
 
 # ---- bytes
 
 
 @pytest.mark.parametrize("placement", ["all on device", "kv split three ways"])
-def test_the_plan_holds_one_copy(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
     """Homes of units are for rows' own columns, exactly; peak bytes are the plan's, with the copy
     in it."""
     random_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     prompts = [[*random_prompts((300,), 8)[0], *own] for own in random_prompts((5,) * 8, 9)]
     reserved = {}
     peak = {}
-    slots = []
-    begin = CacheStore.begin_block
-    monkeypatch.setattr(
-        CacheStore,
-        "begin_block",
-        lambda store, layouts, *rest: (
-            slots.append(layouts[0][0].slots),
-            begin(store, layouts, *rest),
-        )[1],
-    )
-    for how in ("off", "on"):
-        with open_llm(
-            tmp_path / "model", Policy(4, 2, PLACEMENTS[placement]), tmp_path, how
-        ) as llm:
+    for how, slots in (("off", 307), ("on", 7)):
+        policy = Policy(4, 2, PLACEMENTS[placement])
+        with open_llm(tmp_path / "model", policy, tmp_path, how) as llm:
             llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
             assert llm._engine is not None
             plan = llm._engine.plan
             report = llm.report
         assert report is not None
+        assert plan.shape.slots[0] == report.kv["slots"] == slots
         reserved[how] = report.extra["kv_reserved_bytes"]
         peak[how] = sum(report.peak_bytes.values())
         assert peak[how] == sum(b.nbytes for b in plan.buffers)
     column = 2 * BASE["num_hidden_layers"] * BASE["hidden_size"] * 4
-    assert slots == [307, 7]
     assert plan.size("common prefix") == 300 * column
     assert reserved["off"] - reserved["on"] > 7 * 300 * column
     assert peak["on"] < peak["off"] - 7 * 300 * column + 300 * column
     assert report.kv["bytes"] == (300 + 8 * 6) * column + 8 * column // 2
     assert report.kv["full_bytes"] == 8 * 306 * column + 8 * column // 2
-
-
-def test_bf16_is_as_near_to_fp32(headed: Callable[[str], Reference], tmp_path: Path) -> None:
-    """Two results in bf16 are joined: what that rounds is no more than what all else does."""
-    known = headed("llama")
-    errors = {}
-    for how in ("off", "on"):
-        watch = LogitsByRow()
-        with LLM(str(known.folder), Policy(4, 2), dtype="bfloat16", offload_dir=tmp_path) as llm:
-            llm.share_prefix = how
-            llm.follow(known.prompts, known.tokens, watch)
-        apart = [torch.stack(watch.rows[row]) - want for row, want in enumerate(known.logits)]
-        errors[how] = float(torch.cat(apart).square().mean().sqrt())
-    assert held_in_one_copy(llm) == HEADER
-    assert errors["on"] < 1.25 * errors["off"]

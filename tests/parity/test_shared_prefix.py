@@ -7,18 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.kvcache.prefixes import SHARINGS, group_prompts
 from tests.parity.beginnings import cases, references
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.conftest import NEW_TOKENS
 from tests.parity.reference import (
-    LOGIT_TOLERANCE,
     LogitsByRow,
     Reference,
     make_reference,
+    opened,
     random_model,
     random_prompts,
     tokens_of,
@@ -45,21 +44,21 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Referenc
 
 
 def generate(
-    known: Reference, policy: Policy, budget: object, offload_dir: Path, how: str, **more: object
-) -> tuple[LLM, LogitsByRow, list[list[int]]]:
+    known: Reference,
+    policy: Policy,
+    offload_dir: Path,
+    how: str,
+    budget: MemoryBudget | None = None,
+) -> int:
+    """Check the tokens and the logits, and return how many prompt tokens were fed."""
     watch = LogitsByRow()
-    with LLM(
-        str(known.folder), policy, dtype="float32", budget=budget, offload_dir=offload_dir, **more
-    ) as llm:  # type: ignore[arg-type]
+    with opened(known.folder, policy, offload_dir, budget=budget) as llm:
         llm.share_prefix = how
         out = llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS), watch_logits=watch)
-    return llm, watch, tokens_of(out)
-
-
-def assert_equal(known: Reference, watch: LogitsByRow, tokens: list[list[int]]) -> None:
-    assert tokens == known.tokens
-    for row, want in enumerate(known.logits):
-        assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+    assert tokens_of(out) == known.tokens
+    watch.check(known.logits)
+    assert llm.report is not None and llm.report.prefill.tokens == sum(map(len, known.prompts))
+    return fed_tokens(llm)
 
 
 def fed_tokens(llm: LLM) -> int:
@@ -77,12 +76,8 @@ def test_tokens_and_logits(
 ) -> None:
     known = shared(shape)
     chosen = CONFIGURATIONS[configuration]
-    llm, watch, tokens = generate(
-        known, chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path, "on"
-    )
-    assert_equal(known, watch, tokens)
-    is_whole = chosen.gbs == 1
-    assert (fed_tokens(llm) < sum(map(len, known.prompts))) is not is_whole
+    fed = generate(known, chosen.policy(PLACEMENTS[placement]), tmp_path, "on", chosen.budget)
+    assert (fed < sum(map(len, known.prompts))) is (chosen.gbs > 1)
 
 
 def test_the_prefix_is_fed_once_a_micro_batch(
@@ -92,12 +87,7 @@ def test_the_prefix_is_fed_once_a_micro_batch(
     and the others."""
     known = shared("normal")
     whole = sum(map(len, known.prompts))
-    fed = {}
-    for how in SHARINGS:
-        llm, watch, tokens = generate(known, Policy(16, 1), None, tmp_path, how)
-        assert_equal(known, watch, tokens)
-        fed[how] = fed_tokens(llm)
-        assert llm.report is not None and llm.report.prefill.tokens == whole
+    fed = {how: generate(known, Policy(16, 1), tmp_path, how) for how in SHARINGS}
     assert fed["off"] == fed["auto"] == whole  # both headers are shorter than what pays
     # Four rows have the first header and one is the beginning of one of them; five have the second,
     # two of them equal.
@@ -110,40 +100,28 @@ def test_auto_shares_a_long_header(tmp_path: Path) -> None:
     header = random_prompts((40,), 8)[0]
     owns = random_prompts((5, 2, 9, 1, 5, 7), 9)
     known = make_reference(model, tmp_path / "model", [[*header, *own] for own in owns], NEW_TOKENS)
-    llm, watch, tokens = generate(known, Policy(2, 2), None, tmp_path, "auto")
-    assert_equal(known, watch, tokens)
-    assert fed_tokens(llm) == 2 * 40 + sum(map(len, owns))
-
-
-# ---- plans
+    assert generate(known, Policy(2, 2), tmp_path, "auto") == 2 * 40 + sum(map(len, owns))
 
 
 def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
     """Step buffers and hidden states have room for the tokens that are fed, and a larger block
     fits."""
-    model = random_model(max_position_embeddings=1024)
-    model.save_pretrained(tmp_path / "model")
+    random_model(max_position_embeddings=1024).save_pretrained(tmp_path / "model")
     header = random_prompts((600,), 8)[0]
-    owns = random_prompts((5,) * 16, 9)
-    prompts = [[*header, *own] for own in owns]
+    prompts = [[*header, *own] for own in random_prompts((5,) * 16, 9)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
     held = {}
-    for how in ("off", "auto"):
-        with LLM(
-            str(tmp_path / "model"), Policy(8, 2), dtype="float32", offload_dir=tmp_path
-        ) as llm:
+    for how, common in (("off", 0), ("auto", 600)):
+        with opened(tmp_path / "model", Policy(8, 2), tmp_path) as llm:
             llm.share_prefix = how
-            llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+            llm.generate(prompts, params)
             held[how] = llm.peak_bytes["host"]
             assert llm._engine is not None
-            tokens = llm._engine.plan.shape.tokens
-            assert tokens == max(
-                sum(g.tokens for g in group_prompts(prompts[i : i + 8], SHARINGS[how]))
-                for i in (0, 8)
-            )
-            assert llm._engine.plan.shape.common == (600 if how == "auto" else 0)
+            shape = llm._engine.plan.shape
+        parts = (group_prompts(prompts[i : i + 8], SHARINGS[how]) for i in (0, 8))
+        assert shape.tokens == max(sum(g.tokens for g in groups) for groups in parts)
+        assert shape.common == common
     assert held["auto"] < held["off"]
-    with LLM(str(tmp_path / "model"), "auto", dtype="float32", offload_dir=tmp_path) as llm:
-        llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
-        assert (
-            llm.report is not None and llm.report.extra["prefill_fed_tokens"] <= 600 + 16 * 5 + 600
-        )
+    with opened(tmp_path / "model", "auto", tmp_path) as llm:
+        llm.generate(prompts, params)
+    assert fed_tokens(llm) <= 600 + 16 * 5 + 600
