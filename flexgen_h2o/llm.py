@@ -74,7 +74,7 @@ from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.report import SearchResult
 from flexgen_h2o.planner.search import Plan
-from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
+from flexgen_h2o.tiers.device import open_device, resolve_budgets
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # dtype of random weights, unless another one is asked for
@@ -612,8 +612,17 @@ class LLM:
             self._checkpoint.check_unchanged()
         if budgets["device"] is not None:
             self._device.limit_memory(budgets["device"])
-        site = Site(self._device, budgets, self.offload_dir)
-        self._engine = Engine(part, checkpoint, policy, planned.memory, dtype, site, self.timeline)
+        self._engine = Engine(
+            part,
+            checkpoint,
+            policy,
+            planned.memory,
+            dtype,
+            self._device,
+            budgets,
+            self.offload_dir,
+            self.timeline,
+        )
         return self._engine
 
     def _test_bits(self, sequences: abc.Sequence[Sequence], planned: Plan) -> None:

@@ -120,7 +120,8 @@ class Channels:
 class ChatText:
     """The text of a chat answer as it comes: content and reasoning.
 
-    They are kept apart if the model writes channels. Otherwise everything is content.
+    They are kept apart if the model writes channels. Otherwise everything is content. Call either
+    `more` or `shown` as tokens come.
 
     prompt: the tokens in front of the answer.
 
@@ -141,6 +142,8 @@ class ChatText:
         self._plain = AnswerText(tokenizer, params.stop, prompt, params.stop_token_ids)
         self._taken = 0  # tokens of the answer that are sorted into messages
         self._texts: list[AnswerText] = []  # one for each message
+        self._shows_reasoning = False  # `shown` has returned some
+        self._shows_content = False
 
     def more(self, token_ids: abc.Sequence[int], is_over: bool) -> tuple[str, str]:
         """Return the new content and the new reasoning of an answer that has these tokens.
@@ -156,6 +159,18 @@ class ChatText:
         if is_over:
             self._channels.end()
         return self._of_channels(self._channels.messages, is_over)
+
+    def shown(self, token_ids: abc.Sequence[int], is_over: bool) -> str:
+        """Return the new text as a terminal shows it: reasoning is in front of the content."""
+        content, reasoning = self.more(token_ids, is_over)
+        found = reasoning
+        if reasoning and not self._shows_reasoning:
+            found = f"(thinking) {reasoning}"
+            self._shows_reasoning = True
+        if content and self._shows_reasoning and not self._shows_content:
+            found += "\n\n"
+        self._shows_content |= bool(content)
+        return found + content
 
     def _of_channels(
         self, messages: abc.Sequence[tuple[bool, list[int]]], is_over: bool
@@ -180,29 +195,3 @@ def keep_content(done: Sequence, tokenizer: Tokenizer | None) -> None:
     if marks_of(tokenizer) is not None and done.error is None:
         chat = ChatText(tokenizer, done.params, done.prompt_ids)
         done.text, _ = chat.more(done.token_ids, True)
-
-
-class TerminalText:
-    """The text of an answer as a terminal shows it.
-
-    Reasoning, if the model writes channels, is in front of the content.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: abc.Sequence[int]
-    ) -> None:
-        self._text = ChatText(tokenizer, params, prompt)
-        self._has_reasoning = False
-        self._has_content = False
-
-    def more(self, token_ids: abc.Sequence[int], is_over: bool) -> str:
-        """Return the new text to show, now that the answer has these tokens."""
-        content, reasoning = self._text.more(token_ids, is_over)
-        found = reasoning
-        if reasoning and not self._has_reasoning:
-            found = f"(thinking) {reasoning}"
-            self._has_reasoning = True
-        if content and self._has_reasoning and not self._has_content:
-            found += "\n\n"
-        self._has_content |= bool(content)
-        return found + content

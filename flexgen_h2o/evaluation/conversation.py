@@ -14,7 +14,7 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import format_bytes, format_seconds
-from flexgen_h2o.engine.channels import ChatText, TerminalText, marks_of
+from flexgen_h2o.engine.channels import ChatText, marks_of
 from flexgen_h2o.engine.conversation import Conversation, tokens_after_first
 from flexgen_h2o.engine.decoding import stop_criteria
 from flexgen_h2o.engine.generation import Callbacks, Silent
@@ -202,7 +202,7 @@ class Shown:
         self._over = over
         self._taken = 0  # tokens after the first turn
         self._before = deque(first, maxlen=CONTEXT)
-        self._text: TerminalText
+        self._text: ChatText
 
     def begin(self, turn: Turn) -> None:
         """Begin the exchange of the next turn."""
@@ -222,12 +222,12 @@ class Shown:
         now = self.exchanges[-1]
         if not now.answer:
             now.before = list(self._before)
-            self._text = TerminalText(self._llm.model.tokenizer, self._params, now.before)
+            self._text = ChatText(self._llm.model.tokenizer, self._params, now.before)
         now.answer.append(token)
         now.reason = reason
         self._taken += 1
         self._before.append(token)
-        self._show(self._text.more(now.answer, reason is not None))
+        self._show(self._text.shown(now.answer, reason is not None))
         if reason is not None:
             self._end()
 
@@ -236,7 +236,7 @@ class Shown:
         now = self.exchanges[-1]
         if now.reason is None:
             if now.answer:
-                self._show(self._text.more(now.answer, True))
+                self._show(self._text.shown(now.answer, True))
             self._end()
 
     def _end(self) -> None:

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -370,15 +369,6 @@ def open_device(name: str, separate_budget: bool) -> Device:
 
 DISK_MARGIN_BYTES = 2 * GIB
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True)
-class Site:
-    """The place of a run: its device, budgets and disk folder."""
-
-    device: Device
-    budgets: dict[str, int | None]  # bytes that each tier may hold; None: any number
-    offload_dir: Path  # folder of the disk tier
 
 
 def resolve_budgets(

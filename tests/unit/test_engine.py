@@ -24,7 +24,7 @@ from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
-from flexgen_h2o.tiers.device import Device, HostDevice, Site, StandInDevice
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
 from tests.unit.planner.made_up import small_spec
 
@@ -64,10 +64,9 @@ def open_engine(model: tuple[ModelSpec, Checkpoint], tmp_path: Path) -> Open:
         policy: Policy, device: Device, budgets: dict[str, int | None] = UNLIMITED
     ) -> Engine:
         plan = MemoryPlanner(spec, policy, 4, device.is_host).plan(SHAPE, OVERLAPPED[0])
-        site = Site(device, budgets, tmp_path / "offload")
-        return Engine(
-            ModelPart(spec, Full()), checkpoint, policy, plan, torch.float32, site, Timeline()
-        )
+        part = ModelPart(spec, Full())
+        site = (device, budgets, tmp_path / "offload")
+        return Engine(part, checkpoint, policy, plan, torch.float32, *site, Timeline())
 
     return open_one
 
