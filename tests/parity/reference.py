@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +103,9 @@ class Reference:
     prompts: list[list[int]]
     tokens: list[list[int]]
     logits: list[torch.Tensor]
+
+
+ByShape = Callable[[str], Reference]  # the reference of a shape by its name
 
 
 def make_reference(

@@ -17,6 +17,7 @@ from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import (
+    ByShape,
     LogitsByRow,
     Reference,
     assert_equal,
@@ -91,7 +92,7 @@ def at_odd_bytes(known: Reference, folder: Path) -> None:
 def test_stored_as(
     store: Callable[[Reference, Path], None],
     placement: str,
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
 ) -> None:
     known = reference("normal")
@@ -104,7 +105,7 @@ def test_stored_as(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_checkpoint_in_fp32(
-    dtype: torch.dtype, reference: Callable[[str], Reference], tmp_path: Path
+    dtype: torch.dtype, reference: ByShape, tmp_path: Path
 ) -> None:
     known = reference("normal")
     folder = tmp_path / "model"
@@ -116,9 +117,7 @@ def test_half_precision_checkpoint_in_fp32(
     assert tokens_of(out) == [greedy(model, p, 5) for p in known.prompts]
 
 
-def test_a_tied_model_with_a_head_of_its_own(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_a_tied_model_with_a_head_of_its_own(reference: ByShape, tmp_path: Path) -> None:
     """transformers ties where the two are equal, and else uses both, whatever the config says."""
     known = reference("llama, a kv-head for each query head, tied")
     folder = tmp_path / "model"

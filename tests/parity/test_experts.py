@@ -4,7 +4,7 @@ stays on disk."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.eviction.engine import run_with
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.conftest import EOS_LENGTHS
 from tests.parity.reference import (
+    ByShape,
     Reference,
     assert_equal,
     folder_with_eos,
@@ -58,7 +59,7 @@ def test_tokens_and_logits_are_those_of_transformers(
     placement: str,
     configuration: str,
     group: int,
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
 ) -> None:
     chosen = CONFIGURATIONS[configuration]
@@ -71,7 +72,7 @@ def test_tokens_and_logits_are_those_of_transformers(
     thinned([("qwen3_moe", SPLIT), ("gpt_oss", Policy(4, 3)), ("qwen3_moe", Policy(2, 5))], 2),
 )
 def test_rows_that_end_while_others_of_their_block_go_on(
-    shape: str, policy: Policy, reference: Callable[[str], Reference], tmp_path: Path
+    shape: str, policy: Policy, reference: ByShape, tmp_path: Path
 ) -> None:
     """Among them all rows of a micro-batch, and some of one that others are behind."""
     known = reference(shape)
@@ -100,7 +101,7 @@ def test_the_micro_batches_of_a_block_are_computed_together(
     stand_in: bool,
     prefill: list[int],
     decode: list[int],
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -129,7 +130,7 @@ def test_the_micro_batches_of_a_block_are_computed_together(
 def test_groups_that_nobody_chose_are_not_read(
     rows: int,
     group: int,
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

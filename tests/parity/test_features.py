@@ -3,7 +3,6 @@ same tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import (
-    Reference,
+    ByShape,
     assert_equal,
     greedy,
     opened,
@@ -28,7 +27,7 @@ STAND_IN = MemoryBudget("64MiB", "64MiB", "64MiB")
 
 @pytest.mark.parametrize("placement", ["kv on host", "kv split three ways"])
 def test_attending_on_the_host_keeps_micro_batches_apart(
-    placement: str, reference: Callable[[str], Reference], tmp_path: Path
+    placement: str, reference: ByShape, tmp_path: Path
 ) -> None:
     """FlexGen mixes the micro-batches' caches up here; prompts of one length make it invisible to
     shapes."""
@@ -46,7 +45,7 @@ def test_attending_on_the_host_keeps_micro_batches_apart(
     ("placement", "budget"), [("kv on disk", MemoryBudget()), ("kv split three ways", STAND_IN)]
 )
 def test_the_overlay_is_written_back_many_times(
-    placement: str, budget: MemoryBudget, reference: Callable[[str], Reference], tmp_path: Path
+    placement: str, budget: MemoryBudget, reference: ByShape, tmp_path: Path
 ) -> None:
     known = reference("normal")
     new = 2 * WRITE_BACK_STEPS + 5
@@ -65,9 +64,7 @@ POLICIES = [
 ]
 
 
-def test_sampling_draws_the_same_under_every_policy(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_sampling_draws_the_same_under_every_policy(reference: ByShape, tmp_path: Path) -> None:
     known = reference("normal")
     drawn = [
         tokens_of(run(known.folder, known.prompts, p, tmp_path, SAMPLED, b)) for p, b in POLICIES
@@ -78,7 +75,7 @@ def test_sampling_draws_the_same_under_every_policy(
 
 @pytest.mark.parametrize("switches", [{}, {"cpu_cache_compute": True}], ids=str)
 def test_a_last_micro_batch_whose_split_rounds_otherwise(
-    switches: dict[str, bool], reference: Callable[[str], Reference], tmp_path: Path
+    switches: dict[str, bool], reference: ByShape, tmp_path: Path
 ) -> None:
     """Of 12 KV rows none falls to the host at 30/5, of 8 one does: the plan must hold room for
     both."""
@@ -87,7 +84,7 @@ def test_a_last_micro_batch_whose_split_rounds_otherwise(
     assert_equal(known, policy, STAND_IN, tmp_path)
 
 
-def test_one_run_at_a_time(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_one_run_at_a_time(reference: ByShape, tmp_path: Path) -> None:
     """A second run on the same engine would overwrite the first one's slots: it is refused, and the
     first goes on."""
     known = reference("normal")

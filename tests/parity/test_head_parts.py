@@ -28,6 +28,7 @@ from tests.parity.ranks import Run as PipelineRun
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
     LONG,
+    ByShape,
     Ended,
     LogitsByRow,
     Reference,
@@ -91,7 +92,7 @@ def test_tokens_and_logits_are_those_of_transformers(
     shape: str,
     placement: str,
     configuration: str,
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
     forced: Callable[[], None],
 ) -> None:
@@ -127,7 +128,7 @@ def test_packed_weights_and_products_in_int8(
     shape: str,
     switches: dict[str, Any],
     stand_in: bool,
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     offload_dir: Path,
     forced: Callable[[], None],
 ) -> None:
@@ -153,7 +154,7 @@ def test_quantised_checkpoints(name: str, tmp_path: Path, forced: Callable[[], N
 def test_samples_and_log_probabilities(
     shape: str,
     dtype: str,
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
     forced: Callable[[], None],
 ) -> None:

@@ -255,8 +255,8 @@ def test_ranks_with_other_flags_are_told_which(other: int, monkeypatch: pytest.M
 
     monkeypatch.setattr("flexgen_h2o.engine.distributed._gather", gather)
     rows = [Sequence(0, (5, 6), max_new=4)]
-    mine = [one for _, one, _ in WORK]
-    theirs = [*mine[:other], WORK[other][2], *mine[other + 1 :]]
+    mine = {name: one for name, one, _ in WORK}
+    theirs = mine | {WORK[other][0]: WORK[other][2]}
     check_same(Pipeline(1, 2, 2), theirs, rows)
     with pytest.raises(UsageError, match=f"rank 1 has another {WORK[other][0]} than rank 0"):
         check_same(Pipeline(0, 2, 2), mine, rows)

@@ -4,7 +4,6 @@ job."""
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from flexgen_h2o.engine.sequence import Sequence, with_params
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import (
     LONG,
-    Reference,
+    ByShape,
     greedy,
     opened,
     random_prompts,
@@ -41,9 +40,7 @@ BUDGET = MemoryBudget("64MiB", "64MiB", "64MiB")
 
 
 @pytest.fixture(scope="module")
-def alone(
-    reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory
-) -> list[Completion]:
+def alone(reference: ByShape, tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
     folder = tmp_path_factory.mktemp("alone")
     with opened(reference("normal").folder, Policy(1, 1), folder, budget=BUDGET) as llm:
         return [llm.generate([p], [asked])[0] for p, asked in zip(PROMPTS, ASKED, strict=True)]
@@ -61,7 +58,7 @@ def test_a_row_gets_what_it_gets_alone(
     policy: Policy,
     placement: str,
     alone: list[Completion],
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
 ) -> None:
     policy = replace(policy, percent=PLACEMENTS[placement])
@@ -72,9 +69,7 @@ def test_a_row_gets_what_it_gets_alone(
     assert [len(one.token_ids) for one in out] == [ASKED[i].max_tokens for i in order]
 
 
-def test_logprobs_equal_transformers(
-    alone: list[Completion], reference: Callable[[str], Reference]
-) -> None:
+def test_logprobs_equal_transformers(alone: list[Completion], reference: ByShape) -> None:
     model = reference("normal").model
     assert alone[0].logprobs is None and alone[0].token_ids == greedy(model, PROMPTS[0], LONG)
     assert alone[1].token_ids != greedy(model, PROMPTS[1], 3), "a draw that says nothing"
@@ -107,7 +102,7 @@ def run_part(llm: LLM, lengths: tuple[int, ...], new: int) -> object:
 
 @pytest.mark.parametrize("job_rows", [100, 0])
 def test_an_engine_that_is_opened_again_serves_the_parts_before(
-    job_rows: int, reference: Callable[[str], Reference], tmp_path: Path
+    job_rows: int, reference: ByShape, tmp_path: Path
 ) -> None:
     """Long prompts, then long answers, then long prompts again: in a job, the third finds an engine
     that does."""
@@ -120,9 +115,7 @@ def test_an_engine_that_is_opened_again_serves_the_parts_before(
         assert (run_part(llm, long, 2) is second) is (job_rows > 0)
 
 
-def test_auto_plans_for_the_whole_job(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_auto_plans_for_the_whole_job(reference: ByShape, tmp_path: Path) -> None:
     """A first part of two rows must not make blocks of two rows."""
     known = reference("normal")
     with opened(known.folder, "auto", tmp_path) as llm:
@@ -133,9 +126,7 @@ def test_auto_plans_for_the_whole_job(
         assert run_part(llm, (9, 9), 3) is first
 
 
-def test_what_does_not_fit_is_said_and_nothing_is_open(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_said_and_nothing_is_open(reference: ByShape, tmp_path: Path) -> None:
     rows = part((60, 9), 2)
     allowed = MemoryBudget(host="12.4MiB")  # 12 MiB are staging of disk reads
     with opened(reference("normal").folder, Policy(2, 1), tmp_path, budget=allowed) as llm:

@@ -4,7 +4,6 @@ alone."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from flexgen_h2o.core.errors import UsageError
 from tests.parity.cases import BASE, PLACEMENTS
 from tests.parity.reference import (
     LONG,
+    ByShape,
     Ended,
-    Reference,
     folder_with_eos,
     greedy,
     opened,
@@ -76,7 +75,7 @@ def test_end_tokens_of_a_generation_config(ended: Ended, tmp_path: Path) -> None
     ("placement", "budget"), [("kv on disk", "stand-in"), ("everything split 30/30", "host")]
 )
 def test_the_last_position_ends_a_row(
-    placement: str, budget: str, reference: Callable[[str], Reference], tmp_path: Path
+    placement: str, budget: str, reference: ByShape, tmp_path: Path
 ) -> None:
     """A prompt that fills all positions gets one token, and every row of the block ends at another
     step."""
@@ -91,9 +90,7 @@ def test_the_last_position_ends_a_row(
     assert tokens_of(out) == want
 
 
-def test_many_blocks_and_one_llm_for_all_workloads(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_many_blocks_and_one_llm_for_all_workloads(reference: ByShape, tmp_path: Path) -> None:
     """Small, then larger than the open buffers, then small again in the large ones; each over
     several blocks."""
     known = reference("normal")
@@ -120,9 +117,7 @@ def test_rows_leave_a_later_block_of_shorter_prompts(
     assert tokens_of(out[len(long) :]) == ended.tokens
 
 
-def test_a_prompt_longer_than_the_positions_is_refused(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_a_prompt_longer_than_the_positions_is_refused(reference: ByShape, tmp_path: Path) -> None:
     prompts = random_prompts([3, POSITIONS + 1])
     with pytest.raises(UsageError, match=f"{POSITIONS + 1} tokens.*{POSITIONS} positions"):
         run(reference("normal").folder, prompts, Policy(), tmp_path, SamplingParams())

@@ -3,7 +3,7 @@ prompts are shared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from tests.parity.cases import PLACEMENTS
-from tests.parity.reference import Reference, greedy, opened, random_prompts
+from tests.parity.reference import ByShape, Reference, greedy, opened, random_prompts
 
 # A context for four choices, of which two begin alike; a context of one token; longer and shorter
 # ones.
@@ -56,7 +56,7 @@ def test_scores(
     policy: Policy | str,
     share: str,
     mode: str,
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
 ) -> None:
     known = reference(shape)
@@ -91,9 +91,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("refill", [False, True])
-def test_rows_that_score_beside_others(
-    refill: bool, reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_rows_that_score_beside_others(refill: bool, reference: ByShape, tmp_path: Path) -> None:
     known = reference("normal")
     with opened(known.folder, Policy(2, 1), tmp_path, budget=BUDGET) as llm:
         out = llm.generate(PROMPTS, MIXED, refill=refill)
@@ -114,7 +112,7 @@ def test_rows_that_score_beside_others(
             assert [each.logprob for each in found if each] == want_each
 
 
-def test_all_positions_can_be_scored(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_all_positions_can_be_scored(reference: ByShape, tmp_path: Path) -> None:
     known = reference("normal")
     with opened(known.folder, Policy(1, 1), tmp_path, budget=BUDGET) as llm:
         positions = llm.model.spec.max_positions
@@ -131,9 +129,7 @@ def test_all_positions_can_be_scored(reference: Callable[[str], Reference], tmp_
                 llm.generate([[5]], SamplingParams(score=[99999], score_mode=mode))
 
 
-def test_scores_that_were_not_asked_for(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_scores_that_were_not_asked_for(reference: ByShape, tmp_path: Path) -> None:
     with opened(reference("normal").folder, Policy(1, 1), tmp_path, budget=BUDGET) as llm:
         (one,) = llm.score(iter([[5]]), iter([[6, 7]]))  # type: ignore[arg-type]
         assert one.token_ids == [6, 7]

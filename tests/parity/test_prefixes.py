@@ -1,29 +1,40 @@
-"""What all rows of a block begin with has its KV in one copy: transformers' tokens and logits, on
-every tier."""
+"""Rows that begin alike give what they give alone: transformers' tokens and logits, wherever they
+lie. What only some share is fed once a micro-batch, and what all share has its KV in one copy."""
 
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kvcache.eviction import H2O
-from tests.parity.beginnings import cases, references
-from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS, thinned
-from tests.parity.conftest import NEW_TOKENS
+from flexgen_h2o.kvcache.prefixes import SHARINGS, group_prompts
+from tests.parity.cases import (
+    BASE,
+    CONFIGURATIONS,
+    FAMILY_SHAPES,
+    PLACEMENTS,
+    SHAPES,
+    thinned,
+)
+from tests.parity.conftest import NEW_TOKENS, SEEDS
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
     LONG,
+    ByShape,
     LogitsByRow,
     Reference,
     greedy,
+    make_reference,
     opened,
     random_model,
     random_prompts,
@@ -32,26 +43,80 @@ from tests.parity.reference import (
 )
 
 HEADER = 13
+# Two headers that begin with the same three tokens, a prompt with neither, two that are equal, one
+# that another begins with, and one of a single token.
+HEADERS = (13, 10)
+OTHERS = (4, 6)
 
 
-def alike(seed: int) -> list[list[int]]:
+def all_alike(seed: int) -> list[list[int]]:
     """A header; two equal prompts, three that share more than the header, one that is the beginning
     of another."""
     header, more = random_prompts((HEADER, 4), seed)
     owns = random_prompts((3, 1, 6, 2, 9, 1, 5), seed + 1)
     owns[3:6] = [[*more, *own] for own in owns[3:6]]
-    # they share nothing behind the header
-    owns[0][0] = 5
-    owns[1][0] = 6
-    owns[2][0] = 7
+    for i in range(3):  # they share nothing behind the header
+        owns[i][0] = 5 + i
     prompts = [[*header, *own] for own in owns]
     return [*prompts, prompts[0], prompts[2][:-2]]
 
 
+def some_alike(seed: int) -> list[list[int]]:
+    first, second = random_prompts(HEADERS, seed)
+    second[:3] = first[:3]
+    owns = random_prompts((3, 1, 3, 6, 2, 9, 1, 2), seed + 1)
+    rows = [[*(first if i % 2 else second), *own] for i, own in enumerate(owns)]
+    return [*rows, rows[0], rows[3][:-2], *random_prompts((*OTHERS, 1), seed + 2)]
+
+
+def references(
+    prompts: Callable[[int], list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> ByShape:
+    """prompts: of a seed; the first seed that leads to no near tie counts."""
+
+    @cache
+    def made(shape: str) -> Reference:
+        model = random_model(SEEDS.get(shape, 0), **(SHAPES | FAMILY_SHAPES)[shape])
+        for seed in range(5, 30):
+            folder = tmp_path_factory.mktemp("model")
+            try:
+                return make_reference(model, folder, prompts(seed), NEW_TOKENS)
+            except AssertionError:
+                continue
+        raise AssertionError(f"{shape}: no prompts without near ties")
+
+    return made
+
+
 @pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """The reference of a shape by its name."""
-    return references(alike, tmp_path_factory)
+def headed(tmp_path_factory: pytest.TempPathFactory) -> ByShape:
+    return references(all_alike, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> ByShape:
+    return references(some_alike, tmp_path_factory)
+
+
+OTHER_SHAPES = (
+    "post-norm, narrow embedding (350m)",
+    "odd sizes",
+    "llama",
+    "llama, one kv-head, odd sizes",
+    "llama, rope yarn",
+    "qwen2",
+    "gpt_neox",
+    "gpt_neox, one after the other",
+)
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    """(shape, placement, configuration): every placement with the normal shape, each configuration
+    in turn; each of the other shapes at one placement."""
+    pairs = [("normal", placement) for placement in PLACEMENTS]
+    pairs += zip(OTHER_SHAPES, list(PLACEMENTS)[::2], strict=True)
+    for (shape, placement), name in zip(pairs, cycle(CONFIGURATIONS), strict=False):
+        yield shape, placement, name
 
 
 def open_llm(
@@ -72,29 +137,48 @@ def held_in_one_copy(llm: LLM) -> int:
     return int(found["tokens"])
 
 
+def fed_tokens(llm: LLM) -> int:
+    assert llm.report is not None
+    return int(llm.report.extra["prefill_fed_tokens"])
+
+
+def generate(
+    known: Reference,
+    policy: Policy,
+    offload_dir: Path,
+    how: str = "on",
+    budget: MemoryBudget | None = None,
+) -> LLM:
+    """Check the tokens and the logits."""
+    watch = LogitsByRow()
+    with open_llm(known.folder, policy, offload_dir, how, budget=budget) as llm:
+        out = llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS), watch_logits=watch)
+    assert tokens_of(out) == known.tokens
+    watch.check(known.logits)
+    assert llm.report is not None and llm.report.prefill.tokens == sum(map(len, known.prompts))
+    return llm
+
+
 @pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(cases(), 2))
 def test_tokens_and_logits(
     shape: str,
     placement: str,
     configuration: str,
-    headed: Callable[[str], Reference],
+    headed: ByShape,
+    shared: ByShape,
     tmp_path: Path,
 ) -> None:
-    known = headed(shape)
     chosen = CONFIGURATIONS[configuration]
-    watch = LogitsByRow()
     policy = chosen.policy(PLACEMENTS[placement])
-    params = SamplingParams(max_tokens=NEW_TOKENS)
-    with open_llm(known.folder, policy, tmp_path, budget=chosen.budget) as llm:
-        out = llm.generate(known.prompts, params, watch_logits=watch)
-    assert tokens_of(out) == known.tokens
-    watch.check(known.logits)
-    assert held_in_one_copy(llm) == HEADER
-    assert llm.report is not None
+    known = shared(shape)
+    llm = generate(known, policy, tmp_path, budget=chosen.budget)
+    assert (fed_tokens(llm) < sum(map(len, known.prompts))) is (chosen.gbs > 1)
+    known = headed(shape)
+    llm = generate(known, policy, tmp_path, budget=chosen.budget)
+    assert held_in_one_copy(llm) == HEADER and llm.report is not None
     # The header is fed once a block, and each row's slots are for the others.
     blocks = llm.report.extra["blocks"]
-    fed = llm.report.extra["prefill_fed_tokens"]
-    assert fed <= sum(len(p) - HEADER for p in known.prompts) + blocks * HEADER
+    assert fed_tokens(llm) <= sum(len(p) - HEADER for p in known.prompts) + blocks * HEADER
     assert llm.report.kv["slots"] == max(map(len, known.prompts)) - HEADER + NEW_TOKENS - 1
 
 
@@ -102,7 +186,7 @@ def test_tokens_and_logits(
     ("placement", "refill"), [("all on device", False), ("kv split three ways", True)]
 )
 def test_rows_that_end_at_different_steps(
-    refill: bool, placement: str, headed: Callable[[str], Reference], tmp_path: Path
+    refill: bool, placement: str, headed: ByShape, tmp_path: Path
 ) -> None:
     """An end-of-sequence token in the middle; places are filled by rows that read the same copy."""
     known = headed("normal")
@@ -118,9 +202,7 @@ def test_rows_that_end_at_different_steps(
     assert len({len(row) for row in want}) >= 3
 
 
-def test_more_rows_enter_only_with_the_same_header(
-    headed: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_more_rows_enter_only_with_the_same_header(headed: ByShape, tmp_path: Path) -> None:
     """As the batch door asks: what begins otherwise, or is no longer than the header, has no
     room."""
     known = headed("normal")
@@ -147,9 +229,7 @@ def test_more_rows_enter_only_with_the_same_header(
         assert one.token_ids == greedy(known.model, one.prompt_ids, one.params.max_tokens)
 
 
-def test_equal_prompts_one_row_and_others_in_turn(
-    headed: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_equal_prompts_one_row_and_others_in_turn(headed: ByShape, tmp_path: Path) -> None:
     """An engine that is open for one header serves shorter ones, and is opened again for what it
     has no room for."""
     known = headed("llama")
@@ -187,7 +267,7 @@ def test_with_and_without_are_the_same(
     more: dict[str, Any],
     common: int,
     tolerance: float,
-    headed: Callable[[str], Reference],
+    headed: ByShape,
     tmp_path: Path,
 ) -> None:
     """Where tokens are not transformers' own. Packed and sparse columns stay with their rows."""
@@ -231,3 +311,49 @@ def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
     assert peak["on"] < peak["off"] - 7 * 300 * column + 300 * column
     assert report.kv["bytes"] == (300 + 8 * 6) * column + 8 * column // 2
     assert report.kv["full_bytes"] == 8 * 306 * column + 8 * column // 2
+
+
+def test_the_prefix_is_fed_once_a_micro_batch(shared: ByShape, tmp_path: Path) -> None:
+    """Counted where the tokens are fed: in one micro-batch the two headers, the rows' own tokens,
+    and the others."""
+    known = shared("normal")
+    whole = sum(map(len, known.prompts))
+    fed = {how: fed_tokens(generate(known, Policy(16, 1), tmp_path, how)) for how in SHARINGS}
+    assert fed["off"] == fed["auto"] == whole  # both headers are shorter than what pays
+    # Four rows have the first header and one is the beginning of one of them; five have the second,
+    # two of them equal.
+    assert fed["on"] <= whole - 4 * HEADERS[0] - 4 * HEADERS[1]
+
+
+def test_auto_shares_a_long_header(tmp_path: Path) -> None:
+    """With the defaults; all rows have it, so it is fed once a block."""
+    model = random_model(max_position_embeddings=96)
+    header = random_prompts((40,), 8)[0]
+    owns = random_prompts((5, 2, 9, 1, 5, 7), 9)
+    known = make_reference(model, tmp_path / "model", [[*header, *own] for own in owns], NEW_TOKENS)
+    llm = generate(known, Policy(2, 2), tmp_path, "auto")
+    assert fed_tokens(llm) == 2 * 40 + sum(map(len, owns))
+
+
+def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
+    """Step buffers and hidden states have room for the tokens that are fed, and a larger block
+    fits."""
+    random_model(max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    header = random_prompts((600,), 8)[0]
+    prompts = [[*header, *own] for own in random_prompts((5,) * 16, 9)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    held = {}
+    for how, common in (("off", 0), ("auto", 600)):
+        with opened(tmp_path / "model", Policy(8, 2), tmp_path) as llm:
+            llm.share_prefix = how
+            llm.generate(prompts, params)
+            held[how] = llm.peak_bytes["host"]
+            assert llm._engine is not None
+            shape = llm._engine.plan.shape
+        parts = (group_prompts(prompts[i : i + 8], SHARINGS[how]) for i in (0, 8))
+        assert shape.tokens == max(sum(g.tokens for g in groups) for groups in parts)
+        assert shape.common == common
+    assert held["auto"] < held["off"]
+    with opened(tmp_path / "model", "auto", tmp_path) as llm:
+        llm.generate(prompts, params)
+    assert fed_tokens(llm) <= 600 + 16 * 5 + 600
