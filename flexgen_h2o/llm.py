@@ -394,15 +394,15 @@ class LLM:
             planner = self.planner
             pipeline = planner.part.pipeline
             if pipeline is not None:
-                given = (
-                    self.model.config,
-                    self.dtype,
-                    self.asked_policy,
-                    self.eviction,
-                    [one.params for one in sequences],
-                    self.share_prefix,
-                )
-                check_same(pipeline, given, sequences)
+                work = {
+                    "model": self.model.config,
+                    "dtype": self.dtype,
+                    "policy": self.asked_policy,
+                    "eviction": self.eviction,
+                    "--gen-len or sampling flag": [one.params for one in sequences],
+                    "--share-prefix": self.share_prefix,
+                }
+                check_same(pipeline, work, sequences)
             engine = self._ready(sequences)
             self._common = planner.common(sequences, engine.policy)
             scheduler = self._schedule(

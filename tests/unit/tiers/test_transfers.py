@@ -21,7 +21,7 @@ from flexgen_h2o.core.units import PAGE, STAGING_BYTES, STAGING_SLOTS
 from flexgen_h2o.tiers import transfers as mover_module
 from flexgen_h2o.tiers.device import StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
-from flexgen_h2o.tiers.stream import Done, Waitable
+from flexgen_h2o.tiers.stream import Done, Waitable, wait_all
 from flexgen_h2o.tiers.transfers import Lanes, Memory, Mover
 
 THREADS = {"disk_read": 2, "disk_write": 1, "h2d": 1}
@@ -96,8 +96,7 @@ def test_kv_goes_to_the_card_while_weights_wait_for_their_space(lanes: Lanes, ga
     lanes.submit("h2d", "load_cache", [appends(log, "kv")]).wait()
     assert log == ["kv"]
     gate.finish_one()
-    for done in weights:
-        done.wait()
+    wait_all(weights)
     assert log == ["kv", 0, 1, 2] and lanes.bytes_moved["h2d"] == 4
 
 
@@ -269,38 +268,36 @@ def test_only_the_named_columns_are_copied(
     """One column a row, of its slot; the copy lands in the target itself, not in one of its own."""
     places = st.lists(st.integers(0, segments * slots - 1), min_size=rows, max_size=rows)
     chosen = torch.tensor(data.draw(places))
-    sources = tuple(torch.randn(segments, rows, slots, 4).bfloat16() for _ in range(2))
-    targets = tuple(torch.zeros(segments, rows, slots, 4).bfloat16() for _ in range(2))
+    sources = [torch.randn(segments, rows, slots, 4).bfloat16() for _ in range(2)]
+    targets = [torch.zeros_like(source) for source in sources]
     before = room.mover.lanes.bytes_moved["d2h"]
     beside = room.device.beside
     room.mover.copy_kv_entries("c", list(zip(targets, sources, strict=True)), chosen, []).wait()
+    at = (chosen // slots, torch.arange(rows), chosen % slots)
     for target, source in zip(targets, sources, strict=True):
         expected = torch.zeros_like(target)
-        for row in range(rows):
-            segment, slot = divmod(int(chosen[row]), slots)
-            expected[segment, row, slot] = source[segment, row, slot]
+        expected[at] = source[at]
         assert torch.equal(target, expected)
     assert room.mover.lanes.bytes_moved["d2h"] - before == 2 * rows * 4 * 2
-    assert (
-        room.device.beside - beside == 2
-    )  # to wait and to gather; on a card it would else queue behind compute
+    # To wait and to gather; on a card it would else queue behind compute.
+    assert room.device.beside - beside == 2
 
 
 def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None:
     gate = Done()
     buffer = host_buffer(PAGE)
     t = torch.zeros(1, 2, 3, 4)
+    slots = torch.zeros(2, dtype=torch.int64)
     started = [
         room.mover.read("r", buffer, "host", FileRange(room.source, 0, PAGE), [gate]),
         room.mover.write("w", room.target, 0, buffer, "host", [gate]),
         room.mover.copy("h2d", "c", t, t, [gate]),
-        room.mover.copy_kv_entries("c", [(t, t)], torch.zeros(2, dtype=torch.int64), [gate]),
+        room.mover.copy_kv_entries("c", [(t, t)], slots, [gate]),
     ]
-    threading.Event().wait(0.03)
+    time.sleep(0.03)
     early = [done.is_done for done in started]
     gate.finish_one()
-    for done in started:
-        done.wait()
+    wait_all(started)
     assert not any(early)
 
 
