@@ -89,7 +89,7 @@ STOPS: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({"stop": [f"{END}!"]}, "Hi\nuser: wat", 14),  # it does not come
     ({"stop": [f"{END}\nu", "\n"]}, "Hi", 4),  # the earlier of two
     ({"stop": ["i\nu"]}, "H", 5),  # text over a special token
-    ({"stop": ["user"]}, "Hi\n", 8),
+    ({"stop": ["ser", "user"]}, "Hi\n", 8),  # the earlier of two that end together
     ({"stop_token_ids": [256]}, "Hi", 3),
     ({"stop_token_ids": [105]}, "H", 2),
     ({"stop_token_ids": [999_999, 10]}, "Hi", 4),
