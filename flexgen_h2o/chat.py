@@ -13,6 +13,7 @@ import sys
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -270,7 +271,7 @@ class Chat:
         """Return a conversation of at most `most` tokens."""
         from flexgen_h2o.engine.conversation import Conversation
         from flexgen_h2o.engine.decoding import stop_criteria
-        from flexgen_h2o.engine.penalties import penalties_maker
+        from flexgen_h2o.engine.penalties import penalties_of
         from flexgen_h2o.evaluation.conversation import Shown
 
         params = self._params
@@ -279,7 +280,7 @@ class Chat:
         self._shown = Shown(self._llm, first, params, _write, self._show_figures)
         asked = max(1, min(most, self._args.max_len or most) - len(first) + 1)
         room = most_new_tokens(self._llm.eviction, model.spec, len(first), asked)
-        penalties = penalties_maker(model, params)
+        penalties = partial(penalties_of, model, params)
         talk = Conversation(
             first, self._later(), params, ends, self._shown, room, penalties=penalties
         )

@@ -10,6 +10,7 @@ import sys
 from collections import abc, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -427,7 +428,7 @@ def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> 
     from flexgen_h2o.engine.conversation import AnswerText, Conversation
     from flexgen_h2o.engine.decoding import stop_criteria
     from flexgen_h2o.engine.generation import Callbacks, Silent
-    from flexgen_h2o.engine.penalties import penalties_maker
+    from flexgen_h2o.engine.penalties import penalties_of
 
     model = llm.model
     params = sequence.params
@@ -440,7 +441,7 @@ def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> 
         printed = _Printed(text.more)
     room = most_new_tokens(llm.eviction, model.spec, len(ids), params.max_tokens)
     asked = replace(params, max_tokens=room)
-    penalties = penalties_maker(model, params)
+    penalties = partial(penalties_of, model, params)
     talk = Conversation(
         ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1, penalties=penalties
     )

@@ -69,7 +69,7 @@ class Conversation:
         audience: Audience,
         room: int,
         max_tokens_per_sweep: int = FORCED_CHUNK,
-        penalties: Callable[[], Penalties | None] | None = None,
+        penalties: Callable[[], Penalties | None] = lambda: None,
     ) -> None:
         self.sequence = Sequence(0, tuple(first), source=self, max_new=room)
         self.sequence.max_tokens_per_sweep = max_tokens_per_sweep
@@ -85,7 +85,6 @@ class Conversation:
         self.is_stopped: Callable[[], bool] = lambda: False
         self._make_penalties = penalties
         self._penalties: Penalties | None = None
-        self._all_tokens = [*first]  # all tokens up to now, if there are penalties
         self._before: list[int] = []  # the tokens in front of the answer
 
     def _new_answer(self) -> Sequence:
@@ -98,27 +97,21 @@ class Conversation:
         self.left = self.room - step - 1
         if self._pending_tokens:
             token = self._pending_tokens.popleft()
-            self._remember(token)
             self._audience.given(token, logits)
             return token
-        if not self._answer.token_ids and self._make_penalties is not None:
-            self._before = [*self._all_tokens]
+        if not self._answer.token_ids:
+            self._before = [*self.sequence.prompt_ids, *self.sequence.token_ids]
             self._penalties = self._make_penalties()
         row = logits[None]
         if self._penalties is not None:
             row = self._penalties(self._before, self._answer.token_ids, row)
         (token,) = sample_tokens(row, [self._params], [0], [step])
-        self._remember(token)
         self._answer.token_ids.append(token)
         reason = self._ends(self._answer) or ("interrupted" if self.is_stopped() else None)
         self._audience.said(token, reason)
         if reason is not None and self.left:
             self._next_turn(token)
         return token
-
-    def _remember(self, token: int) -> None:
-        if self._make_penalties is not None:
-            self._all_tokens.append(token)
 
     def end(self) -> str | None:
         """Return why the sequence is done with its newest token, or None if it is not."""

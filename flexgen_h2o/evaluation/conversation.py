@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +19,7 @@ from flexgen_h2o.engine.channels import ChatText, marks_of
 from flexgen_h2o.engine.conversation import Conversation, tokens_after_first
 from flexgen_h2o.engine.decoding import stop_criteria
 from flexgen_h2o.engine.generation import Callbacks, Silent
-from flexgen_h2o.engine.penalties import penalties_maker
+from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.prompts import lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.evaluation.figures import held_kv, perplexity, surprise
@@ -276,7 +277,7 @@ def converse(
         llm.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens)
     )
     talk = Conversation(
-        ids[0], more, params, ends, shown, room, penalties=penalties_maker(llm.model, params)
+        ids[0], more, params, ends, shown, room, penalties=partial(penalties_of, llm.model, params)
     )
     llm.prepare([talk.sequence])
     begin(0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.conversation import Conversation
 from flexgen_h2o.engine.decoding import stop_criteria
 from flexgen_h2o.engine.generation import Callbacks, Silent
-from flexgen_h2o.engine.penalties import penalties_maker
+from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.sequence import Sequence as Answered
 from flexgen_h2o.models.load import find_model
 from tests.text.conftest import Job
@@ -162,7 +163,7 @@ def test_a_conversation_counts_all_that_was_said(ids_model: Path, tmp_path: Path
     with LLM(str(ids_model), dtype="float32", offload_dir=tmp_path / "offload") as llm:
         params = SamplingParams(max_tokens=5)
         ends = stop_criteria(llm.model, params)
-        penalties = penalties_maker(llm.model, params)
+        penalties = partial(penalties_of, llm.model, params)
         talk = Conversation(
             turns[0], iter(turns[1:]), params, ends, Listening(), 40, penalties=penalties
         )
