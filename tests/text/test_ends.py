@@ -17,11 +17,10 @@ from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import RequestReader, RowError
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving.answers import StreamEvents, read_asked
-from tests.text.conftest import Job, Said
+from tests.text.conftest import Job
 from tests.text.tiny import chat_line, edit_json, text_line, write_bytes_tokenizer, write_script
 
 Run = Callable[..., Job]
-Door = Callable[..., Said]
 END = "<|im_end|>"
 TEXT_END = "<|endoftext|>"
 SCRIPT = (*b">Hi", END, *b"\nuser: wat", TEXT_END, *b"k")
@@ -277,7 +276,7 @@ def test_channels_of_a_job(run_job: Run, harmonic: Path) -> None:
 ENGINE = ("--dtype", "float32", "--offload-dir", "offload", "--max-tokens", 40)
 
 
-def test_channels_on_a_terminal(harmonic: Path, call: Door, tmp_path: Path) -> None:
+def test_channels_on_a_terminal(harmonic: Path, call: Run, tmp_path: Path) -> None:
     """One prompt that is streamed, several, and older names: thoughts in front, no marks; files
     have the content."""
     shown = "(thinking) THINK\n\n42\n"
@@ -298,7 +297,7 @@ def test_channels_on_a_terminal(harmonic: Path, call: Door, tmp_path: Path) -> N
 
 
 def test_older_names_end_an_answer_where_the_turn_ends(
-    chatty: Path, call: Door, tmp_path: Path
+    chatty: Path, call: Run, tmp_path: Path
 ) -> None:
     model = find_model(str(chatty), None)
     assert model.for_chat(SamplingParams(stop_token_ids=(3,))).stop_token_ids == (3, 256)

@@ -16,7 +16,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.engine import decoding
 from flexgen_h2o.models.load import find_model
-from tests.text.conftest import Job, Said
+from tests.text.conftest import Job
 from tests.text.tiny import chat_line, text_line
 
 Run = Callable[..., Job]
@@ -174,7 +174,7 @@ def test_internal_errors_do_not_flood_stderr(
 
 @pytest.mark.parametrize("flag", ["--system", "--turn-format"])
 def test_bytes_of_the_command_line_that_are_not_utf8(
-    flag: str, bytes_model: Path, call: Callable[..., Said]
+    flag: str, bytes_model: Path, call: Callable[..., Job]
 ) -> None:
     said = call("chat", "--model", bytes_model, "--gen-len", "2", flag, "caf\udce9 {turn}")
     assert (said.code, said.err) == (2, f"chat: {flag}: is not UTF-8 text; write it in UTF-8\n")
