@@ -11,8 +11,9 @@ import contextlib
 import json
 import sys
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
     from flexgen_h2o.core.settings import SamplingParams
     from flexgen_h2o.engine.conversation import Conversation
-    from flexgen_h2o.engine.decoding import StopCriteria
-    from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.evaluation.conversation import Exchange, Turn
     from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
@@ -232,7 +231,8 @@ class Chat:
 
     def run(self) -> int:
         """Hold conversations up to the last line, and return the exit code."""
-        self._llm.expect(1)  # a prediction of such a long run would take longer than it is worth
+        # A prediction of such a long run would take longer than it is worth.
+        self._llm.planner.job_rows = 1
         self._open([0] * min(FIRST_TURN, self._most_first))
         if self._reader.is_terminal:
             self._say(f"{self._title()}; /help lists what else can be typed")
@@ -271,19 +271,21 @@ class Chat:
         """Return a conversation of at most `most` tokens."""
         from flexgen_h2o.engine.conversation import Conversation
         from flexgen_h2o.engine.decoding import stop_criteria
-        from flexgen_h2o.engine.penalties import penalties_maker
+        from flexgen_h2o.engine.penalties import penalties_of
         from flexgen_h2o.evaluation.conversation import Shown
 
         params = self._params
         model = self._llm.model
-        ends = _Ends(stop_criteria(model, params), lambda: self._stops)
+        ends = stop_criteria(model, params)
         self._shown = Shown(self._llm, first, params, _write, self._show_figures)
         asked = max(1, min(most, self._args.max_len or most) - len(first) + 1)
         room = most_new_tokens(self._llm.eviction, model.spec, len(first), asked)
-        penalties = penalties_maker(model, params)
-        return Conversation(
+        penalties = partial(penalties_of, model, params)
+        talk = Conversation(
             first, self._later(), params, ends, self._shown, room, penalties=penalties
         )
+        talk.is_stopped = lambda: self._stops
+        return talk
 
     def _open(self, first: abc.Sequence[int]) -> None:
         """Open the engine for a first turn, if it is not open for one. Raise DoesNotFitError."""
@@ -483,18 +485,6 @@ class Chat:
     @staticmethod
     def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-
-
-class _Ends:
-    """Decides when an answer is over: by its tokens, or because it was stopped."""
-
-    def __init__(self, ends: StopCriteria, is_stopped: Callable[[], bool]) -> None:
-        self.is_eos = ends.is_eos
-        self._ends = ends
-        self._is_stopped = is_stopped
-
-    def __call__(self, sequence: Sequence, /) -> str | None:
-        return self._ends(sequence) or ("interrupted" if self._is_stopped() else None)
 
 
 def _write(text: str) -> None:

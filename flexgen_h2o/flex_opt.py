@@ -24,7 +24,7 @@ from flexgen_h2o.cli_common import (
     results_are_in,
     run_cli,
 )
-from flexgen_h2o.core.config import read_policy
+from flexgen_h2o.core.config import Policy, read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path, write_result
 from flexgen_h2o.engine.loop import Step, zigzag
@@ -333,14 +333,15 @@ def _generate(
         return report
     tokens = args.gen_len - 1
     if args.cut_gen_len:
-        seconds = sum(project_decode_seconds(times.sweeps[1:], args.gen_len) for times in llm.times)
+        seconds = sum(
+            project_decode_seconds(block.sweep_seconds[1:], args.gen_len) for block in llm.times
+        )
     else:
         # As FlexGen's fewer_batch: the mean decode layer of the second half that was measured
         # represents all layers.
-        decoded = [times.layers[llm.num_layers :] for times in llm.times]
-        seconds = sum(
-            fmean(layers[len(layers) // 2 :]) * llm.num_layers * tokens for layers in decoded
-        )
+        num_layers = llm.planner.num_layers(report.policy)
+        decoded = [block.layer_seconds[num_layers:] for block in llm.times]
+        seconds = sum(fmean(layers[len(layers) // 2 :]) * num_layers * tokens for layers in decoded)
     return replace(report, decode=PhaseReport(seconds, report.num_prompts * tokens), projected=True)
 
 
@@ -360,7 +361,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Sequ
     if args.verbose >= 2:
         _show_texts(done)
     if args.debug_mode == "breakdown":
-        _show_breakdown(llm)
+        _show_breakdown(llm, report.policy)
     if args.verbose >= 1:
         print(f"policy: {as_flags(report.policy)}")
         print(eviction_line(report))
@@ -385,7 +386,7 @@ def _show_texts(done: list[Sequence]) -> None:
     sys.stdout.flush()
 
 
-def _show_breakdown(llm: LLM) -> None:
+def _show_breakdown(llm: LLM, policy: Policy) -> None:
     """Print the mean seconds of each kind of step.
 
     The run was serial, so waiting is the transfer itself.
@@ -393,13 +394,11 @@ def _show_breakdown(llm: LLM) -> None:
     prefill_steps, decode_steps = (
         llm.timeline.count("compute", f"compute_layer {p}") for p in ("prefill", "decode")
     )
-    print(
-        f"#layers: {llm.num_layers}\n#batches prefill: {prefill_steps}\n#batches decoding: "
-        f"{decode_steps}"
-    )
+    print(f"#layers: {llm.planner.num_layers(policy)}")
+    print(f"#batches prefill: {prefill_steps}\n#batches decoding: {decode_steps}")
     mean = llm.timeline.mean_seconds
     print(f"load_weight (per-layer): {mean('wait', 'load_weight'):.6f} s")
-    if llm.policy is not None and llm.policy.compress_weight:
+    if policy.compress_weight:
         print(f"unpack_weights (per-layer): {mean('compute', 'unpack_weights'):.6f} s")
     for phase in ("prefill", "decode"):
         print(

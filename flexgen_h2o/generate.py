@@ -8,8 +8,9 @@ import contextlib
 import json
 import sys
 from collections import abc, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     import torch
 
     from flexgen_h2o.core.settings import SamplingParams
-    from flexgen_h2o.engine.channels import TerminalText
-    from flexgen_h2o.engine.conversation import AnswerText
     from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.jobs.requests import Request
     from flexgen_h2o.llm import LLM
@@ -409,10 +408,10 @@ class _Printed:
     `token_ids` are those of the answer so far. `reason` is why it ended, and None before that.
     """
 
-    def __init__(self, text: AnswerText | TerminalText) -> None:
+    def __init__(self, more: Callable[[abc.Sequence[int], bool], str]) -> None:
         self.token_ids: list[int] = []
         self.reason: str | None = None
-        self._text = text
+        self._more = more  # returns the new text of the answer's tokens
 
     def given(self, token: int, logits: torch.Tensor) -> None:
         pass
@@ -420,30 +419,29 @@ class _Printed:
     def said(self, token: int, reason: str | None) -> None:
         self.token_ids.append(token)
         self.reason = reason
-        print(self._text.more(self.token_ids, reason is not None), end="", flush=True)
+        print(self._more(self.token_ids, reason is not None), end="", flush=True)
 
 
 def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> None:
     """Print the answer to a single prompt as it comes: a conversation of one turn."""
-    from flexgen_h2o.engine.channels import TerminalText, keep_content
+    from flexgen_h2o.engine.channels import ChatText, keep_content
     from flexgen_h2o.engine.conversation import AnswerText, Conversation
     from flexgen_h2o.engine.decoding import stop_criteria
     from flexgen_h2o.engine.generation import Callbacks, Silent
-    from flexgen_h2o.engine.penalties import penalties_maker
+    from flexgen_h2o.engine.penalties import penalties_of
 
     model = llm.model
     params = sequence.params
     ids = sequence.prompt_ids
     ends = stop_criteria(model, params)
-    text: AnswerText | TerminalText
     if is_chat:
-        text = TerminalText(model.tokenizer, params, ids)
+        printed = _Printed(ChatText(model.tokenizer, params, ids).shown)
     else:
         text = AnswerText(model.tokenizer, params.stop, ids, params.stop_token_ids)
-    printed = _Printed(text)
+        printed = _Printed(text.more)
     room = most_new_tokens(llm.eviction, model.spec, len(ids), params.max_tokens)
     asked = replace(params, max_tokens=room)
-    penalties = penalties_maker(model, params)
+    penalties = partial(penalties_of, model, params)
     talk = Conversation(
         ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1, penalties=penalties
     )
@@ -466,7 +464,7 @@ def _print_in_order(
     echo: bool,
 ) -> None:
     """Print each answer below its title as soon as those before it are printed."""
-    from flexgen_h2o.engine.channels import TerminalText, keep_content
+    from flexgen_h2o.engine.channels import ChatText, keep_content
 
     tokenizer = llm.model.tokenizer
     waiting = deque(enumerate(sequences))
@@ -481,7 +479,7 @@ def _print_in_order(
             before = _echoed(one, chats[i]) if echo else ""
             text = _text_of(one.text, one.token_ids)
             if chats[i]:
-                text = TerminalText(tokenizer, one.params, ids).more(one.token_ids, True)
+                text = ChatText(tokenizer, one.params, ids).shown(one.token_ids, True)
                 keep_content(one, tokenizer)
             print(f"{RULE}\n{titles[i]}: {sizes}\n{RULE}", flush=True)
             print(before + text, flush=True)

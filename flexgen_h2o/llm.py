@@ -30,12 +30,10 @@ from flexgen_h2o.engine.distributed import ModelPart, Pipeline, check_same, part
 from flexgen_h2o.engine.executor import Executor, Order
 from flexgen_h2o.engine.generation import (
     BlockStats,
-    BlockTimes,
     Callbacks,
     LogitsWatch,
     Progress,
     Silent,
-    SlotsWatch,
     make_blocks,
 )
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of, packing_of
@@ -76,7 +74,7 @@ from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.report import SearchResult
 from flexgen_h2o.planner.search import Plan
-from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
+from flexgen_h2o.tiers.device import open_device, resolve_budgets
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # dtype of random weights, unless another one is asked for
@@ -187,7 +185,7 @@ class LLM:
         kept = check_eviction(eviction)
         _check_together(self.asked_policy, kept)
         self._eviction = kept
-        self._planner.part = replace(self._planner.part, eviction=self.eviction)
+        self.planner.part = replace(self.planner.part, eviction=self.eviction)
 
     @property
     def share_prefix(self) -> str:
@@ -196,19 +194,19 @@ class LLM:
 
         "auto" does so if it pays.
         """
-        return self._planner.share_prefix
+        return self.planner.share_prefix
 
     @share_prefix.setter
     def share_prefix(self, name: str) -> None:
-        self._planner.share_prefix = check_sharing(name)
+        self.planner.share_prefix = check_sharing(name)
 
     @property
-    def times(self) -> list[BlockTimes]:
+    def times(self) -> list[BlockStats]:
         """The times of each block of the newest run, except blocks that sequences joined.
 
         A block that sequences joined has only sums, which are in the report.
         """
-        return [block.times for block in self._blocks if block.keeps_lists]
+        return [block for block in self._blocks if block.keeps_lists]
 
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on, and free what the old one held."""
@@ -218,7 +216,7 @@ class LLM:
             self.close()
             self.asked_policy = asked
             self._policy = asked if isinstance(asked, Policy) else None
-            self._planner.part = replace(self._planner.part, eviction=self.eviction)
+            self.planner.part = replace(self.planner.part, eviction=self.eviction)
 
     def join(self, pipeline: Pipeline) -> None:
         """Run only this rank's part of the model from now on.
@@ -231,7 +229,7 @@ class LLM:
                 "--pipeline: auto plans for one process; give --percent and batch sizes, or "
                 "--policy FILE"
             )
-        self._planner.part = part_of(pipeline, self.model.spec, self.eviction)
+        self.planner.part = part_of(pipeline, self.model.spec, self.eviction)
 
     @property
     def dtype(self) -> str:
@@ -263,11 +261,6 @@ class LLM:
             "loses nothing"
         )
 
-    @property
-    def num_layers(self) -> int:
-        """The number of layers of a sweep under the policy in use."""
-        return self._planner.num_layers(self._policy or Policy())
-
     def check_plan(self) -> None:
         """Raise UsageError for errors that do not depend on the prompts.
 
@@ -277,7 +270,7 @@ class LLM:
         - policy "auto" with a profile that lacks the dtype
         """
         self._check_eviction()
-        planner = self._planner  # it reads --hardware
+        planner = self.planner  # it reads --hardware
         if isinstance(self.asked_policy, AutoPolicy):
             planner.check_dtype()
 
@@ -356,25 +349,20 @@ class LLM:
         prompts: abc.Sequence[abc.Sequence[int]],
         continuations: abc.Sequence[abc.Sequence[int]],
         watch_logits: LogitsWatch,
-        watch_slots: SlotsWatch | None = None,
         max_tokens_per_sweep: int = 1,
     ) -> RunReport:
         """Run `prompts` with teacher forcing: each sequence takes the tokens of its continuation.
 
         watch_logits: when it sees a sequence for the t-th time, the logits are those that
         continuations[row][t] follows.
-        watch_slots: sees what the attention of each transformer block saw in a decode sweep
-        (generation.Callbacks).
-        max_tokens_per_sweep: tokens of each sequence per sweep, without watch_slots. The decode
-        steps are the same, but the weights are read once.
+        max_tokens_per_sweep: tokens of each sequence per sweep. The decode steps are the same, but
+        the weights are read once.
         """
-        if watch_slots is not None and not self.eviction.needs.record:
-            raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
         check_int("max_tokens_per_sweep", max_tokens_per_sweep, low=1)
         forced = forced_sequences(
             prompts, continuations, self.eviction, self.model.spec, max_tokens_per_sweep
         )
-        return self.run(forced, lambda done: None, Callbacks(watch_logits, watch_slots))
+        return self.run(forced, lambda done: None, Callbacks(watch_logits))
 
     def run(
         self,
@@ -403,18 +391,18 @@ class LLM:
             spec = self.model.spec
             decoding = Decoding(spec.eos_token_ids, self.model.tokenizer, callbacks)
             self._begin(sequences)
-            planner = self._planner
+            planner = self.planner
             pipeline = planner.part.pipeline
             if pipeline is not None:
-                given = (
-                    self.model.config,
-                    self.dtype,
-                    self.asked_policy,
-                    self.eviction,
-                    [one.params for one in sequences],
-                    self.share_prefix,
-                )
-                check_same(pipeline, given, sequences)
+                work = {
+                    "model": self.model.config,
+                    "dtype": self.dtype,
+                    "policy": self.asked_policy,
+                    "eviction": self.eviction,
+                    "--gen-len or sampling flag": [one.params for one in sequences],
+                    "--share-prefix": self.share_prefix,
+                }
+                check_same(pipeline, work, sequences)
             engine = self._ready(sequences)
             self._common = planner.common(sequences, engine.policy)
             scheduler = self._schedule(
@@ -485,7 +473,7 @@ class LLM:
         self, sequences: abc.Sequence[Sequence], engine: Engine, refill: bool, more: More | None
     ) -> Scheduler:
         """Return the scheduler of these sequences and of those that `more` returns."""
-        blocks = self._planner.blocks(sequences, engine.policy)
+        blocks = self.planner.blocks(sequences, engine.policy)
         common = len(self._common)
         if more is not None:  # sequences that join may fill micro-batches that are still empty
             blocks[0] += [[] for _ in range(engine.plan.shape.micro_batches - len(blocks[0]))]
@@ -515,14 +503,6 @@ class LLM:
                 self._engine.__exit__(None, None, None)
                 self._engine = None
 
-    def expect(self, rows: int) -> None:
-        """Treat each `run` from now on as a part of a job of `rows` sequences.
-
-        "auto" chooses a policy for all of them. An engine that is reopened for longer sequences
-        also serves the earlier ones.
-        """
-        self._planner.job_rows = check_int("rows", rows, low=0)
-
     def prepare(self, sequences: abc.Sequence[Sequence]) -> Policy:
         """Open the engine for these sequences, as `run` does, and return the policy.
 
@@ -539,7 +519,7 @@ class LLM:
         engine = self._engine
         if engine is None:
             return None
-        return self._planner.predict(self._begin(sequences), engine.policy, engine.plan)
+        return self.planner.predict(self._begin(sequences), engine.policy, engine.plan)
 
     def check_fit(self, sequences: abc.Sequence[Sequence]) -> Policy:
         """Return the policy that `prepare` would return, or raise its DoesNotFitError.
@@ -547,19 +527,14 @@ class LLM:
         Close the engine if it is open, and open none.
         """
         self.close()
-        return self._planner.plan(self._begin(sequences), self.asked_policy, self._budgets()).policy
+        return self.planner.plan(self._begin(sequences), self.asked_policy, self._budgets()).policy
 
     def has_room(self, sequences: abc.Sequence[Sequence]) -> bool:
         """Return whether these sequences can join the running block of the open engine."""
         engine = self._engine
-        return engine is not None and self._planner.has_room(
+        return engine is not None and self.planner.has_room(
             engine.plan, self._begin(sequences), self._common
         )
-
-    @property
-    def profile(self) -> HardwareProfile:
-        """The measurements that plans and predictions are made with."""
-        return self._planner.profile
 
     @property
     def device_is_host(self) -> bool:
@@ -586,7 +561,7 @@ class LLM:
 
     def _budgets(self) -> dict[str, int | None]:
         return resolve_budgets(
-            self._budget, self._device, self.offload_dir, self._planner.part.processes
+            self._budget, self._device, self.offload_dir, self.planner.part.processes
         )
 
     def _check_eviction(self) -> None:
@@ -597,7 +572,7 @@ class LLM:
 
         It is the open one if that covers them, else a new one.
         """
-        planner = self._planner
+        planner = self.planner
         asked = self.asked_policy
         # No other name refers to the open engine: its memory must be free before budgets are
         # measured.
@@ -639,8 +614,17 @@ class LLM:
             self._checkpoint.check_unchanged()
         if budgets["device"] is not None:
             self._device.limit_memory(budgets["device"])
-        site = Site(self._device, budgets, self.offload_dir)
-        self._engine = Engine(part, checkpoint, policy, planned.memory, dtype, site, self.timeline)
+        self._engine = Engine(
+            part,
+            checkpoint,
+            policy,
+            planned.memory,
+            dtype,
+            self._device,
+            budgets,
+            self.offload_dir,
+            self.timeline,
+        )
         return self._engine
 
     def _test_bits(self, sequences: abc.Sequence[Sequence], planned: Plan) -> None:
@@ -650,7 +634,7 @@ class LLM:
         such tests take longer than the job, if keys and values have 8 bits, or in a pipeline.
         """
         bits = bits_of_kv(planned.policy.cache_bits)
-        if min(bits) >= 8 or self._planner.part.pipeline is not None:
+        if min(bits) >= 8 or self.planner.part.pipeline is not None:
             return
         with contextlib.suppress(FlexgenError), self._for_test(planned.policy) as other:
             ids = tokens_of_test(self.model)
@@ -686,7 +670,7 @@ class LLM:
             dtype=self.dtype,
             budget=self._budget,
             offload_dir=self.offload_dir,
-            hardware=self.profile,
+            hardware=self.planner.profile,
         )
         other._checkpoint = self._checkpoint
         other.tests_bits = False
@@ -704,25 +688,26 @@ class LLM:
         the test.
         """
         policy = base_of(other.asked_policy)
-        planner = other._planner
+        planner = other.planner
         asked = SamplingParams(PASSES, ignore_eos=True)
         of_test = other._begin([Sequence(0, tuple(ids), params=asked)])
         test = planner.predict(
             of_test, policy, planner.plan(of_test, policy, other._budgets()).memory
         )
-        job = self._planner.predict(sequences, planned.policy, planned.memory)
+        job = self.planner.predict(sequences, planned.policy, planned.memory)
         if test is None or job is None:
             return False
         held = checkpoint_bytes(self.model.spec, DTYPE_BYTES[self.dtype]) * (
             1 - policy.weight_shares[2]
         )
-        test_s = held / self.profile.disk_read_bytes_per_s + 2 * test.total_s
+        test_s = held / self.planner.profile.disk_read_bytes_per_s + 2 * test.total_s
         test_s += STEPS * self.model.spec.num_blocks * BLOCK_STEP_S
-        job_s = job.total_s * max(1, self._planner.job_rows / len(sequences))
+        job_s = job.total_s * max(1, self.planner.job_rows / len(sequences))
         return job_s > JOB_OVER_TEST * test_s
 
     @cached_property
-    def _planner(self) -> Planner:
+    def planner(self) -> Planner:
+        """The planner of all runs. Commands set its `job_rows` and read its `profile`."""
         part = ModelPart(self.model.spec, self.eviction)
         is_host = self._device.is_host
         dtype = self.dtype

@@ -43,12 +43,12 @@ def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) 
         alone = llm.predict_run(sequences[:1])
         assert alone is not None
         speed += f", one prompt alone {three_digits(alone.tokens_per_s)}"
-    if llm.profile.machine == NOMINAL:
+    if llm.planner.profile.machine == NOMINAL:
         return (
             f"{about}; {seconds} ({speed}), if no answer ends early: may be several times off, "
             f"{NOT_MEASURED}"
         )
-    doubt = f"; {MEASURED_BUSY}" if llm.profile.was_disturbed else ""
+    doubt = f"; {MEASURED_BUSY}" if llm.planner.profile.was_disturbed else ""
     return f"{about}; about {seconds} ({speed}), if no answer ends early{doubt}"
 
 

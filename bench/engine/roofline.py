@@ -207,7 +207,7 @@ def _seconds_at_peak(llm: LLM, prompt_len: int, report: RunReport, phase: str, p
     block, head = token_flops(spec)
     if phase == "decode":
         column, _ = column_bytes(spec, report.policy, itemsize)
-        read = column * sum(sum(times.read) for times in llm.times)
+        read = column * sum(sum(block.read_by_sweep) for block in llm.times)
         return (
             report.decode.tokens * (block + head) / peak.flops_per_s
             + read / peak.memory_bytes_per_s

@@ -52,13 +52,6 @@ class TooLongError(UsageError):
     """A prompt has more tokens than the model has positions."""
 
 
-class TokenizerError(FlexgenError):
-    """The tokenizer, which is other people's code, raised an error for a text.
-
-    The message repeats it.
-    """
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if the message is empty."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -8,7 +8,6 @@ Reasoning is in another channel than what is meant for the user.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
 from functools import lru_cache
 
 from flexgen_h2o.core.settings import SamplingParams
@@ -20,28 +19,21 @@ FINAL = "final"
 ROLE = "assistant"  # the role whose messages an answer consists of
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Ids of the special tokens that delimit messages. `marks_of` makes it."""
-
-    start: int
-    channel: int
-    message: int
-    # The ids of the tokens that end a message.
-    ends: frozenset[int]
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")  # each ends a message
 
 
 @lru_cache(maxsize=8)
-def marks_of(tokenizer: Tokenizer | None) -> Marks | None:
-    """Return the marks of a tokenizer whose models write channels; None for other tokenizers."""
-    if tokenizer is None:
-        return None
-    ids = {content: token for token, content in detokenizer_of(tokenizer).specials.items()}
-    names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-    if not all(name in ids for name in names):
-        return None
-    ends = (ids[name] for name in ("<|end|>", "<|return|>", "<|call|>") if name in ids)
-    return Marks(ids["<|start|>"], ids["<|channel|>"], ids["<|message|>"], frozenset(ends))
+def marks_of(tokenizer: Tokenizer | None) -> dict[int, str] | None:
+    """Return the special tokens that delimit messages, by id.
+
+    Return None for a tokenizer whose models write no channels.
+    """
+    specials = {} if tokenizer is None else detokenizer_of(tokenizer).specials
+    found = {i: name for i, name in specials.items() if name in (START, CHANNEL, MESSAGE, *ENDS)}
+    return found if {START, CHANNEL, MESSAGE, ENDS[0]} <= set(found.values()) else None
 
 
 class Channels:
@@ -54,7 +46,9 @@ class Channels:
     messages: (is it final?, its tokens) of each message, in order.
     """
 
-    def __init__(self, tokenizer: Tokenizer, marks: Marks, prompt: abc.Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, marks: dict[int, str], prompt: abc.Sequence[int]
+    ) -> None:
         self.messages: list[tuple[bool, list[int]]] = []
         self._header: list[int] | None  # the newest header; None within a message
         self._name: list[int] | None  # tokens of the channel's name; None in front of it
@@ -63,11 +57,11 @@ class Channels:
         self._detokenizer = detokenizer_of(tokenizer)
         self._marks = marks
         self._begin_header(False)
-        last = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] == marks.start), None)
-        if last is None:  # the answer continues a text: it is a final message until a mark comes
+        starts = [i for i, token in enumerate(prompt) if marks.get(token) == START]
+        if not starts:  # the answer continues a text: it is a final message until a mark comes
             self._header = None
         else:  # the prompt ends in the header of the answer, or within its first message
-            for token in prompt[last:]:
+            for token in prompt[starts[-1] :]:
                 self.add(token)
             self.messages.clear()
         if self._header is None:
@@ -78,15 +72,15 @@ class Channels:
 
     def add(self, token: int) -> None:
         """Add the next token of the answer."""
-        marks = self._marks
-        if token in marks.ends:
+        mark = self._marks.get(token)
+        if mark in ENDS:
             self._end_message()
-        elif token == marks.start:
+        elif mark == START:
             self._begin_header(True)
-        elif token == marks.channel:
+        elif mark == CHANNEL:
             self._begin_header(True)
             self._name = []
-        elif token == marks.message:
+        elif mark == MESSAGE:
             self._is_final = self._channel() in ("", FINAL)
             self._header = None
             self.messages.append((self._is_final, []))
@@ -99,7 +93,7 @@ class Channels:
 
     def is_mark(self, token: int) -> bool:
         """Return whether a token ends a message."""
-        return token in self._marks.ends
+        return self._marks.get(token) in ENDS
 
     def end(self) -> None:
         """Note that no token follows."""
@@ -126,7 +120,8 @@ class Channels:
 class ChatText:
     """The text of a chat answer as it comes: content and reasoning.
 
-    They are kept apart if the model writes channels. Otherwise everything is content.
+    They are kept apart if the model writes channels. Otherwise everything is content. Call either
+    `more` or `shown` as tokens come.
 
     prompt: the tokens in front of the answer.
 
@@ -147,6 +142,8 @@ class ChatText:
         self._plain = AnswerText(tokenizer, params.stop, prompt, params.stop_token_ids)
         self._taken = 0  # tokens of the answer that are sorted into messages
         self._texts: list[AnswerText] = []  # one for each message
+        self._shows_reasoning = False  # `shown` has returned some
+        self._shows_content = False
 
     def more(self, token_ids: abc.Sequence[int], is_over: bool) -> tuple[str, str]:
         """Return the new content and the new reasoning of an answer that has these tokens.
@@ -162,6 +159,18 @@ class ChatText:
         if is_over:
             self._channels.end()
         return self._of_channels(self._channels.messages, is_over)
+
+    def shown(self, token_ids: abc.Sequence[int], is_over: bool) -> str:
+        """Return the new text as a terminal shows it: reasoning is in front of the content."""
+        content, reasoning = self.more(token_ids, is_over)
+        found = reasoning
+        if reasoning and not self._shows_reasoning:
+            found = f"(thinking) {reasoning}"
+            self._shows_reasoning = True
+        if content and self._shows_reasoning and not self._shows_content:
+            found += "\n\n"
+        self._shows_content |= bool(content)
+        return found + content
 
     def _of_channels(
         self, messages: abc.Sequence[tuple[bool, list[int]]], is_over: bool
@@ -186,29 +195,3 @@ def keep_content(done: Sequence, tokenizer: Tokenizer | None) -> None:
     if marks_of(tokenizer) is not None and done.error is None:
         chat = ChatText(tokenizer, done.params, done.prompt_ids)
         done.text, _ = chat.more(done.token_ids, True)
-
-
-class TerminalText:
-    """The text of an answer as a terminal shows it.
-
-    Reasoning, if the model writes channels, is in front of the content.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: abc.Sequence[int]
-    ) -> None:
-        self._text = ChatText(tokenizer, params, prompt)
-        self._has_reasoning = False
-        self._has_content = False
-
-    def more(self, token_ids: abc.Sequence[int], is_over: bool) -> str:
-        """Return the new text to show, now that the answer has these tokens."""
-        content, reasoning = self._text.more(token_ids, is_over)
-        found = reasoning
-        if reasoning and not self._has_reasoning:
-            found = f"(thinking) {reasoning}"
-            self._has_reasoning = True
-        if content and self._has_reasoning and not self._has_content:
-            found += "\n\n"
-        self._has_content |= bool(content)
-        return found + content

@@ -41,18 +41,8 @@ class Audience(Protocol):
         """
 
 
-class Ends(Protocol):
-    """Decides when an answer is over."""
-
-    def __call__(self, sequence: Sequence, /) -> str | None:
-        """Return why the answer ends with its newest token; None if it continues."""
-
-    def is_eos(self, token: int) -> bool:
-        """Return whether the token ends an answer."""
-
-
 class Conversation:
-    """A token source (engine.sequence.TokenSource) of one sequence through all turns.
+    """The tokens of one sequence through all turns. It is the `source` of that sequence.
 
     The end-of-sequence token that ends an answer stays in the sequence, as everything that was said
     does. A turn that begins with the same token, as chat templates write it, does not repeat it.
@@ -66,7 +56,8 @@ class Conversation:
     max_tokens_per_sweep: the most tokens of a turn in one sweep.
     penalties: makes the penalties of an answer. They see everything that was said.
 
-    `sequence` is to be run. `left` is the number of tokens for which there is still room.
+    `sequence` is to be run. `left` is the number of tokens for which there is still room. If
+    `is_stopped` returns True, the answer ends as "interrupted".
     """
 
     def __init__(
@@ -74,11 +65,11 @@ class Conversation:
         first: abc.Sequence[int],
         more: Iterator[abc.Sequence[int]],
         params: SamplingParams,
-        ends: Ends,
+        ends: StopCriteria,
         audience: Audience,
         room: int,
         max_tokens_per_sweep: int = FORCED_CHUNK,
-        penalties: Callable[[], Penalties | None] | None = None,
+        penalties: Callable[[], Penalties | None] = lambda: None,
     ) -> None:
         self.sequence = Sequence(0, tuple(first), source=self, max_new=room)
         self.sequence.max_tokens_per_sweep = max_tokens_per_sweep
@@ -91,9 +82,9 @@ class Conversation:
         self._pending_tokens: deque[int] = deque()
         self._answer = self._new_answer()
         self._is_over = False
+        self.is_stopped: Callable[[], bool] = lambda: False
         self._make_penalties = penalties
         self._penalties: Penalties | None = None
-        self._all_tokens = [*first]  # all tokens up to now, if there are penalties
         self._before: list[int] = []  # the tokens in front of the answer
 
     def _new_answer(self) -> Sequence:
@@ -101,38 +92,38 @@ class Conversation:
         return Sequence(0, prompt_ids, params=self._params, max_new=self._params.max_tokens)
 
     def sample(self, logits: torch.Tensor) -> int:
+        """Return the next token. logits: (vocab,)."""
         step = len(self.sequence.token_ids)
         self.left = self.room - step - 1
         if self._pending_tokens:
             token = self._pending_tokens.popleft()
-            self._remember(token)
             self._audience.given(token, logits)
             return token
-        if not self._answer.token_ids and self._make_penalties is not None:
-            self._before = [*self._all_tokens]
+        if not self._answer.token_ids:
+            self._before = [*self.sequence.prompt_ids, *self.sequence.token_ids]
             self._penalties = self._make_penalties()
         row = logits[None]
         if self._penalties is not None:
             row = self._penalties(self._before, self._answer.token_ids, row)
         (token,) = sample_tokens(row, [self._params], [0], [step])
-        self._remember(token)
         self._answer.token_ids.append(token)
-        reason = self._ends(self._answer)
+        reason = self._ends(self._answer) or ("interrupted" if self.is_stopped() else None)
         self._audience.said(token, reason)
         if reason is not None and self.left:
             self._next_turn(token)
         return token
 
-    def _remember(self, token: int) -> None:
-        if self._make_penalties is not None:
-            self._all_tokens.append(token)
-
     def end(self) -> str | None:
+        """Return why the sequence is done with its newest token, or None if it is not."""
         if self._is_over:
             return "stop"
         return "length" if len(self.sequence.token_ids) >= self.room else None
 
     def known_tokens(self) -> abc.Sequence[int]:
+        """Return the tokens that the sequence takes next, as far as they are known.
+
+        More than `Sequence.max_tokens_per_sweep` of them are not needed.
+        """
         return list(islice(self._pending_tokens, self.sequence.max_tokens_per_sweep))
 
     def _next_turn(self, last: int) -> None:

@@ -150,10 +150,6 @@ class StopCriteria:
             end = min(end, _text_before(pieces, place))
         return text[:end]
 
-    def cut(self, text: str) -> str:
-        """Return `text` up to the earliest stop string, or all of it if there is none."""
-        return text[: self._end(text, self._stop, is_over=True)]
-
     @staticmethod
     def _end(text: str, stop: abc.Sequence[str], is_over: bool) -> int:
         """Return where the earliest stop string begins.
@@ -335,7 +331,7 @@ class Decoding:
     ) -> SampledTokens:
         """Choose the next token of each sequence, and keep the log-probabilities that are wanted.
 
-        The call waits for the tokens if log-probabilities are asked for or there is a TokenSource.
+        The call waits for the tokens if log-probabilities are asked for or there is a `source`.
 
         read_back: see `tiers.device.Device`.
         """
@@ -438,52 +434,35 @@ def _add_logprobs(
             kept.append(found)
 
 
-@dataclass(frozen=True)
-class ScoredToken:
-    """A prompt token whose log-probability is wanted. `scored_tokens` makes it."""
+def score_prompts(
+    micro_batch: MicroBatch,
+    fed: SweepInput,
+    logits_at: Callable[[list[int]], torch.Tensor],
+    isolates_errors: bool,
+) -> None:
+    """Add log-probabilities of prompt tokens to the `scoring` of the sequences that enter.
 
-    row: Sequence
-    # That of the sequence.
-    scoring: Scoring
-    # Index of the token before it, in the packed tokens of the sweep.
-    place: int
-    token: int
+    Raise NotFiniteError if logits are not finite. With isolates_errors, such a sequence gets an
+    error instead and others continue.
 
-
-def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]:
-    """Return the scored tokens of the sequences that enter with a sweep, sorted by place.
-
-    Several may have the same place.
+    logits_at: returns the logits (places, vocab) of at most SCORED_CHUNK places, which are indices
+        in the packed tokens of the sweep.
     """
-    first = fed.decoding
-    found: list[ScoredToken] = []
-    entering = zip(micro_batch.rows[first:], row_places(fed.groups), strict=True)
+    entering = zip(micro_batch.rows[fed.decoding :], row_places(fed.groups), strict=True)
+    # (place of the token before, sequence, its scoring, token). Several may have the same place.
+    wanted: list[tuple[int, Sequence, Scoring, int]] = []
     for row, (before, in_front, behind) in entering:
         scoring = row.scoring
         if scoring is None:
             continue
         last = len(scoring.fed_ids) - 1
         for at in range(last - scoring.scored, last):
-            place = first + at + (in_front if at < before else behind)
-            found.append(ScoredToken(row, scoring, place, scoring.fed_ids[at + 1]))
-    return sorted(found, key=lambda one: one.place)
-
-
-def score_prompts(
-    wanted: abc.Sequence[ScoredToken],
-    logits_at: Callable[[list[int]], torch.Tensor],
-    isolates_errors: bool = False,
-) -> None:
-    """Add log-probabilities of prompt tokens to the `scoring` of their sequences.
-
-    Raise NotFiniteError if logits are not finite. With isolates_errors, such a sequence gets an
-    error instead and others continue.
-
-    logits_at: returns the logits (places, vocab) of at most SCORED_CHUNK places.
-    """
-    places = list(dict.fromkeys(one.place for one in wanted))
+            place = fed.decoding + at + (in_front if at < before else behind)
+            wanted.append((place, row, scoring, scoring.fed_ids[at + 1]))
+    wanted.sort(key=lambda one: one[0])
+    places = list(dict.fromkeys(one[0] for one in wanted))
     number = {place: i for i, place in enumerate(places)}
-    for chunk, tokens in groupby(wanted, key=lambda one: number[one.place] // SCORED_CHUNK):
+    for chunk, tokens in groupby(wanted, key=lambda one: number[one[0]] // SCORED_CHUNK):
         first = chunk * SCORED_CHUNK
         of_chunk = list(tokens)
         logits = logits_at(places[first : first + SCORED_CHUNK])
@@ -491,14 +470,13 @@ def score_prompts(
         # Tokens that share a place each get a copy of its logits.
         for start in range(0, len(of_chunk), height):
             few = of_chunk[start : start + height]
-            own = logits[[number[one.place] - first for one in few]]
-            tops = [one.scoring.top for one in few]
-            for one, found in zip(
-                few, token_logprobs(own, [one.token for one in few], tops), strict=True
-            ):
+            own = logits[[number[place] - first for place, *_ in few]]
+            tops = [scoring.top for _, _, scoring, _ in few]
+            logprobs = token_logprobs(own, [one[-1] for one in few], tops)
+            for (_, row, scoring, _), found in zip(few, logprobs, strict=True):
                 if math.isnan(found.logprob):
-                    error = NotFiniteError(one.row.index, "in its prompt")
+                    error = NotFiniteError(row.index, "in its prompt")
                     if not isolates_errors:
                         raise error
-                    one.row.fail(CODE_NOT_FINITE, error.reason)
-                one.scoring.logprobs.append(found)
+                    row.fail(CODE_NOT_FINITE, error.reason)
+                scoring.logprobs.append(found)

@@ -438,14 +438,15 @@ def join_pipeline(in_flight: int | None) -> Pipeline:
     return Pipeline(rank, ranks, in_flight or ranks, local_ranks)
 
 
-def check_same(pipeline: Pipeline, given: abc.Sequence[object], rows: Iterable[Sequence]) -> None:
+def check_same(
+    pipeline: Pipeline, work: abc.Mapping[str, object], rows: Iterable[Sequence]
+) -> None:
     """Raise UsageError if ranks have different work: model configs, flags or prompts.
 
-    given: the model's config, dtype, policy, eviction policy, sampling, and sharing of prefixes.
+    work: what must be the same besides the prompts, by the name that the error has for it.
     """
-    names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
     mine = {
-        **dict(zip(names, given, strict=True)),
+        **work,
         "--num-inner-iterations": pipeline.in_flight,
         "set of prompts": _digest((row.index, row.max_new, row.fed_ids) for row in rows),
     }

@@ -410,25 +410,12 @@ class Sweep:
     units: int = 0
 
 
-@dataclass(frozen=True)
-class BlockTimes:
-    """Seconds and KV entries of each sweep of a block."""
-
-    # Seconds of each sweep.
-    sweeps: list[float] = field(default_factory=list)
-    # Seconds of each layer of each sweep, over all micro-batches.
-    layers: list[float] = field(default_factory=list)
-    # KV entries held and read in each sweep, as in `Sweep`.
-    held: list[int] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
-
-
 @dataclass
 class BlockStats:
-    """Sums over the sweeps of a block."""
+    """Sums over the sweeps of a block, and lists of what each sweep took."""
 
-    # Whether `times` is kept. It is not if sequences may join, because the block may then run for
-    # any number of sweeps.
+    # Whether the lists are kept. They are not if sequences may join, because the block may then run
+    # for any number of sweeps.
     keeps_lists: bool = True
     # All sweeps of the block so far.
     sweeps: int = 0
@@ -441,7 +428,13 @@ class BlockStats:
     units: int = 0
     # Prompt tokens that were computed.
     fed_tokens: int = 0
-    times: BlockTimes = field(default_factory=BlockTimes)
+    # Seconds of each sweep.
+    sweep_seconds: list[float] = field(default_factory=list)
+    # Seconds of each layer of each sweep, over all micro-batches.
+    layer_seconds: list[float] = field(default_factory=list)
+    # KV entries held and read in each sweep, as in `Sweep`.
+    held_by_sweep: list[int] = field(default_factory=list)
+    read_by_sweep: list[int] = field(default_factory=list)
     _prompt_share: float = 0.0  # share of prompt tokens in the newest sweep
 
     @property
@@ -452,7 +445,7 @@ class BlockStats:
     def end_layer(self, seconds: float) -> None:
         """Add the seconds of a layer in a sweep, over all micro-batches."""
         if self.keeps_lists:
-            self.times.layers.append(seconds)
+            self.layer_seconds.append(seconds)
 
     def end_sweep(self, sweep: Sweep, seconds: float) -> None:
         """Add the counts and seconds of a sweep."""
@@ -464,9 +457,9 @@ class BlockStats:
         self.sweeps += 1
         self._prompt_share = sweep.prompts / sweep.fed
         if self.keeps_lists:
-            self.times.sweeps.append(0.0)
-            self.times.held.append(sweep.held)
-            self.times.read.append(sweep.read)
+            self.sweep_seconds.append(0.0)
+            self.held_by_sweep.append(sweep.held)
+            self.read_by_sweep.append(sweep.read)
         self.add_seconds(seconds)
 
     def add_seconds(self, seconds: float) -> None:
@@ -477,4 +470,4 @@ class BlockStats:
         self.prefill_s += seconds * self._prompt_share
         self.decode_s += seconds * (1 - self._prompt_share)
         if self.keeps_lists:
-            self.times.sweeps[-1] += seconds
+            self.sweep_seconds[-1] += seconds

@@ -15,7 +15,7 @@ import torch
 from flexgen_h2o.core.model import Layer, LayerKind
 from flexgen_h2o.engine.attention import JoinedAttention
 from flexgen_h2o.engine.block_run import BlockRun
-from flexgen_h2o.engine.decoding import score_prompts, scored_tokens
+from flexgen_h2o.engine.decoding import score_prompts
 from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.models import Attention
 from flexgen_h2o.models.layers import count_choices, sort_choices
@@ -156,12 +156,12 @@ def _logits(
 
 def _score_prompts(run: BlockRun, k: int, logits_at: LogitsAt) -> None:
     """Give the scored tokens of prompts their log-probabilities."""
-    scored = scored_tokens(run.batches[k], run.inputs[k])
 
     def logits_of(places: list[int]) -> torch.Tensor:
         return logits_at(upload(torch.tensor(places, device="cpu"), run.hidden.x.device))
 
-    score_prompts(scored, logits_of, run.context.decoding.watches.isolates_errors)
+    isolates_errors = run.context.decoding.watches.isolates_errors
+    score_prompts(run.batches[k], run.inputs[k], logits_of, isolates_errors)
 
 
 def _sample(run: BlockRun, k: int, logits_at: LogitsAt) -> None:

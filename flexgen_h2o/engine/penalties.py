@@ -5,8 +5,7 @@ They are transformers' logits processors. Each answer has its own processors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
@@ -54,11 +53,6 @@ class Penalties:
         for process in self._processors:
             scores = process(self._ids, scores)
         return scores
-
-
-def penalties_maker(model: Model, params: SamplingParams) -> Callable[[], Penalties | None] | None:
-    """Return a function that makes the penalties of each answer; None if there are none."""
-    return None if penalties_of(model, params) is None else partial(penalties_of, model, params)
 
 
 def penalties_of(model: Model, params: SamplingParams) -> Penalties | None:

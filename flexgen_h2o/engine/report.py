@@ -436,16 +436,9 @@ def project_decode_seconds(sweep_seconds: Sequence[float], gen_len: int) -> floa
 
 
 def _json_safe(value: Any) -> Any:
-    """Return `value` in JSON's own types.
-
-    Numbers of other libraries are read by their `item`, and anything unknown becomes text.
-    """
+    """Return `value` with None in place of numbers that JSON cannot hold."""
     if isinstance(value, Mapping):
         return {str(key): _json_safe(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
         return [_json_safe(v) for v in value]
-    if hasattr(value, "tolist"):
-        return _json_safe(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | bool | int) else str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

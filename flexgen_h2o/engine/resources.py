@@ -32,7 +32,7 @@ from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.part import KVPart, common_parts
 from flexgen_h2o.kvcache.store import CacheStore
-from flexgen_h2o.tiers.device import Site, host_buffer
+from flexgen_h2o.tiers.device import Device, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
 from flexgen_h2o.tiers.stream import Ring
 from flexgen_h2o.tiers.transfers import Lanes, Mover
@@ -50,6 +50,9 @@ class Engine:
 
     Leaving it ends the worker threads and removes the scratch folder. The end of the process and of
     the last reference do the same: threads and clean-up hold no reference to the engine.
+
+    budgets: bytes that each tier may hold; None: any number.
+    offload_dir: folder of the disk tier.
     """
 
     _first_process: ClassVar[int | None] = None  # the id of the process that opened an engine
@@ -61,13 +64,14 @@ class Engine:
         policy: Policy,
         plan: MemoryPlan,
         dtype: torch.dtype,
-        site: Site,
+        device: Device,
+        budgets: dict[str, int | None],
+        offload_dir: Path,
         timeline: Timeline,
     ) -> None:
         self.check_not_forked()
         spec = with_head_rows(part.spec, plan.head_rows)
-        device = site.device
-        plan.check(site.budgets)
+        plan.check(budgets)
         checkpoint.check_unchanged()
         Engine._first_process = os.getpid()
         self.spec = spec
@@ -76,7 +80,7 @@ class Engine:
         self.dtype = dtype
         self.device = device
         self.timeline = timeline
-        self.budgets = site.budgets
+        self.budgets = budgets
         self._checkpoint = checkpoint  # its folder counts as in use as long as this object exists
         self.memory = MemoryPlanner(spec, policy, dtype.itemsize, device.is_host)
         self.layers = self.memory.layers
@@ -88,7 +92,7 @@ class Engine:
         form = self.memory.form
         with contextlib.ExitStack() as stack:
             stack.callback(self.lanes.close)
-            self._take_buffers(site.offload_dir, stack)
+            self._take_buffers(offload_dir, stack)
             decoded = self._buffers.get(("unpacked weights", device.tier))
             sizes = dict(plan.workspace)
             self.workspace = Workspace(self._buffers["workspace", device.tier], sizes, dtype)

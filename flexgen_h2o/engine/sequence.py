@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import SamplingParams
 
 if TYPE_CHECKING:
-    import torch
-
+    from flexgen_h2o.engine.conversation import Conversation
     from flexgen_h2o.engine.penalties import Penalties
     from flexgen_h2o.engine.sampling import TokenLogprobs
 
@@ -50,22 +49,6 @@ class Scoring:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-class TokenSource(Protocol):
-    """Gives a sequence its tokens and says when it is done, in place of its sampling parameters."""
-
-    def sample(self, logits: torch.Tensor) -> int:
-        """Return the next token. logits: (vocab,)."""
-
-    def end(self) -> str | None:
-        """Return why the sequence is done with its newest token, or None if it is not."""
-
-    def known_tokens(self) -> abc.Sequence[int]:
-        """Return the tokens that the sequence takes next, as far as they are known.
-
-        More than `Sequence.max_tokens_per_sweep` of them are not needed.
-        """
-
-
 @dataclass(eq=False)
 class Sequence:
     """One prompt of a run, and its answer.
@@ -84,8 +67,9 @@ class Sequence:
     # With the seed of `params`, decides its random numbers. It is `index` if sequences share a
     # seed; `with_params` sets it.
     random_stream: int = 0
-    # Gives all its tokens. Whoever sets it also sets `max_new` and `max_tokens_per_sweep`.
-    source: TokenSource | None = None
+    # Gives all its tokens and says when it is done, in place of `params`. Whoever sets it also sets
+    # `max_new` and `max_tokens_per_sweep`.
+    source: Conversation | None = None
     # The tokens that it takes, whatever the logits. `scheduler.forced_sequences` sets them for
     # teacher forcing, and `max_tokens_per_sweep`.
     forced: tuple[int, ...] = ()

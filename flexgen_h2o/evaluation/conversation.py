@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,11 +15,11 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import format_bytes, format_seconds
-from flexgen_h2o.engine.channels import ChatText, TerminalText, marks_of
+from flexgen_h2o.engine.channels import ChatText, marks_of
 from flexgen_h2o.engine.conversation import Conversation, tokens_after_first
 from flexgen_h2o.engine.decoding import stop_criteria
 from flexgen_h2o.engine.generation import Callbacks, Silent
-from flexgen_h2o.engine.penalties import penalties_maker
+from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.prompts import lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.evaluation.figures import held_kv, perplexity, surprise
@@ -202,7 +203,7 @@ class Shown:
         self._over = over
         self._taken = 0  # tokens after the first turn
         self._before = deque(first, maxlen=CONTEXT)
-        self._text: TerminalText
+        self._text: ChatText
 
     def begin(self, turn: Turn) -> None:
         """Begin the exchange of the next turn."""
@@ -222,12 +223,12 @@ class Shown:
         now = self.exchanges[-1]
         if not now.answer:
             now.before = list(self._before)
-            self._text = TerminalText(self._llm.model.tokenizer, self._params, now.before)
+            self._text = ChatText(self._llm.model.tokenizer, self._params, now.before)
         now.answer.append(token)
         now.reason = reason
         self._taken += 1
         self._before.append(token)
-        self._show(self._text.more(now.answer, reason is not None))
+        self._show(self._text.shown(now.answer, reason is not None))
         if reason is not None:
             self._end()
 
@@ -236,7 +237,7 @@ class Shown:
         now = self.exchanges[-1]
         if now.reason is None:
             if now.answer:
-                self._show(self._text.more(now.answer, True))
+                self._show(self._text.shown(now.answer, True))
             self._end()
 
     def _end(self) -> None:
@@ -276,7 +277,7 @@ def converse(
         llm.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens)
     )
     talk = Conversation(
-        ids[0], more, params, ends, shown, room, penalties=penalties_maker(llm.model, params)
+        ids[0], more, params, ends, shown, room, penalties=partial(penalties_of, llm.model, params)
     )
     llm.prepare([talk.sequence])
     begin(0)

@@ -292,7 +292,8 @@ class EngineLM(TemplateLM):
             SamplingParams(score=(*path, last[own[0]]), score_mode=mode)
             for (_, path), own in zip(rows, asked, strict=True)
         ]
-        self.llm.expect(len(prompts))  # exact prediction of ragged blocks is not worth its time
+        # Exact prediction of ragged blocks is not worth its time.
+        self.llm.planner.job_rows = len(prompts)
         self.llm.run(with_params(prompts, scored), finished, Callbacks(seen))
 
     @property
@@ -356,7 +357,7 @@ class EngineLM(TemplateLM):
                 texts[one.index] = self._text_of(one.token_ids, given)
                 self.cache_hook.add_partial("generate_until", (context, given), texts[one.index])
 
-        self.llm.expect(len(prompts))
+        self.llm.planner.job_rows = len(prompts)
         self.llm.run(with_params(prompts, params), finished, refill=True)
         return texts
 

@@ -11,7 +11,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import format_bytes
-from flexgen_h2o.engine.channels import TerminalText
+from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.evaluation.figures import held_kv
@@ -112,9 +112,7 @@ def _written(
         columns, nbytes = held_kv(llm, row, len(out.token_ids))
         text = out.text
         if is_chat:
-            text = TerminalText(llm.model.tokenizer, params, out.prompt_ids).more(
-                out.token_ids, True
-            )
+            text = ChatText(llm.model.tokenizer, params, out.prompt_ids).shown(out.token_ids, True)
         found.append(
             {
                 "text": text,

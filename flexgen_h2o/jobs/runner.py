@@ -395,7 +395,7 @@ class JobRun:
 
         Errors of the engine and of the sink are not caught.
         """
-        self._llm.expect(rows)
+        self._llm.planner.job_rows = rows
         while requests := self._take(self._window_rows):
             self._run_window(requests, self._next_window if self._refill else None)
 

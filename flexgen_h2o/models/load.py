@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
@@ -17,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ from flexgen_h2o.checkpoint.side_files import say_adapter
 from flexgen_h2o.checkpoint.tied import has_other_head
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
-from flexgen_h2o.core.errors import TokenizerError, TooLongError, UsageError, first_line
+from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, first_line
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.notes import say_once
@@ -180,7 +182,7 @@ class Model:
     def tokens_of(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of a text. Every call of the tokenizer goes through this method.
 
-        Raises UsageError if the string is not valid text. Raises TokenizerError for whatever the
+        Raises UsageError if the string is not valid text. Raises FlexgenError for whatever the
         tokenizer raises: a panic in Rust is not even an `Exception`.
         """
         assert self.tokenizer is not None
@@ -191,7 +193,7 @@ class Model:
             if interrupts.asks_to_end(error):
                 raise
             reason = f"{type(error).__name__}: {first_line(error)}"
-            raise TokenizerError(
+            raise FlexgenError(
                 f"the tokenizer of {self.name} fails on the text ({reason})"
             ) from error
 
@@ -646,17 +648,6 @@ def shape_fingerprint(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-class _LogCollector(logging.Handler):
-    """Collects records together with the top logger of their library."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[tuple[logging.Logger, logging.LogRecord]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append((logging.getLogger(record.name.partition(".")[0]), record))
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Collect what libraries log and warn while files are read.
@@ -664,7 +655,7 @@ def _quiet() -> Iterator[None]:
     If no error is raised, each message is shown once, on one line. Otherwise none is shown, because
     the error says what is wrong with the file.
     """
-    collector = _LogCollector()
+    collector = BufferingHandler(sys.maxsize)
     shown = set[str]()
     with _logging_lock, warnings.catch_warnings(record=True) as warned:
         for name in _LOGGING_LIBRARIES:
@@ -679,12 +670,12 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, handlers in zip(loggers, before, strict=True):
                 logger.handlers[:] = handlers
-    for logger, record in collector.records:
+    for record in collector.buffer:
         record.msg = " ".join(record.getMessage().split())
         record.args = None
         if record.msg not in shown:
             shown.add(record.msg)
-            for handler in logger.handlers:
+            for handler in logging.getLogger(record.name.partition(".")[0]).handlers:
                 handler.handle(record)
     for one in warned:
         warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

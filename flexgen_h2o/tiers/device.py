@@ -10,10 +10,8 @@ import mmap
 import shutil
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -59,19 +57,19 @@ def host_buffer(nbytes: int) -> torch.Tensor:
     return buffer
 
 
-class Device(ABC):
-    """The memory in which layers are computed."""
+class Device:
+    """The memory in which layers are computed: ordinary RAM of a CPU, unless a subclass differs."""
 
-    torch_device: torch.device
+    torch_device = torch.device("cpu")
     is_host: bool  # it is host memory, and nothing is copied to or from it
     tier: str  # the tier to whose budget its buffers are charged
     is_asynchronous = False  # compute is queued, and the thread that issues it continues
     has_graphs = False  # see `graph`
 
     @property
-    @abstractmethod
     def dtypes(self) -> tuple[str, ...]:
         """Dtypes in which the device computes fast, the usual one first."""
+        return ("bfloat16", "float32")
 
     def card(self) -> tuple[str, int] | None:
         """Return the card's name and bytes of memory; None without a card."""
@@ -81,8 +79,14 @@ class Device(ABC):
         """Return the dtype to compute in.
 
         It is the one that was asked for, or else the stored one if this device is fast with it.
+        CPUs compute float16 many times slower than bfloat16: it is refused if asked for, replaced
+        if stored.
         """
-        return asked or stored
+        if asked == "float16":
+            raise UsageError(
+                "--dtype float16: far too slow on a CPU; use bfloat16, or float32 to lose nothing"
+            )
+        return asked or ("bfloat16" if stored == "float16" else stored)
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of the card's memory; None without a card."""
@@ -92,9 +96,9 @@ class Device(ABC):
         """Limit this process on the card to a budget of `nbytes`, plus CARD_LIBRARY_BYTES."""
         assert nbytes >= 0
 
-    @abstractmethod
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Return a uint8 buffer in device memory."""
+        return host_buffer(nbytes)
 
     def host_staging(self, nbytes: int) -> torch.Tensor:
         """Return a uint8 host buffer that is copied to and from this device at full speed.
@@ -110,12 +114,13 @@ class Device(ABC):
         """
         self.start_copy(dst, src).wait()
 
-    @abstractmethod
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
         """Begin such a copy and return an event that is done when the bytes are there.
 
         `src` is read until then.
         """
+        dst.copy_(src)
+        return NOTHING
 
     def copy_stream(self) -> AbstractContextManager[object]:
         """Return a context in which a worker thread's work does not queue behind compute.
@@ -124,9 +129,9 @@ class Device(ABC):
         """
         return nullcontext()
 
-    @abstractmethod
     def fence(self) -> Waitable:
         """Return an event that is done when all compute issued so far is."""
+        return NOTHING  # CPU operators return when they are done
 
     def read_back(self, found: torch.Tensor) -> tuple[torch.Tensor, Waitable]:
         """Return what compute will have put into `found`, in host memory, and an event to wait for.
@@ -153,43 +158,14 @@ class Device(ABC):
         return issue
 
 
-class _OrdinaryMemory(Device):
-    """A device that is the CPU, with ordinary RAM as its memory."""
-
-    torch_device = torch.device("cpu")
-    dtypes = ("bfloat16", "float32")
-
-    def compute_dtype(self, asked: str | None, stored: str) -> str:
-        """Return the dtype to compute in.
-
-        CPUs compute float16 many times slower than bfloat16: it is refused if asked for, replaced
-        if stored.
-        """
-        if asked == "float16":
-            raise UsageError(
-                "--dtype float16: far too slow on a CPU; use bfloat16, or float32 to lose nothing"
-            )
-        return asked or ("bfloat16" if stored == "float16" else stored)
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return host_buffer(nbytes)
-
-    def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
-        dst.copy_(src)
-        return NOTHING
-
-    def fence(self) -> Waitable:
-        return NOTHING  # CPU operators return when they are done
-
-
-class HostDevice(_OrdinaryMemory):
+class HostDevice(Device):
     """A CPU that computes in the host tier's memory: two tiers."""
 
     is_host = True
     tier = "host"
 
 
-class StandInDevice(_OrdinaryMemory):
+class StandInDevice(Device):
     """A device tier made of ordinary memory with its own budget: three tiers without a card."""
 
     is_host = False
@@ -393,15 +369,6 @@ def open_device(name: str, separate_budget: bool) -> Device:
 
 DISK_MARGIN_BYTES = 2 * GIB
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True)
-class Site:
-    """The place of a run: its device, budgets and disk folder."""
-
-    device: Device
-    budgets: dict[str, int | None]  # bytes that each tier may hold; None: any number
-    offload_dir: Path  # folder of the disk tier
 
 
 def resolve_budgets(

@@ -97,7 +97,12 @@ def converse(
             Callbacks(logits, watch),
         )
         return Held(
-            heard, done[0], torch.stack(logits.rows[0]), seen, llm.times[0].held, llm.peak_bytes
+            heard,
+            done[0],
+            torch.stack(logits.rows[0]),
+            seen,
+            llm.times[0].held_by_sweep,
+            llm.peak_bytes,
         )
 
 
@@ -218,7 +223,7 @@ def test_many_rows_follow_many_tokens_at_once(
                 offload_dir=tmp_path,
             ) as llm:
                 llm.follow(prompts, more, seen, max_tokens_per_sweep=max_tokens_per_sweep)
-                read = sum(llm.times[0].read)
+                read = sum(llm.times[0].read_by_sweep)
             found.append((seen.rows, read))
         (one, read), (many, as_much) = found
         assert read == as_much

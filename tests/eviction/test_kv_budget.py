@@ -126,5 +126,5 @@ def test_the_planner_counts_the_columns_that_the_engine_holds(
         llm.follow([[3] * 9] * 2, [list(range(5, 30))] * 2, lambda rows, logits: None)
         need = workload_of(eviction, 2, {(9, 25)}, 2)
         held = [sum(need.columns(block, sweep, 9) for block in range(2)) for sweep in range(25)]
-        assert llm.times[0].held == [2 * columns for columns in held]
+        assert llm.times[0].held_by_sweep == [2 * columns for columns in held]
         assert llm.report is not None and llm.report.kv["slots"] == max(need.slots)

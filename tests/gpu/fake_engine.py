@@ -78,6 +78,9 @@ class CardDevice(Device):
         self._card = card
         self.has_graphs = has_graphs
 
+    def compute_dtype(self, asked: str | None, stored: str) -> str:
+        return asked or stored
+
     def card(self) -> tuple[str, int]:
         return "a card of CPU memory", CARD_BYTES
 

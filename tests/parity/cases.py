@@ -122,6 +122,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied head": {"tie_word_embeddings": False},
 }
 
+_ODD = {
+    "num_key_value_heads": 1,
+    "hidden_size": 66,
+    "head_dim": 10,
+    "intermediate_size": 83,
+    "vocab_size": 127,
+}
 # Of the other families.
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -131,14 +138,7 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": None,
         "tie_word_embeddings": True,
     },
-    "llama, one kv-head, odd sizes": {
-        "model_type": "llama",
-        "num_key_value_heads": 1,
-        "hidden_size": 66,
-        "head_dim": 10,
-        "intermediate_size": 83,
-        "vocab_size": 127,
-    },
+    "llama, one kv-head, odd sizes": {"model_type": "llama", **_ODD},
     "llama, biases, one layer, gelu": {
         "model_type": "llama",
         "attention_bias": True,
@@ -165,12 +165,8 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3, biases, one kv-head, odd sizes, tied": {
         "model_type": "qwen3",
         "attention_bias": True,
-        "num_key_value_heads": 1,
-        "hidden_size": 66,
-        "head_dim": 10,
-        "intermediate_size": 83,
-        "vocab_size": 127,
         "tie_word_embeddings": True,
+        **_ODD,
     },
     "qwen3, one layer, window filled": {
         "model_type": "qwen3",
@@ -207,11 +203,6 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": True,  # of other families, and nothing to transformers
     },
     "olmoe": {"model_type": "olmoe"},
-    "olmoe, biases, normalised": {
-        "model_type": "olmoe",
-        "attention_bias": True,
-        "norm_topk_prob": True,
-    },
     "gpt_oss": {"model_type": "gpt_oss", "swiglu_limit": 1.5},
     "gpt_oss, one layer, one expert a token, odd sizes": {
         "model_type": "gpt_oss",
@@ -248,13 +239,6 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 127,
         "tie_word_embeddings": True,
         "rotary_pct": 0.4,
-    },
-    "gpt_neox, one layer, no bias, one after the other": {
-        "model_type": "gpt_neox",
-        "use_parallel_residual": False,
-        "attention_bias": False,
-        "num_hidden_layers": 1,
-        "hidden_act": "relu",
     },
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from tests.parity.cases import FAMILY_SHAPES, SHAPES
 from tests.parity.reference import (
     LONG,
+    ByShape,
     Ended,
     Reference,
     folder_with_eos,
@@ -28,7 +28,7 @@ EOS_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> ByShape:
     """The reference of a shape by its name."""
 
     @cache
@@ -42,7 +42,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
 
 @pytest.fixture(scope="session")
-def ended(reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def ended(reference: ByShape, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     known = reference("normal")
     prompts = random_prompts(EOS_LENGTHS, seed=2)
     eos = token_that_ends([greedy(known.model, p, LONG) for p in prompts])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,55 +19,32 @@ from flexgen_h2o.engine.workload import MicroBatchShape, Workload, workload_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
-from tests.parity.reference import random_prompts, stored_tensors
+from tests.parity.reference import opened, random_prompts, stored_tensors
 
 # 16 rows of every matrix are whole pages in fp32, and so are the keys of a head of one row in 64
 # slots.
-SHAPE: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "word_embed_proj_dim": 64,
-    "ffn_dim": 128,
-    "max_position_embeddings": 254,
+_SIZES: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "max_position_embeddings": 254}
+_HEADS: dict[str, Any] = {
+    **_SIZES,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
 }
+SHAPE: dict[str, Any] = {**_SIZES, "word_embed_proj_dim": 64, "ffn_dim": 128}
 # The same of the other families, by model_type.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "max_position_embeddings": 254,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
+    "llama": _HEADS,
     "qwen2": {  # the first of its two blocks has a window
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "max_position_embeddings": 254,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        **_HEADS,
         "use_sliding_window": True,
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "gpt_neox": {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "max_position_embeddings": 254,
-        "num_attention_heads": 4,
-    },
+    "gpt_neox": {**_SIZES, "intermediate_size": 128, "num_attention_heads": 4},
     "qwen3_moe": {
-        "vocab_size": 128,
-        "hidden_size": 64,
+        **_HEADS,
         "moe_intermediate_size": 64,
-        "max_position_embeddings": 254,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
         "num_experts": 16,
         "num_experts_per_tok": 2,
     },
@@ -136,25 +112,13 @@ class Run:
         return [[MicroBatchShape.of(groups) for groups in block] for block in found]
 
     def go(
-        self,
-        folder: Path,
-        percent: tuple[int, int, int, int, int, int],
-        offload_dir: Path,
-        before: Callable[[LLM], None] = lambda llm: None,
+        self, folder: Path, percent: tuple[int, int, int, int, int, int], offload_dir: Path
     ) -> LLM:
-        """The engine has run it, and is closed. before: is shown the LLM first."""
+        """The engine has run it, and is closed."""
         budget = MemoryBudget("64MiB" if self.stand_in else None, "64MiB", "64MiB")
         policy = self.policy(percent)
-        with LLM(
-            str(folder),
-            policy,
-            self.eviction,
-            dtype="float32",
-            budget=budget,
-            offload_dir=offload_dir,
-        ) as llm:
+        with opened(folder, policy, offload_dir, eviction=self.eviction, budget=budget) as llm:
             llm.share_prefix = "on" if self.header else "off"
-            before(llm)
             llm.generate(self.prompts, SamplingParams(max_tokens=self.new_tokens, ignore_eos=True))
         return llm
 

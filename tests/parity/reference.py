@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +105,9 @@ class Reference:
     logits: list[torch.Tensor]
 
 
+ByShape = Callable[[str], Reference]  # the reference of a shape by its name
+
+
 def make_reference(
     model: PreTrainedModel, folder: Path, prompts: list[list[int]], max_new: int
 ) -> Reference:
@@ -131,6 +134,17 @@ class LogitsByRow:
         for row, values in zip(rows, logits.float().clone(), strict=True):
             self.rows[row].append(values)
 
+    def check(self, known: Sequence[torch.Tensor]) -> None:
+        """Compare the logits of each row with those of the reference."""
+        for row, want in enumerate(known):
+            found = torch.stack(self.rows[row][: len(want)])
+            assert (found - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+
+
+def opened(folder: Path, policy: Policy | str, offload_dir: Path, **more: Any) -> LLM:
+    """An LLM that computes in fp32, as the references do."""
+    return LLM(str(folder), policy, **{"dtype": "float32", **more}, offload_dir=offload_dir)
+
 
 def run(
     folder: Path,
@@ -141,7 +155,7 @@ def run(
     budget: MemoryBudget | None = None,
     watch: LogitsByRow | None = None,
 ) -> list[Completion]:
-    with LLM(str(folder), policy, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
+    with opened(folder, policy, offload_dir, budget=budget) as llm:
         return llm.generate(prompts, params, watch_logits=watch)
 
 
@@ -157,8 +171,7 @@ def assert_equal(
     params = SamplingParams(max_tokens=len(reference.tokens[0]))
     out = run(reference.folder, reference.prompts, policy, offload_dir, params, budget, watch)
     assert tokens_of(out) == reference.tokens
-    for row, want in enumerate(reference.logits):
-        assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+    watch.check(reference.logits)
 
 
 # ---- Rows that end at an end-of-sequence token

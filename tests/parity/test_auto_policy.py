@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, Depth
@@ -14,8 +14,10 @@ from flexgen_h2o.models.load import find_model
 from tests.parity.reference import (
     Reference,
     make_reference,
+    opened,
     random_model,
     random_prompts,
+    run,
     tokens_of,
 )
 
@@ -49,45 +51,37 @@ def budget(known: Reference, stand_in: bool, depth: Depth, weight_share: float) 
     )
 
 
-def check(
-    known: Reference, allowed: MemoryBudget, offload_dir: Path, rows: int = len(LENGTHS)
-) -> Policy:
-    """The last `rows` prompts, the longest among them."""
-    with LLM(
-        str(known.folder), "auto", dtype="float32", budget=allowed, offload_dir=offload_dir
-    ) as llm:
-        found = tokens_of(
-            llm.generate(known.prompts[-rows:], SamplingParams(max_tokens=NEW_TOKENS))
-        )
-        assert found == known.tokens[-rows:]
-        assert llm.policy is not None and llm.report is not None
-        for tier in TIERS:
-            assert llm.report.peak_bytes[tier] <= (getattr(allowed, tier) or 0)
-        return llm.policy
-
-
 @pytest.mark.parametrize("stand_in", [False, True], ids=["host", "stand-in"])
-def test_room_for_a_part_of_the_weights(stand_in: bool, deep: Reference, tmp_path: Path) -> None:
-    policy = check(deep, budget(deep, stand_in, OVERLAPPED[1], 0.25), tmp_path, rows=1)
-    assert 0 < policy.weight_shares[0] < 1
-
-
-@pytest.mark.parametrize("stand_in", [False, True], ids=["host", "stand-in"])
-def test_room_for_everything(stand_in: bool, deep: Reference, tmp_path: Path) -> None:
-    policy = check(deep, budget(deep, stand_in, OVERLAPPED[0], 4), tmp_path)
-    assert policy.weight_shares[0] == 1
-
-
-@pytest.mark.parametrize("stand_in", [False, True], ids=["host", "stand-in"])
-def test_room_for_one_layer_at_a_time(stand_in: bool, deep: Reference, tmp_path: Path) -> None:
-    allowed = budget(deep, stand_in, SEQUENTIAL, 0)
+@pytest.mark.parametrize(
+    ("depth", "more", "rows", "share"),
+    [
+        (OVERLAPPED[1], 0.25, 1, (0, 1)),  # room for a part of the weights
+        (OVERLAPPED[0], 4, 5, (1, 1)),  # room for everything
+        (SEQUENTIAL, 0, 5, (0, 0)),  # room for one layer at a time
+    ],
+)
+def test_tokens_within_budgets(
+    depth: Depth,
+    more: float,
+    rows: int,
+    share: tuple[int, int],
+    stand_in: bool,
+    deep: Reference,
+    tmp_path: Path,
+) -> None:
+    """The last `rows` prompts, the longest among them. share: bounds of the weights' share on the
+    computing tier."""
+    allowed = budget(deep, stand_in, depth, more)
     params = SamplingParams(max_tokens=NEW_TOKENS)
-    with LLM(
-        str(deep.folder),
-        Policy(1, 1, (0,) * 6),
-        dtype="float32",
-        budget=allowed,
-        offload_dir=tmp_path,
-    ) as by_hand:
-        assert tokens_of(by_hand.generate(deep.prompts, params)) == deep.tokens
-    check(deep, allowed, tmp_path)
+    with opened(deep.folder, "auto", tmp_path, budget=allowed) as llm:
+        assert tokens_of(llm.generate(deep.prompts[-rows:], params)) == deep.tokens[-rows:]
+        assert llm.policy is not None and llm.report is not None
+    low, high = share
+    assert low <= llm.policy.weight_shares[0] <= high
+    assert low == high or 0 < llm.policy.weight_shares[0] < 1
+    for tier in TIERS:
+        assert llm.report.peak_bytes[tier] <= (getattr(allowed, tier) or 0)
+    if depth == SEQUENTIAL:  # by hand, the policy that the budget was computed for
+        policy = Policy(1, 1, (0,) * 6)
+        out = run(deep.folder, deep.prompts, policy, tmp_path, params, allowed)
+        assert tokens_of(out) == deep.tokens

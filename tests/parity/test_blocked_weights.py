@@ -57,49 +57,26 @@ def count_blocks(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[in
     return blocked
 
 
-@pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    return logits("float32", "all on device", tmp_path_factory.mktemp("exact"))
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    """Nothing is blocked: everything comes from disk."""
-    return logits("bfloat16", "weights on disk", tmp_path_factory.mktemp("plain"))
-
-
-def test_bf16_is_near_fp32(exact: torch.Tensor, plain: torch.Tensor) -> None:
+def test_bf16_is_near_fp32(tmp_path: Path) -> None:
+    exact, plain = (logits(dtype, "weights on disk", tmp_path) for dtype in ("float32", "bfloat16"))
     assert (plain - exact).abs().max() < NEAR_FP32 * exact.std()
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
     ("placement", "device_mem"),
-    [
-        ("all on device", None),
-        ("weights on host", None),
-        ("weights split three ways", "1GiB"),
-        ("all on device", "1GiB"),
-    ],
+    [("all on device", None), ("weights split three ways", "1GiB"), ("weights on host", None)],
 )
 def test_blocked_or_not_is_no_difference(
     placement: str,
     device_mem: str | None,
-    plain: torch.Tensor,
+    int8: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    blocked = count_blocks(monkeypatch, linear)
-    found = logits("bfloat16", placement, tmp_path, device_mem)
-    assert torch.equal(found, plain)
-    assert bool(blocked) == (products.has_loop(torch.bfloat16) and device_mem is None)
-
-
-@pytest.mark.parametrize("device_mem", [None, "1GiB"])
-@pytest.mark.parametrize("placement", ["all on device", "weights split three ways"])
-def test_in_int8_too(
-    placement: str, device_mem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want = logits("bfloat16", "weights on disk", tmp_path, int8=True)
-    blocked = count_blocks(monkeypatch, int8_rows)
-    assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8=True), want)
-    assert bool(blocked) == (products.has_loop(torch.uint8) and device_mem is None)
+    """Nothing is blocked if everything comes from disk."""
+    want = logits("bfloat16", "weights on disk", tmp_path, int8=int8)
+    blocked = count_blocks(monkeypatch, int8_rows if int8 else linear)
+    assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8), want)
+    has_loop = products.has_loop(torch.uint8 if int8 else torch.bfloat16)
+    assert bool(blocked) == (has_loop and device_mem is None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o import Policy, SamplingParams
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES, thinned
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
@@ -21,6 +21,7 @@ from tests.parity.reference import (
     Reference,
     assert_equal,
     make_reference,
+    opened,
     random_model,
     random_prompts,
     run,
@@ -110,45 +111,32 @@ POLICY = Policy(2, 2, PLACEMENTS["weights split three ways"], compress_weight=Tr
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
-def test_from_a_bin_checkpoint(packed: Callable[[str, int], Reference], tmp_path: Path) -> None:
-    known = packed("normal", 4)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text((known.folder / "config.json").read_text())
-    torch.save(random_model().state_dict(), folder / "pytorch_model.bin")
-    assert (
-        tokens_of(run(folder, known.prompts, POLICY, tmp_path / "offload", PARAMS)) == known.tokens
-    )
-
-
-def test_half_precision_is_packed_as_it_is_stored(
-    packed: Callable[[str, int], Reference], tmp_path: Path
-) -> None:
-    """A bfloat16 checkpoint computed in fp32: vectors are converted when read, matrices
-    unpacked."""
+def test_half_precision_is_packed_as_it_is_stored(tmp_path: Path) -> None:
+    """A bfloat16 checkpoint, also as a .bin file, computed in fp32: vectors are converted when
+    read, matrices unpacked."""
     half = random_model().to(torch.bfloat16)
     half.save_pretrained(tmp_path / "model")
-    prompts = packed("normal", 4).prompts
-    offload = tmp_path / "offload"
+    half.config.save_pretrained(tmp_path / "bin")
+    torch.save(half.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    prompts = random_prompts(LENGTHS)
     known = make_reference(unpacked(half.float(), 8), tmp_path / "unpacked", prompts, NEW_TOKENS)
     policy = replace(POLICY, weight_bits=8)
-    assert tokens_of(run(tmp_path / "model", prompts, policy, offload, PARAMS)) == known.tokens
+    for name in ("model", "bin"):
+        out = run(tmp_path / name, prompts, policy, tmp_path / "offload", PARAMS)
+        assert tokens_of(out) == known.tokens
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_random_weights_are_those_of_the_checkpoint_packed(bits: int, tmp_path: Path) -> None:
     """They are packed without writing the checkpoint, whose values they are."""
-    model = "opt-tiny"
     prompts = [[5, 6, 7, 8], [9, 10]]
     policy = replace(POLICY, weight_bits=bits)
-    at = {"path": "_DUMMY_", "dtype": "float32", "offload_dir": tmp_path / "packed"}
-    with LLM(model, policy, **at) as llm:  # type: ignore[arg-type]
+    shape = Path("opt-tiny")
+    with opened(shape, policy, tmp_path / "packed", path="_DUMMY_") as llm:
         found = tokens_of(llm.generate(prompts, PARAMS))
-    assert [f.parent.parent.name for f in (tmp_path / "packed").rglob("*.safetensors")] == [
-        "packed"
-    ]
-    with LLM(model, Policy(), **{**at, "offload_dir": tmp_path / "whole"}) as llm:  # type: ignore[arg-type]
+    (file,) = (tmp_path / "packed").rglob("*.safetensors")
+    assert file.parent.parent.name == "packed"
+    with opened(shape, Policy(), tmp_path / "whole", path="_DUMMY_") as llm:
         llm.generate(prompts, PARAMS)
-    (folder,) = (f.parent for f in (tmp_path / "whole").rglob("*.safetensors"))
-    with LLM(str(folder), policy, dtype="float32", offload_dir=tmp_path / "again") as llm:
-        assert tokens_of(llm.generate(prompts, PARAMS)) == found
+    (file,) = (tmp_path / "whole").rglob("*.safetensors")
+    assert tokens_of(run(file.parent, prompts, policy, tmp_path / "again", PARAMS)) == found

@@ -24,7 +24,7 @@ from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import FORCED_CHUNK
-from flexgen_h2o.evaluation.lm_eval_model import EngineLM, logprobs_at
+from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 from flexgen_h2o.integrations import disable_h2o, enable_h2o
 from tests.eviction import policies as plain
 from tests.eviction.plain_models import plain_model
@@ -66,27 +66,26 @@ def requests(kind: str, given: Sequence[tuple[Any, ...]]) -> list[Instance]:
     return [Instance(kind, {}, args, i) for i, args in enumerate(given)]
 
 
-LIKELIHOOD = requests("loglikelihood", PAIRS)
 ROLLING = requests("loglikelihood_rolling", [(text,) for text in TEXTS])
+
+
+def save(folder: Path, **shape: Any) -> Any:
+    """Write a random model with the shipped tokenizer and few positions, and return it."""
+    sizes = {"vocab_size": 2048, "max_position_embeddings": POSITIONS}
+    model = random_model(**{**sizes, "eos_token_id": 2, "bos_token_id": 0, **shape})
+    model.save_pretrained(folder)
+    for path in PACKAGED["opt-tiny"].glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return model
 
 
 @pytest.fixture(scope="module", params=["opt-tiny", *FOLDERS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each family with the shipped tokenizer, and the shipped model, cut to as few
-    positions."""
-    shipped = PACKAGED["opt-tiny"]
-    made = tmp_path_factory.mktemp("model")
+    """A model of each family, and the shipped one."""
     if request.param == "opt-tiny":
-        return shipped
-    shape = {
-        "vocab_size": 2048,
-        "max_position_embeddings": POSITIONS,
-        "eos_token_id": 2,
-        "bos_token_id": 0,
-    }
-    random_model(0, **{**FOLDERS[request.param], **shape}).save_pretrained(made)
-    for path in shipped.glob("tokenizer*"):
-        shutil.copy(path, made)
+        return PACKAGED["opt-tiny"]
+    made = tmp_path_factory.mktemp("model")
+    save(made, **FOLDERS[request.param])
     return made
 
 
@@ -107,53 +106,41 @@ def assert_close(found: Sequence[tuple[float, bool]], want: Sequence[tuple[float
         assert own == pytest.approx(other, abs=TOLERANCE, rel=1e-5)
 
 
-def test_whole_texts_are_the_sums_of_their_windows(
-    ours: EngineLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever order the windows of many texts are done in."""
-    given = ["import os", LONG, "", "x", LONG + "pass"]
+class Hook(CacheHook):
+    """lm-eval's cache of answers."""
 
-    def score(self: EngineLM, pairs: Sequence[tuple[list[int], list[int]]], done: Any) -> None:
-        for i in reversed(range(len(pairs))):
-            done(i, (float(len(pairs[i][1])), False))
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, str], Any] = {}
 
-    monkeypatch.setattr(EngineLM, "_score", score)
-    found = ours.loglikelihood_rolling(
-        requests("loglikelihood_rolling", [(text,) for text in given])
-    )
-    assert found == [len(ours.tok_encode(text)) for text in given]
+    def add_partial(self, attr: str, req: Any, res: Any) -> None:
+        self.kept[attr, repr(req)] = res
 
 
-def test_log_likelihoods_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
-    found = ours.loglikelihood(LIKELIHOOD, disable_tqdm=True)
-    assert_close(found, theirs.loglikelihood(LIKELIHOOD, disable_tqdm=True))
-    assert found[0] == found[4] and len({value for value, _ in found}) == len(PAIRS) - 1
-
-
-def test_the_likeliest_continuation_is_greedy(theirs: HFLM, ours: EngineLM) -> None:
+def test_answers_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
+    """Log-likelihoods, also of the greedy continuation, those of whole texts, and texts. Each goes
+    to the cache."""
+    ours.set_cache_hook(hook := Hook())
     context = "def f(x):\n    return"
-    [text] = theirs.generate_until(
-        requests("generate_until", [(context, {"until": [], "max_gen_toks": 5})])
-    )
-    asked = requests("loglikelihood", [(context, text), (context, text + "q")])
-    found = ours.loglikelihood(asked, disable_tqdm=True)
-    assert_close(found, theirs.loglikelihood(asked, disable_tqdm=True))
-
-
-def test_rolling_likelihoods_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
-    found = ours.loglikelihood_rolling(ROLLING, disable_tqdm=True)
+    asked = requests("generate_until", [(context, {"until": [], "max_gen_toks": 5})])
+    [text] = theirs.generate_until(asked, disable_tqdm=True)
+    pairs = requests("loglikelihood", [*PAIRS, (context, text), (context, text + "q")])
+    found = ours.loglikelihood(pairs, disable_tqdm=True)
+    assert_close(found, theirs.loglikelihood(pairs, disable_tqdm=True))
+    assert found[0] == found[4]
+    rolling = ours.loglikelihood_rolling(ROLLING, disable_tqdm=True)
     want = theirs.loglikelihood_rolling(ROLLING, disable_tqdm=True)
-    for text, own, other in zip(TEXTS, found, want, strict=True):
-        assert own == pytest.approx(
-            other, abs=TOLERANCE * (1 + len(theirs.tok_encode(text)) / 100)
-        ), text[:20]
-
-
-def test_texts_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
+    for text, own, other in zip(TEXTS, rolling, want, strict=True):
+        most = TOLERANCE * (1 + len(theirs.tok_encode(text)) / 100)
+        assert own == pytest.approx(other, abs=most), text[:20]
     if ours.max_length == POSITIONS:
         assert len(ours.tok_encode(LONG)) > POSITIONS, "nothing is cut"
     asked = requests("generate_until", GENERATE)
-    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+    texts = ours.generate_until(asked)
+    assert texts == theirs.generate_until(asked, disable_tqdm=True)
+    for given, answers in ((pairs, found), (ROLLING, rolling), (asked, texts)):
+        for one, answer in zip(given, answers, strict=True):
+            keys = ((one.request_type, repr(part)) for part in (one.args, one.args[0]))
+            assert answer in [hook.kept.get(key) for key in keys]
 
 
 @pytest.mark.parametrize("shape", FOLDERS)
@@ -163,33 +150,21 @@ def test_h2o_forces_the_continuation_through_decode(
 ) -> None:
     """The reference keeps the columns of its own full attention matrix; a continuation is taken
     token by token."""
-    model = random_model(
-        0, **{**FOLDERS[shape], "vocab_size": 2048, "max_position_embeddings": POSITIONS}
-    )
-    model.save_pretrained(tmp_path / "model")
-    for path in PACKAGED["opt-tiny"].glob("tokenizer*"):
-        shutil.copy(path, tmp_path / "model")
+    model = save(tmp_path / "model", **FOLDERS[shape])
     generator = torch.Generator().manual_seed(3)
     context = torch.randint(4, 2048, (21,), generator=generator).tolist()
     more = torch.randint(4, 2048, (FORCED_CHUNK + 4,), generator=generator).tolist()
     rows = [(context, more), (context, [*more[:-1], 7]), (context, [9]), (context[:9], more[:6])]
-    with LLM(
-        tmp_path / "model", Policy(2, 2), H2O(heavy_size=5, recent_size=3), "cpu", "float32"
-    ) as llm:
+    asked = [(("a", str(i)), list(c), list(m)) for i, (c, m) in enumerate(rows)]
+    sizes = {"heavy_size": 5, "recent_size": 3}
+    with LLM(tmp_path / "model", Policy(2, 2), H2O(**sizes), "cpu", "float32") as llm:  # type: ignore[arg-type]
         own = EngineLM(llm)
-        asked = [(("a", str(i)), list(c), list(m)) for i, (c, m) in enumerate(rows)]
-        found = (
-            own._loglikelihood_tokens(asked)
-            if together
-            else [own._loglikelihood_tokens([r])[0] for r in asked]
-        )
+        parts = [asked] if together else [[one] for one in asked]
+        found = [answer for part in parts for answer in own._loglikelihood_tokens(part)]
         llm.eviction = H2O(heavy_size=40, recent_size=40)
         whole = own._loglikelihood_tokens(asked)
-    want = [
-        evicted(plain_model(model), c, m, plain.h2o(Budget(heavy_size=5, recent_size=3)))
-        for c, m in rows
-    ]
-    assert_close(found, want)
+    policy = plain.h2o(Budget(**sizes))
+    assert_close(found, [evicted(plain_model(model), c, m, policy) for c, m in rows])
     assert abs(found[0][0] - whole[0][0]) > 0.01, "nothing was evicted"
 
 
@@ -225,19 +200,6 @@ def test_where_engine_and_plug_in_agree(folder: Path, theirs: HFLM, ours: Engine
     assert abs(decoded[1][0] - with_plug_in["mask"][1][0]) > 1e-3 < abs(decoded[1][0] - full[1][0])
 
 
-def test_the_mode_follows_what_stays_in_the_cache(tmp_path: Path) -> None:
-    packed = Policy(1, 1, compress_cache=True)
-    sparse = Policy(1, 1, attn_sparsity=0.5)
-    for policy, eviction, mode in (
-        (Policy(1, 1), None, "prefill"),
-        (Policy(1, 1), H2O(), "decode"),
-        (packed, None, "decode"),
-        (sparse, None, "decode"),
-    ):
-        with LLM("opt-tiny", policy, eviction, "cpu", offload_dir=tmp_path) as llm:
-            assert EngineLM(llm).score_mode == mode
-
-
 def evicted(
     model: Any, context: Sequence[int], tokens: Sequence[int], policy: plain.Policy
 ) -> tuple[float, bool]:
@@ -264,50 +226,35 @@ def evicted(
     return total, greedy
 
 
+@pytest.mark.parametrize(
+    ("policy", "eviction", "mode"),
+    [
+        (Policy(1, 1), None, "prefill"),
+        (Policy(1, 1), H2O(), "decode"),
+        (Policy(1, 1, compress_cache=True), None, "decode"),
+        (Policy(1, 1, attn_sparsity=0.5), None, "decode"),
+    ],
+)
+def test_the_mode_follows_what_stays_in_the_cache(
+    policy: Policy, eviction: H2O | None, mode: str, tmp_path: Path
+) -> None:
+    with LLM("opt-tiny", policy, eviction, "cpu", offload_dir=tmp_path) as llm:
+        assert EngineLM(llm).score_mode == mode
+
+
 def test_choices_of_one_token_are_one_row(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     run = ours.llm.run
-    monkeypatch.setattr(
-        ours.llm,
-        "run",
-        lambda prompts, *more, **names: rows.append(len(prompts)) or run(prompts, *more),
-    )
-    ours._loglikelihood_tokens([(None, [5, 6, 7], [choice]) for choice in (8, 9, 10, 11)])
-    ours._loglikelihood_tokens([(None, [5, 6, 7], [4, choice]) for choice in (8, 9, 10, 11)])
-    ours._loglikelihood_tokens([(None, [5, 6, 7], [choice, 4]) for choice in (8, 9)])
+
+    def counted(prompts: Sequence[Any], *more: Any, **names: Any) -> Any:
+        rows.append(len(prompts))
+        return run(prompts, *more)
+
+    monkeypatch.setattr(ours.llm, "run", counted)
+    for choices in ([[8], [9], [10]], [[4, 8], [4, 9], [4, 10]], [[8, 4], [9, 4]]):
+        ours._loglikelihood_tokens([(None, [5, 6, 7], choice) for choice in choices])
     assert rows == [1, 1, 2]
-
-
-def test_each_row_goes_to_the_cache_as_it_ends(ours: EngineLM) -> None:
-    class Hook(CacheHook):
-        def __init__(self) -> None:
-            self.kept: list[tuple[str, Any, Any]] = []
-
-        def add_partial(self, attr: str, req: Any, res: Any) -> None:
-            self.kept.append((attr, req, res))
-
-    ours.set_cache_hook(hook := Hook())
-    found = ours.loglikelihood(LIKELIHOOD, disable_tqdm=True)
-    assert sorted(kept[1:] for kept in hook.kept) == sorted(zip(PAIRS, found, strict=True))
-    hook.kept.clear()
-    rolling = ours.loglikelihood_rolling(ROLLING)
-    assert sorted((req, res) for _, req, res in hook.kept) == sorted(
-        zip([(t,) for t in TEXTS], rolling, strict=True)
-    )
-    hook.kept.clear()
-    texts = ours.generate_until(requests("generate_until", GENERATE))
-    assert {req[0]: res for _, req, res in hook.kept} == dict(
-        zip([c for c, _ in GENERATE], texts, strict=True)
-    )
-
-
-def test_no_requests_and_no_text(ours: EngineLM) -> None:
-    assert (
-        ours.loglikelihood([]) == []
-        and ours.generate_until([]) == []
-        and ours.loglikelihood_rolling([]) == []
-    )
-    assert ours.generate_until(requests("generate_until", [("", {"max_gen_toks": 2})]))
+    assert ours.loglikelihood([]) == ours.generate_until([]) == ours.loglikelihood_rolling([]) == []
 
 
 def test_draws_are_repeatable_and_differ(ours: EngineLM) -> None:
@@ -332,30 +279,6 @@ def test_what_cannot_be_generated_is_refused(
         ours.generate_until(requests("generate_until", [("x", given)]))
 
 
-def test_chat_templates(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes no system's message, as HFLM has it; one that takes nothing, and one that
-    never ends."""
-    history = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
-    refuse = "{{ raise_exception('not that') }}"
-    template = (
-        f"{{% if messages[0].role == 'system' %}}{refuse}{{% endif %}}{{{{ messages[0].content }}}}"
-    )
-    monkeypatch.setattr(
-        ours.tokenizer, "chat_template", template + "{% if add_generation_prompt %}>{% endif %}"
-    )
-    assert (ours.apply_chat_template(history), ours.apply_chat_template(history, False)) == (
-        "hi>",
-        "hi",
-    )
-    for bad, says in (
-        (refuse, "template refuses: not that"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "template"),
-    ):
-        monkeypatch.setattr(ours.tokenizer, "chat_template", bad)
-        with pytest.raises(UsageError, match=says):
-            ours.apply_chat_template(history)
-
-
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     random_model(0).save_pretrained(tmp_path)
     with (
@@ -365,20 +288,20 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         EngineLM(llm)
 
 
-def test_log_probabilities_by_row() -> None:
-    logits = torch.randn(3, 2**18)  # two rows a chunk
-
-    def want(row: int, token: int) -> float:
-        return float(logits[row].double().log_softmax(-1)[token])
-
-    best = logits.argmax(-1).tolist()
-    found = logprobs_at(logits, [[1, best[0]], [], [5]])
-    assert found[0][0][0] == pytest.approx(want(0, 1), abs=1e-4) and found[0][1] == (
-        found[0][1][0],
-        True,
+def test_chat_templates(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes no system's message, as HFLM has it; one that takes nothing, and one that
+    never ends."""
+    history = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    refuse = "{{ raise_exception('not that') }}"
+    template = (
+        "{% if messages[0].role == 'system' %}" + refuse + "{% endif %}{{ messages[0].content }}"
+        "{% if add_generation_prompt %}>{% endif %}"
     )
-    assert (
-        found[1] == []
-        and found[2][0][0] == pytest.approx(want(2, 5), abs=1e-4)
-        and not found[2][0][1]
-    )
+    monkeypatch.setattr(ours.tokenizer, "chat_template", template)
+    assert ours.apply_chat_template(history) == "hi>"
+    assert ours.apply_chat_template(history, False) == "hi"
+    endless = "{% for i in range(10**9) %}x{% endfor %}"
+    for bad, says in ((refuse, "template refuses: not that"), (endless, "template")):
+        monkeypatch.setattr(ours.tokenizer, "chat_template", bad)
+        with pytest.raises(UsageError, match=says):
+            ours.apply_chat_template(history)

@@ -8,25 +8,32 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
+from flexgen_h2o import H2O, Full, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.distributed import Pipeline, check_same, join_pipeline
 from flexgen_h2o.engine.sequence import Sequence
 from tests.forks import Forks
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.ranks import Run
-from tests.parity.reference import Ended, Reference, make_reference, random_model, random_prompts
+from tests.parity.reference import (
+    Ended,
+    Reference,
+    make_reference,
+    opened,
+    random_model,
+    random_prompts,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (5, 9, 9, 1, 12, 7)
 NEW_TOKENS = 5
-GREEDY = SamplingParams(max_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +45,33 @@ def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     )
 
 
-def torchrun(ranks: int, *argv: object, timeout: int = 100) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *argv]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def torchrun(
+    folder: Path, rank_1: tuple[str, ...], *argv: object
+) -> subprocess.CompletedProcess[str]:
+    """flex_opt in two ranks. rank_1: more words for the second one."""
+    script = folder / "rank.py"
+    script.write_text(
+        "import os, sys\nfrom flexgen_h2o import flex_opt\n"
+        f"more = {list(rank_1)} if os.environ['RANK'] == '1' else []\n"
+        "sys.exit(flex_opt.main([*sys.argv[1:], *more]))\n"
+    )
+    words = [
+        "--pipeline",
+        "--device",
+        "cpu",
+        "--no-log",
+        "--offload-dir",
+        folder / "offload",
+        *argv,
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, script, *words]
+    # torchrun kills a rank 30 seconds after another one has ended.
     return subprocess.run(
         list(map(str, command)),
         capture_output=True,
         text=True,
-        timeout=timeout,
-        env=env,
+        timeout=28 if rank_1 else 100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         check=False,
     )
@@ -88,16 +113,12 @@ def test_two_ranks_give_the_tokens_of_transformers_with_every_placement(
     three_blocks: Reference, forks: Forks, tmp_path: Path
 ) -> None:
     """And report together, each holding only its layers."""
-    names = list(CONFIGURATIONS)
     runs = [run_of(three_blocks, Policy(2, 1))]
-    for i, percent in enumerate(PLACEMENTS.values()):
-        configuration = CONFIGURATIONS[names[i % len(names)]]
-        runs.append(
-            run_of(three_blocks, configuration.policy(percent), stand_in=configuration.stand_in)
-        )
+    for percent, one in zip(PLACEMENTS.values(), cycle(CONFIGURATIONS.values()), strict=False):
+        runs.append(run_of(three_blocks, one.policy(percent), stand_in=one.stand_in))
     answers = answers_of(forks, 2, runs, tmp_path)
-    for answer, placement in zip(answers, ("all on device", *PLACEMENTS), strict=True):
-        assert answer["tokens"] == three_blocks.tokens, placement
+    for run, answer in zip(runs, answers, strict=True):
+        assert answer["tokens"] == three_blocks.tokens, run.policy
     check_joint_report(answers[0]["report"], three_blocks, [[0, 2], [2, 3]], tmp_path)
 
 
@@ -125,52 +146,37 @@ def check_joint_report(
 
 
 @pytest.mark.slow
-def test_micro_batches_families_eviction_and_compression_are_those_of_one_process(
+def test_runs_of_any_kind_are_those_of_one_process(
     three_blocks: Reference,
     reference: Callable[[str], Reference],
     ended: Ended,
     forks: Forks,
     tmp_path: Path,
 ) -> None:
-    llama = reference("llama")
-    neox = reference("gpt_neox")
+    """Micro-batches, families, eviction, compression, samples and rows that end."""
     disk = (30, 0, 30, 0, 30, 0)
+    kept = {"keeping": {"heavy_size": 2}}
     windows = reference("qwen2, windows of some layers")
+    packed = Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8)
     runs = [
-        run_of(llama, Policy(2, 1)),  # one transformer block a rank
-        run_of(llama, Policy(1, 3, disk), in_flight=1),
-        run_of(neox, Policy(2, 3, disk), in_flight=3),
+        run_of(reference("llama"), Policy(1, 3, disk), in_flight=1),  # one transformer block a rank
+        run_of(reference("llama"), Policy(2, 1, disk, int8_compute=True)),
+        run_of(reference("llama"), Policy(2, 1), eviction="h2o:positions=rolling", **kept),
+        run_of(reference("gpt_neox"), Policy(2, 3, disk), in_flight=3),
         run_of(three_blocks, Policy(1, 1), in_flight=3),
-        run_of(three_blocks, Policy(2, 2, disk), eviction="h2o", keeping={"heavy_size": 2}),
-        run_of(three_blocks, Policy(1, 1, disk), eviction="random", keeping={"heavy_size": 2}),
-        run_of(
-            llama, Policy(2, 1, disk), eviction="h2o:positions=rolling", keeping={"heavy_size": 2}
-        ),
-        run_of(
-            three_blocks,
-            Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8),
-        ),
-        run_of(llama, Policy(2, 1, disk, int8_compute=True)),
-        run_of(reference("olmoe"), Policy(1, 3, disk), in_flight=2),
+        run_of(three_blocks, Policy(1, 1, disk), eviction="random", **kept),
+        run_of(three_blocks, packed),
         run_of(three_blocks, Policy(2, 1), sampling={"temperature": 1.0, "seed": 3}),
-        Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(2, 1).to_json()),
-        Run(
-            str(ended.folder),
-            ended.prompts,
-            max(map(len, ended.tokens)),
-            Policy(1, 3, disk).to_json(),
-            in_flight=3,
-        ),
-        run_of(windows, Policy(2, 1, disk)),
-        run_of(windows, Policy(2, 1, disk), eviction="h2o", keeping={"heavy_size": 2}),
+        run_of(reference("olmoe"), Policy(1, 3, disk), in_flight=2),
+        run_of(windows, Policy(2, 1, disk), eviction="h2o", **kept),
         run_of(reference("gpt_oss, all experts chosen, no biases"), Policy(2, 2, disk)),
     ]
-    found = answers_of(forks, 2, runs, tmp_path)
-    for run, answer in zip(runs, found, strict=True):
-        alone = run.do(None, str(tmp_path / "offload"))
-        assert answer["tokens"] == alone["tokens"], run
-    assert found[0]["tokens"] == llama.tokens
-    assert found[11]["tokens"] == found[12]["tokens"] == ended.tokens
+    longest = max(map(len, ended.tokens))
+    of_ended = Run(str(ended.folder), ended.prompts, longest, Policy(2, 1).to_json())
+    found = answers_of(forks, 2, [*runs, of_ended], tmp_path)
+    for run, answer in zip(runs, found, strict=False):
+        assert answer["tokens"] == run.do(None, str(tmp_path / "offload"))["tokens"], run
+    assert found[-1]["tokens"] == ended.tokens
     assert len({len(row) for row in ended.tokens}) > 2  # rows do end in the middle
 
 
@@ -185,170 +191,104 @@ def test_three_ranks_report_together(three_blocks: Reference, forks: Forks, tmp_
 def test_the_door_prints_and_writes_in_one_rank_only(
     three_blocks: Reference, tmp_path: Path
 ) -> None:
-    prompts = tmp_path / "in.jsonl"
-    out = tmp_path / "out.jsonl"
+    lines = [json.dumps({"prompt_token_ids": ids}) for ids in three_blocks.prompts]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    sizes = ("--gen-len", NEW_TOKENS, "--gpu-batch-size", 2, "--num-inner-iterations", 3)
+    files = ("--prompts", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    model = ("--model", three_blocks.folder, "--dtype", "float32", "--host-mem", "64MiB")
     report = tmp_path / "report.json"
-    prompts.write_text(
-        "".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in three_blocks.prompts)
-    )
-    done = torchrun(
-        2,
-        "-m",
-        "flexgen_h2o.flex_opt",
-        "--pipeline",
-        "--model",
-        three_blocks.folder,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--prompts",
-        prompts,
-        "--gen-len",
-        NEW_TOKENS,
-        "--gpu-batch-size",
-        2,
-        "--num-gpu-batches",
-        1,
-        "--num-inner-iterations",
-        3,
-        "--host-mem",
-        "64MiB",
-        "--output",
-        out,
-        "--json",
-        report,
-        "--offload-dir",
-        tmp_path / "offload",
-        "--no-log",
-    )
+    done = torchrun(tmp_path, (), *model, *files, *sizes, "--json", report)
     assert done.returncode == 0, done.stderr[:6000]
-    assert [
-        json.loads(line)["token_ids"] for line in out.read_text().splitlines()
-    ] == three_blocks.tokens
+    rows = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert [json.loads(row)["token_ids"] for row in rows] == three_blocks.tokens
     assert done.stdout.count("decode latency") == 1
     assert "ranks: 0: blocks 0 to 1, " in done.stdout
     assert len(json.loads(report.read_text())["extra"]["ranks"]) == 2
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_all_with_its_line(three_blocks: Reference, tmp_path: Path) -> None:
-    """Rank 1 alone has too small a budget; rank 0 waits for it and must not wait on."""
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, sys\nfrom flexgen_h2o import flex_opt\n"
-        "sys.exit(flex_opt.main([*sys.argv[1:], '--host-mem', '1MiB' if os.environ['RANK'] == '1' "
-        "else '64MiB']))\n"
-    )
-    done = torchrun(
-        2,
-        script,
-        "--pipeline",
-        "--model",
-        three_blocks.folder,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--prompt-len",
-        8,
-        "--gen-len",
-        4,
-        "--gpu-batch-size",
-        2,
-        "--no-log",
-        "--offload-dir",
-        tmp_path / "offload",
-    )
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("flex_opt, rank")]
-    assert any(line.startswith("flex_opt, rank 1: the plan needs ") for line in lines), done.stderr[
-        :6000
-    ]
-    assert "latency" not in done.stdout
-
-
-@pytest.mark.slow
-def test_a_rank_that_never_comes_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """Rank 1 is called wrongly; rank 0, which waits to meet it, ends at torchrun's SIGTERM. Else
-    torchrun kills it after 30 seconds."""
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, sys\nfrom flexgen_h2o import flex_opt\n"
-        "sys.exit(flex_opt.main([*sys.argv[1:], *['--nonsense'] * (os.environ['RANK'] == '1')]))\n"
-    )
-    done = torchrun(
-        2, script, "--pipeline", "--device", "cpu", "--gpu-batch-size", 2, "--no-log", timeout=28
-    )
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("flex_opt, rank")]
-    assert sorted(lines) == [
-        "flex_opt, rank 0: ended by SIGTERM",
-        "flex_opt, rank 1: unrecognized arguments: --nonsense",
-    ]
+@pytest.mark.parametrize(
+    ("rank_1", "said"),
+    [
+        (("--host-mem", "1MiB"), ["flex_opt, rank 1: the plan needs "]),
+        # Rank 0, which waits to meet it, ends at torchrun's SIGTERM.
+        (
+            ("--nonsense",),
+            [
+                "flex_opt, rank 0: ended by SIGTERM",
+                "flex_opt, rank 1: unrecognized arguments: --nonsense",
+            ],
+        ),
+    ],
+)
+def test_a_rank_that_fails_ends_all_with_its_line(
+    rank_1: tuple[str, ...], said: list[str], three_blocks: Reference, tmp_path: Path
+) -> None:
+    model = ("--model", three_blocks.folder, "--dtype", "float32", "--host-mem", "64MiB")
+    done = torchrun(tmp_path, rank_1, *model, "--prompt-len", 8, "--gen-len", 4)
+    assert done.returncode != 0 and "latency" not in done.stdout
+    for line in said:
+        assert any(one.startswith(line) for one in done.stderr.splitlines()), done.stderr[:6000]
 
 
 # ---- Bad use
 
+# What ranks compare: the name in the error, what rank 0 has and what rank 1 has.
+WORK: tuple[tuple[str, object, object], ...] = (
+    ("model", {"layers": 3}, {"layers": 4}),
+    ("dtype", "float32", "bfloat16"),
+    ("policy", Policy(), Policy(2)),
+    ("eviction", Full(), H2O(0.1)),
+    ("--gen-len or sampling flag", SamplingParams(4), SamplingParams(4, temperature=0.5)),
+    ("--share-prefix", "auto", "off"),
+)
 
-def test_ranks_with_other_flags_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("other", range(len(WORK)))
+def test_ranks_with_other_flags_are_told_which(other: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank says of its work is taken down, and given to rank 0 as another rank's."""
     said: list[Any] = []
-    monkeypatch.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: [mine, *said])
-    names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
+
+    def gather(pipeline: Pipeline, mine: Any) -> list[Any]:
+        said.append(mine)
+        return said[::-1]
+
+    monkeypatch.setattr("flexgen_h2o.engine.distributed._gather", gather)
     rows = [Sequence(0, (5, 6), max_new=4)]
-    work = ({"layers": 3}, "float32", Policy(), Full(), GREEDY, "auto")
-    check_same(Pipeline(0, 2, 2), work, rows)
-    others = (
-        {"layers": 4},
-        "bfloat16",
-        Policy(2),
-        H2O(0.1),
-        replace(GREEDY, temperature=0.5),
-        "off",
-    )
-    for i, name in enumerate(names):
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                "flexgen_h2o.engine.distributed._gather",
-                lambda _, mine: said.append(mine) or [mine],
-            )
-            check_same(Pipeline(1, 2, 2), (*work[:i], others[i], *work[i + 1 :]), rows)
-        with pytest.raises(UsageError, match=f"rank 1 has another {name} than rank 0"):
-            check_same(Pipeline(0, 2, 2), work, rows)
-        said.clear()
+    mine = {name: one for name, one, _ in WORK}
+    theirs = mine | {WORK[other][0]: WORK[other][2]}
+    check_same(Pipeline(1, 2, 2), theirs, rows)
+    with pytest.raises(UsageError, match=f"rank 1 has another {WORK[other][0]} than rank 0"):
+        check_same(Pipeline(0, 2, 2), mine, rows)
 
 
-def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(
-        UsageError, match=r"--pipeline: RANK is not set; start the processes with torchrun"
-    ):
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"RANK": ""}, "RANK is not set; start the processes with torchrun"),
+        ({}, "torchrun started 1 process; start at least 2"),
+    ],
+)
+def test_without_others(
+    environment: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, environment.get(name, "0"))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(UsageError, match=f"--pipeline: {says}"):
         join_pipeline(None)
 
 
-def test_a_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
-        monkeypatch.setenv(name, "1" if "SIZE" in name else "0")
-    with pytest.raises(
-        UsageError, match=r"--pipeline: torchrun started 1 process; start at least 2"
-    ):
-        join_pipeline(None)
-
-
-def test_more_ranks_than_blocks_and_auto(three_blocks: Reference, tmp_path: Path) -> None:
-    fixed = LLM(str(three_blocks.folder), Policy(), device="cpu", offload_dir=tmp_path)
-    with pytest.raises(
-        UsageError, match=r"has 3 transformer blocks, and torchrun started 4 processes"
-    ):
-        fixed.join(Pipeline(0, 4, 4))
-    chosen = LLM(str(three_blocks.folder), "auto", device="cpu", offload_dir=tmp_path)
-    with pytest.raises(UsageError, match=r"--pipeline: auto plans for one process"):
-        chosen.join(Pipeline(0, 2, 2))
+@pytest.mark.parametrize(
+    ("policy", "ranks", "says"),
+    [
+        (Policy(), 4, "has 3 transformer blocks, and torchrun started 4 processes"),
+        ("auto", 2, "--pipeline: auto plans for one process"),
+    ],
+)
+def test_what_cannot_be_a_pipeline(
+    policy: Policy | str, ranks: int, says: str, three_blocks: Reference, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        opened(three_blocks.folder, policy, tmp_path).join(Pipeline(0, ranks, ranks))

@@ -34,14 +34,6 @@ Operations = list[tuple[str, str]]  # lane and name
 COMPUTE = "compute"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four blocks: more units than are loaded ahead."""
-    found = tmp_path_factory.mktemp("model")
-    random_model(num_hidden_layers=4, **SHAPE).save_pretrained(found)
-    return found
-
-
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Operations:
     """What the engine hands to its lanes from the first block on, and its steps of compute."""
@@ -74,9 +66,8 @@ def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operat
     policy = run.policy(PLACEMENTS[placement])
     need = run.need(spec)
     machine = Machine(nominal_profile(not run.stand_in), "float32", not run.stand_in)
-    plan = MemoryPlanner(spec, policy, machine.itemsize, machine.device_is_host).plan(
-        shape_of(policy, need), depth
-    )
+    memory = MemoryPlanner(spec, policy, machine.itemsize, machine.device_is_host)
+    plan = memory.plan(shape_of(policy, need), depth)
     spec = with_head_rows(spec, plan.head_rows)
     tensors = {lane: tensors_of(spec, run, placement, lane) for lane in ("disk_read", "h2d")}
     found: Operations = []
@@ -92,17 +83,12 @@ def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operat
 def tensors_of(spec: ModelSpec, run: Run, placement: str, lane: str) -> Iterator[int]:
     """Of each weight unit that comes over the lane, in the order of loads."""
     policy = run.policy(PLACEMENTS[placement])
-    at = CostModel(
-        spec,
-        policy,
-        run.need(spec),
-        Machine(nominal_profile(False), "float32", not run.stand_in),
-    )
+    machine = Machine(nominal_profile(False), "float32", not run.stand_in)
+    at = CostModel(spec, policy, run.need(spec), machine)
     plan = MemoryPlanner(spec, policy, 4, True).layers
     for unit in weight_sequence(run.new_tokens + 1, tuple(layer.unit for layer in plan.layers)):
-        yield from (
-            int(move.pieces) for move in weight_moves(at, plan.units[unit]) if move.lane == lane
-        )
+        moves = weight_moves(at, plan.units[unit])
+        yield from (int(move.pieces) for move in moves if move.lane == lane)
 
 
 def by_lane(operations: Operations, steps: int) -> dict[str, Operations]:
@@ -112,32 +98,49 @@ def by_lane(operations: Operations, steps: int) -> dict[str, Operations]:
     return {lane: [pair for pair in block if pair[0] in (lane, COMPUTE)] for lane in LANES}
 
 
+def check_order(
+    folder: Path, placement: str, run: Run, depth: Depth, noted: Operations, head_rows: int = 0
+) -> None:
+    """Run the engine and the simulator, and compare what they did."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("flexgen_h2o.engine.memory.OVERLAPPED", (depth,))
+        if head_rows:
+            patched.setattr(MemoryPlanner, "head_rows", lambda *_: head_rows)
+        run.go(folder, PLACEMENTS[placement], folder)
+        spec = find_model(str(folder), None).spec
+        whole = simulated(spec, run, placement, depth)
+    steps = sum(name.startswith("compute_layer") for _, name in whole)
+    policy = run.policy(PLACEMENTS[placement])
+    layers = MemoryPlanner(with_head_rows(spec, head_rows), policy, 4, True).layers.layers
+    sweeps = run.new_tokens * len(layers)
+    assert sweeps <= steps <= sweeps * len(run.blocks[0]), "some micro-batches are joined"
+    found = by_lane(whole, steps)
+    assert max(map(len, found.values())) > steps
+    # What is looked up is not simulated.
+    assert found == by_lane([one for one in noted if one[1] != "look_up_weight"], steps)
+
+
+H2O_6 = H2O(heavy_size=4, recent_size=2)
+OF_8 = (9,) * 8
+DEEP = OVERLAPPED[3]
 # (placement, run, look-ahead)
 CASES: dict[str, tuple[str, Run, Depth]] = {
-    "deep, sequential": (
-        "all on disk",
-        Run(2, 2, lengths=(9,) * 8, switches={"overlap": False}),
-        SEQUENTIAL,
-    ),
-    "h2o": (
-        "all on disk",
-        Run(2, 3, lengths=(9,) * 12, eviction=H2O(heavy_size=4, recent_size=2)),
-        OVERLAPPED[3],
-    ),
+    "in order": ("all on disk", Run(lengths=OF_8, switches={"overlap": False}), SEQUENTIAL),
+    "h2o": ("all on disk", Run(2, 3, lengths=(9,) * 12, eviction=H2O_6), DEEP),
     "packed, split": (
         "everything split 30/30",
-        Run(2, 2, lengths=(9,) * 8, switches={"compress_cache": True}),
+        Run(lengths=OF_8, switches={"compress_cache": True}),
         Depth(1, 2, 3),
     ),
     "4 bits": (
         "weights on disk",
-        Run(2, 2, lengths=(9,) * 8, switches={"compress_weight": True}),
+        Run(lengths=OF_8, switches={"compress_weight": True}),
         OVERLAPPED[0],
     ),
     "attends on host": (
         "kv on disk",
         Run(1, 3, lengths=(9,) * 6, switches={"cpu_cache_compute": True}),
-        OVERLAPPED[3],
+        DEEP,
     ),
     "host, joined": (
         "all on disk",
@@ -145,65 +148,34 @@ CASES: dict[str, tuple[str, Run, Depth]] = {
         OVERLAPPED[0],
     ),
     "all on host": ("all on host", Run(3, 1, lengths=(9,) * 6), Depth(1, 2, 3)),
-    "hidden": ("hidden on disk", Run(2, 2, lengths=(9,) * 7), OVERLAPPED[3]),
+    "hidden": ("hidden on disk", Run(lengths=(9,) * 7), DEEP),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_order_is_the_engines(
-    case: str, folder: Path, tmp_path: Path, noted: Operations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    placement, run, depth = CASES[case]
-    monkeypatch.setattr("flexgen_h2o.engine.memory.OVERLAPPED", (depth,))
-    run.go(folder, PLACEMENTS[placement], tmp_path)
-    check_order(folder, placement, run, depth, noted)
+def test_the_order_is_the_engines(case: str, tmp_path: Path, noted: Operations) -> None:
+    """Four blocks: more units than are loaded ahead."""
+    random_model(num_hidden_layers=4, **SHAPE).save_pretrained(tmp_path)
+    check_order(tmp_path, *CASES[case], noted)
 
 
 @pytest.mark.parametrize("group", [8, 16])
 def test_the_order_of_experts_loaded_ahead_is_the_engines(
-    group: int, tmp_path: Path, noted: Operations, monkeypatch: pytest.MonkeyPatch
+    group: int, tmp_path: Path, noted: Operations
 ) -> None:
     """In halves or together; so many rows that there is none that no token chooses."""
-    placement = "weights on disk"
-    depth = OVERLAPPED[3]
     run = Run(16, 1, lengths=(9,) * 32, switches={"expert_group": group})
-    write_aligned(
-        random_model(model_type="qwen3_moe", num_hidden_layers=3, **FAMILIES["qwen3_moe"]), tmp_path
-    )
-    monkeypatch.setattr("flexgen_h2o.engine.memory.OVERLAPPED", (depth,))
-    run.go(tmp_path, PLACEMENTS[placement], tmp_path)
-    check_order(tmp_path, placement, run, depth, noted)
+    shape = {"model_type": "qwen3_moe", "num_hidden_layers": 3, **FAMILIES["qwen3_moe"]}
+    write_aligned(random_model(**shape), tmp_path)
+    check_order(tmp_path, "weights on disk", run, DEEP, noted)
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_the_order_of_parts_of_the_head_is_the_engines(
-    family: str, tmp_path: Path, noted: Operations, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, noted: Operations
 ) -> None:
     """Tied and not."""
-    run = Run(2, 2, False, lengths=(9,) * 8)
-    monkeypatch.setattr("flexgen_h2o.engine.memory.OVERLAPPED", (OVERLAPPED[3],))
-    monkeypatch.setattr("flexgen_h2o.engine.memory.MemoryPlanner.head_rows", lambda *_: 48)
     shape = {**(SHAPE if family == "opt" else FAMILIES[family]), "num_hidden_layers": 3}
     random_model(model_type=family, **shape).save_pretrained(tmp_path)
-    run.go(tmp_path, PLACEMENTS["weights on disk"], tmp_path)
-    noted = [
-        one for one in noted if one[1] != "look_up_weight"
-    ]  # what is looked up is not simulated
-    check_order(tmp_path, "weights on disk", run, OVERLAPPED[3], noted, head_rows=48)
-
-
-def check_order(
-    folder: Path, placement: str, run: Run, depth: Depth, noted: Operations, head_rows: int = 0
-) -> None:
-    spec = find_model(str(folder), None).spec
-    whole = simulated(spec, run, placement, depth)
-    steps = sum(name.startswith("compute_layer") for _, name in whole)
-    sweeps = run.new_tokens * len(
-        MemoryPlanner(
-            with_head_rows(spec, head_rows), run.policy(PLACEMENTS[placement]), 4, True
-        ).layers.layers
-    )
-    assert sweeps <= steps <= sweeps * len(run.blocks[0]), "some micro-batches are joined"
-    found = by_lane(whole, steps)
-    assert max(map(len, found.values())) > steps
-    assert found == by_lane(noted, steps)
+    run = Run(2, 2, False, lengths=OF_8)
+    check_order(tmp_path, "weights on disk", run, DEEP, noted, head_rows=48)

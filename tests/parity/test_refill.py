@@ -8,30 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o import Policy, SamplingParams
 from flexgen_h2o.engine.generation import Callbacks, Silent
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
-from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
+from tests.parity.reference import LONG, Reference, greedy, opened, random_prompts, tokens_of
 
 # In the order of the input; a block holds 4 to 8 of them. The longest answer goes on while all
 # others come and go.
 LENGTHS = (5, 9, 9, 1, 12, 3, 17, 2, 9, 4, 6, 21, 8, 1, 5, 7, 11)
 ASKED = (3, 8, 1, 5, 2, LONG, 4, 9, 1, 2, 13, 3, 6, 1, 20, 2, 7)
 
+# A model's folder, prompts, and what transformers makes of them.
+Known = tuple[Path, list[list[int]], list[list[int]]]
+
 
 @pytest.fixture(scope="module")
-def known(reference: Callable[[str], Reference]) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """A model's folder, prompts, and what transformers makes of them."""
+def known(reference: Callable[[str], Reference]) -> Known:
     model = reference("normal")
     prompts = random_prompts(LENGTHS, seed=5)
-    return (
-        model.folder,
-        prompts,
-        [greedy(model.model, p, n) for p, n in zip(prompts, ASKED, strict=True)],
-    )
+    tokens = [greedy(model.model, p, n) for p, n in zip(prompts, ASKED, strict=True)]
+    return model.folder, prompts, tokens
 
 
+PARAMS = [SamplingParams(max_tokens=n) for n in ASKED]
 # Every configuration, and every placement but those of weights alone, which rows that enter do not
 # move.
 NAMES = [name for name in PLACEMENTS if not name.startswith("weights")]
@@ -44,24 +44,19 @@ CASES = [
 def test_placement_by_configuration(
     placement: str,
     configuration: str,
-    known: tuple[Path, list[list[int]], list[list[int]]],
+    known: Known,
     tmp_path: Path,
 ) -> None:
     folder, prompts, tokens = known
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement])
-    params = [SamplingParams(max_tokens=n) for n in ASKED]
-    with LLM(
-        str(folder), policy, dtype="float32", budget=chosen.budget, offload_dir=tmp_path
-    ) as llm:
-        out = llm.generate(prompts, params)
-        assert tokens_of(out) == tokens
+    with opened(folder, policy, tmp_path, budget=chosen.budget) as llm:
+        assert tokens_of(llm.generate(prompts, PARAMS)) == tokens
         assert llm.report is not None
         refilled = llm.report.extra["refilled"]
         sweeps = llm.report.extra["sweeps"]
         assert refilled == len(prompts) - policy.block_size and llm.report.extra["blocks"] == 1
-        separate = llm.generate(prompts, params, refill=False)
-        assert tokens_of(separate) == tokens
+        assert tokens_of(llm.generate(prompts, PARAMS, refill=False)) == tokens
         assert llm.report.extra["blocks"] > 1 and "refilled" not in llm.report.extra
         assert sweeps < llm.report.extra["sweeps"]
 
@@ -88,21 +83,16 @@ class Arriving(Silent):
 def test_rows_enter_micro_batches_that_have_none(
     placement: str,
     configuration: str,
-    known: tuple[Path, list[list[int]], list[list[int]]],
+    known: Known,
     tmp_path: Path,
 ) -> None:
     folder, prompts, tokens = known
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement])
     done = list[Sequence]()
-    every = [
-        Sequence(i, tuple(p), params=SamplingParams(max_tokens=n))
-        for i, (p, n) in enumerate(zip(prompts, ASKED, strict=True))
-    ]
+    every = [*with_params([Sequence(i, tuple(p)) for i, p in enumerate(prompts)], PARAMS)]
     longest = every.pop(ASKED.index(LONG))
-    with LLM(
-        str(folder), policy, dtype="float32", budget=chosen.budget, offload_dir=tmp_path
-    ) as llm:
+    with opened(folder, policy, tmp_path, budget=chosen.budget) as llm:
         llm.share_prefix = "off"
         coming = Arriving(every[:10])
         asked = SamplingParams(max_tokens=LONG)
@@ -113,19 +103,12 @@ def test_rows_enter_micro_batches_that_have_none(
     assert {c.index: c.token_ids for c in done} == want and len(want) > policy.block_size / 2
 
 
-def test_a_row_ends_where_nobody_waits_for_it(
-    known: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
-) -> None:
+def test_a_row_ends_where_nobody_waits_for_it(known: Known, tmp_path: Path) -> None:
     folder, prompts, tokens = known
     read = [Sequence(i, tuple(p)) for i, p in enumerate(prompts)]
     done = list[Sequence]()
     callbacks = Callbacks(should_continue=lambda row: row.index != 5 or len(row.token_ids) < 3)
-    with LLM(str(folder), Policy(2, 2), dtype="float32", offload_dir=tmp_path) as llm:
-        llm.run(
-            with_params(read, [SamplingParams(max_tokens=n) for n in ASKED]),
-            done.extend,
-            callbacks,
-            refill=True,
-        )
+    with opened(folder, Policy(2, 2), tmp_path) as llm:
+        llm.run(with_params(read, PARAMS), done.extend, callbacks, refill=True)
     want = [ids[:3] if i == 5 else ids for i, ids in enumerate(tokens)]
     assert [one.token_ids for one in sorted(done, key=lambda c: c.index)] == want

@@ -4,18 +4,25 @@ job."""
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from tests.parity.cases import PLACEMENTS
-from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
+from tests.parity.reference import (
+    LONG,
+    ByShape,
+    greedy,
+    opened,
+    random_prompts,
+    teacher_forced,
+    tokens_of,
+)
 
 # What rows may ask for beside each other: lengths, sampling, seeds, log-probabilities.
 ASKED = [
@@ -29,71 +36,50 @@ ASKED = [
 PROMPTS = random_prompts((5, 9, 9, 1, 12, 9), seed=4)
 
 
-def engine(known: Reference, policy: Policy, tmp_path: Path) -> LLM:
-    budget = MemoryBudget("64MiB", "64MiB", "64MiB")
-    return LLM(str(known.folder), policy, dtype="float32", budget=budget, offload_dir=tmp_path)
+BUDGET = MemoryBudget("64MiB", "64MiB", "64MiB")
 
 
 @pytest.fixture(scope="module")
-def alone(
-    reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory
-) -> list[Completion]:
-    with engine(reference("normal"), Policy(1, 1), tmp_path_factory.mktemp("alone")) as llm:
+def alone(reference: ByShape, tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
+    folder = tmp_path_factory.mktemp("alone")
+    with opened(reference("normal").folder, Policy(1, 1), folder, budget=BUDGET) as llm:
         return [llm.generate([p], [asked])[0] for p, asked in zip(PROMPTS, ASKED, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("gbs", "num_batches", "placement"),
+    ("policy", "placement"),
     [
-        (6, 1, "kv on disk"),
-        (2, 2, "all on device"),
-        (2, 2, "everything split 30/30"),
-        (4, 2, "kv on disk"),
+        (Policy(6, 1), "kv on disk"),
+        (Policy(2, 2), "everything split 30/30"),
+        (Policy(4, 2), "all on device"),
     ],
 )
 def test_a_row_gets_what_it_gets_alone(
-    gbs: int,
-    num_batches: int,
+    policy: Policy,
     placement: str,
     alone: list[Completion],
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
 ) -> None:
-    with engine(
-        reference("normal"), Policy(gbs, num_batches, PLACEMENTS[placement]), tmp_path
-    ) as llm:
-        order = [3, 1, 5, 0, 4, 2]
+    policy = replace(policy, percent=PLACEMENTS[placement])
+    order = [3, 1, 5, 0, 4, 2]
+    with opened(reference("normal").folder, policy, tmp_path, budget=BUDGET) as llm:
         out = llm.generate([PROMPTS[i] for i in order], [ASKED[i] for i in order])
     assert tokens_of(out) == [alone[i].token_ids for i in order]
     assert [len(one.token_ids) for one in out] == [ASKED[i].max_tokens for i in order]
 
 
-def test_greedy_rows_beside_others_equal_transformers(
-    alone: list[Completion], reference: Callable[[str], Reference]
-) -> None:
-    assert alone[0].token_ids == greedy(reference("normal").model, PROMPTS[0], LONG)
-    assert alone[1].token_ids != greedy(reference("normal").model, PROMPTS[1], 3), (
-        "a draw that says nothing"
-    )
-
-
-def test_logprobs_equal_transformers(
-    alone: list[Completion], reference: Callable[[str], Reference]
-) -> None:
+def test_logprobs_equal_transformers(alone: list[Completion], reference: ByShape) -> None:
     model = reference("normal").model
-    assert alone[0].logprobs is None
+    assert alone[0].logprobs is None and alone[0].token_ids == greedy(model, PROMPTS[0], LONG)
+    assert alone[1].token_ids != greedy(model, PROMPTS[1], 3), "a draw that says nothing"
     for i in (3, 4):
         found = alone[i].logprobs
         tokens = alone[i].token_ids
-        assert found is not None and len(found) == len(tokens)
-        with torch.no_grad():
-            logits = model(torch.tensor([[*PROMPTS[i], *tokens[:-1]]])).logits[
-                0, len(PROMPTS[i]) - 1 :
-            ]
-        want = logits.log_softmax(-1)
-        assert [one.logprob for one in found] == pytest.approx(
-            want[range(len(tokens)), tokens].tolist(), abs=1e-4
-        )
+        assert found is not None
+        want = teacher_forced(model, PROMPTS[i], tokens).log_softmax(-1)
+        own = want[range(len(tokens)), tokens].tolist()
+        assert [one.logprob for one in found] == pytest.approx(own, abs=1e-4)
         for one, row in zip(found, want, strict=True):
             best = row.topk(ASKED[i].logprobs)
             assert [token for token, _ in one.top] == best.indices.tolist()
@@ -114,55 +100,41 @@ def run_part(llm: LLM, lengths: tuple[int, ...], new: int) -> object:
     return llm._engine
 
 
+@pytest.mark.parametrize("job_rows", [100, 0])
 def test_an_engine_that_is_opened_again_serves_the_parts_before(
-    reference: Callable[[str], Reference], tmp_path: Path
+    job_rows: int, reference: ByShape, tmp_path: Path
 ) -> None:
-    """Long prompts, then long answers, then long prompts again: the third finds an engine that
-    does."""
-    with engine(reference("normal"), Policy(2, 2), tmp_path) as llm:
-        llm.expect(100)
-        first = run_part(llm, (30, 9, 9, 9), 2)
+    """Long prompts, then long answers, then long prompts again: in a job, the third finds an engine
+    that does."""
+    long = (30, 9, 9, 9)
+    with opened(reference("normal").folder, Policy(2, 2), tmp_path, budget=BUDGET) as llm:
+        llm.planner.job_rows = job_rows
+        first = run_part(llm, long, 2)
         second = run_part(llm, (9, 9, 9, 9), 30)
         assert first is not second
-        assert run_part(llm, (30, 9, 9, 9), 2) is second
-    with engine(reference("normal"), Policy(2, 2), tmp_path) as llm:
-        assert (
-            run_part(llm, (30, 9, 9, 9), 2)
-            is not run_part(llm, (9, 9, 9, 9), 30)
-            is not run_part(llm, (30,), 2)
-        )
+        assert (run_part(llm, long, 2) is second) is (job_rows > 0)
 
 
-def test_auto_plans_for_the_whole_job(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_auto_plans_for_the_whole_job(reference: ByShape, tmp_path: Path) -> None:
     """A first part of two rows must not make blocks of two rows."""
     known = reference("normal")
-    with LLM(str(known.folder), "auto", dtype="float32", offload_dir=tmp_path) as llm:
-        llm.expect(64)
+    with opened(known.folder, "auto", tmp_path) as llm:
+        llm.planner.job_rows = 64
         policy = llm.prepare(part((9, 9), 3))
         assert policy.block_size > 2
         first = llm._engine
         assert run_part(llm, (9, 9), 3) is first
 
 
-def test_what_does_not_fit_is_said_and_nothing_is_open(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_said_and_nothing_is_open(reference: ByShape, tmp_path: Path) -> None:
     rows = part((60, 9), 2)
     allowed = MemoryBudget(host="12.4MiB")  # 12 MiB are staging of disk reads
-    with LLM(
-        str(reference("normal").folder),
-        Policy(2, 1),
-        dtype="float32",
-        budget=allowed,
-        offload_dir=tmp_path,
-    ) as llm:
-        llm.expect(2)
+    with opened(reference("normal").folder, Policy(2, 1), tmp_path, budget=allowed) as llm:
+        llm.planner.job_rows = 2
         for look in (llm.prepare, llm.check_fit):
             with pytest.raises(DoesNotFitError):
                 look(rows)
             assert llm.peak_bytes == {}
-        llm.check_fit(rows[1:])
+            look(rows[1:])
         llm.prepare(rows[1:])
         assert 0 < llm.peak_bytes["host"] <= (allowed.host or 0)

@@ -35,40 +35,60 @@ from tests.text.conftest import Job
 from tests.text.tiny import chat_line, text_line
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
-NO_EFFECT: dict[str, dict[str, Any]] = {
-    "nulls": {
-        "audio": None,
-        "prediction": None,
-        "verbosity": None,
-        "web_search_options": None,
-        "never heard of": None,
-        "tools": None,
-        "stop": None,
-        "logprobs": None,
-        "seed": None,
-        "n": None,
-        "response_format": None,
-    },
-    "verbosity": {"verbosity": "low"},
-    "cache": {"prompt_cache_retention": "24h", "prompt_cache_key": "k", "cache_salt": "s"},
-    "ids": {"return_token_ids": True, "return_tokens_as_token_ids": False},
-    "a prediction": {"prediction": {"type": "content", "content": "hi"}},
-    "tools that are not chosen": {"tools": [TOOL], "tool_choice": "none"},
-    "functions that are not chosen": {"functions": [{"name": "f"}], "function_call": "none"},
-    "empty": {
-        "documents": [],
-        "mm_processor_kwargs": {},
-        "vllm_xargs": {},
-        "kv_transfer_params": {},
-        "include_reasoning": True,
-    },
-    "zeros": {
-        "repetition_min_count": 0,
-        "min_repetition_pattern_size": 0,
-        "max_repetition_pattern_size": 0,
-    },
-    "options of a cache": {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
-}
+# Fields of a chat that change nothing.
+NO_EFFECT: tuple[dict[str, Any], ...] = (
+    dict.fromkeys(("audio", "verbosity", "never heard of", "tools", "stop", "logprobs", "seed")),
+    {"verbosity": "low", "seed": -1, "top_logprobs": 0, "add_special_tokens": False},
+    {"prompt_cache_retention": "24h", "prompt_cache_key": "k", "cache_salt": "s"},
+    {"return_token_ids": True, "return_tokens_as_token_ids": False, "include_reasoning": True},
+    {"prediction": {"type": "content", "content": "hi"}},
+    {"tools": [TOOL], "tool_choice": "none"},
+    {"functions": [{"name": "f"}], "function_call": "none"},
+    {"documents": [], "mm_processor_kwargs": {}, "vllm_xargs": {}, "kv_transfer_params": {}},
+    {"repetition_min_count": 0, "max_repetition_pattern_size": 0},
+    {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
+)
+HI = [{"role": "user", "content": "hi"}]
+NULLS = dict.fromkeys(("url", "body", "request", "article", "prompt", "text", "messages"))
+# Two lines each that ask for the same.
+ALIKE: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({**text_line("a", "hi"), "method": None, "request": None, "note": None}, text_line("a", "hi")),
+    *(({**NULLS, **line}, line) for line in ({"prompt": "hi"}, {"text": "hi"}, {"messages": HI})),
+    (text_line("a", ["hi"]), text_line("a", "hi")),
+    (text_line("a", [[5, 6]]), text_line("a", [5, 6])),
+    (text_line("a", "hi", stream_options={"include_usage": True}), text_line("a", "hi")),
+    # false is the default of vLLM's chat API, and true that of its completions.
+    (text_line("a", "hi", add_special_tokens=True), text_line("a", "hi")),
+    (text_line("a", "hi", logprobs=2.0, top_k=5.0), text_line("a", "hi", logprobs=2, top_k=5)),
+    (text_line("a", "hi", seed=-2), text_line("a", "hi", seed=2**63 - 2)),
+)
+# Lines that are refused, with the code.
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    *(
+        (chat_line("a", "hi", **body), "unsupported")
+        for body in (
+            {"audio": {"voice": "x"}},
+            {"never heard of": 1},
+            {"tools": [TOOL], "tool_choice": "auto"},
+            {"return_tokens_as_token_ids": True},
+            {"include_reasoning": False},
+            {"add_special_tokens": True},
+        )
+    ),
+    (text_line("a", "hi", add_special_tokens=False), "unsupported"),
+    (text_line("a", ["hi", "you"]), "unsupported"),
+    *(
+        (chat_line("a", "hi", **body), "invalid_request")
+        for body in (
+            {"top_logprobs": 1},
+            {"max_tokens": 2.5},
+            {"seed": 2**63},
+            {"seed": -(2**63) - 1},
+            {"seed": "1"},
+            {"seed": True},
+        )
+    ),
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,63 +111,21 @@ def refused(model: Model, line: dict[str, Any]) -> tuple[str, str]:
     return error.value.code, str(error.value)
 
 
-@pytest.mark.parametrize("name", NO_EFFECT)
-def test_fields_that_change_nothing(name: str, model: Model) -> None:
-    """As lines of a batch, and as requests to the server: one reader has them."""
-    plain = read(model, chat_line("a", "hi"))
-    line = chat_line("a", "hi", **NO_EFFECT[name])
-    assert facts(model, line) == vars(plain)
-    [asked] = read_asked(
-        RequestReader(model, SamplingParams()), line["url"], line["body"], 8, 200
-    ).requests
-    assert asked.prompt_ids == plain.prompt_ids
-    if name != "a prediction":
-        assert facts(model, text_line("a", "hi", **NO_EFFECT[name])) == facts(
-            model, text_line("a", "hi")
-        )
-
-
-def test_nulls_of_the_line_itself(model: Model) -> None:
-    line = {**text_line("a", "hi"), "method": None, "request": None, "article": None, "note": None}
-    assert facts(model, line) == facts(model, text_line("a", "hi"))
-    nulls = {
-        "prompt": "hi",
-        "url": None,
-        "body": None,
-        "method": None,
-        "request": None,
-        "custom_id": None,
-    }
-    assert read(model, nulls).prompt_ids == read(model, {"prompt": "hi"}).prompt_ids
-    for line in (
-        {"prompt": "hi"},
-        {"text": "hi"},
-        {"messages": [{"role": "user", "content": "hi"}]},
-    ):
-        others = dict.fromkeys(("url", "body", "request", "article", "prompt", "text", "messages"))
-        assert facts(model, {**others, **line}) == facts(model, line)
-
-
 @pytest.mark.parametrize(
-    "body",
-    [
-        {"audio": {"voice": "x"}},
-        {"never heard of": 1},
-        {"tools": [TOOL]},
-        {"tools": [TOOL], "tool_choice": "auto"},
-        {"return_tokens_as_token_ids": True},
-        {"web_search_options": {}},
-        {"include_reasoning": False},
-    ],
+    ("line", "same"),
+    [*((chat_line("a", "hi", **body), chat_line("a", "hi")) for body in NO_EFFECT), *ALIKE],
 )
-def test_fields_that_would_change_the_answer_are_still_refused(
-    body: dict[str, Any], model: Model
+def test_lines_that_ask_for_the_same(
+    line: dict[str, Any], same: dict[str, Any], model: Model
 ) -> None:
-    assert refused(model, chat_line("a", "hi", **body))[0] == "unsupported"
-    line = chat_line("a", "hi", **body)
-    with pytest.raises(RequestRefused) as error:
-        read_asked(RequestReader(model, SamplingParams()), line["url"], line["body"], 8, 200)
-    assert error.value.status == 400
+    assert facts(model, line) == facts(model, same)
+
+
+@pytest.mark.parametrize(("line", "code"), REFUSED)
+def test_fields_that_would_change_the_answer_are_refused(
+    line: dict[str, Any], code: str, model: Model
+) -> None:
+    assert refused(model, line)[0] == code
 
 
 # ---- One reader for lines of a batch and for requests to the server
@@ -155,28 +133,9 @@ def test_fields_that_would_change_the_answer_are_still_refused(
 ROWS = 8
 POSITIONS = 256
 # Of every type, good for some field and bad for others.
-VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    1,
-    2,
-    3,
-    21,
-    -1,
-    -2,
-    1.0,
-    2.0,
-    0.5,
-    2**70,
-    "",
-    "x",
-    "1",
-    "low",
-    "none",
-    "auto",
-    "\ud83e",
+NUMBERS: tuple[Any, ...] = (True, False, 0, 1, 2, 21, -1, -2, 2.0, 0.5, 2**70)
+STRINGS: tuple[Any, ...] = ("", "x", "1", "low", "none", "auto", "\ud83e")
+LISTS: tuple[Any, ...] = (
     [],
     ["x"],
     ["x", "y"],
@@ -187,17 +146,10 @@ VALUES: tuple[Any, ...] = (
     [[5], [6]],
     [-3],
     [{}],
-    ["x", 5],
-    {},
-    {"x": 1},
-    {"include_usage": True},
-    {"include_usage": 1},
-    {"5": 1},
-    {"type": "text"},
-    {"type": "json_object"},
-    ["text"],
-    [{"role": "user", "content": "x"}],
 )
+MORE: tuple[Any, ...] = (["x", 5], {}, {"x": 1}, {"include_usage": True}, {"5": 1}, ["text"])
+TYPES: tuple[Any, ...] = ({"type": "text"}, {"type": "json_object"})
+VALUES = (None, *NUMBERS, *STRINGS, *LISTS, *MORE, *TYPES, [{"role": "user", "content": "x"}])
 APIS: dict[str, tuple[type, dict[str, Any]]] = {
     "/v1/completions": (CompletionCreateParamsNonStreaming, {"prompt": "hi"}),
     "/v1/chat/completions": (
@@ -276,105 +228,30 @@ def test_every_field_is_read_alike(url: str, model: Model) -> None:
     assert taken <= answered, "each has a value that is taken"
 
 
-@pytest.mark.parametrize(
-    ("body", "n", "prompts"),
-    [({"n": 3}, 3, 1), ({"prompt": ["a", "b"], "n": 2.0, "best_of": 2}, 2, 2)],
-)
-def test_several_answers_of_the_server(
-    body: dict[str, Any], n: int, prompts: int, model: Model
-) -> None:
+def test_several_answers_of_the_server(model: Model) -> None:
     """`n` to each prompt, one after another, with seeds of their own."""
-    reader = RequestReader(model, SamplingParams())
+    body = {"prompt": ["a", "b"], "n": 2.0, "best_of": 2, "seed": 5}
     asked = read_asked(
-        reader, "/v1/completions", {"prompt": "a", "seed": 5, **body}, ROWS, POSITIONS
+        RequestReader(model, SamplingParams()), "/v1/completions", body, ROWS, POSITIONS
     )
-    assert asked.n == n and len(asked.requests) == n * prompts
-    assert [bytes(one.prompt_ids) for one in asked.requests] == [b"a"] * n + [b"b"] * n * (
-        prompts - 1
-    )
-    assert (
-        len({one.params.seed for one in asked.requests[:n]}) == n
-        and asked.requests[0].params.seed == 5
-    )
+    assert asked.n == 2
+    assert [bytes(one.prompt_ids) for one in asked.requests] == [b"a", b"a", b"b", b"b"]
+    seeds = [one.params.seed for one in asked.requests]
+    assert seeds[0] == 5 and seeds[1] != 5
 
 
-def test_an_error_says_of_which_prompt_it_is(model: Model) -> None:
-    reader = RequestReader(model, SamplingParams())
-    url = "/v1/completions"
-    for body, says in (
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
         ({"prompt": ["a", "\ud83e"]}, r"surrogate.*\(prompt 1 of 2\)"),
         ({"prompt": [[5], [5] * 150], "max_tokens": 9}, r"takes 100 together \(prompt 1 of 2\)"),
         ({"prompt": ["a"] * 5, "n": 2}, "prompt: 10 answers in one request, at most 8"),
         ({"prompt": "a", "n": 9}, "n: 9 answers in one request, at most 8"),
-    ):
-        with pytest.raises(RequestRefused, match=says):
-            read_asked(reader, url, body, ROWS, 100)
-
-
-def test_a_list_of_one_prompt_in_a_line(model: Model) -> None:
-    """As the server has it, and OpenAI."""
-    assert facts(model, text_line("a", ["hi"])) == facts(model, text_line("a", "hi"))
-    assert facts(model, text_line("a", [[5, 6]])) == facts(model, text_line("a", [5, 6]))
-    assert (
-        refused(model, text_line("a", ["hi", "you"]))[1]
-        == "prompt: a single prompt is expected here, not a list of 2"
-    )
-
-
-def test_stream_options_without_a_stream(model: Model) -> None:
-    """They change nothing then."""
-    assert facts(model, text_line("a", "hi", stream_options={"include_usage": True})) == facts(
-        model, text_line("a", "hi")
-    )
-
-
-def test_special_tokens_of_chats_are_the_templates(model: Model) -> None:
-    """false is the default of vLLM's chat API, and true that of its completions."""
-    assert facts(model, chat_line("a", "hi", add_special_tokens=False)) == facts(
-        model, chat_line("a", "hi")
-    )
-    assert facts(model, text_line("a", "hi", add_special_tokens=True)) == facts(
-        model, text_line("a", "hi")
-    )
-    for line in (
-        chat_line("a", "hi", add_special_tokens=True),
-        text_line("a", "hi", add_special_tokens=False),
-    ):
-        assert refused(model, line)[0] == "unsupported"
-
-
-def test_counts_that_are_written_as_floats(model: Model) -> None:
-    body = {
-        "max_completion_tokens": 2.0,
-        "max_tokens": 2,
-        "top_k": 5.0,
-        "logprobs": True,
-        "top_logprobs": 3.0,
-    }
-    found = read(model, chat_line("a", "hi", **body)).params
-    assert (found.max_tokens, found.top_k, found.logprobs) == (2, 5, 3)
-    assert type(found.max_tokens) is int
-    for name in ("max_tokens", "top_k", "seed"):
-        assert refused(model, chat_line("a", "hi", **{name: 2.5}))[0] == "invalid_request"
-    assert read(model, text_line("a", "hi", logprobs=2.0)).params.logprobs == 2
-
-
-def test_seeds_of_64_bits(model: Model) -> None:
-    """-1 is none, as in vLLM."""
-    plain = read(model, chat_line("a", "hi"))
-    assert facts(model, chat_line("a", "hi", seed=-1)) == vars(plain)
-    seeds = {
-        read(model, chat_line("a", "hi", seed=seed)).params.seed
-        for seed in (-2, -3, -(2**63), 0, 2**63 - 1, 7.0)
-    }
-    assert seeds == {2**63 - 2, 2**63 - 3, 0, 2**63 - 1, 7}
-    for wrong in (2**63, -(2**63) - 1, "1", True):
-        assert refused(model, chat_line("a", "hi", seed=wrong))[0] == "invalid_request"
-
-
-def test_top_logprobs_of_nothing(model: Model) -> None:
-    assert read(model, chat_line("a", "hi", top_logprobs=0)).params.logprobs is None
-    assert refused(model, chat_line("a", "hi", top_logprobs=1))[0] == "invalid_request"
+    ],
+)
+def test_an_error_says_of_which_prompt_it_is(body: dict[str, Any], says: str, model: Model) -> None:
+    with pytest.raises(RequestRefused, match=says):
+        read_asked(RequestReader(model, SamplingParams()), "/v1/completions", body, ROWS, 100)
 
 
 # ---- messages
@@ -390,52 +267,28 @@ BOTH = (
     "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
 )
 TWO = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-MESSAGES: dict[str, tuple[Any, str]] = {
-    "plain": ([{"role": "user", "content": "hi"}], "user||||hi;"),
-    "a name": ([{"role": "user", "content": "hi", "name": "bob"}], "user|bob|||hi;"),
-    "a type": ([{"role": "user", "content": "hi", "type": "text"}], "user||||hi;"),
-    "thoughts": (
-        [{"role": "assistant", "content": "yes", "reasoning_content": "hm"}],
-        "assistant||hm||yes;",
-    ),
-    "thoughts by another name": (
-        [{"role": "assistant", "content": "yes", "reasoning": "hm"}],
-        "assistant||hm||yes;",
-    ),
-    "thoughts alone": (
-        [{"role": "assistant", "content": None, "reasoning_content": "hm"}],
-        "assistant||hm||;",
-    ),
-    "empty ones": (
-        [
-            {
-                "role": "assistant",
-                "content": "",
-                "refusal": None,
-                "audio": None,
-                "tool_calls": [],
-                "function_call": None,
-            }
-        ],
-        "assistant||||;",
-    ),
-    "one part": ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "user||||a;"),
-    "parts": ([{"role": "user", "content": TWO}], "user||||a\nb;"),
-    "other parts": (
-        [
-            {
-                "role": "user",
-                "content": [
-                    "a",
-                    {"type": "input_text", "text": "b"},
-                    {"type": "refusal", "refusal": "c"},
-                ],
-            }
-        ],
-        "user||||a\nb\nc;",
-    ),
-    "no parts": ([{"role": "user", "content": []}], "user||||;"),
-}
+OTHERS = ["a", {"type": "input_text", "text": "b"}, {"type": "refusal", "refusal": "c"}]
+EMPTY = {"refusal": None, "audio": None, "tool_calls": [], "function_call": None}
+# A message, and what the template writes of it.
+MESSAGES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"role": "user", "content": "hi", "name": "bob", "type": "text"}, "user|bob|||hi;"),
+    ({"role": "assistant", "content": "yes", "reasoning_content": "hm"}, "assistant||hm||yes;"),
+    ({"role": "assistant", "content": None, "reasoning": "hm"}, "assistant||hm||;"),
+    ({"role": "assistant", "content": "", **EMPTY}, "assistant||||;"),
+    ({"role": "user", "content": TWO}, "user||||a\nb;"),
+    ({"role": "user", "content": OTHERS}, "user||||a\nb\nc;"),
+    ({"role": "user", "content": []}, "user||||;"),
+)
+WRONG_MESSAGES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"role": "user", "content": None}, "invalid_request"),
+    ({"content": "x"}, "invalid_request"),
+    ({"role": "user", "content": "x", "name": 3}, "invalid_request"),
+    ({"role": "user", "content": "x", "reasoning_content": "\ud83e"}, "invalid_request"),
+    ({"role": "user", "content": "x", "type": "image"}, "unsupported"),
+    ({"role": "tool", "content": "x", "tool_call_id": "c"}, "unsupported"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "unsupported"),
+    ({"role": "user", "content": [3]}, "unsupported"),
+)
 
 
 def with_template(bytes_model: Path, folder: Path, template: str) -> Model:
@@ -449,11 +302,17 @@ def prompt_of(model: Model, messages: Any) -> str:
     return bytes(ids).decode()
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_what_the_template_gets_of_a_message(name: str, bytes_model: Path, tmp_path: Path) -> None:
+def test_what_the_template_gets_of_a_message(bytes_model: Path, tmp_path: Path) -> None:
     """As in vLLM, parts of text are lines."""
-    messages, text = MESSAGES[name]
-    assert prompt_of(with_template(bytes_model, tmp_path / "model", SHOWS), messages) == text
+    model = with_template(bytes_model, tmp_path / "model", SHOWS)
+    for message, text in MESSAGES:
+        assert prompt_of(model, [message]) == text
+
+
+@pytest.mark.parametrize(("message", "code"), WRONG_MESSAGES)
+def test_messages_that_are_refused(message: dict[str, Any], code: str, model: Model) -> None:
+    found, text = refused(model, chat_line("a", "", messages=[message]))
+    assert found == code and "messages[0]" in text
 
 
 @pytest.mark.parametrize(
@@ -476,66 +335,34 @@ def test_templates_that_read_parts_get_them(
     assert bytes(model.encode_turn(["a"])).decode() == alone
 
 
-@pytest.mark.parametrize(
-    ("message", "code"),
-    [
-        ({"role": "user"}, "invalid_request"),
-        ({"role": "user", "content": None}, "invalid_request"),
-        ({"content": "x"}, "invalid_request"),
-        ({"role": "user", "content": "x", "name": 3}, "invalid_request"),
-        ({"role": "user", "content": "x", "name": "\ud83e"}, "invalid_request"),
-        ({"role": "user", "content": "x", "reasoning_content": "\ud83e"}, "invalid_request"),
-        ({"role": "user", "content": "x", "type": "image"}, "unsupported"),
-        ({"role": "tool", "content": "x", "tool_call_id": "c"}, "unsupported"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "unsupported"),
-        ({"role": "user", "content": [{"type": ["text"], "text": "x"}]}, "unsupported"),
-        ({"role": "user", "content": [3]}, "unsupported"),
-    ],
-)
-def test_messages_that_are_refused(message: dict[str, Any], code: str, model: Model) -> None:
-    found, text = refused(model, chat_line("a", "", messages=[message]))
-    assert found == code and "messages[0]" in text
-
-
 # ---- lines of the output
 
-ENDS = ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+# All that some reader of lines takes for the end of one.
+ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 
-@pytest.mark.parametrize("end", ENDS, ids=ascii)
-def test_no_line_can_be_cut(
-    end: str, run_job: Callable[..., Job], bytes_model: Path, tmp_path: Path
-) -> None:
+def test_no_line_can_be_cut(run_job: Callable[..., Job], bytes_model: Path, tmp_path: Path) -> None:
     """Of ids, prompts that are echoed, records that are sent back, and errors that quote."""
+    record = {"article": f"x{ENDS}", "max_tokens": 1, "summary_gt": f"{ENDS}é"}
     lines = [
-        text_line(f"a{end}b", f"x{end}y", echo=True, max_tokens=1),
-        {
-            "custom_id": f"record{end}",
-            "article": f"x{end}",
-            "max_tokens": 1,
-            "summary_gt": f"{end}é",
-        },
-        text_line(f"error{end}", f"x{end}\ud83e"),
-        chat_line(f"field{end}", "x", **{f"na{end}me": 1}),
+        text_line(f"a{ENDS}b", f"x{ENDS}y", echo=True, max_tokens=1),
+        {"custom_id": f"record{ENDS}", **record},
+        text_line(f"error{ENDS}", f"x{ENDS}\ud83e"),
+        chat_line(f"field{ENDS}", "x", **{f"na{ENDS}me": 1}),
     ]
     job = run_job(bytes_model, *lines)
-    assert len(job.rows) == len(lines)
     text = (tmp_path / "out.jsonl").read_bytes().decode()
     assert len(text.splitlines()) == len(lines)
     assert [json.loads(line) for line in text.splitlines()] == [*job.rows.values()]
-    assert job.choice(f"a{end}b")["text"].startswith(f"x{end}y")
-    write_outputs(tmp_path / "o.jsonl", [Sequence(0, (), f"é{end}", text=f"{end}", token_ids=[1])])
+    assert job.choice(f"a{ENDS}b")["text"].startswith(f"x{ENDS}y")
+    write_outputs(tmp_path / "o.jsonl", [Sequence(0, (), f"é{ENDS}", text=ENDS, token_ids=[1])])
     [line] = (tmp_path / "o.jsonl").read_bytes().decode().splitlines()
-    assert json.loads(line)["prompt"] == f"é{end}"
+    assert json.loads(line)["prompt"] == f"é{ENDS}"
 
 
 def test_lines_stay_readable() -> None:
     """Other characters are written as they are, and half surrogates as escapes."""
     assert json_line({"a": "é\U0001f984"}) == '{"a": "é\U0001f984"}'
-    assert json_line("\u2028\x85é") == '"\\u2028\\u0085é"'
-    assert (
-        json.loads(json_line("\ud83e\u2028")) == "\ud83e\u2028"
-        and json_line("\ud83e\u2028").isascii()
-    )
+    assert json_line("\ud83e\u2028").isascii()
     with pytest.raises(ValueError, match="JSON"):
         json_line(float("nan"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flexgen_h2o import LLM, SamplingParams, flex_opt
+from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.conversation import Conversation
 from flexgen_h2o.engine.decoding import stop_criteria
 from flexgen_h2o.engine.generation import Callbacks, Silent
-from flexgen_h2o.engine.penalties import penalties_maker
+from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.sequence import Sequence as Answered
 from flexgen_h2o.models.load import find_model
 from tests.text.conftest import Job
@@ -26,24 +27,24 @@ from tests.text.tiny import chat_line, edit_json, text_line, write_llama
 
 NEW = 12
 PROMPTS = ([5, 6, 7, 8], [9], [*range(20, 50), 5, 6, 20, 21])
-SETTINGS: dict[str, Any] = {
-    "repetition_penalty": 1.5,
-    "repetition_penalty below 1": 0.7,
-    "no_repeat_ngram_size": 1,
-    "no_repeat_ngram_size of two": 2,
-    "encoder_repetition_penalty": 0.5,
-    "encoder_no_repeat_ngram_size": 1,
-    "suppress_tokens": "first",
-    "begin_suppress_tokens": "first",
-    "bad_words_ids": "first",
-    "sequence_bias": "first",
-    "min_new_tokens": 5,
-    "min_length": 9,
-    "exponential_decay_length_penalty": [2, 1.5],
-    "forced_eos_token_id": 7,
-    "forced_bos_token_id": 11,
-    "remove_invalid_values": True,
-}
+# Settings that change tokens; `FIRST` is the first token of the answer without them.
+FIRST = -1
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 0.7},
+    {"no_repeat_ngram_size": 2},
+    {"encoder_repetition_penalty": 0.5},
+    {"encoder_no_repeat_ngram_size": 1},
+    {"suppress_tokens": [FIRST]},
+    {"begin_suppress_tokens": [FIRST]},
+    {"bad_words_ids": [[FIRST], [FIRST, 3]]},
+    {"sequence_bias": [[[FIRST], -9.0], [[3], 0.5]]},
+    {"min_new_tokens": 5},
+    {"min_length": 9},
+    {"exponential_decay_length_penalty": [2, 1.5]},
+    {"forced_eos_token_id": 7},
+    {"forced_bos_token_id": 11},
+    {"repetition_penalty": 1.3, "min_new_tokens": 6, "suppress_tokens": [3, 60]},
+)
 
 
 def transformers_tokens(folder: Path, ids: Sequence[int], new: int = NEW) -> list[int]:
@@ -79,49 +80,34 @@ def ids_model(tmp_path: Path) -> Path:
     return folder
 
 
-def value_of(name: str, folder: Path) -> Any:
-    first = transformers_tokens(folder, PROMPTS[0], 2)
-    shapes = {
-        "bad_words_ids": [[first[0]], first],
-        "sequence_bias": [[[first[0]], -9.0], [[first[1]], 0.5]],
-    }
-    return shapes.get(name, [first[0]]) if SETTINGS[name] == "first" else SETTINGS[name]
+def with_first(value: Any, first: int) -> Any:
+    """Return a setting with the first token in the place of FIRST."""
+    if isinstance(value, list):
+        return [with_first(one, first) for one in value]
+    return first if value == FIRST else value
 
 
-@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_tokens_are_those_of_transformers(
-    name: str, where: str, ids_model: Path, tmp_path: Path
+    settings: dict[str, Any], ids_model: Path, tmp_path: Path
 ) -> None:
-    """Also of a folder without the file: then transformers looks into config.json."""
+    [first] = transformers_tokens(ids_model, PROMPTS[0], 1)
     before = our_tokens(ids_model, tmp_path)
-    if where == "config.json":
-        ends = json_of(ids_model / "generation_config.json")["eos_token_id"]
-        (ids_model / "generation_config.json").unlink()
-        edit_json(ids_model / "config.json", eos_token_id=ends)
-    edit_json(ids_model / where, **{name.split()[0]: value_of(name, ids_model)})
-    found = our_tokens(ids_model, tmp_path)
-    assert found == [transformers_tokens(ids_model, ids) for ids in PROMPTS]
-    assert found != before or name == "remove_invalid_values"
-
-
-def json_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
-def test_settings_together_and_in_batches(ids_model: Path, tmp_path: Path) -> None:
-    settings = {
-        "repetition_penalty": 1.3,
-        "no_repeat_ngram_size": 2,
-        "min_new_tokens": 6,
-        "suppress_tokens": [3, 60],
-    }
+    settings = {name: with_first(value, first) for name, value in settings.items()}
     edit_json(ids_model / "generation_config.json", **settings)
     expected = [transformers_tokens(ids_model, ids) for ids in PROMPTS]
-    assert our_tokens(ids_model, tmp_path) == expected
+    assert our_tokens(ids_model, tmp_path) == expected != before
     assert our_tokens(ids_model, tmp_path, stop_token_ids=[*range(320, 400)]) == expected
-    assert our_tokens(ids_model, tmp_path, repetition_penalty=1.0) != expected
+
+
+def test_settings_may_be_in_the_config(ids_model: Path, tmp_path: Path) -> None:
+    """In a folder without the other file transformers looks into config.json."""
+    file = ids_model / "generation_config.json"
+    ends = json.loads(file.read_text())["eos_token_id"]
+    file.unlink()
+    edit_json(ids_model / "config.json", eos_token_id=ends, no_repeat_ngram_size=1)
+    expected = [transformers_tokens(ids_model, ids) for ids in PROMPTS]
+    assert our_tokens(ids_model, tmp_path) == expected
 
 
 def test_a_request_may_have_its_own_penalty(
@@ -131,33 +117,27 @@ def test_a_request_may_have_its_own_penalty(
     them."""
     folder = shutil.copytree(bytes_model, tmp_path / "model")
     write_llama(folder, tie_word_embeddings=True, initializer_range=0.05)
-    plain = transformers_tokens(folder, PROMPTS[0])
-    edit_json(folder / "generation_config.json", repetition_penalty=1.5)
-    strict = transformers_tokens(folder, PROMPTS[0])
-    edit_json(folder / "generation_config.json", repetition_penalty=1.2)
-    asked = {"max_tokens": NEW}
+    expected = dict[float | None, list[int]]()
+    for penalty in (1.0, 1.5, None):
+        edit_json(folder / "generation_config.json", repetition_penalty=penalty or 1.2)
+        expected[penalty] = transformers_tokens(folder, PROMPTS[0])
+    assert len(set(map(tuple, expected.values()))) == 3
+    lines = [
+        text_line(str(penalty), PROMPTS[0], repetition_penalty=penalty, max_tokens=NEW)
+        for penalty in expected
+    ]
+    more = {"echo": True, "logprobs": 1, "max_tokens": NEW}
     job = run_job(
         folder,
-        text_line("model's", PROMPTS[0], **asked),
-        text_line("off", PROMPTS[0], repetition_penalty=1, **asked),
-        text_line("null", PROMPTS[0], repetition_penalty=None, **asked),
-        text_line("own", PROMPTS[0], repetition_penalty=1.5, **asked),
-        text_line("echo", PROMPTS[0], repetition_penalty=1.5, echo=True, logprobs=1, **asked),
-        text_line("zero", PROMPTS[0], repetition_penalty=0, **asked),
+        *lines,
+        text_line("echo", PROMPTS[0], repetition_penalty=1.5, **more),
+        text_line("zero", PROMPTS[0], repetition_penalty=0),
     )
-    expected = transformers_tokens(folder, PROMPTS[0])
-    assert len({tuple(plain), tuple(strict), tuple(expected)}) == 3
-    tokens = {name: job.choice(name)["token_ids"] for name in job.rows if name != "zero"}
-    assert tokens == {
-        "model's": expected,
-        "off": plain,
-        "null": expected,
-        "own": strict,
-        "echo": strict,
-    }
-    assert (
-        job.error("zero")[0] == "invalid_request" and "repetition_penalty" in job.error("zero")[1]
-    )
+    for penalty, tokens in expected.items():
+        assert job.choice(str(penalty))["token_ids"] == tokens
+    assert job.choice("echo")["token_ids"] == expected[1.5]
+    code, message = job.error("zero")
+    assert code == "invalid_request" and "repetition_penalty" in message
 
 
 def test_a_conversation_counts_all_that_was_said(ids_model: Path, tmp_path: Path) -> None:
@@ -183,7 +163,7 @@ def test_a_conversation_counts_all_that_was_said(ids_model: Path, tmp_path: Path
     with LLM(str(ids_model), dtype="float32", offload_dir=tmp_path / "offload") as llm:
         params = SamplingParams(max_tokens=5)
         ends = stop_criteria(llm.model, params)
-        penalties = penalties_maker(llm.model, params)
+        penalties = partial(penalties_of, llm.model, params)
         talk = Conversation(
             turns[0], iter(turns[1:]), params, ends, Listening(), 40, penalties=penalties
         )
@@ -196,71 +176,40 @@ def test_a_conversation_counts_all_that_was_said(ids_model: Path, tmp_path: Path
         ids += answer
 
 
-def test_what_is_not_applied_is_said(
-    ids_model: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [
-        "--no-log",
-        "--model",
-        str(ids_model),
-        "--offload-dir",
-        "offload",
-        "--prompt-len",
-        "4",
-        "--gen-len",
-        "2",
-    ]
-    assert flex_opt.main(words) == 0
-    assert "generation_config" not in capfd.readouterr().err
-    settings = {
-        "num_beams": 4,
-        "stop_strings": ["x"],
-        "temperature": 0.6,
-        "do_sample": True,
-        "top_k": 20,
-    }
-    edit_json(ids_model / "generation_config.json", **settings)
-    assert flex_opt.main(words) == 0
-    [line] = [line for line in capfd.readouterr().err.splitlines() if "generation_config" in line]
-    assert line.endswith("applies and this package does not: num_beams, stop_strings")
+def test_what_is_not_applied_is_said(ids_model: Path) -> None:
+    model = find_model(str(ids_model), None)
+    assert model.notes == []
+    others = {"num_beams": 4, "stop_strings": ["x"], "temperature": 0.6, "do_sample": True}
+    edit_json(ids_model / "generation_config.json", **others)
+    [note] = find_model(str(ids_model), None).notes
+    assert note.endswith("applies and this package does not: num_beams, stop_strings")
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("repetition_penalty", "often"),
-        ("repetition_penalty", -1),
         ("no_repeat_ngram_size", 1.5),
         ("bad_words_ids", []),
-        ("suppress_tokens", "abc"),
         ("sequence_bias", [[[9999], 1.0]]),
         ("min_new_tokens", -2),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: Any, ids_model: Path) -> None:
     edit_json(ids_model / "generation_config.json", **{name: value})
-    with pytest.raises(
-        UsageError,
-        match=f"generation_config.json: {name}: .* is of no use .*; correct it, or take it",
-    ):
+    says = f"generation_config.json: {name}: .* is of no use .*; correct it, or take it"
+    with pytest.raises(UsageError, match=says):
         find_model(str(ids_model), None)
 
 
 def test_a_job_does_not_go_on_with_other_settings(
-    run_job: Callable[..., Job], ids_model: Path, tmp_path: Path
+    run_job: Callable[..., Job], ids_model: Path
 ) -> None:
-    source = [{"prompt": [5, 6], "max_tokens": 2}]
-    assert run_job(ids_model, *source).code == 0
-    edit_json(ids_model / "generation_config.json", repetition_penalty=1.5)
-    job = run_job(ids_model, *source, flags="--output again.jsonl")
-    assert job.code == 0
-    edit_json(ids_model / "generation_config.json", repetition_penalty=1.6)
-    job = run_job(ids_model, *source, flags="--output again.jsonl")
-    assert job.code == 2 and "model.config was" in job.err
+    for penalty, code in ((1.5, 0), (1.6, 2)):
+        edit_json(ids_model / "generation_config.json", repetition_penalty=penalty)
+        job = run_job(ids_model, {"prompt": [5, 6], "max_tokens": 2}, flags="--output again.jsonl")
+        assert job.code == code
+    assert "model.config was" in job.err
 
 
 def test_penalties_leave_the_ends_of_a_turn_alone(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.engine.conversation import AnswerText
-from flexgen_h2o.engine.detokenizer import Detokenizer, Places, detokenizer_of
+from flexgen_h2o.engine.decoding import StopCriteria
+from flexgen_h2o.engine.detokenizer import Detokenizer, detokenizer_of
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.responses import success_row
@@ -71,40 +71,33 @@ def decoded(model: Model, ids: Sequence[int]) -> str:
 # ---- the first space
 
 
-def test_the_first_space_of_an_answer(run_job: Run, pieces_model: Path) -> None:
-    job = run_job(
-        pieces_model,
-        text_line("text", "The", max_tokens=3),
-        text_line("echo", "The", max_tokens=3, echo=True),
-        text_line(
-            "ids",
-            [1, *[find_model(str(pieces_model), None).encode_plain("The")[-1]]],
-            max_tokens=3,
-            echo=True,
-        ),
-        text_line("stop", "The", max_tokens=3, stop=[" cat"]),
-        text_line("other stop", "The", max_tokens=3, stop=["cat"]),
-        text_line("first", [1], max_tokens=1),
-        text_line("logprobs", "The", max_tokens=1, logprobs=2),
-    )
-    texts = {name: job.choice(name)["text"] for name in job.rows}
-    assert texts["text"] == " catsat sat" and texts["echo"] == texts["ids"] == "The catsat sat"
-    assert texts["stop"] == "" and len(job.choice("stop")["token_ids"]) == 1
-    assert texts["other stop"] == " "
-    found = job.choice("logprobs")["logprobs"]
-    assert found["tokens"] == [" cat"] and found["text_offset"] == [0]
-    [top] = found["top_logprobs"]
-    assert [*top] == [" cat", "cat"] and top[" cat"] > top["cat"]
-
-
-def test_the_first_space_of_a_chat(run_job: Run, pieces_model: Path, tmp_path: Path) -> None:
-    """As in vLLM: the answer follows on the template's text."""
+def test_the_first_space_of_an_answer(run_job: Run, pieces_model: Path, tmp_path: Path) -> None:
+    """As in vLLM, the answer of a chat follows on the template's text."""
     folder = shutil.copytree(pieces_model, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    job = run_job(folder, chat_line("chat", "The", max_tokens=3, logprobs=True, top_logprobs=2))
-    choice = job.choice("chat")
-    assert choice["message"]["content"] == " catsat sat"
-    first = choice["logprobs"]["content"][0]
+    ids = [1, find_model(str(folder), None).encode_plain("The")[-1]]
+    asked: dict[str, tuple[Any, dict[str, Any], str]] = {
+        "text": ("The", {}, " catsat sat"),
+        "echo": ("The", {"echo": True}, "The catsat sat"),
+        "ids": (ids, {"echo": True}, "The catsat sat"),
+        "stop": ("The", {"stop": [" cat"]}, ""),
+        "other stop": ("The", {"stop": ["cat"]}, " "),
+        "logprobs": ("The", {"logprobs": 2}, " catsat sat"),
+    }
+    job = run_job(
+        folder,
+        *(text_line(name, one[0], **{"max_tokens": 3, **one[1]}) for name, one in asked.items()),
+        chat_line("chat", "The", max_tokens=3, logprobs=True, top_logprobs=2),
+    )
+    for name, (_, _, text) in asked.items():
+        assert job.choice(name)["text"] == text, name
+    assert len(job.choice("stop")["token_ids"]) == 1
+    found = job.choice("logprobs")["logprobs"]
+    top = found["top_logprobs"][0]
+    assert (found["tokens"][0], found["text_offset"][0], [*top]) == (" cat", 0, [" cat", "cat"])
+    assert top[" cat"] > top["cat"]
+    assert job.choice("chat")["message"]["content"] == " catsat sat"
+    first = job.choice("chat")["logprobs"]["content"][0]
     assert (first["token"], first["bytes"]) == (" cat", [*b" cat"])
     assert [one["token"] for one in first["top_logprobs"]] == [" cat", "cat"]
 
@@ -184,9 +177,8 @@ def test_names_of_different_tokens_differ(model: Model) -> None:
 
 
 def likely(*ids: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        -1.0, tuple((token, -1.0 - i) for i, token in enumerate(dict.fromkeys(ids)))
-    )
+    top = tuple((token, -1.0 - i) for i, token in enumerate(dict.fromkeys(ids)))
+    return TokenLogprobs(-1.0, top)
 
 
 def test_a_character_of_four_tokens(run_job: Run, bytes_model: Path, tmp_path: Path) -> None:
@@ -195,70 +187,26 @@ def test_a_character_of_four_tokens(run_job: Run, bytes_model: Path, tmp_path: P
     job = run_job(
         folder,
         chat_line("chat", "x", max_tokens=4, logprobs=True, top_logprobs=3),
-        text_line("text", ">", max_tokens=4, logprobs=0),
-        text_line("top", ">", max_tokens=4, logprobs=5),
+        text_line("text", ">", max_tokens=4, logprobs=5),
         text_line("echo", f"a{UNICORN}b>", max_tokens=4, echo=True, logprobs=5),
         text_line("cut", ">", max_tokens=2, logprobs=1),
         text_line("prompt's", [*b">\xf0\x9f"], max_tokens=2, logprobs=1),
     )
     entries = job.choice("chat")["logprobs"]["content"]
-    assert [one["bytes"] for one in entries] == [[240], [159], [166], [132]]
-    assert bytes(byte for one in entries for byte in one["bytes"]).decode() == UNICORN
-    for one in entries:
-        assert len({other["token"] for other in one["top_logprobs"]}) == 3
+    assert [one["bytes"] for one in entries] == [[byte] for byte in UNICORN.encode()]
+    assert all(len({other["token"] for other in one["top_logprobs"]}) == 3 for one in entries)
     text = job.choice("text")
     assert text["text"] == UNICORN and text["logprobs"]["text_offset"] == [0, 0, 0, 0]
-    assert text["logprobs"]["tokens"] == [
-        "bytes:\\xf0",
-        "bytes:\\x9f",
-        "bytes:\\xa6",
-        "bytes:\\x84",
-    ]
-    assert all(len(top) == 5 for top in job.choice("top")["logprobs"]["top_logprobs"])
+    assert text["logprobs"]["tokens"] == [f"bytes:\\x{byte:02x}" for byte in UNICORN.encode()]
+    assert all(len(top) == 5 for top in text["logprobs"]["top_logprobs"])
     echo = job.choice("echo")["logprobs"]
     assert echo["text_offset"] == [0, 1, 1, 1, 1, 2, 3, 4, 4, 4, 4]
-    assert all(5 <= len(top) <= 6 for top in echo["top_logprobs"][1:])
-    for token, top, value in zip(
-        echo["tokens"], echo["top_logprobs"], echo["token_logprobs"], strict=True
-    ):
-        assert top is None or top[token] == value, "the token that was taken is always there"
-    assert (
-        job.choice("cut")["text"] == "\ufffd"
-        and job.choice("cut")["logprobs"]["text_offset"][0] == 0
-    )
+    columns = (echo["tokens"], echo["top_logprobs"], echo["token_logprobs"])
+    for token, top, value in [*zip(*columns, strict=True)][1:]:
+        assert top[token] == value and 5 <= len(top) <= 6, "the token that was taken is there"
+    assert job.choice("cut")["text"] == "\ufffd"
+    assert job.choice("cut")["logprobs"]["text_offset"][0] == 0
     assert job.choice("prompt's")["text"] == UNICORN
-
-
-def answer_of(
-    model: Model, body: dict[str, Any], ids: list[int], url: str = "/v1/completions"
-) -> dict[str, Any]:
-    """A choice with these tokens, whole."""
-    request = RequestReader(model, SamplingParams()).request(
-        {"custom_id": "a", "url": url, "body": body}, 1, "a"
-    )
-    found = [likely(*ids[i:], 7) for i in range(len(ids))]
-    text = StopText(model, request.params, request.prompt_ids).text(ids)
-    of_prompt = [None, *(likely(8, 9) for _ in request.prompt_ids[1:])] if request.echo else None
-    done = replace(
-        request,
-        text=text,
-        token_ids=ids,
-        finish_reason="stop",
-        logprobs=found,
-        prompt_logprobs=of_prompt,
-    )
-    choice: dict[str, Any] = success_row(done, model)["response"]["body"]["choices"][0]
-    return choice
-
-
-class StopText:
-    """The text of an answer as the engine makes it."""
-
-    def __init__(self, model: Model, params: SamplingParams, before: Sequence[int]) -> None:
-        self._shown = AnswerText(model.tokenizer, params.stop, before, params.stop_token_ids)
-
-    def text(self, ids: Sequence[int]) -> str:
-        return self._shown.more(ids, True)
 
 
 @given(
@@ -270,22 +218,24 @@ def test_a_stream_is_the_answer_in_pieces(model: Model, own: list[int], stop: li
     """Texts, tokens and log-probabilities with their offsets. Rows end where a stop string does."""
     own = [token for token in own if token < model.spec.vocab_size] or [65]
     body = {"prompt": [65, 66], "logprobs": 2, "stop": stop, "max_tokens": 40}
-    ends = find_end(model, stop, own)
-    own = own[:ends]
-    whole = answer_of(model, body, own)
-    asked = read_asked(
-        RequestReader(model, SamplingParams()), "/v1/completions", {**body, "stream": True}, 8, 200
-    )
+    reader = RequestReader(model, SamplingParams())
+    asked = read_asked(reader, "/v1/completions", {**body, "stream": True}, 8, 200)
+    [request] = asked.requests
+    criteria = StopCriteria(tuple(stop), (), model.tokenizer)
+    lengths = range(1, len(own) + 1)
+    ends = (i for i in lengths if criteria.is_eos(own[i - 1]) or criteria.found(own[:i], [65, 66]))
+    own = own[: next(ends, len(own))]
+    found = [likely(*own[i:], 7) for i in range(len(own))]
     stream = StreamEvents(asked, model)
     events = list[bytes]()
-    found = [likely(*own[i:], 7) for i in range(len(own))]
     for token, one in zip(own[:-1], found[:-1], strict=True):
         events += stream.token(0, token, one)
-    [request] = asked.requests
     request.token_ids = own
     request.logprobs = found
     request.finish_reason = "stop"
     events.append(stream.end(0))
+    request.text = criteria.text(own, request.prompt_ids)
+    whole = success_row(request, model)["response"]["body"]["choices"][0]
     choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     assert [token for choice in choices for token in choice["token_ids"]] == own
@@ -298,16 +248,11 @@ def test_a_stream_is_the_answer_in_pieces(model: Model, own: list[int], stop: li
         assert offsets == whole["logprobs"]["text_offset"]
 
 
-def find_end(model: Model, stop: list[str], own: list[int]) -> int:
-    from flexgen_h2o.engine.decoding import StopCriteria
-
-    criteria = StopCriteria(tuple(stop), (), model.tokenizer)
-    ends = (
-        i
-        for i in range(1, len(own) + 1)
-        if criteria.is_eos(own[i - 1]) or criteria.found(own[:i], [65, 66])
-    )
-    return next(ends, len(own))
+def test_places_of_a_text_that_ends_within_a_character(model: Model) -> None:
+    """Of a prompt whose last character the answer ends; both belong to the answer."""
+    detokenizer = detokenizer_of(model.tokenizer)
+    ids = [one for one in model.encode_plain(UNICORN) if detokenizer.has_text(one)][-4:]
+    assert detokenizer.starts(ids[:2], [*ids[2:], *model.encode_plain("a")])[:3] == [0, 0, 1]
 
 
 def test_two_tokens_of_one_text_have_two_keys(pieces_model: Path) -> None:
@@ -317,30 +262,24 @@ def test_two_tokens_of_one_text_have_two_keys(pieces_model: Path) -> None:
     assert model.tokenizer is not None
     word, byte = model.tokenizer.convert_tokens_to_ids(["A", "<0x41>"])
     assert detokenizer.token(word) == detokenizer.token(byte) == "A"
-    assert detokenizer.names([byte, word, 900, 901]) == [
-        "A",
-        f"token_id:{word}",
-        "token_id:900",
-        "token_id:901",
-    ]
-    assert (
-        detokenizer.token_bytes(model.tokenizer.convert_tokens_to_ids("\ufffd"))
-        == "\ufffd".encode()
-    )
+    names = ["A", *(f"token_id:{token}" for token in (word, 900, 901))]
+    assert detokenizer.names([byte, word, 900, 901]) == names
+    mark = model.tokenizer.convert_tokens_to_ids("\ufffd")
+    assert detokenizer.token_bytes(mark) == "\ufffd".encode()
 
 
 def test_a_value_that_json_has_not(model: Model) -> None:
     """A token that is forbidden has a logarithm of minus infinity."""
-    request = RequestReader(model, SamplingParams()).request(
-        {"prompt": [65], "logprobs": 1}, 1, "a"
-    )
-    found = TokenLogprobs(float("-inf"), ((66, -0.5),))
-    done = replace(request, text="", token_ids=[65], finish_reason="length", logprobs=[found])
-    row = success_row(done, model)
+    line = {"prompt": [65], "logprobs": 1}
+    request = RequestReader(model, SamplingParams()).request(line, 1, "a")
+    request.token_ids = [65]
+    request.text = ""
+    request.finish_reason = "length"
+    request.logprobs = [TokenLogprobs(float("-inf"), ((66, -0.5),))]
+    row = success_row(request, model)
     logprobs = row["response"]["body"]["choices"][0]["logprobs"]
-    assert (
-        logprobs["token_logprobs"] == [-9999.0] and -9999.0 in logprobs["top_logprobs"][0].values()
-    )
+    assert logprobs["token_logprobs"] == [-9999.0]
+    assert -9999.0 in logprobs["top_logprobs"][0].values()
     json.dumps(row, allow_nan=False)
 
 
@@ -365,19 +304,3 @@ def test_long_answers_are_measured_in_windows(
     whole = decoded(model, ids)
     for i in range(0, len(ids), 37):
         assert starts[i] == len(decoded(model, ids[:i]).rstrip("\ufffd")) <= len(whole)
-
-
-def test_places_of_a_text_that_ends_within_a_character(model: Model) -> None:
-    """Of a prompt whose last character the answer ends; both belong to the answer."""
-    ids = model.encode_plain(UNICORN)[-4:]
-    ids = [
-        token
-        for token in model.encode_plain(UNICORN)
-        if detokenizer_of(model.tokenizer).has_text(token)
-    ][-4:]
-    assert len(ids) == 4
-    places = Places(detokenizer_of(model.tokenizer), ids[:2])
-    for token in [*ids[2:], *model.encode_plain("a")]:
-        places.add(token)
-    places.settle()
-    assert places.starts[:2] == [0, 0] and places.starts[2] == 1

@@ -94,7 +94,6 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("watch_logits", lambda llm: llm.generate(["a"], ONE, watch_logits=5)),
     ("max_tokens_per_sweep", lambda llm: llm.follow([[5]], [[5]], print, max_tokens_per_sweep=0)),
     ("policy", lambda llm: llm.use(None)),
-    ("rows", lambda llm: llm.expect("x")),
     ("eviction", lambda llm: setattr(llm, "eviction", "h2o")),
 ]
 

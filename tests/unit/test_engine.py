@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
-from flexgen_h2o.tiers.device import Device, HostDevice, Site, StandInDevice
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
 from tests.unit.planner.made_up import small_spec
 
@@ -62,20 +64,15 @@ def open_engine(model: tuple[ModelSpec, Checkpoint], tmp_path: Path) -> Open:
         policy: Policy, device: Device, budgets: dict[str, int | None] = UNLIMITED
     ) -> Engine:
         plan = MemoryPlanner(spec, policy, 4, device.is_host).plan(SHAPE, OVERLAPPED[0])
-        site = Site(device, budgets, tmp_path / "offload")
-        return Engine(
-            ModelPart(spec, Full()), checkpoint, policy, plan, torch.float32, site, Timeline()
-        )
+        part = ModelPart(spec, Full())
+        site = (device, budgets, tmp_path / "offload")
+        return Engine(part, checkpoint, policy, plan, torch.float32, *site, Timeline())
 
     return open_one
 
 
 def planned(plan: MemoryPlan) -> dict[tuple[str, str], int]:
     return {(b.name, b.tier): b.nbytes for b in plan.buffers}
-
-
-def names_in(offload: Path) -> list[str]:
-    return [p.name for p in offload.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -106,38 +103,37 @@ def test_every_planned_buffer_is_taken_at_its_size(
             assert (ring.capacity if ring is not None else 0) == engine.plan.size(name)
 
 
-def test_a_plan_over_budget_takes_nothing(open_engine: Open, tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    with pytest.raises(DoesNotFitError, match="on the disk tier"):
-        open_engine(
-            Policy(percent=(0, 0, 0, 0, 0, 0)), HostDevice(), {"device": 0, "host": None, "disk": 1}
-        )
-    assert set(threading.enumerate()) == before and not (tmp_path / "offload").exists()
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """Threads, files and descriptors are afterwards what they were before."""
+    threads = set(threading.enumerate())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    yield
+    assert set(threading.enumerate()) == threads
+    assert list(tmp_path.glob("offload/*")) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+DISK = Policy(percent=(0, 0, 0, 0, 0, 0))
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_an_engine_leaves_no_thread_no_file_and_no_descriptor(
     open_engine: Open, tmp_path: Path
 ) -> None:
-    threads = set(threading.enumerate())
-    files = len(list(Path("/proc/self/fd").iterdir()))
-    with open_engine(Policy(percent=(0, 0, 0, 0, 0, 0)), StandInDevice()) as engine:
-        assert len(threading.enumerate()) > len(threads)
-        assert len(names_in(tmp_path / "offload")) == 1  # its folder
+    with open_engine(DISK, StandInDevice()) as engine:
+        assert len(threading.enumerate()) > 1
+        assert len(list(tmp_path.glob("offload/*"))) == 1  # its folder
         assert engine.io_bytes_by_kind["weights"]["disk_read"] > 0
-    assert set(threading.enumerate()) == threads and names_in(tmp_path / "offload") == []
-    assert len(list(Path("/proc/self/fd").iterdir())) == files
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_an_engine_that_does_not_open_leaves_nothing_either(
     open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> int:
-        raise OSError("no reads today")
-
-    threads = set(threading.enumerate())
-    files = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(DirectFile, "read", fail)
+    with pytest.raises(DoesNotFitError, match="on the disk tier"):
+        open_engine(DISK, HostDevice(), {"device": 0, "host": None, "disk": 1})
+    assert not (tmp_path / "offload").exists()
+    monkeypatch.setattr(DirectFile, "read", MagicMock(side_effect=OSError("no reads today")))
     with pytest.raises(OSError, match="no reads today"):
         open_engine(Policy(percent=(50, 0, 0, 0, 0, 0)), HostDevice())
-    assert set(threading.enumerate()) == threads and names_in(tmp_path / "offload") == []
-    assert len(list(Path("/proc/self/fd").iterdir())) == files

@@ -96,25 +96,18 @@ def test_a_file_is_on_disk_before_it_gets_its_name(
 
 
 @pytest.mark.usefixtures("_drafts")
-def test_a_link_stays_and_the_mode_of_its_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("follow", [True, False])
+def test_a_link_stays_or_is_replaced(follow: bool, tmp_path: Path) -> None:
+    """If it stays, its target is replaced and keeps its mode."""
     target = tmp_path / "target"
     link = tmp_path / "link"
     target.write_text("old")
     target.chmod(0o640)
     link.symlink_to(target)
-    write_whole(link, "new")
-    assert link.is_symlink() and target.read_text() == "new"
+    write_whole(link, "new", follow)
+    assert link.is_symlink() is follow and link.read_text() == "new"
+    assert target.read_text() == ("new" if follow else "old")
     assert target.stat().st_mode & 0o777 == 0o640
-
-
-@pytest.mark.usefixtures("_drafts")
-def test_a_link_is_replaced_where_it_is_not_to_be_followed(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    link = tmp_path / "link"
-    target.write_text("old")
-    link.symlink_to(target)
-    write_whole(link, "new", follow=False)
-    assert not link.is_symlink() and (link.read_text(), target.read_text()) == ("new", "old")
 
 
 @pytest.mark.usefixtures("_drafts")
@@ -161,66 +154,37 @@ def test_a_writer_that_is_killed_leaves_no_draft(tmp_path: Path) -> None:
 
 def test_check_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.json"
-    check_writable(path, "--json")
     monkeypatch.chdir(tmp_path)
-    check_writable(Path("run.json"), "--json")
+    for fine in (path, Path("run.json"), Path("/dev/null")):
+        check_writable(fine, "--json")
     assert os.listdir(tmp_path) == []
-    check_writable(Path("/dev/null"), "--log-file")
-    with pytest.raises(UsageError, match=r"^--trace .*does not exist"):
-        check_writable(tmp_path / "no" / "x", "--trace")
-    with pytest.raises(UsageError, match=r"^--json .*is a folder"):
-        check_writable(tmp_path, "--json")
-    # As root everything may be written: permissions are played.
-    monkeypatch.setattr("os.access", lambda asked, mode: asked != tmp_path)
-    with pytest.raises(UsageError, match=r"^--json .*no permission"):
-        check_writable(path, "--json")
-    path.touch()
-    check_writable(path, "--json")
-    monkeypatch.setattr("os.access", lambda asked, mode: asked != path)
-    with pytest.raises(UsageError, match=r"^--json .*no permission"):
-        check_writable(path, "--json")
+    for wrong, says in ((tmp_path / "no" / "x", "does not exist"), (tmp_path, "is a folder")):
+        with pytest.raises(UsageError, match=f"^--json .*{says}"):
+            check_writable(wrong, "--json")
+    # As root everything may be written: permissions are played. A file that is there needs them
+    # itself, a new one needs those of its folder.
+    for forbidden in (tmp_path, path):
+        monkeypatch.setattr("os.access", lambda asked, mode, no=forbidden: asked != no)
+        with pytest.raises(UsageError, match=r"^--json .*no permission"):
+            check_writable(path, "--json")
+        path.touch()
 
 
 # ---- locks
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    (tmp_path / "lock").touch()
-    return tmp_path / "lock"
-
-
-@pytest.fixture
-def two(path: Path) -> Iterator[tuple[int, int]]:
-    """The file opened twice, as by two processes; the first may be closed by the test."""
-    fds = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
-    yield fds
-    for fd in fds:
-        try:
-            os.close(fd)
-        except OSError:
-            pass  # closed by the test
-
-
-def test_one_holds_it(two: tuple[int, int]) -> None:
-    assert try_lock(two[0]) and not try_lock(two[1]) and not try_lock(two[1], shared=True)
-    os.close(two[0])
-    assert try_lock(two[1])
-
-
-def test_it_is_waited_for(two: tuple[int, int]) -> None:
-    assert try_lock(two[0])
-    timer = threading.Timer(0.05, os.close, [two[0]])
-    timer.start()
-    wait_for_lock(two[1])
-    timer.join()
-
-
-def test_a_file_that_was_removed_or_replaced_is_not_the_one_that_is_open(
-    path: Path, two: tuple[int, int]
-) -> None:
-    assert is_still(path, two[0])
-    path.unlink()
-    assert not is_still(path, two[0])
+def test_a_lock_has_one_holder_and_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
     path.touch()
-    assert not is_still(path, two[0])
+    first, second = (os.open(path, os.O_RDONLY) for _ in range(2))  # as by two processes
+    assert try_lock(first) and not try_lock(second) and not try_lock(second, shared=True)
+    timer = threading.Timer(0.05, os.close, [first])
+    timer.start()
+    wait_for_lock(second)
+    timer.join()
+    assert is_still(path, second)
+    path.unlink()
+    assert not is_still(path, second)
+    path.touch()
+    assert not is_still(path, second)
+    os.close(second)

@@ -41,19 +41,11 @@ class Letters:
 
 
 def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
-    lengths = [3, 9, 9, 1, 5, 9, 2, 7, 4, 6, 8]
-    blocks = make_blocks(
-        [row(i, n) for i, n in enumerate(lengths)], gpu_batch_size=2, num_gpu_batches=2
-    )
-    assert [[indices(batch) for batch in block] for block in blocks] == [
-        [[1, 2], [5, 10]],
-        [[7, 9], [4, 8]],
-        [[0, 6], [3]],
-    ]
-    rows = [
-        row(i, n, params=SamplingParams(asked))
-        for i, (n, asked) in enumerate([(3, 64), (9, 2), (4, 64), (8, 2)])
-    ]
+    rows = [row(i, n) for i, n in enumerate([3, 9, 9, 1, 5, 9, 2, 7, 4, 6, 8])]
+    blocks = [[indices(batch) for batch in block] for block in make_blocks(rows, 2, 2)]
+    assert blocks == [[[1, 2], [5, 10]], [[7, 9], [4, 8]], [[0, 6], [3]]]
+    asked = [(3, 64), (9, 2), (4, 64), (8, 2)]
+    rows = [row(i, n, params=SamplingParams(new)) for i, (n, new) in enumerate(asked)]
     assert [indices(block[0]) for block in make_blocks(rows, 2, 1)] == [[2, 0], [1, 3]]
     assert make_blocks([], 4, 2) == []
 
@@ -87,18 +79,6 @@ def scheduler(rows: abc.Sequence[Sequence], *windows: list[Sequence]) -> Schedul
     """`rows` wait for places in a block that runs; then the windows, one after another."""
     further = iter(windows)
     return Scheduler([[[row(99, 1)]], [list(rows)]], lambda: next(further, []))
-
-
-def test_rows_join_in_their_order_as_far_as_there_is_room() -> None:
-    waiting = scheduler([row(i, 10) for i in range(6)])
-    assert waiting.take(0, 100) == [] == waiting.take(3, 9)
-    assert indices(waiting.take(2, 100)) == [0, 1]
-    assert indices(waiting.take(4, 25)) == [2, 3]
-    assert (
-        indices(waiting.take(4, 100)) == [4, 5]
-        and waiting.take(4, 100) == []
-        and waiting.joined == 6
-    )
 
 
 def test_more_rows_are_read_when_all_have_joined() -> None:

@@ -75,12 +75,10 @@ def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
         ('{"prompt": null}', "neither"),
         ('{"prompt": "x", "prompt_token_ids": [1]}', "both"),
         ('{"prompt": 5}', "prompt must be a string"),
-        ('{"prompt": [1, 2]}', "use prompt_token_ids"),
         ('{"prompt_token_ids": "12"}', "list"),
         ('{"prompt_token_ids": []}', "no tokens"),
         ('{"prompt_token_ids": [1, true]}', "True is not a whole number"),
-        ('{"prompt_token_ids": [-1]}', "token id -1 is outside the model's vocabulary of 300"),
-        ('{"prompt_token_ids": [300]}', "token id 300 is outside"),
+        ('{"prompt_token_ids": [300]}', "token id 300 is outside the model's vocabulary of 300"),
         ('{"prompt": "\\ud83d"}', "surrogate"),
         (b'{"prompt": "\xff"}', "UTF-8"),
     ],
@@ -96,42 +94,24 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, line: str | bytes,
 
 
 def test_python_inputs_of_every_kind() -> None:
-    given: list[Any] = [
-        "hi",
-        [1, 2],
-        (3,),
-        np.array([4, 5]),
-        torch.tensor([6]),
-        [np.int64(7), torch.tensor(8)],
-    ]
-    found = prompts_from_python(given, encode, VOCAB)
-    assert [p.prompt_ids for p in found] == [
-        tuple(encode("hi")),
-        (1, 2),
-        (3,),
-        (4, 5),
-        (6,),
-        (7, 8),
-    ]
+    ids = [[1, 2], (3,), np.array([4, 5]), torch.tensor([6]), [np.int64(7), torch.tensor(8)]]
+    found = prompts_from_python(["hi", *ids], encode, VOCAB)
+    kept = [(1, 2), (3,), (4, 5), (6,), (7, 8)]
+    assert [p.prompt_ids for p in found] == [tuple(encode("hi")), *kept]
     assert [p.prompt for p in found] == ["hi"] + [None] * 5
     assert all(type(i) is int for p in found for i in p.prompt_ids)
-    assert prompts_from_python([], encode, VOCAB) == []
-    assert [
-        p.prompt_ids for p in prompts_from_python(torch.tensor([[1, 2], [3, 4]]), None, VOCAB)
-    ] == [(1, 2), (3, 4)]  # type: ignore[arg-type]
+    rows: Any = torch.tensor([[1, 2], [3, 4]])
+    assert [p.prompt_ids for p in prompts_from_python(rows, None, VOCAB)] == [(1, 2), (3, 4)]
 
 
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
         (5, "not int"),
-        (b"x", "not bytes"),
         ([VOCAB], "outside"),
         ([torch.tensor(True)], "whole number"),
         (np.array([1.0]), "whole number"),
-        (torch.tensor([[1]]), "whole number"),
         (torch.tensor(1), "not Tensor"),
-        ({1, 2}, "not set"),
         ("\ud800", "surrogate"),
     ],
 )
@@ -169,15 +149,9 @@ def test_outputs_are_in_input_order_and_replace_the_old_file(tmp_path: Path) -> 
     write_outputs(path, iter(DONE))
     lines = path.read_bytes().decode().split("\n")
     assert lines.pop() == ""
-    assert [json.loads(line) for line in lines] == [
-        {
-            "index": 0,
-            "prompt": "été",
-            "text": "a\nb\u2028",
-            "token_ids": [1, 2],
-            "finish_reason": "stop",
-        },
-        {"index": 1, "prompt": None, "text": None, "token_ids": [3], "finish_reason": "length"},
-    ]
-    assert list(json.loads(lines[0])) == ["index", "prompt", "text", "token_ids", "finish_reason"]
+    found = [list(json.loads(line).items()) for line in lines]
+    names = ("index", "prompt", "text", "token_ids", "finish_reason")
+    first = (0, "été", "a\nb\u2028", [1, 2], "stop")
+    second = (1, None, None, [3], "length")
+    assert found == [list(zip(names, row, strict=True)) for row in (first, second)]
     assert os.listdir(tmp_path) == ["out.jsonl"]

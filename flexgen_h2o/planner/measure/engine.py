@@ -64,7 +64,7 @@ from flexgen_h2o.planner.lp import Percent
 from flexgen_h2o.planner.measure.bench import ROUNDS, Bench, Call, Figures, Products
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.search import IN_MEMORY
-from flexgen_h2o.tiers.device import Device, Site, host_buffer
+from flexgen_h2o.tiers.device import Device, host_buffer
 from flexgen_h2o.tiers.disk import FileRange, Scratch
 from flexgen_h2o.tiers.stream import Done, wait_all
 from flexgen_h2o.tiers.transfers import Lanes, Mover
@@ -582,7 +582,7 @@ def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[St
     executor.run_block([rows], stats)
     executor.finish()
     kinds = [layer.kind for layer in engine.layers.layers]
-    seconds = stats.times.layers
+    seconds = stats.layer_seconds
 
     def of_kinds(seconds: abc.Sequence[float]) -> tuple[list[float], ...]:
         return tuple(
@@ -605,8 +605,9 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     plan = MemoryPlanner(spec, policy, kind.itemsize, bench.device.is_host).plan(shape, depth)
     compile_subprocess(warm_up, bench.device.torch_device, kind, bool(run.eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
-    site = Site(bench.device, dict.fromkeys(TIERS), folder)
-    engine = Engine(ModelPart(spec, run.eviction), checkpoint, policy, plan, kind, site, Timeline())
+    part = ModelPart(spec, run.eviction)
+    site = (bench.device, dict.fromkeys(TIERS), folder)  # no budgets
+    engine = Engine(part, checkpoint, policy, plan, kind, *site, Timeline())
     try:
         yield engine
     finally:

@@ -17,6 +17,7 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.scheduler import forced_sequences
 from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.evaluation.attention_maps import (
     HEAVY,
@@ -208,6 +209,12 @@ def _kept(llm: LLM, eviction: Without, rows: list[TextRow]) -> dict[tuple[int, i
             found[row, columns.block] = held[:, :PROMPT]
 
     llm.eviction = eviction
-    continuations = [row.continuation for row in rows]
-    llm.follow([row.prompt for row in rows], continuations, lambda at, logits: None, see)
+    forced = forced_sequences(
+        [row.prompt for row in rows],
+        [row.continuation for row in rows],
+        llm.eviction,
+        llm.model.spec,
+        max_tokens_per_sweep=1,
+    )
+    llm.run(forced, lambda done: None, Callbacks(slots=see))
     return found

@@ -21,57 +21,32 @@ from flexgen_h2o.models import (
     spec_from_folder,
 )
 
+_COMMON = {"vocab_size": 40, "num_hidden_layers": 2}
+_LLAMA = {
+    **_COMMON,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 SMALL: dict[str, dict[str, Any]] = {
     "opt": {
-        "vocab_size": 40,
+        **_COMMON,
         "hidden_size": 16,
-        "num_hidden_layers": 2,
         "ffn_dim": 24,
         "max_position_embeddings": 20,
         "num_attention_heads": 4,
         "word_embed_proj_dim": 16,
     },
-    "llama": {
-        "vocab_size": 40,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "intermediate_size": 20,
-        "max_position_embeddings": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "gpt_neox": {
-        "vocab_size": 40,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "intermediate_size": 20,
-        "max_position_embeddings": 64,
-        "num_attention_heads": 2,
-        "rotary_pct": 0.5,
-    },
-    "gpt_oss": {
-        "vocab_size": 40,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "intermediate_size": 20,
-        "num_local_experts": 4,
-        "max_position_embeddings": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 6,
-        "sliding_window": 8,
-    },
+    "llama": _LLAMA,
+    "gpt_neox": {**_LLAMA, "num_attention_heads": 2, "rotary_pct": 0.5},
+    "gpt_oss": {**_LLAMA, "num_local_experts": 4, "head_dim": 6, "sliding_window": 8},
     "qwen3_moe": {
-        "vocab_size": 40,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "intermediate_size": 20,
+        **_LLAMA,
         "num_experts": 2,
         "num_experts_per_tok": 1,
         "moe_intermediate_size": 8,
-        "max_position_embeddings": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 6,
     },
 }
@@ -187,40 +162,22 @@ def test_a_folder_saved_by_transformers_gives_the_spec_of_its_config(tmp_path: P
     OPTForCausalLM(config).save_pretrained(tmp_path)
     spec, found = spec_from_folder("mine", tmp_path)
     assert spec == spec_from_config("mine", config.to_dict(), "here")
-    assert (spec.name, spec.eos_token_ids, spec.bos_token_id, spec.num_blocks) == (
-        "mine",
-        (7,),
-        5,
-        2,
-    )
-    assert spec.option("activation") == "gelu" == found["activation_function"]
+    assert (spec.name, spec.eos_token_ids, spec.bos_token_id) == ("mine", (7,), 5)
+    assert spec.num_blocks == 2 and spec.option("activation") == "gelu"
+    assert found["activation_function"] == "gelu"
 
 
-def test_end_tokens_in_every_spelling(tmp_path: Path) -> None:
-    for eos, ids in ((None, ()), (3, (3,)), ([3, 4], (3, 4)), (0, (0,))):
-        assert read(tmp_path, eos_token_id=eos).eos_token_ids == ids
-
-
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
-        ('{"eos_token_id": [2, 7]}', (2, 7)),
-        ('{"eos_token_id": 0}', (0,)),
-        ('{"eos_token_id": []}', ()),
-        ('{"eos_token_id": null}', (3,)),
-        ("{}", (3,)),
-    ],
-)
-def test_end_tokens_of_a_generation_config_come_first(
-    tmp_path: Path, text: str, ids: tuple[int, ...]
-) -> None:
-    (tmp_path / "generation_config.json").write_text(text)
-    spec = read(tmp_path, eos_token_id=3)
+@pytest.mark.parametrize("eos", [None, 3, [3, 4], 0])
+def test_end_tokens_in_every_spelling(eos: Any, tmp_path: Path) -> None:
+    """Those of a generation_config.json come first, and jobs know by the config that rows would
+    end elsewhere."""
+    ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    assert read(tmp_path, eos_token_id=eos).eos_token_ids == ids
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    spec = read(tmp_path, eos_token_id=7)
     again, config = spec_from_folder("m", tmp_path)
-    assert spec is again and spec.eos_token_ids == ids
-    assert config["eos_token_id"] == (
-        3 if ids == (3,) else list(ids)
-    )  # jobs know by it that rows would end elsewhere
+    assert spec is again and spec.eos_token_ids == ((7,) if eos is None else ids)
+    assert config["eos_token_id"] == (7 if eos is None else list(ids))
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -258,6 +215,9 @@ def test_frequencies_are_those_of_transformers(
     assert rotary.scaling == theirs.attention_scaling
 
 
+WINDOW = {"sliding_window": 16, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
@@ -266,26 +226,10 @@ def test_frequencies_are_those_of_transformers(
         ({"model_type": "mistral", "sliding_window": 64}, ()),  # of 64 positions: it hides none
         ({"model_type": "mistral", "sliding_window": 63}, (63, 63)),
         ({"model_type": "qwen2", "sliding_window": 16}, ()),
-        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, ()),
-        (
-            {
-                "model_type": "qwen2",
-                "sliding_window": 16,
-                "use_sliding_window": True,
-                "max_window_layers": 1,
-            },
-            (None, 16),
-        ),
+        ({"model_type": "qwen2", **WINDOW}, ()),
+        ({"model_type": "qwen2", **WINDOW, "max_window_layers": 1}, (None, 16)),
         ({"model_type": "qwen3", "sliding_window": 16}, ()),
-        (
-            {
-                "model_type": "qwen3",
-                "sliding_window": 16,
-                "use_sliding_window": True,
-                "max_window_layers": 0,
-            },
-            (16, 16),
-        ),
+        ({"model_type": "qwen3", **WINDOW, "max_window_layers": 0}, (16, 16)),
     ],
 )
 def test_windows_of_blocks(

@@ -272,19 +272,14 @@ def test_the_weights_are_the_files_with_the_rotary_order_of_llama_undone(
     head = "output" if "output.weight" in stored else "token_embd"
     assert made.config.tie_word_embeddings == (head == "token_embd")
     assert torch.equal(weights["lm_head.weight"], plain(head).bfloat16())
-    attention = (
-        weights["model.layers.1.self_attn.q_proj.weight"],
-        weights["model.layers.1.self_attn.k_proj.weight"],
-    )
-    assert torch.equal(attention[0], turned(plain("blk.1.attn_q"), HEADS).bfloat16())
-    assert torch.equal(attention[1], turned(plain("blk.1.attn_k"), KV_HEADS).bfloat16())
-    assert torch.equal(
-        weights["model.layers.0.mlp.down_proj.weight"], plain("blk.0.ffn_down").bfloat16()
-    )
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        found = weights[f"model.layers.1.self_attn.{name}_proj.weight"]
+        assert torch.equal(found, turned(plain(f"blk.1.attn_{name}"), heads).bfloat16())
+    down = weights["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(down, plain("blk.0.ffn_down").bfloat16())
     read = from_gguf(file).state_dict()
-    assert read.keys() == weights.keys() and all(
-        torch.equal(read[name], weights[name]) for name in read
-    )
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], weights[name]) for name in read)
 
 
 @needs_gguf

@@ -16,13 +16,14 @@ import psutil
 import pytest
 import torch
 
-from flexgen_h2o.core.config import MemoryBudget
+from flexgen_h2o.core.config import TIERS, MemoryBudget
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import GIB, PAGE
 from flexgen_h2o.tiers import device as machine
 from flexgen_h2o.tiers.device import (
     HUGE_PAGE,
     CudaDevice,
+    Device,
     HostDevice,
     StandInDevice,
     free_host_bytes,
@@ -55,49 +56,24 @@ def test_a_buffer_that_the_machine_cannot_give(monkeypatch: pytest.MonkeyPatch) 
 # ---- devices
 
 
-@pytest.fixture
-def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.usefixtures("_no_card")
 @pytest.mark.parametrize(
     ("name", "says"), [("cuda", "no CUDA device"), ("tpu", "'tpu' is not one of auto, cpu, cuda")]
 )
-def test_a_device_that_is_not_there_is_refused(name: str, says: str) -> None:
+def test_a_device_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match=f"--device.*{says}"):
         open_device(name, separate_budget=False)
 
 
 def test_what_a_cpu_computes_in() -> None:
     """As asked, else as stored; never in half precision."""
-    device = HostDevice()
-    assert (
-        device.compute_dtype(None, "float32")
-        == device.compute_dtype("float32", "float16")
-        == "float32"
-    )
-    assert (
-        device.compute_dtype(None, "float16")
-        == device.compute_dtype("bfloat16", "float32")
-        == "bfloat16"
-    )
+    asked = [(None, "float32"), ("float32", "float16"), (None, "float16"), ("bfloat16", "float32")]
+    found = [HostDevice().compute_dtype(*one) for one in asked]
+    assert found == ["float32", "float32", "bfloat16", "bfloat16"]
     with pytest.raises(UsageError, match=r"--dtype float16: .*bfloat16"):
-        device.compute_dtype("float16", "float16")
-
-
-def test_buffers_copies_and_fences() -> None:
-    device = StandInDevice()
-    for buffer in (device.buffer(3 * PAGE), device.host_staging(3 * PAGE)):
-        assert (buffer.numel(), buffer.dtype, buffer.data_ptr() % PAGE) == (
-            3 * PAGE,
-            torch.uint8,
-            0,
-        )
-    target = torch.zeros(3)
-    device.copy(target, torch.tensor([1, 2, 3], dtype=torch.bfloat16))
-    assert target.tolist() == [1, 2, 3]
-    assert device.fence().is_done
+        HostDevice().compute_dtype("float16", "float16")
 
 
 class _Runtime:
@@ -133,27 +109,17 @@ def _card_with(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch, number: int =
     return CudaDevice()
 
 
-def test_pinned_memory_is_given_back_with_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that stays registered after it was unmapped would pin whatever is mapped there
-    next."""
-    runtime = _Runtime(0)
-    memory = _card_with(runtime, monkeypatch).host_staging(3 * PAGE)
-    assert runtime.pinned == {memory.data_ptr(): 3 * PAGE}
-    del memory
-    assert not runtime.pinned
-
-
 def test_a_worker_pins_memory_for_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card is current for one thread: in another one the first is, which belongs to another
-    process."""
+    process. Memory that stays registered would pin whatever is mapped there next."""
     runtime = _Runtime(0)
     own = torch.device("cuda", 3)
     card = _card_with(runtime, monkeypatch, own.index)
     made = list[torch.Tensor]()
-    worker = threading.Thread(target=lambda: made.append(card.host_staging(PAGE)))
+    worker = threading.Thread(target=lambda: made.append(card.host_staging(3 * PAGE)))
     worker.start()
     worker.join()
-    assert runtime.pinned and runtime.used == [own]
+    assert runtime.pinned == {made[0].data_ptr(): 3 * PAGE} and runtime.used == [own]
     made.clear()
     assert not runtime.pinned and runtime.used == [own, own]
 
@@ -203,44 +169,38 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(500 * GIB))
 
 
-@pytest.mark.usefixtures("_machine")
-def test_budgets_that_were_given_are_taken_as_they_are(tmp_path: Path) -> None:
-    budget = MemoryBudget("1GiB", "2GiB", "3GiB")
-    assert resolve_budgets(budget, StandInDevice(), tmp_path) == {
-        "device": GIB,
-        "host": 2 * GIB,
-        "disk": 3 * GIB,
-    }
-    assert resolve_budgets(budget, HostDevice(), tmp_path) == {
-        "device": 0,
-        "host": 2 * GIB,
-        "disk": 3 * GIB,
-    }
-    most = resolve_budgets(MemoryBudget(host="1TiB"), HostDevice(), tmp_path)["host"]
-    assert most == machine.host_memory()[0] < 2**40, (
-        "what the machine has, or it would run into the wall"
-    )
-
-
-@pytest.mark.usefixtures("_machine")
-def test_others_get_what_is_free_less_a_margin(tmp_path: Path) -> None:
-    found = resolve_budgets(MemoryBudget(), HostDevice(), tmp_path)
-    assert found == {"device": 0, "host": 90 * GIB, "disk": 498 * GIB}
-    assert resolve_budgets(MemoryBudget(), CardOf4GiB(), tmp_path)["device"] == 4 * GIB - GIB // 2
-
-
 class CardOf4GiB(StandInDevice):
     def free_bytes(self) -> int:
         return 4 * GIB
 
 
+GIVEN = MemoryBudget("1GiB", "2GiB", "3GiB")
+
+
 @pytest.mark.usefixtures("_machine")
-def test_a_card_gives_no_more_than_it_has_free(tmp_path: Path) -> None:
-    assert resolve_budgets(MemoryBudget("4GiB"), CardOf4GiB(), tmp_path)["device"] == 4 * GIB
-    with pytest.raises(
-        DoesNotFitError,
-        match=r"--device-mem 5\.00 GiB: the GPU has 4\.00 GiB free; give less, or end",
-    ):
+@pytest.mark.parametrize(
+    ("budget", "device", "found"),
+    [
+        (GIVEN, StandInDevice(), (1, 2, 3)),
+        (GIVEN, HostDevice(), (0, 2, 3)),
+        (MemoryBudget(), HostDevice(), (0, 90, 498)),
+        (MemoryBudget(), CardOf4GiB(), (3.5, 90, 498)),
+        (MemoryBudget("4GiB"), CardOf4GiB(), (4, 90, 498)),
+    ],
+)
+def test_budgets_are_those_given_or_what_is_free_less_a_margin(
+    tmp_path: Path, budget: MemoryBudget, device: Device, found: tuple[float, ...]
+) -> None:
+    resolved = resolve_budgets(budget, device, tmp_path)
+    assert tuple(resolved[tier] for tier in TIERS) == tuple(gib * GIB for gib in found)
+
+
+@pytest.mark.usefixtures("_machine")
+def test_no_budget_is_more_than_there_is(tmp_path: Path) -> None:
+    most = resolve_budgets(MemoryBudget(host="1TiB"), HostDevice(), tmp_path)["host"]
+    assert most == machine.host_memory()[0] < 2**40, "or the run would go into the wall"
+    says = r"--device-mem 5\.00 GiB: the GPU has 4\.00 GiB free; give less, or end"
+    with pytest.raises(DoesNotFitError, match=says):
         resolve_budgets(MemoryBudget("5GiB"), CardOf4GiB(), tmp_path)
 
 

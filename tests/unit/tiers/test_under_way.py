@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,43 +41,6 @@ class _Late(_Copy):
         pass
 
 
-class _SlowLink(StandInDevice):
-    """Whose copies end when the gate is opened."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.begun = threading.Semaphore(0)
-
-    def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> _Copy:
-        dst.copy_(src)
-        self.begun.release()
-        return _Copy(self.gate)
-
-
-def test_as_many_reads_as_slots_go_on_beside_copies(tmp_path: Path) -> None:
-    path = tmp_path / "bytes"
-    chunks = STAGING_SLOTS + 2
-    path.write_bytes(bytes(chunks * TRANSFER_CHUNK))
-    device = _SlowLink()
-    lanes = Lanes({"disk_read": 1, "h2d": 1}, Timeline())
-    file = DirectFile(path)
-    try:
-        source = FileRange(file, 0, chunks * TRANSFER_CHUNK)
-        done = Mover(device, lanes).read(
-            "r", host_buffer(chunks * TRANSFER_CHUNK), "device", source
-        )
-        begun = [device.begun.acquire(timeout=60) for _ in range(STAGING_SLOTS)]
-        more = device.begun.acquire(timeout=0.05)
-        early = done.is_done
-        device.gate.set()
-        done.wait()
-    finally:
-        device.gate.set()
-        lanes.close()
-        file.close()
-    assert all(begun) and not more and not early and done.is_done
-
-
 class _Gated(StandInDevice):
     """Whose copies each end when their own gate is opened."""
 
@@ -97,7 +60,7 @@ class _Gated(StandInDevice):
 @contextmanager
 def gated(pins: bool = True) -> Iterator[tuple[_Gated, Mover]]:
     device = _Gated()
-    lanes = Lanes({"h2d": 1, "d2h": 1}, Timeline())
+    lanes = Lanes({"h2d": 1, "d2h": 1, "disk_read": 1}, Timeline())
     lanes.timeline.keep_spans = True
     try:
         yield device, Mover(device, lanes, pins)
@@ -112,6 +75,18 @@ def until(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.001)
     raise AssertionError("it does not come")
+
+
+def test_as_many_reads_as_slots_go_on_beside_copies(tmp_path: Path) -> None:
+    nbytes = (STAGING_SLOTS + 2) * TRANSFER_CHUNK
+    (tmp_path / "bytes").write_bytes(bytes(nbytes))
+    with gated() as (device, mover), closing(DirectFile(tmp_path / "bytes")) as file:
+        done = mover.read("r", host_buffer(nbytes), "device", FileRange(file, 0, nbytes))
+        until(lambda: device.begun == STAGING_SLOTS)
+        time.sleep(0.02)
+        assert device.begun == STAGING_SLOTS and not done.is_done
+        device.open(len(device.gates))
+        done.wait()
 
 
 def test_a_worker_goes_on_beside_copies_that_are_under_way() -> None:
@@ -174,38 +149,28 @@ def test_memory_that_is_not_pinned_is_copied_one_after_another() -> None:
 
 
 def test_the_span_of_a_copy_is_when_the_link_was_busy_with_it() -> None:
-    """It begins once what comes before is done, and the copy before it."""
+    """It begins once what comes before is done, and the copy before it. A worker sees it to its end
+    before it waits for another lane."""
     t = torch.zeros(2)
     fence = threading.Event()
+    held = Done()
+    times = list[float]()
     with gated() as (device, mover):
-        done = [mover.copy("h2d", "c", t, t, [_Late(fence)]), mover.copy("h2d", "c", t, t)]
+        for after in ([_Late(fence)], [], [held]):
+            behind = mover.copy("h2d", "c", t, t, after)
         until(lambda: device.begun == 2)
-        times = list[float]()
         for event in (fence, *device.gates[:2]):
             time.sleep(0.02)
             times.append(time.perf_counter())
             event.set()
             time.sleep(0.02)
-        done[1].wait()
         spans = mover.lanes.timeline.spans
         until(lambda: len(spans) == 2)
-    assert (
-        times[0] <= spans[0].start <= times[0] + 0.02 and times[1] <= spans[0].end <= spans[1].start
-    )
-    assert spans[1].start <= times[1] + 0.02 and times[2] <= spans[1].end
-
-
-def test_what_is_under_way_is_seen_to_its_end_before_a_worker_waits_for_another_lane() -> None:
-    t = torch.zeros(2)
-    held = Done()
-    with gated() as (device, mover):
-        mover.copy("h2d", "c", t, t)
-        behind = mover.copy("h2d", "c", t, t, [held])
-        until(lambda: device.begun == 1)
-        device.open(1)
-        until(lambda: mover.lanes.timeline.count("h2d", "c") == 1)
         assert not behind.is_started
         held.finish_one()
+    first, second = spans[:2]
+    assert times[0] <= first.start <= times[0] + 0.02 and times[1] <= first.end <= second.start
+    assert second.start <= times[1] + 0.02 and times[2] <= second.end
 
 
 def test_an_error_of_a_copy_under_way_ends_the_lanes() -> None:
