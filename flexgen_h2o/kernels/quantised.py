@@ -55,7 +55,7 @@ def _unpack_mxfp4_loop(
     blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
     from flexgen_h2o.kernels.compiled import quantised as loops
-    from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
+    from flexgen_h2o.kernels.compiled.codes import MXFP4_TABLES
 
     groups = scales.shape[1]
     tables = MXFP4_TABLES.ctypes.data

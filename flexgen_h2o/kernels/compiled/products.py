@@ -22,12 +22,11 @@ import numpy as np
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
-from flexgen_h2o.kernels.compiled.emitter import prefetch, room
-from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled, strip
-from flexgen_h2o.kernels.compiled.numbers import CHUNK, mxfp4_numbers, packed_numbers
+from flexgen_h2o.kernels.compiled.codes import CHUNK, mxfp4_numbers, packed_numbers, strip
+from flexgen_h2o.kernels.compiled.emitter import LANES, prefetch, room
+from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled
 from flexgen_h2o.kernels.compiled.tiles import (
     AVX2_CHUNK,
-    LANES,
     LINE,
     REGISTERS,
     STEP,

@@ -8,12 +8,11 @@ vector.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
-from flexgen_h2o.kernels.compiled.emitter import F32, Emitter, each, emitted
+from flexgen_h2o.kernels.compiled.emitter import F32, FLOATS, LANES, Emitter, Value, emitted
 from flexgen_h2o.kernels.jit import (
     LN_2,
     LOG2_E,
@@ -29,43 +28,42 @@ from flexgen_h2o.kernels.jit import (
 )
 from flexgen_h2o.kernels.workspace import cpu_has
 
-LANES = 16
 # rows of a tile: with 4 vectors each, 16 sums (of AVX-512), which is enough to hide their latency
 ROWS = 4
 WIDE = 64  # columns of a wide tile
 
 
-def _emit_gemm(vectors: int, adds: bool, e: Emitter, *numbers: Any) -> None:
+def _emit_gemm(
+    vectors: int,
+    adds: bool,
+    e: Emitter,
+    a: Value,
+    a_step: Value,
+    b: Value,
+    b_step: Value,
+    c: Value,
+    c_step: Value,
+    count: Value,
+) -> None:
     """Emit a product of a tile of `vectors` x LANES columns.
 
     adds: add to what is in c. The numbers of a row of `a` are broadcast one by one.
     """
-    a, a_step, b, b_step, c, c_step, count = numbers
-    builder = e.builder
-    kind = ir.VectorType(F32, LANES)
-
-    def at(start: Any, step: Any, row: Any, column: Any) -> Any:
-        return e.onward(start, builder.add(builder.mul(step, row), column))
-
     # Registers of AVX-512 hold all sums, those of AVX2 one vector per row.
     together = vectors if cpu_has("avx512f") else 1
     for part in range(0, vectors, together):
-        columns = [e.number(v * LANES) for v in range(part, part + together)]
-        places = [
-            [at(c, c_step, e.number(row), column) for column in columns] for row in range(ROWS)
-        ]
-        totals = e.variables(kind, ROWS, together)
+        columns = [v * LANES for v in range(part, part + together)]
+        places = [[c + (c_step * row + column) * 4 for column in columns] for row in range(ROWS)]
+        totals = e.variables(FLOATS, ROWS, together)
         if adds:
-            for total, place in each(totals, places):
-                builder.store(e.load(place, kind), total)
-        with e.loop(count) as loop:
-            many = [e.load(at(b, b_step, loop.index, column), kind) for column in columns]
+            e.load_each(totals, places)
+        with e.loop(count) as index:
+            many = [e.load(b + (b_step * index + column) * 4, FLOATS) for column in columns]
             for row in range(ROWS):
-                one = e.spread([e.load(at(a, a_step, e.number(row), loop.index), F32)], LANES)
+                one = e.spread([e.load(a + (a_step * row + index) * 4, F32)], LANES)
                 for value, total in zip(many, totals[row], strict=True):
-                    builder.store(e.multiply_add(one, value, builder.load(total)), total)
-        for total, place in each(totals, places):
-            e.store(builder.load(total), place)
+                    total.value = e.multiply_add(one, value, total.value)
+        e.store_each(totals, places)
 
 
 # gemm_tile((a, a_step, b, b_step, c, c_step, count)): c (+)= a b in fp32, ROWS rows by WIDE or

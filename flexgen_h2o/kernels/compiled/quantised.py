@@ -12,31 +12,24 @@ import numpy as np
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
-from flexgen_h2o.kernels.compiled.emitter import room
-from flexgen_h2o.kernels.compiled.int8 import (
-    SCALE_STEP,
-    factor_of,
-    float_strip,
-    largest_magnitude,
-    mxfp4_largest,
-    mxfp4_strip,
-)
-from flexgen_h2o.kernels.compiled.numbers import (
+from flexgen_h2o.kernels.compiled.codes import (
     CHUNK,
     HAS_SHUFFLES,
-    LANES,
-    bits_of,
-    e4m3,
+    float_strip,
+    mxfp4_largest,
     mxfp4_numbers,
-    number,
+    mxfp4_strip,
     numbers_of_4,
     numbers_of_words,
     table_of_words,
 )
+from flexgen_h2o.kernels.compiled.emitter import LANES, room
+from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, factor_of, largest_magnitude
 from flexgen_h2o.kernels.jit import (
     HIGH,
     bits_to_float,
     bytes_at,
+    float_to_bits,
     floats_at,
     ints_at,
     jit,
@@ -49,6 +42,33 @@ from flexgen_h2o.kernels.jit import (
 _PAIRS = 16  # pairs of numbers per MXFP4 block
 _BLOCK = 32  # numbers per MXFP4 block
 _strip_room = room(4 * STRIP_ROWS)
+
+_MIN_NORMAL = np.uint32(8)  # least normal magnitude of e4m3, as a code
+_NAN_CODE = np.uint32(127)
+_NAN = np.uint32(0x7FC00000)
+_REBIASED = np.uint32((127 - 7) << 23)
+_LEAST = np.float32(2**-9)
+
+
+@jit
+def e4m3(code):  # type: ignore[no-untyped-def]
+    magnitude = np.uint32(code & np.uint32(127))
+    bits = np.uint32((magnitude << np.uint32(20)) + _REBIASED)
+    small = np.uint32(float_to_bits(np.float32(np.int32(magnitude)) * _LEAST))
+    bits = small if magnitude < _MIN_NORMAL else bits
+    bits = _NAN if magnitude == _NAN_CODE else bits
+    return bits_to_float(np.uint32(bits | ((code & np.uint32(128)) << np.uint32(24))))
+
+
+@jit
+def number(code, zero, scale):  # type: ignore[no-untyped-def]
+    return (np.float32(np.int32(code)) - zero) * scale
+
+
+@jit
+def bits_of(x):  # type: ignore[no-untyped-def]
+    """Return the bits of a float32 in the form that vector code accepts."""
+    return np.int64(float_to_bits(x))
 
 
 class Mxfp4Job(NamedTuple):

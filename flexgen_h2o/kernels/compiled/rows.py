@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from flexgen_h2o.core.packing import GROUP
-from flexgen_h2o.kernels.compiled.numbers import HAS_SHUFFLES, packed_numbers
+from flexgen_h2o.kernels.compiled.codes import HAS_SHUFFLES, packed_numbers
 from flexgen_h2o.kernels.jit import (
     HIGH,
     LOG2_E,
