@@ -1,10 +1,10 @@
 """Vector code that decodes 4-bit codes, to numbers or to int8, by tables of the 16 codes.
 
 As long as scales are the same, a 4-bit code stands for one of 16 numbers: of 2 bytes in bf16, of
-one byte in int8. So one or two shuffles of bytes (AVX2, or AVX-512 BW) look up a vector of codes, in
-half the time of numba's loop. If each word holds one of the codes, vectors take three quarters of
-that loop's time. For codes of 8 bits, and for adjacent codes in fp32, numba's loops are as fast.
-All give the same numbers.
+one byte in int8. So one or two shuffles of bytes (AVX2, or AVX-512 BW) look up a vector of codes.
+That takes half the time of numba's loop. If each word holds one of the codes, vectors take three
+quarters of that loop's time. For codes of 8 bits, and for adjacent codes in fp32, numba's loops are
+as fast. All give the same numbers.
 
 A strip is 16 packed rows that become int8. Their int8 values, 4 columns per word, are transposed in
 registers, so that whole cache lines are stored.
@@ -292,6 +292,8 @@ def _line_of_floats(e: Emitter, group: Value, _row: int, step: Value, values: Va
 def _emit_row(
     e: Emitter, packed: Value, ends: Value, groups: Value, out: Value, total: Value
 ) -> None:
+    if not HAS_SHUFFLES:
+        return
     step = e.load(total, F32)
     sums = Variable(e.constant(INTS, 0))
     with e.loop(groups) as group:
@@ -416,10 +418,12 @@ largest_in_lanes = emitted(_emit_largest)
 # - mxfp4_largest((blocks, scales, groups, out)): write the largest magnitude of a row to a float.
 #   If it is subnormal, the result may be any subnormal number. groups: as in mxfp4_strip.
 mxfp4_largest = emitted(_emit_mxfp4_largest)
-strip = emitted(partial(_emit_strip, partial(_line_of_codes, 4, _int8_table), _GROUP_BYTES))
-mxfp4_strip = emitted(partial(_emit_strip, partial(_line_of_codes, 2, _mxfp4_table), _GROUP_BYTES))
+_packed_line = partial(_line_of_codes, 4, _int8_table)
+_mxfp4_line = partial(_line_of_codes, 2, _mxfp4_table)
+strip = emitted(partial(_emit_strip, _packed_line, _GROUP_BYTES))
+mxfp4_strip = emitted(partial(_emit_strip, _mxfp4_line, _GROUP_BYTES))
 float_strip = emitted(partial(_emit_strip, _line_of_floats, 0))
-# row_of_groups((packed, ends, groups, out, total)). packed, ends: the addresses of a packed row,
-# and of its scales and least values; out: address of its int8 values; total: address of a float,
-# the factor of the values, which becomes their sum, int32.
+# row_of_groups((packed, ends, groups, out, total)), only if HAS_SHUFFLES. packed, ends: the
+# addresses of a packed row, and of its scales and least values; out: address of its int8 values;
+# total: address of a float, the factor of the values, which becomes their sum, int32.
 row_of_groups = emitted(_emit_row)

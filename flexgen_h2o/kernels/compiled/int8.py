@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import STRIP_ROWS as ROWS
-from flexgen_h2o.kernels.compiled.codes import LAST_CODE, largest_in_lanes, row_of_groups
+from flexgen_h2o.kernels.compiled.codes import (
+    HAS_SHUFFLES,
+    LAST_CODE,
+    largest_in_lanes,
+    row_of_groups,
+)
 from flexgen_h2o.kernels.jit import (
     bits_to_float,
     bytes_at,
@@ -45,33 +48,23 @@ def quotient(above, below):  # type: ignore[no-untyped-def]
     return above / below
 
 
-class QuantiseJob(NamedTuple):
-    """Hold the arguments of `quantise`; addresses are of the first row."""
-
-    values: int  # address
-    values_step: int  # bytes from a row to the next
-    columns: int
-    codes: int  # address
-    codes_step: int  # bytes from a row to the next
-    scales: int  # address
-    scales_step: int  # bytes from a row's scale to the next row's
-    zero: int  # added to each code
-
-
 @jit
-def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
+def quantise(
+    element, values, values_step, columns, codes, codes_step, scales, scales_step, zero, first, end
+):  # type: ignore[no-untyped-def]
     """Quantise rows first..end-1.
 
-    element: a number whose type says what values are (see jit.py).
+    element: a number whose type says what values are (see jit.py). values, codes, scales: addresses
+    of the first row's; *_step: bytes from a row's to the next row's. zero: added to each code.
     """
     for row in range(first, end):
-        values = job.values + row * job.values_step
-        largest, steps = factor_of(largest_magnitude(element, values, job.columns))
-        codes = bytes_at(job.codes + row * job.codes_step)
-        zero = np.int32(job.zero)
-        for i in range(job.columns):
-            codes[i] = np.uint8(np.int32(np.rint(number_at(element, values, i) * steps)) + zero)
-        floats_at(job.scales + row * job.scales_step)[0] = largest / _LEVELS
+        at = values + row * values_step
+        largest, steps = factor_of(largest_magnitude(element, at, columns))
+        to = bytes_at(codes + row * codes_step)
+        for i in range(columns):
+            code = np.int32(np.rint(number_at(element, at, i) * steps))
+            to[i] = np.uint8(code + np.int32(zero))
+        floats_at(scales + row * scales_step)[0] = largest / _LEVELS
 
 
 @jit
@@ -83,83 +76,58 @@ def largest_magnitude(element, values, columns):  # type: ignore[no-untyped-def]
     return bits_to_float(np.uint32(most))
 
 
-class RescaleJob(NamedTuple):
-    """Hold the arguments of `rescale`."""
-
-    sums: int  # address of (rows, columns) int32
-    columns: int
-    row_scales: int  # address of (rows,) fp32
-    column_scales: int  # address of (columns,) fp32
-    bias: int  # address of (columns,) elements; 0: none
-    out: int  # address of (rows, columns) elements
-    out_step: int  # bytes from a row of out to the next
-    adds: bool  # add to what is in `out`
-
-
 @jit
-def rescale(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Set out = sums x row's scale x column's scale (+ bias) (+ out) in rows first..end-1."""
-    columns = floats_at(job.column_scales)
+def rescale(
+    element, sums, columns, row_scales, column_scales, bias, out, out_step, adds, first, end
+):  # type: ignore[no-untyped-def]
+    """Set out = sums x row's scale x column's scale (+ bias) (+ out) in rows first..end-1.
+
+    sums: address of (rows, columns) int32; row_scales, column_scales: addresses of fp32; bias:
+    address of (columns,) elements, or 0; out: address of (rows, columns) elements, with rows
+    `out_step` bytes apart; adds: whether to add to what is in `out`.
+    """
     for row in range(first, end):
-        sums = ints_at(job.sums + 4 * row * job.columns)
-        out = job.out + row * job.out_step
-        scale = floats_at(job.row_scales)[row]
-        for i in range(job.columns):
-            bias = number_at(element, job.bias, i) if job.bias != 0 else np.float32(0)
-            before = number_at(element, out, i) if job.adds else np.float32(0)
-            set_number(
-                element, out, i, scaled(np.float32(sums[i]), scale, columns[i], bias, before)
-            )
+        of_row = ints_at(sums + 4 * row * columns)
+        to = out + row * out_step
+        scale = floats_at(row_scales)[row]
+        for i in range(columns):
+            added = number_at(element, bias, i) if bias != 0 else np.float32(0)
+            before = number_at(element, to, i) if adds else np.float32(0)
+            total = np.float32(of_row[i])
+            value = scaled(total, scale, floats_at(column_scales)[i], added, before)
+            set_number(element, to, i, value)
 
 
 SCALE_STEP = np.float32(1 / 127)
 _MOST = np.uint32(LAST_CODE)
 
 
-class RequantiseJob(NamedTuple):
-    """Hold the arguments of `in_order`."""
-
-    packed: int  # address of the first packed row
-    row_bytes: int  # bytes per packed row
-    value_bytes: int  # bytes of a row's codes
-    group: int  # values per group
-    columns: int
-    out: int  # address of the first int8 row
-    out_step: int  # bytes from an int8 row to the next
-
-
 @jit
-def in_order(job, first, end):  # type: ignore[no-untyped-def]
-    """Requantise rows first..end-1: values, scale and sum (packing.int8_row_bytes)."""
-    groups = (job.columns + job.group - 1) // job.group
+def in_order(packed, row_bytes, value_bytes, group, columns, out, out_step, first, end):  # type: ignore[no-untyped-def]
+    """Requantise rows first..end-1: values, scale and sum (packing.int8_row_bytes).
+
+    packed, out: addresses of the first packed row and of the first int8 row, which are `row_bytes`
+    and `out_step` apart; value_bytes: of a row's codes; group: values per group.
+    """
+    groups = (columns + group - 1) // group
     for row in range(first, end):
-        codes = job.packed + row * job.row_bytes
-        out = job.out + row * job.out_step
-        ends = words_at(codes + job.value_bytes)
-        largest, steps = largest_of(codes + job.value_bytes, groups, out + job.out_step - 4)
+        codes = packed + row * row_bytes
+        to = out + row * out_step
+        ends = codes + value_bytes
+        place = to + out_step - 4
+        largest, steps = largest_of(ends, groups, place)
+        floats_at(to + out_step - 8)[0] = largest * SCALE_STEP
+        if columns % GROUP == 0 and HAS_SHUFFLES:
+            floats_at(place)[0] = steps
+            row_of_groups((codes, ends, groups, to, place))
+            continue
         total = np.int32(0)
         for g in range(groups):
-            n = min(job.group, job.columns - g * job.group)
-            total += _group(codes + g * (job.group // 2), ends[g], steps, out + g * job.group, n)
-        for i in range(job.columns, job.out_step - 8):
-            bytes_at(out)[i] = np.uint8(0)
-        floats_at(out + job.out_step - 8)[0] = largest * SCALE_STEP
-        ints_at(out + job.out_step - 4)[0] = total
-
-
-@jit
-def in_order_by_groups(job, first, end):  # type: ignore[no-untyped-def]
-    """Run `in_order` on rows whose columns are whole groups of GROUP values."""
-    groups = job.columns // GROUP
-    for row in range(first, end):
-        codes = job.packed + row * job.row_bytes
-        out = job.out + row * job.out_step
-        ends = codes + job.value_bytes
-        total = out + job.out_step - 4
-        largest, steps = largest_of(ends, groups, total)
-        floats_at(out + job.out_step - 8)[0] = largest * SCALE_STEP
-        floats_at(total)[0] = steps
-        row_of_groups((codes, ends, groups, out, total))
+            n = min(group, columns - g * group)
+            total += _group(codes + g * (group // 2), words_at(ends)[g], steps, to + g * group, n)
+        for i in range(columns, out_step - 8):
+            bytes_at(to)[i] = np.uint8(0)
+        ints_at(place)[0] = total
 
 
 @jit

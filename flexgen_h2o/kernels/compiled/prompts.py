@@ -76,49 +76,42 @@ add_narrow_gemm_tile = emitted(partial(_emit_gemm, 1, True))
 _ROWS = 4  # query rows whose exponentials are added before they are written to memory
 
 
-class Tile(NamedTuple):
-    """Hold a tile of products, for the query rows first..first+rows-1 and keys 0..columns-1."""
-
-    group: int
-    rows: int
-    columns: int
-    n: int  # numbers per row of `sums`
-    first: int
-    products: int  # address of (kv-heads, group, rows, columns)
-    lse: int  # address of (kv-heads, group, rows) fp32
-    sums: int  # address of (kv-heads, n) fp32, from column 0
-
-
 @jit
-def add_tile(element, tile, scale, start, end):  # type: ignore[no-untyped-def]
+def add_tile(  # type: ignore[no-untyped-def]
+    element, group, rows, columns, n, first, products, lse, sums, scale, start, end
+):
     """Add exp(scale x product[i, j] - lse[i]) to sums[j], for kv-heads start..end-1.
 
     The sum is over all i >= j of the tile. element: type of the products. If the tile crosses the
     diagonal, each row simply ends sooner, so there is no mask.
+
+    The tile has the query rows first..first+rows-1 and the keys 0..columns-1. products: address of
+    (kv-heads, group, rows, columns); lse: of (kv-heads, group, rows) fp32; sums: of (kv-heads, n)
+    fp32, from column 0.
     """
     factor = np.float32(scale) * LOG2_E
-    row_bytes = 4 // planes(element) * tile.columns
+    row_bytes = 4 // planes(element) * columns
     for head in range(start, end):
-        sums = floats_at(tile.sums + 4 * head * tile.n)
-        for g in range(tile.group):
-            row = (head * tile.group + g) * tile.rows
+        of_head = floats_at(sums + 4 * head * n)
+        for g in range(group):
+            row = (head * group + g) * rows
             i = 0
-            while i + _ROWS <= tile.rows:
-                seen = tile.first + i + 1
-                at = tile.products + row_bytes * (row + i)
-                lse = floats_at(tile.lse + 4 * (row + i))
-                _add_four(element, at, tile.columns, lse, factor, sums, seen)
+            while i + _ROWS <= rows:
+                seen = first + i + 1
+                at = products + row_bytes * (row + i)
+                of_rows = floats_at(lse + 4 * (row + i))
+                _add_four(element, at, columns, of_rows, factor, of_head, seen)
                 # the corner of the tile that the first of the four rows does not have
                 for late in range(1, _ROWS):
                     for j in range(seen, seen + late):
                         s = number_at(element, at + row_bytes * late, j)
-                        sums[j] += exp2(s * factor - lse[late] * LOG2_E)
+                        of_head[j] += exp2(s * factor - of_rows[late] * LOG2_E)
                 i += _ROWS
-            while i < tile.rows:
-                at = tile.products + row_bytes * (row + i)
-                lse = floats_at(tile.lse + 4 * (row + i))
-                for j in range(tile.first + i + 1):
-                    sums[j] += exp2(number_at(element, at, j) * factor - lse[0] * LOG2_E)
+            while i < rows:
+                at = products + row_bytes * (row + i)
+                of_rows = floats_at(lse + 4 * (row + i))
+                for j in range(first + i + 1):
+                    of_head[j] += exp2(number_at(element, at, j) * factor - of_rows[0] * LOG2_E)
                 i += 1
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
 from flexgen_h2o.kernels.compiled.emitter import (
@@ -38,7 +37,7 @@ from flexgen_h2o.kernels.compiled.emitter import (
     rounded,
     widened,
 )
-from flexgen_h2o.kernels.jit import bytes_at, jit, num_planes, shorts_at
+from flexgen_h2o.kernels.jit import bytes_at, jit, known, num_planes, shorts_at
 
 LINE = 64  # bytes per cache line
 STEP = 4 * PANEL  # bytes of one word of each row of a panel
@@ -71,20 +70,9 @@ def _is_float(kind: Any) -> bool:
     return kind in (types.int16, types.uint16, types.uint32)
 
 
-def _known(meaning: Callable[[Any], bool]) -> Any:
-    """Return an intrinsic that returns `meaning` of a number's type, known at compile time."""
-
-    @intrinsic
-    def run(_context: Any, kind: Any) -> Any:
-        constant = ir.Constant(ir.IntType(1), meaning(kind))
-        return types.boolean(kind), lambda *_: constant
-
-    return run
-
-
-is_amx = _known(_is_amx)
-is_avx2 = _known(_is_avx2)
-is_float = _known(_is_float)
+is_amx = known(_is_amx)
+is_avx2 = known(_is_avx2)
+is_float = known(_is_float)
 
 
 @jit

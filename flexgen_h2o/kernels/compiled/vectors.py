@@ -44,24 +44,43 @@ from flexgen_h2o.kernels.compiled.emitter import (
     bf16_pairs,
     emitted_by_type,
     join,
-    least,
-    parts,
 )
-from flexgen_h2o.kernels.jit import num_planes
+from flexgen_h2o.kernels.jit import known, num_planes
 
 WIDE = 16  # words per chunk of whole slots; 1 if a slot has fewer
-# Slots per tile. More slots would be so far apart that the hardware no longer prefetches them.
-SLOTS = 4
 PACKED_WIDE = {8: 8, 4: 8, 3: 4}  # by bits: words per chunk of packed slots; 1 if a slot has fewer
-SHARED = 16  # floats per vector of packed slots
+SHARED = 16  # floats per vector, which packed slots may share
 # Numbers whose types stand for the bits of packed slots, so that a loop is compiled for each.
-KINDS: dict[int, np.number[Any]] = {8: np.uint8(0), 4: np.int8(0), 3: np.int16(0)}
-_BITS_OF_KIND = {types.uint8: 8, types.int8: 4, types.int16: 3}
-PACKED_SLOTS = 8
+KINDS: dict[int, np.number[Any]] = {8: np.uint8(0), 4: np.int8(0), 3: np.uint32(0)}
+_BITS_OF_KIND = {types.uint8: 8, types.int8: 4, types.uint32: 3}
 # int32 numbers per chunk in the table; the first two are read here: its first word, and the word of
 # its group
 PLACE = 4
 _QUERIES = 4  # queries per tile, if a kv-head has as many
+
+
+def _bits(kind: Any) -> int:
+    """Return the bits of packed slots; 0 if slots are whole."""
+    return _BITS_OF_KIND.get(kind, 0)
+
+
+def _per_word(kind: Any) -> int:
+    """Return how many numbers a word holds; their highest bits may be elsewhere."""
+    bits = _bits(kind)
+    return 32 // low_bits_of(bits) if bits else num_planes(kind)
+
+
+def _slots(kind: Any) -> int:
+    """Return the slots per tile.
+
+    More whole slots would be so far apart that the hardware no longer prefetches them.
+    """
+    return 8 if _bits(kind) else 4
+
+
+# what the type of a Format's kind says, for loops
+is_packed = known(lambda kind: _bits(kind) > 0)
+slots_of_tile = known(_slots)
 
 
 @dataclass(frozen=True)
@@ -80,13 +99,22 @@ class _Tile:
     """Emit code for a tile of whole slots."""
 
     e: Emitter
+    kind: Any  # numba type of a Format's kind
     lanes: int  # words of a chunk
-    planes: int  # planes of scratch
+    places: Value  # address of the table of chunks
+    num_chunks: Value
+    high_at: Value  # only 3 bits: bytes from a slot to its half words of highest bits
     at: Value  # address of the first slot
     words: Value  # words per slot
-    is_half: bool  # elements are fp16
-    slots = SLOTS
-    sharing = 1  # slots that share a vector
+
+    @property
+    def planes(self) -> int:
+        return _per_word(self.kind)
+
+    @property
+    def sharing(self) -> int:
+        """Slots that share a vector."""
+        return SHARED // self.lanes if self.lanes > 1 else 1
 
     @property
     def size(self) -> int:
@@ -103,27 +131,33 @@ class _Tile:
 
     @property
     def vectors(self) -> int:
-        return self.slots // self.sharing
-
-    def num_chunks(self) -> Value:
-        return parts(self.words, self.lanes)
+        return _slots(self.kind) // self.sharing
 
     def scratch(self, start: Value, query: int, chunk: Value, plane: int) -> Value:
         """Return the address of a vector of scratch."""
-        number = (self.num_chunks() * query + chunk) * self.planes + plane
+        number = (self.num_chunks * query + chunk) * self.planes + plane
         return start + number * (4 * self.size)
 
     @contextmanager
     def chunks(self) -> Iterator[_Chunk]:
-        with self.e.loop(self.num_chunks()) as index:
-            first = least(index * self.lanes, self.words - self.lanes)
-            places = [self.at + (self.words * s + first) * 4 for s in range(self.slots)]
-            yield _Chunk(index, [self.e.load(at, self.ints) for at in places], [], [], [])
+        with self.e.loop(self.num_chunks) as index:
+            place = self.places + index * (4 * PLACE)
+            first = self.e.load(place, I32).sext(I64)
+            chunk = _Chunk(index, [], [], [], [])
+            for slot in range(0, _slots(self.kind), self.sharing):
+                each = [self.at + self.words * (4 * (slot + i)) for i in range(self.sharing)]
+                kind = ir.VectorType(I32, self.lanes)
+                chunk.words.append(join([self.e.load(at + first * 4, kind) for at in each]))
+                self.load_ends(chunk, each, place, first)
+            yield chunk
+
+    def load_ends(self, chunk: _Chunk, each: list[Value], place: Value, first: Value) -> None:
+        """Load what else packed slots have; `each`: the addresses of the slots of a vector."""
 
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Value:
         """Return the numbers of vector i in a plane, as floats."""
         words = chunk.words[i]
-        if self.is_half:
+        if self.kind == types.int16:
             halves = (words >> 16 * plane).trunc(ir.VectorType(I16, self.size))
             return halves.bitcast(ir.VectorType(ir.HalfType(), self.size)).fpext(self.floats)
         return bf16_pairs(words)[plane] if self.planes == 2 else words.bitcast(self.floats)
@@ -150,7 +184,7 @@ class _Tile:
     def slot_sums(self, vectors: list[Value]) -> list[Value]:
         """Return the sums over the lanes of vectors, in vectors of four, or one each."""
         width = self.lanes
-        together = min(self.lanes, self.slots)
+        together = min(self.lanes, _slots(self.kind))
         if width == 1:
             return vectors
         while width > together:
@@ -176,48 +210,30 @@ class _Tile:
 class _PackedTile(_Tile):
     """Emit code for a tile of packed slots."""
 
-    bits: int
-    places: Value  # address of the table of chunks
-    count: Value  # number of chunks
-    high_at: Value  # bytes from a slot to its half words of highest bits
-    slots = PACKED_SLOTS
-
     @property
-    def sharing(self) -> int:  # type: ignore[override]
-        return SHARED // self.lanes if self.lanes > 1 else 1
+    def planes(self) -> int:
+        return _per_word(self.kind) + 1
 
-    def num_chunks(self) -> Value:
-        return self.count
-
-    @contextmanager
-    def chunks(self) -> Iterator[_Chunk]:
+    def load_ends(self, chunk: _Chunk, each: list[Value], place: Value, first: Value) -> None:
         e = self.e
-        with e.loop(self.count) as index:
-            place = self.places + index * (4 * PLACE)
-            first = e.load(place, I32).sext(I64)
-            group = e.load(place + 4, I32).sext(I64) * 4
-            chunk = _Chunk(index, [], [], [], [])
-            for slot in range(0, self.slots, self.sharing):
-                each = [self.at + self.words * (4 * (slot + i)) for i in range(self.sharing)]
-                words = [e.load(at + first * 4, ir.VectorType(I32, self.lanes)) for at in each]
-                chunk.words.append(join(words))
-                if self.bits == 3:
-                    halves = self.high_at + first * 2
-                    kind = ir.VectorType(I16, self.lanes)
-                    high = [e.load(at + halves, kind, align=2) for at in each]
-                    chunk.high.append(join(high).zext(self.ints))
-                both = e.spread([e.load(at + group, I32) for at in each], self.lanes)
-                scale, lowest = bf16_pairs(both)
-                chunk.scales.append(scale)
-                chunk.least.append(lowest)
-            yield chunk
+        if _bits(self.kind) == 3:
+            halves = self.high_at + first * 2
+            kind = ir.VectorType(I16, self.lanes)
+            high = [e.load(at + halves, kind, align=2) for at in each]
+            chunk.high.append(join(high).zext(self.ints))
+        group = e.load(place + 4, I32).sext(I64) * 4
+        both = e.spread([e.load(at + group, I32) for at in each], self.lanes)
+        scale, lowest = bf16_pairs(both)
+        chunk.scales.append(scale)
+        chunk.least.append(lowest)
 
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Value:
         """Return values of vector i; the last plane is the least value.
 
         Values are 2**(bits x plane) times too large, except in the highest plane.
         """
-        step = low_bits_of(self.bits)
+        bits = _bits(self.kind)
+        step = low_bits_of(bits)
         is_last = plane == self.planes - 2
         if plane == self.planes - 1:
             return chunk.least[i]
@@ -225,7 +241,7 @@ class _PackedTile(_Tile):
             values = chunk.words[i] >> 32 - step
         else:
             values = chunk.words[i] & (2**step - 1) << (step * plane)
-        if self.bits == 3:  # move the highest bit above the lower two
+        if bits == 3:  # move the highest bit above the lower two
             bit = chunk.high[i] & (1 << plane)
             values = values | (bit >> plane - 2 if is_last else bit << plane + 2)
         return values.sitofp(self.floats)
@@ -284,8 +300,8 @@ def _emit_mix(tile: _Tile, queries: int, scratch: Value, p: Value, stride: Value
     e = tile.e
     shares = []
     for q in range(queries):
-        numbers = [e.load(p + stride * (4 * q) + 4 * s, F32) for s in range(tile.slots)]
-        firsts = range(0, tile.slots, tile.sharing)
+        numbers = [e.load(p + stride * (4 * q) + 4 * s, F32) for s in range(_slots(tile.kind))]
+        firsts = range(0, _slots(tile.kind), tile.sharing)
         shares.append([e.spread(numbers[s : s + tile.sharing], tile.lanes) for s in firsts])
     with tile.chunks() as chunk:
         for plane in range(tile.planes):
@@ -307,7 +323,7 @@ def _for_queries(
     def work(count: Value, first: Any, together: int) -> None:
         with tile.e.loop(count) as index:
             query = index * together + first
-            size = tile.num_chunks() * (4 * tile.planes * tile.size)
+            size = tile.num_chunks * (4 * tile.planes * tile.size)
             emit(tile, together, scratch + query * size, p + query * stride * 4, stride)
 
     if tile.lanes == 1:
@@ -320,41 +336,29 @@ def _for_queries(
 
 
 def _over_slots(
-    emit: Callable[..., None], e: Emitter, element: Any, at: Value, words: Value, *queries: Value
-) -> None:
-    kind = num_planes(element), at, words, element == types.int16
-    e.choose(
-        words >= WIDE, (WIDE, 1), lambda lanes: _for_queries(emit, _Tile(e, lanes, *kind), *queries)
-    )
-
-
-def _over_packed_slots(
     emit: Callable[..., None],
     e: Emitter,
     kind: Any,
     lanes: Value,
     places: Value,
-    count: Value,
+    chunks: Value,
     high_at: Value,
     at: Value,
     words: Value,
     *queries: Value,
 ) -> None:
-    bits = _BITS_OF_KIND[kind]
-    format_ = 32 // low_bits_of(bits) + 1, at, words, False, bits, places, count, high_at
-    e.choose(
-        lanes > 1,
-        (PACKED_WIDE[bits], 1),
-        lambda n: _for_queries(emit, _PackedTile(e, n, *format_), *queries),
-    )
+    bits = _bits(kind)
+    tile = _PackedTile if bits else _Tile
+
+    def work(wide: int) -> None:
+        _for_queries(emit, tile(e, kind, wide, places, chunks, high_at, at, words), *queries)
+
+    e.choose(lanes > 1, (PACKED_WIDE.get(bits, WIDE), 1), work)
 
 
-# dots(element, (at, words, scratch, p, stride, group)). at: a tile's first slot; words: words per
-# slot; scratch: the first query (or sum); p: its first probability; stride: floats from one query's
-# probabilities to the next; group: number of queries.
+# dots(kind, (lanes, places, chunks, high_at, at, words, scratch, p, stride, group)). lanes, places,
+# chunks: of a Format; high_at: bytes from a slot to its highest bits in 3 bits; at: a tile's first
+# slot; words: words per slot; scratch: the first query (or sum); p: its first probability; stride:
+# floats from one query's probabilities to the next; group: number of queries.
 dots = emitted_by_type(partial(_over_slots, _emit_dots))
 mix = emitted_by_type(partial(_over_slots, _emit_mix))
-# packed_dots(kind, (lanes, places, chunks, high_at, at, words, scratch, p, stride, group)): the
-# format, then the arguments of `dots`.
-packed_dots = emitted_by_type(partial(_over_packed_slots, _emit_dots))
-packed_mix = emitted_by_type(partial(_over_packed_slots, _emit_mix))
