@@ -330,7 +330,7 @@ def _attend_compiled(
     ):
         raise mismatch("attend: q, sinks", q, sinks)
     out = torch.empty_like(q)
-    addresses = (0 if t is None else t.data_ptr() for t in (q, filled, out, lse, sinks))
+    addresses = [0 if t is None else t.data_ptr() for t in (q, filled, out, lse, sinks)]
     areas = [
         slots.Area(
             t.data_ptr(),
@@ -343,13 +343,14 @@ def _attend_compiled(
     whole_format = slots.format_of(q.dtype, q.shape[2])
     forms = whole_format, whole_format, whole_format
     if packing is not None:
-        forms = *map(slots.packed_format, (packing.keys, packing.values)), whole_format
+        of_keys = slots.packed_format(packing.keys)
+        forms = of_keys, slots.packed_format(packing.values), whole_format
     loop = partial(
         slots.attend_rows,
         element_of(q.dtype),
         forms,
         tuple(areas),
-        slots.AttendJob(q.shape[1], most, *addresses, float(scale)),
+        slots.AttendJob._make([q.shape[1], most, *addresses, float(scale)]),
         slots.NO_SCORES if state is None else _score_addresses(state, len(q), most),
         slots.NO_WHOLE if form.whole is None else whole_addresses(form.whole, q),
     )

@@ -353,11 +353,11 @@ def _emit_mxfp4_largest(
         both = e.load(scales + group * 2, ir.VectorType(I8, 2), align=1)
         twice = both.zext(ir.VectorType(I16, 2)).take([i // 16 for i in range(32)]) << 1
         most.value = e.call("smax.v32i16", _BYTE_PAIRS, most.value, twice + m)
-    order = e.call("vector.reduce.smax.v32i16", I16, most.value) - 2
+    largest = e.call("vector.reduce.smax.v32i16", I16, most.value) - 2
     # subnormal numbers become 0 or similar, and larger ones infinite
     for name, bound in (("smax", 0), ("smin", _INFINITE)):
-        order = e.call(f"{name}.i16", I16, order, ir.Constant(I16, bound))
-    e.store(order.zext(I32) << _ORDER_BITS, out)
+        largest = e.call(f"{name}.i16", I16, largest, ir.Constant(I16, bound))
+    e.store(largest.zext(I32) << _ORDER_BITS, out)
 
 
 def _emit_largest(e: Emitter, ends: Value, vectors: Value, out: Value) -> None:

@@ -29,7 +29,7 @@ _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _FLAGS = ("contract", "reassoc", "nsz")
 
 
-def _operator(of_integers: str, of_floats: str = "") -> Any:
+def _operator(of_integers: str, of_floats: str = "") -> Callable[[Value, Any], Value]:
     def emit(self: Value, other: Any) -> Value:
         is_float = getattr(self.type, "element", self.type) == F32
         return self.emit(of_floats if is_float else of_integers, other)
@@ -37,7 +37,7 @@ def _operator(of_integers: str, of_floats: str = "") -> Any:
     return emit
 
 
-def _comparison(sign: str) -> Any:
+def _comparison(sign: str) -> Callable[[Value, Any], Value]:
     def emit(self: Value, other: Any) -> Value:
         is_float = getattr(self.type, "element", self.type) == F32
         compare = self.builder.fcmp_ordered if is_float else self.builder.icmp_signed
@@ -83,8 +83,8 @@ class Value:
     __lt__ = _comparison("<")
     __gt__ = _comparison(">")
     __ge__ = _comparison(">=")
-    __eq__ = _comparison("==")
-    __ne__ = _comparison("!=")
+    __eq__ = _comparison("==")  # type: ignore[assignment]
+    __ne__ = _comparison("!=")  # type: ignore[assignment]
 
     def shuffle(self, other: Value, lanes: list[int]) -> Value:
         """Return these lanes of the two vectors, which are counted through both."""

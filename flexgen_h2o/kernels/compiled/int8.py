@@ -49,9 +49,9 @@ def quotient(above, below):  # type: ignore[no-untyped-def]
 
 
 @jit
-def quantise(
+def quantise(  # type: ignore[no-untyped-def]
     element, values, values_step, columns, codes, codes_step, scales, scales_step, zero, first, end
-):  # type: ignore[no-untyped-def]
+):
     """Quantise rows first..end-1.
 
     element: a number whose type says what values are (see jit.py). values, codes, scales: addresses
@@ -77,9 +77,9 @@ def largest_magnitude(element, values, columns):  # type: ignore[no-untyped-def]
 
 
 @jit
-def rescale(
+def rescale(  # type: ignore[no-untyped-def]
     element, sums, columns, row_scales, column_scales, bias, out, out_step, adds, first, end
-):  # type: ignore[no-untyped-def]
+):
     """Set out = sums x row's scale x column's scale (+ bias) (+ out) in rows first..end-1.
 
     sums: address of (rows, columns) int32; row_scales, column_scales: addresses of fp32; bias:
