@@ -26,7 +26,6 @@ from bench import common
 from bench.common import GB
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.core.units import FEW_ROWS
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.coded import (
     groupwise_codes,
     multiply_coded,
@@ -44,6 +43,7 @@ from flexgen_h2o.kernels.packed import pack_columns_reference, pack_rows, unpack
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
 from flexgen_h2o.kernels.quantised import unpack_mxfp4
+from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns
 
 COPIED = 2**30  # bytes
 CACHE = 2**28  # bytes, more than a card's cache holds

@@ -40,13 +40,13 @@ import torch
 
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.packing import KVPacking
-from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import (
     causal_attention,
     causal_attention_lse,
     column_sums,
 )
+from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

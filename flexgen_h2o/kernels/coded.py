@@ -276,7 +276,7 @@ class CodedRows(RowPart):
         params = self.kept.group_params
         if triton.supports(words, params) or not products.supports(inputs, codes.columns):
             return None
-        from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
+        from flexgen_h2o.kernels.compiled.codes import MXFP4_TABLES
 
         return products.job_of(
             inputs,

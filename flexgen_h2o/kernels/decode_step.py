@@ -13,8 +13,8 @@ import torch
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm, joined
 from flexgen_h2o.kernels.ops import op
+from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, joined
 from flexgen_h2o.kernels.slots import (
     ScoreState,
     attend_lse_reference,

@@ -40,7 +40,6 @@ from flexgen_h2o.kernels.linear import (
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.workspace import (
     Workspace,
-    cpu_has,
     element_of,
     is_compiled,
     parallel_rows,
@@ -334,7 +333,7 @@ def quantise_rows(
 
     n, columns = x.shape
     assert x.stride(1) == codes.stride(1) == 1
-    job = loops.QuantiseJob(
+    numbers = (
         x.data_ptr(),
         x.stride(0) * x.itemsize,
         columns,
@@ -345,7 +344,7 @@ def quantise_rows(
         zero,
     )
     parallel_rows(
-        partial(loops.quantise, element_of(x.dtype), job),
+        partial(loops.quantise, element_of(x.dtype), *numbers),
         n,
         columns * (x.itemsize + 1) // _IN_CACHE,
     )
@@ -386,7 +385,7 @@ def rescale(
     rows, columns = sums.shape
     assert sums.dtype == torch.int32 and out.stride(1) == 1
     assert bias is None or (bias.dtype == out.dtype and bias.is_contiguous())
-    job = loops.RescaleJob(
+    numbers = (
         sums.data_ptr(),
         columns,
         row_scales.data_ptr(),
@@ -397,7 +396,7 @@ def rescale(
         adds,
     )
     row_bytes = columns * (sums.itemsize + out.itemsize) // _IN_CACHE
-    parallel_rows(partial(loops.rescale, element_of(out.dtype), job), rows, row_bytes)
+    parallel_rows(partial(loops.rescale, element_of(out.dtype), *numbers), rows, row_bytes)
 
 
 def rescale_reference(
@@ -539,12 +538,16 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
     from flexgen_h2o.kernels.compiled import int8 as loops
 
     packing = SlotPacking(columns, 4)
-    values = (packed.data_ptr(), packed.stride(0))
-    ends = WORD * packing.value_words
-    job = loops.RequantiseJob(*values, ends, packing.group, columns, out.data_ptr(), out.stride(0))
-    by_groups = columns % GROUP == 0 and cpu_has("avx2")
-    loop = loops.in_order_by_groups if by_groups else loops.in_order
-    parallel_rows(partial(loop, job), len(packed), packed.shape[1] + columns)
+    numbers = (
+        packed.data_ptr(),
+        packed.stride(0),
+        WORD * packing.value_words,
+        packing.group,
+        columns,
+        out.data_ptr(),
+        out.stride(0),
+    )
+    parallel_rows(partial(loops.in_order, *numbers), len(packed), packed.shape[1] + columns)
 
 
 def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:

@@ -144,23 +144,23 @@ def num_planes(element: Any) -> int:
     return 2 if element in (_types.uint16, _types.int16) else 1
 
 
-def _planes(_context: Any, element: Any) -> Any:
-    """Emit how many numbers a 4-byte word holds; the count is known at compile time."""
-    constant = ir.Constant(_I64, num_planes(element))
-    return _types.int64(element), lambda *_: constant
+def known(meaning: Callable[[Any], bool | int]) -> Any:
+    """Return an intrinsic that returns `meaning` of the type of a number.
 
-
-def _is_half(_context: Any, element: Any) -> Any:
-    """Emit whether elements are fp16.
-
-    The answer is known at compile time, so a loop is compiled with only one of its two bodies.
+    The result is known at compile time, so a loop is compiled with only one of two bodies.
     """
-    constant = ir.Constant(ir.IntType(1), element == _types.int16)
-    return _types.boolean(element), lambda *_: constant
+
+    def run(_context: Any, kind: Any) -> Any:
+        value = meaning(kind)
+        is_bool = isinstance(value, bool)
+        constant = ir.Constant(ir.IntType(1) if is_bool else _I64, value)
+        return (_types.boolean if is_bool else _types.int64)(kind), lambda *_: constant
+
+    return intrinsic(run)
 
 
-is_half: Any = intrinsic(_is_half)
-planes: Any = intrinsic(_planes)
+planes: Any = known(num_planes)
+is_half: Any = known(lambda element: bool(element == _types.int16))
 
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)

@@ -108,7 +108,7 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     """
     if not is_compiled_beside_card(columns):
         return pack_columns_reference(columns, packing)
-    from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
+    from flexgen_h2o.kernels.compiled import slots as packed_loops
 
     if columns.shape[-1] != packing.width:
         raise ValueError(f"pack_columns: {tuple(columns.shape)} is not of width {packing.width}")
@@ -118,7 +118,7 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     )
     job = (
         element_of(columns.dtype),
-        packed_loops.format_of(packing),
+        packed_loops.packed_format(packing),
         columns.data_ptr(),
         packed.data_ptr(),
     )

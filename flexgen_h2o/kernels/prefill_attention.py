@@ -183,13 +183,11 @@ def add_tile(
 def _add_tile_loop(
     products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int
 ) -> None:
-    from flexgen_h2o.kernels.compiled.prompts import Tile
-
     rows, group, count, end = products.shape
     addresses = products.data_ptr(), lse.data_ptr(), sums.data_ptr()
-    tile = Tile(group, count, end, sums.shape[1], first, *addresses)
+    numbers = (group, count, end, sums.shape[1], first, *addresses, scale)
     row_bytes = 4 * products[0].nbytes
-    run_loop("prompts.add_tile", products.dtype, rows, row_bytes, tile, scale)
+    run_loop("prompts.add_tile", products.dtype, rows, row_bytes, *numbers)
 
 
 Result = tuple[torch.Tensor, torch.Tensor]

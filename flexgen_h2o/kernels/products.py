@@ -182,7 +182,8 @@ def run(
         _kind_of(jobs, inputs),
         element_of(results),
         (numbers.ctypes.data, len(jobs), panels),
-        loops.Ending(adds, relu),
+        adds,
+        relu,
         torch.get_num_threads(),
     )
     parallel_rows(loop, panels, nbytes // panels)

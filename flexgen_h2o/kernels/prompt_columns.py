@@ -13,10 +13,10 @@ import torch
 
 from flexgen_h2o.core.units import PACKED_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.decode_step import packed_sizes, packing_constants, segment_step
 from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.packed import pack_columns_reference
+from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.slots import put_slots_reference
 from flexgen_h2o.kernels.workspace import is_compiled_beside_card
 

@@ -55,11 +55,11 @@ def _unpack_mxfp4_loop(
     blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
     from flexgen_h2o.kernels.compiled import quantised as loops
-    from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
+    from flexgen_h2o.kernels.compiled.codes import MXFP4_TABLES
 
     groups = scales.shape[1]
     tables = MXFP4_TABLES.ctypes.data
-    job = loops.Mxfp4Job(
+    numbers = (
         blocks.data_ptr(),
         scales.data_ptr(),
         groups,
@@ -68,7 +68,7 @@ def _unpack_mxfp4_loop(
         tables,
     )
     row_bytes = groups * (MX_BLOCK // 2 + 1 + MX_BLOCK * out.itemsize)
-    parallel_rows(partial(loops.unpack_mxfp4, element_of(out.dtype), job), len(out), row_bytes)
+    parallel_rows(partial(loops.unpack_mxfp4, element_of(out.dtype), *numbers), len(out), row_bytes)
     return out
 
 
@@ -111,7 +111,7 @@ def _unpack_fp8_loop(
     from flexgen_h2o.kernels.compiled import quantised as loops
 
     columns = codes.shape[1]
-    job = loops.Fp8Job(
+    numbers = (
         codes.data_ptr(),
         columns,
         scales.data_ptr(),
@@ -122,7 +122,7 @@ def _unpack_fp8_loop(
         out.stride(0) * out.itemsize,
     )
     parallel_rows(
-        partial(loops.unpack_fp8, element_of(out.dtype), job),
+        partial(loops.unpack_fp8, element_of(out.dtype), *numbers),
         len(out),
         columns * (1 + out.itemsize),
     )
@@ -188,7 +188,7 @@ def _unpack_integers_loop(
 
     columns = out.shape[1]
     index = groups.index
-    job = loops.IntegerJob(
+    numbers = (
         codes.data_ptr(),
         codes.shape[1],
         bits,
@@ -204,7 +204,9 @@ def _unpack_integers_loop(
         out.stride(0) * out.itemsize,
     )
     row_bytes = codes.shape[1] + columns * out.itemsize
-    parallel_rows(partial(loops.unpack_integers, element_of(out.dtype), job), len(out), row_bytes)
+    parallel_rows(
+        partial(loops.unpack_integers, element_of(out.dtype), *numbers), len(out), row_bytes
+    )
     return out
 
 
@@ -337,7 +339,7 @@ def _unpack_awq_rows_loop(
     from flexgen_h2o.kernels.compiled import quantised as loops
 
     columns = out.shape[1]
-    job = loops.AwqJob(
+    numbers = (
         words.data_ptr(),
         skip,
         scales.data_ptr(),
@@ -350,7 +352,7 @@ def _unpack_awq_rows_loop(
         out.stride(0) * out.itemsize,
     )
     parallel_rows(
-        partial(loops.unpack_awq, element_of(out.dtype), job),
+        partial(loops.unpack_awq, element_of(out.dtype), *numbers),
         len(out),
         columns * (1 + out.itemsize),
     )
@@ -379,7 +381,7 @@ def _fill_part(values: torch.Tensor, first: int, part: Packed) -> None:
     if isinstance(part, BlockedInt8) and _fills_strips(len(values), first, part):
         from flexgen_h2o.kernels.compiled import quantised as loops
 
-        loop = partial(loops.float_strips, _strip_job(first, part), values.data_ptr())
+        loop = partial(loops.float_strips, *_strip_numbers(first, part), values.data_ptr())
         parallel_rows(loop, len(values) // STRIP_ROWS, STRIP_ROWS * 5 * part.columns)
         return
     codes = values.new_empty(values.shape, dtype=torch.int8)
@@ -404,11 +406,10 @@ def _fills_strips(rows: int, first: int, out: BlockedInt8) -> bool:
     return rows % STRIP_ROWS == first % STRIP_ROWS == out.columns % GROUP == 0 and cpu_has("avx2")
 
 
-def _strip_job(first: int, out: BlockedInt8) -> Any:
-    from flexgen_h2o.kernels.compiled import quantised as loops
-
-    sums = out.memory.data_ptr() + len(out) * out.columns
-    return loops.StripJob(out.memory.data_ptr(), out.columns, sums, out.scales.data_ptr(), first)
+def _strip_numbers(first: int, out: BlockedInt8) -> tuple[int, ...]:
+    """Return the first arguments of the loops that fill strips (compiled/quantised.py)."""
+    memory = out.memory.data_ptr()
+    return memory, out.columns, memory + len(out) * out.columns, out.scales.data_ptr(), first
 
 
 def fill_blocks_from_mxfp4(
@@ -423,7 +424,9 @@ def fill_blocks_from_mxfp4(
         return False
     from flexgen_h2o.kernels.compiled import quantised as loops
 
-    loop = partial(loops.mxfp4_strips, _strip_job(first, out), blocks.data_ptr(), scales.data_ptr())
+    loop = partial(
+        loops.mxfp4_strips, *_strip_numbers(first, out), blocks.data_ptr(), scales.data_ptr()
+    )
     parallel_rows(loop, len(scales) // STRIP_ROWS, STRIP_ROWS * 2 * out.columns)
     return True
 

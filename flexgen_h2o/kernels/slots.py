@@ -11,7 +11,6 @@ dequantise packed slots in registers. Everything else uses the torch operations 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,14 +19,14 @@ import torch
 
 from flexgen_h2o.core.packing import WORD, KVPacking
 from flexgen_h2o.core.units import PACKED_CHUNK
-from flexgen_h2o.kernels.beside import (
+from flexgen_h2o.kernels.packed import pack_columns_reference
+from flexgen_h2o.kernels.slot_form import (
     WHOLE,
     SlotForm,
     softmax,
     unpacked,
     whole_addresses,
 )
-from flexgen_h2o.kernels.packed import pack_columns_reference
 from flexgen_h2o.kernels.workspace import (
     element_of,
     is_compiled_beside_card,
@@ -36,7 +35,7 @@ from flexgen_h2o.kernels.workspace import (
 )
 
 if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores, Slots
+    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores
 
 
 @dataclass(frozen=True)
@@ -319,62 +318,44 @@ def _attend_compiled(
 
     tensors: q, keys, values, filled. lse: written if given.
     """
-    from flexgen_h2o.kernels.compiled import beside, packed_slots, slots
+    from flexgen_h2o.kernels.compiled import slots
 
     packing = form.packing
     q, keys, values, filled = tensors
     q, filled, most = q.contiguous(), filled.contiguous(), int(filled.max())
     check_slots((q, keys, values, filled), most, packing)
-    out = torch.empty_like(q)
-    job = slots_job((q, keys, values, filled, out), most, scale, form.sinks, lse)
-    scores = slots.NO_SCORES if state is None else _score_addresses(state, len(q), most)
-    loop: Callable[..., None] = partial(slots.attend_rows, element_of(q.dtype))
-    arguments: tuple[object, ...] = job, scores
-    if packing is not None:
-        whole = beside.NO_WHOLE if form.whole is None else whole_addresses(form.whole, q)
-        arguments = packed_slots.formats_of(packing), (job, of_values(job, values)), scores, whole
-        loop = partial(packed_slots.attend_rows, element_of(q.dtype))
-    row_bytes = 2 * most * job.words * WORD
-    parallel_rows(partial(loop, *arguments), len(q), row_bytes)
-    return out
-
-
-def slots_job(
-    tensors: tuple[torch.Tensor, ...],
-    most: int,
-    scale: float,
-    sinks: torch.Tensor | None,
-    lse: torch.Tensor | None = None,
-) -> Slots:
-    """Return the sizes and addresses that the loops read and write.
-
-    Raises ValueError if they do not fit.
-
-    tensors: q, keys, values, filled, out.
-    """
-    from flexgen_h2o.kernels.compiled.slots import Slots
-
-    q, keys = tensors[:2]
+    sinks = form.sinks
     if sinks is not None and (
         (sinks.shape, sinks.dtype) != (q.shape[:2], torch.float32) or not sinks.is_contiguous()
     ):
         raise mismatch("attend: q, sinks", q, sinks)
-    sizes = (
-        q.shape[1],
-        keys.shape[3] * keys.itemsize // WORD,
-        keys.shape[2],
-        keys.itemsize * keys.stride(0) // WORD,
+    out = torch.empty_like(q)
+    addresses = [0 if t is None else t.data_ptr() for t in (q, filled, out, lse, sinks)]
+    areas = [
+        slots.Area(
+            t.data_ptr(),
+            t.shape[3] * t.itemsize // WORD,
+            t.shape[2],
+            t.stride(0) * t.itemsize // WORD,
+        )
+        for t in (keys, values)
+    ]
+    whole_format = slots.format_of(q.dtype, q.shape[2])
+    forms = whole_format, whole_format, whole_format
+    if packing is not None:
+        of_keys = slots.packed_format(packing.keys)
+        forms = of_keys, slots.packed_format(packing.values), whole_format
+    loop = partial(
+        slots.attend_rows,
+        element_of(q.dtype),
+        forms,
+        tuple(areas),
+        slots.AttendJob._make([q.shape[1], most, *addresses, float(scale)]),
+        slots.NO_SCORES if state is None else _score_addresses(state, len(q), most),
+        slots.NO_WHOLE if form.whole is None else whole_addresses(form.whole, q),
     )
-    addresses = [0 if t is None else t.data_ptr() for t in (*tensors, lse, sinks)]
-    return Slots._make([*sizes, most, *addresses, float(scale)])
-
-
-def of_values(job: Slots, values: torch.Tensor) -> Slots:
-    """Return a job over packed keys, changed for the pass over values.
-
-    Slots of values have another size.
-    """
-    return job._replace(words=values.shape[3], segment_words=values.stride(0))
+    parallel_rows(loop, len(q), 2 * most * areas[0].words * WORD)
+    return out
 
 
 # The loops read by address, so a wrong shape would be memory out of bounds. All shapes are checked.
@@ -492,11 +473,12 @@ def put_packed(
         raise mismatch("put_packed: keys, values", keys, values)
     if (places.shape, places.dtype) != ((rows,), torch.int64):
         raise mismatch("put_packed: slots, places", slots, places)
-    from flexgen_h2o.kernels.compiled import packed_slots as loops
+    from flexgen_h2o.kernels.compiled import slots as loops
 
     new = keys.data_ptr(), values.data_ptr(), places.data_ptr()
+    formats = map(loops.packed_format, (packing.keys, packing.values))
     of_rows = job, new, whole_addresses(whole, keys.unsqueeze(1))
-    loop = partial(loops.put_new, element_of(keys.dtype), loops.formats_of(packing), *of_rows)
+    loop = partial(loops.put_new, element_of(keys.dtype), tuple(formats), *of_rows)
     parallel_rows(loop, rows, 16 * packing.width * keys.itemsize)
 
 

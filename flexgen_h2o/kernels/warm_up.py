@@ -21,12 +21,12 @@ import torch
 # Operators register themselves when they are imported.
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import elementwise, hadamard, triton  # noqa: F401
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.decode_step import FILLED, PLACE, StepSlots, attend_step
 from flexgen_h2o.kernels.ops import OPERATORS, Layers
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import add_tile, causal_attention_lse, column_sums
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
+from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.slots import (
     Pair,
     ScoreState,

@@ -18,10 +18,10 @@ from functools import partial
 import torch
 
 from flexgen_h2o.core.units import QUERY_CHUNK, ROLLING_CHUNK
-from flexgen_h2o.kernels.beside import SlotForm, joined, unpacked
 from flexgen_h2o.kernels.decode_step import InFront, StepSlots, attend_step
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.hadamard import hadamard
+from flexgen_h2o.kernels.slot_form import SlotForm, joined, unpacked
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_largest, attend_lse
 from flexgen_h2o.kvcache.budgets import DecodeStep, StepOfRows
 from flexgen_h2o.kvcache.eviction.policy import (

@@ -14,8 +14,8 @@ import torch
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
+from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
 from flexgen_h2o.kernels.slots import ScoreState, attend, put_packed, put_slots
 from flexgen_h2o.kvcache.budgets import Budgets, DecodeStep, Move
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction

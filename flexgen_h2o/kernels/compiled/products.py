@@ -16,18 +16,15 @@ depends on that row of the inputs alone, and not on how a matrix is split.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
-from flexgen_h2o.kernels.compiled.emitter import prefetch, room
-from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled, strip
-from flexgen_h2o.kernels.compiled.numbers import CHUNK, mxfp4_numbers, packed_numbers
+from flexgen_h2o.kernels.compiled.codes import CHUNK, mxfp4_numbers, packed_numbers, strip
+from flexgen_h2o.kernels.compiled.emitter import LANES, prefetch, room
+from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled
 from flexgen_h2o.kernels.compiled.tiles import (
     AVX2_CHUNK,
-    LANES,
     LINE,
     REGISTERS,
     STEP,
@@ -72,22 +69,16 @@ _jobs_at = records_at(ProductJob)
 _part_end = jit(part_end)
 
 
-class Ending(NamedTuple):
-    """Say what happens to the sums."""
-
-    adds: bool  # add to what `out` contains
-    relu: bool  # apply relu to the result
-
-
 @jit
-def multiply(kind, element, table, ending, threads, first, end):  # type: ignore[no-untyped-def]
+def multiply(kind, element, table, adds, relu, threads, first, end):  # type: ignore[no-untyped-def]
     """Multiply panels first..end-1 of all jobs.
 
     kind: a number whose type says what inputs are and what multiplies. uint16 and uint8 stand for
     bf16 and int8 with AVX-512, int16 and int8 with AMX, uint32 and int32 with AVX2.
 
     element: type of biases and results. table: its address, its number of jobs, and the panels of
-    all jobs. threads: number of threads that share the panels, in parts (workspace.part_end).
+    all jobs. adds: add to what results contain. relu: apply relu to results. threads: number of
+    threads that share the panels, in parts (workspace.part_end).
     """
     jobs, count, panels = table
     rooms = (
@@ -118,11 +109,11 @@ def multiply(kind, element, table, ending, threads, first, end):  # type: ignore
             next_job = _jobs_at(jobs)[ahead]
             come = np.int64(0), np.int64(0), np.int64(0)
             if after < panels and next_job.ends == 0:
-                come = _place(
-                    next_job, after - next_job.first, _chunk(next_job, 0, _chunks(kind, next_job))
-                )
+                chunk = _chunk(next_job, 0, _chunks(kind, next_job))
+                come = _place(next_job, after - next_job.first, chunk)
             if token < job.tokens:
-                _multiply_panel(kind, element, job, ending, (panel - job.first, token), come, rooms)
+                place = panel - job.first, token
+                _multiply_panel(kind, element, job, adds, relu, place, come, rooms)
             more = more or token + _tokens(kind) < job.tokens
         token += _tokens(kind)
     release_registers(kind, ())
@@ -177,7 +168,7 @@ def _place(job, panel, chunk):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ignore[no-untyped-def]
+def _multiply_panel(kind, element, job, adds, relu, place, come, rooms):  # type: ignore[no-untyped-def]
     """Multiply a panel with a group of input rows.
 
     place: the panel within the job, and the first of the input rows. come: memory to prefetch after
@@ -233,7 +224,8 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
                     kind,
                     element,
                     job,
-                    ending,
+                    adds,
+                    relu,
                     (panel, token + done, rows),
                     (sums + done * STEP, ends),
                 )
@@ -242,7 +234,7 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
 
 
 @jit_rounded
-def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untyped-def]
+def _finish(kind, element, job, adds, relu, place, rooms):  # type: ignore[no-untyped-def]
     """Convert a tile's sums to results while they are in the nearest cache.
 
     place: the panel, the first input row, and the number of input rows. The sums are rounded once.
@@ -254,7 +246,7 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
     row = panel * PANEL
     out = job.out + token * job.out_step + size * panel * PANEL
     bias = job.bias + size * row if job.bias != 0 else job.bias
-    flags = np.int64(ending.adds), np.int64(ending.relu)
+    flags = np.int64(adds), np.int64(relu)
     count = min(PANEL, job.rows - row)
     whole = count // LANES
     if is_float(kind):
@@ -268,17 +260,15 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
         for i in range(whole * LANES, count):
             at = out + t * job.out_step
             added = number_at(element, bias, i) if bias != 0 else np.float32(0)
-            before = number_at(element, at, i) if ending.adds else np.float32(0)
+            before = number_at(element, at, i) if adds else np.float32(0)
             if not is_float(kind):
                 total = np.float32(ints_at(sums + t * STEP)[i] + ints_at(ends)[PANEL + i])
                 scale = floats_at(job.x_scales)[token + t]
                 value = scaled(total, scale, floats_at(ends)[i], added, before)
             else:
                 value = floats_at(sums + t * STEP)[i] + before
-                value = (rounded(element, value) if ending.adds and bias != 0 else value) + added
-            set_number(
-                element, at, i, np.float32(0) if ending.relu and value < np.float32(0) else value
-            )
+                value = (rounded(element, value) if adds and bias != 0 else value) + added
+            set_number(element, at, i, np.float32(0) if relu and value < np.float32(0) else value)
 
 
 @jit

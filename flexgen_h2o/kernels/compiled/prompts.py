@@ -8,12 +8,11 @@ vector.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
-from flexgen_h2o.kernels.compiled.emitter import F32, Emitter, each, emitted
+from flexgen_h2o.kernels.compiled.emitter import F32, FLOATS, LANES, Emitter, Value, emitted
 from flexgen_h2o.kernels.jit import (
     LN_2,
     LOG2_E,
@@ -29,43 +28,42 @@ from flexgen_h2o.kernels.jit import (
 )
 from flexgen_h2o.kernels.workspace import cpu_has
 
-LANES = 16
 # rows of a tile: with 4 vectors each, 16 sums (of AVX-512), which is enough to hide their latency
 ROWS = 4
 WIDE = 64  # columns of a wide tile
 
 
-def _emit_gemm(vectors: int, adds: bool, e: Emitter, *numbers: Any) -> None:
+def _emit_gemm(
+    vectors: int,
+    adds: bool,
+    e: Emitter,
+    a: Value,
+    a_step: Value,
+    b: Value,
+    b_step: Value,
+    c: Value,
+    c_step: Value,
+    count: Value,
+) -> None:
     """Emit a product of a tile of `vectors` x LANES columns.
 
     adds: add to what is in c. The numbers of a row of `a` are broadcast one by one.
     """
-    a, a_step, b, b_step, c, c_step, count = numbers
-    builder = e.builder
-    kind = ir.VectorType(F32, LANES)
-
-    def at(start: Any, step: Any, row: Any, column: Any) -> Any:
-        return e.onward(start, builder.add(builder.mul(step, row), column))
-
     # Registers of AVX-512 hold all sums, those of AVX2 one vector per row.
     together = vectors if cpu_has("avx512f") else 1
     for part in range(0, vectors, together):
-        columns = [e.number(v * LANES) for v in range(part, part + together)]
-        places = [
-            [at(c, c_step, e.number(row), column) for column in columns] for row in range(ROWS)
-        ]
-        totals = e.variables(kind, ROWS, together)
+        columns = [v * LANES for v in range(part, part + together)]
+        places = [[c + (c_step * row + column) * 4 for column in columns] for row in range(ROWS)]
+        totals = e.variables(FLOATS, ROWS, together)
         if adds:
-            for total, place in each(totals, places):
-                builder.store(e.load(place, kind), total)
-        with e.loop(count) as loop:
-            many = [e.load(at(b, b_step, loop.index, column), kind) for column in columns]
+            e.load_each(totals, places)
+        with e.loop(count) as index:
+            many = [e.load(b + (b_step * index + column) * 4, FLOATS) for column in columns]
             for row in range(ROWS):
-                one = e.spread([e.load(at(a, a_step, e.number(row), loop.index), F32)], LANES)
+                one = e.spread([e.load(a + (a_step * row + index) * 4, F32)], LANES)
                 for value, total in zip(many, totals[row], strict=True):
-                    builder.store(e.multiply_add(one, value, builder.load(total)), total)
-        for total, place in each(totals, places):
-            e.store(builder.load(total), place)
+                    total.value = e.multiply_add(one, value, total.value)
+        e.store_each(totals, places)
 
 
 # gemm_tile((a, a_step, b, b_step, c, c_step, count)): c (+)= a b in fp32, ROWS rows by WIDE or
@@ -78,49 +76,42 @@ add_narrow_gemm_tile = emitted(partial(_emit_gemm, 1, True))
 _ROWS = 4  # query rows whose exponentials are added before they are written to memory
 
 
-class Tile(NamedTuple):
-    """Hold a tile of products, for the query rows first..first+rows-1 and keys 0..columns-1."""
-
-    group: int
-    rows: int
-    columns: int
-    n: int  # numbers per row of `sums`
-    first: int
-    products: int  # address of (kv-heads, group, rows, columns)
-    lse: int  # address of (kv-heads, group, rows) fp32
-    sums: int  # address of (kv-heads, n) fp32, from column 0
-
-
 @jit
-def add_tile(element, tile, scale, start, end):  # type: ignore[no-untyped-def]
+def add_tile(  # type: ignore[no-untyped-def]
+    element, group, rows, columns, n, first, products, lse, sums, scale, start, end
+):
     """Add exp(scale x product[i, j] - lse[i]) to sums[j], for kv-heads start..end-1.
 
     The sum is over all i >= j of the tile. element: type of the products. If the tile crosses the
     diagonal, each row simply ends sooner, so there is no mask.
+
+    The tile has the query rows first..first+rows-1 and the keys 0..columns-1. products: address of
+    (kv-heads, group, rows, columns); lse: of (kv-heads, group, rows) fp32; sums: of (kv-heads, n)
+    fp32, from column 0.
     """
     factor = np.float32(scale) * LOG2_E
-    row_bytes = 4 // planes(element) * tile.columns
+    row_bytes = 4 // planes(element) * columns
     for head in range(start, end):
-        sums = floats_at(tile.sums + 4 * head * tile.n)
-        for g in range(tile.group):
-            row = (head * tile.group + g) * tile.rows
+        of_head = floats_at(sums + 4 * head * n)
+        for g in range(group):
+            row = (head * group + g) * rows
             i = 0
-            while i + _ROWS <= tile.rows:
-                seen = tile.first + i + 1
-                at = tile.products + row_bytes * (row + i)
-                lse = floats_at(tile.lse + 4 * (row + i))
-                _add_four(element, at, tile.columns, lse, factor, sums, seen)
+            while i + _ROWS <= rows:
+                seen = first + i + 1
+                at = products + row_bytes * (row + i)
+                of_rows = floats_at(lse + 4 * (row + i))
+                _add_four(element, at, columns, of_rows, factor, of_head, seen)
                 # the corner of the tile that the first of the four rows does not have
                 for late in range(1, _ROWS):
                     for j in range(seen, seen + late):
                         s = number_at(element, at + row_bytes * late, j)
-                        sums[j] += exp2(s * factor - lse[late] * LOG2_E)
+                        of_head[j] += exp2(s * factor - of_rows[late] * LOG2_E)
                 i += _ROWS
-            while i < tile.rows:
-                at = tile.products + row_bytes * (row + i)
-                lse = floats_at(tile.lse + 4 * (row + i))
-                for j in range(tile.first + i + 1):
-                    sums[j] += exp2(number_at(element, at, j) * factor - lse[0] * LOG2_E)
+            while i < rows:
+                at = products + row_bytes * (row + i)
+                of_rows = floats_at(lse + 4 * (row + i))
+                for j in range(first + i + 1):
+                    of_head[j] += exp2(number_at(element, at, j) * factor - of_rows[0] * LOG2_E)
                 i += 1
 
 

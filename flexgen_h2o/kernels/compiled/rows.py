@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from flexgen_h2o.core.packing import GROUP
-from flexgen_h2o.kernels.compiled.numbers import HAS_SHUFFLES, packed_numbers
+from flexgen_h2o.kernels.compiled.codes import HAS_SHUFFLES, packed_numbers
 from flexgen_h2o.kernels.jit import (
     HIGH,
     LOG2_E,
@@ -193,38 +193,16 @@ def unpack(element, packed, out, row_step, value_bytes, columns, bits, group, fi
 
 @jit
 def _pairs(element, bits, at, ends, out, pairs):  # type: ignore[no-untyped-def]
-    if bits == 4:
-        _pairs_of_4(element, at, ends, out, pairs)
-    else:
-        _pairs_of_8(element, at, ends, out, pairs)
-
-
-@jit
-def _pairs_of_4(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
-    codes = bytes_at(at)
     for i in range(pairs):
-        code = np.uint32(codes[i])
-        _store(
-            element,
-            out,
-            i,
-            decoded(code & np.uint32(15), ends),
-            decoded(code >> np.uint32(4), ends),
-        )
-
-
-@jit
-def _pairs_of_8(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
-    codes = shorts_at(at)
-    for i in range(pairs):
-        code = np.uint32(codes[i])
-        _store(
-            element,
-            out,
-            i,
-            decoded(code & np.uint32(255), ends),
-            decoded(code >> np.uint32(8), ends),
-        )
+        if bits == 4:
+            code = np.uint32(bytes_at(at)[i])
+            low = code & np.uint32(15)
+            high = code >> np.uint32(4)
+        else:
+            code = np.uint32(shorts_at(at)[i])
+            low = code & np.uint32(255)
+            high = code >> np.uint32(8)
+        _store(element, out, i, decoded(low, ends), decoded(high, ends))
 
 
 @jit

@@ -34,33 +34,64 @@ from llvmlite import ir
 from numba import types
 
 from flexgen_h2o.core.packing import low_bits_of
-from flexgen_h2o.kernels.compiled.emitter import F32, I16, I32, I64, Emitter, emitted_by_type
-from flexgen_h2o.kernels.jit import num_planes
+from flexgen_h2o.kernels.compiled.emitter import (
+    F32,
+    I16,
+    I32,
+    I64,
+    Emitter,
+    Value,
+    bf16_pairs,
+    emitted_by_type,
+    join,
+)
+from flexgen_h2o.kernels.jit import known, num_planes
 
 WIDE = 16  # words per chunk of whole slots; 1 if a slot has fewer
-# Slots per tile. More slots would be so far apart that the hardware no longer prefetches them.
-SLOTS = 4
 PACKED_WIDE = {8: 8, 4: 8, 3: 4}  # by bits: words per chunk of packed slots; 1 if a slot has fewer
-SHARED = 16  # floats per vector of packed slots
+SHARED = 16  # floats per vector, which packed slots may share
 # Numbers whose types stand for the bits of packed slots, so that a loop is compiled for each.
-KINDS: dict[int, np.number[Any]] = {8: np.uint8(0), 4: np.int8(0), 3: np.int16(0)}
-_BITS_OF_KIND = {types.uint8: 8, types.int8: 4, types.int16: 3}
-PACKED_SLOTS = 8
+KINDS: dict[int, np.number[Any]] = {8: np.uint8(0), 4: np.int8(0), 3: np.uint32(0)}
+_BITS_OF_KIND = {types.uint8: 8, types.int8: 4, types.uint32: 3}
 # int32 numbers per chunk in the table; the first two are read here: its first word, and the word of
 # its group
 PLACE = 4
 _QUERIES = 4  # queries per tile, if a kv-head has as many
 
 
+def _bits(kind: Any) -> int:
+    """Return the bits of packed slots; 0 if slots are whole."""
+    return _BITS_OF_KIND.get(kind, 0)
+
+
+def _per_word(kind: Any) -> int:
+    """Return how many numbers a word holds; their highest bits may be elsewhere."""
+    bits = _bits(kind)
+    return 32 // low_bits_of(bits) if bits else num_planes(kind)
+
+
+def _slots(kind: Any) -> int:
+    """Return the slots per tile.
+
+    More whole slots would be so far apart that the hardware no longer prefetches them.
+    """
+    return 8 if _bits(kind) else 4
+
+
+# what the type of a Format's kind says, for loops
+is_packed = known(lambda kind: _bits(kind) > 0)
+slots_of_tile = known(_slots)
+
+
 @dataclass(frozen=True)
 class _Chunk:
-    """Hold a chunk of a tile, as LLVM values; lists have one item per vector."""
+    """Hold a chunk of a tile; lists have one item per vector."""
 
-    number: Any  # index of the chunk
-    words: list[Any]
-    scales: list[Any]  # only packed slots: scale of the group
-    least: list[Any]  # only packed slots: least value of the group
-    high: list[Any]  # only 3 bits: half words of the highest bits
+    number: Value  # index of the chunk
+    words: list[Value]
+    scales: list[Value]  # only packed slots: scale of the group
+    least: list[Value]  # only packed slots: least value of the group
+    high: list[Value]  # only 3 bits: half words of the highest bits
 
 
 @dataclass(frozen=True)
@@ -68,13 +99,22 @@ class _Tile:
     """Emit code for a tile of whole slots."""
 
     e: Emitter
+    kind: Any  # numba type of a Format's kind
     lanes: int  # words of a chunk
-    planes: int  # planes of scratch
-    at: Any  # address of the first slot
-    words: Any  # words per slot
-    is_half: bool  # elements are fp16
-    slots = SLOTS
-    sharing = 1  # slots that share a vector
+    places: Value  # address of the table of chunks
+    num_chunks: Value
+    high_at: Value  # only 3 bits: bytes from a slot to its half words of highest bits
+    at: Value  # address of the first slot
+    words: Value  # words per slot
+
+    @property
+    def planes(self) -> int:
+        return _per_word(self.kind)
+
+    @property
+    def sharing(self) -> int:
+        """Slots that share a vector."""
+        return SHARED // self.lanes if self.lanes > 1 else 1
 
     @property
     def size(self) -> int:
@@ -91,49 +131,40 @@ class _Tile:
 
     @property
     def vectors(self) -> int:
-        return self.slots // self.sharing
+        return _slots(self.kind) // self.sharing
 
-    def num_chunks(self) -> Any:
-        return self.e.parts(self.words, self.lanes)
-
-    def scratch(self, start: Any, query: int, chunk: Any, plane: int) -> Any:
+    def scratch(self, start: Value, query: int, chunk: Value, plane: int) -> Value:
         """Return the address of a vector of scratch."""
-        b = self.e.builder
-        e = self.e
-        number = b.add(b.mul(self.num_chunks(), e.number(query)), chunk)
-        number = b.add(b.mul(number, e.number(self.planes)), e.number(plane))
-        return e.onward(start, b.mul(number, e.number(self.size)))
+        number = (self.num_chunks * query + chunk) * self.planes + plane
+        return start + number * (4 * self.size)
 
     @contextmanager
     def chunks(self) -> Iterator[_Chunk]:
-        b = self.e.builder
-        e = self.e
-        last = b.sub(self.words, e.number(self.lanes))
-        with e.loop(self.num_chunks()) as loop:
-            regular = b.mul(loop.index, e.number(self.lanes))
-            first = e.least(regular, last)
-            places = [
-                e.onward(self.at, b.add(b.mul(self.words, e.number(s)), first))
-                for s in range(self.slots)
-            ]
-            yield _Chunk(loop.index, [e.load(place, self.ints) for place in places], [], [], [])
+        with self.e.loop(self.num_chunks) as index:
+            place = self.places + index * (4 * PLACE)
+            first = self.e.load(place, I32).sext(I64)
+            chunk = _Chunk(index, [], [], [], [])
+            for slot in range(0, _slots(self.kind), self.sharing):
+                each = [self.at + self.words * (4 * (slot + i)) for i in range(self.sharing)]
+                kind = ir.VectorType(I32, self.lanes)
+                chunk.words.append(join([self.e.load(at + first * 4, kind) for at in each]))
+                self.load_ends(chunk, each, place, first)
+            yield chunk
 
-    def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
+    def load_ends(self, chunk: _Chunk, each: list[Value], place: Value, first: Value) -> None:
+        """Load what else packed slots have; `each`: the addresses of the slots of a vector."""
+
+    def plane(self, chunk: _Chunk, i: int, plane: int) -> Value:
         """Return the numbers of vector i in a plane, as floats."""
-        b = self.e.builder
         words = chunk.words[i]
-        if self.is_half:
-            halves = b.trunc(
-                b.lshr(words, self.e.constant(self.ints, 16 * plane)), ir.VectorType(I16, self.size)
-            )
-            return b.fpext(b.bitcast(halves, ir.VectorType(ir.HalfType(), self.size)), self.floats)
-        return (
-            self.e.bf16_pairs(words)[plane] if self.planes == 2 else b.bitcast(words, self.floats)
-        )
+        if self.kind == types.int16:
+            halves = (words >> 16 * plane).trunc(ir.VectorType(I16, self.size))
+            return halves.bitcast(ir.VectorType(ir.HalfType(), self.size)).fpext(self.floats)
+        return bf16_pairs(words)[plane] if self.planes == 2 else words.bitcast(self.floats)
 
     def add_dots(
-        self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]
-    ) -> list[Any]:
+        self, chunk: _Chunk, i: int, asked: list[list[Value]], totals: list[Value]
+    ) -> list[Value]:
         """Return totals[q] + the products of vector i and the query `asked[q]`.
 
         A query has one vector per plane.
@@ -146,175 +177,131 @@ class _Tile:
             ]
         return totals
 
-    def weights(self, chunk: _Chunk, p: list[Any], plane: int) -> list[Any]:
+    def weights(self, chunk: _Chunk, p: list[Value], plane: int) -> list[Value]:
         """Return the factors of the vectors of a plane. p: the probabilities of their slots."""
         return p
 
-    def slot_sums(self, vectors: list[Any]) -> list[Any]:
+    def slot_sums(self, vectors: list[Value]) -> list[Value]:
         """Return the sums over the lanes of vectors, in vectors of four, or one each."""
-        e = self.e
         width = self.lanes
-        together = min(self.lanes, self.slots)
+        together = min(self.lanes, _slots(self.kind))
         if width == 1:
             return vectors
         while width > together:
             width //= 2
             low = list(range(width))
             high = list(range(width, 2 * width))
-            vectors = [e.add(e.shuffle(v, v, low), e.shuffle(v, v, high)) for v in vectors]
+            vectors = [self.e.add(v.take(low), v.take(high)) for v in vectors]
         while len(vectors) > 1:
-            even = list(range(0, 2 * width, 2))
-            odd = list(range(1, 2 * width, 2))
-            pairs = zip(vectors[::2], vectors[1::2], strict=True)
-            vectors = [e.add(e.shuffle(a, b, even), e.shuffle(a, b, odd)) for a, b in pairs]
+            vectors = self.adjacent_sums(vectors)
         return vectors
+
+    def adjacent_sums(self, vectors: list[Value]) -> list[Value]:
+        """Return the sums of adjacent lanes, of two vectors at a time if there are several."""
+        others = vectors if len(vectors) == 1 else vectors[1::2]
+        end = vectors[0].type.count * (1 if len(vectors) == 1 else 2)
+        even = list(range(0, end, 2))
+        odd = list(range(1, end, 2))
+        pairs = zip(vectors[::2], others, strict=True)
+        return [self.e.add(a.shuffle(b, even), a.shuffle(b, odd)) for a, b in pairs]
 
 
 @dataclass(frozen=True)
 class _PackedTile(_Tile):
     """Emit code for a tile of packed slots."""
 
-    bits: int
-    places: Any  # address of the table of chunks
-    count: Any  # number of chunks
-    high_at: Any  # bytes from a slot to its half words of highest bits
-    slots = PACKED_SLOTS
-
     @property
-    def sharing(self) -> int:  # type: ignore[override]
-        return SHARED // self.lanes if self.lanes > 1 else 1
+    def planes(self) -> int:
+        return _per_word(self.kind) + 1
 
-    def num_chunks(self) -> Any:
-        return self.count
-
-    @contextmanager
-    def chunks(self) -> Iterator[_Chunk]:
-        b = self.e.builder
+    def load_ends(self, chunk: _Chunk, each: list[Value], place: Value, first: Value) -> None:
         e = self.e
-        with e.loop(self.count) as loop:
-            place = e.onward(self.places, b.mul(loop.index, e.number(PLACE)))
-            first, group = (
-                b.sext(e.load(e.onward(place, e.number(i)), I32), I64) for i in range(2)
-            )
-            chunk = _Chunk(loop.index, [], [], [], [])
-            for slot in range(0, self.slots, self.sharing):
-                each = [
-                    e.onward(self.at, b.mul(self.words, e.number(slot + i)))
-                    for i in range(self.sharing)
-                ]
-                chunk.words.append(
-                    e.join(
-                        [e.load(e.onward(a, first), ir.VectorType(I32, self.lanes)) for a in each]
-                    )
-                )
-                if self.bits == 3:
-                    halves = b.add(self.high_at, b.mul(first, e.number(2)))
-                    high = [
-                        e.load(b.add(a, halves), ir.VectorType(I16, self.lanes), align=2)
-                        for a in each
-                    ]
-                    chunk.high.append(b.zext(e.join(high), self.ints))
-                both = e.spread([e.load(e.onward(a, group), I32) for a in each], self.lanes)
-                scale, least = e.bf16_pairs(both)
-                chunk.scales.append(scale)
-                chunk.least.append(least)
-            yield chunk
+        if _bits(self.kind) == 3:
+            halves = self.high_at + first * 2
+            kind = ir.VectorType(I16, self.lanes)
+            high = [e.load(at + halves, kind, align=2) for at in each]
+            chunk.high.append(join(high).zext(self.ints))
+        group = e.load(place + 4, I32).sext(I64) * 4
+        both = e.spread([e.load(at + group, I32) for at in each], self.lanes)
+        scale, lowest = bf16_pairs(both)
+        chunk.scales.append(scale)
+        chunk.least.append(lowest)
 
-    def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
+    def plane(self, chunk: _Chunk, i: int, plane: int) -> Value:
         """Return values of vector i; the last plane is the least value.
 
         Values are 2**(bits x plane) times too large, except in the highest plane.
         """
-        b = self.e.builder
-        e = self.e
-        values = chunk.words[i]
-        step = low_bits_of(self.bits)
+        bits = _bits(self.kind)
+        step = low_bits_of(bits)
+        is_last = plane == self.planes - 2
         if plane == self.planes - 1:
             return chunk.least[i]
-        if plane == self.planes - 2:
-            values = b.lshr(values, e.constant(self.ints, 32 - step))
+        if is_last:
+            values = chunk.words[i] >> 32 - step
         else:
-            values = b.and_(values, e.constant(self.ints, (2**step - 1) << (step * plane)))
-        if self.bits == 3:  # move the highest bit above the lower two
-            bit = b.and_(chunk.high[i], e.constant(self.ints, 1 << plane))
-            is_last = plane == self.planes - 2
-            move, by = (b.lshr, plane - 2) if is_last else (b.shl, plane + 2)
-            values = b.or_(values, move(bit, e.constant(self.ints, by)))
-        return b.sitofp(values, self.floats)
+            values = chunk.words[i] & (2**step - 1) << (step * plane)
+        if bits == 3:  # move the highest bit above the lower two
+            bit = chunk.high[i] & (1 << plane)
+            values = values | (bit >> plane - 2 if is_last else bit << plane + 2)
+        return values.sitofp(self.floats)
 
     def add_dots(
-        self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]
-    ) -> list[Any]:
+        self, chunk: _Chunk, i: int, asked: list[list[Value]], totals: list[Value]
+    ) -> list[Value]:
         e = self.e
-        sums = [None] * len(asked)
+        sums: list[Value] = []
         for plane in range(self.planes - 1):
             values = self.plane(chunk, i, plane)
             products = [e.multiply(values, q[plane]) for q in asked]
-            sums = [
-                new if old is None else e.add(old, new)
-                for old, new in zip(sums, products, strict=True)
-            ]
-        scaled = [
-            e.multiply_add(a, chunk.scales[i], total) for a, total in zip(sums, totals, strict=True)
-        ]
-        return [
-            e.multiply_add(q[-1], chunk.least[i], total)
-            for q, total in zip(asked, scaled, strict=True)
-        ]
+            sums = list(map(e.add, sums, products)) if sums else products
+        scale = chunk.scales[i]
+        scaled = [e.multiply_add(a, scale, total) for a, total in zip(sums, totals, strict=True)]
+        last = [q[-1] for q in asked]
+        return [e.multiply_add(q, chunk.least[i], a) for q, a in zip(last, scaled, strict=True)]
 
-    def weights(self, chunk: _Chunk, p: list[Any], plane: int) -> list[Any]:
+    def weights(self, chunk: _Chunk, p: list[Value], plane: int) -> list[Value]:
         if plane == self.planes - 1:
             return p
         return [self.e.multiply(share, scale) for share, scale in zip(p, chunk.scales, strict=True)]
 
-    def slot_sums(self, vectors: list[Any]) -> list[Any]:
+    def slot_sums(self, vectors: list[Value]) -> list[Value]:
         """Add adjacent lanes until one number per slot is left.
 
         With 8 lanes the result is one vector, with 1 lane one vector per slot.
         """
-        e = self.e
         lanes = self.lanes
         while lanes > 1:
-            size = vectors[0].type.count
-            others = vectors if len(vectors) == 1 else vectors[1::2]
-            end = size if len(vectors) == 1 else 2 * size
-            even = list(range(0, end, 2))
-            odd = list(range(1, end, 2))
-            pairs = zip(vectors[::2], others, strict=True)
-            vectors = [e.add(e.shuffle(x, y, even), e.shuffle(x, y, odd)) for x, y in pairs]
+            vectors = self.adjacent_sums(vectors)
             lanes //= 2
         return vectors
 
 
-def _emit_dots(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> None:
+def _emit_dots(tile: _Tile, queries: int, scratch: Value, p: Value, stride: Value) -> None:
     """Emit p[query, slot] = query . slot."""
     e = tile.e
-    b = tile.e.builder
     totals = e.variables(tile.floats, queries, tile.vectors)
     with tile.chunks() as chunk:
-        places = [
-            [tile.scratch(scratch, q, chunk.number, x) for x in range(tile.planes)]
-            for q in range(queries)
-        ]
-        asked = [[e.load(place, tile.floats) for place in row] for row in places]
+        asked = []
+        for q in range(queries):
+            places = [tile.scratch(scratch, q, chunk.number, x) for x in range(tile.planes)]
+            asked.append([e.load(place, tile.floats) for place in places])
         for i in range(tile.vectors):
-            sums = tile.add_dots(chunk, i, asked, [b.load(row[i]) for row in totals])
+            sums = tile.add_dots(chunk, i, asked, [row[i].value for row in totals])
             for row, value in zip(totals, sums, strict=True):
-                b.store(value, row[i])
+                row[i].value = value
     for q, row in enumerate(totals):
-        for i, found in enumerate(tile.slot_sums([b.load(total) for total in row])):
-            e.store(found, e.onward(p, b.add(b.mul(stride, e.number(q)), e.number(i))))
+        for i, found in enumerate(tile.slot_sums([total.value for total in row])):
+            e.store(found, p + (stride * q + i) * 4)
 
 
-def _emit_mix(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> None:
+def _emit_mix(tile: _Tile, queries: int, scratch: Value, p: Value, stride: Value) -> None:
     """Emit sums[query] += sum over slots of p[query, slot] x slot."""
     e = tile.e
-    b = tile.e.builder
     shares = []
     for q in range(queries):
-        row = e.onward(p, b.mul(stride, e.number(q)))
-        numbers = [e.load(e.onward(row, e.number(s)), F32) for s in range(tile.slots)]
-        firsts = range(0, tile.slots, tile.sharing)
+        numbers = [e.load(p + stride * (4 * q) + 4 * s, F32) for s in range(_slots(tile.kind))]
+        firsts = range(0, _slots(tile.kind), tile.sharing)
         shares.append([e.spread(numbers[s : s + tile.sharing], tile.lanes) for s in firsts])
     with tile.chunks() as chunk:
         for plane in range(tile.planes):
@@ -322,67 +309,56 @@ def _emit_mix(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> N
             for q in range(queries):
                 place = tile.scratch(scratch, q, chunk.number, plane)
                 total = e.load(place, tile.floats)
-                for value, weight in zip(
-                    values, tile.weights(chunk, shares[q], plane), strict=True
-                ):
+                weights = tile.weights(chunk, shares[q], plane)
+                for value, weight in zip(values, weights, strict=True):
                     total = e.multiply_add(value, weight, total)
                 e.store(total, place)
 
 
 def _for_queries(
-    emit: Callable[..., None], tile: _Tile, scratch: Any, p: Any, stride: Any, group: Any
+    emit: Callable[..., None], tile: _Tile, scratch: Value, p: Value, stride: Value, group: Value
 ) -> None:
     """Emit loops over the queries: four at a time if vectors are wide, then one by one."""
-    e = tile.e
-    b = tile.e.builder
 
-    def work(count: Any, first: Any, together: int) -> None:
-        with e.loop(count) as loop:
-            query = b.add(first, b.mul(loop.index, e.number(together)))
-            floats = b.mul(tile.num_chunks(), e.number(tile.planes * tile.size))
-            emit(
-                tile,
-                together,
-                e.onward(scratch, b.mul(query, floats)),
-                e.onward(p, b.mul(query, stride)),
-                stride,
-            )
+    def work(count: Value, first: Any, together: int) -> None:
+        with tile.e.loop(count) as index:
+            query = index * together + first
+            size = tile.num_chunks * (4 * tile.planes * tile.size)
+            emit(tile, together, scratch + query * size, p + query * stride * 4, stride)
 
     if tile.lanes == 1:
-        work(group, e.number(0), 1)
+        work(group, 0, 1)
         return
-    fours = b.sdiv(group, e.number(_QUERIES))
-    work(fours, e.number(0), _QUERIES)
-    done = b.mul(fours, e.number(_QUERIES))
-    work(b.sub(group, done), done, 1)
+    fours = group // _QUERIES
+    done = fours * _QUERIES
+    work(fours, 0, _QUERIES)
+    work(group - done, done, 1)
 
 
-def _over_slots(emit: Callable[..., None], e: Emitter, element: Any, *numbers: Any) -> None:
-    at, words, *queries = numbers
-    is_wide = e.builder.icmp_signed(">=", words, e.number(WIDE))
-    kind = num_planes(element), at, words, element == types.int16
-    e.choose(is_wide, (WIDE, 1), lambda lanes: _for_queries(emit, _Tile(e, lanes, *kind), *queries))
+def _over_slots(
+    emit: Callable[..., None],
+    e: Emitter,
+    kind: Any,
+    lanes: Value,
+    places: Value,
+    chunks: Value,
+    high_at: Value,
+    at: Value,
+    words: Value,
+    *queries: Value,
+) -> None:
+    bits = _bits(kind)
+    tile = _PackedTile if bits else _Tile
+
+    def work(wide: int) -> None:
+        _for_queries(emit, tile(e, kind, wide, places, chunks, high_at, at, words), *queries)
+
+    e.choose(lanes > 1, (PACKED_WIDE.get(bits, WIDE), 1), work)
 
 
-def _over_packed_slots(emit: Callable[..., None], e: Emitter, bits: int, *numbers: Any) -> None:
-    lanes, places, count, high_at, at, words, *queries = numbers
-    planes = 32 // low_bits_of(bits) + 1
-
-    kind = planes, at, words, False, bits, places, count, high_at
-    is_wide = e.builder.icmp_signed(">", lanes, e.number(1))
-    e.choose(
-        is_wide,
-        (PACKED_WIDE[bits], 1),
-        lambda n: _for_queries(emit, _PackedTile(e, n, *kind), *queries),
-    )
-
-
-# dots(element, (at, words, scratch, p, stride, group)). at: a tile's first slot; words: words per
-# slot; scratch: the first query (or sum); p: its first probability; stride: floats from one query's
-# probabilities to the next; group: number of queries.
-dots = emitted_by_type(lambda element: element, partial(_over_slots, _emit_dots))
-mix = emitted_by_type(lambda element: element, partial(_over_slots, _emit_mix))
-# packed_dots(kind, (lanes, places, chunks, high_at, at, words, scratch, p, stride, group)): the
-# format, then the arguments of `dots`.
-packed_dots = emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_dots))
-packed_mix = emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_mix))
+# dots(kind, (lanes, places, chunks, high_at, at, words, scratch, p, stride, group)). lanes, places,
+# chunks: of a Format; high_at: bytes from a slot to its highest bits in 3 bits; at: a tile's first
+# slot; words: words per slot; scratch: the first query (or sum); p: its first probability; stride:
+# floats from one query's probabilities to the next; group: number of queries.
+dots = emitted_by_type(partial(_over_slots, _emit_dots))
+mix = emitted_by_type(partial(_over_slots, _emit_mix))

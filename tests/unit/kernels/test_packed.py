@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.packing import KVPacking, SlotPacking
 from flexgen_h2o.kernels import packed as packed_kernels
 from flexgen_h2o.kernels import slots as slot_kernels
-from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import (
     pack_columns,
     pack_columns_reference,
@@ -23,6 +22,7 @@ from flexgen_h2o.kernels.packed import (
     unpack_columns,
     unpack_rows,
 )
+from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
 from flexgen_h2o.kernels.slots import (
     attend,
     attend_reference,

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import prompt_columns
-from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns_reference
 from flexgen_h2o.kernels.prompt_columns import (
     PromptSlots,
@@ -17,6 +16,7 @@ from flexgen_h2o.kernels.prompt_columns import (
     keep_whole,
     put_prompts,
 )
+from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
 
 WIDTH = 8
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import slots as slot_kernels
-from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.packed import pack_columns
+from flexgen_h2o.kernels.slot_form import SlotForm
 from flexgen_h2o.kernels.slots import (
     Pair,
     ScoreState,

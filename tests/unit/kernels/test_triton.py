@@ -15,7 +15,6 @@ import torch
 
 from flexgen_h2o.core.packing import KVPacking, SlotPacking
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.decode_step import (
     PLACE,
     StepSlots,
@@ -25,6 +24,7 @@ from flexgen_h2o.kernels.packed import (
     pack_columns_reference,
     unpack_columns,
 )
+from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
 from tests.extras import needs
 
 pytestmark = needs("gpu")

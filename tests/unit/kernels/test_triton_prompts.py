@@ -10,7 +10,6 @@ import torch
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import prompt_columns, triton
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import unpack_columns
 from flexgen_h2o.kernels.prefill_attention import (
     causal_attention_lse,
@@ -25,6 +24,7 @@ from flexgen_h2o.kernels.prompt_columns import (
     choose_packed,
     put_prompts,
 )
+from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns
 from tests.extras import needs
 from tests.parity.cases import thinned
 from tests.unit.kernels.test_triton import CLOSE, DTYPES, MULTIPLIED, on_card, some_slow

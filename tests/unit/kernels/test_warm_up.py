@@ -24,9 +24,8 @@ from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
 from flexgen_h2o.core.packing import KVPacking, int8_row_bytes
 from flexgen_h2o.kernels import jit, triton
 from flexgen_h2o.kernels import warm_up as warm_up_module
-from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
-from flexgen_h2o.kernels.compiled import packed_slots, products, prompts, rows, slots
+from flexgen_h2o.kernels.compiled import products, prompts, rows, slots
 from flexgen_h2o.kernels.elementwise import Rotation, clamped_gate, rms_norm, silu_gated
 from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.int8 import (
@@ -39,6 +38,7 @@ from flexgen_h2o.kernels.int8 import (
 from flexgen_h2o.kernels.linear import DenseRows, linear_relu, linear_shared_input
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
+from flexgen_h2o.kernels.slot_form import SlotForm
 from flexgen_h2o.kernels.slots import attend
 from flexgen_h2o.kernels.warm_up import _call_in_a_process, compile_subprocess, warm_up
 from flexgen_h2o.kernels.workspace import Workspace
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 LOOPS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": loop
-    for module in (slots, packed_slots, prompts, rows, int8_loops, products)
+    for module in (slots, prompts, rows, int8_loops, products)
     for name, loop in vars(module).items()
     if hasattr(loop, "signatures")
 }
@@ -65,7 +65,7 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     warm_up(CPU, dtype, scored=True)
     warm_up(CPU, dtype, scored=True, packing=packing, rolling=True, rotary=True)
     before = compiled()
-    assert rows.norm_rows.signatures and packed_slots.attend_rows.signatures
+    assert rows.norm_rows.signatures and slots.attend_rows.signatures
     q = torch.randn(3, 5, 70, 64).to(dtype)
     filled = torch.full((5,), 9, dtype=torch.int32)
     attend(q[0, :, :2].contiguous(), q[:2], q[:2], filled, 0.5)

@@ -1,4 +1,4 @@
-"""Hold what rows attend to in addition to packed slots: whole columns, and sinks.
+"""Describe how slots are stored, and what rows attend to in addition: whole columns and sinks.
 
 Whole columns are the newest columns of a packed cache, unpacked. R = rows, d = head width, as in
 slots.py.
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.core.packing import KVPacking
+from flexgen_h2o.core.packing import WORD, KVPacking
 from flexgen_h2o.kernels.packed import unpack_columns
 from flexgen_h2o.kernels.workspace import mismatch
 
 if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.beside import WholeAddresses
+    from flexgen_h2o.kernels.compiled.slots import WholeAddresses
 
 
 @dataclass(frozen=True)
@@ -137,19 +137,19 @@ def whole_addresses(whole: WholeColumns, q: torch.Tensor) -> WholeAddresses:
 
     Raises ValueError if shapes or dtypes do not fit q.
     """
-    from flexgen_h2o.kernels.compiled.beside import TILE, WholeAddresses
+    from flexgen_h2o.kernels.compiled.slots import Area, WholeAddresses
 
     rows, count = whole.slots.shape
     width = q.shape[2]
     tensors = vars(whole).values()
     kinds = (torch.bfloat16, torch.bfloat16, q.dtype, q.dtype, torch.int32)
     shapes = (rows, width), (rows, width), (rows, count, width), (rows, count, width), (rows, count)
-    ok = rows == len(q) and count % TILE == 0
+    ok = rows == len(q)
     for tensor, kind, shape in zip(tensors, kinds, shapes, strict=True):
         ok = ok and (tensor.dtype, tuple(tensor.shape)) == (kind, shape) and tensor.is_contiguous()
     if not ok:
         raise mismatch("attend: q, whole columns", q, *tensors)
-    addresses = (
-        t.data_ptr() for t in (whole.keys, whole.values, whole.slots, whole.centres, whole.ranges)
-    )
-    return WholeAddresses(count, width, *addresses)
+    words = width * q.itemsize // WORD
+    keys, values = (Area(t.data_ptr(), words, count, 0) for t in (whole.keys, whole.values))
+    numbers = (t.data_ptr() for t in (whole.slots, whole.centres, whole.ranges))
+    return WholeAddresses(count, keys, values, *numbers)
