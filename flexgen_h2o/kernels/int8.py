@@ -31,8 +31,8 @@ from flexgen_h2o.core.units import (
 )
 from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import (
+    Matrix,
     MatrixProduct,
-    RowPart,
     block_words,
     multiply_all,
     words_of_blocks,
@@ -63,7 +63,7 @@ _CARD_MULTIPLE = 8
 
 @dataclass
 class _Inputs:
-    """Hold quantised input rows; made by `_MultipliedInInt8.inputs`."""
+    """Hold quantised input rows; made by `Int8Rows.inputs`."""
 
     codes: torch.Tensor  # (rows, columns) uint8, with `zero` added to each code
     scales: torch.Tensor  # (rows,) float32
@@ -85,48 +85,20 @@ class _Inputs:
         return _Inputs(self.codes[rows], self.scales[rows], self.zero)
 
 
-@dataclass(frozen=True)
-class BlockedInt8:
-    """Hold some packed int8 rows of a matrix in blocked layout; made by `blank_int8_rows`.
-
-    The number of rows is a multiple of BLOCK_ROWS.
-    """
-
-    # (rows, row bytes) uint8, as many bytes as packed rows have. It contains all values, then all
-    # sums, then all scales.
-    memory: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.memory)
-
-    @property
-    def columns(self) -> int:
-        return self.memory.shape[1] - INT8_ROW_BYTES
-
-    @property
-    def scales(self) -> torch.Tensor:
-        """The scales, (n,) float32; a view."""
-        return self.memory.view(-1)[-WORD * len(self) :].view(torch.float32)
-
-    def rows_at(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the values of rows `ids` (int64), as (len(ids), columns) int8."""
-        values = self.memory.view(-1)[: len(self) * self.columns]
-        return words_of_blocks(values, self.columns // WORD, ids).view(torch.int8)
-
-
 # names of the slices that a Workspace needs
 BUFFERS = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"
-# rows: (n, row bytes) uint8 (packing.int8_row_bytes), or the same rows blocked
-Packed = torch.Tensor | BlockedInt8
 
 
 @dataclass(frozen=True)
-class _MultipliedInInt8(RowPart):
-    """Hold some rows of a matrix that is multiplied in int8."""
+class Int8Rows(Matrix):
+    """Hold rows that are multiplied in int8."""
 
-    packed: Packed
+    # (n, row bytes) uint8 (packing.int8_row_bytes). In blocked layout the number of rows is a
+    # multiple of BLOCK_ROWS, and the same bytes contain all values, then all sums, then all scales.
+    packed: torch.Tensor
     columns: int  # columns per row
     workspace: Workspace  # buffers of products: "int8 ..." in MemoryPlanner.workspace
+    blocked: bool = False  # only the compiled loop multiplies blocked rows
     codes: ClassVar[torch.dtype] = torch.uint8
 
     def __len__(self) -> int:
@@ -146,10 +118,12 @@ class _MultipliedInInt8(RowPart):
             quantise_rows(some, codes, scales, zero)
             yield rows, _Inputs(codes, scales, zero)
 
-
-@dataclass(frozen=True)
-class Int8Rows(_MultipliedInInt8):
-    """Hold rows that are stored in int8."""
+    @property
+    def scales(self) -> torch.Tensor:
+        """The scales, (n,) float32; a view."""
+        if self.blocked:
+            return self.packed.view(-1)[-WORD * len(self) :].view(torch.float32)
+        return scales_of(self.packed)
 
     def job(
         self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor
@@ -159,15 +133,14 @@ class Int8Rows(_MultipliedInInt8):
             return None
         packed = self.packed
         n = len(self)
-        if isinstance(packed, BlockedInt8):
-            start = packed.memory.data_ptr()
+        start = packed.data_ptr()
+        if self.blocked:
             row_step = 0
             step = WORD
             zero = ZERO
             sums = start + n * self.columns
             scales = sums + n * WORD
         else:
-            start = packed.data_ptr()
             row_step = packed.stride(0)
             step = packed.stride(0)
             zero = -ZERO
@@ -192,8 +165,7 @@ class Int8Rows(_MultipliedInInt8):
     def multiply(
         self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
     ) -> None:
-        # only the compiled loop multiplies blocked rows
-        assert isinstance(self.packed, torch.Tensor)
+        assert not self.blocked
         codes = inputs.around(0).view(torch.int8)
         ws = self.workspace
         weight = codes_of(self.packed, self.columns)
@@ -218,25 +190,21 @@ class Int8Rows(_MultipliedInInt8):
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         for some in row_slices(len(ids), self.columns):
-            if isinstance(self.packed, BlockedInt8):
-                codes = self.packed.rows_at(ids[some])
-                scales = self.packed.scales[ids[some]]
+            if self.blocked:
+                values = self.packed.view(-1)[: len(self) * self.columns]
+                codes = words_of_blocks(values, self.columns // WORD, ids[some]).view(torch.int8)
             else:
-                found = self.packed.index_select(0, ids[some])
-                codes = codes_of(found, self.columns)
-                scales = scales_of(found)
-            out[some] = codes.float().mul_(scales.unsqueeze(1))
+                codes = codes_of(self.packed.index_select(0, ids[some]), self.columns)
+            out[some] = codes.float().mul_(self.scales[ids[some]].unsqueeze(1))
 
 
 @dataclass(frozen=True)
-class RequantisedRows(_MultipliedInInt8):
+class RequantisedRows(Int8Rows):
     """Hold rows in 4 bits that are multiplied as the int8 rows of `requantise_rows`.
 
-    The compiled loop converts a panel at a time in the caches. Otherwise some rows at a time are
-    converted in the workspace ("int8 rows").
+    packed: (n, packed row bytes) uint8 (kernels/packed.py). The compiled loop converts a panel at a
+    time in the caches. Otherwise some rows at a time are converted in the workspace ("int8 rows").
     """
-
-    packed: torch.Tensor  # (n, packed row bytes) uint8
 
     def job(
         self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor
@@ -490,18 +458,19 @@ def _int_mm_works(where: torch.device) -> bool:
 # ---- blocked rows
 
 
-def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
+def block_int8_rows(
+    packed: torch.Tensor, columns: int, workspace: Workspace
+) -> tuple[Int8Rows, ...]:
     """Block packed rows (n, row bytes), uint8, in place.
 
     Returns parts in order, which share the memory of `packed`. Rows that cannot be blocked stay as
     they are. These are all rows if the device, number of columns or CPU is not supported, and rows
     beyond a multiple of BLOCK_ROWS.
     """
-    parts = blank_int8_rows(packed)
+    parts = blank_int8_rows(packed, columns, workspace)
     for part in parts:
-        if isinstance(part, BlockedInt8):
-            memory = part.memory
-            columns = part.columns
+        if part.blocked:
+            memory = part.packed
             scales, sums = memory[:, columns:].contiguous().view(torch.int32).unbind(1)
             ends = torch.cat([-sums, scales]).view(torch.uint8)
             block_words(memory[:, :columns].view(torch.int32), memory.view(-1))
@@ -509,15 +478,19 @@ def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
     return parts
 
 
-def blank_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
+def blank_int8_rows(
+    packed: torch.Tensor, columns: int, workspace: Workspace
+) -> tuple[Int8Rows, ...]:
     """Return parts as `block_int8_rows` does, for rows that are still to be filled."""
-    columns = packed.shape[1] - INT8_ROW_BYTES
     end = len(packed) // BLOCK_ROWS * BLOCK_ROWS
     right = packed.is_contiguous() and columns % BLOCK_ROWS == 0 and columns <= _MAX_COLUMNS
-    if not (right and end and products.supports(packed, columns)):
-        return (packed,)
-    blocked = BlockedInt8(packed[:end])
-    return (blocked,) if end == len(packed) else (blocked, packed[end:])
+    if not (right and products.supports(packed, columns)):
+        end = 0
+    parts = (
+        Int8Rows(packed[:end], columns, workspace, blocked=True),
+        Int8Rows(packed[end:], columns, workspace),
+    )
+    return tuple(part for part in parts if len(part))
 
 
 # ---- packed rows of 4 bits (kernels/packed.py) to int8 rows

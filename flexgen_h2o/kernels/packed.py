@@ -12,7 +12,6 @@ import torch
 from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.linear import RowPart
 from flexgen_h2o.kernels.ops import op_on, run_loop
 from flexgen_h2o.kernels.workspace import (
     element_of,
@@ -79,23 +78,11 @@ def _unpack_kernel(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.
     return out
 
 
-class PackedTable(RowPart):
-    """Hold packed rows (n, row bytes), uint8, and decode those that are looked up.
-
-    bits: per value.
-    """
-
-    def __init__(self, packed: torch.Tensor, bits: int) -> None:
-        self._packed = packed
-        self._bits = bits
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        step = max(1, UNPACK_CHUNK // out.shape[1])
-        for some, found in zip(ids.split(step), out.split(step), strict=True):
-            unpack_rows(self._packed.index_select(0, some), self._bits, found)
+def look_up_packed(packed: torch.Tensor, bits: int, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode the rows `ids` (int64, (n,)) of packed rows to out (n, columns)."""
+    step = max(1, UNPACK_CHUNK // out.shape[1])
+    for some, found in zip(ids.split(step), out.split(step), strict=True):
+        unpack_rows(packed.index_select(0, some), bits, found)
 
 
 _HIGH = -65536  # mask of the upper half of a word

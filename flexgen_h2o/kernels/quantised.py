@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flexgen_h2o.core.packing import E2M1, GROUP, INT8_ROW_BYTES
 from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.int8 import BlockedInt8, Packed, codes_of, quantise_rows, scales_of
+from flexgen_h2o.kernels.int8 import Int8Rows, codes_of, quantise_rows, scales_of
 from flexgen_h2o.kernels.ops import op_on
 from flexgen_h2o.kernels.workspace import (
     cpu_has,
@@ -360,7 +360,7 @@ def _unpack_awq_rows_loop(
 # ---- numbers to int8 rows
 
 
-def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Packed]) -> None:
+def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Int8Rows]) -> None:
     """Quantise values and fill rows of an int8 matrix (kernels/int8.py), from row `first` on.
 
     values: (n, columns) float32, contiguous; parts: of the whole matrix. `first` is a multiple of
@@ -375,8 +375,8 @@ def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Packed]) ->
         start += len(part)
 
 
-def _fill_part(values: torch.Tensor, first: int, part: Packed) -> None:
-    if isinstance(part, BlockedInt8) and _fills_strips(len(values), first, part):
+def _fill_part(values: torch.Tensor, first: int, part: Int8Rows) -> None:
+    if part.blocked and _fills_strips(len(values), first, part):
         from flexgen_h2o.kernels.compiled import quantised as loops
 
         loop = partial(loops.float_strips, _strip_job(first, part), values.data_ptr())
@@ -388,13 +388,13 @@ def _fill_part(values: torch.Tensor, first: int, part: Packed) -> None:
     sums = values.new_empty(len(values), dtype=torch.int32)
     quantise_rows(values, codes, scales)
     _sum_rows(codes, sums)
-    if isinstance(part, BlockedInt8):
+    if part.blocked:
         _fill_blocks(part, at, codes, scales, sums)
     else:
-        _fill_in_order(part[at], codes, scales, sums)
+        _fill_in_order(part.packed[at], codes, scales, sums)
 
 
-def _fills_strips(rows: int, first: int, out: BlockedInt8) -> bool:
+def _fills_strips(rows: int, first: int, out: Int8Rows) -> bool:
     """Return whether a loop fills these rows.
 
     It fills strips of STRIP_ROWS rows of whole groups of GROUP columns.
@@ -404,20 +404,20 @@ def _fills_strips(rows: int, first: int, out: BlockedInt8) -> bool:
     return rows % STRIP_ROWS == first % STRIP_ROWS == out.columns % GROUP == 0 and cpu_has("avx2")
 
 
-def _strip_job(first: int, out: BlockedInt8) -> Any:
+def _strip_job(first: int, out: Int8Rows) -> Any:
     from flexgen_h2o.kernels.compiled import quantised as loops
 
-    sums = out.memory.data_ptr() + len(out) * out.columns
-    return loops.StripJob(out.memory.data_ptr(), out.columns, sums, out.scales.data_ptr(), first)
+    sums = out.packed.data_ptr() + len(out) * out.columns
+    return loops.StripJob(out.packed.data_ptr(), out.columns, sums, out.scales.data_ptr(), first)
 
 
 def fill_blocks_from_mxfp4(
-    blocks: torch.Tensor, scales: torch.Tensor, first: int, out: BlockedInt8
+    blocks: torch.Tensor, scales: torch.Tensor, first: int, out: Int8Rows
 ) -> bool:
     """Run `fill_int8_rows` on the result of `unpack_mxfp4`, in one pass over the codes.
 
-    The result has the same bits. Returns False, and does nothing, if there is no loop for such
-    rows.
+    out: blocked. The result has the same bits. Returns False, and does nothing, if there is no loop
+    for such rows.
     """
     if not _fills_strips(len(scales), first, out):
         return False
@@ -452,16 +452,16 @@ def _fill_in_order(
 
 
 def _fill_blocks(
-    part: BlockedInt8, at: slice, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
+    part: Int8Rows, at: slice, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
 ) -> None:
     from flexgen_h2o.kernels.compiled import quantised as loops
 
     n = len(part)
     columns = codes.shape[1]
     loop = partial(
-        loops.block_rows, codes.data_ptr(), columns, part.memory.data_ptr() + at.start * columns
+        loops.block_rows, codes.data_ptr(), columns, part.packed.data_ptr() + at.start * columns
     )
     parallel_rows(loop, len(codes) // BLOCK_ROWS, 2 * BLOCK_ROWS * columns)
-    ends = part.memory.view(-1)[n * columns :].view(torch.int32)
+    ends = part.packed.view(-1)[n * columns :].view(torch.int32)
     ends[at] = -sums
     part.scales[at] = scales

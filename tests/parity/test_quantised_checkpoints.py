@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.checkpoint.formats import WeightFormat
+from flexgen_h2o.checkpoint.formats import Codec
 from flexgen_h2o.core.units import ALIGN
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth
@@ -136,7 +136,7 @@ def test_experts_are_multiplied_from_codes_in_bf16(
     )
     found = logits()
     assert set(ways) == {0, products.PACKED if packs else products.MXFP4}
-    monkeypatch.setattr(WeightFormat, "coded_parts", lambda *_: ())
+    monkeypatch.setattr(Codec, "coded_parts", lambda *_: ())
     ways.clear()
     assert all(map(torch.equal, found, logits())) and set(ways) == {0}
 

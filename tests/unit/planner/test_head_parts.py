@@ -106,8 +106,8 @@ def test_rows_of_a_quantised_tensor_are_decoded_as_those_of_the_whole() -> None:
     for part in (Part("host", 0, 16), Part("disk", 16, 58)):
         pieces = []
         for one, held in zip(cut.stored, stored, strict=True):
-            first, end = one.file_rows(part)
-            pieces.append(held[first:end].reshape(-1))
+            first, end = one.rows_of(part.start, part.end)
+            pieces.append(held[one.first + first : one.first + end].reshape(-1))
         form.decode_range(cut, [Shard(part.tier, part.start, part.end, pieces)], 0, found)
     assert torch.equal(found, want[32:])
 
