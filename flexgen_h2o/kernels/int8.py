@@ -37,11 +37,11 @@ from flexgen_h2o.kernels.linear import (
     multiply_all,
     words_of_blocks,
 )
+from flexgen_h2o.kernels.ops import op, op_on, run_loop
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.workspace import (
     Workspace,
     cpu_has,
-    element_of,
     is_compiled,
     parallel_rows,
     row_slices,
@@ -284,6 +284,7 @@ def scales_of(packed: torch.Tensor) -> torch.Tensor:
 # ---- numbers to codes, and sums to numbers
 
 
+@op
 def quantise_rows(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zero: int = 0
 ) -> None:
@@ -291,13 +292,24 @@ def quantise_rows(
 
     The scale is the row's largest magnitude / 127, and 0 for a row of zeros. zero: 0, or ZERO,
     which is added to each code. Rows need not be adjacent, but the values of a row must be. A value
-    that is not finite makes the scale infinite or NaN.
+    that is not finite makes the scale infinite or NaN. With torch operations, a value exactly
+    between two codes may get the other code.
     """
-    if not is_compiled(x):
-        quantise_rows_reference(x, codes.view(torch.int8), scales)
-        if zero:
-            codes.view(torch.uint8).bitwise_xor_(zero)
-        return
+    for some in row_slices(*x.shape):
+        values = x[some].float()
+        largest = values.abs().amax(dim=1)
+        largest = largest.masked_fill(largest < _TINY, 0)
+        steps = torch.where(largest == 0, 0.0, _LEVELS / largest)
+        codes.view(torch.int8)[some] = values.mul_(steps.unsqueeze(1)).round_().to(torch.int8)
+        scales[some] = largest / _LEVELS
+    if zero:
+        codes.view(torch.uint8).bitwise_xor_(zero)
+
+
+@quantise_rows.loop
+def _quantise_loop(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zero: int = 0
+) -> None:
     from flexgen_h2o.kernels.compiled import int8 as loops
 
     n, columns = x.shape
@@ -312,27 +324,11 @@ def quantise_rows(
         4 * scales.stride(0),
         zero,
     )
-    parallel_rows(
-        partial(loops.quantise, element_of(x.dtype), job),
-        n,
-        columns * (x.itemsize + 1) // _IN_CACHE,
-    )
+    row_bytes = columns * (x.itemsize + 1) // _IN_CACHE
+    run_loop("int8.quantise", x.dtype, n, row_bytes, job)
 
 
-def quantise_rows_reference(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Compute `quantise_rows` in torch operations.
-
-    A value exactly between two codes may get the other code.
-    """
-    for some in row_slices(*x.shape):
-        values = x[some].float()
-        largest = values.abs().amax(dim=1)
-        largest = largest.masked_fill(largest < _TINY, 0)
-        steps = torch.where(largest == 0, 0.0, _LEVELS / largest)
-        codes[some] = values.mul_(steps.unsqueeze(1)).round_().to(torch.int8)
-        scales[some] = largest / _LEVELS
-
-
+@op_on("out")
 def rescale(
     sums: torch.Tensor,
     row_scales: torch.Tensor,
@@ -346,9 +342,22 @@ def rescale(
     adds: add to what `out` contains. sums: (rows, columns) int32, contiguous; scales: float32;
     bias: (columns,) and out: (rows, columns), of one dtype.
     """
-    if not is_compiled(out):
-        rescale_reference(sums, row_scales, column_scales, bias, out, adds)
-        return
+    for some in row_slices(*sums.shape):
+        values = sums[some].float().mul_(row_scales[some].unsqueeze(1)).mul_(column_scales)
+        if bias is not None:
+            values.add_(bias)
+        out[some] = values.add_(out[some]) if adds else values
+
+
+@rescale.loop
+def _rescale_loop(
+    sums: torch.Tensor,
+    row_scales: torch.Tensor,
+    column_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    adds: bool,
+) -> None:
     from flexgen_h2o.kernels.compiled import int8 as loops
 
     rows, columns = sums.shape
@@ -365,23 +374,7 @@ def rescale(
         adds,
     )
     row_bytes = columns * (sums.itemsize + out.itemsize) // _IN_CACHE
-    parallel_rows(partial(loops.rescale, element_of(out.dtype), job), rows, row_bytes)
-
-
-def rescale_reference(
-    sums: torch.Tensor,
-    row_scales: torch.Tensor,
-    column_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    adds: bool,
-) -> None:
-    """Compute `rescale` in torch operations."""
-    for some in row_slices(*sums.shape):
-        values = sums[some].float().mul_(row_scales[some].unsqueeze(1)).mul_(column_scales)
-        if bias is not None:
-            values.add_(bias)
-        out[some] = values.add_(out[some]) if adds else values
+    run_loop("int8.rescale", out.dtype, rows, row_bytes, job)
 
 
 # ---- products of codes, as integers
@@ -496,6 +489,7 @@ def blank_int8_rows(
 # ---- packed rows of 4 bits (kernels/packed.py) to int8 rows
 
 
+@op
 def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
     """Fill int8 rows in order from packed rows of 4 bits.
 
@@ -504,28 +498,8 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
     A row's scale is the largest magnitude that its groups can hold, |least| or |least + 15 x
     scale|, divided by 127. It follows from the scales and least values of the groups, so the values
     are read only once. int8 = round(value x 127 / largest). In addition to the error of 4 bits, a
-    value is off by at most half of a scale.
-    """
-    if packed.device.type != "cpu":
-        requantise_rows_reference(packed, out, columns)
-        return
-    from flexgen_h2o.kernels.compiled import int8 as loops
-
-    packing = SlotPacking(columns, 4)
-    values = (packed.data_ptr(), packed.stride(0))
-    ends = WORD * packing.value_words
-    job = loops.RequantiseJob(*values, ends, packing.group, columns, out.data_ptr(), out.stride(0))
-    by_groups = columns % GROUP == 0 and cpu_has("avx2")
-    loop = loops.in_order_by_groups if by_groups else loops.in_order
-    parallel_rows(partial(loop, job), len(packed), packed.shape[1] + columns)
-
-
-def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
-    """Compute `requantise_rows` in torch operations, with the same bits.
-
-    UNPACK_CHUNK values are converted at a time.
-
-    out: rows in order, (n, int8_row_bytes(columns)) uint8.
+    value is off by at most half of a scale. All versions give the same bits. Torch operations
+    convert UNPACK_CHUNK values at a time.
     """
     for some in row_slices(len(packed), columns):
         here = packed[some]
@@ -551,3 +525,16 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
             [(largest * (1 / _LEVELS)).view(torch.int32), codes.sum(1, dtype=torch.int32)], dim=1
         )
         rows[:, -INT8_ROW_BYTES:] = ends.view(torch.uint8)
+
+
+@requantise_rows.loop_if(lambda packed, out, columns: packed.device.type == "cpu")
+def _requantise_loop(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
+    from flexgen_h2o.kernels.compiled import int8 as loops
+
+    packing = SlotPacking(columns, 4)
+    values = (packed.data_ptr(), packed.stride(0))
+    ends = WORD * packing.value_words
+    job = loops.RequantiseJob(*values, ends, packing.group, columns, out.data_ptr(), out.stride(0))
+    by_groups = columns % GROUP == 0 and cpu_has("avx2")
+    loop = loops.in_order_by_groups if by_groups else loops.in_order
+    parallel_rows(partial(loop, job), len(packed), packed.shape[1] + columns)

@@ -20,6 +20,7 @@ from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.int8 import Int8Rows, codes_of, quantise_rows, scales_of
 from flexgen_h2o.kernels.ops import op_on
+from flexgen_h2o.kernels.packed import parted
 from flexgen_h2o.kernels.workspace import (
     cpu_has,
     element_of,
@@ -263,15 +264,6 @@ def _turned(stored: torch.Tensor) -> torch.Tensor:
     return stored.contiguous().t().flatten().view(m, n)  # the last stride is 1 even if n or m is 1
 
 
-def parted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes of words (n, m) int32 as (n, m x 32 / bits) float32.
-
-    A word holds its codes from the lowest bits on.
-    """
-    shifts = bits * torch.arange(32 // bits, device=words.device, dtype=torch.int32)
-    return (words.unsqueeze(2) >> shifts).bitwise_and_((1 << bits) - 1).flatten(1).float()
-
-
 # for each of the 8 rows of a word, the index of its code in the word
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
@@ -279,7 +271,7 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 def awq_parted(words: torch.Tensor) -> torch.Tensor:
     """Return the codes of words (n, m) int32 in AWQ's order, 4 bits, as (n, m x 8) float32."""
     codes: torch.Tensor = parted(words, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
-    return codes
+    return codes.float()
 
 
 def unpack_awq(

@@ -146,7 +146,8 @@ class Gptq(Codec):
     ) -> None:
         import torch
 
-        from flexgen_h2o.kernels.quantised import parted, stored_groups, unpack_gptq
+        from flexgen_h2o.kernels.packed import parted
+        from flexgen_h2o.kernels.quantised import stored_groups, unpack_gptq
 
         rows, columns = layout.shape
         per_word = _WORD_BITS // self.bits
@@ -154,9 +155,8 @@ class Gptq(Codec):
         some = slice(first, first + len(out))
         begin = first // per_word
         zero_words = zero_words.view(-1, rows // per_word)[:, begin : -(-some.stop // per_word)]
-        zeros = parted(zero_words, self.bits).add_(self.more)[:, first - begin * per_word :][
-            :, : len(out)
-        ]
+        skip = first - begin * per_word
+        zeros = parted(zero_words, self.bits)[:, skip : skip + len(out)].float().add_(self.more)
         scales = shard.pieces[2].view(torch.float32).view(-1, rows)[:, some]
         try:
             groups = stored_groups(shard.pieces[3], len(scales), self.group or columns, shard.start)

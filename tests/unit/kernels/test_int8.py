@@ -21,11 +21,8 @@ from flexgen_h2o.kernels.int8 import (
     int8_products_reference,
     pack_int8_rows,
     quantise_rows,
-    quantise_rows_reference,
     requantise_rows,
-    requantise_rows_reference,
     rescale,
-    rescale_reference,
     scales_of,
 )
 from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_shared_input, lookup
@@ -111,7 +108,7 @@ def test_compiled_quantising_is_the_reference_but_for_ties(
     want = torch.empty(50, columns, dtype=torch.int8)
     want_scales = torch.empty(50)
     monkeypatch.setattr(workspace, "UNPACK_CHUNK", 300)  # some rows at a time
-    quantise_rows_reference(x, want, want_scales)
+    quantise_rows.torch(x, want, want_scales)
     assert torch.allclose(scales, want_scales, rtol=1e-6) and not codes[7].any() and not scales[7]
     off = (codes.int() - want.int()).abs()
     assert off.max() <= 1 and (off == 0).float().mean() > 0.99
@@ -158,7 +155,7 @@ def test_compiled_rescaling_is_the_reference(
     want = before.clone()
     rescale(sums, rows, scales, bias, found[1:6, 1:-2], adds)
     monkeypatch.setattr(workspace, "UNPACK_CHUNK", 300)  # some rows at a time
-    rescale_reference(sums, rows, scales, bias, want[1:6, 1:-2], adds)
+    rescale.torch(sums, rows, scales, bias, want[1:6, 1:-2], adds)
     assert torch.allclose(
         found.float(), want.float(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
     )
@@ -441,7 +438,7 @@ def test_requantised_in_order(shape: tuple[int, int], monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         workspace, "UNPACK_CHUNK", 3 * shape[1]
     )  # the reference some rows at a time
-    requantise_rows_reference(packed[:500], want[:500], shape[1])
+    requantise_rows.torch(packed[:500], want[:500], shape[1])
     rows = in_order(packed, shape[1])
     assert torch.equal(rows[:500], want[:500])
     values = unpack_rows.torch(packed, 4, torch.empty(shape))
