@@ -34,7 +34,6 @@ from flexgen_h2o.checkpoint.safetensors import (
 from flexgen_h2o.checkpoint.writing import (
     RandomValues,
     WeightSource,
-    Written,
     plan_shards,
     record_of,
     write_shards,
@@ -96,10 +95,7 @@ def _pack(
     spec: ModelSpec, weights: WeightSource, folder: Path, form: Codec, progress: bool
 ) -> Checkpoint:
     tensors = sorted(spec.tensors, key=lambda t: form.layout(t).stored[0].is_values)
-    written = [
-        Written(_entry(t, weights, form), partial(_pieces, t, weights, form)) for t in tensors
-    ]
-    shards = plan_shards(written, {"packed": form.name})
+    shards = plan_shards([_entry(t, weights, form) for t in tensors], {"packed": form.name})
     nbytes = sum(shard.nbytes for shard in shards)
     with building(folder, nbytes, f"{form.name} weights", spec.name) as temp:
         if temp is not None:
@@ -159,6 +155,7 @@ def _entry(tensor: TensorSpec, weights: WeightSource, form: Codec) -> Entry:
         tensor.key,
         FROM_ENGINE[weights.dtype_of(tensor) if stored.is_values else "uint8"],
         stored.shape,
+        partial(_pieces, tensor, weights, form),
     )
 
 
