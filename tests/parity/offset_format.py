@@ -17,6 +17,7 @@ from flexgen_h2o.checkpoint.formats import (
     StoredRows,
     TensorLayout,
 )
+from flexgen_h2o.checkpoint.formats.quantised import is_quantised_linear
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 
@@ -32,7 +33,7 @@ class Offset(Codec):
     decoded_at = "load"
 
     def holds(self, tensor: TensorSpec) -> bool:
-        return len(tensor.shape) == 2 and "embed" not in tensor.name
+        return is_quantised_linear(tensor, left_out=())
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, columns = tensor.shape

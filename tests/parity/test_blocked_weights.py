@@ -73,33 +73,25 @@ def test_bf16_is_near_fp32(exact: torch.Tensor, plain: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "device_mem"),
+    ("placement", "device_mem", "int8"),
     [
-        ("all on device", None),
-        ("weights on host", None),
-        ("weights split three ways", "1GiB"),
-        ("all on device", "1GiB"),
+        ("all on device", None, False),
+        ("weights on host", None, False),
+        ("weights split three ways", "1GiB", False),
+        ("all on device", None, True),
+        ("weights split three ways", "1GiB", True),
     ],
 )
 def test_blocked_or_not_is_no_difference(
     placement: str,
     device_mem: str | None,
+    int8: bool,
     plain: torch.Tensor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    blocked = count_blocks(monkeypatch, linear)
-    found = logits("bfloat16", placement, tmp_path, device_mem)
-    assert torch.equal(found, plain)
-    assert bool(blocked) == (products.has_loop(torch.bfloat16) and device_mem is None)
-
-
-@pytest.mark.parametrize("device_mem", [None, "1GiB"])
-@pytest.mark.parametrize("placement", ["all on device", "weights split three ways"])
-def test_in_int8_too(
-    placement: str, device_mem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want = logits("bfloat16", "weights on disk", tmp_path, int8=True)
-    blocked = count_blocks(monkeypatch, int8_rows)
-    assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8=True), want)
-    assert bool(blocked) == (products.has_loop(torch.uint8) and device_mem is None)
+    want = logits("bfloat16", "weights on disk", tmp_path, int8=True) if int8 else plain
+    blocked = count_blocks(monkeypatch, int8_rows if int8 else linear)
+    assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8), want)
+    inputs = torch.uint8 if int8 else torch.bfloat16
+    assert bool(blocked) == (products.has_loop(inputs) and device_mem is None)
