@@ -15,7 +15,7 @@ from typing import NoReturn, cast
 import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, formats
-from flexgen_h2o.checkpoint.formats import PackedFormat, weight_format
+from flexgen_h2o.checkpoint.formats import Codec, weight_format
 from flexgen_h2o.core import forks, interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
@@ -608,7 +608,7 @@ class LLM:
                 part.spec.rotary is not None,
                 partial(formats.warm_up, form, experts=bool(part.spec.experts)),
             )
-        checkpoint = self._find_checkpoint(form.packed) if form.packed else self._checkpoint
+        checkpoint = self._find_checkpoint(form) if form.converted_by else self._checkpoint
         # The weights that were packed just now must be those that were opened at first.
         if not self.model.random:
             self._checkpoint.check_unchanged()
@@ -721,7 +721,7 @@ class LLM:
         """Return digests of the opened weights and tokenizer (load.content_digests)."""
         return content_digests(self.model, None if self.model.random else self._checkpoint)
 
-    def _find_checkpoint(self, form: PackedFormat | None) -> Checkpoint:
+    def _find_checkpoint(self, form: Codec | None) -> Checkpoint:
         """Return the checkpoint, in `form` if it is packed.
 
         Random and packed weights are written at first use, after the memory plan, as they may be

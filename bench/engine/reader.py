@@ -48,7 +48,12 @@ class Reader:
         layers = memory.layers
         form = memory.form
         checkpoint = find_checkpoint(
-            model, dtype, offload_dir, RANDOM_WEIGHTS_SEED, True, form.packed
+            model,
+            dtype,
+            offload_dir,
+            RANDOM_WEIGHTS_SEED,
+            True,
+            form if form.converted_by else None,
         )
         self._store = WeightStore(layers, checkpoint, memory.weight_shares, form, mover, workspace)
         self._units = [unit for unit in range(len(layers.units)) if self._store.nbytes(unit)]

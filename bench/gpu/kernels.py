@@ -39,7 +39,7 @@ from flexgen_h2o.kernels.decode_step import (
 )
 from flexgen_h2o.kernels.elementwise import rms_norm, silu_gated
 from flexgen_h2o.kernels.linear import DenseRows, grouped_linear, linear
-from flexgen_h2o.kernels.packed import pack_columns_reference, pack_rows, unpack_rows
+from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
 from flexgen_h2o.kernels.quantised import unpack_mxfp4
@@ -267,7 +267,7 @@ def step_slots(k: torch.Tensor, columns: int, records: bool, bits: int) -> StepS
     form = WHOLE
     if bits < 16:
         packing = KVPacking.of(width, bits)
-        areas = [pack_columns_reference(t.float(), packing.keys) for t in (keys, values)]
+        areas = [pack_columns.torch(t.float(), packing.keys) for t in (keys, values)]
         newest = torch.arange(columns - WINDOW, columns, dtype=torch.int32, device=where).repeat(
             rows, 1
         )

@@ -23,7 +23,7 @@ from bench import common
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import TOKEN_CHUNK
-from flexgen_h2o.kernels.linear import BlockedRows, block_rows
+from flexgen_h2o.kernels.linear import block_rows
 from flexgen_h2o.planner.measure.bench import FASTER, HOST, MLP, Bench, Products
 from flexgen_h2o.tiers.device import HostDevice
 
@@ -39,7 +39,7 @@ def main() -> int:
     )
     bench = Bench(HostDevice(), sizes)
     with torch.inference_mode():
-        if not isinstance(block_rows(bench.normal(torch.bfloat16, hidden, hidden))[0], BlockedRows):
+        if not block_rows(bench.normal(torch.bfloat16, hidden, hidden))[0].blocked:
             raise FlexgenError("nothing is blocked for this CPU (kernels/products.py)")
         products = Products(bench, torch.bfloat16)
         busy = common.wait_for_quiet(args.quiet_wait)

@@ -11,6 +11,9 @@ import mmap
 import pickle
 import shutil
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +26,8 @@ from flexgen_h2o.checkpoint.safetensors import (
     header,
     shard_name,
     shards,
-    write_index,
 )
-from flexgen_h2o.checkpoint.writing import FileWriter, reserve
-from flexgen_h2o.core import interrupts
+from flexgen_h2o.checkpoint.writing import ShardFile, reserve, write_file, write_index
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import MIB
 
@@ -112,45 +113,40 @@ def _carried_files(folder: Path) -> list[Path]:
 
 
 def _convert(sources: list[Path], out: Path) -> None:
-    weight_map: dict[str, str] = {}
-    nbytes = 0
-    for i, path in enumerate(sources):
-        name = shard_name(i, len(sources))
-        for entry in _convert_shard(path, out / name):
-            weight_map[entry.name] = name
-            nbytes += entry.nbytes
-    write_index(out, weight_map, nbytes)
+    count = len(sources)
+    write_index(
+        out, [_convert_shard(path, out, shard_name(i, count)) for i, path in enumerate(sources)]
+    )
 
 
-def _convert_shard(path: Path, out: Path) -> list[Entry]:
-    """Write the tensors of one shard. Returns the entries that were written.
+def _convert_shard(path: Path, out: Path, name: str) -> ShardFile:
+    """Write the tensors of one .bin file. Returns what was written, without the tensors.
 
     Tied tensors (same storage, offset and shape) are written once. Their other names are in the
     metadata.
     """
-    import torch
-
     tensors, mapped = load_tensors(path)
-    every = [_entry(path, name, tensor) for name, tensor in tensors.items()]
+    every = [_entry(path, name, tensor, mapped) for name, tensor in tensors.items()]
     kept: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        first = kept.setdefault(_identity(name, tensor), name)
-        if first != name:
-            aliases[name] = first
+    for own, tensor in tensors.items():
+        first = kept.setdefault(_identity(own, tensor), own)
+        if first != own:
+            aliases[own] = first
     entries = [entry for entry in every if entry.name not in aliases]
-    head = header(entries, aliases)
-    reserve(out, len(head) + sum(entry.nbytes for entry in entries))
-    with FileWriter(out) as file:
-        file.write(head)
-        for entry in entries:
-            interrupts.check()
-            tensor = tensors[entry.name]
-            if entry.nbytes:
-                file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            if mapped:
-                _forget(tensor)
-    return entries
+    shard = ShardFile(name, header(entries, aliases), entries)
+    reserve(out / name, shard.nbytes)
+    write_file(out / name, shard.pieces)
+    return replace(shard, entries=[replace(entry, pieces=tuple) for entry in entries])
+
+
+def _pieces(tensor: torch.Tensor, mapped: bool) -> Iterator[memoryview]:
+    import torch
+
+    if tensor.numel():
+        yield tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    if mapped:
+        _forget(tensor)
 
 
 def _identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
@@ -164,7 +160,7 @@ def _identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
     return (address, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
+def _entry(path: Path, name: str, tensor: torch.Tensor, mapped: bool) -> Entry:
     dtype = _TORCH_TO_SAFETENSORS.get(str(tensor.dtype).removeprefix("torch."))
     is_plain = str(tensor.layout) == "torch.strided" and not (
         tensor.is_quantized or tensor.is_nested or tensor.is_meta
@@ -174,7 +170,7 @@ def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
         raise UsageError(
             f"{path}: tensor {name!r} is {tensor.dtype} ({kind}), which cannot be imported"
         )
-    entry = Entry(name, dtype, tuple(tensor.shape))
+    entry = Entry(name, dtype, tuple(tensor.shape), partial(_pieces, tensor, mapped))
     stored = tensor.untyped_storage().nbytes()
     if entry.nbytes > stored:  # the tensor repeats its bytes: a tiny file could fill the disk
         raise UsageError(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flexgen_h2o.checkpoint.formats import StoredRows, checkpoint_format, layouts_of
-from flexgen_h2o.checkpoint.names import HEADS, Names, variants
+from flexgen_h2o.checkpoint.names import HEADS, find, variants
 from flexgen_h2o.checkpoint.safetensors import (
     AGAIN,
     BIN,
@@ -64,15 +64,16 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
     names the folder and a missing tensor, or the file and a tensor with a wrong shape or dtype. It
     also names a head that differs from the table to which the config ties it.
     """
-    names = Names(spec.prefix, stored)
     tensors: dict[str, StoredTensor] = {}
+    used: list[StoredTensor | None] = []
     form = checkpoint_format(spec)
     units = [layouts_of(form, unit.tensors) for unit in spec.layers(sep_layer=False).units]
     wanted = [rows for layouts in units for layout in layouts for rows in layout.stored]
     slices = Counter(rows.name for rows in wanted if rows.index is not None)
     for rows in wanted:
-        found = names.find(rows.names)
+        found = find(rows.names, spec.prefix, stored)
         if found is not None:
+            used.append(found)
             _check(
                 rows,
                 rows.shape if rows.index is None else (slices[rows.name], *rows.shape),
@@ -81,9 +82,10 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
             )
             tensors[rows.key] = found if rows.index is None else found.item(rows.index)
             continue
-        stack = None if rows.stacked is None else names.find(rows.stacked.names)
+        stack = None if rows.stacked is None else find(rows.stacked.names, spec.prefix, stored)
         if rows.stacked is None or stack is None:
-            raise _missing(spec, rows, names, folder)
+            raise _missing(spec, rows, stored, folder)
+        used.append(stack)
         _check(rows, rows.stacked.shape, stack, stored)
         first = rows.stacked.first
         tensors[rows.key] = stack.item(rows.stacked.index).rows(first, first + rows.shape[0])
@@ -96,9 +98,8 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
                 "config.json ties"
                 " it; set tie_word_embeddings to false in config.json"
             )
-        for name in HEADS:  # mark copies of the table as used
-            names.find((name,))
-    _say_unused(spec, names, folder)
+        used += (find((name,), spec.prefix, stored) for name in HEADS)  # copies of the table
+    _say_unused(spec, stored, {(one.path, one.offset) for one in used if one is not None}, folder)
     return Checkpoint(folder, tensors)
 
 
@@ -139,9 +140,10 @@ def _quantiser_of(name: str, stored: Mapping[str, StoredTensor]) -> str | None:
     )
 
 
-def _missing(spec: ModelSpec, rows: StoredRows, names: Names, folder: Path) -> UsageError:
+def _missing(
+    spec: ModelSpec, rows: StoredRows, stored: Mapping[str, StoredTensor], folder: Path
+) -> UsageError:
     """Return the error for a missing tensor, with the advice that fits its cause."""
-    stored = names.stored
     what = f"{folder}: tensor {rows.name!r} is not in this checkpoint"
     known = [variant for name in rows.names for variant in variants(name, spec.prefix)]
     kind = next(filter(None, (_quantiser_of(name, stored) for name in known)), None)
@@ -152,7 +154,7 @@ def _missing(spec: ModelSpec, rows: StoredRows, names: Names, folder: Path) -> U
             " quantiser's settings into it under that name, or give an unquantised checkpoint"
         )
     module = rows.name.rpartition(".")[0]
-    if spec.quantization is not None and names.find((f"{module}.weight",)) is not None:
+    if spec.quantization is not None and find((f"{module}.weight",), spec.prefix, stored):
         return UsageError(
             f"{what}, which has {module + '.weight'!r}: this matrix is not quantised, and the "
             "quantization_config of"
@@ -225,20 +227,26 @@ def _listed(folder: Path) -> dict[str, tuple[str, str]]:
 # ---- Tensors that are not used
 
 
-def _say_unused(spec: ModelSpec, names: Names, folder: Path) -> None:
+def _say_unused(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor],
+    used: set[tuple[Path, int]],
+    folder: Path,
+) -> None:
     """Tell the user which tensors no layer of the model reads, except those that change nothing.
 
-    The exceptions are buffers, biases of zeros, and shapes of packed matrices, which config.json
-    gives too.
+    used: path and offset of tensors that are read. The exceptions are further names of these,
+    empty tensors, buffers, biases of zeros, and shapes of packed matrices, which config.json gives
+    too.
     """
     unused = [
         name
-        for name in names.unused
-        if not _BUFFERS.search(name)
-        and not (name.endswith(".bias") and _is_zero(names.stored[name]))
-        and not (
-            name.endswith(".weight_shape") and name.removesuffix("shape") + "packed" in names.stored
-        )
+        for name, one in stored.items()
+        if (one.path, one.offset) not in used
+        and one.nbytes
+        and not _BUFFERS.search(name)
+        and not (name.endswith(".bias") and _is_zero(one))
+        and not (name.endswith(".weight_shape") and name.removesuffix("shape") + "packed" in stored)
     ]
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""

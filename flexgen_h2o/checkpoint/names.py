@@ -38,35 +38,12 @@ def first_of(name: str, prefix: str, stored: Mapping[str, object]) -> str | None
     return min(there) if there else None
 
 
-class Names:
-    """The stored tensors by name, with a record of those that have been found."""
-
-    def __init__(self, prefix: str, stored: Mapping[str, StoredTensor]) -> None:
-        self.prefix = prefix
-        self.stored = stored
-        self._found: set[tuple[Path, int]] = set()
-
-    def find(self, names: Iterable[str]) -> StoredTensor | None:
-        """Return the tensor with the first of these names that is stored."""
-        for name in names:
-            own = first_of(name, self.prefix, self.stored)
-            if own is not None:
-                found = self.stored[own]
-                self._found.add((found.path, found.offset))
-                return found
-        return None
-
-    @property
-    def unused(self) -> list[str]:
-        """Names of tensors that have not been found.
-
-        Further names of a found tensor are left out.
-        """
-        return [
-            name
-            for name, one in self.stored.items()
-            if (one.path, one.offset) not in self._found and one.nbytes
-        ]
+def find(
+    names: Iterable[str], prefix: str, stored: Mapping[str, StoredTensor]
+) -> StoredTensor | None:
+    """Return the tensor with the first of these names that is stored."""
+    own = next(filter(None, (first_of(name, prefix, stored) for name in names)), None)
+    return None if own is None else stored[own]
 
 
 def names_of_tensors(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
 from flexgen_h2o.checkpoint.formats import (
-    PackedFormat,
+    Codec,
     StoredRows,
     checkpoint_format,
     warm_up,
@@ -34,7 +34,6 @@ from flexgen_h2o.checkpoint.safetensors import (
 from flexgen_h2o.checkpoint.writing import (
     RandomValues,
     WeightSource,
-    Written,
     plan_shards,
     record_of,
     write_shards,
@@ -55,7 +54,7 @@ RECORD_NAME = "packed_weights.json"
 
 
 def pack_checkpoint(
-    spec: ModelSpec, source: Checkpoint, cache_dir: Path, form: PackedFormat, progress: bool = False
+    spec: ModelSpec, source: Checkpoint, cache_dir: Path, form: Codec, progress: bool = False
 ) -> Checkpoint:
     """Return the tensors of `source` with packed matrices, under `cache_dir`/packed/.
 
@@ -80,7 +79,7 @@ def pack_random(
     folder: Path,
     dtype: str,
     seed: int,
-    form: PackedFormat,
+    form: Codec,
     progress: bool = False,
 ) -> Checkpoint:
     """Return the random weights of `writing.write_random_checkpoint`, packed in `folder`.
@@ -93,13 +92,10 @@ def pack_random(
 
 
 def _pack(
-    spec: ModelSpec, weights: WeightSource, folder: Path, form: PackedFormat, progress: bool
+    spec: ModelSpec, weights: WeightSource, folder: Path, form: Codec, progress: bool
 ) -> Checkpoint:
     tensors = sorted(spec.tensors, key=lambda t: form.layout(t).stored[0].is_values)
-    written = [
-        Written(_entry(t, weights, form), partial(_pieces, t, weights, form)) for t in tensors
-    ]
-    shards = plan_shards(written, {"packed": form.name})
+    shards = plan_shards([_entry(t, weights, form) for t in tensors], {"packed": form.name})
     nbytes = sum(shard.nbytes for shard in shards)
     with building(folder, nbytes, f"{form.name} weights", spec.name) as temp:
         if temp is not None:
@@ -120,7 +116,7 @@ def _pack(
     return _open(spec, weights, folder, form)
 
 
-def _open(spec: ModelSpec, weights: WeightSource, folder: Path, form: PackedFormat) -> Checkpoint:
+def _open(spec: ModelSpec, weights: WeightSource, folder: Path, form: Codec) -> Checkpoint:
     """Return a complete store after a check against its record and the spec.
 
     Somebody may have changed it since it was made.
@@ -153,16 +149,17 @@ def _open(spec: ModelSpec, weights: WeightSource, folder: Path, form: PackedForm
     return Checkpoint(folder, tensors)
 
 
-def _entry(tensor: TensorSpec, weights: WeightSource, form: PackedFormat) -> Entry:
+def _entry(tensor: TensorSpec, weights: WeightSource, form: Codec) -> Entry:
     (stored,) = form.layout(tensor).stored
     return Entry(
         tensor.key,
         FROM_ENGINE[weights.dtype_of(tensor) if stored.is_values else "uint8"],
         stored.shape,
+        partial(_pieces, tensor, weights, form),
     )
 
 
-def _pieces(tensor: TensorSpec, weights: WeightSource, form: PackedFormat) -> Iterator[memoryview]:
+def _pieces(tensor: TensorSpec, weights: WeightSource, form: Codec) -> Iterator[memoryview]:
     """Yield the bytes of one tensor, some rows at a time."""
     import torch
 
@@ -174,7 +171,7 @@ def _pieces(tensor: TensorSpec, weights: WeightSource, form: PackedFormat) -> It
                 rows = form.encode(rows)
             except ValueError as error:
                 raise UsageError(
-                    f"{weights.describe(tensor)} {error}; leave {form.flag} out"
+                    f"{weights.describe(tensor)} {error}; leave {form.converted_by} out"
                 ) from error
         yield rows.contiguous().view(-1).view(torch.uint8).numpy().data
 

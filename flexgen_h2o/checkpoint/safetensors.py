@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from math import prod
-from operator import mul
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from flexgen_h2o.checkpoint.atomic_folder import FileState, States, check_unchanged, file_state
 from flexgen_h2o.core.config import DTYPE_BYTES, WIDE
-from flexgen_h2o.core.errors import UsageError, json_reason
-from flexgen_h2o.core.files import open_regular, read_json, write_new
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import open_regular, read_json
 from flexgen_h2o.core.units import round_up
 
 
@@ -94,11 +94,8 @@ Names = tuple[str, str]
 SAFETENSORS: Names = ("model.safetensors", "model.safetensors.index.json")
 BIN: Names = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 LENGTH_BYTES = 8
-# The safetensors library itself refuses larger headers.
-MAX_HEADER_BYTES = 100_000_000
 
-# Bits of one element. Tensors of types that are missing here are kept, but their size is not
-# checked.
+# Bits of one element.
 DTYPE_BITS = {
     "F64": 64,
     "F32": 32,
@@ -135,6 +132,8 @@ class Entry:
     name: str
     dtype: str  # safetensors name (`F32`, ...)
     shape: tuple[int, ...]
+    # Returns the tensor's bytes in order.
+    pieces: Callable[[], Iterable[memoryview]] = field(default=tuple, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -166,18 +165,8 @@ def shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def write_index(folder: Path, weight_map: dict[str, str], nbytes: int) -> None:
-    """Write the index file of a sharded checkpoint.
-
-    weight_map: file name by tensor name. nbytes: sum over the tensors.
-    """
-    body = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
-    write_new(folder / SAFETENSORS[1], json.dumps(body, indent=2) + "\n")
-
-
 AGAIN = "download it again"
 MAX_INDEX_BYTES = 16 * 2**20
-_MAX_NUMBER = 2**64 - 1  # the safetensors library counts in 64 bits
 
 
 def names_in(folder: Path) -> Names | None:
@@ -263,112 +252,37 @@ def _shard_path(index: Path, shard: str) -> Path:
     return path
 
 
-def read_file(path: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of one safetensors file.
-
-    Raises UsageError that names the file and what is wrong with it.
-    """
-    tensors, aliases = _read_file(path)
-    return {**aliases, **tensors}
-
-
 def _read_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Return the tensors of a file by name, and by further names that its metadata gives them.
 
-    Raises UsageError as `read_file`.
+    The safetensors library checks header and size. Raises UsageError that names the file and what
+    is wrong with it.
     """
     state = file_state(path)  # taken first, so that any later write is noticed
-    head, start, size = _read_header(path)
-    metadata = head.pop("__metadata__", None)
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-    ):
-        raise UsageError(
-            f"{path}: the safetensors header is damaged (__metadata__ is not a table of texts); "
-            f"{AGAIN}"
-        )
-    tensors = {
-        name: replace(_stored(path, name, entry, start), state=state)
-        for name, entry in head.items()
-    }
-    end = start
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if tensor.offset != end:
-            what = (
-                "lies on another one"
-                if tensor.offset < end
-                else "has bytes before it that belong to no tensor"
-            )
-            raise UsageError(
-                f"{path}: tensor {name!r} {what}: at byte {tensor.offset}, {end} expected; {AGAIN}"
-            )
-        end += tensor.nbytes
-    if size != end:
-        what = "is truncated" if size < end else "has bytes that belong to no tensor"
-        raise UsageError(f"{path}: {what}: {size} bytes, {end} expected; {AGAIN}")
-    # safetensors.torch.save_model records tied weights like this, and so does the import of .bin
-    # files.
-    return tensors, {a: tensors[kept] for a, kept in (metadata or {}).items() if kept in tensors}
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return (parsed header, byte at which the data start, size of the file in bytes)."""
     try:
-        with open_regular(path) as file:
-            size = file.seek(0, 2)
-            file.seek(0)
+        with open_regular(path) as file:  # the library would wait for a named pipe
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            sane = 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES)
-            text = file.read(length) if sane else b""
+            with safe_open(path, framework="np"):
+                head = json.loads(file.read(length), object_pairs_hook=_table_of)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
-    if not sane:
+    except (SafetensorError, ValueError) as error:
         raise UsageError(
-            f"{path}: truncated or not a safetensors file (a git-lfs pointer?): a header of "
-            f"{length} bytes in a file"
-            f" of {size} bytes; {AGAIN}"
-        )
-    try:
-        head = _HEADER_JSON.decode(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path}: the safetensors header is damaged ({json_reason(error)}); {AGAIN}"
+            f"{path}: truncated, damaged or not a safetensors file (a git-lfs pointer?): {error};"
+            f" {AGAIN}"
         ) from error
-    if not isinstance(head, dict):
-        raise UsageError(f"{path}: the safetensors header is damaged (not a table); {AGAIN}")
-    return head, LENGTH_BYTES + length, size
-
-
-def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
-    """Return one header entry as a tensor.
-
-    Its range must have the bytes that shape and dtype need.
-    """
-    bad = UsageError(f"{path}: the header entry of tensor {name!r} is damaged; {AGAIN}")
-    if not isinstance(entry, dict):
-        raise bad
-    dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(span) or len(span) != 2:
-        raise bad
-    # `any` ends early: the whole product may have millions of digits.
-    if any(n > _MAX_NUMBER for n in accumulate(shape, mul)):
-        raise bad
-    begin, end = span
-    nbytes = end - begin
-    bits = prod(shape) * DTYPE_BITS.get(dtype, 0)
-    wanted = bits // 8 if dtype in DTYPE_BITS else nbytes
-    if bits % 8:
-        raise bad
-    if nbytes < 0 or nbytes != wanted:
-        raise UsageError(
-            f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} "
-            f"needs {wanted}; {AGAIN}"
+    metadata = head.pop("__metadata__", None) or {}
+    start = LENGTH_BYTES + length
+    tensors = {}
+    for name, entry in head.items():
+        begin, end = entry["data_offsets"]
+        dtype = TO_ENGINE.get(entry["dtype"], entry["dtype"])
+        tensors[name] = StoredTensor(
+            path, start + begin, end - begin, dtype, tuple(entry["shape"]), state
         )
-    return StoredTensor(path, start + begin, nbytes, TO_ENGINE.get(dtype, dtype), tuple(shape))
-
-
-def _naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v <= _MAX_NUMBER for v in value)
+    # safetensors.torch.save_model records tied weights like this, and so does the import of .bin
+    # files.
+    return tensors, {a: tensors[kept] for a, kept in metadata.items() if kept in tensors}
 
 
 def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -378,18 +292,3 @@ def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"{counts.most_common(1)[0][0]!r} is there twice")
     return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _whole_number(text: str) -> int:
-    if text == "-0":
-        raise ValueError("-0 is not a whole number of at least 0")
-    return int(text)
-
-
-_HEADER_JSON = json.JSONDecoder(
-    object_pairs_hook=_table_of, parse_constant=_no_constant, parse_int=_whole_number
-)

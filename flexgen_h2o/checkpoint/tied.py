@@ -5,7 +5,7 @@ transformers ties them only if they are the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -58,7 +58,7 @@ def other_head(prefix: str, stored: Mapping[str, StoredTensor], table: StoredTen
     """Return the name of a stored head that is not a copy of `table`; None if there is none."""
     for name in _heads(prefix, stored):
         head = stored[name]
-        if not _are_equal(head, table, _ctime(head), _ctime(table)):
+        if not _are_equal_in_files(head, table, _ctime(head), _ctime(table)):
             return name
     return None
 
@@ -72,7 +72,6 @@ def _has_other_head_in_bin(spec: ModelSpec, folder: Path) -> bool:
 
     Files of torch before 1.6 cannot be mapped: one file at a time is read whole.
     """
-    import torch
 
     tensors: dict[str, torch.Tensor] = {}
     for path in shards(folder, BIN):
@@ -82,18 +81,14 @@ def _has_other_head_in_bin(spec: ModelSpec, folder: Path) -> bool:
     name = first_of(spec.head[-1].name, spec.prefix, tensors)
     if name is None:
         return False
-    table = tensors[name]
-    for own in _heads(spec.prefix, tensors):
-        head = tensors[own]
-        if head.shape != table.shape:
-            return True
-        if (head.data_ptr(), head.dtype) == (table.data_ptr(), table.dtype):
-            continue
-        for one, other in zip(head.split(_PIECE_ROWS), table.split(_PIECE_ROWS), strict=True):
-            interrupts.check()
-            if not torch.equal(one.double(), other.double()):
-                return True
-    return False
+    return any(not _are_equal(tensors[own], tensors[name]) for own in _heads(spec.prefix, tensors))
+
+
+def _are_equal(head: torch.Tensor, table: torch.Tensor) -> bool:
+    if (head.data_ptr(), head.dtype, head.shape) == (table.data_ptr(), table.dtype, table.shape):
+        return True
+    pieces = (tensor.split(_PIECE_ROWS) for tensor in (head, table))
+    return head.shape == table.shape and _are_equal_numbers(*pieces)
 
 
 def _ctime(tensor: StoredTensor) -> int:
@@ -101,7 +96,7 @@ def _ctime(tensor: StoredTensor) -> int:
 
 
 @lru_cache(maxsize=16)  # a run asks when it reads the config, and again when it opens the weights
-def _are_equal(one: StoredTensor, other: StoredTensor, *ctimes: int) -> bool:
+def _are_equal_in_files(one: StoredTensor, other: StoredTensor, *ctimes: int) -> bool:
     """Return whether both tensors have the same shape and numbers, in whatever float dtype.
 
     All numbers are compared: training of some tokens changes few rows. ctimes: of the files, so
@@ -111,34 +106,35 @@ def _are_equal(one: StoredTensor, other: StoredTensor, *ctimes: int) -> bool:
         return True
     if one.shape != other.shape or not one.nbytes:
         return False
-    elements = _PIECE_BYTES // max(tensor.nbytes // prod(tensor.shape) for tensor in (one, other))
-    try:
-        with open_regular(one.path) as first, open_regular(other.path) as second:
-            first.seek(one.offset)
-            second.seek(other.offset)
-            for at in range(0, prod(one.shape), elements):
-                interrupts.check()
-                count = min(elements, prod(one.shape) - at)
-                pieces = [
-                    file.read(count * (tensor.nbytes // prod(tensor.shape)))
-                    for file, tensor in ((first, one), (second, other))
-                ]
-                is_same = one.dtype == other.dtype and pieces[0] == pieces[1]
-                if not is_same and not _are_equal_numbers(pieces, (one.dtype, other.dtype)):
-                    return False
-    except OSError as error:
-        raise UsageError(f"{one.path}: {error.strerror or error}") from error
-    return True
+    count = _PIECE_BYTES // max(tensor.nbytes // prod(tensor.shape) for tensor in (one, other))
+    return _are_equal_numbers(_pieces_of(one, count), _pieces_of(other, count))
 
 
-def _are_equal_numbers(pieces: list[bytes], dtypes: tuple[str, str]) -> bool:
+def _pieces_of(tensor: StoredTensor, count: int) -> Iterator[torch.Tensor]:
+    """Yield the numbers of a stored tensor, `count` at a time; bytes if they are no floats."""
     import torch
 
-    def numbers(piece: bytes, name: str) -> torch.Tensor | None:
-        dtype = getattr(torch, name, None)
-        if dtype is None or not dtype.is_floating_point or len(piece) % dtype.itemsize:
-            return None
-        return torch.frombuffer(bytearray(piece), dtype=dtype).double()
+    dtype = getattr(torch, tensor.dtype, torch.uint8)
+    step = count * (tensor.nbytes // prod(tensor.shape))
+    try:
+        with open_regular(tensor.path) as file:
+            file.seek(tensor.offset)
+            for at in range(0, tensor.nbytes, step):
+                piece = file.read(min(step, tensor.nbytes - at))
+                yield torch.frombuffer(bytearray(piece), dtype=dtype)
+    except (OSError, ValueError) as error:  # ValueError: the file has become shorter
+        raise UsageError(f"{tensor.path}: {getattr(error, 'strerror', None) or error}") from error
 
-    one, other = (numbers(piece, name) for piece, name in zip(pieces, dtypes, strict=True))
-    return one is not None and other is not None and torch.equal(one, other)
+
+def _are_equal_numbers(ones: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    import torch
+
+    for one, other in zip(ones, others, strict=True):
+        interrupts.check()
+        if one.dtype == other.dtype and torch.equal(one, other):
+            continue
+        if not (one.is_floating_point() and other.is_floating_point()):
+            return False
+        if not torch.allclose(one.double(), other.double(), rtol=0, atol=0, equal_nan=True):
+            return False
+    return True

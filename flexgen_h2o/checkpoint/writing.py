@@ -15,13 +15,11 @@ import mmap
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -34,7 +32,6 @@ from flexgen_h2o.checkpoint.safetensors import (
     Entry,
     header,
     shard_name,
-    write_index,
 )
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
@@ -66,113 +63,94 @@ def reserve(path: Path, nbytes: int) -> None:
         os.close(fd)
 
 
-class FileWriter:
-    """Appends to a reserved file from its start.
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write the pieces to a reserved file, one after the other.
 
-    After the `with` block the bytes are on disk, not in the page cache. Buffered writes with the
-    kernel's write-back reach only a third of the speed of direct ones, and the cached pages would
-    hide the reads that follow. Uses `BUFFER_BYTES` of RAM. Raises OSError (ENOSPC if the disk is
-    full).
+    Then the bytes are on disk, not in the page cache. Buffered writes with the kernel's write-back
+    reach only a third of the speed of direct ones, and the cached pages would hide the reads that
+    follow. Uses `BUFFER_BYTES` of RAM. Raises OSError (ENOSPC if the disk is full).
     """
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.open(path, flags)
+    buffer = mmap.mmap(-1, BUFFER_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    used = 0
+    try:
+        for piece in pieces:
+            interrupts.check()
+            view = memoryview(piece).cast("B")
+            while view:
+                taken = min(BUFFER_BYTES - used, view.nbytes)
+                buffer[used : used + taken] = view[:taken]
+                used += taken
+                view = view[taken:]
+                if used == BUFFER_BYTES:
+                    _write_all(fd, memoryview(buffer))
+                    used = 0
+        # The last piece has any length, which direct writes refuse.
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        _write_all(fd, memoryview(buffer)[:used])
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
-    def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            self._fd = os.open(path, flags | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._fd = os.open(path, flags)
-        self._buffer = mmap.mmap(-1, BUFFER_BYTES)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._buffer.madvise(mmap.MADV_HUGEPAGE)
-        self._used = 0
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append `data`."""
-        view = memoryview(data).cast("B")
-        while view:
-            taken = min(BUFFER_BYTES - self._used, view.nbytes)
-            self._buffer[self._used : self._used + taken] = view[:taken]
-            self._used += taken
-            view = view[taken:]
-            if self._used == BUFFER_BYTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        pending = memoryview(self._buffer)[: self._used]
-        while pending:
-            pending = pending[os.write(self._fd, pending) :]
-        self._used = 0
-
-    def __enter__(self) -> FileWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        try:
-            if error is None:
-                # The last piece has any length, which direct writes refuse.
-                fcntl.fcntl(
-                    self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT
-                )
-                self._flush()
-                os.fsync(self._fd)
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(self._fd)
+def _write_all(fd: int, pending: memoryview) -> None:
+    while pending:
+        pending = pending[os.write(fd, pending) :]
 
 
 SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class Written:
-    """One stored tensor that is to be written."""
-
-    entry: Entry
-    pieces: Callable[[], Iterator[memoryview]]  # returns the tensor's bytes in order
-
-
-@dataclass(frozen=True)
 class ShardFile:
-    """One file that is to be written. `plan_shards` makes it."""
+    """One safetensors file that is to be written."""
 
     name: str
     head: bytes  # the header, with its length prefix
-    tensors: tuple[Written, ...]  # in the order of their data
-    nbytes: int  # of the whole file
+    entries: Sequence[Entry]  # in the order of their data
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.head) + sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """The bytes of the file, in order."""
+        yield self.head
+        for entry in self.entries:
+            yield from entry.pieces()
 
 
 def plan_shards(
-    tensors: Iterable[Written], metadata: Mapping[str, str] | None = None
+    entries: Iterable[Entry], metadata: Mapping[str, str] | None = None
 ) -> list[ShardFile]:
     """Return files of at most SHARD_BYTES for the tensors, in order.
 
     One tensor may exceed that size.
     """
-    groups: list[list[Written]] = [[]]
+    groups: list[list[Entry]] = [[]]
     room = SHARD_BYTES
-    for tensor in tensors:
-        nbytes = tensor.entry.nbytes
-        if nbytes > room and groups[-1]:
+    for entry in entries:
+        if entry.nbytes > room and groups[-1]:
             groups.append([])
             room = SHARD_BYTES
-        groups[-1].append(tensor)
-        room -= nbytes
-    shards = []
-    for i, group in enumerate(groups):
-        entries = [tensor.entry for tensor in group]
-        name = SAFETENSORS[0] if len(groups) == 1 else shard_name(i, len(groups))
-        head = header(entries, dict(metadata or {}))
-        shards.append(
-            ShardFile(name, head, tuple(group), len(head) + sum(e.nbytes for e in entries))
-        )
-    return shards
+        groups[-1].append(entry)
+        room -= entry.nbytes
+    count = len(groups)
+    names = [shard_name(i, count) for i in range(count)] if count > 1 else [SAFETENSORS[0]]
+    return [
+        ShardFile(name, header(group, dict(metadata or {})), group)
+        for name, group in zip(names, groups, strict=True)
+    ]
 
 
 def write_shards(folder: Path, shards: list[ShardFile], title: str, progress: bool) -> None:
@@ -183,27 +161,33 @@ def write_shards(folder: Path, shards: list[ShardFile], title: str, progress: bo
     for shard in shards:
         reserve(folder / shard.name, shard.nbytes)
     if len(shards) > 1:
-        weight_map = {tensor.entry.name: shard.name for shard in shards for tensor in shard.tensors}
-        write_index(folder, weight_map, sum(shard.nbytes - len(shard.head) for shard in shards))
-    nbytes = sum(shard.nbytes for shard in shards)
+        write_index(folder, shards)
     with interrupts.held():  # tqdm starts a thread
         bar = tqdm(
-            total=nbytes,
+            total=sum(shard.nbytes for shard in shards),
             desc=title,
             unit="B",
             unit_scale=True,
             file=sys.stderr,
             disable=not progress,
         )
+
+    def shown(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        for piece in pieces:
+            yield piece
+            bar.update(len(piece))
+
     with bar:
         for shard in shards:
-            with FileWriter(folder / shard.name) as file:
-                file.write(shard.head)
-                bar.update(len(shard.head))
-                for piece in chain.from_iterable(tensor.pieces() for tensor in shard.tensors):
-                    interrupts.check()
-                    file.write(piece)
-                    bar.update(piece.nbytes)
+            write_file(folder / shard.name, shown(shard.pieces))
+
+
+def write_index(folder: Path, shards: Iterable[ShardFile]) -> None:
+    """Write the index file of a sharded checkpoint."""
+    weight_map = {entry.name: shard.name for shard in shards for entry in shard.entries}
+    nbytes = sum(entry.nbytes for shard in shards for entry in shard.entries)
+    body = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+    write_new(folder / SAFETENSORS[1], json.dumps(body, indent=2) + "\n")
 
 
 # ---- random weights
@@ -368,7 +352,7 @@ class RandomValues(WeightSource):
             0, 256, (TABLE_VALUES,), dtype=torch.uint8, generator=generator, device="cpu"
         )
 
-    def stored(self) -> list[Written]:
+    def stored(self) -> list[Entry]:
         """Return what a checkpoint of the model stores.
 
         Slices of one stored tensor are together.
@@ -382,9 +366,7 @@ class RandomValues(WeightSource):
             parts.sort(key=lambda part: part[1].index or 0)
             rows = parts[0][1]
             shape = rows.shape if rows.index is None else (len(parts), *rows.shape)
-            found.append(
-                Written(Entry(name, self._stored_dtype(rows), shape), partial(self._pieces, parts))
-            )
+            found.append(Entry(name, self._stored_dtype(rows), shape, partial(self._pieces, parts)))
         return found
 
     def _stored_dtype(self, rows: StoredRows) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 
-from flexgen_h2o.checkpoint.formats import WeightFormat, weight_format
+from flexgen_h2o.checkpoint.formats import Codec, weight_format
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import (
     LOAD_AFTER_ROUTER_BELOW,
@@ -95,7 +95,7 @@ class MemoryPlanner:
     # ---- what the policy makes of the model
 
     @cached_property
-    def form(self) -> WeightFormat:
+    def form(self) -> Codec:
         """Format in which weights are held."""
         return weight_format(self.spec, self.policy, self.itemsize)
 

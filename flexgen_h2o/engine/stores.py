@@ -16,8 +16,8 @@ Nothing here knows a format or a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ import torch
 
 from flexgen_h2o.checkpoint.atomic_folder import check_unchanged
 from flexgen_h2o.checkpoint.formats import (
+    Codec,
     Shard,
     StoredRows,
     TensorLayout,
-    WeightFormat,
     layout_of,
 )
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
@@ -39,13 +39,12 @@ from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.engine.loop import UnitKey, joined
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
 from flexgen_h2o.engine.weight_units import streamed_bytes, streamed_part_bytes
-from flexgen_h2o.kernels.linear import RowPart, RowParts, lookup
+from flexgen_h2o.kernels.linear import Matrix, RowParts, Table, lookup
 from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
 from flexgen_h2o.tiers.stream import (
     Done,
-    Part,
     Region,
     Shares,
     Waitable,
@@ -58,72 +57,6 @@ from flexgen_h2o.tiers.transfers import Memory, Mover
 # A unit with so many matrices or more is decoded with one thread per matrix. Its matrices are about
 # equally large: they belong to experts, not to attention.
 _MANY_TASKS = 16
-
-
-@dataclass
-class _Piece:
-    """The rows of one stored tensor that a part needs. WeightStore makes it."""
-
-    stored: StoredRows
-    # The byte range of the rows in a file.
-    source: StoredTensor
-    nbytes: int
-    # Where their room begins in a load's region, in bytes. WeightStore's constructor sets it.
-    start: int = 0
-    # The rows themselves, uint8; None if they are not in memory. `load_resident` sets it.
-    resident: torch.Tensor | None = None
-
-
-@dataclass
-class _HeldPart:
-    """The rows of a tensor that have one home tier. WeightStore makes it."""
-
-    part: Part
-    # One for each stored tensor (values, scales).
-    pieces: list[_Piece]
-    streamed: bool
-    # The rows as matrix multiplications take them, if they are resident and used as they are held.
-    rows: RowParts = ()
-
-
-class TableOnDisk(RowPart):
-    """A table on disk. The wanted rows are read, each once.
-
-    held: turns rows that were read into parts to look up in.
-    """
-
-    def __init__(
-        self,
-        mover: Mover,
-        open_file: Callable[[Path], DirectFile],
-        source: StoredTensor,
-        held: Callable[[torch.Tensor], RowParts],
-    ) -> None:
-        self._mover = mover
-        self._open = open_file
-        self._source = source
-        self._held = held
-
-    def __len__(self) -> int:
-        return self._source.shape[0]
-
-    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        source = self._source
-        stored = getattr(torch, self._source.dtype)
-        wanted, places = ids.unique(return_inverse=True)
-        rows = torch.empty(
-            len(wanted),
-            source.shape[1],
-            dtype=out.dtype if stored.is_floating_point else stored,
-            device="cpu",
-        )
-        first = FileRange(
-            self._open(source.path), source.offset, source.nbytes // source.shape[0], stored
-        )
-        self._mover.read_rows(
-            "look_up_weight", [*zip(rows, wanted.tolist(), strict=True)], first
-        ).wait()
-        lookup(places, self._held(rows), out)
 
 
 class WeightStore:
@@ -141,7 +74,7 @@ class WeightStore:
         plan: LayerPlan,
         checkpoint: Checkpoint,
         shares: Shares,
-        form: WeightFormat,
+        form: Codec,
         mover: Mover,
         workspace: Workspace,
         decoded: torch.Tensor | None = None,
@@ -156,51 +89,44 @@ class WeightStore:
         self._experts = {layer.unit for layer in plan.layers if layer.kind == "experts"}
         self._files: dict[Path, DirectFile] = {}
         self._layouts = {t.key: layout_of(form, t) for unit in plan.units for t in unit.tensors}
-        self._parts = {
-            t.key: self._parts_of(t, checkpoint, shares)
-            for unit in plan.units
-            for t in unit.tensors
-        }
-        self._filled: dict[tuple[int, TensorLayout], RowParts] = {}
-        sources = [
-            p.source
-            for parts in self._parts.values()
-            for h in parts
-            if h.part.tier == "disk"
-            for p in h.pieces
-        ]
-        self._read_in_sweeps = {source.path: source.state for source in sources}
+        self._shards = dict[str, list[Shard]]()
         for unit in plan.units:
             start = 0
-            for piece in (
-                p for t in unit.tensors for h in self._parts[t.key] if h.streamed for p in h.pieces
-            ):
-                piece.start = start
-                start += streamed_part_bytes(piece.nbytes)
+            for tensor in unit.tensors:
+                shards = self._shards_of(tensor, checkpoint, shares, start)
+                self._shards[tensor.key] = shards
+                start = shards[-1].places[-1]
+        self._filled: dict[tuple[int, TensorLayout], RowParts] = {}
+        on_disk = (one for shards in self._shards.values() for one in shards if one.tier == "disk")
+        self._read_in_sweeps = {
+            source.path: source.state for shard in on_disk for source in shard.sources
+        }
         self._sizes = [streamed_bytes(unit, shares, form, self._is_host) for unit in plan.units]
 
-    def _parts_of(
-        self, tensor: TensorSpec, checkpoint: Checkpoint, shares: Shares
-    ) -> list[_HeldPart]:
+    def _shards_of(
+        self, tensor: TensorSpec, checkpoint: Checkpoint, shares: Shares, start: int
+    ) -> list[Shard]:
+        """Return the shards of a tensor, none of which is in memory.
+
+        start: the first free byte of a load's region. The last place of a shard is the next one.
+        """
         found = []
         layout = self._layouts[tensor.key]
-        for part, streamed in layout.homes(shares, self._is_host):
-            pieces = [
-                _Piece(
-                    stored,
-                    checkpoint.tensors[stored.key].rows(*stored.file_rows(part)),
-                    stored.part_bytes(part),
-                )
-                for stored in layout.stored
-            ]
-            rows: RowParts = ()
-            if part.tier == "disk" and not streamed:
-                rows = (
-                    TableOnDisk(
-                        self._mover, self._file, pieces[0].source, partial(self._table_of, layout)
-                    ),
-                )
-            found.append(_HeldPart(part, pieces, streamed, rows))
+        for part, is_streamed in layout.homes(shares, self._is_host):
+            sources = []
+            places = [start]
+            for stored in layout.stored:
+                first, end = stored.rows_of(part.start, part.end)
+                whole = checkpoint.tensors[stored.key]
+                sources.append(whole.rows(stored.first + first, stored.first + end))
+                if is_streamed:
+                    start += streamed_part_bytes(stored.part_bytes(part))
+                places.append(start)
+            shard = Shard(part.tier, part.start, part.end, (), sources, places, is_streamed)
+            if part.tier == "disk" and not is_streamed:
+                table = Table(shard.rows, partial(self._look_up_on_disk, layout, sources[0]))
+                shard = replace(shard, held=(table,))
+            found.append(shard)
         return found
 
     def load_resident(self, memory: dict[str, torch.Tensor]) -> None:
@@ -211,27 +137,31 @@ class WeightStore:
         """
         used = dict.fromkeys(memory, 0)
         reads = []
-        for held in (
-            held for u in self.plan.units for t in u.tensors for held in self._parts[t.key]
-        ):
-            for piece in held.pieces if held.part.tier != "disk" else ():
-                tier = held.part.tier if held.part.tier in memory else "host"
-                piece.resident = memory[tier][used[tier] : used[tier] + piece.nbytes]
-                used[tier] += round_up(piece.nbytes, ALIGN)
-                home: Memory = "host" if held.part.tier == "host" else "device"
-                reads.append(self._read(piece, piece.resident, home, ()))
-        wait_all(reads)
         # A tensor that two units share occurs once.
-        tensors = {
-            t.key: number for number, unit in enumerate(self.plan.units) for t in unit.tensors
-        }
-        for key, number in tensors.items():
+        units = {t.key: number for number, unit in enumerate(self.plan.units) for t in unit.tensors}
+        for key in units:
             layout = self._layouts[key]
-            blocks = self._blocks(number)
-            if not layout.decoded_row_bytes:
-                for held in self._parts[key]:
-                    if held.part.tier != "disk" and not held.streamed:
-                        held.rows = self._as_held(layout, held, None, blocks)
+            for i, shard in enumerate(self._shards[key]):
+                if shard.tier == "disk":
+                    continue
+                tier = shard.tier if shard.tier in memory else "host"
+                home: Memory = "host" if shard.tier == "host" else "device"
+                pieces = []
+                for stored, source in zip(layout.stored, shard.sources, strict=True):
+                    nbytes = stored.part_bytes(shard)
+                    pieces.append(memory[tier][used[tier] : used[tier] + nbytes])
+                    used[tier] += round_up(nbytes, ALIGN)
+                    reads.append(self._read(stored, source, pieces[-1], home, ()))
+                self._shards[key][i] = replace(shard, pieces=pieces)
+        wait_all(reads)
+        for key, number in units.items():
+            layout = self._layouts[key]
+            for i, shard in enumerate(self._shards[key]):
+                if shard.pieces and not shard.is_streamed and not layout.decoded_row_bytes:
+                    held = self._form.row_parts(
+                        layout, shard.pieces, self._workspace, self._blocks(number)
+                    )
+                    self._shards[key][i] = replace(shard, held=held)
 
     def _blocks(self, unit: int) -> bool:
         """Return whether resident rows of this unit are blocked.
@@ -257,9 +187,12 @@ class WeightStore:
 
     def load(self, unit: int, region: Region) -> list[Done]:
         """Start bringing the streamed rows of a unit into `region`."""
-        tensors = self.plan.units[unit].tensors
-        streamed = (held for tensor in tensors for held in self._parts[tensor.key] if held.streamed)
-        return [self._load(piece, region) for held in streamed for piece in held.pieces]
+        loads = list[Done]()
+        for tensor in self.plan.units[unit].tensors:
+            for shard in self._shards[tensor.key]:
+                if shard.is_streamed:
+                    loads += self._load(self._layouts[tensor.key], shard, region)
+        return loads
 
     def open_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
         """Return the tensors of a loaded unit by role, without those to be decoded.
@@ -270,9 +203,11 @@ class WeightStore:
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.key]
             if not layout.decoded_row_bytes:
-                parts: list[RowPart] = []
-                for held in self._parts[tensor.key]:
-                    parts += held.rows or self._as_held(layout, held, region, blocks=False)
+                parts: list[Matrix] = []
+                for shard in self._shards[tensor.key]:
+                    parts += shard.held or self._form.row_parts(
+                        layout, self._pieces(layout, shard, region), self._workspace, blocks=False
+                    )
                 found[tensor.role] = tuple(parts)
         return found
 
@@ -302,11 +237,9 @@ class WeightStore:
                     layout, memory, self._workspace
                 )
             rows = self._filled[start, layout]
-            parts = self._parts[tensor.key]
-            whole = [
-                Shard(h.part.tier, h.part.start, h.part.end, self._pieces(h, region)) for h in parts
-            ]
-            is_streamed = any(held.streamed for held in parts)
+            shards = self._shards[tensor.key]
+            whole = [replace(one, pieces=self._pieces(layout, one, region)) for one in shards]
+            is_streamed = any(shard.is_streamed for shard in shards)
             stays = unit in self._experts if self._is_host else not is_streamed
             coded = self._form.coded_parts(layout, whole, rows) if stays else ()
             found[tensor.role] = coded or rows
@@ -328,77 +261,93 @@ class WeightStore:
         tensors = (
             t for t in self.plan.units[unit].tensors if not self._layouts[t.key].decoded_row_bytes
         )
-        return any(held.streamed for tensor in tensors for held in self._parts[tensor.key])
+        return any(shard.is_streamed for tensor in tensors for shard in self._shards[tensor.key])
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._files.clear()
 
-    def _as_held(
-        self, layout: TensorLayout, held: _HeldPart, region: Region | None, blocks: bool
-    ) -> RowParts:
-        return self._form.row_parts(layout, self._pieces(held, region), self._workspace, blocks)
-
-    def _table_of(self, layout: TensorLayout, rows: torch.Tensor) -> RowParts:
-        """Return some rows of a table, in the format in which they are held."""
-        return self._form.row_parts(
-            layout, [rows.view(torch.uint8).view(-1)], self._workspace, blocks=False
+    def _look_up_on_disk(
+        self, layout: TensorLayout, source: StoredTensor, ids: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Look up in a table on disk. The wanted rows are read, each once."""
+        stored = getattr(torch, source.dtype)
+        wanted, places = ids.unique(return_inverse=True)
+        rows = torch.empty(
+            len(wanted),
+            source.shape[1],
+            dtype=out.dtype if stored.is_floating_point else stored,
+            device="cpu",
         )
+        row_bytes = source.nbytes // source.shape[0]
+        first = FileRange(self._file(source.path), source.offset, row_bytes, stored)
+        self._mover.read_rows(
+            "look_up_weight", [*zip(rows, wanted.tolist(), strict=True)], first
+        ).wait()
+        pieces = [rows.view(torch.uint8).view(-1)]
+        lookup(places, self._form.row_parts(layout, pieces, self._workspace, blocks=False), out)
 
-    def _pieces(self, held: _HeldPart, region: Region | None) -> list[torch.Tensor]:
+    def _pieces(
+        self, layout: TensorLayout, shard: Shard, region: Region | None
+    ) -> Sequence[torch.Tensor]:
         """Return the bytes (uint8) of each piece in the memory that the device computes on."""
-        if held.streamed:
-            assert region is not None
-            return [self._view(piece, region) for piece in held.pieces]
-        return [piece.resident for piece in held.pieces if piece.resident is not None]
+        if not shard.is_streamed:
+            return shard.pieces
+        assert region is not None
+        pieces = []
+        for stored, source, place in zip(layout.stored, shard.sources, shard.places, strict=False):
+            inside = source.offset % PAGE if self._is_direct(stored, source, shard) else 0
+            pieces.append(region.data[place + inside :][: stored.part_bytes(shard)])
+        return pieces
 
-    def _view(self, piece: _Piece, region: Region) -> torch.Tensor:
-        start = piece.start + (piece.source.offset % PAGE if self._is_direct(piece) else 0)
-        return region.data[start : start + piece.nbytes]
-
-    def _load(self, piece: _Piece, region: Region) -> Done:
-        if piece.resident is not None:
-            dst = self._view(piece, region)
-            return self._mover.copy("h2d", "load_weight", dst, piece.resident, region.after)
-        if self._is_direct(piece):
-            offset = piece.source.offset
-            nbytes = piece.source.nbytes
-            start, length = aligned_range(offset, nbytes)
-            dst = region.data[piece.start : piece.start + length]
-            file = self._file(piece.source.path)
-            source = FileRange(file, start, offset - start + nbytes)
-            return self._mover.read("load_weight", dst, "device", source, region.after)
-        return self._read(piece, self._view(piece, region), "device", region.after)
+    def _load(self, layout: TensorLayout, shard: Shard, region: Region) -> Iterator[Done]:
+        rooms = self._pieces(layout, shard, region)
+        for i, (stored, source) in enumerate(zip(layout.stored, shard.sources, strict=True)):
+            if shard.pieces:
+                yield self._mover.copy(
+                    "h2d", "load_weight", rooms[i], shard.pieces[i], region.after
+                )
+            elif self._is_direct(stored, source, shard):
+                start, length = aligned_range(source.offset, source.nbytes)
+                room = region.data[shard.places[i] : shard.places[i] + length]
+                nbytes = source.offset - start + source.nbytes
+                found = FileRange(self._file(source.path), start, nbytes)
+                yield self._mover.read("load_weight", room, "device", found, region.after)
+            else:
+                yield self._read(stored, source, rooms[i], "device", region.after)
 
     def _read(
-        self, piece: _Piece, dst: torch.Tensor, memory: Memory, after: Sequence[Waitable]
+        self,
+        stored: StoredRows,
+        source: StoredTensor,
+        dst: torch.Tensor,
+        memory: Memory,
+        after: Sequence[Waitable],
     ) -> Done:
-        found = piece.source
-        stored = torch.uint8
-        if (dtype := self._converted(piece)) is not None:
-            dst = dst.view(dtype)
-            stored = getattr(torch, found.dtype)
-        source = FileRange(self._file(found.path), found.offset, found.nbytes, stored)
-        return self._mover.read("load_weight", dst, memory, source, after)
+        dtype = torch.uint8
+        if (number := self._converted(stored)) is not None:
+            dst = dst.view(number)
+            dtype = getattr(torch, source.dtype)
+        found = FileRange(self._file(source.path), source.offset, source.nbytes, dtype)
+        return self._mover.read("load_weight", dst, memory, found, after)
 
-    def _is_direct(self, piece: _Piece) -> bool:
+    def _is_direct(self, stored: StoredRows, source: StoredTensor, shard: Shard) -> bool:
         """Return whether compute can use the file's bytes as they are, where the reader
         puts them.
         """
-        if not self._is_host or piece.resident is not None:
+        if not self._is_host or shard.pieces:
             return False
-        dtype = self._converted(piece)
-        source = piece.source
+        dtype = self._converted(stored)
         if dtype is None:
             return source.offset % WORD == 0
         return getattr(torch, source.dtype) == dtype and source.offset % dtype.itemsize == 0
 
-    def _converted(self, piece: _Piece) -> torch.dtype | None:
-        """Return the dtype of the piece's numbers, or None if it is held as stored."""
-        if piece.stored.in_float32:
+    def _converted(self, stored: StoredRows) -> torch.dtype | None:
+        """Return the dtype of a stored tensor's numbers, or None if it is held as stored."""
+        if stored.in_float32:
             return torch.float32
-        return self._workspace.dtype if piece.stored.is_values else None
+        return self._workspace.dtype if stored.is_values else None
 
     def _file(self, path: Path) -> DirectFile:
         if path not in self._files:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layout_of, layouts_of
+from flexgen_h2o.checkpoint.formats import Codec, TensorLayout, layout_of, layouts_of
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.model import LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
@@ -36,9 +36,7 @@ def streamed_part_bytes(nbytes: int) -> int:
     return round_up(nbytes + PAGE, PAGE)
 
 
-def streamed_bytes(
-    unit: WeightUnit, shares: Shares, form: WeightFormat, device_is_host: bool
-) -> int:
+def streamed_bytes(unit: WeightUnit, shares: Shares, form: Codec, device_is_host: bool) -> int:
     """Return the ring bytes that one load of the unit takes."""
     return unit_bytes(layouts_of(form, unit.tensors), shares, device_is_host).ring
 
@@ -76,7 +74,7 @@ class UnitKinds(NamedTuple):
 
 # A search plans thousands of policies for one model.
 @lru_cache(maxsize=16)
-def unit_kinds(plan: LayerPlan, form: WeightFormat) -> UnitKinds:
+def unit_kinds(plan: LayerPlan, form: Codec) -> UnitKinds:
     experts = {layer.unit: len(layer.experts) for layer in plan.layers}
     units = [(layouts_of(form, unit.tensors), experts[i]) for i, unit in enumerate(plan.units)]
     kinds = {key: kind for kind, key in enumerate(dict.fromkeys(units))}
@@ -124,7 +122,7 @@ def layer_kinds(
 
 
 @lru_cache(maxsize=64)
-def ring_contents(plan: LayerPlan, form: WeightFormat, depth: int) -> frozenset[tuple[int, ...]]:
+def ring_contents(plan: LayerPlan, form: Codec, depth: int) -> frozenset[tuple[int, ...]]:
     """Return the sets of kinds of `depth` consecutive loads, which a ring holds at once.
 
     A load at each place of the cycle may be the first one.
@@ -153,9 +151,7 @@ def unit_bytes(
 
 
 @lru_cache(maxsize=64)
-def even_head_rows(
-    spec: ModelSpec, plan: LayerPlan, form: WeightFormat, device_is_host: bool
-) -> int:
+def even_head_rows(spec: ModelSpec, plan: LayerPlan, form: Codec, device_is_host: bool) -> int:
     """Return the rows of the head's table in a unit of even size; 0: do not cut it.
 
     The unit is about as large as the average one of the transformer blocks. Return 0 if another

@@ -21,7 +21,7 @@ import torch
 from flexgen_h2o.core.packing import GROUP, SlotPacking
 from flexgen_h2o.core.units import FEW_ROWS
 from flexgen_h2o.kernels import products, triton
-from flexgen_h2o.kernels.linear import DenseRows, MatrixProduct, RowPart
+from flexgen_h2o.kernels.linear import DenseRows, Matrix, MatrixProduct
 from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4
@@ -132,17 +132,11 @@ def _few_of(product: MatrixProduct) -> _Few | None:
         return None
     if isinstance(part, CodedRows):
         return _Few(inputs, part.kept, bias, out, adds)
-    # exact type, because rows of its subclasses mean something else
-    if type(part) is DenseRows and part.rows.stride(1) == 1:
+    if isinstance(part, DenseRows) and not part.blocked and part.rows.stride(1) == 1:
         rows = part.rows
-        columns = part.rows.shape[1]
-        return _Few(
-            inputs,
-            Codes(rows, rows, columns, columns, 0, lambda out: out.copy_(rows)),
-            bias,
-            out,
-            adds,
-        )
+        columns = rows.shape[1]
+        whole = Codes(rows, rows, columns, columns, 0, lambda out: out.copy_(rows))
+        return _Few(inputs, whole, bias, out, adds)
     return None
 
 
@@ -257,7 +251,7 @@ def can_multiply_codes(codes: Codes, decoded: torch.Tensor) -> bool:
     return whole and is_compiled(decoded) and products.has_loop(decoded.dtype) and cpu_has("avx2")
 
 
-class CodedRows(RowPart):
+class CodedRows(Matrix):
     """Hold rows (n, columns) as codes, and decode them to `decoded` when that is first needed."""
 
     def __init__(self, codes: Codes, decoded: DenseRows) -> None:

@@ -31,16 +31,16 @@ from flexgen_h2o.core.units import (
 )
 from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import (
+    Matrix,
     MatrixProduct,
-    RowPart,
     block_words,
     multiply_all,
     words_of_blocks,
 )
+from flexgen_h2o.kernels.ops import op, op_on, run_loop
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.workspace import (
     Workspace,
-    element_of,
     is_compiled,
     parallel_rows,
     row_slices,
@@ -62,7 +62,7 @@ _CARD_MULTIPLE = 8
 
 @dataclass
 class _Inputs:
-    """Hold quantised input rows; made by `_MultipliedInInt8.inputs`."""
+    """Hold quantised input rows; made by `Int8Rows.inputs`."""
 
     codes: torch.Tensor  # (rows, columns) uint8, with `zero` added to each code
     scales: torch.Tensor  # (rows,) float32
@@ -84,48 +84,20 @@ class _Inputs:
         return _Inputs(self.codes[rows], self.scales[rows], self.zero)
 
 
-@dataclass(frozen=True)
-class BlockedInt8:
-    """Hold some packed int8 rows of a matrix in blocked layout; made by `blank_int8_rows`.
-
-    The number of rows is a multiple of BLOCK_ROWS.
-    """
-
-    # (rows, row bytes) uint8, as many bytes as packed rows have. It contains all values, then all
-    # sums, then all scales.
-    memory: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.memory)
-
-    @property
-    def columns(self) -> int:
-        return self.memory.shape[1] - INT8_ROW_BYTES
-
-    @property
-    def scales(self) -> torch.Tensor:
-        """The scales, (n,) float32; a view."""
-        return self.memory.view(-1)[-WORD * len(self) :].view(torch.float32)
-
-    def rows_at(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the values of rows `ids` (int64), as (len(ids), columns) int8."""
-        values = self.memory.view(-1)[: len(self) * self.columns]
-        return words_of_blocks(values, self.columns // WORD, ids).view(torch.int8)
-
-
 # names of the slices that a Workspace needs
 BUFFERS = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"
-# rows: (n, row bytes) uint8 (packing.int8_row_bytes), or the same rows blocked
-Packed = torch.Tensor | BlockedInt8
 
 
 @dataclass(frozen=True)
-class _MultipliedInInt8(RowPart):
-    """Hold some rows of a matrix that is multiplied in int8."""
+class Int8Rows(Matrix):
+    """Hold rows that are multiplied in int8."""
 
-    packed: Packed
+    # (n, row bytes) uint8 (packing.int8_row_bytes). In blocked layout the number of rows is a
+    # multiple of BLOCK_ROWS, and the same bytes contain all values, then all sums, then all scales.
+    packed: torch.Tensor
     columns: int  # columns per row
     workspace: Workspace  # buffers of products: "int8 ..." in MemoryPlanner.workspace
+    blocked: bool = False  # only the compiled loop multiplies blocked rows
     codes: ClassVar[torch.dtype] = torch.uint8
 
     def __len__(self) -> int:
@@ -145,10 +117,12 @@ class _MultipliedInInt8(RowPart):
             quantise_rows(some, codes, scales, zero)
             yield rows, _Inputs(codes, scales, zero)
 
-
-@dataclass(frozen=True)
-class Int8Rows(_MultipliedInInt8):
-    """Hold rows that are stored in int8."""
+    @property
+    def scales(self) -> torch.Tensor:
+        """The scales, (n,) float32; a view."""
+        if self.blocked:
+            return self.packed.view(-1)[-WORD * len(self) :].view(torch.float32)
+        return scales_of(self.packed)
 
     def job(
         self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor
@@ -158,15 +132,14 @@ class Int8Rows(_MultipliedInInt8):
             return None
         packed = self.packed
         n = len(self)
-        if isinstance(packed, BlockedInt8):
-            start = packed.memory.data_ptr()
+        start = packed.data_ptr()
+        if self.blocked:
             row_step = 0
             step = WORD
             zero = ZERO
             sums = start + n * self.columns
             scales = sums + n * WORD
         else:
-            start = packed.data_ptr()
             row_step = packed.stride(0)
             step = packed.stride(0)
             zero = -ZERO
@@ -191,8 +164,7 @@ class Int8Rows(_MultipliedInInt8):
     def multiply(
         self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
     ) -> None:
-        # only the compiled loop multiplies blocked rows
-        assert isinstance(self.packed, torch.Tensor)
+        assert not self.blocked
         codes = inputs.around(0).view(torch.int8)
         ws = self.workspace
         weight = codes_of(self.packed, self.columns)
@@ -217,25 +189,21 @@ class Int8Rows(_MultipliedInInt8):
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         for some in row_slices(len(ids), self.columns):
-            if isinstance(self.packed, BlockedInt8):
-                codes = self.packed.rows_at(ids[some])
-                scales = self.packed.scales[ids[some]]
+            if self.blocked:
+                values = self.packed.view(-1)[: len(self) * self.columns]
+                codes = words_of_blocks(values, self.columns // WORD, ids[some]).view(torch.int8)
             else:
-                found = self.packed.index_select(0, ids[some])
-                codes = codes_of(found, self.columns)
-                scales = scales_of(found)
-            out[some] = codes.float().mul_(scales.unsqueeze(1))
+                codes = codes_of(self.packed.index_select(0, ids[some]), self.columns)
+            out[some] = codes.float().mul_(self.scales[ids[some]].unsqueeze(1))
 
 
 @dataclass(frozen=True)
-class RequantisedRows(_MultipliedInInt8):
+class RequantisedRows(Int8Rows):
     """Hold rows in 4 bits that are multiplied as the int8 rows of `requantise_rows`.
 
-    The compiled loop converts a panel at a time in the caches. Otherwise some rows at a time are
-    converted in the workspace ("int8 rows").
+    packed: (n, packed row bytes) uint8 (kernels/packed.py). The compiled loop converts a panel at a
+    time in the caches. Otherwise some rows at a time are converted in the workspace ("int8 rows").
     """
-
-    packed: torch.Tensor  # (n, packed row bytes) uint8
 
     def job(
         self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor
@@ -315,6 +283,7 @@ def scales_of(packed: torch.Tensor) -> torch.Tensor:
 # ---- numbers to codes, and sums to numbers
 
 
+@op
 def quantise_rows(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zero: int = 0
 ) -> None:
@@ -322,14 +291,24 @@ def quantise_rows(
 
     The scale is the row's largest magnitude / 127, and 0 for a row of zeros. zero: 0, or ZERO,
     which is added to each code. Rows need not be adjacent, but the values of a row must be. A value
-    that is not finite makes the scale infinite or NaN.
+    that is not finite makes the scale infinite or NaN. With torch operations, a value exactly
+    between two codes may get the other code.
     """
-    if not is_compiled(x):
-        quantise_rows_reference(x, codes.view(torch.int8), scales)
-        if zero:
-            codes.view(torch.uint8).bitwise_xor_(zero)
-        return
-    from flexgen_h2o.kernels.compiled import int8 as loops
+    for some in row_slices(*x.shape):
+        values = x[some].float()
+        largest = values.abs().amax(dim=1)
+        largest = largest.masked_fill(largest < _TINY, 0)
+        steps = torch.where(largest == 0, 0.0, _LEVELS / largest)
+        codes.view(torch.int8)[some] = values.mul_(steps.unsqueeze(1)).round_().to(torch.int8)
+        scales[some] = largest / _LEVELS
+    if zero:
+        codes.view(torch.uint8).bitwise_xor_(zero)
+
+
+@quantise_rows.loop
+def _quantise_loop(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zero: int = 0
+) -> None:
 
     n, columns = x.shape
     assert x.stride(1) == codes.stride(1) == 1
@@ -343,27 +322,11 @@ def quantise_rows(
         4 * scales.stride(0),
         zero,
     )
-    parallel_rows(
-        partial(loops.quantise, element_of(x.dtype), *numbers),
-        n,
-        columns * (x.itemsize + 1) // _IN_CACHE,
-    )
+    row_bytes = columns * (x.itemsize + 1) // _IN_CACHE
+    run_loop("int8.quantise", x.dtype, n, row_bytes, *numbers)
 
 
-def quantise_rows_reference(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Compute `quantise_rows` in torch operations.
-
-    A value exactly between two codes may get the other code.
-    """
-    for some in row_slices(*x.shape):
-        values = x[some].float()
-        largest = values.abs().amax(dim=1)
-        largest = largest.masked_fill(largest < _TINY, 0)
-        steps = torch.where(largest == 0, 0.0, _LEVELS / largest)
-        codes[some] = values.mul_(steps.unsqueeze(1)).round_().to(torch.int8)
-        scales[some] = largest / _LEVELS
-
-
+@op_on("out")
 def rescale(
     sums: torch.Tensor,
     row_scales: torch.Tensor,
@@ -377,10 +340,22 @@ def rescale(
     adds: add to what `out` contains. sums: (rows, columns) int32, contiguous; scales: float32;
     bias: (columns,) and out: (rows, columns), of one dtype.
     """
-    if not is_compiled(out):
-        rescale_reference(sums, row_scales, column_scales, bias, out, adds)
-        return
-    from flexgen_h2o.kernels.compiled import int8 as loops
+    for some in row_slices(*sums.shape):
+        values = sums[some].float().mul_(row_scales[some].unsqueeze(1)).mul_(column_scales)
+        if bias is not None:
+            values.add_(bias)
+        out[some] = values.add_(out[some]) if adds else values
+
+
+@rescale.loop
+def _rescale_loop(
+    sums: torch.Tensor,
+    row_scales: torch.Tensor,
+    column_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    adds: bool,
+) -> None:
 
     rows, columns = sums.shape
     assert sums.dtype == torch.int32 and out.stride(1) == 1
@@ -396,23 +371,7 @@ def rescale(
         adds,
     )
     row_bytes = columns * (sums.itemsize + out.itemsize) // _IN_CACHE
-    parallel_rows(partial(loops.rescale, element_of(out.dtype), *numbers), rows, row_bytes)
-
-
-def rescale_reference(
-    sums: torch.Tensor,
-    row_scales: torch.Tensor,
-    column_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    adds: bool,
-) -> None:
-    """Compute `rescale` in torch operations."""
-    for some in row_slices(*sums.shape):
-        values = sums[some].float().mul_(row_scales[some].unsqueeze(1)).mul_(column_scales)
-        if bias is not None:
-            values.add_(bias)
-        out[some] = values.add_(out[some]) if adds else values
+    run_loop("int8.rescale", out.dtype, rows, row_bytes, *numbers)
 
 
 # ---- products of codes, as integers
@@ -489,18 +448,19 @@ def _int_mm_works(where: torch.device) -> bool:
 # ---- blocked rows
 
 
-def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
+def block_int8_rows(
+    packed: torch.Tensor, columns: int, workspace: Workspace
+) -> tuple[Int8Rows, ...]:
     """Block packed rows (n, row bytes), uint8, in place.
 
     Returns parts in order, which share the memory of `packed`. Rows that cannot be blocked stay as
     they are. These are all rows if the device, number of columns or CPU is not supported, and rows
     beyond a multiple of BLOCK_ROWS.
     """
-    parts = blank_int8_rows(packed)
+    parts = blank_int8_rows(packed, columns, workspace)
     for part in parts:
-        if isinstance(part, BlockedInt8):
-            memory = part.memory
-            columns = part.columns
+        if part.blocked:
+            memory = part.packed
             scales, sums = memory[:, columns:].contiguous().view(torch.int32).unbind(1)
             ends = torch.cat([-sums, scales]).view(torch.uint8)
             block_words(memory[:, :columns].view(torch.int32), memory.view(-1))
@@ -508,20 +468,25 @@ def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
     return parts
 
 
-def blank_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
+def blank_int8_rows(
+    packed: torch.Tensor, columns: int, workspace: Workspace
+) -> tuple[Int8Rows, ...]:
     """Return parts as `block_int8_rows` does, for rows that are still to be filled."""
-    columns = packed.shape[1] - INT8_ROW_BYTES
     end = len(packed) // BLOCK_ROWS * BLOCK_ROWS
     right = packed.is_contiguous() and columns % BLOCK_ROWS == 0 and columns <= _MAX_COLUMNS
-    if not (right and end and products.supports(packed, columns)):
-        return (packed,)
-    blocked = BlockedInt8(packed[:end])
-    return (blocked,) if end == len(packed) else (blocked, packed[end:])
+    if not (right and products.supports(packed, columns)):
+        end = 0
+    parts = (
+        Int8Rows(packed[:end], columns, workspace, blocked=True),
+        Int8Rows(packed[end:], columns, workspace),
+    )
+    return tuple(part for part in parts if len(part))
 
 
 # ---- packed rows of 4 bits (kernels/packed.py) to int8 rows
 
 
+@op
 def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
     """Fill int8 rows in order from packed rows of 4 bits.
 
@@ -530,32 +495,8 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
     A row's scale is the largest magnitude that its groups can hold, |least| or |least + 15 x
     scale|, divided by 127. It follows from the scales and least values of the groups, so the values
     are read only once. int8 = round(value x 127 / largest). In addition to the error of 4 bits, a
-    value is off by at most half of a scale.
-    """
-    if packed.device.type != "cpu":
-        requantise_rows_reference(packed, out, columns)
-        return
-    from flexgen_h2o.kernels.compiled import int8 as loops
-
-    packing = SlotPacking(columns, 4)
-    numbers = (
-        packed.data_ptr(),
-        packed.stride(0),
-        WORD * packing.value_words,
-        packing.group,
-        columns,
-        out.data_ptr(),
-        out.stride(0),
-    )
-    parallel_rows(partial(loops.in_order, *numbers), len(packed), packed.shape[1] + columns)
-
-
-def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
-    """Compute `requantise_rows` in torch operations, with the same bits.
-
-    UNPACK_CHUNK values are converted at a time.
-
-    out: rows in order, (n, int8_row_bytes(columns)) uint8.
+    value is off by at most half of a scale. All versions give the same bits. Torch operations
+    convert UNPACK_CHUNK values at a time.
     """
     for some in row_slices(len(packed), columns):
         here = packed[some]
@@ -581,3 +522,20 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
             [(largest * (1 / _LEVELS)).view(torch.int32), codes.sum(1, dtype=torch.int32)], dim=1
         )
         rows[:, -INT8_ROW_BYTES:] = ends.view(torch.uint8)
+
+
+@requantise_rows.loop_if(lambda packed, out, columns: packed.device.type == "cpu")
+def _requantise_loop(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
+    from flexgen_h2o.kernels.compiled import int8 as loops
+
+    packing = SlotPacking(columns, 4)
+    numbers = (
+        packed.data_ptr(),
+        packed.stride(0),
+        WORD * packing.value_words,
+        packing.group,
+        columns,
+        out.data_ptr(),
+        out.stride(0),
+    )
+    parallel_rows(partial(loops.in_order, *numbers), len(packed), packed.shape[1] + columns)

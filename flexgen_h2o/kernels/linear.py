@@ -2,8 +2,8 @@
 
 A matrix that is split over tiers arrives as several parts, and each is a run of its rows. A matrix
 that is not split arrives as one part. Parts are never copied together: each part is multiplied
-where its memory is. It fills its own columns of the result. If rows belong to inputs (`InputRows`),
-it adds its share to all columns.
+where its memory is. It fills its own columns of the result. A matrix that is stored for x W is cut
+into runs of columns instead: each part adds its share to all columns of the result.
 
 In bf16 on a CPU, the compiled loop of kernels/products.py multiplies if it supports the CPU.
 Otherwise torch multiplies: on a CPU with only AVX2 in fp32, a part of the weight at a time.
@@ -16,7 +16,7 @@ same in another order, so the memory plan and the owner of the memory need not k
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,7 +30,7 @@ from flexgen_h2o.kernels.workspace import multiplies_slowly, row_slices, some_ro
 _INPUTS = 512  # input rows that are converted to fp32 at a time
 
 
-class RowPart(ABC):
+class Matrix(ABC):
     """Hold some rows of a matrix, in the form in which they are multiplied.
 
     All parts of a matrix accept inputs of one kind.
@@ -68,29 +68,18 @@ class RowPart(ABC):
         """
         raise NotImplementedError("is looked up in, or multiplied by the compiled loop alone")
 
-    def product(
-        self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
-    ) -> MatrixProduct:
-        """Return this part's product.
-
-        start: first row of this part in the matrix; bias and out: of the whole matrix, out is
-        (rows, all rows of the matrix).
-        """
-        here = slice(start, start + len(self))
-        return MatrixProduct(self, inputs, None if bias is None else bias[here], out[:, here], adds)
-
     @abstractmethod
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the rows `ids` (int64, (n,)) to out (n, columns)."""
 
 
-RowParts = tuple[RowPart, ...]
+RowParts = tuple[Matrix, ...]
 
 
 class MatrixProduct(NamedTuple):
-    """Say what one product reads and fills; the arguments of `RowPart.multiply`."""
+    """Say what one product reads and fills; the arguments of `Matrix.multiply`."""
 
-    part: RowPart
+    part: Matrix
     inputs: Any  # (rows, columns) in the form that the part's `inputs` yields
     bias: torch.Tensor | None  # (n,), for the n rows of the part
     out: torch.Tensor  # (rows, n); its rows need not be adjacent
@@ -101,13 +90,18 @@ class MatrixProduct(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DenseRows(RowPart):
-    """Hold rows (n, columns) in the compute dtype, in order, or a vector (n,).
+class DenseRows(Matrix):
+    """Hold rows (n, columns) in the compute dtype, or a vector (n,).
 
-    A vector is never split.
+    A vector is never split. A part of a matrix that is stored for x W has all rows and only some
+    columns. The sum over columns is then rounded after each part.
+
+    In the compiled loop's blocked layout, the number of rows is a multiple of BLOCK_ROWS. A block
+    has BLOCK_ROWS rows: first their values of columns 0 and 1, then of columns 2 and 3, and so on.
     """
 
-    rows: torch.Tensor
+    rows: torch.Tensor  # (n, columns); in order, or in the order of blocks
+    blocked: bool = False  # only the compiled loop multiplies blocked rows
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -115,18 +109,17 @@ class DenseRows(RowPart):
     def job(
         self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> products.ProductJob | None:
-        if (
-            not products.supports(inputs, self.rows.shape[1], in_order=True)
-            or self.rows.stride(1) != 1
-        ):
-            return None
         rows = self.rows
+        if self.blocked:
+            assert inputs.dtype == rows.dtype
+        elif not products.supports(inputs, rows.shape[1], in_order=True) or rows.stride(1) != 1:
+            return None
         return products.job_of(
             inputs,
             bias,
             out,
             weight=rows.data_ptr(),
-            row_step=rows.stride(0) * rows.itemsize,
+            row_step=0 if self.blocked else rows.stride(0) * rows.itemsize,
             rows=rows.shape[0],
             columns=rows.shape[1],
         )
@@ -134,6 +127,7 @@ class DenseRows(RowPart):
     def multiply(
         self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
     ) -> None:
+        assert not self.blocked
         if multiplies_slowly(inputs.device.type, inputs.dtype):
             self._multiply_in_fp32(inputs, bias, out, adds)
         elif adds:
@@ -158,37 +152,27 @@ class DenseRows(RowPart):
                 out[own, some] = result.add_(out[own, some]) if adds else result
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        torch.index_select(self.rows, 0, ids, out=out)
+        if not self.blocked:
+            torch.index_select(self.rows, 0, ids, out=out)
+            return
+        words = self.rows.shape[1] * self.rows.itemsize // WORD
+        some = max(1, BLOCK_CHUNK // (words * WORD))
+        for wanted, there in zip(ids.split(some), out.split(some), strict=True):
+            there.copy_(words_of_blocks(self.rows.view(-1), words, wanted).view(self.rows.dtype))
 
 
 @dataclass(frozen=True)
-class InputRows(DenseRows):
-    """Hold rows (n, outputs) of a matrix that is stored for x W: each row belongs to an input.
+class Table(Matrix):
+    """Hold rows that are only looked up, and are decoded or read from a file as that happens."""
 
-    The sum over inputs is rounded after each part.
-    """
+    count: int  # rows
+    read: Callable[[torch.Tensor, torch.Tensor], None]  # does `look_up`
 
-    def multiply(
-        self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
-    ) -> None:
-        DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
-
-    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Return None: the compiled loop supports only rows that belong to outputs."""
-
-    def product(
-        self,
-        start: int,
-        inputs: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        adds: bool,
-    ) -> MatrixProduct:
-        own = inputs[:, start : start + len(self)]
-        return MatrixProduct(self, own, None if start else bias, out, adds or start > 0)
+    def __len__(self) -> int:
+        return self.count
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        raise NotImplementedError("tables of embeddings are not stored so")
+        self.read(ids, out)
 
 
 def linear(
@@ -277,14 +261,21 @@ def _of_experts(counts: Sequence[int], rows: slice) -> Iterator[tuple[int, slice
 def _products(
     inputs: Any, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
 ) -> list[MatrixProduct]:
-    """Return one product per row part."""
+    """Return one product per part."""
     if len(weight) == 1:
         return [MatrixProduct(weight[0], inputs, bias, out, adds)]
     found = []
     start = 0
     for part in weight:
-        found.append(part.product(start, inputs, bias, out, adds))
-        start += len(part)
+        if isinstance(part, DenseRows) and part.rows.shape[1] < inputs.shape[1]:
+            end = start + part.rows.shape[1]
+            own = inputs[:, start:end]
+            found.append(MatrixProduct(part, own, None if start else bias, out, adds or start > 0))
+        else:
+            end = start + len(part)
+            own_bias = None if bias is None else bias[start:end]
+            found.append(MatrixProduct(part, inputs, own_bias, out[:, start:end], adds))
+        start = end
     return found
 
 
@@ -354,43 +345,7 @@ def optional_vector(tensors: Mapping[str, RowParts], name: str) -> torch.Tensor 
 # ---- blocked rows
 
 
-@dataclass(frozen=True)
-class BlockedRows(RowPart):
-    """Hold some rows of a matrix in the compiled loop's blocked layout.
-
-    The number of rows is a multiple of BLOCK_ROWS. A block has BLOCK_ROWS rows: first their values
-    of columns 0 and 1, then of columns 2 and 3, and so on.
-    """
-
-    memory: torch.Tensor  # (rows, columns) in the compute dtype; the values are in blocked order
-
-    def __len__(self) -> int:
-        return len(self.memory)
-
-    def job(
-        self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> products.ProductJob | None:
-        assert inputs.dtype == self.memory.dtype
-        return products.job_of(
-            inputs,
-            bias,
-            out,
-            weight=self.memory.data_ptr(),
-            row_step=0,
-            rows=self.memory.shape[0],
-            columns=self.memory.shape[1],
-        )
-
-    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        words = self.memory.shape[1] * self.memory.itemsize // WORD
-        some = max(1, BLOCK_CHUNK // (words * WORD))
-        for wanted, there in zip(ids.split(some), out.split(some), strict=True):
-            there.copy_(
-                words_of_blocks(self.memory.view(-1), words, wanted).view(self.memory.dtype)
-            )
-
-
-def block_rows(rows: torch.Tensor) -> RowParts:
+def block_rows(rows: torch.Tensor) -> tuple[DenseRows, ...]:
     """Block `rows` (n, columns) in place, and return row parts in order.
 
     The parts share the memory of `rows`.
@@ -407,7 +362,7 @@ def block_rows(rows: torch.Tensor) -> RowParts:
     if not (right and end):
         return (DenseRows(rows),)
     block_words(rows[:end].view(torch.int32), rows[:end].view(-1))
-    blocked = BlockedRows(rows[:end])
+    blocked = DenseRows(rows[:end], blocked=True)
     return (blocked,) if end == len(rows) else (blocked, DenseRows(rows[end:]))
 
 

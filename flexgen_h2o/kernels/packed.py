@@ -12,8 +12,7 @@ import torch
 from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.linear import RowPart
-from flexgen_h2o.kernels.ops import op_on, run_loop
+from flexgen_h2o.kernels.ops import op, op_on, run_loop
 from flexgen_h2o.kernels.workspace import (
     element_of,
     is_compiled,
@@ -79,57 +78,23 @@ def _unpack_kernel(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.
     return out
 
 
-class PackedTable(RowPart):
-    """Hold packed rows (n, row bytes), uint8, and decode those that are looked up.
-
-    bits: per value.
-    """
-
-    def __init__(self, packed: torch.Tensor, bits: int) -> None:
-        self._packed = packed
-        self._bits = bits
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        step = max(1, UNPACK_CHUNK // out.shape[1])
-        for some, found in zip(ids.split(step), out.split(step), strict=True):
-            unpack_rows(self._packed.index_select(0, some), self._bits, found)
+def look_up_packed(packed: torch.Tensor, bits: int, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode the rows `ids` (int64, (n,)) of packed rows to out (n, columns)."""
+    step = max(1, UNPACK_CHUNK // out.shape[1])
+    for some, found in zip(ids.split(step), out.split(step), strict=True):
+        unpack_rows(packed.index_select(0, some), bits, found)
 
 
 _HIGH = -65536  # mask of the upper half of a word
 
 
+@op
 def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     """Pack (..., d) numbers as (..., W) int32.
 
-    Each number is off by at most half its group's scale. NaN makes its whole group NaN.
+    Each number is off by at most half its group's scale. NaN makes its whole group NaN. With torch
+    operations, a scale or a value may differ by a rounding.
     """
-    if not is_compiled_beside_card(columns):
-        return pack_columns_reference(columns, packing)
-    from flexgen_h2o.kernels.compiled import slots as packed_loops
-
-    if columns.shape[-1] != packing.width:
-        raise ValueError(f"pack_columns: {tuple(columns.shape)} is not of width {packing.width}")
-    columns = columns.contiguous()
-    packed = torch.empty(
-        *columns.shape[:-1], packing.words, dtype=torch.int32, device=columns.device
-    )
-    job = (
-        element_of(columns.dtype),
-        packed_loops.packed_format(packing),
-        columns.data_ptr(),
-        packed.data_ptr(),
-    )
-    rows = columns.numel() // packing.width
-    row_bytes = 8 * packing.width * columns.itemsize
-    parallel_rows(partial(packed_loops.pack_rows, *job, packing.words), rows, row_bytes)
-    return packed
-
-
-def pack_columns_reference(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
-    """Compute `pack_columns` in torch operations; a scale or a value may differ by a rounding."""
     x = columns.float()
     short = packing.groups * packing.group - packing.width
     width = packing.width
@@ -159,6 +124,28 @@ def pack_columns_reference(columns: torch.Tensor, packing: SlotPacking) -> torch
     return torch.cat([*words, (high | low).squeeze(-1)], dim=-1)
 
 
+@pack_columns.loop_if(lambda columns, packing: is_compiled_beside_card(columns))
+def _pack_loop(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
+    from flexgen_h2o.kernels.compiled import slots as packed_loops
+
+    if columns.shape[-1] != packing.width:
+        raise ValueError(f"pack_columns: {tuple(columns.shape)} is not of width {packing.width}")
+    columns = columns.contiguous()
+    packed = torch.empty(
+        *columns.shape[:-1], packing.words, dtype=torch.int32, device=columns.device
+    )
+    job = (
+        element_of(columns.dtype),
+        packed_loops.packed_format(packing),
+        columns.data_ptr(),
+        packed.data_ptr(),
+    )
+    rows = columns.numel() // packing.width
+    row_bytes = 8 * packing.width * columns.itemsize
+    parallel_rows(partial(packed_loops.pack_rows, *job, packing.words), rows, row_bytes)
+    return packed
+
+
 def _low_mask(packing: SlotPacking) -> int:
     return (1 << packing.low_bits) - 1
 
@@ -174,10 +161,10 @@ def _joined(values: torch.Tensor, bits: int) -> torch.Tensor:
     return joined
 
 
-def _parted(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return the first `count` codes of `bits` bits that `_joined` has packed."""
+def parted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of words (..., n) int32 as (..., n x 32 / bits), from the lowest bits on."""
     shifts = bits * torch.arange(32 // bits, device=words.device, dtype=torch.int32)
-    return (words[..., None] >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)[..., :count]
+    return (words[..., None] >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)
 
 
 def unpack_columns(packed: torch.Tensor, packing: SlotPacking, dtype: torch.dtype) -> torch.Tensor:
@@ -185,9 +172,9 @@ def unpack_columns(packed: torch.Tensor, packing: SlotPacking, dtype: torch.dtyp
     width = packing.width
     low = packing.low_words
     words, ends = packed.split([packing.value_words, packing.groups], dim=-1)
-    codes = _parted(words[..., :low], packing.low_bits, width)
+    codes = parted(words[..., :low], packing.low_bits)[..., :width]
     if packing.bits == 3:
-        codes = codes.bitwise_or_(_parted(words[..., low:], 1, width) << 2)
+        codes = codes.bitwise_or_(parted(words[..., low:], 1)[..., :width] << 2)
     values = torch.nn.functional.pad(codes, (0, packing.groups * packing.group - width)).float()
     scale = (ends << 16).view(torch.float32)
     least = (ends & _HIGH).view(torch.float32)

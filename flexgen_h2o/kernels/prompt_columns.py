@@ -15,7 +15,7 @@ from flexgen_h2o.core.units import PACKED_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.decode_step import packed_sizes, packing_constants, segment_step
 from flexgen_h2o.kernels.ops import op
-from flexgen_h2o.kernels.packed import pack_columns_reference
+from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.slots import put_slots_reference
 from flexgen_h2o.kernels.workspace import is_compiled_beside_card
@@ -194,8 +194,8 @@ def _put_prompts(
         keys, values = (t[batch, tokens, head] for t in (k, v))
         if packing is not None:
             keys = keys if whole is None else whole.smoothed(keys, here)
-            keys = pack_columns_reference(keys, packing.keys)
-            values = pack_columns_reference(values, packing.values)
+            keys = pack_columns.torch(keys, packing.keys)
+            values = pack_columns.torch(values, packing.values)
         areas = slots.keys[:, here], slots.values[:, here]
         put_slots_reference(
             areas, torch.arange(count, device=k.device).expand(len(row), count), (keys, values)

@@ -18,8 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flexgen_h2o.core.packing import E2M1, GROUP, INT8_ROW_BYTES
 from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.int8 import BlockedInt8, Packed, codes_of, quantise_rows, scales_of
+from flexgen_h2o.kernels.int8 import Int8Rows, codes_of, quantise_rows, scales_of
 from flexgen_h2o.kernels.ops import op_on
+from flexgen_h2o.kernels.packed import parted
 from flexgen_h2o.kernels.workspace import (
     cpu_has,
     element_of,
@@ -265,15 +266,6 @@ def _turned(stored: torch.Tensor) -> torch.Tensor:
     return stored.contiguous().t().flatten().view(m, n)  # the last stride is 1 even if n or m is 1
 
 
-def parted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes of words (n, m) int32 as (n, m x 32 / bits) float32.
-
-    A word holds its codes from the lowest bits on.
-    """
-    shifts = bits * torch.arange(32 // bits, device=words.device, dtype=torch.int32)
-    return (words.unsqueeze(2) >> shifts).bitwise_and_((1 << bits) - 1).flatten(1).float()
-
-
 # for each of the 8 rows of a word, the index of its code in the word
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
@@ -281,7 +273,7 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 def awq_parted(words: torch.Tensor) -> torch.Tensor:
     """Return the codes of words (n, m) int32 in AWQ's order, 4 bits, as (n, m x 8) float32."""
     codes: torch.Tensor = parted(words, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
-    return codes
+    return codes.float()
 
 
 def unpack_awq(
@@ -362,7 +354,7 @@ def _unpack_awq_rows_loop(
 # ---- numbers to int8 rows
 
 
-def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Packed]) -> None:
+def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Int8Rows]) -> None:
     """Quantise values and fill rows of an int8 matrix (kernels/int8.py), from row `first` on.
 
     values: (n, columns) float32, contiguous; parts: of the whole matrix. `first` is a multiple of
@@ -377,8 +369,8 @@ def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Packed]) ->
         start += len(part)
 
 
-def _fill_part(values: torch.Tensor, first: int, part: Packed) -> None:
-    if isinstance(part, BlockedInt8) and _fills_strips(len(values), first, part):
+def _fill_part(values: torch.Tensor, first: int, part: Int8Rows) -> None:
+    if part.blocked and _fills_strips(len(values), first, part):
         from flexgen_h2o.kernels.compiled import quantised as loops
 
         loop = partial(loops.float_strips, *_strip_numbers(first, part), values.data_ptr())
@@ -390,13 +382,13 @@ def _fill_part(values: torch.Tensor, first: int, part: Packed) -> None:
     sums = values.new_empty(len(values), dtype=torch.int32)
     quantise_rows(values, codes, scales)
     _sum_rows(codes, sums)
-    if isinstance(part, BlockedInt8):
+    if part.blocked:
         _fill_blocks(part, at, codes, scales, sums)
     else:
-        _fill_in_order(part[at], codes, scales, sums)
+        _fill_in_order(part.packed[at], codes, scales, sums)
 
 
-def _fills_strips(rows: int, first: int, out: BlockedInt8) -> bool:
+def _fills_strips(rows: int, first: int, out: Int8Rows) -> bool:
     """Return whether a loop fills these rows.
 
     It fills strips of STRIP_ROWS rows of whole groups of GROUP columns.
@@ -406,19 +398,19 @@ def _fills_strips(rows: int, first: int, out: BlockedInt8) -> bool:
     return rows % STRIP_ROWS == first % STRIP_ROWS == out.columns % GROUP == 0 and cpu_has("avx2")
 
 
-def _strip_numbers(first: int, out: BlockedInt8) -> tuple[int, ...]:
+def _strip_numbers(first: int, out: Int8Rows) -> tuple[int, ...]:
     """Return the first arguments of the loops that fill strips (compiled/quantised.py)."""
-    memory = out.memory.data_ptr()
+    memory = out.packed.data_ptr()
     return memory, out.columns, memory + len(out) * out.columns, out.scales.data_ptr(), first
 
 
 def fill_blocks_from_mxfp4(
-    blocks: torch.Tensor, scales: torch.Tensor, first: int, out: BlockedInt8
+    blocks: torch.Tensor, scales: torch.Tensor, first: int, out: Int8Rows
 ) -> bool:
     """Run `fill_int8_rows` on the result of `unpack_mxfp4`, in one pass over the codes.
 
-    The result has the same bits. Returns False, and does nothing, if there is no loop for such
-    rows.
+    out: blocked. The result has the same bits. Returns False, and does nothing, if there is no loop
+    for such rows.
     """
     if not _fills_strips(len(scales), first, out):
         return False
@@ -455,16 +447,16 @@ def _fill_in_order(
 
 
 def _fill_blocks(
-    part: BlockedInt8, at: slice, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
+    part: Int8Rows, at: slice, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
 ) -> None:
     from flexgen_h2o.kernels.compiled import quantised as loops
 
     n = len(part)
     columns = codes.shape[1]
     loop = partial(
-        loops.block_rows, codes.data_ptr(), columns, part.memory.data_ptr() + at.start * columns
+        loops.block_rows, codes.data_ptr(), columns, part.packed.data_ptr() + at.start * columns
     )
     parallel_rows(loop, len(codes) // BLOCK_ROWS, 2 * BLOCK_ROWS * columns)
-    ends = part.memory.view(-1)[n * columns :].view(torch.int32)
+    ends = part.packed.view(-1)[n * columns :].view(torch.int32)
     ends[at] = -sums
     part.scales[at] = scales

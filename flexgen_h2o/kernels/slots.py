@@ -19,7 +19,7 @@ import torch
 
 from flexgen_h2o.core.packing import WORD, KVPacking
 from flexgen_h2o.core.units import PACKED_CHUNK
-from flexgen_h2o.kernels.packed import pack_columns_reference
+from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.slot_form import (
     WHOLE,
     SlotForm,
@@ -491,8 +491,8 @@ def put_packed_reference(
     whole = form.whole
     assert packing is not None and whole is not None
     whole.enter(places, slots, keys, values)
-    packed_keys = pack_columns_reference(whole.smoothed(keys), packing.keys)
-    packed_values = pack_columns_reference(values, packing.values)
+    packed_keys = pack_columns.torch(whole.smoothed(keys), packing.keys)
+    packed_values = pack_columns.torch(values, packing.values)
     put_slots_reference(
         areas, slots.unsqueeze(1), (packed_keys.unsqueeze(1), packed_values.unsqueeze(1))
     )

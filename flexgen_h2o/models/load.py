@@ -39,7 +39,7 @@ from flexgen_h2o.checkpoint.atomic_folder import (
     sample_digest,
     states_of,
 )
-from flexgen_h2o.checkpoint.formats import PackedFormat
+from flexgen_h2o.checkpoint.formats import Codec
 from flexgen_h2o.checkpoint.resolve import (
     CONFIG_NAME,
     DUMMY,
@@ -562,7 +562,7 @@ def find_checkpoint(
     offload_dir: Path,
     seed: int,
     progress: bool,
-    form: PackedFormat | None = None,
+    form: Codec | None = None,
 ) -> Checkpoint:
     """Return the checkpoint on disk.
 

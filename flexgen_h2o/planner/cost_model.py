@@ -210,7 +210,11 @@ class CostModel:
     @property
     def reads_codes(self) -> bool:
         """Whether products of few rows read the codes of matrices that are whole on the device."""
-        return not self.splits and not self.memory.device_is_host and self.memory.form.has_codes
+        return (
+            not self.splits
+            and not self.memory.device_is_host
+            and bool(self.memory.form.decoder_in_products)
+        )
 
     def cut(self, depth: int) -> CostModel:
         """Return the costs of only `depth` transformer blocks, evenly taken from all."""

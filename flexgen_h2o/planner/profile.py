@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, QUANTISED
+from flexgen_h2o.checkpoint.formats import QUANTISED
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import policies_folder, read_object, usable_path, write_whole
@@ -33,8 +33,9 @@ MAX_SPEEDUP = 100.0
 MAX_BYTES = 2**63
 # The beginning of a note that says that other processes disturbed a measurement.
 BUSY_NOTE = "measured while other processes took"
-# Decoders of quantised checkpoints, into the dtype and into int8 rows (WeightFormat.decoder), and
-# decoders that work within products (IN_PRODUCTS).
+# Decoders that work within products (Codec.decoder_in_products).
+IN_PRODUCTS = "mxfp4_in_products", "4bit_in_products"
+# These, and decoders of quantised checkpoints, into the dtype and into int8 rows (Codec.decoder).
 DECODERS = frozenset((*IN_PRODUCTS, *(name + kind for name in QUANTISED for kind in ("", "_int8"))))
 MIN_SHAPE = 2**-10  # the least out / in of a matrix
 SHIPPED = policies_folder() / "profiles"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.formats import (
+    Codec,
     Shard,
     StoredRows,
     TensorLayout,
-    WeightFormat,
-    plain_layout,
 )
+from flexgen_h2o.checkpoint.formats.quantised import is_quantised_linear
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 
@@ -28,15 +28,17 @@ OFFSET_ROWS = 24
 
 
 @dataclass(frozen=True)
-class Offset(WeightFormat):
+class Offset(Codec):
+    name = "offset"
     decoded_at = "load"
 
-    def layout(self, tensor: TensorSpec) -> TensorLayout:
-        if len(tensor.shape) != 2 or "embed" in tensor.name:
-            return plain_layout(tensor, self.itemsize)
+    def holds(self, tensor: TensorSpec) -> bool:
+        return is_quantised_linear(tensor, left_out=())
+
+    def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, columns = tensor.shape
         base = tensor.name.removesuffix(".weight")
-        stored = (
+        return (
             StoredRows((f"{base}.less",), (rows, columns), ("float32",), 4 * columns),
             StoredRows(
                 (f"{base}.offset",),
@@ -46,7 +48,6 @@ class Offset(WeightFormat):
                 rows_per_stored_row=OFFSET_ROWS,
             ),
         )
-        return TensorLayout(tensor.shape, stored, columns * self.itemsize)
 
     def decode_rows(self, layout: TensorLayout, shard: Shard, out: torch.Tensor) -> None:
         import torch

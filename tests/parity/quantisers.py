@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
+from tests.parity.offset_format import OFFSET_ROWS
 from tests.parity.reference import stored_tensors
 
 # What is stored besides the name's own `base`, and the numbers in float32.
@@ -183,6 +184,12 @@ def awq(group: int) -> Callable[[torch.Tensor], Stored]:
     return quantise
 
 
+def offset(weight: torch.Tensor) -> Stored:
+    offsets = torch.randn(-(-len(weight) // OFFSET_ROWS))
+    each = offsets.repeat_interleave(OFFSET_ROWS)[: len(weight), None]
+    return {"less": weight - each, "offset": offsets}, (weight - each) + each
+
+
 def compressed(
     form: str, bits: int, group: int | None, symmetric: bool = True, **more: Any
 ) -> dict[str, Any]:
@@ -285,6 +292,7 @@ QUANTISERS: dict[str, Quantiser] = {
     ),
     "gptq, 8 bits, one group": Quantiser(GPTQ | {"bits": 8, "group_size": -1}, gptq_whole),
     "awq": Quantiser(AWQ, awq(24)),
+    "offset": Quantiser({"quant_method": "offset"}, offset),  # tests/parity/offset_format.py
 }
 
 

@@ -57,26 +57,41 @@ def count_blocks(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[in
     return blocked
 
 
-def test_bf16_is_near_fp32(tmp_path: Path) -> None:
-    exact, plain = (logits(dtype, "weights on disk", tmp_path) for dtype in ("float32", "bfloat16"))
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    return logits("float32", "all on device", tmp_path_factory.mktemp("exact"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """Nothing is blocked: everything comes from disk."""
+    return logits("bfloat16", "weights on disk", tmp_path_factory.mktemp("plain"))
+
+
+def test_bf16_is_near_fp32(exact: torch.Tensor, plain: torch.Tensor) -> None:
     assert (plain - exact).abs().max() < NEAR_FP32 * exact.std()
 
 
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
-    ("placement", "device_mem"),
-    [("all on device", None), ("weights split three ways", "1GiB"), ("weights on host", None)],
+    ("placement", "device_mem", "int8"),
+    [
+        ("all on device", None, False),
+        ("weights on host", None, False),
+        ("weights split three ways", "1GiB", False),
+        ("all on device", None, True),
+        ("weights split three ways", "1GiB", True),
+    ],
 )
 def test_blocked_or_not_is_no_difference(
     placement: str,
     device_mem: str | None,
     int8: bool,
+    plain: torch.Tensor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is blocked if everything comes from disk."""
-    want = logits("bfloat16", "weights on disk", tmp_path, int8=int8)
+    want = logits("bfloat16", "weights on disk", tmp_path, int8=True) if int8 else plain
     blocked = count_blocks(monkeypatch, int8_rows if int8 else linear)
     assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8), want)
-    has_loop = products.has_loop(torch.uint8 if int8 else torch.bfloat16)
-    assert bool(blocked) == (has_loop and device_mem is None)
+    inputs = torch.uint8 if int8 else torch.bfloat16
+    assert bool(blocked) == (products.has_loop(inputs) and device_mem is None)

@@ -113,21 +113,15 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def generated(folder: Path, tmp_path: Path) -> list[list[int]]:
+    params = SamplingParams(max_tokens=NEW_TOKENS)
+    return tokens_of(run(folder, PROMPTS, Policy(2, 1), tmp_path / "off", params))
+
+
 def assert_tokens(folder: Path, tmp_path: Path) -> None:
     theirs = loaded(folder)
     want = [greedy(theirs, prompt, NEW_TOKENS) for prompt in PROMPTS]
-    assert (
-        tokens_of(
-            run(
-                folder,
-                PROMPTS,
-                Policy(2, 1),
-                tmp_path / "off",
-                SamplingParams(max_tokens=NEW_TOKENS),
-            )
-        )
-        == want
-    )
+    assert generated(folder, tmp_path) == want
 
 
 def test_tensors_that_are_not_used_are_said(
@@ -150,10 +144,7 @@ def test_an_adapter_beside_a_model_is_said(
         {"base_model.model.q_proj.lora_A.weight": torch.ones(2, 2)},
         folder / "adapter_model.safetensors",
     )
-    got = run(
-        folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS)
-    )
-    assert got
+    assert generated(folder, tmp_path)
     [line] = stderr_lines(capfd)
     assert "adapter_config.json: this adapter is not used" in line
     (folder / "config.json").unlink()
@@ -176,9 +167,9 @@ def test_a_head_that_the_config_ties_and_that_differs(
     assert "has a head with other numbers than the embedding that config.json ties it to" in line
 
 
-@pytest.mark.parametrize("is_zipped", [True, False], ids=["zip", "before torch 1.6"])
-@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "one file"])
-@pytest.mark.parametrize("differs", [True, False], ids=["another head", "a copy"])
+@pytest.mark.parametrize(
+    ("differs", "is_sharded", "is_zipped"), [(True, True, True), (True, False, False), (False,) * 3]
+)
 def test_a_head_beside_a_tied_table_in_bin_files(
     differs: bool,
     is_sharded: bool,
@@ -187,108 +178,64 @@ def test_a_head_beside_a_tied_table_in_bin_files(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Older files cannot be mapped, and count all the same."""
+    """Files of torch before 1.6 cannot be mapped, and count all the same."""
     folder = copy_of("llama, a kv-head for each query head, tied")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     table = tensors["model.embed_tokens.weight"]
     head = {"lm_head.weight": table.flip(0).contiguous() if differs else table.clone()}
-    parts = [tensors, head] if is_sharded else [tensors | head]
-    shards = (
-        [f"pytorch_model-{i}.bin" for i in range(len(parts))]
-        if is_sharded
-        else ["pytorch_model.bin"]
-    )
-    for shard, part in zip(shards, parts, strict=True):
-        torch.save(part, folder / shard, _use_new_zipfile_serialization=is_zipped)
+    parts = {"pytorch_model.bin": tensors | head}
     if is_sharded:
-        weight_map = {
-            name: shard for shard, part in zip(shards, parts, strict=True) for name in part
-        }
-        (folder / "pytorch_model.bin.index.json").write_text(
-            json.dumps({"metadata": {}, "weight_map": weight_map})
-        )
+        parts = {"pytorch_model-0.bin": tensors, "pytorch_model-1.bin": head}
+        weight_map = {name: shard for shard, part in parts.items() for name in part}
+        index = json.dumps({"metadata": {}, "weight_map": weight_map})
+        (folder / "pytorch_model.bin.index.json").write_text(index)
+    for shard, part in parts.items():
+        torch.save(part, folder / shard, _use_new_zipfile_serialization=is_zipped)
     assert_tokens(folder, tmp_path)
-    assert (
-        len([line for line in stderr_lines(capfd) if "has a head with other numbers" in line])
-        == differs
-    )
+    said = [line for line in stderr_lines(capfd) if "has a head with other numbers" in line]
+    assert len(said) == differs
 
 
-@pytest.mark.parametrize("name", ["fp8", "4 bits, groups", "int8", "mxfp4", "gptq", "awq"])
+@pytest.mark.parametrize("name", ["fp8", "4 bits, groups", "mxfp4"])
 def test_a_head_of_its_own_beside_quantised_matrices(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The config ties it. Nothing that the format stores is said to be unused, shapes of matrices
     included."""
-    folder = tmp_path / "m"
     quantiser = QUANTISERS[name]
+    folder = tmp_path / "m"
     model = random_model(2, **(dict(quantiser.shape) | {"tie_word_embeddings": False}))
     save_quantised(model, folder, quantiser)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    want = [greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    change_config(folder, tie_word_embeddings=True)
     capfd.readouterr()
-    got = run(
-        folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS)
-    )
-    assert tokens_of(got) == want
+    assert generated(folder, tmp_path) == [greedy(model, one, NEW_TOKENS) for one in PROMPTS]
     [line] = stderr_lines(capfd)
     assert "has a head with other numbers than the embedding that config.json ties it to" in line
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+GPTQ_FILE = {"bits": 4, "group_size": 16, "desc_act": False, "sym": True, "damp_percent": 0.01}
+AWQ_FILE = {"zero_point": True, "q_group_size": 24, "w_bit": 4, "version": "GEMM"}
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "settings"),
+    [("gptq", "quantize_config.json", GPTQ_FILE), ("awq", "quant_config.json", AWQ_FILE)],
+)
 def test_settings_of_a_quantiser_in_a_file_of_their_own(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, file: str, settings: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """AutoGPTQ's quantize_config.json and AutoAWQ's quant_config.json, where config.json has no
-    quantization_config."""
+    """AutoGPTQ's and AutoAWQ's, where config.json has no quantization_config."""
     say_once.cache_clear()
-    quantiser = QUANTISERS[name]
-    model = random_model(2, **quantiser.shape)
-    save_quantised(model, tmp_path / "model", quantiser)
-    model.save_pretrained(tmp_path / "decoded")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    found = config.pop("quantization_config")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UsageError, match=r"quantised \(GPTQ or AWQ\), and config.json has no quantization_config"
-    ):
-        run(
-            tmp_path / "model",
-            PROMPTS,
-            Policy(2, 1),
-            tmp_path / "off",
-            SamplingParams(max_tokens=1),
-        )
-    if name == "awq":
-        side = {
-            "zero_point": True,
-            "q_group_size": found["group_size"],
-            "w_bit": 4,
-            "version": "GEMM",
-        }
-        (tmp_path / "model" / "quant_config.json").write_text(json.dumps(side))
-    else:
-        side = {
-            "bits": found["bits"],
-            "group_size": found["group_size"],
-            "desc_act": False,
-            "sym": True,
-        }
-        more = {
-            "damp_percent": 0.01,
-            "true_sequential": True,
-            "model_file_base_name": "model",
-            "is_marlin_format": False,
-        }
-        (tmp_path / "model" / "quantize_config.json").write_text(json.dumps({**side, **more}))
-    params = SamplingParams(max_tokens=NEW_TOKENS)
-    want = tokens_of(run(tmp_path / "decoded", PROMPTS, Policy(2, 1), tmp_path / "off", params))
+    folder = tmp_path / "model"
+    model = random_model(2, **QUANTISERS[name].shape)
+    save_quantised(model, folder, QUANTISERS[name])
+    change_config(folder, quantization_config=None)
+    with pytest.raises(UsageError, match=r"quantised \(GPTQ or AWQ\), and config.json has no"):
+        generated(folder, tmp_path)
+    (folder / file).write_text(json.dumps(settings))
     capfd.readouterr()
-    assert (
-        tokens_of(run(tmp_path / "model", PROMPTS, Policy(2, 1), tmp_path / "off", params)) == want
-    )
+    assert generated(folder, tmp_path) == [greedy(model, one, NEW_TOKENS) for one in PROMPTS]
     [line] = stderr_lines(capfd)
     assert "read as quantization_config, which config.json does not have" in line
 
@@ -314,15 +261,22 @@ def with_rope(folder: Path, positions: int, scaling: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "most"),
+    ("shape", "scaling", "most"),
     [
-        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
-        ({"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 64}, 160),
-        ({"rope_type": "yarn", "factor": 4.0}, 128),
-        ({"type": "linear", "factor": 3.0}, 96),
+        (
+            "llama",
+            {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 64},
+            160,
+        ),
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0}, 128),
+        (
+            "mistral, windows",
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            128,
+        ),
+        ("llama", {"type": "linear", "factor": 3.0}, 96),
     ],
 )
-@pytest.mark.parametrize("shape", ["llama", "qwen3", "mistral, windows"])
 def test_stretched_positions(
     shape: str, scaling: dict[str, Any], most: int, copy_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -70,7 +70,7 @@ def planned(llm: LLM, run: Run) -> Moved:
     for what, move in moves_of(at, run):
         nbytes = move.nbytes
         if what == "weights":
-            assert at.memory.form.packed or nbytes % PAGE == 0
+            assert at.memory.form.converted_by or nbytes % PAGE == 0
         elif move.lane in ("disk_read", "disk_write"):
             nbytes = move.pieces * round_up(round(nbytes / move.pieces), PAGE)
         found[what][move.lane] += nbytes
@@ -78,7 +78,7 @@ def planned(llm: LLM, run: Run) -> Moved:
             found[what]["h2d"] += move.nbytes
         elif move.crosses:  # a KV unit leaves the device in whole pages too
             found[what]["d2h"] += nbytes if what == "kv" else move.nbytes
-    if at.memory.form.packed:
+    if at.memory.form.converted_by:
         found["weights"]["disk_read"] += ends_of_pages(llm, at, run)
     return {kind: {lane: found[kind][lane] for lane in LANES} for kind in KINDS}
 
@@ -87,7 +87,7 @@ def ends_of_pages(llm: LLM, at: CostModel, run: Run) -> int:
     """Bytes that are read besides packed rows, because these begin and end within pages."""
     plan = at.memory.layers
     shares = tier_shares(at.policy.weight_shares, at.machine.device_is_host)
-    stored = llm._find_checkpoint(at.memory.form.packed).tensors
+    stored = llm._find_checkpoint(at.memory.form).tensors
     total = 0
     units = tuple(layer.unit for layer in plan.layers)
     for unit in weight_sequence(run.new_tokens * len(run.blocks), units):

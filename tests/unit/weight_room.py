@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.checkpoint import Checkpoint
-from flexgen_h2o.checkpoint.formats import WeightFormat
+from flexgen_h2o.checkpoint.formats import Codec
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, WeightUnit
@@ -20,7 +20,7 @@ from flexgen_h2o.engine.loop import WeightStream
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth
 from flexgen_h2o.engine.stores import WeightStore
-from flexgen_h2o.kernels.int8 import BUFFERS, BlockedInt8, Int8Rows, scales_of
+from flexgen_h2o.kernels.int8 import BUFFERS, Int8Rows
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import spec_from_config
@@ -101,7 +101,7 @@ class Room:
         dtype: torch.dtype,
         depth: int = 3,
         sep_layer: bool = True,
-        form: WeightFormat | None = None,
+        form: Codec | None = None,
     ) -> None:
         policy = Policy(
             percent=(*place, 100, 0, 100, 0),
@@ -130,7 +130,7 @@ class Room:
             self.layers,
             checkpoint,
             shares,
-            form or WeightFormat(dtype.itemsize),
+            form or Codec(dtype.itemsize),
             Mover(device, self.lanes),
             int8_workspace(dtype),
             decoded,
@@ -201,8 +201,7 @@ def int8_values(parts: RowParts) -> tuple[torch.Tensor, torch.Tensor]:
         assert isinstance(part, Int8Rows)
         numbers.append(torch.empty(len(part), part.columns))
         part.look_up(torch.arange(len(part)), numbers[-1])
-        packed = part.packed
-        scales.append(packed.scales if isinstance(packed, BlockedInt8) else scales_of(packed))
+        scales.append(part.scales)
     return torch.cat(numbers), torch.cat(scales).unsqueeze(1)
 
 

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, WIDE, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, Stacked, TensorSpec, slice_key
+from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.core.units import BLOCK_ROWS, CUT_IN_BLOCKS, FEW_ROWS, ROW_BLOCK
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 if TYPE_CHECKING:
     import torch
 
+    from flexgen_h2o.checkpoint.safetensors import StoredTensor
     from flexgen_h2o.kernels.coded import Codes
+    from flexgen_h2o.kernels.int8 import Int8Rows
     from flexgen_h2o.kernels.linear import RowParts
     from flexgen_h2o.kernels.workspace import Workspace
 
@@ -42,8 +45,6 @@ QUANTISED = tuple(name for name in FORMATS if name not in ("groupwise", "int8", 
 # When matrices are decoded: into a buffer as their unit is opened, or to int8 rows while they are
 # multiplied, or never, because they are used as held.
 DecodedAt = Literal["load", "product", "never"]
-# Values of WeightFormat.decoder_in_products.
-IN_PRODUCTS = "mxfp4_in_products", "4bit_in_products"
 
 
 @dataclass(frozen=True)
@@ -88,23 +89,14 @@ class StoredRows:
         """A name that no other stored tensor, or slice of one, has."""
         return slice_key(self.name, self.index)
 
-    def part_rows(self, part: Part) -> tuple[int, int]:
-        """Return the rows [first, end) of this tensor that the part's rows of the matrix need."""
-        return self.rows_of(part.start, part.end)
-
     def rows_of(self, first: int, end: int) -> tuple[int, int]:
         """Return the rows [first, end) of this tensor that rows [first, end) of the matrix need."""
         if not self.rows_per_stored_row:
             return 0, self.shape[0]
         return first // self.rows_per_stored_row, -(-end // self.rows_per_stored_row)
 
-    def file_rows(self, part: Part) -> tuple[int, int]:
-        """Return `part_rows`, counted in the checkpoint's tensor of that name."""
-        first, end = self.part_rows(part)
-        return self.first + first, self.first + end
-
     def part_bytes(self, part: Part) -> int:
-        first, end = self.part_rows(part)
+        first, end = self.rows_of(part.start, part.end)
         return (end - first) * self.row_bytes
 
     def of_rows(self, chosen: range) -> StoredRows:
@@ -113,7 +105,7 @@ class StoredRows:
         return replace(self, shape=(end - first, *self.shape[1:]), first=first)
 
     def held(self, raw: torch.Tensor, dtype: str) -> torch.Tensor:
-        """Return bytes of a checkpoint as a piece for `WeightFormat.decode_rows`.
+        """Return bytes of a checkpoint as a piece of a Shard.
 
         raw: uint8, numbers that the checkpoint stores as `dtype`. They become float32 if
         `in_float32` is set.
@@ -197,16 +189,27 @@ def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Shard(Part):
-    """Rows [start, end) of a matrix, with the bytes that they need of each stored tensor."""
+    """Rows [start, end) of a matrix, with the bytes that they need of each stored tensor.
 
-    # One uint8 tensor per StoredRows of the layout, in its order.
-    pieces: Sequence[torch.Tensor]
+    Sequences have one item per StoredRows of the layout, in its order.
+    """
+
+    # The bytes, uint8. Empty: they are not in memory.
+    pieces: Sequence[torch.Tensor] = ()
+    # The rest is for WeightStore, which sets it. The byte ranges of the pieces in files:
+    sources: Sequence[StoredTensor] = ()
+    # Where the room of each piece begins in a load's region, in bytes, and where the last one ends.
+    places: Sequence[int] = ()
+    # The rows are loaded before they are used, and not used where their home is.
+    is_streamed: bool = False
+    # The rows as matrix multiplications take them, if they are used at their home as they are held.
+    held: RowParts = ()
 
     def cut(self, layout: TensorLayout, start: int, end: int) -> Shard:
         """Return the rows [start, end) of the matrix, which must lie in this shard; views."""
         pieces = []
         for stored, piece in zip(layout.stored, self.pieces, strict=True):
-            begin, _ = stored.part_rows(self)
+            begin, _ = stored.rows_of(self.start, self.end)
             a, b = stored.rows_of(start, end)
             pieces.append(piece[(a - begin) * stored.row_bytes : (b - begin) * stored.row_bytes])
         return Shard(self.tier, start, end, pieces)
@@ -234,58 +237,79 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     )
 
 
-@dataclass(frozen=True)
-class WeightFormat:
-    """One format of weights.
+def is_converted(tensor: TensorSpec) -> bool:
+    """Return whether a switch of a policy converts the tensor."""
+    return len(tensor.shape) == 2 and not tensor.exact
 
-    Subclasses say how matrices are laid out and decoded. Vectors are always plain.
+
+def packed_rows(tensor: TensorSpec, row_bytes: int) -> tuple[StoredRows, ...]:
+    """Return a matrix in the format that a switch asks for, as packed_store.py stores it.
+
+    It is one stored tensor under the matrix's own key, uint8 of (rows, row bytes).
+    """
+    return (StoredRows((tensor.key,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes),)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One format of weights: how matrices are laid out, decoded and multiplied.
 
     This class itself is the format `dense`, which most checkpoints have: any float dtype, held in
-    the compute dtype.
+    the compute dtype. Each other format is a subclass. Vectors are always plain.
     """
 
     itemsize: int  # bytes of one number of the compute dtype
+    # Matrices are multiplied in int8.
+    in_int8: bool = field(default=False, kw_only=True)
+    # Name of the format in profiles and of its packed stores.
+    name: ClassVar[str] = "dense"
     # When matrices are decoded.
     decoded_at: ClassVar[DecodedAt] = "never"
+    # As TensorLayout.by_columns.
+    by_columns: ClassVar[bool] = False
+    # The command-line flag that asks for this format. packed_store.py then converts weights to it
+    # once. "": checkpoints have this format.
+    converted_by: ClassVar[str] = ""
     # Name of a tensor that is a matrix of this format in any model. `warm_up` decodes such a
     # matrix.
-    sample_name: ClassVar[str] = ""
+    sample_name: ClassVar[str] = "model.layers.0.mlp.up_proj.weight"
     # Columns of matrices that different loops multiply. The last is for the kernel on a card.
     sample_columns: ClassVar[tuple[int, ...]] = (BLOCK_ROWS,)
 
     @property
-    def in_int8(self) -> bool:
-        """Whether matrices are multiplied in int8."""
-        return False
-
-    @property
     def decoder(self) -> str:
-        """Name in profiles of what decodes a quantised checkpoint's matrices, or ""."""
-        return ""
+        """Name in profiles of what decodes matrices when their unit is opened."""
+        return f"{self.name}_int8" if self.in_int8 else self.name
 
     @property
     def decoder_in_products(self) -> str:
-        """Name in profiles of what decodes experts' matrices as a CPU multiplies them.
+        """Name in profiles of what decodes matrices as products read them as held (`codes`).
 
-        They are multiplied from their `codes`. The name is "" for formats without such a decoder.
+        Products do so on a card, and on a CPU for experts. The name is "" for formats without
+        codes.
         """
-        return ""
+        has_codes = type(self).codes is not Codec.codes and not self.in_int8
+        return f"{self.name}_in_products" if has_codes else ""
 
-    @property
-    def has_codes(self) -> bool:
-        """Whether products read matrices as they are held (`codes`).
+    def holds(self, tensor: TensorSpec) -> bool:
+        """Return whether the tensor is stored in this format. Otherwise it is plain numbers."""
+        return False
 
-        They do so on a card, and on a CPU for experts.
-        """
-        return type(self).codes is not WeightFormat.codes and not self.in_int8
-
-    @property
-    def packed(self) -> PackedFormat | None:
-        """The format itself if checkpoints must first be converted to it, otherwise None."""
-        return None
+    def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
+        """Return the stored tensors that a matrix of this format is made of."""
+        raise NotImplementedError
 
     def layout(self, tensor: TensorSpec) -> TensorLayout:
-        return plain_layout(tensor, self.itemsize)
+        if not self.holds(tensor):
+            return plain_layout(tensor, self.itemsize)
+        columns = tensor.shape[1]
+        decoded = int8_row_bytes(columns) if self.in_int8 else columns * self.itemsize
+        if self.decoded_at != "load" or tensor.looked_up:  # looked-up rows are decoded one by one
+            decoded = 0
+        stored = self.stored_rows(tensor)
+        return TensorLayout(tensor.shape, stored, decoded, self.by_columns, tensor.looked_up)
+
+    # ---- Matrices that are used as held
 
     def row_parts(
         self,
@@ -299,33 +323,31 @@ class WeightFormat:
         pieces: one uint8 tensor per stored tensor. blocks: reorder the rows in place into the order
         in which products are fastest.
         """
-        from flexgen_h2o.kernels.linear import DenseRows, InputRows, block_rows
+        from flexgen_h2o.kernels.linear import DenseRows, block_rows
 
+        if not layout.stored[0].is_values:
+            return self.matrix_parts(layout, pieces, workspace, blocks)
         rows = pieces[0].view(workspace.dtype).view(-1, *layout.cut_shape[1:])
         if layout.by_columns:
-            return (InputRows(rows),)
+            return (DenseRows(rows.t()),)
         return block_rows(rows) if blocks and layout.is_matrix else (DenseRows(rows),)
 
-    def decoded_parts(
-        self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace
+    def matrix_parts(
+        self,
+        layout: TensorLayout,
+        pieces: Sequence[torch.Tensor],
+        workspace: Workspace,
+        blocks: bool,
     ) -> RowParts:
-        """Return the rows of a matrix that `decode` fills. They lie in `memory` (uint8)."""
-        from flexgen_h2o.kernels.linear import DenseRows
+        """Return `row_parts` of a matrix that is stored in this format."""
+        raise NotImplementedError
 
-        if not self.in_int8:
-            return (DenseRows(memory.view(workspace.dtype).view(layout.shape)),)
-        from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows
+    def codes(self, layout: TensorLayout, shard: Shard) -> Codes:
+        """Return some rows of a matrix as products read them.
 
-        rows = blank_int8_rows(memory.view(layout.shape[0], -1))
-        return tuple(Int8Rows(some, layout.shape[1], workspace) for some in rows)
-
-    def decode(self, layout: TensorLayout, held: Sequence[Shard], out: RowParts) -> None:
-        """Fill a matrix. held: all its rows, in order."""
-        from flexgen_h2o.kernels.linear import DenseRows
-
-        (whole,) = out
-        assert isinstance(whole, DenseRows)
-        self.decode_range(layout, held, 0, whole.rows)
+        Formats without this method are decoded.
+        """
+        raise NotImplementedError
 
     def coded_parts(
         self, layout: TensorLayout, held: Sequence[Shard], decoded: RowParts
@@ -335,7 +357,7 @@ class WeightFormat:
         With more inputs they are decoded into `decoded` first. Returns () if products cannot read
         the codes. held: all rows of the matrix, in order. They must stay where they are.
         """
-        if not self.has_codes:
+        if not self.decoder_in_products:
             return ()
         from flexgen_h2o.kernels import triton
         from flexgen_h2o.kernels.coded import CodedRows, can_multiply_codes
@@ -350,12 +372,55 @@ class WeightFormat:
             return ()
         return tuple(CodedRows(codes, DenseRows(rows)) for codes, rows in found)
 
-    def codes(self, layout: TensorLayout, shard: Shard) -> Codes:
-        """Return some rows of a matrix as products read them.
+    # ---- Matrices that are decoded when their unit is opened
 
-        Formats without this method are decoded.
+    def decoded_parts(
+        self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace
+    ) -> RowParts:
+        """Return the rows of a matrix that `decode` fills. They lie in `memory` (uint8)."""
+        from flexgen_h2o.kernels.int8 import blank_int8_rows
+        from flexgen_h2o.kernels.linear import DenseRows
+
+        if not self.in_int8:
+            return (DenseRows(memory.view(workspace.dtype).view(layout.shape)),)
+        rows, columns = layout.shape
+        return blank_int8_rows(memory.view(rows, -1), columns, workspace)
+
+    def decode(self, layout: TensorLayout, held: Sequence[Shard], out: RowParts) -> None:
+        """Fill a matrix. held: all its rows, in order."""
+        import torch
+
+        from flexgen_h2o.kernels.int8 import Int8Rows
+        from flexgen_h2o.kernels.linear import DenseRows
+        from flexgen_h2o.kernels.quantised import fill_int8_rows
+        from flexgen_h2o.kernels.workspace import row_slices
+
+        if not self.in_int8:
+            (whole,) = out
+            assert isinstance(whole, DenseRows)
+            self.decode_range(layout, held, 0, whole.rows)
+            return
+        rows, columns = layout.shape
+        parts = [part for part in out if isinstance(part, Int8Rows)]
+        first = parts[0]
+        done = len(first) if first.blocked and self.fill_blocks(layout, held, first) else 0
+        some_rows = list(row_slices(rows - done, columns, BLOCK_ROWS))
+        max_rows = some_rows[0].stop if some_rows else 0
+        values = torch.empty(
+            max_rows, columns, device=held[0].pieces[0].device, dtype=torch.float32
+        )
+        for some in some_rows:
+            here = self.decode_range(
+                layout, held, done + some.start, values[: some.stop - some.start]
+            )
+            fill_int8_rows(here, done + some.start, parts)
+
+    def fill_blocks(self, layout: TensorLayout, held: Sequence[Shard], out: Int8Rows) -> bool:
+        """Fill the first rows of a matrix as blocked int8 rows in one pass.
+
+        Returns False if no loop does that.
         """
-        raise NotImplementedError
+        return False
 
     def decode_range(
         self, layout: TensorLayout, held: Sequence[Shard], first: int, out: torch.Tensor
@@ -364,12 +429,20 @@ class WeightFormat:
 
         out: (n, columns), a float dtype. held: shards that contain those rows.
         """
+        from flexgen_h2o.kernels.workspace import row_slices
+
+        if self.by_columns:
+            for some in row_slices(len(out), layout.shape[1]):  # slices keep temporary memory small
+                for one in held:
+                    columns = out[some, one.start : one.end]
+                    self.decode_columns(layout, one, first + some.start, columns)
+            return out
         for one in held:
             begin = max(first, one.start)
             end = min(first + len(out), one.end)
             if begin < end:
-                some = one.cut(layout, begin, end)
-                self.decode_rows(layout, some, out[begin - first : end - first])
+                some_rows = one.cut(layout, begin, end)
+                self.decode_rows(layout, some_rows, out[begin - first : end - first])
         return out
 
     def decode_rows(self, layout: TensorLayout, shard: Shard, out: torch.Tensor) -> None:
@@ -379,29 +452,20 @@ class WeightFormat:
         """
         raise NotImplementedError
 
+    def decode_columns(
+        self, layout: TensorLayout, shard: Shard, first: int, out: torch.Tensor
+    ) -> None:
+        """Fill `out` from a shard of a matrix that is stored by columns.
 
-@dataclass(frozen=True)
-class PackedFormat(WeightFormat):
-    """A format that weights are converted to once, because a switch of the policy asks for it.
-
-    checkpoint/packed_store.py converts them. A tensor is one stored tensor under its own key. A
-    matrix is uint8 of (rows, row bytes).
-    """
-
-    flag: ClassVar[str]  # the command-line flag of that switch
-
-    @property
-    def packed(self) -> PackedFormat:
-        return self
-
-    @property
-    def name(self) -> str:
-        """Name of the store."""
+        out: (rows from `first` on, columns of the shard), a float dtype.
+        """
         raise NotImplementedError
+
+    # ---- Formats to which a switch converts weights (`converted_by`)
 
     @property
     def record(self) -> dict[str, object]:
-        """A description of what the bytes mean.
+        """A description of what the bytes of a packed store mean.
 
         Its entry `format` is a number that rises when the meaning changes. Stores with another
         number are not used.
@@ -416,26 +480,16 @@ class PackedFormat(WeightFormat):
         """
         raise NotImplementedError
 
-    def packed_layout(
-        self, tensor: TensorSpec, row_bytes: int, decoded_row_bytes: int = 0
-    ) -> TensorLayout:
-        if len(tensor.shape) != 2 or tensor.exact:
-            return plain_layout(tensor, self.itemsize)
-        stored = StoredRows((tensor.key,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
-        # Rows of a table that are looked up are decoded one by one.
-        decoded = 0 if tensor.looked_up else decoded_row_bytes
-        return TensorLayout(tensor.shape, (stored,), decoded, looked_up=tensor.looked_up)
-
 
 def recognise(
     policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
-) -> WeightFormat | None:
+) -> Codec | None:
     """Return the format `dense` for an unquantised checkpoint, otherwise None."""
-    return WeightFormat(itemsize) if quantization is None else None
+    return Codec(itemsize) if quantization is None else None
 
 
 @lru_cache(maxsize=1024)
-def weight_format(spec: ModelSpec, policy: Policy, itemsize: int) -> WeightFormat:
+def weight_format(spec: ModelSpec, policy: Policy, itemsize: int) -> Codec:
     """Return the format in which a run holds a model's weights.
 
     It is what the policy asks for, or else the checkpoint's.
@@ -443,7 +497,7 @@ def weight_format(spec: ModelSpec, policy: Policy, itemsize: int) -> WeightForma
     return _recognised(policy, spec.quantization, itemsize)
 
 
-def checkpoint_format(spec: ModelSpec) -> WeightFormat:
+def checkpoint_format(spec: ModelSpec) -> Codec:
     """Return the format of a model's checkpoint, whatever a policy makes of its weights."""
     return weight_format(spec, Policy(), 4)
 
@@ -453,12 +507,10 @@ def check_quantization(quantization: Mapping[str, Any] | None) -> None:
     _recognised(Policy(), quantization, 4)
 
 
-def _recognised(
-    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
-) -> WeightFormat:
+def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Codec:
     is_known_type = quantization is None or isinstance(quantization, Mapping)
     for module in FORMATS.values() if is_known_type else ():
-        found: WeightFormat | None = importlib.import_module(module).recognise(
+        found: Codec | None = importlib.import_module(module).recognise(
             policy, quantization, itemsize
         )
         if found is not None:
@@ -472,21 +524,19 @@ def _recognised(
 
 
 @lru_cache(maxsize=4096)
-def layouts_of(form: WeightFormat, tensors: tuple[TensorSpec, ...]) -> tuple[TensorLayout, ...]:
+def layouts_of(form: Codec, tensors: tuple[TensorSpec, ...]) -> tuple[TensorLayout, ...]:
     """Return the layouts of a unit's tensors."""
     return tuple(layout_of(form, tensor) for tensor in tensors)
 
 
-def layout_of(form: WeightFormat, tensor: TensorSpec) -> TensorLayout:
+def layout_of(form: Codec, tensor: TensorSpec) -> TensorLayout:
     """Return the layout of a tensor, or of some rows of one."""
     if tensor.whole is None:
         return form.layout(tensor)
     return form.layout(tensor.whole).of_rows(range(tensor.first, tensor.first + tensor.shape[0]))
 
 
-def warm_up(
-    form: WeightFormat, device: torch.device, dtype: torch.dtype, experts: bool = False
-) -> None:
+def warm_up(form: Codec, device: torch.device, dtype: torch.dtype, experts: bool = False) -> None:
     """Compile what decoding and products need by decoding and multiplying zeros.
 
     The matrices have rows that can be blocked, and rows that cannot. On a card, products from codes

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
-    Quantised,
     Rules,
-    asks_for_int8,
+    is_quantised_linear,
+    multiple,
     names_of,
     patterns_of,
     read_group,
@@ -57,17 +57,21 @@ _RANDOM_SCALES = (b"\x0f\0", struct.pack("<e", 0.02 / 4.6))  # random codes have
 
 
 @dataclass(frozen=True)
-class Awq(Quantised):
+class Awq(Codec):
     """The format `awq`."""
 
+    left_out: tuple[str, ...] = ()  # patterns of modules that are plain
     group: int = 128  # columns that share a scale; 0: all columns
     name = "awq"
+    decoded_at = "load"
     by_columns = True
-    in_blocks_only = True
+
+    def holds(self, tensor: TensorSpec) -> bool:
+        return is_quantised_linear(tensor, self.left_out, in_blocks_only=True)
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         columns = tensor.shape[1]
-        words = self.multiple(tensor, 0, _PER_WORD)
+        words = multiple(self.name, tensor, 0, _PER_WORD)
         index = tensor.index
         group = self.group or columns
         groups = -(-columns // group)
@@ -116,4 +120,4 @@ def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: 
     if found.get("bits", found.get("w_bit")) is None:
         raise refused(Awq.name, "bits", None, (4,))
     left_out = patterns_of(Awq.name, "modules_to_not_convert", found.get("modules_to_not_convert"))
-    return Awq(itemsize, left_out, asks_for_int8(policy), read_group("awq", found))
+    return Awq(itemsize, left_out, read_group("awq", found), in_int8=policy.int8_compute)

@@ -24,11 +24,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
-    Quantised,
     Rules,
-    asks_for_int8,
     check_key,
     names_of,
     patterns_of,
@@ -89,15 +87,17 @@ _RANDOM_STD = {4: 4.6, 8: 73.9}  # std of random codes, by bits
 
 
 @dataclass(frozen=True)
-class CompressedTensors(Quantised):
-    """The format `compressed-tensors`. `left_out` is its `ignore`."""
+class CompressedTensors(Codec):
+    """The format `compressed-tensors`."""
 
+    left_out: tuple[str, ...] = ()  # the config's `ignore`
     bits: int = 4
     group: int = 0  # columns that share a scale; 0: all of a row
     symmetric: bool = True
     whole: bool = False  # the stored bytes are the integers themselves (int-quantized)
     targets: tuple[str, ...] = (_LINEAR,)  # patterns like those of `ignore`, or "Linear"
     name = "compressed-tensors"
+    decoded_at = "load"
 
     def holds(self, tensor: TensorSpec) -> bool:
         module = tensor.name.removesuffix(".weight")
@@ -224,7 +224,14 @@ def recognise(
     left_out = patterns_of(name, "ignore", found.get("ignore"), _REGEX)
     targets = patterns_of(name, "targets", scheme["targets"], _REGEX)
     return CompressedTensors(
-        itemsize, left_out, asks_for_int8(policy), bits, group, symmetric, whole, targets
+        itemsize,
+        left_out,
+        bits,
+        group,
+        symmetric,
+        whole,
+        targets,
+        in_int8=policy.int8_compute,
     )
 
 

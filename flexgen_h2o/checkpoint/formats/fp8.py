@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
-    Quantised,
     Rules,
-    asks_for_int8,
+    is_quantised_linear,
     patterns_of,
     settings_of,
     whole_number,
@@ -48,11 +47,16 @@ _RANDOM_SCALES = (b"\xff\xff\0\0", struct.pack("<f", 1 / 32))
 
 
 @dataclass(frozen=True)
-class BlockFp8(Quantised):
+class BlockFp8(Codec):
     """The format `fp8`."""
 
+    left_out: tuple[str, ...] = ()  # patterns of modules that are plain
     block: tuple[int, int] = (128, 128)  # rows and columns that share a scale
     name = "fp8"
+    decoded_at = "load"
+
+    def holds(self, tensor: TensorSpec) -> bool:
+        return is_quantised_linear(tensor, self.left_out)
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, columns = tensor.shape
@@ -114,4 +118,4 @@ def recognise(
         else "ignored_layers"
     )
     left_out = patterns_of("fp8", key, found.get(key))
-    return BlockFp8(itemsize, left_out, asks_for_int8(policy), (sizes[0], sizes[1]))
+    return BlockFp8(itemsize, left_out, (sizes[0], sizes[1]), in_int8=policy.int8_compute)

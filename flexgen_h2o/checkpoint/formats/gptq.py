@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
-    Quantised,
     Rules,
-    asks_for_int8,
+    is_quantised_linear,
+    multiple,
     names_of,
     patterns_of,
     read_group,
@@ -92,23 +92,27 @@ _RANDOM_SCALES = {4: 0.02 / 4.6, 8: 0.02 / 73.9}  # by bits; random codes have a
 
 
 @dataclass(frozen=True)
-class Gptq(Quantised):
+class Gptq(Codec):
     """The format `gptq`."""
 
+    left_out: tuple[str, ...] = ()  # patterns of modules that are plain
     bits: int = 4
     group: int = 128  # columns that share a scale; 0: all columns
     more: int = 1  # added to a stored zero: 1 for checkpoint_format "gptq", 0 for "gptq_v2"
     name = "gptq"
+    decoded_at = "load"
     by_columns = True
-    in_blocks_only = True
+
+    def holds(self, tensor: TensorSpec) -> bool:
+        return is_quantised_linear(tensor, self.left_out, in_blocks_only=True)
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, columns = tensor.shape
         per_word = _WORD_BITS // self.bits
         index = tensor.index
         groups, group = (-(-columns // self.group), self.group) if self.group else (1, columns)
-        words = self.multiple(tensor, 1, per_word)
-        zeros = self.multiple(tensor, 0, per_word)
+        words = multiple(self.name, tensor, 1, per_word)
+        zeros = multiple(self.name, tensor, 0, per_word)
         middle = (1 << (self.bits - 1)) - self.more
         zero = (b"\0", bytes([middle | middle << 4 if self.bits == 4 else middle]))
         scale = (b"\x0f\0", struct.pack("<e", _RANDOM_SCALES[self.bits]))
@@ -142,7 +146,8 @@ class Gptq(Quantised):
     ) -> None:
         import torch
 
-        from flexgen_h2o.kernels.quantised import parted, stored_groups, unpack_gptq
+        from flexgen_h2o.kernels.packed import parted
+        from flexgen_h2o.kernels.quantised import stored_groups, unpack_gptq
 
         rows, columns = layout.shape
         per_word = _WORD_BITS // self.bits
@@ -150,9 +155,8 @@ class Gptq(Quantised):
         some = slice(first, first + len(out))
         begin = first // per_word
         zero_words = zero_words.view(-1, rows // per_word)[:, begin : -(-some.stop // per_word)]
-        zeros = parted(zero_words, self.bits).add_(self.more)[:, first - begin * per_word :][
-            :, : len(out)
-        ]
+        skip = first - begin * per_word
+        zeros = parted(zero_words, self.bits)[:, skip : skip + len(out)].float().add_(self.more)
         scales = shard.pieces[2].view(torch.float32).view(-1, rows)[:, some]
         try:
             groups = stored_groups(shard.pieces[3], len(scales), self.group or columns, shard.start)
@@ -181,10 +185,10 @@ def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: 
     return Gptq(
         itemsize,
         left_out + _dynamic(found),
-        asks_for_int8(policy),
         bits,
         read_group("gptq", found),
         more,
+        in_int8=policy.int8_compute,
     )
 
 

@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, DecodedAt, PackedFormat, Shard, TensorLayout
+from flexgen_h2o.checkpoint.formats import (
+    Codec,
+    DecodedAt,
+    Shard,
+    StoredRows,
+    TensorLayout,
+    is_converted,
+    packed_rows,
+)
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import GROUP, SlotPacking
@@ -27,16 +36,15 @@ FORMAT = 3
 
 
 @dataclass(frozen=True)
-class Groupwise(PackedFormat):
+class Groupwise(Codec):
     """The format of --compress-weight."""
 
     bits: int  # per value
-    to_int8: bool = False  # products are in int8
     sample_columns = (GROUP, GROUP + 8, 16 * GROUP)  # whole groups, others, and rows of 16 words
-    flag = "--compress-weight"
+    converted_by = "--compress-weight"
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return f"{self.bits}bit"
 
     @property
@@ -45,42 +53,34 @@ class Groupwise(PackedFormat):
 
     @property
     def decoded_at(self) -> DecodedAt:  # type: ignore[override]
-        return "product" if self.to_int8 else "load"
+        return "product" if self.in_int8 else "load"
 
-    @property
-    def decoder_in_products(self) -> str:
-        return IN_PRODUCTS[1] if not self.to_int8 and self.bits == 4 else ""
+    def holds(self, tensor: TensorSpec) -> bool:
+        return is_converted(tensor)
 
-    @property
-    def in_int8(self) -> bool:
-        return self.to_int8
-
-    def layout(self, tensor: TensorSpec) -> TensorLayout:
-        columns = tensor.shape[-1]
-        decoded = 0 if self.to_int8 else columns * self.itemsize
-        return self.packed_layout(tensor, SlotPacking(columns, self.bits).slot_bytes, decoded)
+    def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
+        return packed_rows(tensor, SlotPacking(tensor.shape[1], self.bits).slot_bytes)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         from flexgen_h2o.kernels.packed import pack_rows
 
         return pack_rows(rows, self.bits)
 
-    def row_parts(
+    def matrix_parts(
         self,
         layout: TensorLayout,
         pieces: Sequence[torch.Tensor],
         workspace: Workspace,
         blocks: bool,
     ) -> RowParts:
-        if layout.stored[0].is_values:
-            return super().row_parts(layout, pieces, workspace, blocks)
         from flexgen_h2o.kernels.int8 import RequantisedRows
-        from flexgen_h2o.kernels.packed import PackedTable
+        from flexgen_h2o.kernels.linear import Table
+        from flexgen_h2o.kernels.packed import look_up_packed
 
         packed = pieces[0].view(-1, layout.stored[0].row_bytes)
-        if self.to_int8:
+        if self.in_int8:
             return (RequantisedRows(packed, layout.shape[1], workspace),)
-        return (PackedTable(packed, self.bits),)
+        return (Table(len(packed), partial(look_up_packed, packed, self.bits)),)
 
     def codes(self, layout: TensorLayout, shard: Shard) -> Codes:
         from flexgen_h2o.kernels.coded import groupwise_codes
@@ -96,8 +96,6 @@ class Groupwise(PackedFormat):
 def recognise(
     policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
 ) -> Groupwise | None:
-    return (
-        Groupwise(itemsize, policy.weight_bits, policy.int8_compute)
-        if policy.compress_weight
-        else None
-    )
+    if not policy.compress_weight:
+        return None
+    return Groupwise(itemsize, policy.weight_bits, in_int8=policy.int8_compute)

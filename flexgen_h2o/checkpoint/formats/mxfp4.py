@@ -12,17 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import (
-    IN_PRODUCTS,
-    Shard,
-    StoredRows,
-    TensorLayout,
-)
+from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
-    Quantised,
     Rules,
-    asks_for_int8,
     is_left_out,
+    multiple,
     patterns_of,
     settings_of,
 )
@@ -34,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from flexgen_h2o.kernels.coded import Codes
-    from flexgen_h2o.kernels.int8 import BlockedInt8
+    from flexgen_h2o.kernels.int8 import Int8Rows
 
 _BLOCK = 32  # numbers that share a scale
 _RULES: Rules = {"modules_to_not_convert": None, "dequantize": None}
@@ -42,16 +36,14 @@ _RANDOM_SCALES = (b"\1", b"\x77")  # 2^-8 or 2^-7, for codes with a std of 2.9
 
 
 @dataclass(frozen=True)
-class Mxfp4(Quantised):
+class Mxfp4(Codec):
     """The format `mxfp4`. A matrix is (rows, columns) of one expert, a slice of what is stored."""
 
+    left_out: tuple[str, ...] = ()  # patterns of modules that are plain
     name = "mxfp4"
+    decoded_at = "load"
     sample_name = "model.layers.0.mlp.experts.down_proj"
     sample_columns = (16 * _BLOCK,)
-
-    @property
-    def decoder_in_products(self) -> str:
-        return "" if self.to_int8 else IN_PRODUCTS[0]
 
     def holds(self, tensor: TensorSpec) -> bool:
         module, _, kind = tensor.name.rpartition(".")
@@ -67,7 +59,7 @@ class Mxfp4(Quantised):
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows = tensor.shape[0]
-        groups = self.multiple(tensor, 1, _BLOCK)
+        groups = multiple(self.name, tensor, 1, _BLOCK)
         codes = _BLOCK // 2
         index = tensor.index
         names = (tensor.name, *tensor.aliases)
@@ -91,7 +83,7 @@ class Mxfp4(Quantised):
 
         unpack_mxfp4(*_shaped(shard), out)
 
-    def fill_blocks(self, layout: TensorLayout, held: Sequence[Shard], out: BlockedInt8) -> bool:
+    def fill_blocks(self, layout: TensorLayout, held: Sequence[Shard], out: Int8Rows) -> bool:
         from flexgen_h2o.kernels.quantised import fill_blocks_from_mxfp4
 
         for one in held:
@@ -118,4 +110,4 @@ def recognise(
     left_out = patterns_of(
         Mxfp4.name, "modules_to_not_convert", found.get("modules_to_not_convert")
     )
-    return Mxfp4(itemsize, left_out, asks_for_int8(policy))
+    return Mxfp4(itemsize, left_out, in_int8=policy.int8_compute)

@@ -1,35 +1,20 @@
 """Common parts of the formats of quantised checkpoints.
 
-These are the checks of their config's keys, the modules that are left plain, and decoding into the
-compute dtype or into int8 rows. A tensor that a format has not quantised is plain numbers: vectors,
-embeddings, the head, routers, and what its config leaves out.
+These are the checks of their config's keys, and the modules that are left plain. A tensor that a
+format has not quantised is plain numbers: vectors, embeddings, the head, routers, and what its
+config leaves out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from flexgen_h2o.checkpoint.formats import (
-    Shard,
-    StoredRows,
-    TensorLayout,
-    WeightFormat,
-    plain_layout,
-)
-from flexgen_h2o.core.config import Policy
+from flexgen_h2o.checkpoint.formats import StoredRows
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.core.packing import int8_row_bytes
-
-if TYPE_CHECKING:
-    import torch
-
-    from flexgen_h2o.kernels.int8 import BlockedInt8
-    from flexgen_h2o.kernels.linear import RowParts
 
 # Values that a key may have. None: any value, because the decoded numbers do not depend on it.
 Rules = Mapping[str, tuple[Any, ...] | None]
@@ -48,125 +33,37 @@ _MAX_CHARACTERS = 2**19
 _REFERENCE = re.compile(r"\\[1-9]|\(\?(?:P[<=]|\()")
 
 
-@dataclass(frozen=True)
-class Quantised(WeightFormat):
-    """The base of these formats.
+def is_quantised_linear(
+    tensor: TensorSpec, left_out: tuple[str, ...], in_blocks_only: bool = False
+) -> bool:
+    """Return whether most quantisers convert the tensor.
 
-    Subclasses say how a matrix is stored (`stored_rows`) and decode it.
+    left_out: patterns of modules that are plain, as transformers matches them. in_blocks_only: the
+    quantiser converts only modules of transformer blocks.
     """
+    module = tensor.name.removesuffix(".weight")
+    is_linear = len(tensor.shape) == 2 and module != tensor.name and _EMBEDDING not in module
+    if in_blocks_only:
+        is_linear = is_linear and any(part.isdecimal() for part in module.split("."))
+    return (
+        is_linear
+        and module.split(".")[-1] not in _PLAIN_MODULES
+        and not is_left_out(module, left_out)
+    )
 
-    # Patterns of modules that are plain, as transformers matches them.
-    left_out: tuple[str, ...] = ()
-    # Rows are decoded into int8.
-    to_int8: bool = False
-    decoded_at = "load"
-    by_columns: ClassVar[bool] = False
-    # Quantisers of this format convert only modules of transformer blocks.
-    in_blocks_only: ClassVar[bool] = False
-    name: ClassVar[str]
-    sample_name: ClassVar[str] = "model.layers.0.mlp.up_proj.weight"
 
-    @property
-    def in_int8(self) -> bool:
-        return self.to_int8
+def multiple(name: str, tensor: TensorSpec, axis: int, of: int) -> int:
+    """Return a matrix's size along `axis`, divided by `of`.
 
-    @property
-    def decoder(self) -> str:
-        return f"{self.name}_int8" if self.to_int8 else self.name
-
-    def holds(self, tensor: TensorSpec) -> bool:
-        """Return whether the tensor is quantised."""
-        module = tensor.name.removesuffix(".weight")
-        is_linear = len(tensor.shape) == 2 and module != tensor.name and _EMBEDDING not in module
-        if self.in_blocks_only:
-            is_linear = is_linear and any(part.isdecimal() for part in module.split("."))
-        return (
-            is_linear
-            and module.split(".")[-1] not in _PLAIN_MODULES
-            and not is_left_out(module, self.left_out)
+    Raises UsageError that names the format if it is no multiple.
+    """
+    if tensor.shape[axis] % of:
+        what = ("rows", "columns")[axis]
+        raise UsageError(
+            f"quantization_config: {name} takes matrices whose {what} are a multiple of {of}, and"
+            f" {tensor.key!r} has {tensor.shape[axis]}; give an unquantised checkpoint"
         )
-
-    def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        """Return the stored tensors of a quantised matrix."""
-        raise NotImplementedError
-
-    def layout(self, tensor: TensorSpec) -> TensorLayout:
-        if not self.holds(tensor):
-            return plain_layout(tensor, self.itemsize)
-        columns = tensor.shape[1]
-        decoded = int8_row_bytes(columns) if self.to_int8 else columns * self.itemsize
-        return TensorLayout(tensor.shape, self.stored_rows(tensor), decoded, self.by_columns)
-
-    def decode_range(
-        self, layout: TensorLayout, held: Sequence[Shard], first: int, out: torch.Tensor
-    ) -> torch.Tensor:
-        if not self.by_columns:
-            return super().decode_range(layout, held, first, out)
-        from flexgen_h2o.kernels.workspace import row_slices
-
-        for some in row_slices(len(out), layout.shape[1]):  # slices keep temporary memory small
-            for one in held:
-                self.decode_columns(layout, one, first + some.start, out[some, one.start : one.end])
-        return out
-
-    def decode_columns(
-        self, layout: TensorLayout, shard: Shard, first: int, out: torch.Tensor
-    ) -> None:
-        """Fill `out` from a shard of a matrix that is stored by columns.
-
-        out: (rows from `first` on, columns of the shard), a float dtype.
-        """
-        raise NotImplementedError
-
-    def multiple(self, tensor: TensorSpec, axis: int, of: int) -> int:
-        """Return a matrix's size along `axis`, divided by `of`.
-
-        Raises UsageError if it is no multiple.
-        """
-        if tensor.shape[axis] % of:
-            what = ("rows", "columns")[axis]
-            raise UsageError(
-                f"quantization_config: {self.name} takes matrices whose {what} are a multiple of "
-                f"{of}, and"
-                f" {tensor.key!r} has {tensor.shape[axis]}; give an unquantised checkpoint"
-            )
-        return tensor.shape[axis] // of
-
-    def decode(self, layout: TensorLayout, held: Sequence[Shard], out: RowParts) -> None:
-        if not self.to_int8:
-            super().decode(layout, held, out)
-            return
-        import torch
-
-        from flexgen_h2o.core.units import BLOCK_ROWS
-        from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows
-        from flexgen_h2o.kernels.quantised import fill_int8_rows
-        from flexgen_h2o.kernels.workspace import row_slices
-
-        rows, columns = layout.shape
-        parts = [some.packed for some in out if isinstance(some, Int8Rows)]
-        done = (
-            len(parts[0])
-            if isinstance(parts[0], BlockedInt8) and self.fill_blocks(layout, held, parts[0])
-            else 0
-        )
-        some_rows = list(row_slices(rows - done, columns, BLOCK_ROWS))
-        max_rows = some_rows[0].stop if some_rows else 0
-        values = torch.empty(
-            max_rows, columns, device=held[0].pieces[0].device, dtype=torch.float32
-        )
-        for some in some_rows:
-            here = self.decode_range(
-                layout, held, done + some.start, values[: some.stop - some.start]
-            )
-            fill_int8_rows(here, done + some.start, parts)
-
-    def fill_blocks(self, layout: TensorLayout, held: Sequence[Shard], out: BlockedInt8) -> bool:
-        """Fill the first rows of a matrix as int8 rows in one pass.
-
-        Returns False if no loop does that.
-        """
-        return False
+    return tensor.shape[axis] // of
 
 
 def names_of(tensor: TensorSpec, kind: str) -> tuple[str, ...]:
@@ -325,7 +222,3 @@ def is_left_out(module: str, patterns: tuple[str, ...]) -> bool:
 def _begins(patterns: tuple[str, ...]) -> re.Pattern[str]:
     """Return an expression that matches a name if a pattern names that module or one above it."""
     return re.compile(f"(?:{'|'.join(f'(?:{pattern})' for pattern in patterns)}){_BOUNDARY}")
-
-
-def asks_for_int8(policy: Policy) -> bool:
-    return policy.int8_compute and not policy.compress_weight

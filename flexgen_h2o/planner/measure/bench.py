@@ -30,8 +30,8 @@ from flexgen_h2o.kernels.decode_step import (
     StepSlots,
     attend_step,
 )
-from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows, block_int8_rows, pack_int8_rows
-from flexgen_h2o.kernels.linear import BlockedRows, DenseRows, RowParts, block_rows, linear
+from flexgen_h2o.kernels.int8 import RequantisedRows, block_int8_rows, pack_int8_rows
+from flexgen_h2o.kernels.linear import DenseRows, RowParts, block_rows, linear
 from flexgen_h2o.kernels.packed import pack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import ScoreState, attend
@@ -408,7 +408,7 @@ def speedups(bench: Bench, dtype: torch.dtype) -> Figures:
     width = sizes.widths[len(sizes.widths) // 2]
     pairs = [(width, width), (width, MLP * width)]
     faster: list[Held] = ["int8", "int4"] if bench.device.is_host else []
-    if isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows):
+    if block_rows(bench.normal(dtype, width, width))[0].blocked:
         faster.append("blocked")
     points: dict[Held, list[tuple[float, float]]] = {held: [] for held in faster}
     for rows in sizes.rows if faster else ():
@@ -496,10 +496,7 @@ class Products:
         )
         if packed:
             return [(RequantisedRows(rows, inner, workspace),) for rows in memory]
-        return [
-            tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows))
-            for rows in memory
-        ]
+        return [block_int8_rows(rows, inner, workspace) for rows in memory]
 
 
 def warm_cores(bench: Bench, dtype: torch.dtype) -> None:

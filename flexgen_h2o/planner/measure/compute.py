@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.checkpoint.formats import Shard, TensorLayout, WeightFormat, weight_format
+from flexgen_h2o.checkpoint.formats import Codec, Shard, TensorLayout, weight_format
 from flexgen_h2o.checkpoint.writing import any_bytes
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
@@ -151,7 +151,7 @@ def weight_rates(
     return unpacking * dtype.itemsize, {name: rate / unpacking for name, rate in rates.items()}
 
 
-def quantised_format(config: Mapping[str, Any], dtype: torch.dtype, in_int8: bool) -> WeightFormat:
+def quantised_format(config: Mapping[str, Any], dtype: torch.dtype, in_int8: bool) -> Codec:
     """Return the weight format of checkpoints with this quantization_config."""
     spec = replace(_known_spec(), quantization=config)
     return weight_format(spec, Policy(int8_compute=in_int8), dtype.itemsize)
@@ -165,7 +165,7 @@ def _known_spec() -> ModelSpec:
 
 
 def in_product_rate(
-    bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
+    bench: Bench, form: Codec, dtype: torch.dtype, rows: int, columns: int
 ) -> dict[str, float]:
     """Return {form.decoder_in_products: numbers per second}, or {} if products read no codes.
 
@@ -186,7 +186,7 @@ def in_product_rate(
 
 
 def decoding(
-    bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
+    bench: Bench, form: Codec, dtype: torch.dtype, rows: int, columns: int
 ) -> tuple[Call, int]:
     """Return a call that decodes a matrix of random bytes, and the bytes of the stored matrix."""
     layout, whole, out = _matrix(bench, form, dtype, rows, columns)
@@ -194,7 +194,7 @@ def decoding(
 
 
 def _matrix(
-    bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
+    bench: Bench, form: Codec, dtype: torch.dtype, rows: int, columns: int
 ) -> tuple[TensorLayout, list[Shard], RowParts]:
     """Return the layout of a matrix of random bytes, the matrix, and the rows for decoding it."""
     layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))

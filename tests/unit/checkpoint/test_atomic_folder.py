@@ -6,6 +6,7 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.checkpoint.atomic_folder import building
+from flexgen_h2o.checkpoint import atomic_folder, weight_files
+from flexgen_h2o.checkpoint.atomic_folder import building, sample_digest
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.files import MARK, mark
 
@@ -133,15 +135,6 @@ def test_what_a_killed_builder_left_is_removed(tmp_path: Path, names_in, followi
     assert names_in(tmp_path) == [f"{following}/{name}" for name in (MARK, "half", "whole")]
 
 
-def test_a_living_builders_folder_is_left_alone(tmp_path: Path) -> None:
-    with building(tmp_path / "slow") as temp:
-        assert temp is not None
-        assert build(tmp_path / "quick")
-        assert temp.is_dir()
-        (temp / "done").write_text("")
-    assert (tmp_path / "slow" / "done").exists()
-
-
 def test_what_a_user_calls_as_we_do_is_not_removed(tmp_path: Path) -> None:
     theirs = tmp_path / ".made.flexgen-building"
     lock = tmp_path / ".made.flexgen-lock"
@@ -169,3 +162,40 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--offload-dir .*: cannot be written to"):
         build(tmp_path / "more")
     assert (elsewhere / "made" / MARK).is_file() and (elsewhere / "file").is_file()
+
+
+# ---- fingerprints, and the files of which they are taken
+
+
+@pytest.mark.parametrize("whole", [2**20, 1000])
+def test_a_copy_is_the_same_and_other_weights_are_not(
+    whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large files by pieces: what changes a matrix changes some piece."""
+    monkeypatch.setattr(atomic_folder, "WHOLE_BYTES", whole)
+    path = tmp_path / "model.safetensors"
+    copy = tmp_path / "copy" / "model.safetensors"
+    data = bytes(i * 7 % 251 for i in range(600_000))
+    path.write_bytes(data)
+    copy.parent.mkdir()
+    shutil.copyfile(path, copy)
+    first = sample_digest([path])
+    assert first == sample_digest([copy]) and len(first) == 16
+    for at in (0, 300_000, 580_000):
+        path.write_bytes(data[:at] + bytes(20_000) + data[at + 20_000 :])
+        assert sample_digest([path]) != first
+    path.write_bytes(data + b"x")
+    assert sample_digest([path]) != first
+
+
+def test_the_files_with_the_weights(tmp_path: Path) -> None:
+    assert weight_files(tmp_path) == []
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text('{"weight_map": {"b": "2.bin", "a": "1.bin", "c": "2.bin"}}')
+    (tmp_path / "1.bin").touch()
+    with pytest.raises(UsageError, match=r"2.bin: pytorch_model.bin.index.json lists this shard"):
+        weight_files(tmp_path)
+    (tmp_path / "2.bin").touch()
+    assert weight_files(tmp_path) == [tmp_path / "1.bin", tmp_path / "2.bin"]
+    (tmp_path / "model.safetensors").touch()
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from flexgen_h2o.checkpoint import (
-    open_checkpoint,
-    pack_checkpoint,
-    pack_random,
-    packed_store,
-    write_random_checkpoint,
-)
+from flexgen_h2o.checkpoint import open_checkpoint, pack_checkpoint, packed_store
+from flexgen_h2o.checkpoint.formats import Codec
 from flexgen_h2o.checkpoint.formats.groupwise import FORMAT, Groupwise
 from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.checkpoint.safetensors import Checkpoint
@@ -28,223 +24,129 @@ from flexgen_h2o.kernels.int8 import pack_int8_rows
 from flexgen_h2o.kernels.packed import pack_rows
 
 FC1 = "model.decoder.layers.1.fc1.weight"
+FOUR = Groupwise(2, 4)
+Pack = Callable[..., Checkpoint]
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "offload"
+def file(weights, tmp_path: Path) -> Path:
+    """The weights of a safetensors checkpoint."""
+    path = tmp_path / "model" / "model.safetensors"
+    path.parent.mkdir()
+    save_file(weights, path)
+    return path
 
 
 @pytest.fixture
-def source(spec, weights, tmp_path: Path):
-    """Opens a safetensors checkpoint of the weights, changed by `more`."""
+def pack(spec, file: Path, tmp_path: Path) -> Pack:
+    """Packs the checkpoint as it is now."""
 
-    def opened(dtype: torch.dtype = torch.float32, **more: torch.Tensor) -> Checkpoint:
-        folder = tmp_path / "model"
-        folder.mkdir(exist_ok=True)
-        save_file(
-            {name: value.to(dtype) for name, value in {**weights, **more}.items()},
-            folder / "model.safetensors",
-        )
-        return open_checkpoint(spec, folder, tmp_path / "none")
+    def packed(form: Codec = FOUR, folder: Path = file.parent) -> Checkpoint:
+        source = open_checkpoint(spec, folder, tmp_path / "none")
+        return pack_checkpoint(spec, source, tmp_path / "cache", form)
 
-    return opened
+    return packed
 
 
 def bytes_of(stored) -> bytes:
-    with stored.path.open("rb") as file:
-        file.seek(stored.offset)
-        return file.read(stored.nbytes)
+    return stored.path.read_bytes()[stored.offset :][: stored.nbytes]
 
 
-@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (8, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("form", "encode", "group"),
+    [
+        (FOUR, lambda rows: pack_rows(rows, 4), 64),
+        (Groupwise(2, 8), lambda rows: pack_rows(rows.bfloat16(), 8), 64),
+        (Int8(2), pack_int8_rows, None),
+    ],
+    ids=["4", "8", "int8"],
+)
 def test_every_tensor(
-    spec, source, weights, cache: Path, monkeypatch, bits: int, dtype: torch.dtype
+    weights, file: Path, pack: Pack, monkeypatch, form: Groupwise | Int8, encode, group: int | None
 ) -> None:
-    """Some rows at a time; matrices packed at multiples of 4 bytes, vectors as they are."""
+    """Some rows at a time; matrices packed at multiples of 4 bytes, vectors as they are. The folder
+    says what it holds."""
     monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
-    found = pack_checkpoint(spec, source(dtype), cache, Groupwise(2, bits))
+    if form.name == "8bit":
+        weights = {name: value.bfloat16() for name, value in weights.items()}
+        save_file(weights, file)
+    found = pack(form)
     assert set(found.tensors) == set(weights)
     for name, stored in found.tensors.items():
-        want = weights[name].to(dtype)
+        want = weights[name]
         if want.dim() == 2:
-            want = pack_rows(want, bits)
+            want = encode(want)
             assert stored.offset % 4 == 0 and stored.dtype == "uint8"
         assert bytes_of(stored) == bytes(want.view(-1).view(torch.uint8).tolist())
-
-
-def test_int8(spec, source, weights, cache: Path, monkeypatch) -> None:
-    """Beside the store in groups of 8 bits; the record says that a row has one scale."""
-    monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
-    grouped = pack_checkpoint(spec, source(), cache, Groupwise(2, 8))
-    found = pack_checkpoint(spec, source_as_it_is(spec, grouped, cache), cache, Int8(2))
-    assert found.folder != grouped.folder
-    for name, stored in found.tensors.items():
-        want = pack_int8_rows(weights[name]) if weights[name].dim() == 2 else weights[name]
-        assert bytes_of(stored) == bytes(want.view(-1).view(torch.uint8).tolist())
     record = json.loads((found.folder / packed_store.RECORD_NAME).read_text())
-    assert (record["bits"], record["group"]) == (8, None)
-
-
-def test_it_is_a_safetensors_folder_that_says_what_it_holds(spec, source, cache: Path) -> None:
-    found = pack_checkpoint(spec, source(), cache, Groupwise(2, 4))
-    with safe_open(found.folder / "model.safetensors", "pt") as file:
-        assert file.metadata()["packed"] == "4bit"
-        assert file.get_tensor(FC1).dtype == torch.uint8
-    record = json.loads((found.folder / packed_store.RECORD_NAME).read_text())
-    assert (record["bits"], record["group"]) == (4, 64)
+    assert (record["bits"], record["group"]) == (getattr(form, "bits", 8), group)
+    with safe_open(found.folder / "model.safetensors", "pt") as made:
+        assert made.metadata()["packed"] == form.name
 
 
 def test_found_again_and_made_anew_for_a_changed_source(
-    spec, source, cache: Path, monkeypatch
+    weights, file: Path, pack: Pack, tmp_path: Path, monkeypatch
 ) -> None:
-    first = pack_checkpoint(spec, source(), cache, Groupwise(2, 4))
+    """Another model of the same name, size and time has its own store; a folder may be moved."""
+    first = pack()
     with monkeypatch.context() as patch:
         patch.setattr(packed_store, "write_shards", None)
-        assert (
-            pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4))
-            == first
-        )
-    eight = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 8))
-    assert eight.folder != first.folder
-    changed = pack_checkpoint(spec, source(**{FC1: torch.zeros(32, 16)}), cache, Groupwise(2, 4))
-    assert changed.folder != first.folder
-    assert bytes_of(changed.tensors[FC1]) != bytes_of(first.tensors[FC1])
-
-
-def test_another_model_of_the_same_name_size_and_time_has_its_own_store(
-    spec, source, weights, cache: Path, tmp_path: Path
-) -> None:
-    first = pack_checkpoint(spec, source(), cache, Groupwise(2, 4))
-    file = tmp_path / "model" / "model.safetensors"
+        file.parent.rename(tmp_path / "moved")
+        (tmp_path / "moved").rename(file.parent)
+        assert pack() == first
+    assert pack(Groupwise(2, 8)).folder != first.folder
+    time = file.stat().st_mtime_ns
     other = tmp_path / "b" / "model"
     shutil.copytree(file.parent, other)
-    save_file({**weights, FC1: -weights[FC1]}, other / file.name)
-    set_time(other / file.name, file.stat().st_mtime_ns)
-    file.parent.rename(tmp_path / "c")
-    (tmp_path / "c").rename(file.parent)
-    assert (
-        pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4)) == first
-    )  # moved
-    copied = pack_checkpoint(
-        spec, open_checkpoint(spec, other, cache / "none"), cache, Groupwise(2, 4)
-    )
-    assert copied.folder != first.folder
-    time = file.stat().st_mtime_ns
-    save_file({**weights, FC1: -weights[FC1]}, file)
-    set_time(file, time)
-    changed = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4))
-    assert (
-        bytes_of(changed.tensors[FC1])
-        == bytes_of(copied.tensors[FC1])
-        != bytes_of(first.tensors[FC1])
-    )
+    for folder in (other, file.parent):
+        save_file({**weights, FC1: -weights[FC1]}, folder / file.name)
+        os.utime(folder / file.name, ns=(time, time))
+        changed = pack(folder=folder)
+        assert changed.folder != first.folder
+        assert bytes_of(changed.tensors[FC1]) != bytes_of(first.tensors[FC1])
 
 
-def set_time(path: Path, ns: int) -> None:
-    os.utime(path, ns=(ns, ns))
-    assert path.stat().st_mtime_ns == ns
-
-
-def source_as_it_is(spec, found: Checkpoint, cache: Path) -> Checkpoint:
-    return open_checkpoint(spec, cache.parent / "model", cache / "none")
-
-
-@pytest.mark.parametrize(
-    ("bad", "form"), [(float("nan"), Int8(2)), (float("inf"), Groupwise(2, 4))]
-)
+@pytest.mark.parametrize(("bad", "form"), [(float("nan"), Int8(2)), (float("inf"), FOUR)])
 def test_a_value_that_is_not_finite(
-    spec, source, weights, cache: Path, names_in, bad: float, form
+    weights, file: Path, pack: Pack, tmp_path: Path, names_in, bad: float, form: Codec
 ) -> None:
-    value = weights[FC1].clone()
-    value[3, 5] = bad
-    with pytest.raises(
-        UsageError, match=rf"model.safetensors: tensor '{FC1}' .*not finite.*leave {form.flag} out"
-    ):
-        pack_checkpoint(spec, source(**{FC1: value}), cache, form)
-    assert names_in(cache) == []
-
-
-def test_a_header_with_a_byte_changed_is_named_or_says_the_same(spec, source, cache: Path) -> None:
-    """Of names, dtypes, shapes and places nothing can change unseen; of padding and notes it
-    may."""
-    checkpoint = source()
-    found = pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
-    path = found.folder / "model.safetensors"
-    text = path.read_bytes()[8:].partition(b"   ")[0]
-    refused = []
-    with path.open("r+b", buffering=0) as file:
-        for at, byte in [*enumerate(file.read(8)), *list(enumerate(text, 8))[::5]]:
-            os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
-            try:
-                assert (
-                    pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).tensors
-                    == found.tensors
-                )
-            except UsageError as error:
-                refused.append(str(error))
-            os.pwrite(file.fileno(), bytes([byte]), at)
-    assert len(refused) > len(text) / 5 * 0.9
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(UsageError, match="truncated") as cut:
-        pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
-    refused.append(str(cut.value))
-    assert not any("download" in line for line in refused)
-    says = re.escape(f"{found.folder}: packed weights ") + ".*remove this folder"
-    assert all(re.match(says, line) for line in refused)
+    weights[FC1][3, 5] = bad
+    save_file(weights, file)
+    says = rf"model.safetensors: tensor '{FC1}' .*not finite.*leave {form.converted_by} out"
+    with pytest.raises(UsageError, match=says):
+        pack(form)
+    assert names_in(tmp_path / "cache") == []
 
 
 @pytest.mark.parametrize(
-    ("name", "was", "becomes"),
-    [(FC1, "U8", "I8"), ("model.decoder.final_layer_norm.weight", "BF16", "F16")],
+    ("was", "becomes", "says"),
+    [
+        (b'"dtype":"U8"', b'"dtype":"I8"', "lack tensor 'model.*', U8 of shape"),
+        (b'"dtype":"F32"', b'"dtype":"I32"', "lack tensor 'model.*', F32 of shape"),
+        (b"1.fc1.weight", b"1.fc2.weight", "are damaged"),
+        (b'"shape":[', b'"shape":[2,', "are damaged"),
+    ],
 )
-def test_a_store_with_another_dtype_is_named(
-    spec, source, cache: Path, name: str, was: str, becomes: str
-) -> None:
-    checkpoint = source(torch.bfloat16)
-    path = pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).folder / "model.safetensors"
+def test_a_damaged_store_is_named(pack: Pack, was: bytes, becomes: bytes, says: str) -> None:
+    path = pack().folder / "model.safetensors"
     data = path.read_bytes()
-    old = f'"{name}":{{"dtype":"{was}"'.encode()
-    new = f'"{name}":{{"dtype":"{becomes}"'.encode()
-    size = int.from_bytes(data[:8], "little") + len(new) - len(old)
-    assert old in data
-    path.write_bytes(size.to_bytes(8, "little") + data[8:].replace(old, new))
-    with pytest.raises(
-        UsageError, match=rf"lack tensor '{name}', {was} of shape .*remove this folder"
-    ):
-        pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
+    head, rest = data[8:].split(b"   ", 1)
+    new = head.replace(was, becomes)
+    assert new != head
+    size = int.from_bytes(data[:8], "little") + len(new) - len(head)
+    path.write_bytes(size.to_bytes(8, "little") + new + b"   " + rest)
+    says = re.escape(f"{path.parent}: packed weights ") + f"{says}.*remove this folder"
+    with pytest.raises(UsageError, match=says) as error:
+        pack()
+    assert "download" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", f'{{"format": {FORMAT - 1}, "bits": 4, "group": 64}}', None])
-def test_a_store_without_its_record_is_named(spec, source, cache: Path, text: str | None) -> None:
-    checkpoint = source()
-    record = (
-        pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).folder / packed_store.RECORD_NAME
-    )
+def test_a_store_without_its_record_is_named(pack: Pack, text: str | None) -> None:
+    record = pack().folder / packed_store.RECORD_NAME
     if text is None:
         record.unlink()
     else:
         record.write_text(text)
     with pytest.raises(UsageError, match=rf"{record}: .*remove this folder"):
-        pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
-
-
-def test_random_weights_are_packed_as_their_checkpoint_would_be(
-    spec, config_json, cache: Path, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr("flexgen_h2o.checkpoint.writing.TABLE_VALUES", 509)
-    monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
-    folder = write_random_checkpoint(spec, config_json, tmp_path / "random", "bfloat16", seed=3)
-    whole = pack_checkpoint(spec, open_checkpoint(spec, folder, cache), cache, Groupwise(2, 4))
-    found = pack_random(
-        spec, config_json, cache / "packed" / "random", "bfloat16", 3, Groupwise(2, 4)
-    )
-    assert {name: bytes_of(s) for name, s in found.tensors.items()} == {
-        name: bytes_of(s) for name, s in whole.tensors.items()
-    }
-    assert (
-        pack_random(
-            spec, config_json, cache / "packed" / "random", "bfloat16", 4, Groupwise(2, 4)
-        ).folder
-        != found.folder
-    )
+        pack()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GptOssConfig
 
 from flexgen_h2o.checkpoint import (
     match,
@@ -78,31 +77,15 @@ def by_key(spec: ModelSpec, whole: dict[str, torch.Tensor]) -> dict[str, torch.T
     }
 
 
-def test_a_slice_is_found_by_its_bytes(tmp_path: Path, sliced, stacked, read) -> None:
+def test_another_number_of_slices_is_refused(tmp_path: Path, sliced, stacked) -> None:
+    stacked["model.layers.1.experts.w1"] = torch.zeros(4, 48, 16)
     save_file(stacked, tmp_path / "model.safetensors")
-    found = match(sliced, read_index(tmp_path), tmp_path)
-    want = by_key(sliced, stacked)
-    assert found.tensors.keys() == want.keys()
-    assert all(torch.equal(read(found.tensors[key]), want[key]) for key in want)
-    assert found.nbytes == sum(t.nbytes for t in stacked.values()) == 4 * sliced.num_weights
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_another_number_of_slices_is_refused(tmp_path: Path, sliced, stacked, count: int) -> None:
-    save_file(
-        stacked | {"model.layers.1.experts.w1": torch.zeros(count, 48, 16)},
-        tmp_path / "model.safetensors",
-    )
-    with pytest.raises(
-        UsageError,
-        match=rf"1.experts.w1' has shape \({count}, 48, 16\), config.json .* \(3, 48, 16\)",
-    ):
+    says = r"1.experts.w1' has shape \(4, 48, 16\), config.json .* \(3, 48, 16\)"
+    with pytest.raises(UsageError, match=says):
         match(sliced, read_index(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("place", "device"), [((0, 0), HostDevice), ((20, 30), StandInDevice), ((100, 0), HostDevice)]
-)
+@pytest.mark.parametrize(("place", "device"), [((0, 0), HostDevice), ((20, 30), StandInDevice)])
 def test_layers_open_their_own_slices(
     tmp_path: Path, sliced, stacked, place: tuple[int, int], device: type[Device]
 ) -> None:
@@ -116,7 +99,8 @@ def test_layers_open_their_own_slices(
             stream.prefetch()
             w = stream.open(layer.unit, lambda: NOTHING)
             for t in room.layers.units[layer.unit].tensors:
-                assert torch.equal(values(w[t.role]), want[t.key]), t.key
+                found = torch.cat([part.rows for part in w[t.role]], int(t.transposed))
+                assert torch.equal(found.t() if t.transposed else found, want[t.key]), t.key
         stream.drain()
 
 
@@ -166,51 +150,3 @@ def test_random_weights_store_slices_together(
 
 def bytes_of(stored) -> bytes:
     return stored.path.read_bytes()[stored.offset : stored.offset + stored.nbytes]
-
-
-def test_transformers_opens_stacked_random_weights(tmp_path: Path, spec, monkeypatch) -> None:
-    """Experts of gpt-oss, whose matrices lie in one tensor of a block."""
-    monkeypatch.setattr(writing, "TABLE_VALUES", 5009)
-    config = GptOssConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=8,
-        num_key_value_heads=1,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        layer_types=["full_attention"],
-    )
-    state = AutoModelForCausalLM.from_config(config).state_dict()
-    tensors = []
-    for name, value in state.items():
-        if ".experts." in name:
-            tensors += [
-                TensorSpec(f"{name}.{i}", name, tuple(value.shape[1:]), index=i) for i in range(3)
-            ]
-        else:
-            tensors.append(TensorSpec(name, name, tuple(value.shape)))
-    model = replace(
-        spec,
-        num_blocks=1,
-        embedding=(),
-        attention=(tuple(tensors),),
-        mlp=((),),
-        head=(),
-        tied=False,
-    )
-    folder = write_random_checkpoint(
-        model,
-        {**config.to_dict(), "architectures": ["GptOssForCausalLM"]},
-        tmp_path / "m",
-        "float32",
-    )
-    found, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="float32", output_loading_info=True
-    )
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        for name, value in found.state_dict().items():
-            assert torch.equal(value, file.get_tensor(name)), name

@@ -8,26 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.packing import int8_row_bytes
+from flexgen_h2o.core.packing import INT8_ROW_BYTES, int8_row_bytes
 from flexgen_h2o.core.units import ALIGN, BLOCK_ROWS, INT8_TILE, round_up
 from flexgen_h2o.kernels import int8, products, workspace
 from flexgen_h2o.kernels import linear as linear_kernels
 from flexgen_h2o.kernels.int8 import (
-    BlockedInt8,
     Int8Rows,
     RequantisedRows,
-    blank_int8_rows,
     block_int8_rows,
     codes_of,
     int8_products,
     int8_products_reference,
     pack_int8_rows,
     quantise_rows,
-    quantise_rows_reference,
     requantise_rows,
-    requantise_rows_reference,
     rescale,
-    rescale_reference,
     scales_of,
 )
 from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_shared_input, lookup
@@ -113,7 +108,7 @@ def test_compiled_quantising_is_the_reference_but_for_ties(
     want = torch.empty(50, columns, dtype=torch.int8)
     want_scales = torch.empty(50)
     monkeypatch.setattr(workspace, "UNPACK_CHUNK", 300)  # some rows at a time
-    quantise_rows_reference(x, want, want_scales)
+    quantise_rows.torch(x, want, want_scales)
     assert torch.allclose(scales, want_scales, rtol=1e-6) and not codes[7].any() and not scales[7]
     off = (codes.int() - want.int()).abs()
     assert off.max() <= 1 and (off == 0).float().mean() > 0.99
@@ -160,7 +155,7 @@ def test_compiled_rescaling_is_the_reference(
     want = before.clone()
     rescale(sums, rows, scales, bias, found[1:6, 1:-2], adds)
     monkeypatch.setattr(workspace, "UNPACK_CHUNK", 300)  # some rows at a time
-    rescale_reference(sums, rows, scales, bias, want[1:6, 1:-2], adds)
+    rescale.torch(sums, rows, scales, bias, want[1:6, 1:-2], adds)
     assert torch.allclose(
         found.float(), want.float(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
     )
@@ -288,9 +283,9 @@ def test_looked_up_rows_are_code_times_scale(
 # ---- blocked rows
 
 
-def blocked(packed: torch.Tensor) -> BlockedInt8:
-    (part,) = block_int8_rows(packed)
-    assert isinstance(part, BlockedInt8)
+def blocked(packed: torch.Tensor, columns: int, ws: Workspace) -> Int8Rows:
+    (part,) = block_int8_rows(packed, columns, ws)
+    assert part.blocked
     return part
 
 
@@ -310,7 +305,7 @@ def test_blocked_products_are_the_reference_to_the_bit(shape: tuple[int, int], n
     codes[:, 0] = 127
     want = torch.empty(n, shape[0], dtype=torch.int32)
     int8_products_reference(codes, weight.to(torch.int8), want)
-    parts = (Int8Rows(blocked(pack_int8_rows(weight)), shape[1], room(n, *shape[::-1])),)
+    parts = (blocked(pack_int8_rows(weight), shape[1], room(n, *shape[::-1])),)
     found = linear(codes.float(), parts, None, torch.empty(n, shape[0]))
     assert torch.equal(found, want.float()) and want[0, 0] == 127 * 127 * shape[1]
 
@@ -323,13 +318,14 @@ def test_rows_are_blocked_where_they_lie() -> None:
     packed = pack_int8_rows(torch.randn(128, 192))
     arena = torch.full((3, *packed.shape), 77, dtype=torch.uint8)
     arena[1] = packed
-    part = blocked(arena[1])
-    assert part.memory.data_ptr() == arena[1].data_ptr()
-    assert part.memory.numel() == packed.numel() and len(part) == 128
+    part = blocked(arena[1], 192, room(1, 1, 1))
+    assert part.packed.data_ptr() == arena[1].data_ptr()
+    assert part.packed.numel() == packed.numel() and len(part) == 128
     assert bool((arena[0] == 77).all() and (arena[2] == 77).all()) and not torch.equal(
         arena[1], packed
     )
-    assert torch.equal(part.rows_at(torch.arange(128)), codes_of(packed, 192))
+    want = codes_of(packed, 192).float() * scales_of(packed)[:, None]
+    assert torch.equal(lookup(torch.arange(128), (part,), torch.empty(128, 192)), want)
     assert torch.equal(part.scales, scales_of(packed))
 
 
@@ -348,13 +344,9 @@ def test_no_bit_depends_on_which_rows_are_blocked(
     packed = pack_int8_rows(weight)
     ws = room(9, 128, 384)
     whole: RowParts = (Int8Rows(packed, 128, ws),)
-    pieces = (*block_int8_rows(packed[:336].clone()), packed[336:])
-    assert [(type(p), len(p)) for p in pieces] == [
-        (BlockedInt8, 320),
-        (torch.Tensor, 16),
-        (torch.Tensor, 48),
-    ]
-    parts: RowParts = tuple(Int8Rows(piece, 128, ws) for piece in pieces)
+    resident = block_int8_rows(packed[:336].clone(), 128, ws)
+    parts = (*resident, Int8Rows(packed[336:], 128, ws))
+    assert [(p.blocked, len(p)) for p in parts] == [(True, 320), (False, 16), (False, 48)]
     want = linear(x, whole, bias, torch.empty(9, 384, dtype=dtype))
     monkeypatch.setattr(int8, "INT8_TILE", 4 * 128)
     out = torch.full((9, 391), torch.nan, dtype=dtype)
@@ -380,12 +372,11 @@ def test_inputs_serve_several_matrices(blocks_first: bool) -> None:
     packed = [pack_int8_rows(weight) for weight in weights]
     want = [linear(x, (Int8Rows(rows, 64, ws),), None, torch.empty(5, 64)) for rows in packed]
     parts = [
-        blocked(rows) if (i % 2 == 0) == blocks_first else rows for i, rows in enumerate(packed)
+        blocked(rows, 64, ws) if (i % 2 == 0) == blocks_first else Int8Rows(rows, 64, ws)
+        for i, rows in enumerate(packed)
     ]
     outs = [torch.empty(5, 64) for _ in packed]
-    linear_shared_input(
-        x, [((Int8Rows(part, 64, ws),), None, out) for part, out in zip(parts, outs, strict=True)]
-    )
+    linear_shared_input(x, [((part,), None, out) for part, out in zip(parts, outs, strict=True)])
     assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True))
 
 
@@ -395,11 +386,12 @@ def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         pack_int8_rows(torch.randn(*shape)) for shape in ((64, 72), (63, 64), (64, 60), (128, 64))
     ]
     for packed in (*rows[:3], rows[3][::2]):
-        assert block_int8_rows(packed)[0] is packed
+        columns = packed.shape[1] - INT8_ROW_BYTES
+        assert not block_int8_rows(packed, columns, room(1, 1, 1))[0].blocked
     monkeypatch.setattr(products, "has_loop", lambda *_: False)
-    assert blank_int8_rows(rows[3])[0] is rows[3]
     before = rows[3].clone()
-    assert block_int8_rows(rows[3])[0] is rows[3] and torch.equal(rows[3], before)
+    (part,) = block_int8_rows(rows[3], 64, room(1, 1, 1))
+    assert not part.blocked and torch.equal(part.packed, before)
 
 
 # ---- rows of 4 bits as int8 rows
@@ -446,7 +438,7 @@ def test_requantised_in_order(shape: tuple[int, int], monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         workspace, "UNPACK_CHUNK", 3 * shape[1]
     )  # the reference some rows at a time
-    requantise_rows_reference(packed[:500], want[:500], shape[1])
+    requantise_rows.torch(packed[:500], want[:500], shape[1])
     rows = in_order(packed, shape[1])
     assert torch.equal(rows[:500], want[:500])
     values = unpack_rows.torch(packed, 4, torch.empty(shape))

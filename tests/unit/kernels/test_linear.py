@@ -12,10 +12,7 @@ from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels import linear as linear_kernels
 from flexgen_h2o.kernels import products, workspace
 from flexgen_h2o.kernels.linear import (
-    BlockedRows,
     DenseRows,
-    InputRows,
-    RowParts,
     add_linear,
     block_rows,
     linear,
@@ -27,10 +24,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
-def cut(matrix: torch.Tensor, at: tuple[int, int], kind: type[DenseRows] = DenseRows) -> RowParts:
+def cut(matrix: torch.Tensor, at: tuple[int, int]) -> tuple[DenseRows, ...]:
     """Row parts as tiers hold them: tensors of their own, empty ones left out."""
     a, b = sorted(at)
-    return tuple(kind(part.clone()) for part in (matrix[:a], matrix[a:b], matrix[b:]) if len(part))
+    return tuple(
+        DenseRows(part.clone()) for part in (matrix[:a], matrix[a:b], matrix[b:]) if len(part)
+    )
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -65,7 +64,9 @@ def test_linear_and_add_linear(
     wide = torch.full((n, out_width + 2), float("nan"), dtype=dtype)
     expected = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
     out = wide[:, 1:-1]
-    parts = cut(weight.t(), at, InputRows) if is_transposed else cut(weight, at)
+    parts = cut(weight.t() if is_transposed else weight, at)
+    if is_transposed:
+        parts = tuple(DenseRows(part.rows.t()) for part in parts)
     assert linear(x, parts, bias, out) is out
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
     assert bool(wide[:, [0, -1]].isnan().all()), "wrote beside its rows"
@@ -90,7 +91,7 @@ def test_products_in_fp32(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = normal(rows, 214)
     expected = x.double() @ weight.double() + bias.double()
     kinds = (
-        tuple(InputRows(part) for part in weight.split([64, 35, 222])),
+        tuple(DenseRows(part.t()) for part in weight.split([64, 35, 222])),
         (DenseRows(weight.t().contiguous()),),
     )
     for parts in kinds:
@@ -124,7 +125,7 @@ def test_rows_are_blocked_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> Non
     before = arena.clone()
     again = arena[1].clone()
     (part,) = block_rows(arena[1])
-    assert isinstance(part, BlockedRows) and part.memory.data_ptr() == arena[1].data_ptr()
+    assert part.blocked and part.rows.data_ptr() == arena[1].data_ptr()
     assert torch.equal(arena[0], before[0]) and torch.equal(arena[2], before[2])
     words = [before[1, 64 * i : 64 * i + 64].view(torch.int32).t().reshape(-1) for i in range(4)]
     assert torch.equal(arena[1].view(torch.int32).view(-1), torch.cat(words))
@@ -138,8 +139,8 @@ def test_odd_rows_stay() -> None:
     """As a part has them that is split at 16 rows."""
     weight = normal(336, 128)
     whole, rest = block_rows(memory := weight.clone())
-    assert isinstance(whole, BlockedRows) and len(whole) == 320
-    assert isinstance(rest, DenseRows) and torch.equal(rest.rows, weight[320:])
+    assert whole.blocked and len(whole) == 320
+    assert not rest.blocked and torch.equal(rest.rows, weight[320:])
     assert rest.rows.data_ptr() == memory[320:].data_ptr()
 
 
@@ -150,7 +151,7 @@ def test_rows_are_looked_up_in_blocks(columns: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(linear_kernels, "BLOCK_CHUNK", 100 * columns * 2)
     weight = normal(208, columns)
     parts = block_rows(weight.clone())
-    assert [type(part) for part in parts] == [BlockedRows, DenseRows]
+    assert [part.blocked for part in parts] == [True, False]
     for ids in (
         torch.arange(208),
         torch.tensor([207, 0, 63, 64, 64, 191, 192]),

@@ -17,7 +17,6 @@ from flexgen_h2o.kernels import packed as packed_kernels
 from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.packed import (
     pack_columns,
-    pack_columns_reference,
     pack_rows,
     unpack_columns,
     unpack_rows,
@@ -44,7 +43,7 @@ from tests.unit.kernels.test_slots import (
 WIDTHS = [1, 3, 16, 20, 33, 63, 64, 65, 67, 80, 96, 128, 160, 200, 256, 1024]
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 BITS = [4, 8]
-BOTH = pytest.mark.parametrize("pack", [pack_columns, pack_columns_reference])
+BOTH = pytest.mark.parametrize("pack", [pack_columns, pack_columns.torch])
 OF_COLUMNS = [3, 4, 8]
 widths = st.sampled_from(WIDTHS[:-1])
 draws = st.integers(0, 99)
@@ -104,7 +103,7 @@ def steps_of(packed: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     st.floats(-1e4, 1e4),
     st.floats(1e-6, 1e4),
     st.integers(0, 9),
-    st.sampled_from([pack_columns, pack_columns_reference]),
+    st.sampled_from([pack_columns, pack_columns.torch]),
 )
 def test_no_number_is_further_off_than_half_a_step(
     kinds, width, kind, is_half, offset, size, seed, pack
@@ -146,7 +145,7 @@ def test_the_two_ways_to_pack_agree(bits: int, width: int) -> None:
             2**bits - 1 if min(start + packing.group, width) - start > 1 else 0
         )
     packed = pack_columns(columns, packing)
-    assert torch.equal(packed, pack_columns_reference(columns, packing))
+    assert torch.equal(packed, pack_columns.torch(columns, packing))
     assert torch.equal(unpack_columns(packed, packing, torch.float32), columns)
 
 

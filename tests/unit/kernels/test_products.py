@@ -95,9 +95,11 @@ class Held:
         for a, b in zip([0, *cuts], [*cuts, len(self.weight)], strict=True):
             if self.kind == "int8":
                 packed = self.packed[a:b].clone()
-                every = block_int8_rows(packed) if blocks else (packed,)
+                columns = self.weight.shape[1]
                 found.append(
-                    tuple(Int8Rows(some, self.weight.shape[1], self.workspace) for some in every)
+                    block_int8_rows(packed, columns, self.workspace)
+                    if blocks
+                    else (Int8Rows(packed, columns, self.workspace),)
                 )
             else:
                 rows = self.weight[a:b].clone()

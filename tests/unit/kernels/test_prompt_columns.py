@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import prompt_columns
-from flexgen_h2o.kernels.packed import pack_columns_reference
+from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prompt_columns import (
     PromptSlots,
     choose_kept,
@@ -132,6 +132,6 @@ def test_columns_go_to_their_slots_some_rows_at_a_time(
         )
         for area, some, of in zip(areas, columns, (packing.keys, packing.values), strict=True):
             held = area[:, row].flatten(0, 1)
-            assert torch.equal(held[:20], pack_columns_reference(some, of)) and bool(
+            assert torch.equal(held[:20], pack_columns.torch(some, of)) and bool(
                 (held[20:] == -7).all()
             )

@@ -3,7 +3,6 @@ extremes."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -13,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.kernels import quantised, workspace
-from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows, blank_int8_rows, pack_int8_rows
+from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import linear
 from flexgen_h2o.kernels.quantised import Groups, stored_groups
 from flexgen_h2o.kernels.workspace import cpu_has
@@ -219,8 +218,8 @@ def test_mxfp4_becomes_int8_rows_in_one_pass(columns: int) -> None:
     scales[7, 0] = 254
     scales[8] = 60
     memories = [torch.full((rows, int8_row_bytes(columns)), 9, dtype=torch.uint8) for _ in range(2)]
-    (one,), want = (blank_int8_rows(memory) for memory in memories)
-    assert isinstance(one, BlockedInt8)
+    (one,), want = (blank_int8_rows(memory, columns, int8_workspace()) for memory in memories)
+    assert one.blocked
     quantised.fill_int8_rows(
         quantised.unpack_mxfp4(blocks, scales, torch.empty(rows, columns)), 0, want
     )
@@ -243,19 +242,19 @@ def test_int8_rows(
     values = torch.randn(rows, columns) * torch.logspace(-35, 30, rows).unsqueeze(1)
     values[1] = 0
     memory = torch.full((rows, int8_row_bytes(columns)), 9, dtype=torch.uint8)
-    parts = blank_int8_rows(memory)
+    parts = blank_int8_rows(memory, columns, int8_workspace())
     for some in (slice(0, 64), slice(64, 128), slice(128, rows)):
         if len(values[some]):
             quantised.fill_int8_rows(values[some].contiguous(), some.start, parts)
-    wrap = partial(Int8Rows, columns=columns, workspace=int8_workspace())
-    numbers, scales = int8_values(tuple(map(wrap, parts)))
-    want, want_scales = int8_values((wrap(pack_int8_rows(values)),))
+    numbers, scales = int8_values(parts)
+    at_once = Int8Rows(pack_int8_rows(values), columns, int8_workspace())
+    want, want_scales = int8_values((at_once,))
     assert torch.equal(numbers, want) and torch.equal(scales, want_scales)
-    if len(parts) == 1 and isinstance(parts[0], torch.Tensor):
-        assert torch.equal(parts[0], pack_int8_rows(values))
+    if not parts[0].blocked:
+        assert torch.equal(parts[0].packed, at_once.packed)
     x = torch.randn(3, columns).bfloat16()
     start = 0
-    for part in map(wrap, parts):  # the sums count where inputs are not around 0
+    for part in parts:  # the sums count where inputs are not around 0
         out = linear(x, (part,), None, torch.empty(3, len(part), dtype=torch.bfloat16))
         near = x.float() @ want[start : start + len(part)].t()
         assert torch.allclose(out.float(), near, atol=0.05 * near.abs().max().item())

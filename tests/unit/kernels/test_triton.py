@@ -21,7 +21,7 @@ from flexgen_h2o.kernels.decode_step import (
     attend_step,
 )
 from flexgen_h2o.kernels.packed import (
-    pack_columns_reference,
+    pack_columns,
     unpack_columns,
 )
 from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
@@ -214,7 +214,7 @@ def test_a_decode_step_of_packed_slots(
     held = torch.tensor(filled).repeat_interleave(2)
     areas = [torch.randn(*slots.keys.shape) for _ in range(2)]
     packed = [
-        pack_columns_reference(t, of) for t, of in zip(areas, vars(packing).values(), strict=True)
+        pack_columns.torch(t, of) for t, of in zip(areas, vars(packing).values(), strict=True)
     ]
     places = [torch.randperm(int(n))[:window] if n > window else -torch.ones(window) for n in held]
     whole = WholeColumns(

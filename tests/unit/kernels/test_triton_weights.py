@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o.checkpoint.formats import PackedFormat, Shard, WeightFormat
+from flexgen_h2o.checkpoint.formats import Codec, Shard
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
 from flexgen_h2o.core.model import TensorSpec
@@ -175,12 +175,12 @@ FORMATS = [Groupwise(4, 4), Groupwise(4, 8), Mxfp4(4)]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_formats_multiply_few_rows_from_codes(form: WeightFormat) -> None:
+def test_formats_multiply_few_rows_from_codes(form: Codec) -> None:
     """A matrix that is whole; of one in two parts, or to be decoded into int8, they do not."""
-    layout = form.layout(TensorSpec("", form.sample_name or "a", (5, 96)))
+    layout = form.layout(TensorSpec("", form.sample_name, (5, 96)))
     memory = torch.zeros(5 * layout.decoded_row_bytes, dtype=torch.uint8)
     decoded = (DenseRows(memory.view(torch.float32).view(5, 96)),)
-    if isinstance(form, PackedFormat):
+    if form.converted_by:
         pieces = [form.encode(torch.randn(5, 96, device="cpu")).flatten().to(memory.device)]
     else:
         pieces = [t.flatten() for t in mxfp4(5, 3)]
@@ -194,7 +194,7 @@ def test_formats_multiply_few_rows_from_codes(form: WeightFormat) -> None:
         found, linear(x, decoded, None, torch.empty(2, 5)), rtol=1e-4, atol=1e-4
     )
     assert not form.coded_parts(layout, [held, held], decoded)
-    assert not replace(form, to_int8=True).coded_parts(layout, [held], decoded)
+    assert not replace(form, in_int8=True).coded_parts(layout, [held], decoded)
 
 
 def test_coded_rows_are_decoded_once_for_many_rows() -> None:

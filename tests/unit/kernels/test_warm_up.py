@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flexgen_h2o.checkpoint import formats
-from flexgen_h2o.checkpoint.formats import WeightFormat
+from flexgen_h2o.checkpoint.formats import Codec
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
@@ -133,15 +133,13 @@ def multiplies_in_order() -> None:
     [
         (Groupwise(2, 4), partial(unpacks, 4)),
         (Groupwise(2, 8), partial(unpacks, 8)),
-        (Groupwise(2, 4, to_int8=True), requantises),
+        (Groupwise(2, 4, in_int8=True), requantises),
         (Int8(2), multiplies),
-        (WeightFormat(2), multiplies_in_order),
+        (Codec(2), multiplies_in_order),
     ],
     ids=["4 bits", "8 bits", "4 bits to int8", "int8", "dense"],
 )
-def test_what_a_format_of_weights_needs_is_compiled(
-    form: WeightFormat, use: Callable[[], None]
-) -> None:
+def test_what_a_format_of_weights_needs_is_compiled(form: Codec, use: Callable[[], None]) -> None:
     packed = (
         pack_int8_rows(torch.randn(5, 100)),
         *(pack_rows(torch.randn(3, 100), bits) for bits in (4, 8)),
@@ -157,7 +155,7 @@ def test_what_a_format_of_weights_needs_is_compiled(
     "form", [Groupwise(4, 4), Groupwise(4, 8), Mxfp4(4)], ids=lambda form: form.name
 )
 def test_a_card_is_warmed_up_for_products_with_codes(
-    form: WeightFormat, monkeypatch: pytest.MonkeyPatch
+    form: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of few and of more rows, with a bias and without, into a result and added to it."""
     seen = set()

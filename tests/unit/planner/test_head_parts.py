@@ -83,8 +83,10 @@ def test_rows_of_a_quantised_tensor_are_decoded_as_those_of_the_whole() -> None:
     form.decode_rows(whole, Shard("disk", 0, 90, [s.reshape(-1) for s in stored]), want)
     found = torch.empty(58, 64)
     for part in (Part("host", 0, 16), Part("disk", 16, 58)):
-        ranges = [one.file_rows(part) for one in cut.stored]
-        pieces = [held[a:b].reshape(-1) for held, (a, b) in zip(stored, ranges, strict=True)]
+        pieces = []
+        for one, held in zip(cut.stored, stored, strict=True):
+            first, end = one.rows_of(part.start, part.end)
+            pieces.append(held[one.first + first : one.first + end].reshape(-1))
         form.decode_range(cut, [Shard(part.tier, part.start, part.end, pieces)], 0, found)
     assert torch.equal(found, want[32:])
 

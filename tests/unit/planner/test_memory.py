@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flexgen_h2o.checkpoint.formats import WeightFormat
+from flexgen_h2o.checkpoint.formats import Codec
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.timeline import Timeline
@@ -145,7 +145,7 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
     plan = memory.plan(BlockShape(1, 1, 1, (1, 1)), Depth(depth, 1, 1))
     layers = memory.with_head_rows(plan.head_rows).layers
     assert (plan.head_rows > 0) is (not tied and depth < 50), "in parts if that saves something"
-    sizes = [streamed_bytes(u, policy.weight_shares, WeightFormat(4), True) for u in layers.units]
+    sizes = [streamed_bytes(u, policy.weight_shares, Codec(4), True) for u in layers.units]
     loads = list(weight_sequence(5, tuple(layer.unit for layer in layers.layers)))[1:]
     count = min(depth, len(layers.units))
     most = max(sum(sizes[u] for u in loads[i : i + count]) for i in range(len(loads)))

@@ -12,7 +12,7 @@ import torch
 
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows
-from flexgen_h2o.kernels.linear import BlockedRows, block_rows
+from flexgen_h2o.kernels.linear import block_rows
 from flexgen_h2o.planner.measure import bench as compute
 from flexgen_h2o.planner.measure import engine as steps
 from flexgen_h2o.planner.measure import run as measure
@@ -116,7 +116,7 @@ def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
     assert len(said) >= 5 and list((tmp_path / "offload").iterdir()) == []
     for dtype, rates in profile.compute.items():
         matrix = torch.ones(64, 64, dtype=getattr(torch, dtype))
-        blocks = isinstance(block_rows(matrix)[0], BlockedRows)
+        blocks = block_rows(matrix)[0].blocked
         assert sizes_of(rates.prefill_attention_flops_per_s) == TINY.prompt_lengths
         assert sizes_of(rates.host_scored_attention_bytes_per_s) == TINY.head_widths
         assert sizes_of(rates.int4_speedup) == TINY.rows
