@@ -158,8 +158,8 @@ MUTATIONS = (
     Mutation(
         "kvcache.wrong-victim",
         "kvcache/part.py",
-        "torch.where(numbers.free < 0, part.victims, numbers.free)",
-        "torch.where(numbers.free < 0, 0 * part.victims, numbers.free)",
+        "torch.where(slots < 0, part.victims, slots)",
+        "torch.where(slots < 0, 0 * part.victims, slots)",
         "tests/eviction/test_algorithm1.py tests/unit/kvcache",
     ),
     Mutation(

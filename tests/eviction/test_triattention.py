@@ -14,7 +14,7 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction import TriAttention
 from flexgen_h2o.kvcache.eviction.policy import record_of
-from flexgen_h2o.kvcache.eviction.triattention import HeadShape, Trigonometric
+from flexgen_h2o.kvcache.eviction.triattention import HeadShape
 from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
 from tests.eviction.engine import (
@@ -107,7 +107,7 @@ def test_scores_are_the_formula(rotary: int) -> None:
     sinks = 2
     recent = 4
     frequencies = tuple(float(10 ** (-i / 3)) for i in range(rotary))
-    score = Trigonometric(HeadShape(group, 8, frequencies), 20, 1)
+    score = TriAttention(farthest=20, interval=1, heads=HeadShape(group, 8, frequencies))
     queries = rng.normal(size=(group, count, 8)) + 1
     keys = rng.normal(size=(n, 8))
     positions = rng.choice(newest, n, replace=False)

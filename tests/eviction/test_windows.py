@@ -19,7 +19,7 @@ from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.evaluation.fidelity import Probe
 from flexgen_h2o.kvcache.eviction import H2O, Full
-from flexgen_h2o.kvcache.eviction.of_model import Windowed
+from flexgen_h2o.kvcache.eviction.of_model import OfModel
 from flexgen_h2o.kvcache.eviction.policy import RowBudget, RowRecord
 from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
@@ -312,11 +312,11 @@ def test_rows_that_enter_are_evicted(
 
 def test_budgets_are_of_the_layers_without_a_window() -> None:
     windows = (5, None, 3, None)
-    policy = Windowed(H2O(heavy_size=6, recent_size=2), windows)
+    policy = OfModel(H2O(heavy_size=6, recent_size=2), windows)
     found = [policy.budget(20, 4, block) for block in range(4)]
     assert found == [RowBudget(0, 0, 5), RowBudget(0, 6, 2), RowBudget(0, 0, 3), RowBudget(0, 6, 2)]
     assert [policy.slots(20, 4, block) for block in range(4)] == [5, 9, 3, 9]
-    assert [Windowed(Full(), windows).slots(2, 2, block) for block in range(4)] == [3, 3, 3, 3]
+    assert [OfModel(Full(), windows).slots(2, 2, block) for block in range(4)] == [3, 3, 3, 3]
 
 
 def test_a_plan_counts_windows(known: Callable[[str], Known], tmp_path: Path) -> None:

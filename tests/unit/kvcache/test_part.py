@@ -15,7 +15,7 @@ from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.budgets import BudgetTable, DecodeStep, plan_moves
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
-from flexgen_h2o.kvcache.eviction.of_model import Windowed
+from flexgen_h2o.kvcache.eviction.of_model import OfModel
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.part import KVPart, KVUnit, move_rows, part_view
 from flexgen_h2o.kvcache.store import Overlay
@@ -228,7 +228,7 @@ KEEP = H2O(heavy_size=2, recent_size=3)
 
 
 def test_tables_follow_rows_that_leave_and_enter() -> None:
-    policy = Windowed(H2O(heavy_size=4, recent_size=2), (None, 5, None))
+    policy = OfModel(H2O(heavy_size=4, recent_size=2), (None, 5, None))
     sizes = [(30, 9), (5, 2), (20, 9), (8, 8)]
     table = BudgetTable(policy, sizes, BLOCKS)
     moves, order = plan_moves([1], len(sizes))

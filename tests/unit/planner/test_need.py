@@ -14,7 +14,7 @@ from flexgen_h2o.engine.workload import (
     workload_of,
 )
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
-from flexgen_h2o.kvcache.eviction.of_model import Windowed
+from flexgen_h2o.kvcache.eviction.of_model import OfModel
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 
 
@@ -85,7 +85,7 @@ def test_rows_that_keep_a_share_of_prompt_and_new_tokens() -> None:
 def test_layers_may_keep_different_numbers() -> None:
     """A window's slots are its columns; other layers have one more than they keep."""
     windows = (5, None, 3, None)
-    need = workload_of(Windowed(H2O(0.2), windows), 9, {(100, 8)}, 4, windows)
+    need = workload_of(OfModel(H2O(0.2), windows), 9, {(100, 8)}, 4, windows)
     assert need.slots == (5, 41, 3, 41) and need.kept == (5, 40, 3, 40)
     assert need.record == RowRecord(("positions", "scores")) and need.scored
 
