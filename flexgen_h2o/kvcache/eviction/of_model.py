@@ -46,9 +46,6 @@ class Window(Full):
     def slots(self, prompt_len: int, gen_len: int, block: int = 0) -> int:
         return min(self.columns, super().slots(prompt_len, gen_len))
 
-    def rank(self, columns: Columns) -> torch.Tensor:
-        return columns.positions.float()
-
 
 @dataclass(frozen=True)
 class OfModel:
