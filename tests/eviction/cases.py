@@ -349,7 +349,7 @@ ROTATED = [
     Case("h2o-norm", "llama, heads of 128", lengths=(13,), bits="4/3", window=8),
     Case(FULL, "head width 15", lengths=(9, 4, 21), bits=4),
     Case("h2o", "gpt_oss", "kv on disk", lengths=(9, 4, 21), bits=4),
-    Case("h2o", "llama", lengths=(9, 4, 21), bits="4/3", window=4, header=11),
+    Case("h2o-v", "normal", lengths=(1, 4, 9, 9, 3, 14), new=10, bits=8, header=11),
 ]
 ROLLING_CASES = [
     Case("h2o", "llama"),
