@@ -173,8 +173,7 @@ class UnitAttention:
                     made[budgets, window] = DecodeStep(
                         own, needs, positions, self._num_whole_entries
                     )
-            if self._device.type != "cpu":
-                copy_tables(list(made.values()), self._device)
+            copy_tables(list(made.values()), self._device)
             self._numbers[table] = fed, made
         return made[key]
 
