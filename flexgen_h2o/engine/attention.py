@@ -17,7 +17,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.workspace import some_rows
-from flexgen_h2o.kvcache.budgets import Budgets, BudgetTable, DecodeStep, copied_together
+from flexgen_h2o.kvcache.budgets import Budgets, BudgetTable, DecodeStep, copy_tables
 from flexgen_h2o.kvcache.decode import attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.of_model import Window
@@ -113,7 +113,7 @@ class UnitAttention:
         All blocks read them.
         """
         self._first_step(0, table, fed)
-        states = [numbers.state(self._device) for numbers in self._numbers[table][1].values()]
+        states = [step.table_on(self._device) for step in self._numbers[table][1].values()]
         return states if self._rotation is None else [*states, fed.positions]
 
     def open(
@@ -173,7 +173,7 @@ class UnitAttention:
                     made[budgets, window] = DecodeStep(
                         own, needs, positions, self._num_whole_entries
                     )
-            copied_together(list(made.values()))
+            copy_tables(list(made.values()), self._device)
             self._numbers[table] = fed, made
         return made[key]
 

@@ -36,7 +36,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import WIRE_BUFFERS
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.kvcache.eviction import Eviction
-from flexgen_h2o.kvcache.eviction.of_model import OfStage
+from flexgen_h2o.kvcache.eviction.of_model import OfModel
 from flexgen_h2o.tiers.device import Device, take_card
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
@@ -384,7 +384,9 @@ def part_of(pipeline: Pipeline, spec: ModelSpec, eviction: Eviction) -> ModelPar
     Raise UsageError if there are fewer transformer blocks than ranks.
     """
     blocks = split_blocks(spec.num_blocks, pipeline.ranks, spec.name)[pipeline.rank]
-    return ModelPart(spec.stage(blocks), OfStage(eviction, blocks.start), blocks.start, pipeline)
+    return ModelPart(
+        spec.stage(blocks), OfModel(eviction, first=blocks.start), blocks.start, pipeline
+    )
 
 
 def split_blocks(num_blocks: int, ranks: int, name: str) -> list[range]:

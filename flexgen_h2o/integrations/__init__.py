@@ -119,8 +119,8 @@ def enable_eviction(
     eviction = with_sizes(eviction, KVSizes(width))
     if max_new_tokens is not None:
         check_int("max_new_tokens", max_new_tokens, 1)
-        config = model.config
-        eviction = LimitedGrowth(eviction, max_new_tokens, config.max_position_embeddings)
+        positions = model.config.max_position_embeddings
+        eviction = LimitedGrowth(eviction, most_new=max_new_tokens, positions=positions)
     if model in _enabled:
         disable_eviction(model)
     attention = _attention_of(model)

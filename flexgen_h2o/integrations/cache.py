@@ -23,13 +23,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.budgets import Budgets, BudgetTable, DecodeStep
 from flexgen_h2o.kvcache.decode import attend_slots, rank_victims
+from flexgen_h2o.kvcache.eviction.of_model import OfModel
 from flexgen_h2o.kvcache.eviction.policy import (
     EVERYTHING,
     NORMS,
     POSITIONS,
     SCORES,
     Eviction,
-    OfOther,
     RowBudget,
     value_sizes,
 )
@@ -363,8 +363,8 @@ class MaskingLayer(EvictingLayer):
         positions.scatter_(1, index, torch.where(full[:, None], -1, positions.gather(1, index)))
 
 
-@dataclass(frozen=True)
-class LimitedGrowth(OfOther):
+@dataclass(frozen=True, kw_only=True)
+class LimitedGrowth(OfModel):
     """A policy with a kv_budget, in a model where prompts grow by a limited number of tokens.
 
     Its slots are those of sequences that grow without an end, so that no layer is full one step

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
-from weakref import ref
 
 import torch
 
@@ -63,76 +61,36 @@ class Budgets:
         return Budgets(*(t[rows] for t in vars(self).values()))
 
 
-class StepOfRows(NamedTuple):
-    """The DecodeStep of some rows of a KV unit. `DecodeStep.of_rows` makes it.
-
-    Each field is (rows,) on the device of the rows.
-    """
-
-    positions: torch.Tensor  # int32: position of the new column
-    filled: torch.Tensor  # int32: slots in use, including the new column
-    oldest: torch.Tensor  # int32: first position of the columns that may leave
-    newest: torch.Tensor  # int32: last position of the columns that may leave, inclusive
-    gains: torch.Tensor  # fp32: as DecodeStep.gains
-    free: torch.Tensor  # int64: as DecodeStep.free
-    oldest_slot: torch.Tensor  # int64: as DecodeStep.oldest_slot
-
-
 class DecodeStep:
     """The numbers of the new columns of one decode step, which the host computes in advance.
 
     Transformer blocks of equal budgets share them. Attributes:
 
     budgets, needs: of the sequences that decode, and of their policy.
-    whole: the most columns of a row that are kept whole beside packed slots.
-
-    The others are each (sequences,) on the host:
-
-    positions: int64, positions of the new columns.
-    filled: int64, slots in use with the new columns.
-    replaces: bool, whether the new column replaces another one.
-    free: int64, the next free slot, or -1.
-    oldest_slot: int64, the slot of the oldest column, if slots are filled in the order of columns.
+    window: the most columns of a row that are also kept whole beside packed slots.
+    positions: (sequences,) int64 on the host, positions of the new columns.
+    filled: (sequences,) int64 on the host, slots in use with the new columns.
     """
 
     def __init__(
-        self, budgets: Budgets, needs: Needs, positions: torch.Tensor, whole: int = 0
+        self, budgets: Budgets, needs: Needs, positions: torch.Tensor, window: int = 0
     ) -> None:
-        held = budgets.kept + positions - budgets.prompts
-        self.positions = positions
-        self.filled = torch.minimum(held + 1, budgets.slots)
-        self.replaces = held >= budgets.slots
-        self.free = held.masked_fill(self.replaces, -1)
-        self.oldest_slot = held % budgets.slots
         self.budgets = budgets
         self.needs = needs
-        self.whole = whole
-        self._states: dict[torch.device, torch.Tensor] = {}
-        self._together: Sequence[ref[DecodeStep]] = ()
-        self._of_rows: dict[tuple[int, int, int, torch.device], StepOfRows] = {}
-        self._places: dict[int, torch.Tensor] = {}
+        self.window = window
+        self.positions = positions
+        self.filled = torch.minimum(self.grown, budgets.slots)
+        self._of_rows: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
+        self._copies: dict[torch.device, torch.Tensor] = {}
 
     def next(self) -> DecodeStep:
         """Return the step in which each sequence gets one more column."""
-        return DecodeStep(self.budgets, self.needs, self.positions + 1, self.whole)
+        return DecodeStep(self.budgets, self.needs, self.positions + 1, self.window)
 
-    def of_rows(self, kv_heads: int, first: int, end: int, where: torch.device) -> StepOfRows:
-        """Return the numbers of a unit's rows [first, end) on device `where`.
-
-        A sequence has `kv_heads` rows. The result is cached.
-        """
-        key = kv_heads, first, end, where
-        if key not in self._of_rows:
-            ints = (
-                self.positions,
-                self.filled,
-                self.budgets.sinks,
-                self.positions - self.budgets.recent,
-            )
-            every = [*(t.int() for t in ints), self.gains.float(), self.free, self.oldest_slot]
-            rows = [t.repeat_interleave(kv_heads)[first:end].to(where) for t in every]
-            self._of_rows[key] = StepOfRows._make(rows)
-        return self._of_rows[key]
+    @property
+    def grown(self) -> torch.Tensor:
+        """Slots that each sequence would use if no column left while decoding, (sequences,)."""
+        return self.budgets.kept + self.positions - self.budgets.prompts + 1
 
     @cached_property
     def held(self) -> int:
@@ -144,57 +102,51 @@ class DecodeStep:
         """Slots in use of the sequence that has the most."""
         return int(self.filled.max())
 
-    @property
-    def gains(self) -> torch.Tensor:
-        """Gain of a score for an attention probability of 1, (sequences,) fp32 (`Needs.gain`)."""
-        gains = torch.full((len(self.filled),), self.needs.gain, dtype=torch.float32, device="cpu")
-        return gains * (self.filled.float() / (self.positions + 1)) if self.needs.even else gains
-
-    def whole_places(self, most: int) -> torch.Tensor:
-        """Return the index of each new column among its row's whole columns, (sequences,) int64.
-
-        It is -1 if the row keeps no whole columns. The result is cached.
-
-        most: whole columns that a row has room for.
-        """
-        if most not in self._places:
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """The step as decode kernels read it, (7, sequences) int32 (`StepSlots.state`)."""
+        needs = self.needs
+        budgets = self.budgets
+        before = self.grown - 1
+        slots = before % budgets.slots  # of the oldest column, if slots are a ring
+        if needs.record:  # the next free slot, or -1: the victim's
+            slots = before.masked_fill(before >= budgets.slots, -1)
+        gains = torch.full((len(before),), needs.gain, dtype=torch.float32, device="cpu")
+        if needs.even:
+            gains *= self.filled.float() / (self.positions + 1)
+        places = torch.full_like(before, -1)
+        if self.window:
             windows = torch.tensor(
-                [window_of(most, held) for held in self.budgets.slots.tolist()], device="cpu"
+                [window_of(self.window, held) for held in budgets.slots.tolist()], device="cpu"
             )
-            self._places[most] = torch.where(windows > 0, self.positions % windows.clamp(min=1), -1)
-        return self._places[most]
+            places = torch.where(windows > 0, self.positions % windows.clamp(min=1), places)
+        newest = self.positions - budgets.recent
+        fields = torch.stack([self.filled, slots, self.positions, budgets.sinks, newest]).int()
+        return torch.cat([fields, gains.view(torch.int32)[None], places.int()[None]])
 
-    def state(self, where: torch.device) -> torch.Tensor:
-        """Return the state of the step (`StepSlots.state` in kernels/decode_step.py) on a GPU.
+    def of_rows(self, kv_heads: int, first: int, end: int, where: torch.device) -> torch.Tensor:
+        """Return the columns of `table` for a unit's rows [first, end), on device `where`.
 
-        The first call copies it there, together with the states of all steps that were passed to
-        `copied_together` with this one. Later calls return the copy.
+        A sequence has `kv_heads` rows. The result is cached.
         """
-        if where not in self._states:
-            together = [one for found in self._together if (one := found()) is not None] or [self]
-            copies = upload_together([one._state_on_host().flatten() for one in together], where)
-            for one, copy in zip(together, copies, strict=True):
-                one._states[where] = copy.view(-1, len(one.positions))
-        return self._states[where]
+        key = kv_heads, first, end, where
+        if key not in self._of_rows:
+            rows = self.table.repeat_interleave(kv_heads, dim=1)[:, first:end]
+            self._of_rows[key] = rows.to(where)
+        return self._of_rows[key]
 
-    def _state_on_host(self) -> torch.Tensor:
-        """Return the state of the step, (7, sequences) int32; gains are stored as fp32 bits."""
-        slots = self.free if self.needs.record else self.oldest_slot
-        newest = self.positions - self.budgets.recent
-        fields = torch.stack([self.filled, slots, self.positions, self.budgets.sinks, newest]).int()
-        gains = self.gains.float().view(torch.int32)
-        places = self.whole_places(self.whole).int()
-        return torch.cat([fields, gains[None], places[None]])
+    def table_on(self, where: torch.device) -> torch.Tensor:
+        """Return the copy of `table` on a device, which is made once."""
+        if where not in self._copies:
+            copy_tables([self], where)
+        return self._copies[where]
 
 
-def copied_together(numbers: Sequence[DecodeStep]) -> None:
-    """Register steps whose states are later copied to a GPU in one copy.
-
-    The first call of `DecodeStep.state` copies them.
-    """
-    together = [ref(one) for one in numbers]
-    for one in numbers:
-        one._together = together
+def copy_tables(steps: Sequence[DecodeStep], where: torch.device) -> None:
+    """Copy the tables of several steps to a device, in one copy."""
+    copies = upload_together([step.table.flatten() for step in steps], where)
+    for step, copy in zip(steps, copies, strict=True):
+        step._copies[where] = copy.view(-1, len(step.positions))
 
 
 class BudgetTable:

@@ -11,34 +11,38 @@ both log-sum-exps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from flexgen_h2o.core.units import QUERY_CHUNK, ROLLING_CHUNK
-from flexgen_h2o.kernels.decode_step import InFront, StepSlots, attend_step
+from flexgen_h2o.kernels.decode_step import (
+    FILLED,
+    GAIN,
+    NEWEST,
+    OLDEST,
+    PLACE,
+    POSITION,
+    InFront,
+    StepSlots,
+    attend_step,
+)
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.slot_form import SlotForm, joined, unpacked
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_largest, attend_lse
-from flexgen_h2o.kvcache.budgets import DecodeStep, StepOfRows
+from flexgen_h2o.kvcache.budgets import DecodeStep
 from flexgen_h2o.kvcache.eviction.policy import (
     NORMS,
     POSITIONS,
     SCORES,
     Columns,
     KeyScores,
+    Needs,
     value_sizes,
 )
 from flexgen_h2o.kvcache.part import KVPart, KVUnit, first_rows
-
-# Reads the slots of a part: (part, q, filled, scale, state, form) -> (rows, g, d).
-# filled: (rows,) int32, the slots in use. Other arguments: as in `kernels.slots.attend`.
-Read = Callable[
-    [KVPart, torch.Tensor, torch.Tensor, float, ScoreState | None, SlotForm], torch.Tensor
-]
 
 
 def attend_slots(
@@ -79,7 +83,6 @@ def attend_slots(
     sinks = unit.sinks_of_rows(len(step.positions))
     parts = first_rows(unit.parts, count)
     before = _in_front(prefix, sinks) if any(map(unit.is_one_launch, parts)) else None
-    read = _reader(unit, prefix, rotation)
     for part, slots in zip(parts, unit.taken, strict=True):
         if unit.is_one_launch(part):
             slots_of_part = _step_slots(unit, part, slots, before)
@@ -88,15 +91,16 @@ def attend_slots(
         here = slice(part.start, part.end)
         where = part.keys.device
         queries, keys, values = (t[here].to(where) for t in (q, k, v))
-        numbers = step.of_rows(unit.kv_heads, part.start, part.end, where)
-        form = part.form if sinks is None else replace(part.form, sinks=sinks[here].to(where))
-        part.write(slots, keys, values, _whole_places(unit, part, step))
+        table = step.of_rows(unit.kv_heads, part.start, part.end, where)
+        part.write(slots, keys, values, table[PLACE])
         if part.positions is not None:
-            record_columns(part, slots, numbers, None if sizes is None else sizes[here].to(where))
+            record_columns(part, slots, table, None if sizes is None else sizes[here].to(where))
         if needs.by_keys is not None:
             score_by_keys(part, unit, needs.by_keys, step)
-        state = _score_state(unit, part, numbers)
-        attn_out[here].copy_(read(part, queries, numbers.filled, scale, state, form))
+        form = part.form if sinks is None else replace(part.form, sinks=sinks[here].to(where))
+        own_prefix = None if prefix is None else [t[here].to(where) for t in prefix]
+        found = _attend(unit, part, queries, table, scale, form, own_prefix, rotation)
+        attn_out[here].copy_(found)
     if needs.record and not needs.ranks_by_score:
         rank_victims(unit, step)
     if unit.hadamard:
@@ -104,56 +108,43 @@ def attend_slots(
     return out
 
 
-def _reader(unit: KVUnit, prefix: Pair | None, rotation: Rotation | None) -> Read:
-    """Return the function that reads the slots of the unit's parts.
+def _attend(
+    unit: KVUnit,
+    part: KVPart,
+    q: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    form: SlotForm,
+    prefix: Sequence[torch.Tensor] | None,
+    rotation: Rotation | None,
+) -> torch.Tensor:
+    """Return the attention of a part's rows, (rows, g, d), and update their scores.
 
-    prefix: attention of all rows over a common prefix, and its log-sum-exp; None if there is none.
+    q: (rows, g, d). table: the rows' columns of `DecodeStep.table`.
+    form: that of the part, with the sinks of its rows.
+    prefix: the rows' attention over a common prefix, and its log-sum-exp; None if there is none.
     rotation: as in `attend_slots`.
     """
+    filled = table[FILLED]
     if prefix is not None:
-        return partial(_read_behind, prefix)
-    if rotation is not None:
-        return partial(_read_rolling, rotation)
+        return joined(prefix, attend_lse(q, part.keys, part.values, filled, scale, form.sinks))
     if unit.attn_sparsity < 1:
-        return partial(_read_largest, unit.attn_sparsity)
-    return KVPart.attend
+        share = unit.attn_sparsity
+        return attend_largest(q, part.keys, part.values, filled, scale, share, form)
+    state = _score_state(unit.policy.needs, part, table)
+    if rotation is not None:
+        return _attend_rolling(part, q, filled, scale, form, state, rotation)
+    return attend(q, part.keys, part.values, filled, scale, state, form)
 
 
-def _read_behind(
-    prefix: Pair,
+def _attend_rolling(
     part: KVPart,
     q: torch.Tensor,
     filled: torch.Tensor,
     scale: float,
-    _: ScoreState | None,
     form: SlotForm,
-) -> torch.Tensor:
-    """Return the attention over a common prefix and the slots in use."""
-    own = attend_lse(q, part.keys, part.values, filled, scale, form.sinks)
-    return joined([t[part.start : part.end].to(q.device) for t in prefix], own)
-
-
-def _read_largest(
-    share: float,
-    part: KVPart,
-    q: torch.Tensor,
-    filled: torch.Tensor,
-    scale: float,
-    _: ScoreState | None,
-    form: SlotForm,
-) -> torch.Tensor:
-    """Return the attention over a share of the slots (`attend_largest`)."""
-    return attend_largest(q, part.keys, part.values, filled, scale, share, form)
-
-
-def _read_rolling(
-    rotation: Rotation,
-    part: KVPart,
-    q: torch.Tensor,
-    filled: torch.Tensor,
-    scale: float,
     state: ScoreState | None,
-    form: SlotForm,
+    rotation: Rotation,
 ) -> torch.Tensor:
     """Return the attention over slots whose keys are rotated by their ranks.
 
@@ -172,17 +163,6 @@ def _read_rolling(
     return found
 
 
-def _whole_places(unit: KVUnit, part: KVPart, step: DecodeStep) -> torch.Tensor | None:
-    """Return the index of each new column among its row's whole columns, or -1.
-
-    The result is (rows of the part,) int64 on its device. It is None if rows have no whole columns.
-    """
-    if part.whole is None or not part.whole.slots.shape[1]:
-        return None
-    places = step.whole_places(part.whole.slots.shape[1]).repeat_interleave(unit.kv_heads)
-    return places[part.start : part.end].to(part.keys.device)
-
-
 def _step_slots(
     unit: KVUnit, part: KVPart, taken: torch.Tensor, before: InFront | None
 ) -> StepSlots:
@@ -197,7 +177,7 @@ def _step_slots(
         part.values,
         part.start,
         unit.kv_heads,
-        unit.steps[-1].state(part.keys.device),
+        unit.steps[-1].table_on(part.keys.device),
         taken,
         part.scores,
         part.positions,
@@ -209,7 +189,7 @@ def _step_slots(
     )
 
 
-def _score_state(unit: KVUnit, part: KVPart, numbers: StepOfRows) -> ScoreState | None:
+def _score_state(needs: Needs, part: KVPart, table: torch.Tensor) -> ScoreState | None:
     """Return the scores of a part's rows, which the decode kernel updates.
 
     Returns None if no scores are recorded.
@@ -217,16 +197,15 @@ def _score_state(unit: KVUnit, part: KVPart, numbers: StepOfRows) -> ScoreState 
     if part.scores is None:
         return None
     assert part.positions is not None and part.victims is not None
-    needs = unit.policy.needs
     return ScoreState(
         part.scores,
         part.positions,
-        numbers.oldest,
-        numbers.newest,
+        table[OLDEST],
+        table[NEWEST],
         needs.decay,
-        numbers.gains,
+        table[GAIN].view(torch.float32),
         part.victims,
-        numbers.positions if needs.per_query else None,
+        table[POSITION] if needs.per_query else None,
     )
 
 
@@ -262,25 +241,25 @@ def _in_front(common: Pair | None, sinks: torch.Tensor | None) -> InFront | None
 
 
 def record_columns(
-    part: KVPart, slots: torch.Tensor, numbers: StepOfRows, sizes: torch.Tensor | None
+    part: KVPart, slots: torch.Tensor, table: torch.Tensor, sizes: torch.Tensor | None
 ) -> None:
     """Write the record of new columns, one per row, which were put at `slots`.
 
     They get score 0 and the highest rank. Ranks above that of the replaced column fall by one.
 
-    slots: (rows,) int64.
+    slots: (rows,) int64. table: the rows' columns of `DecodeStep.table`.
     sizes: (rows,), sizes of the new values (`value_sizes`). None if they are not recorded.
     """
     assert part.positions is not None
     rows = torch.arange(len(slots), device=slots.device)
-    part.positions[rows, slots] = numbers.positions
+    part.positions[rows, slots] = table[POSITION]
     if part.scores is not None:
         part.scores[rows, slots] = 0.0
     if part.norms is not None and sizes is not None:
         part.norms[rows, slots] = sizes
     if part.ranks is not None:
         part.ranks.sub_((part.ranks > part.ranks[rows, slots].unsqueeze(1)).int())
-        part.ranks[rows, slots] = numbers.filled - 1
+        part.ranks[rows, slots] = table[FILLED] - 1
 
 
 def score_by_keys(part: KVPart, unit: KVUnit, by_keys: KeyScores, step: DecodeStep) -> None:
@@ -295,15 +274,13 @@ def score_by_keys(part: KVPart, unit: KVUnit, by_keys: KeyScores, step: DecodeSt
     """
     assert part.positions is not None and part.scores is not None and part.queries is not None
     budgets = step.budgets
-    positions = step.positions
-    held = budgets.kept + positions - budgets.prompts + 1
     is_new = (
-        (positions % by_keys.interval == 0)
-        | (held == budgets.slots)
+        (step.positions % by_keys.interval == 0)
+        | (step.grown == budgets.slots)
         | (budgets.recent < by_keys.interval)
     )
     due = (
-        ((held >= budgets.slots) & is_new)
+        ((step.grown >= budgets.slots) & is_new)
         .repeat_interleave(unit.kv_heads)[part.start : part.end]
         .nonzero()[:, 0]
     )
@@ -312,7 +289,7 @@ def score_by_keys(part: KVPart, unit: KVUnit, by_keys: KeyScores, step: DecodeSt
     where = part.keys.device
     slots = part.keys.shape[2]  # Rows with a record have only one segment.
     width = part.keys.shape[3] if part.packing is None else part.packing.width
-    of_rows = step.of_rows(unit.kv_heads, part.start, part.end, where)
+    table = step.of_rows(unit.kv_heads, part.start, part.end, where)
     for some in due.split(max(1, QUERY_CHUNK // (slots * width))):
         index = some.to(where)
         keys = part.keys[:, index]
@@ -321,11 +298,10 @@ def score_by_keys(part: KVPart, unit: KVUnit, by_keys: KeyScores, step: DecodeSt
         if unit.hadamard:  # The transform is its own inverse: this restores the rotated keys.
             hadamard(keys[0])
         place = part.positions[index]
-        may_leave = (place >= of_rows.oldest[index].unsqueeze(1)) & (
-            place <= of_rows.newest[index].unsqueeze(1)
-        )
-        may_leave &= torch.arange(slots, device=where) < of_rows.filled[index].unsqueeze(1)
-        newest = of_rows.positions[index]
+        own = table[:, index].unsqueeze(2)
+        may_leave = (place >= own[OLDEST]) & (place <= own[NEWEST])
+        may_leave &= torch.arange(slots, device=where) < own[FILLED]
+        newest = table[POSITION, index]
         part.scores[index] = by_keys.scores(keys[0], part.queries[index], newest, may_leave)
 
 

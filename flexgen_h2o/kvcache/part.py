@@ -14,9 +14,10 @@ import torch
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.decode_step import SLOT
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
-from flexgen_h2o.kernels.slots import ScoreState, attend, put_packed, put_slots
+from flexgen_h2o.kernels.slots import put_packed, put_slots
 from flexgen_h2o.kvcache.budgets import Budgets, DecodeStep, Move
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -90,22 +91,6 @@ class KVPart:
         columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1), *self.record.values()]
         return columns if self.whole is None else [*columns, *vars(self.whole).values()]
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        filled: torch.Tensor,
-        scale: float,
-        state: ScoreState | None,
-        form: SlotForm,
-    ) -> torch.Tensor:
-        """Return the attention of each row's queries over its slots in use.
-
-        The arguments are those of `kernels.slots.attend`.
-
-        form: that of this part, with the sinks of its rows.
-        """
-        return attend(q, self.keys, self.values, filled, scale, state, form)
-
     def write(
         self,
         slots: torch.Tensor,
@@ -117,13 +102,13 @@ class KVPart:
 
         slots: (rows,) int64.
         keys, values: (rows, width).
-        places: (rows,) int64, the index of the new column among the row's whole columns, or -1 if
-            it is only packed. None means -1 for all rows.
+        places: (rows,) ints, the index of the new column among the row's whole columns, or -1 if
+            it is only packed. Given if the part has whole columns.
         """
         areas = self.keys, self.values
         if self.whole is not None:
-            places = slots.new_full(slots.shape, -1) if places is None else places
-            put_packed(areas, slots, (keys, values), self.form, places)
+            assert places is not None
+            put_packed(areas, slots, (keys, values), self.form, places.long())
             return
         keys, values = self._stored(keys, values)
         put_slots(areas, slots.unsqueeze(1), (keys.unsqueeze(1), values.unsqueeze(1)))
@@ -379,10 +364,10 @@ class KVUnit:
             if self.is_one_launch(part):  # the launch finds the slots itself
                 slots = torch.empty(part.rows, dtype=torch.int64, device=part.keys.device)
             else:
-                numbers = step.of_rows(self.kv_heads, part.start, part.end, part.keys.device)
-                slots = numbers.oldest_slot
+                where = part.keys.device
+                slots = step.of_rows(self.kv_heads, part.start, part.end, where)[SLOT].long()
                 if part.victims is not None:
-                    slots = torch.where(numbers.free < 0, part.victims, numbers.free)
+                    slots = torch.where(slots < 0, part.victims, slots)
             self.taken.append(slots)
 
     def sinks_of_rows(self, count: int) -> torch.Tensor | None:
@@ -395,12 +380,8 @@ class KVUnit:
 
     def is_one_launch(self, part: KVPart) -> bool:
         """Return whether `attend_step` runs the decode step of the part's rows."""
-        return triton.supports(part.keys) and self.is_plain and self.attn_sparsity == 1
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether one launch can keep all records of slots (`Needs.in_one_launch`)."""
-        return self.policy.needs.in_one_launch
+        in_one_launch = self.policy.needs.in_one_launch and self.attn_sparsity == 1
+        return in_one_launch and triton.supports(part.keys)
 
 
 def reset_state(parts: Sequence[KVPart], row: int) -> None:

@@ -118,7 +118,9 @@ def _attend_group(
     attended = None
     if not group.before and triton.supports(*packed):
         attended = _attend_packed(packed, group, sequence, unit, scale, attn_out)
-        if unit.is_plain and (attended.lse is not None or not unit.policy.needs.record):
+        if unit.policy.needs.in_one_launch and (
+            attended.lse is not None or not unit.policy.needs.record
+        ):
             keep_prompts(unit, attended, [t.unsqueeze(0) for t in packed[1:3]])
             return
     for number, count in _equal_rows(group, unit.budgets, sequence):
@@ -470,7 +472,7 @@ def write_prompts(
     end = min(start + len(prompts.lines) * kv_heads, part.end)
     if begin >= end:
         return
-    if are_put_together(k, part.keys) and unit.is_plain:
+    if are_put_together(k, part.keys) and unit.policy.needs.in_one_launch:
         own = part.part(begin - part.start, end - part.start, 0)
         slots = PromptSlots(
             own.keys,
@@ -495,7 +497,9 @@ def write_prompts(
         rows = slice(a - part.start, b - part.start)
         # Packing and recording happen on the device of the slots, which may differ from the device
         # that computes prompts.
-        here = k.device if part.whole is None and unit.is_plain else part.keys.device
+        here = (
+            k.device if part.whole is None and unit.policy.needs.in_one_launch else part.keys.device
+        )
         keys, values = (t[batch, line.tokens, heads].to(here) for t in kv)
         positions = kept.positions[batch, heads, line.stays].to(here)
         if part.whole is not None:

@@ -15,7 +15,7 @@ This module knows rows and slots. It does not know prompts, eviction policies or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,7 +132,7 @@ class CacheUnit:
     homes: list[_Home]  # one per part
     sequences: int  # sequences of the micro-batch that the unit holds now
     columns: int = 0  # slots that its fullest row has filled; 0 before the prefill sweep
-    version: int = 0  # the last change of the micro-batch's rows that was applied (`_LiveRows`)
+    version: int = 0  # the last change of the micro-batch's rows that was applied (`_MicroBatch`)
     in_use: bool = False  # from `load` or `open` until `close`, or until the micro-batch is empty
     # Views of the live rows if all parts are used in place; else empty. Set by `CacheStore.open`.
     in_place: list[KVPart] = field(default_factory=list)
@@ -144,14 +144,16 @@ class CacheUnit:
         return first_rows(views, self.sequences * self.layout.kv_heads)
 
 
-@dataclass(frozen=True)
-class _LiveRows:
-    """The sequences of a micro-batch after the last change. `CacheStore.change_rows` makes it."""
+@dataclass
+class _MicroBatch:
+    """The sequences of a micro-batch after the last change. `CacheStore.change_rows` sets it."""
 
     live: int  # sequences now
     left: int  # sequences that stayed in the last change; those that entered come behind them
-    moves: tuple[Move, ...] = ()  # the moves that brought them to the front
+    moves: Sequence[Move] = ()  # the moves that brought them to the front
     version: int = 0  # number of changes in this block
+    final: int = -1  # the newest sweep whose sequences are final
+    first: int = 0  # the first sweep of the sequences that entered when it was empty
 
 
 class CacheStore:
@@ -184,7 +186,8 @@ class CacheStore:
         self._streamed_tiers = frozenset(t for t in TIERS if is_streamed(t, attends_on_host))
         self._ring_memory: Memory = "host" if attends_on_host else "device"
         self._units: dict[tuple[int, int], CacheUnit] = {}
-        self._rows: list[_LiveRows] = []  # by micro-batch
+        self._batches: list[_MicroBatch] = []
+        self._is_open = False
 
     def begin_block(
         self, layouts: Sequence[Sequence[UnitLayout]], rows: Sequence[int], is_open: bool = False
@@ -195,13 +198,9 @@ class CacheStore:
         rows: sequences of each micro-batch now; its layout may have room for more.
         is_open: sequences may enter micro-batches that have none.
         """
-        # By micro-batch: the newest sweep whose sequences are final.
         self._is_open = is_open
-        self._known = [-1] * len(rows)
-        # By micro-batch: the first sweep of the sequences that entered when it was empty.
-        self._first = [0] * len(rows)
+        self._batches = [_MicroBatch(count, count) for count in rows]
         used: Counter[str] = Counter()
-        self._rows = [_LiveRows(count, count) for count in rows]
         self._units = {
             (block, k): CacheUnit(
                 layout, [self._take_home(layout, part, used) for part in layout.parts], rows[k]
@@ -212,7 +211,7 @@ class CacheStore:
 
     def begin_sweep(self, micro_batch: int) -> None:
         """Record that the sequences of the micro-batch's next sweep are final."""
-        self._known[micro_batch] += 1
+        self._batches[micro_batch].final += 1
 
     def change_rows(
         self, micro_batch: int, moves: Sequence[Move], left: int, entering: int = 0
@@ -222,13 +221,16 @@ class CacheStore:
         `moves` bring the `left` sequences that stay to the front. The `entering` ones come behind
         them. Each unit applies the change at its next use, which is in the next sweep.
         """
-        version = self._rows[micro_batch].version + 1
-        if not self._rows[micro_batch].live:
-            self._first[micro_batch] = self._known[micro_batch] + 1
-        if not left + entering:  # Nobody will use the units that were loaded ahead.
+        batch = self._batches[micro_batch]
+        if not batch.live:
+            batch.first = batch.final + 1
+        batch.live = left + entering
+        batch.left = left
+        batch.moves = moves
+        batch.version += 1
+        if not batch.live:  # Nobody will use the units that were loaded ahead.
             for (_, k), unit in self._units.items():
                 unit.in_use = unit.in_use and k != micro_batch
-        self._rows[micro_batch] = _LiveRows(left + entering, left, tuple(moves), version)
 
     # Source of a Stream[CacheKey]
 
@@ -239,29 +241,26 @@ class CacheStore:
 
     def is_needed(self, key: CacheKey) -> bool:
         """Return whether the sweep will use the unit, as far as is known now."""
-        sweep, _, k = key
-        return (
-            sweep >= self._first[k]
-            if self._rows[k].live
-            else self._is_open and sweep > self._known[k]
-        )
+        batch = self._batches[key[2]]
+        sweep = key[0]
+        return sweep >= batch.first if batch.live else self._is_open and sweep > batch.final
 
     def is_ready(self, key: CacheKey) -> bool:
         """Return whether the unit may be loaded: it is unused, and has live sequences."""
         unit = self._units[key[1:]]
-        return not unit.in_use and self._rows[key[2]].live > 0
+        return not unit.in_use and self._batches[key[2]].live > 0
 
     def load(self, key: CacheKey, region: Region) -> list[Done]:
         """Start to load the unit's streamed parts into the region, and return the loads' events."""
         unit = self._units[key[1:]]
-        rows = self._rows[key[2]]
+        batch = self._batches[key[2]]
         unit.in_use = True  # A later sweep's load must not overtake this sweep's use.
         loads: list[Done] = []
         # Otherwise the unit holds no row that stays, so there is nothing to load.
-        if unit.columns > 0 and (unit.version == rows.version or rows.left > 0):
+        if unit.columns > 0 and (unit.version == batch.version or batch.left > 0):
             for home, data in zip(unit.homes, self._data(unit, region), strict=True):
                 if home.streamed:
-                    loads += self._load_part(unit, home, data, [*region.after, *unit.last_store])
+                    loads += self._load(unit, home, data, [*region.after, *unit.last_store])
         return loads
 
     # Compute side
@@ -275,13 +274,13 @@ class CacheStore:
         region: the ring region that `load` filled; None if no part is streamed.
         """
         unit = self._units[key[1:]]
-        rows = self._rows[key[2]]
+        batch = self._batches[key[2]]
         unit.in_use = True
         is_new = not unit.columns
-        has_changed = unit.version != rows.version
+        has_changed = unit.version != batch.version
         if unit.in_place and not has_changed:
             return unit.in_place, is_new
-        if region is not None and (is_new or (has_changed and rows.live > rows.left)):
+        if region is not None and (is_new or (has_changed and batch.live > batch.left)):
             wait = wait_all if self._ring_memory == "host" else wait_all_on_card
             # No load waited for the bytes that the entering rows will overwrite.
             wait([*region.after, *unit.last_store])
@@ -291,12 +290,12 @@ class CacheStore:
             if home.overlay is not None:
                 home.overlay.apply(view)
         if has_changed:
-            move_rows(views, rows.moves, unit.layout.kv_heads)
-        unit.version = rows.version
-        unit.sequences = rows.live
+            move_rows(views, batch.moves, unit.layout.kv_heads)
+        unit.version = batch.version
+        unit.sequences = batch.live
         live = unit.live_views(views)
         if unit.layout.is_state and (is_new or has_changed):
-            reset_state(live, 0 if is_new else rows.left * unit.layout.kv_heads)
+            reset_state(live, 0 if is_new else batch.left * unit.layout.kv_heads)
         unit.in_place = live if region is None else []
         return live, has_changed or is_new
 
@@ -330,7 +329,7 @@ class CacheStore:
         )
         for i, (home, view, data) in enumerate(parts):
             if home.streamed and slots is None:
-                stores += self._store_whole(unit, home, data, done)
+                stores += self._store(unit, home, data, done)
             elif home.streamed and slots is not None:
                 stores += self._store_columns(unit, home, view, data, slots[i], done)
         unit.last_store = stores[1:]
@@ -389,7 +388,7 @@ class CacheStore:
             for home, data in zip(unit.homes, self._data(unit, region), strict=True)
         ]
 
-    def _load_part(
+    def _load(
         self, unit: CacheUnit, home: _Home, data: torch.Tensor, after: list[Waitable]
     ) -> list[Done]:
         """Start to load the columns of a part's live rows into `data`, and return the events.
@@ -397,42 +396,47 @@ class CacheStore:
         after: events that the loads wait for.
         """
         loads = list[Done]()
-        mover = self._mover
-        memory = self._ring_memory
-        for start, size in unit.layout.live_ranges(home.part, unit.sequences, unit.columns):
-            here = slice(start, start + size)
-            pages = slice(start, start + round_up(size, PAGE))
+        for here, offset, pages in self._live_ranges(unit, home):
             if home.memory is not None:
-                loads.append(mover.copy("h2d", "load_cache", data[here], home.memory[here], after))
+                source = home.memory[here]
+                loads.append(self._mover.copy("h2d", "load_cache", data[here], source, after))
             else:
                 assert self._file is not None
-                there = FileRange(self._file, home.offset + start, size)
-                loads.append(mover.read("load_cache", data[pages], memory, there, after))
+                there = FileRange(self._file, offset, here.stop - here.start)
+                target = data[pages]
+                loads.append(
+                    self._mover.read("load_cache", target, self._ring_memory, there, after)
+                )
         return loads
 
-    def _store_whole(
+    def _store(
         self, unit: CacheUnit, home: _Home, data: torch.Tensor, fence: Waitable
     ) -> list[Done]:
         """Start to store all columns of a part's live rows after `fence`, and return the events."""
         stores = list[Done]()
-        mover = self._mover
-        memory = self._ring_memory
-        for start, size in unit.layout.live_ranges(home.part, unit.sequences, unit.columns):
-            here = slice(start, start + size)
-            pages = slice(start, start + round_up(size, PAGE))
+        for here, offset, pages in self._live_ranges(unit, home):
             if home.memory is not None:
-                stores.append(
-                    mover.copy("d2h", "store_cache", home.memory[here], data[here], [fence])
-                )
+                target = home.memory[here]
+                stores.append(self._mover.copy("d2h", "store_cache", target, data[here], [fence]))
             else:
                 assert self._file is not None
-                offset = home.offset + start
+                source = data[pages]
+                memory = self._ring_memory
                 stores.append(
-                    mover.write("store_cache", self._file, offset, data[pages], memory, [fence])
+                    self._mover.write("store_cache", self._file, offset, source, memory, [fence])
                 )
         if home.overlay is not None:
             home.overlay.clear()
         return stores
+
+    def _live_ranges(self, unit: CacheUnit, home: _Home) -> Iterator[tuple[slice, int, slice]]:
+        """Yield the ranges of a part's bytes that hold columns of live rows.
+
+        Each is (the bytes, their offset in the file, the whole pages of the bytes).
+        """
+        for start, size in unit.layout.live_ranges(home.part, unit.sequences, unit.columns):
+            pages = slice(start, start + round_up(size, PAGE))
+            yield slice(start, start + size), home.offset + start, pages
 
     def _store_columns(
         self,
@@ -449,7 +453,7 @@ class CacheStore:
         """
         if home.overlay is not None:
             home.overlay.add(view, slots)
-            return self._store_whole(unit, home, data, fence) if home.overlay.is_full else []
+            return self._store(unit, home, data, fence) if home.overlay.is_full else []
         assert home.memory is not None
         target = part_view(unit.layout, home.part, home.memory, self._dtype)
         pairs = ((target.keys, view.keys), (target.values, view.values))

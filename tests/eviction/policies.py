@@ -9,8 +9,9 @@ settled as the engine does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -164,12 +165,12 @@ class Position(Scorer):
         return self.positions
 
 
-def h2o(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
+def h2o(budget: Budget, sinks: int = 0) -> Policy:
     """Heavy hitters and recent columns. Sinks, where asked for, come on top of both."""
-    return Policy(lambda n, new: Sizes(sinks, *budget.sizes(n, new)), ColumnSums, in_decode)
+    return Policy(lambda n, new: Sizes(sinks, *budget.sizes(n, new)), ColumnSums)
 
 
-def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
+def local(budget: Budget, sinks: int = 4) -> Policy:
     """Sinks and a window, together as many columns as heavy and recent ones. Never less than one
     recent column."""
 
@@ -178,7 +179,7 @@ def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
         first = min(sinks, total - 1)
         return Sizes(first, 0, total - first)
 
-    return Policy(sizes, Position, in_decode)
+    return Policy(sizes, Position)
 
 
 # ---- those that came after it
@@ -411,9 +412,11 @@ def triattention(budget: Budget, farthest: int = 2**16, interval: int = 16) -> P
     )
 
 
-def vase(budget: Budget, rows: int = 64, kernel: int = 7, sinks: int = 4, seed: int = 0) -> Policy:
+def vase(
+    budget: Budget, window: int = 64, kernel: int = 7, sinks: int = 4, seed: int = 0
+) -> Policy:
     return Policy(
-        _of_heavy(budget, sinks, 0), lambda layer, sizes: Vase(layer, sizes, rows, kernel, seed)
+        _of_heavy(budget, sinks, 0), lambda layer, sizes: Vase(layer, sizes, window, kernel, seed)
     )
 
 
@@ -443,10 +446,10 @@ def tova(budget: Budget) -> Policy:
     return Policy(lambda n, new: Sizes(0, sum(budget.sizes(n, new)) - 1, 1), LastQuery)
 
 
-def snapkv(budget: Budget, rows: int = 32, kernel: int = 7) -> Policy:
+def snapkv(budget: Budget, window: int = 32, kernel: int = 7) -> Policy:
     return Policy(
         lambda n, new: Sizes(0, *budget.sizes(n, new)),
-        lambda layer, sizes: ObservationWindow(layer, sizes, rows, kernel),
+        lambda layer, sizes: ObservationWindow(layer, sizes, window, kernel),
     )
 
 
@@ -460,15 +463,40 @@ def random(budget: Budget, seed: int = 0) -> Policy:
 # ---- what goes with any of them
 
 
-def protecting(policy: Policy, first: float = math.inf) -> Policy:
-    """The first columns of a prompt stay, all of them by default; heavy and recent ones share the
+def protecting(policy: Policy, first: int | str) -> Policy:
+    """The first columns of a prompt stay, or all of the "prompt"; heavy and recent ones share the
     rest as they would share all. Only for policies without sinks or grace of their own."""
 
     def sizes(prompt_len: int, most_new: int) -> Sizes:
         own = policy.sizes(prompt_len, most_new)
-        safe = int(min(prompt_len, first))
+        safe = prompt_len if first == "prompt" else min(prompt_len, int(first))
         left = own.total - safe
         heavy = own.heavy * left // own.total
         return Sizes(safe, heavy, left - heavy)
 
     return replace(policy, sizes=sizes)
+
+
+# By the name that the engine has for them; their settings have the engine's names too.
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "h2o": h2o,
+    "local": local,
+    "h2o-norm": h2o_norm,
+    "h2o-v": h2o_v,
+    "tova": tova,
+    "snapkv": snapkv,
+    "vase": vase,
+    "random": random,
+    "triattention": triattention,
+}
+
+
+def policy(name: str, settings: Mapping[str, Any]) -> Policy:
+    """The policy with the settings that the engine's policy of this name would be given."""
+    sizes = {field.name for field in fields(Budget)}
+    known = {*sizes, "while_decoding", "protect"}
+    own = {key: value for key, value in settings.items() if key not in known}
+    made = POLICIES[name](Budget(**{k: v for k, v in settings.items() if k in sizes}), **own)
+    made = replace(made, in_decode=settings.get("while_decoding", True))
+    protect = settings.get("protect")
+    return made if protect is None else protecting(made, protect)

@@ -18,7 +18,7 @@ from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
-from tests.eviction.conftest import Known
+from tests.eviction.cases import WINDOWS, Known
 from tests.eviction.engine import MIN_SCORE_GAP, PAIRS, STAND_IN, SeenByRow
 from tests.eviction.plain_models import PlainLlama
 from tests.eviction.reference import Evicted, PlainModel, Turn, evicted_greedy
@@ -198,14 +198,14 @@ def turns_without_near_ties(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("all on device", marks=pytest.mark.slow), "kv split three ways"]
+    ("shape", "name"), [("llama", "kv split three ways"), (WINDOWS, "all on device")]
 )
 def test_many_rows_follow_many_tokens_at_once(
-    name: str, known: Callable[[str], Known], tmp_path: Path
+    shape: str, name: str, known: Callable[[str], Known], tmp_path: Path
 ) -> None:
     """Rows of unequal prompts and ends, in two micro-batches, with a full cache in segments: logits
     of single steps."""
-    model = known("llama")
+    model = known(shape)
     prompts = random_prompts((5, 9, 2, 7))
     more = random_prompts((40, 31, 57, 57), seed=5)
     budget = None if name == "all on device" else STAND_IN

@@ -15,7 +15,7 @@ from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.kvcache.eviction import H2O, Evicting, Eviction, ValueH2O
-from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
+from tests.eviction.cases import LENGTHS, NEW_TOKENS, Case, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Wanted, generate
 from tests.parity.cases import BASE, PLACEMENTS
 from tests.parity.reference import random_model, random_prompts
@@ -53,11 +53,11 @@ def test_kv_of_the_report(
     num_batches: int,
     blocks: int,
     known: Callable[[str], Known],
-    reference: Callable[..., Wanted],
+    reference: Callable[[Case], Wanted],
     tmp_path: Path,
 ) -> None:
     """The mean of the decode sweeps of all blocks."""
-    prompts = reference("normal", pair).prompts
+    prompts = reference(Case(pair)).prompts
     policy = Policy(gbs, num_batches)
     ran = generate(
         known("normal").folder, prompts, NEW_TOKENS, PAIRS[pair].engine, policy, tmp_path

@@ -18,19 +18,7 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.kvcache.eviction import (
-    H2O,
-    H2ONorm,
-    Local,
-    Random,
-    SnapKV,
-    Tova,
-    TriAttention,
-    ValueH2O,
-    VaSE,
-)
-from tests.eviction import policies as plain
-from tests.eviction.conftest import Known
+from tests.eviction.cases import KEEPS_ALL, Known
 from tests.eviction.engine import (
     MIN_SCORE_GAP,
     STAND_IN,
@@ -38,11 +26,11 @@ from tests.eviction.engine import (
     Wanted,
     assert_same,
     cut,
+    pair,
     run_with,
 )
-from tests.eviction.policies import Budget
 from tests.eviction.reference import Evicted, evicted_greedy
-from tests.eviction.test_packed_cache import FAR, Rotated, Rounded
+from tests.eviction.rounding import Rotated, Rounded
 from tests.parity.reference import MIN_GAP, random_prompts
 
 RUNS = int(os.environ.get("FLEXGEN_KV_RUNS", "200"))
@@ -63,48 +51,34 @@ def draw_policy(rng: random.Random) -> Pair:
     read."""
     heavy = rng.randint(1, 12)
     recent = rng.randint(1, 8)
-    sizes: dict[str, Any] = {"heavy_size": heavy, "recent_size": recent}
+    settings: dict[str, Any] = {"heavy_size": heavy, "recent_size": recent}
     if rng.random() < 0.3:
-        sizes = {"kv_budget": round(rng.uniform(0.15, 0.9), 2)}
-    budget = Budget(**sizes)
+        settings = {"kv_budget": round(rng.uniform(0.15, 0.9), 2)}
     seed = rng.randrange(9)
     window = rng.randint(2, 9)
     kernel = rng.choice((1, 3, 5))
-    own = {"sinks": rng.randint(0, 3), "grace": rng.randint(0, 4)}
-    made: dict[str, Callable[[], tuple[Any, plain.Policy]]] = {
-        "h2o": lambda: (H2O(**sizes), plain.h2o(budget)),
-        "local": lambda: (
-            Local(**sizes, sinks=own["sinks"]),
-            plain.local(budget, sinks=own["sinks"]),
-        ),
-        "h2o-norm": lambda: (H2ONorm(**sizes, **own), plain.h2o_norm(budget, **own)),
-        "h2o-v": lambda: (ValueH2O(**sizes, **own), plain.h2o_v(budget, **own)),
-        "tova": lambda: (Tova(**sizes), plain.tova(budget)),
-        "snapkv": lambda: (
-            SnapKV(**sizes, window=window, kernel=kernel),
-            plain.snapkv(budget, window, kernel),
-        ),
-        "vase": lambda: (
-            VaSE(**sizes, window=window, kernel=kernel, sinks=own["sinks"], seed=seed),
-            plain.vase(budget, window, kernel, own["sinks"], seed),
-        ),
-        "random": lambda: (Random(**sizes, seed=seed), plain.random(budget, seed)),
-        "triattention": lambda: (
-            TriAttention(**sizes, farthest=4**window, interval=1 + seed),
-            plain.triattention(budget, 4**window, 1 + seed),
-        ),
+    sinks = rng.randint(0, 3)
+    grace = rng.randint(0, 4)
+    own: dict[str, dict[str, Any]] = {
+        "h2o": {},
+        "local": {"sinks": sinks},
+        "h2o-norm": {"sinks": sinks, "grace": grace},
+        "h2o-v": {"sinks": sinks, "grace": grace},
+        "tova": {},
+        "snapkv": {"window": window, "kernel": kernel},
+        "vase": {"window": window, "kernel": kernel, "sinks": sinks, "seed": seed},
+        "random": {"seed": seed},
+        "triattention": {"farthest": 4**window, "interval": 1 + seed},
     }
-    name = rng.choice(tuple(made))
-    engine, slow = made[name]()
+    name = rng.choice(tuple(own))
+    settings |= own[name]
     if rng.random() < 0.15:  # all columns, some of which are read
-        return Pair(engine, plain.replace(plain.h2o(FAR), share=round(rng.uniform(0.05, 0.9), 2)))
-    more: dict[str, Any] = {"while_decoding": rng.random() < 0.85}
-    slow = plain.replace(slow, in_decode=more["while_decoding"])
-    if name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:
-        first = rng.randint(1, heavy + recent - 1)
-        more["protect"] = first
-        slow = plain.protecting(slow, first)
-    return Pair(plain.replace(engine, **more), slow)
+        share = round(rng.uniform(0.05, 0.9), 2)
+        return Pair(pair(name, **settings).engine, replace(KEEPS_ALL, share=share))
+    settings["while_decoding"] = rng.random() < 0.85
+    if name in ("h2o", "random", "snapkv") and "heavy_size" in settings and rng.random() < 0.4:
+        settings["protect"] = rng.randint(1, heavy + recent - 1)
+    return pair(name, **settings)
 
 
 def draw_placement(rng: random.Random, share: float) -> Policy:
@@ -138,9 +112,9 @@ def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     rng = random.Random(index)
     shape = rng.choice(SHAPES)
     one = known(shape)
-    pair = draw_policy(rng)
-    policy = draw_placement(rng, pair.plain.share)
-    eviction = pair.engine if pair.plain.share == 1 else None
+    drawn = draw_policy(rng)
+    policy = draw_placement(rng, drawn.plain.share)
+    eviction = drawn.engine if drawn.plain.share == 1 else None
     if policy.compress_cache:
         policy = replace(policy, cache_rotation=random.Random(-index).random() < 0.4)
     rows = rng.randint(1, 5)
@@ -148,7 +122,7 @@ def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     lengths = [rng.randint(1, 20) for _ in range(rows)]
     most = [rng.randint(1, 9) for _ in range(rows)]
     prompts = [[*header, *random_prompts((n,), 31 * index + i)[0]] for i, n in enumerate(lengths)]
-    found = references(one, prompts, most, pair, policy, edges=1.0)
+    found = references(one, prompts, most, drawn, policy, edges=1.0)
     if found is None:
         return False
     budget = STAND_IN if rng.random() < 0.6 else None
@@ -161,14 +135,14 @@ def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     try:
         assert_same(cut(Wanted(prompts, found), most), ran)
     except AssertionError:
-        if references(one, prompts, most, pair, policy, edges=16.0) is not None:
+        if references(one, prompts, most, drawn, policy, edges=16.0) is not None:
             raise
         return False  # a code that was nearer to its edge than products are equal
     return True
 
 
 def references(
-    one: Known, prompts: list[list[int]], most: list[int], pair: Pair, policy: Policy, edges: float
+    one: Known, prompts: list[list[int]], most: list[int], drawn: Pair, policy: Policy, edges: float
 ) -> list[Evicted] | None:
     """What the reference makes of each prompt; None where one is a near tie. edges: of packed
     codes, how near is near."""
@@ -178,10 +152,10 @@ def references(
         packed = (
             kind(policy.cache_bits, policy.cache_window, edges) if policy.compress_cache else None
         )
-        row = evicted_greedy(one.plain, prompt, new, pair.plain, packed)
+        row = evicted_greedy(one.plain, prompt, new, drawn.plain, packed)
         if row.is_near:
             return None
-        row = row if pair.plain.share == 1 else row.without_kept()
+        row = row if drawn.plain.share == 1 else row.without_kept()
         if row.least_gap <= MIN_SCORE_GAP or row.least_token_gap <= MIN_GAP:
             return None
         found.append(row)

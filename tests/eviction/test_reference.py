@@ -5,27 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain, cycle, pairwise
 
 import pytest
 import torch
 
-from tests.eviction.plain_models import PlainLlama, PlainOPT
-from tests.eviction.policies import (
-    Budget,
-    ColumnSums,
-    Policy,
-    Sizes,
-    choose,
-    h2o,
-    h2o_norm,
-    h2o_v,
-    local,
-    random,
-    snapkv,
-    tova,
-    triattention,
-)
+from tests.eviction.cases import WINDOWS, Known
+from tests.eviction.engine import PAIRS
+from tests.eviction.plain_models import plain_model
+from tests.eviction.policies import Budget, Policy, Sizes, choose, h2o, local
 from tests.eviction.reference import Kept, PlainModel, evicted_greedy, forward
 from tests.parity.cases import SHAPES
 from tests.parity.reference import (
@@ -38,65 +27,45 @@ from tests.parity.reference import (
 
 NEW_TOKENS = 9
 PROMPT = random_prompts((21,))[0]
-ALL = Budget(heavy_size=100, recent_size=100)
 SMALL = Budget(heavy_size=5, recent_size=3)
 
 POLICIES: dict[str, Policy] = {
-    "h2o": h2o(SMALL),
+    **{name: PAIRS[name].plain for name in ("h2o", "h2o, ratios", "h2o, no heavy", "local")},
+    **{name: PAIRS[name].plain for name in ("h2o-norm, one sink", "tova", "snapkv", "random")},
+    **{name: PAIRS[name].plain for name in ("h2o-v, two sinks", "vase", "triattention")},
     "h2o, sinks": h2o(SMALL, sinks=2),
-    "h2o, ratios": h2o(Budget(0.2, 0.1)),
     "h2o, no recent": h2o(Budget(heavy_size=5, recent_size=0)),
-    "h2o, no heavy": h2o(Budget(heavy_size=0, recent_size=3)),
-    "local": local(SMALL, sinks=2),
-    "h2o-norm": h2o_norm(SMALL, sinks=2, grace=4),
-    "h2o-norm, one sink": h2o_norm(SMALL, sinks=1, grace=0),
-    "tova": tova(SMALL),
-    "snapkv": snapkv(SMALL, rows=4),
-    "h2o-v": h2o_v(SMALL, sinks=1, grace=0),
-    "random": random(SMALL),
-    "triattention": triattention(SMALL),
 }
 
 
-def opt(shape: str = "normal", seed: int = 0) -> PlainOPT:
-    return PlainOPT(random_model(seed, **SHAPES[shape]))
-
-
-def gqa() -> PlainLlama:
-    return PlainLlama(random_model(model_type="llama"))
-
-
-MODELS: dict[str, Callable[[], PlainModel]] = {
-    "OPT": opt,
-    "OPT 350m": lambda: opt("post-norm, narrow embedding (350m)"),
-    "grouped kv-heads": gqa,
-}
+KEEP_ALL = [replace(pair.plain, sizes=lambda n, new: Sizes(1, 99, 99)) for pair in PAIRS.values()]
 
 
 @pytest.mark.parametrize(
     ("shape", "policy"),
     zip(
-        SHAPES,
-        cycle([h2o(ALL), local(ALL, sinks=4), h2o_norm(ALL), tova(ALL), snapkv(ALL), h2o_v(ALL)]),
+        (*SHAPES, "llama", "gpt_neox", WINDOWS, "mistral, windows", "gpt_oss"), cycle(KEEP_ALL[::3])
     ),
 )
-def test_a_budget_for_everything_gives_transformers_logits(shape: str, policy: Policy) -> None:
-    model = random_model(**SHAPES[shape])
-    plain = PlainOPT(model)
+def test_a_budget_for_everything_gives_transformers_logits(
+    shape: str, policy: Policy, known: Callable[[str], Known]
+) -> None:
+    model = known(shape).model
+    plain = known(shape).plain
     got = evicted_greedy(plain, PROMPT, NEW_TOKENS, policy)
     assert got.tokens == greedy(model, PROMPT, NEW_TOKENS)
-    assert (
-        got.logits - teacher_forced(model, PROMPT, got.tokens)
-    ).abs().max() <= LOGIT_TOLERANCE / 10
-    assert got.least_gap == math.inf
-    whole = [list(range(len(PROMPT) + step)) for step in range(NEW_TOKENS)]
-    assert got.kept == [[[columns] * plain.kv_heads] * plain.num_layers for columns in whole]
+    apart = (got.logits - teacher_forced(model, PROMPT, got.tokens)).abs().max()
+    assert apart <= LOGIT_TOLERANCE / 10 and got.least_gap == math.inf
+    for step, kept in enumerate(got.kept):
+        for heads, window in zip(kept, plain.windows, strict=True):
+            whole = list(range(len(PROMPT) + step))
+            assert heads == ([whole] * plain.kv_heads if window is None else [])
 
 
 @torch.no_grad()
 def test_the_prefill_keeps_what_transformers_own_attention_says() -> None:
     model = random_model()
-    got = evicted_greedy(PlainOPT(model), PROMPT, 1, h2o(SMALL))
+    got = evicted_greedy(plain_model(model), PROMPT, 1, h2o(SMALL))
     model.set_attn_implementation("eager")
     attentions = model(torch.tensor([PROMPT]), output_attentions=True).attentions
     for heads, attention in zip(got.kept[0], attentions, strict=True):
@@ -143,15 +112,18 @@ def cached_logits(
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize(("model", "name"), zip(cycle(MODELS), POLICIES))
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    zip(cycle(("normal", "post-norm, narrow embedding (350m)", "llama")), POLICIES),
+)
 def test_what_every_policy_keeps_and_that_masking_is_dropping_from_a_cache(
-    model: str, name: str
+    shape: str, name: str, known: Callable[[str], Known]
 ) -> None:
-    plain = MODELS[model]()
+    plain = known(shape).plain
     n = len(PROMPT)
     sizes = POLICIES[name].sizes(len(PROMPT), NEW_TOKENS)
     got = evicted_greedy(plain, PROMPT, NEW_TOKENS, POLICIES[name])
-    if model != "grouped kv-heads":
+    if shape != "llama":
         again = cached_logits(plain, PROMPT, got.tokens, got.kept)
         assert (got.logits - again).abs().max() <= LOGIT_TOLERANCE / 10
     before: list[list[set[int]]] = [[set(range(n))] * plain.kv_heads] * plain.num_layers
@@ -170,20 +142,23 @@ def test_what_every_policy_keeps_and_that_masking_is_dropping_from_a_cache(
 
 
 @pytest.mark.parametrize("recent", [0, 3])
-def test_promotions_are_evictions_of_older_columns(recent: int) -> None:
+def test_promotions_are_evictions_of_older_columns(
+    recent: int, known: Callable[[str], Known]
+) -> None:
     prompt = random_prompts((6,))[0]
-    got = evicted_greedy(opt(), prompt, 20, h2o(Budget(heavy_size=5, recent_size=recent)))
+    plain = known("normal").plain
+    got = evicted_greedy(plain, prompt, 20, h2o(Budget(heavy_size=5, recent_size=recent)))
     expected = 0
     for step, (before, after) in enumerate(pairwise(got.kept), start=len(prompt)):
         for was, now in zip(chain(*before), chain(*after), strict=True):
             expected += any(j < step - recent for j in {*was, step} - {*now})
     assert got.promotions == expected > 0
-    assert evicted_greedy(opt(), prompt, 20, local(SMALL)).promotions == 0
+    assert evicted_greedy(plain, prompt, 20, local(SMALL)).promotions == 0
 
 
-# The two score by what prompts alone have.
+# Those score by what prompts alone have.
 @pytest.mark.parametrize(
-    "name", [name for name in POLICIES if name not in ("snapkv", "triattention")]
+    "name", [name for name in POLICIES if name not in ("snapkv", "vase", "triattention")]
 )
 def test_a_decode_step_is_one_more_row_of_the_prompt(name: str) -> None:
     torch.manual_seed(0)
@@ -219,25 +194,3 @@ def test_a_decode_step_is_one_more_row_of_the_prompt(name: str) -> None:
 )
 def test_what_stays(sizes: Sizes, score: list[float], stay: list[int], gap: float) -> None:
     assert choose(range(6), sizes, [(sizes.heavy, torch.tensor(score).double())]) == (stay, gap)
-
-
-def test_h2o_by_hand() -> None:
-    """One kv-head of two query heads, three prompt tokens, one heavy and one recent column."""
-    p = torch.tensor(
-        [[[1, 0, 0], [0.5, 0.5, 0], [0.2, 0.7, 0.1]], [[1, 0, 0], [0.1, 0.9, 0], [0.1, 0.8, 0.1]]],
-        dtype=torch.float64,
-    )
-    scorer = ColumnSums(0, Sizes(0, 1, 1))
-    scorer.see_prompt(p[None], torch.zeros(1, 3, 1))
-    torch.testing.assert_close(scorer.scores(), torch.tensor([[2.9, 2.9, 0.2]]).double())
-    assert choose([0, 1, 2], Sizes(0, 1, 1), [(1, scorer.scores()[0].round(decimals=9))]) == (
-        [1, 2],
-        0.0,
-    )
-    scorer.see_token(
-        torch.tensor([[[0, 0.1, 0.3, 0.6], [0, 0.2, 0.2, 0.6]]]).double(), torch.zeros(1, 4, 1)
-    )
-    torch.testing.assert_close(scorer.scores()[0, 1:], torch.tensor([3.2, 0.7, 1.2]).double())
-    # Column 3 is the newest; of 1 and 2 the weaker leaves.
-    stay, gap = choose([1, 2, 3], Sizes(0, 1, 1), [(1, scorer.scores()[0])])
-    assert stay == [1, 3] and gap == pytest.approx(2.5)

@@ -17,7 +17,7 @@ from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Weights, llama
-from tests.eviction.conftest import Known
+from tests.eviction.cases import Known
 from tests.eviction.engine import PAIRS
 from tests.eviction.policies import Policy as PlainPolicy
 from tests.eviction.policies import Sizes

@@ -7,14 +7,14 @@ layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.policy import (
     Columns,
     Eviction,
-    OfOther,
+    Needs,
     RowBudget,
     is_rolling,
     with_sizes,
@@ -46,15 +46,25 @@ class Window(Full):
     def slots(self, prompt_len: int, gen_len: int, block: int = 0) -> int:
         return min(self.columns, super().slots(prompt_len, gen_len))
 
-    def rank(self, columns: Columns) -> torch.Tensor:
-        return columns.positions.float()
-
 
 @dataclass(frozen=True)
-class Windowed(OfOther):
-    """The policy `policy` in transformer blocks without a window, and `Window` in the others."""
+class OfModel:
+    """The policy `policy` in the transformer blocks of a model, or of one stage of a model.
 
-    windows: tuple[int | None, ...]  # for each transformer block; None: no window
+    Blocks with a window have the policy `Window` instead.
+    """
+
+    policy: Eviction
+    windows: tuple[int | None, ...] = ()  # by block; None: no window; (): no block has one
+    first: int = 0  # the model's block that is block 0 of the stage
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    @property
+    def needs(self) -> Needs:
+        return self.policy.needs
 
     @property
     def while_decoding(self) -> bool:
@@ -62,14 +72,23 @@ class Windowed(OfOther):
         return bool(getattr(self.policy, "while_decoding", False))
 
     def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
-        return self._at(block).budget(prompt_len, gen_len, block)
+        return self._at(block).budget(prompt_len, gen_len, self.first + block)
 
     def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
-        return self._at(block).slots(prompt_len, gen_len, block)
+        return self._at(block).slots(prompt_len, gen_len, self.first + block)
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        return self.policy.prompt_scores(sums, query_rows)
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        return self.policy.rank(replace(columns, block=self.first + columns.block))
+
+    def to_json(self) -> dict[str, Any]:
+        return self.policy.to_json()
 
     def _at(self, block: int) -> Eviction:
         """Return the policy of one transformer block."""
-        window = self.windows[block]
+        window = self.windows[self.first + block] if self.windows else None
         return self.policy if window is None else Window(window)
 
 
@@ -84,7 +103,7 @@ def fitted(eviction: Eviction, spec: ModelSpec, sizes: KVSizes) -> Eviction:
         frequencies = () if spec.rotary is None else spec.rotary.frequencies
         heads = HeadShape(spec.num_heads // spec.num_kv_heads, spec.head_dim, frequencies)
         eviction = replace(eviction, heads=heads)
-    return Windowed(eviction, spec.windows) if spec.windows else eviction
+    return OfModel(eviction, spec.windows) if spec.windows else eviction
 
 
 def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
@@ -93,7 +112,7 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
     There are two cases. A policy that drops columns needs a layer without a window. Rolling
     positions need rotary embeddings and a KV cache that is not compressed.
     """
-    asked = eviction.policy if isinstance(eviction, Windowed) else eviction
+    asked = eviction.policy if isinstance(eviction, OfModel) else eviction
     if spec.windows and None not in spec.windows and not isinstance(asked, Full):
         raise UsageError(
             f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its "
@@ -113,19 +132,3 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
             "--positions rolling: does not work with a compressed KV cache; leave out "
             "--compress-cache"
         )
-
-
-@dataclass(frozen=True)
-class OfStage(OfOther):
-    """The policy `policy` for one stage of a model, which numbers its blocks from 0."""
-
-    first: int  # the model's block that is block 0 of the stage
-
-    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
-        return self.policy.budget(prompt_len, gen_len, self.first + block)
-
-    def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
-        return self.policy.slots(prompt_len, gen_len, self.first + block)
-
-    def rank(self, columns: Columns) -> torch.Tensor:
-        return super().rank(replace(columns, block=self.first + columns.block))

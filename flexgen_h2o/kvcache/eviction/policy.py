@@ -456,27 +456,3 @@ def check_budgets(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: i
     new = most_new_tokens(eviction, spec, prompt_len, asked)
     for block in range(spec.num_blocks):
         eviction.budget(prompt_len, new, block)
-
-
-@dataclass(frozen=True)
-class OfOther:
-    """A policy that does as `policy`, except for its budget and slots, which subclasses define."""
-
-    policy: Eviction
-
-    @property
-    def name(self) -> str:
-        return self.policy.name
-
-    @property
-    def needs(self) -> Needs:
-        return self.policy.needs
-
-    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
-        return self.policy.prompt_scores(sums, query_rows)
-
-    def rank(self, columns: Columns) -> torch.Tensor:
-        return self.policy.rank(columns)
-
-    def to_json(self) -> dict[str, Any]:
-        return self.policy.to_json()

@@ -84,47 +84,38 @@ class TriAttention(Evicting):
         return Needs(
             (POSITIONS, SCORES),
             gain=0.0,
-            by_keys=Trigonometric(self.heads, self.farthest, self.interval),
+            by_keys=self,
         )
 
-
-@dataclass(frozen=True)
-class Trigonometric:
-    """The scores of `TriAttention`, as `KeyScores`.
-
-    The summary of a prompt's queries has two parts for each kv-head: the mean query of each query
-    head (group, width), and E|q_f| - |E q_f| (group, lengths).
-    """
-
-    model: HeadShape | None  # None until the policy is fitted to a model
-    farthest: int  # as in TriAttention
-    interval: int  # as in TriAttention
+    # The policy is its own `KeyScores`. The summary of a prompt's queries has two parts for each
+    # kv-head: the mean query of each query head (group, width), and E|q_f| - |E q_f| (group,
+    # lengths).
 
     @property
-    def heads(self) -> HeadShape:
+    def model(self) -> HeadShape:
         """The model's heads. Raise UsageError if the policy is not fitted to a model."""
-        if self.model is None:
+        if self.heads is None:
             raise UsageError(
                 "eviction: triattention depends on a model's heads; give the policy to an LLM"
             )
-        return self.model
+        return self.heads
 
     @property
     def numbers(self) -> int:
-        return self.heads.group * (self.heads.width + self.heads.lengths)
+        return self.model.group * (self.model.width + self.model.lengths)
 
     def query_sums(self, queries: torch.Tensor, first: int) -> torch.Tensor:
         import torch
 
         positions = torch.arange(first, first + queries.shape[2], device=queries.device)
-        turned = _turned(queries.float(), *_angles(self.heads, -positions))
-        return torch.cat([turned.sum(dim=2), _lengths(self.heads, turned).sum(dim=2)], dim=-1)
+        turned = _turned(queries.float(), *_angles(self.model, -positions))
+        return torch.cat([turned.sum(dim=2), _lengths(self.model, turned).sum(dim=2)], dim=-1)
 
     def of_prompt(self, sums: torch.Tensor, count: int, kv_heads: int) -> torch.Tensor:
         import torch
 
         b = sums.shape[0]
-        heads = self.heads
+        heads = self.model
         centres, lengths = (sums / count).split([heads.width, heads.lengths], dim=-1)
         spreads = (lengths - _lengths(heads, centres)).clamp(min=0)
         return torch.cat(
@@ -140,7 +131,7 @@ class Trigonometric:
     ) -> torch.Tensor:
         import torch
 
-        heads = self.heads
+        heads = self.model
         rows = len(keys)
         group = heads.group
         centres, spreads = queries.split([group * heads.width, group * heads.lengths], dim=-1)

@@ -26,7 +26,6 @@ from flexgen_h2o.kvcache.eviction import (
     SnapKV,
     Tova,
     TriAttention,
-    ValueH2O,
     check_eviction,
     make_eviction,
 )
@@ -35,10 +34,6 @@ from flexgen_h2o.kvcache.eviction.policy import RowBudget, record_of, with_sizes
 from flexgen_h2o.kvcache.layout import UnitLayout
 
 any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
-
-
-def columns_of(policy: Evicting, prompt_len: int, gen_len: int = 0, block: int = 0) -> int:
-    return policy.budget(prompt_len, gen_len, block).columns
 
 
 # ---- the full cache, and the names
@@ -96,64 +91,69 @@ def test_settings_that_are_refused(
 
 
 @any_policy
-@pytest.mark.parametrize("kind", ["heavy", "recent"])
-def test_a_share_and_a_count_are_too_much(policy: type[Evicting], kind: str) -> None:
-    with pytest.raises(UsageError, match=f"^{kind}_size: "):
-        policy(**{f"{kind}_ratio": 0.1, f"{kind}_size": 4})  # type: ignore[arg-type]
-
-
-@any_policy
-@pytest.mark.parametrize("other", ["heavy_ratio", "recent_ratio", "heavy_size", "recent_size"])
-def test_a_share_of_the_sequence_stands_alone(policy: type[Evicting], other: str) -> None:
-    with pytest.raises(UsageError, match=f"^kv_budget: .*{other}"):
-        policy(kv_budget=0.5, **{other: 1})  # type: ignore[arg-type]
-    found = policy(kv_budget=0.5, while_decoding=False).to_json()
-    assert found.pop("name") == policy.name and found["kv_budget"] == 0.5 and other not in found
-    assert policy(**found) == policy(kv_budget=0.5, while_decoding=False)
-
-
-@any_policy
-def test_to_json_is_what_was_set(policy: type[Evicting]) -> None:
-    settings = {"heavy_ratio": 0.25, "recent_size": 8, "while_decoding": False}
-    found = policy(**settings).to_json()  # type: ignore[arg-type]
-    assert found.pop("name") == policy.name and found.items() >= settings.items()
-    assert "recent_ratio" not in found and policy(**found) == policy(**settings)  # type: ignore[arg-type]
+def test_sizes_are_given_in_one_way_and_reported(policy: type[Evicting]) -> None:
+    """A share of the prompt, a number of columns, or a share of the sequence."""
+    for kind in ("heavy", "recent"):
+        with pytest.raises(UsageError, match=f"^{kind}_size: "):
+            policy(**{f"{kind}_ratio": 0.1, f"{kind}_size": 4})  # type: ignore[arg-type]
+    for other in ("heavy_ratio", "recent_ratio", "heavy_size", "recent_size"):
+        with pytest.raises(UsageError, match=f"^kv_budget: .*{other}"):
+            policy(kv_budget=0.5, **{other: 1})  # type: ignore[arg-type]
+    prompt: dict[str, Any] = {"heavy_ratio": 0.25, "recent_size": 8, "while_decoding": False}
+    sequence: dict[str, Any] = {"kv_budget": 0.5, "while_decoding": False}
+    for settings, others in ((prompt, {"recent_ratio"}), (sequence, {*prompt} - {*sequence})):
+        found = policy(**settings).to_json()
+        assert found.pop("name") == policy.name and found.items() >= settings.items()
+        assert not others & set(found) and policy(**found) == policy(**settings)
 
 
 # ---- budgets
 
 
+lengths = st.integers(1, 200)
+
+
 @any_policy
 @given(
-    share=st.one_of(st.floats(0.01, 1), st.integers(1, 30)),
-    recent=st.integers(1, 30),
-    prompt=st.integers(1, 200),
-    block=st.integers(0, 3),
+    st.one_of(st.floats(0.01, 1), st.integers(1, 30)),
+    st.booleans(),
+    lengths,
+    lengths,
+    st.booleans(),
 )
 def test_every_policy_keeps_as_many_columns(
-    policy: type[Evicting], share: float, recent: int, prompt: int, block: int
+    policy: type[Evicting], size: float, of_all: bool, prompt: int, gen: int, decoding: bool
 ) -> None:
-    """So that what is compared is their choice, not their budget; grace and sinks come out of
-    it."""
-    settings: dict[str, Any] = {"heavy_ratio" if isinstance(share, float) else "heavy_size": share}
-    settings["recent_size"] = recent
-    expected = H2O(**settings).budget(prompt, 7, 0)
-    found = policy(**settings).budget(prompt, 7, block)
-    assert found.columns == expected.columns
+    """So that what is compared is their choice, not their budget; grace and sinks come out of it.
+    A share of the sequence is of prompt and new tokens, whatever is which. Slots are enough for
+    both, and no more than those of the full cache."""
+    settings: dict[str, Any] = {"heavy_ratio" if isinstance(size, float) else "heavy_size": size}
+    settings["recent_size"] = 7
+    if of_all and isinstance(size, float):
+        settings = {"kv_budget": size}
+        assert policy(**settings).budget(prompt, gen, 1) == policy(**settings).budget(
+            gen, prompt, 1
+        )
+        assert policy(**settings).budget(prompt, gen, 1).columns == max(
+            1, int(size * (prompt + gen))
+        )
+    one = policy(**settings, while_decoding=decoding)
+    found = one.budget(prompt, gen, 2)
+    assert found.columns == H2O(**settings).budget(prompt, gen, 0).columns
     assert min(found.sinks, found.heavy) >= 0 and found.recent >= 1
+    slots = one.slots(prompt, gen, 2)
+    assert min(prompt, found.columns) <= slots <= Full().slots(prompt, gen)
+    assert decoding is False or slots <= found.columns + 1
 
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
         (Local(heavy_size=4, recent_size=4), (4, 0, 4)),
-        (Local(heavy_size=1, recent_size=1), (1, 0, 1)),
         (Local(recent_size=6, sinks=2), (2, 0, 4)),  # a window alone is not widened by a default
         (Local(recent_ratio=0.1), (4, 0, 6)),
-        (Local(heavy_size=5, sinks=0), (0, 0, 10)),
         (Tova(heavy_size=4, recent_size=3), (0, 6, 1)),
         (SnapKV(heavy_size=4, recent_size=3), (0, 4, 3)),
-        (Random(heavy_size=4, recent_size=3), (0, 4, 3)),
         (H2ONorm(heavy_size=20, recent_size=20), (4, 16, 20)),
         (H2ONorm(heavy_size=20, recent_size=10), (4, 10, 16)),
         (
@@ -162,22 +162,16 @@ def test_every_policy_keeps_as_many_columns(
         ),  # grace leaves half to the heavy hitters
         (H2ONorm(heavy_size=3, recent_size=2), (3, 0, 2)),
         (H2ONorm(heavy_size=9, recent_size=2, sinks=0, grace=0), (0, 9, 2)),
-        (ValueH2O(heavy_size=20, recent_size=10), (4, 10, 16)),
-        (H2O(kv_budget=0.1), (0, 7, 7)),  # of 100 + 40 tokens
         (H2O(kv_budget=0.25), (0, 17, 18)),
-        (Random(kv_budget=0.15), (0, 10, 11)),
-        (H2O(kv_budget=0.99), (0, 69, 69)),
         (H2O(kv_budget=1.0), (0, 70, 70)),
         (H2O(kv_budget=1e-9), (0, 0, 1)),
         (Local(kv_budget=0.1), (4, 0, 10)),
         (Local(kv_budget=0.01), (0, 0, 1)),
         (Tova(kv_budget=0.1), (0, 13, 1)),
-        (SnapKV(kv_budget=0.15), (0, 10, 11)),
         (
             H2ONorm(kv_budget=0.1),
             (4, 2, 8),
         ),  # a grace of 16 takes half of what sinks leave of 7 heavy ones
-        (ValueH2O(kv_budget=0.01), (0, 0, 1)),
         (
             H2O(heavy_size=20, recent_size=10, protect=9),
             (9, 14, 7),
@@ -197,30 +191,21 @@ def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int
 
 
 @pytest.mark.parametrize(
-    ("sizes", "says"),
+    ("sizes", "protect", "columns", "give"),
     [
-        ({"kv_budget": 0.1}, "a sequence keeps 11 in all; give a larger --kv-budget, or"),
-        (
-            {"heavy_size": 9, "recent_size": 2},
-            "a sequence keeps 11 in all; give a larger --hh-ratio or --hh-size, or",
-        ),
+        ({"heavy_size": 50, "recent_size": 50}, "prompt", 100, "--hh-ratio or --hh-size"),
+        ({"heavy_size": 15, "recent_size": 15}, 31, 30, "--hh-ratio or --hh-size"),
+        ({"kv_budget": 0.1}, 20, 14, "--kv-budget"),
     ],
 )
-def test_what_protected_columns_fill_is_named(sizes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        H2O(protect=20, **sizes).budget(100, 10, 0)
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(("protect", "columns"), [("prompt", 100), (30, 30), (31, 30)])
-def test_a_budget_that_protected_columns_fill_is_refused(protect: str | int, columns: int) -> None:
-    policy = Random(heavy_size=columns // 2, recent_size=columns // 2, protect=protect)
-    with pytest.raises(
-        UsageError,
-        match=rf"^--protect {protect}: .*100 tokens, and a sequence keeps {columns} in all",
-    ):
+def test_a_budget_that_protected_columns_fill_is_refused(
+    sizes: dict[str, Any], protect: str | int, columns: int, give: str
+) -> None:
+    policy = Random(**sizes, protect=protect)
+    says = rf"^--protect {protect}: .*100 tokens, and a sequence keeps {columns} in all; .* {give}"
+    with pytest.raises(UsageError, match=says):
         policy.budget(100, 40, 0)
-    assert policy.budget(10, 40, 0).columns == columns  # all of a shorter prompt has room
+    assert policy.budget(10, 140, 0).columns >= columns  # all of a shorter prompt has room
 
 
 packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (3, 4, 8, "4/3"))])
@@ -255,50 +240,6 @@ def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
     kept = policy.budget(prompt, gen, 0).columns
     if kept < min(prompt, tokens - 5):
         assert held(more=4) > share  # windows grow by fours
-
-
-@any_policy
-@given(
-    share=st.floats(0.001, 1),
-    prompt=st.integers(1, 300),
-    gen=st.integers(1, 300),
-    block=st.integers(0, 3),
-)
-def test_a_share_of_the_sequence_is_what_it_says(
-    policy: type[Evicting], share: float, prompt: int, gen: int, block: int
-) -> None:
-    """Of the prompt and the new tokens together, whatever is which."""
-    one = policy(kv_budget=share)
-    found = one.budget(prompt, gen, block)
-    assert found.columns == max(1, int(share * (prompt + gen)))
-    assert found == one.budget(gen, prompt, block)
-    assert min(found.sinks, found.heavy) >= 0 and found.recent >= 1
-
-
-@any_policy
-@given(
-    prompt=st.integers(1, 200),
-    gen=st.integers(1, 50),
-    ratio=st.floats(0.01, 1),
-    decoding=st.booleans(),
-    block=st.integers(0, 3),
-    share=st.booleans(),
-)
-def test_slots_are_no_more_than_those_of_the_full_cache(
-    policy: type[Evicting],
-    prompt: int,
-    gen: int,
-    ratio: float,
-    decoding: bool,
-    block: int,
-    share: bool,
-) -> None:
-    kept: dict[str, Any] = {"kv_budget" if share else "heavy_ratio": ratio}
-    one = policy(**kept, while_decoding=decoding)
-    slots = one.slots(prompt, gen, block)
-    columns = columns_of(one, prompt, gen, block)
-    assert min(prompt, columns) <= slots <= Full().slots(prompt, gen)
-    assert decoding is False or slots <= columns + 1
 
 
 # ---- tables of --kv-size

@@ -41,12 +41,15 @@ packed = st.builds(
 
 @given(layouts)
 def test_areas(layout: UnitLayout) -> None:
-    assert sum(part.rows for part in layout.parts) == layout.sequences * layout.kv_heads
+    rows = layout.sequences * layout.kv_heads
+    assert sum(part.rows for part in layout.parts) == rows
     of_column = layout.width * layout.itemsize, layout.width * layout.itemsize
     if layout.packing is not None:
         of_column = layout.packing.keys.slot_bytes, layout.packing.values.slot_bytes
     assert layout.row_bytes == tuple(layout.segment_slots * nbytes for nbytes in of_column)
     for part in layout.parts:
+        share = dict(zip(("device", "host", "disk"), layout.shares, strict=True))[part.tier]
+        assert abs(part.rows - share * rows) <= 1 and part.rows <= layout.most_part_rows(share)
         areas = layout.area_bytes(part)
         for area, row_bytes in zip(areas, layout.row_bytes, strict=True):
             assert area % PAGE == 0 and 0 <= area - part.rows * row_bytes < PAGE
@@ -61,29 +64,6 @@ def test_areas(layout: UnitLayout) -> None:
         held = min(16, layout.slots // 2) // 4 * 4
         bytes_of_whole = held * (2 * layout.width * layout.itemsize + 4) + 4 * layout.width
         assert 0 <= packed.metadata_bytes(part) - part.rows * (4 * words + bytes_of_whole) < ALIGN
-
-
-@given(few, few, all_shares)
-def test_rows_follow_the_shares(
-    sequences: int, kv_heads: int, shares: tuple[float, float, float]
-) -> None:
-    layout = UnitLayout(sequences, kv_heads, 5, 8, 2, shares)
-    for part in layout.parts:
-        share = dict(zip(("device", "host", "disk"), shares, strict=True))[part.tier]
-        assert abs(part.rows - share * sequences * kv_heads) <= 1
-        assert part.rows <= layout.most_part_rows(share)
-
-
-@pytest.mark.parametrize("slots", [1, 2, SEGMENT_SLOTS, SEGMENT_SLOTS + 1, 3 * SEGMENT_SLOTS, 1000])
-def test_segments_are_equal_and_hold_every_slot(slots: int) -> None:
-    layout = UnitLayout(1, 1, slots, 8, 2, (0.0, 1.0, 0.0))
-    assert layout.segment_slots <= SEGMENT_SLOTS
-    assert (
-        (layout.segments - 1) * layout.segment_slots
-        < slots
-        <= layout.segments * layout.segment_slots
-    )
-    assert layout.segments * layout.segment_slots - slots < layout.segments
 
 
 # ---- what moves
@@ -133,12 +113,15 @@ def test_live_ranges_hold_the_live_rows_and_no_other(
         assert {end for _, end in ranges} <= {end for _, end in live}
 
 
+@pytest.mark.parametrize("slots", [1, SEGMENT_SLOTS, SEGMENT_SLOTS + 1, 1000])
 @pytest.mark.parametrize(
-    ("record", "streamed", "segments"),
-    [(NO_RECORD, True, 4), (NO_RECORD, False, 1), (SCORED, True, 1), (SCORED, False, 1)],
+    ("record", "streamed", "is_cut"),
+    [(NO_RECORD, True, True), (NO_RECORD, False, False), (SCORED, True, False)],
 )
 def test_only_a_cache_that_grows_and_travels_is_cut(
-    record: RowRecord, streamed: bool, segments: int
+    record: RowRecord, streamed: bool, is_cut: bool, slots: int
 ) -> None:
-    layout = UnitLayout(2, 4, 3 * SEGMENT_SLOTS + 1, 8, 2, (0.0, 1.0, 0.0), record, streamed)
-    assert layout.segments == segments and layout.segments * layout.segment_slots >= layout.slots
+    """Into equal segments, which hold every slot."""
+    layout = UnitLayout(2, 4, slots, 8, 2, (0.0, 1.0, 0.0), record, streamed)
+    assert layout.segments == (-(-slots // SEGMENT_SLOTS) if is_cut else 1)
+    assert 0 <= layout.segments * layout.segment_slots - slots < layout.segments

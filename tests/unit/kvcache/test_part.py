@@ -1,30 +1,26 @@
-"""Rows of a KV unit: where columns lie, where new ones go, what waits in RAM, and rows that are
-moved."""
+"""Rows of a KV unit: where columns lie, where new ones go, and rows that are moved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.packing import KVPacking
-from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
+from flexgen_h2o.core.units import SEGMENT_SLOTS
 from flexgen_h2o.kvcache.budgets import BudgetTable, DecodeStep, plan_moves
-from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
-from flexgen_h2o.kvcache.eviction.of_model import Windowed
+from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local
+from flexgen_h2o.kvcache.eviction.of_model import OfModel
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.part import KVPart, KVUnit, move_rows, part_view
-from flexgen_h2o.kvcache.store import Overlay
 
 WIDTH = 4
 DTYPE = torch.float32
 BLOCKS = 3
-HOST = (0.0, 1.0, 0.0)
-slot_counts = st.sampled_from([1, 3, SEGMENT_SLOTS, SEGMENT_SLOTS + 1, 2 * SEGMENT_SLOTS + 3])
 batches = st.integers(1, 12).flatmap(
     lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))
 )
@@ -33,75 +29,21 @@ batches = st.integers(1, 12).flatmap(
 # ---- columns in their slots
 
 
-def one_part(rows: int, slots: int, fill: float = float("nan")) -> tuple[UnitLayout, KVPart]:
-    layout = UnitLayout(rows, 1, slots, WIDTH, DTYPE.itemsize, HOST)
-    (part,) = layout.parts
-    data = torch.full((layout.part_bytes(part) // 4,), fill).view(torch.uint8)
-    return layout, part_view(layout, part, data, DTYPE)
-
-
-def test_parts_begin_in_the_bytes_they_are_given() -> None:
+@pytest.mark.parametrize("packing", [None, KVPacking.of(32, "8/3")])
+def test_parts_begin_in_the_bytes_they_are_given(packing: KVPacking | None) -> None:
     """A view is the bytes themselves, keys and values of a segment each on a page."""
-    layout, _ = one_part(3, 2 * SEGMENT_SLOTS)
-    (part,) = layout.parts
-    data = torch.zeros(layout.part_bytes(part), dtype=torch.uint8)
-    view = part_view(layout, part, data, DTYPE)
-    for i, area in enumerate((view.keys[0], view.values[0], view.keys[1], view.values[1])):
-        assert area.data_ptr() == data.data_ptr() + i * layout.area_bytes(part)[0]
-        assert area.is_contiguous() and area.shape == (3, SEGMENT_SLOTS, WIDTH)
-
-
-def test_keys_and_values_of_other_bits_begin_behind_each_other() -> None:
-    layout = replace(one_part(3, 2 * SEGMENT_SLOTS)[0], width=32, packing=KVPacking.of(32, "8/3"))
+    width = WIDTH if packing is None else 32
+    slots = 2 * SEGMENT_SLOTS
+    layout = UnitLayout(3, 1, slots, width, DTYPE.itemsize, (0.0, 1.0, 0.0), packing=packing)
     (part,) = layout.parts
     data = torch.zeros(layout.part_bytes(part), dtype=torch.uint8)
     keys, values = layout.area_bytes(part)
     view = part_view(layout, part, data, DTYPE)
-    starts = (0, keys, keys + values, 2 * keys + values)
-    assert keys != values
-    for start, area in zip(
-        starts, (view.keys[0], view.values[0], view.keys[1], view.values[1]), strict=True
-    ):
+    assert (keys != values) is (packing is not None)
+    areas = (view.keys[0], view.values[0], view.keys[1], view.values[1])
+    for start, area in zip((0, keys, keys + values, 2 * keys + values), areas, strict=True):
         assert area.data_ptr() == data.data_ptr() + start and area.is_contiguous()
-
-
-# ---- the overlay
-
-
-def make_overlay(layout: UnitLayout) -> Overlay:
-    (part,) = layout.parts
-    memory = torch.full(
-        (layout.overlay_bytes(part),), 255, dtype=torch.uint8
-    )  # what it held before is no column
-    return Overlay(layout, part, memory, DTYPE)
-
-
-@given(st.integers(1, 4), slot_counts, st.integers(0, WRITE_BACK_STEPS), st.data())
-def test_waiting_columns_are_put_over_what_was_written(
-    rows: int, slots: int, steps: int, data: st.DataObject
-) -> None:
-    """Any slots in any order, the same slot again too; then by fewer rows; and nothing once it is
-    cleared."""
-    layout, view = one_part(rows, slots, fill=0.5)
-    overlay = make_overlay(layout)
-    for _ in range(steps):
-        assert not overlay.is_full
-        where = torch.tensor(
-            data.draw(st.lists(st.integers(0, slots - 1), min_size=rows, max_size=rows))
-        )
-        view.write(where, torch.randn(rows, WIDTH), torch.randn(rows, WIDTH))
-        overlay.add(view, where)
-    assert overlay.is_full is (steps == WRITE_BACK_STEPS)
-    for left in {rows, 1}:
-        _, written = one_part(rows, slots, fill=0.5)
-        overlay.apply(written.part(0, left, 0))
-        assert torch.equal(written.keys[:, :left], view.keys[:, :left])
-        assert torch.equal(written.values[:, :left], view.values[:, :left])
-        assert bool((written.keys[:, left:] == 0.5).all())
-    overlay.clear()
-    _, written = one_part(rows, slots, fill=0.5)
-    overlay.apply(written)
-    assert not overlay.is_full and bool((written.keys == 0.5).all())
+        assert area.shape[:2] == (3, SEGMENT_SLOTS)
 
 
 # ---- rows that are moved and cut
@@ -160,27 +102,16 @@ def test_rows_arrive_whole_across_parts(
 
 # ---- the slots that new columns take
 
-budgets = st.tuples(st.integers(1, 6), st.integers(1, 6))
 policies = st.one_of(
     st.just(Full()),
+    st.builds(Local, heavy_size=st.integers(1, 6), recent_size=st.integers(1, 6)),
     st.builds(
-        lambda b, w: H2O(heavy_size=b[0], recent_size=b[1], while_decoding=w),
-        budgets,
-        st.booleans(),
+        H2O,
+        heavy_size=st.integers(1, 6),
+        recent_size=st.integers(1, 6),
+        while_decoding=st.booleans(),
     ),
-    st.builds(
-        lambda b, sinks: Local(heavy_size=b[0], recent_size=b[1], sinks=sinks),
-        budgets,
-        st.integers(0, 4),
-    ),
-    st.builds(
-        lambda ratio, w: SnapKV(heavy_ratio=ratio, while_decoding=w),
-        st.floats(0.01, 1),
-        st.booleans(),
-    ),
-    st.builds(
-        lambda share, w: H2O(kv_budget=share, while_decoding=w), st.floats(0.01, 1), st.booleans()
-    ),
+    st.builds(H2O, kv_budget=st.floats(0.01, 1), while_decoding=st.booleans()),
 )
 workloads = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=4)
 KV_HEADS = 2
@@ -224,11 +155,8 @@ def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
         assert held == room
 
 
-KEEP = H2O(heavy_size=2, recent_size=3)
-
-
 def test_tables_follow_rows_that_leave_and_enter() -> None:
-    policy = Windowed(H2O(heavy_size=4, recent_size=2), (None, 5, None))
+    policy = OfModel(H2O(heavy_size=4, recent_size=2), (None, 5, None))
     sizes = [(30, 9), (5, 2), (20, 9), (8, 8)]
     table = BudgetTable(policy, sizes, BLOCKS)
     moves, order = plan_moves([1], len(sizes))

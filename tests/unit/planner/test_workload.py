@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of, workload_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
-from flexgen_h2o.kvcache.eviction.of_model import Windowed
+from flexgen_h2o.kvcache.eviction.of_model import OfModel
 
 NEW = 8
 
@@ -54,7 +54,7 @@ def test_slots_cover_the_sequence_that_is_longest_in_all() -> None:
 def test_layers_may_keep_different_numbers() -> None:
     """A window's slots are its KV entries; other layers have one more than they keep."""
     windows = (5, None, 3, None)
-    need = workload_of(Windowed(H2O(0.2), windows), 9, {(100, 8)}, 4, windows)
+    need = workload_of(OfModel(H2O(0.2), windows), 9, {(100, 8)}, 4, windows)
     assert need.slots == (5, 41, 3, 41) and need.kept == (5, 40, 3, 40)
     assert need.record.names == ("positions", "scores") and need.scored
 

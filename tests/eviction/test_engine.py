@@ -1,0 +1,193 @@
+"""The engine against the slow reference, tokens, logits and held columns, in fp32: every policy, model
+shape, placement and way to keep the KV cache small. And what must not change a bit: a budget for
+everything, and the other rows of a batch."""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape
+from flexgen_h2o.kvcache.eviction import EVICTING, Evicting
+from flexgen_h2o.kvcache.eviction.policy import record_of
+from flexgen_h2o.models.load import find_model
+from tests.eviction.cases import CASES, LENGTHS, NEW_TOKENS, Case, Known, give_sinks, run_case
+from tests.eviction.engine import PAIRS, STAND_IN, Ran, Wanted, assert_same, cut, generate, run_with
+from tests.eviction.reference import evicted_greedy
+from tests.parity.cases import PLACEMENTS
+from tests.parity.reference import random_prompts
+from tests.parity.test_large import split_parts
+
+KnownModels = Callable[[str], Known]
+Reference = Callable[[Case], Wanted]
+
+
+def test_every_policy_has_a_row() -> None:
+    missing = set(EVICTING) - {pair.engine.name for pair in PAIRS.values()}
+    assert not missing, (
+        f"{missing}: add a pair to PAIRS in tests/eviction/engine.py, with a scorer in policies.py"
+    )
+
+
+@pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases], ids=str)
+def test_case(
+    case: Case,
+    known: KnownModels,
+    reference: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if case.sinks:
+        give_sinks(monkeypatch)
+    run_case(case, reference(case), known(case.shape), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("h2o", configuration="device, 4x1, joined", refill=True),
+        Case("tova", "llama", configuration="device, 4x1, joined"),
+    ],
+    ids=str,
+)
+def test_prompts_in_parts(
+    case: Case,
+    known: KnownModels,
+    reference: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a micro-batch's prompts, behind rows that decode or alone, some attend at a time."""
+    parts = split_parts(monkeypatch)
+    run_case(case, reference(case), known(case.shape), tmp_path)
+    assert max(parts) > 1
+
+
+def test_keys_of_many_rows_are_turned_some_at_a_time(
+    known: KnownModels, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three_rows = 3 * 9 * 24
+    monkeypatch.setattr("flexgen_h2o.kvcache.decode.ROLLING_CHUNK", three_rows)
+    case = Case("h2o", "llama", rolling=True, configuration="one batch, sequential")
+    run_case(case, reference(case), known(case.shape), tmp_path)
+
+
+def test_one_llm_for_all_workloads(
+    known: KnownModels, reference: Reference, tmp_path: Path
+) -> None:
+    """Small, then larger than the open buffers, then small again in the large ones; each over
+    several blocks."""
+    want = reference(Case())
+    policy = Policy(2, 1, PLACEMENTS["everything split 30/30"])
+    folder = str(known("normal").folder)
+    with LLM(folder, policy, Case().eviction, "auto", "float32", STAND_IN, tmp_path) as llm:
+        for count, most in ((3, 5), (6, 12), (5, 12), (2, 3)):
+            ran = run_with(llm, want.prompts[:count], SamplingParams(max_tokens=most))
+            assert_same(cut(Wanted(want.prompts[:count], want.rows[:count]), [most] * count), ran)
+
+
+@pytest.mark.parametrize("stand_in", [False, True], ids=["host", "stand-in"])
+def test_a_chosen_policy_keeps_to_its_budget(
+    stand_in: bool, known: KnownModels, reference: Reference, tmp_path: Path
+) -> None:
+    """Room for one row at a time with everything on disk: whatever is chosen, the columns are the
+    same."""
+    folder = known("normal").folder
+    want = reference(Case())
+    eviction = PAIRS["h2o"].engine
+    spec = find_model(str(folder), None).spec
+    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, record_of(eviction))
+    plan = MemoryPlanner(spec, Policy(1, 1, (0,) * 6), 4, not stand_in).plan(shape, SEQUENTIAL)
+    device = plan.bytes_on("device")
+    host = plan.bytes_on("host")
+    allowed = MemoryBudget(device if stand_in else None, host, "64MiB")
+    ran = generate(folder, want.prompts, NEW_TOKENS, eviction, "auto", tmp_path, allowed)
+    assert_same(want, ran)
+    assert ran.report.peak_bytes["host"] <= host and ran.report.peak_bytes["device"] <= device
+
+
+# ---- a budget for everything is the full cache
+
+PROMPTS = random_prompts((1, 9, 9, 21))
+MOST = 21 + NEW_TOKENS
+
+
+def bits(ran: Ran) -> list[torch.Tensor]:
+    return [torch.stack(ran.logits[i]) for i in range(len(ran.tokens))]
+
+
+def assert_same_bits(one: Ran, other: Ran) -> None:
+    assert one.tokens == other.tokens
+    assert all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [("odd sizes", "float32"), ("normal", "bfloat16")])
+def test_a_budget_for_everything_gives_the_full_caches_bits(
+    shape: str, dtype: str, known: KnownModels, tmp_path: Path
+) -> None:
+    folder = known(shape).folder
+    full = generate(folder, PROMPTS, NEW_TOKENS, None, Policy(4, 1), tmp_path, dtype=dtype)
+    assert full.report.kv["slots"] == MOST - 1
+    for policy in EVICTING.values():
+        eviction = policy(heavy_size=MOST // 2, recent_size=MOST - MOST // 2)
+        ran = generate(folder, PROMPTS, NEW_TOKENS, eviction, Policy(4, 1), tmp_path, dtype=dtype)
+        assert_same_bits(ran, full)
+        assert ran.report.kv == full.report.kv
+
+
+@pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
+def test_the_least_budget_for_everything(
+    policy: type[Evicting], known: KnownModels, tmp_path: Path
+) -> None:
+    """The newest column is never read again: a column for all tokens but two is enough, one less is
+    not."""
+
+    def run(eviction: Evicting | None) -> Ran:
+        folder = known("normal").folder
+        return generate(folder, PROMPTS[3:], NEW_TOKENS, eviction, Policy(1, 1), tmp_path)
+
+    full = run(None)
+    assert_same_bits(run(policy(heavy_size=MOST - 2 - 9, recent_size=9)), full)
+    short = bits(run(policy(heavy_size=MOST - 3 - 9, recent_size=9)))[0]
+    assert torch.equal(short[:-1], bits(full)[0][:-1])
+    assert not torch.equal(short[-1], bits(full)[0][-1])
+
+
+def test_tiers_do_not_change_tokens_in_bf16(known: KnownModels, tmp_path: Path) -> None:
+    found = []
+    for name in ("all on device", "kv split three ways"):
+        policy = Policy(2, 2, PLACEMENTS[name], compress_cache=True)
+        folder = known("normal").folder
+        prompts = random_prompts(LENGTHS)
+        ran = generate(folder, prompts, 9, None, policy, tmp_path, STAND_IN, "bfloat16")
+        found.append(ran.tokens)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("h2o, ratios"), Case("tova"), Case("triattention, at an interval", "llama")],
+    ids=str,
+)
+def test_a_batch_is_so_many_batches_of_one(
+    case: Case, known: KnownModels, reference: Reference, tmp_path: Path
+) -> None:
+    prompts = reference(case).prompts
+    folder = known(case.shape).folder
+    together = generate(folder, prompts, NEW_TOKENS, case.eviction, Policy(6, 1), tmp_path)
+    for i, prompt in enumerate(prompts):
+        alone = generate(folder, [prompt], NEW_TOKENS, case.eviction, Policy(1, 1), tmp_path)
+        assert alone.tokens == [together.tokens[i]]
+        assert [alone.seen[0, b] for b in (0, 1)] == [together.seen[i, b] for b in (0, 1)]
+
+
+def test_sinks_take_their_share(known: KnownModels, reference: Reference) -> None:
+    """Without them the reference says something else, so a case with sinks is no other case."""
+    want = reference(Case("h2o", "llama", sinks=True, lengths=(4, 9), new=9))
+    without = evicted_greedy(known("llama").plain, want.prompts[1], 1, PAIRS["h2o"].plain)
+    assert (without.logits[0] - want.rows[1].logits[0]).abs().max() > 0.5

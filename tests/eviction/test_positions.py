@@ -1,0 +1,86 @@
+"""Rows that fill the model's positions, and with rolling positions outgrow them: a column's position
+is then its rank among those that its row holds."""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import ROLLING
+from flexgen_h2o.kvcache.eviction import H2O
+from tests.eviction.cases import Case, Known, run_case
+from tests.eviction.engine import Wanted
+from tests.parity.reference import LOGIT_TOLERANCE, LogitsByRow, random_prompts
+
+KnownModels = Callable[[str], Known]
+OUTGROWING = Case(
+    "h2o", "llama, 16 positions", "kv on disk", lengths=(12, 9, 5), new=24, rolling=True
+)
+
+
+def test_rows_outgrow_the_positions(
+    known: KnownModels, reference: Callable[[Case], Wanted], tmp_path: Path
+) -> None:
+    """24 tokens after 12, 9 and 5, with 16 positions; with original ones a row ends when they are
+    used up. Tokens that are given grow a row as far."""
+    want = reference(OUTGROWING)
+    model = known(OUTGROWING.shape)
+    run_case(OUTGROWING, want, model, tmp_path)
+    original = replace(OUTGROWING, rolling=False, new=(5, 8, 12), asked=24)
+    run_case(original, reference(original), model, tmp_path)
+    watch = LogitsByRow()
+    policy = OUTGROWING.eviction
+    with LLM(str(model.folder), Policy(1), policy, dtype="float32", offload_dir=tmp_path) as llm:
+        llm.follow(want.prompts, want.tokens, watch)
+    for i, row in enumerate(want.rows):
+        assert (torch.stack(watch.rows[i]) - row.logits).abs().max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("shape", "eviction", "prompt", "grows", "slots"),
+    [
+        ("llama, 16 positions", H2O(heavy_size=10, recent_size=8), 5, 12, 16),
+        ("llama, 16 positions", H2O(heavy_size=2, while_decoding=False), 5, 13, 16),
+        # int(0.4 x (9 + 150)) columns and the newcomer are 64; one token more makes them 65.
+        ("llama", H2O(kv_budget=0.4), 9, 150, 64),
+    ],
+)
+def test_a_row_that_holds_as_many_columns_as_there_are_positions_ends(
+    shape: str,
+    eviction: H2O,
+    prompt: int,
+    grows: int,
+    slots: int,
+    known: KnownModels,
+    tmp_path: Path,
+) -> None:
+    """Nobody else's row ends with it."""
+    policy = replace(eviction, positions=ROLLING)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1000, 4)]
+    folder = str(known(shape).folder)
+    with LLM(folder, Policy(2), policy, dtype="float32", offload_dir=tmp_path) as llm:
+        found = llm.generate(random_prompts((prompt, 3)), params)
+        assert llm.report is not None and llm.report.kv["slots"] == slots
+    assert [len(row.token_ids) for row in found] == [grows, 4]
+    assert [row.finish_reason for row in found] == ["length", "length"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "policy", "says"),
+    [
+        ("normal", Policy(1), "needs rotary embeddings, and .* has learned positions"),
+        ("llama", Policy(1, compress_cache=True), "leave out --compress-cache"),
+    ],
+)
+def test_what_cannot_roll(
+    shape: str, policy: Policy, says: str, known: KnownModels, tmp_path: Path
+) -> None:
+    llm = LLM(str(known(shape).folder), policy, H2O(positions=ROLLING), offload_dir=tmp_path)
+    with llm, pytest.raises(UsageError, match=f"--positions rolling: .*{says}"):
+        llm.generate(random_prompts((5,)), SamplingParams(max_tokens=30))
