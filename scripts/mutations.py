@@ -297,15 +297,15 @@ MUTATIONS = (
     Mutation(
         "jobs.torn-line-kept",
         "jobs/output.py",
-        "            self._cut(good, self._end)\n",
-        "            pass\n",
+        "                self._cut(good, self._end)\n",
+        "                pass\n",
         "tests/unit/jobs/test_output.py tests/fault/test_jobs.py",
     ),
     Mutation(
         "jobs.output-not-synced",
         "jobs/output.py",
-        "            os.fsync(self._fd)\n        except",
-        "            pass\n        except",
+        "                os.fsync(self._fd)\n            except",
+        "                pass\n            except",
         "tests/unit/jobs/test_output.py",
     ),
     Mutation(

@@ -21,7 +21,7 @@ from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs import runner
+from flexgen_h2o.jobs import responses
 from flexgen_h2o.jobs.input import at_once, scan_input
 from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.jobs.sidecar import Sidecar, Status
@@ -324,8 +324,8 @@ def test_a_line_that_breaks_its_reader_ends_its_batch(
     other = create(batches, lines(2))
     work(batches)
     run = batches.running[batch["id"]]
-    whole = list(run._rows.requests)[:2]
-    run._rows.requests = read()
+    whole = list(run.requests)[:2]
+    run.requests = read()
     run_rows(batches)
     assert message_of(batch) == "internal error" and not batches.running
     assert len(store.path(batch["output_file_id"]).read_text().splitlines()) == 2
@@ -348,8 +348,8 @@ def test_an_answer_that_cannot_be_written_is_an_error_row(
             raise fault
         return before(request, *more)
 
-    before = runner.success_row
-    monkeypatch.setattr(runner, "success_row", answer)
+    before = responses.success_row
+    monkeypatch.setattr(responses, "success_row", answer)
     batch = create(batches, lines(3))
     run_rows(batches)
     assert batch["status"] == "completed" and batch["request_counts"] == {
@@ -368,7 +368,7 @@ def test_a_signal_goes_through_a_batch(batches: Batches) -> None:
         yield
 
     batch = OpenBatch({}, batches)
-    batch._rows = SimpleNamespace(requests=read())  # type: ignore[assignment]
+    batch.requests = read()
     with pytest.raises(Interrupted):
         batch.next()
     assert not batch.is_gone
@@ -377,7 +377,7 @@ def test_a_signal_goes_through_a_batch(batches: Batches) -> None:
 def test_a_batch_is_asked_again_after_many_bad_lines(batches: Batches) -> None:
     batch = OpenBatch({}, batches)
     request = SimpleNamespace()
-    batch._rows = SimpleNamespace(requests=iter([None, request]))  # type: ignore[assignment]
+    batch.requests = iter([None, request])  # type: ignore[list-item]
     assert [(batch.next(), len(runs_of(batches))) for _ in range(3)] == [
         (None, 1),
         (request, 1),
@@ -554,8 +554,8 @@ def test_a_long_scan_delays_no_short_one_and_no_cancellation(
 ) -> None:
     batches._most_rows = 10**6
     store._most_bytes = 2**30
-    long = create(batches, lines(400_000))
-    other = create(batches, lines(400_000))
+    long = create(batches, b"1\n" * 600_000)
+    other = create(batches, b"1\n" * 600_000)
     began = time.monotonic()
     batches._clerk.turn()
     short = create(batches, lines(2))
@@ -683,7 +683,7 @@ def test_a_batch_is_not_tried_again_after_the_server_died_twice_with_it(
 ) -> None:
     store._most_bytes = 2**30
     batches = batches_of(store, reader)
-    batch = create(batches, lines(400_000 if state == "validating" else 3))
+    batch = create(batches, b"1\n" * 600_000 if state == "validating" else lines(3))
     batches._clerk.turn()
     for _ in range(2):
         if state == "in hand":
