@@ -82,8 +82,11 @@ def run_job(
     is_auto: bool,
     eviction: Eviction,
     defaults: SamplingParams,
+    tests_bits: bool = False,
 ) -> int:
-    """Run the requests in `source` into the output `target` for another command.
+    """Run the requests in `source` into the output `target`, here or on Ray.
+
+    tests_bits: as in `LLM`, if the job runs here.
 
     Return the exit code. With --dry-run only the plan is printed.
     """
@@ -91,12 +94,12 @@ def run_job(
         **{**BATCH_DEFAULTS, **vars(args), "input": source, "output": target}
     )
     if vars(args).get("dry_run"):
-        return plan_job(of_job, source, policy, is_auto, eviction, defaults)
+        return _plan(of_job, source, policy, is_auto, eviction, defaults)
     with contextlib.closing(OutputFile(target)) as output:
-        return run(of_job, output, policy, is_auto, eviction, defaults)
+        return run(of_job, output, policy, is_auto, eviction, defaults, tests_bits)
 
 
-def plan_job(
+def _plan(
     args: argparse.Namespace,
     source: Path,
     policy: Policy,
@@ -166,12 +169,9 @@ def run(
     is_auto: bool,
     eviction: Eviction,
     defaults: SamplingParams,
-    tests_bits: bool = False,
+    tests_bits: bool,
 ) -> int:
-    """Do what the output lacks, here or on Ray. Return the exit code.
-
-    tests_bits: as in `LLM`, if the job runs here.
-    """
+    """Do what the output lacks, for `run_job`."""
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
         llm.tests_bits = tests_bits

@@ -20,7 +20,7 @@ from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.input import InputPart, Steps, read_part
 from flexgen_h2o.jobs.job import settle_steps
 from flexgen_h2o.jobs.output import OutputFile
-from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.jobs.runner import JobWriter, OutputState, read_requests
 from flexgen_h2o.serving.answers import say_line
 
@@ -157,13 +157,8 @@ class OpenBatch:
     def finish(self, request: Request) -> None:
         self._running -= 1
         with self._failing():
-            self.writer.status.tokens += len(request.token_ids)
-            self.writer.write([request])
-
-    def fail(self, request: Request, error: RowError) -> None:
-        self._running -= 1
-        request.fail(error.code, str(error))
-        with self._failing():
+            if request.error is None:
+                self.writer.status.tokens += len(request.token_ids)
             self.writer.write([request])
 
     def end(self, error: BaseException | None = None) -> None:

@@ -26,7 +26,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.models import built_in_names, built_in_spec
-from flexgen_h2o.serving.answers import RequestRefused, json_of
+from flexgen_h2o.serving.answers import RequestRefused, json_of, shutting_down
 from flexgen_h2o.serving.app import HANDLERS, json_body
 from flexgen_h2o.serving.guard import json_response
 
@@ -179,7 +179,7 @@ class PageRoutes:
         def check() -> None:
             interrupts.check()
             if not self._is_open:
-                raise RequestRefused(503, "the server is shutting down", "shutting_down")
+                raise shutting_down()
             if time.monotonic() > ends:
                 raise RequestRefused(
                     503,
@@ -192,7 +192,7 @@ class PageRoutes:
         except FlexgenError as error:
             raise RequestRefused(400, str(error), "cannot_plan") from error
         except interrupts.Interrupted as error:
-            raise RequestRefused(503, "the server is shutting down", "shutting_down") from error
+            raise shutting_down() from error
         finally:
             with self._lock:
                 self._running -= 1

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,17 +121,6 @@ def test_one_writer(path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -
     first.close()
     assert not is_locked(path)
     assert list(opened().rows()) == ROWS
-
-
-def test_somebody_who_asks_for_the_status_stops_no_job(path: Path, opened: Open) -> None:
-    """--status holds a shared lock for a moment."""
-    path.write_bytes(b"")
-    fd = os.open(path, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    timer = threading.Timer(0.05, os.close, [fd])
-    timer.start()
-    opened()
-    timer.join()
 
 
 def test_an_output_that_was_never_written_goes_away(path: Path) -> None:
