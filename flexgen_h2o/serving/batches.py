@@ -304,7 +304,8 @@ class Batches:
                 if not is_cancelled:
                     self.running[batch["id"]] = run
             if is_cancelled:
-                run.close("cancelled")
+                with contextlib.suppress(FlexgenError):
+                    run.close("cancelled")
                 return
         except BaseException as error:
             with contextlib.suppress(FlexgenError):
