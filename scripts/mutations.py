@@ -339,8 +339,8 @@ MUTATIONS = (
     Mutation(
         "jobs.row-that-fits-fails",
         "jobs/runner.py",
-        "if not _covers(need, other)}\n                continue",
-        "if _covers(need, other)}\n                continue",
+        "why |= {other: said for other in left if _covers(other, need)} | {need: str(error)}",
+        "why |= {other: said for other in left} | {need: str(error)}",
         "tests/unit/jobs/test_runner.py",
     ),
     Mutation(
