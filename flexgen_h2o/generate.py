@@ -4,7 +4,6 @@ resumed."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections import abc, deque
@@ -42,7 +41,6 @@ from flexgen_h2o.flags import (
     say_idle_flags,
     say_notes,
 )
-from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.kvcache.prefixes import SHARINGS
 from flexgen_h2o.parser import FILES, JOB, OneLineParser
@@ -250,12 +248,11 @@ def _run_job(args: argparse.Namespace) -> int:
     policy, is_auto = policy_of(args)
     defaults = sampling_of(args)
     eviction = eviction_of(args, policy)
-    from flexgen_h2o.jobs.job import plan_job, run
+    from flexgen_h2o.jobs.job import run_job
 
-    if args.dry_run:
-        return plan_job(args, args.input, policy, is_auto, eviction, defaults)
-    with contextlib.closing(OutputFile(args.output)) as output:
-        return run(args, output, policy, is_auto, eviction, defaults, tests_bits=True)
+    return run_job(
+        args, args.input, args.output, policy, is_auto, eviction, defaults, tests_bits=True
+    )
 
 
 def _kept_prompts(texts: abc.Sequence[str], output: Path) -> Path:

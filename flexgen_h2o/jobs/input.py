@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ _FOREIGN = {
 _SPACE = re.compile(r"[ \t\r\n]*")  # white space between the parts of JSON
 _CHUNK = 2**16  # rows that are looked up at a time
 _PIECE_BYTES = 2**20  # bytes read at a time if only the digest is wanted
-# Limits of a step (some milliseconds), and of what `read_in_turns` reads ahead of a job.
+# Limits of a step (some milliseconds), and of what `read_part` reads ahead of a job.
 STEP_LINES = 256
 STEP_BYTES = 2**16
 _LINES_A_ROW = 2  # lines per row in an input with limited rows: a blank line may follow each row
@@ -211,16 +211,11 @@ def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[In
         yield InputPart(start.offset, start.number, start.row, ~done[start.row :])
 
 
-def read_cut(path: Path, cut: InputPart) -> Iterator[Line]:
-    """Yield the lines of a part that are to be done."""
-    lines = (
-        line for _, line, _ in _pieces(path, cut.offset, cut.number, cut.row) if line is not None
-    )
-    return compress(lines, cut.left)
+def read_part(path: Path, cut: InputPart) -> Iterator[Line]:
+    """Yield the lines of a part that are to be done.
 
-
-def read_in_turns(path: Path, cut: InputPart) -> Iterator[Line]:
-    """Yield what `read_cut` does, but hold no descriptor and only few lines between two lines."""
+    Hold no descriptor and only few lines between two lines.
+    """
     offset = cut.offset
     number = cut.number
     row = cut.row

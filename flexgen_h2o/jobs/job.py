@@ -10,8 +10,9 @@ import contextlib
 import resource
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flexgen_h2o.cli_common import note, say
 from flexgen_h2o.core.config import Policy
@@ -27,12 +28,12 @@ from flexgen_h2o.jobs.input import (
     Steps,
     at_once,
     begins_as,
-    read_cut,
     read_lines,
+    read_part,
     scan_input,
     scan_steps,
 )
-from flexgen_h2o.jobs.on_ray import EngineArguments, ray_at, ray_job
+from flexgen_h2o.jobs.on_ray import EngineArguments, ray_at, run_on_ray
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.jobs.runner import (
@@ -81,8 +82,11 @@ def run_job(
     is_auto: bool,
     eviction: Eviction,
     defaults: SamplingParams,
+    tests_bits: bool = False,
 ) -> int:
-    """Run the requests in `source` into the output `target` for another command.
+    """Run the requests in `source` into the output `target`, here or on Ray.
+
+    tests_bits: as in `LLM`, if the job runs here.
 
     Return the exit code. With --dry-run only the plan is printed.
     """
@@ -90,12 +94,12 @@ def run_job(
         **{**BATCH_DEFAULTS, **vars(args), "input": source, "output": target}
     )
     if vars(args).get("dry_run"):
-        return plan_job(of_job, source, policy, is_auto, eviction, defaults)
+        return _plan(of_job, source, policy, is_auto, eviction, defaults)
     with contextlib.closing(OutputFile(target)) as output:
-        return run(of_job, output, policy, is_auto, eviction, defaults)
+        return run(of_job, output, policy, is_auto, eviction, defaults, tests_bits)
 
 
-def plan_job(
+def _plan(
     args: argparse.Namespace,
     source: Path,
     policy: Policy,
@@ -165,12 +169,9 @@ def run(
     is_auto: bool,
     eviction: Eviction,
     defaults: SamplingParams,
-    tests_bits: bool = False,
+    tests_bits: bool,
 ) -> int:
-    """Do what the output lacks, here or on Ray. Return the exit code.
-
-    tests_bits: as in `LLM`, if the job runs here.
-    """
+    """Do what the output lacks, for `run_job`."""
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
         llm.tests_bits = tests_bits
@@ -188,8 +189,8 @@ def run(
             )
         if args.ray is None:
             _say_rows(before)
-            writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
-            lines = read_cut(args.input, InputPart(0, 1, 0, ~before.done))
+            writer = JobWriter([output], llm.model, before, lambda: llm.peak_bytes, args.max_errors)
+            lines = read_part(args.input, InputPart(0, 1, 0, ~before.done))
             left = len(before.done) - before.rows
 
             def announce(requests: Sequence[Request]) -> None:
@@ -204,9 +205,9 @@ def run(
             # status are on disk.
             with ray_at(args.ray or None):
                 _say_rows(before)
-                writer = JobWriter(output, before, dict, args.max_errors)
+                writer = JobWriter([output], llm.model, before, dict, args.max_errors)
                 with writing(args, output, writer):
-                    ray_job(before.done, writer, opening).run()
+                    run_on_ray(before.done, writer, opening)
     return _show(args, writer, before, llm.model.name)
 
 
@@ -253,34 +254,25 @@ def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any
     """Read input and output, refuse an output that was begun with other settings, and write the
     sidecar.
     """
-    return at_once(settle_steps(args, output, settings))
-
-
-class ReadableOutput(Protocol):
-    """An output whose rows can be read: an OutputFile, or a batch's two files."""
-
-    @property
-    def is_empty(self) -> bool: ...
-
-    def rows(self) -> Iterable[dict[str, Any]]: ...
+    return at_once(settle_steps(args, [output], settings))
 
 
 def settle_steps(
     args: argparse.Namespace,
-    output: ReadableOutput,
+    outputs: Sequence[OutputFile],
     settings: dict[str, Any],
-    most_rows: int | None = None,
 ) -> Steps[OutputState]:
     """Do what `settle` does, in steps.
 
-    most_rows: as in `scan_steps`.
+    outputs: as in `JobWriter`. The sidecar is beside the first.
     """
     before = read_sidecar(args.output)
-    scan = yield from scan_steps(args.input, before.input_bytes if before else 0, most_rows)
+    scan = yield from scan_steps(args.input, before.input_bytes if before else 0)
+    is_empty = all(output.is_empty for output in outputs)
     check_requests(args.input, scan)
     earlier: list[dict[str, Any]] = []
     or_force = "" if args.force is None else ", or --force"  # not every command has --force
-    if before is not None and not output.is_empty:
+    if before is not None and not is_empty:
         found = differences(before, settings, scan)
         earlier = before.earlier
         if found and not args.force:
@@ -291,13 +283,15 @@ def settle_steps(
             )
         if found:
             earlier = [*earlier, before.settings]
-    elif not output.is_empty and not args.force:
+    elif not is_empty and not args.force:
         raise UsageError(
             f"--output {args.output}: has rows, and no {sidecar_path(args.output).name} beside it "
             "says what they were "
             f"made with; give another name{or_force}"
         )
-    found_rows = yield from rows_before_steps(output.rows(), scan.ids)
+    found_rows = yield from rows_before_steps(
+        chain.from_iterable(output.rows() for output in outputs), scan.ids
+    )
     now = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
     if now != before:
         now.write(args.output)
@@ -366,7 +360,6 @@ def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile
 def _show(args: argparse.Namespace, writer: JobWriter, before: OutputState, model: str) -> int:
     """Print the summary and return the exit code."""
     status = writer.status
-    notes = writer.notes
     did = (
         f"{status.tokens} new tokens in {format_seconds(status.seconds)} "
         f"({status.tokens_per_s:.1f} tokens/s)"
@@ -386,7 +379,9 @@ def _show(args: argparse.Namespace, writer: JobWriter, before: OutputState, mode
         )
     if status.errors:
         print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
-    if notes.other_models:
-        named = f"{notes.other_models} requests name another model (the first: {notes.first_other})"
-        say("batch", f"{named}; {model} answered them")
+    if writer.other_models:
+        number, name = min(writer.other_models.items())
+        named = f"{len(writer.other_models)} requests name another model"
+        first = f"{name[:100]} in line {number}"
+        say("batch", f"{named} (the first: {first}); {model} answered them")
     return EXIT_ALL_ROWS_FAILED if status.errors == status.rows else EXIT_DONE

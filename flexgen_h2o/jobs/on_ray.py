@@ -35,12 +35,12 @@ from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.core.units import format_bytes, less_margin
-from flexgen_h2o.engine.generation import Silent
+from flexgen_h2o.core.units import counted, format_bytes, less_margin
 from flexgen_h2o.flags import budget_of, open_llm, sampling_of
-from flexgen_h2o.jobs.input import InputPart, Line, cut_input, read_cut
-from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import EngineCounts, FinishedRow, JobRun, JobWriter, window_rows
+from flexgen_h2o.jobs.input import InputPart, Line, cut_input, read_part
+from flexgen_h2o.jobs.requests import Request, RequestReader
+from flexgen_h2o.jobs.runner import JobRun, JobWriter, Sink, window_rows
+from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.tiers.device import may_use_card
@@ -52,16 +52,6 @@ _TICK_S = 1.0
 _KNOCK_S = 10.0
 _AHEAD = 2  # windows per actor, including the one that it runs
 _RETRIES = 3  # retries of a window by Ray: a row that kills every actor would be retried forever
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The actors of a job, made by `find_pool`."""
-
-    actors: int  # number of actors
-    cpus: int  # cores per actor
-    cards: int  # GPUs per actor, 0 or 1
-    host_bytes: int  # RAM that each actor may hold
 
 
 @dataclass(frozen=True)
@@ -89,31 +79,7 @@ class EngineArguments:
         return llm
 
 
-@dataclass(frozen=True)
-class ActorError:
-    """An error of the engine, sent from an actor to the driver."""
-
-    error: Exception  # raised again in the driver
-    trace: str  # the error and its traceback, as text
-
-
 # ---- In the actors
-
-
-class AnswerSink(Silent):
-    """A sink that passes the rows of a window on.
-
-    write: receives the rows.
-    """
-
-    has_answers = False
-
-    def __init__(self, write: Callable[[Sequence[FinishedRow]], None]) -> None:
-        self.write = write
-        self.notes = EngineCounts()
-
-    def asked(self, tokens: int) -> None:
-        """Do nothing: the job's writer counts rows."""
 
 
 def run_window(
@@ -123,17 +89,22 @@ def run_window(
     window: int | None,
     refill: bool,
     has_run: bool = False,
-) -> Iterator[Sequence[FinishedRow] | EngineCounts]:
+) -> Iterator[Sequence[Request] | Status]:
     """Run a window in a thread.
 
-    Yield its answers as they come, then its notes. Raise the engine's errors.
+    Yield its rows as they come, then a `Status` with the engine's counts. Raise its errors.
     """
 
     def work(tell: Tell) -> None:
-        sink = AnswerSink(tell)
+        def send(done: Sequence[Request]) -> None:
+            for one in done:
+                one.penalties = None  # tensors, which no row needs
+            tell(list(done))
+
+        sink = Sink(send)
         JobRun(llm, reader, lines, sink, window, refill, has_run).run(len(lines))
-        sink.notes.peak_bytes = llm.peak_bytes
-        tell(sink.notes)
+        sink.status.add_engine(peak_bytes=llm.peak_bytes)
+        tell(sink.status)
 
     return from_thread(work)
 
@@ -181,7 +152,7 @@ class EngineActor:
         self._has_run = False
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield `found`, which holds pickled answers, `EngineCounts` or `ActorError`.
+        """Yield `found`: pickled rows, a `Status`, or an error of the engine and its traceback.
 
         batch: `lines` holds a pickled window.
 
@@ -201,7 +172,7 @@ class EngineActor:
                 yield _packed("found", found)
             self._has_run = True
         except Exception as error:
-            yield _packed("found", ActorError(error, traceback.format_exc()))
+            yield _packed("found", (error, traceback.format_exc()))
 
 
 def _packed(name: str, value: Any) -> dict[str, Any]:
@@ -215,96 +186,72 @@ class _FlowError(Exception):
     """Ray has given up, or an engine has raised an error, whose traceback it holds."""
 
 
-class RayJob:
-    """Rows of a job that are left, run by a pool.
+def run_on_ray(done: npt.NDArray[np.bool_], writer: JobWriter, opening: EngineArguments) -> None:
+    """Run all rows that are left on the Ray that is open.
 
-    done: (rows of the input,) bool, which is kept up to date.
+    done: (rows of the input,), which is kept up to date.
+
+    Errors of an engine and of the writer are not caught. Raise FlexgenError if no row comes back,
+    and DoesNotFitError as `find_pool` does.
     """
-
-    def __init__(
-        self,
-        source: Path,
-        done: npt.NDArray[np.bool_],
-        writer: JobWriter,
-        pool: Pool,
-        opening: EngineArguments,
-    ) -> None:
-        self._source = source
-        self._done = done
-        self._writer = writer
-        self._pool = pool
-        self._opening = opening
-
-    def run(self) -> None:
-        """Run all rows that are left. Errors of an engine and of the writer are not caught.
-
-        Raise FlexgenError if no row comes back.
-        """
-        done = self._done
-        opening = self._opening
-        block_size = 1 if opening.is_auto else opening.policy.block_size
-        while left := int((~done).sum()):
-            size = window_size(left, self._pool.actors, block_size, opening.args.window)
-            why = "some came from no actor"
-            try:
-                for found in self._flow(list(cut_input(self._source, done, size))):
-                    self._take(found)
-            except _FlowError as error:
-                why = str(error)
-            missing = int((~done).sum())
-            if missing == left:
-                raise FlexgenError(f"--ray: no answer came back from any actor ({why})")
-            if missing:
-                print(
-                    f"batch: --ray: {missing} rows are missing ({why}); they are run again",
-                    file=sys.stderr,
-                )
-
-    def _take(self, found: Any) -> None:
-        if isinstance(found, ActorError):
-            raise found.error from _FlowError(found.trace)
-        if isinstance(found, EngineCounts):
-            self._writer.notes.add(found)
-            return
-        # A retried window answers some rows again.
-        new: list[FinishedRow] = [one for one in found if not self._done[one.row]]
-        self._done[[one.row for one in new]] = True
-        self._writer.sweep(sum(one.tokens for one in new))
-        self._writer.write(new)
-
-    def _flow(self, cuts: list[InputPart]) -> Iterator[Any]:
-        """Yield the actors' answers to these parts of the input as they come, and sync the output
-        meanwhile.
-        """
-        work = partial(_run_flow, self._source, cuts, self._opening, self._pool)
-        for found in from_thread(work, _TICK_S):
-            if found is not None:
-                yield found
-            else:
-                interrupts.check()
-                self._writer.sweep(0)
-
-
-def ray_job(done: npt.NDArray[np.bool_], writer: JobWriter, opening: EngineArguments) -> RayJob:
-    """Return a job on the Ray that is open. Raise DoesNotFitError as `find_pool` does."""
     args = opening.args
-    pool = find_pool(args.ray_actors, budget_of(args).host, args.device)
-    cores = f"{pool.cpus} core{'s' if pool.cpus != 1 else ''}"
+    actors, resources = find_pool(args.ray_actors, budget_of(args).host, args.device)
+    cpus = resources["num_cpus"]
     say(
         "batch",
-        f"{pool.actors} engines on Ray, each with {cores} and {format_bytes(pool.host_bytes)} of "
-        "RAM",
+        f"{actors} engines on Ray, each with {counted(cpus, 'core')} and "
+        f"{format_bytes(resources['memory'])} of RAM",
     )
-    theirs = {**vars(args), "host_mem": pool.host_bytes}
-    for name in ("model", "path", "offload_dir", "hardware"):  # other processes need absolute paths
+    opening = replace(opening, args=_args_of_actors(args, resources["memory"]))
+    block_size = 1 if opening.is_auto else opening.policy.block_size
+    while left := int((~done).sum()):
+        size = window_size(left, actors, block_size, args.window)
+        cuts = list(cut_input(args.input, done, size))
+        flow = partial(_run_flow, args.input, cuts, opening, actors, resources)
+        why = "some came from no actor"
+        try:
+            for found in from_thread(flow, _TICK_S):
+                if found is None:  # the output is synced meanwhile
+                    interrupts.check()
+                    writer.sweep(0)
+                else:
+                    _take(found, done, writer)
+        except _FlowError as error:
+            why = str(error)
+        missing = int((~done).sum())
+        if missing == left:
+            raise FlexgenError(f"--ray: no answer came back from any actor ({why})")
+        if missing:
+            print(
+                f"batch: --ray: {missing} rows are missing ({why}); they are run again",
+                file=sys.stderr,
+            )
+
+
+def _args_of_actors(args: argparse.Namespace, host_bytes: int) -> argparse.Namespace:
+    """Return the flags for other processes, which need absolute paths."""
+    theirs = {**vars(args), "host_mem": host_bytes}
+    for name in ("model", "path", "offload_dir", "hardware"):
         if (
             theirs[name] is not None
             and (path := Path(theirs[name]).expanduser().absolute()).exists()
         ):
             theirs[name] = str(path)
-    return RayJob(
-        args.input, done, writer, pool, replace(opening, args=argparse.Namespace(**theirs))
-    )
+    return argparse.Namespace(**theirs)
+
+
+def _take(found: Any, done: npt.NDArray[np.bool_], writer: JobWriter) -> None:
+    """Write what an actor has sent. Raise its engine's error."""
+    if isinstance(found, tuple):
+        error, trace = found
+        raise error from _FlowError(trace)
+    if isinstance(found, Status):
+        writer.status.add_engine(found.prompt_tokens, found.spared_tokens, found.peak_bytes)
+        return
+    new = [one for one in found if not done[one.row]]  # a retried window answers some rows again
+    done[[one.row for one in new]] = True
+    writer.sweep(sum(len(one.token_ids) for one in new))
+    writer.write(new)
 
 
 def window_size(left: int, actors: int, block_size: int, asked: int | None) -> int:
@@ -318,9 +265,16 @@ def window_size(left: int, actors: int, block_size: int, asked: int | None) -> i
 
 
 def _run_flow(
-    source: Path, cuts: list[InputPart], opening: EngineArguments, pool: Pool, tell: Tell
+    source: Path,
+    cuts: list[InputPart],
+    opening: EngineArguments,
+    actors: int,
+    resources: dict[str, int],
+    tell: Tell,
 ) -> None:
     """Run the pipeline in a thread of its own, so that signals reach the driver's main thread.
+
+    actors, resources: as `find_pool` returns them.
 
     Raise _FlowError if Ray gives up.
     """
@@ -328,7 +282,7 @@ def _run_flow(
     import ray
 
     def lines_of(batch: dict[str, Any]) -> dict[str, Any]:
-        return _packed("lines", list(read_cut(source, pickle.loads(batch["cut"][0]))))
+        return _packed("lines", list(read_part(source, pickle.loads(batch["cut"][0]))))
 
     # The input is read on this node, a window at a time, and only as the actors ask for them.
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
@@ -347,13 +301,9 @@ def _run_flow(
             EngineActor,
             batch_size=1,
             batch_format="numpy",
-            num_cpus=pool.cpus,
-            num_gpus=pool.cards,
-            memory=pool.host_bytes,
-            fn_constructor_args=(opening, pool.cpus),
-            compute=ray.data.ActorPoolStrategy(
-                size=pool.actors, max_tasks_in_flight_per_actor=_AHEAD
-            ),
+            **resources,
+            fn_constructor_args=(opening, resources["num_cpus"]),
+            compute=ray.data.ActorPoolStrategy(size=actors, max_tasks_in_flight_per_actor=_AHEAD),
             max_task_retries=_RETRIES,
         )
         for batch in answers.iter_batches(
@@ -411,10 +361,12 @@ def _knock(address: str | None) -> None:
             pass
 
 
-def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:
-    """Return the actors for the nodes of the open Ray.
+def find_pool(
+    actors: int | None, host_bytes: int | None, device: str
+) -> tuple[int, dict[str, int]]:
+    """Return the number of actors for the nodes of the open Ray, and what each gets.
 
-    By default it is one per GPU, or one per node.
+    What it gets is named as Ray names it. By default there is one actor per GPU, or one per node.
 
     host_bytes: RAM of each actor. None: an even share of its node's RAM.
 
@@ -442,7 +394,7 @@ def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:
             min(n, m // share) if share else 0 for m, n in zip(memory, places, strict=True)
         )
         if fitting >= number:
-            return Pool(number, cpus, 1 if cards else 0, share)
+            return number, {"num_cpus": cpus, "num_gpus": 1 if cards else 0, "memory": share}
     raise DoesNotFitError(
         f"--ray-actors {number}: the nodes of this Ray have {sum(cores)} cores, {cards} GPUs and "
         f"{format_bytes(sum(memory))} of RAM for actors"

@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +32,9 @@ _MAX_PIECES = 128
 class OutputFile:
     """A file that is open for appending, and locked until `close`.
 
+    rests: hold neither descriptor nor lock between two calls. The file must be unchanged then.
+    charge: gets the number of bytes before they are appended, and raises if they have no room.
+
     Raise UsageError if it cannot be opened or locked, or if another job has it.
 
     A line is written in one piece. If a write or sync fails, the incomplete part is cut off again.
@@ -40,8 +43,15 @@ class OutputFile:
     then, and the next run mends it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rests: bool = False,
+        charge: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         self.path = path
+        self._rests = rests
+        self._charge = charge
         self.cut_bytes = 0  # bytes of a torn end that `rows` cut off
         self._is_new = not path.exists()
         self._open_fd: int | None = _open_locked(path)
@@ -50,18 +60,16 @@ class OutputFile:
         self._set_end()
         self._last_sync = time.monotonic()
         self._sync_s = 0.0
+        if rests:
+            self._let_go()
 
     @property
     def is_empty(self) -> bool:
         return self._end == 0
 
     @property
-    def nbytes(self) -> int:
-        return self._end
-
-    @property
     def _fd(self) -> int:
-        """The file's descriptor, which is opened again after `rest`.
+        """The file's descriptor, which is opened again after a rest.
 
         Raise FlexgenError if the file is gone.
         """
@@ -71,11 +79,16 @@ class OutputFile:
             self._open_fd = _open_locked(self.path)
         return self._open_fd
 
-    def rest(self) -> None:
-        """Release the descriptor and the lock until the file is used again.
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Release descriptor and lock afterwards, if the file rests."""
+        try:
+            yield
+        finally:
+            if self._rests:
+                self._let_go()
 
-        It must be unchanged then.
-        """
+    def _let_go(self) -> None:
         if self._open_fd is not None:
             os.close(self._open_fd)
             self._open_fd = None
@@ -103,10 +116,11 @@ class OutputFile:
                         "the line, and its "
                         "request is done again, or give another --output"
                     )
-        self._check_unchanged()
-        if good < self._end:
-            self.cut_bytes = self._end - good
-            self._cut(good, self._end)
+        with self._using():
+            self._check_unchanged()
+            if good < self._end:
+                self.cut_bytes = self._end - good
+                self._cut(good, self._end)
 
     def check_rows(self, rows: int) -> None:
         """Count the rows in the file when all are written.
@@ -129,7 +143,8 @@ class OutputFile:
         data = b"".join(line + b"\n" for line in lines)
         if not data:
             return
-        with interrupts.held():  # a signal comes before a line or after it
+        self._charge(len(data))
+        with self._using(), interrupts.held():  # a signal comes before a line or after it
             self._check_unchanged()
             written = 0
             try:
@@ -156,16 +171,17 @@ class OutputFile:
         Raise FlexgenError if that fails; rows since the last sync are cut off then. Raise it also
         if the file is not as the job left it.
         """
-        self._check_unchanged()
-        began = self._last_sync = time.monotonic()
-        if self._synced == self._end:
-            return
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            # It is unknown what did not reach the disk, and a second fsync would not tell.
-            self._cut(self._synced, self._end)
-            raise self._failed(error) from error
+        with self._using():
+            self._check_unchanged()
+            began = self._last_sync = time.monotonic()
+            if self._synced == self._end:
+                return
+            try:
+                os.fsync(self._fd)
+            except OSError as error:
+                # It is unknown what did not reach the disk, and a second fsync would not tell.
+                self._cut(self._synced, self._end)
+                raise self._failed(error) from error
         self._synced = self._end
         self._last_sync = time.monotonic()
         self._sync_s = self._last_sync - began
@@ -178,7 +194,7 @@ class OutputFile:
                 if self._is_new and self.is_empty:
                     self.path.unlink(missing_ok=True)
             finally:
-                self.rest()
+                self._let_go()
 
     def _check_unchanged(self) -> None:
         try:

@@ -37,120 +37,111 @@ URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions"
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-Does = Literal["prompt", "sampling", "length", "logprobs", "answers", "template", "nothing"]
-
-
-@dataclass(frozen=True)
-class Field:
-    """Effect of a request's field, in a batch line and in a request to the server.
-
-    Null is the same as absent. Types and ranges of "sampling" and "length" fields are those of
-    `SamplingParams`.
-    """
-
-    does: Does  # what the value determines
-    # Allowed values: any other would change the answer, and is unsupported. None: any value, or
-    # those that the field's reader accepts.
-    only: tuple[Any, ...] | None = None
-    only_in_chat: tuple[Any, ...] | None = None  # allowed values in chat requests, if they differ
-    is_count: bool = False  # the value is a whole number, which some clients write as 2.0
-
-    def values(self, is_chat: bool) -> tuple[Any, ...] | None:
-        """Return the allowed values; None for any."""
-        return self.only_in_chat if is_chat and self.only_in_chat is not None else self.only
-
-
-FIELDS: dict[str, Field] = {
-    "prompt": Field("prompt"),
-    "prompt_token_ids": Field("prompt"),
-    "messages": Field("prompt"),
-    "temperature": Field("sampling"),
-    "top_p": Field("sampling"),
-    "top_k": Field("sampling", is_count=True),
-    "seed": Field("sampling", is_count=True),
-    "stop": Field("sampling"),
-    "stop_token_ids": Field("sampling"),
-    "ignore_eos": Field("sampling"),
-    "repetition_penalty": Field("sampling"),
-    "max_completion_tokens": Field("length", is_count=True),
-    "max_tokens": Field("length", is_count=True),
-    "logprobs": Field("logprobs", is_count=True),
-    "top_logprobs": Field("logprobs", is_count=True),
-    "echo": Field("logprobs"),
-    "n": Field("answers", is_count=True),
-    "best_of": Field("answers", is_count=True),
-    "stream": Field("answers"),
-    "stream_options": Field("answers"),
-    "reasoning_effort": Field("template"),
-    "chat_template_kwargs": Field("template"),
-    "model": Field("nothing"),  # the model of --model answers, and the answer's body names it
-    "user": Field("nothing"),
-    "metadata": Field("nothing"),
-    "store": Field("nothing"),
-    "service_tier": Field("nothing"),
-    "request_id": Field("nothing"),
-    "safety_identifier": Field("nothing"),
-    "prompt_cache_key": Field("nothing"),
-    "prompt_cache_retention": Field("nothing"),
-    "prompt_cache_options": Field("nothing"),
-    "priority": Field("nothing"),
-    "request_type": Field("nothing"),
-    "parallel_tool_calls": Field("nothing"),
-    "verbosity": Field("nothing"),
-    "prediction": Field("nothing"),
-    "return_token_ids": Field("nothing"),
-    "cache_salt": Field("nothing"),
-    "suffix": Field("nothing", only=("",)),
-    "use_beam_search": Field("nothing", only=(False,)),
-    "presence_penalty": Field("nothing", only=(0,)),
-    "frequency_penalty": Field("nothing", only=(0,)),
-    "length_penalty": Field("nothing", only=(1,)),
-    "min_p": Field("nothing", only=(0,)),
-    "min_tokens": Field("nothing", only=(0,)),
-    "logit_bias": Field("nothing", only=({},)),
-    "bad_words": Field("nothing", only=([],)),
-    "allowed_token_ids": Field("nothing", only=()),
-    "prompt_logprobs": Field("nothing", only=()),
-    "include_stop_str_in_output": Field("nothing", only=(False,)),
-    "skip_special_tokens": Field("nothing", only=(True,)),
-    "spaces_between_special_tokens": Field("nothing", only=(True,)),
-    "truncate_prompt_tokens": Field("nothing", only=()),
-    # The template has them.
-    "add_special_tokens": Field("nothing", only=(True,), only_in_chat=(False,)),
-    "add_generation_prompt": Field("nothing", only=(True,)),
-    "continue_final_message": Field("nothing", only=(False,)),
-    "response_format": Field("nothing", only=({"type": "text"},)),
-    "tools": Field("nothing", only=([],)),
-    "tool_choice": Field("nothing", only=("none", "auto")),
-    "functions": Field("nothing", only=([],)),
-    "function_call": Field("nothing", only=("none", "auto")),
-    "modalities": Field("nothing", only=(["text"],)),
-    "chat_template": Field("nothing", only=()),
-    "guided_json": Field("nothing", only=()),
-    "guided_regex": Field("nothing", only=()),
-    "guided_choice": Field("nothing", only=()),
-    "guided_grammar": Field("nothing", only=()),
-    "structured_outputs": Field("nothing", only=()),
-    "return_tokens_as_token_ids": Field("nothing", only=(False,)),
-    "include_reasoning": Field("nothing", only=(True,)),
-    "documents": Field("nothing", only=([],)),
-    "logits_processors": Field("nothing", only=([],)),
-    "mm_processor_kwargs": Field("nothing", only=({},)),
-    "vllm_xargs": Field("nothing", only=({},)),
-    "kv_transfer_params": Field("nothing", only=({},)),
-    "max_repetition_pattern_size": Field("nothing", only=(0,)),
-    "min_repetition_pattern_size": Field("nothing", only=(0,)),
-    "repetition_min_count": Field("nothing", only=(0,)),
+# Fields of requests, in a batch line and in a request to the server. Null is the same as absent.
+# What the prompt is.
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+# Types and ranges of these fields, and of the length, are those of `SamplingParams`.
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "repetition_penalty",
+)
+LENGTH_FIELDS = ("max_completion_tokens", "max_tokens")
+# What a chat template gets besides messages.
+TEMPLATE_FIELDS = ("reasoning_effort", "chat_template_kwargs")
+# Fields of whole numbers, which some clients write as 2.0.
+COUNT_FIELDS = (
+    *LENGTH_FIELDS,
+    "top_k",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+    "n",
+    "best_of",
+)
+# Fields that change nothing, whatever their value. The model of --model answers, and the answer's
+# body names it.
+IDLE_FIELDS = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "request_id",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "priority",
+    "request_type",
+    "parallel_tool_calls",
+    "verbosity",
+    "prediction",
+    "return_token_ids",
+    "cache_salt",
+)
+# Fields of which only these values are supported: any other would change the answer.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "chat_template": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "return_tokens_as_token_ids": (False,),
+    "include_reasoning": (True,),
+    "documents": ([],),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    "kv_transfer_params": ({},),
+    "max_repetition_pattern_size": (0,),
+    "min_repetition_pattern_size": (0,),
+    "repetition_min_count": (0,),
 }
-
-
-def fields_that(does: Does) -> tuple[str, ...]:
-    return tuple(name for name, known in FIELDS.items() if known.does == does)
-
-
-SAMPLING = fields_that("sampling")
-LENGTH = fields_that("length")
-TEMPLATE_FIELDS = fields_that("template")  # what a chat template gets besides messages
+ONLY_IN_CHAT = {**ONLY, "add_special_tokens": (False,)}  # the template has them
+FIELDS = frozenset(
+    (
+        *PROMPT_FIELDS,
+        *SAMPLING_FIELDS,
+        *TEMPLATE_FIELDS,
+        *COUNT_FIELDS,
+        "echo",
+        "stream",
+        "stream_options",
+        *IDLE_FIELDS,
+        *ONLY,
+    )
+)
 # Fields that have no effect if the other field's value is "none".
 IGNORED_IF_NONE = {"tools": "tool_choice", "functions": "function_call"}
 # Types of text parts in a message's content, in OpenAI's two APIs, and the member that has the
@@ -243,6 +234,7 @@ class RequestReader:
     # `{"text": ...}` are messages if the model has a template, and `{"prompt": ...}` is not.
     chat: bool | None = None
     system: str | None = None  # a system message before each text that is a message
+    endpoint: str | None = None  # the endpoint of all lines; None for any
 
     def texts_settings(self) -> dict[str, Any]:
         """Return the settings that answers to texts also depend on, for a job's sidecar.
@@ -273,6 +265,12 @@ class RequestReader:
         """
         [request] = self._requests(value, number, custom_id, None).requests
         request.row = row
+        kind = "completion" if request.kind == "helm" else request.kind
+        if self.endpoint is not None and kind != URLS[self.endpoint]:
+            raise RowError(
+                "unknown_url",
+                f"url: is of another endpoint than the batch, which is for {self.endpoint}",
+            )
         return request
 
     def served(self, url: str, body: Mapping[str, Any], custom_id: str, most: int) -> ClientRequest:
@@ -471,12 +469,11 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
     """
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
-        known = FIELDS.get(name)
-        if known is None:
+        if name not in FIELDS:
             if is_strict:
                 raise RowError("unsupported", f"{name}: is not supported")
             continue
-        if known.is_count and isinstance(value, float) and value.is_integer():
+        if name in COUNT_FIELDS and isinstance(value, float) and value.is_integer():
             given[name] = int(value)
         if (
             name in IGNORED_IF_NONE
@@ -484,7 +481,7 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
             and isinstance(value, list)
         ):
             continue
-        only = known.values(is_chat)
+        only = (ONLY_IN_CHAT if is_chat else ONLY).get(name)
         if only is not None and not any(_same(value, allowed) for allowed in only):
             instead = " or ".join(map(repr, only)) or "leave it out"
             raise RowError(
@@ -599,7 +596,7 @@ def _sampling_of(
     Raise RowError naming a bad field. A row without a seed gets one made of the default seed and
     its id, so that its answer depends on no other row.
     """
-    given = {name: fields[name] for name in SAMPLING if name in fields}
+    given = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
     if given.get("top_k") == -1:  # vLLM: off
         given["top_k"] = 0
     seed = given.get("seed")
@@ -610,7 +607,7 @@ def _sampling_of(
     if "seed" not in given:
         name = f"{defaults.seed}:{custom_id}".encode("utf-8", "surrogatepass")
         given["seed"] = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
-    lengths = [fields[name] for name in LENGTH if name in fields]
+    lengths = [fields[name] for name in LENGTH_FIELDS if name in fields]
     if len(set(map(repr, lengths))) > 1:
         raise _invalid("max_tokens and max_completion_tokens differ; give one of them")
     if lengths:

@@ -13,13 +13,26 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from flexgen_h2o.core.units import shortened
 from flexgen_h2o.engine.channels import ChatText, marks_of
 from flexgen_h2o.engine.detokenizer import Detokenizer, Tokenizer, common_start, detokenizer_of
 from flexgen_h2o.engine.sampling import TokenLogprobs
-from flexgen_h2o.jobs.requests import Request, RowError
+from flexgen_h2o.jobs.output import to_line
+from flexgen_h2o.jobs.requests import MAX_MESSAGE_CHARACTERS, Request, RowError, row_errors
 from flexgen_h2o.models.load import Model
 
 MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks; as in vLLM
+
+
+def output_line(request: Request, model: Model) -> bytes:
+    """Return the row of a finished request as a line. A request fails if its row cannot be made."""
+    if request.error is None:
+        try:
+            with row_errors():
+                return to_line(success_row(request, model))
+        except RowError as error:
+            request.fail(error.code, str(error))
+    return to_line(error_row(request))
 
 
 def success_row(request: Request, model: Model) -> dict[str, Any]:
@@ -55,17 +68,18 @@ def success_row(request: Request, model: Model) -> dict[str, Any]:
     }
 
 
-def error_row(custom_id: str, number: int, error: RowError) -> dict[str, Any]:
-    """Return an error row.
-
-    number: of the line.
-    """
+def error_row(request: Request) -> dict[str, Any]:
+    """Return the row of a request that has failed."""
     return {
-        "id": f"batch_req_{_id_digest(custom_id)}",
-        "custom_id": custom_id,
+        "id": f"batch_req_{_id_digest(request.custom_id)}",
+        "custom_id": request.custom_id,
         "response": None,
-        "error": {"code": error.code, "message": f"line {number}: {error}"},
+        "error": {"code": request.error_code, "message": error_message(request)},
     }
+
+
+def error_message(request: Request) -> str:
+    return f"line {request.index}: {shortened(request.error or '', MAX_MESSAGE_CHARACTERS)}"
 
 
 def helm_result(choice: dict[str, Any]) -> dict[str, Any]:

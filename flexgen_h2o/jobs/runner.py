@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,17 @@ from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Silent
+from flexgen_h2o.engine.generation import Callbacks, Progress, Silent
 from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
 from flexgen_h2o.jobs.input import STEP_LINES, Digests, Line, Steps, id_digest, which_are_in
-from flexgen_h2o.jobs.output import OutputFile, to_line
-from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, row_errors
-from flexgen_h2o.jobs.responses import error_row, success_row
+from flexgen_h2o.jobs.output import OutputFile
+from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.jobs.responses import error_message, output_line
 from flexgen_h2o.jobs.sidecar import Sidecar, Status, tiers_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.models.load import Model
 
 MIN_WINDOW_ROWS = 1024
 MIN_WINDOW_BLOCKS = 4
@@ -47,22 +48,12 @@ Need = tuple[int, ...]  # what the memory of a row grows with (`_need`)
 
 
 @dataclass(frozen=True)
-class FinishedRow:
-    """A finished row, made by `JobRows` for the sink."""
-
-    row: int  # number of the row in the input
-    line: bytes  # the row for the output, without its newline
-    tokens: int = 0  # number of new tokens
-    error: str | None = None  # code of an error row; None if the row succeeded
-
-
-@dataclass(frozen=True)
 class OutputState:
     """State of an output when the job began."""
 
     done: npt.NDArray[np.bool_]  # (rows of the input,): whether the output has this row
     rows: int  # number of the input's rows that the output has
-    errors: Counter[str]  # number of error rows by code
+    errors: Counter[str] = field(default_factory=Counter)  # number of error rows by code
     # (rows that answer no line of this input, error rows among them)
     others: tuple[int, int] = (0, 0)
     sidecar: Sidecar | None = None  # the job's sidecar, once it is settled
@@ -97,32 +88,17 @@ def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Out
     return OutputState(done, num_rows, errors, others)
 
 
-@dataclass
-class EngineCounts:
-    """Counts besides rows, kept by each engine of a job."""
+class Sink(Silent):
+    """Receives the rows of a job as they finish, and the counts of its engine.
 
-    other_models: int = 0  # requests that name another model than the one that runs
-    first_other: str = ""  # the first of these requests: its model and line
-    prompt_tokens: int = 0  # as in `Status`
-    spared_tokens: int = 0  # as in `Status`
-    peak_bytes: dict[str, int] = field(default_factory=dict)  # peak of the engine by tier
+    send: gets the rows. A `JobWriter` writes them itself.
+    """
 
-    def add(self, other: EngineCounts) -> None:
-        """Add the counts of another engine."""
-        self.other_models += other.other_models
-        self.first_other = self.first_other or other.first_other
-        self.prompt_tokens += other.prompt_tokens
-        self.spared_tokens += other.spared_tokens
-        self.peak_bytes |= {
-            tier: max(n, self.peak_bytes.get(tier, 0)) for tier, n in other.peak_bytes.items()
-        }
+    has_answers = False  # whether there were rows without errors before the job began
 
-
-class Sink(Listener, Protocol):
-    """A receiver of a job's rows."""
-
-    has_answers: bool  # whether it had rows without errors before the job began
-    notes: EngineCounts
+    def __init__(self, send: Callable[[abc.Sequence[Request]], None]) -> None:
+        self.status = Status()
+        self._send = send
 
     def asked(self, tokens: int) -> None:
         """Count a row that was read, and the most new tokens that it may have.
@@ -130,23 +106,29 @@ class Sink(Listener, Protocol):
         tokens: 0 for a row that cannot be run.
         """
 
-    def write(self, answers: abc.Sequence[FinishedRow]) -> None: ...
+    def write(self, done: abc.Sequence[Request]) -> None:
+        self._send(done)
 
 
-class JobWriter(Silent):
+class JobWriter(Sink):
     """Writes the rows of a job, counts them, and updates the status file and the bar on a terminal.
 
+    outputs: the file of all rows, or one for answers and one for error rows.
+    model: has run the rows.
     peak_bytes: returns the bytes by tier that the open engine holds.
     max_errors: most error rows that the output may have; None is no limit.
+    tell: shows a person an internal error.
     shown: whether the bar is shown on a terminal.
     """
 
     def __init__(
         self,
-        output: OutputFile,
+        outputs: abc.Sequence[OutputFile],
+        model: Model,
         before: OutputState,
         peak_bytes: Callable[[], dict[str, int]],
         max_errors: int | None = None,
+        tell: Callable[[str], None] | None = None,
         shown: bool = True,
     ) -> None:
         rows = len(before.done)
@@ -160,10 +142,14 @@ class JobWriter(Silent):
             other_errors=other_errors,
         )
         self.has_answers = before.rows > self.status.errors
-        self.notes = EngineCounts()
-        self._output = output
+        # Requests that name another model than the one that runs, by the number of their line.
+        self.other_models: dict[int, str] = {}
+        self._outputs = outputs
+        self._model = model
         self._peak_bytes = peak_bytes
         self._max_errors = max_errors
+        self._tell = tell or partial(say, "batch")
+        self._said = 0  # internal errors that were shown
         self._done_before = before.rows
         self._began = time.monotonic()
         self._written = 0.0
@@ -183,35 +169,54 @@ class JobWriter(Silent):
             )
         self._write_status()
 
-    def write(self, answers: abc.Sequence[FinishedRow]) -> None:
+    def write(self, done: abc.Sequence[Request]) -> None:
         """Append rows and update the counts.
 
         Raise UsageError if there are more than max_errors error rows, and FlexgenError as
         `OutputFile.append` does.
         """
-        self._append(answers)
-        self.errors.update(one.error for one in answers if one.error is not None)
-        self.status.done += len(answers)
+        lines = [output_line(one, self._model) for one in done]
+        for output in self._outputs:
+            output.append(
+                [
+                    line
+                    for line, one in zip(lines, done, strict=True)
+                    if output is self._outputs[0 if one.error is None else -1]
+                ]
+            )
+        for one in done:
+            if one.asked_model not in (None, NO_MODEL, self._model.name):
+                self.other_models[one.index] = str(one.asked_model)
+            if one.error is not None:
+                self.errors[one.error_code] += 1
+            if one.error_code == CODE_INTERNAL:
+                self._say_internal(error_message(one))
+        self.status.done += len(done)
         self.status.errors = self.errors.total()
-        self._bar.update(len(answers))
+        self._bar.update(len(done))
         self._write_status_if_due()
         self.check_errors()
 
-    def _append(self, answers: abc.Sequence[FinishedRow]) -> None:
-        self._output.append([one.line for one in answers])
+    def _say_internal(self, line: str) -> None:
+        self._said += 1
+        if self._said <= MAX_SAID:
+            self._tell(line)
+        elif self._said == MAX_SAID + 1:
+            self._tell(f"{line}; further internal errors are in the output alone")
 
     def check_errors(self) -> None:
         errors = self.status.errors
         if self._max_errors is not None and errors > self._max_errors:
             raise UsageError(
-                f"--max-errors {self._max_errors}: {errors} rows of {self._output.path} are "
+                f"--max-errors {self._max_errors}: {errors} rows of {self._outputs[0].path} are "
                 "errors; mend the input and "
                 "give another --output, or raise it"
             )
 
     def sweep(self, tokens: int) -> None:
         self.status.tokens += tokens
-        self._output.sync_if_due()
+        for output in self._outputs:
+            output.sync_if_due()
         self._write_status_if_due()
 
     def asked(self, tokens: int) -> None:
@@ -232,7 +237,7 @@ class JobWriter(Silent):
         Without it a killed job could not resume. Raise FlexgenError if it cannot be written.
         """
         if self._sidecar is not None:
-            self._sidecar.restore(self._output.path)
+            self._sidecar.restore(self._outputs[0].path)
 
     def end(self, state: str) -> None:
         """Write the final state to the status file."""
@@ -250,15 +255,12 @@ class JobWriter(Silent):
         status.seconds = now - self._began
         status.tokens_per_s = status.tokens / status.seconds if status.seconds > 0 else 0.0
         status.eta_s = self._left_s()
-        self.notes.add(EngineCounts(peak_bytes=self._peak_bytes()))
-        status.prompt_tokens = self.notes.prompt_tokens
-        status.spared_tokens = self.notes.spared_tokens
-        status.peak_bytes = self.notes.peak_bytes
+        status.add_engine(peak_bytes=self._peak_bytes())
         self._written = now
         self._bar.set_postfix_str(
             f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False
         )
-        status.write(self._output.path)
+        status.write(self._outputs[0].path)
         with suppress(FlexgenError):  # the end of the job reports it
             self.restore_sidecar()
 
@@ -276,86 +278,32 @@ class JobWriter(Silent):
         return status.seconds / done * (here - done) if done else None
 
 
-class JobRows:
-    """The rows of a job: make requests of its lines, and send each finished row to the sink.
+def read_requests(
+    reader: RequestReader, lines: Iterable[Line], sink: Sink
+) -> Iterator[Request | None]:
+    """Yield the requests of the lines. Lines that cannot be run go to the sink as error rows.
 
-    tell: shows a person an internal error.
-
-    `requests` yields the requests of the lines. Lines that cannot be run become error rows on the
-    way. It yields None after each MAX_BAD_LINES of them, or after fewer if they took MAX_BAD_S.
-    The caller can then do something else.
+    Yield None after each MAX_BAD_LINES of them, or after fewer if they took MAX_BAD_S. The caller
+    can then do something else.
     """
-
-    def __init__(
-        self,
-        reader: RequestReader,
-        lines: Iterable[Line],
-        sink: Sink,
-        tell: Callable[[str], None] | None = None,
-    ) -> None:
-        self.sink = sink
-        self._model = reader.model
-        self._tell = tell or partial(say, "batch")
-        self._said = 0
-        self.requests = self._read(reader, lines)
-
-    def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request | None]:
-        model = reader.model.name
-        notes = self.sink.notes
-        bad = 0
-        began = time.monotonic()
-        for line in lines:
-            try:
-                request = reader.read(line)
-            except RowError as error:
-                self.sink.asked(0)
-                self.sink.write([self._failed(line.row, line.custom_id, line.number, error)])
-                bad += 1
-                if bad % MAX_BAD_LINES == 0 or time.monotonic() - began > MAX_BAD_S:
-                    yield None
-                    began = time.monotonic()
-                continue
-            if request.asked_model not in (None, NO_MODEL, model):
-                notes.other_models += 1
-                notes.first_other = (
-                    notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
-                )
-            self.sink.asked(request.params.max_tokens)
-            yield request
-            began = time.monotonic()
-
-    def finish(self, done: Iterable[Request]) -> None:
-        """Write rows as they finish."""
-        self.sink.write([self._answer(request) for request in done])
-
-    def fail(self, request: Request, error: RowError) -> None:
-        self.sink.write([self._failed(request.row, request.custom_id, request.index, error)])
-
-    def _answer(self, request: Request) -> FinishedRow:
+    bad = 0
+    began = time.monotonic()
+    for line in lines:
         try:
-            with row_errors():
-                if request.error is not None:
-                    raise RowError(request.error_code, request.error)
-                line = to_line(success_row(request, self._model))
+            request = reader.read(line)
         except RowError as error:
-            return self._failed(request.row, request.custom_id, request.index, error)
-        return FinishedRow(request.row, line, len(request.token_ids))
-
-    def _failed(self, row: int, custom_id: str, number: int, error: RowError) -> FinishedRow:
-        """Return an error row.
-
-        number: of the line. An internal error is also printed on stderr with it.
-        """
-        if error.code == CODE_INTERNAL:
-            self._say_internal(f"line {number}: {error}")
-        return FinishedRow(row, to_line(error_row(custom_id, number, error)), error=error.code)
-
-    def _say_internal(self, line: str) -> None:
-        self._said += 1
-        if self._said <= MAX_SAID:
-            self._tell(line)
-        elif self._said == MAX_SAID + 1:
-            self._tell(f"{line}; further internal errors are in the output alone")
+            sink.asked(0)
+            failed = Request(line.number, (), custom_id=line.custom_id, row=line.row)
+            failed.fail(error.code, str(error))
+            sink.write([failed])
+            bad += 1
+            if bad % MAX_BAD_LINES == 0 or time.monotonic() - began > MAX_BAD_S:
+                yield None
+                began = time.monotonic()
+            continue
+        sink.asked(request.params.max_tokens)
+        yield request
+        began = time.monotonic()
 
 
 class JobRun:
@@ -383,8 +331,7 @@ class JobRun:
         self._sink = sink
         self._asked_window = window
         self._refill = refill
-        self._rows = JobRows(reader, lines, sink)
-        self._requests = filter(None, self._rows.requests)
+        self._requests = filter(None, read_requests(reader, lines, sink))
         self._ahead: list[Request] = []  # requests that were read and have not run
         self._window_rows = window_rows(1, window)
         self._has_run = has_run
@@ -434,7 +381,8 @@ class JobRun:
             if fits_by_now or (not some_ran and not (fitting and others)):
                 raise
             for request, why in others:
-                self._rows.fail(request, RowError("does_not_fit", why))
+                request.fail("does_not_fit", why)
+            self._sink.write([request for request, _ in others])
             parts = (
                 [fitting]
                 if others
@@ -450,13 +398,12 @@ class JobRun:
         self._has_run = True
         report = self._llm.run(
             requests,
-            self._rows.finish,
+            self._sink.write,
             Callbacks(listener=self._sink, isolates_errors=True),
             refill=self._refill,
             more=more,
         )
-        self._sink.notes.prompt_tokens += report.prefill.tokens
-        self._sink.notes.spared_tokens += report.spared_tokens
+        self._sink.status.add_engine(report.prefill.tokens, report.spared_tokens)
 
     def _prepare(
         self, requests: abc.Sequence[Request], fills: bool

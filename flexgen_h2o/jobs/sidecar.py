@@ -13,9 +13,10 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from flexgen_h2o.cli_common import flag_of
@@ -178,6 +179,18 @@ class Status:
     eta_s: float | None = None  # None until a row has a token or is done
     peak_bytes: dict[str, int] = field(default_factory=dict)  # charged to the budgets, by tier
     updated: float = 0.0  # time.time() of the last write
+
+    def add_engine(
+        self,
+        prompt_tokens: int = 0,
+        spared_tokens: int = 0,
+        peak_bytes: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Add the counts of an engine, of which a job on Ray has several."""
+        self.prompt_tokens += prompt_tokens
+        self.spared_tokens += spared_tokens
+        for tier, nbytes in peak_bytes.items():
+            self.peak_bytes[tier] = max(nbytes, self.peak_bytes.get(tier, 0))
 
     @property
     def is_sound(self) -> bool:

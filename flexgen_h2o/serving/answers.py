@@ -84,6 +84,17 @@ def internal_error(where: str, error: BaseException) -> RequestRefused:
     return RequestRefused(500, "internal error", CODE_INTERNAL)
 
 
+def refused(error: RowError) -> RequestRefused:
+    """Return what the client is told of a sequence that cannot be run. Log an internal error."""
+    if error.code == CODE_INTERNAL:
+        say_line(f"a request: {error}")
+    return RequestRefused(500 if error.is_internal else 400, str(error), error.code)
+
+
+def shutting_down() -> RequestRefused:
+    return RequestRefused(503, "the server is shutting down", "shutting_down", retry_after=5)
+
+
 def json_of(data: bytes) -> dict[str, Any]:
     """Return the JSON object of a body. Raise Refused if it is none."""
     try:
@@ -117,9 +128,7 @@ def read_asked(
             where = f" (prompt {i} of {len(firsts)})" if len(firsts) > 1 else ""
             _check_length(request, length, positions, where)
     except RowError as error:
-        if error.code == CODE_INTERNAL:
-            say_line(f"a request: {error}")
-        raise RequestRefused(500 if error.is_internal else 400, str(error), error.code) from error
+        raise refused(error) from error
     if sum(_numbers(one, positions) for one in asked.requests) > MAX_NUMBERS:
         raise RequestRefused(
             400,

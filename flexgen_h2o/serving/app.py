@@ -33,7 +33,7 @@ from flexgen_h2o.serving.answers import (
 )
 from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import Service, Ticket
-from flexgen_h2o.serving.guard import AsciiJSONResponse, refusal
+from flexgen_h2o.serving.guard import json_response, refusal
 from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
 MAX_LISTED = 10_000  # most entries of a page
@@ -91,7 +91,7 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         is_open = self.service.is_open
-        return AsciiJSONResponse(
+        return json_response(
             {"status": "ok" if is_open else "shutting down"}, 200 if is_open else 503
         )
 
@@ -109,17 +109,17 @@ class Server:
                 "eviction": other.service.llm.eviction.to_json(),
                 "memory": memory_of(other.service),
             }
-        return AsciiJSONResponse({**found, "compare": compare})
+        return json_response({**found, "compare": compare})
 
     async def models(self, request: Request) -> Response:
-        return AsciiJSONResponse({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         if request.path_params["name"] != self.reader.model.name:
             raise RequestRefused(
                 404, f"no model {request.path_params['name'][:60]!r}", "model_not_found"
             )
-        return AsciiJSONResponse(self._model())
+        return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
         name = self.reader.model.name
@@ -159,7 +159,7 @@ class Server:
             await _unless_gone(request, _gather(asked, events))
         finally:
             self.service.give_up(ticket)
-        return AsciiJSONResponse(await run_in_threadpool(body_of, asked, self.reader.model))
+        return json_response(await run_in_threadpool(body_of, asked, self.reader.model))
 
     async def _stream(
         self, asked: ClientRequest, ticket: Ticket, events: asyncio.Queue[tuple[Any, ...]]
@@ -223,7 +223,7 @@ class Server:
             )
         finally:
             await form.close()
-        return AsciiJSONResponse(record)
+        return json_response(record)
 
     async def list_files(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")
@@ -240,7 +240,7 @@ class Server:
         return _page(request, found if order == "asc" else found[::-1], LISTED["files"])
 
     async def file(self, request: Request) -> Response:
-        return AsciiJSONResponse(self.batches.store.file(request.path_params["file_id"]))
+        return json_response(self.batches.store.file(request.path_params["file_id"]))
 
     async def content(self, request: Request) -> Response:
         path = self.batches.store.path(request.path_params["file_id"])
@@ -249,26 +249,26 @@ class Server:
     async def delete_file(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
         await run_in_threadpool(self.batches.store.delete_file, file_id)
-        return AsciiJSONResponse({"id": file_id, "object": "file", "deleted": True})
+        return json_response({"id": file_id, "object": "file", "deleted": True})
 
     # Batches
 
     async def add_batch(self, request: Request) -> Response:
         body = json_of(await json_body(request))
-        return AsciiJSONResponse(await run_in_threadpool(self.batches.create, body))
+        return json_response(await run_in_threadpool(self.batches.create, body))
 
     async def list_batches(self, request: Request) -> Response:
         found = list(self.batches.store.batches.values())[::-1]
         return _page(request, found, LISTED["batches"], self.batches.shown)
 
     async def batch(self, request: Request) -> Response:
-        return AsciiJSONResponse(
+        return json_response(
             self.batches.shown(self.batches.store.batch(request.path_params["batch_id"]))
         )
 
     async def cancel_batch(self, request: Request) -> Response:
         found = await run_in_threadpool(self.batches.cancel, request.path_params["batch_id"])
-        return AsciiJSONResponse(self.batches.shown(found))
+        return json_response(self.batches.shown(found))
 
 
 async def json_body(request: Request) -> bytes:
@@ -385,7 +385,7 @@ def _page(
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
     }
-    return AsciiJSONResponse(
+    return json_response(
         {"object": "list", "data": page, **ends, "has_more": len(found) > len(page)}
     )
 

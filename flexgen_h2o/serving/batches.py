@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.sidecar import DONE, Sidecar
 from flexgen_h2o.serving.answers import RequestRefused, say_fault
-from flexgen_h2o.serving.batch import EndpointReader, OpenBatch
+from flexgen_h2o.serving.batch import OpenBatch
 from flexgen_h2o.serving.block import Service
 from flexgen_h2o.serving.clerk import Clerk
 from flexgen_h2o.serving.store import ACTIVE, MAX_DEATHS, Store
@@ -35,21 +36,6 @@ from flexgen_h2o.serving.store import ACTIVE, MAX_DEATHS, Store
 MAX_ROWS = 50_000  # most rows of a batch, as in OpenAI's API
 MAX_FEEDING = 8  # batches that give rows in turn, if these have enough rows for the block
 TRIAL_S = 30.0  # seconds in which no other batch joins one that was open when the server died
-
-
-class BatchError(FlexgenError):
-    """An error that made a batch fail.
-
-    code: as in the batch's record.
-    """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class _Cancelled(Exception):
-    """The batch that is being worked on was cancelled."""
 
 
 class Batches:
@@ -252,8 +238,8 @@ class Batches:
                 self.store.save(batch, **self.store.keep_results(batch))
             self.store.remove_job(batch)
 
-    def _working(self, batch: dict[str, Any], steps: Steps[Made]) -> Steps[Made]:
-        """Run the steps, unless the batch is cancelled meanwhile."""
+    def _working(self, batch: dict[str, Any], steps: Steps[Made]) -> Steps[Made | None]:
+        """Run the steps, unless the batch is cancelled meanwhile: return None then."""
         self._at_work.add(batch["id"])
         try:
             while batch["status"] != "cancelling":
@@ -263,7 +249,7 @@ class Batches:
                     made: Made = end.value
                     return made
                 yield
-            raise _Cancelled
+            return None
         finally:
             steps.close()
             self._at_work.discard(batch["id"])
@@ -276,6 +262,8 @@ class Batches:
             self.store.take(batch)
             source = self.store.path(batch["input_file_id"])
             scan = yield from self._working(batch, scan_steps(source, 0, self._most_rows))
+            if scan is None:
+                return
             check_requests(source, scan)
             self.validated[batch["id"]] = Sidecar(
                 self.settings, str(source), scan.nbytes, scan.digest
@@ -283,7 +271,7 @@ class Batches:
             counts = {"total": len(scan.ids), "completed": 0, "failed": 0}
             with self._lock:
                 if batch["status"] == "cancelling":
-                    raise _Cancelled
+                    return
                 self.store.save(
                     batch,
                     status="in_progress",
@@ -291,8 +279,6 @@ class Batches:
                     request_counts=counts,
                 )
             self.store.release(batch)
-        except _Cancelled:
-            return
         except BaseException as error:
             if is_scarce(error):
                 self._clerk.add(partial(self._validate, batch), self._input_bytes(batch))
@@ -308,21 +294,22 @@ class Batches:
         run = OpenBatch(batch, self)
         try:
             if batch["status"] not in ("in_progress", "finalizing"):
-                raise _Cancelled
+                return
             self.store.take(batch)
             source = self.store.path(batch["input_file_id"])
-            yield from self._working(
-                batch, run.open(source, EndpointReader.of(self._reader, batch["endpoint"]))
-            )
+            reader = replace(self._reader, endpoint=batch["endpoint"])
+            yield from self._working(batch, run.open(source, reader))
             with self._lock:
-                if batch["status"] == "cancelling":
-                    raise _Cancelled
-                self.running[batch["id"]] = run
+                is_cancelled = batch["status"] == "cancelling"
+                if not is_cancelled:
+                    self.running[batch["id"]] = run
+            if is_cancelled:
+                with contextlib.suppress(FlexgenError):
+                    run.close("cancelled")
+                return
         except BaseException as error:
             with contextlib.suppress(FlexgenError):
                 run.close(f"failed: {error}")
-            if isinstance(error, _Cancelled):
-                return
             if is_scarce(error):
                 with self._turns:
                     self._ready.appendleft(batch)
@@ -450,9 +437,9 @@ def _count_rows(path: Path) -> Steps[int]:
     return count
 
 
-def _died(deaths: int) -> BatchError:
+def _died(deaths: int) -> RequestRefused:
     told = (
         f"the server died {deaths} times while it had this batch in hand, and no row of it was "
         "done in between"
     )
-    return BatchError("server_died", f"{told}; it is not tried again")
+    return RequestRefused(500, f"{told}; it is not tried again", "server_died")

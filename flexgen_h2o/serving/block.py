@@ -24,7 +24,7 @@ from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
 from flexgen_h2o.jobs.requests import Request, RowError
 from flexgen_h2o.jobs.runner import MAX_BAD_LINES
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.serving.answers import RequestRefused, say_fault, say_line
+from flexgen_h2o.serving.answers import RequestRefused, refused, say_fault, shutting_down
 
 TEMPLATE_PROMPT = 128  # tokens of a usual prompt; the engine is opened for such prompts
 # Upper ends of the histogram, in seconds.
@@ -64,10 +64,7 @@ class Owner(Protocol):
         """
 
     def finish(self, request: Request) -> None:
-        """Report that a sequence is done."""
-
-    def fail(self, request: Request, error: RowError) -> None:
-        """Report that a sequence cannot be run."""
+        """Report that a sequence is done, or cannot be run: its `error` says why."""
 
     def end(self, error: BaseException | None = None) -> None:
         """Report that none of the owner's sequences runs or waits any more.
@@ -99,14 +96,10 @@ class Ticket:
             self.tell(("token", place, token, logprobs))
 
     def finish(self, request: Request) -> None:
-        self.tell(("done", request))
-
-    def fail(self, request: Request, error: RowError) -> None:
-        if error.code == CODE_INTERNAL:
-            say_line(f"a request: {error}")
-        self.tell(
-            ("error", RequestRefused(500 if error.is_internal else 400, str(error), error.code))
-        )
+        if request.error is None:
+            self.tell(("done", request))
+        else:
+            self.tell(("error", refused(RowError(request.error_code, request.error))))
 
     def end(self, error: BaseException | None = None) -> None:
         if isinstance(error, FlexgenError):
@@ -243,9 +236,7 @@ class Service:
         with self._lock:
             queued = sum(len(one.waiting) for one in self._tickets)
             if not self.is_open:
-                raise RequestRefused(
-                    503, "the server is shutting down", "shutting_down", retry_after=5
-                )
+                raise shutting_down()
             if queued + len(ticket.waiting) > self.most_queued:
                 self.counts.refused += 1
                 raise RequestRefused(
@@ -349,14 +340,7 @@ class Service:
             self._tickets.clear()
         for ticket in tickets.values():
             ticket.is_gone = True
-            ticket.tell(
-                (
-                    "error",
-                    RequestRefused(
-                        503, "the server is shutting down", "shutting_down", retry_after=5
-                    ),
-                )
-            )
+            ticket.tell(("error", shutting_down()))
 
     def _more(self) -> list[Request] | None:
         with interrupts.held():
@@ -380,33 +364,30 @@ class Service:
             for _ in range(MAX_BAD_LINES):
                 if (request := take()) is None:
                     break
-                error = self._why_not(request)
-                if error is None:
+                if self._has_room(request):
                     key = id(request.owner)
                     self._of_owner[key] = self._of_owner.get(key, 0) + 1
                     self.counts.prompt_tokens += len(request.prompt_ids)
                     return self._enter(request)
                 self.counts.failed += 1
-                request.owner.fail(request, error)
+                request.owner.finish(request)
             else:
                 self._wake.set()  # others have their turn first, and signals
         return None
 
-    def _why_not(self, request: Request) -> RowError | None:
-        """Return why the sequence cannot join the block, or None.
-
-        The error concerns this sequence only, and others run.
-        """
+    def _has_room(self, request: Request) -> bool:
+        """Return whether the sequence can join the block. Otherwise it fails alone."""
         try:
             if self.llm.has_room([request]):
-                return None
-            return RowError("context_length_exceeded", NO_ROOM)
+                return True
+            request.fail("context_length_exceeded", NO_ROOM)
         except FlexgenError as error:
-            return RowError("does_not_fit", str(error))
+            request.fail("does_not_fit", str(error))
         except BaseException as error:
             if interrupts.asks_to_end(error):
                 raise
-            return RowError(CODE_INTERNAL, internal_reason(error))
+            request.fail(CODE_INTERNAL, internal_reason(error))
+        return False
 
     def _next_suspect(self) -> Request | None:
         """Return the next sequence of the group that runs by itself.
@@ -492,13 +473,13 @@ class Service:
                 self._failed_runs = 0
                 if owner.is_gone:
                     self.counts.given_up += 1
-                elif request.error is not None:
-                    self.counts.failed += 1
-                    owner.fail(request, RowError(request.error_code, request.error))
                 else:
-                    self.counts.rows += 1
-                    if isinstance(owner, Ticket):
-                        self.counts.add_latency(time.monotonic() - owner.began)
+                    if request.error is not None:
+                        self.counts.failed += 1
+                    else:
+                        self.counts.rows += 1
+                        if isinstance(owner, Ticket):
+                            self.counts.add_latency(time.monotonic() - owner.began)
                     owner.finish(request)
                 self._forget(request)
 
@@ -535,7 +516,8 @@ class Service:
         rows = [one for one in rows if can_run_again(one)]
         if len(rows) == 1:
             self.counts.failed += 1
-            rows[0].owner.fail(rows[0], RowError(CODE_INTERNAL, internal_reason(error)))
+            rows[0].fail(CODE_INTERNAL, internal_reason(error))
+            rows[0].owner.finish(rows[0])
             self._forget(rows[0])
             return
         middle = len(rows) // 2

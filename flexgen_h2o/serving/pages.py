@@ -26,9 +26,9 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.models import built_in_names, built_in_spec
-from flexgen_h2o.serving.answers import RequestRefused, json_of
+from flexgen_h2o.serving.answers import RequestRefused, json_of, shutting_down
 from flexgen_h2o.serving.app import HANDLERS, json_body
-from flexgen_h2o.serving.guard import AsciiJSONResponse
+from flexgen_h2o.serving.guard import json_response
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {
@@ -147,7 +147,7 @@ class PageRoutes:
             for name, one in self._machines.items()
         ]
         models = list(dict.fromkeys([self._model[0], *built_in_names()]))
-        return AsciiJSONResponse(
+        return json_response(
             {
                 "models": models,
                 "machines": machines,
@@ -171,7 +171,7 @@ class PageRoutes:
                 )
             self._running += 1
         future = self._searches.submit(self._search, *question)
-        return AsciiJSONResponse(await asyncio.wrap_future(future))
+        return json_response(await asyncio.wrap_future(future))
 
     def _search(self, words: Sequence[str], profile: Any, spec: Any) -> dict[str, Any]:
         ends = time.monotonic() + MAX_SEARCH_S
@@ -179,7 +179,7 @@ class PageRoutes:
         def check() -> None:
             interrupts.check()
             if not self._is_open:
-                raise RequestRefused(503, "the server is shutting down", "shutting_down")
+                raise shutting_down()
             if time.monotonic() > ends:
                 raise RequestRefused(
                     503,
@@ -192,7 +192,7 @@ class PageRoutes:
         except FlexgenError as error:
             raise RequestRefused(400, str(error), "cannot_plan") from error
         except interrupts.Interrupted as error:
-            raise RequestRefused(503, "the server is shutting down", "shutting_down") from error
+            raise shutting_down() from error
         finally:
             with self._lock:
                 self._running -= 1
@@ -252,4 +252,4 @@ def _wrong(message: str) -> RequestRefused:
 
 
 async def _health(request: Request) -> Response:
-    return AsciiJSONResponse({"status": "ok"})
+    return json_response({"status": "ok"})

@@ -103,42 +103,14 @@ def test_rows_are_the_same_with_and_without_refill(
     assert refilled.extra["sweeps"] < sum(report.extra["sweeps"] for report in separate)
 
 
-def test_flags_are_what_lines_do_not_say(job: Door, tmp_path: Path) -> None:
-    lines(
-        tmp_path / "in.jsonl",
-        {"prompt": [5, 6]},
-        {"prompt": [5, 6], "max_tokens": 2, "logprobs": 1},
-    )
-    assert job("--gen-len 3 --eviction h2o --hh-size 1").code == 0
-    found = rows(tmp_path / "out.jsonl")
-    one, other = (found[name]["response"]["body"]["choices"][0] for name in ("line-1", "line-2"))
-    assert (len(one["token_ids"]), len(other["token_ids"])) == (3, 2) and one["logprobs"] is None
-    logprobs = other["logprobs"]
-    assert (
-        logprobs["tokens"] == [f"token_id:{i}" for i in other["token_ids"]]
-        and logprobs["text_offset"][0] == 0
-    )
-    assert [max(top.values()) for top in logprobs["top_logprobs"]] == logprobs["token_logprobs"], (
-        "greedy"
-    )
-    said = job("--status")
-    assert (
-        said.code == 0
-        and "state: done" in said.out
-        and "2 of 2 done, 0 of them errors, 0 to do" in said.out
-    )
-
-
 # ---- restarts
 
 
 MIXING = [
     (("--temperature", 0.5), "--temperature was 0.0 and is 0.5"),
-    (("--hh-ratio", 0.5), '--eviction was "full" and is "h2o"'),
     (("--kv-budget", 0.5), '--eviction was "full" and is "h2o"'),
     (("--dtype", "bfloat16"), '--dtype was "float32" and is "bfloat16"'),
     (("--gpu-batch-size", 3), '--gpu-batch-size was "auto" and is 3'),
-    (("--compress-weight",), "--compress-weight was false and is true"),
 ]
 
 
@@ -270,14 +242,6 @@ def test_a_row_that_is_not_finite_fails_alone(
     assert ended.code == 1 and "are not finite" in ended.err and len(ended.err.splitlines()) == 1
 
 
-def test_an_output_of_unknown_origin_needs_force(job: Door, tmp_path: Path) -> None:
-    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
-    lines(tmp_path / "out.jsonl", {"custom_id": "line-1", "response": None, "error": {"code": "x"}})
-    ended = job()
-    assert ended.code == 2 and "no out.jsonl.job.json beside it" in ended.err
-    assert job("--force").code == 4, "its only row is an error, and is done"
-
-
 REFUSED = [
     (("--input", "."), "--input .: is not a file"),
     (("--input", "empty.jsonl"), "--input empty.jsonl: no request in it"),
@@ -287,6 +251,7 @@ REFUSED = [
     (("--output", "pipe.jsonl"), "--output pipe.jsonl: is no regular file"),
     (("--input", "two.jsonl.job.json", "--output", "two.jsonl"), "that the job writes"),
     (("--status",), "--status: no job has written out.jsonl"),
+    (("--output", "other.jsonl"), "no other.jsonl.job.json beside it"),
 ]
 
 
@@ -294,6 +259,7 @@ def test_refusals_leave_nothing(job: Door, tmp_path: Path) -> None:
     for name in ("in.jsonl", "two.jsonl.job.json"):
         lines(tmp_path / name, {"prompt": [5, 6]})
     lines(tmp_path / "empty.jsonl", "", " ")
+    lines(tmp_path / "other.jsonl", {"custom_id": "a", "response": None, "error": None})
     lines(tmp_path / "twice.jsonl", {"custom_id": "a"}, {}, {"custom_id": "a"})
     os.mkfifo(tmp_path / "pipe.jsonl")
     before = sorted(path.name for path in tmp_path.iterdir())

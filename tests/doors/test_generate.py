@@ -118,6 +118,8 @@ def test_texts_are_messages_if_the_model_has_a_template(
     (tmp_path / "p.txt").write_text("import os\n")
     run(chat_model, "-i", "p.txt", "-o", "texts.jsonl")
     assert answers_of(tmp_path / "texts.jsonl") == [message]
+    other = run(chat_model, "-i", "p.txt", "-o", "texts.jsonl", "--system", "Be brief.")
+    assert other.code == EXIT_USAGE and "system" in other.err and other.err.count("\n") == 1
 
 
 def test_lines_of_json_say_themselves_what_they_are(
@@ -153,15 +155,6 @@ def test_a_job_of_a_text_file_is_resumed(run: Door, words_model: Path, tmp_path:
     assert "state: done" in run("-o", "out.jsonl", "--status").out
 
 
-def test_other_texts_or_another_system_message_are_another_job(
-    run: Door, chat_model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "p.txt").write_text("import os\n")
-    assert run(chat_model, "-i", "p.txt", "-o", "out.jsonl").code == EXIT_DONE
-    other = run(chat_model, "-i", "p.txt", "-o", "out.jsonl", "--system", "Be brief.")
-    assert other.code == EXIT_USAGE and "system" in other.err and other.err.count("\n") == 1
-
-
 def test_prompts_of_the_command_line_are_kept_beside_an_output(
     run: Door, words_model: Path, tmp_path: Path
 ) -> None:
@@ -192,7 +185,6 @@ def test_prompts_of_the_command_line_are_kept_beside_an_output(
         (["--status"], "--output: is missing"),
         (["-p", ""], "no tokens"),
         (["-p", "a", "more"], "more; one MODEL is taken"),
-        (["-p", "a", "-m", "other"], "--model other names the model already"),
         (["-m", "a", "-p", "a", "-m", "b"], "--model b: a is named before it; name one model"),
         (
             ["-p", "-x"],

@@ -107,9 +107,7 @@ def test_a_chat_template_and_a_system_prompt(chat: Door, rotary: Path, tmp_path:
     assert [t["token_ids"] for t in saved(tmp_path / "b.json")] == plain
 
 
-@pytest.mark.parametrize(
-    "flags", [SMALL, f"{SMALL} --positions rolling", f"--eviction tova {SMALL}"]
-)
+@pytest.mark.parametrize("flags", [f"{SMALL} --positions rolling", f"--eviction tova {SMALL}"])
 def test_answers_are_those_of_evaluate_streaming(
     flags: str, chat: Door, command: Door, rotary: Path, tmp_path: Path
 ) -> None:

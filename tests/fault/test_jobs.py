@@ -220,10 +220,7 @@ def end_by(job: Job, name: str, code: int) -> None:
     job.send(signal.SIGCONT)
     assert job.wait() == code, job.err
     assert 6 <= len(tokens_of(rows_of(job.output))) < ROWS
-    assert (
-        json.loads((job.folder / "out.jsonl.status.json").read_text())["state"]
-        == f"ended by {name}"
-    )
+    assert f'"ended by {name}"' in (job.folder / "out.jsonl.status.json").read_text()
 
 
 def test_a_full_disk_ends_a_job_clearly(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:

@@ -48,28 +48,11 @@ def run_until(
                 act()
 
         monkeypatch.setattr(Progress, "sweep", watched)
-        flags = [
-            "--percent",
-            *"000000",
-            "--gpu-batch-size",
-            "2",
-            "--num-gpu-batches",
-            "2",
-            "--no-log",
-        ]
-        argv = [
-            "--model",
-            str(known.folder),
-            "--prompts",
-            str(prompts),
-            "--output",
-            str(out),
-            *flags,
-        ]
+        flags = ["--percent", *"000000", "--gpu-batch-size", "2", "--num-gpu-batches", "2"]
+        argv = ["--model", known.folder, "--prompts", prompts, "--output", out, *flags]
+        argv += ["--no-log", "--gen-len", SWEEPS, "--offload-dir", tmp_path / "offload"]
         capfd.readouterr()
-        code = flex_opt.main(
-            [*argv, "--gen-len", str(SWEEPS), "--offload-dir", str(tmp_path / "offload")]
-        )
+        code = flex_opt.main([str(word) for word in argv])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()  # what an interrupted clean-up left open must not trouble another test

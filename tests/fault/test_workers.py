@@ -170,20 +170,10 @@ def run_cli(
     prompts = tmp_path / "prompts.jsonl"
     out = tmp_path / "out.jsonl"
     prompts.write_text('{"prompt_token_ids": [4, 5, 6]}\n' * 40)
-    flags = [
-        "--percent",
-        *"000000",
-        "--gpu-batch-size",
-        "2",
-        "--num-gpu-batches",
-        "2",
-        "--gen-len",
-        "3",
-        "--no-log",
-    ]
-    argv = ["--model", str(known.folder), "--prompts", str(prompts), "--output", str(out), *flags]
+    flags = "--percent 0 0 0 0 0 0 --gpu-batch-size 2 --num-gpu-batches 2 --gen-len 3 --no-log"
+    argv = ["--model", known.folder, "--prompts", prompts, "--output", out, *flags.split()]
     capfd.readouterr()
-    code = flex_opt.main([*argv, "--offload-dir", str(tmp_path / "offload")])
+    code = flex_opt.main([*map(str, argv), "--offload-dir", str(tmp_path / "offload")])
     return code, capfd.readouterr().err, out.read_text().splitlines() if out.exists() else []
 
 

@@ -16,7 +16,7 @@ from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.sequence import CODE_NOT_FINITE, Scoring, Sequence
-from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving import block
@@ -146,10 +146,8 @@ class StubBatch:
         pass
 
     def finish(self, request: Request) -> None:
-        self.done.append(request.prompt_ids[0])
-
-    def fail(self, request: Request, error: RowError) -> None:
-        self.done.append(-request.prompt_ids[0])
+        """Error rows are negative."""
+        self.done.append(request.prompt_ids[0] * (1 if request.error is None else -1))
 
     def end(self, error: BaseException | None = None) -> None:
         self.ended.append(error)
@@ -361,58 +359,28 @@ def test_who_goes_away_frees_places(service: Service, llm: StubLLM) -> None:
     assert service.counts.given_up == 6 and service.queued == 0
 
 
-def test_a_batch_that_is_cancelled_ends_when_its_rows_have_left(
-    service: Service, llm: StubLLM
-) -> None:
-    batch = StubBatch(rows_of(50, 9, tokens=5))
-    service.add_batch(batch)
-
-    def cancel(sweep: int) -> None:
-        batch.is_gone = batch.is_gone or sweep == 2
-
-    llm.after_sweep = cancel
-    run(service)
-    assert batch.ended == [None] and not batch.done and len(llm.admitted) == PLACES
-
-
 @pytest.mark.parametrize(
-    ("length", "code"), [(LENGTH + 1, "context_length_exceeded"), (NO_COLUMN, "does_not_fit")]
+    ("first", "length", "status", "code"),
+    [
+        (10, LENGTH + 1, 400, "context_length_exceeded"),
+        (10, NO_COLUMN, 400, "does_not_fit"),
+        (NAN, 1, 500, "not_finite"),
+    ],
 )
-def test_rows_without_room_are_refused_and_others_go_on(
-    service: Service, llm: StubLLM, length: int, code: str
+def test_rows_that_cannot_be_run_fail_alone(
+    service: Service, first: int, length: int, status: int, code: str
 ) -> None:
-    long, told = ticket_of(10, 1, length=length)
-    short, others = ticket_of(20, 1)
-    batch = StubBatch([*rows_of(60, 1, length=length), *rows_of(70, 1)])
-    service.submit(long)
-    service.submit(short)
-    service.add_batch(batch)
-    run(service)
-    assert [event[0] for event in told] == ["error"] and (told[0][1].status, told[0][1].code) == (
-        400,
-        code,
-    )
-    assert (
-        [event[0] for event in others] == ["done"]
-        and batch.done == [-60, 70]
-        and batch.ended == [None]
-    )
-
-
-def test_a_row_that_is_not_finite_fails_alone(service: Service) -> None:
-    bad, told = ticket_of(NAN, 1)
+    bad, told = ticket_of(first, 1, length=length)
     good, others = ticket_of(20, 2)
-    batch = StubBatch([*rows_of(NAN, 1), *rows_of(70, 1)])
+    batch = StubBatch([*rows_of(first, 1, length=length), *rows_of(70, 1)])
     service.submit(bad)
     service.submit(good)
     service.add_batch(batch)
     run(service)
-    assert [event[0] for event in told] == ["error"] and (told[0][1].status, told[0][1].code) == (
-        500,
-        "not_finite",
-    )
+    [(kind, error)] = told
+    assert (kind, error.status, error.code) == ("error", status, code)
     assert [event[0] for event in others] == ["done"] * 2
-    assert sorted(batch.done) == [-NAN, 70] and batch.ended == [None]
+    assert sorted(batch.done) == [-first, 70] and batch.ended == [None]
     assert (service.counts.failed, service.counts.rows) == (2, 3)
 
 
@@ -461,18 +429,6 @@ def test_a_row_that_a_run_fails_on_fails_alone(
     assert (service.counts.failed, service.counts.rows) == (1, 10)
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith(f"serve: a run of 4 rows: internal error: {type(fault).__name__}")
-
-
-def test_a_clients_row_that_a_run_fails_on_is_a_500(service: Service, llm: StubLLM) -> None:
-    llm.fault = Panic("Rust")
-    bad, told = ticket_of(BROKEN, 1)
-    good, others = ticket_of(20, 2)
-    service.submit(bad)
-    service.submit(good)
-    run(service)
-    assert [event[0] for event in told] == ["error"]
-    assert (told[0][1].status, told[0][1].code) == (500, "internal_error")
-    assert [event[0] for event in others] == ["done"] * 2
 
 
 def test_a_stream_that_a_run_fails_on_ends_and_others_go_on(service: Service, llm: StubLLM) -> None:

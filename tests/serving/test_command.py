@@ -28,13 +28,13 @@ from tests.serving.conftest import Start
     [
         (["--host", "0.0.0.0"], "--api-key"),
         (["--api-key", ""], "--api-key"),
-        (["--port", "70000"], "--port 70000"),
         (["--host", "no.such.host.invalid", "--api-key", "k"], "cannot listen"),
         (["--batch-share", "1.5"], "--batch-share"),
         (["--compare", "full", "--compare-share", "0"], "--compare-share 0: "),
         (["--max-body", "lots"], "--max-body"),
         (["--state-dir", "a-file"], "--state-dir a-file"),
         (["--max-len", "5000"], "--max-len 5000"),
+        (["--port", "70000"], "--port 70000"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

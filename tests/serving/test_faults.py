@@ -27,7 +27,7 @@ class Panic(BaseException):
     """What a Rust library's panic is in Python: no Exception."""
 
 
-FAULTS = [Panic("Rust: \ud83e"), ValueError("half an emoji"), KeyError("\ud83e")]
+FAULTS = [Panic("Rust: \ud83e"), KeyError("\ud83e")]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)

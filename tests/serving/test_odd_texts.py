@@ -8,16 +8,14 @@ import time
 from typing import Any
 
 import httpx2
-import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.serving.test_many_batches import batch_of, is_over
+from tests.serving.test_many_batches import batch_of, is_over, send
 from tests.text.oddities import line_lists
 from tests.text.tiny import chat_line, text_line
 
 SIZE = 10
-UNLIMITED = settings(
-    max_examples=200,
+LIMITED = settings(
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
         HealthCheck.too_slow,
@@ -26,32 +24,13 @@ UNLIMITED = settings(
 )
 
 
-def check(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
-    for line in odd:
-        body = json.dumps(line["body"]).encode()
-        answer = web.post(line["url"], content=body, headers={"content-type": "application/json"})
-        assert answer.status_code in (200, 400), (answer.text, line)
-        assert (
-            answer.status_code == 200 or answer.json()["error"]["type"] == "invalid_request_error"
-        )
-    assert web.get("/health").status_code == 200
-
-
 def served(web: httpx2.Client, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """What a batch of chats makes of lines: error codes of their rows by id, None for an answer."""
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    file = web.post(
-        "/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"}
-    ).json()
-    body = {
-        "input_file_id": file["id"],
-        "endpoint": "/v1/chat/completions",
-        "completion_window": "24h",
-    }
-    batch = web.post("/v1/batches", json=body).json()
-    while not is_over(web, batch["id"]):
+    batch_id = send(web, content, "/v1/chat/completions")
+    while not is_over(web, batch_id):
         time.sleep(0.02)
-    batch = batch_of(web, batch["id"])
+    batch = batch_of(web, batch_id)
     assert batch["status"] == "completed", batch
     files = [
         batch[name] for name in ("output_file_id", "error_file_id") if batch.get(name) is not None
@@ -80,42 +59,23 @@ def test_half_a_character_ends_no_batch_and_no_server(web: httpx2.Client) -> Non
     assert web.get("/health").status_code == 200
 
 
-def check_batch(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
+@given(odd=line_lists(SIZE))
+@settings(LIMITED, max_examples=3)
+def test_odd_lines_end_no_batch(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
     good = chat_line("good", "hello", max_tokens=1)
     codes = served(web, [*odd, good, text_line("other", "a")])
     assert codes.pop("good") is None and codes.pop("other") == "unknown_url"
-    assert set(codes.values()) <= {
-        None,
-        "invalid_request",
-        "context_length_exceeded",
-        "unsupported",
-        "unknown_url",
-    }
+    known = {"invalid_request", "context_length_exceeded", "unsupported", "unknown_url"}
+    assert set(codes.values()) <= {None, *known}
 
 
 @given(odd=line_lists(SIZE))
-@settings(UNLIMITED, max_examples=3)
-def test_odd_lines_end_no_batch(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
-    check_batch(web, odd)
-
-
-@pytest.mark.slow
-@given(odd=line_lists(SIZE))
-@settings(UNLIMITED)
-def test_two_thousand_odd_lines_end_no_batch(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
-    check_batch(web, odd)
-
-
-@given(odd=line_lists(SIZE))
-@settings(UNLIMITED, max_examples=5)
+@settings(LIMITED, max_examples=5)
 def test_odd_requests_end_no_server(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
-    check(web, odd)
-
-
-@pytest.mark.slow
-@given(odd=line_lists(SIZE))
-@settings(UNLIMITED)
-def test_two_thousand_odd_requests_end_no_server(
-    web: httpx2.Client, odd: list[dict[str, Any]]
-) -> None:
-    check(web, odd)
+    for line in odd:
+        body = json.dumps(line["body"]).encode()
+        answer = web.post(line["url"], content=body, headers={"content-type": "application/json"})
+        if answer.status_code != 200:
+            assert answer.status_code == 400, (answer.text, line)
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert web.get("/health").status_code == 200

@@ -96,11 +96,11 @@ def test_a_stream_is_the_answer_in_pieces(
 def test_evicted_rows_of_all_lengths_are_those_of_the_engine(start: Start, tmp_path: Path) -> None:
     """Together, through a block of small micro-batches; a row that is left no column is refused
     alone."""
-    flags = ("--kv-bytes", "0.2", "--max-len", "600", "--percent", "0", "50", "0", "50", "0", "50")
+    flags = ("--kv-bytes", "0.2", "--max-len", "200", "--percent", "0", "50", "0", "50", "0", "50")
     server = start(tmp_path / "server", *flags)
     asked = [
         ([5 + n + i for i in range(n)], new)
-        for n, new in ((60, 5), (1, 1), (570, 24), (6, 20), (300, 9), (2, 3))
+        for n, new in ((60, 5), (1, 1), (170, 24), (6, 20), (2, 3))
     ]
     with server.client as client, ThreadPoolExecutor() as pool:
 
@@ -111,7 +111,7 @@ def test_evicted_rows_of_all_lengths_are_those_of_the_engine(start: Start, tmp_p
                 return str(error.code)
             return list(found.choices[0].token_ids)  # type: ignore[attr-defined]
 
-        answers = list(pool.map(ask, asked * 3))
+        answers = list(pool.map(ask, asked * 2))
     mix = table_for().mix_of(0.2)
     policy = Policy(
         4, 2, compress_cache=True, cache_bits=mix.cache_bits, cache_window=mix.cache_window
@@ -125,7 +125,7 @@ def test_evicted_rows_of_all_lengths_are_those_of_the_engine(start: Start, tmp_p
             [ids for ids, _ in fit], [SamplingParams(max_tokens=new) for _, new in fit]
         )
     whole = {len(ids): one.token_ids for (ids, _), one in zip(fit, done, strict=True)}
-    assert answers == [whole.get(len(ids), "does_not_fit") for ids, _ in asked * 3]
+    assert answers == [whole.get(len(ids), "does_not_fit") for ids, _ in asked * 2]
 
 
 def test_stop_strings_seeds_and_choices(client: openai.OpenAI) -> None:
@@ -187,29 +187,6 @@ def test_what_lm_eval_asks(client: openai.OpenAI, web: httpx2.Client) -> None:
         for c in json.loads(e.removeprefix("data: "))["choices"]
     }
     assert [texts[i]["text"] for i in range(3)] == [c["text"] for c in found["choices"]]
-    assert (
-        web.post(
-            "/v1/completions", json={**body, "prompt": "a", "stop": None, "max_tokens": 3}
-        ).status_code
-        == 200
-    )
-
-
-def test_what_helm_asks(client: openai.OpenAI) -> None:
-    found = client.completions.create(
-        model="meta/opt-tiny",
-        prompt="def f(x):",
-        temperature=0.7,
-        n=2,
-        max_tokens=5,
-        best_of=1,
-        stop=None,
-        top_p=1,
-        presence_penalty=0,
-        frequency_penalty=0,
-        echo=False,
-    )
-    assert [choice.finish_reason for choice in found.choices] == ["length", "length"]
 
 
 def test_chat(client: openai.OpenAI, server: Running) -> None:
@@ -240,16 +217,7 @@ def test_chat(client: openai.OpenAI, server: Running) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 0}, "n"),
-        ({"n": True}, "n"),
-        ({"best_of": 3}, "best_of"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", 5]}, "prompt"),
-        ({"prompt": [99999]}, "prompt"),
-        ({"stream": 1}, "stream"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"prompt": [5] * 250}, "prompt"),
         ({"nonsense": 1}, "nonsense"),
@@ -384,15 +352,6 @@ def test_a_batch_that_is_cancelled_keeps_what_is_done(client: openai.OpenAI) -> 
     assert batch.status == "cancelled" and 5 <= len(done) == batch.request_counts.completed < 600
     with pytest.raises(openai.BadRequestError, match="is cancelled"):
         client.batches.cancel(batch.id)
-
-
-def test_a_batch_that_cannot_begin_fails(client: openai.OpenAI) -> None:
-    twice = client.files.create(file=("rows.jsonl", lines_of(1) * 2), purpose="batch")
-    batch = client.batches.create(
-        input_file_id=twice.id, endpoint="/v1/completions", completion_window="24h"
-    )
-    batch = wait_for(client, batch.id)
-    assert batch.status == "failed" and "custom_id" in batch.errors.data[0].message
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,6 @@ def test_the_machine_that_is_most_like_this_one_comes_first(
     assert (
         policy_search.nearest_machine({**known, "this machine": MACHINES["t4"]}) == "this machine"
     )
-    found = PageRoutes(MACHINES, profile_from_json, policy_search.ask, ["opt-tiny"], False, "cpu")
-    try:
-        told = TestClient(found.app()).get("/api/plan").json()
-        assert told["machine"] == "cpu"
-    finally:
-        found.close()
-    assert "if (found.machine in machines)" in (STATIC / "plan.js").read_text()
 
 
 def said(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> dict[str, Any]:
@@ -182,26 +175,12 @@ def test_what_does_not_fit(web: TestClient) -> None:
     ("fields", "says"),
     [
         ({"prompt_len": 0}, "--prompt-len"),
-        ({"prompt_len": "--json"}, "--prompt-len"),
-        ({"gen_len": 10**7}, "--gen-len"),
         ({"host_mem": "lots"}, "--host-mem"),
-        ({"eviction": "none"}, "--eviction none"),
         ({"eviction": "x" * 101}, "eviction: is no field"),
         ({"output": "plan.json"}, "output: is no field"),
-        ({"compress_weight": 1}, "compress_weight: is no field"),
         ({"model": "/etc/passwd"}, "model: '/etc/passwd' is not a hub id"),
-        ({"model": "../model"}, "model: "),
-        (
-            {"model": "somebody/model"},
-            "model: 'somebody/model' is not a hub id whose shape is known here",
-        ),
-        ({"model": "x" * 10_000}, "model: "),
-        ({"model": ["opt-125m"]}, "model: "),
         ({"model": "--help"}, "model: "),
-        ({"model": None}, "model: "),
         ({"machine": "none"}, "machine: 'none' is none of t4, cpu"),
-        ({"machine": ["t4"]}, "machine: "),
-        ({"machine": None}, "machine: give it"),
         ({"profile": {}}, "machine: give it"),
         ({"machine": None, "profile": {"schema": 5, "machine": 1}}, "profile: "),
         ({"machine": None, "profile": []}, "profile: a JSON object"),

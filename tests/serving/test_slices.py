@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
 
 from flexgen_h2o.jobs import runner
 from flexgen_h2o.jobs.input import Line
 from flexgen_h2o.jobs.requests import RowError
-from flexgen_h2o.jobs.runner import EngineCounts, JobRows
+from flexgen_h2o.jobs.runner import Sink, read_requests
 from flexgen_h2o.serving import app
 from flexgen_h2o.serving.answers import RequestRefused
 from flexgen_h2o.serving.app import SHORT_BODY, Server
@@ -30,35 +30,19 @@ def test_a_long_request_that_is_read_delays_no_short_one(monkeypatch: pytest.Mon
             assert should_continue.wait(60)
         raise RequestRefused(400, "prompt: is read")
 
-    async def post(server: Any, prompt: str) -> int:
-        body = json.dumps({"prompt": prompt}).encode()
-        headers = [(b"content-type", b"application/json")]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "query_string": b"",
-            "headers": headers,
-        }
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await server(scope, receive, send)
-        return int(sent[0]["status"])
+    async def post(web: httpx2.AsyncClient, prompt: str) -> int:
+        return int((await web.post("/v1/completions", json={"prompt": prompt})).status_code)
 
     async def both() -> None:
         service: Any = SimpleNamespace(most_queued=1, length=1)
         served = Server(service, SimpleNamespace(), SimpleNamespace()).app()  # type: ignore[arg-type]
-        long = [asyncio.create_task(post(served, "a" * (SHORT_BODY + 1))) for _ in range(2)]
-        await asyncio.sleep(0.05)
-        assert await post(served, "a") == 400 and not any(one.done() for one in long)
-        should_continue.set()
-        assert await asyncio.gather(*long) == [400, 400]
+        transport = httpx2.ASGITransport(served)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as web:
+            long = [asyncio.create_task(post(web, "a" * (SHORT_BODY + 1))) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            assert await post(web, "a") == 400 and not any(one.done() for one in long)
+            should_continue.set()
+            assert await asyncio.gather(*long) == [400, 400]
 
     monkeypatch.setattr(app, "read_asked", read)
     asyncio.run(both())
@@ -74,11 +58,9 @@ def test_bad_lines_that_take_long_are_read_a_few_at_a_time(monkeypatch: pytest.M
             raise RowError("invalid_json", "bad")
         return SimpleNamespace(asked_model=None, params=SimpleNamespace(max_tokens=1))
 
-    sink: Any = SimpleNamespace(
-        notes=EngineCounts(), asked=lambda tokens: None, write=lambda answers: None
-    )
-    reader: Any = SimpleNamespace(model=SimpleNamespace(name="m"), read=read)
-    found = list(JobRows(reader, [Line(i, b"{}") for i in range(1, 31)], sink).requests)
+    reader: Any = SimpleNamespace(read=read)
+    lines = [Line(i, b"{}") for i in range(1, 31)]
+    found = list(read_requests(reader, lines, Sink(lambda done: None)))
     assert sum(one is not None for one in found) == 3 and found.count(None) >= 6
 
 

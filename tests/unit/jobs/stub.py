@@ -15,11 +15,10 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import Digests, InputPart, at_once, read_cut, scan_input
+from flexgen_h2o.jobs.input import Digests, InputPart, at_once, read_part, scan_input
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.jobs.runner import JobRun, JobWriter, OutputState, rows_before_steps
-from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.models.load import Model
 
@@ -95,18 +94,6 @@ class StubLLM:
             on_finished([one])
 
 
-@dataclass
-class Ran:
-    """A job that has ended."""
-
-    job: JobRun
-    writer: JobWriter
-
-    @property
-    def status(self) -> Status:
-        return self.writer.status
-
-
 def rows_before(output: OutputFile, ids: Digests) -> OutputState:
     """Read the output back; its torn end is cut off."""
     return at_once(rows_before_steps(output.rows(), ids))
@@ -114,19 +101,19 @@ def rows_before(output: OutputFile, ids: Digests) -> OutputState:
 
 def run_job(
     llm: Any, source: Path, output: Path, max_errors: int | None = None, **options: Any
-) -> Ran:
-    """As `batch` does it, without its checks."""
+) -> JobWriter:
+    """As `batch` does it, without its checks; the writer that has ended."""
     scan = scan_input(source)
     file = OutputFile(output)
     try:
         before = rows_before(file, scan.ids)
-        writer = JobWriter(file, before, lambda: {"host": 5}, max_errors)
-        lines = read_cut(source, InputPart(0, 1, 0, ~before.done))
+        writer = JobWriter([file], llm.model, before, lambda: {"host": 5}, max_errors)
+        lines = read_part(source, InputPart(0, 1, 0, ~before.done))
         job = JobRun(llm, RequestReader(llm.model, SamplingParams()), lines, writer, **options)
         writer.check_errors()
         job.run(len(scan.ids) - before.rows)
         writer.end("done")
-        return Ran(job, writer)
+        return writer
     finally:
         file.close()
 

@@ -15,10 +15,9 @@ from flexgen_h2o.jobs import input as module
 from flexgen_h2o.jobs.input import (
     cut_input,
     id_digest,
-    read_cut,
     read_lines,
+    read_part,
     scan_input,
-    which_are_in,
 )
 
 
@@ -65,28 +64,20 @@ def test_a_packed_file_is_refused_as_a_whole(data: bytes, says: str, tmp_path: P
     assert len(scan_input(path).ids) > 1, "bytes like that in the middle are a bad line"
 
 
-def test_duplicates_are_found_before_the_run(tmp_path: Path) -> None:
+def test_duplicates_are_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "in.jsonl"
     ids = ["a", "b", "line-6", "c", "b"]
     path.write_text("\n".join(json.dumps({"custom_id": i}) for i in ids) + "\n{}\n")
     with pytest.raises(UsageError) as error:
         scan_input(path)
-    assert str(error.value) == (
-        f"--input {path}: lines 2 and 5 both have the custom_id 'b', and 1 more lines repeat an "
-        "id; "
-        "give each line its own"
-    )
-
-
-def test_ids_whose_first_words_are_alike_are_no_duplicates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        module, "id_digest", lambda custom_id: b"8 bytes " + id_digest(custom_id)[:8]
-    )
-    path = tmp_path / "in.jsonl"
-    path.write_text("{}\n{}\n")
-    assert len(scan_input(path).ids) == 2
+    says = "lines 2 and 5 both have the custom_id 'b', and 1 more lines repeat an id"
+    assert str(error.value).startswith(f"--input {path}: {says}")
+    with monkeypatch.context() as alike:  # in their first words, which are compared first
+        alike.setattr(module, "id_digest", lambda name: b"8 bytes " + id_digest(name)[:8])
+        path.write_text("{}\n{}\n")
+        assert len(scan_input(path).ids) == 2
 
 
 def test_an_input_that_has_grown_begins_as_before(tmp_path: Path) -> None:
@@ -100,16 +91,6 @@ def test_an_input_that_has_grown_begins_as_before(tmp_path: Path) -> None:
     assert scan_input(path, old.nbytes).prefix not in (old.digest, None)
     path.write_text("{}\n")
     assert scan_input(path, old.nbytes).prefix is None
-
-
-def test_which_are_in() -> None:
-    names = [f"id{i}" for i in range(3000)]
-    ids = np.frombuffer(b"".join(map(id_digest, names)), "S16")
-    done = np.frombuffer(
-        bytearray(b"".join(id_digest(n) for n in [*names[::7], "other"][::-1])), "S16"
-    )
-    assert np.flatnonzero(which_are_in(ids, done)).tolist() == list(range(0, 3000, 7))
-    assert not which_are_in(ids, np.empty(0, "S16")).any()
 
 
 # ---- parts of it, for the actors of a job on Ray
@@ -130,7 +111,7 @@ def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path) -> None
         done = np.array([bool(pattern >> i & 1) for i in range(len(lines))])
         cuts = list(cut_input(source, done, size))
         assert [int(cut.left.sum()) for cut in cuts[:-1]] == [size] * (len(cuts) - 1)
-        found = [one for cut in cuts for one in read_cut(source, cut)]
+        found = [one for cut in cuts for one in read_part(source, cut)]
         assert found == [line for line in lines if not done[line.row]]
 
 
@@ -141,7 +122,7 @@ def test_lines_that_came_later_are_in_no_part_and_a_long_one_is_one_row(
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n{}\n')
     found = [
-        line for cut in cut_input(source, np.zeros(3, bool), 1) for line in read_cut(source, cut)
+        line for cut in cut_input(source, np.zeros(3, bool), 1) for line in read_part(source, cut)
     ]
     assert [(line.row, line.number, line.text is None) for line in found] == [
         (0, 1, False),

@@ -14,7 +14,7 @@ from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.input import Line
 from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.jobs.requests import Kind, Request, RequestReader, RowError
-from flexgen_h2o.jobs.responses import error_row, helm_result, success_row, text_logprobs
+from flexgen_h2o.jobs.responses import helm_result, output_line, success_row, text_logprobs
 from flexgen_h2o.models.load import Model
 
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5, seed=4)
@@ -45,51 +45,19 @@ def refused(model: Model, value: Any) -> tuple[str, str]:
 
 
 def test_an_openai_line_with_everything(words: Model) -> None:
-    body = {
+    body: dict[str, Any] = {
         "model": "gpt-4o",
         "prompt": "def f(x):",
         "max_tokens": 5,
         "temperature": 0,
-        "top_p": 0.9,
-        "top_k": -1,
-        "seed": 7,
-        "stop": "\n",
-        "ignore_eos": True,
-        "logprobs": 2,
-        "n": 1,
-        "best_of": 1,
-        "echo": False,
-        "stream": False,
-        "suffix": None,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0,
-        "logit_bias": {},
-        "user": "me",
     }
+    body |= {"top_p": 0.9, "top_k": -1, "seed": 7, "stop": "\n", "ignore_eos": True, "logprobs": 2}
+    body |= {"n": 1, "echo": False, "stream": False, "suffix": None, "presence_penalty": 0.0}
     found = read(words, openai(body))
     assert found.params == SamplingParams(5, 0.0, 0.9, 0, 7, ("\n",), True, 2)
-    assert found.kind == "completion" and found.custom_id == "a" and found.asked_model == "gpt-4o"
+    assert (found.kind, found.custom_id, found.asked_model) == ("completion", "a", "gpt-4o")
     assert list(found.prompt_ids) == words.encode("def f(x):") and found.index == 3
     assert found.prompt is None and found.record is None
-
-
-@pytest.mark.parametrize("field", ["stop", "seed", "logit_bias", "echo", "prompt"])
-def test_a_value_that_nests_too_deeply_for_its_error_is_an_error_row(
-    words: Model, field: str
-) -> None:
-    """Parsing takes fewer frames than quoting does, so such a value may get there."""
-    deep: list[Any] = []
-    for _ in range(10_000):
-        deep = [deep]
-    with pytest.raises(RowError, match=r"nested too deeply|prompt: "):
-        RequestReader(words, DEFAULTS).request(openai({"prompt": "a", field: deep}), 1, "a")
-
-
-def test_token_ids_and_defaults(ids_only: Model) -> None:
-    for body in ({"prompt": [5, 6, 7]}, {"prompt_token_ids": [5, 6, 7]}):
-        found = read(ids_only, openai(body))
-        assert found.prompt_ids == (5, 6, 7)
-        assert replace(found.params, seed=4) == DEFAULTS
 
 
 def test_a_chat_goes_through_the_template(words: Model) -> None:
@@ -122,28 +90,13 @@ def test_a_chat_goes_through_the_template(words: Model) -> None:
     assert code == "invalid_request" and "roles must alternate" in message
 
 
-def test_without_a_template_chat_says_so(words: Model, ids_only: Model) -> None:
-    line = openai({"messages": [{"role": "user", "content": "hi"}]}, CHAT)
-    assert refused(words, line) == (
-        "no_chat_template",
-        "messages: opt-tiny has no chat template; send it as a prompt",
-    )
-    assert refused(ids_only, line)[1] == "messages: opt-tiny has no tokenizer; send it as a prompt"
-
-
-HELM = {
+HELM: dict[str, Any] = {
     "request_type": "language-model-inference",
     "model": "together/gpt-neox-20b",
-    "prompt": "import os",
-    "temperature": 0.3,
-    "n": 1,
-    "max_tokens": 64,
-    "best_of": 1,
-    "logprobs": 1,
-    "stop": ["###"],
-    "echo": False,
     "top_p": 1,
 }
+HELM |= {"prompt": "import os", "temperature": 0.3, "n": 1, "max_tokens": 64, "best_of": 1}
+HELM |= {"logprobs": 1, "stop": ["###"], "echo": False}
 
 
 def test_helm_requests_and_h2o_articles(words: Model) -> None:
@@ -170,10 +123,6 @@ def test_plain_prompts_keep_their_data_to_themselves(words: Model) -> None:
     """A key of a data set is not a request; one that a request could have counts."""
     found = read(words, {"prompt": "import os", "answer": 42, "max_tokens": 3, "custom_id": "mine"})
     assert (found.kind, found.custom_id, found.params.max_tokens) == ("completion", "mine", 3)
-    assert refused(words, {"prompt": "a", "n": 2}) == (
-        "unsupported",
-        "n: 2 is not supported, only 1",
-    )
 
 
 def test_rows_without_a_seed_draw_from_their_own(words: Model) -> None:
@@ -189,159 +138,76 @@ def test_rows_without_a_seed_draw_from_their_own(words: Model) -> None:
 
 # ---- bad lines
 
-BAD = [
-    (b"{bad", "invalid_json", "not valid JSON"),
-    (b"\xff\xfe", "invalid_json", "not UTF-8"),
-    (b"[" * 10**5, "invalid_json", "nested too deeply"),
-    (b'{"prompt": "a", "temperature": NaN}', "invalid_json", "NaN is not JSON"),
-    (b'{"article": "a", "x": 1e400}', "invalid_json", "1e400 is too large a number"),
+CHATTED = {"messages": [{"role": "user", "content": "a"}]}
+# The error's code; what the message says; a line.
+BAD: list[tuple[str, str, Any]] = [
+    ("invalid_json", "not valid JSON", b"{bad"),
+    ("invalid_json", "not UTF-8", b"\xff\xfe"),
+    ("invalid_json", "nested too deeply", b"[" * 10**5),
+    ("invalid_json", "NaN is not JSON", b'{"prompt": "a", "temperature": NaN}'),
+    ("invalid_json", "(a whole number has too many digits)", b'{"seed": ' + b"9" * 5000 + b"}"),
+    ("invalid_json", "'x' stands twice in one object", b'{"user": {"x": 1, "x": 2}}'),
+    ("invalid_request", "a JSON object is expected, not list", [1]),
+    ("invalid_request", "prompt: is missing", {}),
+    ("invalid_request", "messages: a list of at least one message", {"messages": []}),
+    ("invalid_request", "not both", {"prompt": "a", "prompt_token_ids": [1]}),
+    ("invalid_request", "prompt_token_ids: a list", {"prompt_token_ids": "a"}),
+    ("invalid_request", "custom_id: 3 is not a string", {"prompt": "a", "custom_id": 3}),
+    ("invalid_request", "token id 2048 is outside", {"prompt": [5, 2048]}),
+    ("unsupported", "a single prompt is expected here, not a list of 2", {"prompt": ["a", "b"]}),
+    ("invalid_request", "surrogate", {"prompt": "\ud800"}),
+    ("context_length_exceeded", "1025 tokens, but the model has 1024", {"prompt": [5] * 1025}),
+    ("invalid_request", "request: a JSON object", {"request": "x"}),
+    ("invalid_request", "echo: 'yes' is not true or false", {"request": {**HELM, "echo": "yes"}}),
+    ("invalid_request", "more than 16 KiB beside", {"article": "a", "data": "x" * 20_000}),
     (
-        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
-        "invalid_json",
-        "(a whole number has too many digits)",
-    ),
-    (
-        b'{"prompt": "a", "user": {"x": 1, "x": 2}}',
-        "invalid_json",
-        "'x' stands twice in one object",
-    ),
-    ([1], "invalid_request", "a JSON object is expected, not list"),
-    ({}, "invalid_request", "prompt: is missing"),
-    ({"messages": []}, "invalid_request", "messages: a list of at least one message is expected"),
-    ({"prompt": "a", "prompt_token_ids": [1]}, "invalid_request", "not both"),
-    ({"prompt_token_ids": "a"}, "invalid_request", "prompt_token_ids: a list"),
-    ({"prompt": "a", "custom_id": 3}, "invalid_request", "custom_id: 3 is not a string"),
-    (
-        {"prompt": {"a": 1}},
-        "invalid_request",
-        "prompt: a prompt is a string or a list of token ids, not dict",
-    ),
-    ({"prompt": [5, 2048]}, "invalid_request", "token id 2048 is outside"),
-    ({"prompt": []}, "invalid_request", "no tokens"),
-    (
-        {"prompt": ["a", "b"]},
-        "unsupported",
-        "prompt: a single prompt is expected here, not a list of 2",
-    ),
-    ({"prompt": "\ud800"}, "invalid_request", "surrogate"),
-    (
-        {"prompt": [5] * 1025},
-        "context_length_exceeded",
-        "prompt: 1025 tokens, but the model has 1024 positions",
-    ),
-    ({"request": "x"}, "invalid_request", "request: a JSON object"),
-    ({"request": {**HELM, "echo": "yes"}}, "invalid_request", "echo: 'yes' is not true or false"),
-    (
-        {"prompt": "x", "max_tokens": 0},
-        "invalid_request",
-        "max_tokens: 0 must be at least 1, unless",
-    ),
-    (
-        openai({"messages": [{"role": "user", "content": "x"}], "echo": True}, CHAT),
-        "unsupported",
-        "echo: works in",
-    ),
-    ({"article": 3}, "invalid_request", "prompt: a prompt is"),
-    (
-        {"article": "a", "data": "x" * 20_000},
-        "invalid_request",
-        "more than 16 KiB beside its prompt",
-    ),
-    (
-        b'{"article": "a", "data": ' + b"[" * 300 + b"]" * 300 + b"}",
         "invalid_request",
         "nests more than 100 levels",
+        b'{"article": "a", "data": ' + b"[" * 300 + b"]" * 300 + b"}",
     ),
-    (openai({}, custom_id=None), "invalid_request", "custom_id: is missing"),
-    (openai([]), "invalid_request", "body: a JSON object"),
+    ("invalid_request", "custom_id: is missing", openai({}, custom_id=None)),
+    ("invalid_request", "body: a JSON object", openai([])),
+    ("unknown_url", "'/v1/embeddings' is none of /v1/comp", openai({}, "/v1/embeddings")),
+    ("invalid_request", "method: 'GET' is not POST", openai({"prompt": "a"}, method="GET")),
     (
-        openai({"prompt": "a"}, "/v1/embeddings"),
-        "unknown_url",
-        "'/v1/embeddings' is none of /v1/completions",
-    ),
-    (openai({"prompt": "a"}, None), "invalid_request", "url: is missing"),  # type: ignore[arg-type]
-    (openai({"prompt": "a"}, 3), "unknown_url", "url: 3"),  # type: ignore[arg-type]
-    (openai({"prompt": "a"}, method="GET"), "invalid_request", "method: 'GET' is not POST"),
-    (openai({"prompt": "a", "model": 3}), "invalid_request", "model: 3 is not a string"),
-    (
+        "invalid_request",
+        "longer than 1024 characters",
         openai({"prompt": "a", "model": "x" * 2000}),
-        "invalid_request",
-        "model: is longer than 1024 characters",
     ),
-    (openai({"prompt": "a", "foo": 1}), "unsupported", "foo: is not supported"),
-    (openai({"prompt": "a", "n": True}), "invalid_request", "n: True"),
+    ("unsupported", "foo: is not supported", openai({"prompt": "a", "foo": 1})),
+    ("invalid_request", "n: 0 is not a whole number of at", openai({"prompt": "a", "n": 0})),
+    ("unsupported", "n: 2 is not supported, only 1", openai({"prompt": "a", "n": 2})),
+    ("unsupported", "best_of: only 1 and n (1) are", openai({"prompt": "a", "best_of": 2})),
+    ("unsupported", "stream: True is not supported", openai({"prompt": "a", "stream": True})),
+    ("invalid_request", "is not an object", openai({"prompt": "a", "stream_options": 3})),
     (
-        openai({"prompt": "a", "n": 0}),
-        "invalid_request",
-        "n: 0 is not a whole number of at least 1",
-    ),
-    (openai({"prompt": "a", "n": 2}), "unsupported", "n: 2 is not supported, only 1"),
-    (
-        openai({"prompt": "a", "best_of": 2}),
-        "unsupported",
-        "best_of: only 1 and n (1) are supported",
-    ),
-    (openai({"prompt": "a", "stream": True}), "unsupported", "stream: True is not supported"),
-    (openai({"prompt": "a", "stream": 0}), "invalid_request", "stream: 0 is not true or false"),
-    (
-        openai({"prompt": "a", "stream_options": 3}),
-        "invalid_request",
-        "stream_options: 3 is not an object",
-    ),
-    (
-        openai({"prompt": "a", "max_tokens": 0}),
-        "invalid_request",
-        "max_tokens: 0 must be at least 1",
-    ),
-    (
-        openai({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4}),
         "invalid_request",
         "differ",
+        openai({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4}),
     ),
-    (openai({"prompt": "a", "temperature": "hot"}), "invalid_request", "temperature: 'hot'"),
-    (openai({"prompt": "a", "stop": [""]}), "invalid_request", "stop: ''"),
-    (openai({"prompt": "a", "logprobs": True}), "invalid_request", "logprobs: True"),
-    (openai({"prompt": "a", "logprobs": 21}), "invalid_request", "logprobs: 21"),
-    (openai({"prompt": "a", "top_logprobs": 2}), "unsupported", "top_logprobs"),
-    (openai({"messages": "hi"}, CHAT), "invalid_request", "messages: a list"),
-    (openai({"messages": ["hi"]}, CHAT), "invalid_request", "messages[0]: an object with role"),
-    (
-        openai({"messages": [{"role": "user"}]}, CHAT),
-        "invalid_request",
-        "messages[0].content: a string",
-    ),
-    (
-        openai({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, CHAT),
-        "unsupported",
-        "'image_url'",
-    ),
-    (
-        openai({"messages": [{"role": "tool", "content": "", "tool_id": "x"}]}, CHAT),
-        "unsupported",
-        ".tool_id",
-    ),
-    (
-        openai({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, CHAT),
-        "unsupported",
-        "tools: [{}]",
-    ),
-    (
-        openai({"messages": [{"role": "user", "content": "a"}], "logprobs": 3}, CHAT),
-        "invalid_request",
-        "logprobs: 3",
-    ),
-    (
-        openai({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, CHAT),
-        "invalid_request",
-        "needs",
-    ),
+    ("invalid_request", "temperature: 'hot'", openai({"prompt": "a", "temperature": "hot"})),
+    ("unsupported", "top_logprobs", openai({"prompt": "a", "top_logprobs": 2})),
+    ("unsupported", "echo: works in", openai({**CHATTED, "echo": True}, CHAT)),
+    ("invalid_request", "messages[0]: an object with role", openai({"messages": ["hi"]}, CHAT)),
+    ("unsupported", "tools: [{}]", openai({**CHATTED, "tools": [{}]}, CHAT)),
+    ("invalid_request", "logprobs: 3", openai({**CHATTED, "logprobs": 3}, CHAT)),
+    ("invalid_request", "needs", openai({**CHATTED, "top_logprobs": 3}, CHAT)),
+]
+BAD_MESSAGES = [
+    ("invalid_request", "messages[0].content: a string", {}),
+    ("unsupported", "'image_url'", {"content": [{"type": "image_url"}]}),
+    ("unsupported", ".tool_id", {"content": "", "tool_id": "x"}),
+]
+BAD += [
+    (code, says, openai({"messages": [{"role": "user", **message}]}, CHAT))
+    for code, says, message in BAD_MESSAGES
 ]
 
 
 def test_bad_lines_are_named(words: Model) -> None:
     with pytest.raises(RowError, match=f"longer than {MAX_LINE_BYTES // 2**20} MiB"):
         RequestReader(words, DEFAULTS).read(Line(1, None))
-    for value, code, says in BAD:
+    for code, says, value in BAD:
         found, message = refused(words, value)
         assert (found, says in message) == (code, True), (says, message)
         assert "\n" not in message and len(message) < 300
@@ -349,6 +215,8 @@ def test_bad_lines_are_named(words: Model) -> None:
 
 def test_what_needs_a_tokenizer_says_so(ids_only: Model) -> None:
     assert "needs a tokenizer" in refused(ids_only, {"prompt": "a"})[1]
+    assert refused(ids_only, openai(CHATTED, CHAT))[0] == "no_chat_template"
+    assert read(ids_only, {"prompt_token_ids": [5, 6, 7]}).prompt_ids == (5, 6, 7)
     assert refused(ids_only, {"prompt": [5], "stop": "x"})[0] == "unsupported"
 
 
@@ -429,15 +297,10 @@ def test_a_request_that_echoes_its_prompt(words: Model) -> None:
     assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids)))]
     [likely, own] = (words.tokenizer.decode([i]) for i in (1, ids[1]))
     assert choice["logprobs"]["top_logprobs"][:2] == [None, {likely: -0.5, own: -1.0}]
-    done = replace(
-        done, prompt=None, text="text", token_ids=[613], finish_reason="stop", logprobs=STEPS[:1]
-    )
+    done = replace(done, prompt=None, text="text", token_ids=[613], logprobs=STEPS[:1])
     [both] = success_row(done, words)["response"]["body"]["choices"]
     assert both["text"] == words.tokenizer.decode(ids, skip_special_tokens=True) + "text"
-    assert (
-        both["logprobs"]["token_logprobs"][-1] == -0.5
-        and len(both["logprobs"]["tokens"]) == len(ids) + 1
-    )
+    assert len(both["logprobs"]["tokens"]) == len(ids) + 1
 
 
 def test_a_chat_completion(words: Model) -> None:
@@ -481,15 +344,14 @@ def test_a_helm_result_has_lists_where_helm_reads_lists(words: Model) -> None:
 
 
 def test_rows_have_the_same_names_whenever_they_are_done(words: Model) -> None:
+    def failed(custom_id: str) -> dict[str, Any]:
+        request = Request(3, (), custom_id=custom_id)
+        request.fail("code", "what")
+        return json.loads(output_line(request, words))
+
     one = answered(words, "completion")
-    other = answered(words, "chat")
-    assert (
-        one["id"]
-        == other["id"]
-        == error_row("a", 3, RowError("x", "y"))["id"]
-        != error_row("b", 3, RowError("x", "y"))["id"]
-    )
-    assert error_row("a", 3, RowError("code", "what")) == {
+    assert one["id"] == answered(words, "chat")["id"] != failed("b")["id"]
+    assert failed("a") == {
         "id": one["id"],
         "custom_id": "a",
         "response": None,

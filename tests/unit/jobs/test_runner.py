@@ -10,7 +10,6 @@ import random
 import re
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +21,10 @@ import pytest
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import InputPart, read_cut, scan_input
-from flexgen_h2o.jobs.on_ray import AnswerSink
+from flexgen_h2o.jobs.input import InputPart, read_part, scan_input
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader
-from flexgen_h2o.jobs.runner import FinishedRow, JobRows, JobRun, JobWriter, window_rows
+from flexgen_h2o.jobs.runner import JobRun, JobWriter, OutputState, Sink, read_requests, window_rows
 from flexgen_h2o.jobs.sidecar import Sidecar, read_sidecar, read_status, sidecar_path
 from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, rows_before, run_job, write_lines
@@ -64,35 +62,19 @@ def failed(output: Path) -> list[str]:
 
 
 def test_every_line_gets_one_row(source: Path, output: Path, words: Model) -> None:
-    lines = [
-        *prompts(5),
-        "{bad",
-        "",
-        {"prompt": "import os"},
-        {"custom_id": "x", "url": "/v2", "body": {}},
-    ]
-    job = run_job(StubLLM(words), write_lines(source, *lines), output)
+    url = {"custom_id": "x", "url": "/v2", "body": {}}
+    write_lines(source, *prompts(5), "{bad", "", {"prompt": "import os"}, url)
+    writer = run_job(StubLLM(words), source, output)
     rows = {row["custom_id"]: row for row in read_rows(output)}
-    assert (
-        sorted(rows) == ["line-6", "line-8", "r0", "r1", "r2", "r3", "r4", "x"]
-        and len(read_rows(output)) == 8
-    )
-    assert rows["line-6"]["error"]["code"] == "invalid_json"
+    assert sorted(rows) == ["line-6", "line-8", "r0", "r1", "r2", "r3", "r4", "x"]
     assert rows["line-6"]["error"]["message"].startswith("line 6: ")
     assert rows["x"]["response"] is None and rows["x"]["error"]["code"] == "unknown_url"
-    body = rows["r1"]["response"]["body"]
-    assert body["choices"] == [
-        {"index": 0, "text": None, "logprobs": None, "finish_reason": "length", "token_ids": [4, 9]}
-    ]
-    assert (body["object"], body["model"]) == ("text_completion", "opt-tiny")
+    [choice] = rows["r1"]["response"]["body"]["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == ([4, 9], "length")
     new_tokens = 1 + 2 + 3 + 1 + 2 + len(words.encode("import os"))
-    assert (job.status.rows, job.status.done, job.status.errors, job.status.tokens) == (
-        8,
-        8,
-        2,
-        new_tokens,
-    )
-    assert job.writer.errors == {"invalid_json": 1, "unknown_url": 1}
+    status = writer.status
+    assert (status.rows, status.done, status.errors, status.tokens) == (8, 8, 2, new_tokens)
+    assert writer.errors == {"invalid_json": 1, "unknown_url": 1}
 
 
 def test_a_restart_does_the_rest(source: Path, output: Path, words: Model) -> None:
@@ -100,29 +82,48 @@ def test_a_restart_does_the_rest(source: Path, output: Path, words: Model) -> No
     run_job(StubLLM(words), source, output)
     whole = output.read_bytes().splitlines(keepends=True)
     for kept in ([3, 0, 7], [], list(range(11))):
-        output.write_bytes(
-            b"".join(whole[i] for i in kept) + whole[-1][: 30 if len(kept) < 11 else 0]
-        )
+        torn = whole[-1][: 30 if len(kept) < 11 else 0]
+        output.write_bytes(b"".join(whole[i] for i in kept) + torn)
         llm = StubLLM(words)
-        job = run_job(llm, source, output)
+        writer = run_job(llm, source, output)
         assert sorted(read_rows(output), key=str) == sorted(map(json.loads, whole), key=str)
-        assert (job.status.done, job.writer.errors) == (11, {"invalid_json": 1})
+        assert (writer.status.done, writer.errors) == (11, {"invalid_json": 1})
         before = {json.loads(whole[i])["custom_id"] for i in kept}
         assert not before & {f"r{line - 1}" for run in llm.runs for line in run}
+
+
+def test_answers_and_error_rows_in_two_files(source: Path, output: Path, words: Model) -> None:
+    """As the server has them, which holds no descriptor meanwhile."""
+    ids = scan_input(write_lines(source, *prompts(3), "{")).ids
+    other = output.with_name("errors.jsonl")
+    charged: list[int] = []
+    files = [OutputFile(output, rests=True), OutputFile(other, rests=True, charge=charged.append)]
+    before = rows_before(files[0], ids)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    writer = JobWriter(files, words, before, dict, shown=False)
+    lines = read_part(source, InputPart(0, 1, 0, ~before.done))
+    JobRun(StubLLM(words), RequestReader(words, SamplingParams()), lines, writer).run(4)  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(read_rows(output)) == 3 and failed(other) == ["line-4"]
+    assert charged == [other.stat().st_size] and writer.status.errors == 1
 
 
 # ---- windows
 
 
 def test_windows_are_whole_blocks_and_bounded(source: Path, output: Path, words: Model) -> None:
+    """The first is no block's; then blocks have four rows. Rows may also enter a running block."""
+    write_lines(source, *prompts(20), "{bad")
     llm = StubLLM(words)
-    run_job(llm, write_lines(source, *prompts(20), "{bad"), output, window=6)
-    assert [len(run) for run in llm.runs] == [6, 8, 6], (
-        "after the first window its blocks have four rows"
-    )
-    assert llm.expected == 21
+    run_job(llm, source, output, window=6)
+    assert [len(run) for run in llm.runs] == [6, 8, 6] and llm.expected == 21
     assert [window_rows(n, None) for n in (1, 4, 300, 1000)] == [1024, 1024, 1200, 4000]
     assert [window_rows(n, 10) for n in (1, 4, 300)] == [10, 12, 300]
+    llm = StubLLM(words)
+    other = output.with_name("other.jsonl")
+    run_job(llm, source, other, window=4, refill=True)
+    assert llm.runs == [list(range(1, 21))]
+    assert sorted(read_rows(other), key=str) == sorted(read_rows(output), key=str)
 
 
 def test_a_job_reads_no_further_than_its_window(source: Path, words: Model) -> None:
@@ -131,31 +132,14 @@ def test_a_job_reads_no_further_than_its_window(source: Path, words: Model) -> N
     at_runs = []
 
     def lines() -> Any:
-        for line in read_cut(source, InputPart(0, 1, 0, np.ones(20, bool))):
+        for line in read_part(source, InputPart(0, 1, 0, np.ones(20, bool))):
             read.append(line)
             yield line
 
     llm: Any = StubLLM(words, before_row=lambda line: at_runs.append(len(read) - line))
-    JobRun(
-        llm,
-        RequestReader(words, SamplingParams()),
-        lines(),
-        AnswerSink(lambda answers: None),
-        window=4,
-    ).run(20)
+    reader = RequestReader(words, SamplingParams())
+    JobRun(llm, reader, lines(), Sink(lambda done: None), window=4).run(20)
     assert at_runs == [3, 2, 1, 0] * 5
-
-
-def test_a_run_goes_on_with_the_next_windows_where_rows_enter(
-    source: Path, output: Path, words: Model
-) -> None:
-    llm = StubLLM(words)
-    ran = run_job(llm, write_lines(source, *prompts(9), "{bad"), output, window=4, refill=True)
-    assert llm.runs == [list(range(1, 10))]
-    assert (ran.status.done, ran.status.errors) == (10, 1)
-    other = output.with_name("other.jsonl")
-    run_job(StubLLM(words), source, other, window=4)
-    assert sorted(read_rows(other), key=str) == sorted(read_rows(output), key=str)
 
 
 @pytest.mark.parametrize("refill", [False, True])
@@ -177,30 +161,20 @@ def test_a_block_that_rows_enter_is_full_from_its_start(
 ) -> None:
     """However few rows a window has: the engine is opened for no more places than it begins
     with."""
-    llm = StubLLM(words, policy=Policy(2048, 1))
-    ran = run_job(llm, write_lines(source, *prompts(3000)), output, window=window, refill=True)
-    assert llm.began == [2048] and llm.opened == 1 and len(llm.runs[0]) == ran.status.done == 3000
+    llm = StubLLM(words, policy=Policy(256, 1))
+    run_job(llm, write_lines(source, *prompts(400)), output, window=window, refill=True)
+    assert llm.began == [256 if window else 400] and llm.opened == 1 and len(llm.runs[0]) == 400
 
 
 def test_a_full_block_that_does_not_fit_begins_with_a_window(
     source: Path, output: Path, words: Model
 ) -> None:
     """Whose rows fit; others enter it as long as there is room for them."""
-    llm = StubLLM(words, policy=Policy(8, 1), room=20)
-    run_job(llm, write_lines(source, *prompts(20)), output, window=4, refill=True)
-    assert (
-        llm.began[0] == 4
-        and sorted(chain.from_iterable(llm.runs)) == [*range(1, 21)]
-        and not failed(output)
-    )
     llm = StubLLM(words, policy=Policy(8, 1), room=50)
-    other = output.with_name("other.jsonl")
-    run_job(llm, write_lines(source, *sized(3, 4, 5, 6, 60, 7)), other, window=4, refill=True)
-    assert (
-        llm.began[0] == 4
-        and sorted(chain.from_iterable(llm.runs)) == [1, 2, 3, 4, 6]
-        and failed(other) == ["n60-4"]
-    )
+    write_lines(source, *sized(3, 4, 5, 6, 60, 7))
+    run_job(llm, source, output, window=4, refill=True)
+    assert llm.began[0] == 4 and failed(output) == ["n60-4"]
+    assert sorted(chain.from_iterable(llm.runs)) == [1, 2, 3, 4, 6]
 
 
 def test_bad_lines_come_in_parts(
@@ -208,36 +182,15 @@ def test_bad_lines_come_in_parts(
 ) -> None:
     monkeypatch.setattr("flexgen_h2o.jobs.runner.MAX_BAD_LINES", 2)
     write_lines(source, *["{"] * 5, *prompts(1))
-    written: list[FinishedRow] = []
-    lines = read_cut(source, InputPart(0, 1, 0, np.ones(6, bool)))
-    rows = JobRows(RequestReader(words, SamplingParams()), lines, AnswerSink(written.extend))
-    assert [(request is None, len(written)) for request in rows.requests] == [
-        (True, 2),
-        (True, 4),
-        (False, 5),
-    ]
+    written: list[Request] = []
+    lines = read_part(source, InputPart(0, 1, 0, np.ones(6, bool)))
+    found = read_requests(RequestReader(words, SamplingParams()), lines, Sink(written.extend))
+    steps = [(request is None, len(written)) for request in found]
+    assert steps == [(True, 2), (True, 4), (False, 5)]
     assert run_job(StubLLM(words), source, output, window=1).status.done == 6
 
 
 # ---- rows that do not fit
-
-
-def test_a_row_that_fits_nowhere_is_an_error_row(source: Path, output: Path, words: Model) -> None:
-    llm = StubLLM(words, room=50)
-    run_job(llm, write_lines(source, *sized(3, 60, 4, 51, 5)), output)
-    rows = {row["custom_id"]: row["error"] for row in read_rows(output)}
-    assert sorted(failed(output)) == ["n51-3", "n60-1"] and len(rows) == 5
-    assert rows["n60-1"] == {"code": "does_not_fit", "message": "line 2: 60 tokens are too many"}
-    assert [sorted(run) for run in llm.runs] == [[1, 3, 5]]
-
-
-def test_long_answers_do_not_make_a_row_too_large(source: Path, output: Path, words: Model) -> None:
-    lines = [
-        {"custom_id": name, "prompt": [5] * n, "max_tokens": new}
-        for name, n, new in (("a", 60, 1), ("b", 3, 500))
-    ]
-    run_job(StubLLM(words, room=50), write_lines(source, *lines), output)
-    assert failed(output) == ["a"] and len(read_rows(output)) == 2
 
 
 def test_many_rows_that_fit_nowhere_are_found_by_few_questions(
@@ -246,14 +199,12 @@ def test_many_rows_that_fit_nowhere_are_found_by_few_questions(
     """One that was not asked for names one that needs no more."""
     llm = StubLLM(words, room=10)
     run_job(llm, write_lines(source, *sized(4, 5, *range(11, 311))), output)
-    errors = {
-        row["custom_id"]: row["error"]["message"] for row in read_rows(output) if row["error"]
-    }
+    errors = {r["custom_id"]: r["error"] for r in read_rows(output) if r["error"]}
     assert len(errors) == 300 and llm.runs == [[1, 2]] and llm.asks < 15
-    assert errors["n11-2"] == "line 3: 11 tokens are too many"
-    assert re.fullmatch(
-        r"line 302: needs no less than line \d+: \d+ tokens are too many", errors["n310-301"]
-    )
+    message = "line 3: 11 tokens are too many"
+    assert errors["n11-2"] == {"code": "does_not_fit", "message": message}
+    says = r"line 302: needs no less than line \d+: \d+ tokens are too many"
+    assert re.fullmatch(says, errors["n310-301"]["message"])
 
 
 def test_rows_of_any_prompt_and_answer_are_parted_exactly(
@@ -261,44 +212,34 @@ def test_rows_of_any_prompt_and_answer_are_parted_exactly(
 ) -> None:
     """With the full cache a token of a prompt takes more than a new one: here as much as three."""
 
+    def is_large(tokens: int, new: int) -> bool:
+        return 3 * tokens + new > 200
+
     class PerToken(StubLLM):
         def check_fit(self, requests: Sequence[Request]) -> Policy:
             self.asks += 1
-            if any(3 * len(one.prompt_ids) + one.params.max_tokens > 200 for one in requests):
+            if any(is_large(len(one.prompt_ids), one.params.max_tokens) for one in requests):
                 raise DoesNotFitError("too large")
             return self.policy
 
     generator = random.Random(0)
     llm = PerToken(words)
     sizes = [(generator.randint(1, 40), generator.randint(1, 400)) for _ in range(200)]
-    write_lines(
-        source,
-        *(
-            {"custom_id": f"{n}-{m}-{i}", "prompt": [5] * n, "max_tokens": m}
-            for i, (n, m) in enumerate(sizes)
-        ),
-    )
-    run_job(llm, source, output)
-    assert sorted(failed(output)) == sorted(
-        f"{n}-{m}-{i}" for i, (n, m) in enumerate(sizes) if 3 * n + m > 200
-    )
+    lines = [{"prompt": [5] * n, "max_tokens": m} for n, m in sizes]
+    run_job(llm, write_lines(source, *lines), output)
+    assert set(failed(output)) == {f"line-{i + 1}" for i, n in enumerate(sizes) if is_large(*n)}
     assert llm.asks < 100
 
 
 def test_budgets_that_suit_no_block_or_no_row_end_the_job(
     source: Path, output: Path, words: Model
 ) -> None:
-    """Then the flags are wrong, and no row is."""
+    """Then the flags are wrong, and no row is. A restart before such rows goes on, as the job would
+    have gone on by itself."""
     for lengths in ((30, 30), (60, 70)):
         with pytest.raises(DoesNotFitError):
             run_job(StubLLM(words, room=50), write_lines(source, *sized(*lengths)), output)
         assert not output.exists()
-
-
-def test_a_restart_before_rows_that_do_not_fit_together_goes_on(
-    source: Path, output: Path, words: Model
-) -> None:
-    """As it would have gone on by itself; budgets in which no row fits are still refused."""
     lines = sized(3, 4, 30, 31)
     run_job(StubLLM(words), write_lines(source, *lines[:2]), output)
     with pytest.raises(DoesNotFitError):
@@ -312,18 +253,13 @@ def test_a_restart_before_rows_that_do_not_fit_together_goes_on(
 
 
 def test_max_errors(source: Path, output: Path, words: Model) -> None:
+    """A row that was read before the last error has not run."""
     write_lines(source, *prompts(2), "{", "{", "{")
-    with pytest.raises(UsageError, match="--max-errors 1: 2 rows"):
-        run_job(StubLLM(words), source, output, max_errors=1, window=1)
-    done = read_rows(output)
-    assert [row["custom_id"] for row in done] == ["r0", "line-3", "line-4"], (
-        "r1 was read and had not run"
-    )
-    with pytest.raises(UsageError, match="--max-errors 1: 2 rows"):
-        run_job(StubLLM(words), source, output, max_errors=1)
-    assert read_rows(output) == done
-    run_job(StubLLM(words), source, output, max_errors=3)
-    assert len(read_rows(output)) == 5
+    for _ in range(2):
+        with pytest.raises(UsageError, match="--max-errors 1: 2 rows"):
+            run_job(StubLLM(words), source, output, max_errors=1, window=1)
+        assert [row["custom_id"] for row in read_rows(output)] == ["r0", "line-3", "line-4"]
+    assert run_job(StubLLM(words), source, output, max_errors=3).status.done == 5
 
 
 def test_the_status_follows_the_job(
@@ -342,48 +278,31 @@ def test_the_status_follows_the_job(
     assert (status.state, status.done, status.peak_bytes) == ("done", 3, {"host": 5})
 
 
-def test_a_sidecar_that_is_removed_is_written_again_while_the_job_runs(
-    source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_writer_tells_as_time_goes_by(
+    output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is left, by tokens: before a row is done, and as rows turn out shorter than they might
+    have been; one of four cannot be run. A sidecar that is removed is written again."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
-    file = OutputFile(output)
     sidecar = Sidecar({"a": 1}, "in.jsonl", 3, "digest")
-    before = rows_before(file, scan_input(write_lines(source, *prompts(3))).ids)
-    writer = JobWriter(file, replace(before, sidecar=sidecar), dict, shown=False)
-    sidecar.write(output)
-    sidecar_path(output).unlink()
-    writer.sweep(1)
-    assert read_sidecar(output) is None
-    clock.now += 10
-    writer.sweep(1)
-    assert read_sidecar(output) == sidecar
-
-
-def test_what_is_left_is_told_by_tokens(
-    source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before a row is done, and as rows turn out shorter than they might have been; one of four
-    cannot be run."""
-    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
-    monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
+    before = OutputState(np.zeros(8, bool), 0, sidecar=sidecar)
     file = OutputFile(output)
-    writer = JobWriter(
-        file, rows_before(file, scan_input(write_lines(source, *prompts(8))).ids), dict, shown=False
-    )
+    writer = JobWriter([file], words, before, dict, shown=False)
+    assert read_sidecar(output) == sidecar
+    sidecar_path(output).unlink()
     for most in (8, 8, 0, 8):
         writer.asked(most)
     left = []
-    for clock.now, tokens, row in (
-        (110.0, 8, None),
-        (120.0, 4, SimpleNamespace(token_ids=[1] * 5, answered=4, asked=8)),
-    ):
+    shorter: Any = SimpleNamespace(token_ids=[1] * 5, answered=4, asked=8)
+    for clock.now, tokens, rows in ((110.0, 8, []), (120.0, 4, [shorter])):
         writer.sweep(tokens)
-        writer.finish([] if row is None else [row])  # type: ignore[list-item]
+        writer.finish(rows)
         writer.end("running")
         left.append(writer.status.eta_s)
     file.close()
     assert left == [10 * (48 / 8 - 1), 20 * (40 / 11 - 1)]
+    assert read_sidecar(output) == sidecar
 
 
 # ---- memory
@@ -414,17 +333,10 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, words: Model) -> No
     as well."""
     peaks = []
     for rows in (500, 2_000):
-        source = tmp_path / f"in{rows}.jsonl"
+        source = write_lines(tmp_path / f"in{rows}.jsonl", *prompts(rows))
         output = tmp_path / f"out{rows}.jsonl"
-        write_lines(
-            source,
-            *(
-                {"custom_id": f"row-{i}", "prompt": [5, 6, 4 + i % 99], "max_tokens": 4}
-                for i in range(rows)
-            ),
-        )
         begun = peak_of_job(words, source, output)
-        os.truncate(output, output.stat().st_size * 9 // 10)
+        os.truncate(output, output.stat().st_size // 2)
         peaks.append((begun, peak_of_job(words, source, output)))
         assert len(read_rows(output)) == rows
     for few, many in zip(*peaks, strict=True):

@@ -89,41 +89,26 @@ def test_a_setting_that_is_gone_is_refused_unless_it_changed_nothing(source: Pat
 
 
 INFINITE = float("inf")
-NO_JSON = ["", "{", "[]", "[" * 100_000, "\0" * 100, "1" * 10_000]
+NO_JSON = ["", "[]", "[" * 100_000]
+INPUT = {"path": "in.jsonl", "bytes": 5, "digest": ""}
 SIDECARS: list[dict[str, Any] | str] = [
     *NO_JSON,
-    *(
-        {"input": {"path": "in.jsonl", "bytes": 5, "digest": "", **change}}
-        for change in (
-            {"bytes": "x"},
-            {"bytes": INFINITE},
-            {"bytes": -1},
-            {"bytes": True},
-            {"path": []},
-            {"digest": 5},
-        )
-    ),
+    *({"input": INPUT | change} for change in ({"bytes": INFINITE}, {"bytes": -1}, {"path": []})),
     {"input": 3},
     {"settings": [["dtype", "float32"]]},
-    {"earlier": {}},
     {"earlier": [3]},
     {"schema": None},
 ]
 STATUSES: list[dict[str, Any] | str] = [
     *NO_JSON,
-    *({name: value} for name in ("done", "seconds") for value in ("x", INFINITE)),
+    {"done": INFINITE},
     {"seconds": float("nan")},
     {"rows": -1},
-    {"rows": 1.5},
     {"done": True},
     {"tokens": 10**300},
-    {"pid": "x"},
     {"eta_s": "x"},
-    {"eta_s": INFINITE},
-    {"state": 3},
     {"state": None},
     {"unknown": 1},
-    {"peak_bytes": [1]},
     {"peak_bytes": {"host": "x"}},
 ]
 
