@@ -402,6 +402,16 @@ def _parse(variants: Sequence[str]) -> Request:
     return Request(**args)
 
 
+def words_of(**flags: object) -> list[str]:
+    """Words of a command line: `--name value` of each, a switch for True, nothing for None."""
+    words = []
+    for name, value in flags.items():
+        if value is not None:
+            words.append("--" + name.replace("_", "-"))
+            words += [] if value is True else [str(value)]
+    return words
+
+
 def _settings_flag(text: str) -> dict[str, int]:
     try:
         return read_settings(text)

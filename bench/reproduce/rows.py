@@ -420,7 +420,7 @@ ROWS = (
     Row(
         "peers",
         "FlexGen, Table 2; H2O, section 5.2 (other systems)",
-        "tokens/s of Accelerate, DeepSpeed, Hugging Face and ours, each at its best batch",
+        "tokens/s of Accelerate, Hugging Face and ours, each at its best batch",
         "python -m bench.sweep --cell facebook/opt-125m,16,4,none,2,2 --systems ours-full "
         "ours-h2o:0.1 --repeats 1 "
         "--quiet-wait 0 --results $WORK/sweep",

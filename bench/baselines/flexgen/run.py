@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import Meter, RefusedError, Request, main, phases
+from contract import Meter, RefusedError, Request, main, phases, words_of
 
 NAMES = {
     (768, 12): "125m",
@@ -52,15 +52,8 @@ def published_flags(request: Request, weights: float) -> list[str]:
     batches = (
         MICRO_BATCHES if percent != PUBLISHED[0][1] and request.rows % MICRO_BATCHES == 0 else 1
     )
-    return [
-        "--gpu-batch-size",
-        str(request.rows // batches),
-        "--num-gpu-batches",
-        str(batches),
-        "--percent",
-        *percent.split(),
-        *more,
-    ]
+    words = words_of(gpu_batch_size=request.rows // batches, num_gpu_batches=batches)
+    return [*words, "--percent", *percent.split(), *more]
 
 
 def read_log(text: str, rows: int, gen_len: int) -> dict[str, Any]:
@@ -94,24 +87,17 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         scratch = request.offload_dir / "flexgen"
-        flags = [
-            "--model",
-            name,
-            "--path",
-            "_DUMMY_",
-            "--prompt-len",
-            str(request.prompt_len),
-            "--gen-len",
-            str(request.gen_len),
-            "--offload-dir",
-            str(scratch),
-            "--log-file",
-            str(log),
-            *policy,
-        ]
+        flags = words_of(
+            model=name,
+            path="_DUMMY_",
+            prompt_len=request.prompt_len,
+            gen_len=request.gen_len,
+            offload_dir=scratch,
+            log_file=log,
+        )
         meter.begin()
         try:
-            run_published(request, flags)
+            run_published(request, [*flags, *policy])
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         found = read_log(log.read_text(), request.rows, request.gen_len)

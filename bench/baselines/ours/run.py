@@ -30,6 +30,7 @@ from contract import (
     RefusedError,
     Request,
     main,
+    words_of,
 )
 from contract import phases as rates
 
@@ -79,14 +80,9 @@ def variant_flags(variant: str) -> list[str]:
         flags += ["--int8-compute"]
     if stored.endswith("bit"):
         bits = stored.removesuffix("bit")
-        flags += [
-            "--compress-weight",
-            "--weight-bits",
-            bits,
-            "--compress-cache",
-            "--cache-bits",
-            bits,
-        ]
+        flags += words_of(
+            compress_weight=True, weight_bits=bits, compress_cache=True, cache_bits=bits
+        )
     return flags
 
 
@@ -110,16 +106,8 @@ def flexgen_flags(rows: int, fits: bool) -> Iterator[list[str]]:
 
 
 def _policy_flags(gpu_batch_size: int, batches: int, percent: tuple[int, ...]) -> list[str]:
-    return [
-        "--gpu-batch-size",
-        str(gpu_batch_size),
-        "--num-gpu-batches",
-        str(batches),
-        "--percent",
-        *map(str, percent),
-        "--sep-layer",
-        "true",
-    ]
+    words = words_of(gpu_batch_size=gpu_batch_size, num_gpu_batches=batches, sep_layer="true")
+    return [*words, "--percent", *map(str, percent)]
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -166,34 +154,23 @@ def _run(request: Request, flags: list[str]) -> dict[str, Any]:
         prompts.write_text(
             "".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in request.prompts())
         )
-        budget = [] if request.budget is None else ["--host-mem", str(request.budget)]
-        budget += [] if request.device_mem is None else ["--device-mem", str(request.device_mem)]
+        asked = words_of(
+            model=request.model_dir,
+            device=request.device,
+            dtype=DTYPES[request.dtype],
+            offload_dir=request.offload_dir,
+            prompts=prompts,
+            gen_len=request.gen_len,
+            ignore_eos=True,
+            no_log=True,
+            verbose=0,
+            json=report,
+            host_mem=request.budget,
+            device_mem=request.device_mem,
+        )
         said = io.StringIO()
         with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(said):
-            code = flex_opt.main(
-                [
-                    "--model",
-                    str(request.model_dir),
-                    "--device",
-                    request.device,
-                    "--dtype",
-                    DTYPES[request.dtype],
-                    "--offload-dir",
-                    str(request.offload_dir),
-                    "--prompts",
-                    str(prompts),
-                    "--gen-len",
-                    str(request.gen_len),
-                    "--ignore-eos",
-                    "--no-log",
-                    "--verbose",
-                    "0",
-                    "--json",
-                    str(report),
-                    *budget,
-                    *flags,
-                ]
-            )
+            code = flex_opt.main([*asked, *flags])
         sys.stderr.write(said.getvalue())
         if code in (EXIT_REFUSED, EXIT_DOES_NOT_FIT):
             kind = DoesNotFitError if code == EXIT_DOES_NOT_FIT else RefusedError

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -108,14 +107,6 @@ def test_the_report_tells_what_is_there(tmp_path: Path) -> None:
     assert "| auto | does_not_fit | 3 | a / b |" in text
     assert "| auto | exit code 3 |" in text
     assert run_texts("auto", failed)[:2] == ["auto", "exit code 3"]
-
-
-def card(usable: bool, total: int) -> Any:
-    """torch, on a machine with or without a card."""
-    found = MagicMock()
-    found.cuda.is_available.return_value = usable
-    found.cuda.get_device_properties.return_value.total_memory = total
-    return found
 
 
 @pytest.mark.slow

@@ -46,9 +46,7 @@ def stored(folder: Path, name: str, rows: int, first: int = 0) -> StoredTensor:
             "blk.7.attn_q.weight",
             [0, 2, 1, 3, 4, 6, 5, 7],
         ),
-        (LLAMA, "model.layers.0.self_attn.k_proj.weight", 4, "blk.0.attn_k.weight", [0, 2, 1, 3]),
         (LLAMA, "model.layers.0.mlp.up_proj.weight", 4, "blk.0.ffn_up.weight", [0, 1, 2, 3]),
-        (LLAMA, "lm_head.weight", 2, "output.weight", [0, 1]),
         # Rows are (heads, 3, width) in transformers and (3, heads, width) in llama.cpp.
         (
             NEOX,
