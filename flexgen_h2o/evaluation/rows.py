@@ -389,6 +389,10 @@ class Case:
     budget: float = 1.0
     # Placement and compression of the case's runs; None: those of the other cases.
     policy: Policy | AutoPolicy | None = None
+    # The size as people write it ("32+32", "0.2", "at 20%"); "" for the full cache.
+    size: str = ""
+    # Output of the case's job, for commands that run jobs.
+    output: Path = Path()
 
     @property
     def positions(self) -> str:
@@ -397,8 +401,8 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Label of the case, with the budget if the size was given as a share."""
-        return self.label if self.budget == 1 else f"{self.label} at {self.budget:.0%}"
+        """Label and size, by which summary.json knows a case that is a job."""
+        return f"{self.label} {self.size}".strip()
 
 
 def make_cells(
@@ -427,7 +431,10 @@ def make_cells(
         ratios = {"heavy_ratio": half, "recent_ratio": half}
         if budgets_of != PROMPT:
             ratios = {"kv_bytes" if budgets_of == BYTES else "kv_budget": budget}
-        found += [Case(policy, eviction_named(policy, ratios), budget) for policy in policies]
+        size = "" if budget == 1 else f"at {budget:.0%}"
+        found += [
+            Case(policy, eviction_named(policy, ratios), budget, size=size) for policy in policies
+        ]
     return found
 
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,20 +91,6 @@ LLAMA_RECIPES_SIZE = 128
 OF_RECORDS = ("temperature", "top_p", "top_k", "stop", "ignore_eos")
 # Module -> package that it is installed from.
 NEEDED = {"rouge_score": "rouge-score", "rouge": "rouge"}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A policy at a size, with its job; made by `cells_of`."""
-
-    case: Case
-    size: str  # as people write it ("32+32", "0.2"); "" for the full cache
-    output: Path  # output of the cell's job
-
-    @property
-    def title(self) -> str:
-        """Policy and size, by which summary.json knows the cell."""
-        return f"{self.case.label} {self.size}".strip()
 
 
 def add_flags(parser: OneLineParser) -> None:
@@ -240,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
         if args.chat:
             llm.model.check_chat()
         for cell in cells:  # raises all errors, a wrong dtype's too, before anything is run
-            llm.eviction = cell.case.eviction
+            llm.eviction = cell.eviction
             llm.check_plan()
         spec = llm.model.spec
         facts, lines = _requests(args, llm, fields)
@@ -258,14 +244,14 @@ def run(args: argparse.Namespace) -> int:
     return _run_cells(args, cells, facts, spec, policy, is_auto)
 
 
-def largest(cells: Sequence[Cell], spec: ModelSpec, policy: Policy) -> Cell:
+def largest(cells: Sequence[Case], spec: ModelSpec, policy: Policy) -> Case:
     """Return the cell that holds the most KV entries of a sequence with all of the positions."""
     row = spec.max_positions - GEN_LEN, GEN_LEN
-    return max(cells, key=lambda cell: kv_entries_held(cell.case.eviction, spec, policy, [row]))
+    return max(cells, key=lambda cell: kv_entries_held(cell.eviction, spec, policy, [row]))
 
 
 def plan_job(
-    args: argparse.Namespace, lines: Sequence[str], cell: Cell, policy: Policy, is_auto: bool
+    args: argparse.Namespace, lines: Sequence[str], cell: Case, policy: Policy, is_auto: bool
 ) -> int:
     """Print the plan of a cell's job, for --dry-run, and return the exit code.
 
@@ -278,18 +264,18 @@ def plan_job(
 
 
 def run_cell(
-    args: argparse.Namespace, requests: Path, cell: Cell, policy: Policy, is_auto: bool
+    args: argparse.Namespace, requests: Path, cell: Case, policy: Policy, is_auto: bool
 ) -> int:
     """Do what a cell's output lacks, and return the exit code of the batch job."""
     from flexgen_h2o.jobs.job import run_job
 
     sampling = sampling_of(args) if "temperature" in args else SamplingParams()
-    return run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, sampling)
+    return run_job(args, requests, cell.output, policy, is_auto, cell.eviction, sampling)
 
 
 def _run_cells(
     args: argparse.Namespace,
-    cells: Sequence[Cell],
+    cells: Sequence[Case],
     facts: Figures,
     spec: ModelSpec,
     policy: Policy,
@@ -331,7 +317,7 @@ def _run_cells(
 # ---- Cells and requests
 
 
-def _check(args: argparse.Namespace) -> list[Cell]:
+def _check(args: argparse.Namespace) -> list[Case]:
     """Return the cells. Raise UsageError if flags or files are wrong, before torch is imported."""
     check_given(args, "input", f"name a .jsonl file of articles: {LAYOUT}")
     if (args.output_dir is None) == (args.output is None):
@@ -363,7 +349,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     return cells
 
 
-def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
+def make_folders(args: argparse.Namespace, cells: Sequence[Case]) -> None:
     """Make the folder of the jobs. Raise UsageError if an output could not be written there."""
     folder = args.output_dir
     try:
@@ -377,7 +363,7 @@ def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
         check_output_path(cell.output)
 
 
-def cells_of(args: argparse.Namespace) -> list[Cell]:
+def cells_of(args: argparse.Namespace) -> list[Case]:
     """Return the cells, the full cache first, then each policy at each size."""
     is_h2o = vars(args).get("script_size") is not None
     usual = (
@@ -385,13 +371,8 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     )
     names = args.policies or usual
     sizes = _sizes(args)
-    named: list[tuple[Case, str]] = []
-    if Full.name in names:
-        named += [
-            (case, "")
-            for case in make_cases([name for name in names if name == Full.name], {}, None)
-        ]
     others = [name for name in names if name != Full.name]
+    named = make_cases([name for name in names if name == Full.name], {}, None)
     own = {} if args.positions is None else {"positions": args.positions}
     sized = [name for name in others if not says_budget(name)]
     given = given_sizes(args)
@@ -405,12 +386,11 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
             f"{args.given[given[0]]}: each of --policies has a budget of its own; leave one of "
             "them out"
         )
-    named += [
-        (case, "") for case in make_cases([name for name in others if name not in sized], own, None)
-    ]
+    named += make_cases([name for name in others if name not in sized], own, None)
     for size, settings in sizes.items() if sized else ():
-        named += [(case, size) for case in make_cases(sized, {**settings, **own}, None)]
-    return [Cell(case, size, _output_of(args, case.label, size)) for case, size in named]
+        cases = make_cases(sized, {**settings, **own}, None)
+        named += [replace(case, size=size) for case in cases]
+    return [replace(case, output=_output_of(args, case.label, case.size)) for case in named]
 
 
 def given_sizes(args: argparse.Namespace) -> list[str]:
