@@ -375,8 +375,8 @@ class FidelityRunner:
         follow(self._use(case), rows, by_step(len(rows), see))
         return [
             [
-                all(said[step] == row.continuation[step] for step in question.answer)
-                for question in row.questions
+                all(said[step] == row.continuation[step] for step in answer)
+                for answer in row.questions
             ]
             for row, said in zip(rows, likeliest.tolist(), strict=True)
         ]

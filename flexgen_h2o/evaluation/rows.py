@@ -90,24 +90,15 @@ DEPTHS = 5  # places where recall prompts state them, one per row in turn
 
 
 @dataclass(frozen=True)
-class RecallQuestion:
-    """A pair that a recall row asks for; made by `recall_rows`."""
-
-    # Does the prompt end with the question? If not, the question comes after the prompt.
-    inside: bool
-    # Indices of the answer's tokens in the continuation.
-    answer: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class TextRow:
     """A prompt and the continuation that is followed after it, as token ids."""
 
     prompt: tuple[int, ...]
     # () if the model's own continuation is still to be generated.
     continuation: tuple[int, ...]
-    # Recall rows only: the questions whose answers are in the continuation.
-    questions: tuple[RecallQuestion, ...] = ()
+    # Recall rows only: for each question the indices of its answer's tokens in the continuation.
+    # The prompt ends with the first question; the others come after it.
+    questions: tuple[tuple[int, ...], ...] = ()
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -197,7 +188,7 @@ def _recall_row(
         steps = range(len(continuation), len(continuation) + len(answer))
         continuation += [*answer, *newline]
         if steps.stop <= gen_len:
-            questions.append(RecallQuestion(pair == first, tuple(steps)))
+            questions.append(tuple(steps))
     return TextRow(tuple(prompt), tuple(continuation[:gen_len]), tuple(questions))
 
 
