@@ -39,7 +39,7 @@ def run(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
         ("products", ["--hidden", "x"]),
         ("cut_model", ["--layers", "0"]),
         ("planner_accuracy", ["--quiet-wait", "nan"]),
-        *((name, ["--nonsense"]) for name in SCRIPTS),
+        *((name, ["--nonsense"]) for name in SCRIPTS if name != "cut_model"),
     ],
 )
 def test_a_value_that_cannot_be(
