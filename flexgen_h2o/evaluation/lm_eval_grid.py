@@ -15,7 +15,7 @@ from typing import Any
 
 from flexgen_h2o.cli_common import check_results, results_are_in, write_results
 from flexgen_h2o.core.errors import EXIT_DONE
-from flexgen_h2o.core.files import usable_path, write_picture
+from flexgen_h2o.core.files import usable_path, write_picture, write_result
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.evaluation.figures import Figures, draw_intervals, lines_of
 from flexgen_h2o.evaluation.kvpress import kv_entries_held
@@ -30,6 +30,7 @@ from flexgen_h2o.evaluation.lm_eval_records import (
 )
 from flexgen_h2o.evaluation.rows import (
     Case,
+    check_cases,
     check_given,
     check_tokenizer,
     refuse_sparse,
@@ -42,7 +43,6 @@ from flexgen_h2o.evaluation.summarize import (
     make_folders,
     plan_job,
     run_cell,
-    write_summary,
 )
 from flexgen_h2o.flags import compression_flags, open_llm, policy_of
 from flexgen_h2o.kvcache.eviction import Full, says_budget
@@ -61,9 +61,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
     with open_llm(args, policy, is_auto, Full()) as llm:
         model = llm.model
         check_tokenizer(model, ", which tasks need; give a folder with one")
-        for cell in cells:  # raises all errors before anything is run
-            llm.eviction = cell.eviction
-            llm.check_plan()
+        check_cases(llm, cells)
         facts = {
             "measure": "lm-eval",
             "schema": SCHEMA,
@@ -115,7 +113,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
                 "results": results,
             }
         )
-        write_summary(args.output_dir / "summary.json", result)
+        write_result(args.output_dir / "summary.json", result, "--output-dir")
     write_results(args, result, grid_table(result) + "\n", draw_grid)
     return EXIT_DONE
 

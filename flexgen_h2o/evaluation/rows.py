@@ -48,6 +48,7 @@ from flexgen_h2o.parser import OneLineParser
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
     from flexgen_h2o.engine.workload import AutoPolicy
+    from flexgen_h2o.llm import LLM
     from flexgen_h2o.models.load import Model
 
 OUR_TEXT = (
@@ -456,6 +457,13 @@ def make_cases(
             own["sinks"] = sinks
         cases.append(Case(policy, Full() if policy == Full.name else eviction_named(policy, own)))
     return cases
+
+
+def check_cases(llm: LLM, cases: Sequence[Case]) -> None:
+    """Raise the errors of all cases, a wrong dtype's too, before anything is run or shown."""
+    for case in cases:
+        llm.eviction = case.eviction
+        llm.check_plan()
 
 
 def sizes_of_window(window: int, heavy: int) -> tuple[int, int]:

@@ -29,11 +29,10 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import (
     EXIT_ALL_ROWS_FAILED,
     EXIT_DONE,
-    FlexgenError,
     TooLongError,
     UsageError,
 )
-from flexgen_h2o.core.files import read_json, usable_path, write_whole
+from flexgen_h2o.core.files import read_json, usable_path, write_result
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.articles import (
@@ -53,6 +52,7 @@ from flexgen_h2o.evaluation.rows import (
     Case,
     add_resamples_flag,
     add_rolling_flag,
+    check_cases,
     check_given,
     check_tokenizer,
     make_cases,
@@ -225,9 +225,7 @@ def run(args: argparse.Namespace) -> int:
     with open_llm(args, policy, is_auto, Full()) as llm:
         if args.chat:
             llm.model.check_chat()
-        for cell in cells:  # raises all errors, a wrong dtype's too, before anything is run
-            llm.eviction = cell.eviction
-            llm.check_plan()
+        check_cases(llm, cells)
         spec = llm.model.spec
         facts, lines = _requests(args, llm, fields)
         facts |= {"articles_in_input": total, "compression": compression_flags(policy)}
@@ -305,7 +303,10 @@ def _run_cells(
             reference = scores
         found[cell.title] = figures
         summary.say_means(figures)
-        write_summary(_summary_of(args), {**facts, "cells": list((before | found).values())})
+        whole = {**facts, "cells": list((before | found).values())}
+        write_result(
+            _summary_of(args), whole, "--output-dir" if args.output is None else "--output"
+        )
         if args.kvpress_dir is not None and answers:
             summary.write_press(args.kvpress_dir, cell, answers, figures, facts)
     summary.show(args, {**facts, "cells": list(found.values())})
@@ -589,11 +590,3 @@ def _earlier(args: argparse.Namespace) -> dict[str, Figures]:
         return {cell["title"]: dict(cell) for cell in read_json(_summary_of(args))["cells"]}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
-
-
-def write_summary(path: Path, result: Figures) -> None:
-    """Write a summary as JSON. Raise FlexgenError naming the file if it cannot be written."""
-    try:
-        write_whole(path, json.dumps(result, indent=1) + "\n")
-    except OSError as error:
-        raise FlexgenError(f"{path}: {error.strerror or error}") from error
