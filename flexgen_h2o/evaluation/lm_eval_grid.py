@@ -33,12 +33,12 @@ from flexgen_h2o.evaluation.rows import (
     check_cases,
     check_given,
     check_tokenizer,
+    given_sizes,
     refuse_sparse,
     write_requests,
 )
 from flexgen_h2o.evaluation.summarize import (
     cells_of,
-    given_sizes,
     largest,
     make_folders,
     plan_job,

@@ -466,19 +466,82 @@ def check_cases(llm: LLM, cases: Sequence[Case]) -> None:
         llm.check_plan()
 
 
-def sizes_of_window(window: int, heavy: int) -> tuple[int, int]:
-    """Return the heavy and the recent KV entries of a window that contains both.
+# Fields of the flags that say how many KV entries stay, those of the papers' scripts among them.
+SIZE_FIELDS = (
+    "hh_size",
+    "recent_size",
+    "kv_budget",
+    "window_size",
+    "heavy_of_window",
+    "script_size",
+)
 
-    window, heavy: as llama-recipes' flags have them; heavy -1 is half of the window.
-    """
-    heavy = window // 2 if heavy == -1 else heavy
-    if not 0 <= heavy < window:
+
+def given_sizes(args: argparse.Namespace) -> list[str]:
+    """Return the fields of the size flags that were given."""
+    return [name for name in SIZE_FIELDS if vars(args).get(name) is not None]
+
+
+def check_sizes(args: argparse.Namespace, policies: Sequence[str]) -> None:
+    """Raise UsageError if sizes or positions are given, and none of the policies takes them."""
+    given = [args.given.get(name, flag_of(name)) for name in given_sizes(args)]
+    others = [name for name in policies if name != Full.name]
+    flags = [*given, *(["--positions"] if args.positions == ROLLING else [])]
+    if flags and not others:
         raise UsageError(
-            f"--num_heavy_hitter_tokens {heavy}: must be from 0 to less than --num_window_length "
-            f"{window}, which the "
-            "recent KV entries are in too; or -1, half of it"
+            f"{flags[0]}: has no effect on the full cache; name another policy in --policies too"
         )
-    return heavy, window - heavy
+    if given and all(map(says_budget, others)):
+        raise UsageError(
+            f"{given[0]}: each of --policies has a budget of its own; leave one of them out"
+        )
+
+
+def window_sizes(args: argparse.Namespace, usual: int = -1) -> list[tuple[int, int]]:
+    """Return the heavy and the recent KV entries of each window of llama-recipes' flags.
+
+    A window contains both; -1 heavy ones are half of it. The result is [] without these flags.
+    usual: heavy ones if only windows are given.
+    """
+    windows = vars(args).get("window_size")
+    heavy = vars(args).get("heavy_of_window")
+    if windows is None and heavy is None:
+        return []
+    if args.hh_size is not None or args.recent_size is not None:
+        raise UsageError(
+            "--num_window_length: --hh-size and --recent-size say the same; give one kind of them"
+        )
+    pairs = paired(
+        "--num_heavy_hitter_tokens", heavy or [usual], "--num_window_length", windows or [256]
+    )
+    found = []
+    for many, window in pairs:
+        high = window // 2 if many == -1 else many
+        if not 0 <= high < window:
+            raise UsageError(
+                f"--num_heavy_hitter_tokens {many}: must be from 0 to less than "
+                f"--num_window_length {window}, which the recent KV entries are in too; or -1, "
+                "half of it"
+            )
+        found.append((high, window - high))
+    return found
+
+
+def paired(
+    flag: str, values: Sequence[int], other_flag: str, others: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return pairs of a value and an other value, in order.
+
+    A single one is paired with all others.
+    """
+    most = max(len(values), len(others))
+    both = [list(some) * most if len(some) == 1 else list(some) for some in (values, others)]
+    if len(both[0]) != len(both[1]):
+        raise UsageError(
+            f"{flag} has {len(values)} sizes, {other_flag} {len(others)}; give as many of both, or "
+            "one"
+        )
+    return list(zip(*both, strict=True))
 
 
 def check_distinct(flag: str, given: Sequence[object]) -> None:

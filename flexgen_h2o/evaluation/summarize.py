@@ -24,6 +24,7 @@ from flexgen_h2o.cli_common import (
     note,
     positive,
     results_are_in,
+    share,
 )
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import (
@@ -54,10 +55,12 @@ from flexgen_h2o.evaluation.rows import (
     add_rolling_flag,
     check_cases,
     check_given,
+    check_sizes,
     check_tokenizer,
     make_cases,
+    paired,
     refuse_sparse,
-    sizes_of_window,
+    window_sizes,
     write_requests,
 )
 from flexgen_h2o.flags import (
@@ -183,7 +186,7 @@ def add_grid_flags(
     )
     add(
         "--kv-budget",
-        type=float,
+        type=share,
         nargs="+",
         metavar="R",
         help=f"shares of {budget_of}, one setting each",
@@ -376,17 +379,7 @@ def cells_of(args: argparse.Namespace) -> list[Case]:
     named = make_cases([name for name in names if name == Full.name], {}, None)
     own = {} if args.positions is None else {"positions": args.positions}
     sized = [name for name in others if not says_budget(name)]
-    given = given_sizes(args)
-    if not others and (own or given):
-        raise UsageError(
-            "--policies full: keeps every KV entry, so sizes and positions have no effect; name "
-            "another too"
-        )
-    if given and not sized:
-        raise UsageError(
-            f"{args.given[given[0]]}: each of --policies has a budget of its own; leave one of "
-            "them out"
-        )
+    check_sizes(args, names)
     named += make_cases([name for name in others if name not in sized], own, None)
     for size, settings in sizes.items() if sized else ():
         cases = make_cases(sized, {**settings, **own}, None)
@@ -394,84 +387,38 @@ def cells_of(args: argparse.Namespace) -> list[Case]:
     return [replace(case, output=_output_of(args, case.label, case.size)) for case in named]
 
 
-def given_sizes(args: argparse.Namespace) -> list[str]:
-    """Return the names of the flags of sizes that were given."""
-    names = ("hh_size", "recent_size", "kv_budget", "window_size", "heavy_of_window", "script_size")
-    return [name for name in names if vars(args).get(name) is not None]
-
-
 def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the settings of an eviction policy by size as people write it.
 
     Raise UsageError naming a flag.
     """
-    window = vars(args).get("window_size")
-    heavy_of_window = vars(args).get("heavy_of_window")
-    given = given_sizes(args)
     heavy = args.hh_size
     recent = args.recent_size
-    if window is not None or heavy_of_window is not None:
-        if heavy is not None or recent is not None:
-            raise UsageError(
-                "--num_window_length: --hh-size and --recent-size say the same; give one kind of "
-                "them"
-            )
-        pairs = _paired(
-            "--num_heavy_hitter_tokens",
-            heavy_of_window or [-1],
-            "--num_window_length",
-            window or [256],
-        )
-        pairs = [sizes_of_window(wide, high) for high, wide in pairs]
-    elif heavy is None and recent is not None:
+    pairs = window_sizes(args)
+    shares = vars(args).get("kv_budget") or []
+    if heavy is None and recent is not None:
         raise UsageError(
             f"--recent-size {recent[0]}: goes with --hh-size; give both (0 heavy ones for a window "
             "alone)"
         )
-    elif heavy is not None:
+    if heavy is not None:
         if 0 in heavy and recent is None:
             raise UsageError(
                 "--hh-size 0: keeps nothing by itself; say with --recent-size how many recent KV "
                 "entries stay"
             )
-        pairs = _paired("--hh-size", heavy, "--recent-size", recent or heavy)
-    elif "kv_budget" in given:
-        pairs = []
-    else:
+        pairs = paired("--hh-size", heavy, "--recent-size", recent or heavy)
+    elif not pairs and not shares:
         asked = vars(args).get("script_size")
         pairs = [(n, n) for n in (HEAVY if asked is None else (asked,))]
     sizes: dict[str, dict[str, Any]] = {
         f"{h}+{r}": {"heavy_size": h, "recent_size": r} for h, r in pairs
     }
-    shares = vars(args).get("kv_budget") or []
-    wrong = next((share for share in shares if not 0 < share <= 1), None)
-    if wrong is not None:
-        raise UsageError(
-            f"--kv-budget {wrong:g}: is not in (0, 1]; it is a share of prompt + max_tokens"
-        )
     if len(sizes) < len(pairs) or len(set(shares)) < len(shares):
         raise UsageError(
             "--hh-size, --recent-size, --kv-budget: a size is given twice; give each once"
         )
-    return sizes | {str(share): {"kv_budget": share} for share in shares}
-
-
-def _paired(
-    flag: str, values: Sequence[int], other_flag: str, others: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Return pairs of a value and an other value, in order.
-
-    A single one is paired with all others.
-    """
-    if len(values) != len(others) and 1 not in (len(values), len(others)):
-        raise UsageError(
-            f"{flag} has {len(values)} sizes, {other_flag} {len(others)}; give as many of both, or "
-            "one"
-        )
-    most = max(len(values), len(others))
-    return list(
-        zip(*(list(v) * most if len(v) == 1 else v for v in (values, others)), strict=False)
-    )[:most]
+    return sizes | {str(one): {"kv_budget": one} for one in shares}
 
 
 def _output_of(args: argparse.Namespace, policy: str, size: str) -> Path:
