@@ -1,6 +1,6 @@
 """The face that every system shows the sweep: one command line, one JSON object, exit codes.
 
-    <venv python> bench/baselines/<peer>/run.py --variant V --model-dir DIR --prompt-len S --gen-len N --rows B
+    <venv python> bench/baselines/run.py SYSTEM --variant V --model-dir DIR --prompt-len S --gen-len N --rows B
 
 On a card (--device cuda) nothing may take more of it than --device-mem and CARD_SLACK: torch's
 allocator is held to it.

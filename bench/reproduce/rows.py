@@ -430,7 +430,7 @@ ROWS = (
         measured="[papers](../../docs/lab/papers.md#peers), [Results](../../docs/results.md)",
         real="for round in 1 2 3; do for system in hf:sdpa ours:full ours:h2o:0.1; do\n"
         'name="$WORK/peers-${system/:/-}-$round.json"; [ -s "$name" ] || python '
-        "bench/baselines/${system%%:*}/run.py "
+        "bench/baselines/run.py ${system%%:*} "
         '--variant ${system#*:} --model-dir "$MODEL" --prompt-len 512 --gen-len 64 --rows 16 '
         "--offload-dir "
         '"$WORK/offload" > "$name" || exit\ndone; done',

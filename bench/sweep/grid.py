@@ -13,7 +13,7 @@ OFFLOAD = "offload"
 
 @dataclass(frozen=True)
 class System:
-    """A peer's folder under bench/baselines and its variant. kinds: where it belongs, IN_RAM,
+    """A system of bench/baselines/run.py and its variant. kinds: where it belongs, IN_RAM,
     OFFLOAD or both. rows: those that it is measured with; 0: its best batch is searched for. dtype:
     that it computes in, of contract.DTYPES; empty: the sweep's. It reads the sweep's files either
     way."""

@@ -34,6 +34,7 @@ from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.models.load import find_model
 
+sys.path.append(str(BASELINES))  # where run_ours.py finds contract.py
 FILE = "quality.jsonl"
 MODEL = "opt-tiny"
 PROMPTS = 96
@@ -78,7 +79,8 @@ def of_cell(cell: Cell, variant: str, model: str | None = None) -> Line:
 def flags_of(variant: str) -> tuple[list[str], str]:
     """Of `evaluate fidelity` for a variant of ours, and the name of its policy in what that
     finds."""
-    _, _, *flags = runpy.run_path(str(BASELINES / "ours" / "run.py"))["variant_flags"](variant)
+    ours = runpy.run_path(str(BASELINES / "systems" / "run_ours.py"))
+    _, _, *flags = ours["variant_flags"](variant)
     shares = {"--hh-ratio": "prompt", "--kv-budget": "sequence", "--kv-bytes": "bytes"}
     if (
         not flags or flags[0] not in shares

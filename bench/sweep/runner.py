@@ -86,7 +86,7 @@ class Setup:
         marker = self.peers / system.peer / "installed.txt"
         if system.ours or (marker.exists() and os.access(self.python(system), os.X_OK)):
             return None
-        return f"not installed; run bash bench/baselines/{system.peer}/setup.sh"
+        return f"not installed; run bash bench/baselines/setup.sh {system.peer}"
 
 
 def ram_of(budget: int | None, device: str, device_mem: int | None) -> int | None:
@@ -236,7 +236,7 @@ def command_of(
         budget=share,
         room=share + OVER_BUDGET if is_held and share is not None else None,
     )
-    return [str(setup.python(system)), str(BASELINES / system.peer / "run.py"), *flags]
+    return [str(setup.python(system)), str(BASELINES / "run.py"), system.peer, *flags]
 
 
 def environment_of(setup: Setup, system: System) -> tuple[dict[str, str], str]:

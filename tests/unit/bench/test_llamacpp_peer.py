@@ -60,7 +60,7 @@ def stored(folder: Path, name: str, rows: int, first: int = 0) -> StoredTensor:
 def test_rows_are_in_the_order_of_llamacpp(
     tmp_path: Path, config: dict[str, Any], name: str, rows: int, becomes: str, order: list[int]
 ) -> None:
-    ((found, shape, read),) = load("llamacpp/convert.py")._sources(
+    ((found, shape, read),) = load("systems/convert_llamacpp.py")._sources(
         iter([stored(tmp_path, name, rows)]), config["model_type"], config
     )
     assert found == becomes and shape == (rows, 3)
@@ -75,7 +75,7 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
         tensors.append(
             stored(folder, f"model.layers.3.mlp.experts.{expert}.down_proj.weight", 2, 10 * expert)
         )
-    ((found, shape, read),) = load("llamacpp/convert.py")._sources(
+    ((found, shape, read),) = load("systems/convert_llamacpp.py")._sources(
         iter(tensors), "qwen3_moe", {"num_attention_heads": 2}
     )
     assert (found, shape, read().shape) == ("blk.3.ffn_down_exps.weight", (3, 2, 3), (3, 2, 3))

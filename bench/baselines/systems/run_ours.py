@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 from contract import (
     DTYPES,
     EXIT_DOES_NOT_FIT,
@@ -29,25 +27,10 @@ from contract import (
     Meter,
     RefusedError,
     Request,
-    main,
     words_of,
 )
 from contract import phases as rates
 
-VARIANTS = (
-    "full",
-    "h2o:0.1",
-    "full-4bit",
-    "h2o-4bit:0.1",
-    "full-8bit",
-    "full-int8",
-    "h2o-int8:0.1",
-    "full-4bit-int8",
-    "h2o-4bit-int8:0.1",
-    "h2o:kv-budget=0.2",
-    "mix:kv-bytes=0.2",
-    "paper-policy",
-)
 FORMS = ("", "4bit", "8bit", "int8", "4bit-int8")
 # Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the
 # rest and all KV on disk, hidden states on the host, 8 micro-batches. Less of the weights where
@@ -73,7 +56,7 @@ def variant_flags(variant: str) -> list[str]:
         or bool(flag) != bool(number)
         or form not in (("",) if kind == "mix" else FORMS)
     ):
-        raise RefusedError(f"--variant {variant}: such as {', '.join(VARIANTS)}")
+        raise RefusedError(f"--variant {variant}: such as full-4bit, h2o:kv-budget=0.2")
     flags = ["--policy", "auto", *([flag, number] if flag else [])]
     stored, _, products = form.partition("-")
     if "int8" in (stored, products):
@@ -179,7 +162,3 @@ def _run(request: Request, flags: list[str]) -> dict[str, Any]:
             raise RuntimeError(f"flex_opt ended with exit code {code}")
         found: dict[str, Any] = json.loads(report.read_text())
         return found
-
-
-if __name__ == "__main__":
-    sys.exit(main(measure, VARIANTS, ("torch", "numba")))

@@ -1,12 +1,12 @@
-"""The original FlexGen. Variants: cpu, cpu-4bit, disk, disk-4bit (see cpu.py), published.
+"""The original FlexGen. Variants: cpu, cpu-4bit, disk, disk-4bit (see flexgen_cpu.py), published.
 
 cpu: all in RAM. disk: KV in RAM, where it fits, and of the weights the share that the budget holds.
 -4bit: both with its own compression of weights and KV. All on a processor, where the package by
-itself hangs for ever, its copy threads dead; settings (--settings JSON): those of cpu.SETTINGS,
-which tune.py chooses. published: on a CUDA card, under the published policy nearest to what is
-asked, of those for a 16 GB card. It computes in fp16, with weights that are all ones (`--path
-_DUMMY_`): it converts no random checkpoint, and its speed does not depend on their values. Its own
-prompt, for which it asks the network for a tokenizer, gives way to everybody's.
+itself hangs for ever, its copy threads dead; settings (--settings JSON): those of
+flexgen_cpu.SETTINGS, which tune.py chooses. published: on a CUDA card, under the published policy
+nearest to what is asked, of those for a 16 GB card. It computes in fp16, with weights that are all
+ones (`--path _DUMMY_`): it converts no random checkpoint, and its speed does not depend on their
+values. Its own prompt, for which it asks the network for a tokenizer, gives way to everybody's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from contract import Meter, RefusedError, Request, main, phases, words_of
+from contract import Meter, RefusedError, Request, phases, words_of
 
 NAMES = {
     (768, 12): "125m",
@@ -77,9 +75,9 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
             "others cpu"
         )
     if request.device == "cpu":
-        import cpu
+        from systems import flexgen_cpu
 
-        return cpu.measure(request, meter)
+        return flexgen_cpu.measure(request, meter)
     name = flexgen_name(request.config)
     policy = published_flags(
         request, sum(path.stat().st_size for path in request.weight_files) / request.itemsize
@@ -119,17 +117,6 @@ def run_published(request: Request, flags: list[str]) -> None:
 def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
     if request.device == "cuda":
         raise RefusedError("--score --device cuda: FlexGen is scored on a processor only")
-    import cpu
+    from systems import flexgen_cpu
 
-    return cpu.score(request, prompts, continuations)
-
-
-if __name__ == "__main__":
-    sys.exit(
-        main(
-            measure,
-            ("cpu", "disk", "cpu-4bit", "disk-4bit", "published"),
-            ("torch", "flexgen"),
-            score=score,
-        )
-    )
+    return flexgen_cpu.score(request, prompts, continuations)
