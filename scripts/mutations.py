@@ -389,6 +389,13 @@ MUTATIONS = (
         "tests/parity/test_lm_eval.py -k mode_follows",
     ),
     Mutation(
+        "evaluation.lines-without-a-key-are-scored",
+        "evaluation/lm_eval_errors.py",
+        "                    check_keys(file, flag)\n",
+        "                    pass\n",
+        "tests/doors/test_lm_eval.py -k without_a_key",
+    ),
+    Mutation(
         "evaluation.answers-without-logprobs",
         "evaluation/lm_eval_records.py",
         "        except (KeyError, TypeError, IndexError, AttributeError) as error:\n",

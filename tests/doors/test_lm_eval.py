@@ -188,6 +188,14 @@ def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
     )
 
 
+def test_a_line_without_a_key_that_others_have_is_refused(lm_eval: Door, tasks: Path) -> None:
+    lines = (tasks / "choice.jsonl").read_text().splitlines(keepends=True)
+    lines[6] = lines[6].replace("question", "questoin")
+    (tasks / "choice.jsonl").write_text("".join(lines))
+    out = lm_eval(f"{FLAGS} --tasks choice", 2)
+    assert "choice.jsonl:7: has no 'question', as other lines have" in out.err
+
+
 SINGLE = CHOICE.replace("task: choice", "task: single").replace('"{{choices}}"', "[' x', ' y']")
 SINGLE = SINGLE.replace("doc_to_target: answer", 'doc_to_target: "{{answer % 2}}"')
 
