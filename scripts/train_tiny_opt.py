@@ -235,13 +235,11 @@ tags: [opt, tiny, test-fixture]
 # opt-tiny
 
 A small OPT trained by `scripts/{SCRIPT}` for `flexgen_h2o`: embedded default, parity fixture and
-quality yardstick. It continues Python
-source plausibly and nothing else; do not use it for real work.
+quality yardstick. It continues Python source plausibly and nothing else; do not use it for real work.
 
 Data: the source files of Python's standard library (the Python Software Foundation licence covers the source; the
-model holds statistics of it). {RECALL_SHARE:.0%} of rows are synthetic: recall (`let qf = 37` lines, a
-stretch of code, then `ask qf = 37` in another order).
-One file in 40 is held out by a hash of its name.
+model holds statistics of it), {RECALL_SHARE:.0%} of rows are synthetic recall rows: `let qf = 37` lines, a stretch of
+code, then `ask qf = 37` in another order. One file in 40 is held out by a hash of its name.
 
 {head}
 {facts}
