@@ -12,7 +12,7 @@ import importlib
 import io
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -165,8 +165,10 @@ def _checked_lines(flag: str) -> tuple[Any, str, object]:
     inner = datasets.load_dataset
 
     def load(path: str, *args: Any, data_files: Any = None, **more: Any) -> Any:
-        of_splits = data_files.values() if isinstance(data_files, dict) else [data_files or ()]
-        for some in of_splits if path == "json" else ():
+        of_splits: Iterable[Any] = [data_files or ()] if path == "json" else []
+        if path == "json" and isinstance(data_files, dict):
+            of_splits = data_files.values()
+        for some in of_splits:
             for file in map(Path, [some] if isinstance(some, str) else some):
                 if file.suffix == ".jsonl" and file.is_file():
                     check_keys(file, flag)
