@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
     from flexgen_h2o.core.settings import SamplingParams
     from flexgen_h2o.engine.conversation import Conversation
-    from flexgen_h2o.evaluation.conversation import Exchange, Turn
+    from flexgen_h2o.evaluation.conversation import Turn
     from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
 
@@ -224,7 +224,7 @@ class Chat:
         self._params = llm.model.for_chat(params) if self._chat else params
         self._reader = Reader()
         self._turns: list[Turn] = []
-        self._exchanges: list[Exchange] = []
+        self._answered: list[Turn] = []
         self._left = 0  # tokens that the next turn and its answer have room for
         self._is_over = self._is_reset = self._answers = self._stops = False
         self._refused = 0
@@ -239,7 +239,7 @@ class Chat:
         with interrupts.asking_first(self._is_taken):
             while not self._is_over:
                 self._turns = []
-                self._exchanges = []
+                self._answered = []
                 self._is_reset = False
                 self._left = self._most_first + 1
                 first = self._next_turn()
@@ -310,7 +310,7 @@ class Chat:
             self._refuse(error)
             return
         self._now = talk = self._talk(first, ENDLESS)
-        self._exchanges = self._shown.exchanges
+        self._answered = self._shown.turns
         self._shown.begin(self._turns[0])
         self._llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
         if not (self._is_over or self._is_reset):
@@ -356,7 +356,7 @@ class Chat:
         from flexgen_h2o.evaluation.conversation import Turn, encoded_turn
 
         args = self._args
-        turns = [*self._turns, Turn(line, "", {})]
+        turns = [*self._turns, Turn(line)]
         turn = encoded_turn(turns, self._llm.model, args.turn_format, self._chat, args.system)
         if len(turn) >= self._left:  # a token of the answer needs room too
             raise UsageError(self._no_room(len(turn)))
@@ -418,7 +418,7 @@ class Chat:
                 self._say("[begun anew]")
 
     def _save(self, name: str) -> None:
-        if not name or not self._exchanges:
+        if not name or not self._answered:
             raise UsageError(
                 "/save: " + ("nothing was said yet" if name else "name a file: /save FILE")
             )
@@ -430,7 +430,7 @@ class Chat:
         except UsageError as error:
             raise UsageError(str(error).replace("--save", "/save", 1)) from error
         llm = self._llm
-        turns = [one.figures(llm.model, self._params) for one in self._exchanges]
+        turns = [one.figures(llm.model, self._params) for one in self._answered]
         facts = {"model": llm.model.name, "dtype": llm.dtype, "eviction": llm.eviction.to_json()}
         content: object = {**facts, "system": self._args.system, "turns": turns}
         if asked.save.suffix == ".txt":
@@ -448,12 +448,12 @@ class Chat:
 
     def _memory(self) -> str:
         llm = self._llm
-        tokens = sum(one.tokens + len(one.answer) for one in self._exchanges)
-        now = self._exchanges[-1] if self._exchanges else None
+        tokens = sum(one.tokens + len(one.answer) for one in self._answered)
+        now = self._answered[-1] if self._answered else None
         held = f"{now.columns:.4g} KV entries, {format_bytes(now.kv_bytes)}" if now else "nothing"
         tiers = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in llm.peak_bytes.items())
         return (
-            f"{self._title()}\nturns: {len(self._exchanges)}, of {tokens} tokens; KV cache: "
+            f"{self._title()}\nturns: {len(self._answered)}, of {tokens} tokens; KV cache: "
             f"{held}, of "
             f"{format_bytes(tokens * llm.model.spec.kv_bytes_per_token(DTYPE_BYTES[llm.dtype]))} "
             "for all tokens "
@@ -472,7 +472,7 @@ class Chat:
             f"{title(Case(eviction.name, eviction), compression_flags(policy))}"
         )
 
-    def _show_figures(self, now: Exchange) -> None:
+    def _show_figures(self, now: Turn) -> None:
         """Print the figures of an answer that is over."""
         _write("\n")
         speed = (

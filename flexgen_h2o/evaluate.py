@@ -30,8 +30,9 @@ from flexgen_h2o.evaluation.rows import (
     add_rolling_flag,
     add_row_flags,
     check_rows,
+    check_sizes,
     refuse_sparse,
-    sizes_of_window,
+    window_sizes,
 )
 from flexgen_h2o.flags import (
     HIDDEN,
@@ -241,8 +242,8 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
     add("--data-root", dest="turns", type=lambda folder: Path(folder) / MT_BENCH, **HIDDEN)
     for flag in ("--enable_h2o_generation", "--enable_streaming_with_H2O"):
         add(flag, dest="policies", action="store_const", const=("h2o",), **HIDDEN)
-    add("--num-heavy-hitter-tokens", dest="heavy_of_window", type=int, **HIDDEN)
-    add("--num-window-length", dest="window", type=positive, **HIDDEN)
+    add("--num-heavy-hitter-tokens", dest="heavy_of_window", type=int, nargs=1, **HIDDEN)
+    add("--num-window-length", dest="window_size", type=positive, nargs=1, **HIDDEN)
     add("--start-size", dest="sinks", type=count, **HIDDEN)
 
 
@@ -346,35 +347,12 @@ def _check_streaming(args: argparse.Namespace) -> None:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, int]:
-    """Return the numbers of heavy and of recent KV entries.
-
-    llama-recipes gives the heavy ones of a window that has all; -1 means half of it.
-    """
-    if set(args.policies) == {"full"}:
-        for name in ("hh_size", "recent_size", "positions"):
-            if getattr(args, name) not in (None, "original"):
-                raise UsageError(
-                    f"{flag_of(name)}: has no effect on the full cache; name another policy in "
-                    "--policies too"
-                )
-    window = vars(args).get("window")
-    heavy = vars(args).get("heavy_of_window")
-    sizes = ("hh_size", "recent_size", "window", "heavy_of_window")
-    sized = [name for name in sizes if vars(args).get(name) is not None]
-    if sized and all(policy == "full" or says_budget(policy) for policy in args.policies):
-        flag = args.given.get(sized[0], flag_of(sized[0]))
-        raise UsageError(
-            f"{flag}: each of --policies has a budget of its own; leave one of them out"
-        )
-    if window is None and heavy is None:
-        return SIZE if args.hh_size is None else args.hh_size, args.recent_size or SIZE
-    if args.hh_size is not None or args.recent_size is not None:
-        given = "--hh-size" if args.hh_size is not None else "--recent-size"
-        raise UsageError(
-            f"{given}: is also set by --num_window_length and --num_heavy_hitter_tokens; give one "
-            "of them"
-        )
-    return sizes_of_window(window or 2 * SIZE, SIZE if heavy is None else heavy)
+    """Return the numbers of heavy and of recent KV entries."""
+    check_sizes(args, args.policies)
+    windows = window_sizes(args, SIZE)
+    if windows:
+        return windows[0]
+    return SIZE if args.hh_size is None else args.hh_size, args.recent_size or SIZE
 
 
 if __name__ == "__main__":

@@ -604,6 +604,13 @@ MUTATIONS = (
         "tests/doors/test_refusals.py tests/doors/test_flags.py",
     ),
     Mutation(
+        "doors.damaged-sidecar-is-a-traceback",
+        "jobs/sidecar.py",
+        "    except (ValueError, KeyError, TypeError, RecursionError) as error:\n",
+        "    except KeyError as error:\n",
+        "tests/doors/test_fuzz.py tests/doors/test_job_files.py",
+    ),
+    Mutation(
         "doors.range-not-checked",
         "core/units.py",
         "    if whole < low or (high is not None and whole > high):\n",
@@ -667,6 +674,27 @@ MUTATIONS = (
         "        low, high = np.percentile(resampled, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])\n",
         "        low, high = np.percentile(resampled, [40, 60])\n",
         "tests/unit/evaluation/test_figures.py",
+    ),
+    Mutation(
+        "evaluation.lm-eval-scores-without-eviction",
+        "evaluation/lm_eval_model.py",
+        "            not self.llm.eviction.needs.record\n            and not policy",
+        "            not policy",
+        "tests/parity/test_lm_eval.py -k mode_follows",
+    ),
+    Mutation(
+        "evaluation.lines-without-a-key-are-scored",
+        "evaluation/lm_eval_errors.py",
+        "                    check_keys(file, flag)\n",
+        "                    pass\n",
+        "tests/doors/test_lm_eval.py -k without_a_key",
+    ),
+    Mutation(
+        "evaluation.answers-without-logprobs",
+        "evaluation/lm_eval_records.py",
+        "        except (KeyError, TypeError, IndexError, AttributeError) as error:\n",
+        "        except (TypeError, IndexError, AttributeError) as error:\n",
+        "tests/doors/test_lm_eval.py -k other_tools",
     ),
     Mutation(
         "evaluation.bits-instead-of-nats",

@@ -1,6 +1,6 @@
 """The face that every system shows the sweep: one command line, one JSON object, exit codes.
 
-    <venv python> bench/baselines/<peer>/run.py --variant V --model-dir DIR --prompt-len S --gen-len N --rows B
+    <venv python> bench/baselines/run.py SYSTEM --variant V --model-dir DIR --prompt-len S --gen-len N --rows B
 
 On a card (--device cuda) nothing may take more of it than --device-mem and CARD_SLACK: torch's
 allocator is held to it.
@@ -400,6 +400,16 @@ def _parse(variants: Sequence[str]) -> Request:
                 f"--{name.replace('_', '-')} {args[name]}: is a number of bytes, at least 1"
             )
     return Request(**args)
+
+
+def words_of(**flags: object) -> list[str]:
+    """Words of a command line: `--name value` of each, a switch for True, nothing for None."""
+    words = []
+    for name, value in flags.items():
+        if value is not None:
+            words.append("--" + name.replace("_", "-"))
+            words += [] if value is True else [str(value)]
+    return words
 
 
 def _settings_flag(text: str) -> dict[str, int]:

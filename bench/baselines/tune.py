@@ -1,7 +1,7 @@
-"""Which settings of a system are fastest here: its run.py with one setting changed at a time, the
+"""Which settings of a system are fastest here: run.py with one setting changed at a time, the
 best kept.
 
-    <python of the system> bench/baselines/tune.py SYSTEM --output FILE [flags of its run.py: --model-dir, --rows, ...]
+    <python of the system> bench/baselines/tune.py SYSTEM --output FILE [flags of run.py: --model-dir, --rows, ...]
 
 Prints a Markdown table and writes the best settings to FILE, which the sweep hands to run.py.
 Imports the standard library only, because the environment of the other system runs it.
@@ -42,17 +42,6 @@ class Tuning:
 
 
 TUNINGS = {
-    "deepspeed": Tuning(
-        knobs={
-            "buffers": (5, 3, 8),
-            "prefetch_matrices": (2, 1, 4),
-            "aio_threads": (2, 1, 4),
-            "block_mib": (8, 1, 4),
-            "queue_depth": (8, 32),
-        },
-        rate="decode_tokens_per_s",
-        flags=("--variant", "nvme"),
-    ),
     "flexgen": Tuning(
         knobs={
             "micro_batches": (1, 2, 4),
@@ -85,15 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output.is_dir() or not args.output.absolute().parent.is_dir():  # before the measuring
         parser.error(f"--output {args.output}: name a file in a folder that exists")
     tuning = TUNINGS[args.system]
-    run = BASELINES / args.system / "run.py"
     heads = [*tuning.knobs, *COLUMNS]
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     best = {name: values[0] for name, values in tuning.knobs.items()}
-    best_rate = _measure(run, tuning, flags, best)
+    best_rate = _measure(args.system, flags, best)
     for knob, values in tuning.knobs.items():
         for value in values[1:]:
             tried = best | {knob: value}
-            rate = _measure(run, tuning, flags, tried)
+            rate = _measure(args.system, flags, tried)
             if rate > GAIN * best_rate:
                 best = tried
                 best_rate = rate
@@ -103,9 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(run: Path, tuning: Tuning, flags: Sequence[str], settings: dict[str, int]) -> float:
+def _measure(system: str, flags: Sequence[str], settings: dict[str, int]) -> float:
     """Run once and print a line of the table. Returns the rate, 0 where the run failed."""
-    command = [sys.executable, str(run), *tuning.flags, *flags, "--settings", json.dumps(settings)]
+    tuning = TUNINGS[system]
+    command = [sys.executable, str(BASELINES / "run.py"), system, *tuning.flags, *flags]
+    command += ["--settings", json.dumps(settings)]
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}  # as the sweep runs it
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:

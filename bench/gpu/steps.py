@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.baselines.contract import DTYPES
+from bench.baselines.contract import DTYPES, words_of
 from bench.sweep.grid import CARD_ROWS, GRIDS, LLAMA_1B, Cell, systems_of
 
 PARITY_S = 200.0
@@ -187,20 +187,14 @@ def _placed(setting: Setting) -> list[Step]:
 def _weights(setting: Setting) -> Step:
     """Of the models of the call, random ones: no run is then cut short by writing them."""
     output = setting.results / "runs" / "weights.json"
-    command = (
-        sys.executable,
-        "-m",
-        "bench.gpu.weights",
-        setting.model,
-        LLAMA_1B,
-        "--dtype",
-        setting.dtype,
-        "--offload-dir",
-        str(setting.offload_dir),
-        "--output",
-        str(output),
-    )
+    flags = words_of(dtype=setting.dtype, offload_dir=setting.offload_dir, output=output)
+    command = _module("bench.gpu.weights", setting.model, LLAMA_1B, *flags)
     return Step("weights", "figures", command, WRITTEN_S, output)
+
+
+def _module(name: str, *words: str) -> tuple[str, ...]:
+    """The command that runs a module."""
+    return (sys.executable, "-m", name, *words)
 
 
 def _parity(setting: Setting) -> Iterator[Step]:
@@ -218,19 +212,9 @@ def _parity(setting: Setting) -> Iterator[Step]:
         ),
     ):
         found = setting.results / f"{name}.xml"
-        command = (
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--rootdir",
-            str(common.ROOT),
-            "-m",
-            marked,
-            *(str(common.ROOT / path) for path in tests),
-            f"--junitxml={found}",
-            *_processes(setting),
-        )
+        paths = (str(common.ROOT / path) for path in tests)
+        how = ("-q", "--rootdir", str(common.ROOT), "-m", marked, f"--junitxml={found}")
+        command = _module("pytest", *how, *paths, *_processes(setting))
         environment = {"FLEXGEN_GPU_TEST_DEVICE": setting.device}
         yield Step(name, "tests", command, limit, found, environment)
 
@@ -244,54 +228,27 @@ def _processes(setting: Setting) -> tuple[str, ...]:
 
 def _figures(setting: Setting, name: str, module: str, *flags: str) -> Step:
     output = setting.results / "runs" / f"{name}.json"
-    command = (
-        sys.executable,
-        "-m",
-        module,
-        "--device",
-        setting.device,
-        "--quiet-wait",
-        "0",
-        "--output",
-        str(output),
-        *flags,
-    )
-    return Step(name, "figures", command, SHORT_S, output)
+    usual = words_of(device=setting.device, quiet_wait=0, output=output)
+    return Step(name, "figures", _module(module, *usual, *flags), SHORT_S, output)
 
 
 def _launches(setting: Setting) -> Iterator[Step]:
     """Of two families. The LLaMA shape is small: launches do not depend on the width."""
     for name, own in _LAUNCHES.items():
-        yield _figures(
-            setting,
-            name,
-            "bench.gpu.launches",
-            "--model",
-            setting.model,
-            "--prompt-len",
-            str(setting.prompt_len),
-            "--offload-dir",
-            str(setting.offload_dir),
-            "--dtype",
-            setting.dtype,
-            *own.split(),
+        flags = words_of(
+            model=setting.model,
+            prompt_len=setting.prompt_len,
+            offload_dir=setting.offload_dir,
+            dtype=setting.dtype,
         )
+        yield _figures(setting, name, "bench.gpu.launches", *flags, *own.split())
 
 
 def _profile(setting: Setting) -> Step:
     """Of this machine, where predictions of the placements come from."""
     output = setting.results / "runs" / "profile.json"
-    command = (
-        sys.executable,
-        "-m",
-        "flexgen_h2o.hardware",
-        "--device",
-        setting.device,
-        "--offload-dir",
-        str(setting.offload_dir),
-        "--output",
-        str(output),
-    )
+    flags = words_of(device=setting.device, offload_dir=setting.offload_dir, output=output)
+    command = _module("flexgen_h2o.hardware", *flags)
     return Step("profile", "figures", command, MEASURED_S, output)
 
 
@@ -313,31 +270,18 @@ def _placements(setting: Setting, flags: dict[str, str]) -> Iterator[Step]:
 
 def _placement(setting: Setting, name: str, flags: str, model: str, limit: float) -> Step:
     output = setting.results / "runs" / f"{name}.json"
-    command = (
-        sys.executable,
-        "-m",
-        "bench.gpu.watch_flex_opt",
-        str(output),
-        "--model",
-        model,
-        "--path",
-        "_DUMMY_",
-        "--dtype",
-        setting.dtype,
-        "--device",
-        setting.device,
-        "--device-mem",
-        setting.device_mem,
-        "--host-mem",
-        setting.host_mem,
-        "--prompt-len",
-        str(setting.prompt_len),
-        "--gen-len",
-        str(setting.gen_len),
-        "--offload-dir",
-        str(setting.offload_dir),
-        *flags.split(),
+    usual = words_of(
+        model=model,
+        path="_DUMMY_",
+        dtype=setting.dtype,
+        device=setting.device,
+        device_mem=setting.device_mem,
+        host_mem=setting.host_mem,
+        prompt_len=setting.prompt_len,
+        gen_len=setting.gen_len,
+        offload_dir=setting.offload_dir,
     )
+    command = _module("bench.gpu.watch_flex_opt", str(output), *usual, *flags.split())
     return Step(name, "placement", command, limit, output)
 
 
@@ -366,30 +310,16 @@ def _cell(setting: Setting, cell: Cell, how: Sequence[str], systems: Iterable[st
     first, last = cell.rows
     values = (cell.model, cell.prompt_len, cell.gen_len, cell.budget, first, last)
     name = f"{TABLE} {cell.model.split('-')[-1]} {cell.prompt_len}+{cell.gen_len}"
-    command = (
-        sys.executable,
-        "-m",
-        "bench.sweep",
-        "--cell",
-        ",".join(map(str, values)),
-        "--device",
-        setting.device,
-        "--device-mem",
-        setting.device_mem,
-        "--dtype",
-        _SHORT[setting.dtype],
-        "--offload-dir",
-        str(setting.offload_dir),
-        "--results",
-        str(setting.results),
-        "--name",
-        TABLE,
-        "--limit",
-        f"{setting.measurement_limit:.0f}",
-        "--quiet-wait",
-        "0",
-        *how,
-        "--systems",
-        *systems,
+    flags = words_of(
+        cell=",".join(map(str, values)),
+        device=setting.device,
+        device_mem=setting.device_mem,
+        dtype=_SHORT[setting.dtype],
+        offload_dir=setting.offload_dir,
+        results=setting.results,
+        name=TABLE,
+        limit=f"{setting.measurement_limit:.0f}",
+        quiet_wait=0,
     )
+    command = _module("bench.sweep", *flags, *how, "--systems", *systems)
     return Step(name, "sweep", command, setting.cell_limit, setting.results / f"{TABLE}.jsonl")

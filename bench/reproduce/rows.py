@@ -420,7 +420,7 @@ ROWS = (
     Row(
         "peers",
         "FlexGen, Table 2; H2O, section 5.2 (other systems)",
-        "tokens/s of Accelerate, DeepSpeed, Hugging Face and ours, each at its best batch",
+        "tokens/s of Accelerate, Hugging Face and ours, each at its best batch",
         "python -m bench.sweep --cell facebook/opt-125m,16,4,none,2,2 --systems ours-full "
         "ours-h2o:0.1 --repeats 1 "
         "--quiet-wait 0 --results $WORK/sweep",
@@ -430,7 +430,7 @@ ROWS = (
         measured="[papers](../../docs/lab/papers.md#peers), [Results](../../docs/results.md)",
         real="for round in 1 2 3; do for system in hf:sdpa ours:full ours:h2o:0.1; do\n"
         'name="$WORK/peers-${system/:/-}-$round.json"; [ -s "$name" ] || python '
-        "bench/baselines/${system%%:*}/run.py "
+        "bench/baselines/run.py ${system%%:*} "
         '--variant ${system#*:} --model-dir "$MODEL" --prompt-len 512 --gen-len 64 --rows 16 '
         "--offload-dir "
         '"$WORK/offload" > "$name" || exit\ndone; done',

@@ -328,7 +328,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--peers",
         type=Path,
         default=Path(peers),
-        help="environments of the peers (as their setup.sh; FLEXGEN_PEERS)",
+        help="environments of the peers (as setup.sh makes them; FLEXGEN_PEERS)",
     )
     add(
         "--machine",

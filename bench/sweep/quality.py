@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from bench import common
+from bench.baselines.contract import words_of
 from bench.sweep.grid import Cell, System
 from bench.sweep.runner import BASELINES, Setup, command_of, environment_of, reason_of
 from flexgen_h2o import LLM, Policy
@@ -33,6 +34,7 @@ from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.models.load import find_model
 
+sys.path.append(str(BASELINES))  # where run_ours.py finds contract.py
 FILE = "quality.jsonl"
 MODEL = "opt-tiny"
 PROMPTS = 96
@@ -77,42 +79,24 @@ def of_cell(cell: Cell, variant: str, model: str | None = None) -> Line:
 def flags_of(variant: str) -> tuple[list[str], str]:
     """Of `evaluate fidelity` for a variant of ours, and the name of its policy in what that
     finds."""
-    _, _, *flags = runpy.run_path(str(BASELINES / "ours" / "run.py"))["variant_flags"](variant)
+    ours = runpy.run_path(str(BASELINES / "systems" / "run_ours.py"))
+    _, _, *flags = ours["variant_flags"](variant)
     shares = {"--hh-ratio": "prompt", "--kv-budget": "sequence", "--kv-bytes": "bytes"}
     if (
         not flags or flags[0] not in shares
     ):  # beside the full cache a policy is compared: it has one to name
-        return [
-            *flags,
-            "--policies",
-            "h2o",
-            "--budgets",
-            "0.2",
-            "--budgets-of",
-            "sequence",
-        ], Full.name
+        full = words_of(policies="h2o", budgets=0.2, budgets_of="sequence")
+        return [*flags, *full], Full.name
     flag, share, *rest = flags
     policy = "h2o"
     number = float(share) * (2 if flag == "--hh-ratio" else 1)
     if flag == "--kv-bytes":
         mix = table_for().mix_of(number)
         policy = mix.eviction
-        rest += [
-            "--compress-cache",
-            "--cache-bits",
-            str(mix.cache_bits),
-            "--cache-window",
-            str(mix.cache_window),
-        ]
-    return [
-        *rest,
-        "--policies",
-        policy,
-        "--budgets",
-        str(number),
-        "--budgets-of",
-        shares[flag],
-    ], policy
+        rest += words_of(
+            compress_cache=True, cache_bits=mix.cache_bits, cache_window=mix.cache_window
+        )
+    return [*rest, *words_of(policies=policy, budgets=number, budgets_of=shares[flag])], policy
 
 
 def measure(folder: Path, cell: Cell, systems: Sequence[System], model: str, setup: Setup) -> None:
@@ -158,28 +142,17 @@ def _measure_ours(
             ):  # what --kv-bytes chooses may have changed
                 missing.setdefault(tuple(flags), []).append((system.variant, policy))
     for some, variants in missing.items():
-        command = [
-            "-m",
-            "flexgen_h2o.evaluate",
-            "fidelity",
-            "--model",
-            model,
-            "--dtype",
-            "bfloat16",
-            "--prompt-len",
-            str(cell.prompt_len),
-            "--gen-len",
-            str(cell.gen_len),
-            "--num-prompts",
-            str(PROMPTS),
-            "--recall-prompts",
-            "0",
-            "--gpu-batch-size",
-            str(ROWS),
-            "--device",
-            "cpu",
-            *some,
-        ]
+        fixed = words_of(
+            model=model,
+            dtype="bfloat16",
+            prompt_len=cell.prompt_len,
+            gen_len=cell.gen_len,
+            num_prompts=PROMPTS,
+            recall_prompts=0,
+            gpu_batch_size=ROWS,
+            device="cpu",
+        )
+        command = ["-m", "flexgen_h2o.evaluate", "fidelity", *fixed, *some]
         cells = _cells(command, offload_dir)
         if isinstance(cells, str):
             print(f"quality of {variants[0][0]} in {cell.name}: not measured, {cells}", flush=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.baselines.contract import OUTSIDE_GROUP, drop_page_cache, read_settings
+from bench.baselines.contract import OUTSIDE_GROUP, drop_page_cache, read_settings, words_of
 from bench.sweep.grid import Cell, System, tuned_settings
 from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
 from flexgen_h2o.core.errors import UsageError
@@ -67,16 +67,6 @@ class Setup:
     def python(self, system: System) -> Path:
         return Path(sys.executable) if system.ours else self.peers / system.peer / "bin" / "python"
 
-    def device_flags(self, system: System) -> list[str]:
-        if self.device == "cpu" and not system.ours:
-            return []
-        size = [] if self.device_mem is None else ["--device-mem", str(self.device_mem)]
-        return ["--device", self.device, *size]
-
-    def ram(self, budget: int | None) -> int | None:
-        """The budget of RAM, with the device tier's bytes where these are RAM too."""
-        return ram_of(budget, self.device, self.device_mem)
-
     def settings(self, peer: str) -> dict[str, Any] | None:
         """What tune.py wrote on this machine, else what it found on such a CPU; None where it was
         run on neither. What is best on a CPU says nothing of a card, where defaults stay.
@@ -96,7 +86,7 @@ class Setup:
         marker = self.peers / system.peer / "installed.txt"
         if system.ours or (marker.exists() and os.access(self.python(system), os.X_OK)):
             return None
-        return f"not installed; run bash bench/baselines/{system.peer}/setup.sh"
+        return f"not installed; run bash bench/baselines/setup.sh {system.peer}"
 
 
 def ram_of(budget: int | None, device: str, device_mem: int | None) -> int | None:
@@ -115,7 +105,7 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     # group.
     for path in (*weights, *(path for path in setup.offload_dir.glob("*") if path.is_file())):
         drop_page_cache(path)
-    ram = setup.ram(budget)
+    ram = ram_of(budget, setup.device, setup.device_mem)
     limit = ram + BESIDE_BUDGET if setup.cgroup and ram else None
     if limit is not None and not system.ours:
         load_libraries(setup.python(system))
@@ -168,13 +158,8 @@ def measure_profile(setup: Setup) -> None:
     """Measure the profile of this hour, by which our planner chooses and predicts. UsageError where
     that fails."""
     common.wait_for_quiet(setup.quiet_wait)
-    command = [
-        sys.executable,
-        "-m",
-        "flexgen_h2o.hardware",
-        "--offload-dir",
-        str(setup.offload_dir),
-    ]
+    where = words_of(offload_dir=setup.offload_dir)
+    command = [sys.executable, "-m", "flexgen_h2o.hardware", *where]
     code, _, said = common.run_limited(command, common.environment(), setup.limit_s)
     if code != 0:
         why = (
@@ -231,37 +216,27 @@ def can_limit() -> bool:
 def command_of(
     setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int, budget: int | None
 ) -> list[str]:
-    command = [
-        str(setup.python(system)),
-        str(BASELINES / system.peer / "run.py"),
-        "--variant",
-        system.variant,
-        "--model-dir",
-        str(model_dir),
-        "--prompt-len",
-        str(cell.prompt_len),
-        "--gen-len",
-        str(cell.gen_len),
-        "--rows",
-        str(rows),
-        "--dtype",
-        system.dtype or setup.dtype,
-        "--offload-dir",
-        str(setup.offload_dir),
-        "--threads",
-        str(setup.threads),
-        "--json",
-        *setup.device_flags(system),
-    ]
-    if settings := setup.settings(system.peer):
-        command += ["--settings", json.dumps(settings)]
-    share = budget if system.ours else setup.ram(budget)
-    if share is None:
-        return command
-    command += ["--budget", str(share)]
-    if setup.cgroup and not system.ours:
-        command += ["--room", str(share + OVER_BUDGET)]
-    return command
+    share = budget if system.ours else ram_of(budget, setup.device, setup.device_mem)
+    is_held = setup.cgroup and not system.ours
+    on_device = setup.device != "cpu" or system.ours
+    settings = setup.settings(system.peer)
+    flags = words_of(
+        variant=system.variant,
+        model_dir=model_dir,
+        prompt_len=cell.prompt_len,
+        gen_len=cell.gen_len,
+        rows=rows,
+        dtype=system.dtype or setup.dtype,
+        offload_dir=setup.offload_dir,
+        threads=setup.threads,
+        json=True,
+        device=setup.device if on_device else None,
+        device_mem=setup.device_mem if on_device else None,
+        settings=json.dumps(settings) if settings else None,
+        budget=share,
+        room=share + OVER_BUDGET if is_held and share is not None else None,
+    )
+    return [str(setup.python(system)), str(BASELINES / "run.py"), system.peer, *flags]
 
 
 def environment_of(setup: Setup, system: System) -> tuple[dict[str, str], str]:

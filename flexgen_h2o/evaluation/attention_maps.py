@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flexgen_h2o.cli_common import say, write_results
 from flexgen_h2o.core.config import Policy
@@ -250,20 +251,13 @@ def _ranks(values: Array) -> Array:
     return np.asarray(middles, dtype=np.float64)[at]
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The distinct tokens of all prompts, ordered by id; made by `co_occurrence`."""
+def co_occurrence(
+    prompts: Sequence[Sequence[int]], window: int
+) -> tuple[NDArray[np.int64], dict[str, Array]]:
+    """Return the distinct tokens of prompts, ordered by id, and how often they occur together.
 
-    ids: np.ndarray[Any, np.dtype[np.int64]]  # (types,)
-    occurrences: Array  # (types,): how often the token occurs
-    # (types,): distinct other tokens within the window of one of its places.
-    neighbours: Array
-
-
-def co_occurrence(prompts: Sequence[Sequence[int]], window: int) -> Tokens:
-    """Return how often tokens occur in prompts, and with how many neighbours.
-
-    window: largest distance of neighbours, in positions.
+    "occurrences": how often each occurs. "neighbours": its distinct other tokens within `window`
+    positions of one of its places.
     """
     ids, counts = np.unique(np.concatenate([np.asarray(p) for p in prompts]), return_counts=True)
     pairs: set[int] = set()
@@ -274,7 +268,8 @@ def co_occurrence(prompts: Sequence[Sequence[int]], window: int) -> Tokens:
             b = places[away:]
             pairs.update((a * len(ids) + b)[a != b].tolist(), (b * len(ids) + a)[a != b].tolist())
     firsts = np.fromiter(pairs, dtype=np.int64, count=len(pairs)) // max(1, len(ids))
-    return Tokens(ids, counts.astype(float), np.bincount(firsts, minlength=len(ids)).astype(float))
+    neighbours = np.bincount(firsts, minlength=len(ids)).astype(float)
+    return ids, {"occurrences": counts.astype(float), "neighbours": neighbours}
 
 
 def summarise(
@@ -340,24 +335,23 @@ def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int)
     frequent tokens nor early places score higher for that alone.
     """
     prompts = [row.prompt for row in rows]
-    known = co_occurrence(prompts, window)
-    places = np.searchsorted(known.ids, np.array(prompts)).ravel()
+    ids, known = co_occurrence(prompts, window)
+    places = np.searchsorted(ids, np.array(prompts)).ravel()
     length = maps.scores.shape[2]
     blocks = maps.scores.shape[1]
     queries = np.arange(length, 0, -1)
 
     def by_token(values: Array) -> Array:
-        return np.bincount(places, weights=values.ravel(), minlength=len(known.ids)).astype(
-            np.float64
-        )
+        sums = np.bincount(places, weights=values.ravel(), minlength=len(ids))
+        return sums.astype(np.float64)
 
     def correlations(scores: Array) -> Figures:
         total = by_token(scores)
-        even = by_token(scores / queries) / known.occurrences
+        even = by_token(scores / queries) / known["occurrences"]
         return {
             f"{name} of {what}": spearman(values, of)
             for what, values in (("score", total), ("per_query", even))
-            for name, of in (("occurrences", known.occurrences), ("neighbours", known.neighbours))
+            for name, of in known.items()
         }
 
     scores = maps.scores.sum(axis=1)
@@ -365,23 +359,21 @@ def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int)
     tokenizer = llm.model.tokenizer
     top = np.argsort(-total, kind="stable")[:HIGHEST]
     return {
-        "distinct": len(known.ids),
+        "distinct": len(ids),
         "spearman": correlations(scores),
         "spearman_by_block": [correlations(maps.scores[:, block]) for block in range(blocks)],
         "highest": [
             {
-                "id": int(known.ids[i]),
-                "text": None if tokenizer is None else tokenizer.decode([int(known.ids[i])]),
+                "id": int(ids[i]),
+                "text": None if tokenizer is None else tokenizer.decode([int(ids[i])]),
                 "share": float(total[i] / total.sum()),
-                "occurrences": int(known.occurrences[i]),
-                "neighbours": int(known.neighbours[i]),
+                **{name: int(of[i]) for name, of in known.items()},
             }
             for i in top
         ],
         "points": {
             "score": (total / total.sum()).tolist(),
-            "occurrences": known.occurrences.tolist(),
-            "neighbours": known.neighbours.tolist(),
+            **{name: of.tolist() for name, of in known.items()},
         },
     }
 
@@ -438,7 +430,7 @@ def removals(shares: Sequence[float], sinks: int, seed: int) -> list[Case]:
     random entries.
     """
     return [
-        Case(label, Without(share, kind, first, seed), 1 - share)
+        Case(label, Without(share, kind, first, seed), 1 - share, size=f"at {1 - share:.0%}")
         for share in shares
         for label, kind, first in (
             ("heavy hitters", HEAVY, 0),

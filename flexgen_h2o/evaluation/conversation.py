@@ -44,13 +44,49 @@ TURNS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turn:
-    """One message to the model."""
+    """One message to the model, and the answer to it, which `Shown` fills in."""
 
     content: object  # a text, or a list of token ids
-    place: str  # file and line of the turn, for errors
-    labels: dict[str, Any]  # `question_id` and `category` of the file's line
+    place: str = ""  # file and line of the turn, for errors
+    # `question_id` and `category` of the file's line.
+    labels: dict[str, Any] = field(default_factory=dict)
+    # Number of tokens of the turn.
+    tokens: int = 0
+    # Surprise of each token of the turn, in nats; empty for the first turn, which is the prompt.
+    nats: list[float] = field(default_factory=list)
+    # Token ids of the answer.
+    answer: list[int] = field(default_factory=list)
+    # The last token ids before the answer, at most CONTEXT.
+    before: list[int] = field(default_factory=list)
+    # Finish reason of the answer; None if the conversation broke off.
+    reason: str | None = None
+    # Seconds from the turn's beginning to the end of the answer.
+    seconds: float = 0.0
+    # KV entries held at the end of the answer, a mean over the transformer blocks, and their bytes
+    # in all blocks.
+    columns: float = 0.0
+    kv_bytes: int = 0
+
+    def figures(self, model: Model, params: SamplingParams) -> dict[str, Any]:
+        """Return the figures of the turn for the JSON. params: those of the answer."""
+        if marks_of(model.tokenizer) is None:
+            whole = stop_criteria(model, params).text(self.answer, self.before)
+        else:
+            whole, _ = ChatText(model.tokenizer, params, self.before).more(self.answer, True)
+        return {
+            **self.labels,
+            "prompt": self.content,
+            "tokens": self.tokens,
+            "nll": fmean(self.nats) if self.nats else None,
+            "text": whole,
+            "token_ids": self.answer,
+            "finish_reason": self.reason,
+            "seconds": self.seconds,
+            "kv_columns": self.columns,
+            "kv_bytes": self.kv_bytes,
+        }
 
 
 def read_turns(path: Path | None) -> list[Turn]:
@@ -63,7 +99,7 @@ def read_turns(path: Path | None) -> list[Turn]:
     Raise UsageError naming `--turns FILE:LINE`.
     """
     if path is None:
-        return [Turn(text, "--turns", {}) for text in TURNS]
+        return [Turn(text, "--turns") for text in TURNS]
     if path.suffix.lower() not in (".txt", ".jsonl"):
         raise UsageError(
             f"--turns {path}: the file name must end in .txt (one turn per line) or .jsonl"
@@ -72,7 +108,7 @@ def read_turns(path: Path | None) -> list[Turn]:
     turns = []
     for place, line in lines_of(path, "--turns"):
         with at_line(place):
-            turns += [Turn(line, place, {})] if is_text else _turns_of_json(line, place)
+            turns += [Turn(line, place)] if is_text else _turns_of_json(line, place)
     if not turns:
         raise UsageError(f"--turns {path}: no turn in it, only blank lines or nothing")
     return turns
@@ -137,54 +173,12 @@ def encoded_turn(
     return make_prompt(0, turns[-1].content, given, model.spec.vocab_size).prompt_ids
 
 
-@dataclass
-class Exchange:
-    """One turn and the answer to it; made and filled by `Shown`."""
-
-    turn: Turn
-    # Number of tokens of the turn.
-    tokens: int = 0
-    # Surprise of each token of the turn, in nats; empty for the first turn, which is the prompt.
-    nats: list[float] = field(default_factory=list)
-    # Token ids of the answer.
-    answer: list[int] = field(default_factory=list)
-    # The last token ids before the answer, at most CONTEXT.
-    before: list[int] = field(default_factory=list)
-    # Finish reason of the answer; None if the conversation broke off.
-    reason: str | None = None
-    # Seconds from the turn's beginning to the end of the answer.
-    seconds: float = 0.0
-    # KV entries held at the end of the answer, a mean over the transformer blocks, and their bytes
-    # in all blocks.
-    columns: float = 0.0
-    kv_bytes: int = 0
-
-    def figures(self, model: Model, params: SamplingParams) -> dict[str, Any]:
-        """Return the figures of the exchange for the JSON. params: those of the answer."""
-        if marks_of(model.tokenizer) is None:
-            whole = stop_criteria(model, params).text(self.answer, self.before)
-        else:
-            whole, _ = ChatText(model.tokenizer, params, self.before).more(self.answer, True)
-        return {
-            **self.turn.labels,
-            "prompt": self.turn.content,
-            "tokens": self.tokens,
-            "nll": fmean(self.nats) if self.nats else None,
-            "text": whole,
-            "token_ids": self.answer,
-            "finish_reason": self.reason,
-            "seconds": self.seconds,
-            "kv_columns": self.columns,
-            "kv_bytes": self.kv_bytes,
-        }
-
-
 class Shown:
     """An audience that shows answers as they come, and records figures of each turn.
 
     The figures are tokens, nats, KV entries and seconds. first: token ids of the first turn.
     params: sampling of the answers. show: called with each piece of text. over: called with each
-    exchange as it ends.
+    turn as it ends.
     """
 
     def __init__(
@@ -193,9 +187,9 @@ class Shown:
         first: Sequence[int],
         params: SamplingParams,
         show: Callable[[str], None],
-        over: Callable[[Exchange], None],
+        over: Callable[[Turn], None],
     ) -> None:
-        self.exchanges: list[Exchange] = []
+        self.turns: list[Turn] = []
         self._llm = llm
         self._first = len(first)
         self._params = params
@@ -206,13 +200,14 @@ class Shown:
         self._text: ChatText
 
     def begin(self, turn: Turn) -> None:
-        """Begin the exchange of the next turn."""
-        self.exchanges.append(Exchange(turn, 0 if self.exchanges else self._first))
+        """Begin the next turn."""
+        tokens = 0 if self.turns else self._first
+        self.turns.append(Turn(turn.content, turn.place, turn.labels, tokens))
         self._began = time.perf_counter()
 
     def given(self, token: int, logits: torch.Tensor) -> None:
         """Record a token of a later turn. logits: (vocab,), from which it is predicted."""
-        now = self.exchanges[-1]
+        now = self.turns[-1]
         now.tokens += 1
         now.nats.append(float(surprise(logits[None], torch.tensor([token], device=logits.device))))
         self._taken += 1
@@ -220,7 +215,7 @@ class Shown:
 
     def said(self, token: int, reason: str | None) -> None:
         """Record and show a token of the answer. reason: the finish reason with its last token."""
-        now = self.exchanges[-1]
+        now = self.turns[-1]
         if not now.answer:
             now.before = list(self._before)
             self._text = ChatText(self._llm.model.tokenizer, self._params, now.before)
@@ -233,15 +228,15 @@ class Shown:
             self._end()
 
     def break_off(self) -> None:
-        """End the newest exchange if the run ended before its answer did."""
-        now = self.exchanges[-1]
+        """End the newest turn if the run ended before its answer did."""
+        now = self.turns[-1]
         if now.reason is None:
             if now.answer:
                 self._show(self._text.shown(now.answer, True))
             self._end()
 
     def _end(self) -> None:
-        now = self.exchanges[-1]
+        now = self.turns[-1]
         blocks = self._llm.model.spec.num_blocks
         held, now.kv_bytes = held_kv(self._llm, (self._first, self._taken), self._taken)
         now.columns = held / blocks
@@ -282,7 +277,7 @@ def converse(
     llm.prepare([talk.sequence])
     begin(0)
     llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
-    found = shown.exchanges
+    found = shown.turns
     if found[-1].reason is None:
         shown.break_off()
         show(
@@ -304,7 +299,7 @@ def converse(
     return figures, tokens, sum(one.seconds for one in found)
 
 
-def _line(now: Exchange) -> str:
+def _line(now: Turn) -> str:
     surprised = f", perplexity {perplexity(fmean(now.nats)):.1f}" if now.nats else ""
     return (
         f"{now.tokens} tokens{surprised}; {len(now.answer)} in answer, "

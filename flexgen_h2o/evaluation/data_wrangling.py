@@ -202,7 +202,7 @@ def _trials(args: argparse.Namespace, task: Task) -> tuple[list[Item], list[list
     split = "test" if args.do_test else "validation"
     items = read_items(task, split, args.sep_tok, args.nan_tok)
     items = items if args.num_run == -1 else items[: args.num_run]
-    head = f"{task.about.instruction} " if args.add_task_instruction else ""
+    head = f"{task.instruction} " if args.add_task_instruction else ""
     trials = [
         [
             head + f"{prefix}\n{item.text}".strip()
@@ -251,14 +251,12 @@ def _manual(path: Path, task: Task, items: Sequence[Item]) -> list[str]:
         raise UsageError(f"--examples {path}: {reason}") from error
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise UsageError(
-            f"--examples {path}: an object with a text for each value of {task.about.key} is "
-            "expected"
+            f"--examples {path}: an object with a text for each value of {task.key} is expected"
         )
     missing = next((item.key for item in items if item.key not in texts), None)
     if missing is not None:
         raise UsageError(
-            f"--examples {path}: has no text for {task.about.key or 'a row without a key'} "
-            f"{missing!r}"
+            f"--examples {path}: has no text for {task.key or 'a row without a key'} {missing!r}"
         )
     return [texts[item.key].rstrip("\n") + "\n" for item in items]
 

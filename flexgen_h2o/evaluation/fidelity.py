@@ -221,18 +221,6 @@ class Probe(Full):
         return Needs(record=(POSITIONS, SCORES), query_rows=1, decay=0.0, gain=1.0)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The full cache's results along the continuations of n rows.
-
-    `FidelityRunner.reference` makes it.
-    """
-
-    logits: torch.Tensor  # (n, s + 1, vocab) in the compute dtype, on the host
-    tokens: torch.Tensor  # (n, s + 1) int64: the continuations
-    losses: Losses  # the full cache's own losses: 0, 0, NLL
-
-
 class FidelityRunner:
     """Run one open LLM with one eviction policy after another.
 
@@ -285,11 +273,11 @@ class FidelityRunner:
         full: list[Losses] = []
         parts: list[list[Losses]] = [[] for _ in cases]
         for start, chunk in self.chunks(rows, len(rows[0].continuation)):
-            reference = self.reference(chunk)
+            logits, losses = self.reference(chunk)
             _say(f"full cache, rows {start + 1} - {start + len(chunk)} of {len(rows)}")
-            full.append(reference.losses)
+            full.append(losses)
             for case, found in zip(cases, parts, strict=True):
-                found.append(self.compare(chunk, reference, case))
+                found.append(self.compare(chunk, logits, case))
                 _say(f"{case.title}: KL {found[-1][:, 0].mean():.4f}")
         return np.concatenate(full), [np.concatenate(found) for found in parts]
 
@@ -312,23 +300,30 @@ class FidelityRunner:
         ]
         return {"full": {"nll": bootstrap.mean(full[:, 2])}, "cells": cells}
 
-    def reference(self, rows: Sequence[TextRow]) -> Reference:
-        """Follow the rows with the full cache. Their continuations must be equally long."""
-        tokens = torch.tensor([row.continuation for row in rows], device="cpu")
+    def reference(self, rows: Sequence[TextRow]) -> tuple[torch.Tensor, Losses]:
+        """Follow n rows with the full cache. Their continuations must be equally long.
+
+        Return the logits, (n, steps, vocab) in the compute dtype on the host, and the full cache's
+        own losses: 0, 0, NLL.
+        """
+        tokens = tokens_of(rows)
         llm = self._use(None)
         llm.eviction = Probe()
         logits = followed(llm, rows)
         nats = surprise(logits[:, 1:].flatten(0, 1), tokens[:, 1:].flatten())
         losses = np.zeros((len(rows), 3))
         losses[:, 2] = nats.view(len(rows), -1).mean(dim=1)
-        return Reference(logits, tokens, losses)
+        return logits, losses
 
-    def compare(self, rows: Sequence[TextRow], reference: Reference, case: Case) -> Losses:
-        """Follow the rows of the reference with a case's policy, and return the losses.
+    def compare(self, rows: Sequence[TextRow], full: torch.Tensor, case: Case) -> Losses:
+        """Follow rows with a case's policy, and return the losses.
+
+        full: the full cache's logits of these rows, as `reference` returns them.
 
         Only decode steps are compared: the first token comes from the prefill, which is exact.
         """
-        found = np.zeros((len(rows), reference.tokens.shape[1], 3))
+        tokens = tokens_of(rows)
+        found = np.zeros((*tokens.shape, 3))
 
         def see(at: list[int], steps: list[int], logits: torch.Tensor) -> None:
             decoding = [i for i, step in enumerate(steps) if step > 0]
@@ -337,10 +332,10 @@ class FidelityRunner:
             rows_at = [at[i] for i in decoding]
             steps_at = [steps[i] for i in decoding]
             seen = logits.cpu()[decoding]
-            wanted = reference.logits[rows_at, steps_at]
+            wanted = full[rows_at, steps_at]
             found[rows_at, steps_at, 0] = divergence(wanted, seen)
             found[rows_at, steps_at, 1] = flips(wanted, seen)
-            found[rows_at, steps_at, 2] = surprise(seen, reference.tokens[rows_at, steps_at])
+            found[rows_at, steps_at, 2] = surprise(seen, tokens[rows_at, steps_at])
 
         if not case.eviction.needs.record and base_of(self._placed(case)).attn_sparsity == 1:
             case = replace(case, eviction=Probe())
@@ -380,8 +375,8 @@ class FidelityRunner:
         follow(self._use(case), rows, by_step(len(rows), see))
         return [
             [
-                all(said[step] == row.continuation[step] for step in question.answer)
-                for question in row.questions
+                all(said[step] == row.continuation[step] for step in answer)
+                for answer in row.questions
             ]
             for row, said in zip(rows, likeliest.tolist(), strict=True)
         ]
@@ -399,6 +394,11 @@ class FidelityRunner:
 
     def _placed(self, case: Case) -> Policy | AutoPolicy:
         return case.policy or self._compared
+
+
+def tokens_of(rows: Sequence[TextRow]) -> torch.Tensor:
+    """Return the continuations of n rows, which are equally long: (n, steps) int64."""
+    return torch.tensor([row.continuation for row in rows], device="cpu")
 
 
 def follow(llm: LLM, rows: Sequence[TextRow], watch: LogitsWatch) -> None:

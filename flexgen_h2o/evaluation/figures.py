@@ -164,7 +164,8 @@ def summarise_recall(
     right: as `FidelityRunner.recall` returns it. Rows are resampled with all their questions.
     """
     bootstrap = Bootstrap(len(rows), resamples, seed)
-    asked = [(i, q.inside) for i, row in enumerate(rows) for q in row.questions]
+    # The prompt ends with the first question.
+    asked = [(i, place == 0) for i, row in enumerate(rows) for place in range(len(row.questions))]
     row, inside = (np.array(column) for column in zip(*asked, strict=True))
     hits = np.array([ok for of_row in right for ok in of_row])
     figures: Figures = {}

@@ -742,11 +742,11 @@ class Study:
             if not missing:
                 continue
             rows = chunk if chunk[0].continuation else self.runner.greedy(chunk, gen_len)
-            reference = self.runner.reference(rows)
+            logits, of_full = self.runner.reference(rows)
             for setting in missing:
-                losses = reference.losses
+                losses = of_full
                 if setting != REFERENCE:
-                    losses = self.runner.compare(rows, reference, self.cases[setting])
+                    losses = self.runner.compare(rows, logits, self.cases[setting])
                     which = f"prompts {start + 1} to {numbers.stop}"
                     say("evaluate", f"{setting.name}: {which}, KL {losses[:, 0].mean():.4f}")
                 self.measured.add(setting, LOSSES, losses.tolist(), start)

@@ -11,12 +11,14 @@ import contextlib
 import importlib
 import io
 import traceback
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError, first_line
+from flexgen_h2o.evaluation.rows import objects_of
 
 INSTALL = "pip install -e '.[eval]' in a clone"
 # The tasks of the H2O paper's figures 4 and 8.
@@ -43,7 +45,7 @@ def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
     """
     tasks = f"--tasks {','.join(names)}"
     try:
-        with _replaced(_stubs(args.download)):
+        with _replaced([*_stubs(args.download), _checked_lines(tasks)]):
             from lm_eval.utils import setup_logging
 
             setup_logging("ERROR")  # LMEVAL_LOG_LEVEL=INFO shows more
@@ -150,6 +152,42 @@ def _stubs(download: bool) -> list[tuple[Any, str, object]]:
     if find_spec("nltk") is not None:
         stubs.append((importlib.import_module("nltk"), "download", lambda *names, **more: False))
     return stubs
+
+
+def _checked_lines(flag: str) -> tuple[Any, str, object]:
+    """Return the (module, name, value) that refuses a line without a key that most lines have.
+
+    `datasets` would read None there, and lm-eval would score that as text. flag: begins the
+    message.
+    """
+    import datasets
+
+    inner = datasets.load_dataset
+
+    def load(path: str, *args: Any, data_files: Any = None, **more: Any) -> Any:
+        of_splits: Iterable[Any] = [data_files or ()] if path == "json" else []
+        if path == "json" and isinstance(data_files, dict):
+            of_splits = data_files.values()
+        for some in of_splits:
+            for file in map(Path, [some] if isinstance(some, str) else some):
+                if file.suffix == ".jsonl" and file.is_file():
+                    check_keys(file, flag)
+        return inner(path, *args, data_files=data_files, **more)
+
+    return datasets, "load_dataset", load
+
+
+def check_keys(file: Path, flag: str) -> None:
+    """Raise UsageError naming the first line that lacks a key which most lines have."""
+    lines = [*objects_of(file, flag)]
+    counts = Counter(key for _, line in lines for key in line)
+    for key in [key for key, count in counts.items() if 2 * count > len(lines)]:
+        place = next((place for place, line in lines if key not in line), None)
+        if place is not None:
+            raise UsageError(
+                f"{place}: has no {key!r}, as other lines have; name it so, with null if there is "
+                "none"
+            )
 
 
 @contextlib.contextmanager

@@ -15,29 +15,34 @@ from typing import Any
 
 from flexgen_h2o.cli_common import check_results, results_are_in, write_results
 from flexgen_h2o.core.errors import EXIT_DONE
-from flexgen_h2o.core.files import usable_path, write_picture
+from flexgen_h2o.core.files import usable_path, write_picture, write_result
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.evaluation.figures import Figures, draw_intervals, lines_of
 from flexgen_h2o.evaluation.kvpress import kv_entries_held
 from flexgen_h2o.evaluation.lm_eval_records import (
     RESAMPLES,
-    LikelihoodsOfFile,
+    likelihoods_of,
     prompts_of_tasks,
     read_answers,
     request_of,
     results_of,
     task_manager,
 )
-from flexgen_h2o.evaluation.rows import check_given, check_tokenizer, refuse_sparse, write_requests
-from flexgen_h2o.evaluation.summarize import (
-    Cell,
-    cells_of,
+from flexgen_h2o.evaluation.rows import (
+    Case,
+    check_cases,
+    check_given,
+    check_tokenizer,
     given_sizes,
+    refuse_sparse,
+    write_requests,
+)
+from flexgen_h2o.evaluation.summarize import (
+    cells_of,
     largest,
     make_folders,
     plan_job,
     run_cell,
-    write_summary,
 )
 from flexgen_h2o.flags import compression_flags, open_llm, policy_of
 from flexgen_h2o.kvcache.eviction import Full, says_budget
@@ -56,9 +61,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
     with open_llm(args, policy, is_auto, Full()) as llm:
         model = llm.model
         check_tokenizer(model, ", which tasks need; give a folder with one")
-        for cell in cells:  # raises all errors before anything is run
-            llm.eviction = cell.case.eviction
-            llm.check_plan()
+        check_cases(llm, cells)
         facts = {
             "measure": "lm-eval",
             "schema": SCHEMA,
@@ -85,39 +88,37 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
         "tasks",
         "leave --tasks, --num-fewshot and --limit as they were, or give another --output-dir",
     )
+    is_mean = args.loglikelihood == "mean"
     found: list[Figures] = []
     result = {**facts, "cells": found}
     for cell in cells:
         print(f"# {cell.title}", flush=True)
         run_cell(args, requests, cell, policy, is_auto)
         answers = read_answers(cell.output, "--output-dir")
-        scores = LikelihoodsOfFile(
-            cell.output, answers, model.encode_plain, mean=args.loglikelihood == "mean"
-        )
-        results = results_of(args, names, scores.loglikelihood, RESAMPLES, manager)["results"]
+        answer = likelihoods_of(cell.output, answers, model.encode_plain, is_mean)
+        results = results_of(args, names, answer, RESAMPLES, manager)["results"]
         lengths = [(len(one["token_logprobs"]), 0) for one in answers.values()]
         held, full = (
-            kv_entries_held(kept, model.spec, policy, lengths)
-            for kept in (cell.case.eviction, Full())
+            kv_entries_held(kept, model.spec, policy, lengths) for kept in (cell.eviction, Full())
         )
         found.append(
             {
                 "title": cell.title,
-                "policy": cell.case.label,
+                "policy": cell.label,
                 "size": cell.size,
                 "output": str(cell.output),
-                "eviction": cell.case.eviction.to_json(),
+                "eviction": cell.eviction.to_json(),
                 "requests": len(answers),
                 "kv_share": held / full,
                 "results": results,
             }
         )
-        write_summary(args.output_dir / "summary.json", result)
+        write_result(args.output_dir / "summary.json", result, "--output-dir")
     write_results(args, result, grid_table(result) + "\n", draw_grid)
     return EXIT_DONE
 
 
-def _check(args: argparse.Namespace) -> list[Cell]:
+def _check(args: argparse.Namespace) -> list[Case]:
     """Return the settings. Raise UsageError if flags or files are wrong."""
     check_given(args, "output_dir", "name a folder for the answers")
     check_results(args)

@@ -13,7 +13,6 @@ import json
 from collections import Counter, abc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -272,16 +271,29 @@ class EngineLM(TemplateLM):
         self._say_cut(sum(len(c) + len(more) > self.max_length + 1 for c, more in pairs))
         asked = list(rows.values())
         mode = self.score_mode
+        # How often logits of each row are still to come; the last time counts.
         steps = [1 if mode == PREFILL else len(path) + 1 for _, path in rows]
-        seen = _LastTokens(steps, [[last[i] for i in own] for own in asked])
+        tokens = [[last[i] for i in own] for own in asked]
+        found: dict[int, list[Answer]] = {}  # answers of the rows that have ended
+
+        def see(at: list[int], logits: torch.Tensor) -> None:
+            """Score the last tokens of rows from the logits before them."""
+            for row in at:
+                steps[row] -= 1
+            places = [place for place, row in enumerate(at) if not steps[row]]
+            if places:
+                own = logits if len(places) == len(at) else logits[places]
+                ending = [at[place] for place in places]
+                answers = logprobs_at(own, [tokens[row] for row in ending])
+                found.update(zip(ending, answers, strict=True))
 
         def finished(completions: abc.Sequence[Sequence]) -> None:
             for one in completions:
                 path = list(zip(one.token_ids, one.logprobs or (), strict=True))[:-1]
-                total = sum(found.logprob for _, found in path)
+                total = sum(likely.logprob for _, likely in path)
                 greedy = all(t == f.top[0][0] for t, f in path)
                 for i, (logprob, likeliest) in zip(
-                    asked[one.index], seen.found.pop(one.index), strict=True
+                    asked[one.index], found.pop(one.index), strict=True
                 ):
                     done(i, (total + logprob, greedy and likeliest))
 
@@ -294,7 +306,7 @@ class EngineLM(TemplateLM):
         ]
         # Exact prediction of ragged blocks is not worth its time.
         self.llm.planner.job_rows = len(prompts)
-        self.llm.run(with_params(prompts, scored), finished, Callbacks(seen))
+        self.llm.run(with_params(prompts, scored), finished, Callbacks(see))
 
     @property
     def score_mode(self) -> str:
@@ -484,29 +496,6 @@ def _press_row(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 # Defaults of the sampling arguments.
 _SAMPLED: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-
-
-@dataclass
-class _LastTokens:
-    """A watch that scores the last tokens of rows from the logits before them."""
-
-    # How often logits of each row are still to come; the last time counts.
-    steps: list[int]
-    # Token ids that each row asks for as its last token.
-    tokens: abc.Sequence[abc.Sequence[int]]
-    # Answers of the rows that have ended, by row.
-    found: dict[int, list[Answer]] = field(default_factory=dict)
-
-    def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
-        for row in rows:
-            self.steps[row] -= 1
-        places = [place for place, row in enumerate(rows) if not self.steps[row]]
-        if places:
-            own = logits if len(places) == len(rows) else logits[places]
-            ending = [rows[place] for place in places]
-            self.found |= dict(
-                zip(ending, logprobs_at(own, [self.tokens[row] for row in ending]), strict=True)
-            )
 
 
 def logprobs_at(

@@ -180,10 +180,9 @@ def score(args: argparse.Namespace, names: list[str]) -> int:
     check_tokenizer(model, "; name the model that answered")
     answers = read_answers(args.input)
     print(f"{len(answers)} items in the cache", flush=True)
-    found = LikelihoodsOfFile(
-        args.input, answers, model.encode_plain, mean=args.loglikelihood == "mean"
-    )
-    all_found = results_of(args, names, found.loglikelihood, RESAMPLES)
+    is_mean = args.loglikelihood == "mean"
+    answer = likelihoods_of(args.input, answers, model.encode_plain, is_mean)
+    all_found = results_of(args, names, answer, RESAMPLES)
     results = {"results": all_found.get("results", {}), "versions": all_found.get("versions", {})}
     if args.json is not None:
         write_result(args.json, results, "--json")
@@ -248,53 +247,31 @@ def _is_echo(values: list[Any], tops: list[Any]) -> bool:
     )
 
 
-class LikelihoodsOfFile:
-    """Log-likelihoods of continuations, computed from the answers of a file.
+def likelihoods_of(
+    path: Path, answers: dict[str, dict[str, Any]], encode: Callable[[str], list[int]], mean: bool
+) -> Loglikelihood:
+    """Return the function that gives log-likelihoods of continuations from the answers of a file.
 
     answers: as `read_answers` returns them. encode: returns the token ids of a text, without
     special tokens. mean: return the mean over tokens, as h2o_hf's adaptor does, so that `acc` is
-    length-normalised. Otherwise return the sum, as lm-eval does.
+    length-normalised. Otherwise return the sum, as lm-eval does. The function raises UsageError if
+    the file has no answer to a prompt.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        answers: dict[str, dict[str, Any]],
-        encode: Callable[[str], list[int]],
-        mean: bool,
-    ) -> None:
-        self._path = path
-        self._answers = answers
-        self._encode = encode
-        self._mean = mean
-
-    def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
-        """Return a `Loglikelihood`'s values.
-
-        Raise UsageError if the file has no answer to the prompt.
-        """
+    def loglikelihood(context: str, continuation: str) -> tuple[float, bool]:
         prompt = context + continuation
-        if prompt not in self._answers:
+        if prompt not in answers:
             raise UsageError(
-                f"--input {self._path}: has no answer to {prompt[-60:]!r}; generate and run the "
-                "same tasks, with the "
-                "same --num-fewshot and --limit"
+                f"--input {path}: has no answer to {prompt[-60:]!r}; generate and run the "
+                "same tasks, with the same --num-fewshot and --limit"
             )
-        own = self._answers[prompt]
-        count = self._tokens_of(context, continuation, len(own["token_logprobs"]))
-        values = own["token_logprobs"][-count:]
-        tops = own["top_logprobs"][: len(own["token_logprobs"])][-count:]
-        greedy = all(
-            value >= max(top.values()) - 1e-6 for value, top in zip(values, tops, strict=True)
-        )
-        return sum(values) / (count if self._mean else 1), greedy
+        values = answers[prompt]["token_logprobs"]
+        tops = answers[prompt]["top_logprobs"][: len(values)]
+        # The last tokens belong to the continuation, at least one, cut as lm-eval cuts the text.
+        own = len(encode(prompt)) - len(encode(context.rstrip()))
+        count = max(1, min(own, len(values) - 1))
+        pairs = zip(values[-count:], tops[-count:], strict=True)
+        greedy = all(value >= max(top.values()) - 1e-6 for value, top in pairs)
+        return sum(values[-count:]) / (count if mean else 1), greedy
 
-    def _tokens_of(self, context: str, continuation: str, tokens: int) -> int:
-        """Return how many of the last tokens belong to the continuation, at least one.
-
-        The whole text is cut as lm-eval cuts it.
-        """
-        kept = context.rstrip()
-        whole = self._encode(context + continuation)
-        before = self._encode(kept)
-        return max(1, min(len(whole) - len(before), tokens - 1))
+    return loglikelihood

@@ -48,6 +48,7 @@ from flexgen_h2o.parser import OneLineParser
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
     from flexgen_h2o.engine.workload import AutoPolicy
+    from flexgen_h2o.llm import LLM
     from flexgen_h2o.models.load import Model
 
 OUR_TEXT = (
@@ -90,24 +91,15 @@ DEPTHS = 5  # places where recall prompts state them, one per row in turn
 
 
 @dataclass(frozen=True)
-class RecallQuestion:
-    """A pair that a recall row asks for; made by `recall_rows`."""
-
-    # Does the prompt end with the question? If not, the question comes after the prompt.
-    inside: bool
-    # Indices of the answer's tokens in the continuation.
-    answer: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class TextRow:
     """A prompt and the continuation that is followed after it, as token ids."""
 
     prompt: tuple[int, ...]
     # () if the model's own continuation is still to be generated.
     continuation: tuple[int, ...]
-    # Recall rows only: the questions whose answers are in the continuation.
-    questions: tuple[RecallQuestion, ...] = ()
+    # Recall rows only: for each question the indices of its answer's tokens in the continuation.
+    # The prompt ends with the first question; the others come after it.
+    questions: tuple[tuple[int, ...], ...] = ()
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -197,7 +189,7 @@ def _recall_row(
         steps = range(len(continuation), len(continuation) + len(answer))
         continuation += [*answer, *newline]
         if steps.stop <= gen_len:
-            questions.append(RecallQuestion(pair == first, tuple(steps)))
+            questions.append(tuple(steps))
     return TextRow(tuple(prompt), tuple(continuation[:gen_len]), tuple(questions))
 
 
@@ -389,6 +381,10 @@ class Case:
     budget: float = 1.0
     # Placement and compression of the case's runs; None: those of the other cases.
     policy: Policy | AutoPolicy | None = None
+    # The size as people write it ("32+32", "0.2", "at 20%"); "" for the full cache.
+    size: str = ""
+    # Output of the case's job, for commands that run jobs.
+    output: Path = Path()
 
     @property
     def positions(self) -> str:
@@ -397,8 +393,8 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Label of the case, with the budget if the size was given as a share."""
-        return self.label if self.budget == 1 else f"{self.label} at {self.budget:.0%}"
+        """Label and size, by which summary.json knows a case that is a job."""
+        return f"{self.label} {self.size}".strip()
 
 
 def make_cells(
@@ -427,7 +423,10 @@ def make_cells(
         ratios = {"heavy_ratio": half, "recent_ratio": half}
         if budgets_of != PROMPT:
             ratios = {"kv_bytes" if budgets_of == BYTES else "kv_budget": budget}
-        found += [Case(policy, eviction_named(policy, ratios), budget) for policy in policies]
+        size = "" if budget == 1 else f"at {budget:.0%}"
+        found += [
+            Case(policy, eviction_named(policy, ratios), budget, size=size) for policy in policies
+        ]
     return found
 
 
@@ -460,19 +459,89 @@ def make_cases(
     return cases
 
 
-def sizes_of_window(window: int, heavy: int) -> tuple[int, int]:
-    """Return the heavy and the recent KV entries of a window that contains both.
+def check_cases(llm: LLM, cases: Sequence[Case]) -> None:
+    """Raise the errors of all cases, a wrong dtype's too, before anything is run or shown."""
+    for case in cases:
+        llm.eviction = case.eviction
+        llm.check_plan()
 
-    window, heavy: as llama-recipes' flags have them; heavy -1 is half of the window.
-    """
-    heavy = window // 2 if heavy == -1 else heavy
-    if not 0 <= heavy < window:
+
+# Fields of the flags that say how many KV entries stay, those of the papers' scripts among them.
+SIZE_FIELDS = (
+    "hh_size",
+    "recent_size",
+    "kv_budget",
+    "window_size",
+    "heavy_of_window",
+    "script_size",
+)
+
+
+def given_sizes(args: argparse.Namespace) -> list[str]:
+    """Return the fields of the size flags that were given."""
+    return [name for name in SIZE_FIELDS if vars(args).get(name) is not None]
+
+
+def check_sizes(args: argparse.Namespace, policies: Sequence[str]) -> None:
+    """Raise UsageError if sizes or positions are given, and none of the policies takes them."""
+    given = [args.given.get(name, flag_of(name)) for name in given_sizes(args)]
+    others = [name for name in policies if name != Full.name]
+    flags = [*given, *(["--positions"] if args.positions == ROLLING else [])]
+    if flags and not others:
         raise UsageError(
-            f"--num_heavy_hitter_tokens {heavy}: must be from 0 to less than --num_window_length "
-            f"{window}, which the "
-            "recent KV entries are in too; or -1, half of it"
+            f"{flags[0]}: has no effect on the full cache; name another policy in --policies too"
         )
-    return heavy, window - heavy
+    if given and all(map(says_budget, others)):
+        raise UsageError(
+            f"{given[0]}: each of --policies has a budget of its own; leave one of them out"
+        )
+
+
+def window_sizes(args: argparse.Namespace, usual: int = -1) -> list[tuple[int, int]]:
+    """Return the heavy and the recent KV entries of each window of llama-recipes' flags.
+
+    A window contains both; -1 heavy ones are half of it. The result is [] without these flags.
+    usual: heavy ones if only windows are given.
+    """
+    windows = vars(args).get("window_size")
+    heavy = vars(args).get("heavy_of_window")
+    if windows is None and heavy is None:
+        return []
+    if args.hh_size is not None or args.recent_size is not None:
+        raise UsageError(
+            "--num_window_length: --hh-size and --recent-size say the same; give one kind of them"
+        )
+    pairs = paired(
+        "--num_heavy_hitter_tokens", heavy or [usual], "--num_window_length", windows or [256]
+    )
+    found = []
+    for many, window in pairs:
+        high = window // 2 if many == -1 else many
+        if not 0 <= high < window:
+            raise UsageError(
+                f"--num_heavy_hitter_tokens {many}: must be from 0 to less than "
+                f"--num_window_length {window}, which the recent KV entries are in too; or -1, "
+                "half of it"
+            )
+        found.append((high, window - high))
+    return found
+
+
+def paired(
+    flag: str, values: Sequence[int], other_flag: str, others: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return pairs of a value and an other value, in order.
+
+    A single one is paired with all others.
+    """
+    most = max(len(values), len(others))
+    both = [list(some) * most if len(some) == 1 else list(some) for some in (values, others)]
+    if len(both[0]) != len(both[1]):
+        raise UsageError(
+            f"{flag} has {len(values)} sizes, {other_flag} {len(others)}; give as many of both, or "
+            "one"
+        )
+    return list(zip(*both, strict=True))
 
 
 def check_distinct(flag: str, given: Sequence[object]) -> None:

@@ -29,7 +29,7 @@ from flexgen_h2o.evaluation.figures import (
     perplexity,
     surprise,
 )
-from flexgen_h2o.evaluation.rows import Case, make_cases, streams_of, text_of
+from flexgen_h2o.evaluation.rows import Case, check_cases, make_cases, streams_of, text_of
 from flexgen_h2o.flags import compression_flags, naming_flags, open_llm, sampling_of, say_notes
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
@@ -48,9 +48,7 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         settings["positions"] = args.positions
     cases = make_cases(args.policies, settings, vars(args).get("sinks"))
     with open_llm(args, policy, is_auto, Full()) as llm:
-        for case in cases:  # raises all errors, a wrong dtype's too, before anything is shown
-            llm.eviction = case.eviction
-            llm.check_plan()
+        check_cases(llm, cases)
         say_notes("evaluate streaming", args, llm)
         compression = compression_flags(policy)
         facts = {

@@ -11,7 +11,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,16 +24,16 @@ from flexgen_h2o.cli_common import (
     note,
     positive,
     results_are_in,
+    share,
 )
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import (
     EXIT_ALL_ROWS_FAILED,
     EXIT_DONE,
-    FlexgenError,
     TooLongError,
     UsageError,
 )
-from flexgen_h2o.core.files import read_json, usable_path, write_whole
+from flexgen_h2o.core.files import read_json, usable_path, write_result
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.articles import (
@@ -53,11 +53,14 @@ from flexgen_h2o.evaluation.rows import (
     Case,
     add_resamples_flag,
     add_rolling_flag,
+    check_cases,
     check_given,
+    check_sizes,
     check_tokenizer,
     make_cases,
+    paired,
     refuse_sparse,
-    sizes_of_window,
+    window_sizes,
     write_requests,
 )
 from flexgen_h2o.flags import (
@@ -91,20 +94,6 @@ LLAMA_RECIPES_SIZE = 128
 OF_RECORDS = ("temperature", "top_p", "top_k", "stop", "ignore_eos")
 # Module -> package that it is installed from.
 NEEDED = {"rouge_score": "rouge-score", "rouge": "rouge"}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A policy at a size, with its job; made by `cells_of`."""
-
-    case: Case
-    size: str  # as people write it ("32+32", "0.2"); "" for the full cache
-    output: Path  # output of the cell's job
-
-    @property
-    def title(self) -> str:
-        """Policy and size, by which summary.json knows the cell."""
-        return f"{self.case.label} {self.size}".strip()
 
 
 def add_flags(parser: OneLineParser) -> None:
@@ -197,7 +186,7 @@ def add_grid_flags(
     )
     add(
         "--kv-budget",
-        type=float,
+        type=share,
         nargs="+",
         metavar="R",
         help=f"shares of {budget_of}, one setting each",
@@ -239,9 +228,7 @@ def run(args: argparse.Namespace) -> int:
     with open_llm(args, policy, is_auto, Full()) as llm:
         if args.chat:
             llm.model.check_chat()
-        for cell in cells:  # raises all errors, a wrong dtype's too, before anything is run
-            llm.eviction = cell.case.eviction
-            llm.check_plan()
+        check_cases(llm, cells)
         spec = llm.model.spec
         facts, lines = _requests(args, llm, fields)
         facts |= {"articles_in_input": total, "compression": compression_flags(policy)}
@@ -258,14 +245,14 @@ def run(args: argparse.Namespace) -> int:
     return _run_cells(args, cells, facts, spec, policy, is_auto)
 
 
-def largest(cells: Sequence[Cell], spec: ModelSpec, policy: Policy) -> Cell:
+def largest(cells: Sequence[Case], spec: ModelSpec, policy: Policy) -> Case:
     """Return the cell that holds the most KV entries of a sequence with all of the positions."""
     row = spec.max_positions - GEN_LEN, GEN_LEN
-    return max(cells, key=lambda cell: kv_entries_held(cell.case.eviction, spec, policy, [row]))
+    return max(cells, key=lambda cell: kv_entries_held(cell.eviction, spec, policy, [row]))
 
 
 def plan_job(
-    args: argparse.Namespace, lines: Sequence[str], cell: Cell, policy: Policy, is_auto: bool
+    args: argparse.Namespace, lines: Sequence[str], cell: Case, policy: Policy, is_auto: bool
 ) -> int:
     """Print the plan of a cell's job, for --dry-run, and return the exit code.
 
@@ -278,18 +265,18 @@ def plan_job(
 
 
 def run_cell(
-    args: argparse.Namespace, requests: Path, cell: Cell, policy: Policy, is_auto: bool
+    args: argparse.Namespace, requests: Path, cell: Case, policy: Policy, is_auto: bool
 ) -> int:
     """Do what a cell's output lacks, and return the exit code of the batch job."""
     from flexgen_h2o.jobs.job import run_job
 
     sampling = sampling_of(args) if "temperature" in args else SamplingParams()
-    return run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, sampling)
+    return run_job(args, requests, cell.output, policy, is_auto, cell.eviction, sampling)
 
 
 def _run_cells(
     args: argparse.Namespace,
-    cells: Sequence[Cell],
+    cells: Sequence[Case],
     facts: Figures,
     spec: ModelSpec,
     policy: Policy,
@@ -319,7 +306,10 @@ def _run_cells(
             reference = scores
         found[cell.title] = figures
         summary.say_means(figures)
-        write_summary(_summary_of(args), {**facts, "cells": list((before | found).values())})
+        whole = {**facts, "cells": list((before | found).values())}
+        write_result(
+            _summary_of(args), whole, "--output-dir" if args.output is None else "--output"
+        )
         if args.kvpress_dir is not None and answers:
             summary.write_press(args.kvpress_dir, cell, answers, figures, facts)
     summary.show(args, {**facts, "cells": list(found.values())})
@@ -331,7 +321,7 @@ def _run_cells(
 # ---- Cells and requests
 
 
-def _check(args: argparse.Namespace) -> list[Cell]:
+def _check(args: argparse.Namespace) -> list[Case]:
     """Return the cells. Raise UsageError if flags or files are wrong, before torch is imported."""
     check_given(args, "input", f"name a .jsonl file of articles: {LAYOUT}")
     if (args.output_dir is None) == (args.output is None):
@@ -363,7 +353,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     return cells
 
 
-def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
+def make_folders(args: argparse.Namespace, cells: Sequence[Case]) -> None:
     """Make the folder of the jobs. Raise UsageError if an output could not be written there."""
     folder = args.output_dir
     try:
@@ -377,7 +367,7 @@ def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
         check_output_path(cell.output)
 
 
-def cells_of(args: argparse.Namespace) -> list[Cell]:
+def cells_of(args: argparse.Namespace) -> list[Case]:
     """Return the cells, the full cache first, then each policy at each size."""
     is_h2o = vars(args).get("script_size") is not None
     usual = (
@@ -385,38 +375,16 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     )
     names = args.policies or usual
     sizes = _sizes(args)
-    named: list[tuple[Case, str]] = []
-    if Full.name in names:
-        named += [
-            (case, "")
-            for case in make_cases([name for name in names if name == Full.name], {}, None)
-        ]
     others = [name for name in names if name != Full.name]
+    named = make_cases([name for name in names if name == Full.name], {}, None)
     own = {} if args.positions is None else {"positions": args.positions}
     sized = [name for name in others if not says_budget(name)]
-    given = given_sizes(args)
-    if not others and (own or given):
-        raise UsageError(
-            "--policies full: keeps every KV entry, so sizes and positions have no effect; name "
-            "another too"
-        )
-    if given and not sized:
-        raise UsageError(
-            f"{args.given[given[0]]}: each of --policies has a budget of its own; leave one of "
-            "them out"
-        )
-    named += [
-        (case, "") for case in make_cases([name for name in others if name not in sized], own, None)
-    ]
+    check_sizes(args, names)
+    named += make_cases([name for name in others if name not in sized], own, None)
     for size, settings in sizes.items() if sized else ():
-        named += [(case, size) for case in make_cases(sized, {**settings, **own}, None)]
-    return [Cell(case, size, _output_of(args, case.label, size)) for case, size in named]
-
-
-def given_sizes(args: argparse.Namespace) -> list[str]:
-    """Return the names of the flags of sizes that were given."""
-    names = ("hh_size", "recent_size", "kv_budget", "window_size", "heavy_of_window", "script_size")
-    return [name for name in names if vars(args).get(name) is not None]
+        cases = make_cases(sized, {**settings, **own}, None)
+        named += [replace(case, size=size) for case in cases]
+    return [replace(case, output=_output_of(args, case.label, case.size)) for case in named]
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -424,73 +392,33 @@ def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
     Raise UsageError naming a flag.
     """
-    window = vars(args).get("window_size")
-    heavy_of_window = vars(args).get("heavy_of_window")
-    given = given_sizes(args)
     heavy = args.hh_size
     recent = args.recent_size
-    if window is not None or heavy_of_window is not None:
-        if heavy is not None or recent is not None:
-            raise UsageError(
-                "--num_window_length: --hh-size and --recent-size say the same; give one kind of "
-                "them"
-            )
-        pairs = _paired(
-            "--num_heavy_hitter_tokens",
-            heavy_of_window or [-1],
-            "--num_window_length",
-            window or [256],
-        )
-        pairs = [sizes_of_window(wide, high) for high, wide in pairs]
-    elif heavy is None and recent is not None:
+    pairs = window_sizes(args)
+    shares = vars(args).get("kv_budget") or []
+    if heavy is None and recent is not None:
         raise UsageError(
             f"--recent-size {recent[0]}: goes with --hh-size; give both (0 heavy ones for a window "
             "alone)"
         )
-    elif heavy is not None:
+    if heavy is not None:
         if 0 in heavy and recent is None:
             raise UsageError(
                 "--hh-size 0: keeps nothing by itself; say with --recent-size how many recent KV "
                 "entries stay"
             )
-        pairs = _paired("--hh-size", heavy, "--recent-size", recent or heavy)
-    elif "kv_budget" in given:
-        pairs = []
-    else:
+        pairs = paired("--hh-size", heavy, "--recent-size", recent or heavy)
+    elif not pairs and not shares:
         asked = vars(args).get("script_size")
         pairs = [(n, n) for n in (HEAVY if asked is None else (asked,))]
     sizes: dict[str, dict[str, Any]] = {
         f"{h}+{r}": {"heavy_size": h, "recent_size": r} for h, r in pairs
     }
-    shares = vars(args).get("kv_budget") or []
-    wrong = next((share for share in shares if not 0 < share <= 1), None)
-    if wrong is not None:
-        raise UsageError(
-            f"--kv-budget {wrong:g}: is not in (0, 1]; it is a share of prompt + max_tokens"
-        )
     if len(sizes) < len(pairs) or len(set(shares)) < len(shares):
         raise UsageError(
             "--hh-size, --recent-size, --kv-budget: a size is given twice; give each once"
         )
-    return sizes | {str(share): {"kv_budget": share} for share in shares}
-
-
-def _paired(
-    flag: str, values: Sequence[int], other_flag: str, others: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Return pairs of a value and an other value, in order.
-
-    A single one is paired with all others.
-    """
-    if len(values) != len(others) and 1 not in (len(values), len(others)):
-        raise UsageError(
-            f"{flag} has {len(values)} sizes, {other_flag} {len(others)}; give as many of both, or "
-            "one"
-        )
-    most = max(len(values), len(others))
-    return list(
-        zip(*(list(v) * most if len(v) == 1 else v for v in (values, others)), strict=False)
-    )[:most]
+    return sizes | {str(one): {"kv_budget": one} for one in shares}
 
 
 def _output_of(args: argparse.Namespace, policy: str, size: str) -> Path:
@@ -609,11 +537,3 @@ def _earlier(args: argparse.Namespace) -> dict[str, Figures]:
         return {cell["title"]: dict(cell) for cell in read_json(_summary_of(args))["cells"]}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
-
-
-def write_summary(path: Path, result: Figures) -> None:
-    """Write a summary as JSON. Raise FlexgenError naming the file if it cannot be written."""
-    try:
-        write_whole(path, json.dumps(result, indent=1) + "\n")
-    except OSError as error:
-        raise FlexgenError(f"{path}: {error.strerror or error}") from error

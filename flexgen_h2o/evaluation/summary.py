@@ -35,7 +35,7 @@ from flexgen_h2o.kvcache.eviction import Full
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
     from flexgen_h2o.core.model import ModelSpec
-    from flexgen_h2o.evaluation.summarize import Cell
+    from flexgen_h2o.evaluation.rows import Case
 
 _TITLES = dict(zip(ROUGE_SCORE, ("ROUGE-1", "ROUGE-2", "ROUGE-L"), strict=True))
 
@@ -90,7 +90,7 @@ def read_answers(output: Path, requests: Path) -> list[ArticleSummary]:
 
 
 def kept(
-    cell: Cell, answers: Sequence[ArticleSummary], spec: ModelSpec, policy: Policy, dtype: str
+    cell: Case, answers: Sequence[ArticleSummary], spec: ModelSpec, policy: Policy, dtype: str
 ) -> Figures:
     """Return what a cell's KV cache held: means over rows at their longest, prompt + max_tokens."""
     nbytes = column_bytes(spec, policy, DTYPE_BYTES[dtype])[0]
@@ -98,16 +98,15 @@ def kept(
     n = max(1, len(answers))
     lengths = [(one.prompt_tokens, one.max_tokens) for one in answers]
     held, full = (
-        kv_entries_held(eviction, spec, policy, lengths)
-        for eviction in (cell.case.eviction, Full())
+        kv_entries_held(eviction, spec, policy, lengths) for eviction in (cell.eviction, Full())
     )
     share = held / full if full else 1.0
     return {
         "title": cell.title,
-        "policy": cell.case.label,
+        "policy": cell.label,
         "size": cell.size,
-        "positions": cell.case.positions,
-        "eviction": cell.case.eviction.to_json(),
+        "positions": cell.positions,
+        "eviction": cell.eviction.to_json(),
         "output": str(cell.output),
         "articles": len(answers),
         "empty": sum(not one.text.strip() for one in answers),
@@ -172,7 +171,7 @@ def say_means(figures: Figures) -> None:
 
 
 def write_press(
-    folder: Path, cell: Cell, answers: Sequence[ArticleSummary], figures: Figures, facts: Figures
+    folder: Path, cell: Case, answers: Sequence[ArticleSummary], figures: Figures, facts: Figures
 ) -> None:
     """Write a cell in kvpress's layout.
 
@@ -184,7 +183,7 @@ def write_press(
         "dtype": facts["dtype"],
         "compression_ratio_of": RATIO_OF,
         "kv_size": cell.size or None,
-        "positions": cell.case.positions,
+        "positions": cell.positions,
         "compression": facts["compression"] or None,
         "articles": len(answers),
         "cut": facts["cut"],
@@ -193,7 +192,7 @@ def write_press(
     run = PressRun(
         Path(facts["input"]).stem,
         facts["model"],
-        cell.case.label,
+        cell.label,
         round(figures["compression_ratio"], 6),
         fraction=len(answers) / facts["articles_in_input"],
         settings=settings,

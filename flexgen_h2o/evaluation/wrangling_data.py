@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -62,8 +62,8 @@ _SHUFFLE_SEED = 42  # fm_data_tasks' seed of the order of training rows
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """The texts and columns that are particular to a data set."""
+class Task:
+    """A folder with a task's data, and the texts and columns particular to its data set."""
 
     # Name of the thing that a row describes.
     noun: str = "Product"
@@ -79,6 +79,10 @@ class Dataset:
     column: str | None = None
     # Column whose value selects one of several hand-written texts of examples.
     key: str | None = None
+    # The folder, its name, and the kind of task, a key of FILES; set by `find_task`.
+    folder: Path = Path()
+    name: str = ""
+    kind: str = ""
 
 
 _SONGS = {
@@ -91,30 +95,30 @@ _SONGS = {
     "Released": "released",
 }
 DATASETS = {
-    "Amazon-Google": Dataset(key="manufacturer_A"),
-    "Beer": Dataset(
+    "Amazon-Google": Task(key="manufacturer_A"),
+    "Beer": Task(
         dropped=("Style", "ABV"), renamed={"Beer_Name": "name", "Brew_Factory_Name": "factory"}
     ),
-    "DBLP-ACM": Dataset(key="venue_A"),
-    "DBLP-GoogleScholar": Dataset(key="venue_A"),
-    "Fodors-Zagats": Dataset(),
-    "iTunes-Amazon": Dataset(
+    "DBLP-ACM": Task(key="venue_A"),
+    "DBLP-GoogleScholar": Task(key="venue_A"),
+    "Fodors-Zagats": Task(),
+    "iTunes-Amazon": Task(
         "Song", " Same Song?", "Are Song A and Song B the same? Yes or No? ", ("CopyRight",), _SONGS
     ),
-    "Walmart-Amazon": Dataset(
+    "Walmart-Amazon": Task(
         question=" Are A and B the Same?", dropped=("category", "price", "brand")
     ),
-    "Buy": Dataset(
+    "Buy": Task(
         question=" Who is the manufacturer?",
         instruction="Who is the manufacturer? apple, sony, lg electronics? ",
         column="manufacturer",
     ),
-    "Restaurant": Dataset(
+    "Restaurant": Task(
         question=" What is the city?",
         instruction="What is the city? san fransisco, new york, denver? ",
         column="city",
     ),
-    "Hospital": Dataset(
+    "Hospital": Task(
         question="?", instruction="Is there a x spelling error? Yes or No? ", key="col_name"
     ),
 }
@@ -126,22 +130,12 @@ class Item:
 
     text: str  # the row and its question; the answer comes next
     label: str  # the right answer
-    key: str = ""  # value of the column `Dataset.key`
+    key: str = ""  # value of the column `Task.key`
 
     @property
     def example(self) -> str:
         """Text of the row with its answer, as an example."""
         return f"{self.text}{self.label}".strip()
-
-
-@dataclass(frozen=True)
-class Task:
-    """A folder with a task's data; made by `find_task`."""
-
-    folder: Path
-    kind: str  # a key of FILES
-    name: str  # name of the folder
-    about: Dataset  # texts and columns of the data set
 
 
 def find_task(folder: Path, column: str | None) -> Task:
@@ -161,21 +155,21 @@ def find_task(folder: Path, column: str | None) -> Task:
         )
     kind = next(kind for kind, tables in FILES.items() if have.issuperset(tables))
     name = folder.resolve().name
-    about = DATASETS.get(name) or (DATASETS["Hospital"] if kind == "error_detection" else Dataset())
+    task = DATASETS.get(name) or (DATASETS["Hospital"] if kind == "error_detection" else Task())
     if column is not None and kind != "data_imputation":
         raise UsageError(
             f"--column {column}: {folder} is of {kind.replace('_', ' ')}, where nothing is imputed"
         )
-    wanted = column or about.column
+    wanted = column or task.column
     if kind == "data_imputation" and wanted is None:
         raise UsageError(
             f"--data-dir {folder}: say which column is to be imputed, with --column NAME"
         )
-    if wanted != about.column:
-        about = Dataset(
+    if wanted != task.column:
+        task = Task(
             question=f" What is the {wanted}?", instruction=f"What is the {wanted}? ", column=wanted
         )
-    return Task(folder, kind, name, about)
+    return replace(task, folder=folder, kind=kind, name=name)
 
 
 def read_items(task: Task, split: str, sep: str, gap: str) -> list[Item]:
@@ -254,15 +248,15 @@ class WranglingTable:
                 f"--data-dir: {self.path}: {name} has a value that is no whole number"
             ) from error
 
-    def rows(self, about: Dataset, without: Sequence[str]) -> list[dict[str, str | None]]:
+    def rows(self, task: Task, without: Sequence[str]) -> list[dict[str, str | None]]:
         """Return each row as a dict of the columns that are used, under their names in prompts.
 
-        without: columns that are left out, beside those that `about` drops.
+        without: columns that are left out, beside those that `task` drops.
         """
         names = {
-            n: (about.renamed or {}).get(n, n)
+            n: (task.renamed or {}).get(n, n)
             for n in self.columns
-            if n not in (*about.dropped, *without)
+            if n not in (*task.dropped, *without)
         }
         count = len(next(iter(self.columns.values()), []))
         return [{new: self.columns[old][i] for old, new in names.items()} for i in range(count)]
@@ -304,17 +298,16 @@ def _as_text(row: Mapping[str, str | None], sep: str, gap: str) -> str:
 
 
 def _pairs(task: Task, labels: WranglingTable, as_text: AsText, sep: str) -> list[Item]:
-    about = task.about
-    noun = task.about.noun
+    noun = task.noun
     sides = []
     for side, name in (("A", "ltable_id"), ("B", "rtable_id")):
         table = WranglingTable.read(task.folder / f"table{side}.csv")
-        rows = dict(zip(table.column("id"), table.rows(about, ["id"]), strict=True))
+        rows = dict(zip(table.column("id"), table.rows(task, ["id"]), strict=True))
         sides.append([_found(rows, one, table, labels) for one in labels.column(name)])
     found = []
     for a, b, label in zip(*sides, labels.numbers("label"), strict=True):
-        text = f"{noun} A is {as_text(a)}. {noun} B is {as_text(b)}.{about.question} "
-        key = a.get((about.key or "").removesuffix("_A"))
+        text = f"{noun} A is {as_text(a)}. {noun} B is {as_text(b)}.{task.question} "
+        key = a.get((task.key or "").removesuffix("_A"))
         found.append(Item(text, "Yes" if label == 1 else "No", "nan" if key is None else key))
     return found
 
@@ -333,7 +326,7 @@ def _found(
 
 
 def _cells(task: Task, labels: WranglingTable, as_text: AsText, sep: str) -> list[Item]:
-    rows = WranglingTable.read(task.folder / "table.csv").rows(task.about, ())
+    rows = WranglingTable.read(task.folder / "table.csv").rows(task, ())
     found = []
     cells = zip(
         labels.numbers("row_id"), labels.column("col_name"), labels.numbers("is_clean"), strict=True
@@ -345,18 +338,18 @@ def _cells(task: Task, labels: WranglingTable, as_text: AsText, sep: str) -> lis
                 "not have"
             )
         cell = as_text({name: rows[number][name]})
-        text = f"Is there a x spelling error in {cell}{task.about.question} "
+        text = f"Is there a x spelling error in {cell}{task.question} "
         found.append(Item(text, "No" if is_clean == 1 else "Yes", name))
     return found
 
 
 def _rows(task: Task, table: WranglingTable, as_text: AsText, sep: str) -> list[Item]:
-    wanted = task.about.column
+    wanted = task.column
     assert wanted is not None
     labels = table.column(wanted)
     return [
-        Item(f"{as_text(row)}{sep}{task.about.question} ", "nan" if label is None else label)
-        for row, label in zip(table.rows(task.about, ["id", wanted]), labels, strict=True)
+        Item(f"{as_text(row)}{sep}{task.question} ", "nan" if label is None else label)
+        for row, label in zip(table.rows(task, ["id", wanted]), labels, strict=True)
     ]
 
 

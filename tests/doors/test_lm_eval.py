@@ -145,22 +145,6 @@ def test_tasks_of_all_kinds_in_one_command(lm_eval: Door, tmp_path: Path) -> Non
     assert len(samples(tmp_path / "out")) == 6
 
 
-def test_eviction_changes_the_answers(lm_eval: Door, tmp_path: Path) -> None:
-    for name, flags in (
-        ("full", ""),
-        ("h2o", "--hh-size 2 --recent-size 2"),
-        ("all", "--hh-size 400"),
-    ):
-        lm_eval(f"{FLAGS} --tasks choice --output_path {name} --log_samples {flags}")
-    full, h2o, everything = (
-        [float(value[0][0]) for doc in samples(tmp_path / name) for value in doc]
-        for name in ("full", "h2o", "all")
-    )
-    assert len(full) == QUESTIONS * len(CHOICES)
-    assert everything == pytest.approx(full, abs=1e-4) and h2o != pytest.approx(full, abs=0.01)
-    assert results(tmp_path / "h2o")["config"]["model_args"]["eviction"] == "h2o"
-
-
 def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
     out = lm_eval("generate --tasks choice --include_path tasks --limit 5 --output requests.jsonl")
     lines = (tmp_path / "requests.jsonl").read_text().splitlines()
@@ -202,6 +186,14 @@ def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
         "has no answer to"
         in lm_eval("score --input theirs.jsonl --tasks choice --include_path tasks", code=2).err
     )
+
+
+def test_a_line_without_a_key_that_others_have_is_refused(lm_eval: Door, tasks: Path) -> None:
+    lines = (tasks / "choice.jsonl").read_text().splitlines(keepends=True)
+    lines[6] = lines[6].replace("question", "questoin")
+    (tasks / "choice.jsonl").write_text("".join(lines))
+    out = lm_eval(f"{FLAGS} --tasks choice", 2)
+    assert "choice.jsonl:7: has no 'question', as other lines have" in out.err
 
 
 SINGLE = CHOICE.replace("task: choice", "task: single").replace('"{{choices}}"', "[' x', ' y']")
@@ -356,6 +348,7 @@ TOPS = [None, {"a": -1.0}]
     ("row", "says"),
     [
         ({"error": "timeout"}, r"is an error \(timeout\)"),
+        ({"request": {"prompt": "a"}, "result": {"choices": [{}]}}, "has no request with its"),
         (answer_of([1, 2], [None, -1.0], TOPS), "has no request with its result"),
         (answer_of("a", [None, -1.0], [None, "a"]), "has no request with its result"),
         (answer_of("a", [None, -1.0], [None, {}]), "the logprobs are not those of an echo"),

@@ -433,20 +433,11 @@ LAZY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..llm impo
 SNIPPETS = [
     (unplaced_rooms, "utils.py", "", "place it in EDGES"),
     (forbidden_edges, "tiers/disk.py", "from ..engine.executor import run", "must not know engine"),
-    (
-        forbidden_edges,
-        "core/config.py",
-        "def f():\n    import flexgen_h2o.tiers",
-        "config.py:2: core",
-    ),
     (forbidden_edges, "tiers/disk.py", LAZY, None),
     (unused_edges, "tiers/disk.py", "import flexgen_h2o.kernels", "may import core and does not"),
     (reaches_torch, "planner/lp.py", "from flexgen_h2o.core.files import order", "files -> torch"),
-    (reaches_torch, "planner/lp.py", "import pulp\nfrom flexgen_h2o.core.errors import E", None),
     (family_comparisons, "llm.py", "x = m.lower() in ('gpt2', 'llama')", "compares 'llama'"),
-    (family_comparisons, "models/opt.py", "if config.model_type == 'opt': ...", None),
     (device_comparisons, "llm.py", "if str(device).startswith('cuda'): ...", "compares 'cuda'"),
-    (device_comparisons, "tiers/device.py", "if device.type == 'cuda': ...", None),
     (
         stray_launches,
         "kernels/packed.py",
@@ -459,7 +450,6 @@ SNIPPETS = [
         "def f(n):\n    unpack[(n,)]()",
         "rows.py:2: kernels",
     ),
-    (stray_launches, "kernels/packed.py", "from flexgen_h2o.kernels import triton", None),
     (folders_without_init, "tiers/disk.py", "", "tiers/__init__.py is missing"),
     (repeated_class_names, "llm.py", "class A: ...\nclass A: ...", "two classes are called A"),
     (packed_assignments, "llm.py", "a, b = 1, 2", "llm.py:1: assign"),

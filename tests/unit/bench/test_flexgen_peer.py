@@ -18,8 +18,8 @@ VENV = PEERS / "flexgen"
 GENERATE = """
 import json, sys
 from pathlib import Path
-sys.path[:0] = ["bench/baselines", "bench/baselines/flexgen"]
-import cpu
+sys.path[:0] = ["bench/baselines"]
+from systems import flexgen_cpu as cpu
 from contract import Meter, Request
 asked = Request("disk", Path(sys.argv[1]), 8, 6, 4, None, "fp32", Path(sys.argv[2]), 1)
 for changed in json.loads(sys.argv[3]):
@@ -30,7 +30,7 @@ for changed in json.loads(sys.argv[3]):
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (VENV / "installed.txt").exists(),
-    reason="needs FlexGen's own environment: bash bench/baselines/flexgen/setup.sh",
+    reason="needs FlexGen's own environment: bash bench/baselines/setup.sh flexgen",
 )
 def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     settings = [

@@ -46,9 +46,7 @@ def stored(folder: Path, name: str, rows: int, first: int = 0) -> StoredTensor:
             "blk.7.attn_q.weight",
             [0, 2, 1, 3, 4, 6, 5, 7],
         ),
-        (LLAMA, "model.layers.0.self_attn.k_proj.weight", 4, "blk.0.attn_k.weight", [0, 2, 1, 3]),
         (LLAMA, "model.layers.0.mlp.up_proj.weight", 4, "blk.0.ffn_up.weight", [0, 1, 2, 3]),
-        (LLAMA, "lm_head.weight", 2, "output.weight", [0, 1]),
         # Rows are (heads, 3, width) in transformers and (3, heads, width) in llama.cpp.
         (
             NEOX,
@@ -62,7 +60,7 @@ def stored(folder: Path, name: str, rows: int, first: int = 0) -> StoredTensor:
 def test_rows_are_in_the_order_of_llamacpp(
     tmp_path: Path, config: dict[str, Any], name: str, rows: int, becomes: str, order: list[int]
 ) -> None:
-    ((found, shape, read),) = load("llamacpp/convert.py")._sources(
+    ((found, shape, read),) = load("systems/convert_llamacpp.py")._sources(
         iter([stored(tmp_path, name, rows)]), config["model_type"], config
     )
     assert found == becomes and shape == (rows, 3)
@@ -77,7 +75,7 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
         tensors.append(
             stored(folder, f"model.layers.3.mlp.experts.{expert}.down_proj.weight", 2, 10 * expert)
         )
-    ((found, shape, read),) = load("llamacpp/convert.py")._sources(
+    ((found, shape, read),) = load("systems/convert_llamacpp.py")._sources(
         iter(tensors), "qwen3_moe", {"num_attention_heads": 2}
     )
     assert (found, shape, read().shape) == ("blk.3.ffn_down_exps.weight", (3, 2, 3), (3, 2, 3))

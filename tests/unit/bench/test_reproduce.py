@@ -3,7 +3,6 @@ claims."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 from bench.common import ROOT
 from bench.reproduce import __main__ as door
 from bench.reproduce import claims
-from bench.reproduce.rows import NOT_MEASURED, ROWS, Row, write_inputs
+from bench.reproduce.rows import NOT_MEASURED, ROWS, Row
 
 
 def row(name: str, quick: str, keep: str = r"^\|", real: str = "") -> Row:
@@ -40,21 +39,6 @@ def test_the_page_has_every_row_as_the_list_has_it() -> None:
         assert f"Measured with other models: {one.measured}." in page
         assert not one.plan or f"`policy_search {one.plan}`" in page
     assert NOT_MEASURED in page
-
-
-def test_inputs_are_what_the_formats_say(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    articles = [json.loads(line) for line in (tmp_path / "articles.jsonl").read_text().splitlines()]
-    helm = [json.loads(line) for line in (tmp_path / "helm.jsonl").read_text().splitlines()]
-    assert all(
-        one["article"].startswith("###\nArticle: ") and one["summary_gt"] for one in articles
-    )
-    assert [one["request"]["prompt"] for one in helm] == [one["article"] for one in articles]
-    lines = {
-        (tmp_path / "Restaurant" / f"{name}.csv").read_text().splitlines()[0]
-        for name in ("train", "valid", "test")
-    }
-    assert lines == {"name,addr,city,type"}
 
 
 def test_a_quick_run_goes_on_and_says_what_failed(

@@ -67,26 +67,6 @@ class Sweep:
         return self.ran
 
 
-def test_a_round_is_each_system_once_in_turn(tmp_path: Path) -> None:
-    path = tmp_path / "signed.jsonl"
-    sweep = Sweep(path, {OURS.name: 6.0, PEER.name: 2.0})
-    ran = sweep.run(OURS, PEER)
-    assert sweep.prepared == 1 and ran == [
-        OURS.name,
-        PEER.name,
-        PEER.name,
-        OURS.name,
-        OURS.name,
-        PEER.name,
-    ]
-    lines = Store(path).lines
-    assert [line["repeat"] for line in lines] == [1, 1, 2, 2, 3, 3]
-    assert all(line["round"]["before"] == line["round"]["after"] == STEADY for line in lines)
-    sweep = Sweep(path, {})
-    assert sweep.run(OURS, PEER) == [] and not sweep.prepared  # nothing is left to do
-    assert len(Sweep(path, {OURS.name: 1.0, PEER.name: 1.0}).run(OURS, PEER, count=4)) == 2
-
-
 def test_a_round_that_was_killed_is_done_again(tmp_path: Path) -> None:
     path = tmp_path / "signed.jsonl"
     with pytest.raises(KeyboardInterrupt):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,12 +126,6 @@ def test_rows_that_join_a_running_block_are_seen_too(tmp_path: Path) -> None:
 
 
 # ---- what is counted of it
-
-
-def settings(**other: Any) -> Namespace:
-    return Namespace(
-        **{"keep_mem": 2**20, "mass": 0.9, "near_zero": 0.05, "first_query": 3} | other
-    )
 
 
 # ---- columns removed

@@ -7,7 +7,7 @@ timed part; needs g++); sdpa-loop (experts one after another instead of its grou
 best counts.
 
 On a card -static-compile is as transformers has it, decode steps in CUDA graphs; no card has run it
-yet. On a CPU it has settings (bench/baselines/hf/tune.py): prefill (compiled too, where generate
+yet. On a CPU it has settings (bench/baselines/tune.py): prefill (compiled too, where generate
 itself compiles decode alone), freezing (weights are constants, packed ahead: a second copy of
 them), cpp_wrapper (C++ calls the kernels), max_autotune (inductor's own matrix products where they
 win on trial).
@@ -16,30 +16,18 @@ win on trial).
 from __future__ import annotations
 
 import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from contract import Meter, RefusedError, Request, main
+from contract import Meter, RefusedError, Request
 
 SETTINGS: dict[str, int] = {"prefill": 0, "freezing": 1, "cpp_wrapper": 0, "max_autotune": 0}
-VARIANTS = (
-    "sdpa",
-    "eager",
-    "sdpa-static",
-    "eager-static",
-    "sdpa-static-compile",
-    "eager-static-compile",
-    "sdpa-loop",
-)
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
     import torch
-    from hf_generate import generate, torch_dtype
     from transformers import AutoModelForCausalLM, CompileConfig
+
+    from systems.hf_generate import generate, torch_dtype
 
     attention, *others = request.variant.split("-")
     experts = {"experts_implementation": "eager"} if "loop" in others else {}
@@ -89,7 +77,3 @@ def _compiled(model: Any, setting: dict[str, Any]) -> Any:
     told = CompileConfig(mode="default", dynamic=False)
     told._compile_all_devices = True  # also on a CPU
     return told
-
-
-if __name__ == "__main__":
-    sys.exit(main(measure, VARIANTS, ("torch", "transformers")))

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 from contract import (
     DTYPES,
     EXIT_DOES_NOT_FIT,
@@ -29,24 +27,10 @@ from contract import (
     Meter,
     RefusedError,
     Request,
-    main,
+    words_of,
 )
 from contract import phases as rates
 
-VARIANTS = (
-    "full",
-    "h2o:0.1",
-    "full-4bit",
-    "h2o-4bit:0.1",
-    "full-8bit",
-    "full-int8",
-    "h2o-int8:0.1",
-    "full-4bit-int8",
-    "h2o-4bit-int8:0.1",
-    "h2o:kv-budget=0.2",
-    "mix:kv-bytes=0.2",
-    "paper-policy",
-)
 FORMS = ("", "4bit", "8bit", "int8", "4bit-int8")
 # Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the
 # rest and all KV on disk, hidden states on the host, 8 micro-batches. Less of the weights where
@@ -72,21 +56,16 @@ def variant_flags(variant: str) -> list[str]:
         or bool(flag) != bool(number)
         or form not in (("",) if kind == "mix" else FORMS)
     ):
-        raise RefusedError(f"--variant {variant}: such as {', '.join(VARIANTS)}")
+        raise RefusedError(f"--variant {variant}: such as full-4bit, h2o:kv-budget=0.2")
     flags = ["--policy", "auto", *([flag, number] if flag else [])]
     stored, _, products = form.partition("-")
     if "int8" in (stored, products):
         flags += ["--int8-compute"]
     if stored.endswith("bit"):
         bits = stored.removesuffix("bit")
-        flags += [
-            "--compress-weight",
-            "--weight-bits",
-            bits,
-            "--compress-cache",
-            "--cache-bits",
-            bits,
-        ]
+        flags += words_of(
+            compress_weight=True, weight_bits=bits, compress_cache=True, cache_bits=bits
+        )
     return flags
 
 
@@ -110,16 +89,8 @@ def flexgen_flags(rows: int, fits: bool) -> Iterator[list[str]]:
 
 
 def _policy_flags(gpu_batch_size: int, batches: int, percent: tuple[int, ...]) -> list[str]:
-    return [
-        "--gpu-batch-size",
-        str(gpu_batch_size),
-        "--num-gpu-batches",
-        str(batches),
-        "--percent",
-        *map(str, percent),
-        "--sep-layer",
-        "true",
-    ]
+    words = words_of(gpu_batch_size=gpu_batch_size, num_gpu_batches=batches, sep_layer="true")
+    return [*words, "--percent", *map(str, percent)]
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -166,34 +137,23 @@ def _run(request: Request, flags: list[str]) -> dict[str, Any]:
         prompts.write_text(
             "".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in request.prompts())
         )
-        budget = [] if request.budget is None else ["--host-mem", str(request.budget)]
-        budget += [] if request.device_mem is None else ["--device-mem", str(request.device_mem)]
+        asked = words_of(
+            model=request.model_dir,
+            device=request.device,
+            dtype=DTYPES[request.dtype],
+            offload_dir=request.offload_dir,
+            prompts=prompts,
+            gen_len=request.gen_len,
+            ignore_eos=True,
+            no_log=True,
+            verbose=0,
+            json=report,
+            host_mem=request.budget,
+            device_mem=request.device_mem,
+        )
         said = io.StringIO()
         with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(said):
-            code = flex_opt.main(
-                [
-                    "--model",
-                    str(request.model_dir),
-                    "--device",
-                    request.device,
-                    "--dtype",
-                    DTYPES[request.dtype],
-                    "--offload-dir",
-                    str(request.offload_dir),
-                    "--prompts",
-                    str(prompts),
-                    "--gen-len",
-                    str(request.gen_len),
-                    "--ignore-eos",
-                    "--no-log",
-                    "--verbose",
-                    "0",
-                    "--json",
-                    str(report),
-                    *budget,
-                    *flags,
-                ]
-            )
+            code = flex_opt.main([*asked, *flags])
         sys.stderr.write(said.getvalue())
         if code in (EXIT_REFUSED, EXIT_DOES_NOT_FIT):
             kind = DoesNotFitError if code == EXIT_DOES_NOT_FIT else RefusedError
@@ -202,7 +162,3 @@ def _run(request: Request, flags: list[str]) -> dict[str, Any]:
             raise RuntimeError(f"flex_opt ended with exit code {code}")
         found: dict[str, Any] = json.loads(report.read_text())
         return found
-
-
-if __name__ == "__main__":
-    sys.exit(main(measure, VARIANTS, ("torch", "numba")))

@@ -4,20 +4,17 @@ what its page cache does not keep.
 
 Prompts as one batch of many sequences, then a token of each a step (its batched decode), chosen by
 numpy's argmax. The folder is converted once into the offload dir. Peak memory is over a process
-that has imported llama_cpp. Settings (bench/baselines/llamacpp/tune.py): flash_attn, kv_unified
+that has imported llama_cpp. Settings (bench/baselines/tune.py): flash_attn, kv_unified
 (one KV buffer for all sequences), ubatch (tokens computed together).
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contract import (
     WARM_UP_PROMPT,
@@ -27,7 +24,6 @@ from contract import (
     Request,
     convert_apart,
     drop_page_cache,
-    main,
 )
 
 SETTINGS: dict[str, int] = {"flash_attn": 1, "kv_unified": 0, "ubatch": 512}
@@ -39,8 +35,9 @@ params = llama_cpp.llama_model_quantize_default_params()
 params.ftype = int(sys.argv[3])
 sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), params))
 """
-VARIANTS = ("bf16", "q8_0", "q4_0", "q4_k", "bf16-mmap", "q8_0-mmap", "q4_0-mmap", "q4_k-mmap")
 MAX_ROWS = 256  # sequences of a context: LLAMA_MAX_SEQ
+
+CONVERTER = Path(__file__).with_name("convert_llamacpp.py")
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -186,7 +183,7 @@ def _converted(request: Request) -> Path:
     first = kind if kind in ("bf16", "q8_0") else "bf16"
     whole = _gguf(request, first)
     if not whole.exists():
-        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, whole, first)
+        convert_apart(CONVERTER, request.model_dir, whole, first)
     if whole != path:
         half = path.with_suffix(".part")
         convert_apart("-c", QUANTISE, whole, half, str(FTYPES[kind]))
@@ -199,12 +196,3 @@ def _converted(request: Request) -> Path:
 
 def _gguf(request: Request, kind: str) -> Path:
     return request.offload_dir / f"llamacpp-{request.model_dir.name}-{kind}.gguf"
-
-
-if __name__ == "__main__":
-    # its converter reads no other
-    packages = ("llama_cpp_python", "gguf")
-    dtypes = ("bf16",)
-    sys.exit(
-        main(measure, VARIANTS, packages, "llama_cpp", devices=("cpu",), score=score, dtypes=dtypes)
-    )

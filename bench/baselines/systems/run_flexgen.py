@@ -1,12 +1,12 @@
-"""The original FlexGen. Variants: cpu, cpu-4bit, disk, disk-4bit (see cpu.py), published.
+"""The original FlexGen. Variants: cpu, cpu-4bit, disk, disk-4bit (see flexgen_cpu.py), published.
 
 cpu: all in RAM. disk: KV in RAM, where it fits, and of the weights the share that the budget holds.
 -4bit: both with its own compression of weights and KV. All on a processor, where the package by
-itself hangs for ever, its copy threads dead; settings (--settings JSON): those of cpu.SETTINGS,
-which tune.py chooses. published: on a CUDA card, under the published policy nearest to what is
-asked, of those for a 16 GB card. It computes in fp16, with weights that are all ones (`--path
-_DUMMY_`): it converts no random checkpoint, and its speed does not depend on their values. Its own
-prompt, for which it asks the network for a tokenizer, gives way to everybody's.
+itself hangs for ever, its copy threads dead; settings (--settings JSON): those of
+flexgen_cpu.SETTINGS, which tune.py chooses. published: on a CUDA card, under the published policy
+nearest to what is asked, of those for a 16 GB card. It computes in fp16, with weights that are all
+ones (`--path _DUMMY_`): it converts no random checkpoint, and its speed does not depend on their
+values. Its own prompt, for which it asks the network for a tokenizer, gives way to everybody's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from contract import Meter, RefusedError, Request, main, phases
+from contract import Meter, RefusedError, Request, phases, words_of
 
 NAMES = {
     (768, 12): "125m",
@@ -52,15 +50,8 @@ def published_flags(request: Request, weights: float) -> list[str]:
     batches = (
         MICRO_BATCHES if percent != PUBLISHED[0][1] and request.rows % MICRO_BATCHES == 0 else 1
     )
-    return [
-        "--gpu-batch-size",
-        str(request.rows // batches),
-        "--num-gpu-batches",
-        str(batches),
-        "--percent",
-        *percent.split(),
-        *more,
-    ]
+    words = words_of(gpu_batch_size=request.rows // batches, num_gpu_batches=batches)
+    return [*words, "--percent", *percent.split(), *more]
 
 
 def read_log(text: str, rows: int, gen_len: int) -> dict[str, Any]:
@@ -84,9 +75,9 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
             "others cpu"
         )
     if request.device == "cpu":
-        import cpu
+        from systems import flexgen_cpu
 
-        return cpu.measure(request, meter)
+        return flexgen_cpu.measure(request, meter)
     name = flexgen_name(request.config)
     policy = published_flags(
         request, sum(path.stat().st_size for path in request.weight_files) / request.itemsize
@@ -94,24 +85,17 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         scratch = request.offload_dir / "flexgen"
-        flags = [
-            "--model",
-            name,
-            "--path",
-            "_DUMMY_",
-            "--prompt-len",
-            str(request.prompt_len),
-            "--gen-len",
-            str(request.gen_len),
-            "--offload-dir",
-            str(scratch),
-            "--log-file",
-            str(log),
-            *policy,
-        ]
+        flags = words_of(
+            model=name,
+            path="_DUMMY_",
+            prompt_len=request.prompt_len,
+            gen_len=request.gen_len,
+            offload_dir=scratch,
+            log_file=log,
+        )
         meter.begin()
         try:
-            run_published(request, flags)
+            run_published(request, [*flags, *policy])
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         found = read_log(log.read_text(), request.rows, request.gen_len)
@@ -133,17 +117,6 @@ def run_published(request: Request, flags: list[str]) -> None:
 def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
     if request.device == "cuda":
         raise RefusedError("--score --device cuda: FlexGen is scored on a processor only")
-    import cpu
+    from systems import flexgen_cpu
 
-    return cpu.score(request, prompts, continuations)
-
-
-if __name__ == "__main__":
-    sys.exit(
-        main(
-            measure,
-            ("cpu", "disk", "cpu-4bit", "disk-4bit", "published"),
-            ("torch", "flexgen"),
-            score=score,
-        )
-    )
+    return flexgen_cpu.score(request, prompts, continuations)

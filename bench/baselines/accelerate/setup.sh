@@ -1,7 +1,0 @@
-#!/usr/bin/env bash
-# Hugging Face Accelerate, in an environment of its own (a minute).
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/../venv.sh"
-peer_venv accelerate
-"${PIP[@]}" accelerate==1.15.0 transformers==5.23.0 safetensors numpy
-peer_done
