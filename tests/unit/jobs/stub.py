@@ -42,11 +42,9 @@ class StubLLM:
     began: list[int] = field(default_factory=list)
     asks: int = 0
     opened: int = 0
-    expected: int | None = None
+    # In the place of the planner: only the number of lines that the job expects.
+    planner: SimpleNamespace = field(default_factory=SimpleNamespace)
     before_row: Callable[[int], None] = lambda line: None
-
-    def expect(self, rows: int) -> None:
-        self.expected = rows
 
     def prepare(self, requests: abc.Sequence[Request]) -> Policy:
         self.opened += 1

@@ -98,7 +98,7 @@ def test_a_window_answers_each_row_once(tmp_path: Path, words: Model) -> None:
     *some, counts = window(llm, list(read_part(source, cut)))
     found = sorted((one.row, len(one.token_ids)) for done in some for one in done)
     assert found == [(0, 1), (1, 2), (2, 3), (5, 2), (6, 3), (7, 1)]
-    assert (counts.prompt_tokens, counts.spared_tokens, llm.expected) == (6 * 3, 4, 6)
+    assert (counts.prompt_tokens, counts.spared_tokens, llm.planner.job_rows) == (6 * 3, 4, 6)
 
 
 def test_what_the_engine_raises_comes_out_after_what_was_done(tmp_path: Path, words: Model) -> None:

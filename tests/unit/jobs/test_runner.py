@@ -116,7 +116,7 @@ def test_windows_are_whole_blocks_and_bounded(source: Path, output: Path, words:
     write_lines(source, *prompts(20), "{bad")
     llm = StubLLM(words)
     run_job(llm, source, output, window=6)
-    assert [len(run) for run in llm.runs] == [6, 8, 6] and llm.expected == 21
+    assert [len(run) for run in llm.runs] == [6, 8, 6] and llm.planner.job_rows == 21
     assert [window_rows(n, None) for n in (1, 4, 300, 1000)] == [1024, 1024, 1200, 4000]
     assert [window_rows(n, 10) for n in (1, 4, 300)] == [10, 12, 300]
     llm = StubLLM(words)
