@@ -17,8 +17,8 @@ from flexgen_h2o.kernels.beside import WHOLE, SlotForm, joined
 from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.slots import (
     ScoreState,
-    attend_lse_reference,
-    attend_reference,
+    attend,
+    attend_lse,
     put_packed_reference,
     put_slots_reference,
 )
@@ -111,10 +111,10 @@ def attend_step(
     if slots.before is not None:
         elsewhere, lse = (None if t is None else t[unit_rows] for t in slots.before)
         if elsewhere is not None and lse is not None:
-            result.copy_(joined((elsewhere, lse), attend_lse_reference(*of_slots)))
+            result.copy_(joined((elsewhere, lse), attend_lse.torch(*of_slots)))
             return
         form = replace(form, sinks=lse)
-    result.copy_(attend_reference(*of_slots, scores, form))
+    result.copy_(attend.torch(*of_slots, scores, form))
 
 
 @attend_step.kernel

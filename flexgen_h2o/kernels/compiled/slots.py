@@ -41,7 +41,7 @@ _NONE = np.iinfo(np.int64).max
 
 
 class Slots(NamedTuple):
-    """Hold the sizes and addresses that `attend_rows` reads and writes; made by `slots_job`.
+    """Hold the sizes and addresses that `attend_rows` reads and writes; made by `_slots_job`.
 
     A word is 4 bytes: one fp32 number or two in bf16.
     """
