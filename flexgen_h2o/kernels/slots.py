@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+
 @dataclass(frozen=True)
 class ScoreState:
     """Hold the column scores of R rows with C slots; `attend` updates them in place.
@@ -277,7 +278,6 @@ def _are_read_by_loops(
     return is_compiled_beside_card(q) and not any(place % WORD for place in places)
 
 
-@attend.loop_if(_are_read_by_loops)
 def _attend_loop(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -307,6 +307,9 @@ def _attend_loop(
     row_bytes = 2 * most * job.words * WORD
     parallel_rows(partial(loop, *arguments), len(q), row_bytes)
     return out
+
+
+attend.loop_if(_are_read_by_loops)(_attend_loop)
 
 
 @attend_lse.loop_if(lambda q, keys, values, *_: _are_read_by_loops(q, keys, values, None, 1.0))
