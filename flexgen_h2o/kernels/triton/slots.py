@@ -98,30 +98,45 @@ def attend_step(
     in_head = numbers < D
     new_key = tl.load(k + sequence * k_token + head * D + numbers, mask=in_head, other=0.0)
     new_value = tl.load(v + sequence * v_token + head * D + numbers, mask=in_head, other=0.0)
-    part = (slot // length).to(tl.int64)
-    place = row * length + slot % length
+    new_part = (slot // length).to(tl.int64)
+    new_place = row * length + slot % length
     if K_BITS:
         one = tl.arange(0, 1)
-        here = one == 0
         centre = tl.load(centres + row * D + numbers, mask=in_head, other=0.0).to(tl.float32)
         spread = tl.load(ranges + row * D + numbers, mask=in_head, other=1.0).to(tl.float32)
-        x = tl.div_rn(new_key.to(tl.float32) - centre, spread)[None, :]
-        at = part * segment + place * k_words + one
-        pack(x, keys, at, here, k_low, k_codes, D, WIDTH, 1, K_BITS, K_SHARING, K_GROUPS)
-        x = new_value.to(tl.float32)[None, :]
-        at = part * value_segment + place * v_words + one
-        pack(x, values, at, here, v_low, v_codes, D, WIDTH, 1, V_BITS, V_SHARING, V_GROUPS)
+        smoothed = tl.div_rn(new_key.to(tl.float32) - centre, spread)[None, :]
+        wide = new_value.to(tl.float32)[None, :]
+        key_at = new_part * segment + new_place * k_words + one
+        value_at = new_part * value_segment + new_place * v_words + one
+        is_one = one == 0
+        pack(
+            smoothed,
+            keys,
+            key_at,
+            is_one,
+            k_low,
+            k_codes,
+            D,
+            WIDTH,
+            1,
+            K_BITS,
+            K_SHARING,
+            K_GROUPS,
+        )
+        pack(
+            wide, values, value_at, is_one, v_low, v_codes, D, WIDTH, 1, V_BITS, V_SHARING, V_GROUPS
+        )
         entry = tl.arange(0, WINDOW)
         goes = tl.load(state + 6 * sequences + sequence)
         its = _enter(whole_slots + row * windows, entry, windows, slot, goes)
+        entry_at = (row * windows + goes) * D + numbers
         if goes >= 0:
-            at = (row * windows + goes) * D + numbers
-            tl.store(whole_keys + at, new_key, mask=in_head)
-            tl.store(whole_values + at, new_value, mask=in_head)
+            tl.store(whole_keys + entry_at, new_key, mask=in_head)
+            tl.store(whole_values + entry_at, new_value, mask=in_head)
     else:
-        at = part * segment + place * D + numbers
-        tl.store(keys + at, new_key, mask=in_head)
-        tl.store(values + at, new_value, mask=in_head)
+        new_at = new_part * segment + new_place * D + numbers
+        tl.store(keys + new_at, new_key, mask=in_head)
+        tl.store(values + new_at, new_value, mask=in_head)
     tl.debug_barrier()
     query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
     most, total, mixed = _begin(
@@ -134,11 +149,11 @@ def attend_step(
         place = row * length + column % length
         if K_BITS:
             here = here & (tl.max((column[:, None] == its[None, :]).to(tl.int32), 1) == 0)
-            at = part * segment + place * k_words
-            of_keys = _unpack(keys, at, here, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING)
+            key_words = part * segment + place * k_words
+            of_keys = _unpack(keys, key_words, here, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING)
             of_keys = (of_keys * spread[None, :] + centre[None, :]).to(tile.dtype)
-            at = part * value_segment + place * v_words
-            of_values = _unpack(values, at, here, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING)
+            words = part * value_segment + place * v_words
+            of_values = _unpack(values, words, here, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING)
             of_values = of_values.to(tile.dtype)
         else:
             at = (part * segment + place * D)[:, None] + numbers[None, :]
@@ -150,13 +165,14 @@ def attend_step(
             _keep(products, row, query, column, product, here, columns, G)
         most, total, mixed = softmax_step(product, of_values, most, total, mixed)
     if K_BITS:
-        at = (row * windows + entry)[:, None] * D + numbers[None, :]
-        loads = (its >= 0)[:, None] & in_head[None, :]
-        product = _products(tile, tl.load(whole_keys + at, mask=loads, other=0.0), its >= 0, scale)
+        whole_at = (row * windows + entry)[:, None] * D + numbers[None, :]
+        reads = (its >= 0)[:, None] & in_head[None, :]
+        of_whole = tl.load(whole_keys + whole_at, mask=reads, other=0.0)
+        of_these = _products(tile, of_whole, its >= 0, scale)
         if RECORDS:
-            _keep(products, row, query, its, product, its >= 0, columns, G)
-        of_values = tl.load(whole_values + at, mask=loads, other=0.0)
-        most, total, mixed = softmax_step(product, of_values, most, total, mixed)
+            _keep(products, row, query, its, of_these, its >= 0, columns, G)
+        of_whole = tl.load(whole_values + whole_at, mask=reads, other=0.0)
+        most, total, mixed = softmax_step(of_these, of_whole, most, total, mixed)
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + sequence * out_token + of_query, mixed, mask=asked)
     if RECORDS:
