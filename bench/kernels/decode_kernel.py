@@ -3,7 +3,7 @@ scoring costs little; over slots packed in 4 bits it is >= 1.5x as fast a column
 
 Method: KV caches of some layers' heads, larger than the last cache, all slots filled; in turn, in
 one process and with the same threads: a plain sum over the same bytes (torch.sum of int64: the
-probe of the memory), `attend`, the same with scores, `attend_reference` (torch: bmm, softmax, bmm)
+probe of the memory), `attend`, the same with scores, `attend.torch` (torch: bmm, softmax, bmm)
 and SDPA with one query, on the better of two layouts (heads apart, tokens apart), `attend` over the
 same columns in 3, 4 and 8 bits, keys smoothed and the newest 16 whole. All in bytes of keys and
 values per second, those beside the slots among them; for packed slots also in values per second.
@@ -47,7 +47,7 @@ from flexgen_h2o.kernels.prefill_attention import (
     column_sums,
 )
 from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
-from flexgen_h2o.kernels.slots import ScoreState, attend, attend_reference
+from flexgen_h2o.kernels.slots import ScoreState, attend
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HEADS = {"opt-1.3b": (32, 64), "opt-6.7b": (32, 128), "opt-30b": (56, 128)}  # heads, width
@@ -154,7 +154,7 @@ def _decode(
             "memory": lambda: [t.view(torch.int64).sum() for t in (keys, values)],
             "attend": lambda: attend(q, keys, values, filled, scale),
             "attend_scored": lambda: attend(q, keys, values, filled, scale, book),
-            "torch": lambda: attend_reference(q, keys, values, filled, scale),
+            "torch": lambda: attend.torch(q, keys, values, filled, scale),
             "sdpa_heads": lambda: sdpa(*apart, scale=scale),
             "sdpa_tokens": lambda: sdpa(*tokens, scale=scale),
         },

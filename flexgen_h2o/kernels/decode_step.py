@@ -6,19 +6,19 @@ row names its next victim. R, g, d, C, S, W: as in kernels/slots.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import KVPacking
+from flexgen_h2o.core.packing import KVPacking, SlotPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.ops import op
-from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, joined
+from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns, joined
 from flexgen_h2o.kernels.slots import (
     ScoreState,
-    attend_lse_reference,
-    attend_reference,
+    attend,
+    attend_lse,
     put_packed_reference,
     put_slots_reference,
 )
@@ -111,10 +111,10 @@ def attend_step(
     if slots.before is not None:
         elsewhere, lse = (None if t is None else t[unit_rows] for t in slots.before)
         if elsewhere is not None and lse is not None:
-            result.copy_(joined((elsewhere, lse), attend_lse_reference(*of_slots)))
+            result.copy_(joined((elsewhere, lse), attend_lse.torch(*of_slots)))
             return
         form = replace(form, sinks=lse)
-    result.copy_(attend_reference(*of_slots, scores, form))
+    result.copy_(attend.torch(*of_slots, scores, form))
 
 
 @attend_step.kernel
@@ -127,6 +127,8 @@ def _attend_step_kernel(
     out: torch.Tensor,
 ) -> None:
     segments, rows, length, _ = slots.keys.shape
+    packing = slots.form.packing
+    whole = slots.form.whole
     group = q.shape[1] // k.shape[1]
     width = q.shape[2]
     assert all(t.stride()[1:] == (width, 1) for t in (q, k, v, out))
@@ -153,6 +155,7 @@ def _attend_step_kernel(
         products,
         slots.taken,
         *before,
+        *whole_tensors(whole),
     )
     strides = *(t.stride(0) for t in (q, k, v, out)), segment_step(slots.keys)
     sizes = (
@@ -164,8 +167,10 @@ def _attend_step_kernel(
         columns,
         scale,
         slots.decay,
+        *packed_sizes(slots.form, slots.values),
     )
-    constants: dict[str, Any] = {
+    windows = 0 if whole is None else whole.slots.shape[1]
+    constants = {
         "G": group,
         "GROUP": triton.power_of_two(group, 16),
         "D": width,
@@ -174,24 +179,14 @@ def _attend_step_kernel(
         "RECORDS": slots.scores is not None,
         "PER_QUERY": slots.per_query,
         "BEFORE": 0 if slots.before is None else 1 if slots.before[0] is None else 2,
+        "WINDOW": triton.power_of_two(max(1, windows), 16),
+        **packing_constants(packing),
     }
-    name = "slots.attend_step"
-    packing = slots.form.packing
-    whole = slots.form.whole
     if packing is not None:
-        assert whole is not None
-        name = "slots.attend_packed_step"
-        tensors = (*tensors, *vars(whole).values())
-        windows = whole.slots.shape[1]
-        sizes = *sizes, windows, segment_step(slots.values), *packed_sizes(packing)
-        constants |= packing_constants(packing)
-        constants |= {
-            "WINDOW": triton.power_of_two(windows, 16),
-            # words are loaded once for each of their numbers; with more stages they would not fit
-            # the shared memory
-            "num_stages": 1,
-        }
-    triton.launch(name, (rows,), (*tensors, *sizes), **constants)
+        # words are loaded once for each of their numbers; with more stages they would not fit the
+        # shared memory
+        constants["num_stages"] = 1
+    triton.launch("slots.attend_step", (rows,), (*tensors, *sizes), **constants)
 
 
 def segment_step(area: torch.Tensor) -> int:
@@ -202,20 +197,32 @@ def segment_step(area: torch.Tensor) -> int:
     return area.stride(0) if len(area) > 1 else 0
 
 
-def packed_sizes(packing: KVPacking) -> list[int]:
-    """Return the words of lower bits, of codes and of a slot; for keys, then for values."""
-    return [
-        size
-        for of in (packing.keys, packing.values)
-        for size in (of.low_words, of.value_words, of.words)
-    ]
+def whole_tensors(whole: WholeColumns | None) -> Sequence[torch.Tensor | None]:
+    """Return what kernels read and write beside packed slots, or as many times None."""
+    return (None,) * 5 if whole is None else tuple(vars(whole).values())
 
 
-def packing_constants(packing: KVPacking) -> dict[str, int]:
-    """Return the constants for which the kernel is compiled."""
+def packed_sizes(form: SlotForm, values: torch.Tensor) -> Sequence[int | None]:
+    """Return the sizes that kernels for packed slots need, or as many times None.
+
+    They are the number of whole columns, the stride between segments of values, and the words of
+    lower bits, of codes and of a slot, for keys, then for values.
+    """
+    packing = form.packing
+    if packing is None or form.whole is None:
+        return (None,) * 8
+    words = [(of.low_words, of.value_words, of.words) for of in (packing.keys, packing.values)]
+    return form.whole.slots.shape[1], segment_step(values), *words[0], *words[1]
+
+
+def packing_constants(packing: KVPacking | None) -> dict[str, int]:
+    """Return the constants for which kernels are compiled; all are 0 if slots are not packed."""
     found: dict[str, int] = {}
-    for what, of in (("K", packing.keys), ("V", packing.values)):
-        found |= {f"{what}_BITS": of.bits, f"{what}_SHARING": of.group, f"{what}_GROUPS": of.groups}
+    for letter, name in (("K", "keys"), ("V", "values")):
+        of: SlotPacking | None = getattr(packing, name, None)
+        found[f"{letter}_BITS"] = 0 if of is None else of.bits
+        found[f"{letter}_SHARING"] = 0 if of is None else of.group
+        found[f"{letter}_GROUPS"] = 0 if of is None else of.groups
     return found
 
 

@@ -137,10 +137,13 @@ def rms_norm(
 def _can_be_normed(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, once: bool = False
 ) -> bool:
-    are_rows = x.dim() == 2 or (x.is_contiguous() and out.is_contiguous())
-    fit = x.shape == out.shape and weight.shape == x.shape[-1:]
+    # plain comparisons: this check runs several times a layer in each decode step
     return (
-        are_rows and fit and all(t.dtype == x.dtype and t.stride(-1) == 1 for t in (x, weight, out))
+        (x.dim() == 2 or (x.is_contiguous() and out.is_contiguous()))
+        and x.shape == out.shape
+        and weight.shape == x.shape[-1:]
+        and x.dtype == weight.dtype == out.dtype
+        and x.stride(-1) == weight.stride(-1) == out.stride(-1) == 1
     )
 
 
@@ -149,11 +152,12 @@ def _norm_rows(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, once: bool = False
 ) -> torch.Tensor:
     width = x.shape[-1]
-    rows = x.view(-1, width)
-    steps = rows.stride(0) * x.itemsize, out.view(-1, width).stride(0) * x.itemsize
+    item = x.itemsize
+    rows = x.numel() // width
+    steps = (item * (t.stride(0) if t.dim() == 2 else width) for t in (x, out))
     addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     numbers = once, width, *addresses, *steps, np.float32(eps)
-    run_loop("rows.norm_rows", x.dtype, len(rows), 2 * width * x.itemsize, *numbers)
+    run_loop("rows.norm_rows", x.dtype, rows, 2 * width * item, *numbers)
     return out
 
 
@@ -162,11 +166,10 @@ def _norm_kernel(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, once: bool = False
 ) -> torch.Tensor:
     width = x.shape[-1]
-    rows = x.view(-1, width)
-    into = out.view(-1, width)
-    arguments = rows, weight, into, rows.stride(0), into.stride(0), width, eps
+    steps = (t.stride(0) if t.dim() == 2 else width for t in (x, out))
+    arguments = x, weight, out, *steps, width, eps
     block = triton.power_of_two(width)
-    triton.launch("rows.rms_norm", (len(rows),), arguments, ONCE=once, BLOCK=block)
+    triton.launch("rows.rms_norm", (x.numel() // width,), arguments, ONCE=once, BLOCK=block)
     return out
 
 

@@ -44,11 +44,12 @@ import torch
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
+from flexgen_h2o.kernels.workspace import element_of, mismatch, parallel_rows
 
 P = ParamSpec("P")
 R = TypeVar("R")
 OPERATORS: list[Any] = []  # all that are imported, in the order of their definition
+LOOP_DTYPES = (torch.float32, torch.bfloat16)  # as in workspace.is_compiled, without its call
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,9 @@ class Operator(Generic[P, R]):
         ):
             version = self.on_card
         elif self._loop is not None and (
-            is_compiled(tensor) if self._has_loop is None else self._has_loop(*args, **kwargs)
+            tensor.is_cpu and tensor.dtype in LOOP_DTYPES
+            if self._has_loop is None
+            else self._has_loop(*args, **kwargs)
         ):
             version = self._loop
         else:

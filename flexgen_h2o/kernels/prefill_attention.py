@@ -209,7 +209,6 @@ def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx2")
 
 
-@op
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
@@ -219,6 +218,8 @@ def causal_attention(
     window: number of keys that a query sees, its own and those before it; None: all. Only keys that
     are seen cost work.
     """
+    if triton.supports(q) or _is_compiled(q, k, v):
+        return causal_attention_lse(q, k, v, scale, window)[0]
     rows = q.shape[2]
     n = k.shape[2]
     enable_gqa = q.shape[1] != k.shape[1]
@@ -232,20 +233,6 @@ def causal_attention(
     if enable_gqa and _checked(q.device.type, q.dtype, True) is _efficient_cuda:
         return _efficient_cuda(q, k, v, scale, window)[0]
     return attend(q, k, v, is_causal=rows > 1)
-
-
-@causal_attention.loop_if(lambda q, k, v, *_: _is_compiled(q, k, v))
-def _causal_loop(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
-) -> torch.Tensor:
-    return _attend_on_cpu(q, k, v, scale, window)[0]
-
-
-@causal_attention.kernel
-def _causal_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
-) -> torch.Tensor:
-    return _attend_on_card(q, k, v, scale, window)[0]
 
 
 @op
@@ -262,13 +249,6 @@ def causal_attention_lse(
     """
     fused = _checked(q.device.type, q.dtype, q.shape[1] != k.shape[1])
     return (fused or causal_attention_lse_reference)(q, k, v, scale, window)
-
-
-@causal_attention_lse.loop_if(lambda q, k, v, *_: _is_compiled(q, k, v))
-def _causal_lse_loop(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
-) -> Result:
-    return _attend_on_cpu(q, k, v, scale, window)
 
 
 @causal_attention_lse.kernel
@@ -409,8 +389,9 @@ def _last_rows(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Te
     return mask.masked_fill_(_hidden(mask, window), float("-inf"))
 
 
+@causal_attention_lse.loop_if(lambda q, k, v, *_: _is_compiled(q, k, v))
 def _attend_on_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
     """Attend in the compiled loop, or in torch's fused kernel if that is faster.
 

@@ -13,7 +13,12 @@ import torch
 
 from flexgen_h2o.core.units import PACKED_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.decode_step import packed_sizes, packing_constants, segment_step
+from flexgen_h2o.kernels.decode_step import (
+    packed_sizes,
+    packing_constants,
+    segment_step,
+    whole_tensors,
+)
 from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns
@@ -222,6 +227,9 @@ def _put_kernel(
     unused = kept
     given = unused if scores is None else scores.contiguous()
     recorded = (unused, unused) if scores is None else (slots.scores, slots.positions)
+    whole = slots.form.whole
+    if whole is not None:
+        _begin_whole(whole, k, slots.first, lines, slots.smooths)
     tensors = (
         k,
         v,
@@ -231,32 +239,24 @@ def _put_kernel(
         given,
         *recorded,
         triton.prompt_table(lines, k.device),
+        *whole_tensors(whole),
     )
     laid_out = (k, 3), (v, 3), (kept, 2), (given, 2)
-    strides = [step for t, count in laid_out for step in triton.batch_strides(t, count)]
-    columns = unused.shape[2] if slots.scores is None else slots.scores.shape[1]
-    sizes: tuple[int, ...] = (
-        *strides,
+    sizes = (
+        *(step for t, count in laid_out for step in triton.batch_strides(t, count)),
         segment_step(slots.keys),
         length,
-        columns,
+        unused.shape[2] if slots.scores is None else slots.scores.shape[1],
         kv_heads,
         slots.first,
+        *packed_sizes(slots.form, slots.values),
     )
     wide = triton.power_of_two(width, 16)
-    name = "prompts.put"
-    constants = {"D": width, "WIDTH": wide, "BLOCK": _COLUMNS, "RECORDS": scores is not None}
-    packing = slots.form.packing
-    whole = slots.form.whole
-    if packing is not None:
-        assert whole is not None
-        _begin_whole(whole, k, slots.first, lines, slots.smooths)
-        name = "prompts.put_packed"
-        tensors = (*tensors, *vars(whole).values())
-        sizes = *sizes, segment_step(slots.values), whole.slots.shape[1], *packed_sizes(packing)
-        constants |= {"BLOCK": max(1, _NUMBERS // wide), **packing_constants(packing)}
-    grid = rows, -(-max(line.kept for line in lines) // constants["BLOCK"])
-    triton.launch(name, grid, (*tensors, *sizes), **constants)
+    block = _COLUMNS if whole is None else max(1, _NUMBERS // wide)
+    constants = {"D": width, "WIDTH": wide, "BLOCK": block, "RECORDS": scores is not None}
+    constants |= packing_constants(slots.form.packing)
+    grid = rows, -(-max(line.kept for line in lines) // block)
+    triton.launch("prompts.put", grid, (*tensors, *sizes), **constants)
 
 
 # ---- WholeColumns beside packed slots

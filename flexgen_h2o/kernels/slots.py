@@ -5,8 +5,8 @@ which are stored in segments of S: slot j of row r is at [j // S, r, j % S]. W =
 slot. Softmax and sums are in fp32.
 
 On the CPU, fp32 and bf16 use one compiled pass over the keys and one over the values, which
-dequantise packed slots in registers. Everything else uses the torch operations of the functions
-`..._reference`, which unpack PACKED_CHUNK values at a time.
+dequantise packed slots in registers. Everything else uses torch operations, which unpack
+PACKED_CHUNK values at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from flexgen_h2o.core.packing import WORD, KVPacking
 from flexgen_h2o.core.units import PACKED_CHUNK
+from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.slot_form import (
     WHOLE,
@@ -36,6 +37,8 @@ from flexgen_h2o.kernels.workspace import (
 
 if TYPE_CHECKING:
     from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class ScoreState:
 _OF_ROWS = ("scores", "positions", "oldest", "newest", "victims", "gains")
 
 
+@op
 def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -93,49 +97,9 @@ def attend(
       position. It is -1 if there is no such slot.
 
     With `now`, scores are compared over now[r] + 1 - positions[r, j].
-    """
-    if not loops_can_read(q, keys, values, form):
-        return attend_reference(q, keys, values, filled, scale, state, form)
-    return _attend_compiled((q, keys, values, filled), scale, state, form)
 
-
-def attend_lse(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    filled: torch.Tensor | None,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-) -> Pair:
-    """Return `attend`, bit for bit, and the log-sum-exp, (R, g) fp32.
-
-    The log-sum-exp is the natural logarithm of the sum of exp(scale x q.k) over the slots, and of
-    exp(sink). filled: None if all slots are filled. sinks: as in a SlotForm.
-    """
-    if not loops_can_read(q, keys, values):
-        return attend_lse_reference(q, keys, values, filled, scale, sinks)
-    if filled is None:
-        filled = torch.full(
-            (len(q),), keys.shape[0] * keys.shape[2], dtype=torch.int32, device="cpu"
-        )
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device="cpu")
-    return _attend_compiled(
-        (q, keys, values, filled), scale, form=SlotForm(sinks=sinks), lse=lse
-    ), lse
-
-
-def attend_reference(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    filled: torch.Tensor,
-    scale: float,
-    state: ScoreState | None = None,
-    form: SlotForm = WHOLE,
-) -> torch.Tensor:
-    """Compute `attend` in torch operations, a segment at a time.
-
-    Products are rounded to q's dtype. Packed slots are unpacked to q's dtype, some rows at a time.
+    Torch operations round products to q's dtype. They unpack packed slots to q's dtype, some rows
+    at a time.
     """
     packing = form.packing
     if packing is None:
@@ -151,10 +115,30 @@ def attend_reference(
         own = None if state is None else state.rows(rows)
         beside = form.rows(rows)
         k, v = unpacked(keys[:, rows], values[:, rows], beside, q.dtype)
-        out[rows] = attend_reference(
+        out[rows] = attend.torch(
             q[rows], k, v, filled[rows], scale, own, SlotForm(sinks=beside.sinks)
         )
     return out
+
+
+@op
+def attend_lse(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> Pair:
+    """Return `attend`, bit for bit, and the log-sum-exp, (R, g) fp32.
+
+    The log-sum-exp is the natural logarithm of the sum of exp(scale x q.k) over the slots, and of
+    exp(sink). filled: None if all slots are filled. sinks: as in a SlotForm.
+    """
+    products = slot_products(q, keys, filled, scale)
+    lse = torch.logsumexp(products, dim=2)
+    lse = lse if sinks is None else torch.logaddexp(lse, sinks)
+    return _mix(products.sub_(lse.unsqueeze(2)).exp_(), values, filled).to(q.dtype), lse
 
 
 def attend_largest(
@@ -198,21 +182,6 @@ def _are_largest(p: torch.Tensor, filled: torch.Tensor, share: float) -> torch.T
     places = torch.arange(p.shape[2], device=p.device)
     ranks = torch.empty_like(order).scatter_(2, order, places.expand_as(order))
     return (ranks < counts) | (places == newest)
-
-
-def attend_lse_reference(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    filled: torch.Tensor | None,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-) -> Pair:
-    """Compute `attend_lse` in torch operations."""
-    products = slot_products(q, keys, filled, scale)
-    lse = torch.logsumexp(products, dim=2)
-    lse = lse if sinks is None else torch.logaddexp(lse, sinks)
-    return _mix(products.sub_(lse.unsqueeze(2)).exp_(), values, filled).to(q.dtype), lse
 
 
 def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> None:
@@ -288,42 +257,42 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None) -> 
     return out
 
 
-def loops_can_read(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: SlotForm = WHOLE
+def _are_read_by_loops(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor | None,
+    scale: float,
+    state: ScoreState | None = None,
+    form: SlotForm = WHOLE,
 ) -> bool:
     """Return whether the compiled loops can read these tensors.
 
     They read slots of whole words in the CPU's memory.
     """
+    width = q.shape[2] * q.itemsize
     if keys.dtype == torch.int32:  # packed slots
-        return is_compiled_beside_card(q) and (
-            form.whole is None or q.shape[2] * q.itemsize % WORD == 0
-        )
-    places = (
-        q.shape[2] * q.itemsize,
-        keys.stride(0) * q.itemsize,
-        *(t.data_ptr() for t in (q, keys, values)),
-    )
+        return is_compiled_beside_card(q) and (form.whole is None or width % WORD == 0)
+    places = width, keys.stride(0) * q.itemsize, *(t.data_ptr() for t in (q, keys, values))
     return is_compiled_beside_card(q) and not any(place % WORD for place in places)
 
 
-def _attend_compiled(
-    tensors: tuple[torch.Tensor, ...],
+def _attend_loop(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor,
     scale: float,
     state: ScoreState | None = None,
     form: SlotForm = WHOLE,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `attend` in the compiled loops.
-
-    tensors: q, keys, values, filled. lse: written if given.
-    """
+    """Attend in the compiled loops. lse: written if given."""
     from flexgen_h2o.kernels.compiled import slots
 
     packing = form.packing
-    q, keys, values, filled = tensors
     q, filled, most = q.contiguous(), filled.contiguous(), int(filled.max())
-    check_slots((q, keys, values, filled), most, packing)
+    _check_slots((q, keys, values, filled), most, packing)
     sinks = form.sinks
     if sinks is not None and (
         (sinks.shape, sinks.dtype) != (q.shape[:2], torch.float32) or not sinks.is_contiguous()
@@ -358,10 +327,30 @@ def _attend_compiled(
     return out
 
 
+attend.loop_if(_are_read_by_loops)(_attend_loop)
+
+
+@attend_lse.loop_if(lambda q, keys, values, *_: _are_read_by_loops(q, keys, values, None, 1.0))
+def _attend_lse_loop(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> Pair:
+    if filled is None:
+        most = keys.shape[0] * keys.shape[2]
+        filled = torch.full((len(q),), most, dtype=torch.int32, device="cpu")
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device="cpu")
+    form = SlotForm(sinks=sinks)
+    return _attend_loop(q, keys, values, filled, scale, form=form, lse=lse), lse
+
+
 # The loops read by address, so a wrong shape would be memory out of bounds. All shapes are checked.
 
 
-def check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: KVPacking | None) -> None:
+def _check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: KVPacking | None) -> None:
     """Raise ValueError if shapes or dtypes do not fit.
 
     tensors: q, keys, values, filled; most: the largest number in `filled`.
@@ -417,9 +406,6 @@ def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
     return Scores._make(
         [columns, *addresses, 0 if now is None else now.data_ptr(), float(state.decay)]
     )
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:

@@ -33,6 +33,7 @@ from flexgen_h2o.kernels.triton import power_of_two, products, prompts, rows, sl
 # Ada (4090), Hopper.
 CARDS = {75: 65536, 86: 101376, 89: 101376, 90: 232448}
 FP32 = {75: CARDS[75], 90: CARDS[86]}  # and that a kernel may take in fp32
+NONE = "constexpr"  # type of an argument that is None
 PTX_OF = {89: 86}  # cards that are given the PTX of another
 NUMBERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16"}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -98,9 +99,9 @@ def variants(*kinds: str) -> Iterator[Case]:
             for records in (False, True):
                 scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
                 block |= {"RECORDS": records}
-                yield Case(
-                    prompts.put, (t, t, "*i64", t, t, *scores, "*i32", *["i32"] * 15), dict(block)
-                )
+                sizes = ["i32"] * 15
+                types = t, t, "*i64", t, t, *scores, "*i32", *[NONE] * 5, *sizes, *[NONE] * 8
+                yield Case(prompts.put, types, block | packing_constants(None))
             tile = _tile(torch.empty(1, 1, 1, width, dtype=dtype, device="meta"))
             yield Case(prompts.attend, (*[t] * 4, "*fp32", "*i32", *["i32"] * 17, "fp32"), tile)
             yield Case(
@@ -126,9 +127,11 @@ def variants(*kinds: str) -> Iterator[Case]:
                     "*i64",
                     t if before > 1 else "*i32",
                     "*fp32" if before else "*i32",
+                    *[NONE] * 5,
                     *["i32"] * 10,
                     "fp32",
                     "fp32",
+                    *[NONE] * 8,
                 ),
                 {
                     "G": group,
@@ -139,6 +142,8 @@ def variants(*kinds: str) -> Iterator[Case]:
                     "BLOCK": columns_at_a_time(dtype, width),
                     "RECORDS": records,
                     "PER_QUERY": records and group == 8,
+                    "WINDOW": 16,
+                    **packing_constants(None),
                 },
             )
 
@@ -181,7 +186,7 @@ def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
         wide = power_of_two(width)
         beside = "*bf16", "*bf16", t, t, "*i32"
         yield Case(
-            slots.attend_packed_step,
+            slots.attend_step,
             (
                 *[t] * 4,
                 "*i32",
@@ -220,7 +225,7 @@ def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
             )
         scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
         yield Case(
-            prompts.put_packed,
+            prompts.put,
             (t, t, "*i64", "*i32", "*i32", *scores, "*i32", *beside, *["i32"] * 23),
             {**block, "RECORDS": records, **packing_constants(packing)},
         )
@@ -235,7 +240,7 @@ def known_of(kernel: Any, types: Sequence[str]) -> dict[tuple[int], list[list[ob
             if kind[0] == "*"
             else one.do_not_specialize or one.name in COUNTS
         )
-        if kind != "fp32" and not is_free:
+        if kind not in ("fp32", NONE) and not is_free:
             found[(one.num,)] = [["tt.divisibility", 16]]
     return found
 
@@ -245,8 +250,11 @@ def compiled(case: Case, card: int) -> Any:
     names = kernel.arg_names
     assert len(types) + len(constants) == len(names), kernel
     signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constants, known_of(kernel, types))
-    options = {"num_stages": 1} if kernel is slots.attend_packed_step else {}  # as it is launched
+    # What is not there is told to the compiled kernel, as a launch does.
+    values = {name: None for name, kind in signature.items() if kind == NONE} | constants
+    source = ASTSource(kernel, signature, values, known_of(kernel, types))
+    is_packed = kernel is slots.attend_step and constants["K_BITS"]
+    options = {"num_stages": 1} if is_packed else {}  # as it is launched
     made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
     assert "cubin" in made.asm, kernel
     return made

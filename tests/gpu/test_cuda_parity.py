@@ -79,10 +79,10 @@ GPT_OSS = {
 }
 MXFP4 = {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}
 MIXTURES = [
-    pytest.param(config, packed, id=f"{name}-{''.join(packed)}")
+    (f"{name} {''.join(more)}", config, more)
     for name, config in (("olmoe", OLMOE), ("gpt_oss", GPT_OSS), ("mxfp4", MXFP4))
-    for packed in ({}, {"compress_weight": True}, {"compress_cache": True})
-    if config is not MXFP4 or "compress_weight" not in packed  # is in few bits already
+    for more in ({}, {"compress_weight": True}, {"compress_cache": True})
+    if config is not MXFP4 or "compress_weight" not in more  # is in few bits already
 ]
 PROMPT_LENGTHS = (
     23,
@@ -209,53 +209,51 @@ def test_tokens_equal_the_cpu_engine(expected, settings) -> None:
     assert (report.io_bytes["h2d"] > 0) == streams or settings.get("cpu_cache_compute", False)
 
 
-@pytest.mark.parametrize(("config", "packed"), MIXTURES)
-@pytest.mark.parametrize(
-    "place", ["all on the device", "weights on host, pinned", "everything split"]
-)
-def test_experts_give_what_they_give_on_the_cpu(
-    tmp_path, place: str, config: dict[str, Any], packed: dict[str, Any]
+OF_WEIGHTS = [name for name in PLACEMENTS if "weights" in name] + ["all on the device"]
+OF_KV = [name for name in PLACEMENTS if "KV" in name] + ["all on the device"]
+OF_EXPERTS = ("all on the device", "weights on host, pinned", "everything split")
+LONG = {"max_position_embeddings": 1100}
+# What runs: a model, settings of a policy, an eviction policy, steps, and a placement.
+RUNS: list[Any] = [
+    *(
+        pytest.param(
+            config, {**more, "expert_group": 2}, None, NEW_TOKENS, place, id=f"{name} {place}"
+        )
+        for name, config, more in MIXTURES
+        for place in OF_EXPERTS
+    ),
+    *(
+        (CONFIG, {"compress_weight": True, "weight_bits": bits}, None, NEW_TOKENS, place)
+        for bits in (4, 8)
+        for place in OF_WEIGHTS
+    ),
+    *(
+        pytest.param(CONFIG, {}, one, NEW_TOKENS, place, id=f"{one.name} {place}")
+        for one in EVICTIONS
+        for place in OF_KV
+    ),
+    (CONFIG, {"compress_weight": True}, EVICTIONS[0], NEW_TOKENS, "everything split"),
+    # Long enough that a late transfer would show.
+    *(({**one, **LONG}, {}, EVICTIONS[0], THOUSAND, "KV on host") for one in (CONFIG, LLAMA)),
+]
+
+
+@pytest.mark.parametrize(("config", "more", "eviction", "steps", "place"), RUNS)
+def test_logits_are_those_of_the_cpu(
+    tmp_path, config: dict[str, Any], more: dict[str, Any], eviction: Any, steps: int, place: str
 ) -> None:
-    """Groups of two experts, whose products of few rows are one launch on a card."""
+    """A near tie between two columns may fall the other way on a card; it moves logits little."""
     folder = model_folder(tmp_path, config)
-    _, expected, _ = generate(folder, Policy(4, 1, **packed), "cpu", MemoryBudget(host="1GiB"))
-    policy = Policy(3, 2, expert_group=2, **packed, **PLACEMENTS[place])
-    _, logits, report = generate(folder, policy, DEVICE, BUDGET)
+    given = {"eviction": eviction, "params": SamplingParams(steps, ignore_eos=True)}
+    alone = Policy(4, 1, **more)
+    _, expected, _ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), **given)
+    placed = Policy(3, 2, **more, **PLACEMENTS[place])
+    _, logits, report = generate(folder, placed, DEVICE, BUDGET, **given)
     for mine, theirs in zip(logits, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
     assert report.peak_bytes["device"] <= BUDGET.device
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(
-    "place", [name for name in PLACEMENTS if "eight" in name] + ["all on the device"]
-)
-def test_compressed_weights_give_what_they_give_on_the_cpu(tmp_path, place: str, bits: int) -> None:
-    """Unpacked by torch operations on a card, by compiled loops on the CPU: the same values."""
-    packed = {"compress_weight": True, "weight_bits": bits}
-    folder = model_folder(tmp_path, CONFIG)
-    tokens, expected, plain = generate(
-        folder, Policy(4, 1, **packed), "cpu", MemoryBudget(host="1GiB")
-    )
-    got, logits, report = generate(
-        folder, Policy(3, 2, **packed, **PLACEMENTS[place]), DEVICE, BUDGET
-    )
-    for mine, theirs in zip(logits, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
-    assert got == tokens
-    assert report.peak_bytes["device"] <= BUDGET.device
-    assert report.policy.compress_weight and plain.policy.compress_weight
-
-
-def test_a_compressed_model_that_evicts_is_the_same_on_the_cpu(tmp_path) -> None:
-    folder = model_folder(tmp_path, CONFIG)
-    eviction = H2O(heavy_size=6, recent_size=3)
-    everywhere = {"percent": (30, 30, 30, 30, 30, 30), "compress_weight": True}
-    alone = Policy(4, 1, compress_weight=True)
-    _, expected, _ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=eviction)
-    _, logits, _ = generate(folder, Policy(3, 2, **everywhere), DEVICE, BUDGET, eviction=eviction)
-    for mine, theirs in zip(logits, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
+    assert eviction is None or report.kv["bytes"] < report.kv["full_bytes"]
+    assert report.policy.compress_weight == alone.compress_weight
 
 
 def test_rows_draw_what_they_draw_on_the_cpu(tmp_path) -> None:
@@ -274,25 +272,6 @@ def test_rows_draw_what_they_draw_on_the_cpu(tmp_path) -> None:
         1 if ON_CARD else 0
     )
     assert expected != greedy
-
-
-@pytest.mark.parametrize("eviction", EVICTIONS, ids=[e.name for e in EVICTIONS])
-@pytest.mark.parametrize(
-    "place", [name for name in PLACEMENTS if "KV" in name] + ["all on the device"]
-)
-def test_evicted_caches_give_what_they_give_on_the_cpu(tmp_path, place: str, eviction) -> None:
-    """A near tie between two columns may fall the other way on a card; it moves logits by
-    little."""
-    folder = model_folder(tmp_path, CONFIG)
-    _, expected, _ = generate(
-        folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction
-    )
-    _, logits, report = generate(
-        folder, Policy(3, 2, **PLACEMENTS[place]), DEVICE, BUDGET, eviction=eviction
-    )
-    for mine, theirs in zip(logits, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
-    assert report.kv["bytes"] < report.kv["full_bytes"]
 
 
 # And how far logits may be off, of their own spread. Cards before Ampere are refused bfloat16.
@@ -333,21 +312,6 @@ def test_half_precision_is_near_the_cpu_in_full(
     assert all(len(row) == NEW_TOKENS for row in tokens)
     assert off_by(logits, expected) <= HALVES[dtype]
     assert report.extra["dtype"] == dtype
-
-
-@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["opt", "llama"])
-def test_a_thousand_steps_with_kv_on_the_host(tmp_path, config: dict[str, Any]) -> None:
-    """Long enough for a transfer that comes late to be seen."""
-    long = {**config, "max_position_embeddings": 1100}
-    folder = model_folder(tmp_path, long)
-    params = SamplingParams(THOUSAND, ignore_eos=True)
-    eviction = EVICTIONS[0]
-    policy = Policy(3, 2, **PLACEMENTS["KV on host"])
-    _, expected, _ = generate(
-        folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction, params=params
-    )
-    _, logits, _ = generate(folder, policy, DEVICE, BUDGET, eviction=eviction, params=params)
-    assert off_by(logits, expected) <= 1e-3
 
 
 @pytest.mark.skipif(not ON_CARD, reason="counts the card's own bytes")

@@ -24,56 +24,28 @@ from tests.gpu.test_cuda_parity import BUDGET, GREEDY, PLACEMENTS, model_folder
 from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, generate, on_fake_card, some_slow
 
 
-def _no_fence_behind_weights(patch: pytest.MonkeyPatch) -> None:
-    opened = WeightStream.open
-    patch.setattr(
-        WeightStream, "open", lambda stream, unit, fence: opened(stream, unit, lambda: NOTHING)
-    )
-
-
-def _no_fence_behind_decoding(patch: pytest.MonkeyPatch) -> None:
-    decode = WeightStream.decode
-    patch.setattr(WeightStream, "decode", lambda stream, fence: decode(stream, lambda: NOTHING))
-
-
-def _no_fence_behind_kv(patch: pytest.MonkeyPatch) -> None:
-    closed = Executor.close_cache
-    patch.setattr(
-        Executor,
-        "close_cache",
-        lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING),
-    )
-
-
-def _no_fence_behind_hidden_states(patch: pytest.MonkeyPatch) -> None:
-    closed = Executor.close_hidden
-    patch.setattr(
-        Executor,
-        "close_hidden",
-        lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING),
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drop", "placement", "more"),
+    ("owner", "method", "placement", "more"),
     [
-        (_no_fence_behind_weights, "weights on host, pinned", {}),
-        (_no_fence_behind_weights, "weights on disk", {}),
-        (_no_fence_behind_decoding, "weights on host, pinned", {"compress_weight": True}),
-        (_no_fence_behind_kv, "KV on host", {}),
-        (_no_fence_behind_kv, "KV on disk", {}),
-        (_no_fence_behind_hidden_states, "hidden states split three ways", {}),
-        (_no_fence_behind_hidden_states, "hidden states on disk", {}),
+        (WeightStream, "open", "weights on host, pinned", {}),
+        (WeightStream, "open", "weights on disk", {}),
+        (WeightStream, "decode", "weights on host, pinned", {"compress_weight": True}),
+        (Executor, "close_cache", "KV on host", {}),
+        (Executor, "close_cache", "KV on disk", {}),
+        (Executor, "close_hidden", "hidden states split three ways", {}),
+        (Executor, "close_hidden", "hidden states on disk", {}),
     ],
 )
 def test_a_fence_that_is_left_out_is_a_race(
-    tmp_path, monkeypatch, drop, placement: str, more: dict[str, Any]
+    tmp_path, monkeypatch, owner: Any, method: str, placement: str, more: dict[str, Any]
 ) -> None:
+    """The fence is the method's last argument."""
     folder = model_folder(tmp_path, CONFIGS["normal"])
     _, sound = on_fake_card(folder, placement, **more)
     assert not sound.races
-    drop(monkeypatch)
+    whole = getattr(owner, method)
+    monkeypatch.setattr(owner, method, lambda *given: whole(*given[:-1], lambda: NOTHING))
     _, card = on_fake_card(folder, placement, **more)
     assert card.races
 
@@ -122,18 +94,6 @@ def _without_waiting(patch: pytest.MonkeyPatch, owner: Any, name: str, module: A
     patch.setattr(owner, name, too_early)
 
 
-def _kv_is_made_while_the_region_is_stored(patch: pytest.MonkeyPatch) -> None:
-    _without_waiting(patch, CacheStore, "open", store)
-
-
-def _hidden_states_are_made_while_the_region_is_stored(patch: pytest.MonkeyPatch) -> None:
-    _without_waiting(patch, HiddenStore, "open", stores)
-
-
-def _a_block_begins_while_kv_of_the_last_is_stored(patch: pytest.MonkeyPatch) -> None:
-    _without_waiting(patch, CacheStore, "settle", store)
-
-
 LAYERS = {
     **CONFIGS["normal"],
     "num_hidden_layers": 4,
@@ -142,20 +102,20 @@ LAYERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drop", "placement"),
+    ("owner", "method", "module", "placement"),
     [
-        (_kv_is_made_while_the_region_is_stored, "KV on host"),
-        (_a_block_begins_while_kv_of_the_last_is_stored, "KV on host"),
-        (_hidden_states_are_made_while_the_region_is_stored, "hidden states split three ways"),
+        (CacheStore, "open", store, "KV on host"),
+        (CacheStore, "settle", store, "KV on host"),
+        (HiddenStore, "open", stores, "hidden states split three ways"),
     ],
 )
 def test_a_wait_of_the_computing_thread_that_is_left_out_is_a_race(
-    tmp_path, monkeypatch, drop, placement: str
+    tmp_path, monkeypatch, owner: Any, method: str, module: Any, placement: str
 ) -> None:
     folder = model_folder(tmp_path, LAYERS)
     _, sound = on_fake_card(folder, placement)
     assert not sound.races
-    drop(monkeypatch)
+    _without_waiting(monkeypatch, owner, method, module)
     _, card = on_fake_card(folder, placement)
     assert card.races
 

@@ -295,65 +295,6 @@ def put(
     scores,
     positions,
     prompts,
-    k_batch,
-    k_token,
-    k_head,
-    v_batch,
-    v_token,
-    v_head,
-    kept_batch,
-    kept_head,
-    given_batch,
-    given_head,
-    segment,
-    length,
-    columns,
-    kv_heads,
-    first,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RECORDS: tl.constexpr,
-):
-    """Write BLOCK columns of a row, those of tokens kept[row] of its prompt, to its first slots.
-
-    first: row of the prompts that is row 0 of the slots.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    batch = (first + row) // kv_heads
-    head = (first + row) % kv_heads
-    origin, _, _ = _line(prompts, batch)
-    kept_at, count = _stays(prompts, batch)
-    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    number = tl.arange(0, WIDTH)
-    token = tl.load(
-        kept + batch * kept_batch + head * kept_head + kept_at + slot, mask=slot < count, other=0
-    )
-    if RECORDS:
-        given += batch * given_batch + head * given_head + origin
-        _record(row, slot, token, given, scores, positions, columns, count)
-    loads = (slot < count)[:, None] & (number < D)[None, :]
-    k += batch * k_batch + origin * k_token + head * k_head
-    v += batch * v_batch + origin * v_token + head * v_head
-    at = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * D
-    at = at[:, None] + number[None, :]
-    of_keys = token[:, None] * k_token + number[None, :]
-    of_values = token[:, None] * v_token + number[None, :]
-    tl.store(keys + at, tl.load(k + of_keys, mask=loads, other=0.0), mask=loads)
-    tl.store(values + at, tl.load(v + of_values, mask=loads, other=0.0), mask=loads)
-
-
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
-def put_packed(
-    k,
-    v,
-    kept,
-    keys,
-    values,
-    given,
-    scores,
-    positions,
-    prompts,
     centres,
     ranges,
     whole_keys,
@@ -374,8 +315,8 @@ def put_packed(
     columns,
     kv_heads,
     first,
-    value_segment,
     windows,
+    value_segment,
     k_low,
     k_codes,
     k_words,
@@ -393,10 +334,13 @@ def put_packed(
     V_SHARING: tl.constexpr,
     V_GROUPS: tl.constexpr,
 ):
-    """Write columns as `put` does, but packed, and a prompt's newest tokens also as whole columns.
+    """Write BLOCK columns of a row, those of tokens kept[row] of its prompt, to its first slots.
 
-    Whole columns go to some of the `windows` places. k_, v_: as in slots.attend_packed_step.
-    `begin_whole` runs first.
+    first: row of the prompts that is row 0 of the slots.
+
+    K_BITS: 0 if slots are not packed, as in slots.attend_step. Beside packed slots, a prompt's
+    newest tokens are also written as whole columns, to some of the `windows` places. `begin_whole`
+    runs first.
     """
     row = tl.program_id(0).to(tl.int64)
     batch = (first + row) // kv_heads
@@ -412,54 +356,38 @@ def put_packed(
     )
     if RECORDS:
         given += batch * given_batch + head * given_head + origin
-        _record(row, slot, token, given, scores, positions, columns, count)
+        at = row * columns + slot
+        tl.store(positions + at, token.to(tl.int32), mask=here)
+        tl.store(scores + at, tl.load(given + token, mask=here, other=0.0), mask=here)
     loads = here[:, None] & in_head[None, :]
     k += batch * k_batch + origin * k_token + head * k_head
     v += batch * v_batch + origin * v_token + head * v_head
-    of_keys = token[:, None] * k_token + number[None, :]
-    of_values = token[:, None] * v_token + number[None, :]
-    new_keys = tl.load(k + of_keys, mask=loads, other=0.0)
-    new_values = tl.load(v + of_values, mask=loads, other=0.0)
-    centre = tl.load(centres + row * D + number, mask=in_head, other=0.0).to(tl.float32)
-    spread = tl.load(ranges + row * D + number, mask=in_head, other=1.0).to(tl.float32)
-    spread = tl.broadcast_to(spread[None, :], [BLOCK, WIDTH])
-    smoothed = tl.div_rn(new_keys.to(tl.float32) - centre[None, :], spread)
+    new_keys = tl.load(k + token[:, None] * k_token + number[None, :], mask=loads, other=0.0)
+    new_values = tl.load(v + token[:, None] * v_token + number[None, :], mask=loads, other=0.0)
     part = (slot // length).to(tl.int64)
     place = row * length + slot % length
-    at = part * segment + place * k_words
-    pack(smoothed, keys, at, here, k_low, k_codes, D, WIDTH, BLOCK, K_BITS, K_SHARING, K_GROUPS)
-    at = part * value_segment + place * v_words
-    pack(
-        new_values.to(tl.float32),
-        values,
-        at,
-        here,
-        v_low,
-        v_codes,
-        D,
-        WIDTH,
-        BLOCK,
-        V_BITS,
-        V_SHARING,
-        V_GROUPS,
-    )
-    window = tl.load(prompts + batch * 8 + 7)
-    goes = here & (token >= tokens - window)
-    entry = row * windows + token % tl.maximum(window, 1)
-    tl.store(whole_slots + entry, slot, mask=goes)
-    at = entry[:, None] * D + number[None, :]
-    stores = goes[:, None] & in_head[None, :]
-    tl.store(whole_keys + at, new_keys, mask=stores)
-    tl.store(whole_values + at, new_values, mask=stores)
-
-
-@triton.jit
-def _record(row, slot, token, given, scores, positions, columns, count):
-    """Record the positions and scores of columns. given: scores of the row's tokens."""
-    at = row * columns + slot
-    here = slot < count
-    tl.store(positions + at, token.to(tl.int32), mask=here)
-    tl.store(scores + at, tl.load(given + token, mask=here, other=0.0), mask=here)
+    if K_BITS:
+        centre = tl.load(centres + row * D + number, mask=in_head, other=0.0).to(tl.float32)
+        spread = tl.load(ranges + row * D + number, mask=in_head, other=1.0).to(tl.float32)
+        spread = tl.broadcast_to(spread[None, :], [BLOCK, WIDTH])
+        x = tl.div_rn(new_keys.to(tl.float32) - centre[None, :], spread)
+        at = part * segment + place * k_words
+        pack(x, keys, at, here, k_low, k_codes, D, WIDTH, BLOCK, K_BITS, K_SHARING, K_GROUPS)
+        x = new_values.to(tl.float32)
+        at = part * value_segment + place * v_words
+        pack(x, values, at, here, v_low, v_codes, D, WIDTH, BLOCK, V_BITS, V_SHARING, V_GROUPS)
+        window = tl.load(prompts + batch * 8 + 7)
+        goes = here & (token >= tokens - window)
+        entry = row * windows + token % tl.maximum(window, 1)
+        tl.store(whole_slots + entry, slot, mask=goes)
+        at = entry[:, None] * D + number[None, :]
+        stores = goes[:, None] & in_head[None, :]
+        tl.store(whole_keys + at, new_keys, mask=stores)
+        tl.store(whole_values + at, new_values, mask=stores)
+    else:
+        at = (part * segment + place * D)[:, None] + number[None, :]
+        tl.store(keys + at, new_keys, mask=loads)
+        tl.store(values + at, new_values, mask=loads)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)

@@ -37,111 +37,6 @@ def attend_step(
     taken,
     before,
     before_lse,
-    q_token,
-    k_token,
-    v_token,
-    out_token,
-    segment,
-    sequences,
-    first_row,
-    kv_heads,
-    length,
-    columns,
-    scale,
-    decay,
-    G: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RECORDS: tl.constexpr,
-    PER_QUERY: tl.constexpr,
-    BEFORE: tl.constexpr,
-):
-    """Run a row of kernels/decode_step.attend_step.
-
-    GROUP, WIDTH: g and d, rounded up to powers of two. products: (R, g, C) fp32, written. BEFORE: 1
-    if the log-sum-exp of what is in front of the slots is given, 2 if its values are given too.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    sequence = (first_row + row) // kv_heads
-    head = (first_row + row) % kv_heads
-    filled = tl.load(state + sequence)
-    slot = tl.load(state + sequences + sequence)
-    slot = _record(
-        row,
-        slot,
-        state + 2 * sequences + sequence,
-        scores,
-        positions,
-        victims,
-        taken,
-        columns,
-        RECORDS,
-    )
-    numbers = tl.arange(0, WIDTH)
-    in_head = numbers < D
-    place = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * D + numbers
-    new_key = tl.load(k + sequence * k_token + head * D + numbers, mask=in_head, other=0.0)
-    new_value = tl.load(v + sequence * v_token + head * D + numbers, mask=in_head, other=0.0)
-    tl.store(keys + place, new_key, mask=in_head)
-    tl.store(values + place, new_value, mask=in_head)
-    tl.debug_barrier()
-    query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
-    most, total, mixed = _begin(
-        before, before_lse, first_row + row, query, asked, G, GROUP, D, WIDTH, BEFORE
-    )
-    for first in range(0, filled, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        here = column < filled
-        at = (column // length).to(tl.int64) * segment + (row * length + column % length) * D
-        at = at[:, None] + numbers[None, :]
-        loads = here[:, None] & in_head[None, :]
-        product = _products(tile, tl.load(keys + at, mask=loads, other=0.0), here, scale)
-        if RECORDS:
-            _keep(products, row, query, column, product, here, columns, G)
-        of_columns = tl.load(values + at, mask=loads, other=0.0)
-        most, total, mixed = softmax_step(product, of_columns, most, total, mixed)
-    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + sequence * out_token + of_query, mixed, mask=asked)
-    if RECORDS:
-        _score(
-            row,
-            filled,
-            most + tl.log(total),
-            tl.load(gains + sequence),
-            state + 2 * sequences + sequence,
-            sequences,
-            scores,
-            positions,
-            victims,
-            products,
-            columns,
-            decay,
-            G,
-            GROUP,
-            BLOCK,
-            PER_QUERY,
-        )
-
-
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
-def attend_packed_step(
-    q,
-    k,
-    v,
-    out,
-    keys,
-    values,
-    state,
-    gains,
-    scores,
-    positions,
-    victims,
-    products,
-    taken,
-    before,
-    before_lse,
     centres,
     ranges,
     whole_keys,
@@ -183,74 +78,65 @@ def attend_packed_step(
     V_GROUPS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Run a row of decode_step.attend_step over packed slots, with the newest columns whole.
+    """Run a row of kernels/decode_step.attend_step.
 
-    k_, v_: for keys and values, the words of lower bits, of codes, of a slot. SHARING: numbers that
-    share a scale. windows: number of whole columns; WINDOW: the next power of two.
+    GROUP, WIDTH: g and d, rounded up to powers of two. products: (R, g, C) fp32, written. BEFORE: 1
+    if the log-sum-exp of what is in front of the slots is given, 2 if its values are given too.
+
+    K_BITS: 0 if slots are not packed; `centres` to `whole_slots` and `windows` to `v_words` are
+    None then. k_, v_: for keys and values, the words of lower bits, of codes, of a slot. SHARING:
+    numbers that share a scale. windows: number of whole columns; WINDOW: the next power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = (first_row + row) // kv_heads
     head = (first_row + row) % kv_heads
     filled = tl.load(state + sequence)
     slot = tl.load(state + sequences + sequence)
-    slot = _record(
-        row,
-        slot,
-        state + 2 * sequences + sequence,
-        scores,
-        positions,
-        victims,
-        taken,
-        columns,
-        RECORDS,
-    )
+    now = state + 2 * sequences + sequence
+    slot = _record(row, slot, now, scores, positions, victims, taken, columns, RECORDS)
     numbers = tl.arange(0, WIDTH)
-    one = tl.arange(0, 1)
     in_head = numbers < D
-    centre = tl.load(centres + row * D + numbers, mask=in_head, other=0.0).to(tl.float32)
-    spread = tl.load(ranges + row * D + numbers, mask=in_head, other=1.0).to(tl.float32)
-    its_part = (slot // length).to(tl.int64)
-    its_place = row * length + slot % length
     new_key = tl.load(k + sequence * k_token + head * D + numbers, mask=in_head, other=0.0)
     new_value = tl.load(v + sequence * v_token + head * D + numbers, mask=in_head, other=0.0)
-    smoothed = tl.div_rn(new_key.to(tl.float32) - centre, spread)[None, :]
-    wide = new_value.to(tl.float32)[None, :]
-    key_at = its_part * segment + its_place * k_words
-    value_at = its_part * value_segment + its_place * v_words
-    pack(
-        smoothed,
-        keys,
-        key_at + one,
-        one == 0,
-        k_low,
-        k_codes,
-        D,
-        WIDTH,
-        1,
-        K_BITS,
-        K_SHARING,
-        K_GROUPS,
-    )
-    pack(
-        wide,
-        values,
-        value_at + one,
-        one == 0,
-        v_low,
-        v_codes,
-        D,
-        WIDTH,
-        1,
-        V_BITS,
-        V_SHARING,
-        V_GROUPS,
-    )
-    entry = tl.arange(0, WINDOW)
-    goes = tl.load(state + 6 * sequences + sequence)
-    its = _enter(whole_slots + row * windows, entry, windows, slot, goes)
-    if goes >= 0:
-        tl.store(whole_keys + (row * windows + goes) * D + numbers, new_key, mask=in_head)
-        tl.store(whole_values + (row * windows + goes) * D + numbers, new_value, mask=in_head)
+    new_part = (slot // length).to(tl.int64)
+    new_place = row * length + slot % length
+    if K_BITS:
+        one = tl.arange(0, 1)
+        centre = tl.load(centres + row * D + numbers, mask=in_head, other=0.0).to(tl.float32)
+        spread = tl.load(ranges + row * D + numbers, mask=in_head, other=1.0).to(tl.float32)
+        smoothed = tl.div_rn(new_key.to(tl.float32) - centre, spread)[None, :]
+        wide = new_value.to(tl.float32)[None, :]
+        key_at = new_part * segment + new_place * k_words + one
+        value_at = new_part * value_segment + new_place * v_words + one
+        is_one = one == 0
+        pack(
+            smoothed,
+            keys,
+            key_at,
+            is_one,
+            k_low,
+            k_codes,
+            D,
+            WIDTH,
+            1,
+            K_BITS,
+            K_SHARING,
+            K_GROUPS,
+        )
+        pack(
+            wide, values, value_at, is_one, v_low, v_codes, D, WIDTH, 1, V_BITS, V_SHARING, V_GROUPS
+        )
+        entry = tl.arange(0, WINDOW)
+        goes = tl.load(state + 6 * sequences + sequence)
+        its = _enter(whole_slots + row * windows, entry, windows, slot, goes)
+        entry_at = (row * windows + goes) * D + numbers
+        if goes >= 0:
+            tl.store(whole_keys + entry_at, new_key, mask=in_head)
+            tl.store(whole_values + entry_at, new_value, mask=in_head)
+    else:
+        new_at = new_part * segment + new_place * D + numbers
+        tl.store(keys + new_at, new_key, mask=in_head)
+        tl.store(values + new_at, new_value, mask=in_head)
     tl.debug_barrier()
     query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
     most, total, mixed = _begin(
@@ -258,42 +144,44 @@ def attend_packed_step(
     )
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        is_whole = tl.max((column[:, None] == its[None, :]).to(tl.int32), 1) > 0
-        here = (column < filled) & (is_whole == 0)
+        here = column < filled
         part = (column // length).to(tl.int64)
         place = row * length + column % length
-        at = part * segment + place * k_words
-        unpacked = _unpack(keys, at, here, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING)
-        product = _products(
-            tile, (unpacked * spread[None, :] + centre[None, :]).to(tile.dtype), here, scale
-        )
+        if K_BITS:
+            here = here & (tl.max((column[:, None] == its[None, :]).to(tl.int32), 1) == 0)
+            key_words = part * segment + place * k_words
+            of_keys = _unpack(keys, key_words, here, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING)
+            of_keys = (of_keys * spread[None, :] + centre[None, :]).to(tile.dtype)
+            words = part * value_segment + place * v_words
+            of_values = _unpack(values, words, here, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING)
+            of_values = of_values.to(tile.dtype)
+        else:
+            at = (part * segment + place * D)[:, None] + numbers[None, :]
+            loads = here[:, None] & in_head[None, :]
+            of_keys = tl.load(keys + at, mask=loads, other=0.0)
+            of_values = tl.load(values + at, mask=loads, other=0.0)
+        product = _products(tile, of_keys, here, scale)
         if RECORDS:
             _keep(products, row, query, column, product, here, columns, G)
-        at = part * value_segment + place * v_words
-        of_columns = _unpack(values, at, here, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING).to(
-            tile.dtype
-        )
-        most, total, mixed = softmax_step(product, of_columns, most, total, mixed)
-    at = (row * windows + entry)[:, None] * D + numbers[None, :]
-    loads = (its >= 0)[:, None] & in_head[None, :]
-    product = _products(tile, tl.load(whole_keys + at, mask=loads, other=0.0), its >= 0, scale)
-    if RECORDS:
-        _keep(products, row, query, its, product, its >= 0, columns, G)
-    most, total, mixed = softmax_step(
-        product, tl.load(whole_values + at, mask=loads, other=0.0), most, total, mixed
-    )
-    tl.store(
-        out + sequence * out_token + of_query,
-        (mixed / total[:, None]).to(out.dtype.element_ty),
-        mask=asked,
-    )
+        most, total, mixed = softmax_step(product, of_values, most, total, mixed)
+    if K_BITS:
+        whole_at = (row * windows + entry)[:, None] * D + numbers[None, :]
+        reads = (its >= 0)[:, None] & in_head[None, :]
+        of_whole = tl.load(whole_keys + whole_at, mask=reads, other=0.0)
+        of_these = _products(tile, of_whole, its >= 0, scale)
+        if RECORDS:
+            _keep(products, row, query, its, of_these, its >= 0, columns, G)
+        of_whole = tl.load(whole_values + whole_at, mask=reads, other=0.0)
+        most, total, mixed = softmax_step(of_these, of_whole, most, total, mixed)
+    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + sequence * out_token + of_query, mixed, mask=asked)
     if RECORDS:
         _score(
             row,
             filled,
             most + tl.log(total),
             tl.load(gains + sequence),
-            state + 2 * sequences + sequence,
+            now,
             sequences,
             scores,
             positions,

@@ -4,6 +4,7 @@ definition."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,68 +39,52 @@ def prompts(
     )
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.integers(1, 40),
-    st.sampled_from([1, 8, 15, 20, 64]),
-    st.sampled_from(DTYPES),
-    st.sampled_from([causal_attention_lse, causal_attention_lse_reference]),
-    st.sampled_from([0, 0, 1, 30]),
-    st.sampled_from([None, None, 1, 2, 9, 40]),
-)
-def test_against_the_definition(batch, heads, group, n, d, dtype, function, first, window) -> None:
-    """Of all rows, and of the last ones only; of all keys, and of a window."""
-    q, k, v = prompts(batch, heads, group, n, d, dtype)
-    last = slice(min(first, n - 1), None)
-    out, lse = function(q[:, :, last], k, v, 0.3, window)
-    products = 0.3 * q.double() @ k.double().repeat_interleave(group, dim=1).transpose(2, 3)
-    seen = torch.ones(n, n, dtype=torch.bool).tril() & torch.ones(n, n, dtype=torch.bool).triu(
-        1 - (window or n)
-    )
-    products.masked_fill_(~seen, float("-inf"))
-    products = products[:, :, last]
-    q = q[:, :, last]
-    expected = torch.softmax(products, dim=3) @ v.double().repeat_interleave(group, dim=1)
-    assert (
-        out.shape == q.shape
-        and out.dtype == dtype
-        and lse.shape == q.shape[:3]
-        and lse.dtype == torch.float32
-    )
-    assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
-    assert (lse.double() - products.logsumexp(dim=3)).abs().max() < TOLERANCE[dtype]
+# Sequences, kv-heads, query heads of each, tokens, width, and keys that a query sees: beyond a
+# block of keys, beyond a unit of queries, widths with and without whole vectors.
+SHAPES = [
+    (1, 1, 1, 1, 8, None),
+    (3, 1, 1, 64, 16, None),
+    (2, 2, 8, 65, 64, None),
+    (2, 1, 3, 200, 80, None),
+    (1, 2, 1, 700, 128, None),
+    (2, 1, 20, 130, 7, None),
+    (1, 3, 4, 40, 15, 1),
+    (2, 2, 8, 65, 64, 64),
+    (1, 1, 3, 200, 80, 2),
+    (2, 2, 1, 700, 128, 65),
+    (1, 1, 20, 130, 7, 30),
+    (1, 2, 2, 23, 20, 40),
+]
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 4, 9])
-@pytest.mark.parametrize(
-    ("rows", "dtype"), [(1, torch.float32), (5, torch.bfloat16), (20, torch.float32)]
-)
-def test_pieces_of_the_last_rows(
-    rows, dtype, window, is_compiled, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("version", ["loop", "fused", "reference"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_the_definition(
+    shape: tuple[Any, ...], version: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many queries one mask is for, or the reference takes, and with or without the
-    log-sum-exp."""
-    q, k, v = prompts(2, 2, 2, 23, 16, dtype)
-    whole, lse = causal_attention_lse(q, k, v, 0.3, window)
-    if not is_compiled:
+    """All rows of prompts, and the last ones, some at a time if torch computes; with and without
+    the log-sum-exp."""
+    batch, heads, group, n, width, window = shape
+    q, k, v = prompts(batch, heads, group, n, width, dtype)
+    products = 0.3 * q.double() @ k.double().repeat_interleave(group, dim=1).transpose(2, 3)
+    seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - (window or n))
+    products.masked_fill_(~seen, float("-inf"))
+    want = torch.softmax(products, dim=3) @ v.double().repeat_interleave(group, dim=1)
+    function = causal_attention_lse_reference if version == "reference" else causal_attention_lse
+    if version != "loop":
         monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)
-    monkeypatch.setattr(causal, "MASK_ROWS", 7)
-    monkeypatch.setattr(causal, "REFERENCE_ROWS", 6)
-    reference, reference_lse = causal_attention_lse_reference(q, k, v, 0.3, window)
-    assert torch.allclose(reference, whole, atol=TOLERANCE[dtype], rtol=0)
-    assert torch.allclose(reference_lse, lse, atol=TOLERANCE[dtype], rtol=0)
-    last, last_lse = causal_attention_lse(q[:, :, -rows:], k, v, 0.3, window)
-    plain = causal_attention(q[:, :, -rows:], k, v, 0.3, window)
-    for a, b in (
-        (last, whole[:, :, -rows:]),
-        (last_lse, lse[:, :, -rows:]),
-        (plain, whole[:, :, -rows:]),
-    ):
-        assert a.shape == b.shape and torch.allclose(a, b, atol=TOLERANCE[dtype], rtol=0)
+        monkeypatch.setattr(causal, "MASK_ROWS", 7)
+        monkeypatch.setattr(causal, "REFERENCE_ROWS", 6)
+    for rows in {1, max(1, n * 6 // 7), n}:
+        last = slice(n - rows, None)
+        out, lse = function(q[:, :, last], k, v, 0.3, window)
+        plain = causal_attention(q[:, :, last], k, v, 0.3, window)
+        assert lse.dtype == torch.float32 and lse.shape == (batch, heads * group, rows)
+        assert (lse - products.logsumexp(dim=3)[:, :, last]).abs().max() < TOLERANCE[dtype]
+        for found in (out, plain):
+            assert found.dtype == dtype and found.shape == q[:, :, last].shape
+            assert (found - want[:, :, last]).abs().max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("has_amx", [True, False])
@@ -126,48 +111,6 @@ def test_whole_prompts_in_bf16_with_amx_and_without(
         assert torch.equal(causal_attention(q[one], k[one], v[one], 0.3), out[one]), (
             "a prompt by itself"
         )
-
-
-@pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (4, torch.bfloat16)])
-def test_batches_are_prompts_and_lse_changes_nothing(group: int, dtype: torch.dtype) -> None:
-    q, k, v = prompts(5, 2, group, 70, 64, dtype)
-    out, lse = causal_attention_lse(q, k, v, 0.125)
-    assert torch.equal(out, causal_attention(q, k, v, 0.125))
-    for b in range(5):
-        alone = causal_attention_lse(q[b : b + 1], k[b : b + 1], v[b : b + 1], 0.125)
-        assert torch.equal(alone[0], out[b : b + 1]) and torch.equal(alone[1], lse[b : b + 1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "group", "n", "d", "window"),
-    [
-        (1, 1, 64, 16, None),
-        (2, 8, 65, 64, None),
-        (1, 3, 200, 80, None),
-        (2, 1, 700, 128, None),
-        (1, 20, 130, 7, None),
-        (2, 8, 65, 64, 64),
-        (1, 3, 200, 80, 1),
-        (2, 1, 700, 128, 65),
-        (1, 20, 130, 7, 30),
-    ],
-)
-def test_the_compiled_loop_is_the_reference(heads, group, n, d, window, dtype: torch.dtype) -> None:
-    """Beyond a block of keys, beyond a unit of queries, widths with and without whole vectors; the
-    last rows alone."""
-    q, k, v = prompts(2, heads, group, n, d, dtype)
-    found = causal._attend_compiled(q, k, v, 0.2, window)
-    want = causal_attention_lse_reference(*(t.float() for t in (q, k, v)), 0.2, window)
-    assert found[0].dtype == dtype and found[0].shape == q.shape
-    for a, b in zip(found, want, strict=True):
-        assert torch.allclose(a.float(), b, atol=TOLERANCE[dtype], rtol=0)
-    for rows in (1, n * 6 // 7):
-        last = causal._attend_compiled(q[:, :, n - rows :], k, v, 0.2, window)
-        for a, b in zip(last, found, strict=True):
-            assert torch.allclose(
-                a.float(), b[:, :, n - rows :].float(), atol=TOLERANCE[dtype], rtol=0
-            )
 
 
 @pytest.mark.parametrize(
@@ -222,57 +165,45 @@ def test_what_does_not_go_together_is_refused() -> None:
             causal._attend_compiled(q, keys, values, 0.2)
 
 
-def missing(*_args: object, **_kwargs: object) -> causal.Result:
+def reference(q: Any, k: Any, v: Any, scale: float, window: int | None) -> causal.Result:
+    return causal_attention_lse_reference(q, k, v, scale, window)
+
+
+def missing(*given: Any) -> causal.Result:
     raise RuntimeError("no such operator")
 
 
-def wrong(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> causal.Result:
-    out, lse = causal_attention_lse_reference(q, k, v, scale, window)
-    return out, lse / 0.693  # in base 2
+def in_base_2(*given: Any) -> causal.Result:
+    out, lse = reference(*given)
+    return out, lse / 0.693
 
 
-def aligned_to_the_first(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> causal.Result:
-    """As if the queries were the first rows."""
+def aligned_to_the_first(q: Any, k: Any, v: Any, *more: Any) -> causal.Result:
+    """Compute as if the queries were the first rows."""
     n = q.shape[2]
-    return causal_attention_lse_reference(q, k[:, :, :n], v[:, :, :n], scale, window)
+    return reference(q, k[:, :, :n], v[:, :, :n], *more)
 
 
-def without_windows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> causal.Result:
-    return causal_attention_lse_reference(q, k, v, scale)
+def without_windows(*given: Any) -> causal.Result:
+    return causal_attention_lse_reference(*given[:4])
 
 
-def misshapen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> causal.Result:
-    out, lse = causal_attention_lse_reference(q, k, v, scale, window)
+def misshapen(*given: Any) -> causal.Result:
+    out, lse = reference(*given)
     return out, lse.transpose(1, 2)
 
 
-@pytest.mark.parametrize(
-    "fused", [missing, wrong, misshapen, aligned_to_the_first, without_windows]
-)
-def test_a_private_operation_that_changed_is_left_alone(
-    fused, monkeypatch: pytest.MonkeyPatch
-) -> None:
+WRONG = (missing, in_base_2, misshapen, aligned_to_the_first, without_windows)
+
+
+@pytest.mark.parametrize("fused", [causal._fused_cpu, reference, *WRONG])
+def test_a_private_operation_is_used_if_it_is_right(fused: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(causal._FUSED, "cpu", ((fused, (torch.float32,)),))
-    monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)
     causal._checked.cache_clear()
-    try:
-        q, k, v = prompts(1, 2, 2, 9, 16, torch.float32)
-        for a, b in zip(
-            causal_attention_lse(q, k, v, 0.3),
-            causal_attention_lse_reference(q, k, v, 0.3),
-            strict=True,
-        ):
-            assert torch.equal(a, b)
-    finally:
-        causal._checked.cache_clear()
+    for shared in (False, True):
+        found = causal._checked("cpu", torch.float32, shared)
+        assert found is (None if fused in WRONG else fused)
+    causal._checked.cache_clear()
 
 
 @pytest.mark.parametrize("of_base_2", [False, True])
@@ -315,12 +246,6 @@ def test_efficient_attention_is_used_where_flash_attention_cannot_be(
     finally:
         library._destroy()
         causal._checked.cache_clear()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_fused_operation_of_this_torch_is_in_use(dtype: torch.dtype) -> None:
-    assert causal._checked("cpu", dtype, False) is causal._fused_cpu
-    assert causal._checked("cpu", dtype, True) is causal._fused_cpu
 
 
 def scored_prompts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -280,6 +281,7 @@ PACKED = {
 }
 
 
+@pytest.mark.parametrize("smooths", [True, False])
 @pytest.mark.parametrize(
     ("sizes", "bits", "dtype"),
     some_slow(
@@ -287,69 +289,45 @@ PACKED = {
     ),
 )
 def test_columns_of_prompts_are_packed_as_the_reference_packs_them(
-    sizes: tuple[int, ...], bits: int | str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], bits: int | str, dtype: torch.dtype, smooths: bool, monkeypatch: Any
 ) -> None:
-    """To the bit, once centres and ranges are the same, which are sums of another order. Nothing is
-    left of what was there before."""
+    """To the bit, once centres and ranges are the same, which are sums of another order.
+
+    Nothing is left of what was there before.
+    """
     torch.manual_seed(0)
     width, n, count, windows, window = sizes
     k, v = (3 * torch.randn(3, n, 2, width).to(dtype) + 1 for _ in range(2))
     # channels that hardly move, and a group of equals
     k[1, :, 1, :3] = 0.5
     v[2, 0, 1] = 5
-    kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)]).view(
-        3, 2, count
-    )
-    if count == n:
-        kept = torch.arange(n).expand(3, 2, n)
+    kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)])
+    kept = kept.view(3, 2, count)
     packing = KVPacking.of(width, bits)
     rows = slice(1, 6)
     scores = torch.rand(3, 2, n)
     found, expected = (
-        rows_of_prompts(packing, windows, window, width, dtype, rows, True) for _ in range(2)
-    )
-    put_prompts(k, v, kept, scores, found)
-    mine = found.form.whole
-    theirs = expected.form.whole
-    assert mine is not None and theirs is not None
-
-    def begin(whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool) -> None:
-        begin_whole(whole, k, first, smooths)
-        for name in ("centres", "ranges"):
-            torch.testing.assert_close(
-                getattr(mine, name), getattr(whole, name), rtol=2**-7, atol=2**-7
-            )
-            getattr(whole, name).copy_(getattr(mine, name))
-
-    monkeypatch.setattr(prompt_columns, "begin_whole", begin)
-    put_prompts.torch(k, v, kept, scores, expected)
-    for ours, reference in zip(tensors_of(found), tensors_of(expected), strict=True):
-        assert torch.equal(ours, reference)
-    assert int((mine.slots >= 0).sum()) == int((kept.flatten(0, 1)[rows] >= n - window).sum())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_are_packed_as_they_are(dtype: torch.dtype) -> None:
-    """To the bit. Beside them lie centres of 0 and ranges of 1, whatever was there before."""
-    torch.manual_seed(0)
-    width, n, count, windows, window = PACKED["some stay"]
-    rows = slice(1, 6)
-    k, v = (3 * torch.randn(3, n, 2, width).to(dtype) + 1 for _ in range(2))
-    kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)]).view(
-        3, 2, count
-    )
-    packing = KVPacking.of(width, "3/4")
-    scores = torch.rand(3, 2, n)
-    found, expected = (
-        replace(rows_of_prompts(packing, windows, window, width, dtype, rows, True), smooths=False)
+        replace(
+            rows_of_prompts(packing, windows, window, width, dtype, rows, True), smooths=smooths
+        )
         for _ in range(2)
     )
     put_prompts(k, v, kept, scores, found)
+    mine = found.form.whole
+    assert mine is not None
+
+    def begin(whole: WholeColumns, *given: Any) -> None:
+        begin_whole(whole, *given)
+        for ours, theirs in ((mine.centres, whole.centres), (mine.ranges, whole.ranges)):
+            close = 2**-7 if smooths else 0.0
+            torch.testing.assert_close(ours, theirs, rtol=close, atol=close)
+            theirs.copy_(ours)
+
+    monkeypatch.setattr(prompt_columns, "begin_whole", begin)
     put_prompts.torch(k, v, kept, scores, expected)
-    for ours, reference in zip(tensors_of(found), tensors_of(expected), strict=True):
-        assert torch.equal(ours, reference)
-    whole = found.form.whole
-    assert whole is not None and not whole.centres.any() and bool((whole.ranges == 1).all())
+    for ours, theirs in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert torch.equal(ours, theirs)
+    assert int((mine.slots >= 0).sum()) == int((kept.flatten(0, 1)[rows] >= n - window).sum())
 
 
 def test_what_is_no_number_shows_in_its_group() -> None:

@@ -182,7 +182,7 @@ def test_loops_that_come_from_the_cache_multiply_as_compiled_ones() -> None:
     """Numba caches a function with copies of those it calls, optimised once more. A process that
     compiles runs the originals, one that finds the code on disk runs the copies."""
     for _ in range(2):  # the first one compiles what nobody has yet
-        run_tests("products_of_all_shapes", "products")
+        run_tests("bfloat16 and 2112", "products")
 
 
 def test_cached_code_counts_no_address_from_null() -> None:
@@ -236,7 +236,7 @@ HASWELL = (
 @pytest.mark.parametrize(
     "which",
     [
-        "requantised_in_order or (loop_is_the_reference and dtype0)",
+        "requantised_in_order or (against_the_definition and loop and float32)",
         pytest.param("test", marks=pytest.mark.slow),
     ],
 )
