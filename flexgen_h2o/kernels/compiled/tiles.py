@@ -364,11 +364,12 @@ def _quarters(e: Emitter, places: list[Value]) -> Value:
 
     Words are loaded into their place in the vector, so no shuffle instruction is needed.
     """
-    found: Any = None
+    found: Value | None = None
     for number, place in enumerate(places):
         spread = e.load(place, ir.VectorType(I32, 4)).take(list(range(4)) * 4)
         mask = e.vector(ir.IntType(1), [lane // 4 == number for lane in range(LANES)])
         found = spread if found is None else mask.select(spread, found)
+    assert found is not None
     return found
 
 
