@@ -20,7 +20,6 @@ from tests.parity.reference import (
     random_model,
     random_prompts,
 )
-from tests.parity.test_checkpoints import save_safetensors
 
 WIDE = {
     "hidden_size": 256,
@@ -99,13 +98,12 @@ def split_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_conversion_of_more_than_a_chunk(large: Reference, tmp_path: Path) -> None:
     """bfloat16 values that are exact in the reference: its own, rounded."""
     folder = tmp_path / "model"
-    folder.mkdir()
     model = random_model(std=0.1, **WIDE)
     with torch.no_grad():
         for value in model.parameters():
             value.copy_(value.bfloat16())
     rounded = make_reference(model, tmp_path / "rounded", large.prompts[3:], 3)
-    save_safetensors(rounded.folder, folder, lambda name, value: (name, value.bfloat16()))
+    model.bfloat16().save_pretrained(folder)
     stored = Reference(folder, model, rounded.prompts, rounded.tokens, rounded.logits)
     assert_equal(
         stored, Policy(2, 1, PLACEMENTS["weights on disk"]), MemoryBudget(), tmp_path / "offload"
