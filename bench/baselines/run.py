@@ -35,6 +35,7 @@ FORMS = ("", "-4bit", "-8bit", "-int8", "-4bit-int8")  # of weights, KV and prod
 FACES = {
     "accelerate": Face(("disk", "disk-eager", "cpu"), ("torch", "transformers", "accelerate")),
     "ctranslate2": Face(("int8", "float32"), ("ctranslate2",), "ctranslate2", CPU, BF16),
+    "deepspeed": Face(("nvme", "nvme-4bit", "cpu"), ("torch", "transformers", "deepspeed")),
     "flexgen": Face(("cpu", "disk", "cpu-4bit", "disk-4bit", "published"), ("torch", "flexgen")),
     "hf": Face((*HF, "sdpa-loop"), ("torch", "transformers")),
     "llamacpp": Face(

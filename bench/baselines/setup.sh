@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Environments of the systems that the sweep compares, each of its own and outside the tree:
 #
-#   bash bench/baselines/setup.sh SYSTEM...     of hf accelerate ctranslate2 flexgen llamacpp openvino vllm
+#   bash bench/baselines/setup.sh SYSTEM...     of hf accelerate ctranslate2 deepspeed flexgen llamacpp openvino vllm
 #
 # Each takes a minute or two; llama.cpp is compiled here (10 minutes on two cores, needs g++), vLLM has 150 packages.
 # PEERS: FLEXGEN_PEERS, or flexgen_h2o/peers in the cache folder. PYTHON makes the environments (python3). pip's own
@@ -30,6 +30,20 @@ install_system() {
     # torch and transformers are for the converters of these two
     ctranslate2) "${pip[@]}" "$TORCH" && "${pip[@]}" ctranslate2==4.8.5 $TRANSFORMERS safetensors numpy ;;
     openvino) "${pip[@]}" "$TORCH" && "${pip[@]}" openvino==2026.4.1 nncf==3.4.0 $TRANSFORMERS safetensors numpy ;;
+    deepspeed)  # from its sdist, for the CPU; its ops are compiled here (5 minutes)
+        if ! echo '#include <libaio.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; then
+            echo "DeepSpeed's aio needs g++ and libaio.h: apt-get install g++ libaio-dev" >&2
+            exit 2
+        fi
+        "${pip[@]}" "$TORCH"
+        "${pip[@]}" setuptools wheel ninja packaging py-cpuinfo numpy $TRANSFORMERS accelerate==1.15.0 safetensors
+        # Its setup.py looks at the torch that is installed: no isolated build.
+        DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "${pip[@]}" --no-build-isolation deepspeed==0.19.8
+        PATH="$venv/bin:$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$venv/extensions" "$venv/bin/python" -c '
+from deepspeed.ops.op_builder.cpu import AsyncIOBuilder, ShareMemCommBuilder
+for builder in (AsyncIOBuilder, ShareMemCommBuilder):
+    builder().load(verbose=False)'
+        ;;
     # The original; it runs on a CUDA card, and through systems/flexgen_cpu.py without one.
     flexgen) "${pip[@]}" "$TORCH" && "${pip[@]}" flexgen==0.1.8 numpy safetensors ;;
     llamacpp)  # the source that the sdist of llama-cpp-python carries

@@ -42,6 +42,17 @@ class Tuning:
 
 
 TUNINGS = {
+    "deepspeed": Tuning(
+        knobs={
+            "buffers": (5, 3, 8),
+            "prefetch_matrices": (2, 1, 4),
+            "aio_threads": (2, 1, 4),
+            "block_mib": (8, 1, 4),
+            "queue_depth": (8, 32),
+        },
+        rate="decode_tokens_per_s",
+        flags=("--variant", "nvme"),
+    ),
     "flexgen": Tuning(
         knobs={
             "micro_batches": (1, 2, 4),

@@ -60,6 +60,9 @@ SYSTEMS = (
     System("accelerate", "cpu", (IN_RAM,)),
     System("accelerate", "disk", (OFFLOAD,)),
     System("accelerate", "disk-eager", (OFFLOAD,)),
+    System("deepspeed", "cpu", (IN_RAM,)),
+    System("deepspeed", "nvme", (OFFLOAD,)),
+    System("deepspeed", "nvme-4bit", (OFFLOAD,)),
     System("ctranslate2", "int8", (IN_RAM,)),
     System("ctranslate2", "float32", (IN_RAM,)),
     System("openvino", "int8", (IN_RAM,)),
@@ -101,6 +104,7 @@ FP32_SYSTEMS = tuple(
         ("flexgen", IN_RAM, ("cpu", "cpu-4bit")),
         ("vllm", IN_RAM, ("compiled", "eager")),
         ("accelerate", OFFLOAD, ("disk", "disk-eager")),
+        ("deepspeed", OFFLOAD, ("nvme",)),
         ("flexgen", OFFLOAD, ("disk",)),
     )
     for variant in variants
@@ -118,6 +122,7 @@ GPU_SYSTEMS = (
         in (
             "flexgen-published",
             "accelerate-cpu",
+            "deepspeed-cpu",
             "hf-sdpa",
             "hf-sdpa-static-compile",
         )
@@ -127,12 +132,14 @@ GPU_SYSTEMS = (
 # blocks, as policies/profiles/t4.json has them planned (6 of 11 rows; H2O one of 64). Weights take
 # 13.3 GB, a row 0.29 GB of KV and up to 0.1 of activations: beside all weights 6 rows leave 0.9 GB
 # for the copies of a cache that grows. More would send Accelerate's over the link in each step.
-# FlexGen's 4, whose prefill has n x n scores, are twice its authors' on a T4.
+# FlexGen's 4, whose prefill has n x n scores, are twice its authors' on a T4. DeepSpeed's weights
+# are in RAM, three matrices, 1.2 GB at most, on the card: 32 rows leave 3 GB.
 CARD_ROWS = {
     "ours-full": 66,
     "ours-h2o:kv-budget=0.2": 64,
     "flexgen-published": 4,
     "accelerate-cpu": 6,
+    "deepspeed-cpu": 32,
     "hf-sdpa": 6,
     "hf-sdpa-static-compile": 6,
 }
@@ -143,6 +150,7 @@ NOT_QUICK = (
     "accelerate-cpu",
     "ctranslate2-float32",
     "vllm-bf16",
+    "deepspeed-nvme-4bit",
     "flexgen-cpu-4bit",
     "flexgen-disk-4bit",
 )
@@ -332,6 +340,7 @@ SIGNED_OURS = tuple(
 UNSIGNED = (
     "flexgen-published",
     "accelerate-cpu",
+    "deepspeed-cpu",
     "ctranslate2-float32",
     "llamacpp-q4_k",
 )

@@ -150,7 +150,8 @@ def problems(words: list[str], ended: Ended) -> str:
     lines = [line for line in ended.err.splitlines() if line and not line.startswith("# ")]
     if ended.code >= BUG or "Traceback" in ended.err or ended.code >= DIED:
         return f"ended by {ended.code}: {ended.err[-1500:]}"
-    if ended.code not in (0, 2, 3, 4) or (ended.code and len(lines) > 1):
+    ends = (0, 1, 2, 3, 4) if words[0] == "doctor" else (0, 2, 3, 4)  # 1: it found a problem
+    if ended.code not in ends or (ended.code and len(lines) > 1):
         return f"exit code {ended.code}, {len(lines)} lines: {ended.err[-1500:]}"
     beyond = ended.nbytes - budget_of(words)
     return f"{beyond / 1e6:.0f} MB above the budget" if beyond > MAX_BEYOND else ""

@@ -284,6 +284,8 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
     flags = [
         "lm-eval",
         *FLAGS.split(),
+        "--model",
+        "opt-tiny",
         "--tasks",
         "choice",
         "--log_samples",

@@ -216,7 +216,7 @@ def test_the_door_prints_and_writes_in_one_rank_only(
             ("--nonsense",),
             [
                 "flex_opt, rank 0: ended by SIGTERM",
-                "flex_opt, rank 1: unrecognized arguments: --nonsense",
+                "flex_opt, rank 1: unrecognized arguments: --nonsense; see --help-all",
             ],
         ),
     ],
