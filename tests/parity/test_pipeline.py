@@ -225,7 +225,8 @@ def test_a_rank_that_fails_ends_all_with_its_line(
     rank_1: tuple[str, ...], said: list[str], three_blocks: Reference, tmp_path: Path
 ) -> None:
     model = ("--model", three_blocks.folder, "--dtype", "float32", "--host-mem", "64MiB")
-    done = torchrun(tmp_path, rank_1, *model, "--prompt-len", 8, "--gen-len", 4)
+    sizes = ("--gpu-batch-size", 2, "--prompt-len", 8, "--gen-len", 4)
+    done = torchrun(tmp_path, rank_1, *model, *sizes)
     assert done.returncode != 0 and "latency" not in done.stdout
     for line in said:
         assert any(one.startswith(line) for one in done.stderr.splitlines()), done.stderr[:6000]
