@@ -79,7 +79,7 @@ def own_parser(doc: str | None) -> OneLineParser:
 
 
 def weights_parser(doc: str | None) -> OneLineParser:
-    """Of a benchmark that names the models it runs itself."""
+    """Return the parser of a benchmark that names the models it runs itself."""
     parser = own_parser(doc)
     add = parser.add_argument
     add(
@@ -97,8 +97,8 @@ def weights_parser(doc: str | None) -> OneLineParser:
 
 
 def model_parser(doc: str | None, model: str | None, host_mem: str | None = None) -> OneLineParser:
-    """Of a benchmark that runs any model, the claim's setting as default (model None: it has
-    several)."""
+    """Return the parser of a benchmark that runs any model, the claim's setting as default (model
+    None: it has several)."""
     parser = weights_parser(doc)
     add = parser.add_argument
     add(
@@ -202,7 +202,7 @@ def finish(result: dict[str, Any], output: Path | None) -> None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a figure depends on besides the code, and the code's commit."""
+    """Return what a figure depends on besides the code, and the code's commit."""
     total = next(
         (int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0
     )
@@ -227,9 +227,9 @@ def date() -> str:
 
 
 def commit() -> str | None:
-    """Of the code, with `-dirty` where files that git knows have changes, results and pages aside,
-    which a sweep itself writes. None where git or its folder is missing: a machine that was sent
-    the tree alone."""
+    """Return the commit of the code, with `-dirty` where files that git knows have changes, results
+    and pages aside, which a sweep itself writes. None where git or its folder is missing: a machine
+    that was sent the tree alone."""
 
     def git(*words: str) -> str:
         with suppress(OSError):
@@ -293,7 +293,7 @@ def wait_for_quiet(limit_s: float) -> float:
 
 
 class BackgroundLoad:
-    """What others took of the machine while a `with` block ran: shares of all cores. 0.0 each on a
+    """Load by others while a `with` block ran: shares of all cores. 0.0 each on a
     quiet machine."""
 
     def __enter__(self) -> BackgroundLoad:
@@ -464,14 +464,15 @@ def peer_malloc(has_tcmalloc: bool = True) -> tuple[dict[str, str], str]:
 
 
 def environment() -> dict[str, str]:
-    """Of a child process that runs a module of `bench`, wherever this one was started."""
+    """Return the environment of a child process that runs a module of `bench`, wherever this one
+    was started."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     }
 
 
 def ratio_of(values: abc.Sequence[float], others: abc.Sequence[float]) -> Spread:
-    """Of the pairs of each round."""
+    """Return the ratios of the pairs of each round."""
     return Spread([a / b for a, b in zip(values, others, strict=True)])
 
 

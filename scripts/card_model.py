@@ -241,7 +241,7 @@ def profile_of(
 
 
 def source_of(runs: int) -> str:
-    """Where a fitted profile is from."""
+    """Return where a fitted profile is from."""
     return (
         f"scripts/fit_profile.py: {len(PARAMETERS)} parameters for all machines together, fitted "
         f"to {runs} recorded "

@@ -1,4 +1,4 @@
-"""What `mkdocs build` (mkdocs.yml) changes of docs/: links that leave the folder.
+"""Change what `mkdocs build` (mkdocs.yml) shows of docs/: links that leave the folder.
 
 A picture outside docs/ comes along; another link there becomes the path of what it names, since a
 site has no tree.

@@ -178,8 +178,8 @@ def fitted(runs: Sequence[Run], start: Array) -> Array:
 
 
 def _misses(at: Array, runs: Sequence[Run]) -> Array:
-    """What is to be made small. Of a run with both phases recorded the phases count, else tokens a
-    second."""
+    """Return what is to be made small. Of a run with both phases recorded the phases count, else
+    tokens a second."""
     values = _exact_values(at)
     profiles = {name: profile_of(card, values) for name, card in CARDS.items()}
     found = []

@@ -150,7 +150,7 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 
 def tokens_of(configuration: dict[str, Any], model: Path, scratch: Path) -> list[list[int]] | str:
-    """What each prompt got; the message where the configuration is refused."""
+    """Return what each prompt got; the message where the configuration is refused."""
     from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
     from flexgen_h2o.kvcache.eviction import make_eviction
 

@@ -80,7 +80,7 @@ class Run:
 
     @property
     def recorded(self) -> dict[str, float]:
-        """What was measured, by name."""
+        """Return what was measured, by name."""
         values = {name: getattr(self, name) for name in QUANTITIES}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -152,8 +152,8 @@ def _checked(name: str, kind: str, value: Any) -> Any:
 
 
 def whole_tensor_percent(spec: ModelSpec, gpu: int, cpu: int) -> tuple[int, int]:
-    """What FlexGen makes of `percent gpu cpu` for weights, as percent of a block's bytes on GPU and
-    CPU.
+    """Return what FlexGen makes of `percent gpu cpu` for weights, as percent of a block's bytes on
+    GPU and CPU.
 
     It places whole tensors: going through a layer's list in the order disk, CPU, GPU, a tensor goes
     where the middle of its bytes falls. `20 80` puts 8 percent of the bytes of an OPT block on the

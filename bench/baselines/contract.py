@@ -59,8 +59,8 @@ class DoesNotFitError(RefusedError):
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. budget: bytes of RAM, None when the whole machine is free to use;
-    device_mem: of the device.
+    """A measurement that is asked for. budget: bytes of RAM, None when the whole machine is free to
+    use; device_mem: of the device.
 
     On a CPU only ours gets a device_mem: it makes a device tier of RAM. room: most bytes that a run
     may take, in a memory cgroup more than the budget, by which a peer places weights. It tries, at
@@ -455,7 +455,8 @@ def storage_read_bytes() -> int:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: bytes [start, end) of a file. dtype: as safetensors has it, BF16."""
+    """Place of a tensor in a file: bytes [start, end) of a file. dtype: as safetensors has it,
+    BF16."""
 
     name: str
     dtype: str

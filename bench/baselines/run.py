@@ -14,7 +14,7 @@ from contract import DEVICES, DTYPES, main
 
 @dataclass(frozen=True)
 class Face:
-    """What a system can be asked for. `systems/run_NAME.py` has `measure`, and `score` if it
+    """Variants and dtypes of a system. `systems/run_NAME.py` has `measure`, and `score` if it
     can score.
 
     packages: whose versions are kept. framework: the module that it computes with.

@@ -32,7 +32,7 @@ COLUMNS: dict[str, Callable[[Found], str]] = {
 
 @dataclass(frozen=True)
 class Tuning:
-    """What to tune of a system."""
+    """Settings of a system that are tried."""
 
     knobs: Mapping[
         str, tuple[int, ...]

@@ -100,7 +100,7 @@ class PeakProbe:
         self._calls.append(cache.sum)
 
     def now(self) -> Peak:
-        """Of one call each."""
+        """Return the rates of one call each."""
         with torch.inference_mode():
             *products, read = [self._bench.timed(call) for call in self._calls]
         return Peak(self._flops / min(products), self._cache_bytes / read)
@@ -129,7 +129,7 @@ class Probed:
             yield step
 
     def peak(self, phase: str) -> Peak:
-        """Of the mean seconds of the phase's probes."""
+        """Return the rate that follows from the mean seconds of the phase's probes."""
         return Peak(
             statistics.harmonic_mean([p.flops_per_s for p in self.peaks[phase]]),
             statistics.harmonic_mean([p.memory_bytes_per_s for p in self.peaks[phase]]),
@@ -183,7 +183,8 @@ def _measure(args: argparse.Namespace, model: str, rows: int, batches: int) -> d
 
 
 def token_flops(spec: ModelSpec) -> tuple[float, float]:
-    """Of the matrices that a token goes through: of all transformer blocks, and of the head."""
+    """Return the FLOPs of the matrices that a token goes through: of all transformer blocks, and of
+    the head."""
     blocks = [*spec.attention, *spec.mlp]
     for experts in spec.experts.tensors if spec.experts else ():
         assert spec.experts is not None
@@ -196,8 +197,8 @@ def token_flops(spec: ModelSpec) -> tuple[float, float]:
 
 
 def _seconds_at_peak(llm: LLM, prompt_len: int, report: RunReport, phase: str, peak: Peak) -> float:
-    """Of all matrix products, causal attention with them, and of the KV that decode reads, at a
-    phase's peak.
+    """Return the seconds of all matrix products, causal attention with them, and of the KV that
+    decode reads, at a phase's peak.
 
     Prompts are equal and share nothing; the head sees one token of each.
     """

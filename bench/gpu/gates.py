@@ -1,4 +1,4 @@
-"""What a card is to show: each gate with what was found and whether it is met."""
+"""Gates that a card is to pass: each gate with what was found and whether it is met."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def _link_share(runs: dict[str, Any], figures: dict[str, Any]) -> float | None:
 
 
 def _error(report: dict[str, Any]) -> float | None:
-    """Of the predicted seconds of a run; None where nothing was predicted, or by rates that nobody
-    measured."""
+    """Return the error of the predicted seconds of a run; None where nothing was predicted, or by
+    rates that nobody measured."""
     predicted = list(report["predicted"].values())
     is_guess = report["extra"].get("profile") == NOMINAL
     return (

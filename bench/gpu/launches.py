@@ -1,4 +1,4 @@
-"""What decode sweeps launch and wait for on a card, by torch's profiler, and how long the card has
+"""Launches and waits of decode sweeps on a card, by torch's profiler, and how long the card has
 nothing to do.
 
     python -m bench.gpu.launches --hh-ratio 0.1 --output launches.json
@@ -100,8 +100,9 @@ def main() -> None:
 
 
 def counts(events: Iterable[dict[str, Any]], steps: int) -> dict[str, float]:
-    """Of a trace in Chrome's format: launches and waits of the computing thread for each of `steps`
-    (a block and micro-batch), seconds of a step, and the share of time in which no kernel ran."""
+    """Count in a trace in Chrome's format: launches and waits of the computing thread for each of
+    `steps` (a block and micro-batch), seconds of a step, and the share of time in which no kernel
+    ran."""
     known = [event for event in events if event.get("ph") == "X"]
     mark = next(
         event

@@ -1,5 +1,5 @@
-"""What the suite's Python must have; a machine that fetches nothing is to say at once what it
-lacks.
+"""Packages that the suite's Python must have; a machine that fetches nothing is to say at once what
+it lacks.
 
     python -m bench.gpu.needs          exit code 2, and a line that names what to bring
 
@@ -36,7 +36,7 @@ ADVICE = (
 
 
 def problem() -> str | None:
-    """What keeps the suite from running; None where nothing does."""
+    """Return what keeps the suite from running; None where nothing does."""
     lacking = [name.replace("_", "-") for name in NEEDED if find_spec(name) is None]
     if lacking:
         return f"{sys.executable} has no {', '.join(lacking)}; {ADVICE}"

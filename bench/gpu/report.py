@@ -154,7 +154,7 @@ def _us(seconds: float) -> str:
 
 
 def _tests(step: Step) -> list[str]:
-    """What pytest counted, and what has failed, from its XML file."""
+    """Return what pytest counted, and what has failed, from its XML file."""
     try:
         suite = ElementTree.parse(step.output).getroot()[0]
     except (

@@ -1,4 +1,4 @@
-"""What the suite runs, most worth first, as command lines. Data, no running.
+"""Steps of the suite, most worth first, as command lines. Data, no running.
 
 The first steps are grouped into four calls, each of which needs nothing of another. Its essential
 steps come first, and their limits are 9 minutes together.
@@ -63,8 +63,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and at what size. device_mem, host_mem, dtype: as the flags take them; limits: seconds
-    of a run, of a cell and of rounds of the first."""
+    """Device and sizes of a run. device_mem, host_mem, dtype: as the flags take them; limits:
+    seconds of a run, of a cell and of rounds of the first."""
 
     tiny: bool
     results: Path
@@ -185,7 +185,8 @@ def _placed(setting: Setting) -> list[Step]:
 
 
 def _weights(setting: Setting) -> Step:
-    """Of the models of the call, random ones: no run is then cut short by writing them."""
+    """Return the step that writes the weights of the call's models, random ones: no run is then cut
+    short by writing them."""
     output = setting.results / "runs" / "weights.json"
     flags = words_of(dtype=setting.dtype, offload_dir=setting.offload_dir, output=output)
     command = _module("bench.gpu.weights", setting.model, LLAMA_1B, *flags)
@@ -233,7 +234,8 @@ def _figures(setting: Setting, name: str, module: str, *flags: str) -> Step:
 
 
 def _launches(setting: Setting) -> Iterator[Step]:
-    """Of two families. The LLaMA shape is small: launches do not depend on the width."""
+    """Return the steps that count launches of two families. The LLaMA shape is small: launches do
+    not depend on the width."""
     for name, own in _LAUNCHES.items():
         flags = words_of(
             model=setting.model,
@@ -245,7 +247,7 @@ def _launches(setting: Setting) -> Iterator[Step]:
 
 
 def _profile(setting: Setting) -> Step:
-    """Of this machine, where predictions of the placements come from."""
+    """Return the step that measures this machine, where predictions of the placements come from."""
     output = setting.results / "runs" / "profile.json"
     flags = words_of(device=setting.device, offload_dir=setting.offload_dir, output=output)
     command = _module("flexgen_h2o.hardware", *flags)
@@ -253,8 +255,8 @@ def _profile(setting: Setting) -> Step:
 
 
 def runs_of(steps: Sequence[Step], kind: str) -> dict[str, Any]:
-    """What the steps of a kind left, JSON objects by name; nothing of one that left none, or was
-    killed meanwhile."""
+    """Return what the steps of a kind left, JSON objects by name; nothing of one that left none, or
+    was killed meanwhile."""
     found = {}
     for step in steps:
         if step.kind == kind:

@@ -185,7 +185,7 @@ def _decode(
 
 
 def _ratios(seconds: Seconds, speeds: dict[str, Spread], packings: list[str]) -> dict[str, Spread]:
-    """Of seconds round by round; of packed slots also of bytes a second."""
+    """Return ratios of seconds round by round; of packed slots also of bytes a second."""
     return {
         "attend_of_memory": _ratio(seconds, "attend", "memory"),
         "attend_over_sdpa": _ratio(seconds, "attend", "sdpa"),
@@ -238,7 +238,7 @@ def _show_decode(
 def _bytes_of(
     name: str, moved: int, dtype: torch.dtype, packings: dict[str, KVPacking], whole: WholeColumns
 ) -> float:
-    """What a call reads; moved: bytes of the cache that is not packed."""
+    """Return the bytes that a call reads; moved: bytes of the cache that is not packed."""
     packing = packings.get(name.removesuffix("_scored"))
     if packing is not None:
         return (

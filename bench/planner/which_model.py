@@ -1,4 +1,4 @@
-"""What a night brings: prompts that a model answers in 10 hours on machines of several sizes, as
+"""Yield of a night: prompts that a model answers in 10 hours on machines of several sizes, as
 the planner predicts.
 
 Nothing runs. For each model and memory the fastest policy for a pile of 10,000 prompts is searched,

@@ -184,7 +184,7 @@ def real_run(args: argparse.Namespace) -> list[str]:
 
 
 def figures_of(work: Path, name: str) -> Figures:
-    """What a row wrote, by the part of the file's name behind the row's."""
+    """Return what a row wrote, by the part of the file's name behind the row's."""
     files = [
         path
         for path in sorted(work.glob(f"{name}*.json"))
@@ -272,7 +272,7 @@ def _summary(row: Row) -> list[str]:
 
 @cache
 def cost(plan: str, machine: str) -> str:
-    """What policy_search predicts, in words."""
+    """Return what policy_search predicts, in words."""
     out = io.StringIO()
     said = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):

@@ -150,7 +150,7 @@ class Sweep:
         return line
 
     def _fastest(self, cell: Cell, chosen: list[tuple[System, int]]) -> list[tuple[System, int]]:
-        """Of a peer's settings the one that was fastest in the search."""
+        """Return the one of a peer's settings that was fastest in the search."""
 
         def speed(pair: tuple[System, int]) -> float:
             line = self.store.find(key_of(cell, *pair, 0))

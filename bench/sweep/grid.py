@@ -1,5 +1,5 @@
-"""What is measured: systems, cells (model, workload, budget), and the named grids of them. Data, no
-measuring."""
+"""Grids of what is measured: systems, cells (model, workload, budget), and the named grids of them.
+Data, no measuring."""
 
 from __future__ import annotations
 
@@ -404,7 +404,8 @@ def _systems_of_signed(cell: Cell, cpu: str) -> tuple[System, ...]:
 
 
 def system_of(name: str) -> str:
-    """What a system is a setting of: the names of one system in one precision are the same."""
+    """Return the name of the system that this is a setting of: the names of one system in one
+    precision are the same."""
     return next((begins for begins in SETTINGS if name.startswith(begins)), name)
 
 

@@ -82,7 +82,7 @@ EIGHT_BITS = re.compile(r"int8|q8")
 
 @dataclass(frozen=True)
 class Class:
-    """What is compared with what: a setting of ours with the fastest other system that `takes` says
+    """Comparison of a setting of ours with the fastest other system that `takes` says
     yes to."""
 
     words: str
@@ -330,7 +330,7 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 def parts(cells: Sequence[Found], losses: Sequence[quality.Line]) -> dict[str, str]:
-    """What the pages have between their marks, by the name of the mark."""
+    """Return what the pages have between their marks, by the name of the mark."""
     return {
         "speed": speed(cells, losses),
         "classes": classes(cells),

@@ -1,5 +1,5 @@
-"""What answers lose, beside their speed: KL and flips against our full cache in bf16, on a trained
-model.
+"""Loss of quality of answers, beside their speed: KL and flips against our full cache in bf16, on a
+trained model.
 
 Of settings of ours `evaluate fidelity` at the lengths of the cell, with the flags that the setting
 runs with; of peers with bits of their own the same rows and steps, whose tokens they are given. A
@@ -71,14 +71,14 @@ def find(lines: Iterable[Line], **wanted: object) -> Line | None:
 
 
 def of_cell(cell: Cell, variant: str, model: str | None = None) -> Line:
-    """What a line says of itself. model: None for any; a folder goes by its name."""
+    """Return what a line says of itself. model: None for any; a folder goes by its name."""
     named = {} if model is None else {"model": Path(model).name}
     return {"variant": variant, "prompt_len": cell.prompt_len, "gen_len": cell.gen_len, **named}
 
 
 def flags_of(variant: str) -> tuple[list[str], str]:
-    """Of `evaluate fidelity` for a variant of ours, and the name of its policy in what that
-    finds."""
+    """Return the flags of `evaluate fidelity` for a variant of ours, and the name of its policy in
+    what that finds."""
     ours = runpy.run_path(str(BASELINES / "systems" / "run_ours.py"))
     _, _, *flags = ours["variant_flags"](variant)
     shares = {"--hh-ratio": "prompt", "--kv-budget": "sequence", "--kv-bytes": "bytes"}
@@ -164,7 +164,7 @@ def _measure_ours(
 
 
 def _cells(command: list[str], offload_dir: Path) -> dict[str, Any] | str:
-    """What the command finds, by policy; or why it failed."""
+    """Return what the command finds, by policy; or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
         whole = [sys.executable, *command, "--offload-dir", str(offload_dir), "--json", str(output)]
@@ -193,7 +193,8 @@ def _reference(model: str, cell: Cell, offload_dir: Path) -> tuple[list[TextRow]
 def _scores_of(
     setup: Setup, peer: System, cell: Cell, model: str, rows: Sequence[TextRow]
 ) -> torch.Tensor | str:
-    """What a peer thinks of the rows, in the shape of `_reference`; or why that is not known."""
+    """Return what a peer thinks of the rows, in the shape of `_reference`; or why that is not
+    known."""
     weights = find_model(model, None).folder
     assert weights is not None
     with tempfile.TemporaryDirectory() as folder:

@@ -87,14 +87,15 @@ def rounds_of(lines: list[Line]) -> dict[int, list[list[Line]]]:
 
 
 def valid_rounds(lines: list[Line]) -> list[list[Line]]:
-    """Of each round of a cell the attempt that counts: of those with most systems the last."""
+    """Return for each round of a cell the attempt that counts: of those with most systems the
+    last."""
     attempts = rounds_of(lines).values()
     return [max(enumerate(some), key=lambda pair: (len(pair[1]), pair[0]))[1] for some in attempts]
 
 
 def of_one_machine(lines: list[Line]) -> list[Line]:
-    """Of one cell's lines those of the processor with the most whole rounds, of several the one
-    used last: neither a search nor a ratio is of two machines."""
+    """Return those of one cell's lines that are of the processor with the most whole rounds, of
+    several the one used last: neither a search nor a ratio is of two machines."""
     cpus = dict.fromkeys(cpu_of(line) for line in reversed(lines))
     machines = ([line for line in lines if cpu_of(line) == cpu] for cpu in cpus)
     return max(machines, key=lambda some: len(rounds_of(some)), default=[])
@@ -189,9 +190,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Found:
-    """What is there of a cell. reasons: of systems that were tried and have no figure. refusals: of
-    peers that refuse the model's family. tried: rows, also of the search, of systems that have a
-    figure."""
+    """Figures of a cell that are there. reasons: of systems that were tried and have no figure.
+    refusals: of peers that refuse the model's family. tried: rows, also of the search, of systems
+    that have a figure."""
 
     cell: Cell
     entries: dict[str, Entry]
@@ -209,8 +210,8 @@ class Found:
         return next((peer for peer in self.peers if peer.system.startswith(begins)), None)
 
     def ratios(self, ours: str, begins: str = "") -> list[float]:
-        """Of one of ours over the best of such peers, by round; empty where one of them has no
-        figure."""
+        """Return the ratios of one of ours over the best of such peers, by round; empty where one
+        of them has no figure."""
         peer = self.best(begins)
         return self.entries[ours].over(peer) if peer is not None and ours in self.entries else []
 
@@ -231,7 +232,7 @@ class Found:
 
     @property
     def model(self) -> str:
-        """As people name it: `OPT-6.7B, 8 of 32 layers`."""
+        """Return the model's name as people write it: `OPT-6.7B, 8 of 32 layers`."""
         name, _, layers = self.cell.model.partition(":")
         shown = re.sub(r"^opt-([0-9.]+)b$", r"OPT-\1B", name.rpartition("/")[2])
         shown = re.sub(r"^Meta-|-v0\.1$|-0924$|-Chat-v1\.0$", "", shown)
@@ -260,7 +261,7 @@ class Found:
 
 
 def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
-    """What the page shows of a cell: of one machine, and what was refused on any."""
+    """Return what the page shows of a cell: of one machine, and what was refused on any."""
     of_cell = [line for line in lines if is_of(cell, line)]
     mine = of_one_machine(of_cell)
     by_name = dict[str, list[Line]]()
@@ -307,7 +308,7 @@ def _refusals(cell: Cell, lines: Sequence[Line]) -> dict[str, str]:
 
 @functools.cache
 def _family(model: str) -> str:
-    """Of a built-in shape, cut or whole; another model is its own."""
+    """Return the family of a built-in shape, cut or whole; another model is its own."""
     built_in = built_in_spec(model.partition(":")[0])
     return built_in[0].family if built_in else model
 

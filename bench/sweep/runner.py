@@ -47,7 +47,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Setup:
-    """What all measurements of a sweep share. peers: the folder of their environments.
+    """Setup that all measurements of a sweep share. peers: the folder of their environments.
 
     device_mem: bytes of the device tier. On a CPU it is RAM that only ours uses as a tier of its
     own; a peer gets these bytes with the budget. dtype: of the files, and of what computes in no
@@ -68,8 +68,8 @@ class Setup:
         return Path(sys.executable) if system.ours else self.peers / system.peer / "bin" / "python"
 
     def settings(self, peer: str) -> dict[str, Any] | None:
-        """What tune.py wrote on this machine, else what it found on such a CPU; None where it was
-        run on neither. What is best on a CPU says nothing of a card, where defaults stay.
+        """Return what tune.py wrote on this machine, else what it found on such a CPU; None where
+        it was run on neither. What is best on a CPU says nothing of a card, where defaults stay.
 
         Raises UsageError for a file that holds something else."""
         own = self.peers / peer / "settings.json"
@@ -82,7 +82,7 @@ class Setup:
             raise UsageError(f"{own}: {error}; {how}") from error
 
     def missing(self, system: System) -> str | None:
-        """What to do before a peer can run; None when it is installed."""
+        """Return what to do before a peer can run; None when it is installed."""
         marker = self.peers / system.peer / "installed.txt"
         if system.ours or (marker.exists() and os.access(self.python(system), os.X_OK)):
             return None
@@ -172,8 +172,8 @@ def measure_profile(setup: Setup) -> None:
 
 @contextmanager
 def memory_limit(nbytes: int | None) -> Iterator[list[str]]:
-    """What to put before a command so that it runs in a memory cgroup of `nbytes` (None: nothing,
-    without a limit).
+    """Return what to put before a command so that it runs in a memory cgroup of `nbytes` (None:
+    nothing, without a limit).
 
     Raises UsageError where no group can be made.
     """

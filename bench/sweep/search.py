@@ -69,8 +69,8 @@ def _hopeless(line: Line) -> bool:
 
 
 def best_line(lines: list[Line]) -> Line | None:
-    """That of the highest throughput. One that is over budget counts only where nothing is within
-    it."""
+    """Return the line of the highest throughput. One that is over budget counts only where nothing
+    is within it."""
     measured = [x for x in lines if x["status"] == OK] or [
         x for x in lines if x["status"] in MEASURED
     ]

@@ -30,7 +30,7 @@ WHOLE = ("prompt_len", "gen_len", "rows", "repeat")
 
 @dataclass(frozen=True)
 class Key:
-    """What one measurement is of. repeat: 0 in the search for the best batch, from 1 on
+    """Identity of one measurement. repeat: 0 in the search for the best batch, from 1 on
     afterwards."""
 
     system: str
@@ -52,7 +52,7 @@ def cpu_of(line: Line) -> str:
 
 
 def dtype_of(line: Line) -> str:
-    """That the weights were in; bf16 where none is named, as before 2026-11-26."""
+    """Return the dtype that the weights were in; bf16 where none is named, as before 2026-11-26."""
     found: str = line.get("dtype", BF16)
     return found
 

@@ -253,7 +253,8 @@ def kept(cell: Cell, line: Line) -> str:
 
 
 def machines(cells: Sequence[Found]) -> str:
-    """What each benchmark ran on: the processor, and the rates before and after its rounds."""
+    """Return what each benchmark ran on: the processor, and the rates before and after its
+    rounds."""
     rows = []
     for found in cells:
         lines = [line for entry in found.entries.values() for line in entry.lines.values()]
@@ -270,7 +271,7 @@ def machines(cells: Sequence[Found]) -> str:
 
 
 def predictions(cells: Sequence[Found]) -> str:
-    """What the planner said before each run of ours, over what was measured: a line for each
+    """Return what the planner said before each run of ours, over what was measured: a line for each
     setting."""
     head = ("predicted over measured", "system", "prefill", "decode", "both")
     rows = []

@@ -18,7 +18,7 @@ UNKNOWN = "No conversion is registered"  # how CTranslate2 says that it does not
 
 
 class MadeUpWords:
-    """What the converter asks of a tokenizer."""
+    """Answers what the converter asks of a tokenizer."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.words = [f"w{i}" for i in range(config["vocab_size"])]

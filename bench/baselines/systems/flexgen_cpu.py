@@ -92,7 +92,7 @@ def weight_elements(layers: Sequence[Sequence[int]], percent: int) -> int:
 
 
 def packed_share(request: Request) -> float:
-    """Of the bytes of weights, vectors among them, and KV: what is stored."""
+    """Return which share of the bytes of weights, vectors among them, and of KV is stored."""
     return 0.5 / request.itemsize + 2 / GROUP if is_packed(request) else 1.0
 
 

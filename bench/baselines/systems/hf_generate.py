@@ -90,7 +90,8 @@ def _graphs() -> int:
 
 
 def _ids(request: Request, prompts: list[list[int]]) -> torch.Tensor:
-    """Where the model computes: its weights may be elsewhere, or nowhere until they are used."""
+    """Return token ids on the device where the model computes. Its weights may be elsewhere, or
+    nowhere until they are used."""
     return torch.tensor(prompts, device=request.device)
 
 

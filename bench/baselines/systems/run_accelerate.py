@@ -100,8 +100,8 @@ def card_and_host_bytes(request: Request, card: int) -> dict[int | str, int]:
 
 
 def module_bytes(request: Request, layers: list[list[StoredTensor]]) -> int:
-    """Of the largest module of a layer. Accelerate's hooks bring one at a time, and drop it once it
-    has run."""
+    """Return the bytes of the largest module of a layer. Accelerate's hooks bring one at a time,
+    and drop it once it has run."""
     modules: dict[str, list[StoredTensor]] = {}
     for tensor in (tensor for tensors in layers for tensor in tensors):
         name = (

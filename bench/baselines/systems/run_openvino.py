@@ -85,8 +85,9 @@ def _generate(model: Any, prompts: list[list[int]], gen_len: int, mark: Any) -> 
 
 
 def _logits(model: Any, tokens: Any, beams: Any) -> Any:
-    """Of the last of `tokens` (rows, n), which follow on what the model's state holds: (rows,
-    vocabulary), a view; of bf16 its bits as other numbers, of which the largest is the same."""
+    """Return the logits of the last of `tokens` (rows, n), which follow on what the model's state
+    holds: (rows, vocabulary), a view; of bf16 its bits as other numbers, of which the largest is
+    the same."""
     model.infer({"input_ids": tokens, "beam_idx": beams})
     return model.get_output_tensor(0).data
 
