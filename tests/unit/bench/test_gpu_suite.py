@@ -16,9 +16,12 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 
 
 from bench.gpu import runner
+from bench.gpu.gates import gates
+from bench.gpu.kernels import DECODED
 from bench.gpu.report import run_texts, write_report
 from bench.gpu.runner import DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
 from bench.gpu.steps import Step, all_steps, tiny_setting
+from flexgen_h2o.planner.profile import NOMINAL
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -128,3 +131,68 @@ def test_the_tiny_suite_runs(tmp_path: Path) -> None:
         line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")
     } == {"ok"}
     assert "| auto | done |" in (tmp_path / "r" / "gpu_suite.md").read_text()
+
+
+def test_gates_are_met_missed_or_not_measured() -> None:
+    assert {verdict for *_, verdict in gates({}, {})} == {"not measured"}
+    report = {
+        "model_bytes": 80,
+        "gen_len": 3,
+        "decode": {"seconds": 2.0},
+        "total": {"seconds": 10.0},
+        "predicted": {"prefill_s": 4.0, "decode_s": 7.0},
+        "extra": {"profile": "measured"},
+    }
+    runs = {"weights-on-host": {"report": report}, "auto": {"report": None}}
+    kernels = [
+        ("unpack, 4 bits", 0.9),
+        ("unpack, 8 bits", 0.65),
+        ("decode, OPT", 0.7),
+        ("gate", 0.1),
+    ]
+    figures = {
+        "kernels": {
+            "kernels": [{"kernel": name, "share_of_copy": share} for name, share in kernels]
+        },
+        "launches-opt": {"counts": {"launches": 12.5, "syncs": 0.0}, "rates": {"h2d": 100}},
+    }
+    found = {name: (text, verdict) for name, text, _, verdict in gates(runs, figures)}
+    assert found == {
+        "launches-opt: launches a block": ("12.50", "MISSED"),
+        "launches-opt: waits a block": ("0.00", "met"),
+        "unpack: least share of a copy's bandwidth": ("0.65", "MISSED"),
+        "decode: least share of a copy's bandwidth": ("0.70", "met"),
+        "link: share of time in which it is busy": ("0.80", "MISSED"),
+        "prediction: largest error of a run": ("0.10", "met"),
+    }
+    unknown = {"predicted": {"decode_s": None}}
+    guessed = {"extra": {"profile": NOMINAL}}
+    for other in (unknown, guessed):
+        given = {"weights-on-host": {"report": report | other}}
+        verdicts = {name: verdict for name, _, _, verdict in gates(given, figures)}
+        assert verdicts["prediction: largest error of a run"] == "not measured"
+
+
+@pytest.mark.slow
+def test_kernels_have_cases_where_there_is_no_card(tmp_path: Path) -> None:
+    """In small, by references: what the cases build is what kernels take."""
+    output = tmp_path / "kernels.json"
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu.kernels",
+        "--device",
+        "cpu",
+        "--quiet-wait",
+        "0",
+        "--output",
+        output,
+    ]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    found = json.loads(output.read_text())
+    assert found["rates"] == {} and all(case["bytes"] > 0 for case in found["kernels"])
+    kinds = {"unpack", "decode", "column sums", "gate", "experts"}
+    assert {case["kernel"].split(",")[0] for case in found["kernels"]} >= kinds
+    names = {case["kernel"] for case in found["kernels"]}
+    products = {name for name in names if name.startswith("product") and not name.endswith(DECODED)}
+    assert len(products) == 6 and {name + DECODED for name in products} <= names
