@@ -44,6 +44,7 @@ from flexgen_h2o.kernels.compiled.emitter import (
     bf16_pairs,
     emitted_by_type,
     join,
+    least,
 )
 from flexgen_h2o.kernels.jit import known, num_planes
 
@@ -142,7 +143,7 @@ class _Tile:
     def chunks(self) -> Iterator[_Chunk]:
         with self.e.loop(self.num_chunks) as index:
             place = self.places + index * (4 * PLACE)
-            first = self.e.load(place, I32).sext(I64)
+            first = self.first_word(index, place)
             chunk = _Chunk(index, [], [], [], [])
             for slot in range(0, _slots(self.kind), self.sharing):
                 each = [self.at + self.words * (4 * (slot + i)) for i in range(self.sharing)]
@@ -150,6 +151,10 @@ class _Tile:
                 chunk.words.append(join([self.e.load(at + first * 4, kind) for at in each]))
                 self.load_ends(chunk, each, place, first)
             yield chunk
+
+    def first_word(self, chunk: Value, place: Value) -> Value:
+        """Return the first word of a chunk; place: address of its row in the table."""
+        return least(chunk * self.lanes, self.words - self.lanes)
 
     def load_ends(self, chunk: _Chunk, each: list[Value], place: Value, first: Value) -> None:
         """Load what else packed slots have; `each`: the addresses of the slots of a vector."""
@@ -213,6 +218,9 @@ class _PackedTile(_Tile):
     @property
     def planes(self) -> int:
         return _per_word(self.kind) + 1
+
+    def first_word(self, chunk: Value, place: Value) -> Value:
+        return self.e.load(place, I32).sext(I64)
 
     def load_ends(self, chunk: _Chunk, each: list[Value], place: Value, first: Value) -> None:
         e = self.e
