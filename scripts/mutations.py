@@ -357,8 +357,8 @@ MUTATIONS = (
     Mutation(
         "kernels.values-at-the-strides-of-keys",
         "kernels/slots.py",
-        "segment_words=values.stride(0))",
-        "segment_words=keys.stride(0))",
+        "            t.stride(0) * t.itemsize // WORD,",
+        "            keys.stride(0) * keys.itemsize // WORD,",
         "tests/unit/kernels/test_slots.py",
     ),
     Mutation(
@@ -493,7 +493,7 @@ MUTATIONS = (
         "kernels/linear.py",
         "None if start else bias",
         "bias",
-        "tests/unit/kernels/test_linear.py",
+        "tests/unit/kernels/test_products.py",
     ),
     # Sampling and texts
     Mutation(
