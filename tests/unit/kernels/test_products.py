@@ -311,6 +311,8 @@ def test_no_bit_depends_on_parts_or_on_other_rows(kind: str, instructions: str) 
 
 def test_bf16_rounds_as_torch_does(instructions: str) -> None:
     """It rounds once, and once more for a bias that is added to sums. Both add whole numbers."""
+    if instructions == "torch" and "AVX-512" not in HERE:
+        pytest.skip("torch itself rounds elsewhere without instructions for bf16")
     weight, x = (torch.randint(-3, 4, shape).to(BF16) for shape in ((70, 64), (9, 64)))
     bias = normal(70)
     before = normal(9, 70) * 100
