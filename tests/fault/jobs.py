@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -114,15 +115,42 @@ def tokens_of(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
     return found
 
 
-def tear_the_end(output: Path, generator: random.Random) -> None:
-    """Sometimes, as after a power cut: the newest bytes are gone."""
-    if output.exists() and generator.random() < 0.5:
-        data = output.read_bytes()
-        output.write_bytes(data[: len(data) - generator.randrange(1, 1000)])
-
-
 def whole_rows_of(output: Path) -> dict[str, list[int]]:
     """Token ids by custom id of those rows that are whole, however the output ends."""
     if not output.exists():
         return {}
     return tokens_of([json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]])
+
+
+def kill_until_done(
+    start: Callable[[], Job],
+    tokens: dict[str, list[int]],
+    kills: int,
+    wait: Callable[[Job, int], None],
+    generator: random.Random,
+) -> int:
+    """Start a job again until a run of it ends by itself, and kill -9 at most `kills` runs. Return
+    how many were hit.
+
+    tokens: of an undisturbed job. wait: returns at the moment of a kill; its last argument is how
+    many kills are left. Sometimes the newest bytes are gone then, as after a power cut.
+    """
+    hit = 0
+    kept = dict[str, list[int]]()
+    while True:
+        job = start()
+        if hit < kills:
+            wait(job, kills - hit)
+            job.send(signal.SIGKILL)
+        if job.wait() == 0:
+            assert tokens_of(rows_of(job.output)) == tokens
+            return hit
+        assert job.code == -signal.SIGKILL, job.err
+        hit += 1
+        found = whole_rows_of(job.output)
+        assert kept.keys() <= found.keys(), "rows that were on disk are gone"
+        assert found.items() <= tokens.items()
+        if job.output.exists() and generator.random() < 0.5:
+            data = job.output.read_bytes()
+            job.output.write_bytes(data[: len(data) - generator.randrange(1, 1000)])
+        kept = whole_rows_of(job.output)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fault.jobs import Job, launch, rows_of, tear_the_end, tokens_of, whole_rows_of
+from tests.fault.jobs import Job, kill_until_done, launch, rows_of, tokens_of
 
 ROWS = 100
 MAX_NEW = 12
@@ -146,30 +146,6 @@ def wait_for_a_moment(
         time.sleep(generator.uniform(0, 0.05))
 
 
-def kill_until_done(
-    folder: Path, flags: list[str], alone: Undisturbed, kills: int, generator: random.Random
-) -> int:
-    """The same command, until a run of it ends by itself. How many of at most `kills` kills hit one
-    that ran?"""
-    tokens, first_row_s = alone
-    hit = 0
-    kept = dict[str, list[int]]()
-    while True:
-        job = launch(folder, *flags)
-        if hit < kills:
-            wait_for_a_moment(job, first_row_s, kills - hit, generator)
-            job.send(signal.SIGKILL)
-        if job.wait() == 0:
-            return hit
-        assert job.code == -signal.SIGKILL, job.err
-        hit += 1
-        found = whole_rows_of(job.output)
-        assert kept.keys() <= found.keys(), "rows that were on disk are gone"
-        assert found.items() <= tokens.items()
-        tear_the_end(job.output, generator)
-        kept = whole_rows_of(job.output)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,13 +156,18 @@ def test_killed_jobs_lose_nothing(
     generator = random.Random(f"{SEED} {kind}")
     names = list(KINDS)
     wanted = len(range(names.index(kind), KILLS, len(names)))
-    alone = answer(kind, undisturbed, tmp_path)
+    tokens, first_row_s = answer(kind, undisturbed, tmp_path)
     hit = 0
     jobs = 0
     while hit < wanted:
         folder = folder_of(tmp_path / f"job{jobs}")
-        jobs = jobs + 1
-        hit += kill_until_done(folder, KINDS[kind].split(), alone, wanted - hit, generator)
-        assert tokens_of(rows_of(folder / "out.jsonl")) == alone[0]
+        jobs += 1
+        hit += kill_until_done(
+            partial(launch, folder, *KINDS[kind].split()),
+            tokens,
+            wanted - hit,
+            lambda job, left: wait_for_a_moment(job, first_row_s, left, generator),
+            generator,
+        )
         assert_nothing_left(folder)
     print(f"{kind}: {hit} kills, {jobs} jobs")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.jobs import Job, Jobs, rows_of, tear_the_end, tokens_of, whole_rows_of, write_input
+from tests.fault.jobs import Job, Jobs, kill_until_done, rows_of, tokens_of, write_input
 from tests.parity.cases import thinned
 
 ROWS = 44
@@ -38,26 +38,6 @@ def whole(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     return tokens
 
 
-def kill_until_done(jobs: Jobs, folder: Path, whole: Tokens, generator: random.Random) -> int:
-    """Kill -9 at random moments, sometimes with a torn end as after a power cut, until a run ends.
-    How many kills?
-
-    After MAX_KILLS nobody kills it: on a slow machine it would never get to its end.
-    """
-    kills = 0
-    while True:
-        job = jobs.start(folder)
-        if kills < MAX_KILLS:
-            wait_for_a_moment(job, len(whole), generator)
-            job.send(signal.SIGKILL)
-        if job.wait() == 0:
-            return kills
-        assert job.code == -signal.SIGKILL, job.err
-        kills += 1
-        tear_the_end(job.output, generator)
-        assert whole_rows_of(job.output).items() <= whole.items()
-
-
 def wait_for_a_moment(job: Job, rows: int, generator: random.Random) -> None:
     """Anything from the first instruction of a run to its last row, however fast the machine is."""
     time.sleep(generator.uniform(0, 0.3))
@@ -67,38 +47,26 @@ def wait_for_a_moment(job: Job, rows: int, generator: random.Random) -> None:
         job.wait_for_moment(lambda: job.lines() > min(target, done + 12), generator)
 
 
+def kill_a_job(jobs: Jobs, folder: Path, whole: Tokens, generator: random.Random) -> int:
+    """How many kills? Rows enter a running block or they do not, from run to run."""
+    folder.mkdir()
+    write_input(folder, ROWS)
+
+    def start() -> Job:
+        return jobs.start(folder, generator.choice(["--refill", "--no-refill"]))
+
+    def wait(job: Job, left: int) -> None:
+        wait_for_a_moment(job, len(whole), generator)
+
+    return kill_until_done(start, whole, MAX_KILLS, wait, generator)
+
+
 def test_kill_9_loses_nothing(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
     """A few times; soak.py does it a hundred times, to jobs of many kinds."""
     generator = random.Random(1)
     kills = 0
-    runs = 0
-    while kills < 2:
-        folder = tmp_path / f"run{runs}"
-        folder.mkdir()
-        write_input(folder, ROWS)
-        kills = kills + kill_until_done(jobs, folder, whole, generator)
-        runs = runs + 1
-        assert tokens_of(rows_of(folder / "out.jsonl")) == whole
-
-
-def test_a_job_that_was_killed_while_rows_entered_goes_on_with_or_without_refill(
-    jobs: Jobs, whole: Tokens, tmp_path: Path
-) -> None:
-    """One block serves windows until it is killed, past the first of them; the other way does the
-    rest."""
-    for first, then in (("--refill", "--no-refill"), ("--no-refill", "--refill")):
-        folder = tmp_path / first
-        folder.mkdir()
-        write_input(folder, ROWS)
-        job = jobs.start(folder, first)
-        job.wait_for_rows(20)
-        job.send(signal.SIGKILL)
-        job.wait()
-        before = job.lines()
-        again = jobs.start(folder, then)
-        assert again.wait() == 0, again.err
-        assert tokens_of(rows_of(again.output)) == whole
-        assert before < ROWS
+    while kills < 3:
+        kills += kill_a_job(jobs, tmp_path / f"after-{generator.random()}", whole, generator)
 
 
 def status_of(jobs: Jobs, folder: Path) -> str:
@@ -199,28 +167,14 @@ def test_sigterm_ends_a_job_soon_and_the_rest_can_be_done(
     second = jobs.start(tmp_path)
     assert second.wait() == 2
     assert "out.jsonl: another job writes to it" in second.err
-    assert jobs.start(tmp_path, "--status").wait() == 0
-    said = (tmp_path / "stdout").read_text()
+    said = status_of(jobs, tmp_path)
     assert f"state: running (process {job.pid})" in said and f"of {ROWS + 2} done" in said
-    end_by(job, "SIGTERM", 143)
-    assert finish(jobs, tmp_path) == whole
-
-
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGHUP", 129)])
-def test_other_signals_end_a_job_soon(jobs: Jobs, tmp_path: Path, name: str, code: int) -> None:
-    write_input(tmp_path, ROWS)
-    job = jobs.start(tmp_path)
-    job.wait_for_rows(6)
-    end_by(job, name, code)
-
-
-def end_by(job: Job, name: str, code: int) -> None:
-    """Before all rows are done, with its finished rows, and its status says so."""
-    job.send(getattr(signal, name))
+    job.send(signal.SIGTERM)
     job.send(signal.SIGCONT)
-    assert job.wait() == code, job.err
+    assert job.wait() == 143, job.err
     assert 6 <= len(tokens_of(rows_of(job.output))) < ROWS
-    assert f'"ended by {name}"' in (job.folder / "out.jsonl.status.json").read_text()
+    assert "state: ended by SIGTERM" in status_of(jobs, tmp_path)
+    assert finish(jobs, tmp_path) == whole
 
 
 def test_a_full_disk_ends_a_job_clearly(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
