@@ -210,14 +210,14 @@ def _run(argv: list[str] | None) -> int:
         service = Service(llm, rows, length, args.max_queue, args.batch_share)
         service.open()
         reader = RequestReader(llm.model, defaults, llm.eviction)
-        settings = settings_of(llm, policy, is_auto, defaults, llm.digests())
+        settings = settings_of(llm, policy, is_auto, defaults)
         with (
             contextlib.closing(
                 Store(args.state_dir, parse_bytes(args.max_stored, "--max-stored"))
             ) as store,
             _compared(beside, policy, is_auto, length) as other,
-            contextlib.closing(_pages(args, has_engine=True)) as pages,
         ):
+            pages = _pages(args, has_engine=True)
             bounds = _within_descriptors(bounds)
             batches = Batches(store, service, reader, settings, args.max_rows)
             server = Server(service, batches, reader)
@@ -238,8 +238,7 @@ def _plan_only(args: argparse.Namespace, bounds: Bounds) -> int:
     pages = _pages(args, has_engine=False)
     with (
         _listening(args) as listener,
-        contextlib.closing(pages),
-        _answering(pages.app(), bounds, listener),
+        _answering(pages.app(), bounds, listener, pages.close),
     ):
         print(f"planner at {_address(listener)}/plan", flush=True)
         interrupts.wait_for(threading.Event())
@@ -416,6 +415,7 @@ def _serving(
     """Answer clients. At the end drop what runs, and leave batches to the next start."""
 
     def close() -> None:
+        pages.close()
         for one in filter(None, (server, server.other)):
             one.service.close()
 

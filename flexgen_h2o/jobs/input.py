@@ -5,16 +5,16 @@ The pass finds ids, duplicates and a digest. Only the digest of each line's id s
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import hashlib
+import json
 import re
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,18 +38,18 @@ _FOREIGN = {
     b"%PDF": "is a PDF; give JSON lines",
     b"PAR1": "is a Parquet file; write its rows as JSON lines",
 }
-_SPACE = re.compile(r"[ \t\r\n]*")  # white space between the parts of JSON
+_CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _CHUNK = 2**16  # rows that are looked up at a time
 _PIECE_BYTES = 2**20  # bytes read at a time if only the digest is wanted
-# Limits of a step (some milliseconds), and of what `read_part` reads ahead of a job.
+# Lines and bytes after which long work calls its `check` (some milliseconds), and what `read_part`
+# reads ahead of a job.
 STEP_LINES = 256
 STEP_BYTES = 2**16
 _LINES_A_ROW = 2  # lines per row in an input with limited rows: a blank line may follow each row
 
 Digests = npt.NDArray[np.bytes_]
-Made = TypeVar("Made")
-# Work in steps of some milliseconds; the caller can do other work in between.
-Steps = Generator[None, None, Made]
+# Called every few milliseconds of long work; raises to end the work.
+Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class Line:
     @cached_property
     def custom_id(self) -> str:
         """The id that the line gives, or else `line-NUMBER`."""
-        if self.text is None and not self.is_plain:
-            return self.id_in(dict(_first_members(self.head)))
-        try:
-            value = self.parse()
-        except ValueError:
-            value = None
+        value = None
+        with contextlib.suppress(ValueError):
+            if self.text is not None:
+                value = self.parse()
+            elif not self.is_plain and (found := _CUSTOM_ID.search(self.head)):
+                value = {"custom_id": json.loads(found[1])}
         return self.id_in(value)
 
     def id_in(self, value: Any) -> str:
@@ -99,7 +99,7 @@ class Line:
 
 @dataclass(frozen=True)
 class InputScan:
-    """Result of one pass over the input, made by `scan_steps`."""
+    """Result of one pass over the input, made by `scan_input`."""
 
     ids: Digests  # (rows,) digests of custom ids, in order
     nbytes: int  # bytes of the input
@@ -111,36 +111,25 @@ class InputScan:
 class InputPart:
     """A part of the input: where it begins, and which of its rows are still to be done."""
 
-    offset: int  # offset of its first byte
-    number: int  # number of its first line
-    row: int  # number of its first row
     left: npt.NDArray[np.bool_]  # (rows,) of the rows from `row` on: whether each is to be done
+    offset: int = 0  # offset of its first byte
+    number: int = 1  # number of its first line
+    row: int = 0  # number of its first row
 
 
-def at_once(steps: Steps[Made]) -> Made:
-    """Run all steps and return their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            made: Made = end.value
-            return made
-
-
-def scan_input(path: Path, known_bytes: int = 0) -> InputScan:
+def scan_input(
+    path: Path,
+    known_bytes: int = 0,
+    most_rows: int | None = None,
+    check: Check = lambda: None,
+) -> InputScan:
     """Read the whole input once, with 16 bytes of memory per row.
 
     known_bytes: length of the prefix whose digest is wanted.
+    most_rows: most rows that the file may have; None is no limit.
 
-    Raise UsageError if two lines have the same id, or if the file is packed or UTF-16.
-    """
-    return at_once(scan_steps(path, known_bytes))
-
-
-def scan_steps(path: Path, known_bytes: int = 0, most_rows: int | None = None) -> Steps[InputScan]:
-    """Do what `scan_input` does, in steps.
-
-    most_rows: raise UsageError if the file has more rows; None is no limit.
+    Raise UsageError if it has no row or too many, if two lines have the same id, or if the file is
+    packed or UTF-16.
     """
     ids = bytearray()
     whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -166,7 +155,9 @@ def scan_steps(path: Path, known_bytes: int = 0, most_rows: int | None = None) -
             _check_rows(path, len(ids) // DIGEST_BYTES, lines, most_rows)
         if lines % STEP_LINES == 0 or step_bytes >= STEP_BYTES:
             step_bytes = 0
-            yield
+            check()
+    if not ids:
+        raise UsageError(f"--input {path}: no request in it, only blank lines or nothing")
     found = InputScan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
     _refuse_duplicates(path, found.ids)
     return found
@@ -201,14 +192,14 @@ def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[In
         if done[line.row]:
             continue
         if start is not None and count == size:
-            yield InputPart(start.offset, start.number, start.row, ~done[start.row : line.row])
+            yield InputPart(~done[start.row : line.row], start.offset, start.number, start.row)
             start = None
         if start is None:
             start = line
             count = 0
         count += 1
     if start is not None:
-        yield InputPart(start.offset, start.number, start.row, ~done[start.row :])
+        yield InputPart(~done[start.row :], start.offset, start.number, start.row)
 
 
 def read_part(path: Path, cut: InputPart) -> Iterator[Line]:
@@ -226,7 +217,7 @@ def read_part(path: Path, cut: InputPart) -> Iterator[Line]:
         is_over = True
         start = offset
         first = number
-        with closing(_pieces(path, offset, number, row)) as pieces:
+        with contextlib.closing(_pieces(path, offset, number, row)) as pieces:
             for raw, line, is_end in pieces:
                 offset += len(raw)
                 number += is_end
@@ -314,37 +305,12 @@ def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Piece
         raise UsageError(f"--input {path}: {error.strerror or error}") from error
 
 
-def _first_members(head: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the members that the beginning of a JSON object has in full."""
-
-    def after_space(at: int) -> int:
-        return _SPACE.match(text, at).end()  # type: ignore[union-attr]
-
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-        at = after_space(0)
-        before = "{"
-        while text[at : at + 1] == before:
-            name, at = STRICT_JSON.raw_decode(text, after_space(at + 1))
-            at = after_space(at)
-            if text[at : at + 1] != ":" or not isinstance(name, str):
-                return
-            value, at = STRICT_JSON.raw_decode(text, after_space(at + 1))
-            at = after_space(at)
-            before = ","
-            if text[at : at + 1] not in (",", "}"):  # the head may end within a number
-                return
-            yield name, value
-    except (ValueError, RecursionError):
-        return
-
-
 def _refuse_duplicates(path: Path, ids: Digests) -> None:
     """Raise UsageError naming the first id that two lines have.
 
     The first 8 bytes of all digests are compared before whole digests, to save memory.
     """
-    words = ids.view(np.uint64)[::2].copy() if len(ids) else np.empty(0, np.uint64)
+    words = ids.view(np.uint64)[::2].copy()
     words.sort()
     alike = words[1:][words[1:] == words[:-1]]
     if not len(alike):

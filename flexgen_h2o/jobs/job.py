@@ -20,18 +20,15 @@ from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenErro
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.core.units import counted, format_bytes, format_seconds
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.flags import PLACEMENT, open_llm, say_notes
+from flexgen_h2o.flags import PLACEMENT, say_notes
 from flexgen_h2o.jobs.input import (
+    Check,
     InputPart,
-    InputScan,
     Line,
-    Steps,
-    at_once,
     begins_as,
     read_lines,
     read_part,
     scan_input,
-    scan_steps,
 )
 from flexgen_h2o.jobs.on_ray import EngineArguments, ray_at, run_on_ray
 from flexgen_h2o.jobs.output import OutputFile
@@ -40,7 +37,7 @@ from flexgen_h2o.jobs.runner import (
     JobRun,
     JobWriter,
     OutputState,
-    rows_before_steps,
+    rows_before,
 )
 from flexgen_h2o.jobs.sidecar import (
     DONE,
@@ -93,29 +90,23 @@ def run_job(
     of_job = argparse.Namespace(
         **{**BATCH_DEFAULTS, **vars(args), "input": source, "output": target}
     )
+    opening = EngineArguments(of_job, policy, is_auto, eviction)
     if vars(args).get("dry_run"):
-        return _plan(of_job, source, policy, is_auto, eviction, defaults)
+        return _plan(opening, defaults)
     with contextlib.closing(OutputFile(target)) as output:
-        return run(of_job, output, policy, is_auto, eviction, defaults, tests_bits)
+        return _run(opening, output, defaults, tests_bits)
 
 
-def _plan(
-    args: argparse.Namespace,
-    source: Path,
-    policy: Policy,
-    is_auto: bool,
-    eviction: Eviction,
-    defaults: SamplingParams,
-) -> int:
-    """Print the plan for all requests in `source`, for --dry-run, whatever an output has of them.
+def _plan(opening: EngineArguments, defaults: SamplingParams) -> int:
+    """Print the plan for all requests of the input, for --dry-run, whatever an output has of them.
 
     Write nothing.
     """
-    scan_input(source)  # refuses the inputs that the job would refuse
-    with open_llm(args, policy, is_auto, eviction) as llm:
-        llm.share_prefix = args.share_prefix
+    args = opening.args
+    scan_input(args.input)  # refuses the inputs that the job would refuse
+    with opening.open() as llm:
         llm.check_plan()
-        plan_lines(llm, reader_of(args, llm, defaults), read_lines(source), source)
+        _plan_lines(llm, reader_of(args, llm, defaults), read_lines(args.input), args.input)
     return EXIT_DONE
 
 
@@ -136,7 +127,7 @@ def reader_of(args: argparse.Namespace, llm: LLM, defaults: SamplingParams) -> R
     return RequestReader(llm.model, defaults, llm.eviction, args.chat, args.system)
 
 
-def plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: Path) -> None:
+def _plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: Path) -> None:
     """Plan for these requests with an `llm` that is opened for a dry run.
 
     Raise UsageError if none of them can be run.
@@ -162,24 +153,18 @@ def plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: P
     llm.prepare(requests)
 
 
-def run(
-    args: argparse.Namespace,
-    output: OutputFile,
-    policy: Policy,
-    is_auto: bool,
-    eviction: Eviction,
-    defaults: SamplingParams,
-    tests_bits: bool,
+def _run(
+    opening: EngineArguments, output: OutputFile, defaults: SamplingParams, tests_bits: bool
 ) -> int:
     """Do what the output lacks, for `run_job`."""
-    with open_llm(args, policy, is_auto, eviction) as llm:
-        llm.share_prefix = args.share_prefix
+    args = opening.args
+    with opening.open() as llm:
         llm.tests_bits = tests_bits
         llm.check_plan()
-        digests = llm.digests()
         reader = reader_of(args, llm, defaults)
-        settings = settings_of(llm, policy, is_auto, defaults, digests) | reader.texts_settings()
-        before = settle(args, output, settings)
+        settings = settings_of(llm, opening.policy, opening.is_auto, defaults)
+        settings |= reader.texts_settings()
+        before = settle(args.input, [output], settings, args.force)
         say_notes("batch", args, llm)
         if output.cut_bytes:
             note(
@@ -187,36 +172,32 @@ def run(
                 f"--output {args.output}: cut off an incomplete last line of {output.cut_bytes} "
                 "bytes",
             )
+        left = before.status.rows - before.status.done
         if args.ray is None:
             _say_rows(before)
             writer = JobWriter([output], llm.model, before, lambda: llm.peak_bytes, args.max_errors)
-            lines = read_part(args.input, InputPart(0, 1, 0, ~before.done))
-            left = len(before.done) - before.rows
+            lines = read_part(args.input, InputPart(~before.done))
 
             def announce(requests: Sequence[Request]) -> None:
                 print(opening_line(llm, requests, left), flush=True)
 
             job = JobRun(llm, reader, lines, writer, args.window, args.refill, on_open=announce)
-            with writing(args, output, writer):
+            with _writing(args, output, writer):
                 job.run(left)
         else:
-            opening = EngineArguments(args, policy, is_auto, eviction, digests)
+            opening = replace(opening, digests=llm.digests())
             # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and
             # status are on disk.
             with ray_at(args.ray or None):
                 _say_rows(before)
                 writer = JobWriter([output], llm.model, before, dict, args.max_errors)
-                with writing(args, output, writer):
+                with _writing(args, output, writer):
                     run_on_ray(before.done, writer, opening)
-    return _show(args, writer, before, llm.model.name)
+    return _show(args, writer, llm.model.name)
 
 
 def settings_of(
-    llm: LLM,
-    policy: Policy,
-    is_auto: bool,
-    defaults: SamplingParams,
-    digests: dict[str, str | None],
+    llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams
 ) -> dict[str, Any]:
     """Return all settings that answers depend on, for the sidecar.
 
@@ -225,7 +206,7 @@ def settings_of(
     model = llm.model
     shape = {"name": model.name, "config": shape_fingerprint(model.config), "random": model.random}
     return {
-        "model": shape | digests,
+        "model": shape | llm.digests(),
         "dtype": llm.dtype,
         "policy": _answering(policy) | (dict.fromkeys(PLACEMENT, "auto") if is_auto else {}),
         "eviction": llm.eviction.to_json(),
@@ -250,67 +231,56 @@ def _answering(policy: Policy) -> dict[str, Any]:
     return found
 
 
-def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> OutputState:
-    """Read input and output, refuse an output that was begun with other settings, and write the
-    sidecar.
-    """
-    return at_once(settle_steps(args, [output], settings))
-
-
-def settle_steps(
-    args: argparse.Namespace,
+def settle(
+    source: Path,
     outputs: Sequence[OutputFile],
     settings: dict[str, Any],
-) -> Steps[OutputState]:
-    """Do what `settle` does, in steps.
+    force: bool | None = None,
+    check: Check = lambda: None,
+) -> OutputState:
+    """Read input and output, refuse an output that was begun with other settings, and write the
+    sidecar.
 
     outputs: as in `JobWriter`. The sidecar is beside the first.
+    force: the value of --force; None if the command does not have it.
     """
-    before = read_sidecar(args.output)
-    scan = yield from scan_steps(args.input, before.input_bytes if before else 0)
-    is_empty = all(output.is_empty for output in outputs)
-    check_requests(args.input, scan)
+    output = outputs[0].path
+    before = read_sidecar(output)
+    scan = scan_input(source, before.input_bytes if before else 0, check=check)
+    is_empty = all(one.is_empty for one in outputs)
     earlier: list[dict[str, Any]] = []
-    or_force = "" if args.force is None else ", or --force"  # not every command has --force
+    or_force = "" if force is None else ", or --force"
     if before is not None and not is_empty:
         found = differences(before, settings, scan)
         earlier = before.earlier
-        if found and not args.force:
+        if found and not force:
             raise UsageError(
-                f"--output {args.output}: {'; '.join(found)}; give another name, or the flags that "
-                "it was begun with"
-                f"{or_force}"
+                f"--output {output}: {'; '.join(found)}; give another name, or the flags that it "
+                f"was begun with{or_force}"
             )
         if found:
             earlier = [*earlier, before.settings]
-    elif not is_empty and not args.force:
+    elif not is_empty and not force:
         raise UsageError(
-            f"--output {args.output}: has rows, and no {sidecar_path(args.output).name} beside it "
-            "says what they were "
-            f"made with; give another name{or_force}"
+            f"--output {output}: has rows, and no {sidecar_path(output).name} beside it says what "
+            f"they were made with; give another name{or_force}"
         )
-    found_rows = yield from rows_before_steps(
-        chain.from_iterable(output.rows() for output in outputs), scan.ids
-    )
-    now = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
+    rows = chain.from_iterable(one.rows() for one in outputs)
+    found_rows = rows_before(rows, scan.ids, check)
+    now = Sidecar(settings, str(source), scan.nbytes, scan.digest, earlier)
     if now != before:
-        now.write(args.output)
+        now.write(output)
     return replace(found_rows, sidecar=now)
 
 
-def check_requests(source: Path, scan: InputScan) -> None:
-    """Raise UsageError if the input has no request."""
-    if not len(scan.ids):
-        raise UsageError(f"--input {source}: no request in it, only blank lines or nothing")
-
-
 def _say_rows(before: OutputState) -> None:
-    done = f", {before.rows} of them done before" if before.rows else ""
-    print(f"{counted(len(before.done), 'prompt')}{done}", flush=True)
+    status = before.status
+    done = f", {status.done} of them done before" if status.done else ""
+    print(f"{counted(status.rows, 'prompt')}{done}", flush=True)
 
 
 @contextlib.contextmanager
-def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> Iterator[None]:
+def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> Iterator[None]:
     """Wrap the run of a job: sync finished rows before the engine is closed, and write the final
     status.
     """
@@ -357,14 +327,14 @@ def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile
     output.check_rows(status.done + status.other_rows)
 
 
-def _show(args: argparse.Namespace, writer: JobWriter, before: OutputState, model: str) -> int:
+def _show(args: argparse.Namespace, writer: JobWriter, model: str) -> int:
     """Print the summary and return the exit code."""
     status = writer.status
     did = (
         f"{status.tokens} new tokens in {format_seconds(status.seconds)} "
         f"({status.tokens_per_s:.1f} tokens/s)"
     )
-    if before.rows == status.rows:
+    if writer.done_before == status.rows:
         did = "nothing was left to do"
     if status.spared_tokens:
         did += f"; {spared_text(status)}"

@@ -56,20 +56,22 @@ _RETRIES = 3  # retries of a window by Ray: a row that kills every actor would b
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """All that an actor needs to open its engine."""
+    """All that a job, or an actor of it, needs to open its engine."""
 
     args: argparse.Namespace  # the command line's; actors get absolute paths and their own RAM
     policy: Policy  # from `flags.policy_of`
     is_auto: bool  # from `flags.policy_of`: a search chooses the placement
     eviction: Eviction
-    digests: dict[str, str | None]  # digests of the driver's weights and tokenizer (`LLM.digests`)
+    # Digests of the driver's weights and tokenizer (`LLM.digests`), which an actor's must equal.
+    digests: dict[str, str | None] | None = None
 
     def open(self) -> LLM:
         """Return an open LLM. Raise FlexgenError if this node has another model under the name."""
         llm = open_llm(self.args, self.policy, self.is_auto, self.eviction)
         llm.share_prefix = self.args.share_prefix
-        differing = [what for what, digest in llm.digests().items() if digest != self.digests[what]]
-        if differing:
+        expected = self.digests or {}
+        found = llm.digests() if expected else {}
+        if differing := [what for what in expected if found[what] != expected[what]]:
             raise FlexgenError(
                 f"--ray: {' and '.join(differing)} of {llm.model.name} on {socket.gethostname()} "
                 "are not those that "
@@ -182,10 +184,6 @@ def _packed(name: str, value: Any) -> dict[str, Any]:
 # ---- In the driver
 
 
-class _FlowError(Exception):
-    """Ray has given up, or an engine has raised an error, whose traceback it holds."""
-
-
 def run_on_ray(done: npt.NDArray[np.bool_], writer: JobWriter, opening: EngineArguments) -> None:
     """Run all rows that are left on the Ray that is open.
 
@@ -209,15 +207,14 @@ def run_on_ray(done: npt.NDArray[np.bool_], writer: JobWriter, opening: EngineAr
         cuts = list(cut_input(args.input, done, size))
         flow = partial(_run_flow, args.input, cuts, opening, actors, resources)
         why = "some came from no actor"
-        try:
-            for found in from_thread(flow, _TICK_S):
-                if found is None:  # the output is synced meanwhile
-                    interrupts.check()
-                    writer.sweep(0)
-                else:
-                    _take(found, done, writer)
-        except _FlowError as error:
-            why = str(error)
+        for found in from_thread(flow, _TICK_S):
+            if found is None:  # the output is synced meanwhile
+                interrupts.check()
+                writer.sweep(0)
+            elif isinstance(found, str):
+                why = found
+            else:
+                _take(found, done, writer)
         missing = int((~done).sum())
         if missing == left:
             raise FlexgenError(f"--ray: no answer came back from any actor ({why})")
@@ -244,7 +241,7 @@ def _take(found: Any, done: npt.NDArray[np.bool_], writer: JobWriter) -> None:
     """Write what an actor has sent. Raise its engine's error."""
     if isinstance(found, tuple):
         error, trace = found
-        raise error from _FlowError(trace)
+        raise error from RuntimeError(trace)
     if isinstance(found, Status):
         writer.status.add_engine(found.prompt_tokens, found.spared_tokens, found.peak_bytes)
         return
@@ -276,7 +273,7 @@ def _run_flow(
 
     actors, resources: as `find_pool` returns them.
 
-    Raise _FlowError if Ray gives up.
+    tell: gets what the actors yield, or why Ray has given up, as text.
     """
     import pyarrow
     import ray
@@ -312,7 +309,7 @@ def _run_flow(
             for found in batch["found"]:
                 tell(pickle.loads(found))
     except BaseException as error:
-        raise _FlowError(_last_line(error)) from error
+        tell(_last_line(error))
 
 
 @contextlib.contextmanager

@@ -168,16 +168,23 @@ class RowError(Exception):
 
 
 @contextmanager
-def row_errors() -> Iterator[None]:
+def row_errors(where: str = "") -> Iterator[None]:
     """Turn any error of one row into its RowError, so that other rows continue.
+
+    where: added to the message of a RowError.
 
     A request to end the process is not caught. Tokenizers and templates are other people's code and
     raise anything, including pyo3's PanicException, which is not an `Exception`.
     """
     try:
         yield
-    except RowError:
-        raise
+    except RowError as error:
+        if not where:
+            raise
+        raise RowError(error.code, f"{error}{where}") from error
+    except RecursionError as error:
+        # Quoting the value in an error fails at fewer levels than parsing it.
+        raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
     except BaseException as error:
         if interrupts.asks_to_end(error):
             raise
@@ -203,7 +210,8 @@ class Request(Sequence):
     record: bytes | None = None
     row: int = 0  # number of the row in the input, as in `Line`
     echo: bool = False  # whether the answer begins with the prompt
-    owner: Any = None  # who gets the answer of the server (serving.block.Owner); `Service` sets it
+    # Who gets the answer of the server, a Ticket or an OpenBatch; `Service` sets it.
+    owner: Any = None
 
 
 @dataclass(frozen=True)
@@ -287,7 +295,7 @@ class RequestReader:
         most: most answers. None: the value is a file's line, which has one answer and cannot be
         streamed.
         """
-        with _request_errors():
+        with row_errors():
             kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
             record = _kept_record(fields, given) if kind == "helm" else None
             fields = _checked_fields(fields, kind == "chat", is_strict)
@@ -297,7 +305,8 @@ class RequestReader:
             found: list[Request] = []
             for i, prompt in enumerate(prompts):
                 name = custom_id if len(prompts) == 1 else f"{custom_id}-{i}"
-                with _errors_of_prompt(i, len(prompts)):
+                where = f" (prompt {i} of {len(prompts)})" if len(prompts) > 1 else ""
+                with row_errors(where):
                     request = self._request(kind, fields, prompt, number + i, name)
                 request.record = record
                 found += [_variant(request, choice) for choice in range(n)]
@@ -537,35 +546,6 @@ def _check_count(n: int, prompts: list[Any], most: int | None) -> None:
     raise RowError("unsupported", f"n: {n} is not supported, only 1")
 
 
-@contextmanager
-def _request_errors() -> Iterator[None]:
-    """Do what `row_errors` does.
-
-    A value that is nested too deeply to be read is the client's error.
-    """
-    with row_errors():
-        try:
-            yield
-        except RecursionError as error:
-            # Quoting the value in an error fails at fewer levels than parsing it.
-            raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
-
-
-@contextmanager
-def _errors_of_prompt(i: int, count: int) -> Iterator[None]:
-    """Do what `_request_errors` does.
-
-    If there are several prompts, the error names the one it is about.
-    """
-    try:
-        with _request_errors():
-            yield
-    except RowError as error:
-        if count == 1:
-            raise
-        raise RowError(error.code, f"{error} (prompt {i} of {count})") from error
-
-
 def _variant(request: Request, choice: int) -> Request:
     """Return the request for answer number `choice`: all but the first get a seed of their own."""
     if not choice:
@@ -702,7 +682,7 @@ def _plain_prompt(fields: dict[str, Any]) -> Any:
 def _checked_messages(messages: Any, min_content_parts: int | None) -> list[dict[str, Any]]:
     """Return text messages in the form that a chat template gets.
 
-    least_parts: as in `_content`.
+    min_content_parts: as in `_content`.
     """
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages: a list of at least one message is expected")

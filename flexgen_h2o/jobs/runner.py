@@ -22,7 +22,7 @@ from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks, Progress, Silent
 from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
-from flexgen_h2o.jobs.input import STEP_LINES, Digests, Line, Steps, id_digest, which_are_in
+from flexgen_h2o.jobs.input import STEP_LINES, Check, Digests, Line, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.jobs.responses import error_message, output_line
@@ -38,10 +38,7 @@ MIN_WINDOW_BLOCKS = 4
 NO_MODEL = "x"
 # Internal errors of a job that are printed on stderr: a job may have a million rows.
 MAX_SAID = 100
-# Bad lines that are handled before other work is done: about 60 ms, in which a server does nothing
-# else. Long lines take longer, so time is limited too.
-MAX_BAD_LINES = 1000
-MAX_BAD_S = 0.05
+MAX_BAD_S = 0.05  # seconds in which the server handles bad lines and nothing else
 WRITE_EVERY_S = 1.0
 
 Need = tuple[int, ...]  # what the memory of a row grows with (`_need`)
@@ -52,15 +49,15 @@ class OutputState:
     """State of an output when the job began."""
 
     done: npt.NDArray[np.bool_]  # (rows of the input,): whether the output has this row
-    rows: int  # number of the input's rows that the output has
+    status: Status  # the counts of rows; the job's `JobWriter` continues it
     errors: Counter[str] = field(default_factory=Counter)  # number of error rows by code
-    # (rows that answer no line of this input, error rows among them)
-    others: tuple[int, int] = (0, 0)
     sidecar: Sidecar | None = None  # the job's sidecar, once it is settled
 
 
-def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[OutputState]:
-    """Return what the output's rows hold of the input, in steps.
+def rows_before(
+    rows: Iterable[dict[str, Any]], ids: Digests, check: Check = lambda: None
+) -> OutputState:
+    """Return what the output's rows hold of the input.
 
     ids: digests of the input's ids.
     """
@@ -68,7 +65,7 @@ def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Out
     failed = dict[str, bytearray]()
     for number, row in enumerate(rows):
         if number % STEP_LINES == 0:
-            yield
+            check()
         digest = id_digest(row["custom_id"])
         digests += digest
         if (error := row["error"]) is not None:
@@ -79,13 +76,11 @@ def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Out
         code: which_are_in(ids, np.frombuffer(found, ids.dtype)) for code, found in failed.items()
     }
     errors = Counter({code: int(mask.sum()) for code, mask in in_input.items()})
-    num_rows = int(done.sum())
     size = ids.dtype.itemsize
-    others = (
-        len(digests) // size - num_rows,
-        sum(map(len, failed.values())) // size - errors.total(),
-    )
-    return OutputState(done, num_rows, errors, others)
+    status = Status(rows=len(ids), done=int(done.sum()), errors=errors.total())
+    status.other_rows = len(digests) // size - status.done
+    status.other_errors = sum(map(len, failed.values())) // size - status.errors
+    return OutputState(done, status, errors)
 
 
 class Sink(Silent):
@@ -131,17 +126,10 @@ class JobWriter(Sink):
         tell: Callable[[str], None] | None = None,
         shown: bool = True,
     ) -> None:
-        rows = len(before.done)
-        other_rows, other_errors = before.others
-        self.errors = before.errors.copy()
-        self.status = Status(
-            rows=rows,
-            done=before.rows,
-            errors=self.errors.total(),
-            other_rows=other_rows,
-            other_errors=other_errors,
-        )
-        self.has_answers = before.rows > self.status.errors
+        self.errors = before.errors
+        self.status = before.status
+        self.done_before = self.status.done
+        self.has_answers = self.done_before > self.status.errors
         # Requests that name another model than the one that runs, by the number of their line.
         self.other_models: dict[int, str] = {}
         self._outputs = outputs
@@ -150,7 +138,6 @@ class JobWriter(Sink):
         self._max_errors = max_errors
         self._tell = tell or partial(say, "batch")
         self._said = 0  # internal errors that were shown
-        self._done_before = before.rows
         self._began = time.monotonic()
         self._written = 0.0
         self._sidecar = before.sidecar
@@ -160,8 +147,8 @@ class JobWriter(Sink):
         self._new = 0
         with interrupts.held():  # tqdm starts a thread
             self._bar = tqdm(
-                total=rows,
-                initial=before.rows,
+                total=self.status.rows,
+                initial=self.done_before,
                 unit="row",
                 desc="batch",
                 file=sys.stderr,
@@ -220,8 +207,8 @@ class JobWriter(Sink):
         self._write_status_if_due()
 
     def asked(self, tokens: int) -> None:
-        self._asking = self._asking + 1
-        self._new = self._new + tokens
+        self._asking += 1
+        self._new += tokens
 
     def finish(self, rows: abc.Sequence[Sequence]) -> None:
         """Subtract tokens that are not new.
@@ -271,10 +258,10 @@ class JobWriter(Sink):
         these are as long as they may be. If no tokens are counted, it is by rows.
         """
         status = self.status
-        here = self.status.rows - self._done_before
+        here = status.rows - self.done_before
         if status.tokens and self._new:
             return status.seconds * max(0.0, here * self._new / self._asking / status.tokens - 1)
-        done = status.done - self._done_before
+        done = status.done - self.done_before
         return status.seconds / done * (here - done) if done else None
 
 
@@ -283,10 +270,8 @@ def read_requests(
 ) -> Iterator[Request | None]:
     """Yield the requests of the lines. Lines that cannot be run go to the sink as error rows.
 
-    Yield None after each MAX_BAD_LINES of them, or after fewer if they took MAX_BAD_S. The caller
-    can then do something else.
+    Yield None after each MAX_BAD_S seconds of them. The caller can then do something else.
     """
-    bad = 0
     began = time.monotonic()
     for line in lines:
         try:
@@ -296,8 +281,7 @@ def read_requests(
             failed = Request(line.number, (), custom_id=line.custom_id, row=line.row)
             failed.fail(error.code, str(error))
             sink.write([failed])
-            bad += 1
-            if bad % MAX_BAD_LINES == 0 or time.monotonic() - began > MAX_BAD_S:
+            if time.monotonic() - began > MAX_BAD_S:
                 yield None
                 began = time.monotonic()
             continue

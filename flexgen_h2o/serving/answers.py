@@ -34,15 +34,21 @@ MAX_SAID = 500  # most characters of an error in the log
 class RequestRefused(Exception):
     """A request that gets an error in OpenAI's shape.
 
+    code: names the error for programs.
+    status: of HTTP.
     retry_after: seconds, for status 429 and 503.
     """
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, retry_after: int | None = None
+        self,
+        message: str,
+        code: str = "invalid_request",
+        status: int = 400,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
         self.code = code
+        self.status = status
         self.retry_after = retry_after
 
     @property
@@ -81,18 +87,18 @@ def say_line(line: str) -> None:
 def internal_error(where: str, error: BaseException) -> RequestRefused:
     """Write an internal error to the log, and return what the client is told."""
     say_fault(where, error)
-    return RequestRefused(500, "internal error", CODE_INTERNAL)
+    return RequestRefused("internal error", CODE_INTERNAL, 500)
 
 
 def refused(error: RowError) -> RequestRefused:
     """Return what the client is told of a sequence that cannot be run. Log an internal error."""
     if error.code == CODE_INTERNAL:
         say_line(f"a request: {error}")
-    return RequestRefused(500 if error.is_internal else 400, str(error), error.code)
+    return RequestRefused(str(error), error.code, 500 if error.is_internal else 400)
 
 
 def shutting_down() -> RequestRefused:
-    return RequestRefused(503, "the server is shutting down", "shutting_down", retry_after=5)
+    return RequestRefused("the server is shutting down", "shutting_down", 503, retry_after=5)
 
 
 def json_of(data: bytes) -> dict[str, Any]:
@@ -100,15 +106,15 @@ def json_of(data: bytes) -> dict[str, Any]:
     try:
         value = STRICT_JSON.decode(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise RequestRefused(400, "the body is not UTF-8 text", "invalid_json") from error
+        raise RequestRefused("the body is not UTF-8 text", "invalid_json") from error
     except RecursionError as error:
-        raise RequestRefused(400, "the body is nested too deeply", "invalid_json") from error
+        raise RequestRefused("the body is nested too deeply", "invalid_json") from error
     except ValueError as error:
         raise RequestRefused(
-            400, f"the body is not valid JSON ({json_reason(error)})", "invalid_json"
+            f"the body is not valid JSON ({json_reason(error)})", "invalid_json"
         ) from error
     if not isinstance(value, dict):
-        raise RequestRefused(400, "the body is not a JSON object", "invalid_json")
+        raise RequestRefused("the body is not a JSON object", "invalid_json")
     return value
 
 
@@ -131,9 +137,7 @@ def read_asked(
         raise refused(error) from error
     if sum(_numbers(one, positions) for one in asked.requests) > MAX_NUMBERS:
         raise RequestRefused(
-            400,
-            f"logprobs: more than {MAX_NUMBERS} numbers in one answer; ask for fewer",
-            "too_large",
+            f"logprobs: more than {MAX_NUMBERS} numbers in one answer; ask for fewer", "too_large"
         )
     return asked
 

@@ -117,7 +117,7 @@ class Server:
     async def model(self, request: Request) -> Response:
         if request.path_params["name"] != self.reader.model.name:
             raise RequestRefused(
-                404, f"no model {request.path_params['name'][:60]!r}", "model_not_found"
+                f"no model {request.path_params['name'][:60]!r}", "model_not_found", 404
             )
         return json_response(self._model())
 
@@ -194,29 +194,25 @@ class Server:
     async def add_file(self, request: Request) -> Response:
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise RequestRefused(
-                415, "content-type: multipart/form-data is expected", "wrong_content_type"
+                "content-type: multipart/form-data is expected", "wrong_content_type", 415
             )
         try:
             form = await request.form(max_files=1, max_fields=8, max_part_size=2**16)
         except (MultiPartException, HTTPException) as error:
             what = getattr(error, "detail", None) or getattr(error, "message", "")
-            raise RequestRefused(
-                400, f"file: not a form of fields and one file ({what})", "invalid_request"
-            ) from error
+            raise RequestRefused(f"file: not a form of fields and one file ({what})") from error
         except OSError as error:  # error of the temporary file that a large upload is written to
             raise RequestRefused(
-                500, f"file: {error.strerror or error}", "storage_failed"
+                f"file: {error.strerror or error}", "storage_failed", 500
             ) from error
         try:
             _check_form([name for name, _ in form.multi_items()])
             file = form.get("file")
             purpose = form.get("purpose")
             if purpose != "batch":
-                raise RequestRefused(
-                    400, f"purpose: {purpose!r:.60} is not batch", "invalid_request"
-                )
+                raise RequestRefused(f"purpose: {purpose!r:.60} is not batch")
             if file is None or isinstance(file, str):
-                raise RequestRefused(400, "file: is missing", "invalid_request")
+                raise RequestRefused("file: is missing")
             name = file.filename or "upload.jsonl"
             record = await run_in_threadpool(
                 self.batches.store.add_file, file.file, name, _expiry_of(form)
@@ -234,9 +230,7 @@ class Server:
         ]
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise RequestRefused(
-                400, f"order: {order[:60]!r} is neither asc nor desc", "invalid_request"
-            )
+            raise RequestRefused(f"order: {order[:60]!r} is neither asc nor desc")
         return _page(request, found if order == "asc" else found[::-1], LISTED["files"])
 
     async def file(self, request: Request) -> Response:
@@ -277,7 +271,7 @@ async def json_body(request: Request) -> bytes:
         != "application/json"
     ):
         raise RequestRefused(
-            415, "content-type: application/json is expected", "wrong_content_type"
+            "content-type: application/json is expected", "wrong_content_type", 415
         )
     return await request.body()
 
@@ -318,12 +312,10 @@ def _route(path: str, reply: Reply, method: str = "GET", *names: str) -> Route:
         for name in given:
             if name not in names:
                 raise RequestRefused(
-                    400,
-                    f"{name[:60]}: is not supported in the query of {method} {path}",
-                    "unsupported",
+                    f"{name[:60]}: is not supported in the query of {method} {path}", "unsupported"
                 )
         if len(set(given)) < len(given):
-            raise RequestRefused(400, "a query field is given twice", "invalid_request")
+            raise RequestRefused("a query field is given twice")
         return await reply(request)
 
     return Route(path, checked, methods=[method])
@@ -334,10 +326,10 @@ def _check_form(names: Sequence[str]) -> None:
     for name in names:
         if name not in FORM_FIELDS:
             raise RequestRefused(
-                400, f"{name[:60]}: is not supported in a form with a file", "unsupported"
+                f"{name[:60]}: is not supported in a form with a file", "unsupported"
             )
     if len(set(names)) < len(names):
-        raise RequestRefused(400, "a field of the form is given twice", "invalid_request")
+        raise RequestRefused("a field of the form is given twice")
 
 
 def _expiry_of(form: FormData) -> int | None:
@@ -346,14 +338,14 @@ def _expiry_of(form: FormData) -> int | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise RequestRefused(400, "expires_after: its anchor must be created_at", "invalid_request")
+        raise RequestRefused("expires_after: its anchor must be created_at")
     is_number = isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10
     if not is_number or not MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S:  # type: ignore[arg-type]
         told = (
             f"expires_after: its seconds must be a whole number from {MIN_EXPIRY_S} to "
             f"{MAX_EXPIRY_S}"
         )
-        raise RequestRefused(400, told, "invalid_request")
+        raise RequestRefused(told)
     return int(seconds)  # type: ignore[arg-type]
 
 
@@ -370,15 +362,11 @@ def _page(
     limit = request.query_params.get("limit", str(listed))
     after = request.query_params.get("after")
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_LISTED:
-        raise RequestRefused(
-            400,
-            f"limit: {limit[:60]!r} is not a whole number from 1 to {MAX_LISTED}",
-            "invalid_request",
-        )
+        raise RequestRefused(f"limit: {limit[:60]!r} is not a whole number from 1 to {MAX_LISTED}")
     if after is not None:
         places = [i for i, one in enumerate(found) if one["id"] == after]
         if not places:
-            raise RequestRefused(404, f"after: {after[:60]!r} is not in the list", "not_found")
+            raise RequestRefused(f"after: {after[:60]!r} is not in the list", "not_found", 404)
         found = found[places[0] + 1 :]
     page = [shown(one) for one in found[: int(limit)]]
     ends = {
@@ -390,41 +378,26 @@ def _page(
     )
 
 
-async def _refused(request: Request, error: RequestRefused) -> Response:
+async def _told(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that raised an error. The guard logs an unforeseen one."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        where = f"{request.method} {request.url.path[:80]}"
+        told = RequestRefused(f"{where}: {error.detail}", "not_found", error.status_code)
+        response = refusal(told)
+        response.headers.update(error.headers or {})
+        return response
+    if isinstance(error, RecursionError):
+        error = RequestRefused("the body is nested too deeply", "invalid_json")
+    elif isinstance(error, FlexgenError):
+        error = RequestRefused(str(error), "storage_failed", 500)
+    elif not isinstance(error, RequestRefused):
+        error = RequestRefused("internal error", CODE_INTERNAL, 500)
     return refusal(error)
 
 
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    path = request.url.path[:80]
-    response = refusal(
-        RequestRefused(error.status_code, f"{request.method} {path}: {error.detail}", "not_found")
-    )
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _gone(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)
-
-
-async def _too_deep(request: Request, error: RecursionError) -> Response:
-    return refusal(RequestRefused(400, "the body is nested too deeply", "invalid_json"))
-
-
-async def _failed(request: Request, error: FlexgenError) -> Response:
-    return refusal(RequestRefused(500, str(error), "storage_failed"))
-
-
-async def _internal(request: Request, error: Exception) -> Response:
-    # The guard gets the error too, and logs it.
-    return refusal(RequestRefused(500, "internal error", CODE_INTERNAL))
-
-
-HANDLERS: Any = {
-    RequestRefused: _refused,
-    HTTPException: _http_error,
-    ClientDisconnect: _gone,
-    RecursionError: _too_deep,
-    FlexgenError: _failed,
-    Exception: _internal,
-}
+HANDLERS: Any = dict.fromkeys(
+    (RequestRefused, HTTPException, ClientDisconnect, RecursionError, FlexgenError, Exception),
+    _told,
+)

@@ -5,7 +5,6 @@ It holds descriptors only while it reads or writes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from collections.abc import Iterator
@@ -13,15 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.engine.sampling import TokenLogprobs
-from flexgen_h2o.jobs.input import InputPart, Steps, read_part
-from flexgen_h2o.jobs.job import settle_steps
+from flexgen_h2o.jobs.input import Check, InputPart, read_part
+from flexgen_h2o.jobs.job import settle
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader
-from flexgen_h2o.jobs.runner import JobWriter, OutputState, read_requests
+from flexgen_h2o.jobs.runner import JobWriter, read_requests
 from flexgen_h2o.serving.answers import say_line
 
 if TYPE_CHECKING:
@@ -32,32 +29,30 @@ TURN_S = 5.0
 
 
 class OpenBatch:
-    """An open batch: an `Owner` of sequences in the running block (block.py)."""
+    """An open batch: the owner of sequences in the running block, with the methods of `Ticket`."""
 
     def __init__(self, record: dict[str, Any], batches: Batches) -> None:
         self.record = record
         self._batches = batches
         self.is_gone = False  # it was cancelled, or it failed
+        self.running = 0  # as in `Ticket`
         self.is_read = False  # all its lines were read
         self.has_ended = False
         self._error: BaseException | None = None
         self._outputs: list[OutputFile] = []  # of answers, and of error rows
-        self._rows_before = 0  # rows that were done when it was opened
-        self._running = 0  # rows that were given and have not ended
         self._turn_ends = float("inf")
         self._turn_rows = 0
         self.writer: JobWriter
         self.requests: Iterator[Request | None]  # as of `read_requests`
 
-    def open(self, source: Path, reader: RequestReader) -> Steps[None]:
+    def open(self, source: Path, reader: RequestReader, check: Check) -> None:
         """Find what is left to do. Raise FlexgenError as the command `batch` does."""
         batches = self._batches
         store = batches.store
-        store.part(self.record)
         charge = partial(store.charge_errors, self.record)
         self._outputs.append(OutputFile(store.output(self.record), rests=True))
         self._outputs.append(OutputFile(store.errors(self.record), rests=True, charge=charge))
-        before = yield from self._before(source, batches.settings)
+        before = settle(source, self._outputs, batches.settings, check=check)
         llm = batches.service.llm
         self.writer = JobWriter(
             self._outputs,
@@ -67,19 +62,8 @@ class OpenBatch:
             tell=lambda line: say_line(f"{self.name}: {line}"),
             shown=False,
         )
-        lines = read_part(source, InputPart(0, 1, 0, ~before.done))
+        lines = read_part(source, InputPart(~before.done))
         self.requests = read_requests(reader, lines, self.writer)
-        self._rows_before = before.rows
-
-    def _before(self, source: Path, settings: dict[str, Any]) -> Steps[OutputState]:
-        """Return what is done. A batch that this server has validated need not be read again."""
-        begun = self._batches.validated.pop(self.record["id"], None)
-        target = self._outputs[0].path
-        if begun is not None and all(output.is_empty for output in self._outputs):
-            begun.write(target)
-            return OutputState(np.zeros(self.record["request_counts"]["total"], bool), 0)
-        args = argparse.Namespace(input=source, output=target, force=None)
-        return (yield from settle_steps(args, self._outputs, settings))
 
     def close(self, state: str) -> None:
         """Write its final status, and sync its rows. Raise FlexgenError if that fails."""
@@ -114,11 +98,11 @@ class OpenBatch:
     @property
     def left(self) -> int:
         """Rows that it has not given yet."""
-        return self.writer.status.rows - self.writer.status.done - self._running
+        return self.writer.status.rows - self.writer.status.done - self.running
 
     @property
     def has_new_rows(self) -> bool:
-        return self.writer.status.done > self._rows_before
+        return self.writer.status.done > self.writer.done_before
 
     # Methods on the engine's thread
 
@@ -141,7 +125,6 @@ class OpenBatch:
         with self._failing():
             for request in self.requests:
                 self._turn_rows -= 1
-                self._running += request is not None
                 if request is None:  # many bad lines were read: others have their turn first
                     self._batches.service.add_batch(self)
                 return request
@@ -155,7 +138,6 @@ class OpenBatch:
             self.writer.sweep(0)
 
     def finish(self, request: Request) -> None:
-        self._running -= 1
         with self._failing():
             if request.error is None:
                 self.writer.status.tokens += len(request.token_ids)

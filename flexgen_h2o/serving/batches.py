@@ -13,20 +13,19 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.files import is_scarce
-from flexgen_h2o.jobs.input import STEP_LINES, Made, Steps, scan_steps
-from flexgen_h2o.jobs.job import check_requests
-from flexgen_h2o.jobs.output import rows_of
+from flexgen_h2o.jobs.input import scan_input
+from flexgen_h2o.jobs.output import count_rows
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.sidecar import DONE, Sidecar
+from flexgen_h2o.jobs.sidecar import DONE
 from flexgen_h2o.serving.answers import RequestRefused, say_fault
 from flexgen_h2o.serving.batch import OpenBatch
 from flexgen_h2o.serving.block import Service
@@ -64,13 +63,10 @@ class Batches:
         self._lock = threading.Lock()
         self._turns = threading.Lock()  # protects the fields below: held for moments
         self._ready: deque[dict[str, Any]] = deque()  # validated, not open yet
-        # Sidecars that this server made when it validated them, by id: the jobs begin with them.
-        self.validated: dict[str, Sidecar] = {}
         self._opening: dict[str, int] = {}  # batches that are being opened: rows by id
         self._feeding: set[OpenBatch] = set()  # batches that the block takes rows of
         self._resting: deque[OpenBatch] = deque()  # batches that have had a turn
         self._is_newcomers_turn = True  # new batches have the next turn, rather than resting ones
-        self._at_work: set[str] = set()  # batches whose files the clerk reads
         # The batch that no other joins, and until when.
         self._trial: tuple[str, float] | None = None
 
@@ -81,24 +77,24 @@ class Batches:
             has_job = batch["id"] in with_jobs
             if batch["status"] not in ACTIVE:
                 if has_job:
-                    self._clerk.add(partial(self._clear, batch))
+                    self._add(self._clear, batch)
                 continue
             if has_job:
                 self.store.count_death(batch)
                 batch["request_counts"] = self.store.kept_counts(batch)
             if batch["status"] == "cancelling":
-                self._clerk.add(partial(self._cancelled, batch))
+                self._add(self._cancelled, batch)
             elif self.store.deaths(batch) >= MAX_DEATHS:
-                self._clerk.add(partial(self._fail, batch, _died(self.store.deaths(batch))))
+                self._add(self._fail, batch, _died(self.store.deaths(batch)))
             elif batch["status"] == "validating":
-                self._clerk.add(partial(self._validate, batch), self._input_bytes(batch))
+                self._add(self._validate, batch)
             else:
                 self._ready.append(batch)
         self._clerk.start()
 
     def create(self, body: dict[str, Any]) -> dict[str, Any]:
         batch = self.store.add_batch(body)
-        self._clerk.add(partial(self._validate, batch), self._input_bytes(batch))
+        self._add(self._validate, batch)
         return batch
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
@@ -106,13 +102,13 @@ class Batches:
         batch = self.store.batch(batch_id)
         with self._lock:
             if batch["status"] not in ("validating", "in_progress"):
-                raise RequestRefused(400, f"{batch_id}: is {batch['status']}", "not_running")
+                raise RequestRefused(f"{batch_id}: is {batch['status']}", "not_running")
             self.store.save(batch, status="cancelling", cancelling_at=int(time.time()))
             run = self.running.get(batch_id)
             if run is not None:
                 run.is_gone = True
         if run is None:
-            self._clerk.add(partial(self._cancelled, batch))
+            self._add(self._cancelled, batch)
             return batch
         with self._turns:
             self._feeding.discard(run)
@@ -139,9 +135,15 @@ class Batches:
         if isinstance(signal, interrupts.Interrupted):
             self.store.release_all()
 
-    def _input_bytes(self, batch: dict[str, Any]) -> int:
+    def _add(self, work: Callable[..., None], batch: dict[str, Any], *others: object) -> None:
+        """Have the clerk do work on the files of a batch, after all earlier work on them."""
         file = self.store.files.get(batch["input_file_id"])
-        return 0 if file is None else int(file["bytes"])
+        self._clerk.add(partial(work, batch, *others), 0 if file is None else file["bytes"])
+
+    def _check(self, batch: dict[str, Any]) -> None:
+        """Raise CancelledError if the batch is cancelled or the server ends."""
+        if batch["status"] == "cancelling" or not self._clerk.is_open:
+            raise CancelledError
 
     # Turns
 
@@ -167,7 +169,7 @@ class Batches:
             self._feeding.discard(run)
             if run in self._resting:
                 self._resting.remove(run)
-        self._clerk.add(partial(self._end, run, error))
+        self._add(self._end, run.record, run, error)
 
     def _tick(self) -> None:
         """Delete expired files and open batches. The clerk calls this every TICK_S seconds."""
@@ -180,10 +182,7 @@ class Batches:
             if isinstance(found, OpenBatch):
                 self._give_turn(found)
             else:
-                is_started = self.store.output(found).exists() or self.store.errors(found).exists()
-                self._clerk.add(
-                    partial(self._open, found), self._input_bytes(found) if is_started else 0
-                )
+                self._add(self._open, found)
 
     def _next_in_turn(self) -> OpenBatch | dict[str, Any] | None:
         """Return the next batch: a new one (a record) and a resting one alternate.
@@ -224,7 +223,7 @@ class Batches:
                 self._feeding.discard(run)
         self.service.add_batch(run)
 
-    # Methods on the clerk's thread
+    # Methods on the clerk's threads
 
     def _clear(self, batch: dict[str, Any]) -> None:
         """Remove the job of a batch that is over.
@@ -238,58 +237,37 @@ class Batches:
                 self.store.save(batch, **self.store.keep_results(batch))
             self.store.remove_job(batch)
 
-    def _working(self, batch: dict[str, Any], steps: Steps[Made]) -> Steps[Made | None]:
-        """Run the steps, unless the batch is cancelled meanwhile: return None then."""
-        self._at_work.add(batch["id"])
-        try:
-            while batch["status"] != "cancelling":
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    made: Made = end.value
-                    return made
-                yield
-            return None
-        finally:
-            steps.close()
-            self._at_work.discard(batch["id"])
-
-    def _validate(self, batch: dict[str, Any]) -> Iterator[None]:
+    def _validate(self, batch: dict[str, Any]) -> None:
         """Read the file once. Then the batch waits for its turn."""
+        if batch["status"] != "validating":
+            return
         try:
-            if batch["status"] != "validating":
-                return
             self.store.take(batch)
             source = self.store.path(batch["input_file_id"])
-            scan = yield from self._working(batch, scan_steps(source, 0, self._most_rows))
-            if scan is None:
-                return
-            check_requests(source, scan)
-            self.validated[batch["id"]] = Sidecar(
-                self.settings, str(source), scan.nbytes, scan.digest
-            )
-            counts = {"total": len(scan.ids), "completed": 0, "failed": 0}
+            check = partial(self._check, batch)
+            scan = scan_input(source, most_rows=self._most_rows, check=check)
             with self._lock:
-                if batch["status"] == "cancelling":
-                    return
+                check()
                 self.store.save(
                     batch,
                     status="in_progress",
                     in_progress_at=int(time.time()),
-                    request_counts=counts,
+                    request_counts={"total": len(scan.ids), "completed": 0, "failed": 0},
                 )
             self.store.release(batch)
         except BaseException as error:
             if is_scarce(error):
-                self._clerk.add(partial(self._validate, batch), self._input_bytes(batch))
-                return
-            yield from self._failed(batch, error)
+                self._add(self._validate, batch)
+            elif isinstance(error, CancelledError):
+                self._cancelled(batch)
+            else:
+                self._fail(batch, error)
             return
         with self._turns:
             self._ready.append(batch)
         self._fill()
 
-    def _open(self, batch: dict[str, Any]) -> Iterator[None]:
+    def _open(self, batch: dict[str, Any]) -> None:
         """Open a batch and give it a turn."""
         run = OpenBatch(batch, self)
         try:
@@ -297,24 +275,22 @@ class Batches:
                 return
             self.store.take(batch)
             source = self.store.path(batch["input_file_id"])
-            reader = replace(self._reader, endpoint=batch["endpoint"])
-            yield from self._working(batch, run.open(source, reader))
+            check = partial(self._check, batch)
+            run.open(source, replace(self._reader, endpoint=batch["endpoint"]), check)
             with self._lock:
-                is_cancelled = batch["status"] == "cancelling"
-                if not is_cancelled:
-                    self.running[batch["id"]] = run
-            if is_cancelled:
-                with contextlib.suppress(FlexgenError):
-                    run.close("cancelled")
-                return
+                check()
+                self.running[batch["id"]] = run
         except BaseException as error:
+            is_cancelled = isinstance(error, CancelledError)
             with contextlib.suppress(FlexgenError):
-                run.close(f"failed: {error}")
+                run.close("cancelled" if is_cancelled else f"failed: {error}")
             if is_scarce(error):
                 with self._turns:
                     self._ready.appendleft(batch)
-                return
-            yield from self._failed(batch, error)
+            elif is_cancelled:
+                self._cancelled(batch)
+            else:
+                self._fail(batch, error)
             return
         finally:
             with self._turns:
@@ -322,23 +298,21 @@ class Batches:
         self._give_turn(run)
         self._fill()
 
-    def _cancelled(self, batch: dict[str, Any]) -> Iterator[None]:
-        """End a batch that is not open as cancelled."""
-        self.validated.pop(batch["id"], None)
-        while batch["id"] in self._at_work:
-            yield
+    def _cancelled(self, batch: dict[str, Any]) -> None:
+        """End a batch that is not open as cancelled, unless that has been done."""
+        if batch["status"] != "cancelling":
+            return
         try:
-            counts = yield from self._count(batch)
-            self._results(batch, "cancelled", counts)
+            self._results(batch, "cancelled", self._count(batch))
         except BaseException as error:
-            yield from self._failed(batch, error)
+            self._fail(batch, error)
 
-    def _count(self, batch: dict[str, Any]) -> Steps[dict[str, int]]:
+    def _count(self, batch: dict[str, Any]) -> dict[str, int]:
         """Return the counts of a batch that is not open, as far as its job's output can be read."""
         counts = self.store.kept_counts(batch)
         try:
-            answers = yield from _count_rows(self.store.output(batch))
-            errors = yield from _count_rows(self.store.errors(batch))
+            answers, _ = count_rows(self.store.output(batch))
+            errors, _ = count_rows(self.store.errors(batch))
         except FlexgenError:
             return counts
         return {
@@ -347,9 +321,8 @@ class Batches:
             "failed": errors,
         }
 
-    def _end(self, run: OpenBatch, error: BaseException | None) -> Iterator[None]:
+    def _end(self, batch: dict[str, Any], run: OpenBatch, error: BaseException | None) -> None:
         """Finish a batch of which no row runs any more."""
-        batch = run.record
         try:
             with self._lock:  # from here on it cannot be cancelled
                 is_cancelled = batch["status"] == "cancelling"
@@ -368,14 +341,15 @@ class Batches:
             self._results(batch, "cancelled" if is_cancelled else "completed", run.counts)
         except BaseException as found:
             if is_scarce(found) and found is not error:
-                self._clerk.add(partial(self._end, run, error))
+                self._add(self._end, batch, run, error)
                 return
             with contextlib.suppress(FlexgenError):
                 run.close(f"failed: {found}")
             if is_scarce(found):  # no descriptor was left: the rest is done in another turn
-                self._ready.appendleft(batch)
+                with self._turns:
+                    self._ready.appendleft(batch)
             else:
-                yield from self._failed(batch, found, run.counts)
+                self._fail(batch, found, run.counts)
         self.running.pop(batch["id"], None)
         self._fill()
 
@@ -390,21 +364,16 @@ class Batches:
         )
         self.store.remove_job(batch)
 
-    def _failed(
-        self, batch: dict[str, Any], error: BaseException, counts: dict[str, int] | None = None
-    ) -> Iterator[None]:
-        """Do what `_fail` does, or raise the error again if it asks for the end."""
-        if interrupts.asks_to_end(error):
-            raise error
-        yield from self._fail(batch, error, counts)
-
     def _fail(
         self, batch: dict[str, Any], error: BaseException, counts: dict[str, int] | None = None
-    ) -> Iterator[None]:
+    ) -> None:
         """End a batch as failed, and keep the rows that are done as its files.
 
-        If there is no room for them, the next start does it. The batch is not resumed.
+        If there is no room for them, the next start does it. The batch is not resumed. Raise the
+        error again if it asks for the end.
         """
+        if interrupts.asks_to_end(error):
+            raise error
         message = getattr(error, "strerror", None) or self.store.for_clients(str(error))
         if not isinstance(error, FlexgenError | RequestRefused | OSError):  # an internal error
             say_fault(batch["id"], error)
@@ -417,7 +386,7 @@ class Batches:
             "param": None,
         }
         if counts is None:
-            counts = yield from self._count(batch)
+            counts = self._count(batch)
         found: dict[str, Any] = {}
         with contextlib.suppress(Exception):
             found = self.store.keep_results(batch)
@@ -429,17 +398,9 @@ class Batches:
                 self.store.remove_job(batch)
 
 
-def _count_rows(path: Path) -> Steps[int]:
-    count = 0
-    for count, _ in enumerate(rows_of(path), start=1):
-        if count % STEP_LINES == 0:
-            yield
-    return count
-
-
 def _died(deaths: int) -> RequestRefused:
     told = (
         f"the server died {deaths} times while it had this batch in hand, and no row of it was "
         "done in between"
     )
-    return RequestRefused(500, f"{told}; it is not tried again", "server_died")
+    return RequestRefused(f"{told}; it is not tried again", "server_died", 500)

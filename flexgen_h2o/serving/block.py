@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import abc, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, internal_reason
@@ -22,9 +22,12 @@ from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
 from flexgen_h2o.jobs.requests import Request, RowError
-from flexgen_h2o.jobs.runner import MAX_BAD_LINES
+from flexgen_h2o.jobs.runner import MAX_BAD_S
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.serving.answers import RequestRefused, refused, say_fault, shutting_down
+
+if TYPE_CHECKING:
+    from flexgen_h2o.serving.batch import OpenBatch
 
 TEMPLATE_PROMPT = 128  # tokens of a usual prompt; the engine is opened for such prompts
 # Upper ends of the histogram, in seconds.
@@ -42,70 +45,58 @@ NO_ROOM = (
 )
 
 
-class Owner(Protocol):
-    """The owner of some sequences: a client's request or a batch.
+@dataclass(eq=False)
+class Ticket:
+    """The sequences of one client's request.
 
-    The engine's thread calls all methods. `is_over` is true once `next` will return no more
-    requests. A batch that is not over but has none for now is added again later.
+    A ticket and a batch (batch.py) are the owners of sequences, and have the same methods. The
+    engine's thread calls them.
     """
 
-    @property
-    def is_over(self) -> bool: ...
+    waiting: deque[Request]  # requests that have not entered the block
+    tell: Callable[[tuple[object, ...]], None]  # called with each event, from the engine's thread
+    streams: bool = False  # whether the client gets each token as it is made
+    is_gone: bool = False  # nobody waits for the sequences any more
+    running: int = 0  # sequences that run, or are to run again; `Service` counts them
+    # When the request arrived, by time.monotonic().
+    began: float = field(default_factory=time.monotonic)
 
-    is_gone: bool  # nobody waits for the sequences any more
+    @property
+    def is_over(self) -> bool:
+        """Whether `next` will return no more requests.
+
+        A batch that is not over but has none for now is added again later.
+        """
+        return self.is_gone or not self.waiting
 
     def next(self) -> Request | None:
         """Return the next request to be run, or None if there is none."""
+        return self.waiting.popleft() if self.waiting else None
 
     def token(self, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
         """Report that a sequence has another token.
 
         place: the `index` of its request.
         """
-
-    def finish(self, request: Request) -> None:
-        """Report that a sequence is done, or cannot be run: its `error` says why."""
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Report that none of the owner's sequences runs or waits any more.
-
-        error: an error of the engine that ended all of them.
-        """
-
-
-@dataclass(eq=False)
-class Ticket:
-    """The sequences of one client's request."""
-
-    waiting: deque[Request]  # requests that have not entered the block
-    tell: Callable[[tuple[object, ...]], None]  # called with each event, from the engine's thread
-    streams: bool = False  # whether the client gets each token as it is made
-    is_gone: bool = False  # whether the client has gone
-    # When the request arrived, by time.monotonic().
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_gone or not self.waiting
-
-    def next(self) -> Request | None:
-        return self.waiting.popleft() if self.waiting else None
-
-    def token(self, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
         if self.streams:
             self.tell(("token", place, token, logprobs))
 
     def finish(self, request: Request) -> None:
+        """Report that a sequence is done, or cannot be run: its `error` says why."""
         if request.error is None:
             self.tell(("done", request))
         else:
             self.tell(("error", refused(RowError(request.error_code, request.error))))
 
     def end(self, error: BaseException | None = None) -> None:
+        """Report that none of the owner's sequences runs or waits any more.
+
+        error: an error of the engine that ended all of them.
+        """
         if isinstance(error, FlexgenError):
-            self.tell(("error", RequestRefused(500, str(error), "engine_error")))
+            self.tell(("error", RequestRefused(str(error), "engine_error", 500)))
         elif error is not None:
-            self.tell(("error", RequestRefused(500, "internal error", CODE_INTERNAL)))
+            self.tell(("error", RequestRefused("internal error", CODE_INTERNAL, 500)))
 
 
 @dataclass
@@ -172,11 +163,10 @@ class Service:
         self.counts = Counts()
         self.is_open = True
         self._tickets: deque[Ticket] = deque()  # tickets with sequences that wait
-        self._batches: deque[Owner] = deque()
+        self._batches: deque[OpenBatch] = deque()
         # Sequences that run, or that are to run again because a run with them has failed; each with
         # its number in the order of entering.
         self._running: dict[Request, int] = {}
-        self._of_owner: dict[int, int] = {}  # by id(owner): sequences that run, or are to run again
         # Sequences of a run that failed. Groups of them run by themselves, until the one that fails
         # is found and the others continue.
         self._is_trying = False
@@ -240,9 +230,9 @@ class Service:
             if queued + len(ticket.waiting) > self.most_queued:
                 self.counts.refused += 1
                 raise RequestRefused(
-                    429,
                     f"{queued} rows wait already, at most {self.most_queued}; try again later",
                     "queue_full",
+                    429,
                     retry_after=self._retry_after(queued),
                 )
             self._tickets.append(ticket)
@@ -257,7 +247,7 @@ class Service:
             self.counts.given_up += len(ticket.waiting)
             ticket.waiting.clear()
 
-    def add_batch(self, batch: Owner) -> None:
+    def add_batch(self, batch: OpenBatch) -> None:
         with self._lock:
             self._batches.append(batch)
         self._wake.set()
@@ -361,18 +351,17 @@ class Service:
             if is_their_turn
             else (self._of_tickets, self._of_batches)
         ):
-            for _ in range(MAX_BAD_LINES):
-                if (request := take()) is None:
-                    break
+            ends = time.monotonic() + MAX_BAD_S
+            while (request := take()) is not None:
                 if self._has_room(request):
-                    key = id(request.owner)
-                    self._of_owner[key] = self._of_owner.get(key, 0) + 1
+                    request.owner.running += 1
                     self.counts.prompt_tokens += len(request.prompt_ids)
                     return self._enter(request)
                 self.counts.failed += 1
                 request.owner.finish(request)
-            else:
-                self._wake.set()  # others have their turn first, and signals
+                if time.monotonic() > ends:  # others have their turn first, and signals
+                    self._wake.set()
+                    break
         return None
 
     def _has_room(self, request: Request) -> bool:
@@ -443,21 +432,18 @@ class Service:
                     self._batches.append(batch)
                 request.owner = batch
                 return request
-            if batch.is_over and id(batch) not in self._of_owner and batch not in self._batches:
+            if batch.is_over and not batch.running and batch not in self._batches:
                 batch.end()
         return None
 
     def _forget(self, request: Request) -> None:
         """Count a sequence as ended, and end its batch if it was the last one."""
         owner = request.owner
-        key = id(owner)
-        if key not in self._of_owner:  # the owner has failed as a whole
+        if not owner.running:  # the owner has failed as a whole
             return
-        self._of_owner[key] -= 1
-        if self._of_owner[key]:
-            return
-        del self._of_owner[key]
-        if not isinstance(owner, Ticket) and owner.is_over and owner not in self._batches:
+        owner.running -= 1
+        is_batch = not isinstance(owner, Ticket)
+        if is_batch and not owner.running and owner.is_over and owner not in self._batches:
             owner.end()
 
     def _finish(self, done: list[Request]) -> None:
@@ -526,15 +512,15 @@ class Service:
         self._is_trying = bool(self._suspects)
 
     def _end_owners(self, rows: abc.Sequence[Request], error: BaseException) -> None:
-        owners = {id(one.owner): one.owner for one in rows}
+        owners = list({id(one.owner): one.owner for one in rows}.values())
         self.counts.failed += len(rows)
         with self._lock:
-            for owner in owners.values():
+            for owner in owners:
                 for queue in (self._tickets, self._batches):
                     if owner in queue:
                         queue.remove(owner)
-        for key, owner in owners.items():
-            self._of_owner.pop(key, None)
+        for owner in owners:
+            owner.running = 0
             owner.is_gone = True
             owner.end(error)
 

@@ -1,115 +1,78 @@
-"""Work on the files of batches in a thread of its own.
-
-The work is done in slices, so that long work delays no short work.
-"""
+"""Work on the files of batches in threads of its own, so that no short work waits for long work."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from bisect import bisect_left
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.serving.answers import say_fault
 
-SLICE_S = 0.05  # seconds that a lane gets before the next one
+# Most bytes of the files that the work of a lane reads. The last lane has all larger ones.
+LANES = (2**20, 2**24)
 TICK_S = 0.5
-# The first lane has work on files of up to 1 MiB, the second of up to 16 MiB, and so on.
-SHORT_BITS = 20
-LANE_BITS = 4
 
-Work = Callable[[], Iterator[None] | None]
+Work = Callable[[], None]
 
 
 class Clerk:
-    """Does the work that is added, in the order of arrival, in lanes by the size of its files.
+    """Does the work that is added in the order of arrival, in a thread for each size of files.
 
     tick: called about every TICK_S seconds.
 
-    A lane has one piece of work under way. No further descriptors and memory are used, however much
-    work waits. Lanes take turns, so that work waits only for work of about its size.
+    A lane does one piece of work at a time, so that what waits uses no descriptors and memory.
     """
 
-    def __init__(self, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, tick: Work) -> None:
         self._tick = tick
-        self._ticked = 0.0
-        self._lanes: dict[int, deque[Work]] = {}
-        self._under_way: dict[int, Iterator[None]] = {}
-        self._changed = threading.Condition()
-        self._is_open = True
-        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+        self.lanes = [SimpleQueue[Work]() for _ in range(len(LANES) + 1)]
+        self.is_open = True
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name="batches", daemon=True)
+            for lane in self.lanes
+        ]
 
     def start(self) -> None:
-        interrupts.start(self._thread)
+        for thread in self._threads:
+            interrupts.start(thread)
 
     def add(self, work: Work, nbytes: int = 0) -> None:
         """Add work to its lane.
 
-        work: called when its turn comes; it may return its steps.
         nbytes: size of the files that it reads.
         """
-        lane = max(0, -(-(max(0, nbytes - 1).bit_length() - SHORT_BITS) // LANE_BITS))
-        with interrupts.held(), self._changed:
-            self._lanes.setdefault(lane, deque()).append(work)
-            self._changed.notify()
+        self.lanes[bisect_left(LANES, nbytes)].put(work)
 
     def close(self) -> None:
-        """End between two steps. Drop what is under way and what waits."""
+        """End when the work under way does, which is to look at `is_open`. Drop what waits."""
+        self.is_open = False
         with interrupts.held():
-            with self._changed:
-                self._is_open = False
-                self._changed.notify()
-            if self._thread.is_alive():
-                self._thread.join()
-            for steps in self._under_way.values():
-                _close(steps)
-            self._under_way.clear()
+            for lane, thread in zip(self.lanes, self._threads, strict=True):
+                lane.put(lambda: None)
+                if thread.is_alive():
+                    thread.join()
 
-    def turn(self) -> bool:
-        """Give each lane a slice. Return False if there is nothing to do."""
-        with self._changed:
-            lanes = [
-                lane for lane, queue in self._lanes.items() if queue or lane in self._under_way
-            ]
-        for lane in lanes:
-            self._slice(lane)
-        return bool(lanes)
+    def do(self, work: Work) -> None:
+        """Do a piece of work. It has handled all expected errors itself."""
+        try:
+            work()
+        except BaseException as error:
+            if interrupts.asks_to_end(error):
+                raise
+            say_fault("batches", error)
 
-    def _slice(self, lane: int) -> None:
-        ends = time.monotonic() + SLICE_S
-        while self._is_open and time.monotonic() < ends:
+    def _run(self, lane: SimpleQueue[Work]) -> None:
+        ticked = 0.0
+        while self.is_open:
+            if lane is self.lanes[0] and time.monotonic() - ticked >= TICK_S:
+                ticked = time.monotonic()
+                self.do(self._tick)
             try:
-                steps = self._under_way.get(lane)
-                if steps is None:
-                    if not self._lanes[lane]:
-                        return
-                    begun = self._lanes[lane].popleft()()
-                    if begun is not None:
-                        self._under_way[lane] = begun
-                    continue
-                next(steps)
-            except StopIteration:
-                del self._under_way[lane]
-            except BaseException as error:
-                if interrupts.asks_to_end(error):
-                    raise
-                self._under_way.pop(lane, None)
-                say_fault("batches", error)  # the work itself has handled all expected errors
-
-    def _run(self) -> None:
-        while self._is_open:
-            if time.monotonic() - self._ticked >= TICK_S:
-                self._ticked = time.monotonic()
-                self.add(partial(self._tick))
-            if not self.turn():
-                with self._changed:
-                    if self._is_open and not any(self._lanes.values()):
-                        self._changed.wait(TICK_S)
-
-
-def _close(steps: Iterator[None]) -> None:
-    close = getattr(steps, "close", None)
-    if close is not None:
-        close()
+                work = lane.get(timeout=TICK_S)
+            except Empty:
+                continue
+            if self.is_open:
+                self.do(work)

@@ -94,7 +94,7 @@ class Guard:
                 raise _too_large(most)
             if self._coming[kind] > MAX_AT_ONCE[kind] * most:
                 raise RequestRefused(
-                    503, "too much is on its way; try again later", "overloaded", retry_after=5
+                    "too much is on its way; try again later", "overloaded", 503, retry_after=5
                 )
             return message
 
@@ -119,25 +119,25 @@ class Guard:
         bounds = self._bounds
         host = headers.get("host", "").lower()
         if bounds.local_only and PORT.sub("", host) not in LOCAL:
-            raise RequestRefused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")
+            raise RequestRefused(f"host: {host[:60]!r} is not this machine", "wrong_host", 403)
         origin = headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host:
             raise RequestRefused(
-                403, "origin: pages of other servers may not ask here", "wrong_origin"
+                "origin: pages of other servers may not ask here", "wrong_origin", 403
             )
         if bounds.key is not None and path not in OPEN_TO_ALL and not path.startswith(STATIC):
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(
                 key.strip().encode(), bounds.key.encode()
             ):
-                raise RequestRefused(401, "authorization: no or a wrong API key", "invalid_api_key")
+                raise RequestRefused("authorization: no or a wrong API key", "invalid_api_key", 401)
         length = headers.get("content-length")
         if length is not None and (not length.isdecimal() or int(length) > most):
             raise _too_large(most)
 
 
 def _too_large(most: int) -> RequestRefused:
-    return RequestRefused(413, f"the body has more than {most} bytes", "too_large")
+    return RequestRefused(f"the body has more than {most} bytes", "too_large", 413)
 
 
 class BoundedProtocol(H11Protocol):
@@ -201,7 +201,7 @@ class BoundedProtocol(H11Protocol):
             self._refuse(408, "the request did not come in time")
 
     def _refuse(self, status: int, message: str) -> None:
-        body = json.dumps(RequestRefused(status, message, "refused").body).encode()
+        body = json.dumps(RequestRefused(message, "refused", status).body).encode()
         head = (
             f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: "
             f"{len(body)}\r\n"

@@ -7,15 +7,13 @@ that do.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -95,9 +93,7 @@ class PageRoutes:
         self._files = {
             path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS
         }
-        self._searches = ThreadPoolExecutor(MAX_SEARCHES, thread_name_prefix="plan")
-        self._running = 0
-        self._lock = threading.Lock()
+        self._running = 0  # searches that run
         self._is_open = True
 
     def routes(self) -> list[Route]:
@@ -115,9 +111,8 @@ class PageRoutes:
         return Starlette(routes=routes, exception_handlers=HANDLERS)
 
     def close(self) -> None:
-        """End the searches that run."""
+        """Have the searches end that run."""
         self._is_open = False
-        self._searches.shutdown(cancel_futures=True)
 
     async def first(self, request: Request) -> Response:
         return self._file("index.html") if self._has_engine else RedirectResponse("/plan")
@@ -161,17 +156,18 @@ class PageRoutes:
         does.
         """
         question = self._question(json_of(await json_body(request)))
-        with self._lock:
-            if not self._is_open or self._running == MAX_SEARCHES:
-                raise RequestRefused(
-                    429,
-                    f"{self._running} searches run already; try again in a moment",
-                    "busy",
-                    retry_after=5,
-                )
-            self._running += 1
-        future = self._searches.submit(self._search, *question)
-        return json_response(await asyncio.wrap_future(future))
+        if not self._is_open or self._running == MAX_SEARCHES:
+            raise RequestRefused(
+                f"{self._running} searches run already; try again in a moment",
+                "busy",
+                429,
+                retry_after=5,
+            )
+        self._running += 1
+        try:
+            return json_response(await run_in_threadpool(self._search, *question))
+        finally:
+            self._running -= 1
 
     def _search(self, words: Sequence[str], profile: Any, spec: Any) -> dict[str, Any]:
         ends = time.monotonic() + MAX_SEARCH_S
@@ -182,20 +178,17 @@ class PageRoutes:
                 raise shutting_down()
             if time.monotonic() > ends:
                 raise RequestRefused(
-                    503,
                     f"the search took more than {MAX_SEARCH_S:.0f} s; ask at a terminal",
                     "too_long",
+                    503,
                 )
 
         try:
             return self._ask(words, profile, check, spec)
         except FlexgenError as error:
-            raise RequestRefused(400, str(error), "cannot_plan") from error
+            raise RequestRefused(str(error), "cannot_plan") from error
         except interrupts.Interrupted as error:
             raise shutting_down() from error
-        finally:
-            with self._lock:
-                self._running -= 1
 
     def _question(self, body: Mapping[str, Any]) -> tuple[list[str], Any, Any]:
         """Return words of the command line, the profile, and the model's shape.
@@ -215,7 +208,9 @@ class PageRoutes:
                 words.append(f"{flag_of(name)}={value}")
             elif name not in ("model", "machine", "profile"):
                 known = ", ".join(("model", "machine", "profile", *SWITCHES, *VALUES))
-                raise _wrong(f"{name[:60]}: is no field with such a value; fields are {known}")
+                raise RequestRefused(
+                    f"{name[:60]}: is no field with such a value; fields are {known}"
+                )
         model = body.get("model", self._model[0])
         if model == self._model[0]:
             return [f"--model={model}", *self._model[1:], *words], self._profile(body), None
@@ -227,7 +222,7 @@ class PageRoutes:
         # A folder or the hub's cache may be read only by a person with a terminal on this machine.
         if shape is None:
             known = "GET /api/plan lists those that come with this package"
-            raise _wrong(
+            raise RequestRefused(
                 f"model: {str(model)[:60]!r} is not a hub id whose shape is known here; {known}"
             )
         return [f"--model={shape[0].name}", *words], self._profile(body), shape[0]
@@ -236,19 +231,15 @@ class PageRoutes:
         machines = self._machines
         name = body.get("machine")
         if (name is None) is ("profile" not in body):
-            raise _wrong("machine: give it, or the object of a profile as `profile`")
+            raise RequestRefused("machine: give it, or the object of a profile as `profile`")
         if name is None:
             try:
                 return self._read(body["profile"])
             except UsageError as error:
-                raise _wrong(f"profile: {error}") from error
+                raise RequestRefused(f"profile: {error}") from error
         if not isinstance(name, str) or name not in machines:
-            raise _wrong(f"machine: {str(name)[:60]!r} is none of {', '.join(machines)}")
+            raise RequestRefused(f"machine: {str(name)[:60]!r} is none of {', '.join(machines)}")
         return machines[name]
-
-
-def _wrong(message: str) -> RequestRefused:
-    return RequestRefused(400, message, "invalid_request")
 
 
 async def _health(request: Request) -> Response:

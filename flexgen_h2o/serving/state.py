@@ -16,6 +16,16 @@ from flexgen_h2o.serving.store import ACTIVE
 
 STARTED = time.time()
 MAX_JOBS = 100  # most jobs that are shown
+# Counts of `Service.counts` that only grow, each with the name and the help of its metric.
+TOTALS = {
+    "rows": ("rows_total", "Rows that are done."),
+    "tokens": ("tokens_total", "New tokens."),
+    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens."),
+    "sweeps": ("sweeps_total", "Micro-batches that went through all layers."),
+    "given_up": ("rows_given_up_total", "Rows whose client went away."),
+    "failed": ("rows_failed_total", "Rows that could not be run."),
+    "refused": ("requests_refused_total", "Requests that found the queue full."),
+}
 
 
 def status_of(service: Service, batches: Batches) -> dict[str, Any]:
@@ -38,15 +48,7 @@ def status_of(service: Service, batches: Batches) -> dict[str, Any]:
         "queue": {"rows": service.queued, "most": service.most_queued},
         "tokens_per_s": counts.tokens_per_s,
         "predicted_tokens_per_s": service.predicted,
-        "totals": {
-            "rows": counts.rows,
-            "tokens": counts.tokens,
-            "prompt_tokens": counts.prompt_tokens,
-            "sweeps": counts.sweeps,
-            "given_up": counts.given_up,
-            "failed": counts.failed,
-            "refused": counts.refused,
-        },
+        "totals": {field: getattr(counts, field) for field in TOTALS},
         "jobs": [
             _job(batches, one) for one in list(batches.store.batches.values())[: -MAX_JOBS - 1 : -1]
         ],
@@ -88,23 +90,8 @@ def metrics_text(service: Service, batches: Batches) -> str:
     add("rows_running", "gauge", "Rows in the block.", *both)
     add("rows_capacity", "gauge", "Rows that the block has places for.", ("", service.capacity))
     add("rows_queued", "gauge", "Rows of clients that wait.", ("", service.queued))
-    add("rows_total", "counter", "Rows that are done.", ("", counts.rows))
-    add("rows_given_up_total", "counter", "Rows whose client went away.", ("", counts.given_up))
-    add("rows_failed_total", "counter", "Rows that could not be run.", ("", counts.failed))
-    add(
-        "requests_refused_total",
-        "counter",
-        "Requests that found the queue full.",
-        ("", counts.refused),
-    )
-    add("tokens_total", "counter", "New tokens.", ("", counts.tokens))
-    add("prompt_tokens_total", "counter", "Prompt tokens.", ("", counts.prompt_tokens))
-    add(
-        "sweeps_total",
-        "counter",
-        "Micro-batches that went through all layers.",
-        ("", counts.sweeps),
-    )
+    for field, (name, help) in TOTALS.items():
+        add(name, "counter", help, ("", getattr(counts, field)))
     active = sum(batch["status"] in ACTIVE for batch in list(batches.store.batches.values()))
     add("batches_active", "gauge", "Batches that are not over.", ("", active))
     name = "request_seconds"

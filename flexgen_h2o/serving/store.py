@@ -28,7 +28,6 @@ from typing import Any, BinaryIO
 
 from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.requests import URLS
 from flexgen_h2o.jobs.sidecar import sidecar_path, status_path
 from flexgen_h2o.serving.answers import RequestRefused
@@ -157,7 +156,7 @@ class Store:
     def file(self, file_id: str) -> dict[str, Any]:
         found = self.files.get(file_id)
         if found is None:
-            raise RequestRefused(404, f"no file {file_id[:60]!r}", "not_found")
+            raise RequestRefused(f"no file {file_id[:60]!r}", "not_found", 404)
         return found
 
     def add_file(
@@ -176,9 +175,7 @@ class Store:
                 while piece := source.read(PIECE):
                     if len(self.files) >= MAX_RECORDS or not self._charge(len(piece)):
                         raise RequestRefused(
-                            400,
-                            "file: there is no room for it; delete others first",
-                            "storage_full",
+                            "file: there is no room for it; delete others first", "storage_full"
                         )
                     charged += len(piece)
                     file.write(piece)
@@ -190,7 +187,7 @@ class Store:
             return record
         except OSError as error:
             raise RequestRefused(
-                500, f"file: {error.strerror or error}", "storage_failed"
+                f"file: {error.strerror or error}", "storage_failed", 500
             ) from error
         finally:
             part.unlink(missing_ok=True)
@@ -236,7 +233,7 @@ class Store:
             ]
             if users:
                 raise RequestRefused(
-                    400, f"{file_id}: {users[0]} reads it; cancel the batch first", "in_use"
+                    f"{file_id}: {users[0]} reads it; cancel the batch first", "in_use"
                 )
             is_here = self.files.pop(file_id, None) is not None
         if is_here and _is_counted(record):
@@ -264,7 +261,7 @@ class Store:
     def batch(self, batch_id: str) -> dict[str, Any]:
         found = self.batches.get(batch_id)
         if found is None:
-            raise RequestRefused(404, f"no batch {batch_id[:60]!r}", "not_found")
+            raise RequestRefused(f"no batch {batch_id[:60]!r}", "not_found", 404)
         return found
 
     def output(self, batch: dict[str, Any]) -> Path:
@@ -282,26 +279,20 @@ class Store:
         """Add a batch. Raise Refused if a field is wrong."""
         for name in body:
             if name not in ("input_file_id", "endpoint", "completion_window", "metadata"):
-                raise RequestRefused(400, f"{name[:60]}: is not supported", "unsupported")
+                raise RequestRefused(f"{name[:60]}: is not supported", "unsupported")
         file_id = body.get("input_file_id")
         endpoint = body.get("endpoint")
         metadata = body.get("metadata")
         if not isinstance(file_id, str) or file_id not in self.files:
-            raise RequestRefused(400, f"input_file_id: no file {str(file_id)[:60]!r}", "not_found")
+            raise RequestRefused(f"input_file_id: no file {str(file_id)[:60]!r}", "not_found")
         if self.files[file_id]["purpose"] != "batch":
-            raise RequestRefused(
-                400, f"input_file_id: {file_id} is a result; send a file", "invalid_request"
-            )
+            raise RequestRefused(f"input_file_id: {file_id} is a result; send a file")
         if not isinstance(endpoint, str) or endpoint not in URLS:
             raise RequestRefused(
-                400, f"endpoint: {endpoint!r:.60} is none of {', '.join(URLS)}", "unknown_url"
+                f"endpoint: {endpoint!r:.60} is none of {', '.join(URLS)}", "unknown_url"
             )
         if body.get("completion_window") != WINDOW:
-            raise RequestRefused(
-                400,
-                f"completion_window: only {WINDOW} is known, and no batch expires",
-                "invalid_request",
-            )
+            raise RequestRefused(f"completion_window: only {WINDOW} is known, and no batch expires")
         _check_metadata(metadata)
         batch = {
             "id": f"batch_{self._new_id()}",
@@ -320,12 +311,12 @@ class Store:
         }
         with self._lock:
             if file_id not in self.files:
-                raise RequestRefused(400, f"input_file_id: no file {file_id!r}", "not_found")
+                raise RequestRefused(f"input_file_id: no file {file_id!r}", "not_found")
             if len(self.batches) >= MAX_RECORDS:
-                raise RequestRefused(400, "too many batches are kept", "storage_full")
+                raise RequestRefused("too many batches are kept", "storage_full")
             if self._stored >= self._most_bytes:
                 raise RequestRefused(
-                    400, "there is no room for results; delete files first", "storage_full"
+                    "there is no room for results; delete files first", "storage_full"
                 )
             self.save(batch)
         return batch
@@ -386,7 +377,6 @@ class Store:
 
         Return their ids by field, or None for an empty file. After a kill the result is the same.
         """
-        self.part(batch)
         found: dict[str, str | None] = {}
         plain = f"file-{batch['id'].removeprefix('batch_')}"
         for kind, source, field in (
@@ -407,23 +397,6 @@ class Store:
                     self._give_back(before["bytes"])
             found[field] = file_id
         return found
-
-    def part(self, batch: dict[str, Any]) -> None:
-        """Move error rows out of the answers of a job that an earlier version has begun."""
-        output = self.output(batch)
-        errors = self.errors(batch)
-        if errors.exists() or not self.kept_counts(batch)["failed"] or not output.exists():
-            return
-        # The error rows are in place first: a kill in between duplicates them, and loses none.
-        with (
-            files.replacing(output, follow=False) as answered,
-            files.replacing(errors, follow=False) as failed,
-        ):
-            for line, row in rows_of(output):
-                target = failed if row["error"] is not None else answered
-                target.buffer.write(line)
-        self._job_errors[batch["id"]] = _size(errors)
-        self._give_back(-_size(errors))
 
     def remove_job(self, batch: dict[str, Any]) -> None:
         """Remove the job's own files, once the batch has its results."""
@@ -538,16 +511,10 @@ def _check_metadata(metadata: Any) -> None:
     if metadata is None:
         return
     if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
-        raise RequestRefused(
-            400,
-            f"metadata: an object with at most {MAX_METADATA} members is expected",
-            "invalid_request",
-        )
+        raise RequestRefused(f"metadata: an object with at most {MAX_METADATA} members is expected")
     if not all(
         isinstance(v, str) and len(k + v) <= MAX_METADATA_CHARACTERS for k, v in metadata.items()
     ):
         raise RequestRefused(
-            400,
-            f"metadata: texts of at most {MAX_METADATA_CHARACTERS} characters are expected",
-            "invalid_request",
+            f"metadata: texts of at most {MAX_METADATA_CHARACTERS} characters are expected"
         )

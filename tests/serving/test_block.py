@@ -118,6 +118,7 @@ class StubBatch:
         self.done = list[int]()
         self.ended = list[BaseException | None]()
         self.is_gone = False
+        self.running = 0
         self.service: Service | None = None  # it adds itself here where it gives none for now
         self.later = later
         self.turn = turn
@@ -178,35 +179,43 @@ def service(llm: StubLLM) -> Service:
     return found
 
 
+def submitted(service: Service, *ticket: int, **how: int) -> list[Any]:
+    """What a client is told of its rows."""
+    one, told = ticket_of(*ticket, **how)
+    service.submit(one)
+    return told
+
+
+def added(service: Service, rows: abc.Sequence[Request], **how: int) -> StubBatch:
+    batch = StubBatch(rows, **how)
+    batch.service = service
+    service.add_batch(batch)  # type: ignore[arg-type]
+    return batch
+
+
+def kinds(told: list[Any]) -> list[str]:
+    return [kind for kind, *_ in told]
+
+
 def run(service: Service) -> None:
     with pytest.raises(Over):
         service.run()
 
 
 def test_requests_take_turns(service: Service, llm: StubLLM) -> None:
-    one, told = ticket_of(10, 6)
-    other, others = ticket_of(20, 2)
-    service.submit(one)
-    service.submit(other)
+    told = submitted(service, 10, 6)
+    others = submitted(service, 20, 2)
     run(service)
     assert llm.admitted == [10, 20, 11, 21, 12, 13, 14, 15]
-    assert [kind for kind, *_ in told] == ["done"] * 6 and [kind for kind, *_ in others] == [
-        "done"
-    ] * 2
-    assert (
-        service.counts.rows == 8
-        and sum(service.counts.latencies) == 8
-        and service.running == (0, 0)
-    )
+    assert kinds(told) == ["done"] * 6 and kinds(others) == ["done"] * 2
+    assert service.counts.rows == sum(service.counts.latencies) == 8
+    assert service.running == (0, 0)
 
 
 def test_clients_come_first_and_batches_have_their_share(service: Service, llm: StubLLM) -> None:
-    batch = StubBatch(rows_of(50, 5))
-    second = StubBatch(rows_of(70, 5))
-    for one in (batch, second):
-        service.add_batch(one)
-    ticket, _ = ticket_of(10, 9)
-    service.submit(ticket)
+    batch = added(service, rows_of(50, 5))
+    second = added(service, rows_of(70, 5))
+    submitted(service, 10, 9)
     run(service)
     assert llm.admitted[:9] == [50, 70, 10, 11, 12, 51, 13, 14, 15], "one of four places, in turn"
     assert sorted(batch.done) == [50, 51, 52, 53, 54] and batch.ended == second.ended == [None]
@@ -214,8 +223,8 @@ def test_clients_come_first_and_batches_have_their_share(service: Service, llm: 
 
 def test_a_single_place_is_for_batches_where_no_client_waits(service: Service) -> None:
     service.capacity = 1
-    service.add_batch(StubBatch(rows_of(50, 1)))
-    service.submit(ticket_of(10, 2)[0])
+    added(service, rows_of(50, 1))
+    submitted(service, 10, 2)
     admitted = [service._next_row() for _ in range(4)]
     assert [row and row.prompt_ids[0] for row in admitted] == [10, 11, 50, None]
 
@@ -225,55 +234,42 @@ def test_a_batch_without_a_row_for_now_is_asked_again(
     service: Service, llm: StubLLM, later: int, clients: int
 ) -> None:
     """After the clients, and at once where there are none."""
-    batch = StubBatch(rows_of(50, 1), later)
-    batch.service = service
-    service.add_batch(batch)
-    service.submit(ticket_of(10, clients)[0])
+    batch = added(service, rows_of(50, 1), later=later)
+    submitted(service, 10, clients)
     run(service)
     assert llm.admitted == [10] * clients + [50] and batch.done == [50] and batch.ended == [None]
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_batch_that_rests_ends_when_it_has_been_added_again(
-    service: Service, llm: StubLLM
+    service: Service, llm: StubLLM, is_cancelled: bool
 ) -> None:
-    """Its rows go on meanwhile, and others join them."""
-    batch = StubBatch(rows_of(50, 5, tokens=3), turn=2)
-    other = StubBatch(rows_of(70, 6))
-    service.add_batch(batch)
-    service.add_batch(other)
-    with pytest.raises(Over):
-        service.run()
-    assert batch.rests and batch.done == [50, 51] and not batch.ended and other.ended == [None]
-    service.add_batch(batch)
-    run(service)
-    assert batch.done == [50, 51, 52, 53, 54] and batch.ended == [None]
-
-
-def test_a_batch_that_is_cancelled_while_it_rests_ends_with_its_rows(
-    service: Service, llm: StubLLM
-) -> None:
-    batch = StubBatch(rows_of(50, 5, tokens=9), turn=2)
-    other = StubBatch(rows_of(70, 6))
-    service.add_batch(batch)
-    service.add_batch(other)
+    """Its rows go on meanwhile, and others join them; if it is cancelled they end."""
+    batch = added(service, rows_of(50, 5, tokens=9 if is_cancelled else 3), turn=2)
+    other = added(service, rows_of(70, 6))
 
     def cancel(sweep: int) -> None:
         if batch.rests and not batch.is_gone:
             batch.is_gone = True
-            service.add_batch(batch)
+            service.add_batch(batch)  # type: ignore[arg-type]
 
-    llm.after_sweep = cancel
+    if is_cancelled:
+        llm.after_sweep = cancel
     run(service)
-    assert not batch.done and batch.ended == [None] and other.ended == [None]
+    assert other.ended == [None]
+    if not is_cancelled:
+        assert batch.rests and batch.done == [50, 51] and not batch.ended
+        service.add_batch(batch)  # type: ignore[arg-type]
+        run(service)
+    assert batch.done == ([] if is_cancelled else [50, 51, 52, 53, 54]) and batch.ended == [None]
 
 
 def test_rows_without_room_are_refused_some_at_a_time(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block, "MAX_BAD_LINES", 2)
-    batch = StubBatch([*rows_of(60, 3, length=LENGTH + 1), *rows_of(70, 1)])
-    service.add_batch(batch)
-    assert service._next_row() is None and batch.done == [-60, -61]
+    monkeypatch.setattr(block, "MAX_BAD_S", -1.0)
+    batch = added(service, [*rows_of(60, 3, length=LENGTH + 1), *rows_of(70, 1)])
+    assert service._next_row() is None and batch.done == [-60]
     run(service)
     assert batch.done == [-60, -61, -62, 70] and batch.ended == [None]
 
@@ -281,9 +277,7 @@ def test_rows_without_room_are_refused_some_at_a_time(
 def test_a_batch_that_asks_again_and_again_can_be_ended(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = StubBatch([], later=10**9)
-    batch.service = service
-    service.add_batch(batch)
+    batch = added(service, [], later=10**9)
     monkeypatch.setattr(interrupts, "_arrived", [15])
     with pytest.raises(interrupts.Interrupted):
         service.run()
@@ -305,29 +299,24 @@ def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
     """Where only prompts lose columns, the shortest one grows the most."""
     llm.eviction = H2O(heavy_ratio=0.1, while_decoding=False)
     sequences = Service(llm, PLACES, LENGTH, 20, 0.25)._template  # type: ignore[arg-type]
-
-    def slots(length: int, new: int) -> int:
-        return llm.eviction.slots(length, new, 0)
-
-    template = [slots(len(one.prompt_ids), one.params.max_tokens) for one in sequences]
-    assert len(template) == PLACES and max(template) == max(
-        slots(n, LENGTH - n + 1) for n in range(1, LENGTH + 1)
-    )
+    template = [
+        llm.eviction.slots(len(one.prompt_ids), one.params.max_tokens, 0) for one in sequences
+    ]
+    most = max(llm.eviction.slots(n, LENGTH - n + 1, 0) for n in range(1, LENGTH + 1))
+    assert len(template) == PLACES and max(template) == most
 
 
 def test_a_queue_has_an_end(service: Service) -> None:
-    service.submit(ticket_of(10, 15)[0])
+    submitted(service, 10, 15)
     with pytest.raises(RequestRefused) as caught:
-        service.submit(ticket_of(30, 6)[0])
-    assert (
-        caught.value.status == 429
-        and (caught.value.retry_after or 0) >= 1
-        and service.counts.refused == 1
-    )
-    service.submit(ticket_of(30, 5)[0])
+        submitted(service, 30, 6)
+    assert caught.value.status == 429 and (caught.value.retry_after or 0) >= 1
+    assert service.counts.refused == 1
+    submitted(service, 30, 5)
     service.close()
-    with pytest.raises(RequestRefused, match="shutting down"):
-        service.submit(ticket_of(10, 1)[0])
+    with pytest.raises(RequestRefused) as caught:
+        submitted(service, 10, 1)
+    assert caught.value.code == "shutting_down"
 
 
 def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
@@ -349,13 +338,17 @@ def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
 
 def test_who_goes_away_frees_places(service: Service, llm: StubLLM) -> None:
     gone, told = ticket_of(10, 6, tokens=40)
-    waits, others = ticket_of(20, 2, tokens=3)
     service.submit(gone)
-    llm.after_sweep = lambda sweep: (
-        None if sweep != 1 else (service.submit(waits), service.give_up(gone))[0]
-    )
+    others: list[Any] = []
+
+    def leave(sweep: int) -> None:
+        if sweep == 1:
+            others.append(submitted(service, 20, 2, tokens=3))
+            service.give_up(gone)
+
+    llm.after_sweep = leave
     run(service)
-    assert llm.admitted == [10, 11, 12, 13, 20, 21] and not told and len(others) == 2
+    assert llm.admitted == [10, 11, 12, 13, 20, 21] and not told and len(others[0]) == 2
     assert service.counts.given_up == 6 and service.queued == 0
 
 
@@ -370,39 +363,33 @@ def test_who_goes_away_frees_places(service: Service, llm: StubLLM) -> None:
 def test_rows_that_cannot_be_run_fail_alone(
     service: Service, first: int, length: int, status: int, code: str
 ) -> None:
-    bad, told = ticket_of(first, 1, length=length)
-    good, others = ticket_of(20, 2)
-    batch = StubBatch([*rows_of(first, 1, length=length), *rows_of(70, 1)])
-    service.submit(bad)
-    service.submit(good)
-    service.add_batch(batch)
+    told = submitted(service, first, 1, length=length)
+    others = submitted(service, 20, 2)
+    batch = added(service, [*rows_of(first, 1, length=length), *rows_of(70, 1)])
     run(service)
     [(kind, error)] = told
     assert (kind, error.status, error.code) == ("error", status, code)
-    assert [event[0] for event in others] == ["done"] * 2
+    assert kinds(others) == ["done"] * 2
     assert sorted(batch.done) == [-first, 70] and batch.ended == [None]
     assert (service.counts.failed, service.counts.rows) == (2, 3)
 
 
 def test_an_engine_that_fails_ends_its_rows_only(service: Service, llm: StubLLM) -> None:
-    first, told = ticket_of(10, 9, tokens=5)
-    later, others = ticket_of(20, 1)
-    batch = StubBatch(rows_of(50, 9, tokens=5))
-    service.submit(first)
-    service.add_batch(batch)
+    told = submitted(service, 10, 9, tokens=5)
+    batch = added(service, rows_of(50, 9, tokens=5))
+    others: list[Any] = []
 
     def fail(sweep: int) -> None:
-        if sweep == 2:
-            llm.after_sweep = lambda sweep: None
+        if sweep == 2 and not others:
             llm.peak_bytes = {}
-            service.submit(later)
+            others.append(submitted(service, 20, 1))
             raise FlexgenError("logits are not finite")
 
     llm.after_sweep = fail
     run(service)
-    assert [event[0] for event in told] == ["error"] and told[0][1].status == 500
+    assert kinds(told) == ["error"] and told[0][1].status == 500
     assert [str(error) for error in batch.ended] == ["logits are not finite"]
-    assert [event[0] for event in others] == ["done"] and llm.peak_bytes, "the engine is open again"
+    assert kinds(others[0]) == ["done"] and llm.peak_bytes, "the engine is open again"
 
 
 @pytest.mark.parametrize(
@@ -413,57 +400,49 @@ def test_a_row_that_a_run_fails_on_fails_alone(
 ) -> None:
     """Rows that ran with it run again in parts, and are done; a batch goes on behind it."""
     llm.fault = fault
-    ticket, told = ticket_of(10, 3, tokens=3)
-    batch = StubBatch(rows_of(BROKEN - 2, 8, tokens=2))
-    service.submit(ticket)
-    service.add_batch(batch)
+    told = submitted(service, 10, 3, tokens=3)
+    batch = added(service, rows_of(BROKEN - 2, 8, tokens=2))
     run(service)
     assert sorted(batch.done) == [-BROKEN, 64, 65, 67, 68, 69, 70, 71] and batch.ended == [None]
-    assert [event[0] for event in told] == ["done"] * 3
-    assert (
-        llm.failed_runs <= 3
-        and llm.peak_bytes
-        and service.running == (0, 0)
-        and not service._of_owner
-    )
+    assert kinds(told) == ["done"] * 3 and llm.failed_runs <= 3 and llm.peak_bytes
+    assert service.running == (0, 0) and batch.running == 0
     assert (service.counts.failed, service.counts.rows) == (1, 10)
     [said] = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"serve: a run of 4 rows: internal error: {type(fault).__name__}")
+    assert f"internal error: {type(fault).__name__}" in said
 
 
 def test_a_stream_that_a_run_fails_on_ends_and_others_go_on(service: Service, llm: StubLLM) -> None:
     """Its client has seen tokens, which would come again."""
     llm.fault = Panic("Rust")
     stream, told = ticket_of(20, 1, tokens=5)
-    batch = StubBatch(rows_of(BROKEN - 1, 3))
     stream.streams = True
     service.submit(stream)
-    service.add_batch(batch)
+    batch = added(service, rows_of(BROKEN - 1, 3))
     run(service)
-    assert [event[0] for event in told][-1:] == ["error"] and told[-1][1].status == 500
+    assert kinds(told)[-1:] == ["error"] and told[-1][1].status == 500
     assert sorted(batch.done) == [-BROKEN, 65, 67] and batch.ended == [None]
 
 
 def test_runs_that_all_fail_end_their_batches(service: Service, llm: StubLLM) -> None:
     """It is no row's fault, and the server goes on with what comes."""
-    batch = StubBatch(rows_of(50, 100))
-    later = StubBatch(rows_of(80, 1))
-    service.add_batch(batch)
+    batch = added(service, rows_of(50, 100))
+    later: list[StubBatch] = []
+
+    def fail(sweep: int) -> None:
+        if batch.ended:
+            return
+        llm.failed_runs += 1
+        raise RuntimeError("broken")
 
     def end(error: BaseException | None = None) -> None:
         batch.ended.append(error)
-        llm.after_sweep = lambda sweep: None
-        service.add_batch(later)
-
-    def fail(sweep: int) -> None:
-        llm.failed_runs += 1
-        raise RuntimeError("broken")
+        later.append(added(service, rows_of(80, 1)))
 
     batch.end = end  # type: ignore[method-assign]
     llm.after_sweep = fail
     run(service)
     assert [str(error) for error in batch.ended] == ["broken"] and llm.failed_runs < 10
-    assert later.done == [80] and later.ended == [None]
+    assert later[0].done == [80] and later[0].ended == [None]
 
 
 def test_a_client_that_goes_away_from_a_row_that_is_to_run_again(
@@ -471,18 +450,13 @@ def test_a_client_that_goes_away_from_a_row_that_is_to_run_again(
 ) -> None:
     llm.fault = Panic("Rust")
     gone, told = ticket_of(20, 2, tokens=9)
-    batch = StubBatch(rows_of(BROKEN, 2))
     service.submit(gone)
-    service.add_batch(batch)
+    batch = added(service, rows_of(BROKEN, 2))
     gone.tell = lambda event: None
     llm.after_sweep = lambda sweep: service.give_up(gone) if service._is_trying else None
     run(service)
-    assert (
-        not told
-        and sorted(batch.done) == [-BROKEN, 67]
-        and batch.ended == [None]
-        and not service._of_owner
-    )
+    assert not told and sorted(batch.done) == [-BROKEN, 67] and batch.ended == [None]
+    assert batch.running == gone.running == 0
 
 
 def test_an_answer_that_is_too_large_is_refused() -> None:
@@ -490,6 +464,6 @@ def test_an_answer_that_is_too_large_is_refused() -> None:
     most = (1000, 1024)
     body = {"prompt": [[5, 6]] * 500, "max_tokens": 200}
     assert len(read_asked(reader, "/v1/completions", body, *most).requests) == 500
-    with pytest.raises(RequestRefused, match="logprobs: more than") as caught:
+    with pytest.raises(RequestRefused) as caught:
         read_asked(reader, "/v1/completions", {**body, "logprobs": 20}, *most)
     assert caught.value.body["error"]["param"] == "logprobs"

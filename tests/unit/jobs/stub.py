@@ -15,10 +15,10 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import Digests, InputPart, at_once, read_part, scan_input
+from flexgen_h2o.jobs.input import InputPart, read_part, scan_input
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader
-from flexgen_h2o.jobs.runner import JobRun, JobWriter, OutputState, rows_before_steps
+from flexgen_h2o.jobs.runner import JobRun, JobWriter, rows_before
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.models.load import Model
 
@@ -92,11 +92,6 @@ class StubLLM:
             on_finished([one])
 
 
-def rows_before(output: OutputFile, ids: Digests) -> OutputState:
-    """Read the output back; its torn end is cut off."""
-    return at_once(rows_before_steps(output.rows(), ids))
-
-
 def run_job(
     llm: Any, source: Path, output: Path, max_errors: int | None = None, **options: Any
 ) -> JobWriter:
@@ -104,12 +99,12 @@ def run_job(
     scan = scan_input(source)
     file = OutputFile(output)
     try:
-        before = rows_before(file, scan.ids)
+        before = rows_before(file.rows(), scan.ids)
         writer = JobWriter([file], llm.model, before, lambda: {"host": 5}, max_errors)
-        lines = read_part(source, InputPart(0, 1, 0, ~before.done))
+        lines = read_part(source, InputPart(~before.done))
         job = JobRun(llm, RequestReader(llm.model, SamplingParams()), lines, writer, **options)
         writer.check_errors()
-        job.run(len(scan.ids) - before.rows)
+        job.run(len(scan.ids) - before.status.done)
         writer.end("done")
         return writer
     finally:

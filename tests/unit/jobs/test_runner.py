@@ -24,10 +24,19 @@ from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import InputPart, read_part, scan_input
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader
-from flexgen_h2o.jobs.runner import JobRun, JobWriter, OutputState, Sink, read_requests, window_rows
-from flexgen_h2o.jobs.sidecar import Sidecar, read_sidecar, read_status, sidecar_path
+from flexgen_h2o.jobs.runner import (
+    MAX_BAD_S,
+    JobRun,
+    JobWriter,
+    OutputState,
+    Sink,
+    read_requests,
+    rows_before,
+    window_rows,
+)
+from flexgen_h2o.jobs.sidecar import Sidecar, Status, read_sidecar, read_status, sidecar_path
 from flexgen_h2o.models.load import Model
-from tests.unit.jobs.stub import StubLLM, read_rows, rows_before, run_job, write_lines
+from tests.unit.jobs.stub import StubLLM, read_rows, run_job, write_lines
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
@@ -98,10 +107,10 @@ def test_answers_and_error_rows_in_two_files(source: Path, output: Path, words: 
     other = output.with_name("errors.jsonl")
     charged: list[int] = []
     files = [OutputFile(output, rests=True), OutputFile(other, rests=True, charge=charged.append)]
-    before = rows_before(files[0], ids)
+    before = rows_before(files[0].rows(), ids)
     descriptors = len(os.listdir("/proc/self/fd"))
     writer = JobWriter(files, words, before, dict, shown=False)
-    lines = read_part(source, InputPart(0, 1, 0, ~before.done))
+    lines = read_part(source, InputPart(~before.done))
     JobRun(StubLLM(words), RequestReader(words, SamplingParams()), lines, writer).run(4)  # type: ignore[arg-type]
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert len(read_rows(output)) == 3 and failed(other) == ["line-4"]
@@ -132,7 +141,7 @@ def test_a_job_reads_no_further_than_its_window(source: Path, words: Model) -> N
     at_runs = []
 
     def lines() -> Any:
-        for line in read_part(source, InputPart(0, 1, 0, np.ones(20, bool))):
+        for line in read_part(source, InputPart(np.ones(20, bool))):
             read.append(line)
             yield line
 
@@ -180,11 +189,17 @@ def test_a_full_block_that_does_not_fit_begins_with_a_window(
 def test_bad_lines_come_in_parts(
     source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.jobs.runner.MAX_BAD_LINES", 2)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
     write_lines(source, *["{"] * 5, *prompts(1))
     written: list[Request] = []
-    lines = read_part(source, InputPart(0, 1, 0, np.ones(6, bool)))
-    found = read_requests(RequestReader(words, SamplingParams()), lines, Sink(written.extend))
+
+    def lines() -> Any:
+        for line in read_part(source, InputPart(np.ones(6, bool))):
+            clock.now += 0.6 * MAX_BAD_S
+            yield line
+
+    found = read_requests(RequestReader(words, SamplingParams()), lines(), Sink(written.extend))
     steps = [(request is None, len(written)) for request in found]
     assert steps == [(True, 2), (True, 4), (False, 5)]
     assert run_job(StubLLM(words), source, output, window=1).status.done == 6
@@ -286,7 +301,7 @@ def test_what_a_writer_tells_as_time_goes_by(
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
     sidecar = Sidecar({"a": 1}, "in.jsonl", 3, "digest")
-    before = OutputState(np.zeros(8, bool), 0, sidecar=sidecar)
+    before = OutputState(np.zeros(8, bool), Status(rows=8), sidecar=sidecar)
     file = OutputFile(output)
     writer = JobWriter([file], words, before, dict, shown=False)
     assert read_sidecar(output) == sidecar
