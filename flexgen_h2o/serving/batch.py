@@ -6,7 +6,6 @@ It holds descriptors only while it reads or writes.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,6 @@ from flexgen_h2o.serving.answers import say_line
 if TYPE_CHECKING:
     from flexgen_h2o.serving.batches import Batches
 
-# Seconds after which a batch makes room for waiting ones, if it has also given a block's rows.
-TURN_S = 5.0
-
 
 class OpenBatch:
     """An open batch: the owner of sequences in the running block, with the methods of `Ticket`."""
@@ -40,8 +36,8 @@ class OpenBatch:
         self.has_ended = False
         self._error: BaseException | None = None
         self._outputs: list[OutputFile] = []  # of answers, and of error rows
-        self._turn_ends = float("inf")
-        self._turn_rows = 0
+        # Rows that it gives before it makes room for waiting ones; `Batches` sets it.
+        self.turn_rows = 0
         self.writer: JobWriter
         self.requests: Iterator[Request | None]  # as of `read_requests`
 
@@ -106,25 +102,13 @@ class OpenBatch:
 
     # Methods on the engine's thread
 
-    def begin_turn(self, rows: int) -> None:
-        """Begin a turn of at least TURN_S seconds.
-
-        rows: number of rows that it may give in any case.
-        """
-        self._turn_ends = time.monotonic() + TURN_S
-        self._turn_rows = rows
-
     def next(self) -> Request | None:
-        if (
-            self._turn_rows <= 0
-            and time.monotonic() > self._turn_ends
-            and self._batches.others_wait
-        ):
+        if self.turn_rows <= 0 and self._batches.others_wait:
             self._batches.left(self)
             return None
         with self._failing():
             for request in self.requests:
-                self._turn_rows -= 1
+                self.turn_rows -= 1
                 if request is None:  # many bad lines were read: others have their turn first
                     self._batches.service.add_batch(self)
                 return request

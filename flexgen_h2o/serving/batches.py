@@ -62,11 +62,10 @@ class Batches:
         # Protects the state of batches: held while a record is written.
         self._lock = threading.Lock()
         self._turns = threading.Lock()  # protects the fields below: held for moments
-        self._ready: deque[dict[str, Any]] = deque()  # validated, not open yet
+        # Validated batches that are not open yet (records), and open ones that have had a turn.
+        self._waiting: deque[dict[str, Any] | OpenBatch] = deque()
         self._opening: dict[str, int] = {}  # batches that are being opened: rows by id
         self._feeding: set[OpenBatch] = set()  # batches that the block takes rows of
-        self._resting: deque[OpenBatch] = deque()  # batches that have had a turn
-        self._is_newcomers_turn = True  # new batches have the next turn, rather than resting ones
         # The batch that no other joins, and until when.
         self._trial: tuple[str, float] | None = None
 
@@ -89,7 +88,7 @@ class Batches:
             elif batch["status"] == "validating":
                 self._add(self._validate, batch)
             else:
-                self._ready.append(batch)
+                self._waiting.append(batch)
         self._clerk.start()
 
     def create(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -112,9 +111,9 @@ class Batches:
             return batch
         with self._turns:
             self._feeding.discard(run)
-            rests = run in self._resting
+            rests = run in self._waiting
             if rests:
-                self._resting.remove(run)
+                self._waiting.remove(run)
         if rests:
             self.service.add_batch(run)  # ends the batch
         self.service.wake()
@@ -150,14 +149,14 @@ class Batches:
     @property
     def others_wait(self) -> bool:
         """Whether any batch waits for its turn."""
-        return bool(self._ready or self._resting)
+        return bool(self._waiting)
 
     def left(self, run: OpenBatch) -> None:
         """Record that the block takes no rows of a batch now. The engine's thread calls this."""
         with self._turns:
             self._feeding.discard(run)
             if not run.is_over:
-                self._resting.append(run)
+                self._waiting.append(run)
         self._clerk.add(self._fill)
 
     def ended(self, run: OpenBatch, error: BaseException | None) -> None:
@@ -167,8 +166,8 @@ class Batches:
         """
         with self._turns:
             self._feeding.discard(run)
-            if run in self._resting:
-                self._resting.remove(run)
+            if run in self._waiting:
+                self._waiting.remove(run)
         self._add(self._end, run.record, run, error)
 
     def _tick(self) -> None:
@@ -185,22 +184,16 @@ class Batches:
                 self._add(self._open, found)
 
     def _next_in_turn(self) -> OpenBatch | dict[str, Any] | None:
-        """Return the next batch: a new one (a record) and a resting one alternate.
-
-        None if none is wanted.
-        """
+        """Return the next batch that waits, or None if none is wanted."""
         with self._turns:
-            if not self._wants_more():
+            if not self._waiting or not self._wants_more():
                 return None
-            if self._ready and (self._is_newcomers_turn or not self._resting):
-                self._is_newcomers_turn = False
-                record = self._ready.popleft()
-                if self.store.deaths(record):
-                    self._trial = record["id"], time.monotonic() + TRIAL_S
-                self._opening[record["id"]] = max(1, record["request_counts"]["total"])
-                return record
-            self._is_newcomers_turn = True
-            return self._resting.popleft() if self._resting else None
+            found = self._waiting.popleft()
+            if not isinstance(found, OpenBatch):
+                if self.store.deaths(found):
+                    self._trial = found["id"], time.monotonic() + TRIAL_S
+                self._opening[found["id"]] = max(1, found["request_counts"]["total"])
+            return found
 
     def _wants_more(self) -> bool:
         if self._trial is not None:
@@ -216,7 +209,7 @@ class Batches:
         return rows < self.service.capacity
 
     def _give_turn(self, run: OpenBatch) -> None:
-        run.begin_turn(self.service.capacity)
+        run.turn_rows = self.service.capacity
         with self._turns:
             self._feeding.add(run)
             if run.has_ended:
@@ -264,7 +257,7 @@ class Batches:
                 self._fail(batch, error)
             return
         with self._turns:
-            self._ready.append(batch)
+            self._waiting.append(batch)
         self._fill()
 
     def _open(self, batch: dict[str, Any]) -> None:
@@ -286,7 +279,7 @@ class Batches:
                 run.close("cancelled" if is_cancelled else f"failed: {error}")
             if is_scarce(error):
                 with self._turns:
-                    self._ready.appendleft(batch)
+                    self._waiting.appendleft(batch)
             elif is_cancelled:
                 self._cancelled(batch)
             else:
@@ -347,7 +340,7 @@ class Batches:
                 run.close(f"failed: {found}")
             if is_scarce(found):  # no descriptor was left: the rest is done in another turn
                 with self._turns:
-                    self._ready.appendleft(batch)
+                    self._waiting.appendleft(batch)
             else:
                 self._fail(batch, found, run.counts)
         self.running.pop(batch["id"], None)

@@ -25,7 +25,6 @@ from flexgen_h2o.jobs import responses
 from flexgen_h2o.jobs.input import scan_input
 from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.serving import batch as module_of_one
 from flexgen_h2o.serving import batches as module
 from flexgen_h2o.serving.answers import RequestRefused
 from flexgen_h2o.serving.app import Server
@@ -406,10 +405,8 @@ def test_batches_of_one_row_fill_the_block(store: Store, batches: Batches) -> No
 
 
 def test_a_short_batch_overtakes_long_ones_that_have_had_a_turn(
-    store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch
+    store: Store, batches: Batches
 ) -> None:
-    """Turns have no length here: a block's rows are one."""
-    monkeypatch.setattr(module_of_one, "TURN_S", -1.0)
     made = [create(batches, lines(40)) for _ in range(MAX_FEEDING + 2)]
     short = [create(batches, lines(1)) for _ in range(2)]
     ended = run_rows(batches)
@@ -419,15 +416,12 @@ def test_a_short_batch_overtakes_long_ones_that_have_had_a_turn(
         assert names == {f"r{i}" for i in range(one["request_counts"]["total"])}
 
 
-def test_a_batch_that_rests_can_be_cancelled(
-    store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module_of_one, "TURN_S", -1.0)
+def test_a_batch_that_rests_can_be_cancelled(store: Store, batches: Batches) -> None:
     made = [create(batches, lines(40)) for _ in range(MAX_FEEDING + 4)]
     work(batches)
-    while not batches._resting:
+    while not isinstance(batches._waiting[-1], OpenBatch):
         run_one(batches)
-    resting = batches._resting[-1].record
+    resting = batches._waiting[-1].record
     batches.cancel(resting["id"])
     assert len(run_rows(batches)) == len(made) and resting["status"] == "cancelled"
     assert len(rows_of(store, resting, "output_file_id")) >= CAPACITY
