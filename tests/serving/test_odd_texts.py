@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.serving.test_many_batches import batch_of, is_over, send
 from tests.text.oddities import line_lists
-from tests.text.tiny import chat_line, text_line
+from tests.text.tiny import chat_line
 
 SIZE = 10
 LIMITED = settings(
@@ -57,16 +57,6 @@ def test_half_a_character_ends_no_batch_and_no_server(web: httpx2.Client) -> Non
     found = served(web, [good[0], *bad.values(), good[1]])
     assert found == {"before": None, **dict.fromkeys(bad, "invalid_request"), "after": None}
     assert web.get("/health").status_code == 200
-
-
-@given(odd=line_lists(SIZE))
-@settings(LIMITED, max_examples=3)
-def test_odd_lines_end_no_batch(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
-    good = chat_line("good", "hello", max_tokens=1)
-    codes = served(web, [*odd, good, text_line("other", "a")])
-    assert codes.pop("good") is None and codes.pop("other") == "unknown_url"
-    known = {"invalid_request", "context_length_exceeded", "unsupported", "unknown_url"}
-    assert set(codes.values()) <= {None, *known}
 
 
 @given(odd=line_lists(SIZE))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.kvcache.eviction import make_eviction
-from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.serving.store import ACTIVE
-from tests.serving.conftest import Running, Start
+from tests.serving.conftest import Running
 
 PROMPTS = [
     "def f(x):",
@@ -91,41 +88,6 @@ def test_a_stream_is_the_answer_in_pieces(
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset") if logprobs else ():
             parts = [getattr(one.logprobs, name) or [] for one in mine]
             assert [x for part in parts for x in part] == getattr(whole.choices[i].logprobs, name)
-
-
-def test_evicted_rows_of_all_lengths_are_those_of_the_engine(start: Start, tmp_path: Path) -> None:
-    """Together, through a block of small micro-batches; a row that is left no column is refused
-    alone."""
-    flags = ("--kv-bytes", "0.2", "--max-len", "200", "--percent", "0", "50", "0", "50", "0", "50")
-    server = start(tmp_path / "server", *flags)
-    asked = [
-        ([5 + n + i for i in range(n)], new)
-        for n, new in ((60, 5), (1, 1), (170, 24), (6, 20), (2, 3))
-    ]
-    with server.client as client, ThreadPoolExecutor() as pool:
-
-        def ask(one: tuple[list[int], int]) -> list[int] | str:
-            try:
-                found = client.completions.create(model="m", prompt=one[0], max_tokens=one[1])
-            except openai.BadRequestError as error:
-                return str(error.code)
-            return list(found.choices[0].token_ids)  # type: ignore[attr-defined]
-
-        answers = list(pool.map(ask, asked * 2))
-    mix = table_for().mix_of(0.2)
-    policy = Policy(
-        4, 2, compress_cache=True, cache_bits=mix.cache_bits, cache_window=mix.cache_window
-    )
-    eviction = make_eviction(mix.eviction, kv_bytes=0.2)
-    with LLM(
-        "opt-tiny", policy, dtype="float32", device="cpu", offload_dir=tmp_path, eviction=eviction
-    ) as llm:
-        fit = [one for one in asked if len(one[0]) > 2]
-        done = llm.generate(
-            [ids for ids, _ in fit], [SamplingParams(max_tokens=new) for _, new in fit]
-        )
-    whole = {len(ids): one.token_ids for (ids, _), one in zip(fit, done, strict=True)}
-    assert answers == [whole.get(len(ids), "does_not_fit") for ids, _ in asked * 2]
 
 
 def test_stop_strings_seeds_and_choices(client: openai.OpenAI) -> None:

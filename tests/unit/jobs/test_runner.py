@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import random
-import re
 import tracemalloc
 from collections.abc import Sequence
 from itertools import chain
@@ -21,7 +20,7 @@ import pytest
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import InputPart, read_part, scan_input
+from flexgen_h2o.jobs.input import InputPart, read_part
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.jobs.runner import (
@@ -31,7 +30,6 @@ from flexgen_h2o.jobs.runner import (
     OutputState,
     Sink,
     read_requests,
-    rows_before,
     window_rows,
 )
 from flexgen_h2o.jobs.sidecar import Sidecar, Status, read_sidecar, read_status, sidecar_path
@@ -99,22 +97,6 @@ def test_a_restart_does_the_rest(source: Path, output: Path, words: Model) -> No
         assert (writer.status.done, writer.errors) == (11, {"invalid_json": 1})
         before = {json.loads(whole[i])["custom_id"] for i in kept}
         assert not before & {f"r{line - 1}" for run in llm.runs for line in run}
-
-
-def test_answers_and_error_rows_in_two_files(source: Path, output: Path, words: Model) -> None:
-    """As the server has them, which holds no descriptor meanwhile."""
-    ids = scan_input(write_lines(source, *prompts(3), "{")).ids
-    other = output.with_name("errors.jsonl")
-    charged: list[int] = []
-    files = [OutputFile(output, rests=True), OutputFile(other, rests=True, charge=charged.append)]
-    before = rows_before(files[0].rows(), ids)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    writer = JobWriter(files, words, before, dict, shown=False)
-    lines = read_part(source, InputPart(~before.done))
-    JobRun(StubLLM(words), RequestReader(words, SamplingParams()), lines, writer).run(4)  # type: ignore[arg-type]
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert len(read_rows(output)) == 3 and failed(other) == ["line-4"]
-    assert charged == [other.stat().st_size] and writer.status.errors == 1
 
 
 # ---- windows
@@ -206,20 +188,6 @@ def test_bad_lines_come_in_parts(
 
 
 # ---- rows that do not fit
-
-
-def test_many_rows_that_fit_nowhere_are_found_by_few_questions(
-    source: Path, output: Path, words: Model
-) -> None:
-    """One that was not asked for names one that needs no more."""
-    llm = StubLLM(words, room=10)
-    run_job(llm, write_lines(source, *sized(4, 5, *range(11, 311))), output)
-    errors = {r["custom_id"]: r["error"] for r in read_rows(output) if r["error"]}
-    assert len(errors) == 300 and llm.runs == [[1, 2]] and llm.asks < 15
-    message = "line 3: 11 tokens are too many"
-    assert errors["n11-2"] == {"code": "does_not_fit", "message": message}
-    says = r"line 302: needs no less than line \d+: \d+ tokens are too many"
-    assert re.fullmatch(says, errors["n310-301"]["message"])
 
 
 def test_rows_of_any_prompt_and_answer_are_parted_exactly(
