@@ -591,7 +591,7 @@ MUTATIONS = (
     Mutation(
         "jobs.other-settings-resume",
         "jobs/job.py",
-        "        found = differences(before, settings, scan)\n",
+        "        found = differences(before, settings, source)\n",
         "        found = []\n",
         "tests/doors/test_job_files.py tests/doors/test_batch.py tests/unit/jobs",
     ),

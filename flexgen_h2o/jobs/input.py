@@ -104,7 +104,6 @@ class InputScan:
     ids: Digests  # (rows,) digests of custom ids, in order
     nbytes: int  # bytes of the input
     digest: str  # digest of all its bytes
-    prefix: str | None  # digest of the first `known_bytes` bytes; None if the input has fewer
 
 
 @dataclass(frozen=True)
@@ -117,15 +116,9 @@ class InputPart:
     row: int = 0  # number of its first row
 
 
-def scan_input(
-    path: Path,
-    known_bytes: int = 0,
-    most_rows: int | None = None,
-    check: Check = lambda: None,
-) -> InputScan:
+def scan_input(path: Path, most_rows: int | None = None, check: Check = lambda: None) -> InputScan:
     """Read the whole input once, with 16 bytes of memory per row.
 
-    known_bytes: length of the prefix whose digest is wanted.
     most_rows: most rows that the file may have; None is no limit.
 
     Raise UsageError if it has no row or too many, if two lines have the same id, or if the file is
@@ -133,7 +126,6 @@ def scan_input(
     """
     ids = bytearray()
     whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    prefix = None
     nbytes = 0
     lines = step_bytes = 0
     for raw, line, is_end in _pieces(path):
@@ -141,11 +133,7 @@ def scan_input(
             for first, what in _FOREIGN.items():
                 if raw.startswith(first):
                     raise UsageError(f"--input {path}: {what}")
-        split = min(max(0, known_bytes - nbytes), len(raw))
-        whole.update(raw[:split])
-        if nbytes + split == known_bytes and prefix is None:
-            prefix = whole.hexdigest()
-        whole.update(raw[split:])
+        whole.update(raw)
         nbytes += len(raw)
         if line is not None:
             ids += id_digest(line.custom_id)
@@ -158,7 +146,7 @@ def scan_input(
             check()
     if not ids:
         raise UsageError(f"--input {path}: no request in it, only blank lines or nothing")
-    found = InputScan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
+    found = InputScan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest())
     _refuse_duplicates(path, found.ids)
     return found
 

@@ -246,12 +246,12 @@ def settle(
     """
     output = outputs[0].path
     before = read_sidecar(output)
-    scan = scan_input(source, before.input_bytes if before else 0, check=check)
+    scan = scan_input(source, check=check)
     is_empty = all(one.is_empty for one in outputs)
     earlier: list[dict[str, Any]] = []
     or_force = "" if force is None else ", or --force"
     if before is not None and not is_empty:
-        found = differences(before, settings, scan)
+        found = differences(before, settings, source)
         earlier = before.earlier
         if found and not force:
             raise UsageError(

@@ -24,7 +24,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import read_json, write_whole
 from flexgen_h2o.core.units import format_bytes, format_seconds, shortened
 from flexgen_h2o.flags import EVICTION_FLAGS
-from flexgen_h2o.jobs.input import InputScan
+from flexgen_h2o.jobs.input import begins_as
 from flexgen_h2o.jobs.output import count_rows, is_locked
 
 SCHEMA = 1
@@ -117,10 +117,10 @@ def read_sidecar(output: Path) -> Sidecar | None:
     )
 
 
-def differences(before: Sidecar, settings: dict[str, Any], scan: InputScan) -> list[str]:
+def differences(before: Sidecar, settings: dict[str, Any], source: Path) -> list[str]:
     """Return in words, by flag if there is one, what a restart would mix. Empty if nothing differs.
 
-    An input may have grown.
+    source: the input, which may have grown.
     """
     old = {name: value for name, value in _flat(before.settings) if _GONE.get(name) != value}
     new = dict(_flat(settings))
@@ -131,7 +131,7 @@ def differences(before: Sidecar, settings: dict[str, Any], scan: InputScan) -> l
         for name in dict.fromkeys([*old, *new])
         if old.get(name) != new.get(name)
     ]
-    if scan.prefix != before.input_digest:
+    if not begins_as(source, before.input_bytes, before.input_digest):
         found.append(f"the input does not begin as {before.input_path} did")
     return found
 

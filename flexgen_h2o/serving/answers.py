@@ -102,7 +102,7 @@ def shutting_down() -> RequestRefused:
 
 
 def json_of(data: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body. Raise Refused if it is none."""
+    """Return the JSON object of a body. Raise RequestRefused if it is none."""
     try:
         value = STRICT_JSON.decode(data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -121,7 +121,7 @@ def json_of(data: bytes) -> dict[str, Any]:
 def read_asked(
     reader: RequestReader, url: str, body: Mapping[str, Any], rows: int, length: int
 ) -> ClientRequest:
-    """Return the request of a body. Raise Refused, naming the field, if it cannot be run.
+    """Return the request of a body. Raise RequestRefused, naming the field, if it cannot be run.
 
     rows: most sequences.
     length: most tokens of a sequence, prompt and answer.

@@ -277,7 +277,7 @@ async def json_body(request: Request) -> bytes:
 
 
 async def _gather(asked: ClientRequest, events: asyncio.Queue[tuple[Any, ...]]) -> None:
-    """Wait until all sequences are done. Raise Refused if one cannot be run."""
+    """Wait until all sequences are done. Raise RequestRefused if one cannot be run."""
     left = len(asked.requests)
     while left:
         kind, *event = await events.get()
@@ -322,7 +322,7 @@ def _route(path: str, reply: Reply, method: str = "GET", *names: str) -> Route:
 
 
 def _check_form(names: Sequence[str]) -> None:
-    """Raise Refused if an upload has a field that would change nothing."""
+    """Raise RequestRefused if an upload has a field that would change nothing."""
     for name in names:
         if name not in FORM_FIELDS:
             raise RequestRefused(

@@ -222,7 +222,7 @@ class Service:
     # Methods for other threads
 
     def submit(self, ticket: Ticket) -> None:
-        """Queue the ticket's sequences. Raise Refused if too many wait already."""
+        """Queue the ticket's sequences. Raise RequestRefused if too many wait already."""
         with self._lock:
             queued = sum(len(one.waiting) for one in self._tickets)
             if not self.is_open:

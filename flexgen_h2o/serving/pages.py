@@ -193,8 +193,8 @@ class PageRoutes:
     def _question(self, body: Mapping[str, Any]) -> tuple[list[str], Any, Any]:
         """Return words of the command line, the profile, and the model's shape.
 
-        The shape is None if the words say where the model is. Raise Refused, naming the field, if
-        one is wrong.
+        The shape is None if the words say where the model is. Raise RequestRefused, naming the
+        field, if one is wrong.
         """
         words = list[str]()
         for name, value in body.items():

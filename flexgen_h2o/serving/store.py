@@ -149,7 +149,7 @@ class Store:
     # Files
 
     def path(self, file_id: str) -> Path:
-        """Return the path of a file's content. Raise Refused if there is no such file."""
+        """Return the path of a file's content. Raise RequestRefused if there is no such file."""
         self.file(file_id)
         return self._files / file_id
 
@@ -276,7 +276,7 @@ class Store:
         return self._batches / f"{batch['id']}.taken"
 
     def add_batch(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Add a batch. Raise Refused if a field is wrong."""
+        """Add a batch. Raise RequestRefused if a field is wrong."""
         for name in body:
             if name not in ("input_file_id", "endpoint", "completion_window", "metadata"):
                 raise RequestRefused(f"{name[:60]}: is not supported", "unsupported")

@@ -488,7 +488,8 @@ def test_a_long_scan_delays_no_short_one_and_can_be_ended(
     store._most_bytes = 2**30
     batches._clerk.start()
     content = b"1\n" * 2**20
-    long, other = create(batches, content), create(batches, content)
+    long = create(batches, content)
+    other = create(batches, content)
     short = create(batches, lines(2))
     while short["status"] != "in_progress":
         time.sleep(0.001)

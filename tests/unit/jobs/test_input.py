@@ -13,6 +13,7 @@ import pytest
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.jobs import input as module
 from flexgen_h2o.jobs.input import (
+    begins_as,
     cut_input,
     id_digest,
     read_lines,
@@ -84,13 +85,24 @@ def test_an_input_that_has_grown_begins_as_before(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("{}\n{}")
     old = scan_input(path)
-    assert scan_input(path, old.nbytes).prefix == old.digest
-    path.write_text("{}\n{}\n{}\n")
-    assert scan_input(path, old.nbytes).prefix == old.digest
-    path.write_text("{}\n[]\n{}\n")
-    assert scan_input(path, old.nbytes).prefix not in (old.digest, None)
-    path.write_text("{}\n")
-    assert scan_input(path, old.nbytes).prefix is None
+    for text, is_alike in (
+        ("{}\n{}", True),
+        ("{}\n{}\n{}\n", True),
+        ("{}\n[]\n{}\n", False),
+        ("{}\n", False),
+    ):
+        path.write_text(text)
+        assert begins_as(path, old.nbytes, old.digest) is is_alike
+
+
+def test_a_scan_can_be_ended(tmp_path: Path) -> None:
+    def check() -> None:
+        raise InterruptedError
+
+    path = tmp_path / "in.jsonl"
+    path.write_text("{}\n" * 10_000)
+    with pytest.raises(InterruptedError):
+        scan_input(path, check=check)
 
 
 # ---- parts of it, for the actors of a job on Ray

@@ -54,32 +54,28 @@ def test_it_comes_back_as_it_was_written(source: Path, tmp_path: Path) -> None:
 
 def test_differences_are_named(source: Path) -> None:
     one = sidecar_of(source)
-    scan = scan_input(source, one.input_bytes)
-    assert differences(one, SETTINGS, scan) == []
+    assert differences(one, SETTINGS, source) == []
     other = {
         **SETTINGS,
         "policy": {"percent": [1, 3], "overlap": True},
         "eviction": {"name": "h2o", "recent": 4},
     }
-    assert differences(one, other, scan) == [
+    assert differences(one, other, source) == [
         "--percent was [1, 2] and is [1, 3]",
         "eviction.recent was null and is 4",
     ]
     source.write_text("{}\n[]\n")
-    assert differences(one, SETTINGS, scan_input(source, one.input_bytes)) == [
-        f"the input does not begin as {source} did"
-    ]
+    assert differences(one, SETTINGS, source) == [f"the input does not begin as {source} did"]
 
 
 def test_a_setting_that_is_gone_is_refused_unless_it_changed_nothing(source: Path) -> None:
     """A sidecar of an older version, where layers could keep different shares."""
     one = sidecar_of(source)
-    scan = scan_input(source, one.input_bytes)
 
     def found(schedule: str) -> list[str]:
         eviction = {**SETTINGS["eviction"], "layer_schedule": schedule}
         return differences(
-            replace(one, settings={**SETTINGS, "eviction": eviction}), SETTINGS, scan
+            replace(one, settings={**SETTINGS, "eviction": eviction}), SETTINGS, source
         )
 
     assert found("uniform") == []
