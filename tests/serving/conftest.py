@@ -28,25 +28,17 @@ LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
 """
-ENGINE = (
-    *("--model", "opt-chat", "--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"),
-    *(
-        "--percent",
-        "0",
-        "100",
-        "0",
-        "100",
-        "0",
-        "100",
-        "--gpu-batch-size",
-        "4",
-        "--num-gpu-batches",
-        "2",
-    ),
+FLAGS = (
+    "--model opt-chat --device cpu --dtype float32 --offload-dir offload "
+    "--percent 0 100 0 100 0 100 --gpu-batch-size 4 --num-gpu-batches 2 "
+    "--port 0 --state-dir state --max-len 256"
 )
-FLAGS = (*ENGINE, "--port", "0", "--state-dir", "state", "--max-len", "256")
 KEY = "a-key"
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+class Panic(BaseException):
+    """Stands for the panic of a library in Rust, which is no `Exception` in Python."""
 
 
 @dataclass
@@ -93,7 +85,7 @@ def start(forks: Forks) -> Iterator[Start]:
             write_model(folder / "opt-chat")
         (folder / "stdout").unlink(missing_ok=True)  # of an earlier one
         script = LIMITED.format(descriptors) + RUN if descriptors else RUN
-        server = forks.start(folder, script, *FLAGS, "--api-key", KEY, *flags, kind=Running)
+        server = forks.start(folder, script, *FLAGS.split(), "--api-key", KEY, *flags, kind=Running)
         started.append(server)
         return server
 

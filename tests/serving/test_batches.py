@@ -31,6 +31,7 @@ from flexgen_h2o.serving.app import Server
 from flexgen_h2o.serving.batch import OpenBatch
 from flexgen_h2o.serving.batches import MAX_FEEDING, Batches
 from flexgen_h2o.serving.store import Store
+from tests.serving.conftest import Panic
 
 BODY = {"endpoint": "/v1/completions", "completion_window": "24h"}
 ROW = '{"custom_id": "a", "response": {}, "error": null}\n'
@@ -298,10 +299,6 @@ def test_a_bug_of_ours_ends_its_batch(
     if where[1] == "_results":
         run_rows(batches)
         assert other["status"] == "completed"
-
-
-class Panic(BaseException):
-    """What a Rust library's panic is in Python: no Exception."""
 
 
 def test_a_line_that_breaks_its_reader_ends_its_batch(store: Store, batches: Batches) -> None:

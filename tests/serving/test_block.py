@@ -22,6 +22,7 @@ from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving import block
 from flexgen_h2o.serving.answers import RequestRefused, read_asked
 from flexgen_h2o.serving.block import Service, Ticket
+from tests.serving.conftest import Panic
 
 PLACES = 4
 LENGTH = 50
@@ -32,10 +33,6 @@ BROKEN = 66
 
 class Over(Exception):
     """No row is left."""
-
-
-class Panic(BaseException):
-    """What a Rust library's panic is in Python: no Exception."""
 
 
 class StubLLM:

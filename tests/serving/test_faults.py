@@ -19,12 +19,9 @@ from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.serving import app
 from flexgen_h2o.serving.app import HANDLERS, Server
 from flexgen_h2o.serving.guard import Bounds, Guard
+from tests.serving.conftest import Panic
 
 BOUNDS = Bounds(2**20, 2**20, 10, 30, None, False)
-
-
-class Panic(BaseException):
-    """What a Rust library's panic is in Python: no Exception."""
 
 
 FAULTS = [Panic("Rust: \ud83e"), KeyError("\ud83e")]

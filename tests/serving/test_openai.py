@@ -214,68 +214,70 @@ def lines_of(count: int, bad: bool = False) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+def upload(client: openai.OpenAI, content: bytes, **more: Any) -> Any:
+    return client.files.create(file=("rows.jsonl", content), purpose="batch", **more)
+
+
+def start_batch(client: openai.OpenAI, content: bytes, **more: Any) -> Any:
+    asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    asked["input_file_id"] = upload(client, content).id
+    return client.batches.create(**{**asked, **more})  # type: ignore[arg-type]
+
+
 def wait_for(client: openai.OpenAI, batch_id: str) -> Any:
     while (batch := client.batches.retrieve(batch_id)).status in ACTIVE:
         time.sleep(0.02)
     return batch
 
 
+def wait_for_rows(client: openai.OpenAI, batch_id: str, count: int) -> None:
+    while client.batches.retrieve(batch_id).request_counts.completed < count:  # type: ignore[union-attr]
+        time.sleep(0.01)
+
+
+def rows_of(client: openai.OpenAI, file_id: str) -> dict[str, dict[str, Any]]:
+    rows = list(map(json.loads, client.files.content(file_id).text.splitlines()))
+    found = {row["custom_id"]: row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
 def test_a_batch(client: openai.OpenAI, alone: dict[Any, Any], server: Running) -> None:
-    file = client.files.create(file=("rows.jsonl", lines_of(30, bad=True)), purpose="batch")
-    assert client.files.content(file.id).read() == lines_of(30, bad=True)
-    batch = client.batches.create(
-        input_file_id=file.id,
-        endpoint="/v1/completions",
-        completion_window="24h",
-        metadata={"a": "b"},
-    )
+    content = lines_of(30, bad=True)
+    batch = start_batch(client, content, metadata={"a": "b"})
+    assert client.files.content(batch.input_file_id).read() == content
     while_it_runs = client.completions.create(model="m", prompt=PROMPTS[0], max_tokens=5)
     assert while_it_runs.choices[0].text == alone[PROMPTS[0], 5][1]
     batch = wait_for(client, batch.id)
     assert batch.status == "completed" and batch.metadata == {"a": "b"} and batch.errors is None
-    assert (
-        batch.request_counts.total,
-        batch.request_counts.completed,
-        batch.request_counts.failed,
-    ) == (30, 29, 1)
-    rows = {
-        r["custom_id"]: r
-        for r in map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
-    }
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (30, 29, 1)
+    rows = rows_of(client, batch.output_file_id)
     assert rows.keys() == {f"r{i}" for i in range(30) if i != 3}
     for i in set(range(30)) - {3}:
         choice = rows[f"r{i}"]["response"]["body"]["choices"][0]
         assert choice["token_ids"] == alone[PROMPTS[i % 5], (1, 5, 24)[i % 3]][0]
-    [error] = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+    [error] = rows_of(client, batch.error_file_id).values()
     assert error["custom_id"] == "r3" and error["error"]["code"] == "invalid_request"
     assert client.batches.list(limit=1).data[0].id == batch.id
-    assert {f.id for f in client.files.list()} >= {
-        file.id,
-        batch.output_file_id,
-        batch.error_file_id,
-    }
-    assert client.files.delete(file.id).deleted
+    files = {batch.input_file_id, batch.output_file_id, batch.error_file_id}
+    assert {one.id for one in client.files.list()} >= files
+    assert client.files.delete(batch.input_file_id).deleted
     with pytest.raises(openai.NotFoundError):
-        client.files.retrieve(file.id)
-    assert not [
-        p.name
-        for p in (server.folder / "state" / "batches").iterdir()
-        if not p.name.endswith(".json")
-    ]
+        client.files.retrieve(batch.input_file_id)
+    left = (server.folder / "state" / "batches").iterdir()
+    assert not [path.name for path in left if not path.name.endswith(".json")]
 
 
 def test_lists_of_files_and_batches(client: openai.OpenAI) -> None:
     """All files are on a page, the newest first, or the other way round; pages of one hold each
     once."""
-    made = [
-        client.files.create(file=(f"{i}.jsonl", lines_of(1)), purpose="batch").id for i in range(25)
-    ]
+    made = [upload(client, lines_of(1)).id for _ in range(25)]
     first = client.files.list()
     assert [one.id for one in first.data][:25] == made[::-1] and not first.has_more
     assert [one.id for one in client.files.list(order="asc") if one.id in made] == made
-    assert [one.id for one in client.files.list(order="desc", limit=7) if one.id in made] == made[
-        ::-1
-    ]
+    newest = client.files.list(order="desc", limit=7)
+    assert [one.id for one in newest if one.id in made] == made[::-1]
     found = client.files.list(order="asc", after=made[3], limit=2)
     assert [one.id for one in found.data] == made[4:6] and found.has_more
     for name in made:
@@ -283,34 +285,23 @@ def test_lists_of_files_and_batches(client: openai.OpenAI) -> None:
 
 
 def test_a_file_that_expires(client: openai.OpenAI) -> None:
-    def create(seconds: int) -> Any:
-        after: Any = {"anchor": "created_at", "seconds": seconds}
-        return client.files.create(
-            file=("a.jsonl", lines_of(1)), purpose="batch", expires_after=after
-        )
-
-    file = create(3600)
-    assert (
-        file.expires_at == file.created_at + 3600
-        and client.files.retrieve(file.id).expires_at == file.expires_at
-    )
+    after = {"anchor": "created_at", "seconds": 3600}
+    file = upload(client, lines_of(1), expires_after=after)
+    assert file.expires_at == file.created_at + 3600
+    assert client.files.retrieve(file.id).expires_at == file.expires_at
     for seconds in (0, 3599, 2592001):
         with pytest.raises(openai.BadRequestError, match="expires_after: "):
-            create(seconds)
+            upload(client, lines_of(1), expires_after={**after, "seconds": seconds})
 
 
 def test_a_batch_that_is_cancelled_keeps_what_is_done(client: openai.OpenAI) -> None:
-    file = client.files.create(file=("rows.jsonl", lines_of(600)), purpose="batch")
-    batch = client.batches.create(
-        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-    )
-    while client.batches.retrieve(batch.id).request_counts.completed < 5:
-        time.sleep(0.01)
+    batch = start_batch(client, lines_of(600))
+    wait_for_rows(client, batch.id, 5)
     with pytest.raises(openai.BadRequestError, match="reads it"):
-        client.files.delete(file.id)
+        client.files.delete(batch.input_file_id)
     client.batches.cancel(batch.id)
     batch = wait_for(client, batch.id)
-    done = client.files.content(batch.output_file_id).text.splitlines()
+    done = rows_of(client, batch.output_file_id)
     assert batch.status == "cancelled" and 5 <= len(done) == batch.request_counts.completed < 600
     with pytest.raises(openai.BadRequestError, match="is cancelled"):
         client.batches.cancel(batch.id)
@@ -322,15 +313,8 @@ def test_a_batch_that_is_cancelled_keeps_what_is_done(client: openai.OpenAI) -> 
     ids=str,
 )
 def test_batches_that_are_refused(client: openai.OpenAI, fields: dict[str, str]) -> None:
-    file = client.files.create(file=("rows.jsonl", lines_of(1)), purpose="batch")
-    body = {
-        "input_file_id": file.id,
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-        **fields,
-    }
     with pytest.raises(openai.BadRequestError, match=next(iter(fields))):
-        client.batches.create(**body)  # type: ignore[arg-type]
+        start_batch(client, lines_of(1), **fields)
 
 
 def test_signals_end_it_and_the_next_start_goes_on(
@@ -338,17 +322,12 @@ def test_signals_end_it_and_the_next_start_goes_on(
 ) -> None:
     first = start(tmp_path)
     with first.client as client:
-        file = client.files.create(file=("rows.jsonl", lines_of(90)), purpose="batch")
-        batch = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-        )
-        while client.batches.retrieve(batch.id).request_counts.completed < 5:
-            time.sleep(0.01)
+        batch = start_batch(client, lines_of(90))
+        wait_for_rows(client, batch.id, 5)
         first.send(15)
     assert first.wait() == 143 and first.err == "serve: ended by SIGTERM\n"
     second = start(tmp_path)
     with second.client as client:
         batch = wait_for(client, batch.id)
-        rows = list(map(json.loads, client.files.content(batch.output_file_id).text.splitlines()))
-    assert sorted(r["custom_id"] for r in rows) == sorted(f"r{i}" for i in range(90))
+        assert rows_of(client, batch.output_file_id).keys() == {f"r{i}" for i in range(90)}
     assert second.code is None
