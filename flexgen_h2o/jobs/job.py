@@ -270,7 +270,7 @@ def settle(
     now = Sidecar(settings, str(source), scan.nbytes, scan.digest, earlier)
     if now != before:
         now.write(output)
-    return replace(found_rows, sidecar=now)
+    return found_rows
 
 
 def _say_rows(before: OutputState) -> None:
@@ -309,10 +309,7 @@ def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) ->
 def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile) -> None:
     """Raise FlexgenError if input or output was changed during the job, which reads the input
     twice.
-
-    Raise it also if the sidecar was removed and cannot be written again.
     """
-    writer.restore_sidecar()
     status = writer.status
     begun = read_sidecar(args.output)
     missing = status.rows - status.done

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks, Progress, Silent
 from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
@@ -26,7 +26,7 @@ from flexgen_h2o.jobs.input import STEP_LINES, Check, Digests, Line, id_digest, 
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.jobs.responses import error_message, output_line
-from flexgen_h2o.jobs.sidecar import Sidecar, Status, tiers_text
+from flexgen_h2o.jobs.sidecar import Status, tiers_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
@@ -51,7 +51,6 @@ class OutputState:
     done: npt.NDArray[np.bool_]  # (rows of the input,): whether the output has this row
     status: Status  # the counts of rows; the job's `JobWriter` continues it
     errors: Counter[str] = field(default_factory=Counter)  # number of error rows by code
-    sidecar: Sidecar | None = None  # the job's sidecar, once it is settled
 
 
 def rows_before(
@@ -140,7 +139,6 @@ class JobWriter(Sink):
         self._said = 0  # internal errors that were shown
         self._began = time.monotonic()
         self._written = 0.0
-        self._sidecar = before.sidecar
         # Rows that were read, and their new tokens. A row that is not done counts the most that it
         # may have.
         self._asking = 0
@@ -218,14 +216,6 @@ class JobWriter(Sink):
         self.status.tokens -= sum(len(row.token_ids) - row.answered for row in rows)
         self._new -= sum(row.asked - row.answered for row in rows)
 
-    def restore_sidecar(self) -> None:
-        """Write the sidecar again if somebody has removed it.
-
-        Without it a killed job could not resume. Raise FlexgenError if it cannot be written.
-        """
-        if self._sidecar is not None:
-            self._sidecar.restore(self._outputs[0].path)
-
     def end(self, state: str) -> None:
         """Write the final state to the status file."""
         self.status.state = state
@@ -248,8 +238,6 @@ class JobWriter(Sink):
             f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False
         )
         status.write(self._outputs[0].path)
-        with suppress(FlexgenError):  # the end of the job reports it
-            self.restore_sidecar()
 
     def _left_s(self) -> float | None:
         """Return the seconds left, or None if nothing is done yet.

@@ -84,14 +84,6 @@ class Sidecar:
         except OSError as error:
             raise FlexgenError(f"{sidecar_path(output)}: {error.strerror or error}") from error
 
-    def restore(self, output: Path) -> None:
-        """Write the file again if somebody has removed it.
-
-        Raise FlexgenError if it cannot be written.
-        """
-        if not sidecar_path(output).is_file():
-            self.write(output)
-
 
 def sidecar_path(output: Path) -> Path:
     return output.with_name(output.name + ".job.json")
