@@ -122,23 +122,15 @@ def test_files_are_written_where_standard_output_takes_nothing(
     """What is lost is a failure where it was what had been asked for."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
-    words = command.split()
     is_full = lossy.name == "/dev/full"
-    if words[0] != "plan":
-        words += [
-            "--model",
-            str(words_model),
-            "--device",
-            "cpu",
-            "--dtype",
-            "float32",
-            "--offload-dir",
-            "offload",
-        ]
-        words += ["--gen-len", "2", *(["--prompt-len", "8"] if words[0] == "flex-opt" else [])]
+    if command.startswith("flex-opt"):
+        command += " --prompt-len 8"
+    if not command.startswith("plan"):
+        command += f" --model {words_model} --device cpu --dtype float32 --gen-len 2"
+        command += " --offload-dir offload"
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", lossy)
-        assert cli.main(words) == (0 if is_all else 1)
+        assert cli.main(command.split()) == (0 if is_all else 1)
     said = [line for line in capfd.readouterr().err.splitlines() if "standard output" in line]
     assert len(said) == is_full
     assert not said or not is_all or said[0].endswith(f"the results are in {name}")

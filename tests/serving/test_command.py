@@ -16,42 +16,40 @@ import pytest
 
 from flexgen_h2o import serve
 from flexgen_h2o.core.descriptors import descriptor_limits, raise_descriptor_limit
-from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, UsageError
+from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_USAGE, UsageError
 from flexgen_h2o.flags import budget_of
 from flexgen_h2o.serving.guard import Bounds
 from flexgen_h2o.tiers import device
 from tests.serving.conftest import Start
 
+ENGINE = "--model opt-tiny --device cpu --dtype float32 --max-len 64 --percent 0 100 0 100 0 100"
+REFUSED = {
+    "--host 0.0.0.0": "--api-key",
+    "--api-key=": "--api-key",
+    "--host no.such.host.invalid --api-key k": "--host no.such.host.invalid --port 0",
+    "--batch-share 1.5": "--batch-share",
+    "--compare full --compare-share 0": "--compare-share 0: ",
+    "--compare full --compare-share 1.5": "--compare-share",
+    "--compare none": "--compare: none",
+    "--max-body lots": "--max-body",
+    "--state-dir a-file": "--state-dir a-file",
+    "--max-len 5000": "--max-len 5000",
+    "--port 70000": "--port 70000",
+    "--plan-only": "--device: ",
+    "--compare full --host-mem 150MiB --compare-share 0.01": "--compare-share",
+}
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--host", "0.0.0.0"], "--api-key"),
-        (["--api-key", ""], "--api-key"),
-        (["--host", "no.such.host.invalid", "--api-key", "k"], "cannot listen"),
-        (["--batch-share", "1.5"], "--batch-share"),
-        (["--compare", "full", "--compare-share", "0"], "--compare-share 0: "),
-        (["--max-body", "lots"], "--max-body"),
-        (["--state-dir", "a-file"], "--state-dir a-file"),
-        (["--max-len", "5000"], "--max-len 5000"),
-        (["--port", "70000"], "--port 70000"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+
+@pytest.mark.parametrize("words", REFUSED)
 def test_what_is_refused(
-    words: list[str],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a-file").touch()
-    code = serve.main(
-        ["--model", "opt-tiny", "--device", "cpu", "--port", "0", "--state-dir", "s", *words]
-    )
-    err = capfd.readouterr().err
-    assert code == EXIT_USAGE and err.startswith("serve: ") and says in err and err.count("\n") == 1
+    code = serve.main([*ENGINE.split(), "--port", "0", "--state-dir", "s", *words.split()])
+    [line] = capfd.readouterr().err.splitlines()
+    assert code == (EXIT_DOES_NOT_FIT if "--host-mem" in words else EXIT_USAGE)
+    assert line.startswith("serve: ") and REFUSED[words] in line
 
 
 def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ import httpx2
 import pytest
 from starlette.testclient import TestClient
 
-from flexgen_h2o import H2O, LLM, Policy, SamplingParams, policy_search, serve
-from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_USAGE
+from flexgen_h2o import H2O, LLM, Policy, SamplingParams, policy_search
+from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.planner.profile import SHIPPED, nominal_profile, profile_from_json
 from flexgen_h2o.serving import pages
@@ -238,44 +238,6 @@ def test_two_eviction_policies_side_by_side(start: Start, tmp_path: Path) -> Non
     assert budgets == [int(0.8 * 2**30), int(0.2 * 2**30)]
     assert status["compare"]["eviction"]["kv_budget"] == 0.3
     assert status["sweep"]["end"] > status["sweep"]["start"]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "says"),
-    [
-        (["--compare", "none"], EXIT_USAGE, "--compare: none is not one of"),
-        (["--compare", "full", "--compare-share", "1.5"], EXIT_USAGE, "--compare-share"),
-        (
-            ["--compare", "full", "--host-mem", "150MiB", "--compare-share", "0.01"],
-            EXIT_DOES_NOT_FIT,
-            "--compare-share",
-        ),
-        (["--plan-only", "--gen-len", "3"], EXIT_USAGE, "--gen-len: is for an engine"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_the_command_refuses(
-    words: list[str],
-    code: int,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    engine = (
-        []
-        if "--plan-only" in words
-        else ["opt-tiny", "--device", "cpu", "--dtype", "float32", "--max-len", "64"]
-    )
-    place = (
-        []
-        if "--plan-only" in words
-        else ["--percent", "0", "100", "0", "100", "0", "100", "--state-dir", "s"]
-    )
-    assert serve.main(["--port", "0", *engine, *place, *words]) == code
-    err = capfd.readouterr().err
-    assert says in err and err.count("\n") == 1
 
 
 def test_the_planner_alone(forks: Forks, tmp_path: Path) -> None:
