@@ -560,29 +560,6 @@ def test_a_batch_without_room_for_its_error_rows_fails_and_others_run(
 # ---- A batch that ends the server
 
 
-def test_a_batch_is_not_tried_again_after_the_server_died_twice_with_it(
-    store: Store, reader: RequestReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While it read its file; test_many_batches.py kills it while rows run."""
-
-    def die(*args: Any, **how: Any) -> None:
-        raise SystemExit
-
-    batches = batches_of(store, reader)
-    batch = create(batches, lines(1))
-    with monkeypatch.context() as deadly:
-        deadly.setattr(module, "scan_input", die)
-        with pytest.raises(SystemExit):
-            work(batches)
-        with pytest.raises(SystemExit):
-            start_again(store, reader)
-    batches = start_again(store, reader)
-    fresh = create(batches, lines(2))
-    run_rows(batches)
-    assert batch["status"] == "failed" and batch["errors"]["data"][0]["code"] == "server_died"
-    assert fresh["status"] == "completed" and not store.with_jobs()
-
-
 def test_a_batch_that_gets_on_is_tried_again_however_often_the_server_dies(
     store: Store, reader: RequestReader
 ) -> None:

@@ -7,12 +7,15 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from tests.serving.conftest import KEY, Running
+from tests.text.oddities import line_lists
 
 JSON = {"content-type": "application/json"}
 
@@ -148,7 +151,6 @@ def test_names_of_files_and_batches_lead_nowhere_else(server: Running, name: str
 
 
 def test_half_of_a_surrogate_pair_breaks_no_list(web: httpx2.Client) -> None:
-    """test_odd_texts.py has such lines in a batch."""
     sent = {"file": ("a.jsonl", b"{}")}
     file = web.post("/v1/files", files=sent, data={"purpose": "batch"}).json()
     batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -159,6 +161,19 @@ def test_half_of_a_surrogate_pair_breaks_no_list(web: httpx2.Client) -> None:
     assert web.post("/v1/batches", content=wrong, headers=JSON).status_code == 400
     for path in ("/v1/batches", "/v1/files", "/status"):
         assert web.get(path).is_success
+
+
+@given(odd=line_lists(10))
+@settings(suppress_health_check=list(HealthCheck), max_examples=5)
+def test_odd_requests_end_no_server(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
+    """They have every oddity of Unicode."""
+    for line in odd:
+        body = json.dumps(line["body"]).encode()
+        answer = web.post(line["url"], content=body, headers=JSON)
+        if answer.status_code != 200:
+            assert answer.status_code == 400, (answer.text, line)
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert web.get("/health").status_code == 200
 
 
 def test_pages_of_others_and_other_hosts_are_refused(web: httpx2.Client) -> None:

@@ -61,30 +61,21 @@ def test_an_openai_line_with_everything(words: Model) -> None:
 
 
 def test_a_chat_goes_through_the_template(words: Model) -> None:
-    model = copy.copy(words)
     tokenizer = copy.deepcopy(words.tokenizer)
     tokenizer.chat_template = TEMPLATE
-    model = replace(model, tokenizer=tokenizer)
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            "name": None,
-        },
-    ]
-    found = read(
-        model, openai({"messages": messages, "max_completion_tokens": 4, "logprobs": True}, CHAT)
-    )
-    text = "<system>be brief<user>a\nb<a>"
+    model = replace(words, tokenizer=tokenizer)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}]
+    for fields, logprobs in (
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 3}, 3),
+        ({"logprobs": False}, None),
+    ):
+        body = {"messages": messages, "max_completion_tokens": 4, **fields}
+        found = read(model, openai(body, CHAT))
+        assert (found.kind, found.params.max_tokens) == ("chat", 4)
+        assert found.params.logprobs == logprobs
+    text = "<system>be brief<user>a<a>"
     assert list(found.prompt_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert (found.kind, found.params.max_tokens, found.params.logprobs) == ("chat", 4, 0)
-    many = openai({"messages": messages, "logprobs": True, "top_logprobs": 3}, CHAT)
-    assert read(model, many).params.logprobs == 3
-    assert (
-        read(model, openai({"messages": messages, "logprobs": False}, CHAT)).params.logprobs is None
-    )
-
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     code, message = refused(model, openai({"messages": messages}, CHAT))
     assert code == "invalid_request" and "roles must alternate" in message
@@ -274,31 +265,6 @@ def test_a_text_completion(words: Model) -> None:
         "top_logprobs": [{second: -0.25, other: -2.0, first: -0.5}, {}],
         "text_offset": [0, min(len(first), len("text"))],
     }
-
-
-def test_a_request_that_echoes_its_prompt(words: Model) -> None:
-    """H2O's lm-eval records: the prompt's tokens and their log-probabilities, and nothing
-    generated."""
-    found = read(words, {"prompt": "def f(x):", "echo": True, "logprobs": 1, "max_tokens": 0})
-    assert (found.params.max_tokens, found.params.prompt_logprobs, found.params.logprobs) == (
-        0,
-        1,
-        1,
-    )
-    assert found.echo and found.prompt == "def f(x):"
-    ids = found.prompt_ids
-    scores = [None, *(TokenLogprobs(-float(i), ((i, -0.5),)) for i in range(1, len(ids)))]
-    done = replace(found, text="", finish_reason="length", logprobs=[], prompt_logprobs=scores)
-    [choice] = success_row(done, words)["response"]["body"]["choices"]
-    assert (choice["text"], choice["token_ids"]) == ("def f(x):", [])
-    assert choice["logprobs"]["tokens"] == [words.tokenizer.decode([i]) for i in ids]
-    assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids)))]
-    [likely, own] = (words.tokenizer.decode([i]) for i in (1, ids[1]))
-    assert choice["logprobs"]["top_logprobs"][:2] == [None, {likely: -0.5, own: -1.0}]
-    done = replace(done, prompt=None, text="text", token_ids=[613], logprobs=STEPS[:1])
-    [both] = success_row(done, words)["response"]["body"]["choices"]
-    assert both["text"] == words.tokenizer.decode(ids, skip_special_tokens=True) + "text"
-    assert len(both["logprobs"]["tokens"]) == len(ids) + 1
 
 
 def test_a_chat_completion(words: Model) -> None:
