@@ -690,7 +690,7 @@ MUTATIONS = (
     ),
     Mutation(
         "serving.error-rows-cost-nothing",
-        "serving/batch.py",
+        "serving/batches.py",
         "rests=True, charge=charge))",
         "rests=True))",
         "tests/serving/test_batches.py",

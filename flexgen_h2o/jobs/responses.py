@@ -42,8 +42,7 @@ def success_row(request: Request, model: Model) -> dict[str, Any]:
     """
     digest = _id_digest(request.custom_id)
     is_chat = request.kind == "chat"
-    choice = _chat_choice(request, model) if is_chat else _text_choice(request, model)
-    choice |= {"finish_reason": request.finish_reason, "token_ids": request.token_ids}
+    choice = choice_of(request, model)
     prompt_tokens = len(request.prompt_ids)
     new_tokens = len(request.token_ids)
     body = {
@@ -100,6 +99,12 @@ def helm_result(choice: dict[str, Any]) -> dict[str, Any]:
         "finish_reason": choice["finish_reason"],
     }
     return {"choices": [answer], "request_time": {"batch_time": 0, "batch_size": 1}}
+
+
+def choice_of(request: Request, model: Model) -> dict[str, Any]:
+    """Return the answer to a finished request as OpenAI's `choice`."""
+    found = (_chat_choice if request.kind == "chat" else _text_choice)(request, model)
+    return found | {"finish_reason": request.finish_reason, "token_ids": request.token_ids}
 
 
 def _chat_choice(request: Request, model: Model) -> dict[str, Any]:

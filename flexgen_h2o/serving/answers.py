@@ -24,7 +24,7 @@ from flexgen_h2o.engine.prompts import STRICT_JSON
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.engine.sequence import CODE_INTERNAL
 from flexgen_h2o.jobs.requests import ClientRequest, Request, RequestReader, RowError
-from flexgen_h2o.jobs.responses import chat_logprobs, success_row, text_logprobs
+from flexgen_h2o.jobs.responses import chat_logprobs, choice_of, text_logprobs
 from flexgen_h2o.models.load import Model
 
 MAX_NUMBERS = 2_000_000  # most numbers in an answer, which is held until its last sequence is done
@@ -175,16 +175,8 @@ def _numbers(request: Request, positions: int) -> int:
 
 def body_of(asked: ClientRequest, model: Model) -> dict[str, Any]:
     """Return the answer to a request whose sequences are done."""
-    choices = [
-        {**_answer(request, model)["choices"][0], "index": i}
-        for i, request in enumerate(asked.requests)
-    ]
+    choices = [{**choice_of(one, model), "index": i} for i, one in enumerate(asked.requests)]
     return {**_head(asked, model, ""), "choices": choices, "usage": usage_of(asked)}
-
-
-def _answer(request: Request, model: Model) -> dict[str, Any]:
-    body: dict[str, Any] = success_row(request, model)["response"]["body"]
-    return body
 
 
 def usage_of(asked: ClientRequest) -> dict[str, int]:
@@ -274,8 +266,7 @@ class _Choice:
     def rest(self) -> dict[str, Any]:
         done = self._request
         if done.echo:
-            choice: dict[str, Any] = _answer(done, self._model)["choices"][0]
-            return choice
+            return choice_of(done, self._model)
         shown = len(self._ids)
         self._add(done.token_ids[shown:], (done.logprobs or [])[shown:])
         piece = self._piece(done.finish_reason)

@@ -27,7 +27,7 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.serving.answers import RequestRefused, refused, say_fault, shutting_down
 
 if TYPE_CHECKING:
-    from flexgen_h2o.serving.batch import OpenBatch
+    from flexgen_h2o.serving.batches import OpenBatch
 
 TEMPLATE_PROMPT = 128  # tokens of a usual prompt; the engine is opened for such prompts
 # Upper ends of the histogram, in seconds.
@@ -49,7 +49,7 @@ NO_ROOM = (
 class Ticket:
     """The sequences of one client's request.
 
-    A ticket and a batch (batch.py) are the owners of sequences, and have the same methods. The
+    A ticket and an `OpenBatch` are the owners of sequences, and have the same methods. The
     engine's thread calls them.
     """
 

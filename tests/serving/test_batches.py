@@ -28,8 +28,7 @@ from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving import batches as module
 from flexgen_h2o.serving.answers import RequestRefused
 from flexgen_h2o.serving.app import Server
-from flexgen_h2o.serving.batch import OpenBatch
-from flexgen_h2o.serving.batches import MAX_FEEDING, Batches
+from flexgen_h2o.serving.batches import MAX_FEEDING, Batches, OpenBatch
 from flexgen_h2o.serving.store import Store
 from tests.serving.conftest import Panic
 
