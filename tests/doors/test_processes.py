@@ -119,7 +119,7 @@ def test_files_are_written_where_standard_output_takes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """What is lost is a failure where it was what had been asked for."""
+    """A loss is a failure if the lost output was all that had been asked for."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
     is_full = lossy.name == "/dev/full"

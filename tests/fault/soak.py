@@ -92,7 +92,7 @@ Undisturbed = tuple[dict[str, list[int]], float]  # tokens by custom id; seconds
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Undisturbed]:
-    """What each kind of job answers alone; filled as tests ask."""
+    """Return the answers of each kind of job alone, which are filled in as tests ask."""
     return {}
 
 
@@ -116,7 +116,7 @@ def answer(kind: str, known: dict[str, Undisturbed], parent: Path) -> Undisturbe
 
 
 def assert_nothing_left(folder: Path) -> None:
-    """Of runs; and all of the user's is there. Packed weights stay, for the next job."""
+    """Check that no run has left a file, and that the user's files are there. Packed weights stay."""
     offload = folder / "offload"
     for name in USERS_FILES:
         assert (offload / name).read_text() == f"mine: {name}"

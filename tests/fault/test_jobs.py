@@ -29,7 +29,7 @@ def finish(jobs: Jobs, folder: Path) -> Tokens:
 
 @pytest.fixture(scope="module")
 def whole(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
-    """What an undisturbed job answers."""
+    """Return the answers of an undisturbed job."""
     folder = tmp_path_factory.mktemp("whole")
     ids = write_input(folder, ROWS)
     tokens = finish(jobs, folder)
@@ -83,7 +83,7 @@ def put_new_in_its_place(path: Path) -> None:
 
 
 def write_other_bytes(path: Path) -> None:
-    """As many as there were."""
+    """Replace the bytes by as many others."""
     path.write_bytes(b"x" * path.stat().st_size)
 
 

@@ -177,7 +177,7 @@ def service(llm: StubLLM) -> Service:
 
 
 def submitted(service: Service, *ticket: int, **how: int) -> list[Any]:
-    """What a client is told of its rows."""
+    """Submit a client's rows, and return what the client is told."""
     one, told = ticket_of(*ticket, **how)
     service.submit(one)
     return told
@@ -283,7 +283,7 @@ def test_a_batch_that_asks_again_and_again_can_be_ended(
 
 
 def test_tokens_are_counted_when_their_rows_are_over(service: Service) -> None:
-    """Those that a row was given are none: what is counted never falls."""
+    """Tokens that a row was given are not counted, and no count ever falls."""
     service.sweep(3)
     assert (service.counts.tokens, service.counts.computed) == (0, 3)
     given = Scoring((5,), (8, 9))
@@ -293,7 +293,7 @@ def test_tokens_are_counted_when_their_rows_are_over(service: Service) -> None:
 
 
 def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
-    """Where only prompts lose columns, the shortest one grows the most."""
+    """The shortest prompt grows the most if only prompts lose columns."""
     llm.eviction = H2O(heavy_ratio=0.1, while_decoding=False)
     sequences = Service(llm, PLACES, LENGTH, 20, 0.25)._template  # type: ignore[arg-type]
     template = [

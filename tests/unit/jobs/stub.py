@@ -95,7 +95,7 @@ class StubLLM:
 def run_job(
     llm: Any, source: Path, output: Path, max_errors: int | None = None, **options: Any
 ) -> JobWriter:
-    """As `batch` does it, without its checks; the writer that has ended."""
+    """Run a job as `batch` does, without its checks, and return its writer."""
     scan = scan_input(source)
     file = OutputFile(output)
     try:

@@ -213,8 +213,8 @@ def test_what_needs_a_tokenizer_says_so(ids_only: Model) -> None:
 
 
 def test_a_token_as_likely_as_the_last_is_among_the_likeliest() -> None:
-    """As many as were asked for, then. The likeliest stays the first, and one that is less likely
-    is one more."""
+    """There are as many as were asked for then. The likeliest stays the first. A token that is less
+    likely is one more."""
     tied = TokenLogprobs(-2.0, ((1, -1.0), (2, -2.0), (3, -2.0)))
     single = TokenLogprobs(-1.0, ((1, -1.0),))
     other = TokenLogprobs(-3.0, ((1, -1.0), (2, -2.0)))

@@ -1,4 +1,4 @@
-"""What an output was begun with, what a restart would mix, and damaged files beside an output."""
+"""Settings that an output was begun with, differences of a restart, and damaged files."""
 
 from __future__ import annotations
 
