@@ -116,7 +116,7 @@ def answer(kind: str, known: dict[str, Undisturbed], parent: Path) -> Undisturbe
 
 
 def assert_nothing_left(folder: Path) -> None:
-    """Check that no run has left a file, and that the user's files are there. Packed weights stay."""
+    """Check that no run has left a file, and that the user's are there. Packed weights stay."""
     offload = folder / "offload"
     for name in USERS_FILES:
         assert (offload / name).read_text() == f"mine: {name}"

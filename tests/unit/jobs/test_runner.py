@@ -265,7 +265,7 @@ def test_what_a_writer_tells_as_time_goes_by(
     output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The seconds left follow the tokens: before a row is done, and as rows turn out shorter than
-    they might have been. One row of four cannot be run. A sidecar that is removed is written again."""
+    they might have been. One row of four cannot be run."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
     before = OutputState(np.zeros(8, bool), Status(rows=8))
