@@ -38,6 +38,7 @@ _FOREIGN = {
     b"%PDF": "is a PDF; give JSON lines",
     b"PAR1": "is a Parquet file; write its rows as JSON lines",
 }
+# The id of a too long line, searched in its first bytes.
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _CHUNK = 2**16  # rows that are looked up at a time
 _PIECE_BYTES = 2**20  # bytes read at a time if only the digest is wanted
