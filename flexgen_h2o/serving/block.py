@@ -164,9 +164,8 @@ class Service:
         self.is_open = True
         self._tickets: deque[Ticket] = deque()  # tickets with sequences that wait
         self._batches: deque[OpenBatch] = deque()
-        # Sequences that run, or that are to run again because a run with them has failed; each with
-        # its number in the order of entering.
-        self._running: dict[Request, int] = {}
+        # Sequences that run, in the order of entering; the values mean nothing.
+        self._running: dict[Request, None] = {}
         # Sequences of a run that failed. Groups of them run by themselves, until the one that fails
         # is found and the others continue.
         self._is_trying = False
@@ -174,7 +173,6 @@ class Service:
         # Sequences of the running group that have not entered yet.
         self._group: deque[Request] = deque()
         self._failed_runs = 0  # failed runs since a sequence was done
-        self._serial = self._batch_rows = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._template = self._make_template(rows)
@@ -277,7 +275,9 @@ class Service:
     @property
     def running(self) -> tuple[int, int]:
         """Numbers of running sequences, of clients and of batches."""
-        return len(self._running) - self._batch_rows, self._batch_rows
+        owners = [one.owner for one in list(self._running)]
+        clients = sum(isinstance(owner, Ticket) for owner in owners)
+        return clients, len(owners) - clients
 
     def _retry_after(self, queued: int) -> int:
         count = sum(self.counts.latencies)
@@ -345,7 +345,8 @@ class Service:
         """
         if self._is_trying:
             return self._next_suspect()
-        is_their_turn = self.capacity > 1 and self._batch_rows < self.batch_share * self.capacity
+        _, of_batches = self.running
+        is_their_turn = self.capacity > 1 and of_batches < self.batch_share * self.capacity
         for take in (
             (self._of_batches, self._of_tickets)
             if is_their_turn
@@ -356,7 +357,8 @@ class Service:
                 if self._has_room(request):
                     request.owner.running += 1
                     self.counts.prompt_tokens += len(request.prompt_ids)
-                    return self._enter(request)
+                    self._running[request] = None
+                    return request
                 self.counts.failed += 1
                 request.owner.finish(request)
                 if time.monotonic() > ends:  # others have their turn first, and signals
@@ -393,14 +395,9 @@ class Service:
                 self._group.extend(self._suspects.popleft())
             one = self._group.popleft()
             if not one.owner.is_gone:
-                return self._enter(one)
+                self._running[one] = None
+                return one
             self._forget(one)
-
-    def _enter(self, request: Request) -> Request:
-        self._serial += 1
-        self._running[request] = self._serial
-        self._batch_rows += not isinstance(request.owner, Ticket)
-        return request
 
     def _of_tickets(self) -> Request | None:
         """Return a sequence of the next ticket; tickets take turns."""
@@ -452,10 +449,9 @@ class Service:
         The engine calls this.
         """
         with interrupts.held():
-            for request in sorted(done, key=self._running.__getitem__):
+            for request in [one for one in self._running if one in done]:
                 del self._running[request]
                 owner = request.owner
-                self._batch_rows -= not isinstance(owner, Ticket)
                 self._failed_runs = 0
                 if owner.is_gone:
                     self.counts.given_up += 1
@@ -487,7 +483,6 @@ class Service:
         """
         rows = list(self._running)
         self._running.clear()
-        self._batch_rows = 0
         self._failed_runs += 1
         most_failed = self.capacity.bit_length() + 2  # halves down to one sequence, and some more
         if isinstance(error, FlexgenError):
