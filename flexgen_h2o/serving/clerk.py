@@ -47,7 +47,7 @@ class Clerk:
         self.lanes[bisect_left(LANES, nbytes)].put(work)
 
     def close(self) -> None:
-        """End when the work under way does, which is to look at `is_open`. Drop what waits."""
+        """Drop what waits, and wait until the work under way ends. Long work looks at `is_open`."""
         self.is_open = False
         with interrupts.held():
             for lane, thread in zip(self.lanes, self._threads, strict=True):
