@@ -19,7 +19,7 @@ Work = Callable[[], None]
 
 
 class Clerk:
-    """Does the work that is added in the order of arrival, in a thread for each size of files.
+    """Does work in the order in which it is added, in one thread for each size of files.
 
     tick: called about every TICK_S seconds.
 
