@@ -1,16 +1,103 @@
 """The pages in a real browser, against a real server: what a reader sees, with a key, in both
-schemes, at 400 px."""
+schemes, at 400 px.
+
+Needs selenium (the extra `browser`), Debian's chromium and its driver.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.extras import needs
-from tests.serving.browser import Browser, browsing, start_batch, why_no_browser
 from tests.serving.conftest import KEY, Running, Start
+from tests.serving.test_many_batches import send
+
+PATIENCE_S = 120.0  # a busy machine fails nothing
+
+
+def why_no_browser() -> str:
+    """What is missing; empty where nothing is."""
+    programs = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    missing = [*programs, *([] if find_spec("selenium") else ["selenium"])]
+    if not missing:
+        return ""
+    return (
+        f"no {' and no '.join(missing)} here (apt-get install chromium chromium-driver; pip "
+        "install -e '.[browser]')"
+    )
+
+
+class Browser:
+    """A headless one. driver: selenium's."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def find(self, css: str) -> Any:
+        return self.driver.find_element("css selector", css)
+
+    def run(self, script: str, *values: Any) -> Any:
+        return self.driver.execute_script(script, *values)
+
+    def fill(self, css: str, text: str) -> None:
+        self.find(css).clear()
+        self.find(css).send_keys(text)
+
+    def wait(self, script: str) -> Any:
+        """Until the script's value is true."""
+        ends = time.monotonic() + PATIENCE_S
+        while not (found := self.run(f"return {script}")):
+            if time.monotonic() > ends:
+                raise TimeoutError(f"{script}; the page says: {self.find('body').text}")
+            time.sleep(0.05)
+        return found
+
+    @property
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the console, as of the content security policy; not a key that is
+        asked for."""
+        return [
+            one["message"]
+            for one in self.driver.get_log("browser")
+            if "401 (Unauthorized)" not in one["message"]
+        ]
+
+
+@contextmanager
+def browsing(width: int = 1100, dark: bool = False) -> Iterator[Browser]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for flag in (
+        "--headless=new",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        *["--no-sandbox"] * (os.geteuid() == 0),
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    try:
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        yield Browser(driver)
+    finally:
+        driver.quit()
+
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,7 +178,18 @@ def test_a_wrong_key_is_asked_for_again(browser: Browser, server: Running) -> No
 
 def test_jobs_memory_and_timeline(browser: Browser, server: Running) -> None:
     enter(browser, server, "/")
-    batch = start_batch(server.url, HOSTILE, 30, KEY)
+    body = {"max_tokens": 96, "ignore_eos": True}
+    lines = [
+        {
+            "custom_id": f"r{i}",
+            "url": "/v1/completions",
+            "body": {**body, "prompt": f"def f{i}(x):"},
+        }
+        for i in range(30)
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    with server.web as web:
+        batch = send(web, content, metadata={"name": HOSTILE})
     browser.wait("document.querySelectorAll('.lane').length >= 2")
     browser.wait(
         "[...document.querySelectorAll('#jobs tr')].find((row) => "

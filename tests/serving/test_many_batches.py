@@ -18,13 +18,13 @@ from tests.serving.conftest import Running, Start
 LONG_S = 30.0  # no machine is that slow
 
 
-def send(web: httpx2.Client, content: bytes, endpoint: str = "/v1/completions") -> str:
+def send(web: httpx2.Client, content: bytes, **more: Any) -> str:
     """The id of a batch of these lines."""
     file = web.post(
         "/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"}
     ).json()
-    body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
-    return str(web.post("/v1/batches", json=body).json()["id"])
+    body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    return str(web.post("/v1/batches", json={**body, **more}).json()["id"])
 
 
 def rows_of(name: int, count: int = 1) -> bytes:
