@@ -172,39 +172,6 @@ def test_prompts_of_the_command_line_are_kept_beside_an_output(
     assert (tmp_path / "out.jsonl.prompts.jsonl").read_bytes() == kept
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["-p", "a", "-i", "p.txt"], "--prompt and --input: give one of them"),
-        (["-i", "none.txt"], "--input none.txt: does not exist; name a .jsonl or .txt file"),
-        (
-            ["-p", "a", "--force"],
-            "--force: is for answers that are written to a file; give --output",
-        ),
-        (["-p", "a", "-o", "out.csv"], "--output out.csv: the file name must end in .jsonl"),
-        (["--status"], "--output: is missing"),
-        (["-p", ""], "no tokens"),
-        (["-p", "a", "more"], "more; one MODEL is taken"),
-        (["-m", "a", "-p", "a", "-m", "b"], "--model b: a is named before it; name one model"),
-        (
-            ["-p", "-x"],
-            "a value that begins with a hyphen stands behind an equals sign: --prompt=-x",
-        ),
-        (
-            ["-p", "a", "--plan", "none.json"],
-            "--plan none.json: No such file; name one that `flexgen-h2o plan",
-        ),
-    ],
-)
-def test_refusals_are_one_line(run: Door, ids_model: Path, words: list[str], says: str) -> None:
-    answer = run(ids_model, *words)
-    assert answer.code == EXIT_USAGE and answer.out == ""
-    [line] = answer.err.splitlines()
-    assert line.startswith("generate: ") and (
-        says in line or (says == "no tokens" and "tokenizer" in line)
-    ), line
-
-
 # ---- Flags and help
 
 
@@ -260,19 +227,15 @@ def test_new_and_old_names_set_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_flags_of_other_programs_are_taken_or_answered() -> None:
     parser = generate._parser()
-    known = {option for action in parser._actions for option in action.option_strings}
-    for theirs, ours in synonyms.SAME.items():
-        assert theirs not in synonyms.ADVICE
-        if ours in known:
-            words = [theirs, "1"] if theirs != "--torch-dtype" else [theirs, "float32"]
-            parser.parse_args(["m", *words] if ours != "--model" else words)
+    known = parser.spellings
+    for ours, others in synonyms.SAME.items():
+        for theirs in others if ours in known else ():
+            value = [] if known[theirs].nargs == 0 else ["float32" if ours == "--dtype" else "1"]
+            parser.parse_args([*([] if ours == "--model" else ["m"]), theirs, *value])
     for theirs, advice in synonyms.ADVICE.items():
-        if theirs not in parser._option_string_actions:
+        if theirs not in known:
             with pytest.raises(UsageError) as raised:
                 generate._parser().parse_args(["m", theirs, "1"])
             assert advice in str(raised.value)
         for named in [word.strip(",;()") for word in advice.split() if word.startswith("--")]:
-            assert named in parser._option_string_actions or named in ("--pipeline", "--prompts"), (
-                theirs,
-                named,
-            )
+            assert named in known or named in ("--pipeline", "--prompts"), (theirs, named)
