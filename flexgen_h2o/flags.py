@@ -634,7 +634,7 @@ def say_idle_flags(command: str, args: argparse.Namespace, at: RunTarget | None 
             found.setdefault(reason, []).append(flag)
     for reason, flags in found.items():
         note(
-            command.partition(" ")[0],
+            command,
             f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect: {reason}",
         )
 
@@ -645,7 +645,7 @@ def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
     These are the model's notes, and flags that have no effect.
     """
     for line in llm.notes:
-        note(command.partition(" ")[0], line)
+        note(command, line)
     device = llm.device
     at = RunTarget(llm.model.spec, device.is_host, device.card() is not None)
     say_idle_flags(command, args, at)
