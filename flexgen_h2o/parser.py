@@ -133,11 +133,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     @property
     def spellings(self) -> dict[str, argparse.Action]:
-        """The flags by every name that is accepted. Other names than help's are in SAME."""
+        """The flags by every name that is accepted, those of SAME among them."""
         table = self._option_string_actions
-        for name, action in list(table.items()):
-            for other in SAME.get(name, ()):
-                table.setdefault(other, action)
+        for action in self._actions:
+            for name in action.option_strings:
+                for other in SAME.get(name, ()):
+                    table.setdefault(other, action)
         return table
 
     def take_positional_model(self) -> None:
@@ -189,7 +190,7 @@ class OneLineParser(argparse.ArgumentParser):
         found = _NO_VALUE.fullmatch(message)
         if found is None:
             return ""
-        table = self.spellings
+        table = self._option_string_actions
         for word, value in pairwise(self._line):
             action = table.get(word)
             if (
@@ -207,6 +208,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     # Also called for the parser of a sub-command.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        table = self.spellings
         words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
         if self._begins_with_model(words):
             words.insert(0, "--model")
@@ -218,7 +220,7 @@ class OneLineParser(argparse.ArgumentParser):
         self._note_spellings(words)
         if self._subparsers is None:  # otherwise the flags are a sub-command's
             for word in words:  # before argparse reads `-ot` as `-o t`
-                if word in ADVICE and word not in self.spellings:
+                if word in ADVICE and word not in table:
                     self.error(self._advice(word))
         found, unknown = super().parse_known_args(words, namespace)
         if self._model_is_positional:
@@ -250,12 +252,13 @@ class OneLineParser(argparse.ArgumentParser):
         """Return the word with hyphens for the underscores of an unknown flag."""
         flag, equals, value = word.partition("=")
         hyphenated = flag.replace("_", "-")
-        is_known = flag in self.spellings or hyphenated not in self.spellings
+        table = self._option_string_actions
+        is_known = flag in table or hyphenated not in table
         return word if is_known else f"{hyphenated}{equals}{value}"
 
     def _note_spellings(self, words: Sequence[str]) -> None:
         """Remember how each flag is spelled on this command line, for `as_typed`."""
-        table = self.spellings
+        table = self._option_string_actions
         typed = {word.partition("=")[0] for word in words}
         for action in self._actions:
             if not action.option_strings:
