@@ -305,7 +305,7 @@ class Chat:
         self._now = talk = self._talk(first, ENDLESS)
         self._answered = self._shown.turns
         self._shown.begin(self._turns[0])
-        self._llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
+        self._llm.run([talk.sequence], callbacks=Callbacks(listener=Silent()))
         if not (self._is_over or self._is_reset):
             self._shown.break_off()
             self._left = 0

@@ -412,8 +412,7 @@ def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> 
 
     if echo:
         print(_echoed(sequence, is_chat), end="", flush=True)
-    callbacks = Callbacks(listener=Silent(), should_continue=show)
-    llm.run([sequence], lambda done: None, callbacks)
+    llm.run([sequence], callbacks=Callbacks(listener=Silent(), should_continue=show))
     show(sequence, is_over=True)
     print()
     if is_chat:

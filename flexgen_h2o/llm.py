@@ -294,13 +294,10 @@ class LLM:
         encode = self.model.encode if self.model.tokenizer is not None else None
         spec = self.model.spec
         read = prompts_from_python(prompts, encode, spec.vocab_size, spec.max_positions)
-        done: list[Sequence] = []
-        if not read and not isinstance(asked, SamplingParams) and asked:
-            raise UsageError(f"params: {len(asked)} for 0 prompts; give one for each")
-        if read:
-            sequences = with_params(read, asked)
-            self.run(sequences, done.extend, Callbacks(watch_logits), refill=refill)
-        return sorted(done, key=lambda c: c.index)
+        sequences = [*with_params(read, asked)]
+        if sequences:
+            self.run(sequences, callbacks=Callbacks(watch_logits), refill=refill)
+        return sequences
 
     def score(
         self,
@@ -350,12 +347,12 @@ class LLM:
         forced = forced_sequences(
             prompts, continuations, self.eviction, self.model.spec, max_tokens_per_sweep
         )
-        return self.run(forced, lambda done: None, Callbacks(watch_logits))
+        return self.run(forced, callbacks=Callbacks(watch_logits))
 
     def run(
         self,
         sequences: abc.Sequence[Some],
-        on_finished: Callable[[list[Some]], None],
+        on_finished: Callable[[list[Some]], None] = lambda done: None,
         callbacks: Callbacks = NO_CALLBACKS,
         order: Order | None = None,
         refill: bool = False,
@@ -624,7 +621,7 @@ class LLM:
                 )
 
             tested = sequences_of_test(ids)
-            other.run(tested, lambda done: None, Callbacks(see, listener=Silent()))
+            other.run(tested, callbacks=Callbacks(see, listener=Silent()))
             whole = tested[0].logprobs
             assert whole is not None
             # The first token follows the prompt, whose attention read no packed KV entries.
