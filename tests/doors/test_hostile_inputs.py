@@ -234,3 +234,16 @@ def test_fields_of_any_length_are_error_rows(
         "nothing was left to do" in capfd.readouterr().out
         and (tmp_path / "out.jsonl").read_bytes() == before
     )
+
+
+def test_a_shard_name_that_no_file_can_have(
+    refusal: Callable[..., str], words_model: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(words_model, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    for name in ("x" * 300, "a\0b", "", "\ud800.safetensors"):
+        for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+            (folder / index).write_text(json.dumps({"weight_map": {"a": name}}))
+            line = refusal("flex_opt", "--model", folder, "--prompt-len", 4, "--gen-len", 2)
+            assert str(folder) in line and "download it again" in line and len(line) < 400
+            (folder / index).unlink()
