@@ -53,6 +53,7 @@ FLEX_OPT = (
     "--cut-gen-len 4 --prompts in.jsonl | --prompts",
     "--debug-mode breakdown --gen-len 1 | --gen-len",
     "--device tpu",
+    "--dtype 'a\rb'",
     "--device cuda",
     "--dtype float16 --device cpu",
     "--stop end --prompts in.jsonl | tokenizer",
