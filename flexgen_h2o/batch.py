@@ -30,10 +30,6 @@ def _parser() -> OneLineParser:
 def _add_run_helm_flags(parser: OneLineParser) -> None:
     """Add the flags of h2o_hf's run_helm.py, which help does not show."""
     add_h2o_hf_flags(parser)
-    table = parser._option_string_actions
-    parser.also(table["--input"], "--input-path")
-    parser.also(table["--output"], "--output-path")
-    parser.also(table["--top-k"], "--k")
     parser.add_argument(
         "--sample-num", type=positive, default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )

@@ -38,6 +38,7 @@ from flexgen_h2o.flags import (
     policy_of,
     sampling_of,
     say_notes,
+    turn_format,
     value_of,
 )
 from flexgen_h2o.kvcache.eviction.policy import is_rolling, most_new_tokens
@@ -99,6 +100,7 @@ def _parser() -> OneLineParser:
     add("--system", metavar="TEXT", help="what the conversation begins with, before the first turn")
     add(
         "--turn-format",
+        type=turn_format,
         metavar="TEXT",
         help=r"what a turn becomes, at {turn} (the model's chat template; without one "
         r"'\n{turn}\n'); \n is a newline",
@@ -116,13 +118,6 @@ def _parser() -> OneLineParser:
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     check_words(system=args.system, turn_format=args.turn_format)
-    if args.turn_format is not None and "{turn}" not in args.turn_format:
-        raise UsageError(
-            f"--turn-format {args.turn_format!r}: has no {{turn}} in it; write {{turn}} where the "
-            "message goes"
-        )
-    if args.turn_format is not None:
-        args.turn_format = args.turn_format.replace(r"\n", "\n")
     policy, is_auto = policy_of(args)
     params = sampling_of(args)
     eviction = _eviction(args, policy)
@@ -151,9 +146,7 @@ def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
     if share is not None:
         raise UsageError(
             f"{share} {value_of(args, share)}: the length of a conversation is not known; give "
-            "numbers of KV "
-            "entries, with "
-            "--hh-size and --recent-size"
+            "numbers of KV entries, with --hh-size and --recent-size"
         )
     if args.hh_size is None and (given if args.eviction is None else args.eviction != "full"):
         args.hh_size = SIZE
@@ -312,7 +305,7 @@ class Chat:
         self._now = talk = self._talk(first, ENDLESS)
         self._answered = self._shown.turns
         self._shown.begin(self._turns[0])
-        self._llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
+        self._llm.run([talk.sequence], callbacks=Callbacks(listener=Silent()))
         if not (self._is_over or self._is_reset):
             self._shown.break_off()
             self._left = 0

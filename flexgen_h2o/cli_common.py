@@ -141,7 +141,8 @@ def _print_on_stderr(lines: Iterable[str]) -> None:
     """
     with contextlib.suppress(OSError):
         for line in lines:
-            print(as_typed(line) + "\n", end="", file=sys.stderr, flush=True)
+            shown = " ".join(as_typed(line).splitlines())  # a value may have line ends in it
+            print(shown + "\n", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -206,7 +207,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         interrupted = interrupts.arrived()  # the error may be a consequence of the signal
         if interrupted is not None:
             return _ended_by(name, interrupted)
-        _complain(f"{name}: {error}".replace("\n", " "))
+        _complain(f"{name}: {error}")
         return error.exit_code
     except interrupts.Interrupted as signal:
         return _ended_by(name, signal)

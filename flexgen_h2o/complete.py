@@ -71,14 +71,13 @@ def _parser() -> OneLineParser:
         action="store_true",
         help="each prompt is a user's message, put into the model's chat template",
     )
-    report = add(
+    add(
         "--report",
         dest="json",
         type=file_name,
         metavar="FILE",
         help="write prompts, texts and tokens",
     )
-    parser.also(report, "--json")
     add_max_tokens_flag(parser, MAX_TOKENS, "most new tokens of an answer")
     add_sampling_flags(parser)
     add_engine_flags(parser, positional=False)

@@ -43,6 +43,7 @@ from flexgen_h2o.flags import (
     add_sampling_flags,
     eviction_of,
     policy_of,
+    turn_format,
 )
 from flexgen_h2o.kvcache.eviction import POLICIES, says_budget
 from flexgen_h2o.parser import OneLineParser
@@ -127,7 +128,7 @@ def _parser() -> OneLineParser:
 
 def _add_fidelity_flags(parser: OneLineParser) -> None:
     # Differences of 1e-4 nats are measured; --dtype auto would use the checkpoint's own dtype.
-    parser.set_defaults(dtype="float32", check=_check_fidelity)
+    parser.set_defaults(dtype="float32", run=_run_fidelity)
     add = parser.add_argument
     names = list(POLICIES[1:])
     add(
@@ -162,7 +163,7 @@ def _add_fidelity_flags(parser: OneLineParser) -> None:
 
 
 def _add_text_flags(parser: OneLineParser) -> None:
-    parser.set_defaults(check=_check_text)
+    parser.set_defaults(run=_run_text)
     add_eviction_flags(parser)
     add_sampling_flags(parser)
     add_prompt_flags(parser, "default: a few lines of Python")
@@ -173,14 +174,13 @@ def _add_text_flags(parser: OneLineParser) -> None:
         help="each prompt is a user's message, put into the model's chat template",
     )
     length = f"most new tokens ({TEXT_GEN_LEN})"
-    gen_len = add("--gen-len", type=positive, default=TEXT_GEN_LEN, help=length)
-    parser.also(gen_len, "--length")
+    add("--gen-len", type=positive, default=TEXT_GEN_LEN, help=length)
     add("--json", type=file_name, help="write prompts, texts, tokens and KV bytes")
     add_h2o_hf_flags(parser)
 
 
 def _add_streaming_flags(parser: OneLineParser) -> None:
-    parser.set_defaults(check=_check_streaming)
+    parser.set_defaults(run=_run_streaming)
     add_sampling_flags(parser)
     add = parser.add_argument
     add(
@@ -192,11 +192,11 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
         "h2o:kv_budget=0.2",
     )
     sizes = "KV entries per sequence"
-    heavy = add("--hh-size", type=count, metavar="N", help=f"heavy-hitter {sizes} ({SIZE})")
+    add("--hh-size", type=count, metavar="N", help=f"heavy-hitter {sizes} ({SIZE})")
     add("--recent-size", type=positive, metavar="N", help=f"recent {sizes} ({SIZE})")
     add("--kv-budget", type=_no_share, help=argparse.SUPPRESS)
     add_rolling_flag(parser)
-    turns = add(
+    add(
         "--turns",
         type=file_name,
         help=".jsonl with MT-bench's questions, or prompts: .txt, .jsonl",
@@ -205,6 +205,7 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
     add("--chat", action="store_true", help="turns are messages in the model's chat template")
     add(
         "--turn-format",
+        type=turn_format,
         metavar="TEXT",
         help=r"what a turn becomes, at {turn} ('\n{turn}\n'); \n is a newline",
     )
@@ -237,8 +238,6 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
         metavar="FILE",
         help="write all figures, and turns with their answers",
     )
-    parser.also(turns, "--input-path")
-    parser.also(heavy, "--heavy-hitter-size")
     add("--data-root", dest="turns", type=lambda folder: Path(folder) / MT_BENCH, **HIDDEN)
     for flag in ("--enable_h2o_generation", "--enable_streaming_with_H2O"):
         add(flag, dest="policies", action="store_const", const=("h2o",), **HIDDEN)
@@ -255,21 +254,22 @@ def _no_share(text: str) -> str:
 
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
-    if "run" in args:
-        code: int = args.run(args)
-        return code
-    args.check(args)  # errors in flags and files are found before anything is loaded
+    code: int = args.run(args)
+    return code
+
+
+# Errors in flags and files are found before torch is imported and anything is loaded.
+
+
+def _run_fidelity(args: argparse.Namespace) -> int:
+    check_rows(args, TEXT_PROMPTS)
+    if args.recall_prompts is None:
+        args.recall_prompts = 0 if args.prompts else RECALL_PROMPTS
     results_are_in(args.json)
     policy, is_auto = policy_of(args)
-    if args.measure == "fidelity":
-        _choose_policies(args, policy)
-        from flexgen_h2o.evaluation.fidelity import run
-    elif args.measure == "text":
-        eviction_of(args, policy)  # a refusal comes before torch is imported
-        from flexgen_h2o.evaluation.text import run
-    else:
-        refuse_sparse(policy)
-        from flexgen_h2o.evaluation.streaming import run
+    _choose_policies(args, policy)
+    from flexgen_h2o.evaluation.fidelity import run
+
     return run(args, policy, is_auto)
 
 
@@ -278,28 +278,23 @@ def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
 
     Raise UsageError if any is to drop KV entries with --attn-sparsity.
     """
-    if policy.attn_sparsity != 1 and args.policies:
+    if policy.attn_sparsity == 1:
+        args.policies = args.policies or list(POLICIES[1:])
+        return
+    if args.policies:
         raise UsageError(
             "--attn-sparsity: reads a share of the full cache, and --policies has "
-            f"{args.policies[0]}; leave one of "
-            "them out"
+            f"{args.policies[0]}; leave one of them out"
         )
-    if policy.attn_sparsity != 1 and (args.budgets, args.budgets_of) != (BUDGETS, "prompt"):
+    if (args.budgets, args.budgets_of) != (BUDGETS, "prompt"):
         raise UsageError(
             "--budgets: say what policies keep, and with --attn-sparsity all KV entries stay; "
             "leave them out"
         )
-    if args.policies is None:
-        args.policies = list(POLICIES[1:]) if policy.attn_sparsity == 1 else []
+    args.policies = []
 
 
-def _check_fidelity(args: argparse.Namespace) -> None:
-    check_rows(args, TEXT_PROMPTS)
-    if args.recall_prompts is None:
-        args.recall_prompts = 0 if args.prompts else RECALL_PROMPTS
-
-
-def _check_text(args: argparse.Namespace) -> None:
+def _run_text(args: argparse.Namespace) -> int:
     if args.prompt is not None and args.prompts is not None:
         raise UsageError("--prompt and --prompts: give one of them")
     if args.eviction == "full":
@@ -309,10 +304,15 @@ def _check_text(args: argparse.Namespace) -> None:
     # The default is h2o, with run_text_generation's shares if none are given.
     args.eviction = args.eviction or "h2o"
     check_files(args, ("prompts",), ("json",))
+    results_are_in(args.json)
+    policy, is_auto = policy_of(args)
+    eviction_of(args, policy)
+    from flexgen_h2o.evaluation.text import run
+
+    return run(args, policy, is_auto)
 
 
-def _check_streaming(args: argparse.Namespace) -> None:
-    """Check the flags of streaming, and set the defaults of those that replace another flag."""
+def _run_streaming(args: argparse.Namespace) -> int:
     is_text = args.text is not None
     for name in OF_TURNS if is_text else OF_TEXT:
         if getattr(args, name) and (name, getattr(args, name)) != ("top_p", 1):
@@ -325,18 +325,10 @@ def _check_streaming(args: argparse.Namespace) -> None:
     for policy in () if is_text else filter(says_budget, args.policies):
         raise UsageError(
             f"--policies {policy}: the length of a conversation is not known, so shares of it do "
-            "not work; give counts "
-            "(--hh-size, --recent-size)"
+            "not work; give counts (--hh-size, --recent-size)"
         )
     if args.chat and args.turn_format is not None:
         raise UsageError("--turn-format and --chat: give one of them")
-    if args.turn_format is not None and "{turn}" not in args.turn_format:
-        raise UsageError(
-            f"--turn-format {args.turn_format!r}: has no {{turn}} in it; write {{turn}} where the "
-            "message goes"
-        )
-    if args.turn_format is not None:
-        args.turn_format = args.turn_format.replace(r"\n", "\n")
     check_files(args, ("turns", "text"), ("json",))
     args.gen_len = args.gen_len or TURN_GEN_LEN
     args.windows = args.windows or WINDOWS
@@ -344,6 +336,12 @@ def _check_streaming(args: argparse.Namespace) -> None:
     if args.text == "":
         args.streams = args.streams or STREAMS
         args.stream_len = args.stream_len or STREAM_LEN
+    results_are_in(args.json)
+    placement, is_auto = policy_of(args)
+    refuse_sparse(placement)
+    from flexgen_h2o.evaluation.streaming import run
+
+    return run(args, placement, is_auto)
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, int]:

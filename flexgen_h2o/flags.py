@@ -55,6 +55,7 @@ from flexgen_h2o.parser import (
     SAMPLING,
     OneLineParser,
 )
+from flexgen_h2o.synonyms import shown_name
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
@@ -70,19 +71,6 @@ _FLAGS = {
     for f in fields(kind)
 }
 _FIELDS = re.compile("|".join(name for name in _FLAGS if "_" in name))
-# Flags that have more than one name, all of them accepted. The first is shown in help and docs; the
-# key is the name in messages, files and older scripts.
-NAMES = {
-    "--host-mem": ("--ram", "--host-mem"),
-    "--device-mem": ("--gpu-mem", "--device-mem"),
-    "--policy": ("--plan", "--policy"),
-    "--kv-bytes": ("--kv-size", "--kv-bytes"),
-    "--cache-bits": ("--kv-bits", "--cache-bits"),
-    "--cache-rotation": ("--kv-rotation", "--cache-rotation"),
-    "--gen-len": ("--max-tokens", "--gen-len"),
-    "--gpu-batch-size": ("--gpu-batch-size", "--micro-batch"),
-    "--num-gpu-batches": ("--num-gpu-batches", "--micro-batches"),
-}
 # Arguments of a flag that help does not show.
 HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 SCRIPTS_RATIO = 0.1  # share of heavy and of recent KV entries in h2o_hf's scripts
@@ -125,18 +113,12 @@ def naming_flags(**flags: str) -> Iterator[None]:
         raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
 
 
-def add_flag(
-    parser: OneLineParser, section: str, flag: str, *short: str, **arguments: Any
-) -> argparse.Action:
-    """Add a flag with all its NAMES.
-
-    Its field has its own name: `--host-mem` sets `host_mem`.
+def add_flag(parser: OneLineParser, section: str, flag: str, **arguments: Any) -> argparse.Action:
+    """Add a flag under the name that help shows. Its field has its own: `--host-mem` sets
+    `host_mem`.
     """
-    shown, *others = NAMES.get(flag, (flag,))
     field = flag.removeprefix("--").replace("-", "_")
-    action = parser.section(section).add_argument(*short, shown, **{"dest": field, **arguments})
-    parser.also(action, *others)
-    return action
+    return parser.section(section).add_argument(shown_name(flag), dest=field, **arguments)
 
 
 def add_flags_of(
@@ -393,6 +375,15 @@ def add_prompt_flags(parser: OneLineParser, without: str) -> None:
     )
 
 
+def turn_format(text: str) -> str:
+    """Return what a turn of a conversation becomes, with newlines for its `\\n`."""
+    if "{turn}" not in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no {{turn}} in it; write {{turn}} where the message goes"
+        )
+    return text.replace(r"\n", "\n")
+
+
 def prompts_of(args: argparse.Namespace, model: Model, texts: abc.Sequence[str]) -> list[Sequence]:
     """Return the prompts of --prompts FILE, or of `texts` without it. A UsageError names the flag.
 
@@ -500,9 +491,8 @@ def add_h2o_hf_flags(parser: OneLineParser) -> None:
     The scripts are run_lm_eval_harness.py, run_helm.py and run_text_generation.py. Help does not
     show their flags.
     """
-    parser.also(parser._option_string_actions["--hh-ratio"], "--heavy-ratio")
     parser.add_argument("--enable-small-cache", action="store_true", **HIDDEN)
-    parser.also(parser.add_argument("--model-type", dest="model_family", **HIDDEN), "--model-arch")
+    parser.add_argument("--model-type", dest="model_family", **HIDDEN)
     add_script_flags(parser)
 
 
@@ -612,9 +602,7 @@ def given_flags(args: argparse.Namespace, flags: Iterable[str]) -> str:
     """Return those of `flags` that were given, as a command line. Their values are single words."""
     found = ((flag, value_of(args, flag)) for flag in flags)
     return " ".join(
-        f"{NAMES.get(flag, (flag,))[0]} {_as_text(value)}"
-        for flag, value in found
-        if value is not None
+        f"{shown_name(flag)} {_as_text(value)}" for flag, value in found if value is not None
     )
 
 
@@ -646,7 +634,7 @@ def say_idle_flags(command: str, args: argparse.Namespace, at: RunTarget | None 
             found.setdefault(reason, []).append(flag)
     for reason, flags in found.items():
         note(
-            command.partition(" ")[0],
+            command,
             f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect: {reason}",
         )
 
@@ -654,18 +642,13 @@ def say_idle_flags(command: str, args: argparse.Namespace, at: RunTarget | None 
 def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
     """Print notes on what may surprise about the model that `open_llm` opened with these flags.
 
-    These are another precision, the model's own notes, and flags that have no effect.
+    These are the model's notes, and flags that have no effect.
     """
-    from flexgen_h2o.tiers.device import open_device
-
-    if llm.precision_note:
-        note(command.partition(" ")[0], llm.precision_note)
-    for line in llm.model.notes:
-        note(command.partition(" ")[0], line)
-    device = open_device(args.device, separate_budget=args.device_mem is not None)
-    say_idle_flags(
-        command, args, RunTarget(llm.model.spec, device.is_host, device.card() is not None)
-    )
+    for line in llm.notes:
+        note(command, line)
+    device = llm.device
+    at = RunTarget(llm.model.spec, device.is_host, device.card() is not None)
+    say_idle_flags(command, args, at)
 
 
 def _not_of_hub(args: argparse.Namespace, at: RunTarget) -> str:

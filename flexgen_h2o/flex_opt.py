@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -24,7 +24,7 @@ from flexgen_h2o.cli_common import (
     results_are_in,
     run_cli,
 )
-from flexgen_h2o.core.config import Policy, read_policy
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy, read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path, write_result
 from flexgen_h2o.engine.loop import Step, zigzag
@@ -44,6 +44,7 @@ from flexgen_h2o.engine.report import (
     project_decode_seconds,
     ranks_line,
     sizes_line,
+    sizes_of,
 )
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.flags import (
@@ -126,10 +127,9 @@ def _parser() -> OneLineParser:
     )
     output = "with --prompts: .jsonl in input order: index, prompt, text, token_ids, finish_reason"
     files("--output", type=file_name, metavar="FILE", help=output)
-    report = files(
+    files(
         "--report", dest="json", type=file_name, metavar="FILE", help="write the run report (JSON)"
     )
-    parser.also(report, "--json")
     files(
         "--trace", type=file_name, metavar="FILE", help="write a Chrome trace (opens in Perfetto)"
     )
@@ -149,10 +149,9 @@ def _parser() -> OneLineParser:
     bench(
         "--prompt-len", type=positive, default=512, metavar="N", help="tokens of every prompt (512)"
     )
-    length = bench(
+    bench(
         "--gen-len", type=positive, default=32, metavar="N", help="new tokens of every prompt (32)"
     )
-    parser.also(length, "--max-tokens")
     bench(
         "--cut-gen-len",
         type=positive,
@@ -194,6 +193,8 @@ def _run(argv: list[str] | None) -> int:
     params = sampling_of(args)
     if args.prompts is None:  # all sequences of the benchmark have equal lengths
         params = replace(params, ignore_eos=True)
+    from flexgen_h2o.engine.scheduler import begin
+
     pipeline = _join_pipeline(args)
     done: list[Sequence] = []
     with open_llm(args, policy, is_auto, eviction_of(args, policy)) as llm:
@@ -209,13 +210,15 @@ def _run(argv: list[str] | None) -> int:
             _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size), params
         )
         with naming_flags():  # a prompt longer than the model's positions
-            sizes = llm.sizes(prompts)
+            for one in prompts:
+                begin(one, llm.model, llm.eviction)
+        sizes = Counter(one.size for one in prompts)
         if pipeline is None:  # refusals come before anything is printed
             llm.prepare(prompts)
         if args.verbose >= 1:
             _say_notes(args, llm)
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
-            print(sizes_line(*sizes))
+            print(sizes_line(*sizes_of(llm.model.spec, sizes, DTYPE_BYTES[llm.dtype])))
             print("benchmark - generate" if args.prompts is None else "generate", flush=True)
         report = _generate(args, llm, prompts, done)
     _show(args, llm, report, done)

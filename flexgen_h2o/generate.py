@@ -7,9 +7,7 @@ import argparse
 import json
 import sys
 from collections import abc, deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,13 +39,10 @@ from flexgen_h2o.flags import (
     say_idle_flags,
     say_notes,
 )
-from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.kvcache.prefixes import SHARINGS
 from flexgen_h2o.parser import FILES, JOB, OneLineParser
 
 if TYPE_CHECKING:
-    import torch
-
     from flexgen_h2o.core.settings import SamplingParams
     from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.jobs.requests import Request
@@ -399,58 +394,29 @@ def print_completions(
     return list(sequences)
 
 
-class _Printed:
-    """An audience that prints the answer as it comes.
-
-    `token_ids` are those of the answer so far. `reason` is why it ended, and None before that.
-    """
-
-    def __init__(self, more: Callable[[abc.Sequence[int], bool], str]) -> None:
-        self.token_ids: list[int] = []
-        self.reason: str | None = None
-        self._more = more  # returns the new text of the answer's tokens
-
-    def given(self, token: int, logits: torch.Tensor) -> None:
-        pass
-
-    def said(self, token: int, reason: str | None) -> None:
-        self.token_ids.append(token)
-        self.reason = reason
-        print(self._more(self.token_ids, reason is not None), end="", flush=True)
-
-
 def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> None:
-    """Print the answer to a single prompt as it comes: a conversation of one turn."""
+    """Print the answer to a single prompt as it comes."""
     from flexgen_h2o.engine.channels import ChatText, keep_content
-    from flexgen_h2o.engine.conversation import AnswerText, Conversation
-    from flexgen_h2o.engine.decoding import stop_criteria
+    from flexgen_h2o.engine.conversation import AnswerText
     from flexgen_h2o.engine.generation import Callbacks, Silent
-    from flexgen_h2o.engine.penalties import penalties_of
 
-    model = llm.model
+    tokenizer = llm.model.tokenizer
     params = sequence.params
     ids = sequence.prompt_ids
-    ends = stop_criteria(model, params)
-    if is_chat:
-        printed = _Printed(ChatText(model.tokenizer, params, ids).shown)
-    else:
-        text = AnswerText(model.tokenizer, params.stop, ids, params.stop_token_ids)
-        printed = _Printed(text.more)
-    room = most_new_tokens(llm.eviction, model.spec, len(ids), params.max_tokens)
-    asked = replace(params, max_tokens=room)
-    penalties = partial(penalties_of, model, params)
-    talk = Conversation(
-        ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1, penalties=penalties
-    )
+    text = AnswerText(tokenizer, params.stop, ids, params.stop_token_ids)
+    more = ChatText(tokenizer, params, ids).shown if is_chat else text.more
+
+    def show(one: Sequence, is_over: bool = False) -> bool:
+        print(more(one.token_ids, is_over), end="", flush=True)
+        return True
+
     if echo:
         print(_echoed(sequence, is_chat), end="", flush=True)
-    llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
+    llm.run([sequence], callbacks=Callbacks(listener=Silent(), should_continue=show))
+    show(sequence, is_over=True)
     print()
-    sequence.token_ids = printed.token_ids
-    sequence.text = ends.text(printed.token_ids, ids)
-    sequence.finish_reason = printed.reason or "length"
     if is_chat:
-        keep_content(sequence, model.tokenizer)
+        keep_content(sequence, tokenizer)
 
 
 def _print_in_order(

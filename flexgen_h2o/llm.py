@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import Counter, abc
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import replace
 from functools import cached_property, partial
@@ -38,7 +38,7 @@ from flexgen_h2o.engine.generation import (
 )
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of, packing_of
 from flexgen_h2o.engine.prompts import prompts_from_python
-from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
+from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.scheduler import More, Scheduler, begin, can_differ, forced_sequences
@@ -132,7 +132,7 @@ class LLM:
         is_profile = hardware is None or isinstance(hardware, HardwareProfile)
         self._hardware = hardware if is_profile else _text("hardware", hardware)
         self._device_name = _text("device", device)
-        self._device = open_device(device, separate_budget=self._budget.device is not None)
+        self.device = open_device(device, separate_budget=self._budget.device is not None)
         self.offload_dir = usable_path(
             DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir"
         )
@@ -234,7 +234,7 @@ class LLM:
     @property
     def dtype(self) -> str:
         """The dtype of computation, weights and KV cache."""
-        return self._device.compute_dtype(
+        return self.device.compute_dtype(
             self._asked_dtype, RANDOM_DTYPE if self.model.random else self._stored_dtype
         )
 
@@ -249,17 +249,12 @@ class LLM:
         )
 
     @property
-    def precision_note(self) -> str | None:
-        """A note for the user on how dtype "auto" changed the checkpoint's precision.
-
-        None if it did not.
-        """
+    def notes(self) -> list[str]:
+        """Notes for the user on the model, and on how dtype "auto" changed its precision."""
         if self.model.random or self._asked_dtype is not None or self.dtype == self._stored_dtype:
-            return None
-        return (
-            f"{self._stored_dtype} weights are computed in {self.dtype} here; --dtype float32 "
-            "loses nothing"
-        )
+            return [*self.model.notes]
+        changed = f"{self._stored_dtype} weights are computed in {self.dtype} here"
+        return [f"{changed}; --dtype float32 loses nothing", *self.model.notes]
 
     def check_plan(self) -> None:
         """Raise UsageError for errors that do not depend on the prompts.
@@ -273,13 +268,6 @@ class LLM:
         planner = self.planner  # it reads --hardware
         if isinstance(self.asked_policy, AutoPolicy):
             planner.check_dtype()
-
-    def sizes(self, sequences: abc.Sequence[Sequence]) -> tuple[int, int, int]:
-        """Return FlexGen's summary: bytes of the weights, of all sequences' full KV cache and
-        hidden states.
-        """
-        sizes = Counter(one.size for one in self._begin(sequences))
-        return sizes_of(self.model.spec, sizes, DTYPE_BYTES[self.dtype])
 
     def generate(
         self,
@@ -306,13 +294,10 @@ class LLM:
         encode = self.model.encode if self.model.tokenizer is not None else None
         spec = self.model.spec
         read = prompts_from_python(prompts, encode, spec.vocab_size, spec.max_positions)
-        done: list[Sequence] = []
-        if not read and not isinstance(asked, SamplingParams) and asked:
-            raise UsageError(f"params: {len(asked)} for 0 prompts; give one for each")
-        if read:
-            sequences = with_params(read, asked)
-            self.run(sequences, done.extend, Callbacks(watch_logits), refill=refill)
-        return sorted(done, key=lambda c: c.index)
+        sequences = [*with_params(read, asked)]
+        if sequences:
+            self.run(sequences, callbacks=Callbacks(watch_logits), refill=refill)
+        return sequences
 
     def score(
         self,
@@ -362,12 +347,12 @@ class LLM:
         forced = forced_sequences(
             prompts, continuations, self.eviction, self.model.spec, max_tokens_per_sweep
         )
-        return self.run(forced, lambda done: None, Callbacks(watch_logits))
+        return self.run(forced, callbacks=Callbacks(watch_logits))
 
     def run(
         self,
         sequences: abc.Sequence[Some],
-        on_finished: Callable[[list[Some]], None],
+        on_finished: Callable[[list[Some]], None] = lambda done: None,
         callbacks: Callbacks = NO_CALLBACKS,
         order: Order | None = None,
         refill: bool = False,
@@ -440,7 +425,7 @@ class LLM:
                     planner.sharing,
                     scheduler.common,
                 )
-                stack.enter_context(self._closing_on_error())
+                stack.push(lambda kind, *_: self.close() if kind else None)  # after an error
                 executor.run(scheduler, order, listener.sweep)
             rest = [one for one in sequences if one.finish_reason is None]
             for one in rest:
@@ -488,14 +473,6 @@ class LLM:
         blocks = [] if found is None else make_blocks(self._begin(found), 1, 1)
         return [one for block in blocks for batch in block for one in batch]
 
-    @contextlib.contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
     def close(self) -> None:
         """Free memory, worker threads and scratch files. The LLM can be used again."""
         with interrupts.held():
@@ -537,11 +514,6 @@ class LLM:
         )
 
     @property
-    def device_is_host(self) -> bool:
-        """Whether RAM is the device's memory: there is no GPU, and no budget for a device tier."""
-        return self._device.is_host
-
-    @property
     def peak_bytes(self) -> dict[str, int]:
         """The most bytes per tier that the open engine has charged to its budgets.
 
@@ -561,7 +533,7 @@ class LLM:
 
     def _budgets(self) -> dict[str, int | None]:
         return resolve_budgets(
-            self._budget, self._device, self.offload_dir, self.planner.part.processes
+            self._budget, self.device, self.offload_dir, self.planner.part.processes
         )
 
     def _check_eviction(self) -> None:
@@ -594,7 +566,7 @@ class LLM:
         form = weight_format(part.spec, policy, dtype.itemsize)
         scored = bool(self.eviction.needs.record)
         places = {
-            self._device.torch_device,
+            self.device.torch_device,
             *([torch.device("cpu")] if policy.cpu_cache_compute else []),
         }
         for place in sorted(places, key=str):
@@ -613,14 +585,14 @@ class LLM:
         if not self.model.random:
             self._checkpoint.check_unchanged()
         if budgets["device"] is not None:
-            self._device.limit_memory(budgets["device"])
+            self.device.limit_memory(budgets["device"])
         self._engine = Engine(
             part,
             checkpoint,
             policy,
             planned.memory,
             dtype,
-            self._device,
+            self.device,
             budgets,
             self.offload_dir,
             self.timeline,
@@ -649,7 +621,7 @@ class LLM:
                 )
 
             tested = sequences_of_test(ids)
-            other.run(tested, lambda done: None, Callbacks(see, listener=Silent()))
+            other.run(tested, callbacks=Callbacks(see, listener=Silent()))
             whole = tested[0].logprobs
             assert whole is not None
             # The first token follows the prompt, whose attention read no packed KV entries.
@@ -709,7 +681,7 @@ class LLM:
     def planner(self) -> Planner:
         """The planner of all runs. Commands set its `job_rows` and read its `profile`."""
         part = ModelPart(self.model.spec, self.eviction)
-        is_host = self._device.is_host
+        is_host = self.device.is_host
         dtype = self.dtype
         return Planner(part, self._device_name, is_host, dtype, self.offload_dir, self._hardware)
 

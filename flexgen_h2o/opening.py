@@ -26,8 +26,8 @@ def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) 
     assert policy is not None
     spec = llm.model.spec
     size = format_bytes(checkpoint_bytes(spec, DTYPE_BYTES[llm.dtype]))
-    weights = _places("weights", policy.weight_shares, llm.device_is_host)
-    cache = _places("KV cache", policy.cache_shares, llm.device_is_host)
+    weights = _places("weights", policy.weight_shares, llm.device.is_host)
+    cache = _places("KV cache", policy.cache_shares, llm.device.is_host)
     batch = min(policy.block_size, num_prompts)
     batches = "" if num_prompts == 1 else f" in batches of {batch}"
     about = (

@@ -29,6 +29,7 @@ OWN = ("positional arguments", "options")  # argparse's titles for what is in no
 WORKLOAD = "Workload"
 BENCHMARK = "Benchmark"
 HELP = "Help"
+HELP_ALL = "--help-all"
 SECTIONS = (
     MODEL,
     *OWN,
@@ -85,18 +86,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return f"{names} {self._format_args(action, action.dest.upper())}"
 
 
-class _ShowHelp(argparse.Action):
-    """Prints the help and ends the command."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, const: bool, help: str) -> None:
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, const=const, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, OneLineParser)
-        print(parser.format_help(everything=bool(self.const)), end="")
-        parser.exit()
-
-
 class OneLineParser(argparse.ArgumentParser):
     """Parses a command's flags. Wrong ones end with one line on stderr and exit code 2.
 
@@ -130,9 +119,9 @@ class OneLineParser(argparse.ArgumentParser):
         self._model: str | None = None  # the model that a flag names
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -5GiB is a wrong value, not a flag
         add = self.section(HELP).add_argument
-        add("-h", "--help", action=_ShowHelp, const=False, help="show this help")
+        add("-h", "--help", action="help", help="show this help")
         if shown:
-            add("--help-all", action=_ShowHelp, const=True, help="show every flag")
+            add(HELP_ALL, action="help", help="show every flag")
 
     # ---- Flags
 
@@ -142,11 +131,15 @@ class OneLineParser(argparse.ArgumentParser):
             self._sections[title] = self.add_argument_group(title)
         return self._sections[title]
 
-    def also(self, action: argparse.Action, *spellings: str) -> None:
-        """Accept other spellings of a flag, which no help shows."""
-        for spelling in spellings:
-            assert spelling not in self._option_string_actions, spelling
-            self._option_string_actions[spelling] = action
+    @property
+    def spellings(self) -> dict[str, argparse.Action]:
+        """The flags by every name that is accepted, those of SAME among them."""
+        table = self._option_string_actions
+        for action in self._actions:
+            for name in action.option_strings:
+                for other in SAME.get(name, ()):
+                    table.setdefault(other, action)
+        return table
 
     def take_positional_model(self) -> None:
         """Accept the one word that belongs to no flag as --model."""
@@ -157,8 +150,9 @@ class OneLineParser(argparse.ArgumentParser):
     def format_usage(self) -> str:
         return f"usage: {self.prog} {self.synopsis}\n"
 
-    def format_help(self, everything: bool = False) -> str:
-        """Return the help of the `shown` flags, or of every flag."""
+    def format_help(self) -> str:
+        """Return the help of the `shown` flags, or of every flag if --help-all asks for it."""
+        shown = frozenset() if HELP_ALL in self._line else self.shown
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} {self.synopsis}", self._actions, [])
         formatter.add_text(self.description)
@@ -168,7 +162,9 @@ class OneLineParser(argparse.ArgumentParser):
         )
         for group in groups:
             actions = [
-                a for a in group._group_actions if everything or not self.shown or self._is_shown(a)
+                a
+                for a in group._group_actions
+                if not shown or group.title == HELP or not shown.isdisjoint(a.option_strings)
             ]
             if any(a.help is not argparse.SUPPRESS for a in actions):
                 formatter.start_section(group.title)
@@ -179,9 +175,6 @@ class OneLineParser(argparse.ArgumentParser):
             formatter.add_text("\n".join(["Examples:", *(f"  {line}" for line in self.examples)]))
         formatter.add_text(self.epilog)
         return formatter.format_help()
-
-    def _is_shown(self, action: argparse.Action) -> bool:
-        return not self.shown.isdisjoint(action.option_strings) or isinstance(action, _ShowHelp)
 
     # ---- Parsing
 
@@ -215,6 +208,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     # Also called for the parser of a sub-command.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        table = self.spellings
         words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
         if self._begins_with_model(words):
             words.insert(0, "--model")
@@ -226,7 +220,7 @@ class OneLineParser(argparse.ArgumentParser):
         self._note_spellings(words)
         if self._subparsers is None:  # otherwise the flags are a sub-command's
             for word in words:  # before argparse reads `-ot` as `-o t`
-                if word in ADVICE and word not in self._option_string_actions:
+                if word in ADVICE and word not in table:
                     self.error(self._advice(word))
         found, unknown = super().parse_known_args(words, namespace)
         if self._model_is_positional:
@@ -255,32 +249,24 @@ class OneLineParser(argparse.ArgumentParser):
         )
 
     def _known_spelling(self, word: str) -> str:
-        """Return the word with a flag spelled as this command knows it.
-
-        Underscores of an unknown flag become hyphens, and another program's name becomes this
-        one's.
-        """
+        """Return the word with hyphens for the underscores of an unknown flag."""
         flag, equals, value = word.partition("=")
+        hyphenated = flag.replace("_", "-")
         table = self._option_string_actions
-        if not flag.startswith("-") or flag in table:
-            return word
-        hyphenated = flag.replace("_", "-") if flag.startswith("--") else flag
-        if hyphenated not in table:
-            hyphenated = SAME.get(hyphenated, hyphenated)
-        return f"{hyphenated}{equals}{value}" if hyphenated in table else word
+        is_known = flag in table or hyphenated not in table
+        return word if is_known else f"{hyphenated}{equals}{value}"
 
     def _note_spellings(self, words: Sequence[str]) -> None:
         """Remember how each flag is spelled on this command line, for `as_typed`."""
         table = self._option_string_actions
         typed = {word.partition("=")[0] for word in words}
         for action in self._actions:
-            names = [_main_name(action)] if action.option_strings else []
-            names += [
-                name
-                for name, other in table.items()
-                if other is action and name not in action.option_strings
-            ]
-            shown = next((name for name in names if name in typed), names[0] if names else "")
+            if not action.option_strings:
+                continue
+            main = _main_name(action)
+            others = [name for name, other in table.items() if other is action]
+            names = [main, *(name for name in others if name not in action.option_strings)]
+            shown = next((name for name in names if name in typed), main)
             _spelled.update(dict.fromkeys(names, shown))
         if self._model_is_positional and typed.isdisjoint(("-m", "--model")):
             _spelled["--model"] = "MODEL"
@@ -331,11 +317,11 @@ class OneLineParser(argparse.ArgumentParser):
         flag = word.partition("=")[0].replace("_", "-")
         if flag in ADVICE:
             return f"{word}: is not a flag here; {ADVICE[flag]}"
-        if flag in SAME:
+        if any(flag in others for others in SAME.values()):
             return f"{word}: is not a flag here; leave it out"
         known = [o for a in self._actions if a.help != argparse.SUPPRESS for o in a.option_strings]
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
-        more = "--help-all" if self.shown else "--help"
+        more = HELP_ALL if self.shown else "--help"
         return (
             f"unrecognized arguments: {word}; "
             f"{f'did you mean {near[0]}?' if near else f'see {more}'}"

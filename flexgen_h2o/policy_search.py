@@ -135,7 +135,7 @@ def _parser() -> OneLineParser:
         help=f"prompts in all ({SEARCHED_PROMPTS}; with a given plan one batch)",
     )
     add("--prompt-len", type=positive, default=512, metavar="N", help="tokens of a prompt (512)")
-    length = add(
+    add(
         "--max-tokens",
         dest="gen_len",
         type=positive,
@@ -143,7 +143,6 @@ def _parser() -> OneLineParser:
         metavar="N",
         help="new tokens of a prompt (32)",
     )
-    parser.also(length, "--gen-len")
     parser.section(KV).add_argument(
         "--kv-loss",
         choices=("none", "small"),
@@ -151,14 +150,13 @@ def _parser() -> OneLineParser:
         "lose little",
     )
     files = parser.section(FILES).add_argument
-    output = files(
+    files(
         "--save-plan",
         dest="output",
         type=file_name,
         metavar="FILE",
         help="write the plan, for --plan FILE",
     )
-    parser.also(output, "-o", "--output")
     files("--json", action="store_true", help="print one JSON object instead of the tables")
     files(
         "--trace",

@@ -1,4 +1,4 @@
-"""List the flags of other programs: the flag that means the same here, or what to do instead.
+"""List the other names of flags, and the flags of other programs with what to do instead.
 
 The programs are FlexGen's and H2O's scripts, vLLM, llama.cpp and Hugging Face transformers. Names
 have hyphens here; underscores are accepted too.
@@ -6,22 +6,41 @@ have hyphens here; underscores are accepted too.
 
 from __future__ import annotations
 
-# Flags with exactly the same meaning, if a command has the flag on the right.
+_LENGTH = ("--max-new-tokens", "--max-output-tokens", "--n-predict", "--predict", "--length", "-n")
+# Flag that help shows -> other names with exactly the same meaning. A command with the flag accepts
+# them too. The first ones are those in messages, files and fields of parsed arguments.
 SAME = {
-    "--max-new-tokens": "--max-tokens",
-    "--max-output-tokens": "--max-tokens",
-    "--n-predict": "--max-tokens",
-    "--predict": "--max-tokens",
-    "-n": "--max-tokens",
-    "--temp": "--temperature",
-    "--input-file": "--input",
-    "--output-file": "--output",
-    "--model-name": "--model",
-    "--model-name-or-path": "--model",
-    "--torch-dtype": "--dtype",
-    "--system-prompt": "--system",
-    "--reverse-prompt": "--stop",
+    "--max-tokens": ("--gen-len", *_LENGTH),
+    "--gen-len": ("--max-tokens", *_LENGTH),
+    "--ram": ("--host-mem",),
+    "--gpu-mem": ("--device-mem",),
+    "--plan": ("--policy",),
+    "--kv-size": ("--kv-bytes",),
+    "--kv-bits": ("--cache-bits",),
+    "--kv-rotation": ("--cache-rotation",),
+    "--gpu-batch-size": ("--micro-batch",),
+    "--num-gpu-batches": ("--micro-batches",),
+    "--hh-ratio": ("--heavy-ratio",),
+    "--hh-size": ("--heavy-hitter-size",),
+    "--temperature": ("--temp",),
+    "--top-k": ("--k",),
+    "--stop": ("--reverse-prompt",),
+    "--model-type": ("--model-arch",),
+    "--model": ("--model-name", "--model-name-or-path"),
+    "--dtype": ("--torch-dtype",),
+    "--system": ("--system-prompt",),
+    "--input": ("--input-file", "--input-path"),
+    "--turns": ("--input-path",),
+    "--output": ("--output-file", "--output-path"),
+    "--save-plan": ("--output", "-o"),
+    "--report": ("--json",),
 }
+
+
+def shown_name(flag: str) -> str:
+    """Return the name of a flag that help shows: `--host-mem` -> `--ram`."""
+    return next((name for name, others in SAME.items() if flag in others), flag)
+
 
 _H2O = "give --hh-ratio R, or --eviction h2o"
 _PIPELINE = "torchrun and --pipeline do that here (docs/how-to/several-processes.md)"

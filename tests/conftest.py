@@ -28,7 +28,6 @@ import pytest
 import torch
 
 from tests.forks import Forks, default_signals, fork_server
-from tests.skip_report import SkipReport
 
 torch.set_num_threads(2)
 gc.disable()  # until all is loaded: `pytest_collection_finish`
@@ -37,10 +36,6 @@ atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 # The same examples in every run, and no time limit per example: the machines have noisy neighbours.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(SkipReport(config))
 
 
 def pytest_collection_finish() -> None:

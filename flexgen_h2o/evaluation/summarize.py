@@ -195,13 +195,9 @@ def add_grid_flags(
 
 
 def _add_aliases(parser: OneLineParser) -> None:
-    table = parser._option_string_actions
-    parser.also(table["--input"], "--input-path")
-    parser.also(table["--output"], "--output-path")
-    parser.also(table["--top-k"], "--k")
-    parser.also(table["--gpu-batch-size"], "--batch-size")
     add_script_flags(parser)
     add = parser.add_argument
+    add("--batch-size", dest="gpu_batch_size", type=positive, **HIDDEN)
     for flag, size in (
         ("--enable-h2o-cache", H2O_HF_SIZE),
         ("--enable-h2o-generation", LLAMA_RECIPES_SIZE),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import shlex
 import shutil
@@ -12,10 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from flexgen_h2o import batch, cli, flex_opt
 from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.parser import OneLineParser
 
 POSITIONS = 64
 
@@ -42,7 +52,26 @@ def words_of(given: Iterable[object]) -> list[object]:
     return found
 
 
-def tiny_model(folder: Path, vocab: int) -> Path:
+SHIPPED = PACKAGED["opt-tiny"]
+VOCAB: int = json.loads((SHIPPED / "config.json").read_text())["vocab_size"]
+
+
+def tiny_model(
+    folder: Path, config: PretrainedConfig, make: type[PreTrainedModel], has_words: bool
+) -> Path:
+    """A folder with a model of random weights; has_words: with the shipped model's tokenizer."""
+    torch.manual_seed(0)
+    model = make(config)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    for path in SHIPPED.glob("tokenizer*") if has_words else ():
+        shutil.copy(path, folder)
+    return folder
+
+
+def tiny_opt(folder: Path, vocab: int, has_words: bool) -> Path:
     config = OPTConfig(
         vocab_size=vocab,
         hidden_size=32,
@@ -54,38 +83,26 @@ def tiny_model(folder: Path, vocab: int) -> Path:
         eos_token_id=None,
         bos_token_id=2,
     )
-    torch.manual_seed(0)
-    model = OPTForCausalLM(config)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.normal_(0, 0.3)
-    model.save_pretrained(folder)
-    return folder
+    return tiny_model(folder, config, OPTForCausalLM, has_words)
 
 
 @pytest.fixture(scope="session")
 def ids_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder without a tokenizer, vocabulary 120."""
-    return tiny_model(tmp_path_factory.mktemp("models") / "opt-ids", 120)
+    return tiny_opt(tmp_path_factory.mktemp("models") / "opt-ids", 120, False)
 
 
 @pytest.fixture(scope="session")
 def words_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the shipped model's tokenizer."""
-    shipped = PACKAGED["opt-tiny"]
-    vocab = json.loads((shipped / "config.json").read_text())["vocab_size"]
-    folder = tiny_model(tmp_path_factory.mktemp("models") / "opt-words", vocab)
-    for path in shipped.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
+    return tiny_opt(tmp_path_factory.mktemp("models") / "opt-words", VOCAB, True)
 
 
 @pytest.fixture(scope="session")
 def rotary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LLaMA with two kv-heads, the shipped model's tokenizer, and few positions."""
-    shipped = PACKAGED["opt-tiny"]
     config = LlamaConfig(
-        vocab_size=json.loads((shipped / "config.json").read_text())["vocab_size"],
+        vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -95,16 +112,19 @@ def rotary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
         bos_token_id=0,
     )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.normal_(0, 0.3)
     folder = tmp_path_factory.mktemp("models") / "llama-words"
-    model.save_pretrained(folder)
-    for path in shipped.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
+    return tiny_model(folder, config, LlamaForCausalLM, True)
+
+
+def parser_of(command: str) -> OneLineParser:
+    """The parser of a verb, or of its sub-command: `evaluate text`."""
+    verb, _, measure = command.partition(" ")
+    parser: OneLineParser = importlib.import_module(cli.VERBS[verb][0])._parser()
+    if not measure:
+        return parser
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    found: OneLineParser = commands.choices[measure]
+    return found
 
 
 @pytest.fixture

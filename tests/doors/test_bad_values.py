@@ -11,6 +11,7 @@ import importlib
 import re
 import shutil
 from dataclasses import Field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import EvictionSettings, SamplingParams
 from flexgen_h2o.flags import _arguments_of
-from tests.doors.conftest import Door
+from tests.doors.conftest import Door, parser_of
 from tests.doors.test_refusals import everything
 from tests.extras import needs
 
@@ -58,7 +59,7 @@ OF_TYPE: dict[Any, tuple[str, ...]] = {
     file_name: ("", "in.jsonl/x.jsonl", "n" * 300 + ".jsonl", "~nosuchuser-at-all/x.jsonl"),
     not_empty: ("",),
 }
-SIZES = ("", "plenty", "0", "-1GiB", "nan", "12parsecs")
+SIZES = ("", "plenty", "0", "-1GiB", "nan", "12parsecs", "1e999", "²", "{}", "GiB")
 # Settings whose rules are not in their metadata.
 OWN_RULES = {
     "percent": (
@@ -110,17 +111,12 @@ def bad_values(action: argparse.Action) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def parser_of(verb: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    """The parser of a verb; its module makes no other, which would take most of the time."""
-    name, _, measure = verb.partition(" ")
-    module = importlib.import_module(cli.VERBS[name][0])
-    made: argparse.ArgumentParser = module._parser()
-    monkeypatch.setattr(module, "_parser", lambda: made)
-    if not measure:
-        return made
-    commands = next(a for a in made._actions if isinstance(a, argparse._SubParsersAction))
-    found: argparse.ArgumentParser = commands.choices[measure]
-    return found
+@pytest.fixture(autouse=True)
+def _parsers_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making them would take most of the time."""
+    for name, _ in cli.VERBS.values():
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "_parser", cache(module._parser))
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +140,7 @@ def test_a_bad_value_is_refused_by_its_flags_name(
 ) -> None:
     monkeypatch.chdir(folder)
     before = everything(folder)
-    actions = [a for a in parser_of(verb, monkeypatch)._actions if a.option_strings]
+    actions = [a for a in parser_of(verb)._actions if a.option_strings]
     wrong = []
     for action in actions:
         flag = next(name for name in action.option_strings if name.startswith("--"))
@@ -163,13 +159,13 @@ def test_a_bad_value_is_refused_by_its_flags_name(
 
 
 @pytest.mark.parametrize("verb", [verb for verb in LINES if verb != "cache"])
-def test_words_that_look_like_flags_are_values(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_that_look_like_flags_are_values(verb: str) -> None:
     """`--` is taken as a text, or refused by the flag's name; Python 3.11 makes a list of it.
 
     A minus with a digit begins a wrong value. It is not a flag, without which the one before it
     would have no value.
     """
-    parser = parser_of(verb, monkeypatch)
+    parser = parser_of(verb)
     for action in parser._actions:
         for option in action.option_strings:
             if action.nargs == 0 or option[:2] != "--":

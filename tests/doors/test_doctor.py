@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,17 +30,16 @@ LINES = [
 ]
 
 
+def rates(read: float) -> dict[str, float]:
+    return {"disk_read_bytes_per_s": read, "disk_write_bytes_per_s": 1e9}
+
+
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A small file is measured; its figures are those of a fast disk."""
     monkeypatch.setattr(doctor, "PROBED_BYTES", 2**20)
-    rates = {"disk_read_bytes_per_s": 3e9, "disk_write_bytes_per_s": 1e9}
-    monkeypatch.setattr(engine.DiskProbe, "rates", lambda probe: rates)
+    monkeypatch.setattr(engine.DiskProbe, "rates", lambda probe: rates(3e9))
     monkeypatch.setattr(engine.DiskProbe, "is_direct", True)
-
-
-@pytest.fixture
-def healthy(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     pages = tmp_path / "pages"
     pages.write_text("always [madvise] never\n")
@@ -68,60 +66,23 @@ def test_a_line_each_of_a_machine_on_which_nothing_hurts(
     assert not list((tmp_path / "o").iterdir())
 
 
-def set_attribute(
-    target: object, name: str, value: object
-) -> Callable[[pytest.MonkeyPatch, Path], None]:
-    return lambda monkeypatch, folder: monkeypatch.setattr(target, name, value)
-
-
-def say(name: str, text: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
-    def write(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        (folder / "said").write_text(text)
-        monkeypatch.setattr(doctor, name, folder / "said")
-
-    return write
-
-
-HURTS = {
-    "numba cache": (set_attribute(jit, "cache_folder", lambda: None), "NUMBA_CACHE_DIR"),
-    "waiting threads": (
-        lambda m, _: m.setenv("OMP_WAIT_POLICY", "ACTIVE"),
-        "OMP_WAIT_POLICY is ACTIVE; unset it",
-    ),
-    "threads": (
-        set_attribute(torch, "get_num_threads", lambda: 9),
-        "9 for 4 cores; export OMP_NUM_THREADS=4",
-    ),
-    "threads, quota": (
-        say("CPU_QUOTA", "150000 100000\n"),
-        "4 for 1.5 cores; export OMP_NUM_THREADS=1",
-    ),
-    "threads, idle": (set_attribute(torch, "get_num_threads", lambda: 1), "1 for 4 cores; raise"),
-    "open files": (
-        set_attribute(doctor, "descriptor_limits", lambda: (64, 64)),
-        "ask the administrator",
-    ),
-    "open files, soft": (
-        set_attribute(doctor, "descriptor_limits", lambda: (255, 10**6)),
-        "255 at a time (ulimit -n)",
-    ),
-    "memory": (set_attribute(device, "free_host_bytes", lambda: GIB), "1.00 GiB of"),
-    "cgroup": (say("OLD_MEMORY_LIMIT", "1073741824\n"), "version 1, at most 1.00 GiB"),
-    "huge pages": (say("HUGE_PAGES", "always madvise [never]\n"), "is never; echo madvise"),
-    "card": (set_attribute(doctor, "CARD_FILES", ("/dev/null",)), "torch cannot use it"),
-    "disk": (set_attribute(engine.DiskProbe, "is_direct", False), "without O_DIRECT"),
-    "disk, in RAM": (
-        set_attribute(run, "mount_of", lambda folder: "tmpfs tmpfs at /tmp"),
-        "stays in RAM",
-    ),
-    "disk, slow": (
-        set_attribute(
-            engine.DiskProbe,
-            "rates",
-            lambda probe: {"disk_read_bytes_per_s": 1e8, "disk_write_bytes_per_s": 1e8},
-        ),
-        "reads 0.1 GB/s",
-    ),
+# Where something is changed (None: the environment), its name, what it becomes (a text: of the file
+# that it names), and what is said.
+HURTS: dict[str, tuple[object, str, object, str]] = {
+    "numba cache": (jit, "cache_folder", lambda: None, "NUMBA_CACHE_DIR"),
+    "waiting threads": (None, "OMP_WAIT_POLICY", "ACTIVE", "OMP_WAIT_POLICY is ACTIVE; unset it"),
+    "threads": (torch, "get_num_threads", lambda: 9, "9 for 4 cores; export OMP_NUM_THREADS=4"),
+    "threads, quota": (doctor, "CPU_QUOTA", "150000 100000\n", "4 for 1.5 cores"),
+    "threads, idle": (torch, "get_num_threads", lambda: 1, "1 for 4 cores; raise"),
+    "open files": (doctor, "descriptor_limits", lambda: (64, 64), "ask the administrator"),
+    "open files, soft": (doctor, "descriptor_limits", lambda: (255, 10**6), "255 at a time"),
+    "memory": (device, "free_host_bytes", lambda: GIB, "1.00 GiB of"),
+    "cgroup": (doctor, "OLD_MEMORY_LIMIT", "1073741824\n", "version 1, at most 1.00 GiB"),
+    "huge pages": (doctor, "HUGE_PAGES", "always madvise [never]\n", "is never; echo madvise"),
+    "card": (doctor, "CARD_FILES", ("/dev/null",), "torch cannot use it"),
+    "disk": (engine.DiskProbe, "is_direct", False, "without O_DIRECT"),
+    "disk, in RAM": (run, "mount_of", lambda folder: "tmpfs tmpfs at /tmp", "stays in RAM"),
+    "disk, slow": (engine.DiskProbe, "rates", lambda probe: rates(1e8), "reads 0.1 GB/s"),
 }
 
 
@@ -129,13 +90,15 @@ HURTS = {
 def test_what_hurts_is_named_with_what_to_do_and_ends_with_1(
     name: str, command: Door, healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    change, says = HURTS[name]
-    change(monkeypatch, tmp_path)
+    place, changed, value, says = HURTS[name]
+    if place is None:
+        monkeypatch.setenv(changed, str(value))
+    else:
+        file = tmp_path / "said"
+        file.write_text(str(value))
+        monkeypatch.setattr(place, changed, file if isinstance(value, str) else value)
     said = command("doctor --offload-dir o")
     assert said.code == 1
-    [line] = [
-        line
-        for line in said.out.splitlines()
-        if line.startswith("look  " + name.partition(",")[0] + " ")
-    ]
+    begins = f"look  {name.partition(',')[0]} "
+    [line] = [line for line in said.out.splitlines() if line.startswith(begins)]
     assert says in line, line

@@ -172,39 +172,6 @@ def test_prompts_of_the_command_line_are_kept_beside_an_output(
     assert (tmp_path / "out.jsonl.prompts.jsonl").read_bytes() == kept
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["-p", "a", "-i", "p.txt"], "--prompt and --input: give one of them"),
-        (["-i", "none.txt"], "--input none.txt: does not exist; name a .jsonl or .txt file"),
-        (
-            ["-p", "a", "--force"],
-            "--force: is for answers that are written to a file; give --output",
-        ),
-        (["-p", "a", "-o", "out.csv"], "--output out.csv: the file name must end in .jsonl"),
-        (["--status"], "--output: is missing"),
-        (["-p", ""], "no tokens"),
-        (["-p", "a", "more"], "more; one MODEL is taken"),
-        (["-m", "a", "-p", "a", "-m", "b"], "--model b: a is named before it; name one model"),
-        (
-            ["-p", "-x"],
-            "a value that begins with a hyphen stands behind an equals sign: --prompt=-x",
-        ),
-        (
-            ["-p", "a", "--plan", "none.json"],
-            "--plan none.json: No such file; name one that `flexgen-h2o plan",
-        ),
-    ],
-)
-def test_refusals_are_one_line(run: Door, ids_model: Path, words: list[str], says: str) -> None:
-    answer = run(ids_model, *words)
-    assert answer.code == EXIT_USAGE and answer.out == ""
-    [line] = answer.err.splitlines()
-    assert line.startswith("generate: ") and (
-        says in line or (says == "no tokens" and "tokenizer" in line)
-    ), line
-
-
 # ---- Flags and help
 
 
@@ -233,46 +200,39 @@ def test_the_examples_of_each_help_are_taken_by_their_parsers() -> None:
             importlib.import_module(cli.VERBS[words[0]][0])._parser().parse_args(words[1:]), verb
 
 
-def test_new_and_old_names_set_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_flag_stands_for_is_set_too() -> None:
     def read(line: str) -> tuple[Any, ...]:
         args = generate._parser().parse_args([*line.split(), "-p", "a"])
         policy, is_auto = flags.policy_of(args)
-        asked = (args.model, args.path, args.gen_len, flags.budget_of(args), policy, is_auto)
-        return (*asked, flags.eviction_of(args, policy).to_json())
+        return args.path, policy, is_auto, flags.eviction_of(args, policy).to_json()
 
-    for new, old in (
-        ("m --ram 1GiB --gpu-mem 2GiB", "--model m --host-mem 1GiB --device-mem 2GiB"),
-        ("m --max-tokens 7", "-m m --gen-len 7"),
-        ("m -n 7", "m --max-new-tokens 7"),
-        (
-            "m --weight-bits 8 --kv-bits 4/3",
-            "m --compress-weight --weight-bits 8 --compress-cache --cache-bits 4/3",
-        ),
-        ("m --kv-size 20%", "m --kv-bytes 0.2"),
+    for short, whole in (
+        ("m --weight-bits 8", "m --compress-weight --weight-bits 8"),
+        ("m --kv-bits 4/3", "m --compress-cache --kv-bits 4/3"),
+        ("m --kv-size 20%", "m --kv-size 0.2"),
         ("m --attn-sparsity 10%", "m --attn-sparsity 0.1"),
-        ("m --micro-batch 3 --micro-batches 2", "m --gpu-batch-size 3 --num-gpu-batches 2"),
-        ("m --hh-ratio 0.1", "m --hh_ratio 0.1"),
         ("m --random-weights", "m --path _DUMMY_"),
-        ("m --plan auto", "m --policy auto"),
     ):
-        assert read(new) == read(old), (new, old)
+        assert read(short) == read(whole), short
 
 
 def test_flags_of_other_programs_are_taken_or_answered() -> None:
     parser = generate._parser()
-    known = {option for action in parser._actions for option in action.option_strings}
-    for theirs, ours in synonyms.SAME.items():
-        assert theirs not in synonyms.ADVICE
-        if ours in known:
-            words = [theirs, "1"] if theirs != "--torch-dtype" else [theirs, "float32"]
-            parser.parse_args(["m", *words] if ours != "--model" else words)
+    known = parser.spellings
+
+    def read(flag: str) -> dict[str, Any]:
+        action = known[flag]
+        value = [] if action.nargs == 0 else ["float32" if action.dest == "dtype" else "1"]
+        model = [] if action.dest == "model" else ["m"]
+        return {**vars(parser.parse_args([*model, flag, *value])), "given": None}
+
+    for ours in synonyms.SAME.keys() & known:
+        for theirs in synonyms.SAME[ours]:
+            assert read(theirs) == read(ours), theirs
     for theirs, advice in synonyms.ADVICE.items():
-        if theirs not in parser._option_string_actions:
+        if theirs not in known:
             with pytest.raises(UsageError) as raised:
-                generate._parser().parse_args(["m", theirs, "1"])
+                parser.parse_args(["m", theirs, "1"])
             assert advice in str(raised.value)
         for named in [word.strip(",;()") for word in advice.split() if word.startswith("--")]:
-            assert named in parser._option_string_actions or named in ("--pipeline", "--prompts"), (
-                theirs,
-                named,
-            )
+            assert named in known or named in ("--pipeline", "--prompts"), (theirs, named)

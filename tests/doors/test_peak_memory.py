@@ -96,29 +96,13 @@ def test_peak_rss_of_random_placements(
     generator = random.Random(f"{SEED} {model}")
     found = []
     write_profile(tmp_path / "profile.json", PROFILE)
-    common = [
-        "--model",
-        model,
-        "--path",
-        "_DUMMY_",
-        "--offload-dir",
-        str(offload),
-        "--dtype",
-        "bfloat16",
-    ]
+    common = f"--model {model} --path _DUMMY_ --offload-dir {offload} --dtype bfloat16"
+    measured = f"--hardware {tmp_path}/profile.json --host-mem 64GiB --disk-mem 64GiB --json"
     for index in range(MODELS[model]):
-        flags = placement(generator, index)
-        three_tiers = ["--device-mem", "64GiB"] if index % 3 else []
-        planned = [
-            *common,
-            *flags.split(),
-            "--hardware",
-            str(tmp_path / "profile.json"),
-            "--host-mem",
-            "64GiB",
-        ]
+        flags = f"{common} {placement(generator, index)}"
+        three_tiers = "--device-mem 64GiB" if index % 3 else ""
         capsys.readouterr()
-        assert policy_search.main([*planned, "--disk-mem", "64GiB", *three_tiers, "--json"]) == 0
+        assert policy_search.main(f"{flags} {measured} {three_tiers}".split()) == 0
         needed = json.loads(capsys.readouterr().out)["predicted"]["peak_bytes"]
         budgets = [
             word
@@ -127,7 +111,7 @@ def test_peak_rss_of_random_placements(
         ]
         if not three_tiers:
             budgets = budgets[2:]
-        run = [*common, *flags.split(), *budgets, "--device", "cpu", "--no-log"]
+        run = [*flags.split(), *budgets, "--device", "cpu", "--no-log"]
         allowed = needed["host"] + needed["device"]
         held = peak_rss(RUN, *run) - empty
         found.append(
@@ -160,48 +144,39 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
+@pytest.fixture
+def before(plain_cpu: None) -> Iterator[int]:
+    """Bytes of tensors before a test, during which Python does not look for circles."""
+    gc.collect()
+    gc.disable()
+    yield tensor_bytes()
+    gc.enable()
+
+
 @pytest.mark.parametrize(
     ("percent", "eviction"),
     [((100, 0) * 3, Full()), ((0,) * 6, H2O(heavy_ratio=0.5, recent_ratio=0.5))],
 )
 def test_a_closed_llm_gives_its_memory_back_at_once(
-    percent: tuple[int, ...], eviction: object, ids_model: Path, tmp_path: Path, plain_cpu: None
+    percent: tuple[int, ...], eviction: object, before: int, ids_model: Path, tmp_path: Path
 ) -> None:
     """Not when Python next looks for circles: by then another engine may hold as much again."""
-    gc.collect()
-    gc.disable()
-    try:
-        before = tensor_bytes()
-        params = [SamplingParams(max_tokens=n) for n in (1, 2, 5, 3)]
-        with LLM(
-            str(ids_model), Policy(2, 1, percent), eviction, "cpu", offload_dir=tmp_path / "offload"
-        ) as llm:
-            llm.generate([[5, 6, 7]] * 4, params)
-            held = tensor_bytes()
-        assert held > before + 100_000
-        assert tensor_bytes() < before + 10_000
-    finally:
-        gc.enable()
+    params = [SamplingParams(max_tokens=n) for n in (1, 2, 5, 3)]
+    with LLM(str(ids_model), Policy(2, 1, percent), eviction, "cpu", offload_dir=tmp_path) as llm:
+        llm.generate([[5, 6, 7]] * 4, params)
+        held = tensor_bytes()
+    assert held > before + 100_000
+    assert tensor_bytes() < before + 10_000
 
 
 def test_an_engine_for_longer_rows_is_planned_when_the_one_before_is_gone(
-    ids_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_cpu: None
+    before: int, ids_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it held counts as free then."""
-    gc.collect()
-    gc.disable()
-    try:
-        before = tensor_bytes()
-        held = list[int]()
-        budgets = LLM._budgets
-        monkeypatch.setattr(
-            LLM, "_budgets", lambda llm: held.append(tensor_bytes()) or budgets(llm)
-        )
-        with LLM(
-            str(ids_model), Policy(2, 1), device="cpu", offload_dir=tmp_path / "offload"
-        ) as llm:
-            for tokens in (2, 9):
-                llm.generate([[5, 6, 7]], SamplingParams(max_tokens=tokens))
-        assert len(held) == 2 and max(held) < before + 10_000
-    finally:
-        gc.enable()
+    held = list[int]()
+    budgets = LLM._budgets
+    monkeypatch.setattr(LLM, "_budgets", lambda llm: held.append(tensor_bytes()) or budgets(llm))
+    with LLM(str(ids_model), Policy(2, 1), device="cpu", offload_dir=tmp_path) as llm:
+        for tokens in (2, 9):
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=tokens))
+    assert len(held) == 2 and max(held) < before + 10_000

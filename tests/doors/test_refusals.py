@@ -22,6 +22,7 @@ BASE = {
     "flex-opt": "--model ids --offload-dir offload --gen-len 4",
     "plan": "--model ids --offload-dir offload --hardware t4",
     "batch": "--model ids --offload-dir offload --input in.jsonl --output out.jsonl",
+    "generate": "ids --offload-dir offload",
     "hardware": "--offload-dir offload",
     "fidelity": "--model opt-tiny --offload-dir offload",
     "text": "--model opt-tiny --offload-dir offload",
@@ -41,6 +42,9 @@ FLEX_OPT = (
     "--gpu-batch-size 1048576 --num-gpu-batches 1048576 | num-gpu-batches",
     "--policy auto --percent 100 0 100 0 100 0 | --percent",
     "--policy /no/such/policy.json",
+    "--policy damaged.json",
+    "--policy good.json --percent 0 0 0 0 0 0 | --percent",
+    "--policy good.json --overlap false | --overlap",
     "--int8-compute --compress-weight --weight-bits 8 | --compress-weight",
     "--hardware t4 --policy auto",
     f"--prompt-len {POSITIONS} --gen-len 2 | --gen-len {POSITIONS}",
@@ -49,6 +53,7 @@ FLEX_OPT = (
     "--cut-gen-len 4 --prompts in.jsonl | --prompts",
     "--debug-mode breakdown --gen-len 1 | --gen-len",
     "--device tpu",
+    "--dtype 'a\rb'",
     "--device cuda",
     "--dtype float16 --device cpu",
     "--stop end --prompts in.jsonl | tokenizer",
@@ -75,6 +80,11 @@ FLEX_OPT = (
     "--model nobody/no-such-model | cache",
     "--model nobody/no-such-model --path _DUMMY_ | built-in",
     "--model opt-tinny | opt-tiny?",
+    "--model no-weights | weights",
+    "--model other-shapes > (80, 32)",
+    "--model no-tokenizer --prompts short.txt > no-tokenizer",
+    "--model odd-tokenizer --prompts short.txt > odd-tokenizer",
+    "--model byte-order-mark --prompts short.txt > byte-order-mark/tokenizer.json",
     f"--model {'m' * 5000}",
     "--path _DUMY_ --model some/model",
     "--gbs 4 --num-gb 2 | --gpu-batch-size",
@@ -96,9 +106,7 @@ FIDELITY = (
     "--prompts short.txt | --prompt-len",
     "--plot p.doc",
     "--model facebook/opt-125m --path _DUMMY_ | --prompts",
-    "--json in.jsonl --prompts in.jsonl | --prompts",
     "--markdown new --json new | --json",
-    "--json words/tokenizer.json --model words | --model",
 )
 TEXT = (
     "--prompt a --prompts p.txt | --prompts",
@@ -128,7 +136,7 @@ STREAMING = (
     "--text ''",
     "--chat | template",
     "--turns t.csv",
-    "--turn-format x --chat | --chat",
+    "--turn-format {turn} --chat | --chat",
     "--turn-format x | {turn}",
     "--attn-sparsity 0.5",
     "--heavy_ratio 0.1 > --hh-ratio",
@@ -142,11 +150,24 @@ PLAN = (
     "--trace new.json --output new.json | --output",
 )
 BATCH = ("--ray ''", "--model_arch llama", "--output words/hard.jsonl --model words | --model")
+GENERATE = (
+    "--prompt a --input in.jsonl | --input",
+    "--input none.txt",
+    "--prompt a --force > --force",
+    "--prompt a --output out.csv > --output",
+    "--status > --output",
+    "--prompt '' > tokenizer",
+    "--prompt a more > MODEL",
+    "--prompt a --model other > --model",
+    "--prompt -x > --prompt=-x",
+    "--prompt a --plan none.json > --plan",
+)
 TABLE = {
     "flex-opt": FLEX_OPT,
     "plan": PLAN,
     "hardware": ("--show ''",),
     "batch": BATCH,
+    "generate": GENERATE,
     "chat": ("--enable_small_cache | --eviction",),
     "evaluate": ("perplexity", " | fidelity"),
     "evaluate fidelity": FIDELITY,
@@ -176,6 +197,17 @@ def place(ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPathF
         shutil.copytree(model, place / name)
     (place / "words/vocab.json").unlink(missing_ok=True)
     os.link(place / "words/model.safetensors", place / "words/hard.jsonl")
+    write_policy(place / "good.json", SavedPolicy(Policy()))
+    (place / "damaged.json").write_text('{"schema": 99}')
+    shutil.copytree(ids_model, place / "no-weights", ignore=lambda *_: ["model.safetensors"])
+    config = json.loads((ids_model / "config.json").read_text()) | {"ffn_dim": 80}
+    for name, model, file, data in (
+        ("other-shapes", ids_model, "config.json", json.dumps(config).encode()),
+        ("no-tokenizer", words_model, "tokenizer.json", b"{"),
+        ("odd-tokenizer", words_model, "tokenizer_config.json", b'{"model_max_length": "many"}'),
+        ("byte-order-mark", words_model, "tokenizer.json", b"\xef\xbb\xbf{}"),
+    ):
+        (shutil.copytree(model, place / name) / file).write_bytes(data)
     for name, target in (
         ("link.json", "in.jsonl"),
         ("to-new.json", "new.jsonl"),
@@ -237,15 +269,8 @@ def test_a_verb_that_is_not_one(word: str, verb: str, call: Door) -> None:
 
 
 PROMPT_LINES = (
-    '{"prompt_token_ids": [4, 5',
     "[4, 5]",
-    '{"text": "hello"}',
-    '{"prompt": "a", "prompt_token_ids": [4]}',
-    '{"prompt_token_ids": []}',
     '{"prompt_token_ids": [120]} | vocabulary',
-    '{"prompt_token_ids": [4.5]} | 4.5',
-    '{"prompt": 5} | string',
-    '{"prompt_token_ids": [4], "index": NaN}',
     '{"prompt": "text"} | tokenizer',
 )
 TURN_LINES = (
@@ -297,52 +322,6 @@ def test_a_model_that_cannot_be_used(refuse: Callable[..., None], tmp_path: Path
         path.write_text(changed)
         named = () if isinstance(config, str) else tuple(config)
         refuse("flex-opt", f"--model {tmp_path}", str(tmp_path), *named)
-    path.write_text(json.dumps(good))
-    refuse("flex-opt", f"--model {tmp_path}", str(tmp_path), "no weights")
-    shutil.copy("ids/model.safetensors", tmp_path)
-    path.write_text(json.dumps({**good, "ffn_dim": 80}))
-    refuse("flex-opt", f"--model {tmp_path}", str(tmp_path), "(80, 32)")
-
-
-TOKENIZERS = [("tokenizer.json", "{"), ("tokenizer_config.json", '{"model_max_length": "many"}')]
-
-
-@pytest.mark.parametrize(("name", "text"), TOKENIZERS)
-def test_a_tokenizer_that_cannot_be_read(
-    name: str, text: str, refuse: Callable[..., None], tmp_path: Path
-) -> None:
-    folder = shutil.copytree("words", tmp_path / "model")
-    (folder / name).write_text(text)
-    refuse("flex-opt", f"--model {folder} --prompts short.txt", "tokenizer")
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_a_byte_order_mark(name: str, refuse: Callable[..., None], tmp_path: Path) -> None:
-    folder = shutil.copytree("words", tmp_path / "model")
-    (folder / name).write_text((folder / name).read_text(), encoding="utf-8-sig")
-    refuse(
-        "flex-opt",
-        f"--model {folder} --prompts short.txt",
-        f"{folder / name}: begins with a byte order mark",
-    )
-
-
-def test_a_bad_policy_file(refuse: Callable[..., None], tmp_path: Path) -> None:
-    path = tmp_path / "policy.json"
-    for text in ("", "{}", '{"schema": 99}'):
-        path.write_text(text)
-        refuse("flex-opt", f"--policy {path}", f"--policy {path}: ")
-
-
-@pytest.mark.parametrize(
-    "flags", ["--percent 0 0 0 0 0 0", "--gpu-batch-size 2", "--overlap false"]
-)
-def test_a_policy_file_stands_alone(
-    flags: str, refuse: Callable[..., None], tmp_path: Path
-) -> None:
-    path = tmp_path / "policy.json"
-    write_policy(path, SavedPolicy(Policy()))
-    refuse("flex-opt", f"--policy {path} {flags}", f"--policy {path}", flags.split()[0])
 
 
 def test_a_picture_without_matplotlib_names_the_extra(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexgen_h2o import chat as module
@@ -24,6 +23,7 @@ from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.files import MAX_LINE_BYTES
 from tests.doors.conftest import POSITIONS, Answer, Door
 from tests.forks import Forks
+from tests.parity import reference
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if "
@@ -62,12 +62,8 @@ def greedy(
     answers = []
     for i, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
         said += tokenizer(piece, add_special_tokens=special and i == 0)["input_ids"]
-        answers.append(list[int]())
-        for _ in range(size):
-            with torch.no_grad():
-                token = int(model(torch.tensor([said])).logits[0, -1].argmax())
-            answers[-1].append(token)
-            said.append(token)
+        answers.append(reference.greedy(model, said, size))
+        said += answers[-1]
     return answers
 
 

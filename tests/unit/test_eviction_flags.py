@@ -23,6 +23,7 @@ from flexgen_h2o.kvcache.eviction import (
 )
 from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.parser import OneLineParser
+from flexgen_h2o.synonyms import shown_name
 
 
 def parser() -> OneLineParser:
@@ -69,31 +70,18 @@ def test_flags_to_policy(flags: str, policy: Eviction) -> None:
     assert found == policy and type(found) is type(policy)
 
 
+MIXES = (  # least share, eviction, bits, window, KL
+    (0.01, "h2o-norm:grace=8", 16, 16, 0.3),
+    (0.1, "tova", "4/3", 0, 0.1),
+    (0.5, "local", 8, 16, 0.0),
+)
 TABLE = {
     "schema": 2,
     "model": "m",
     "mixes": [
-        {
-            "least": 0.01,
-            "eviction": "h2o-norm:grace=8",
-            "cache_bits": 16,
-            "cache_window": 16,
-            "kl": {"value": 0.3},
-        },
-        {
-            "least": 0.1,
-            "eviction": "tova",
-            "cache_bits": "4/3",
-            "cache_window": 0,
-            "kl": {"value": 0.1},
-        },
-        {
-            "least": 0.5,
-            "eviction": "local",
-            "cache_bits": 8,
-            "cache_window": 16,
-            "kl": {"value": 0.0},
-        },
+        dict(zip(("least", "eviction", "cache_bits", "cache_window"), mix, strict=False))
+        | {"kl": {"value": mix[-1]}}
+        for mix in MIXES
     ],
     "small_losses": [{"settings": {}, "kl": {"value": 0.0}}],
 }
@@ -152,7 +140,4 @@ def test_help_names_every_policy_and_needs_no_torch() -> None:
     assert done.returncode == 0, done
     said = " ".join(done.stdout.split())
     assert said.count(f"which KV entries stay: {', '.join(POLICIES)} (") == 4
-    assert all(
-        engine_flags.NAMES.get(flag, (flag,))[0] in said
-        for flag in engine_flags.EVICTION_FLAGS.values()
-    )
+    assert all(shown_name(flag) in said for flag in engine_flags.EVICTION_FLAGS.values())

@@ -77,30 +77,6 @@ def test_what_is_tested_is_what_ci_installs() -> None:
         assert (f"=={version}", "") in pinned(name), name
 
 
-def test_an_sdist_has_all_files_at_the_top() -> None:
-    """What setuptools packs by itself, and what MANIFEST.in names: every file that is tracked is
-    one of these."""
-    words = [word for line in text_of("MANIFEST.in").splitlines() for word in line.split()[1:]]
-    itself = {
-        "README.md",
-        "LICENSE",
-        "MANIFEST.in",
-        "pyproject.toml",
-        "setup.py",
-        "flexgen_h2o",
-        "policies",
-    }
-    assert all((ROOT / word).exists() for word in words if "*" not in word), words
-    there = {
-        path.name
-        for path in ROOT.iterdir()
-        if path.suffix in (".md", ".txt", ".cff", ".py", ".toml")
-    }
-    assert there <= {*words, *itself, "PKG-INFO"}
-    for folder in ("tests", "docs", "scripts", "bench", "policies", ".ci"):
-        assert folder in words
-
-
 def test_shipped_policies_are_found_beside_a_checkout_and_in_an_installed_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
