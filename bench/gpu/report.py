@@ -7,7 +7,6 @@ and in brackets what the card's tensors held at most, by torch's own count.
 from __future__ import annotations
 
 import json
-import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +18,7 @@ from bench.common import GB
 from bench.gpu.gates import gates
 from bench.gpu.kernels import DECODED
 from bench.gpu.runner import State
-from bench.gpu.steps import TABLE, Setting, Step, runs_of
-from bench.sweep.store import Store
-from bench.sweep.summary import markdown
+from bench.gpu.steps import Setting, Step, runs_of
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import markdown_table
 
@@ -56,7 +53,6 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
     runs = runs_of(steps, "placement")
     figures = runs_of(steps, "figures")
     texts = [_run_texts(step, runs[step.name]) for step in steps if step.name in runs]
-    table = Store(setting.results / f"{TABLE}.jsonl").latest()
     facts = common.machine_facts() | {"card": _card()}
     parts = [
         "# GPU suite"
@@ -90,10 +86,6 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         *markdown_table(KERNEL_HEAD, kernel_texts(figures.get("kernels", {}).get("kernels", []))),
     ]
     text = "\n".join(parts) + "\n"
-    if table:
-        text += "\n" + re.sub(
-            r"^#", "##", markdown(table), flags=re.MULTILINE
-        )  # its headings one deeper: a part
     (setting.results / "gpu_suite.md").write_text(text)
     whole = {
         "benchmark": "gpu_suite",
@@ -102,7 +94,7 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         "steps": state,
         "runs": runs,
     }
-    whole |= {"figures": figures, "table": table}
+    whole |= {"figures": figures}
     (setting.results / "gpu_suite.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 

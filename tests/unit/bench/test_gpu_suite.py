@@ -1,5 +1,4 @@
-"""The GPU suite: steps under limits, going on where it was stopped, the report; and the sweep's
-device tier."""
+"""The GPU suite: steps under limits, going on where it was stopped, and the report."""
 
 from __future__ import annotations
 
@@ -127,9 +126,6 @@ def test_the_tiny_suite_runs(tmp_path: Path) -> None:
     whole = json.loads((tmp_path / "r" / "gpu_suite.json").read_text())
     statuses = {name: found["status"] for name, found in whole["steps"].items()}
     assert set(statuses.values()) == {DONE}
-    assert {
-        line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")
-    } == {"ok"}
     assert "| auto | done |" in (tmp_path / "r" / "gpu_suite.md").read_text()
 
 
