@@ -19,7 +19,6 @@ from bench.gpu.gates import gates
 from bench.gpu.kernels import DECODED
 from bench.gpu.runner import State
 from bench.gpu.steps import Setting, Step, runs_of
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import markdown_table
 
 MAX_NAMED = 30  # tests that failed
@@ -52,7 +51,7 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
     """Both files, anew, into the results."""
     runs = runs_of(steps, "placement")
     figures = runs_of(steps, "figures")
-    texts = [_run_texts(step, runs[step.name]) for step in steps if step.name in runs]
+    texts = [run_texts(step.name, runs[step.name]) for step in steps if step.name in runs]
     facts = common.machine_facts() | {"card": _card()}
     parts = [
         "# GPU suite"
@@ -162,16 +161,6 @@ def _tests(step: Step) -> list[str]:
     names = [f"- `{case.get('classname')}: {case.get('name')}`" for case in failed[:MAX_NAMED]]
     more = [f"- {len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
     return [f"{step.name}: {counts}.", "", *names, *more, ""]
-
-
-def _run_texts(step: Step, run: Any) -> list[str]:
-    """UsageError: the file is another's."""
-    try:
-        return run_texts(step.name, run)
-    except (TypeError, KeyError, ValueError) as error:
-        raise UsageError(
-            f"{step.output}: is not what a placement leaves ({error!r}); remove it"
-        ) from error
 
 
 def _others(setting: Setting, steps: Sequence[Step]) -> str:

@@ -126,12 +126,13 @@ def runs(cells: Sequence[Found]) -> str:
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     commits = ", ".join(f"`{name}`" for name in dict.fromkeys(line["commit"] for line in used))
     said = [f"Runs of {when}, commits {commits}."]
-    if all(line["cgroup"] for line in used if line["budget_bytes"]):
+    limited = [line for line in used if line["budget_bytes"]]
+    if limited and all(line["cgroup"] for line in limited):
         said.append(
             "Every system with a budget ran in a memory cgroup of it and 768 MiB, page cache "
             "counted."
         )
-    else:
+    elif limited:
         said.append(
             "**No memory cgroup could be made for some runs**: there each system held itself to "
             "its budget, and the "
