@@ -13,7 +13,7 @@ import yaml
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.evaluation.kvpress import (
     PressRun,
-    dropped_share,
+    kept_share,
     write_press_run,
 )
 from flexgen_h2o.kvcache.eviction import H2O
@@ -59,15 +59,13 @@ def test_a_folder(tmp_path: Path) -> None:
     }
 
 
-def test_the_share_that_is_dropped() -> None:
+def test_the_share_that_is_kept() -> None:
     """Layers with a window hold it with either; a share of bytes is counted in what the model's
     columns take."""
     spec = find_spec("facebook/opt-125m", None)
     row = [(60, 41)]
     half = H2O(kv_budget=0.5)
     windowed = replace(spec, windows=(10, None) * 6)
-    assert dropped_share(half, spec, Policy(), row) == pytest.approx(1 - 51 / 100)
-    assert dropped_share(half, windowed, Policy(), row) == pytest.approx(
-        1 - (10 + 51) / (10 + 100), abs=1e-6
-    )
-    assert dropped_share(H2O(kv_bytes=0.3), spec, Policy(), row) == pytest.approx(0.7, abs=0.01)
+    assert kept_share(half, spec, Policy(), row) == pytest.approx(51 / 100)
+    assert kept_share(half, windowed, Policy(), row) == pytest.approx((10 + 51) / (10 + 100))
+    assert kept_share(H2O(kv_bytes=0.3), spec, Policy(), row) == pytest.approx(0.3, abs=0.01)
