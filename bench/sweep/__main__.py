@@ -13,7 +13,7 @@ the pages beside the lines at the end.
 
 Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl
 (signed.jsonl), and are not made again on the same processor: a cell's search and its rounds are of
-one. The page beside it is made anew from all lines.
+one. The page beside it has the cells that were asked for.
 
 The exit code is 1 where what was tried in a cell gave no figure, and 3 where nothing fits one; that
 all systems refuse is an answer.
