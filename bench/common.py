@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from flexgen_h2o.cli_common import run_cli
@@ -48,6 +49,7 @@ KEEPING = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.cpu_times
 QUIET_BELOW = 0.10  # busy share of all cores
 QUIET_SAMPLE_S = 2.0
 Graces = abc.Sequence[
@@ -196,16 +198,15 @@ def finish(result: dict[str, Any], output: Path | None) -> None:
 
 def machine_facts() -> dict[str, Any]:
     """Return what a figure depends on besides the code, and the code's commit."""
-    total = next(
-        (int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0
-    )
-    huge = "".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
+    huge = ""
+    with suppress(OSError):
+        huge = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     return {
         "date": date(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "ram_bytes": total,
+        "ram_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "huge_pages": huge[huge.find("[") + 1 : huge.find("]")],
         "python": platform.python_version(),
@@ -290,28 +291,16 @@ class BackgroundLoad:
     quiet machine."""
 
     def __enter__(self) -> BackgroundLoad:
-        self._start = (_cpu_seconds(), _own_seconds(), time.monotonic())
+        self._start = (psutil.cpu_times(), sum(os.times()[:4]), time.monotonic())
         return self
 
     def __exit__(self, *exc: object) -> None:
-        (busy, steal), own, start = self._start
-        busy_now, steal_now = _cpu_seconds()
-        own_now = _own_seconds()
+        before, own, start = self._start
+        now = psutil.cpu_times()
         cores = (time.monotonic() - start) * (os.cpu_count() or 1)
-        self.others = max(0.0, (busy_now - busy) - (own_now - own)) / cores
-        self.stolen = (steal_now - steal) / cores
-
-
-def _cpu_seconds() -> tuple[float, float]:
-    """Busy and stolen seconds of all cores since boot."""
-    ticks = [int(x) / os.sysconf("SC_CLK_TCK") for x in _lines("/proc/stat")[0].split()[1:9]]
-    user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
-    return user + nice + system + irq + softirq + steal, steal
-
-
-def _own_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+        busy = sum(getattr(now, name) - getattr(before, name) for name in BUSY)
+        self.others = max(0.0, busy - (sum(os.times()[:4]) - own)) / cores
+        self.stolen = (now.steal - before.steal) / cores
 
 
 def _busy_share(seconds: float) -> float:
@@ -320,27 +309,9 @@ def _busy_share(seconds: float) -> float:
     return watched.others
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
-def memory_status() -> dict[str, int]:
-    """Bytes of this process: peak resident (hwm), resident now, and its anonymous and file-backed
-    parts."""
-    keys = {"VmHWM": "hwm", "VmRSS": "rss", "RssAnon": "anon", "RssFile": "file"}
-    pairs = (line.split(":") for line in _lines("/proc/self/status"))
-    return {keys[k]: int(v.split()[0]) * 1024 for k, v in pairs if k in keys}
-
-
 def storage_read_bytes() -> int:
-    """Bytes that this process made the kernel fetch from storage (/proc/self/io): page cache hits
-    do not count."""
-    return next(
-        (int(x.split()[1]) for x in _lines("/proc/self/io") if x.startswith("read_bytes")), 0
-    )
+    """Bytes that this process made the kernel fetch from storage: page cache hits do not count."""
+    return int(psutil.Process().io_counters().read_bytes)
 
 
 def benchmark_rows(llm: LLM, rows: int, prompt_len: int) -> list[Sequence]:

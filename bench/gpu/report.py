@@ -116,7 +116,7 @@ def run_texts(name: str, run: dict[str, Any]) -> list[str]:
         f"{io['h2d'] / GB:.1f}",
         f"{io['disk_read'] / GB:.1f}",
         f"{report['peak_bytes']['device'] / GB:.2f}{really}",
-        f"{run['memory']['hwm'] / GB:.2f}",
+        f"{run['peak_rss_bytes'] / GB:.2f}",
         f"{run['seconds']:.0f}",
     ]
 
