@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: flags, quiet cores, marks at the end of sweeps, peak memory, tables,
+"""Shared by the benchmarks: flags, quiet cores, peak memory, tables, child processes,
 the JSON line."""
 
 from __future__ import annotations
@@ -19,24 +19,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from flexgen_h2o.checkpoint.formats import layouts_of
 from flexgen_h2o.cli_common import run_cli
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, MemoryBudget, Policy
+from flexgen_h2o.core.config import MemoryBudget
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_whole
-from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.generation import Callbacks
-from flexgen_h2o.engine.loop import Step, zigzag
-from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.prompts import benchmark_prompts
-from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.engine.sequence import Sequence, with_params
+from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.parser import OneLineParser
@@ -55,6 +49,7 @@ KEEPING = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.cpu_times
 QUIET_BELOW = 0.10  # busy share of all cores
 QUIET_SAMPLE_S = 2.0
 Graces = abc.Sequence[
@@ -203,16 +198,15 @@ def finish(result: dict[str, Any], output: Path | None) -> None:
 
 def machine_facts() -> dict[str, Any]:
     """Return what a figure depends on besides the code, and the code's commit."""
-    total = next(
-        (int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0
-    )
-    huge = "".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
+    huge = ""
+    with suppress(OSError):
+        huge = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     return {
         "date": date(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "ram_bytes": total,
+        "ram_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "huge_pages": huge[huge.find("[") + 1 : huge.find("]")],
         "python": platform.python_version(),
@@ -297,28 +291,16 @@ class BackgroundLoad:
     quiet machine."""
 
     def __enter__(self) -> BackgroundLoad:
-        self._start = (_cpu_seconds(), _own_seconds(), time.monotonic())
+        self._start = (psutil.cpu_times(), sum(os.times()[:4]), time.monotonic())
         return self
 
     def __exit__(self, *exc: object) -> None:
-        (busy, steal), own, start = self._start
-        busy_now, steal_now = _cpu_seconds()
-        own_now = _own_seconds()
+        before, own, start = self._start
+        now = psutil.cpu_times()
         cores = (time.monotonic() - start) * (os.cpu_count() or 1)
-        self.others = max(0.0, (busy_now - busy) - (own_now - own)) / cores
-        self.stolen = (steal_now - steal) / cores
-
-
-def _cpu_seconds() -> tuple[float, float]:
-    """Busy and stolen seconds of all cores since boot."""
-    ticks = [int(x) / os.sysconf("SC_CLK_TCK") for x in _lines("/proc/stat")[0].split()[1:9]]
-    user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
-    return user + nice + system + irq + softirq + steal, steal
-
-
-def _own_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+        busy = sum(getattr(now, name) - getattr(before, name) for name in BUSY)
+        self.others = max(0.0, busy - (sum(os.times()[:4]) - own)) / cores
+        self.stolen = (now.steal - before.steal) / cores
 
 
 def _busy_share(seconds: float) -> float:
@@ -327,65 +309,9 @@ def _busy_share(seconds: float) -> float:
     return watched.others
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
-def memory_status() -> dict[str, int]:
-    """Bytes of this process: peak resident (hwm), resident now, and its anonymous and file-backed
-    parts."""
-    keys = {"VmHWM": "hwm", "VmRSS": "rss", "RssAnon": "anon", "RssFile": "file"}
-    pairs = (line.split(":") for line in _lines("/proc/self/status"))
-    return {keys[k]: int(v.split()[0]) * 1024 for k, v in pairs if k in keys}
-
-
 def storage_read_bytes() -> int:
-    """Bytes that this process made the kernel fetch from storage (/proc/self/io): page cache hits
-    do not count."""
-    return next(
-        (int(x.split()[1]) for x in _lines("/proc/self/io") if x.startswith("read_bytes")), 0
-    )
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A micro-batch's logits are there. rows: rows that had logits since the start of the run,
-    these included."""
-
-    rows: int
-    at: float
-    read_bytes: int
-
-
-@dataclass(frozen=True)
-class Steady:
-    """Decode sweeps after the first one, which starts with what was loaded ahead during prefill."""
-
-    seconds: list[float]
-    read_bytes: list[int]
-    start: float
-    end: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        return sum(self.read_bytes) / sum(self.seconds)
-
-
-def steady(marks: abc.Sequence[Mark]) -> Steady:
-    """The steady decode sweeps of a run that was cut short (so that it loaded ahead to its very
-    end)."""
-    chosen = marks[1:]
-    pairs = list(pairwise(chosen))
-    if not pairs:
-        raise UsageError(
-            "--sweeps: at least 3 are needed: prefill, a decode sweep, and one to measure"
-        )
-    seconds = [b.at - a.at for a, b in pairs]
-    read = [b.read_bytes - a.read_bytes for a, b in pairs]
-    return Steady(seconds, read, chosen[0].at, chosen[-1].at)
+    """Bytes that this process made the kernel fetch from storage: page cache hits do not count."""
+    return int(psutil.Process().io_counters().read_bytes)
 
 
 def benchmark_rows(llm: LLM, rows: int, prompt_len: int) -> list[Sequence]:
@@ -393,61 +319,6 @@ def benchmark_rows(llm: LLM, rows: int, prompt_len: int) -> list[Sequence]:
     as FlexGen does."""
     llm.share_prefix = "off"
     return benchmark_prompts(rows, prompt_len, None, llm.model.spec.vocab_size)
-
-
-def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
-    """Prefill and `sweeps` - 1 decode sweeps of benchmark prompts. Returns the ends of the first
-    block's sweeps.
-
-    Rows could go on when they are cut short, so that every sweep loads ahead for the next.
-    """
-    prompts = benchmark_rows(llm, rows, prompt_len)
-    marks: list[Mark] = []
-
-    def mark(indices: list[int], logits: torch.Tensor) -> None:
-        seen = len(indices) + (marks[-1].rows if marks else 0)
-        marks.append(Mark(seen, time.perf_counter(), storage_read_bytes()))
-
-    def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
-        return zigzag(sweeps, layers, batches)
-
-    llm.run(
-        with_params(prompts, SamplingParams(sweeps + 2, ignore_eos=True)),
-        lambda done: None,
-        Callbacks(mark),
-        order=some_sweeps,
-    )
-    assert llm.policy is not None
-    block = min(rows, llm.policy.block_size)
-    return [m for m in marks if m.rows % block == 0][:sweeps]
-
-
-def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_host: bool) -> int:
-    """Bytes of weights that each decode sweep has to read, page rounding and rows that are looked
-    up aside."""
-    memory = MemoryPlanner(spec, policy, DTYPE_BYTES[dtype], device_is_host)
-    return sum(
-        layout.part_bytes(part)
-        for unit in memory.layers.units
-        for layout in layouts_of(memory.form, unit.tensors)
-        for part, streamed in layout.homes(memory.weight_shares, device_is_host)
-        if part.tier == TIERS[2] and streamed
-    )
-
-
-def alternate(
-    repeats: int, parts: abc.Sequence[Callable[[], None]], quiet_wait: float
-) -> list[dict[str, float]]:
-    """Run all `parts` `repeats` times, in turn forwards and backwards. Returns what neighbours did
-    in each round."""
-    rounds = []
-    for i in range(repeats):
-        busy = wait_for_quiet(quiet_wait)
-        with BackgroundLoad() as seen:
-            for part in parts if i % 2 == 0 else list(reversed(parts)):
-                part()
-        rounds.append({"busy_before": busy, "others": seen.others, "stolen": seen.stolen})
-    return rounds
 
 
 def peer_malloc(has_tcmalloc: bool = True) -> tuple[dict[str, str], str]:
@@ -523,7 +394,3 @@ def _end(process: subprocess.Popen[str], graces: Graces) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-
-
-def show_rounds(rounds: abc.Sequence[dict[str, float]]) -> str:
-    return ", ".join(f"{r['others']:.0%}" for r in rounds) + " of the cores, round by round"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs a CUDA card, resumable, most worth first: parity tests, placements, the papers' table: bench/gpu.
+# What needs a CUDA card, resumable, most worth first: parity tests, kernels, placements: bench/gpu.
 #   bash scripts/gpu_suite.sh             a card; at most 9 minutes a call, the next call goes on
 #   bash scripts/gpu_suite.sh --tiny      the same steps with small shapes on the CPU: a device tier of ordinary memory
 #   bash scripts/gpu_suite.sh --help

@@ -2,15 +2,10 @@
 
     <venv python> bench/baselines/run.py SYSTEM --variant V --model-dir DIR --prompt-len S --gen-len N --rows B
 
-On a card (--device cuda) nothing may take more of it than --device-mem and CARD_SLACK: torch's
-allocator is held to it.
-
 Exit codes: 0 measured, 2 refused (cannot run here, or wrong use), 3 does not fit the budget, 1
 anything else; but for 0 the last line of stderr says why. A batch is `rows` prompts of random token
-ids, the same for every system; every row runs to its last token, greedily. With --score FILE
-nothing is measured: the token rows of FILE are fed as they are (teacher forcing), and the logits
-are written beside it as .npy, by peers that can. Imports neither torch nor this project's package:
-a peer's environment has neither, or its own.
+ids, the same for every system; every row runs to its last token, greedily. Imports neither torch
+nor this project's package: a peer's environment has neither, or its own.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -39,10 +34,8 @@ EXIT_REFUSED = 2
 EXIT_DOES_NOT_FIT = 3
 WARM_UP_PROMPT = 8
 WARM_UP_TOKENS = 2
-DEVICES = ("cpu", "cuda")
 # names the file in which a process leaves the memory group that holds a run
 OUTSIDE_GROUP = "FLEXGEN_OUTSIDE_GROUP"
-CARD_SLACK = 512 * 2**20  # what nobody plans: workspaces of cuBLAS, the allocator's rounding
 
 
 class RefusedError(Exception):
@@ -60,11 +53,8 @@ class DoesNotFitError(RefusedError):
 @dataclass(frozen=True)
 class Request:
     """A measurement that is asked for. budget: bytes of RAM, None when the whole machine is free to
-    use; device_mem: of the device.
-
-    On a CPU only ours gets a device_mem: it makes a device tier of RAM. room: most bytes that a run
-    may take, in a memory cgroup more than the budget, by which a peer places weights. It tries, at
-    its leanest, all that fits it.
+    use. room: most bytes that a run may take, in a memory cgroup more than the budget, by which a
+    peer places weights. It tries, at its leanest, all that fits it.
     """
 
     variant: str
@@ -77,10 +67,7 @@ class Request:
     offload_dir: Path
     threads: int
     settings: dict[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
-    device_mem: int | None = None
     room: int | None = None
-    score: Path | None = None
 
     def fits(self, nbytes: int) -> bool:
         """May a run take so much besides an empty process?"""
@@ -131,9 +118,8 @@ class Meter:
     """Times, memory and storage reads of one generation. Call `begin` when the model is loaded and
     warm."""
 
-    def __init__(self, empty_bytes: int, device: str = "cpu") -> None:
+    def __init__(self, empty_bytes: int) -> None:
         self.empty_bytes = empty_bytes
-        self._card = sys.modules["torch"].cuda if device == "cuda" else None
         self.marks: list[float] = []
         self.peak_before = self._read_before = 0
 
@@ -143,15 +129,10 @@ class Meter:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         self._read_before = storage_read_bytes()
-        if self._card is not None:
-            self._card.synchronize()
-            self._card.reset_peak_memory_stats()
         self.marks = [time.perf_counter()]
 
     def mark(self) -> None:
         """Every row has its next token: the first mark ends prefill, the last ends decode."""
-        if self._card is not None:
-            self._card.synchronize()
         self.marks.append(time.perf_counter())
 
     def result(self, rows: int, gen_len: int) -> dict[str, Any]:
@@ -164,17 +145,13 @@ class Meter:
 
     def memory(self) -> dict[str, Any]:
         """Peaks are VmHWM less that of a process which has imported torch, or what the system
-        computes with, alone.
-
-        peak_card_bytes: most that torch's allocator took of the card; 0 without one.
-        """
+        computes with, alone."""
         peak = peak_bytes()
         return {
             "peak_rss_bytes": peak - self.empty_bytes,
             "peak_rss_loading_bytes": max(self.peak_before, peak) - self.empty_bytes,
             "empty_rss_bytes": self.empty_bytes,
             "read_bytes": storage_read_bytes() - self._read_before,
-            "peak_card_bytes": 0 if self._card is None else self._card.max_memory_reserved(),
         }
 
 
@@ -193,10 +170,6 @@ def phases(rows: int, gen_len: int, prefill_s: float, decode_s: float) -> dict[s
 
 
 Measure = Callable[[Request, Meter], dict[str, Any]]
-# (request, prompts, continuations): logits or log-probabilities (rows, steps, vocabulary), a numpy
-# array of float32, of what follows each prompt and the first tokens of its continuation: none of
-# them, one, ..., all but the last.
-Score = Callable[[Request, list[list[int]], list[list[int]]], Any]
 
 
 def main(
@@ -204,49 +177,31 @@ def main(
     variants: Sequence[str],
     packages: Sequence[str],
     framework: str = "torch",
-    devices: Sequence[str] = DEVICES,
-    score: Score | None = None,
     dtypes: Sequence[str] = tuple(DTYPES),
 ) -> int:
     """Parse, measure, print. `measure` returns rates and memory, and under `setting` what the peer
     was set to.
-
-    devices, dtypes: those that `measure` knows how to use. score: for --score, whose FILE has
-    prompts and continuations, each equally long; the array goes to a file beside it, FILE with
-    .npy.
+    dtypes: those that `measure` knows how to use.
     """
     request = _parse(variants)
     try:
-        if request.device not in devices:
-            raise RefusedError(f"--device {request.device}: measured on {', '.join(devices)} only")
         if request.dtype not in dtypes:
             raise RefusedError(f"--dtype {request.dtype}: measured in {', '.join(dtypes)} only")
         if not (request.model_dir / "config.json").exists() or not request.weight_files:
             raise RefusedError(
                 f"--model-dir {request.model_dir}: needs config.json and *.safetensors"
             )
-        if request.score is None:
-            columns = request.prompt_len + request.gen_len
-            check_length(
-                f"--prompt-len {request.prompt_len} --gen-len {request.gen_len}",
-                columns,
-                request.config,
+        tokens = request.prompt_len + request.gen_len
+        most = request.config.get("max_position_embeddings")
+        if most is not None and tokens - 1 > int(most):  # the last token is not fed
+            raise RefusedError(
+                f"--gen-len: {tokens} tokens a row, and the model has {most} positions"
             )
-        imported = importlib.import_module(framework)
-        if request.device == "cuda":
-            hold_card(imported, request.device_mem)
-        if request.score is not None:
-            write_scores(request.score, request, score)
-            return 0
-        found = measure(request, Meter(peak_bytes(), request.device))
+        importlib.import_module(framework)
+        found = measure(request, Meter(peak_bytes()))
     except RefusedError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
-    except RuntimeError as error:
-        if not is_out_of_card_memory(error):
-            raise
-        print(f"out of the card's memory: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_DOES_NOT_FIT
     sys.stderr.flush()
     print(json.dumps({**found, "versions": _versions(packages)}), flush=True)
     return 0
@@ -275,72 +230,6 @@ def convert_apart(*arguments: str | Path) -> None:
     os.sync()
 
 
-def write_scores(given: Path, request: Request, score: Score | None) -> None:
-    if score is None:
-        raise RefusedError("--score: scoring is not implemented for this peer")
-    import numpy as np
-
-    np.save(given.with_suffix(".npy"), score(request, *read_rows(given, request.config)))
-
-
-def read_rows(given: Path, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and continuations of a file for --score: as many of both, each equally long, ids of
-    the vocabulary."""
-    try:
-        found = json.loads(given.read_text())
-        prompts = found["prompts"]
-        continuations = found["continuations"]
-        lengths = [{len(row) for row in rows} for rows in (prompts, continuations)]
-        ids = {token for rows in (prompts, continuations) for row in rows for token in row}
-        sound = len(prompts) == len(continuations) and all(type(token) is int for token in ids)
-        sound = sound and all(len(some) == 1 and 0 not in some for some in lengths)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RefusedError(
-            f"--score {given}: not prompts and continuations in JSON ({error!r})"
-        ) from error
-    if not sound:
-        raise RefusedError(
-            f"--score {given}: as many continuations as prompts, each as long as the others, of "
-            "numbers"
-        )
-    if min(ids) < 0 or max(ids) >= int(config["vocab_size"]):
-        raise RefusedError(
-            f"--score {given}: token ids are from 0 to {int(config['vocab_size']) - 1}"
-        )
-    check_length(f"--score {given}", lengths[0].pop() + lengths[1].pop(), config)
-    return prompts, continuations
-
-
-def check_length(named: str, tokens: int, config: dict[str, Any]) -> None:
-    """RefusedError for a row of so many tokens, the last of which is not fed, that exceeds the
-    model's positions."""
-    most = config.get("max_position_embeddings")
-    if most is not None and tokens - 1 > int(most):
-        raise RefusedError(f"{named}: {tokens} tokens a row, and the model has {most} positions")
-
-
-def hold_card(torch: Any, device_mem: int | None) -> None:
-    """Open the card, so that its libraries count as empty, and hold torch's allocator to
-    `device_mem` and CARD_SLACK.
-
-    Raises RefusedError where there is no card.
-    """
-    if not torch.cuda.is_available():
-        raise RefusedError("--device cuda: no CUDA device is usable here")
-    torch.empty(1, device="cuda")
-    total = torch.cuda.get_device_properties(0).total_memory
-    if device_mem is not None and device_mem + CARD_SLACK < total:
-        torch.cuda.set_per_process_memory_fraction((device_mem + CARD_SLACK) / total)
-
-
-def is_out_of_card_memory(error: BaseException) -> bool:
-    """Is it torch.OutOfMemoryError? Systems wrap it, so it may be the cause of another error."""
-    seen: BaseException | None = error
-    while seen is not None and type(seen).__name__ != "OutOfMemoryError":
-        seen = seen.__cause__ or seen.__context__
-    return seen is not None
-
-
 def _parse(variants: Sequence[str]) -> Request:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -363,13 +252,6 @@ def _parse(variants: Sequence[str]) -> Request:
     )
     add("--budget", type=int, metavar="BYTES", help="of RAM (the whole machine)")
     add("--room", type=int, metavar="BYTES", help="a run may take, where that is more (the budget)")
-    add("--device", choices=DEVICES, default="cpu")
-    add(
-        "--device-mem",
-        type=int,
-        metavar="BYTES",
-        help="of the device tier (the whole card; on a CPU none)",
-    )
     add("--dtype", choices=sorted(DTYPES), default="bf16")
     add("--offload-dir", type=Path, required=True, help="where the system may write")
     add("--threads", type=int, default=os.cpu_count())
@@ -380,21 +262,13 @@ def _parse(variants: Sequence[str]) -> Request:
         metavar="JSON",
         help="the system's own knobs, by name",
     )
-    add(
-        "--score",
-        type=Path,
-        metavar="FILE",
-        help="token rows (JSON): write their logits beside it, as .npy",
-    )
-    add("--json", action="store_true", help="print one JSON object (the only form there is)")
     args = vars(parser.parse_args())
-    del args["json"]
     known = {v.split(":")[0] for v in variants}
     if args["variant"].split(":")[0] not in known:
         parser.error(f"--variant {args['variant']}: not one of {', '.join(sorted(known))}")
     if min(args["prompt_len"], args["rows"], args["threads"]) < 1 or args["gen_len"] < 2:
         parser.error("--prompt-len, --rows and --threads are at least 1, --gen-len at least 2")
-    for name in ("budget", "room", "device_mem"):
+    for name in ("budget", "room"):
         if args[name] is not None and args[name] < 1:
             parser.error(
                 f"--{name.replace('_', '-')} {args[name]}: is a number of bytes, at least 1"
@@ -413,22 +287,12 @@ def words_of(**flags: object) -> list[str]:
 
 
 def _settings_flag(text: str) -> dict[str, int]:
-    try:
-        return read_settings(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
-
-
-def read_settings(text: str) -> dict[str, int]:
-    """A system's settings in JSON, by name; one that is on or off is 1 or 0. ValueError says what
-    they are not."""
+    """Read a system's settings, by name; one that is on or off is 1 or 0."""
     with suppress(ValueError):
         found = json.loads(text)
-        if isinstance(found, dict) and all(
-            type(value) is int and value >= 0 for value in found.values()
-        ):
+        if isinstance(found, dict) and all(type(value) is int for value in found.values()):
             return found
-    raise ValueError("not a JSON object of names and whole numbers from 0")
+    raise argparse.ArgumentTypeError(f"{text}: not a JSON object of names and whole numbers")
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

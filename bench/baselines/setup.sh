@@ -44,7 +44,7 @@ from deepspeed.ops.op_builder.cpu import AsyncIOBuilder, ShareMemCommBuilder
 for builder in (AsyncIOBuilder, ShareMemCommBuilder):
     builder().load(verbose=False)'
         ;;
-    # The original; it runs on a CUDA card, and through systems/flexgen_cpu.py without one.
+    # The original; systems/run_flexgen.py has what it needs to run without a card.
     flexgen) "${pip[@]}" "$TORCH" && "${pip[@]}" flexgen==0.1.8 numpy safetensors ;;
     llamacpp)  # the source that the sdist of llama-cpp-python carries
         "${pip[@]}" numpy gguf==0.19.0

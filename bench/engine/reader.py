@@ -29,7 +29,7 @@ class Reader:
     full of requests.
 
     Same files, byte ranges, request sizes, threads and kind of buffer as the engine's; nothing
-    computes meanwhile. ring_bytes: of the ring; None: twice the largest unit.
+    computes meanwhile. The ring has room for the largest unit twice.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class Reader:
         policy: Policy,
         dtype: str,
         offload_dir: Path,
-        ring_bytes: int | None = None,
     ) -> None:
         self._lanes = Lanes(LANE_THREADS, Timeline())
         mover = Mover(HostDevice(), self._lanes)
@@ -57,7 +56,9 @@ class Reader:
         )
         self._store = WeightStore(layers, checkpoint, memory.weight_shares, form, mover, workspace)
         self._units = [unit for unit in range(len(layers.units)) if self._store.nbytes(unit)]
-        self._ring = Ring(host_buffer(ring_bytes or 2 * max(map(self._store.nbytes, self._units))))
+        sizes = [self._store.nbytes(unit) for unit in self._units]
+        self.nbytes = sum(sizes)  # of a sweep
+        self._ring = Ring(host_buffer(2 * max(sizes)))
 
     def __enter__(self) -> Reader:
         return self

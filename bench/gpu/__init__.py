@@ -1,2 +1,2 @@
-"""The GPU suite: tests, placements, the paper's table and MiniKV's grid. Started by
+"""The GPU suite: tests, kernels and placements. Started by
 scripts/gpu_suite.sh."""

@@ -1,8 +1,8 @@
-"""The GPU suite: parity tests, placements, and the papers' table on one card held to 16 GB.
+"""The GPU suite: parity tests, and placements on one card held to 16 GB.
 
     bash scripts/gpu_suite.sh              a CUDA card; 20 GB of disk and 50 GB of RAM, 80 GB of each for opt-30b
     bash scripts/gpu_suite.sh --tiny       the same steps with small shapes on the CPU (5 minutes)
-    bash scripts/gpu_suite.sh --call 2     one of four parts, which needs nothing of another
+    bash scripts/gpu_suite.sh --call 2     one of three parts, which needs nothing of another
 
 Steps run in the order of their worth. What is finished is kept, so that the next call goes on; a
 report is written after every step: gpu_suite.md and gpu_suite.json, each gate met or missed. --call
@@ -128,7 +128,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--again",
         action="store_true",
-        help="run finished steps once more (cells of the sweep keep their lines)",
+        help="run finished steps once more",
     )
     add("--list", action="store_true", help="show the steps and their limits")
     add(

@@ -7,7 +7,6 @@ and in brackets what the card's tensors held at most, by torch's own count.
 from __future__ import annotations
 
 import json
-import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +18,7 @@ from bench.common import GB
 from bench.gpu.gates import gates
 from bench.gpu.kernels import DECODED
 from bench.gpu.runner import State
-from bench.gpu.steps import TABLE, Setting, Step, runs_of
-from bench.sweep.store import Store
-from bench.sweep.summary import markdown
-from flexgen_h2o.core.errors import UsageError
+from bench.gpu.steps import Setting, Step, runs_of
 from flexgen_h2o.core.units import markdown_table
 
 MAX_NAMED = 30  # tests that failed
@@ -55,8 +51,7 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
     """Both files, anew, into the results."""
     runs = runs_of(steps, "placement")
     figures = runs_of(steps, "figures")
-    texts = [_run_texts(step, runs[step.name]) for step in steps if step.name in runs]
-    table = Store(setting.results / f"{TABLE}.jsonl").latest()
+    texts = [run_texts(step.name, runs[step.name]) for step in steps if step.name in runs]
     facts = common.machine_facts() | {"card": _card()}
     parts = [
         "# GPU suite"
@@ -90,10 +85,6 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         *markdown_table(KERNEL_HEAD, kernel_texts(figures.get("kernels", {}).get("kernels", []))),
     ]
     text = "\n".join(parts) + "\n"
-    if table:
-        text += "\n" + re.sub(
-            r"^#", "##", markdown(table), flags=re.MULTILINE
-        )  # its headings one deeper: a part
     (setting.results / "gpu_suite.md").write_text(text)
     whole = {
         "benchmark": "gpu_suite",
@@ -102,7 +93,7 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         "steps": state,
         "runs": runs,
     }
-    whole |= {"figures": figures, "table": table}
+    whole |= {"figures": figures}
     (setting.results / "gpu_suite.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -125,7 +116,7 @@ def run_texts(name: str, run: dict[str, Any]) -> list[str]:
         f"{io['h2d'] / GB:.1f}",
         f"{io['disk_read'] / GB:.1f}",
         f"{report['peak_bytes']['device'] / GB:.2f}{really}",
-        f"{run['memory']['hwm'] / GB:.2f}",
+        f"{run['peak_rss_bytes'] / GB:.2f}",
         f"{run['seconds']:.0f}",
     ]
 
@@ -170,16 +161,6 @@ def _tests(step: Step) -> list[str]:
     names = [f"- `{case.get('classname')}: {case.get('name')}`" for case in failed[:MAX_NAMED]]
     more = [f"- {len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
     return [f"{step.name}: {counts}.", "", *names, *more, ""]
-
-
-def _run_texts(step: Step, run: Any) -> list[str]:
-    """UsageError: the file is another's."""
-    try:
-        return run_texts(step.name, run)
-    except (TypeError, KeyError, ValueError) as error:
-        raise UsageError(
-            f"{step.output}: is not what a placement leaves ({error!r}); remove it"
-        ) from error
 
 
 def _others(setting: Setting, steps: Sequence[Step]) -> str:

@@ -19,8 +19,7 @@ from bench.gpu.steps import Step
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import replacing, write_whole
 
-# failed: tried again by the next call, until MAX_ATTEMPTS. cut: the suite's own time was over;
-# left_out: never begun.
+# All but FINISHED are tried again by the next call. cut: the suite's own time was over.
 DONE = "done"
 REFUSED = "refused"
 DOES_NOT_FIT = "does_not_fit"
@@ -29,16 +28,13 @@ TIMEOUT = "timeout"
 CUT = "cut"
 STATUS_OF_EXIT = {0: DONE, 2: REFUSED, 3: DOES_NOT_FIT}
 FINISHED = (DONE, DOES_NOT_FIT)
-MAX_ATTEMPTS = 2
 MIN_S = 20.0  # with less time left no step is begun
-# SIGTERM first: a sweep then ends what it has started itself, and writes its table. Tests get
-# SIGINT before it: pytest then names what has failed, and writes its XML, for which it may wait 10
-# s for its own processes.
+# SIGTERM first. Tests get SIGINT before it: pytest then names what has failed, and writes its XML,
+# for which it may wait 10 s for its own processes.
 GRACES = ((signal.SIGTERM, 10.0),)
 GRACES_OF_TESTS = ((signal.SIGINT, 20.0), *GRACES)
 SAID = 300  # characters of a failure that are kept
 State = dict[str, dict[str, Any]]
-KEPT = {"status", "seconds", "attempts", "reason"}  # of a step, beside what it was
 # What OUT gets: these files, and all others in one. A device machine gives few files back.
 COPIED = ("gpu_suite.md", "gpu_suite.json", "steps.json")
 ARCHIVE = "results.tar.gz"
@@ -69,7 +65,7 @@ class Suite:
         report(self.state)
         for step in steps:
             known = self.state.get(step.name, {})
-            if known.get("status") in FINISHED or known.get("attempts", 0) >= MAX_ATTEMPTS:
+            if known.get("status") in FINISHED:
                 print(f"== {step.name}: {known['status']} (kept)", flush=True)
                 continue
             left = self._end - time.monotonic()
@@ -85,7 +81,6 @@ class Suite:
             self._save(report)
 
     def _run(self, step: Step, left: float) -> dict[str, Any]:
-        attempts = self.state.get(step.name, {}).get("attempts", 0)
         start = time.monotonic()
         limit = min(step.limit, left)
         graces = GRACES_OF_TESTS if step.kind == "tests" else GRACES
@@ -98,22 +93,13 @@ class Suite:
         said = lines[-1][:SAID] if lines else f"exit code {code}"
         facts = {"seconds": time.monotonic() - start, "code": code, "date": common.date()}
         if code is None and left < step.limit:
-            return facts | {
-                "status": CUT,
-                "attempts": attempts,
-                "reason": "the time of the suite was over",
-            }
+            return facts | {"status": CUT, "reason": "the time of the suite was over"}
         if code is None:
-            return facts | {
-                "status": TIMEOUT,
-                "attempts": attempts + 1,
-                "reason": f"not done after {step.limit:.0f} s",
-            }
+            return facts | {"status": TIMEOUT, "reason": f"not done after {step.limit:.0f} s"}
         status = STATUS_OF_EXIT.get(code, FAILED)
         if step.kind == "tests" and code:
             status = FAILED  # pytest's 2 and 3 mean other things
-        tried = attempts + (status == FAILED)
-        return facts | {"status": status, "attempts": tried, "reason": said if code else ""}
+        return facts | {"status": status, "reason": said if code else ""}
 
     def _save(self, report: Callable[[State], None]) -> None:
         write_whole(self._file, json.dumps(self.state, indent=1) + "\n")
@@ -152,15 +138,11 @@ def _unpack(results: Path) -> None:
 
 
 def _read_state(path: Path) -> State:
-    advice = "remove it, or begin anew with --again"
     try:
-        state = json.loads(path.read_bytes())
+        return cast(State, json.loads(path.read_bytes()))
     except ValueError as error:
+        advice = "remove it, or begin anew with --again"
         raise UsageError(f"{path}: is damaged ({error}); {advice}") from error
-    steps = list(state.values()) if isinstance(state, dict) else [None]
-    if not all(isinstance(step, dict) and step.keys() >= KEPT for step in steps):
-        raise UsageError(f"{path}: is not what the suite keeps of its steps; {advice}")
-    return cast(State, state)
 
 
 def describe(found: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Steps of the suite, most worth first, as command lines. Data, no running.
 
-The first steps are grouped into four calls, each of which needs nothing of another. Its essential
+The first steps are grouped into three calls, each of which needs nothing of another. Its essential
 steps come first, and their limits are 9 minutes together.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.baselines.contract import DTYPES, words_of
-from bench.sweep.grid import CARD_ROWS, GRIDS, LLAMA_1B, Cell, systems_of
+from bench.baselines.contract import words_of
+from bench.sweep.grid import LLAMA_1B
 
 PARITY_S = 200.0
 KERNEL_PARITY_S = 120.0
@@ -32,23 +32,19 @@ WEIGHTS_S = 140.0
 LAUNCHES_S = 50.0
 PROFILE_S = 130.0
 PLACED_S = 56.0
-ROUNDS_SLACK_S = 30.0  # of a step's limit: what a round may take longer than those before it
 # of pytest on a card: hundreds of kernels are compiled, and a process compiles one at a time
 TEST_PROCESSES = 12
 CALLS = {
     1: "tokens and kernels are right, and kernels fast",
     2: "placements, launches and the link",
-    3: "the first cell of the paper's table, beside peers",
-    4: "OPT-30B in 4 bits",
+    3: "OPT-30B in 4 bits",
 }
-TABLE = "table"  # of the sweep's lines and table
-_SHORT = {name: short for short, name in DTYPES.items()}  # dtypes as the sweep takes them
 
 
 @dataclass(frozen=True)
 class Step:
     """One process. limit: seconds of it; output: where it leaves its results, as its kind has them:
-    `tests` pytest's XML, `placement` a run, `sweep` lines, `figures` a benchmark's JSON. call: of
+    `tests` pytest's XML, `placement` a run, `figures` a benchmark's JSON. call: of
     CALLS, 0 for what comes after them; essential: what the call is for."""
 
     name: str
@@ -63,8 +59,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """Device and sizes of a run. device_mem, host_mem, dtype: as the flags take them; limits:
-    seconds of a run, of a cell and of rounds of the first."""
+    """Device and sizes of a run. device_mem, host_mem, dtype: as the flags take them; run_limit:
+    seconds of a placement's run."""
 
     tiny: bool
     results: Path
@@ -76,9 +72,6 @@ class Setting:
     prompt_len: int = 512
     gen_len: int = 32
     run_limit: float = 150.0
-    cell_limit: float = 400.0
-    measurement_limit: float = 150.0
-    rounds_limit: float = 540.0
     dtype: str = "bfloat16"
 
 
@@ -96,9 +89,6 @@ def tiny_setting(results: Path, offload_dir: Path) -> Setting:
         32,
         8,
         180.0,
-        240.0,
-        60.0,
-        240.0,
     )
 
 
@@ -146,21 +136,15 @@ _LAUNCHES: dict[str, str] = {
 
 def all_steps(setting: Setting) -> list[Step]:
     """Every step of the suite in the order in which they are worth having."""
-    six = "gpu-tiny" if setting.tiny else "gpu-6.7b"
-    thirty = "gpu-tiny" if setting.tiny else "gpu-30b"
-    cells = GRIDS[six]
     large = "facebook/opt-125m" if setting.tiny else "facebook/opt-30b"
     calls = {
         1: _essential(*_parity(setting), _figures(setting, "kernels", "bench.gpu.kernels")),
         2: _placed(setting),
-        3: _essential(_rounds(setting, cells[0])),
-        4: _essential(_placement(setting, "opt-30b-4bit", _LARGE, large, 2 * setting.run_limit)),
+        3: _essential(_placement(setting, "opt-30b-4bit", _LARGE, large, 2 * setting.run_limit)),
     }
     return [
         *(replace(step, call=call) for call, steps in calls.items() for step in steps),
         *_placements(setting, _THEN),
-        *(_searched(setting, six, cell) for cell in cells[1:]),
-        *(_searched(setting, thirty, cell) for cell in GRIDS[thirty] if cell not in cells),
     ]
 
 
@@ -285,43 +269,3 @@ def _placement(setting: Setting, name: str, flags: str, model: str, limit: float
     )
     command = _module("bench.gpu.watch_flex_opt", str(output), *usual, *flags.split())
     return Step(name, "placement", command, limit, output)
-
-
-def _rounds(setting: Setting, cell: Cell) -> Step:
-    """Systems in turn, with rows that are not searched for: three rounds, or as many as there is
-    time for."""
-    rows = dict.fromkeys(CARD_ROWS, cell.rows[0]) if setting.tiny else CARD_ROWS
-    limit = setting.rounds_limit
-    systems = (f"{name}@{count}" for name, count in rows.items())
-    step = _cell(
-        setting, cell, ("--repeats", "3", "--time", f"{limit - ROUNDS_SLACK_S:.0f}"), systems
-    )
-    return replace(step, limit=limit)
-
-
-def _searched(setting: Setting, grid: str, cell: Cell) -> Step:
-    """One run of each system at all rows that a search tries."""
-    return _cell(
-        setting, cell, ("--repeats", "0"), (system.name for system in systems_of(grid, cell))
-    )
-
-
-def _cell(setting: Setting, cell: Cell, how: Sequence[str], systems: Iterable[str]) -> Step:
-    """One cell of the sweep. Lines go to table.jsonl, so that a step which was cut short goes on
-    where it was."""
-    first, last = cell.rows
-    values = (cell.model, cell.prompt_len, cell.gen_len, cell.budget, first, last)
-    name = f"{TABLE} {cell.model.split('-')[-1]} {cell.prompt_len}+{cell.gen_len}"
-    flags = words_of(
-        cell=",".join(map(str, values)),
-        device=setting.device,
-        device_mem=setting.device_mem,
-        dtype=_SHORT[setting.dtype],
-        offload_dir=setting.offload_dir,
-        results=setting.results,
-        name=TABLE,
-        limit=f"{setting.measurement_limit:.0f}",
-        quiet_wait=0,
-    )
-    command = _module("bench.sweep", *flags, *how, "--systems", *systems)
-    return Step(name, "sweep", command, setting.cell_limit, setting.results / f"{TABLE}.jsonl")

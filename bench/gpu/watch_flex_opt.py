@@ -8,6 +8,7 @@ python -m bench.gpu.watch_flex_opt FILE --model facebook/opt-6.7b --path _DUMMY_
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 
-from bench import common
 from flexgen_h2o import flex_opt
 
 
@@ -31,7 +31,7 @@ def main() -> int:
             "exit_code": code,
             "seconds": time.perf_counter() - start,
             "report": json.loads(report.read_text()) if report.exists() else None,
-            "memory": common.memory_status(),
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "card": _card(),
             "flags": flags,
         }

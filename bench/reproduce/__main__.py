@@ -46,12 +46,7 @@ MAX_LINES = 24
 DEFAULT = "smollm2-135m"
 RESULTS = common.ROOT / "bench" / "results" / "papers"
 LONGEST_LIST = 8  # of numbers, in results that are kept
-LEFT_OUT = (
-    "highest",
-    "command",
-    "by_step",
-    "spearman_by_block",
-)  # of them: words of the input, paths, details
+LEFT_OUT = ("command", "by_step")  # of them: paths, details
 
 
 # ---- the quick run

@@ -3,17 +3,17 @@ budget.
 
     bash bench/throughput_sweep.sh --quick
     bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,third,8,64 --systems ours-full accelerate-disk
-    bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,none,8,64 --systems ours-full@64 hf-sdpa@16
     bash bench/throughput_sweep.sh --grid signed
 
-The grids `signed...` hold to more (`--signed` asks it of other cells): a clean commit; one memory
-cgroup for all with a budget; rounds of all systems in turn between measurements of the machine's
-own rates, repeated where these moved; what answers lose beside each setting of ours; and README,
-docs/results.md and the pages beside the lines at the end.
+The best batch of each peer is searched for; then all systems run in rounds, in turn. The grids
+`signed...` hold to more (`--signed` asks it of other cells): a clean commit; one memory cgroup for
+all with a budget; measurements of the machine's own rates around each round, which is repeated
+where these moved; what answers lose beside each setting of ours; and README, docs/results.md and
+the pages beside the lines at the end.
 
-Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl, and
-are not made again; the table (throughput.md) beside it is made anew from all lines. Signed ones are
-in signed.jsonl, and made again on another processor: a cell's search and its rounds are of one.
+Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl
+(signed.jsonl), and are not made again on the same processor: a cell's search and its rounds are of
+one. The page beside it has the cells that were asked for.
 
 The exit code is 1 where what was tried in a cell gave no figure, and 3 where nothing fits one; that
 all systems refuse is an answer.
@@ -22,22 +22,17 @@ all systems refuse is an answer.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import re
 import sys
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import torch
 
 from bench import common
 from bench.baselines.contract import DTYPES
 from bench.sweep import page, quality, tables
-from bench.sweep.cut_model import cut_model
 from bench.sweep.grid import (
     FP32_SYSTEMS,
     GRIDS,
@@ -45,17 +40,16 @@ from bench.sweep.grid import (
     SYSTEMS,
     Cell,
     System,
+    cut_model,
     system_of,
     systems_of,
 )
-from bench.sweep.rounds import FEWEST, Rates, Rounds, found_of, key_of, machine_rates
+from bench.sweep.rounds import FEWEST, Rates, Rounds, found_of, is_of, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
-from bench.sweep.search import best_rows, search
-from bench.sweep.store import BF16, DOES_NOT_FIT, MEASURED, REFUSED, TIMEOUT, Line, Store, claimed
-from bench.sweep.summary import markdown
-from flexgen_h2o.cli_common import count, positive, run_cli
+from bench.sweep.search import best_line, best_rows, search
+from bench.sweep.store import BF16, DOES_NOT_FIT, REFUSED, TIMEOUT, Line, Store, claimed
+from flexgen_h2o.cli_common import positive, run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, UsageError
-from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.models.load import Model, find_checkpoint, find_model
 from flexgen_h2o.parser import OneLineParser
@@ -69,20 +63,15 @@ SHARES = "ours-h2o:R, ours-h2o:kv-budget=R, ours-mix:kv-bytes=R"
 
 @dataclass(frozen=True)
 class Sweep:
-    """signed: the trained model that says what answers lose, where the cells are held to all that
-    the grid is. end: when, by `time.monotonic`, the last round is to be over; of signed ones all
-    are made."""
+    """signed: are the cells held to all that the signed grid is?"""
 
     setup: Setup
     store: Store
     repeats: int
-    signed: str | None = None
-    end: float = math.inf
+    signed: bool
 
     def cell(self, cell: Cell, systems: tuple[System, ...]) -> int:
-        """Find each system's best batch, where its rows are not given, then repeat these, the
-        systems taking turns. Returns an exit code: of a cell without a figure that of
-        `_without_figure`."""
+        """Find each peer's best batch, then run all in rounds. Returns an exit code."""
         print(f"\n== {cell.name}", flush=True)
         ready = []
         for system in systems:
@@ -91,62 +80,38 @@ class Sweep:
                 print(f"{system.name}: skipped, {why}", flush=True)
             else:
                 ready.append(system)
-        if not ready:
-            return EXIT_DONE
         for peer in sorted({system.peer for system in ready}):
             if self.setup.settings(peer) is None:
-                how = f"bench/baselines/tune.py {peer}"
-                print(
-                    f"{peer}: not tuned on this CPU, runs with its defaults; see {how}", flush=True
-                )
-        if self.signed is not None and not self.repeats:
-            quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup)
-            return EXIT_DONE
-        folder = _model_folder(cell.model, self.setup)
+                print(f"{peer}: not tuned on this CPU, runs with its defaults", flush=True)
+        folder = _model_folder(cell.model, self.setup) if ready else Path()
         chosen = []
-        tried = list[Line]()
         for system in ready:
-            if system.rows or (
-                self.signed is not None and system.ours
-            ):  # which splits the cell's rows itself
-                chosen.append((system, system.rows or cell.rows[1]))
+            if system.ours:  # which splits the cell's rows itself
+                chosen.append((system, cell.rows[1]))
                 continue
-            lines = search(
-                lambda rows, s=system: self._measure(s, cell, folder, rows, 0), *cell.rows
-            )
-            tried += lines
+            lines = search(lambda rows, s=system: self._searched(s, cell, folder, rows), *cell.rows)
             rows = best_rows(lines)
             if rows is not None:
                 chosen.append((system, rows))
-        if not chosen:
-            return _without_figure(cell, tried)
-        if self.signed is not None:
-            self._signed(cell, folder, self._fastest(cell, chosen))
-            quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup)
-            return EXIT_DONE
-        longest = 0.0
-        for repeat in range(1, self.repeats + 1):
-            start = time.monotonic()
-            if start + longest > self.end:
-                print(f"no time is left for round {repeat} of {self.repeats}", flush=True)
-                break
-            if repeat > 1:
-                measured = {line["system"] for line in tried if line["status"] in MEASURED}
-                chosen = [pair for pair in chosen if pair[0].name in measured]
-            for system, rows in chosen if repeat % 2 else reversed(chosen):
-                tried.append(self._measure(system, cell, folder, rows, repeat))
-            longest = max(longest, time.monotonic() - start)
-        return EXIT_DONE if best_rows(tried) is not None else _without_figure(cell, tried)
+        if chosen:
+            self._rounds(cell, folder, self._fastest(cell, chosen))
+            if self.signed:
+                quality.measure(self.store.path.parent, cell, ready, self.setup.offload_dir)
+        names = {system.name for system in ready}
+        kept = (line for line in self.store.counting() if is_of(cell, line))
+        return _without_figure(cell, [line for line in kept if line["system"] in names])
 
-    def _measure(self, system: System, cell: Cell, folder: Path, rows: int, repeat: int) -> Line:
-        key = key_of(cell, system, rows, repeat)
-        what = f"{system.name} x {rows}" + (f", run {repeat}" if repeat else "")
+    def _searched(self, system: System, cell: Cell, folder: Path, rows: int) -> Line:
+        key = key_of(cell, system, rows, 0)
         line = self.store.find(key)
         if line is not None and not self._has_more_time(line):
-            print(f"{what}: {describe(line)} (kept)", flush=True)
+            print(f"{system.name} x {rows}: {describe(line)} (kept)", flush=True)
             return line
-        line = self.store.add(key, measure(self.setup, system, cell, folder, rows))
-        print(f"{what}: {describe(line)}", flush=True)
+        return self.store.add(key, self._once(system, cell, folder, rows))
+
+    def _once(self, system: System, cell: Cell, folder: Path, rows: int) -> Line:
+        line = measure(self.setup, system, cell, folder, rows)
+        print(f"{system.name} x {rows}: {describe(line)}", flush=True)
         return line
 
     def _fastest(self, cell: Cell, chosen: list[tuple[System, int]]) -> list[tuple[System, int]]:
@@ -162,20 +127,24 @@ class Sweep:
             best[name] = max(best.get(name, pair), pair, key=speed)
         return list(best.values())
 
-    def _signed(self, cell: Cell, folder: Path, chosen: list[tuple[System, int]]) -> None:
-        """Rounds, each between looks at the machine on quiet cores."""
-
-        def once(system: System, rows: int) -> Line:
-            line = measure(self.setup, system, cell, folder, rows)
-            print(f"{system.name} x {rows}: {describe(line)}", flush=True)
-            return line
+    def _rounds(self, cell: Cell, folder: Path, chosen: list[tuple[System, int]]) -> None:
+        """Rounds; signed ones between looks at the machine on quiet cores."""
 
         def rates() -> Rates:
+            if not self.signed:
+                return {}
             common.wait_for_quiet(self.setup.quiet_wait)
             model = _model_of(cell.model, self.setup.offload_dir)
             return machine_rates(cell, model, self.setup.offload_dir)
 
-        rounds = Rounds(self.store, once, rates, common.date, lambda: measure_profile(self.setup))
+        def prepare() -> None:
+            if self.signed:
+                measure_profile(self.setup)
+
+        def once(system: System, rows: int) -> Line:
+            return self._once(system, cell, folder, rows)
+
+        rounds = Rounds(self.store, once, rates, common.date, prepare)
         rounds.run(cell, chosen, self.repeats)
 
     def _has_more_time(self, line: Line) -> bool:
@@ -186,10 +155,10 @@ class Sweep:
 
 
 def _without_figure(cell: Cell, tried: list[Line]) -> int:
-    """The exit code of a cell in which nothing gave a figure: that all is refused is an answer,
-    that nothing fits has a code of its own. A line says why."""
+    """The exit code of a cell by what was tried in it: that all is refused is an answer, that
+    nothing fits has a code of its own. A line says why there is no figure."""
     broken = [line for line in tried if line["status"] != REFUSED]
-    if not broken:
+    if not broken or best_line(tried) is not None:
         return EXIT_DONE
     worst = next((line for line in broken if line["status"] != DOES_NOT_FIT), broken[-1])
     print(
@@ -214,57 +183,34 @@ def _run(argv: list[str] | None) -> int:
     setup = Setup(
         args.peers,
         args.offload_dir,
-        args.threads,
+        os.cpu_count() or 1,
         values["limit"],
         values["quiet_wait"],
-        args.device,
-        args.device_mem,
-        args.dtype,
         args.cgroup or (args.signed and can_limit()),
     )
     path = results / f"{args.name}.jsonl"
     with claimed(path):
-        store = Store(
-            path, args.again, common.machine_facts()["cpu"] if args.signed else None, args.dtype
-        )
-        quality_model = args.quality_model if args.signed else None
-        sweep = Sweep(
-            setup, store, int(values["repeats"]), quality_model, time.monotonic() + args.time
-        )
+        store = Store(path, cpu_name())
+        sweep = Sweep(setup, store, int(values["repeats"]), args.signed)
         try:
             codes = [sweep.cell(cell, systems) for cell, systems in cells]
         finally:
-            if args.signed:
-                _show_signed(store, results, args, [cell for cell, _ in cells])
-            else:
-                _show(store, results, args.name)
+            _show(store, results, args, [cell for cell, _ in cells])
     return next((code for code in (EXIT_FAILED, EXIT_DOES_NOT_FIT) if code in codes), EXIT_DONE)
 
 
-def _show_signed(store: Store, results: Path, args: argparse.Namespace, cells: list[Cell]) -> None:
-    """The pages: of the whole grid, or of lines that have a folder or a name of their own the one
-    beside them."""
-    if not store.lines and not quality.read(results):
+def _show(store: Store, results: Path, args: argparse.Namespace, cells: list[Cell]) -> None:
+    """Write the pages: of the whole signed grid, or the one beside other lines."""
+    if not store.lines:
         return
     if args.results is None and args.name == tables.NAME:
         page.write(results)
         print(f"\nwritten: {results}, docs/results.md, README.md", flush=True)
         return
     found = [found_of(cell, store.lines) for cell in cells]
-    (results / f"{args.name}.md").write_text(
-        tables.details(found, quality.read(results), args.name)
-    )
-    print(f"\nwritten: {results}", flush=True)
-
-
-def _show(store: Store, results: Path, name: str) -> None:
-    """Write the table of all lines."""
-    lines = [line for line in store.latest() if line["status"] != REFUSED or line["repeat"] == 0]
-    if not lines:
-        return
-    text = markdown(lines)
-    (results / f"{name}.md").write_text(text)
-    print(f"\n{text}\nwritten: {results}", flush=True)
+    text = tables.details(found, quality.read(results), args.name)
+    (results / f"{args.name}.md").write_text(text)
+    print(f"\n{tables.table(found, [])}\n\nwritten: {results}", flush=True)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -290,24 +236,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="MODEL,S,N,BUDGET,FIRST,LAST",
         help="cells of your own",
     )
-    some = (
-        f"only these of {', '.join(s.name for s in SYSTEMS)}, {SHARES}; NAME@ROWS: with so "
-        "many, without a search"
-    )
+    some = f"only these of {', '.join(s.name for s in SYSTEMS)}, {SHARES}"
     add("--systems", nargs="+", metavar="NAME", help=some)
-    add(
-        "--repeats",
-        type=count,
-        help="runs at the best batch (3); of signed cells 0: what answers lose alone",
-    )
-    add(
-        "--time",
-        type=common.seconds,
-        default=math.inf,
-        metavar="S",
-        help="begin no round of runs that would end later",
-    )
-    add("--again", action="store_true", help="measure what is there once more")
+    add("--repeats", type=positive, help="rounds of all systems (3)")
     add("--limit", type=common.seconds, metavar="S", help="most seconds of one measurement (1800)")
     add(
         "--quiet-wait",
@@ -315,7 +246,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="S",
         help="most seconds to wait for quiet cores each time (60)",
     )
-    add("--threads", type=positive, default=os.cpu_count())
     add(
         "--offload-dir",
         type=Path,
@@ -336,27 +266,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="name of the folder in bench/results (the host's name)",
     )
     add("--results", type=Path, help="another folder for the results")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--device-mem", help="of the device; on a CPU a device tier of RAM (the whole card; none)")
-    add("--dtype", choices=sorted(DTYPES), default=BF16, help=f"of weights and computing ({BF16})")
     add(
         "--cgroup",
         action="store_true",
         help="hold systems to a budget by a memory cgroup, page cache counted",
     )
-    add(
-        "--name",
-        help="of the files of lines and table (throughput, with DEVICE-BYTES, DTYPE for another)",
-    )
+    add("--name", help="of the files of lines and table (throughput, signed)")
     add(
         "--signed",
         action="store_true",
         help="hold the cells to all that the signed grids are held to",
-    )
-    add(
-        "--quality-model",
-        default=quality.MODEL,
-        help=f"trained, says what answers lose ({quality.MODEL})",
     )
     args = parser.parse_args(argv)
     args.signed = args.signed or any(grid in SIGNED for grid in args.grid)
@@ -364,23 +283,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         _check_signed(args)
     if args.limit == 0:
         raise UsageError("--limit 0: nothing ends in no time; give seconds")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "--device cuda: no CUDA device is usable here; --device-mem on a CPU makes a device "
-            "tier of RAM"
-        )
-    if args.device_mem is not None:
-        args.device_mem = parse_bytes(args.device_mem, "--device-mem")
-    if args.name is None and args.signed:
-        args.name = tables.NAME
-    if args.name is not None and (not args.name or Path(args.name).name != args.name):
+    args.name = args.name or (tables.NAME if args.signed else "throughput")
+    if Path(args.name).name != args.name:
         raise UsageError(
             f"--name {args.name}: names files in --results; give a name without folders"
-        )
-    if args.name is None:  # lines of different devices or dtypes are never of the same measurement
-        other = [args.device, args.device_mem] if args.device_mem else []
-        args.name = "-".join(
-            map(str, ["throughput", *other, *([] if args.dtype == BF16 else [args.dtype])])
         )
     args.grid = [*args.grid, *(["quick"] if args.quick else [])]
     if not args.grid and not args.cell:
@@ -390,18 +296,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_signed(args: argparse.Namespace) -> None:
     """UsageError where what is asked for could not be signed."""
-    given = {
-        "--quick": args.quick,
-        "--device": args.device != "cpu",
-        "--device-mem": args.device_mem is not None,
-        "--dtype": args.dtype != BF16,
-        "--time": args.time < math.inf,
-    }
-    if any(given.values()):
-        flags = ", ".join(flag for flag, is_given in given.items() if is_given)
-        raise UsageError(
-            f"{flags}: the signed grid is of whole measurements on a CPU in {BF16}; leave it out"
-        )
+    if args.quick:
+        raise UsageError("--quick: the signed grid is of whole measurements; leave it out")
     if args.repeats and args.repeats < OF_SIGNED["repeats"]:
         raise UsageError(
             f"--repeats {args.repeats}: the signed grid has at least {OF_SIGNED['repeats']} rounds"
@@ -475,28 +371,17 @@ def _read_cell(text: str) -> Cell:
 
 
 # Of ours, beside those of the grid: H2O with any share, and what --kv-bytes chooses.
-_SHARED = re.compile(
-    r"(?:h2o(?:-4bit|-8bit|-int8|-4bit-int8)?:(?:kv-budget=)?|mix:kv-bytes=)([0-9.]+)"
-)
+_SHARED = re.compile(r"(?:h2o(?:-4bit|-int8|-4bit-int8)?:(?:kv-budget=)?|mix:kv-bytes=)([0-9.]+)")
 
 
-def _read_system(text: str) -> System:
-    name, at, rows = text.partition("@")
-    if at and not (rows.isdecimal() and int(rows)):
-        raise UsageError(f"--systems {text}: rows are a whole number, such as {name}@16")
-    return replace(_named_system(name), rows=int(rows or 0))
-
-
-def _named_system(name: str) -> System:
+def _read_system(name: str) -> System:
     known = {system.name: system for system in (*SYSTEMS, *FP32_SYSTEMS)}
     if name in known:
         return known[name]
     peer, _, variant = name.partition("-")
     ours = known["ours-full"]
     found = _SHARED.fullmatch(variant)
-    if peer == ours.peer and (
-        variant == "full-8bit" or (found is not None and _is_share(found[1]))
-    ):
+    if peer == ours.peer and found is not None and _is_share(found[1]):
         return System(peer, variant, ours.kinds)
     raise UsageError(
         f"--systems {name}: not one of {', '.join(known)}; nor {SHARES} with R in (0, 1]"
@@ -513,7 +398,7 @@ def _is_share(text: str) -> bool:
 def _model_folder(model: str, setup: Setup) -> Path:
     """Random weights at the model's true shape, written once: every system reads this folder."""
     found = _model_of(model, setup.offload_dir)
-    return find_checkpoint(found, DTYPES[setup.dtype], setup.offload_dir, 0, progress=False).folder
+    return find_checkpoint(found, DTYPES[BF16], setup.offload_dir, 0, progress=False).folder
 
 
 def _cut(model: str) -> tuple[str, int | None]:

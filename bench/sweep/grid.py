@@ -3,9 +3,12 @@ Data, no measuring."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from flexgen_h2o.core.units import parse_bytes
+from flexgen_h2o.models import built_in_spec
 
 IN_RAM = "ram"
 OFFLOAD = "offload"
@@ -14,14 +17,12 @@ OFFLOAD = "offload"
 @dataclass(frozen=True)
 class System:
     """A system of bench/baselines/run.py and its variant. kinds: where it belongs, IN_RAM,
-    OFFLOAD or both. rows: those that it is measured with; 0: its best batch is searched for. dtype:
-    that it computes in, of contract.DTYPES; empty: the sweep's. It reads the sweep's files either
-    way."""
+    OFFLOAD or both. dtype: that it computes in, of contract.DTYPES; empty: bf16. It reads bf16
+    files either way."""
 
     peer: str
     variant: str
     kinds: tuple[str, ...]
-    rows: int = 0
     dtype: str = ""
 
     @property
@@ -49,7 +50,6 @@ SYSTEMS = (
     System("ours", "h2o-int8:0.1", BOTH),
     System("ours", "full-4bit-int8", BOTH),
     System("ours", "h2o-4bit-int8:0.1", BOTH),
-    System("ours", "paper-policy", BOTH),
     System("hf", "sdpa", (IN_RAM,)),
     System("hf", "eager", (IN_RAM,)),
     System("hf", "sdpa-static", (IN_RAM,)),
@@ -57,14 +57,11 @@ SYSTEMS = (
     System("hf", "sdpa-static-compile", (IN_RAM,)),
     System("hf", "eager-static-compile", (IN_RAM,)),
     System("hf", "sdpa-loop", (IN_RAM,)),
-    System("accelerate", "cpu", (IN_RAM,)),
     System("accelerate", "disk", (OFFLOAD,)),
     System("accelerate", "disk-eager", (OFFLOAD,)),
-    System("deepspeed", "cpu", (IN_RAM,)),
     System("deepspeed", "nvme", (OFFLOAD,)),
     System("deepspeed", "nvme-4bit", (OFFLOAD,)),
     System("ctranslate2", "int8", (IN_RAM,)),
-    System("ctranslate2", "float32", (IN_RAM,)),
     System("openvino", "int8", (IN_RAM,)),
     System("openvino", "bf16", (IN_RAM,)),
     System("vllm", "bf16", (IN_RAM,)),
@@ -81,7 +78,6 @@ SYSTEMS = (
     System("flexgen", "cpu-4bit", (IN_RAM,)),
     System("flexgen", "disk", (OFFLOAD,)),
     System("flexgen", "disk-4bit", (OFFLOAD,)),
-    System("flexgen", "published", BOTH),
 )
 # For CPUs without products in bf16, which torch makes number by number there: what it computes is
 # faster in fp32.
@@ -109,51 +105,9 @@ FP32_SYSTEMS = tuple(
     )
     for variant in variants
 )
-# On a card: weights that do not fit it are in RAM; generate has them on the card, or does not fit.
-GPU_SYSTEMS = (
-    *(
-        System("ours", of, BOTH)
-        for of in ("full", "h2o:kv-budget=0.2", "full-4bit", "h2o-4bit:kv-budget=0.2")
-    ),
-    *(
-        s
-        for s in SYSTEMS
-        if s.name
-        in (
-            "flexgen-published",
-            "accelerate-cpu",
-            "deepspeed-cpu",
-            "hf-sdpa",
-            "hf-sdpa-static-compile",
-        )
-    ),
-)
-# Rows of OPT-6.7B 512 + 32 on a card held to 16 GB, where there is no time to search: of ours whole
-# blocks, as policies/profiles/t4.json has them planned (6 of 11 rows; H2O one of 64). Weights take
-# 13.3 GB, a row 0.29 GB of KV and up to 0.1 of activations: beside all weights 6 rows leave 0.9 GB
-# for the copies of a cache that grows. More would send Accelerate's over the link in each step.
-# FlexGen's 4, whose prefill has n x n scores, are twice its authors' on a T4. DeepSpeed's weights
-# are in RAM, three matrices, 1.2 GB at most, on the card: 32 rows leave 3 GB.
-CARD_ROWS = {
-    "ours-full": 66,
-    "ours-h2o:kv-budget=0.2": 64,
-    "flexgen-published": 4,
-    "accelerate-cpu": 6,
-    "deepspeed-cpu": 32,
-    "hf-sdpa": 6,
-    "hf-sdpa-static-compile": 6,
-}
 # quick has 10 minutes: one number of rows a cell, without a cache that is allocated once, which
-# pays with long rows, and what is compiled first, offloading that moves nothing without a card, a
-# dtype that no other system is measured in, and peers' own 4 bits.
-NOT_QUICK = (
-    "accelerate-cpu",
-    "ctranslate2-float32",
-    "vllm-bf16",
-    "deepspeed-nvme-4bit",
-    "flexgen-cpu-4bit",
-    "flexgen-disk-4bit",
-)
+# pays with long rows, what is compiled first, and peers' own 4 bits.
+NOT_QUICK = ("vllm-bf16", "deepspeed-nvme-4bit", "flexgen-cpu-4bit", "flexgen-disk-4bit")
 QUICK_SYSTEMS = tuple(s for s in SYSTEMS if "-static" not in s.variant and s.name not in NOT_QUICK)
 
 
@@ -186,12 +140,22 @@ class Cell:
         return weight_bytes // 3 if self.budget == "third" else parse_bytes(self.budget)
 
 
+def cut_model(model: str, layers: int, offload_dir: Path) -> Path:
+    """Write the config of a built-in shape with `layers` transformer blocks below `offload_dir`.
+    Returns its folder. All blocks are alike, and a whole model takes hours to prefill here."""
+    built_in = built_in_spec(model)
+    assert built_in is not None
+    folder = offload_dir / "cut" / f"{model.split('/')[-1]}-{layers}-layers"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**built_in[1], "model_type": built_in[0].family, "num_hidden_layers": layers}
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    return folder
+
+
 LLAMA_1B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 OPT = {size: f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b", "6.7b", "30b")}
-
-
-def _papers(size: str) -> tuple[Cell, ...]:
-    return tuple(Cell(OPT[size], 512, gen, "none", (4, 256)) for gen in (32, 512, 1024))
 
 
 # The signed grid: cells and systems chosen on this day, before any of them was run; all are shown,
@@ -298,29 +262,21 @@ JOINED_LATER = {
     ),
 }
 
-# Grids by name. quick: ten minutes. gpu-*: of the GPU suite. signed*: hours each, days in all.
+# Grids by name. quick: ten minutes. signed*: hours each, days in all.
 GRIDS: dict[str, tuple[Cell, ...]] = {
     "quick": (
         Cell(OPT["125m"], 32, 16, "none", (16, 16)),
         Cell(OPT["350m"], 32, 8, "third", (8, 8)),
     ),
-    "gpu-6.7b": _papers("6.7b"),
-    "gpu-30b": _papers("30b"),
-    "gpu-tiny": (Cell(OPT["125m"], 32, 8, "none", (4, 4)),),
     **SIGNED,
 }
-
-
-_SYSTEMS_OF = {"quick": QUICK_SYSTEMS, "gpu-": GPU_SYSTEMS}
 
 
 def systems_of(grid: str, cell: Cell, cpu: str = "") -> tuple[System, ...]:
     """The systems that a cell of a grid compares on a processor, by its name in stored lines."""
     if grid in SIGNED:
         return _systems_of_signed(cell, cpu)
-    chosen = next(
-        (systems for prefix, systems in _SYSTEMS_OF.items() if grid.startswith(prefix)), SYSTEMS
-    )
+    chosen = QUICK_SYSTEMS if grid == "quick" else SYSTEMS
     return tuple(system for system in chosen if cell.kind in system.kinds)
 
 
@@ -335,15 +291,7 @@ SIGNED_OURS = tuple(
         ("mix:kv-bytes=0.2", (OFFLOAD,)),
     )
 )
-# Peers that a signed cell leaves out: of a card; offloading to RAM, which moves nothing without
-# one; precisions of a system that is there in a faster one.
-UNSIGNED = (
-    "flexgen-published",
-    "accelerate-cpu",
-    "deepspeed-cpu",
-    "ctranslate2-float32",
-    "llamacpp-q4_k",
-)
+UNSIGNED = ("llamacpp-q4_k",)  # that a signed cell leaves out: it is there in a faster precision
 # Peers whose variants are settings of one system: the fastest in the search goes round.
 SETTINGS = (
     "hf-",

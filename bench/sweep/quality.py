@@ -1,10 +1,9 @@
 """Loss of quality of answers, beside their speed: KL and flips against our full cache in bf16, on a
 trained model.
 
-Of settings of ours `evaluate fidelity` at the lengths of the cell, with the flags that the setting
-runs with; of peers with bits of their own the same rows and steps, whose tokens they are given. A
-JSON line for each setting and lengths in quality.jsonl beside the sweep's lines, made once for each
-model.
+`evaluate fidelity` at the lengths of the cell, with the flags that the setting runs with. A JSON
+line for each setting and lengths in quality.jsonl beside the sweep's lines. Those of other systems
+with bits of their own were made by the commits that they name.
 """
 
 from __future__ import annotations
@@ -14,25 +13,17 @@ import re
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from bench import common
 from bench.baselines.contract import words_of
 from bench.sweep.grid import Cell, System
-from bench.sweep.runner import BASELINES, Setup, command_of, environment_of, reason_of
-from flexgen_h2o import LLM, Policy
+from bench.sweep.runner import BASELINES
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.evaluation.fidelity import divergence, flips, followed
-from flexgen_h2o.evaluation.figures import Bootstrap
-from flexgen_h2o.evaluation.rows import TextRow, held_out_rows, text_of
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.mixes import table_for
-from flexgen_h2o.models.load import find_model
 
 sys.path.append(str(BASELINES))  # where run_ours.py finds contract.py
 FILE = "quality.jsonl"
@@ -40,9 +31,6 @@ MODEL = "opt-tiny"
 PROMPTS = 96
 ROWS = 32
 LIMIT_S = 3600.0
-# as `evaluate fidelity` has them
-RESAMPLES = 1000
-SEED = 0
 EXACT = "full"  # the variant that the others are compared with
 # Peers whose weights, products or, of OpenVINO by its own default, KV cache are not bf16.
 LOSSY = re.compile(r"int8|int4|q\d|\dbit|openvino")
@@ -71,8 +59,8 @@ def find(lines: Iterable[Line], **wanted: object) -> Line | None:
 
 
 def of_cell(cell: Cell, variant: str, model: str | None = None) -> Line:
-    """Return what a line says of itself. model: None for any; a folder goes by its name."""
-    named = {} if model is None else {"model": Path(model).name}
+    """Return what a line says of itself. model: None for any."""
+    named = {} if model is None else {"model": model}
     return {"variant": variant, "prompt_len": cell.prompt_len, "gen_len": cell.gen_len, **named}
 
 
@@ -99,23 +87,6 @@ def flags_of(variant: str) -> tuple[list[str], str]:
     return [*rest, *words_of(policies=policy, budgets=number, budgets_of=shares[flag])], policy
 
 
-def measure(folder: Path, cell: Cell, systems: Sequence[System], model: str, setup: Setup) -> None:
-    """Add the lines that are missing; what fails is said, and the sweep goes on."""
-    _measure_ours(folder, cell, systems, model, setup.offload_dir)
-    lines = read(folder)
-    peers = [system for system in systems if not system.ours and LOSSY.search(system.name)]
-    missing = [peer for peer in peers if find(lines, **of_cell(cell, peer.name, model)) is None]
-    if not missing:
-        return
-    rows, full = _reference(model, cell, setup.offload_dir)
-    for peer in missing:
-        scores = _scores_of(setup, peer, cell, model, rows)
-        if isinstance(scores, str):
-            print(f"quality of {peer.name} in {cell.name}: not measured, {scores}", flush=True)
-        else:
-            _keep(folder, of_cell(cell, peer.name, model) | _compared(full, scores))
-
-
 def _keep(folder: Path, line: Line) -> None:
     line |= {"prompts": PROMPTS, "date": common.date(), "commit": common.commit()}
     with (folder / FILE).open("a") as file:
@@ -125,25 +96,21 @@ def _keep(folder: Path, line: Line) -> None:
     print(f"quality of {line['variant']}: KL {kl:.4f}, flips {flipped:.1%}", flush=True)
 
 
-def _measure_ours(
-    folder: Path, cell: Cell, systems: Iterable[System], model: str, offload_dir: Path
-) -> None:
+def measure(folder: Path, cell: Cell, systems: Iterable[System], offload_dir: Path) -> None:
+    """Add the lines of ours that are missing; what fails is said, and the sweep goes on."""
     lines = read(folder)
-    missing: dict[
-        tuple[str, ...], list[tuple[str, str]]
-    ] = {}  # by flags: variants that one command compares
+    # by flags: variants that one command compares
+    missing: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for system in systems:
-        wanted = of_cell(cell, system.variant, model)
         if system.ours and system.variant != EXACT:
             flags, policy = flags_of(system.variant)
-            found = find(lines, **wanted)
-            if found is None or not set(flags) <= set(
-                found["command"]
-            ):  # what --kv-bytes chooses may have changed
+            found = find(lines, **of_cell(cell, system.variant, MODEL))
+            # what --kv-bytes chooses may have changed
+            if found is None or not set(flags) <= set(found["command"]):
                 missing.setdefault(tuple(flags), []).append((system.variant, policy))
     for some, variants in missing.items():
         fixed = words_of(
-            model=model,
+            model=MODEL,
             dtype="bfloat16",
             prompt_len=cell.prompt_len,
             gen_len=cell.gen_len,
@@ -158,7 +125,7 @@ def _measure_ours(
             print(f"quality of {variants[0][0]} in {cell.name}: not measured, {cells}", flush=True)
             continue
         for variant, policy in variants:
-            line = of_cell(cell, variant, model)
+            line = of_cell(cell, variant, MODEL)
             line |= {name: cells[policy][name] for name in ("kl", "flips", "kv_share")}
             _keep(folder, line | {"command": command})
 
@@ -176,45 +143,3 @@ def _cells(command: list[str], offload_dir: Path) -> dict[str, Any] | str:
                 else (said.strip().splitlines() or [f"exit code {code}"])[-1]
             )
         return {cell["policy"]: cell for cell in json.loads(output.read_text())["cells"]}
-
-
-def _reference(model: str, cell: Cell, offload_dir: Path) -> tuple[list[TextRow], torch.Tensor]:
-    """The rows that `evaluate fidelity` has, and the full cache's logits in bf16: (rows, new
-    tokens, vocabulary)."""
-    with LLM(
-        model, Policy(ROWS, -(-PROMPTS // ROWS)), dtype="bfloat16", offload_dir=offload_dir
-    ) as llm:
-        rows = held_out_rows(
-            text_of(None, llm.model, ""), PROMPTS, cell.prompt_len, cell.gen_len, SEED
-        )
-        return rows, followed(llm, rows)
-
-
-def _scores_of(
-    setup: Setup, peer: System, cell: Cell, model: str, rows: Sequence[TextRow]
-) -> torch.Tensor | str:
-    """Return what a peer thinks of the rows, in the shape of `_reference`; or why that is not
-    known."""
-    weights = find_model(model, None).folder
-    assert weights is not None
-    with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder) / "given.json"
-        tokens = {
-            "prompts": [row.prompt for row in rows],
-            "continuations": [row.continuation for row in rows],
-        }
-        given.write_text(json.dumps(tokens))
-        command = [*command_of(setup, peer, cell, weights, PROMPTS, None), "--score", str(given)]
-        code, _, said = common.run_limited(command, environment_of(setup, peer)[0], LIMIT_S)
-        if code != 0:
-            return "out of time" if code is None else reason_of(said) or f"exit code {code}"
-        return torch.from_numpy(np.load(given.with_suffix(".npy")))
-
-
-def _compared(full: torch.Tensor, scores: torch.Tensor) -> Line:
-    """KL and flips; as of our policies without the first token, which prompts give."""
-    boot = Bootstrap(len(full), RESAMPLES, SEED)
-    found = Line()
-    for name, measure_of in (("kl", divergence), ("flips", flips)):
-        found[name] = boot.mean(measure_of(full[:, 1:], scores[:, 1:]).double().mean(1).numpy())
-    return found

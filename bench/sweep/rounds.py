@@ -1,4 +1,4 @@
-"""Rounds of the signed grid: each system once, directly one after the other, between two looks at
+"""Rounds: each system once, directly one after the other; of the signed grid between two looks at
 the machine itself.
 
 A round is stored whole, each of its lines with the rates before and after it: what a kill ends is
@@ -65,7 +65,8 @@ def moved(before: Rates, after: Rates) -> float:
     """How much the rate moved that moved most: 0.2 where one is 1.2 times the other."""
     pairs = [(before[name], after[name]) for name in before]
     return max(
-        max(pair) / min(pair) - 1 if min(pair) > 0 else float(max(pair) > 0) for pair in pairs
+        (max(pair) / min(pair) - 1 if min(pair) > 0 else float(max(pair) > 0) for pair in pairs),
+        default=0.0,
     )
 
 
@@ -153,6 +154,8 @@ class Rounds:
                 for system, rows, line in found
             ]
         )
+        if not before:
+            return
         shown = ", ".join(
             f"{name} {before[name] / GB:.1f} to {after[name] / GB:.1f} G" for name in before
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.baselines.contract import OUTSIDE_GROUP, drop_page_cache, read_settings, words_of
+from bench.baselines.contract import OUTSIDE_GROUP, drop_page_cache, words_of
 from bench.sweep.grid import Cell, System, tuned_settings
 from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
 from flexgen_h2o.core.errors import UsageError
@@ -47,39 +47,21 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Setup:
-    """Setup that all measurements of a sweep share. peers: the folder of their environments.
-
-    device_mem: bytes of the device tier. On a CPU it is RAM that only ours uses as a tier of its
-    own; a peer gets these bytes with the budget. dtype: of the files, and of what computes in no
-    other; a key of contract.DTYPES.
-    """
+    """Setup that all measurements of a sweep share. peers: the folder of their environments."""
 
     peers: Path
     offload_dir: Path
     threads: int
     limit_s: float
     quiet_wait: float
-    device: str = "cpu"
-    device_mem: int | None = None
-    dtype: str = BF16
     cgroup: bool = False
 
     def python(self, system: System) -> Path:
         return Path(sys.executable) if system.ours else self.peers / system.peer / "bin" / "python"
 
-    def settings(self, peer: str) -> dict[str, Any] | None:
-        """Return what tune.py wrote on this machine, else what it found on such a CPU; None where
-        it was run on neither. What is best on a CPU says nothing of a card, where defaults stay.
-
-        Raises UsageError for a file that holds something else."""
-        own = self.peers / peer / "settings.json"
-        if not own.exists():
-            return tuned_settings(peer, cpu_name()) if self.device == "cpu" else {}
-        try:
-            return read_settings(own.read_text())
-        except ValueError as error:
-            how = f"remove it, or write it with bench/baselines/tune.py {peer}"
-            raise UsageError(f"{own}: {error}; {how}") from error
+    def settings(self, peer: str) -> dict[str, int] | None:
+        """Return what was found best on such a CPU; None where nobody looked."""
+        return tuned_settings(peer, cpu_name())
 
     def missing(self, system: System) -> str | None:
         """Return what to do before a peer can run; None when it is installed."""
@@ -87,11 +69,6 @@ class Setup:
         if system.ours or (marker.exists() and os.access(self.python(system), os.X_OK)):
             return None
         return f"not installed; run bash bench/baselines/setup.sh {system.peer}"
-
-
-def ram_of(budget: int | None, device: str, device_mem: int | None) -> int | None:
-    """The budget of RAM, with the device tier's bytes where these are RAM too."""
-    return budget if budget is None or device == "cuda" else budget + (device_mem or 0)
 
 
 def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int) -> Line:
@@ -105,8 +82,7 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     # group.
     for path in (*weights, *(path for path in setup.offload_dir.glob("*") if path.is_file())):
         drop_page_cache(path)
-    ram = ram_of(budget, setup.device, setup.device_mem)
-    limit = ram + BESIDE_BUDGET if setup.cgroup and ram else None
+    limit = budget + BESIDE_BUDGET if setup.cgroup and budget else None
     if limit is not None and not system.ours:
         load_libraries(setup.python(system))
     busy = common.wait_for_quiet(setup.quiet_wait)
@@ -119,9 +95,6 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
         "others": seen.others,
         "stolen": seen.stolen,
         "budget_bytes": budget,
-        "device": setup.device,
-        "device_mem_bytes": setup.device_mem,
-        "dtype": setup.dtype,
         "limit_s": setup.limit_s,
         "cgroup": bool(held),
     }
@@ -140,7 +113,7 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
         } | facts
     # A group lets nothing be over: what counts as a process's own memory may be pages of a file
     # that it has mapped.
-    over = not held and ram is not None and found["peak_rss_bytes"] > ram + OVER_BUDGET
+    over = not held and budget is not None and found["peak_rss_bytes"] > budget + OVER_BUDGET
     return found | {"status": OVER if over else OK} | facts
 
 
@@ -216,9 +189,7 @@ def can_limit() -> bool:
 def command_of(
     setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int, budget: int | None
 ) -> list[str]:
-    share = budget if system.ours else ram_of(budget, setup.device, setup.device_mem)
     is_held = setup.cgroup and not system.ours
-    on_device = setup.device != "cpu" or system.ours
     settings = setup.settings(system.peer)
     flags = words_of(
         variant=system.variant,
@@ -226,15 +197,12 @@ def command_of(
         prompt_len=cell.prompt_len,
         gen_len=cell.gen_len,
         rows=rows,
-        dtype=system.dtype or setup.dtype,
+        dtype=system.dtype or BF16,
         offload_dir=setup.offload_dir,
         threads=setup.threads,
-        json=True,
-        device=setup.device if on_device else None,
-        device_mem=setup.device_mem if on_device else None,
         settings=json.dumps(settings) if settings else None,
-        budget=share,
-        room=share + OVER_BUDGET if is_held and share is not None else None,
+        budget=budget,
+        room=budget + OVER_BUDGET if is_held and budget is not None else None,
     )
     return [str(setup.python(system)), str(BASELINES / "run.py"), system.peer, *flags]
 

@@ -51,30 +51,18 @@ def cpu_of(line: Line) -> str:
     return found
 
 
-def dtype_of(line: Line) -> str:
-    """Return the dtype that the weights were in; bf16 where none is named, as before 2026-11-26."""
-    found: str = line.get("dtype", BF16)
-    return found
-
-
 class Store:
     """The lines of one file. A refusal is never kept as finished: a later version, or another
     machine, may run it.
 
-    again, cpu, dtype: lines of before, of another processor and of another dtype are not kept as
-    finished either. Who adds lines has claimed the file.
+    cpu: lines of another processor are not kept as finished either; None: those of all are. Who
+    adds lines has claimed the file.
     """
 
-    def __init__(
-        self, path: Path, again: bool = False, cpu: str | None = None, dtype: str | None = None
-    ) -> None:
+    def __init__(self, path: Path, cpu: str | None = None) -> None:
         self.path = path
         self.lines: list[Line] = _read(path)
-        others = (
-            again or cpu not in (None, cpu_of(x)) or dtype not in (None, dtype_of(x))
-            for x in self.lines
-        )
-        self._redo = [line for line, is_other in zip(self.lines, others, strict=True) if is_other]
+        self._cpu = cpu
 
     def find(self, key: Key) -> Line | None:
         """The finished measurement, the newest of several."""
@@ -85,7 +73,7 @@ class Store:
 
     def counting(self) -> list[Line]:
         """All lines that are kept as finished."""
-        return [line for line in self.lines if not any(line is old for old in self._redo)]
+        return [line for line in self.lines if self._cpu in (None, cpu_of(line))]
 
     def add(self, key: Key, line: Line) -> Line:
         """Append to the file and to `lines`."""
@@ -103,13 +91,6 @@ class Store:
             file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         self.lines += lines
         return lines
-
-    def latest(self) -> list[Line]:
-        """The newest line of each key, in the order of their first appearance."""
-        newest: dict[tuple[Any, ...], Line] = {}
-        for line in self.lines:
-            newest[tuple(line[name] for name in Key.__dataclass_fields__)] = line
-        return list(newest.values())
 
 
 @contextmanager

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from bench import common
 from bench.sweep import quality
-from bench.sweep.grid import Cell, systems_of
+from bench.sweep.grid import SHORT, SIGNED, Cell, systems_of
 from bench.sweep.rounds import DISK, FEWEST, MEMORY, MOVED, PRODUCTS, Found
 from bench.sweep.store import OVER, Line
 from flexgen_h2o.core.units import counted, markdown_table
 
 NAME = "signed"  # of the file of lines
+ALL_SIGNED = (*SIGNED[NAME], *SIGNED[SHORT])
 # Settings of flexgen_h2o, as lines name them.
 FULL = "ours-full"  # bf16, the full KV cache
 INT8 = "ours-full-int8"  # int8 weights and matrix multiplications, the full KV cache
@@ -125,12 +126,13 @@ def runs(cells: Sequence[Found]) -> str:
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     commits = ", ".join(f"`{name}`" for name in dict.fromkeys(line["commit"] for line in used))
     said = [f"Runs of {when}, commits {commits}."]
-    if all(line["cgroup"] for line in used if line["budget_bytes"]):
+    limited = [line for line in used if line["budget_bytes"]]
+    if limited and all(line["cgroup"] for line in limited):
         said.append(
             "Every system with a budget ran in a memory cgroup of it and 768 MiB, page cache "
             "counted."
         )
-    else:
+    elif limited:
         said.append(
             "**No memory cgroup could be made for some runs**: there each system held itself to "
             "its budget, and the "
@@ -176,7 +178,8 @@ def table(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
 def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
     """A line for each system of a benchmark, ours first; then what has no figure, and what was not
     run."""
-    names = [system.name for system in systems_of(NAME, found.cell, found.cpu)]
+    asked = systems_of(NAME, found.cell, found.cpu) if found.cell in ALL_SIGNED else ()
+    names = [system.name for system in asked] or list(found.entries)
     ours = [
         found.entries[name] for name in names if name in found.entries and name.startswith("ours-")
     ]

@@ -11,6 +11,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -119,31 +120,32 @@ def shortened(prompt: str, fits: Callable[[str], bool]) -> str | None:
     return cut(words) if words else None
 
 
-class Rouge:
-    """F measures of ROUGE-1, -2 and -L in [0, 1], by rouge-score and then by the package rouge."""
+@cache
+def _scorers() -> tuple[Any, Any]:
+    from rouge import Rouge
+    from rouge_score.rouge_scorer import RougeScorer
 
-    def __init__(self) -> None:
-        from rouge import Rouge as Plain
-        from rouge_score.rouge_scorer import RougeScorer
+    return RougeScorer(list(ROUGE_SCORE), use_stemmer=True), Rouge()
 
-        self._plain = Plain()
-        self._scorer = RougeScorer(list(ROUGE_SCORE), use_stemmer=True)
 
-    def __call__(self, text: str, reference: str) -> list[float]:
-        """Return one number for each of METRICS. An empty text scores 0 in all."""
-        found = self._scorer.score(reference, text)
-        scores = [float(found[name].fmeasure) for name in ROUGE_SCORE]
-        if not _has_words(text) or not _has_words(reference):  # the package raises errors
-            return [*scores, *(0.0 for _ in ROUGE)]
-        limit = sys.getrecursionlimit()
-        words = len(text.split()) + len(reference.split())
-        # The package recurses word by word through two sentences.
-        sys.setrecursionlimit(max(limit, words + _FREE_FRAMES))
-        try:
-            (plain,) = self._plain.get_scores(text, reference)
-        finally:
-            sys.setrecursionlimit(limit)
-        return [*scores, *(float(plain[name]["f"]) for name in ROUGE)]
+def rouge_of(text: str, reference: str) -> list[float]:
+    """Return F measures of ROUGE-1, -2 and -L in [0, 1], by rouge-score and then by the package
+    rouge: one number for each of METRICS. An empty text scores 0 in all.
+    """
+    scorer, plain = _scorers()
+    found = scorer.score(reference, text)
+    scores = [float(found[name].fmeasure) for name in ROUGE_SCORE]
+    if not _has_words(text) or not _has_words(reference):  # the package raises errors
+        return [*scores, *(0.0 for _ in ROUGE)]
+    limit = sys.getrecursionlimit()
+    words = len(text.split()) + len(reference.split())
+    # The package recurses word by word through two sentences.
+    sys.setrecursionlimit(max(limit, words + _FREE_FRAMES))
+    try:
+        (others,) = plain.get_scores(text, reference)
+    finally:
+        sys.setrecursionlimit(limit)
+    return [*scores, *(float(others[name]["f"]) for name in ROUGE)]
 
 
 def _has_words(text: str) -> bool:

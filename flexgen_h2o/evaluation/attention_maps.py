@@ -38,7 +38,6 @@ from flexgen_h2o.llm import LLM
 SCHEMA = 1
 # Bytes per probability while it is sorted and summed up: fp32 values and int64 places.
 ENTRY_BYTES = 32
-HIGHEST = 20  # tokens with the highest scores that are listed
 # kinds of entries that `Without` removes
 HEAVY = "heavy"
 RANDOM = "random"
@@ -60,7 +59,7 @@ def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         rows = _rows(args, llm)
         say_notes("evaluate attention", args, llm)
         seen = watch(llm, rows, args)
-        result = _facts(args, llm, policy, rows) | summarise(seen, rows, llm, args)
+        result = _facts(args, llm, policy, rows) | summarise(seen, rows, args)
         if cases:
             runner = FidelityRunner(llm, args.keep_mem)
             result["removal"] = runner.summary(rows, cases, args.resamples, args.seed)
@@ -217,14 +216,14 @@ def watch(llm: LLM, rows: Sequence[TextRow], settings: argparse.Namespace) -> At
 # ---- Figures
 
 
-def fit(values: Array, first: int, last: int, is_power: bool) -> tuple[float, float]:
+def fit(values: Array, last: int, is_power: bool) -> tuple[float, float]:
     """Fit ln(value) to ln(rank), or to the rank itself, by least squares. Return (slope, r2).
 
-    The ranks are first..last, counted from 1. is_power: fit to ln(rank). Ranks without a score are
-    left out. The result is (0, 0) if fewer than two are left, or all their values are equal.
+    The ranks are 1..last. is_power: fit to ln(rank). Ranks without a score are left out. The result
+    is (0, 0) if fewer than two are left, or all their values are equal.
     """
-    ranks = np.arange(first, last + 1, dtype=np.float64)
-    y = values[first - 1 : last]
+    ranks = np.arange(1, last + 1, dtype=np.float64)
+    y = values[:last]
     x = ranks[y > 0]
     y = np.log(y[y > 0])
     if len(x) < 2 or np.ptp(y) == 0:
@@ -273,7 +272,7 @@ def co_occurrence(
 
 
 def summarise(
-    maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, settings: argparse.Namespace
+    maps: AttentionMaps, rows: Sequence[TextRow], settings: argparse.Namespace
 ) -> Figures:
     """Return the figures of attention for the JSON result.
 
@@ -285,19 +284,15 @@ def summarise(
     last = max(2, length // 2)
     blocks: list[Figures] = []
     for block, curve in enumerate(maps.by_rank):
-        (power, r2), (rate, exponential_r2) = (
-            fit(curve, 1, last, is_power) for is_power in (True, False)
-        )
+        power, r2 = fit(curve, last, is_power=True)
+        _, exponential_r2 = fit(curve, last, is_power=False)
         blocks.append(
             {
                 "block": block,
                 "columns_needed": bootstrap.mean(maps.needed[:, block].mean(axis=1)),
                 "near_zero": bootstrap.mean(maps.near_zero[:, block].mean(axis=1)),
-                "columns_needed_by_head": maps.needed[:, block].mean(axis=0).tolist(),
-                "near_zero_by_head": maps.near_zero[:, block].mean(axis=0).tolist(),
                 "exponent": -power,
                 "r2": r2,
-                "exponential_rate": -rate,
                 "exponential_r2": exponential_r2,
                 "held_by_top": {
                     f"{s:g}": float(curve[: max(1, int(s * length))].sum()) for s in TOP_SHARES
@@ -310,7 +305,7 @@ def summarise(
         "first_rank": 1,
         "last_rank": last,
     }
-    plain = ("exponent", "r2", "exponential_rate", "exponential_r2")
+    plain = ("exponent", "r2", "exponential_r2")
     mean: Figures = {
         "columns_needed": bootstrap.mean(maps.needed.mean(axis=(1, 2))),
         "near_zero": bootstrap.mean(maps.near_zero.mean(axis=(1, 2))),
@@ -323,12 +318,12 @@ def summarise(
         "fit": fitted,
         "blocks": blocks,
         "mean": mean,
-        "tokens": _tokens(maps, rows, llm, settings.window),
+        "tokens": _tokens(maps, rows, settings.window),
     }
 
 
-def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int) -> Figures:
-    """Return rank correlations over the distinct tokens, for all blocks together and for each.
+def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], window: int) -> Figures:
+    """Return rank correlations over the distinct tokens, for all blocks together.
 
     "score" is summed over all places of a token, as in the paper. "per_query" is the score of a
     place divided by the number of queries that see it, a mean over the token's places. Thus neither
@@ -338,39 +333,22 @@ def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int)
     ids, known = co_occurrence(prompts, window)
     places = np.searchsorted(ids, np.array(prompts)).ravel()
     length = maps.scores.shape[2]
-    blocks = maps.scores.shape[1]
     queries = np.arange(length, 0, -1)
 
     def by_token(values: Array) -> Array:
         sums = np.bincount(places, weights=values.ravel(), minlength=len(ids))
         return sums.astype(np.float64)
 
-    def correlations(scores: Array) -> Figures:
-        total = by_token(scores)
-        even = by_token(scores / queries) / known["occurrences"]
-        return {
+    scores = maps.scores.sum(axis=1)
+    total = by_token(scores)
+    even = by_token(scores / queries) / known["occurrences"]
+    return {
+        "distinct": len(ids),
+        "spearman": {
             f"{name} of {what}": spearman(values, of)
             for what, values in (("score", total), ("per_query", even))
             for name, of in known.items()
-        }
-
-    scores = maps.scores.sum(axis=1)
-    total = by_token(scores)
-    tokenizer = llm.model.tokenizer
-    top = np.argsort(-total, kind="stable")[:HIGHEST]
-    return {
-        "distinct": len(ids),
-        "spearman": correlations(scores),
-        "spearman_by_block": [correlations(maps.scores[:, block]) for block in range(blocks)],
-        "highest": [
-            {
-                "id": int(ids[i]),
-                "text": None if tokenizer is None else tokenizer.decode([int(ids[i])]),
-                "share": float(total[i] / total.sum()),
-                **{name: int(of[i]) for name, of in known.items()},
-            }
-            for i in top
-        ],
+        },
         "points": {
             "score": (total / total.sum()).tolist(),
             **{name: of.tolist() for name, of in known.items()},

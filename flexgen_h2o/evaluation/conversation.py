@@ -291,7 +291,6 @@ def converse(
         "turns": [{"turn": i, **one.figures(llm.model, params)} for i, one in enumerate(found)],
         "answered": sum(one.reason is not None for one in found),
         "tokens": tokens,
-        "measured_tokens": len(nats),
         "nll": fmean(nats) if nats else None,
         "perplexity": perplexity(fmean(nats)) if nats else None,
         "kv_bytes": max(one.kv_bytes for one in found),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -127,13 +126,8 @@ def _facts(
             "policies": list(args.policies),
             "prompts": None if args.prompts is None else str(args.prompts),
             "dtype": llm.dtype,
-            "python": sys.version.split()[0],
         },
-        "text": {
-            "prompts": len(texts),
-            "steps": args.gen_len - 1,
-            "mean_prompt_len": sum(len(row.prompt) for row in texts) / len(texts),
-        },
+        "text": {"prompts": len(texts)},
         "recall": {"prompts": len(recalls)} if recalls else None,
     }
 

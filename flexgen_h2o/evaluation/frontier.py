@@ -759,11 +759,10 @@ class Study:
         assert self.runner.llm.report is not None
         speed = self.runner.llm.report.total.tokens_per_s
         if references:
-            from flexgen_h2o.evaluation.articles import Rouge
+            from flexgen_h2o.evaluation.articles import rouge_of
 
-            rouge = Rouge()
             scores = [
-                rouge(text, wanted)[: len(ROUGE)]
+                rouge_of(text, wanted)[: len(ROUGE)]
                 for text, wanted in zip(texts, references, strict=True)
             ]
             self.measured.add(setting, ANSWERS, scores)

@@ -105,15 +105,12 @@ def kv_entries_held(
     return sum(eviction.slots(*one, block) for one in lengths for block in range(spec.num_blocks))
 
 
-def dropped_share(
+def kept_share(
     eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]
 ) -> float:
-    """Return kvpress's compression_ratio, as a share of the KV entries of prompt and new tokens.
-
-    The result is 0 without rows. Parameters are as for `kv_entries_held`.
-    """
+    """Return `kv_entries_held` as a share of the full cache's; 1 without rows."""
     full = kv_entries_held(Full(), spec, policy, lengths)
-    return round(1 - kv_entries_held(eviction, spec, policy, lengths) / full, 6) if full else 0.0
+    return kv_entries_held(eviction, spec, policy, lengths) / full if full else 1.0
 
 
 def file_label(text: str) -> str:

@@ -18,7 +18,7 @@ from flexgen_h2o.core.errors import EXIT_DONE
 from flexgen_h2o.core.files import usable_path, write_picture, write_result
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.evaluation.figures import Figures, draw_intervals, lines_of
-from flexgen_h2o.evaluation.kvpress import kv_entries_held
+from flexgen_h2o.evaluation.kvpress import kept_share
 from flexgen_h2o.evaluation.lm_eval_records import (
     RESAMPLES,
     likelihoods_of,
@@ -98,9 +98,6 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
         answer = likelihoods_of(cell.output, answers, model.encode_plain, is_mean)
         results = results_of(args, names, answer, RESAMPLES, manager)["results"]
         lengths = [(len(one["token_logprobs"]), 0) for one in answers.values()]
-        held, full = (
-            kv_entries_held(kept, model.spec, policy, lengths) for kept in (cell.eviction, Full())
-        )
         found.append(
             {
                 "title": cell.title,
@@ -109,7 +106,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
                 "output": str(cell.output),
                 "eviction": cell.eviction.to_json(),
                 "requests": len(answers),
-                "kv_share": held / full,
+                "kv_share": kept_share(cell.eviction, model.spec, policy, lengths),
                 "results": results,
             }
         )

@@ -32,7 +32,7 @@ from flexgen_h2o.engine.prompts import make_prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.engine.workload import base_of
-from flexgen_h2o.evaluation.kvpress import FLAG, RATIO_OF, PressRun, dropped_share, write_press_run
+from flexgen_h2o.evaluation.kvpress import FLAG, RATIO_OF, PressRun, kept_share, write_press_run
 from flexgen_h2o.evaluation.rows import check_tokenizer
 from flexgen_h2o.llm import LLM
 
@@ -440,11 +440,12 @@ class EngineLM(TemplateLM):
             lengths = [self._lengths_of(*sample["arguments"][0]) for sample in once]
             # The policy as it was before it was fitted to the model's windows.
             asked = getattr(self.llm.eviction, "policy", self.llm.eviction)
+            policy = base_of(self.llm.asked_policy)
             run = PressRun(
                 task,
                 self.llm.model.name,
                 asked.name,
-                dropped_share(asked, self.llm.model.spec, base_of(self.llm.asked_policy), lengths),
+                round(1 - kept_share(asked, self.llm.model.spec, policy, lengths), 6),
                 str(sizes.pop()) if len(sizes) == 1 and None not in sizes else "",
                 counts["effective"] / counts["original"],
                 settings,

@@ -366,7 +366,6 @@ def write_requests(path: Path, lines: Sequence[str], what: str, remedy: str) -> 
 
 # A budget is a share of the prompt's KV entries, of the whole sequence's, or of its bytes in bf16.
 PROMPT = "prompt"
-SEQUENCE = "sequence"
 BYTES = "bytes"
 
 
@@ -403,8 +402,8 @@ def make_cells(
     """Return a case for each policy at each budget, ordered by budget.
 
     policies: names, or names with settings of their own: `h2o-norm:grace=8,sinks=0`. whole: the
-    full cache is the first case. budgets_of: what budgets are shares of, PROMPT, SEQUENCE or BYTES.
-    Raise UsageError naming --policies or --budgets.
+    full cache is the first case. budgets_of: what budgets are shares of, PROMPT, BYTES or
+    "sequence". Raise UsageError naming --policies or --budgets.
     """
     for name, given in (("--policies", policies), ("--budgets", budgets)):
         check_distinct(name, given)

@@ -38,9 +38,9 @@ from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.articles import (
     LAYOUT,
-    Rouge,
     as_message,
     read_records,
+    rouge_of,
     shortened,
 )
 from flexgen_h2o.evaluation.kvpress import (
@@ -288,13 +288,12 @@ def _run_cells(
     codes = []
     found: dict[str, Figures] = {}
     reference = dict[int, list[float]]()
-    scorer = Rouge()
     for cell in cells:
         print(f"# {cell.title}", flush=True)
         requests = _requests_of(args, cell.output)
         codes.append(run_cell(args, requests, cell, policy, is_auto))
         answers = summary.read_answers(cell.output, requests)
-        scores = {one.number: scorer(one.text, one.reference) for one in answers}
+        scores = {one.number: rouge_of(one.text, one.reference) for one in answers}
         figures = summary.kept(cell, answers, spec, policy, facts["dtype"])
         figures |= summary.speed(cell.output, before.get(cell.title, {}))
         figures |= summary.means(scores, reference, args.resamples, args.seed)

@@ -27,7 +27,13 @@ from flexgen_h2o.evaluation.articles import (
     split_instruction,
 )
 from flexgen_h2o.evaluation.figures import Bootstrap, Figures, draw_intervals, lines_of, number
-from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, kv_entries_held, write_press_run
+from flexgen_h2o.evaluation.kvpress import (
+    RATIO_OF,
+    PressRun,
+    kept_share,
+    kv_entries_held,
+    write_press_run,
+)
 from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.sidecar import read_status
 from flexgen_h2o.kvcache.eviction import Full
@@ -97,10 +103,8 @@ def kept(
     blocks = spec.num_blocks
     n = max(1, len(answers))
     lengths = [(one.prompt_tokens, one.max_tokens) for one in answers]
-    held, full = (
-        kv_entries_held(eviction, spec, policy, lengths) for eviction in (cell.eviction, Full())
-    )
-    share = held / full if full else 1.0
+    held = kv_entries_held(cell.eviction, spec, policy, lengths)
+    share = kept_share(cell.eviction, spec, policy, lengths)
     return {
         "title": cell.title,
         "policy": cell.label,
@@ -114,7 +118,6 @@ def kept(
         "new_tokens": sum(one.new_tokens for one in answers) / n,
         "kv_columns": held / blocks / n,
         "kv_bytes": held * nbytes / n,
-        "kv_full_bytes": full * nbytes / n,
         "kv_share": share,
         "compression_ratio": 1 - share,
     }

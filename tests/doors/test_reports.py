@@ -149,20 +149,14 @@ def test_cut_gen_len_projects(door: Door, tmp_path: Path) -> None:
 # ---- Trace
 
 
-def test_trace_opens_in_a_viewer(door: Door) -> None:
+def test_a_trace_has_spans_on_every_lane(door: Door) -> None:
     assert_done(door("--percent", *[30] * 6, "--device-mem 32MiB --trace trace.json"))
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert {name.split()[0] for name in rows.values()} == set(LANES)
-    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in rows.values()}
-    for e in events:
-        if e["ph"] == "X":
-            spans[rows[e["tid"]]].append((e["ts"], e["ts"] + e["dur"]))
-    assert all(spans[lane] for lane in LANES), "something happened on every lane"
-    assert min(start for row in spans.values() for start, _ in row) == 0
-    rounding = 1e-3
-    for name, row in spans.items():
-        assert all(end <= start + rounding for (_, end), (start, _) in pairwise(sorted(row))), name
+    spans = [(rows[e["tid"]], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    assert {name.split()[0] for name, _, _ in spans} == set(LANES)
+    for (name, _, end), (other, start, _) in pairwise(sorted(spans)):
+        assert name != other or end <= start + 1e-3, f"spans of {name} overlap"
 
 
 # ---- Budgets

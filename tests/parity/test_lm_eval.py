@@ -20,12 +20,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook
 from lm_eval.models.huggingface import HFLM
 
-from flexgen_h2o import H2O, LLM, Policy, SamplingParams
+from flexgen_h2o import H2O, LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import FORCED_CHUNK
 from flexgen_h2o.evaluation.lm_eval_model import EngineLM
-from flexgen_h2o.integrations import disable_h2o, enable_h2o
 from tests.eviction import policies as plain
 from tests.eviction.plain_models import plain_model
 from tests.eviction.policies import Budget
@@ -166,38 +165,6 @@ def test_h2o_forces_the_continuation_through_decode(
     policy = plain.h2o(Budget(**sizes))
     assert_close(found, [evicted(plain_model(model), c, m, policy) for c, m in rows])
     assert abs(found[0][0] - whole[0][0]) > 0.01, "nothing was evicted"
-
-
-def test_where_engine_and_plug_in_agree(folder: Path, theirs: HFLM, ours: EngineLM) -> None:
-    """docs/reference/lm-eval.md, "How requests run": dropping is the full cache there, masking its
-    echoed text."""
-    sizes: dict[str, int] = {"heavy_size": 6, "recent_size": 4}
-    short = [5, 9, 7, 30, 11, 8]
-    long = [*range(20, 50)]
-    asked = [(None, short, [*range(60, 80)]), (None, long, [*range(60, 80)])]
-    full = ours._loglikelihood_tokens(asked)
-    with_plug_in = {}
-    for mode in ("drop", "mask"):
-        enable_h2o(theirs.model, **sizes, mode=mode)
-        try:
-            with_plug_in[mode] = [
-                theirs._loglikelihood_tokens([one], disable_tqdm=True)[0] for one in asked
-            ]
-        finally:
-            disable_h2o(theirs.model)
-    assert_close(full, with_plug_in["drop"])
-    ours.llm.eviction = H2O(**sizes)
-    decoded = ours._loglikelihood_tokens(asked)
-    echoed = ours.llm.generate(
-        [[*c, *m] for _, c, m in asked], SamplingParams(max_tokens=0, prompt_logprobs=1)
-    )
-    sums = [sum(one.logprob for one in (e.prompt_logprobs or [])[-20:] if one) for e in echoed]
-    assert sums == pytest.approx(
-        [value for value, _ in with_plug_in["mask"]], abs=TOLERANCE, rel=1e-5
-    )
-    # A context that fits the budget is where nothing has left before the continuation begins.
-    assert_close(decoded[:1], with_plug_in["mask"][:1])
-    assert abs(decoded[1][0] - with_plug_in["mask"][1][0]) > 1e-3 < abs(decoded[1][0] - full[1][0])
 
 
 def evicted(

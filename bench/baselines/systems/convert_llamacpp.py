@@ -1,10 +1,12 @@
 """Convert a Hugging Face folder without a tokenizer for llama.cpp: convert.py FOLDER TARGET.gguf
 bf16|q8_0.
 
-LLaMA, GPT-NeoX, Qwen3-MoE and OLMoE with plain rotary embeddings. llama.cpp's own converter refuses
-a folder without a tokenizer; GGUF has a vocabulary of none, to which token ids are given as they
-are. Matrices keep their bf16 (or become 8-bit blocks of 32, as llama.cpp's own Q8_0); vectors and
-routers become float32, as llama.cpp wants them. One tensor is in memory at a time.
+LLaMA, Qwen3-MoE and OLMoE with plain rotary embeddings and random weights: rows keep their order,
+where llama.cpp's own converter turns those of q and k, which takes no time when they are used. That
+converter refuses a folder without a tokenizer; GGUF has a vocabulary of none, to which token ids
+are given as they are. Matrices keep their bf16 (or become 8-bit blocks of 32, as llama.cpp's own
+Q8_0); vectors and routers become float32, as llama.cpp wants them. One tensor is in memory at a
+time.
 """
 
 from __future__ import annotations
@@ -55,17 +57,6 @@ NAMES: dict[str, dict[str, str]] = {
     "llama": _LLAMA,
     "qwen3_moe": _MIXTURE,
     "olmoe": _MIXTURE,
-    "gpt_neox": {
-        "input_layernorm": "attn_norm",
-        "attention.query_key_value": "attn_qkv",
-        "attention.dense": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.dense_h_to_4h": "ffn_up",
-        "mlp.dense_4h_to_h": "ffn_down",
-        "gpt_neox.embed_in": "token_embd",
-        "gpt_neox.final_layer_norm": "output_norm",
-        "embed_out": "output",
-    },
 }
 
 
@@ -88,7 +79,7 @@ def main() -> int:
     half = target.with_suffix(".part")
     writer = GGUFWriter(half, family.replace("_", ""))
     _describe(writer, config)
-    sources = list(_sources(stored_tensors(sorted(source.glob("*.safetensors"))), family, config))
+    sources = list(_sources(stored_tensors(sorted(source.glob("*.safetensors"))), family))
     for name, shape, _ in sources:
         _announce(writer, name, shape, kind)
     writer.write_header_to_file()
@@ -121,23 +112,15 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(
             config.get("moe_intermediate_size", config["intermediate_size"])
         )
-    if config["model_type"] != "gpt_neox":
-        writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
-        writer.add_key_length(width)
-        writer.add_value_length(width)
-        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
-        writer.add_rope_freq_base(parameters.get("rope_theta") or config.get("rope_theta", 10000.0))
-        writer.add_rope_dimension_count(width)
-    else:
-        writer.add_layer_norm_eps(config.get("layer_norm_eps", 1e-5))
-        writer.add_parallel_residual(config.get("use_parallel_residual", True))
-        share = parameters.get("partial_rotary_factor") or config.get("rotary_pct", 0.25)
-        writer.add_rope_dimension_count(int(share * width))
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
+    writer.add_rope_freq_base(parameters.get("rope_theta") or config.get("rope_theta", 10000.0))
+    writer.add_rope_dimension_count(width)
 
 
-def _sources(
-    tensors: Iterator[StoredTensor], family: str, config: dict[str, Any]
-) -> Iterator[Source]:
+def _sources(tensors: Iterator[StoredTensor], family: str) -> Iterator[Source]:
     """Tensors by their names in GGUF; the experts of a layer as one."""
     experts: dict[str, dict[int, StoredTensor]] = {}
     for tensor in tensors:
@@ -155,7 +138,7 @@ def _sources(
         if expert:
             experts.setdefault(full, {})[int(expert[1])] = tensor
         elif name:  # not buffers of older checkpoints
-            yield full, tuple(tensor.shape), partial(_ordered, tensor, name, config)
+            yield full, tuple(tensor.shape), partial(_bits, tensor)
     for full, each in experts.items():
         ordered = [each[i] for i in range(len(each))]
         yield full, (len(each), *ordered[0].shape), partial(_stacked, ordered)
@@ -167,25 +150,6 @@ def _bits(tensor: StoredTensor) -> Bits:
 
 def _stacked(tensors: list[StoredTensor]) -> Bits:
     return np.stack([_bits(tensor) for tensor in tensors])
-
-
-def _ordered(tensor: StoredTensor, name: str, config: dict[str, Any]) -> Bits:
-    """Rows in the order that llama.cpp expects."""
-    bits = _bits(tensor)
-    heads = config["num_attention_heads"]
-    if name == "attn_k":
-        heads = config.get("num_key_value_heads") or heads
-    if (
-        name in ("attn_q", "attn_k") and config["model_type"] == "llama"
-    ):  # it turns neighbours, transformers halves
-        return (
-            bits.reshape(heads, 2, len(bits) // heads // 2, -1).swapaxes(1, 2).reshape(bits.shape)
-        )
-    if name == "attn_qkv":  # a head's q, k and v side by side; llama.cpp wants all q first
-        return (
-            bits.reshape(heads, 3, len(bits) // heads // 3, -1).swapaxes(0, 1).reshape(bits.shape)
-        )
-    return bits
 
 
 def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: str) -> None:

@@ -21,7 +21,7 @@ class _Marks(StoppingCriteria):
         self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         self.meter.mark()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
 class _WarmEnough(StoppingCriteria):
@@ -35,7 +35,7 @@ class _WarmEnough(StoppingCriteria):
         self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         rows, columns = input_ids.shape
-        return torch.full((rows,), columns >= self.columns, device=input_ids.device)
+        return torch.full((rows,), columns >= self.columns)
 
 
 def torch_dtype(request: Request) -> torch.dtype:
@@ -59,13 +59,13 @@ def generate(
     Raises RuntimeError where something was compiled in the timed part.
     """
     cache = cache or {}
-    prompts = _ids(request, request.prompts())
+    prompts = torch.tensor(request.prompts())
     compiled = "compile_config" in cache
     if compiled:
         _generate(model, prompts, request.gen_len, [_WarmEnough(request.prompt_len)], cache)
     else:
         _generate(
-            model, _ids(request, request.prompts(1, WARM_UP_PROMPT)), WARM_UP_TOKENS, [], cache
+            model, torch.tensor(request.prompts(1, WARM_UP_PROMPT)), WARM_UP_TOKENS, [], cache
         )
     before_graphs = _graphs()
     if before is not None:
@@ -87,12 +87,6 @@ def generate(
 def _graphs() -> int:
     """Graphs that torch.compile has made in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def _ids(request: Request, prompts: list[list[int]]) -> torch.Tensor:
-    """Return token ids on the device where the model computes. Its weights may be elsewhere, or
-    nowhere until they are used."""
-    return torch.tensor(prompts, device=request.device)
 
 
 def _generate(

@@ -1,11 +1,9 @@
 """Hugging Face Accelerate. Variants: disk (as many layers in RAM as the budget holds), disk-eager
-(with the eager attention for sdpa), cpu (all weights in RAM).
+(with the eager attention for sdpa).
 
 disk: `device_map` sends the other layers to "disk", which reads the safetensors files in place,
 buffered and when a module needs them. The kernel's cache of a layer is dropped after it, so that
-each sweep reads the disk again. cpu: `accelerate.cpu_offload`, hooks included; with no card to move
-weights to it is generate with hooks. On a card `device_map` keeps there what --device-mem leaves
-beside KV cache and activations; the hooks bring the rest from RAM.
+each sweep reads the disk again.
 """
 
 from __future__ import annotations
@@ -26,21 +24,19 @@ from contract import (
 )
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# Where a family's modules keep their layers, and what it has besides. A head goes by either name.
+# Where a family's modules keep their layers, and what it has besides.
 LAYERS = {
     "opt": "model.decoder.layers",
     "llama": "model.layers",
-    "gpt_neox": "gpt_neox.layers",
     "qwen3_moe": "model.layers",
     "olmoe": "model.layers",
 }
 OUTSIDE = {
     "opt": ("embed_tokens", "embed_positions", "project_in", "project_out", "final_layer_norm"),
     **dict.fromkeys(("llama", "qwen3_moe", "olmoe"), ("embed_tokens", "norm", "rotary_emb")),
-    "gpt_neox": ("embed_in", "emb_dropout", "final_layer_norm", "rotary_emb"),
 }
-HEADS = ("lm_head", "embed_out")
-ENDS = ("embed_tokens", "embed_in", *HEADS)
+HEADS = ("lm_head",)
+ENDS = ("embed_tokens", *HEADS)
 EXPERTS = ".experts."  # transformers joins those of a layer in one module
 
 
@@ -74,29 +70,6 @@ def resident_layers(
             f"{request.rows} rows need {over} bytes more than the budget with every module on disk"
         )
     return 0, False
-
-
-def card_and_host_bytes(request: Request, card: int) -> dict[int | str, int]:
-    """`max_memory`: weights on the card beside KV cache, activations and the module in flight, and
-    on the host.
-
-    card: bytes that it has. Raises DoesNotFitError where no weight may stay; RefusedError for a
-    budget of RAM.
-    """
-    if request.variant != "cpu" or request.budget is not None:
-        raise RefusedError(
-            f"--device cuda: only offload to all of RAM is measured there, not {request.variant} "
-            "in a budget"
-        )
-    layers, outside = tensors_by_layer(request)
-    room = min(card, request.device_mem or card)
-    free = room - sum(kv_and_work_bytes(request)) - module_bytes(request, layers)
-    if free < 0:
-        raise DoesNotFitError(
-            f"{request.rows} rows need {-free} bytes more than the card has, with every layer in "
-            "RAM"
-        )
-    return {0: free, "cpu": sum(_in_memory(tensors, request) for tensors in (outside, *layers))}
 
 
 def module_bytes(request: Request, layers: list[list[StoredTensor]]) -> int:
@@ -153,21 +126,6 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     torch.set_num_threads(request.threads)
     attention = "eager" if request.variant == "disk-eager" else "sdpa"
     loading = {"dtype": torch_dtype(request), "attn_implementation": attention}
-    if request.device == "cuda":
-        memory = card_and_host_bytes(request, int(torch.cuda.get_device_properties(0).total_memory))
-        model = AutoModelForCausalLM.from_pretrained(
-            request.model_dir, device_map="sequential", max_memory=memory, **loading
-        ).eval()
-        places = [str(place) for place in model.hf_device_map.values()]
-        return generate(model, request, meter) | {
-            "setting": {"max_memory": memory[0], "modules_on_cpu": places.count("cpu")}
-        }
-    if request.variant == "cpu":
-        from accelerate import cpu_offload
-
-        model = AutoModelForCausalLM.from_pretrained(request.model_dir, **loading).eval()
-        cpu_offload(model, execution_device=torch.device("cpu"))
-        return generate(model, request, meter) | {"setting": {"offload": "cpu_offload"}}
     stored, outside = tensors_by_layer(request)
     kept, keeps_ends = resident_layers(request, stored, outside)
     request.offload_dir.mkdir(parents=True, exist_ok=True)

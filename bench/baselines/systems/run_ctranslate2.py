@@ -1,5 +1,4 @@
-"""CTranslate2, everything in RAM. Variants: int8 (float32 activations around int8 products),
-float32.
+"""CTranslate2, everything in RAM: int8, with float32 activations around int8 products.
 
 It refuses bfloat16 on a CPU. The folder is converted once into the offload dir, with made-up words
 for the token ids of random weights. Peak memory is over a process that has imported ctranslate2: it
@@ -17,31 +16,6 @@ CONVERTER = Path(__file__).with_name("convert_ctranslate2.py")
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
-    model, words = _loaded(request)
-    _generate(model, request.prompts(1, WARM_UP_PROMPT), words, WARM_UP_TOKENS, lambda: None)
-    prompts = request.prompts()
-    meter.begin()
-    _generate(model, prompts, words, request.gen_len, meter.mark)
-    return meter.result(request.rows, request.gen_len) | {
-        "setting": {"compute_type": model.compute_type}
-    }
-
-
-def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
-    import numpy as np
-
-    model, words = _loaded(request)
-    found = []
-    for prompt, more in zip(prompts, continuations, strict=True):
-        row = [words[i] for i in (*prompt, *more[:-1])]
-        found.append(
-            np.array(model.forward_batch([row], return_log_probs=True))[0, len(prompt) - 1 :]
-        )
-    return np.stack(found)[:, :, : len(words)]
-
-
-def _loaded(request: Request) -> tuple[Any, list[str]]:
-    """The model, and the words that stand for token ids."""
     import ctranslate2
 
     folder = _converted(request)
@@ -52,7 +26,14 @@ def _loaded(request: Request) -> tuple[Any, list[str]]:
         inter_threads=1,
         intra_threads=request.threads,
     )
-    return model, (folder / "words.txt").read_text().splitlines()
+    words = (folder / "words.txt").read_text().splitlines()  # they stand for token ids
+    _generate(model, request.prompts(1, WARM_UP_PROMPT), words, WARM_UP_TOKENS, lambda: None)
+    prompts = request.prompts()
+    meter.begin()
+    _generate(model, prompts, words, request.gen_len, meter.mark)
+    return meter.result(request.rows, request.gen_len) | {
+        "setting": {"compute_type": model.compute_type}
+    }
 
 
 def _generate(

@@ -1,14 +1,12 @@
-"""DeepSpeed ZeRO-Inference: ZeRO stage 3 around Hugging Face generate. Variants: nvme, nvme-4bit,
-cpu.
+"""DeepSpeed ZeRO-Inference: ZeRO stage 3 around Hugging Face generate. Variants: nvme, nvme-4bit.
 
 nvme: every matrix of a block of aio or more comes through it (O_DIRECT) from its copy in the
 offload dir, for every sweep. It keeps no share of these in RAM, so that a budget goes to its
 buffers, the KV cache and activations: told to keep matrices (stage3_param_ and
 stage3_model_persistence_threshold), 0.19.8 ends with "Not enough buffers 0 for swapping 1".
 nvme-4bit: with its own weight quantization, WEIGHT_QUANTIZATION, in which the copy is written and
-read; torch unpacks a matrix each time it is used. cpu: weights in RAM, as DeepSpeed's own home for
-them; on a card (--device cuda) they are pinned and come over its link. Settings (--settings JSON):
-those of SETTINGS, which tune.py found best on two cores; it chooses others.
+read; torch unpacks a matrix each time it is used. Settings (--settings JSON): those of SETTINGS,
+which were best on two cores.
 """
 
 from __future__ import annotations
@@ -106,7 +104,7 @@ def choose_settings(request: Request, largest: int, unpacked: int = 0) -> dict[s
     setting = request.chosen(SETTINGS)
     if request.variant == "nvme-4bit":
         setting["block_mib"] = min(setting["block_mib"], PACKED_BLOCK_MIB)
-    if request.variant == "cpu" or request.budget is None:
+    if request.budget is None:
         return setting
     buffer = largest * request.itemsize
     beside = sum(kv_and_work_bytes(request)) + unpacked * request.itemsize
@@ -132,16 +130,14 @@ def zero_config(
         "stage3_param_persistence_threshold": PERSISTENT,
         "stage3_prefetch_bucket_size": setting["prefetch_matrices"] * largest,
         "stage3_max_live_parameters": (1 + setting["prefetch_matrices"]) * largest,
-        "offload_param": {"device": "cpu", "pin_memory": request.device == "cuda"},
-    }
-    if request.variant != "cpu":
-        zero["offload_param"] = {
+        "offload_param": {
             "device": "nvme",
             "nvme_path": str(folder),
-            "pin_memory": request.device == "cuda",
+            "pin_memory": False,
             "buffer_count": setting["buffers"],
             "buffer_size": largest + 1024,
-        }
+        },
+    }
     aio = {
         "block_size": setting["block_mib"] << 20,
         "queue_depth": setting["queue_depth"],
@@ -163,31 +159,18 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         return generate(model, request, meter) | {"setting": setting}
 
 
-def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
-    import torch
-
-    columns = len(continuations[0])
-    tokens = torch.tensor(
-        [[*first, *rest[:-1]] for first, rest in zip(prompts, continuations, strict=True)]
-    )
-    with _loaded(request) as (model, _), torch.inference_mode():
-        logits = model(tokens.to(request.device), use_cache=False, logits_to_keep=columns).logits
-        return logits.float().cpu().numpy()
-
-
 @contextmanager
 def _loaded(request: Request) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The model, which finds its weights where the variant has them, and its settings."""
-    if request.dtype == "fp16" and request.device == "cpu":
-        raise RefusedError("--dtype fp16: DeepSpeed is measured with it on a card only")
+    if request.dtype == "fp16":
+        raise RefusedError("--dtype fp16: DeepSpeed is measured in bf16 and fp32 only")
     folder = request.offload_dir / "deepspeed"
     largest, unpacked = largest_parameter(request)
     setting = choose_settings(request, largest, unpacked)
     config = zero_config(request, setting, largest, folder)
     venv = Path(sys.prefix)
     os.environ.update(
-        ENVIRONMENT
-        | {"DS_ACCELERATOR": request.device, "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+        ENVIRONMENT | {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
     )
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(venv / "extensions"))
     os.environ["PATH"] = (
@@ -217,7 +200,7 @@ def _load(request: Request, config: dict[str, Any]) -> Any:
 
     Quantizer.quantize = quantize_leanly
     torch.set_num_threads(request.threads)
-    deepspeed.init_distributed("nccl" if request.device == "cuda" else "gloo", verbose=False)
+    deepspeed.init_distributed("gloo", verbose=False)
     keep = HfDeepSpeedConfig(config)  # alive while from_pretrained partitions what it loads
     model = AutoModelForCausalLM.from_pretrained(
         request.model_dir, dtype=getattr(torch, DTYPES[request.dtype]), attn_implementation="sdpa"

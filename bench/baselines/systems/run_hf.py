@@ -1,4 +1,4 @@
-"""Hugging Face generate, all in RAM or on the card.
+"""Hugging Face generate, all in RAM.
 
 Variants: sdpa, eager (its two attentions), each with -static (a KV cache allocated once instead of
 one that grows: no copy of it a step, but attention also over columns that are still empty) and with
@@ -6,8 +6,7 @@ one that grows: no copy of it a step, but attention also over columns that are s
 timed part; needs g++); sdpa-loop (experts one after another instead of its grouped product). The
 best counts.
 
-On a card -static-compile is as transformers has it, decode steps in CUDA graphs; no card has run it
-yet. On a CPU it has settings (bench/baselines/tune.py): prefill (compiled too, where generate
+-static-compile has settings: prefill (compiled too, where generate
 itself compiles decode alone), freezing (weights are constants, packed ahead: a second copy of
 them), cpp_wrapper (C++ calls the kernels), max_autotune (inductor's own matrix products where they
 win on trial).
@@ -25,7 +24,7 @@ SETTINGS: dict[str, int] = {"prefill": 0, "freezing": 1, "cpp_wrapper": 0, "max_
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
     import torch
-    from transformers import AutoModelForCausalLM, CompileConfig
+    from transformers import AutoModelForCausalLM
 
     from systems.hf_generate import generate, torch_dtype
 
@@ -37,24 +36,17 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
             "Hugging Face's compiled forward needs a C++ compiler: apt-get install g++"
         )
     torch.set_num_threads(request.threads)
-    model = (
-        AutoModelForCausalLM.from_pretrained(
-            request.model_dir, dtype=torch_dtype(request), attn_implementation=attention, **experts
-        )
-        .eval()
-        .to(request.device)
-    )
+    model = AutoModelForCausalLM.from_pretrained(
+        request.model_dir, dtype=torch_dtype(request), attn_implementation=attention, **experts
+    ).eval()
     setting = {
         "attention": attention,
         "cache": cache.get("cache_implementation", "dynamic"),
         **experts,
     }
     if "compile" in others:
-        if request.device == "cuda":
-            cache["compile_config"] = CompileConfig()
-        else:
-            setting |= request.chosen(SETTINGS, SETTINGS)
-            cache["compile_config"] = _compiled(model, setting)
+        setting |= request.chosen(SETTINGS, SETTINGS)
+        cache["compile_config"] = _compiled(model, setting)
     return generate(model, request, meter, cache=cache) | {"setting": setting}
 
 

@@ -4,7 +4,7 @@ what its page cache does not keep.
 
 Prompts as one batch of many sequences, then a token of each a step (its batched decode), chosen by
 numpy's argmax. The folder is converted once into the offload dir. Peak memory is over a process
-that has imported llama_cpp. Settings (bench/baselines/tune.py): flash_attn, kv_unified
+that has imported llama_cpp. Settings: flash_attn, kv_unified
 (one KV buffer for all sequences), ubatch (tokens computed together).
 """
 
@@ -55,17 +55,6 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         return meter.result(request.rows, request.gen_len) | {"setting": settings}
 
 
-def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
-    import numpy as np
-
-    with _context(_converted(request), request, request.chosen(SETTINGS, SWITCHES)) as session:
-        found = [session.begin(prompts).copy()]
-        found += [
-            session.follow(tokens).copy() for tokens in list(zip(*continuations, strict=True))[:-1]
-        ]
-    return np.stack(found, 1)
-
-
 class Session:
     """A context of llama.cpp and a batch with room for all prompts."""
 
@@ -73,43 +62,31 @@ class Session:
         self._context = context
         self._batch = batch
         self._vocab = vocab
-        self._lengths: list[int] = []  # tokens of each sequence in the KV cache
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], gen_len: int, mark: Any
-    ) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], gen_len: int, mark: Any) -> None:
         """Greedily, `gen_len` tokens a prompt; `mark` is called when each prompt has its next
         one."""
-        out: list[list[int]] = [[] for _ in prompts]
-        for step in range(gen_len):
-            logits = self.begin(prompts) if step == 0 else self.follow([row[-1] for row in out])
-            for row, token in zip(out, logits.argmax(axis=1).tolist(), strict=True):
-                row.append(token)
-            mark()
-        return out
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> Any:
-        """Logits of what follows each prompt, (prompts, vocabulary) in float32: a view until the
-        next call."""
         import llama_cpp
 
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-        self._lengths = [0] * len(prompts)
-        return self._decode(prompts)
+        lengths = [0] * len(prompts)  # tokens of each sequence in the KV cache
+        tokens = prompts
+        for _ in range(gen_len):
+            logits = self._decode(tokens, lengths)
+            lengths = [n + len(some) for n, some in zip(lengths, tokens, strict=True)]
+            tokens = logits.argmax(axis=1)[:, None].tolist()
+            mark()
 
-    def follow(self, tokens: Sequence[int]) -> Any:
-        """The same after one more token of each sequence."""
-        return self._decode([[token] for token in tokens])
-
-    def _decode(self, tokens: Sequence[Sequence[int]]) -> Any:
-        """tokens: what each sequence goes on with; the logits behind its last one are wanted."""
+    def _decode(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int]) -> Any:
+        """Return the logits of what follows each sequence: (sequences, vocabulary) in float32, a
+        view until the next call. tokens: what each goes on with behind `lengths` tokens."""
         import llama_cpp
         import numpy as np
 
         batch = self._batch
         count = 0
         for row, some in enumerate(tokens):
-            for at, token in enumerate(some, self._lengths[row]):
+            for at, token in enumerate(some, lengths[row]):
                 batch.token[count] = token
                 batch.pos[count] = at
                 batch.n_seq_id[count] = 1
@@ -117,7 +94,6 @@ class Session:
                 batch.logits[count] = False
                 count += 1
             batch.logits[count - 1] = True
-            self._lengths[row] += len(some)
         batch.n_tokens = count
         code = llama_cpp.llama_decode(self._context, batch)
         if code:

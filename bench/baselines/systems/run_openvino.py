@@ -2,9 +2,9 @@
 the CPU has them.
 
 The folder is converted once into the offload dir, by OpenVINO's torch frontend. Peak memory is over
-a process that has imported openvino: it does not need torch to run. Settings
-(bench/baselines/tune.py): kv_u8 (a KV cache in 8 bits, its own default), group (of the activations'
-int8 scales in products with int8 weights; 0: not quantised).
+a process that has imported openvino: it does not need torch to run. Settings: kv_u8 (a KV cache in
+8 bits, its own default), group (of the activations' int8 scales in products with int8 weights; 0:
+not quantised).
 """
 
 from __future__ import annotations
@@ -20,37 +20,6 @@ CONVERTER = Path(__file__).with_name("convert_openvino.py")
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
-    model, settings = _loaded(request)
-    _generate(model, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, lambda: None)
-    prompts = request.prompts()
-    meter.begin()
-    _generate(model, prompts, request.gen_len, meter.mark)
-    return meter.result(request.rows, request.gen_len) | {"setting": settings}
-
-
-def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
-    import numpy as np
-
-    model, _ = _loaded(request)
-    model.reset_state()
-    given = np.array(continuations, np.int64)
-    beams = np.arange(len(prompts), dtype=np.int32)
-    found = []
-    for tokens in (
-        np.array(prompts, np.int64),
-        *(given[:, i : i + 1] for i in range(given.shape[1] - 1)),
-    ):
-        found.append(_logits(model, tokens, beams).copy())
-    scores = np.stack(found, 1)
-    if model.get_output_tensor(0).element_type.get_type_name() != "bf16":
-        return scores.astype(np.float32)
-    return (scores.view(np.uint16).astype(np.uint32) << 16).view(
-        np.float32
-    )  # numpy does not have it
-
-
-def _loaded(request: Request) -> tuple[Any, dict[str, int]]:
-    """The compiled model, and its settings."""
     import openvino
 
     settings = request.chosen(SETTINGS, ("kv_u8",), ("group",))
@@ -62,34 +31,27 @@ def _loaded(request: Request) -> tuple[Any, dict[str, int]]:
         "KV_CACHE_PRECISION": "u8" if settings["kv_u8"] else "bf16",
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": settings["group"],
     }
-    model = (
-        openvino.Core().compile_model(str(_converted(request)), "CPU", told).create_infer_request()
-    )
-    return model, settings
+    compiled = openvino.Core().compile_model(str(_converted(request)), "CPU", told)
+    model = compiled.create_infer_request()
+    _generate(model, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, lambda: None)
+    prompts = request.prompts()
+    meter.begin()
+    _generate(model, prompts, request.gen_len, meter.mark)
+    return meter.result(request.rows, request.gen_len) | {"setting": settings}
 
 
-def _generate(model: Any, prompts: list[list[int]], gen_len: int, mark: Any) -> list[list[int]]:
-    """One batch, greedy; `mark` is called when each prompt has its next token."""
+def _generate(model: Any, prompts: list[list[int]], gen_len: int, mark: Any) -> None:
+    """One batch, greedy; `mark` is called when each prompt has its next token. The logits are those
+    of the last token; of bf16 their bits as other numbers, of which the largest is the same."""
     import numpy as np
 
     model.reset_state()
     tokens = np.array(prompts, np.int64)
     beams = np.arange(len(prompts), dtype=np.int32)
-    out = []
     for _ in range(gen_len):
-        tokens = _logits(model, tokens, beams).argmax(axis=-1)[:, None]
-        out.append(tokens)
+        model.infer({"input_ids": tokens, "beam_idx": beams})
+        tokens = model.get_output_tensor(0).data.argmax(axis=-1)[:, None]
         mark()
-    chosen: list[list[int]] = np.concatenate(out, 1).tolist()
-    return chosen
-
-
-def _logits(model: Any, tokens: Any, beams: Any) -> Any:
-    """Return the logits of the last of `tokens` (rows, n), which follow on what the model's state
-    holds: (rows, vocabulary), a view; of bf16 its bits as other numbers, of which the largest is
-    the same."""
-    model.infer({"input_ids": tokens, "beam_idx": beams})
-    return model.get_output_tensor(0).data
 
 
 def _converted(request: Request) -> Path:

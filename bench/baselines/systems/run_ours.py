@@ -2,10 +2,10 @@
 
 Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns) and h2o:kv-budget=R
 (--kv-budget R; 0.2 keeps 20% of the columns of prompt and new tokens), each with -4bit (weights and
-KV in 4 bits) and -8bit, with -int8 (weights and products in int8), and with -4bit-int8 (-4bit,
-products in int8); mix:kv-bytes=R (--kv-bytes R, which chooses columns and bits); paper-policy (a
-published FlexGen policy, see `flexgen_flags`). All but the last run `--policy auto`, which plans
-rows a block and placement for the budget. Nothing is warmed up but what the package does itself.
+KV in 4 bits), with -int8 (weights and products in int8), and with -4bit-int8 (-4bit,
+products in int8); mix:kv-bytes=R (--kv-bytes R, which chooses columns and bits). All run `--policy
+auto`, which plans rows a block and placement for the budget. Nothing is warmed up but what the
+package does itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,7 @@ from contract import (
 )
 from contract import phases as rates
 
-FORMS = ("", "4bit", "8bit", "int8", "4bit-int8")
-# Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the
-# rest and all KV on disk, hidden states on the host, 8 micro-batches. Less of the weights where
-# half does not fit.
-SPILLING_MICRO_BATCHES = 8
-SPILLING_WEIGHTS = (50, 40, 30, 20, 10, 0)
+FORMS = ("", "4bit", "int8", "4bit-int8")
 
 
 def variant_flags(variant: str) -> list[str]:
@@ -61,36 +55,9 @@ def variant_flags(variant: str) -> list[str]:
     stored, _, products = form.partition("-")
     if "int8" in (stored, products):
         flags += ["--int8-compute"]
-    if stored.endswith("bit"):
-        bits = stored.removesuffix("bit")
-        flags += words_of(
-            compress_weight=True, weight_bits=bits, compress_cache=True, cache_bits=bits
-        )
+    if stored == "4bit":
+        flags += words_of(compress_weight=True, weight_bits=4, compress_cache=True, cache_bits=4)
     return flags
-
-
-def flexgen_flags(rows: int, fits: bool) -> Iterator[list[str]]:
-    """FlexGen's published policies as flags, the next one for when the one before does not fit.
-
-    fits: the weights fit the budget; then first the policy for a model that fits its device,
-    sequential and one micro-batch. Then those for OPT-175B, overlapped as FlexGen overlaps, which
-    also serve weights that fit beside buffers or KV that do not. On a CPU the device is the host:
-    their shares add up.
-    """
-    if fits:
-        yield [*_policy_flags(rows, 1, (100, 0, 100, 0, 100, 0)), "--overlap", "false"]
-    batches = min(rows, SPILLING_MICRO_BATCHES)
-    for weights in SPILLING_WEIGHTS:
-        yield [
-            *_policy_flags(-(-rows // batches), batches, (0, weights, 0, 0, 0, 100)),
-            "--overlap",
-            "true",
-        ]
-
-
-def _policy_flags(gpu_batch_size: int, batches: int, percent: tuple[int, ...]) -> list[str]:
-    words = words_of(gpu_batch_size=gpu_batch_size, num_gpu_batches=batches, sep_layer="true")
-    return [*words, "--percent", *map(str, percent)]
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -99,33 +66,20 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
 
     torch.set_num_threads(request.threads)
     numba.set_num_threads(min(request.threads, numba.config.NUMBA_NUM_THREADS))
-    weights = sum(path.stat().st_size for path in request.weight_files)
-    if request.variant == "paper-policy":
-        fits = request.budget is None or weights < request.budget
-        choices = list(flexgen_flags(request.rows, fits))
-    else:
-        choices = [variant_flags(request.variant)]
     meter.begin()
-    for i, flags in enumerate(choices):
-        try:
-            report = _run(request, flags)
-        except DoesNotFitError:
-            if i + 1 == len(choices):
-                raise
-            continue
-        phases = rates(
-            request.rows, request.gen_len, report["prefill"]["seconds"], report["decode"]["seconds"]
-        )
-        facts = {name: report[name] for name in ("peak_bytes", "io_bytes", "kv", "predicted")}
-        memory = meter.memory()
-        # Loading is within flex_opt: what the run itself read is in its report, which tests hold to
-        # /proc/self/io.
-        reads = {
-            "process_read_bytes": memory["read_bytes"],
-            "read_bytes": report["io_bytes"]["disk_read"],
-        }
-        return phases | memory | reads | {"setting": {"policy": report["policy"]} | facts}
-    raise AssertionError("no policy was tried")
+    report = _run(request, variant_flags(request.variant))
+    phases = rates(
+        request.rows, request.gen_len, report["prefill"]["seconds"], report["decode"]["seconds"]
+    )
+    facts = {name: report[name] for name in ("peak_bytes", "io_bytes", "kv", "predicted")}
+    memory = meter.memory()
+    # Loading is within flex_opt: what the run itself read is in its report, which tests hold to
+    # /proc/self/io.
+    reads = {
+        "process_read_bytes": memory["read_bytes"],
+        "read_bytes": report["io_bytes"]["disk_read"],
+    }
+    return phases | memory | reads | {"setting": {"policy": report["policy"]} | facts}
 
 
 def _run(request: Request, flags: list[str]) -> dict[str, Any]:
@@ -139,7 +93,7 @@ def _run(request: Request, flags: list[str]) -> dict[str, Any]:
         )
         asked = words_of(
             model=request.model_dir,
-            device=request.device,
+            device="cpu",
             dtype=DTYPES[request.dtype],
             offload_dir=request.offload_dir,
             prompts=prompts,
@@ -149,7 +103,6 @@ def _run(request: Request, flags: list[str]) -> dict[str, Any]:
             verbose=0,
             json=report,
             host_mem=request.budget,
-            device_mem=request.device_mem,
         )
         said = io.StringIO()
         with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(said):

@@ -16,7 +16,7 @@ MODULES = {
     for folder in FOLDERS
     for path in sorted((BENCH / folder).glob("*.py"))
     if path.stem not in OTHERS
-} | {"cut_model": "bench.sweep.cut_model"}
+}
 SCRIPTS = sorted(MODULES)
 
 
@@ -37,9 +37,8 @@ def run(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
         ("io_bandwidth", ["--model", "nobody/none"]),
         ("roofline", ["--gen-len", "1"]),
         ("products", ["--hidden", "x"]),
-        ("cut_model", ["--layers", "0"]),
         ("planner_accuracy", ["--quiet-wait", "nan"]),
-        *((name, ["--nonsense"]) for name in SCRIPTS if name != "cut_model"),
+        *((name, ["--nonsense"]) for name in SCRIPTS),
     ],
 )
 def test_a_value_that_cannot_be(
@@ -50,12 +49,10 @@ def test_a_value_that_cannot_be(
     assert said.count("\n") == 1 and said.startswith(f"{name}: ") and flags[0] in said
 
 
-FILES = [
-    (name, "--output", "r.json") for name in SCRIPTS if name != "cut_model"
-]  # which writes a folder
+FILES = [(name, "--output", "r.json") for name in SCRIPTS]
 
 
-@pytest.mark.parametrize(("name", "flag", "file"), [*FILES, ("io_bandwidth", "--trace", "t.json")])
+@pytest.mark.parametrize(("name", "flag", "file"), FILES)
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(
     name: str,
     flag: str,

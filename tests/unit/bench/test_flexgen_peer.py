@@ -19,7 +19,7 @@ GENERATE = """
 import json, sys
 from pathlib import Path
 sys.path[:0] = ["bench/baselines"]
-from systems import flexgen_cpu as cpu
+from systems import run_flexgen as cpu
 from contract import Meter, Request
 asked = Request("disk", Path(sys.argv[1]), 8, 6, 4, None, "fp32", Path(sys.argv[2]), 1)
 for changed in json.loads(sys.argv[3]):

@@ -1,5 +1,4 @@
-"""The GPU suite: steps under limits, going on where it was stopped, the report; and the sweep's
-device tier."""
+"""The GPU suite: steps under limits, going on where it was stopped, and the report."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
 
-from bench.gpu import runner
 from bench.gpu.gates import gates
 from bench.gpu.kernels import DECODED
 from bench.gpu.report import run_texts, write_report
@@ -56,7 +54,7 @@ def test_a_step_ends_as_its_exit_code_says(tmp_path: Path) -> None:
 
 
 def test_the_next_call_goes_on(tmp_path: Path) -> None:
-    """Finished steps are kept, what failed is tried once more, a refusal every time."""
+    """Finished steps are kept, all others tried again."""
     count = (
         "import pathlib, sys; p = pathlib.Path({0!r}); p.write_text(p.read_text() + 'x' if "
         "p.exists() else 'x')"
@@ -67,7 +65,7 @@ def test_the_next_call_goes_on(tmp_path: Path) -> None:
     ]
     for _ in range(4):
         run(steps, tmp_path)
-    assert [len(p.read_text()) for p in files.values()] == [1, runner.MAX_ATTEMPTS, 4, 1]
+    assert [len(p.read_text()) for p in files.values()] == [1, 4, 4, 1]
     run(steps[:1], tmp_path, again=True)
     assert len(files[0].read_text()) == 2
 
@@ -127,9 +125,6 @@ def test_the_tiny_suite_runs(tmp_path: Path) -> None:
     whole = json.loads((tmp_path / "r" / "gpu_suite.json").read_text())
     statuses = {name: found["status"] for name, found in whole["steps"].items()}
     assert set(statuses.values()) == {DONE}
-    assert {
-        line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")
-    } == {"ok"}
     assert "| auto | done |" in (tmp_path / "r" / "gpu_suite.md").read_text()
 
 

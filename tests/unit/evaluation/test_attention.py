@@ -109,25 +109,6 @@ def test_what_is_watched_is_the_attention_of_transformers(
             assert (found[row, block] - want).abs().max() < 1e-5
 
 
-def test_rows_that_join_a_running_block_are_seen_too(tmp_path: Path) -> None:
-    prompts = ids_of([5, 9, 4])
-    params = [SamplingParams(n, ignore_eos=True) for n in (2, 6, 3)]
-    rows: list[tuple[int, int]] = []
-
-    def see(at: list[int], block: int, attention: Prompts) -> None:
-        rows.extend((row, attention.k.shape[2]) for row in at if block == 1)
-
-    with opened(PACKAGED["opt-tiny"], tmp_path, 1) as llm:
-        llm.use(Policy(2, 1))
-        read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
-        asked = with_params(read, params)
-        llm.run(asked, lambda done: None, Callbacks(prompts=see), refill=True)
-    assert sorted(rows) == [(0, 5), (1, 9), (2, 4)]
-
-
-# ---- what is counted of it
-
-
 # ---- columns removed
 
 
