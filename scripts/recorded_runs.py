@@ -20,7 +20,7 @@ from flexgen_h2o.core.files import read_json
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
-from flexgen_h2o.kvcache.eviction.policy import RowRecord
+from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.predict import predict
@@ -212,15 +212,13 @@ def need_of(run: Run, num_blocks: int) -> Workload:
         return Workload.full(run.rows, run.prompt_len, run.gen_len, num_blocks)
     slots = min(2 * heavy, run.prompt_len + run.gen_len - 1)
     kept = min(2 * heavy - 1, run.prompt_len)
-    scored = RowRecord(("positions", "scores"))
     return Workload(
         run.rows,
         run.prompt_len,
         run.gen_len,
         (slots,) * num_blocks,
         (kept,) * num_blocks,
-        scored,
-        True,
+        H2O().needs,
     )
 
 

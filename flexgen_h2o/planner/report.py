@@ -206,7 +206,7 @@ def _about(answer: SearchResult) -> Iterator[str]:
     most = "" if answer.is_even else "at most "
     kept = (
         f"{answer.eviction['name']}, {counted(max(need.slots), 'KV slot')} per prompt"
-        if need.record
+        if need.needs.record
         else "full KV cache"
     )
     yield (

@@ -57,7 +57,7 @@ from flexgen_h2o.planner.cost_model import (
     CostModel,
     Machine,
     kv_load_moves,
-    layer_work,
+    short_requests,
     weight_moves,
 )
 from flexgen_h2o.planner.lp import Percent
@@ -376,6 +376,7 @@ Steps = tuple[float, ...]  # seconds of a step of each kind
 SOME_WEIGHTS: Percent = (90, 0, 100, 0, 100, 0)
 NO_CACHE: Percent = (100, 0, 0, 0, 100, 0)
 LOOK_AHEAD = OVERLAPPED[2]  # the deepest that the search counts on
+FREE = 1e9  # times a rate
 MIN_S = 1e-7  # a difference of two timings may be anything
 
 
@@ -506,24 +507,21 @@ def load_costs(weights: CostModel, cache: CostModel, weights_s: float, cache_s: 
     weights_s, cache_s: what a transformer block of these took longer. They are means, because reads
         disturb compute now and then.
     """
-    reads = short_requests(weights)
+    reads = short_reads(weights)
     short_s = max(0.0, weights_s) / reads if reads else 0.0
-    brought_s = cache_s - short_s * short_requests(cache)
+    brought_s = cache_s - short_s * short_reads(cache)
     return {"short_read_compute_s": short_s, "cache_load_step_s": max(0.0, brought_s)}
 
 
-def short_requests(costs: CostModel) -> float:
+def short_reads(costs: CostModel) -> float:
     """Return the number of short reads for weights and KV of a transformer block in the middle."""
     layers = costs.layers
     half = costs.spec.num_blocks // 2
     units = {layer.unit for layer in layers.layers if layer.block == half}
     moves = [move for unit in units for move in weight_moves(costs, layers.units[unit])]
     need = costs.need
-    batch = need.block((need.rows,))[0]
-    return sum(
-        move.short_requests
-        for move in (*moves, *kv_load_moves(costs, half, batch, need.gen_len // 2))
-    )
+    moves += kv_load_moves(costs, half, need.block((need.rows,))[0], need.gen_len // 2)
+    return sum(short_requests(move.nbytes, move.pieces) for move in moves)
 
 
 def _with_elementwise(costs: CostModel, run: _Run, measured_s: float) -> HardwareProfile:
@@ -534,16 +532,20 @@ def _with_elementwise(costs: CostModel, run: _Run, measured_s: float) -> Hardwar
     that.
     """
     profile = costs.machine.profile
-    alone = profile.rates(costs.machine.dtype).elementwise_bytes_per_s
-    nbytes = 0.0
-    explained = 0.0
+    free = replace(costs, machine=replace(costs.machine, profile=_elementwise(profile, FREE)))
+    alone_s = 0.0
+    explained_s = 0.0
     for index in _indices(costs):
-        layer = costs.layers.layers[index]
-        nbytes += layer_work(costs, layer, costs.layers.units[layer.unit], run.batch, 0).elementwise
-        step = costs.step(index, run.batch, 0)
-        explained += step.device_s + step.issue_s
-    left = measured_s - (explained - nbytes / alone)
-    change = min(4.0, max(1 / 20, nbytes / left / alone)) if left > 0 else 4.0
+        step, others = (one.step(index, run.batch, 0) for one in (costs, free))
+        alone_s += step.device_s - others.device_s
+        explained_s += others.device_s + step.issue_s
+    left_s = measured_s - explained_s
+    change = min(4.0, max(1 / 20, alone_s / left_s)) if left_s > 0 else 4.0
+    return _elementwise(profile, change)
+
+
+def _elementwise(profile: HardwareProfile, change: float) -> HardwareProfile:
+    """Return the profile with elementwise rates that are `change` times as high."""
     compute = {
         dtype: replace(rates, elementwise_bytes_per_s=rates.elementwise_bytes_per_s * change)
         for dtype, rates in profile.compute.items()

@@ -14,7 +14,7 @@ from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
-from flexgen_h2o.kvcache.eviction.policy import RowRecord
+from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.profile import (
@@ -127,8 +127,7 @@ def fitted(policy: Policy, need: Workload) -> Policy:
 def evicting(rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS) -> Workload:
     """Return the workload of H2O that keeps `kept` KV entries of each prompt."""
     slots = min(kept + 1, kept + gen_len - 1)
-    record = RowRecord(("positions", "scores"))
-    return Workload(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, record, True)
+    return Workload(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, H2O().needs)
 
 
 # ---- strategies

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import FEW_ROWS
-from flexgen_h2o.engine.workload import MicroBatchShape, Workload, workload_of
+from flexgen_h2o.engine.workload import Workload, workload_of
 from flexgen_h2o.kvcache.eviction import Full, H2ONorm, Tova
 from flexgen_h2o.kvcache.eviction.policy import Eviction
-from flexgen_h2o.planner.cost_model import CostModel, Machine, layer_work
-from flexgen_h2o.planner.profile import nominal_profile
+from flexgen_h2o.planner.cost_model import CostModel, Machine
+from flexgen_h2o.planner.profile import AS_FAST, nominal_profile
 from tests.unit.planner.made_up import (
     BLOCKS,
+    DTYPE,
     RESIDENT,
     SPEC,
     WEIGHTS_ON_DISK,
@@ -155,19 +156,18 @@ def test_a_quantised_checkpoint_is_decoded_at_its_own_rate(int8: bool, name: str
 
 
 @settings(max_examples=25)
-@given(policies, st.booleans(), st.sampled_from([0, 1]))
-def test_products_multiply_each_token_by_every_matrix_once(
-    policy: Policy, is_host: bool, sweep: int
+@given(policies, st.booleans(), st.sampled_from([1, 6, 60, 3000]))
+def test_products_multiply_each_row_by_every_matrix_once(
+    policy: Policy, is_host: bool, rows: int
 ) -> None:
-    """However matrices are split over tiers."""
-    at = costs_of(policy, NEED, machine(is_host))
-    for layer in at.layers.layers:
-        if layer.kind in ("attention", "mlp", "block"):
-            unit = at.layers.units[layer.unit]
-            work = layer_work(at, layer, unit, MicroBatchShape.even(6, 10), sweep)
-            numbers = sum(t.numel for t in unit.tensors if len(t.shape) == 2)
-            multiplied = sum(p.rows * p.inner * p.outer for p in work.products)
-            assert multiplied == numbers * (6 if sweep else 60)
+    """However matrices are split over tiers. One FLOP takes a second here."""
+    where = machine(is_host)
+    even = replace(where.profile.rates(DTYPE), matmul_flops_per_s=((1.0, ((1.0, AS_FAST),)),))
+    where = replace(where, profile=replace(where.profile, compute={DTYPE: even}))
+    at = costs_of(policy, NEED, where)
+    for unit in at.layers.units:
+        numbers = sum(t.numel for t in unit.tensors if len(t.shape) == 2)
+        assert at.products_s(unit.tensors, rows) == pytest.approx(2 * rows * numbers)
 
 
 @pytest.mark.parametrize("is_host", [False, True])
