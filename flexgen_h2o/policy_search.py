@@ -580,9 +580,7 @@ def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
     timeline = Timeline()
     timeline.keep_spans = True
     blocks = even_blocks(plan.policy, space.need)[:1]
-    predict(
-        space.spec, plan.policy, space.need, space.machine, plan.memory, blocks, timeline.record
-    )
+    predict(space.costs(plan.policy), plan.memory, blocks, timeline.record)
     if args.trace is not None:
         timeline.write_chrome_trace(args.trace)
     if args.plot is not None:

@@ -23,6 +23,7 @@ from flexgen_h2o.core.model import (
     ModelSpec,
     TensorSpec,
     WeightUnit,
+    with_head_rows,
 )
 from flexgen_h2o.core.units import (
     BLOCK_ROWS,
@@ -185,6 +186,10 @@ class CostModel:
             and not self.memory.device_is_host
             and bool(self.memory.form.decoder_in_products)
         )
+
+    def with_head_rows(self, rows: int) -> CostModel:
+        """Return the costs of the model with its head cut into parts of so many rows."""
+        return replace(self, spec=with_head_rows(self.spec, rows)) if rows else self
 
     def cut(self, depth: int) -> CostModel:
         """Return the costs of only `depth` transformer blocks, evenly taken from all."""

@@ -22,7 +22,7 @@ from pulp.apis.core import PulpSolverError
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.model import ModelSpec, with_head_rows
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
@@ -89,9 +89,8 @@ class SearchSpace:
         return memory.plan(shape_of(policy, self.need), depth)
 
     def costs(self, policy: Policy) -> CostModel:
-        """Return the work and the seconds of a policy."""
-        rows = self.memory(policy, SEQUENTIAL).head_rows
-        return CostModel(with_head_rows(self.spec, rows), policy, self.need, self.machine)
+        """Return the costs of a policy."""
+        return CostModel(self.spec, policy, self.need, self.machine)
 
     def overflow(self, policy: Policy, depth: Depth) -> dict[str, int]:
         """Return the bytes over budget by tier; empty if the policy fits."""
@@ -188,7 +187,7 @@ def fastest_shares(space: SearchSpace, candidate: Candidate, budgets: Budgets) -
     space.check()
     policy = candidate.policy
     always: list[tuple[int, ...]] = [()]
-    if CostModel(space.spec, policy, space.need, space.machine).reads_codes:
+    if space.costs(policy).reads_codes:
         always.append((0,))
     decode_sweeps = space.need.gen_len - 1
     solved = (
@@ -232,9 +231,7 @@ def find_corner(
     plan = space.memory(policy, depth)
     shape = shape_of(policy, need)
     block = need.block((shape.rows,) * shape.micro_batches)
-    costs = CostModel(
-        with_head_rows(space.spec, plan.head_rows), policy, need, space.machine, splits
-    )
+    costs = replace(space.costs(policy), splits=splits).with_head_rows(plan.head_rows)
     found = {(HELD, tier): plan.bytes_on(tier) / GIB for tier in TIERS}
     for phase, sweep in (("prefill", 0), ("decode", max(1, need.gen_len // 2))):
         found |= {(phase, name): seconds for name, seconds in costs.busy(block, sweep).items()}
@@ -250,13 +247,26 @@ def solve(
     at least as long as every lane and as all compute. If they do not, it is as long as their sum.
     Raise FlexgenError if the solver cannot run.
     """
-    program = _Program(corners)
-    problem = program.problem
+    problem = pulp.LpProblem("placement", pulp.LpMinimize)
+    always, *others = sorted(corners, key=len)
+    base = corners[always]
+    moved = {places[-1]: corners[places] for places in others}
+    shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in moved}
+
+    def interpolated(what: str, name: str) -> pulp.LpAffineExpression:
+        """Return the expression base + sum of share x (corner - base) of one figure of corners."""
+        first = base[what, name]
+        return first + pulp.lpSum((moved[i][what, name] - first) * s for i, s in shares.items())
+
+    for kind, name in enumerate(KINDS):
+        pair = [shares[i] for i in (2 * kind, 2 * kind + 1) if i in shares]
+        if pair:
+            problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
     counts = {"prefill": 1, "decode": decode_sweeps}
     seconds = {phase: pulp.LpVariable(phase, 0) for phase in PHASES}
     objective = pulp.lpSum(counts[phase] * seconds[phase] for phase in PHASES)
     for phase in PHASES:
-        busy = {name: program.interpolated(phase, name) for name in RESOURCES}
+        busy = {name: interpolated(phase, name) for name in RESOURCES}
         objective += TIE_BREAK * counts[phase] * pulp.lpSum(busy.values())
         compute = busy["device_compute"] + busy["host_compute"]
         lanes = [busy[lane] for lane in LANES]
@@ -265,75 +275,35 @@ def solve(
     problem += objective
     limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
     for tier, budget in limits.items():
-        problem += program.interpolated(HELD, tier) <= budget / GIB, f"memory_{tier}"
-    shares = program.solved_shares()
-    if shares is None:
+        problem += interpolated(HELD, tier) <= budget / GIB, f"memory_{tier}"
+    if not _is_solved(problem):
         return None
+    values = [shares[i].value() or 0.0 if i in shares else float(i in always) for i in range(6)]
     return replace(
         candidate,
-        shares=shares,
+        shares=[min(1.0, max(0.0, value)) for value in values],
         block_s=sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES),
         gain_s_per_gib={t: -(problem.constraints[f"memory_{t}"].pi or 0.0) for t in limits},
     )
 
 
-def least_excess(corners: Corners, budgets: Budgets) -> Sequence[float] | None:
-    """Return the shares whose bytes exceed the budgets least in total; None without a solution."""
-    program = _Program(corners)
-    limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
-    excess = {tier: pulp.LpVariable(f"excess_{tier}", 0) for tier in limits}
-    program.problem += pulp.lpSum(excess.values())
-    for tier, budget in limits.items():
-        held = program.interpolated(HELD, tier)
-        program.problem += held - excess[tier] <= budget / GIB, f"memory_{tier}"
-    return program.solved_shares()
+def _is_solved(problem: pulp.LpProblem) -> bool:
+    """Solve a linear program and return whether it has a solution.
 
-
-class _Program:
-    """A linear program with the shares as variables. Those of one kind are at most 1 together."""
-
-    def __init__(self, corners: Corners) -> None:
-        self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
-        self._always, *moved = sorted(corners, key=len)
-        self._base = corners[self._always]
-        self._moved = {places[-1]: corners[places] for places in moved}
-        self._shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in self._moved}
-        for kind, name in enumerate(KINDS):
-            pair = [self._shares[i] for i in (2 * kind, 2 * kind + 1) if i in self._shares]
-            if pair:
-                self.problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
-
-    def interpolated(self, what: str, name: str) -> pulp.LpAffineExpression:
-        """Return the expression base + sum of share x (corner - base) of one figure of corners."""
-        base = self._base[what, name]
-        return base + pulp.lpSum(
-            (self._moved[i][what, name] - base) * share for i, share in self._shares.items()
-        )
-
-    def solved_shares(self) -> list[float] | None:
-        """Solve the program and return the six shares; None without a solution.
-
-        The solver reads and writes files. Raise FlexgenError if there is no room for them.
-        """
-        try:
-            with tempfile.TemporaryDirectory(prefix="flexgen-lp-") as folder:
-                solver = pulp.PULP_CBC_CMD(msg=False)
-                solver.tmpDir = folder
-                status = self.problem.solve(solver)
-        except (OSError, PulpSolverError) as error:
-            reason = " ".join(str(error).split())
-            raise FlexgenError(
-                f"the solver of the linear program failed ({reason}); is the folder for temporary "
-                "files full? Set "
-                "TMPDIR to one with room"
-            ) from error
-        if pulp.LpStatus[status] != "Optimal":
-            return None
-        values = [
-            self._shares[i].value() or 0.0 if i in self._shares else float(i in self._always)
-            for i in range(6)
-        ]
-        return [min(1.0, max(0.0, value)) for value in values]
+    The solver reads and writes files. Raise FlexgenError if there is no room for them.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="flexgen-lp-") as folder:
+            solver = pulp.PULP_CBC_CMD(msg=False)
+            solver.tmpDir = folder
+            status = problem.solve(solver)
+    except (OSError, PulpSolverError) as error:
+        reason = " ".join(str(error).split())
+        raise FlexgenError(
+            f"the solver of the linear program failed ({reason}); is the folder for temporary "
+            "files full? Set TMPDIR to one with room"
+        ) from error
+    return pulp.LpStatus[status] == "Optimal"
 
 
 # ---- whole percents

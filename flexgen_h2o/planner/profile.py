@@ -372,12 +372,11 @@ def profile_from_json(body: object) -> HardwareProfile:
 
     Raise UsageError, which names the field, if a field is unknown, missing or bad.
     """
-    if not isinstance(body, dict):
-        raise UsageError("a JSON object is expected")
-    schema = body.get("schema")
+    schema = _object("profile", body).get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int) or not 1 <= schema <= PROFILE_SCHEMA:
         raise UsageError(f"schema is {schema!r}, this version reads 1 to {PROFILE_SCHEMA}")
-    given = {"notes": {}} | {name: value for name, value in body.items() if name != "schema"}
+    given = {"notes": {}, **_object("profile", body)}
+    del given["schema"]
     if schema < PROFILE_SCHEMA:
         given = _with_what_is_new(schema, given)
     profile = HardwareProfile(**_read_fields("", given, HardwareProfile))
@@ -443,6 +442,13 @@ def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[st
     return {name: _READERS[types[name]](name, value) for name, value in given.items()}
 
 
+def _object(name: str, value: object) -> dict[str, Any]:
+    """Return a JSON object; raise UsageError for anything else."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{name}: a JSON object is expected, not {value!r:.60}")
+    return value
+
+
 def _text(name: str, value: object) -> str:
     """Return a JSON string of one line; raise UsageError for anything else."""
     if not isinstance(value, str) or not value.isprintable():
@@ -487,10 +493,8 @@ def _number(name: str, value: object) -> float:
 
 def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, Any]]:
     """Return the (size, unread value) pairs of a curve's JSON object by rising size."""
-    if not isinstance(value, dict) or not value:
-        raise UsageError(f"{name}: an object of sizes and rates is expected, not {value!r}")
     found: dict[float, Any] = {}
-    for key, entry in value.items():
+    for key, entry in _object(name, value).items():
         try:
             size = float(key)
         except ValueError:
@@ -500,6 +504,8 @@ def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, A
         if size in found:
             raise UsageError(f"{name}: size {size:g} is there twice")
         found[size] = entry
+    if not found:
+        raise UsageError(f"{name}: no size is there")
     return sorted(found.items(), key=lambda pair: pair[0])
 
 
@@ -518,32 +524,28 @@ def _products(name: str, value: object) -> Products:
 
 def _compute(name: str, value: object) -> dict[str, ComputeRates]:
     """Return the compute rates by dtype of a JSON object."""
-    if not isinstance(value, dict) or not value:
-        raise UsageError(f"{name}: an object of dtypes is expected, not {value!r}")
     found = {}
-    for dtype, rates in value.items():
+    for dtype, rates in _object(name, value).items():
         if dtype not in DTYPE_BYTES:
             raise UsageError(f"{name}: {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        if not isinstance(rates, dict):
-            raise UsageError(f"{name}.{dtype}: a JSON object is expected")
-        found[dtype] = ComputeRates(**_read_fields(f"{name}.{dtype}: ", rates, ComputeRates))
+        where = f"{name}.{dtype}"
+        read = _read_fields(f"{where}: ", _object(where, rates), ComputeRates)
+        found[dtype] = ComputeRates(**read)
+    if not found:
+        raise UsageError(f"{name}: no dtype is there")
     return found
 
 
 def _ratios(name: str, value: object) -> dict[str, float]:
     """Return the speedups by decoder of a JSON object; raise UsageError for an unknown decoder."""
-    if not isinstance(value, dict):
-        raise UsageError(f"{name}: a JSON object is expected")
-    if unknown := sorted(set(value) - DECODERS):
+    if unknown := sorted(set(_object(name, value)) - DECODERS):
         raise UsageError(f"{name}: {unknown[0]!r} is not one of {', '.join(sorted(DECODERS))}")
-    return {key: _number(name, ratio) for key, ratio in value.items()}
+    return {key: _number(name, ratio) for key, ratio in _object(name, value).items()}
 
 
 def _notes(name: str, value: object) -> dict[str, str]:
     """Return the notes of a JSON object."""
-    if not isinstance(value, dict):
-        raise UsageError(f"{name}: a JSON object is expected")
-    return {key: _text(f"{name}.{key}", text) for key, text in value.items()}
+    return {key: _text(f"{name}.{key}", text) for key, text in _object(name, value).items()}
 
 
 # The reader of a field by its annotation, as it is written above.

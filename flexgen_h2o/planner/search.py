@@ -31,11 +31,8 @@ from flexgen_h2o.planner.lp import (
     Candidate,
     Percent,
     SearchSpace,
-    as_percent,
     fastest_shares,
     find_corner,
-    find_corners,
-    least_excess,
     moved,
     placements,
     tier_percents,
@@ -110,13 +107,10 @@ class Plan:
 def evaluate(space: SearchSpace, policy: Policy) -> Plan:
     """Return the plan of a given policy. Raise DoesNotFitError if it does not fit the budgets."""
     space.check()
-    spec = space.spec
     need = space.need
-    machine = space.machine
-    memory = machine.memory(spec, policy)
-    plan = memory.plan_within(shape_of(policy, need), space.budgets)
-    predicted = predict(spec, policy, need, machine, plan, even_blocks(policy, need))
-    return Plan(policy, need, plan, predicted)
+    costs = space.costs(policy)
+    plan = costs.memory.plan_within(shape_of(policy, need), space.budgets)
+    return Plan(policy, need, plan, predict(costs, plan, even_blocks(policy, need)))
 
 
 def search(space: SearchSpace) -> Plan:
@@ -179,7 +173,7 @@ def _coarse(space: SearchSpace) -> list[Plan]:
 
 def _steps(space: SearchSpace, policy: Policy) -> int:
     """Return the number of steps of the schedule that a simulation of the policy walks."""
-    layers = len(space.machine.memory(space.spec, policy).layers.layers)
+    layers = len(space.costs(policy).layers.layers)
     walked = layers * cut_blocks(space.spec.num_blocks, layers) // CUT_BLOCKS
     return walked * policy.num_gpu_batches * min(space.need.gen_len, MAX_WALKED)
 
@@ -201,7 +195,8 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
     """Return the bytes that the workload reads from disk during its sweeps."""
-    return disk_read_bytes(space.costs(policy), even_blocks(policy, space.need))
+    costs = space.costs(policy).with_head_rows(space.memory(policy, SEQUENTIAL).head_rows)
+    return disk_read_bytes(costs, even_blocks(policy, space.need))
 
 
 def _blocks(space: SearchSpace, policy: Policy) -> float:
@@ -429,17 +424,11 @@ def _enough(space: SearchSpace, plan: Plan) -> dict[str, int]:
 def tight_fit(space: SearchSpace) -> Plan:
     """Return the policy with one sequence at a time that exceeds the budgets least.
 
-    The search moves whole percents, from the LP's shares and from kinds on whole tiers.
+    The search moves whole percents, from the best placement of kinds on whole tiers.
     """
-    found = []
     excess = partial(_excess, space)
-    for policy in space.policies(1, 1):
-        starts = [min(_on_whole_tiers(space, policy), key=excess)]
-        shares = least_excess(find_corners(space, policy, SEQUENTIAL), space.budgets)
-        if shares is not None:
-            starts.append(_held(space, policy, as_percent(int(100 * share) for share in shares)))
-        found += [_descended(space, start) for start in starts]
-    return min(found, key=excess)
+    starts = (min(_on_whole_tiers(space, p), key=excess) for p in space.policies(1, 1))
+    return min((_descended(space, start) for start in starts), key=excess)
 
 
 def single_row_policies(space: SearchSpace, most: int) -> list[Policy]:

@@ -18,7 +18,7 @@ from flexgen_h2o.engine.workload import MicroBatchShape, Workload, even_blocks, 
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.cost_model import Machine
+from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import predict
@@ -115,7 +115,6 @@ def test_only_a_long_run_is_worth_measuring_for(
     is_worth_it = seconds > WORTH_MEASURING_S and not given
     assert plans.choose(NEED, Policy(), NO_BUDGETS).gpu_batch_size == (2 if is_worth_it else 1)
     assert asked == ([] if given else [False, True] if is_worth_it else [False])
-    assert WORTH_MEASURING_S > 60
 
 
 # ---- predictions
@@ -131,17 +130,14 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
     plans = planner(tmp_path)
     policy = Policy(2, 2)
     plan = MemoryPlanner(SPEC, policy, 4, True).plan_within(shape_of(policy, NEED), NO_BUDGETS)
-    even = plans.predict_blocks(policy, NEED, plan, [(alone(16, 16), alone(16, 16))] * 2)
-    where = Machine(nominal_profile(True), "float32", True)
-    assert even == predict(SPEC, policy, NEED, where, plan, even_blocks(policy, NEED))
-    shorter = plans.predict_blocks(
-        policy, NEED, plan, [(alone(16, 16), alone(16, 16)), (alone(9, 3), alone(2, 1))]
-    )
-    assert shorter.prefill_s < even.prefill_s
-    block = (alone(9, 3), alone(2, 1))
-    assert shorter.prefill_s == pytest.approx(
-        even.prefill_s / 2 + predict(SPEC, policy, NEED, where, plan, [(block, 1)]).prefill_s
-    )
+    equal = (alone(16, 16), alone(16, 16))
+    even = plans.predict_blocks(policy, NEED, plan, [equal] * 2)
+    costs = CostModel(SPEC, policy, NEED, Machine(nominal_profile(True), "float32", True))
+    assert even == predict(costs, plan, even_blocks(policy, NEED))
+    short = (alone(9, 3), alone(2, 1))
+    both = plans.predict_blocks(policy, NEED, plan, [equal, short]).prefill_s
+    one = predict(costs, plan, [(short, 1)]).prefill_s
+    assert one < even.prefill_s / 2 and both == pytest.approx(even.prefill_s / 2 + one)
 
 
 @pytest.mark.parametrize(
