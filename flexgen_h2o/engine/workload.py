@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import abc
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +78,7 @@ class Workload:
     # As in BlockShape.
     scores: bool = False
 
-    @property
+    @cached_property
     def record(self) -> RowRecord:
         """What is kept of a sequence besides its KV entries."""
         return record_of(self.needs)

@@ -303,7 +303,7 @@ def _is_solved(problem: pulp.LpProblem) -> bool:
             f"the solver of the linear program failed ({reason}); is the folder for temporary "
             "files full? Set TMPDIR to one with room"
         ) from error
-    return pulp.LpStatus[status] == "Optimal"
+    return bool(pulp.LpStatus[status] == "Optimal")
 
 
 # ---- whole percents
