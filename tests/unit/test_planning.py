@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.memory import MemoryPlanner
@@ -140,30 +140,6 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
     assert one < even.prefill_s / 2 and both == pytest.approx(even.prefill_s / 2 + one)
 
 
-@pytest.mark.parametrize(
-    ("policy", "stand_in"), [(Policy(2, 2, (0, 0, 100, 0, 100, 0)), True), ("auto", False)]
-)
-def test_a_run_reports_what_was_predicted(
-    policy: Policy | str, stand_in: bool, tmp_path: Path
-) -> None:
-    """Of both phases, with the profile that it was predicted with; peak bytes are those of the
-    run."""
-    budget = MemoryBudget("1GiB" if stand_in else None, "1GiB", "1GiB")
-    with tiny(tmp_path, policy, hardware=nominal_profile(True), budget=budget) as llm:
-        llm.generate(PROMPTS, PARAMS)
-        assert llm.predicted is not None and llm.report is not None
-        assert llm.report.predicted == {
-            "prefill_s": llm.predicted.prefill_s,
-            "decode_s": llm.predicted.decode_s,
-        }
-        assert llm.predicted.prefill_s > 0 and llm.predicted.decode_s > 0
-        assert llm.predicted.peak_bytes == llm.report.peak_bytes
-        assert (
-            llm.report.extra["profile"] == NOMINAL
-            and llm.report.extra["profile_disturbed"] is False
-        )
-
-
 # ---- a plan without a run
 
 
@@ -177,13 +153,17 @@ def test_a_dry_run_tells_what_the_run_then_predicts(tmp_path: Path) -> None:
         raise SystemExit
 
     for params in ([PARAMS] * 3, [PARAMS, PARAMS, replace(PARAMS, max_tokens=1)]):
-        with tiny(tmp_path, policy, on_plan=stop) as llm, pytest.raises(SystemExit):
+        with (
+            tiny(tmp_path, policy, on_plan=stop, hardware=nominal_profile(True)) as llm,
+            pytest.raises(SystemExit),
+        ):
             llm.generate(PROMPTS, params)
-    with tiny(tmp_path, policy) as llm:
+    with tiny(tmp_path, policy, hardware=nominal_profile(True)) as llm:
         llm.generate(PROMPTS, PARAMS)
         report = llm.report
     even, uneven = told
     assert even.plan is not None and uneven.plan is not None and report is not None
+    assert (report.extra["profile"], report.extra["profile_disturbed"]) == (NOMINAL, False)
     assert report.predicted == {
         phase: getattr(even.plan.prediction, phase) for phase in ("prefill_s", "decode_s")
     }

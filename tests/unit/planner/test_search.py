@@ -24,7 +24,6 @@ from flexgen_h2o.planner.lp import (
     SearchSpace,
     fastest_shares,
     find_corners,
-    placements,
 )
 from flexgen_h2o.planner.profile import Curve, nominal_profile
 from flexgen_h2o.planner.search import (
@@ -43,7 +42,6 @@ from tests.unit.planner.made_up import (
     RESIDENT,
     SPEC,
     WEIGHTS_ON_DISK,
-    fitted,
     machine,
     public,
     shipped,
@@ -273,18 +271,6 @@ def test_no_placement_needs_less_than_a_refusal_says(
         on_host = data.draw(st.booleans())
         tried = Policy(percent=(*pairs[0], *pairs[1], *pairs[2]), cpu_cache_compute=on_host)
         assert excess <= sum(space.overflow(tried, SEQUENTIAL).values()) + 4096
-
-
-@settings(max_examples=8)
-@given(small_needs, st.booleans(), st.lists(st.floats(0, 0.5), min_size=6, max_size=6), rooms)
-def test_rounding_breaks_no_budget(
-    need: Workload, is_host: bool, shares: list[float], room: dict[str, tuple[float, int]]
-) -> None:
-    policy = fitted(Policy(4, 3), need)
-    space = space_of(nominal(is_host), budgets_of(need, is_host, room), need)
-    for placed in placements(space, policy, shares):
-        assert evaluate(space, placed).policy == placed
-        assert replace(placed, percent=NOTHING) == replace(policy, percent=NOTHING)
 
 
 def test_a_long_workload_is_cut_into_blocks_of_bounded_size() -> None:
