@@ -423,15 +423,10 @@ def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budg
 
 
 def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
-    usual = [name for name in (*USUAL_DTYPES, *profile.compute) if name in profile.compute]
-    dtype: str = usual[0] if args.dtype == "auto" else args.dtype
-    if dtype not in profile.compute:
-        raise UsageError(
-            f"--dtype {dtype}: the profile of {profile.machine} has only "
-            f"{', '.join(profile.compute)}; give one of "
-            "these"
-        )
-    return dtype
+    if args.dtype == "auto":
+        return next(name for name in (*USUAL_DTYPES, *profile.compute) if name in profile.compute)
+    profile.rates(args.dtype)
+    return str(args.dtype)
 
 
 def _fastest(args: argparse.Namespace) -> SearchResult:

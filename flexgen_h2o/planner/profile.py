@@ -378,7 +378,7 @@ def profile_from_json(body: object) -> HardwareProfile:
     given = {"notes": {}, **_object("profile", body)}
     del given["schema"]
     if schema < PROFILE_SCHEMA:
-        given = _with_what_is_new(schema, given)
+        given = _with_what_is_new(given)
     profile = HardwareProfile(**_read_fields("", given, HardwareProfile))
     rates = {
         d: r.requantising(DTYPE_BYTES[d], r.int4_speedup.at(1)) for d, r in profile.compute.items()
@@ -386,46 +386,36 @@ def profile_from_json(body: object) -> HardwareProfile:
     return profile if schema > 5 else replace(profile, compute=rates)
 
 
-def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _with_what_is_new(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an older schema, with those that came later added.
 
     The added values are those of a machine of which nothing is known.
     """
-    since_4 = {
+    on_cpu = given.get("device_is_host") is True
+
+    def renewed(dtype: str, rates: object) -> dict[str, Any]:
+        kept = dict(_object(f"compute.{dtype}", rates))
+        # A number: how many times faster 4 bits become int8 than they become the dtype.
+        name = "requantise_speedup"
+        requantise = _number(f"compute.{dtype}: {name}", kept.pop(name, 1.0))
+        return {
+            "blocked_speedup": {"1": 1.0},
+            "int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu and dtype == "bfloat16" else 1.0},
+            "decode_speedup": {},
+            "int4_speedup": {"1": requantise},
+            **kept,
+        }
+
+    compute = _object("compute", given.get("compute"))
+    return {
         "overlay_bytes_per_s": MAX_RATE,
         "short_read_compute_s": 0.0,
         "cache_load_step_s": 0.0,
+        "link_both_ways": 1.0,
+        "graph_step_s": 1.0,
+        **given,
+        "compute": {dtype: renewed(dtype, rates) for dtype, rates in compute.items()},
     }
-    found = {"link_both_ways": 1.0, "graph_step_s": 1.0, **({} if schema > 3 else since_4), **given}
-    if not isinstance(compute := given.get("compute"), dict):
-        return found
-
-    def renewed(dtype: str, rates: object) -> object:
-        if not isinstance(rates, dict):
-            return rates
-        on_cpu = given.get("device_is_host") is True and dtype == "bfloat16"
-        requantise = _number(
-            f"compute.{dtype}: requantise_speedup", rates.get("requantise_speedup", 1.0)
-        )
-        since: dict[int, dict[str, Any]] = {
-            2: {"blocked_speedup": {"1": 1.0}},
-            3: {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}},
-            5: {"decode_speedup": {}},
-            # Older schemas have a number: how many times faster 4 bits become int8 than the dtype.
-            6: {"int4_speedup": {"1": requantise}},
-        }
-        later = {
-            name: value
-            for came, new in since.items()
-            if came > schema
-            for name, value in new.items()
-        }
-        return {
-            **later,
-            **{name: value for name, value in rates.items() if name != "requantise_speedup"},
-        }
-
-    return {**found, "compute": {dtype: renewed(dtype, rates) for dtype, rates in compute.items()}}
 
 
 def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def test_output_is_a_policy_file_that_flex_opt_runs(
         ("--hardware t4 --model no/such-model", "--model no/such-model"),
         ("--hardware t4 --prompt-len 2040 --gen-len 10", "--prompt-len 2040 and --gen-len 10"),
         ("--hardware t4 --dtype int8", "--dtype int8"),
-        ("--hardware host.json --dtype float16", "--dtype float16"),
+        ("--hardware host.json --dtype float16", "float16, only float32, bfloat16"),
         ("--hardware t4 --policy auto --percent 0 0 0 0 0 0", "--policy auto and --percent"),
         ("--hardware t4 --output missing/p.json", "--output missing/p.json"),
         ("--kv-loss small --gpu-batch-size 2", "--kv-loss small"),
