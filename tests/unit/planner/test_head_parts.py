@@ -6,20 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.checkpoint.formats import Shard, layout_of
-from flexgen_h2o.checkpoint.formats.fp8 import BlockFp8
 from flexgen_h2o.core.config import TIERS, Policy
-from flexgen_h2o.core.model import ModelSpec, TensorSpec
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, Depth, MemoryPlan
 from flexgen_h2o.engine.weight_units import HEAD_ROWS
 from flexgen_h2o.engine.workload import Workload, even_blocks
 from flexgen_h2o.planner.predict import predict
-from flexgen_h2o.tiers.stream import Part
 from tests.unit.planner.made_up import (
     RESIDENT,
     WEIGHTS_ON_DISK,
@@ -50,27 +46,6 @@ def plan(
 
 def rows_of(*args: Any, **more: Any) -> int:
     return plan(*args, **more).head_rows
-
-
-def test_rows_of_a_quantised_tensor_are_decoded_as_those_of_the_whole() -> None:
-    """Scales of blocks of 16 x 32 are cut with the rows that share them."""
-    form = BlockFp8(4, block=(16, 32))
-    tensor = TensorSpec("", BlockFp8.sample_name, (90, 64))
-    whole = form.layout(tensor)
-    cut = layout_of(form, tensor.rows(range(32, 90)))
-    assert whole.cuts_at(32) and not whole.cuts_at(24)
-    codes = torch.randint(0, 120, (90, 64), dtype=torch.uint8)
-    stored = (codes, torch.rand(6, 2).view(torch.uint8).view(6, -1))
-    want = torch.empty(90, 64)
-    form.decode_rows(whole, Shard("disk", 0, 90, [s.reshape(-1) for s in stored]), want)
-    found = torch.empty(58, 64)
-    for part in (Part("host", 0, 16), Part("disk", 16, 58)):
-        pieces = []
-        for one, held in zip(cut.stored, stored, strict=True):
-            first, end = one.rows_of(part.start, part.end)
-            pieces.append(held[one.first + first : one.first + end].reshape(-1))
-        form.decode_range(cut, [Shard(part.tier, part.start, part.end, pieces)], 0, found)
-    assert torch.equal(found, want[32:])
 
 
 def test_parts_are_as_large_as_other_units() -> None:
