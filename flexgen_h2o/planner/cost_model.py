@@ -91,11 +91,10 @@ class Transfer:
     nbytes: float
     # Number of separate transfers.
     pieces: float
-    # True if the bytes go between disk and device.
-    crosses: bool
     # Seconds that it occupies the lane.
     seconds: float
-    # The lane of copies between device and host that bytes which cross also occupy; "" if none do.
+    # The lane of copies between device and host that bytes between disk and device also occupy; ""
+    # for other bytes.
     link: str = ""
     # Seconds that it occupies `link`.
     link_s: float = 0.0
@@ -651,6 +650,8 @@ class CostModel:
     def transfer(self, lane: str, nbytes: float, pieces: float, crosses: bool = False) -> Transfer:
         """Return a transfer with its cost.
 
+        crosses: whether the bytes go between disk and device.
+
         If bytes cross from disk to the device, each reader thread copies its own bytes. On an
         asynchronous device the copy overlaps with the thread's next read. Otherwise READ_THREADS
         threads share the copying.
@@ -659,7 +660,7 @@ class CostModel:
         pinned = self.policy.pin_weight
         if lane in ("h2d", "d2h"):
             rate = getattr(p, f"{lane}_bytes_per_s" if pinned else f"{lane}_unpinned_bytes_per_s")
-            return Transfer(lane, nbytes, pieces, crosses, nbytes / rate + pieces * p.transfer_s)
+            return Transfer(lane, nbytes, pieces, nbytes / rate + pieces * p.transfer_s)
         reads = lane == "disk_read"
         each = 1 / (p.disk_read_bytes_per_s if reads else p.disk_write_bytes_per_s)
         link, link_rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
@@ -673,9 +674,9 @@ class CostModel:
         if reads and self.policy.overlap:
             taken_s = short_requests(nbytes, pieces) * p.short_read_compute_s
         if not crosses:
-            return Transfer(lane, nbytes, pieces, crosses, seconds, taken_s=taken_s)
+            return Transfer(lane, nbytes, pieces, seconds, taken_s=taken_s)
         link_s = nbytes / link_rate + pieces * p.transfer_s
-        return Transfer(lane, nbytes, pieces, crosses, max(seconds, link_s), link, link_s, taken_s)
+        return Transfer(lane, nbytes, pieces, max(seconds, link_s), link, link_s, taken_s)
 
     def busy(self, block: Sequence[MicroBatchShape], sweep: int) -> dict[str, float]:
         """Return the seconds that each resource works in a sweep of a block.

@@ -195,7 +195,6 @@ def fastest_shares(space: SearchSpace, candidate: Candidate, budgets: Budgets) -
             candidate,
             find_corners(space, policy, candidate.depth, *on_device),
             decode_sweeps,
-            space.base.overlap,
             budgets,
         )
         for on_device in always
@@ -239,7 +238,7 @@ def find_corner(
 
 
 def solve(
-    candidate: Candidate, corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets
+    candidate: Candidate, corners: Corners, decode_sweeps: int, budgets: Budgets
 ) -> Candidate | None:
     """Return the candidate with the fastest shares within the budgets; None if there are none.
 
@@ -270,6 +269,7 @@ def solve(
         objective += TIE_BREAK * counts[phase] * pulp.lpSum(busy.values())
         compute = busy["device_compute"] + busy["host_compute"]
         lanes = [busy[lane] for lane in LANES]
+        overlap = candidate.policy.overlap
         for i, least in enumerate([compute, *lanes] if overlap else [compute + pulp.lpSum(lanes)]):
             problem += seconds[phase] >= least, f"{phase}_{i}"
     problem += objective

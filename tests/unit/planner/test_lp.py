@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pulp
@@ -48,7 +49,8 @@ def corners() -> dict[bool, Corners]:
 
 
 def solved(corners: Corners, budgets: Budgets, overlap: bool = True) -> Candidate:
-    solution = solve(CANDIDATE, corners, NEED.gen_len - 1, overlap, budgets)
+    asked = replace(CANDIDATE, policy=replace(CANDIDATE.policy, overlap=overlap))
+    solution = solve(asked, corners, NEED.gen_len - 1, budgets)
     assert solution is not None
     return solution
 
@@ -98,7 +100,7 @@ def test_budgets_below_what_must_be_held_have_no_solution(corners: dict[bool, Co
     assert solved(corners[False], least).gain_s_per_gib["device"] > 0
     for tier, nbytes in {**least, "disk": 1000}.items():
         tight = {**least, tier: (nbytes or 0) * 9 // 10}
-        assert solve(CANDIDATE, corners[False], 7, True, tight) is None
+        assert solve(CANDIDATE, corners[False], 7, tight) is None
 
 
 @pytest.mark.parametrize(
