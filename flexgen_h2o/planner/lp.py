@@ -261,6 +261,7 @@ def solve(
         pair = [shares[i] for i in (2 * kind, 2 * kind + 1) if i in shares]
         if pair:
             problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
+    overlap = candidate.policy.overlap
     counts = {"prefill": 1, "decode": decode_sweeps}
     seconds = {phase: pulp.LpVariable(phase, 0) for phase in PHASES}
     objective = pulp.lpSum(counts[phase] * seconds[phase] for phase in PHASES)
@@ -269,7 +270,6 @@ def solve(
         objective += TIE_BREAK * counts[phase] * pulp.lpSum(busy.values())
         compute = busy["device_compute"] + busy["host_compute"]
         lanes = [busy[lane] for lane in LANES]
-        overlap = candidate.policy.overlap
         for i, least in enumerate([compute, *lanes] if overlap else [compute + pulp.lpSum(lanes)]):
             problem += seconds[phase] >= least, f"{phase}_{i}"
     problem += objective
