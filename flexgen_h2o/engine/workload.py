@@ -80,7 +80,7 @@ class Workload:
 
     @cached_property
     def record(self) -> RowRecord:
-        """What is kept of a sequence besides its KV entries."""
+        """The record of a sequence besides its KV entries."""
         return record_of(self.needs)
 
     @property
