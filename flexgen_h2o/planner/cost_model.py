@@ -145,10 +145,6 @@ class Machine:
         """Bytes of one number of the dtype."""
         return DTYPE_BYTES[self.dtype]
 
-    def memory(self, spec: ModelSpec, policy: Policy) -> MemoryPlanner:
-        """Return the planner of what a run holds on this machine."""
-        return MemoryPlanner(spec, policy, self.itemsize, self.device_is_host)
-
 
 @dataclass(frozen=True)
 class CostModel:
@@ -175,7 +171,8 @@ class CostModel:
     @cached_property
     def memory(self) -> MemoryPlanner:
         """Planner of what the run holds."""
-        return self.machine.memory(self.spec, self.policy)
+        machine = self.machine
+        return MemoryPlanner(self.spec, self.policy, machine.itemsize, machine.device_is_host)
 
     @property
     def reads_codes(self) -> bool:

@@ -85,8 +85,7 @@ class SearchSpace:
 
     def memory(self, policy: Policy, depth: Depth) -> MemoryPlan:
         """Return the memory plan of a policy."""
-        memory = self.machine.memory(self.spec, policy)
-        return memory.plan(shape_of(policy, self.need), depth)
+        return self.costs(policy).memory.plan(shape_of(policy, self.need), depth)
 
     def costs(self, policy: Policy) -> CostModel:
         """Return the costs of a policy."""
@@ -227,10 +226,11 @@ def find_corner(
     """
     need = space.need
     policy = replace(policy, percent=as_percent(100 if i in moved else 0 for i in range(6)))
-    plan = space.memory(policy, depth)
+    costs = replace(space.costs(policy), splits=splits)
     shape = shape_of(policy, need)
+    plan = costs.memory.plan(shape, depth)
+    costs = costs.with_head_rows(plan.head_rows)
     block = need.block((shape.rows,) * shape.micro_batches)
-    costs = replace(space.costs(policy), splits=splits).with_head_rows(plan.head_rows)
     found = {(HELD, tier): plan.bytes_on(tier) / GIB for tier in TIERS}
     for phase, sweep in (("prefill", 0), ("decode", max(1, need.gen_len // 2))):
         found |= {(phase, name): seconds for name, seconds in costs.busy(block, sweep).items()}
