@@ -18,6 +18,7 @@ from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.profile import (
+    AS_FAST,
     ComputeRates,
     Curve,
     HardwareProfile,
@@ -82,6 +83,13 @@ def machine(is_host: bool, **changes: Any) -> Machine:
     """Return nominal speeds without fixed costs and contention, except for the changes."""
     free = dict.fromkeys(FIXED, 0.0) | dict.fromkeys(CONTENTION, 1.0) | {"graph_step_s": 1.0}
     return Machine(replace(nominal_profile(is_host), **{**free, **changes}), DTYPE, is_host)
+
+
+def multiplying(is_host: bool) -> Machine:
+    """Return a machine on which a FLOP of a product takes a second, and all else hardly anything."""
+    where = machine(is_host)
+    even = replace(where.profile.rates(DTYPE), matmul_flops_per_s=((1.0, ((1.0, AS_FAST),)),))
+    return replace(where, profile=replace(where.profile, compute={DTYPE: even}))
 
 
 def faster(profile: HardwareProfile, name: str, factor: float) -> HardwareProfile:

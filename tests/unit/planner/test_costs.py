@@ -16,16 +16,16 @@ from flexgen_h2o.core.units import FEW_ROWS
 from flexgen_h2o.engine.workload import Workload
 from flexgen_h2o.kvcache.eviction import Tova
 from flexgen_h2o.planner.cost_model import CostModel, Machine
-from flexgen_h2o.planner.profile import AS_FAST, nominal_profile
+from flexgen_h2o.planner.profile import nominal_profile
 from tests.unit.planner.made_up import (
     BLOCKS,
-    DTYPE,
     SPEC,
     WEIGHTS_ON_DISK,
     costs_of,
     evicting,
     faster,
     machine,
+    multiplying,
     policies,
 )
 
@@ -150,11 +150,8 @@ def test_a_quantised_checkpoint_is_decoded_at_its_own_rate(int8: bool, name: str
 def test_products_multiply_each_row_by_every_matrix_once(
     policy: Policy, is_host: bool, rows: int
 ) -> None:
-    """However matrices are split over tiers. One FLOP takes a second here."""
-    where = machine(is_host)
-    even = replace(where.profile.rates(DTYPE), matmul_flops_per_s=((1.0, ((1.0, AS_FAST),)),))
-    where = replace(where, profile=replace(where.profile, compute={DTYPE: even}))
-    at = costs_of(policy, NEED, where)
+    """However matrices are split over tiers."""
+    at = costs_of(policy, NEED, multiplying(is_host))
     for unit in at.layers.units:
         numbers = sum(t.numel for t in unit.tensors if len(t.shape) == 2)
         assert at.products_s(unit.tensors, rows) == pytest.approx(2 * rows * numbers)

@@ -22,6 +22,7 @@ from tests.unit.planner.made_up import (
     WEIGHTS_ON_DISK,
     costs_of,
     machine,
+    multiplying,
     public,
     shipped,
 )
@@ -165,6 +166,17 @@ def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int], is_
         assert seconds == [whole.step(index, need.block((24,))[0], 1).device_s]
     else:
         assert seconds == [parts.step(index, batches[0], 1).device_s] * 3
+
+
+def test_experts_multiply_the_tokens_that_choose_them() -> None:
+    need = Workload.full(64, 1, 3, SPEC.num_blocks)
+    at = costs_of(Policy(64), need, multiplying(True), SPEC)
+    index = next(i for i, layer in enumerate(at.layers.layers) if layer.kind == "experts")
+    layer = at.layers.layers[index]
+    numbers = sum(t.numel for t in at.layers.units[layer.unit].tensors if len(t.shape) == 2)
+    chosen = 64 * CONFIG["num_experts_per_tok"] / CONFIG["num_experts"]
+    seconds = at.step(index, need.block((64,))[0], 1).device_s
+    assert seconds == pytest.approx(2 * chosen * numbers, rel=0.01)
 
 
 def test_balanced_sequences_compute_for_as_long_as_weights_load() -> None:
