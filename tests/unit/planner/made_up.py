@@ -86,7 +86,7 @@ def machine(is_host: bool, **changes: Any) -> Machine:
 
 
 def multiplying(is_host: bool) -> Machine:
-    """Return a machine on which a FLOP of a product takes a second, and all else hardly anything."""
+    """Return a machine on which a FLOP of a product takes a second, and all else hardly any."""
     where = machine(is_host)
     even = replace(where.profile.rates(DTYPE), matmul_flops_per_s=((1.0, ((1.0, AS_FAST),)),))
     return replace(where, profile=replace(where.profile, compute={DTYPE: even}))
