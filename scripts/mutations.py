@@ -136,8 +136,8 @@ MUTATIONS = (
     Mutation(
         "planner.lp-ignores-memory",
         "planner/lp.py",
-        "        problem += interpolated(HELD, tier) <= budget / GIB",
-        "        problem += interpolated(HELD, tier) <= 100 * budget / GIB",
+        "        problem += program.interpolated(HELD, tier) <= budget / GIB",
+        "        problem += program.interpolated(HELD, tier) <= 100 * budget / GIB",
         "tests/unit/planner/test_lp.py tests/unit/planner/test_search.py",
     ),
     Mutation(

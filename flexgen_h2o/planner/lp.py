@@ -246,27 +246,14 @@ def solve(
     at least as long as every lane and as all compute. If they do not, it is as long as their sum.
     Raise FlexgenError if the solver cannot run.
     """
-    problem = pulp.LpProblem("placement", pulp.LpMinimize)
-    always, *others = sorted(corners, key=len)
-    base = corners[always]
-    moved = {places[-1]: corners[places] for places in others}
-    shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in moved}
-
-    def interpolated(what: str, name: str) -> pulp.LpAffineExpression:
-        """Return the expression base + sum of share x (corner - base) of one figure of corners."""
-        first = base[what, name]
-        return first + pulp.lpSum((moved[i][what, name] - first) * s for i, s in shares.items())
-
-    for kind, name in enumerate(KINDS):
-        pair = [shares[i] for i in (2 * kind, 2 * kind + 1) if i in shares]
-        if pair:
-            problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
+    program = _Program(corners)
+    problem = program.problem
     overlap = candidate.policy.overlap
     counts = {"prefill": 1, "decode": decode_sweeps}
     seconds = {phase: pulp.LpVariable(phase, 0) for phase in PHASES}
     objective = pulp.lpSum(counts[phase] * seconds[phase] for phase in PHASES)
     for phase in PHASES:
-        busy = {name: interpolated(phase, name) for name in RESOURCES}
+        busy = {name: program.interpolated(phase, name) for name in RESOURCES}
         objective += TIE_BREAK * counts[phase] * pulp.lpSum(busy.values())
         compute = busy["device_compute"] + busy["host_compute"]
         lanes = [busy[lane] for lane in LANES]
@@ -275,35 +262,74 @@ def solve(
     problem += objective
     limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
     for tier, budget in limits.items():
-        problem += interpolated(HELD, tier) <= budget / GIB, f"memory_{tier}"
-    if not _is_solved(problem):
+        problem += program.interpolated(HELD, tier) <= budget / GIB, f"memory_{tier}"
+    shares = program.solved_shares()
+    if shares is None:
         return None
-    values = [shares[i].value() or 0.0 if i in shares else float(i in always) for i in range(6)]
     return replace(
         candidate,
-        shares=[min(1.0, max(0.0, value)) for value in values],
+        shares=shares,
         block_s=sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES),
         gain_s_per_gib={t: -(problem.constraints[f"memory_{t}"].pi or 0.0) for t in limits},
     )
 
 
-def _is_solved(problem: pulp.LpProblem) -> bool:
-    """Solve a linear program and return whether it has a solution.
+def least_excess(corners: Corners, budgets: Budgets) -> Sequence[float] | None:
+    """Return the shares whose bytes exceed the budgets least in total; None without a solution."""
+    program = _Program(corners)
+    limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
+    excess = {tier: pulp.LpVariable(f"excess_{tier}", 0) for tier in limits}
+    program.problem += pulp.lpSum(excess.values())
+    for tier, budget in limits.items():
+        held = program.interpolated(HELD, tier)
+        program.problem += held - excess[tier] <= budget / GIB, f"memory_{tier}"
+    return program.solved_shares()
 
-    The solver reads and writes files. Raise FlexgenError if there is no room for them.
-    """
-    try:
-        with tempfile.TemporaryDirectory(prefix="flexgen-lp-") as folder:
-            solver = pulp.PULP_CBC_CMD(msg=False)
-            solver.tmpDir = folder
-            status = problem.solve(solver)
-    except (OSError, PulpSolverError) as error:
-        reason = " ".join(str(error).split())
-        raise FlexgenError(
-            f"the solver of the linear program failed ({reason}); is the folder for temporary "
-            "files full? Set TMPDIR to one with room"
-        ) from error
-    return bool(pulp.LpStatus[status] == "Optimal")
+
+class _Program:
+    """A linear program with the shares as variables. Those of one kind are at most 1 together."""
+
+    def __init__(self, corners: Corners) -> None:
+        self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
+        self._always, *moved = sorted(corners, key=len)
+        self._base = corners[self._always]
+        self._moved = {places[-1]: corners[places] for places in moved}
+        self._shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in self._moved}
+        for kind, name in enumerate(KINDS):
+            pair = [self._shares[i] for i in (2 * kind, 2 * kind + 1) if i in self._shares]
+            if pair:
+                self.problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
+
+    def interpolated(self, what: str, name: str) -> pulp.LpAffineExpression:
+        """Return the expression base + sum of share x (corner - base) of one figure of corners."""
+        base = self._base[what, name]
+        return base + pulp.lpSum(
+            (self._moved[i][what, name] - base) * share for i, share in self._shares.items()
+        )
+
+    def solved_shares(self) -> list[float] | None:
+        """Solve the program and return the six shares; None without a solution.
+
+        The solver reads and writes files. Raise FlexgenError if there is no room for them.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="flexgen-lp-") as folder:
+                solver = pulp.PULP_CBC_CMD(msg=False)
+                solver.tmpDir = folder
+                status = self.problem.solve(solver)
+        except (OSError, PulpSolverError) as error:
+            reason = " ".join(str(error).split())
+            raise FlexgenError(
+                f"the solver of the linear program failed ({reason}); is the folder for temporary "
+                "files full? Set TMPDIR to one with room"
+            ) from error
+        if pulp.LpStatus[status] != "Optimal":
+            return None
+        values = [
+            self._shares[i].value() or 0.0 if i in self._shares else float(i in self._always)
+            for i in range(6)
+        ]
+        return [min(1.0, max(0.0, value)) for value in values]
 
 
 # ---- whole percents

@@ -32,8 +32,11 @@ from flexgen_h2o.planner.lp import (
     Candidate,
     Percent,
     SearchSpace,
+    as_percent,
     fastest_shares,
     find_corner,
+    find_corners,
+    least_excess,
     moved,
     placements,
     tier_percents,
@@ -419,11 +422,17 @@ def _enough(space: SearchSpace, plan: Plan) -> dict[str, int]:
 def tight_fit(space: SearchSpace) -> Plan:
     """Return the policy with one sequence at a time that exceeds the budgets least.
 
-    The search moves whole percents, from the best placement of kinds on whole tiers.
+    The search moves whole percents, from the LP's shares and from kinds on whole tiers.
     """
+    found = []
     excess = partial(_excess, space)
-    starts = (min(_on_whole_tiers(space, p), key=excess) for p in space.policies(1, 1))
-    return min((_descended(space, start) for start in starts), key=excess)
+    for policy in space.policies(1, 1):
+        starts = [min(_on_whole_tiers(space, policy), key=excess)]
+        shares = least_excess(find_corners(space, policy, SEQUENTIAL), space.budgets)
+        if shares is not None:
+            starts.append(_held(space, policy, as_percent(int(100 * share) for share in shares)))
+        found += [_descended(space, start) for start in starts]
+    return min(found, key=excess)
 
 
 def single_row_policies(space: SearchSpace, most: int) -> list[Policy]:
