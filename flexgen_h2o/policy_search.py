@@ -421,15 +421,10 @@ def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budg
 
 
 def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
-    usual = [name for name in (*USUAL_DTYPES, *profile.compute) if name in profile.compute]
-    dtype: str = usual[0] if args.dtype == "auto" else args.dtype
-    if dtype not in profile.compute:
-        raise UsageError(
-            f"--dtype {dtype}: the profile of {profile.machine} has only "
-            f"{', '.join(profile.compute)}; give one of "
-            "these"
-        )
-    return dtype
+    if args.dtype == "auto":
+        return next(name for name in (*USUAL_DTYPES, *profile.compute) if name in profile.compute)
+    profile.rates(args.dtype)
+    return str(args.dtype)
 
 
 def _fastest(args: argparse.Namespace) -> SearchResult:
@@ -578,9 +573,7 @@ def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
     timeline = Timeline()
     timeline.keep_spans = True
     blocks = even_blocks(plan.policy, space.need)[:1]
-    predict(
-        space.spec, plan.policy, space.need, space.machine, plan.memory, blocks, timeline.record
-    )
+    predict(space.costs(plan.policy), plan.memory, blocks, timeline.record)
     if args.trace is not None:
         timeline.write_chrome_trace(args.trace)
     if args.plot is not None:

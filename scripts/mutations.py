@@ -171,14 +171,14 @@ MUTATIONS = (
     Mutation(
         "planner.attention-reads-no-cache",
         "planner/cost_model.py",
-        "    columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))\n",
-        "    columns = float(batch.rows)\n",
+        "        columns = float(batch.rows * self.need.columns(block, sweep, batch.mean_len))\n",
+        "        columns = float(batch.rows)\n",
         "tests/unit/planner/test_costs.py",
     ),
     Mutation(
         "planner.waiting-entries-cost-nothing",
         "planner/cost_model.py",
-        "        device += work.overlay / p.overlay_bytes_per_s\n",
+        "        device_s += overlay / p.overlay_bytes_per_s\n",
         "",
         "tests/unit/planner/test_costs.py",
     ),

@@ -20,9 +20,9 @@ from flexgen_h2o.core.files import read_json
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.workload import Workload, even_blocks, shape_of
-from flexgen_h2o.kvcache.eviction.policy import RowRecord
+from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.cost_model import Machine
+from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.predict import predict
 from flexgen_h2o.planner.profile import HardwareProfile
 
@@ -212,15 +212,13 @@ def need_of(run: Run, num_blocks: int) -> Workload:
         return Workload.full(run.rows, run.prompt_len, run.gen_len, num_blocks)
     slots = min(2 * heavy, run.prompt_len + run.gen_len - 1)
     kept = min(2 * heavy - 1, run.prompt_len)
-    scored = RowRecord(("positions", "scores"))
     return Workload(
         run.rows,
         run.prompt_len,
         run.gen_len,
         (slots,) * num_blocks,
         (kept,) * num_blocks,
-        scored,
-        True,
+        H2O().needs,
     )
 
 
@@ -246,9 +244,9 @@ def predicted(run: Run, profile: HardwareProfile, num_blocks: int = 0) -> dict[s
     spec = _spec(run.model, num_blocks)
     policy = policy_of(run, spec)
     need = need_of(run, spec.num_blocks)
-    machine = Machine(profile, DTYPE, False)
-    plan = machine.memory(spec, policy).plan_within(shape_of(policy, need), NO_BUDGETS)
-    found = predict(spec, policy, need, machine, plan, even_blocks(policy, need))
+    costs = CostModel(spec, policy, need, Machine(profile, DTYPE, False))
+    plan = costs.memory.plan_within(shape_of(policy, need), NO_BUDGETS)
+    found = predict(costs, plan, even_blocks(policy, need))
     again = unpacked_again_s(run, spec, profile)
     decode = again + unpacked_cache_s(run, spec, profile)
     seconds = {

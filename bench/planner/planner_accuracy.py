@@ -5,7 +5,7 @@ Each case is a whole run of the engine: a model at its true shape, a policy, a w
 H2O. Before it, this machine's profile is measured (`--profile quick`, some seconds a case; or
 `full`, once for all of them), so that the prediction and the run see the same neighbours. Reported:
 predicted / measured of prefill, decode and both; the median and worst error |ratio - 1|; predicted
-and measured peak bytes; how far the profiles of the run are from each other.
+and measured peak bytes; the profiles.
 
     python -m bench.planner.planner_accuracy                       all cases, about 24 minutes with --every 2
     python -m bench.planner.planner_accuracy --cases 125m 350m     those whose name has one of these in it
@@ -36,14 +36,6 @@ from flexgen_h2o.planner.measure.run import measure
 from flexgen_h2o.planner.profile import HardwareProfile
 
 PHASES = ("prefill", "decode", "total")
-# Fields whose spread over the profiles of a run is shown.
-WATCHED = (
-    "disk_read_bytes_per_s",
-    "disk_write_bytes_per_s",
-    "h2d_bytes_per_s",
-    "host_memory_bytes_per_s",
-    "step_s",
-)
 # A profile in some seconds: the dtype, widths and lengths of the cases.
 QUICK = replace(
     HOST,
@@ -170,7 +162,7 @@ def main() -> int:
         results.append({**_measure(one, profiles[-1], args), "busy_before": busy})
         _show(results[-1])
     summary = _summary(results)
-    _show_summary(summary, profiles)
+    _show_summary(summary)
     common.finish(
         {"cases": results, **summary, "profiles": [p.to_json() for p in profiles]}, args.output
     )
@@ -276,7 +268,7 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _show_summary(summary: dict[str, Any], profiles: list[HardwareProfile]) -> None:
+def _show_summary(summary: dict[str, Any]) -> None:
     median = summary["median_error"]
     worst = summary["worst_error"]
     rows = [(phase, f"median {median[phase]:.1%}, worst {worst[phase]:.1%}") for phase in PHASES]
@@ -284,15 +276,6 @@ def _show_summary(summary: dict[str, Any], profiles: list[HardwareProfile]) -> N
         ("predicted / measured peak bytes", f"at least {summary['least_predicted_peak_share']:.3f}")
     )
     common.table("error of the prediction", rows)
-    spread = [(name, _spread([float(getattr(p, name)) for p in profiles])) for name in WATCHED]
-    products = [p.rates("bfloat16").matmul_rate(128, 2048, 2048) for p in profiles]
-    spread.append(("matmul, 128 rows", _spread(products)))
-    common.table(f"spread of {len(profiles)} profiles, of their median", spread)
-
-
-def _spread(values: list[float]) -> str:
-    middle = statistics.median(values)
-    return f"{min(values) / middle:.2f} - {max(values) / middle:.2f}"
 
 
 if __name__ == "__main__":

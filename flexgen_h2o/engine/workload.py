@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import abc
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.engine.memory_plan import BlockShape, most_of
-from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord, record_of
+from flexgen_h2o.kvcache.eviction.policy import Needs, RowRecord, record_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix, longest_alike
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ GROWING = (
     "max_tokens_per_sweep",
     "sharing",
     "scores",
-    "needs_all_logits",
 )
 FED_ONCE = ("prefix", "common")
 
@@ -58,10 +57,8 @@ class Workload:
     # The most KV entries of a sequence's prompt that are left in each transformer block after
     # prefill.
     kept: tuple[int, ...]
-    # What is kept of a sequence besides its KV entries, for the longest one.
-    record: RowRecord = NO_RECORD
-    # Whether prefill sums the attention that each KV entry gets over the whole prompt.
-    scored: bool = False
+    # What the engine measures and records for the eviction policy.
+    needs: Needs = field(default_factory=Needs)
     # Whether sequences keep a share of their own prompt, instead of a fixed number of KV entries.
     by_length: bool = False
     # The most prompt and new tokens of a sequence together, if sequences keep a share of both; else
@@ -74,16 +71,22 @@ class Workload:
     common: int = 0
     # As in ModelSpec.
     windows: tuple[int | None, ...] = ()
-    # As in Needs of the eviction policy.
-    in_one_launch: bool = True
     # The most tokens of a sequence in a decode sweep.
     max_tokens_per_sweep: int = 1
     # As in BlockShape, also if only some sequences begin alike.
     sharing: int = 0
     # As in BlockShape.
     scores: bool = False
-    # As in BlockShape.
-    needs_all_logits: bool = False
+
+    @cached_property
+    def record(self) -> RowRecord:
+        """The record of a sequence besides its KV entries."""
+        return record_of(self.needs)
+
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether a sequence needs logits of more than one token in a sweep."""
+        return self.scores or self.max_tokens_per_sweep > 1
 
     @classmethod
     def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> Workload:
@@ -331,12 +334,10 @@ def workload_of(
         gen_len=most_new,
         slots=tuple(max(eviction.slots(*size, block) for size in sizes) for block in blocks),
         kept=tuple(max(min(size[0], columns(*size, block)) for size in sizes) for block in blocks),
-        record=record_of(eviction),
-        scored=eviction.needs.query_rows is None,
+        needs=eviction.needs,
         by_length=columns(min(lengths), most_new) != columns(prompt_len, most_new),
         sequence=max(map(sum, sizes)) if of_sequence else 0,
         windows=windows,
-        in_one_launch=eviction.needs.in_one_launch,
     )
 
 
@@ -356,13 +357,10 @@ def workload_of_rows(
     sharing: when sequences share a prefix; None: never.
     """
     need = workload_of(eviction, len(rows), {r.size for r in rows}, num_blocks, windows)
-    max_tokens_per_sweep = max(row.max_tokens_per_sweep for row in rows)
-    scores = any(row.scored for row in rows)
     need = replace(
         need,
-        max_tokens_per_sweep=max_tokens_per_sweep,
-        scores=scores,
-        needs_all_logits=scores or max_tokens_per_sweep > 1,
+        max_tokens_per_sweep=max(row.max_tokens_per_sweep for row in rows),
+        scores=any(row.scored for row in rows),
     )
     if sharing is None:
         return need

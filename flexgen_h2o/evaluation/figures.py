@@ -129,7 +129,7 @@ def _layouts(
     spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int], itemsize: int
 ) -> list[UnitLayout]:
     """Return the KV layout of one row in each transformer block. itemsize: bytes per number."""
-    record = record_of(eviction)
+    record = record_of(eviction.needs)
     memory = MemoryPlanner(spec, policy, itemsize, device_is_host=True)
     return [
         memory.kv_layout(1, eviction.slots(*row, block), memory.record_in(block, record))

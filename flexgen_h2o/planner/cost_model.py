@@ -16,7 +16,15 @@ from typing import Any
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, layouts_of, weight_parts
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
-from flexgen_h2o.core.model import Layer, LayerKind, LayerPlan, ModelSpec, WeightUnit
+from flexgen_h2o.core.model import (
+    Layer,
+    LayerKind,
+    LayerPlan,
+    ModelSpec,
+    TensorSpec,
+    WeightUnit,
+    with_head_rows,
+)
 from flexgen_h2o.core.units import (
     BLOCK_ROWS,
     FEW_ROWS,
@@ -31,9 +39,9 @@ from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.weight_units import layer_kinds, loaded_kinds, streamed_bytes
 from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload, shape_of
-from flexgen_h2o.kvcache.eviction.policy import RowRecord
+from flexgen_h2o.kvcache.eviction.policy import RANKS, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.planner.profile import HardwareProfile
+from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 LANES = ("disk_read", "disk_write", "h2d", "d2h")
@@ -76,70 +84,22 @@ PACK_BYTES = 6
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that one lane moves for a load or a store, and their cost once they are priced."""
+    """Bytes that one lane moves for a load or a store. CostModel.transfer makes and prices it."""
 
     # One of LANES.
     lane: str
     nbytes: float
     # Number of separate transfers.
     pieces: float
-    # True if the bytes go between disk and device.
-    crosses: bool = False
-    # Seconds that it occupies the lane. CostModel sets this and the other seconds.
-    seconds: float = 0.0
-    # The lane of copies between device and host that bytes which cross also occupy; "" if none do.
+    # Seconds that it occupies the lane.
+    seconds: float
+    # The lane of copies between device and host that bytes between disk and device also occupy; ""
+    # for other bytes.
     link: str = ""
     # Seconds that it occupies `link`.
     link_s: float = 0.0
     # Seconds that it takes from compute.
     taken_s: float = 0.0
-
-    @property
-    def short_requests(self) -> float:
-        """Number of pieces beyond those that requests of TRANSFER_CHUNK bytes would need.
-
-        The measured rates are those of requests of TRANSFER_CHUNK bytes.
-        """
-        return max(0.0, self.pieces - self.nbytes / TRANSFER_CHUNK)
-
-
-@dataclass(frozen=True)
-class Product:
-    """A product x W^T with one row part of a matrix: (rows, inner) times (inner, outer)."""
-
-    rows: int
-    inner: int
-    outer: int
-    # Whether the part is held in the blocked layout.
-    blocked: bool = False
-    # Bytes of the codes that the product reads as they are (kernels/coded.py). 0 if it reads
-    # numbers of the dtype.
-    coded: float = 0.0
-
-
-@dataclass(frozen=True)
-class Work:
-    """The computation of one (layer, micro-batch) step. `layer_work` makes it."""
-
-    products: tuple[Product, ...] = ()
-    # FLOPs of causal attention over prompts, as profile.ComputeRates counts them.
-    prompt_flops: float = 0.0
-    # FLOPs of the column sums of an eviction policy, as profile.ComputeRates counts them.
-    sums_flops: float = 0.0
-    # Bytes of keys and values that decode attention reads on the device.
-    device_kv: float = 0.0
-    # Bytes of keys and values that decode attention reads on the host.
-    host_kv: float = 0.0
-    # Bytes that norms, activations and packing read and write.
-    elementwise: float = 0.0
-    # Numbers in packed slots, among the keys and values that are read.
-    packed_values: float = 0.0
-    # Logits that are read to choose tokens.
-    logits: float = 0.0
-    # Bytes between device and host that the step itself waits for.
-    crossing: float = 0.0
-    # Bytes read and written of KV entries that wait for their unit on disk.
-    overlay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -152,15 +112,20 @@ class StepCost:
     # Seconds that the device computes.
     device_s: float
     # Seconds that the host computes while the device waits.
-    host_s: float
+    host_s: float = 0.0
     # Seconds of the thread that issues the step, in addition to the step's kernels.
-    issue_s: float
+    issue_s: float = 0.0
+    # Rows of the step's largest product.
+    rows: int = 0
     kv_load: tuple[Transfer, ...] = ()
     kv_store: tuple[Transfer, ...] = ()
     hidden_load: tuple[Transfer, ...] = ()
     hidden_store: tuple[Transfer, ...] = ()
-    # Rows of the step's largest product.
-    rows: int = 0
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All loads and stores."""
+        return (*self.kv_load, *self.kv_store, *self.hidden_load, *self.hidden_store)
 
 
 @dataclass(frozen=True)
@@ -179,10 +144,6 @@ class Machine:
     def itemsize(self) -> int:
         """Bytes of one number of the dtype."""
         return DTYPE_BYTES[self.dtype]
-
-    def memory(self, spec: ModelSpec, policy: Policy) -> MemoryPlanner:
-        """Return the planner of what a run holds on this machine."""
-        return MemoryPlanner(spec, policy, self.itemsize, self.device_is_host)
 
 
 @dataclass(frozen=True)
@@ -203,9 +164,15 @@ class CostModel:
         self.machine.profile.rates(self.machine.dtype)
 
     @cached_property
+    def rates(self) -> ComputeRates:
+        """Compute rates of the run's dtype."""
+        return self.machine.profile.rates(self.machine.dtype)
+
+    @cached_property
     def memory(self) -> MemoryPlanner:
         """Planner of what the run holds."""
-        return self.machine.memory(self.spec, self.policy)
+        machine = self.machine
+        return MemoryPlanner(self.spec, self.policy, machine.itemsize, machine.device_is_host)
 
     @property
     def reads_codes(self) -> bool:
@@ -215,6 +182,10 @@ class CostModel:
             and not self.memory.device_is_host
             and bool(self.memory.form.decoder_in_products)
         )
+
+    def with_head_rows(self, rows: int) -> CostModel:
+        """Return the costs of the model with its head cut into parts of so many rows."""
+        return replace(self, spec=with_head_rows(self.spec, rows)) if rows else self
 
     def cut(self, depth: int) -> CostModel:
         """Return the costs of only `depth` transformer blocks, evenly taken from all."""
@@ -279,7 +250,7 @@ class CostModel:
 
         It does not if one launch reads them as they are (KVUnit.is_one_launch).
         """
-        return self.policy.attn_sparsity < 1 or not self.need.in_one_launch
+        return self.policy.attn_sparsity < 1 or not self.need.needs.in_one_launch
 
     @cached_property
     def _kind_of(self) -> dict[int, int]:
@@ -299,7 +270,7 @@ class CostModel:
             experts = len(self.layers.layers[key[0]].experts)
             share = _share_used(self, experts, tokens) if self.memory.waits_for_router else 1.0
             moves = weight_moves(self, self.layers.units[unit])
-            self._weight_loads[key] = self._priced([_scaled(move, share) for move in moves])
+            self._weight_loads[key] = tuple(_scaled(move, share) for move in moves)
         return self._weight_loads[key]
 
     def weights_s(self, tokens: int) -> float:
@@ -320,9 +291,7 @@ class CostModel:
         """
         if layer.kind != "experts" or not self.memory.device_is_host:
             return 0.0
-        return self.machine.profile.rates(self.machine.dtype).decode_speedup.get(
-            self.memory.form.decoder_in_products, 0.0
-        )
+        return self.rates.decode_speedup.get(self.memory.form.decoder_in_products, 0.0)
 
     def decoding(
         self, index: int, steps: Iterable[tuple[MicroBatchShape, int]], sweep: int
@@ -336,18 +305,17 @@ class CostModel:
         """
         layer = self.layers.layers[index]
         if self.memory.form.decoded_at != "load":
-            return StepCost(0.0, 0.0, 0.0)
+            return StepCost(0.0)
         few = self.reads_codes and layer.unit != self.layers.layers[0].unit
         few = few and all(
             self.step(index, batch, sweep, tokens).rows <= FEW_ROWS for batch, tokens in steps
         )
         key = self._kind_of[layer.unit], few
         if key not in self._decoded:
-            rates = self.machine.profile.rates(self.machine.dtype)
-            speedup = self.decodes_in_products(layer) or rates.decode_speedup.get(
+            speedup = self.decodes_in_products(layer) or self.rates.decode_speedup.get(
                 self.memory.form.decoder, 1.0
             )
-            rate = rates.device_dequantise_bytes_per_s * speedup
+            rate = self.rates.device_dequantise_bytes_per_s * speedup
             layouts = layouts_of(self.memory.form, self.layers.units[layer.unit].tensors)
             sizes = [
                 math.prod(x.shape)
@@ -355,7 +323,7 @@ class CostModel:
                 if x.decoded_row_bytes and not (few and coded_bytes(self, x))
             ]
             self._decoded[key] = StepCost(
-                sum(sizes) * self.memory.itemsize / rate, 0.0, len(sizes) * self._launch_s
+                sum(sizes) * self.memory.itemsize / rate, issue_s=len(sizes) * self._launch_s
             )
         return self._decoded[key]
 
@@ -375,45 +343,45 @@ class CostModel:
     def _step(self, index: int, batch: MicroBatchShape, sweep: int, tokens: int | None) -> StepCost:
         p = self.machine.profile
         layer = self.layers.layers[index]
-        work = layer_work(self, layer, self.layers.units[layer.unit], batch, sweep, tokens)
-        device_s, host_s = self.compute_seconds(work)
-        evicts = bool(self.need.record) and self.spec.window(layer.block) is None
+        fed = tokens_of(batch, sweep)
+        cost = self._computing(layer, batch, sweep, fed if tokens is None else tokens)
         # The step is left out if no token needs its experts.
-        share = _share_used(self, len(layer.experts), tokens_of(batch, sweep))
-        rows = max((product.rows for product in work.products), default=0)
+        share = _share_used(self, len(layer.experts), fed)
         issue_s = p.step_s * share
         # One launch multiplies few rows of all experts. With more rows, each expert has its own.
         if layer.kind == "experts":
-            apart = len(work.products) * len(layer.experts) if rows > FEW_ROWS else 0
+            matrices = len(self._matrix_parts(self.layers.units[layer.unit].tensors))
+            apart = matrices if cost.rows > FEW_ROWS else 0
             issue_s += self._launch_s * (EXPERTS_LAUNCHES + apart) * share
-        if self.memory.device_is_host and layer.kind != "experts":
+        elif self.memory.device_is_host:
             issue_s += p.row_s * batch.rows
-        # A card computes sequences side by side; the host evicts KV entries sequence by sequence.
-        elif evicts and work.host_kv:
-            host_s += p.row_s * batch.rows * work.host_kv / (work.host_kv + work.device_kv)
-        kv: tuple[tuple[Transfer, ...], tuple[Transfer, ...]] = ((), ())
         if layer.kind in ATTENTION_KINDS:
-            kv = (
-                kv_load_moves(self, layer.block, batch, sweep),
-                kv_store_moves(self, layer.block, batch, sweep),
+            kv_load = kv_load_moves(self, layer.block, batch, sweep)
+            kv_store = kv_store_moves(self, layer.block, batch, sweep)
+            cost = replace(cost, kv_load=kv_load, kv_store=kv_store)
+            issue_s += p.attention_step_s + (
+                p.eviction_step_s if self._evicts(layer.block) else 0.0
             )
-            issue_s += p.attention_step_s + (p.eviction_step_s if evicts else 0.0)
-            issue_s += p.cache_load_step_s if kv[0] else 0.0
+            issue_s += p.cache_load_step_s if kv_load else 0.0
             routes = layer.kind == "attention" and self.spec.experts_of(layer.block)
             issue_s += self._launch_s * (
                 PROMPT_LAUNCHES * (sweep == 0) + (ROUTER_LAUNCHES if routes else 0)
             )
         load = hidden_moves(self, batch, sweep, store=False) if index else ()
         store = hidden_moves(self, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
-        if sweep and p.device_is_asynchronous and self.memory.makes_graphs(self.need.in_one_launch):
+        in_graphs = self.memory.makes_graphs(self.need.needs.in_one_launch)
+        if sweep and p.device_is_asynchronous and in_graphs:
             issue_s = min(issue_s, p.graph_step_s)
-        hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
-        kv_load, kv_store, hidden_load, hidden_store = (
-            self._priced(moves) for moves in (*kv, *hidden)
+        return replace(
+            cost,
+            issue_s=issue_s,
+            hidden_load=tuple(_scaled(move, share) for move in load),
+            hidden_store=tuple(_scaled(move, share) for move in store),
         )
-        return StepCost(
-            device_s, host_s, issue_s, kv_load, kv_store, hidden_load, hidden_store, rows
-        )
+
+    def _evicts(self, block: int) -> bool:
+        """Whether the KV entries of a transformer block are evicted by their scores."""
+        return bool(self.need.needs.record) and self.spec.window(block) is None
 
     @cached_property
     def _most_joined(self) -> dict[str, int]:
@@ -448,87 +416,238 @@ class CostModel:
             for first, run in runs.items()
         }
 
-    def compute_seconds(self, work: Work) -> tuple[float, float]:
-        """Return the seconds of the device, and those of the host while the device waits."""
-        p = self.machine.profile
-        rates = self.machine.profile.rates(self.machine.dtype)
-        width = float(self.spec.head_dim)
-        scored = bool(self.need.record)
-        on_device = (
-            rates.device_scored_attention_bytes_per_s
-            if scored
-            else rates.device_attention_bytes_per_s
-        )
-        on_host = (
-            rates.host_scored_attention_bytes_per_s if scored else rates.host_attention_bytes_per_s
-        )
-        device = sum(self._product_seconds(product) for product in work.products)
-        device += (
-            work.elementwise / rates.elementwise_bytes_per_s + work.logits / rates.logits_per_s
-        )
-        device += work.overlay / p.overlay_bytes_per_s
-        if work.prompt_flops:
-            n = self.need.prompt_len
-            device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + p.kernel_s
-            device += work.sums_flops / rates.column_sums_flops_per_s.at(n)
-        if work.device_kv:
-            read = work.device_kv
-            if p.device_is_host:
-                read = self._slot_bytes(work, read)
-            elif work.packed_values and self._unpacks:
-                read = work.packed_values * self.memory.itemsize * read / (read + work.host_kv)
-                device += read / rates.device_dequantise_bytes_per_s
-            device += read / on_device.at(width) + p.kernel_s
-        host = 0.0
-        if work.host_kv:
-            host = self._slot_bytes(work, work.host_kv) / on_host.at(width) + p.kernel_s
-        if work.crossing:
-            host += work.crossing / p.d2h_bytes_per_s + 4 * p.transfer_s
-        return device, host
+    # ---- computing
 
-    def _slot_bytes(self, work: Work, read: float) -> float:
-        """Return the unpacked bytes that attention would read in the time that it needs for `read`.
+    def _computing(self, layer: Layer, batch: MicroBatchShape, sweep: int, tokens: int) -> StepCost:
+        """Return the seconds of computing one (layer, micro-batch) step, and its rows.
 
-        The two differ if attention reads packed slots in place.
+        tokens: tokens that the step computes outside attention.
         """
-        if not work.packed_values:
-            return read
-        share = read / (work.device_kv + work.host_kv)
-        return max(read, share * work.packed_values * PACKED_VALUE_BYTES)
+        spec = self.spec
+        kind = layer.kind
+        tensors = self.layers.units[layer.unit].tensors
+        if kind == "embedding":
+            return StepCost(self._elementwise_s(3.0 * tokens * spec.hidden_size))
+        if kind == "head":
+            tensors = spec.head if spec.shares_table else tensors
+            choosing_s = batch.rows * len(layer.rows) / self.rates.logits_per_s
+            return StepCost(self.products_s(tensors, batch.rows) + choosing_s, rows=batch.rows)
+        if kind == "experts":
+            return self._experts(len(layer.experts), tensors, tokens)
+        device_s = self.products_s(tensors, tokens)
+        device_s += self._elementwise_s(tokens * _elementwise_width(spec, kind))
+        if kind == "mlp":
+            return StepCost(device_s, rows=tokens)
+        attention_s, host_s = (
+            self._decode_attention(layer.block, batch, sweep)
+            if sweep
+            else self._prompt_attention(layer.block, batch)
+        )
+        return StepCost(device_s + attention_s, host_s, rows=tokens)
 
-    def _product_seconds(self, product: Product) -> float:
-        """Return the seconds of one product. It multiplies at most TOKEN_CHUNK rows at a time."""
-        rates = self.machine.profile.rates(self.machine.dtype)
+    def _elementwise_s(self, numbers: float) -> float:
+        """Return the seconds in which norms and activations read and write so many numbers."""
+        return numbers * self.memory.itemsize / self.rates.elementwise_bytes_per_s
+
+    def _experts(self, size: int, tensors: tuple[TensorSpec, ...], tokens: int) -> StepCost:
+        """Return the cost of computing a group of `size` experts.
+
+        `per_token` experts of a block compute each token. The choice is assumed to be even.
+        """
+        experts = self.spec.experts
+        assert experts is not None
+        used = experts.share_used(tokens) * size
+        pairs = tokens * experts.per_token * size / experts.count
+        # The experts of a model are alike, so the first one's products stand for those of any.
+        # Threads share the products of all experts (kernels/linear.grouped_linear). That takes as
+        # long as one matrix with the rows of all of them.
+        rows = max(1, round(pairs / used))
+        device_s = self.products_s(tensors, rows, size, used)
+        # Numbers that are gathered, normed, gated, weighed and added.
+        width = 8 * self.spec.hidden_size + 4 * experts.ffn_size
+        return StepCost(device_s + self._elementwise_s(pairs * width), rows=rows)
+
+    def _column(self, block: int, batch: MicroBatchShape) -> tuple[int, float]:
+        """Return (bytes of the slots, elementwise bytes of packing them) of one KV entry.
+
+        Both count all kv-heads of one sequence together.
+        """
+        values = 2 * self.spec.num_kv_heads * self.spec.head_dim
+        packing = float(PACK_BYTES * values * self.policy.compress_cache)
+        return self.spec.num_kv_heads * self.kv_layout(block, batch).column_bytes, packing
+
+    def _prompt_attention(self, block: int, batch: MicroBatchShape) -> tuple[float, float]:
+        """Return the seconds of device and host for attention over prompts."""
+        spec = self.spec
+        column = 2 * spec.num_kv_heads * spec.head_dim * self.memory.itemsize
+        stored, packing = self._column(block, batch)
+        kept = batch.rows * self.need.columns(block, 0, batch.mean_len)
+        # If attention runs on the host, kept KV entries go there as they are written.
+        off_device = (
+            1.0 - self.policy.cache_shares[0]
+            if self.memory.attends_on_host and not self.memory.device_is_host
+            else 0.0
+        )
+        # Shared prefixes are copied in front of the sequences' own KV entries.
+        copied = 2.0 * batch.tokens * column if batch.saved else 0.0
+        flops = float(batch.pairs * spec.num_heads * spec.head_dim)
+        window = spec.window(block)
+        # A query does not read the KV entries that have left its window.
+        if window is not None:
+            flops *= 1 - max(0.0, 1 - window / batch.mean_len) ** 2
+        device_s = self._prompt_flops_s(2.0 * flops)
+        if self.need.needs.query_rows is None and window is None:
+            device_s += flops / self.rates.column_sums_flops_per_s.at(self.need.prompt_len)
+        moved = copied + kept * (2.0 * stored + packing)
+        return device_s + moved / self.rates.elementwise_bytes_per_s, self._crossing_s(
+            kept * stored * off_device
+        )
+
+    def _decode_attention(
+        self, block: int, batch: MicroBatchShape, sweep: int
+    ) -> tuple[float, float]:
+        """Return the seconds of device and host for attention over the sequences' KV slots."""
+        spec = self.spec
+        memory = self.memory
+        p = self.machine.profile
+        rates = self.rates
+        q_width = spec.num_heads * spec.head_dim
+        values = 2 * spec.num_kv_heads * spec.head_dim
+        stored, packing = self._column(block, batch)
+        columns = float(batch.rows * self.need.columns(block, sweep, batch.mean_len))
+        beside = spec.num_kv_heads * self.kv_layout(block, batch).beside_bytes
+        read = columns * stored + batch.rows * beside
+        in_window = spec.window(block) is not None
+        common = 0 if in_window else self.need.common
+        attends_apart = memory.attends_on_host and not memory.device_is_host
+        on_device = memory.cache_shares[0] if attends_apart else 1.0
+        device_kv = read * on_device + common * stored
+        host_kv = read * (1 - on_device)
+        packed = columns * values * self.policy.compress_cache
+        moved = batch.rows * packing
+        # With rolling positions, keys are rotated as they are read.
+        if RANKS in self.need.needs.record and spec.rotary and not in_window:
+            moved += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * memory.itemsize
+        device_s = moved / rates.elementwise_bytes_per_s
+        waiting = 1 + _waiting_columns(self.need.gen_len)
+        overlay = 2.0 * memory.cache_shares[2] * batch.rows * stored * waiting
+        device_s += overlay / p.overlay_bytes_per_s
+        # The queries of all sequences read the common prefix together. Its bytes count once, and
+        # its FLOPs as those of prompts.
+        device_s += self._prompt_flops_s(4.0 * batch.rows * common * q_width)
+        # Attention that reads packed slots in place takes as long as for so many unpacked bytes.
+        packed_share = packed * PACKED_VALUE_BYTES / (device_kv + host_kv)
+        if device_kv:
+            seen = device_kv
+            if p.device_is_host:
+                seen *= max(1.0, packed_share)
+            elif packed and self._unpacks:
+                seen *= packed * memory.itemsize / (device_kv + host_kv)
+                device_s += seen / rates.device_dequantise_bytes_per_s
+            device_s += seen / self._attention_rate("device") + p.kernel_s
+        host_s = self._crossing_s(
+            (1 - on_device) * batch.rows * (2 * q_width + values) * memory.itemsize
+        )
+        if host_kv:
+            host_s += host_kv * max(1.0, packed_share) / self._attention_rate("host") + p.kernel_s
+            # A card computes sequences side by side; the host evicts them one by one.
+            if self._evicts(block):
+                host_s += p.row_s * batch.rows * host_kv / (host_kv + device_kv)
+        return device_s, host_s
+
+    def _attention_rate(self, side: str) -> float:
+        """Return the bytes of KV slots that decode attention reads per second on host or device."""
+        scored = "_scored" if self.need.needs.record else ""
+        curve: Curve = getattr(self.rates, f"{side}{scored}_attention_bytes_per_s")
+        return curve.at(self.spec.head_dim)
+
+    def _prompt_flops_s(self, flops: float) -> float:
+        """Return the seconds of causal attention."""
+        if not flops:
+            return 0.0
+        rate = self.rates.prefill_attention_flops_per_s.at(self.need.prompt_len)
+        return flops / rate + self.machine.profile.kernel_s
+
+    def _crossing_s(self, nbytes: float) -> float:
+        """Return the seconds in which bytes cross between device and host while a step waits."""
+        p = self.machine.profile
+        return nbytes / p.d2h_bytes_per_s + 4 * p.transfer_s if nbytes else 0.0
+
+    def _matrix_parts(self, tensors: Iterable[TensorSpec]) -> tuple[tuple[int, Part], ...]:
+        """Return (columns, rows) of each part of a matrix that is multiplied on its tier.
+
+        A split matrix takes several products. A packed matrix is whole once it is unpacked, or is
+        multiplied as it is.
+        """
+        shares = WHOLE if self.memory.form.decoded_at == "load" else self.memory.weight_shares
+        return _part_shapes(tuple(t.shape for t in tensors if len(t.shape) == 2), shares)
+
+    def products_s(
+        self, tensors: tuple[TensorSpec, ...], rows: int, experts: int = 1, used: float = 1.0
+    ) -> float:
+        """Return the seconds of multiplying `rows` rows by all matrices of a weight unit.
+
+        Resident parts of matrices are blocked.
+
+        experts: of a unit of so many alike experts, the matrices of the first one count.
+        used: how many times as many rows its matrices have.
+        """
+        parts = self._matrix_parts(tensors)
+        parts = parts[: len(parts) // experts]
+        blocks = self.memory.blocks_rows
+        # Bytes of the codes that a product reads as they are (kernels/coded.py).
+        coded = [0.0] * len(parts)
+        if rows <= FEW_ROWS and self.reads_codes:
+            layouts = layouts_of(self.memory.form, tensors)
+            coded = [used * coded_bytes(self, layout) for layout in layouts if layout.is_matrix]
+            coded = coded[: len(parts)]
         seconds = 0.0
-        # The measured rates of few rows include reading a matrix in the dtype. Arithmetic alone
-        # reaches the rate of many rows.
-        if product.coded:
-            fastest = rates.matmul_rate(TOKEN_CHUNK, product.inner, product.outer)
-            flops = 2.0 * product.rows * product.inner * product.outer
-            read_s = product.coded / self.machine.profile.device_memory_bytes_per_s
-            return max(read_s, flops / fastest) + self.machine.profile.kernel_s
-        whole, rest = divmod(product.rows, TOKEN_CHUNK)
-        for count, rows in ((whole, TOKEN_CHUNK), (1, rest)):
-            if count and rows:
-                rate = rates.matmul_rate(rows, product.inner, product.outer)
+        for (columns, part), nbytes in zip(parts, coded, strict=True):
+            outer = max(1, round(used * part.rows))
+            blocked = blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0
+            seconds += (
+                self._coded_product_s(rows, columns, outer, nbytes)
+                if nbytes
+                else self._product_s(rows, columns, outer, blocked)
+            )
+        return seconds
+
+    def _coded_product_s(self, rows: int, inner: int, outer: int, nbytes: float) -> float:
+        """Return the seconds of a product of few rows that reads codes as they are.
+
+        The measured rates of few rows include reading a matrix in the dtype. Arithmetic alone
+        reaches the rate of many rows.
+        """
+        fastest = self.rates.matmul_rate(TOKEN_CHUNK, inner, outer)
+        read_s = nbytes / self.machine.profile.device_memory_bytes_per_s
+        return max(read_s, 2.0 * rows * inner * outer / fastest) + self.machine.profile.kernel_s
+
+    def _product_s(self, rows: int, inner: int, outer: int, blocked: bool) -> float:
+        """Return the seconds of (rows, inner) x (inner, outer), at most TOKEN_CHUNK rows at a time.
+
+        blocked: whether the matrix is held in the blocked layout.
+        """
+        rates = self.rates
+        seconds = 0.0
+        whole, rest = divmod(rows, TOKEN_CHUNK)
+        for count, chunk in ((whole, TOKEN_CHUNK), (1, rest)):
+            if count and chunk:
+                rate = rates.matmul_rate(chunk, inner, outer)
                 if self.memory.form.in_int8:
-                    rate *= (
-                        rates.int4_speedup
-                        if self.memory.form.decoded_at == "product"
-                        else rates.int8_speedup
-                    ).at(rows)
-                elif product.blocked:
-                    rate *= rates.blocked_speedup.at(rows)
-                flops = 2.0 * rows * product.inner * product.outer
+                    in_4_bits = self.memory.form.decoded_at == "product"
+                    rate *= (rates.int4_speedup if in_4_bits else rates.int8_speedup).at(chunk)
+                elif blocked:
+                    rate *= rates.blocked_speedup.at(chunk)
+                flops = 2.0 * chunk * inner * outer
                 seconds += count * (flops / rate + self.machine.profile.kernel_s)
         return seconds
 
-    def _priced(self, moves: Sequence[Transfer]) -> tuple[Transfer, ...]:
-        """Return all transfers that are not empty with their costs."""
-        return tuple(self._with_cost(m) for m in moves if m.nbytes)
+    # ---- transfers
 
-    def _with_cost(self, move: Transfer) -> Transfer:
+    def transfer(self, lane: str, nbytes: float, pieces: float, crosses: bool = False) -> Transfer:
         """Return a transfer with its cost.
+
+        crosses: whether the bytes go between disk and device.
 
         If bytes cross from disk to the device, each reader thread copies its own bytes. On an
         asynchronous device the copy overlaps with the thread's next read. Otherwise READ_THREADS
@@ -536,31 +655,25 @@ class CostModel:
         """
         p = self.machine.profile
         pinned = self.policy.pin_weight
-        if move.lane in ("h2d", "d2h"):
-            rate = getattr(
-                p, f"{move.lane}_bytes_per_s" if pinned else f"{move.lane}_unpinned_bytes_per_s"
-            )
-            return replace(move, seconds=move.nbytes / rate + move.pieces * p.transfer_s)
-        reads = move.lane == "disk_read"
+        if lane in ("h2d", "d2h"):
+            rate = getattr(p, f"{lane}_bytes_per_s" if pinned else f"{lane}_unpinned_bytes_per_s")
+            return Transfer(lane, nbytes, pieces, nbytes / rate + pieces * p.transfer_s)
+        reads = lane == "disk_read"
         each = 1 / (p.disk_read_bytes_per_s if reads else p.disk_write_bytes_per_s)
         link, link_rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
-        if move.crosses:
+        if crosses:
             both = each + 1 / link_rate
             # The reader thread itself copies memory that is not pinned.
             beside = p.device_is_asynchronous and pinned
             each = each if reads and beside else max(each, both / READ_THREADS) if reads else both
-        seconds = move.nbytes * each + move.pieces * p.disk_request_s / (
-            READ_THREADS if reads else 1
-        )
-        taken_s = (
-            move.short_requests * p.short_read_compute_s if reads and self.policy.overlap else 0.0
-        )
-        if not move.crosses:
-            return replace(move, seconds=seconds, taken_s=taken_s)
-        link_s = move.nbytes / link_rate + move.pieces * p.transfer_s
-        return replace(
-            move, seconds=max(seconds, link_s), link=link, link_s=link_s, taken_s=taken_s
-        )
+        seconds = nbytes * each + pieces * p.disk_request_s / (READ_THREADS if reads else 1)
+        taken_s = 0.0
+        if reads and self.policy.overlap:
+            taken_s = short_requests(nbytes, pieces) * p.short_read_compute_s
+        if not crosses:
+            return Transfer(lane, nbytes, pieces, seconds, taken_s=taken_s)
+        link_s = nbytes / link_rate + pieces * p.transfer_s
+        return Transfer(lane, nbytes, pieces, max(seconds, link_s), link, link_s, taken_s)
 
     def busy(self, block: Sequence[MicroBatchShape], sweep: int) -> dict[str, float]:
         """Return the seconds that each resource works in a sweep of a block.
@@ -619,8 +732,7 @@ class CostModel:
             )
         ]
         for cost, times in steps:
-            every = (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store)
-            moved += ((transfer, times) for transfer in every)
+            moved += ((transfer, times) for transfer in cost.transfers)
         return moved, steps
 
     def with_contention(self, block: Sequence[MicroBatchShape], sweep: int) -> CostModel:
@@ -660,8 +772,19 @@ class CostModel:
 
 
 def _scaled(move: Transfer, share: float) -> Transfer:
-    """Return a share of a transfer: that part of its bytes and its pieces."""
-    return replace(move, nbytes=move.nbytes * share, pieces=move.pieces * share)
+    """Return a share of a transfer: that part of its bytes, pieces and seconds."""
+    if share == 1:
+        return move
+    numbers = ("nbytes", "pieces", "seconds", "link_s", "taken_s")
+    return replace(move, **{name: share * getattr(move, name) for name in numbers})
+
+
+def short_requests(nbytes: float, pieces: float) -> float:
+    """Return the number of pieces beyond those that requests of TRANSFER_CHUNK bytes would need.
+
+    The measured rates are those of requests of TRANSFER_CHUNK bytes.
+    """
+    return max(0.0, pieces - nbytes / TRANSFER_CHUNK)
 
 
 def _slowed(
@@ -695,8 +818,12 @@ def _slowed(
 
 def weight_moves(at: CostModel, unit: WeightUnit) -> tuple[Transfer, ...]:
     """Return the transfers of one load of a weight unit: from disk and from the host."""
-    return _weight_moves(
-        layouts_of(at.memory.form, unit.tensors), at.memory.weight_shares, at.memory.device_is_host
+    memory = at.memory
+    layouts = layouts_of(memory.form, unit.tensors)
+    streamed = _streamed(layouts, memory.weight_shares, memory.device_is_host)
+    return tuple(
+        at.transfer(LOAD_LANES[tier], nbytes, pieces, tier == "disk" and not memory.device_is_host)
+        for tier, (nbytes, pieces) in streamed.items()
     )
 
 
@@ -734,22 +861,20 @@ def weight_ring_bytes(at: CostModel, unit: WeightUnit) -> int:
 
 # A model has about four kinds of units, so the cache answers nearly all calls.
 @lru_cache(maxsize=4096)
-def _weight_moves(
+def _streamed(
     layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool
-) -> tuple[Transfer, ...]:
-    nbytes = {"disk": 0.0, "host": 0.0}
-    pieces = {"disk": 0, "host": 0}
+) -> dict[str, tuple[float, int]]:
+    """Return, by tier, the bytes and the pieces of a weight unit that are streamed from it."""
+    found: dict[str, tuple[float, int]] = {}
     for layout in layouts:
         for part, streamed in layout.homes(shares, device_is_host):
             if streamed:
-                nbytes[part.tier] += layout.part_bytes(part)
-                pieces[part.tier] += len(layout.stored)
-    crosses = {"disk": not device_is_host, "host": False}
-    return tuple(
-        Transfer(lane, nbytes[t], pieces[t], crosses[t])
-        for t, lane in LOAD_LANES.items()
-        if nbytes[t]
-    )
+                nbytes, pieces = found.get(part.tier, (0.0, 0))
+                found[part.tier] = (
+                    nbytes + layout.part_bytes(part),
+                    pieces + len(layout.stored),
+                )
+    return {tier: pair for tier, pair in sorted(found.items()) if pair[0]}
 
 
 def kv_ring_bytes(at: CostModel, block: int, batch: MicroBatchShape) -> int:
@@ -784,16 +909,12 @@ def kv_store_moves(
         return whole
     decode_sweeps = max(1, at.need.gen_len - 1)
     share = decode_sweeps // WRITE_BACK_STEPS / decode_sweeps
-    found = [
-        replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share)
-        for m in whole
-        if m.lane == "disk_write" and share
-    ]
+    found = [_scaled(move, share) for move in whole if move.lane == "disk_write" and share]
     layout = at.kv_layout(block, batch)
     on_host = [
         part for part in layout.parts if part.tier == "host" and not at.memory.attends_on_host
     ]
-    return (*found, *(Transfer("d2h", part.rows * layout.column_bytes, 1) for part in on_host))
+    return (*found, *(at.transfer("d2h", part.rows * layout.column_bytes, 1) for part in on_host))
 
 
 def _unit_moves(
@@ -810,9 +931,8 @@ def _unit_moves(
         if is_streamed(part.tier, at.memory.attends_on_host):
             ranges = layout.live_ranges(part, batch.rows, columns)
             crosses = part.tier == "disk" and not at.memory.attends_on_host
-            found.append(
-                Transfer(lanes[part.tier], sum(n for _, n in ranges), len(ranges), crosses)
-            )
+            nbytes = sum(n for _, n in ranges)
+            found.append(at.transfer(lanes[part.tier], nbytes, len(ranges), crosses))
     return tuple(found)
 
 
@@ -826,7 +946,7 @@ def hidden_moves(
     lanes = {"device": "d2h", **STORE_LANES} if store else {"device": "h2d", **LOAD_LANES}
     rows = at.memory.hidden_row_bytes
     return tuple(
-        Transfer(
+        at.transfer(
             lanes[part.tier],
             part.rows * sum(rows),
             len(rows),
@@ -841,22 +961,17 @@ def disk_read_bytes(at: CostModel, blocks: Sequence[tuple[Block, int]]) -> float
 
     blocks: pairs of a block and the number of times that it runs.
     """
-    kinds = at.memory.unit_kinds
     sweeps = at.need.gen_len
-    from_disk = [
-        _from_disk(_weight_moves(k, at.memory.weight_shares, at.memory.device_is_host))
-        for k in kinds.layouts
-    ]
-    loads = Counter(kinds.cycle)
-    waits = at.memory.waits_for_router
-    layers = Counter(len(layer.experts) for layer in at.memory.layers.layers[1:])
+    layers = Counter(len(layer.experts) for layer in at.layers.layers[1:])
     columns = at.need.kinds
     blocks_alike = {columns.index(key): count for key, count in Counter(columns).items()}
 
     def of_weights(tokens: int) -> float:
         """Return the bytes of weights that a sweep reads which feeds `tokens` tokens."""
-        shares = [_share_used(at, experts, tokens) if waits else 1.0 for experts in kinds.experts]
-        return sum(count * from_disk[kind] * shares[kind] for kind, count in loads.items())
+        return sum(
+            count * _from_disk(at.weight_load(at.layers.layers[i].unit, tokens))
+            for i, count in at.loaded_kinds.items()
+        )
 
     def of_hidden(batch: MicroBatchShape, sweep: int) -> float:
         steps = sum(
@@ -875,7 +990,8 @@ def disk_read_bytes(at: CostModel, blocks: Sequence[tuple[Block, int]]) -> float
         return cache + rows + of_hidden(batch, 0) + (sweeps - 1) * of_hidden(batch, 1)
 
     # A tied head and the next embedding are one load, except before the very first sweep.
-    total = from_disk[kinds.cycle[-1]] if at.spec.shares_table else 0.0
+    table = weight_moves(at, at.layers.units[at.layers.layers[0].unit])
+    total = _from_disk(table) if at.spec.shares_table else 0.0
     for block, count in blocks:
         prefill, decode = (
             of_weights(sum(tokens_of(batch, sweep) for batch in block)) for sweep in (0, 1)
@@ -895,60 +1011,6 @@ def _from_disk(moves: Sequence[Transfer]) -> float:
 def tokens_of(batch: MicroBatchShape, sweep: int) -> int:
     """Return the number of tokens that a micro-batch feeds into a sweep."""
     return batch.rows if sweep else batch.fed
-
-
-def layer_work(
-    at: CostModel,
-    layer: Layer,
-    unit: WeightUnit,
-    batch: MicroBatchShape,
-    sweep: int,
-    tokens: int | None = None,
-) -> Work:
-    """Return the work of one (layer, micro-batch) step.
-
-    tokens: tokens that the step computes outside attention; None for those of the batch.
-    """
-    tokens = tokens_of(batch, sweep) if tokens is None else tokens
-    if layer.kind == "embedding":
-        return Work(elementwise=3.0 * tokens * at.spec.hidden_size * at.memory.itemsize)
-    if layer.kind == "head":
-        head = WeightUnit("", at.spec.head) if at.spec.shares_table else unit
-        return Work(_products(at, head, batch.rows), logits=float(batch.rows * len(layer.rows)))
-    if layer.kind == "experts":
-        return _experts_work(at, layer, unit, tokens)
-    elementwise = float(tokens * _elementwise_width(at.spec, layer.kind) * at.memory.itemsize)
-    alone = Work(_products(at, unit, tokens), elementwise=elementwise)
-    if layer.kind == "mlp":
-        return alone
-    return (
-        _with_decode(at, alone, layer.block, batch, sweep)
-        if sweep
-        else _with_prefill(at, alone, layer.block, batch)
-    )
-
-
-def _experts_work(at: CostModel, layer: Layer, unit: WeightUnit, tokens: int) -> Work:
-    """Return the work of a group of experts.
-
-    `per_token` experts of a block compute each token. The choice is assumed to be even.
-    """
-    experts = at.spec.experts
-    size = len(layer.experts)
-    assert experts is not None
-    used = experts.share_used(tokens) * size
-    pairs = tokens * experts.per_token * size / experts.count
-    # The experts of a model are alike, so the first one's products stand for those of any. Threads
-    # share the products of all experts (kernels/linear.grouped_linear). That takes as long as one
-    # matrix with the rows of all of them.
-    products = _products(at, unit, max(1, round(pairs / used)))
-    own = [
-        replace(product, outer=max(1, round(used * product.outer)), coded=used * product.coded)
-        for product in products[: len(products) // size]
-    ]
-    # Numbers that are gathered, normed, gated, weighed and added.
-    width = 8 * at.spec.hidden_size + 4 * experts.ffn_size
-    return Work(tuple(own), elementwise=pairs * width * at.memory.itemsize)
 
 
 def _share_used(at: CostModel, experts: int, tokens: int) -> float:
@@ -975,78 +1037,6 @@ def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
     return width + sum(2 * b.width for b in spec.buffers if kind in (b.layer, "block"))
 
 
-def _column(at: CostModel, block: int, batch: MicroBatchShape) -> tuple[int, float]:
-    """Return (bytes of the slots, elementwise bytes of packing them) of one KV entry.
-
-    Both count all kv-heads of one sequence together.
-    """
-    values = 2 * at.spec.num_kv_heads * at.spec.head_dim
-    packing = float(PACK_BYTES * values * at.policy.compress_cache)
-    return at.spec.num_kv_heads * at.kv_layout(block, batch).column_bytes, packing
-
-
-def _with_prefill(at: CostModel, alone: Work, block: int, batch: MicroBatchShape) -> Work:
-    """Return the work `alone`, without attention, plus attention over prompts."""
-    q_width = at.spec.num_heads * at.spec.head_dim
-    column = 2 * at.spec.num_kv_heads * at.spec.head_dim * at.memory.itemsize
-    stored, packing = _column(at, block, batch)
-    kept = batch.rows * at.need.columns(block, 0, batch.mean_len)
-    # If attention runs on the host, kept KV entries go there as they are written.
-    off_device = (
-        1.0 - at.policy.cache_shares[0]
-        if at.memory.attends_on_host and not at.memory.device_is_host
-        else 0.0
-    )
-    # Shared prefixes are copied in front of the sequences' own KV entries.
-    copied = 2.0 * batch.tokens * column if batch.saved else 0.0
-    pairs = float(batch.pairs)
-    window = at.spec.window(block)
-    # A query does not read the KV entries that have left its window.
-    if window is not None:
-        pairs *= 1 - max(0.0, 1 - window / batch.mean_len) ** 2
-    return replace(
-        alone,
-        prompt_flops=2.0 * pairs * q_width,
-        sums_flops=1.0 * pairs * q_width * (at.need.scored and window is None),
-        elementwise=alone.elementwise + copied + kept * (2.0 * stored + packing),
-        crossing=kept * stored * off_device,
-    )
-
-
-def _with_decode(
-    at: CostModel, alone: Work, block: int, batch: MicroBatchShape, sweep: int
-) -> Work:
-    """Return the work `alone`, without attention, plus attention over the sequences' KV slots."""
-    spec = at.spec
-    q_width = spec.num_heads * spec.head_dim
-    column = 2 * spec.num_kv_heads * spec.head_dim * at.memory.itemsize
-    stored, packing = _column(at, block, batch)
-    columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
-    read = (
-        columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
-    )
-    cache = at.memory.cache_shares
-    in_window = spec.window(block) is not None
-    common = 0 if in_window else at.need.common
-    on_device = cache[0] if at.memory.attends_on_host and not at.memory.device_is_host else 1.0
-    elementwise = alone.elementwise
-    # With rolling positions, keys are rotated as they are read.
-    if "ranks" in at.need.record.names and spec.rotary and not in_window:
-        elementwise += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * at.memory.itemsize
-    return replace(
-        alone,
-        # The queries of all sequences read the common prefix together. Its bytes count once, and
-        # its FLOPs as those of prompts.
-        prompt_flops=4.0 * batch.rows * common * q_width,
-        device_kv=read * on_device + common * stored,
-        host_kv=read * (1 - on_device),
-        elementwise=elementwise + batch.rows * packing,
-        packed_values=columns * 2 * spec.num_kv_heads * spec.head_dim * at.policy.compress_cache,
-        crossing=(1 - on_device) * batch.rows * (2 * q_width * at.memory.itemsize + column),
-        overlay=2.0 * cache[2] * batch.rows * stored * (1 + _waiting_columns(at.need.gen_len)),
-    )
-
-
 def _waiting_columns(gen_len: int) -> float:
     """Return the mean, over decode sweeps, of a sequence's KV entries that wait in RAM.
 
@@ -1055,30 +1045,6 @@ def _waiting_columns(gen_len: int) -> float:
     sweeps = max(1, gen_len - 1)
     written, rest = divmod(sweeps, WRITE_BACK_STEPS)
     return (written * WRITE_BACK_STEPS * (WRITE_BACK_STEPS - 1) + rest * (rest - 1)) / 2 / sweeps
-
-
-def _products(at: CostModel, unit: WeightUnit, rows: int) -> tuple[Product, ...]:
-    """Return the products of `rows` rows with all matrices of a weight unit.
-
-    Each part of a matrix is multiplied on its tier, so a split matrix takes several products. A
-    packed matrix is whole once it is unpacked, or is multiplied as it is. Resident parts are
-    blocked.
-    """
-    shares = WHOLE if at.memory.form.decoded_at == "load" else at.memory.weight_shares
-    shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
-    blocks = at.memory.blocks_rows
-    found = tuple(
-        Product(
-            rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0
-        )
-        for columns, part in _part_shapes(shapes, shares)
-    )
-    if rows > FEW_ROWS or not at.reads_codes:
-        return found
-    matrices = (layout for layout in layouts_of(at.memory.form, unit.tensors) if layout.is_matrix)
-    return tuple(
-        replace(p, coded=coded_bytes(at, layout)) for p, layout in zip(found, matrices, strict=True)
-    )
 
 
 @lru_cache(maxsize=4096)

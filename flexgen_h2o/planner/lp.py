@@ -22,7 +22,7 @@ from pulp.apis.core import PulpSolverError
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.model import ModelSpec, with_head_rows
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
@@ -85,13 +85,11 @@ class SearchSpace:
 
     def memory(self, policy: Policy, depth: Depth) -> MemoryPlan:
         """Return the memory plan of a policy."""
-        memory = self.machine.memory(self.spec, policy)
-        return memory.plan(shape_of(policy, self.need), depth)
+        return self.costs(policy).memory.plan(shape_of(policy, self.need), depth)
 
     def costs(self, policy: Policy) -> CostModel:
-        """Return the work and the seconds of a policy."""
-        rows = self.memory(policy, SEQUENTIAL).head_rows
-        return CostModel(with_head_rows(self.spec, rows), policy, self.need, self.machine)
+        """Return the costs of a policy."""
+        return CostModel(self.spec, policy, self.need, self.machine)
 
     def overflow(self, policy: Policy, depth: Depth) -> dict[str, int]:
         """Return the bytes over budget by tier; empty if the policy fits."""
@@ -188,7 +186,7 @@ def fastest_shares(space: SearchSpace, candidate: Candidate, budgets: Budgets) -
     space.check()
     policy = candidate.policy
     always: list[tuple[int, ...]] = [()]
-    if CostModel(space.spec, policy, space.need, space.machine).reads_codes:
+    if space.costs(policy).reads_codes:
         always.append((0,))
     decode_sweeps = space.need.gen_len - 1
     solved = (
@@ -196,7 +194,6 @@ def fastest_shares(space: SearchSpace, candidate: Candidate, budgets: Budgets) -
             candidate,
             find_corners(space, policy, candidate.depth, *on_device),
             decode_sweeps,
-            space.base.overlap,
             budgets,
         )
         for on_device in always
@@ -229,12 +226,11 @@ def find_corner(
     """
     need = space.need
     policy = replace(policy, percent=as_percent(100 if i in moved else 0 for i in range(6)))
-    plan = space.memory(policy, depth)
+    costs = replace(space.costs(policy), splits=splits)
     shape = shape_of(policy, need)
+    plan = costs.memory.plan(shape, depth)
+    costs = costs.with_head_rows(plan.head_rows)
     block = need.block((shape.rows,) * shape.micro_batches)
-    costs = CostModel(
-        with_head_rows(space.spec, plan.head_rows), policy, need, space.machine, splits
-    )
     found = {(HELD, tier): plan.bytes_on(tier) / GIB for tier in TIERS}
     for phase, sweep in (("prefill", 0), ("decode", max(1, need.gen_len // 2))):
         found |= {(phase, name): seconds for name, seconds in costs.busy(block, sweep).items()}
@@ -242,7 +238,7 @@ def find_corner(
 
 
 def solve(
-    candidate: Candidate, corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets
+    candidate: Candidate, corners: Corners, decode_sweeps: int, budgets: Budgets
 ) -> Candidate | None:
     """Return the candidate with the fastest shares within the budgets; None if there are none.
 
@@ -252,6 +248,7 @@ def solve(
     """
     program = _Program(corners)
     problem = program.problem
+    overlap = candidate.policy.overlap
     counts = {"prefill": 1, "decode": decode_sweeps}
     seconds = {phase: pulp.LpVariable(phase, 0) for phase in PHASES}
     objective = pulp.lpSum(counts[phase] * seconds[phase] for phase in PHASES)
@@ -324,8 +321,7 @@ class _Program:
             reason = " ".join(str(error).split())
             raise FlexgenError(
                 f"the solver of the linear program failed ({reason}); is the folder for temporary "
-                "files full? Set "
-                "TMPDIR to one with room"
+                "files full? Set TMPDIR to one with room"
             ) from error
         if pulp.LpStatus[status] != "Optimal":
             return None

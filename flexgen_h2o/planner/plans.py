@@ -27,7 +27,7 @@ from flexgen_h2o.engine.workload import (
     workload_of_rows,
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, TokenIds
-from flexgen_h2o.planner.cost_model import Machine
+from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.lp import Budgets, SearchSpace
 from flexgen_h2o.planner.measure.run import profile_of_this_machine
 from flexgen_h2o.planner.predict import Prediction, predict
@@ -199,21 +199,22 @@ class Planner:
         """
         shape = plan.shape
         count = len(common)
-        if not has_own_scores(rows, count) or (any(r.scored for r in rows) and not shape.scores):
+        if not has_own_scores(rows, count):
             return False
         if any(len(r.fed_ids) <= count or r.fed_ids[:count] != common for r in rows):
             return False
         need = self._need_of(rows, None).in_one_copy(count)
         longest = max(len(row.fed_ids) for row in rows)
-        fits = longest - count <= shape.most_attending and shape.has_slots(need.slots)
-        fits = (
-            fits and shape.record == need.record and not (plan.head_rows and need.needs_all_logits)
+        asked = replace(
+            shape,
+            slots=need.slots,
+            record=need.record,
+            sharing=longest if count else 0,
+            scores=need.scores,
+            needs_all_logits=need.needs_all_logits,
         )
-        fits = (
-            fits
-            and shape.rows * max(row.max_tokens_per_sweep for row in rows) <= shape.most_attending
-        )
-        return fits and (not count or longest <= shape.sharing)
+        attending = max(longest - count, shape.rows * need.max_tokens_per_sweep)
+        return plan.serves(asked) and attending <= shape.most_attending
 
     def predict(
         self,
@@ -292,7 +293,7 @@ class Planner:
         # Sequences are sorted by length, so neighbouring blocks are alike.
         parts = [counted[i : i + step] for i in range(0, len(counted), step)]
         middle = [(part[len(part) // 2][0], sum(count for _, count in part)) for part in parts]
-        return predict(self.part.spec, policy, need, self._machine, plan, middle)
+        return predict(CostModel(self.part.spec, policy, need, self._machine), plan, middle)
 
     def _plan(
         self,

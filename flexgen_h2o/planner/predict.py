@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
-from flexgen_h2o.core.config import TIERS, Policy
-from flexgen_h2o.core.model import ModelSpec, with_head_rows
+from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, Step, UnitKey, Walk, WeightStream
 from flexgen_h2o.engine.memory_plan import MemoryPlan
-from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload
+from flexgen_h2o.engine.workload import Block, MicroBatchShape
 from flexgen_h2o.planner.cost_model import (
     LANES,
     RESOURCES,
     CostModel,
-    Machine,
     StepCost,
     Transfer,
     kv_ring_bytes,
@@ -94,20 +92,18 @@ class Prediction:
 
 
 def predict(
-    spec: ModelSpec,
-    policy: Policy,
-    need: Workload,
-    machine: Machine,
+    costs: CostModel,
     plan: MemoryPlan,
     blocks: Sequence[tuple[Block, int]],
     on_span: OnSpan | None = None,
 ) -> Prediction:
     """Return the cost of running `blocks` with the buffers of `plan`.
 
+    costs: of the whole model, whose head the plan may cut.
     blocks: pairs of a block and the number of times that it runs.
     on_span: is called for each operation of the first block.
     """
-    costs = CostModel(with_head_rows(spec, plan.head_rows), policy, need, machine)
+    costs = costs.with_head_rows(plan.head_rows)
     spent: Spent = {phase: dict.fromkeys((ALL, *RESOURCES), 0.0) for phase in PHASES}
     for i, (block, count) in enumerate(blocks):
         for phase, found in _of_block(costs, plan, block, on_span if i == 0 else None).items():
@@ -115,7 +111,8 @@ def predict(
                 spent[phase][name] += count * seconds
     prefill_s, decode_s = (spent[phase].pop(ALL) for phase in PHASES)
     peak = {tier: plan.bytes_on(tier) for tier in TIERS}
-    return Prediction(prefill_s, decode_s, need.rows * need.gen_len, peak, spent)
+    new_tokens = costs.need.rows * costs.need.gen_len
+    return Prediction(prefill_s, decode_s, new_tokens, peak, spent)
 
 
 def walked_sweeps(gen_len: int) -> tuple[int, ...]:

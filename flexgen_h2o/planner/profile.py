@@ -372,14 +372,13 @@ def profile_from_json(body: object) -> HardwareProfile:
 
     Raise UsageError, which names the field, if a field is unknown, missing or bad.
     """
-    if not isinstance(body, dict):
-        raise UsageError("a JSON object is expected")
-    schema = body.get("schema")
+    schema = _object("profile", body).get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int) or not 1 <= schema <= PROFILE_SCHEMA:
         raise UsageError(f"schema is {schema!r}, this version reads 1 to {PROFILE_SCHEMA}")
-    given = {"notes": {}} | {name: value for name, value in body.items() if name != "schema"}
+    given = {"notes": {}, **_object("profile", body)}
+    del given["schema"]
     if schema < PROFILE_SCHEMA:
-        given = _with_what_is_new(schema, given)
+        given = _with_what_is_new(given)
     profile = HardwareProfile(**_read_fields("", given, HardwareProfile))
     rates = {
         d: r.requantising(DTYPE_BYTES[d], r.int4_speedup.at(1)) for d, r in profile.compute.items()
@@ -387,46 +386,36 @@ def profile_from_json(body: object) -> HardwareProfile:
     return profile if schema > 5 else replace(profile, compute=rates)
 
 
-def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _with_what_is_new(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an older schema, with those that came later added.
 
     The added values are those of a machine of which nothing is known.
     """
-    since_4 = {
+    on_cpu = given.get("device_is_host") is True
+
+    def renewed(dtype: str, rates: object) -> dict[str, Any]:
+        kept = dict(_object(f"compute.{dtype}", rates))
+        # A number: how many times faster 4 bits become int8 than they become the dtype.
+        name = "requantise_speedup"
+        requantise = _number(f"compute.{dtype}: {name}", kept.pop(name, 1.0))
+        return {
+            "blocked_speedup": {"1": 1.0},
+            "int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu and dtype == "bfloat16" else 1.0},
+            "decode_speedup": {},
+            "int4_speedup": {"1": requantise},
+            **kept,
+        }
+
+    compute = _object("compute", given.get("compute"))
+    return {
         "overlay_bytes_per_s": MAX_RATE,
         "short_read_compute_s": 0.0,
         "cache_load_step_s": 0.0,
+        "link_both_ways": 1.0,
+        "graph_step_s": 1.0,
+        **given,
+        "compute": {dtype: renewed(dtype, rates) for dtype, rates in compute.items()},
     }
-    found = {"link_both_ways": 1.0, "graph_step_s": 1.0, **({} if schema > 3 else since_4), **given}
-    if not isinstance(compute := given.get("compute"), dict):
-        return found
-
-    def renewed(dtype: str, rates: object) -> object:
-        if not isinstance(rates, dict):
-            return rates
-        on_cpu = given.get("device_is_host") is True and dtype == "bfloat16"
-        requantise = _number(
-            f"compute.{dtype}: requantise_speedup", rates.get("requantise_speedup", 1.0)
-        )
-        since: dict[int, dict[str, Any]] = {
-            2: {"blocked_speedup": {"1": 1.0}},
-            3: {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}},
-            5: {"decode_speedup": {}},
-            # Older schemas have a number: how many times faster 4 bits become int8 than the dtype.
-            6: {"int4_speedup": {"1": requantise}},
-        }
-        later = {
-            name: value
-            for came, new in since.items()
-            if came > schema
-            for name, value in new.items()
-        }
-        return {
-            **later,
-            **{name: value for name, value in rates.items() if name != "requantise_speedup"},
-        }
-
-    return {**found, "compute": {dtype: renewed(dtype, rates) for dtype, rates in compute.items()}}
 
 
 def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[str, Any]:
@@ -441,6 +430,13 @@ def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[st
         problem = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
         raise UsageError(f"{where}{problem}")
     return {name: _READERS[types[name]](name, value) for name, value in given.items()}
+
+
+def _object(name: str, value: object) -> dict[str, Any]:
+    """Return a JSON object; raise UsageError for anything else."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{name}: a JSON object is expected, not {value!r:.60}")
+    return value
 
 
 def _text(name: str, value: object) -> str:
@@ -487,10 +483,8 @@ def _number(name: str, value: object) -> float:
 
 def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, Any]]:
     """Return the (size, unread value) pairs of a curve's JSON object by rising size."""
-    if not isinstance(value, dict) or not value:
-        raise UsageError(f"{name}: an object of sizes and rates is expected, not {value!r}")
     found: dict[float, Any] = {}
-    for key, entry in value.items():
+    for key, entry in _object(name, value).items():
         try:
             size = float(key)
         except ValueError:
@@ -500,6 +494,8 @@ def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, A
         if size in found:
             raise UsageError(f"{name}: size {size:g} is there twice")
         found[size] = entry
+    if not found:
+        raise UsageError(f"{name}: no size is there")
     return sorted(found.items(), key=lambda pair: pair[0])
 
 
@@ -518,32 +514,28 @@ def _products(name: str, value: object) -> Products:
 
 def _compute(name: str, value: object) -> dict[str, ComputeRates]:
     """Return the compute rates by dtype of a JSON object."""
-    if not isinstance(value, dict) or not value:
-        raise UsageError(f"{name}: an object of dtypes is expected, not {value!r}")
     found = {}
-    for dtype, rates in value.items():
+    for dtype, rates in _object(name, value).items():
         if dtype not in DTYPE_BYTES:
             raise UsageError(f"{name}: {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        if not isinstance(rates, dict):
-            raise UsageError(f"{name}.{dtype}: a JSON object is expected")
-        found[dtype] = ComputeRates(**_read_fields(f"{name}.{dtype}: ", rates, ComputeRates))
+        where = f"{name}.{dtype}"
+        read = _read_fields(f"{where}: ", _object(where, rates), ComputeRates)
+        found[dtype] = ComputeRates(**read)
+    if not found:
+        raise UsageError(f"{name}: no dtype is there")
     return found
 
 
 def _ratios(name: str, value: object) -> dict[str, float]:
     """Return the speedups by decoder of a JSON object; raise UsageError for an unknown decoder."""
-    if not isinstance(value, dict):
-        raise UsageError(f"{name}: a JSON object is expected")
-    if unknown := sorted(set(value) - DECODERS):
+    if unknown := sorted(set(_object(name, value)) - DECODERS):
         raise UsageError(f"{name}: {unknown[0]!r} is not one of {', '.join(sorted(DECODERS))}")
-    return {key: _number(name, ratio) for key, ratio in value.items()}
+    return {key: _number(name, ratio) for key, ratio in _object(name, value).items()}
 
 
 def _notes(name: str, value: object) -> dict[str, str]:
     """Return the notes of a JSON object."""
-    if not isinstance(value, dict):
-        raise UsageError(f"{name}: a JSON object is expected")
-    return {key: _text(f"{name}.{key}", text) for key, text in value.items()}
+    return {key: _text(f"{name}.{key}", text) for key, text in _object(name, value).items()}
 
 
 # The reader of a field by its annotation, as it is written above.

@@ -11,7 +11,7 @@ from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.units import MIB, aligned, counted, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes
 from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
-from flexgen_h2o.planner.cost_model import LANES, CostModel
+from flexgen_h2o.planner.cost_model import LANES
 from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.profile import NOMINAL
 
@@ -206,7 +206,7 @@ def _about(answer: SearchResult) -> Iterator[str]:
     most = "" if answer.is_even else "at most "
     kept = (
         f"{answer.eviction['name']}, {counted(max(need.slots), 'KV slot')} per prompt"
-        if need.record
+        if need.needs.record
         else "full KV cache"
     )
     yield (
@@ -367,7 +367,7 @@ def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
         each = min(round(min(rows, MAX_ROWS) / batches), MAX_ROWS // batches)
         policy = replace(policy, gpu_batch_size=max(1, each))
         block = space.need.block((policy.gpu_batch_size,) * policy.num_gpu_batches)
-        costs = CostModel(space.spec, policy, space.need, space.machine)
+        costs = space.costs(policy)
         busy = costs.busy(block, max(1, space.need.gen_len // 2))
         weights_s = costs.weights_s(policy.block_size)
         compute_s = busy["device_compute"] + busy["host_compute"]

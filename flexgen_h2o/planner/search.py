@@ -26,6 +26,7 @@ from flexgen_h2o.planner.cost_model import disk_read_bytes
 from flexgen_h2o.planner.lp import (
     BATCHES,
     LOOK_AHEADS,
+    NOTHING,
     STREAMED_WEIGHTS,
     Budgets,
     Candidate,
@@ -110,13 +111,10 @@ class Plan:
 def evaluate(space: SearchSpace, policy: Policy) -> Plan:
     """Return the plan of a given policy. Raise DoesNotFitError if it does not fit the budgets."""
     space.check()
-    spec = space.spec
     need = space.need
-    machine = space.machine
-    memory = machine.memory(spec, policy)
-    plan = memory.plan_within(shape_of(policy, need), space.budgets)
-    predicted = predict(spec, policy, need, machine, plan, even_blocks(policy, need))
-    return Plan(policy, need, plan, predicted)
+    costs = space.costs(policy)
+    plan = costs.memory.plan_within(shape_of(policy, need), space.budgets)
+    return Plan(policy, need, plan, predict(costs, plan, even_blocks(policy, need)))
 
 
 def search(space: SearchSpace) -> Plan:
@@ -179,7 +177,7 @@ def _coarse(space: SearchSpace) -> list[Plan]:
 
 def _steps(space: SearchSpace, policy: Policy) -> int:
     """Return the number of steps of the schedule that a simulation of the policy walks."""
-    layers = len(space.machine.memory(space.spec, policy).layers.layers)
+    layers = len(space.costs(policy).layers.layers)
     walked = layers * cut_blocks(space.spec.num_blocks, layers) // CUT_BLOCKS
     return walked * policy.num_gpu_batches * min(space.need.gen_len, MAX_WALKED)
 
@@ -201,7 +199,8 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
     """Return the bytes that the workload reads from disk during its sweeps."""
-    return disk_read_bytes(space.costs(policy), even_blocks(policy, space.need))
+    costs = space.costs(policy).with_head_rows(space.memory(policy, SEQUENTIAL).head_rows)
+    return disk_read_bytes(costs, even_blocks(policy, space.need))
 
 
 def _blocks(space: SearchSpace, policy: Policy) -> float:
@@ -254,36 +253,30 @@ def _simulated(space: SearchSpace, candidate: Candidate) -> list[Plan]:
         }
         other = fastest_shares(space, candidate, tighter)
         placed = [] if other is None else list(placements(space, policy, other.shares))
-    # If the whole KV cache is on the device, --cpu-cache-compute would do nothing.
-    on_host = [
-        p.cpu_cache_compute and (p.percent[2] < 100 or space.base.cpu_cache_compute) for p in placed
-    ]
-    needed = (replace(p, cpu_cache_compute=side) for p, side in zip(placed, on_host, strict=True))
-    return [evaluate(space, policy) for policy in needed]
+    found = []
+    for one in placed:
+        # If the whole KV cache is on the device, --cpu-cache-compute would do nothing.
+        does_nothing = one.percent[2] == 100 and not space.base.cpu_cache_compute
+        on_host = one.cpu_cache_compute and not does_nothing
+        found.append(evaluate(space, replace(one, cpu_cache_compute=on_host)))
+    return found
 
 
 def _improved(space: SearchSpace, best: Plan) -> Plan:
     """Return the plan that repeated moves to the best neighbour reach, at most MAX_STEPS."""
-    key = attrgetter(
-        "gpu_batch_size",
-        "num_gpu_batches",
-        "cpu_cache_compute",
-        "compress_weight",
-        "compress_cache",
-    )
-    tried = {key(best.policy)}
+    tried = {replace(best.policy, percent=NOTHING)}
     most_steps = max(LONG_STEPS, _steps(space, best.policy))
     for _ in range(MAX_STEPS):
         found = [best]
         for candidate in _neighbours(space, best.policy):
             policy = candidate.policy
             if (
-                key(policy) in tried
+                policy in tried
                 or candidate.bound_s >= best.seconds
                 or _steps(space, policy) > most_steps
             ):
                 continue
-            tried.add(key(policy))
+            tried.add(policy)
             solved = fastest_shares(space, candidate, space.budgets)
             if solved is not None and solved.block_s * _blocks(space, policy) < best.seconds:
                 found += _simulated(space, solved)

@@ -101,7 +101,7 @@ def test_a_chosen_policy_keeps_to_its_budget(
     want = reference(Case())
     eviction = PAIRS["h2o"].engine
     spec = find_model(str(folder), None).spec
-    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, record_of(eviction))
+    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, record_of(eviction.needs))
     plan = MemoryPlanner(spec, Policy(1, 1, (0,) * 6), 4, not stand_in).plan(shape, SEQUENTIAL)
     device = plan.bytes_on("device")
     host = plan.bytes_on("host")

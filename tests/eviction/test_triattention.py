@@ -70,4 +70,4 @@ def test_scores_are_the_formula(rotary: int) -> None:
 
 def test_without_a_model_there_are_no_heads() -> None:
     with pytest.raises(UsageError, match=r"^eviction: triattention"):
-        record_of(TriAttention())
+        record_of(TriAttention().needs)

@@ -74,9 +74,9 @@ def planned(llm: LLM, run: Run) -> Moved:
         elif move.lane in ("disk_read", "disk_write"):
             nbytes = move.pieces * round_up(round(nbytes / move.pieces), PAGE)
         found[what][move.lane] += nbytes
-        if move.crosses and move.lane == "disk_read":
+        if move.link and move.lane == "disk_read":
             found[what]["h2d"] += move.nbytes
-        elif move.crosses:  # a KV unit leaves the device in whole pages too
+        elif move.link:  # a KV unit leaves the device in whole pages too
             found[what]["d2h"] += nbytes if what == "kv" else move.nbytes
     if at.memory.form.converted_by:
         found["weights"]["disk_read"] += ends_of_pages(llm, at, run)

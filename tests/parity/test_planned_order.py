@@ -76,7 +76,7 @@ def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operat
         if lane != "wait":
             found.extend([(lane, name)] * (next(tensors[lane]) if name == "load_weight" else 1))
 
-    predict(spec, policy, need, machine, plan, [(tuple(run.blocks[0]), 1)], on_span)
+    predict(CostModel(spec, policy, need, machine), plan, [(tuple(run.blocks[0]), 1)], on_span)
     return found
 
 

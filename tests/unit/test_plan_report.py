@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import Depth
@@ -22,17 +20,14 @@ BUDGETS = {"device": 4 * GIB, "host": 8 * GIB, "disk": 50 * GIB}
 STREAMED = Policy(4, 2, (0, 50, 0, 0, 100, 0))
 
 
-def question(
-    eviction: Eviction, device_is_host: bool = False, searched: bool = False, **changes: object
-) -> SearchResult:
-    profile = replace(nominal_profile(device_is_host), **changes)  # type: ignore[arg-type]
+def question(eviction: Eviction, searched: bool = False) -> SearchResult:
     found = built_in_spec("facebook/opt-125m")
     assert found is not None
     need = workload_of(eviction, 8, {(32, 4)}, 12)
-    space = SearchSpace(
-        found[0], need, Policy(), Machine(profile, "bfloat16", device_is_host), BUDGETS
+    where = Machine(nominal_profile(False), "bfloat16", False)
+    return SearchResult(
+        SearchSpace(found[0], need, Policy(), where, BUDGETS), eviction.to_json(), searched
     )
-    return SearchResult(space, eviction.to_json(), searched)
 
 
 def plan_of(asked: SearchResult, policy: Policy) -> Plan:
@@ -54,58 +49,29 @@ def test_a_pile_that_takes_longer_than_a_night_says_what_a_night_brings() -> Non
     assert "disk reads in all: 8.00 GiB, 2.00 GiB per pass (1 batch, 4 passes each)" in lines
     mxfp4 = replace(asked.space.spec, quantization={"quant_method": "mxfp4"})
     quantised = replace(asked, space=replace(asked.space, spec=mxfp4))
-    assert ", as published (mxfp4), read in place" in lines_of(quantised, plan)[2]
+    assert "(mxfp4)" in lines_of(quantised, plan)[2]
 
 
 def test_tables_say_what_the_plan_says() -> None:
     asked = question(Full())
     plan = plan_of(asked, STREAMED)
     lines = lines_of(asked, plan)
-    assert "8 prompts of 32 tokens, 4 new tokens each, full KV cache" in lines[0]
-    assert "nominal, GPU, RAM and disk (profile of no date: nominal)" in lines[1]
-    assert lines[2].startswith("checkpoint: ") and "in 16 bits a number" in lines[2]
-    assert lines[4:10] == [
-        "plan, as given:",
-        "  --percent ...",
-        "run it:",
-        "  run ...",
-        "benchmark it:",
-        "  bench ...",
-    ]
+    assert any("4.00 GiB" in line and "weight ring" in line for line in lines)
     words = {line.split()[0]: line for line in lines if line}
-    device, _, disk = lines[12:15]
-    assert device.startswith("GPU") and "4.00 GiB" in device and "weight ring" in device
-    assert disk.startswith("disk") and "cache" in disk and "50.00 GiB" in disk
-    assert any(line.startswith("disk read") for line in lines) and any(
-        line.startswith("disk write") for line in lines
-    )
     assert words["loaded"].startswith("loaded ahead: 6 weight units, 4 KV units")
     names = {"disk_read": "disk read", "disk_write": "disk write", "h2d": "RAM to GPU"}
     assert words["bound:"].endswith(f"decode by {names[plan.prediction.binds('decode')]}")
-    assert words["throughput:"] and words["time"]
-    assert not any("would save" in line for line in lines)
     alone = replace(plan, memory=replace(plan.memory, depth=Depth(1, 1, 1)))
     assert "loaded ahead: 1 weight unit, 1 KV unit" in lines_of(asked, alone)
 
 
-def test_object_has_the_contract_s_keys() -> None:
+def test_object_tells_the_plan_or_why_there_is_none() -> None:
     asked = question(Full(), searched=True)
-    plan = plan_of(asked, STREAMED)
-    found = to_json(replace(asked, plan=plan, s_per_gib={"device": 1.5}))
-    assert list(found) == ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
-    assert set(found["predicted"]) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
-    assert set(found["predicted"]["peak_bytes"]) == {"device", "host", "disk"}
-    assert found["eta_s"] == pytest.approx(
-        found["predicted"]["prefill_s"] + found["predicted"]["decode_s"]
-    )
+    found = to_json(replace(asked, plan=plan_of(asked, STREAMED), s_per_gib={"device": 1.5}))
     details = found["details"]
     assert details["gain_s_per_gib"] == details["dual_s_per_gib"] == {"device": 1.5}
-    assert details["gain_found_by"] == "duals"
     held = sum(b["nbytes"] for b in details["buffers"] if b["tier"] == "device")
     assert held == found["predicted"]["peak_bytes"]["device"]
     nothing = to_json(replace(asked, problem="too small"))
-    assert (
-        nothing["fits"] is False
-        and nothing["policy"] is nothing["predicted"] is nothing["eta_s"] is None
-    )
+    assert (nothing["fits"], nothing["policy"], nothing["eta_s"]) == (False, None, None)
     assert nothing["details"]["problem"] == "too small"

@@ -19,16 +19,18 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.planner.profile import (
     MAX_RATE,
     SHIPPED,
-    ComputeRates,
     Curve,
     HardwareProfile,
     find_profile,
+    nominal_profile,
     profile_from_json,
     read_profile,
     write_profile,
 )
 
-RATES = ComputeRates(
+NOMINAL = nominal_profile(True)
+RATES = replace(
+    NOMINAL.rates("float32"),
     matmul_flops_per_s=(
         (
             0.5,
@@ -36,52 +38,11 @@ RATES = ComputeRates(
         ),
     ),
     prefill_attention_flops_per_s=Curve(((64.0, 5e9), (2048.0, 6e9))),
-    column_sums_flops_per_s=Curve.flat(7e9),
-    device_attention_bytes_per_s=Curve.flat(8e9),
-    device_scored_attention_bytes_per_s=Curve.flat(9e9),
-    host_attention_bytes_per_s=Curve.flat(10e9),
-    host_scored_attention_bytes_per_s=Curve.flat(11e9),
-    elementwise_bytes_per_s=12e9,
-    device_dequantise_bytes_per_s=13e9,
-    host_dequantise_bytes_per_s=14e9,
-    logits_per_s=15e9,
-    blocked_speedup=Curve(((1.0, 1.1), (32.0, 1.4))),
-    int8_speedup=Curve(((1.0, 2.1), (32.0, 1.9))),
-    int4_speedup=Curve(((1.0, 1.2), (16.0, 1.5))),
     decode_speedup={"mxfp4": 0.7, "awq_int8": 0.2},
 )
-PROFILE = HardwareProfile(
+PROFILE = replace(
+    NOMINAL,
     machine="test",
-    description="none",
-    date="2026-11-20",
-    source="made up",
-    device_is_host=True,
-    device_is_asynchronous=False,
-    device_mem_bytes=0,
-    host_mem_bytes=2**34,
-    disk_mem_bytes=2**36,
-    disk_read_bytes_per_s=1e9,
-    disk_write_bytes_per_s=2e9,
-    h2d_bytes_per_s=3e9,
-    d2h_bytes_per_s=4e9,
-    h2d_unpinned_bytes_per_s=5e9,
-    d2h_unpinned_bytes_per_s=6e9,
-    host_memory_bytes_per_s=7e9,
-    device_memory_bytes_per_s=8e9,
-    disk_read_beside_compute=0.9,
-    compute_beside_disk_read=1.0,
-    link_both_ways=0.8,
-    kernel_s=1e-6,
-    transfer_s=2e-6,
-    disk_request_s=3e-6,
-    overlay_bytes_per_s=3e9,
-    step_s=4e-6,
-    attention_step_s=5e-6,
-    eviction_step_s=6e-6,
-    row_s=0.0,
-    short_read_compute_s=7e-6,
-    cache_load_step_s=8e-6,
-    graph_step_s=9e-6,
     compute={"float32": RATES, "bfloat16": RATES},
     notes={"step_s": "a guess"},
 )
@@ -138,17 +99,17 @@ def _set(*keys: str, to: Any = GONE) -> Callable[[dict[str, Any]], None]:
 F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
-    (_set("schema", to=10), "schema is 10, this version reads 1 to 9"),
-    (_set("kernel_s"), "'kernel_s' is missing"),
-    (_set("speed", to=1), "unknown field 'speed'"),
-    (_set("device_is_host", to="yes"), "device_is_host: 'yes'"),
-    (_set("disk_read_bytes_per_s", to=0), "disk_read_bytes_per_s: 0 is out of range"),
-    (_set("disk_read_bytes_per_s", to=math.nan), "disk_read_bytes_per_s: nan"),
-    (_set("step_s", to=-1e-9), "a time in seconds"),
-    (_set("disk_read_beside_compute", to=0.0), "a share is between"),
-    (_set("compute", "int4", to={}), "compute: 'int4' is not one of"),
-    (_set(*F32, "more", to=1), "compute.float32: unknown field 'more'"),
-    (_set(*F32, "column_sums_flops_per_s", to={"0": 1e9}), "'0' is not a size"),
+    (_set("schema", to=10), "schema"),
+    (_set("kernel_s"), "kernel_s"),
+    (_set("speed", to=1), "speed"),
+    (_set("device_is_host", to="yes"), "device_is_host"),
+    (_set("disk_read_bytes_per_s", to=0), "disk_read_bytes_per_s"),
+    (_set("disk_read_bytes_per_s", to=math.nan), "disk_read_bytes_per_s"),
+    (_set("step_s", to=-1e-9), "step_s"),
+    (_set("disk_read_beside_compute", to=0.0), "disk_read_beside_compute"),
+    (_set("compute", "int4", to={}), "int4"),
+    (_set(*F32, "more", to=1), "compute.float32"),
+    (_set(*F32, "column_sums_flops_per_s", to={"0": 1e9}), "column_sums_flops_per_s"),
 ]
 
 

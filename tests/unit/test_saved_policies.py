@@ -68,28 +68,6 @@ def test_a_saved_policy_costs_what_its_file_says(
     assert predicted["peak_bytes"] == saved.predicted["peak_bytes"]
 
 
-def test_every_model_machine_and_cache_is_there() -> None:
-    cards = ("t4", "a100-80")
-    everywhere = ("opt-6.7b", "opt-30b", "gpt-oss-20b", "qwen3-8b", "qwen3-30b-a3b", "olmoe-1b-7b")
-    # Not for the disk of build-2core.
-    large = (
-        "opt-175b",
-        "gpt-oss-120b",
-        "mixtral-8x7b",
-        "mixtral-8x22b",
-        "qwen3-32b",
-        "qwen3-235b-a22b",
-    )
-    machines = dict.fromkeys(large, cards) | dict.fromkeys(everywhere, (*cards, "build-2core"))
-    wanted = {
-        f"{model}/{name}{kind}"
-        for model, names in machines.items()
-        for name in names
-        for kind in ("", "-h2o20")
-    }
-    assert set(NAMES) == wanted
-
-
 def test_a_file_names_its_own_path_and_profile() -> None:
     for path in FILES:
         body = json.loads(path.read_text())

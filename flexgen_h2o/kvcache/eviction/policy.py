@@ -153,9 +153,8 @@ class RowRecord:
 NO_RECORD = RowRecord()
 
 
-def record_of(eviction: Eviction) -> RowRecord:
-    """Return what is stored of each row for a policy."""
-    needs = eviction.needs
+def record_of(needs: Needs) -> RowRecord:
+    """Return what is stored of each row for a policy with these needs."""
     query_numbers = 0 if needs.by_keys is None else needs.by_keys.numbers
     return RowRecord(needs.record, query_numbers)
 

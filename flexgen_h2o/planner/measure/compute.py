@@ -135,7 +135,7 @@ def weight_rates(
     for config in checkpoints.values():
         for to_int8 in (False, True)[: 1 + bench.device.is_host]:
             form = quantised_format(config, dtype, to_int8)
-            calls[form.decoder] = decoding(bench, form, dtype, rows, columns)[0], rows * columns
+            calls[form.decoder] = decoding(bench, form, dtype, rows, columns), rows * columns
     seconds = bench.seconds_of(*(call for call, _ in calls.values()))
     rates = {
         name: count / spent
@@ -185,12 +185,10 @@ def in_product_rate(
     return {form.decoder_in_products: rows * columns / max(own - plain, _MIN_LONGER * plain)}
 
 
-def decoding(
-    bench: Bench, form: Codec, dtype: torch.dtype, rows: int, columns: int
-) -> tuple[Call, int]:
-    """Return a call that decodes a matrix of random bytes, and the bytes of the stored matrix."""
+def decoding(bench: Bench, form: Codec, dtype: torch.dtype, rows: int, columns: int) -> Call:
+    """Return a call that decodes a matrix of random bytes."""
     layout, whole, out = _matrix(bench, form, dtype, rows, columns)
-    return lambda: form.decode(layout, whole, out), sum(len(piece) for piece in whole[0].pieces)
+    return lambda: form.decode(layout, whole, out)
 
 
 def _matrix(

@@ -16,7 +16,7 @@ import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import (
     MIB,
@@ -41,12 +40,11 @@ from flexgen_h2o.engine.decoding import Decoding
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.generation import BlockStats
-from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL
 from flexgen_h2o.engine.resources import LANE_THREADS, Engine
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.sequence import Sequence
-from flexgen_h2o.engine.workload import MicroBatchShape, Workload, shape_of, workload_of
+from flexgen_h2o.engine.workload import MicroBatchShape, shape_of, workload_of
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -57,7 +55,7 @@ from flexgen_h2o.planner.cost_model import (
     CostModel,
     Machine,
     kv_load_moves,
-    layer_work,
+    short_requests,
     weight_moves,
 )
 from flexgen_h2o.planner.lp import Percent
@@ -376,6 +374,7 @@ Steps = tuple[float, ...]  # seconds of a step of each kind
 SOME_WEIGHTS: Percent = (90, 0, 100, 0, 100, 0)
 NO_CACHE: Percent = (100, 0, 0, 0, 100, 0)
 LOOK_AHEAD = OVERLAPPED[2]  # the deepest that the search counts on
+FREE = 1e9  # times a rate
 MIN_S = 1e-7  # a difference of two timings may be anything
 
 
@@ -397,33 +396,6 @@ def config_of(width: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A block of equal sequences."""
-
-    rows: int
-    prompt_len: int
-    new_tokens: int
-    eviction: Eviction
-    percent: Percent = IN_MEMORY  # what is not in memory is on disk
-
-    @property
-    def policy(self) -> Policy:
-        return Policy(self.rows, 1, self.percent)
-
-    @property
-    def batch(self) -> MicroBatchShape:
-        return MicroBatchShape.even(self.rows, self.prompt_len)
-
-    def need(self, spec: ModelSpec) -> Workload:
-        sizes = {(self.prompt_len, self.new_tokens)}
-        return workload_of(self.eviction, self.rows, sizes, spec.num_blocks)
-
-    def costs(self, spec: ModelSpec, profile: HardwareProfile, dtype: str) -> CostModel:
-        machine = Machine(profile, dtype, profile.device_is_host)
-        return CostModel(spec, self.policy, self.need(spec), machine)
-
-
 def with_step_costs(
     bench: Bench, profile: HardwareProfile, dtype: str, folder: Path
 ) -> HardwareProfile:
@@ -441,31 +413,45 @@ def with_step_costs(
     sizes = bench.sizes
     spec = spec_from_config("small", config, "profiling")
     write_random_checkpoint(spec, config, folder / "weights", dtype)
+    nothing: Figures = dict.fromkeys(FIXED, 0.0)
+    profile = replace(profile, **nothing)
+    machine = Machine(profile, dtype, profile.device_is_host)
     few, many = sizes.step_rows
     full = Full()
     h2o = H2O(heavy_size=4, recent_size=4)
     new = 1 + sizes.steps
+
+    def run(
+        rows: int,
+        eviction: Eviction = full,
+        percent: Percent = IN_MEMORY,
+        prompt_len: int = PROMPT,
+        gen_len: int = new,
+    ) -> tuple[CostModel, Eviction]:
+        """Return a block of equal sequences. What is not in memory is on disk."""
+        need = workload_of(eviction, rows, {(prompt_len, gen_len)}, spec.num_blocks)
+        return CostModel(spec, Policy(rows, 1, percent), need, machine), eviction
+
     runs = (
-        _Run(few, PROMPT, new, full),
-        _Run(many, PROMPT, new, full),
-        _Run(few, PROMPT, new, h2o),
-        _Run(few, PROMPT, new, full, SOME_WEIGHTS),
-        _Run(few, PROMPT, new, full, NO_CACHE),
-        _Run(few, sizes.step_prompt, 2, full),
+        run(few),
+        run(many),
+        run(few, h2o),
+        run(few, percent=SOME_WEIGHTS),
+        run(few, percent=NO_CACHE),
+        run(few, prompt_len=sizes.step_prompt, gen_len=2),
     )
     with ExitStack() as stack:
-        engines = [stack.enter_context(_engine(bench, spec, dtype, folder, run)) for run in runs]
+        engines = [stack.enter_context(_engine(bench, folder, *one)) for one in runs]
         # In turn, as all figures; the first round only warms up.
         rounds = [
-            [_run_block(e, run) for e, run in zip(engines, runs, strict=True)]
+            [_run_block(e, *one) for e, one in zip(engines, runs, strict=True)]
             for _ in range(1 + ROUNDS)
         ][1:]
         graphs = [
-            _run_block(engines[0], runs[0], True)[1]
+            _run_block(engines[0], *runs[0], with_graphs=True)[1]
             for _ in range(ROUNDS * bench.device.is_asynchronous)
         ]
-    nothing: Figures = dict.fromkeys(FIXED, 0.0)
-    profile = replace(profile, **nothing)
+    costs = [cost for cost, _ in runs]
     decode = [_median([found[i][1] for found in rounds]) for i in range(len(runs))]
     if (
         bench.device.is_asynchronous
@@ -473,14 +459,13 @@ def with_step_costs(
         return replace(
             profile, **fixed_costs(decode[:3], 0, 0), graph_step_s=statistics.fmean(_median(graphs))
         )
-    costs = [run.costs(spec, profile, dtype) for run in runs]
-    planned = [_planned(c, run, new // 2) for c, run in zip(costs[:-1], runs, strict=False)]
+    planned = [_planned(cost, new // 2) for cost in costs[:-1]]
     left = [(d[0] - p[0], d[1] - p[1]) for d, p in zip(decode, planned, strict=False)]
     more = [statistics.median(found[i][2] for found in rounds) - sum(planned[i]) for i in (0, 3, 4)]
     loads = load_costs(costs[3], costs[4], more[1] - more[0], more[2] - more[0])
     profile = replace(profile, **fixed_costs(left[:3], few, many), **loads)
     prefill = sum(_median([found[-1][0] for found in rounds]))
-    return _with_elementwise(runs[-1].costs(spec, profile, dtype), runs[-1], prefill)
+    return _with_elementwise(_at(costs[-1], profile), prefill)
 
 
 def fixed_costs(left: abc.Sequence[Steps], few: int, many: int) -> Figures:
@@ -506,27 +491,33 @@ def load_costs(weights: CostModel, cache: CostModel, weights_s: float, cache_s: 
     weights_s, cache_s: what a transformer block of these took longer. They are means, because reads
         disturb compute now and then.
     """
-    reads = short_requests(weights)
+    reads = short_reads(weights)
     short_s = max(0.0, weights_s) / reads if reads else 0.0
-    brought_s = cache_s - short_s * short_requests(cache)
+    brought_s = cache_s - short_s * short_reads(cache)
     return {"short_read_compute_s": short_s, "cache_load_step_s": max(0.0, brought_s)}
 
 
-def short_requests(costs: CostModel) -> float:
+def short_reads(costs: CostModel) -> float:
     """Return the number of short reads for weights and KV of a transformer block in the middle."""
     layers = costs.layers
     half = costs.spec.num_blocks // 2
     units = {layer.unit for layer in layers.layers if layer.block == half}
     moves = [move for unit in units for move in weight_moves(costs, layers.units[unit])]
-    need = costs.need
-    batch = need.block((need.rows,))[0]
-    return sum(
-        move.short_requests
-        for move in (*moves, *kv_load_moves(costs, half, batch, need.gen_len // 2))
-    )
+    moves += kv_load_moves(costs, half, _batch(costs), costs.need.gen_len // 2)
+    return sum(short_requests(move.nbytes, move.pieces) for move in moves)
 
 
-def _with_elementwise(costs: CostModel, run: _Run, measured_s: float) -> HardwareProfile:
+def _batch(costs: CostModel) -> MicroBatchShape:
+    """Return the one micro-batch of a run."""
+    return costs.need.block((costs.need.rows,))[0]
+
+
+def _at(costs: CostModel, profile: HardwareProfile) -> CostModel:
+    """Return the costs with the rates of another profile."""
+    return replace(costs, machine=replace(costs.machine, profile=profile))
+
+
+def _with_elementwise(costs: CostModel, measured_s: float) -> HardwareProfile:
     """Return the profile with another elementwise rate.
 
     It is the bytes that norms, activations and copies read and write, over the seconds that nothing
@@ -534,16 +525,20 @@ def _with_elementwise(costs: CostModel, run: _Run, measured_s: float) -> Hardwar
     that.
     """
     profile = costs.machine.profile
-    alone = profile.rates(costs.machine.dtype).elementwise_bytes_per_s
-    nbytes = 0.0
-    explained = 0.0
+    free = _at(costs, _elementwise(profile, FREE))
+    alone_s = 0.0
+    explained_s = 0.0
     for index in _indices(costs):
-        layer = costs.layers.layers[index]
-        nbytes += layer_work(costs, layer, costs.layers.units[layer.unit], run.batch, 0).elementwise
-        step = costs.step(index, run.batch, 0)
-        explained += step.device_s + step.issue_s
-    left = measured_s - (explained - nbytes / alone)
-    change = min(4.0, max(1 / 20, nbytes / left / alone)) if left > 0 else 4.0
+        step, others = (one.step(index, _batch(costs), 0) for one in (costs, free))
+        alone_s += step.device_s - others.device_s
+        explained_s += others.device_s + step.issue_s
+    left_s = measured_s - explained_s
+    change = min(4.0, max(1 / 20, alone_s / left_s)) if left_s > 0 else 4.0
+    return _elementwise(profile, change)
+
+
+def _elementwise(profile: HardwareProfile, change: float) -> HardwareProfile:
+    """Return the profile with elementwise rates that are `change` times as high."""
     compute = {
         dtype: replace(rates, elementwise_bytes_per_s=rates.elementwise_bytes_per_s * change)
         for dtype, rates in profile.compute.items()
@@ -551,10 +546,11 @@ def _with_elementwise(costs: CostModel, run: _Run, measured_s: float) -> Hardwar
     return replace(profile, compute=compute)
 
 
-def _planned(costs: CostModel, run: _Run, sweep: int) -> Steps:
+def _planned(costs: CostModel, sweep: int) -> Steps:
     """Return the predicted seconds of the steps of a sweep, without their fixed costs."""
-    costs = costs.with_contention([run.batch], sweep)
-    return tuple(costs.step(index, run.batch, sweep).device_s for index in _indices(costs))
+    batch = _batch(costs)
+    costs = costs.with_contention([batch], sweep)
+    return tuple(costs.step(index, batch, sweep).device_s for index in _indices(costs))
 
 
 def _indices(costs: CostModel) -> list[int]:
@@ -567,18 +563,21 @@ def _median(found: abc.Sequence[Steps]) -> Steps:
     return tuple(map(statistics.median, zip(*found, strict=True)))
 
 
-def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[Steps, Steps, float]:
+def _run_block(
+    engine: Engine, costs: CostModel, eviction: Eviction, with_graphs: bool = False
+) -> tuple[Steps, Steps, float]:
     """Return seconds of steps in a prefill sweep, in decode sweeps, and of a transformer block.
 
     The seconds of steps are medians over the layers of a kind. Those of a block are a mean.
     """
-    params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
+    need = costs.need
+    params = SamplingParams(max_tokens=need.gen_len, ignore_eos=True)
     decoding = Decoding((), None)
-    executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
+    executor = Executor(engine, eviction, decoding, lambda finished: None, params.max_tokens)
     executor.graphs = executor.graphs if with_graphs else None
-    ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
+    ids = tuple(i % VOCABULARY for i in range(need.prompt_len))
     stats = BlockStats()
-    rows = [Sequence(i, ids, params=params, max_new=params.max_tokens) for i in range(run.rows)]
+    rows = [Sequence(i, ids, params=params, max_new=params.max_tokens) for i in range(need.rows)]
     executor.run_block([rows], stats)
     executor.finish()
     kinds = [layer.kind for layer in engine.layers.layers]
@@ -596,16 +595,17 @@ def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[St
 
 
 @contextmanager
-def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) -> Iterator[Engine]:
+def _engine(bench: Bench, folder: Path, costs: CostModel, eviction: Eviction) -> Iterator[Engine]:
     """Open an engine for the run. What is on disk is loaded ahead."""
-    policy = run.policy
-    kind = getattr(torch, dtype)
-    shape = shape_of(policy, run.need(spec))
-    depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD
-    plan = MemoryPlanner(spec, policy, kind.itemsize, bench.device.is_host).plan(shape, depth)
-    compile_subprocess(warm_up, bench.device.torch_device, kind, bool(run.eviction.needs.record))
+    spec = costs.spec
+    policy = costs.policy
+    kind = getattr(torch, costs.machine.dtype)
+    shape = shape_of(policy, costs.need)
+    depth = SEQUENTIAL if policy.percent == IN_MEMORY else LOOK_AHEAD
+    plan = costs.memory.plan(shape, depth)
+    compile_subprocess(warm_up, bench.device.torch_device, kind, bool(eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
-    part = ModelPart(spec, run.eviction)
+    part = ModelPart(spec, eviction)
     site = (bench.device, dict.fromkeys(TIERS), folder)  # no budgets
     engine = Engine(part, checkpoint, policy, plan, kind, *site, Timeline())
     try:

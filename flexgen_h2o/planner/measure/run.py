@@ -290,10 +290,11 @@ def cpu_name() -> str:
 
     It has Linux's name, family and model, since one name has many, and what multiplies.
     """
-    facts = {
-        name.strip(): value.strip()
-        for name, _, value in (x.partition(":") for x in _lines("/proc/cpuinfo"))
-    }
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not every system has it
+        lines = []
+    facts = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
     name = facts.get("model name") or platform.processor() or platform.machine() or "CPU"
     generation = (
         f" ({facts['cpu family']}/{facts.get('model', '')})" if "cpu family" in facts else ""
@@ -307,18 +308,9 @@ def mount_of(folder: Path) -> str:
     It is the same after a restart, unlike the number of the device.
     """
     real = folder.resolve()
-    found = ("unknown", Path("/"), "file system")
-    for line in _lines("/proc/mounts"):
-        source, place, kind = line.split(" ")[:3]
-        here = Path(place.replace("\\040", " "))
-        if real.is_relative_to(here) and len(here.parts) >= len(found[1].parts):
-            found = (source, here, kind)
-    return f"{found[0]} {found[2]} at {found[1]}"
-
-
-def _lines(path: str) -> list[str]:
-    """Return the lines of a file that not every system has."""
-    try:
-        return Path(path).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
+    # The later of two mounts at one place hides the other.
+    found = [x for x in psutil.disk_partitions(all=True) if real.is_relative_to(x.mountpoint)]
+    if not found:
+        return "unknown file system at /"
+    here = max(reversed(found), key=lambda x: len(Path(x.mountpoint).parts))
+    return f"{here.device} {here.fstype} at {here.mountpoint}"

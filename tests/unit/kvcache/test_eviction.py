@@ -225,7 +225,7 @@ def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
     tokens = prompt + gen
     sizes = KVSizes(64, packing, window)
     policy = with_sizes(H2O(kv_bytes=share), sizes)
-    record = record_of(policy)
+    record = record_of(policy.needs)
 
     def held(more: int = 0) -> float:
         slots = min(policy.slots(prompt, gen, 0) + more, tokens)

@@ -14,10 +14,11 @@ from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
-from flexgen_h2o.kvcache.eviction.policy import RowRecord
+from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.profile import (
+    AS_FAST,
     ComputeRates,
     Curve,
     HardwareProfile,
@@ -84,6 +85,13 @@ def machine(is_host: bool, **changes: Any) -> Machine:
     return Machine(replace(nominal_profile(is_host), **{**free, **changes}), DTYPE, is_host)
 
 
+def multiplying(is_host: bool) -> Machine:
+    """Return a machine on which a FLOP of a product takes a second, and all else hardly any."""
+    where = machine(is_host)
+    even = replace(where.profile.rates(DTYPE), matmul_flops_per_s=((1.0, ((1.0, AS_FAST),)),))
+    return replace(where, profile=replace(where.profile, compute={DTYPE: even}))
+
+
 def faster(profile: HardwareProfile, name: str, factor: float) -> HardwareProfile:
     """Return the profile with one rate that is higher, or one fixed cost that is lower."""
     if name in COMPUTE_RATES:
@@ -127,8 +135,7 @@ def fitted(policy: Policy, need: Workload) -> Policy:
 def evicting(rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS) -> Workload:
     """Return the workload of H2O that keeps `kept` KV entries of each prompt."""
     slots = min(kept + 1, kept + gen_len - 1)
-    record = RowRecord(("positions", "scores"))
-    return Workload(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, record, True)
+    return Workload(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, H2O().needs)
 
 
 # ---- strategies

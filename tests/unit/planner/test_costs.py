@@ -6,7 +6,6 @@ That the bytes are those that the engine moves is shown in tests/parity/test_pla
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,20 +13,19 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import FEW_ROWS
-from flexgen_h2o.engine.workload import MicroBatchShape, Workload, workload_of
-from flexgen_h2o.kvcache.eviction import Full, H2ONorm, Tova
-from flexgen_h2o.kvcache.eviction.policy import Eviction
-from flexgen_h2o.planner.cost_model import CostModel, Machine, layer_work
+from flexgen_h2o.engine.workload import Workload
+from flexgen_h2o.kvcache.eviction import Tova
+from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.profile import nominal_profile
 from tests.unit.planner.made_up import (
     BLOCKS,
-    RESIDENT,
     SPEC,
     WEIGHTS_ON_DISK,
     costs_of,
     evicting,
     faster,
     machine,
+    multiplying,
     policies,
 )
 
@@ -97,6 +95,21 @@ COUNTS: list[tuple[str, bool, str, Policy, Workload]] = [
     ("row_s", True, "pd", Policy(6), NEED),
     ("row_s", False, "", Policy(6), SCORED),
     ("row_s", False, "d", ATTENDS_ON_HOST, SCORED),
+    # Matrices in RAM are multiplied blocked.
+    ("blocked_speedup", True, "pd", Policy(6), NEED),
+    ("blocked_speedup", True, "pd", Policy(6, percent=(0, 100, 100, 0, 100, 0)), NEED),
+    ("blocked_speedup", False, "", Policy(6), NEED),
+    ("blocked_speedup", True, "", WEIGHTS_READ, NEED),
+    ("blocked_speedup", True, "", PACKED, NEED),
+    ("blocked_speedup", True, "", Policy(6, **INT8), NEED),
+    # Decode steps that are alike are graphs, which are issued as one.
+    ("graph_step_s", False, "d", Policy(6), NEED),
+    ("graph_step_s", False, "d", Policy(6), SCORED),
+    ("graph_step_s", False, "", Policy(6), replace(SCORED, needs=Tova().needs)),
+    ("graph_step_s", False, "", Policy(6, percent=(99, 1, 100, 0, 100, 0)), NEED),
+    ("graph_step_s", False, "", ON_HOST, NEED),
+    ("graph_step_s", False, "", Policy(6, overlap=False), NEED),
+    ("graph_step_s", False, "", Policy(6, cpu_cache_compute=True), NEED),
 ]
 
 
@@ -116,28 +129,6 @@ def test_a_figure_counts_where_it_is_used(
         assert after >= before * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("percent", "is_host", "switches", "is_blocked"),
-    [
-        (RESIDENT, True, {}, True),
-        ((0, 100, 100, 0, 100, 0), True, {}, True),
-        (RESIDENT, False, {}, False),
-        (WEIGHTS_ON_DISK, True, {}, False),
-        (RESIDENT, True, IN_4_BITS, False),
-        (RESIDENT, True, INT8, False),
-    ],
-)
-def test_matrices_in_ram_are_multiplied_blocked(
-    percent: tuple[int, ...], is_host: bool, switches: dict[str, Any], is_blocked: bool
-) -> None:
-    need = Workload.full(2, 10, 2, BLOCKS)
-    where = Machine(nominal_profile(is_host), "bfloat16", is_host)
-    quick = replace(where, profile=faster(where.profile, "blocked_speedup", 4.0))
-    policy = Policy(2, percent=percent, **switches)
-    before, after = (seconds_of(costs_of(policy, need, one), 1) for one in (where, quick))
-    assert (after < before) is is_blocked and after <= before
-
-
 @pytest.mark.parametrize(("int8", "name"), [(False, "gptq"), (True, "gptq_int8")])
 def test_a_quantised_checkpoint_is_decoded_at_its_own_rate(int8: bool, name: str) -> None:
     spec = replace(SPEC, quantization=GPTQ)
@@ -155,19 +146,15 @@ def test_a_quantised_checkpoint_is_decoded_at_its_own_rate(int8: bool, name: str
 
 
 @settings(max_examples=25)
-@given(policies, st.booleans(), st.sampled_from([0, 1]))
-def test_products_multiply_each_token_by_every_matrix_once(
-    policy: Policy, is_host: bool, sweep: int
+@given(policies, st.booleans(), st.sampled_from([1, 6, 60, 3000]))
+def test_products_multiply_each_row_by_every_matrix_once(
+    policy: Policy, is_host: bool, rows: int
 ) -> None:
     """However matrices are split over tiers."""
-    at = costs_of(policy, NEED, machine(is_host))
-    for layer in at.layers.layers:
-        if layer.kind in ("attention", "mlp", "block"):
-            unit = at.layers.units[layer.unit]
-            work = layer_work(at, layer, unit, MicroBatchShape.even(6, 10), sweep)
-            numbers = sum(t.numel for t in unit.tensors if len(t.shape) == 2)
-            multiplied = sum(p.rows * p.inner * p.outer for p in work.products)
-            assert multiplied == numbers * (6 if sweep else 60)
+    at = costs_of(policy, NEED, multiplying(is_host))
+    for unit in at.layers.units:
+        numbers = sum(t.numel for t in unit.tensors if len(t.shape) == 2)
+        assert at.products_s(unit.tensors, rows) == pytest.approx(2 * rows * numbers)
 
 
 @pytest.mark.parametrize("is_host", [False, True])
@@ -213,27 +200,3 @@ def test_only_a_card_has_a_thread_that_issues_launches() -> None:
         prefill, decode = (costs.step(1, batch, sweep).issue_s for sweep in (0, 1))
         assert (prefill > decode) is not is_host and decode == 0
         assert (costs.decoding(1, [(batch, 6)], 1).issue_s > 0) is not is_host
-
-
-@pytest.mark.parametrize(
-    ("percent", "eviction", "changes", "in_graphs"),
-    [
-        (RESIDENT, Full(), {}, True),
-        (RESIDENT, H2ONorm(heavy_size=4, recent_size=4), {}, True),
-        (RESIDENT, Tova(heavy_size=4), {}, False),
-        ((99, 1, 100, 0, 100, 0), Full(), {}, False),
-        (KV_ON_HOST, Full(), {}, False),
-        (RESIDENT, Full(), {"overlap": False}, False),
-        (RESIDENT, Full(), {"cpu_cache_compute": True}, False),
-    ],
-)
-def test_decode_steps_that_are_graphs_are_issued_as_one(
-    percent: tuple[int, ...], eviction: Eviction, changes: dict[str, Any], in_graphs: bool
-) -> None:
-    need = workload_of(eviction, 6, {(10, 4)}, BLOCKS)
-    where = machine(False, step_s=1e-3, graph_step_s=1e-4)
-    costs = costs_of(Policy(6, percent=percent, **changes), need, where)
-    batch = need.block((6,))[0]
-    for layer in (1, 2):  # attention and MLP
-        issued = [costs.step(layer, batch, sweep).issue_s for sweep in (0, 1)]
-        assert issued == [1e-3, 1e-4 if in_graphs else 1e-3]

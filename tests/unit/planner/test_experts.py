@@ -13,7 +13,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.workload import Workload
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.planner.lp import MAX_MICRO_BATCH, SearchSpace
+from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.report import SearchResult, balanced_rows, to_text
 from flexgen_h2o.planner.search import disk_reads, evaluate
 from tests.unit.planner.made_up import (
@@ -22,6 +22,7 @@ from tests.unit.planner.made_up import (
     WEIGHTS_ON_DISK,
     costs_of,
     machine,
+    multiplying,
     public,
     shipped,
 )
@@ -143,12 +144,6 @@ def test_few_sequences_are_faster_with_experts_one_by_one(rows: int) -> None:
     assert by_one < by_eight and memory_of(at.spec, policy).expert_group == 1
 
 
-def test_micro_batches_are_larger_where_each_expert_sees_few_rows() -> None:
-    asked = space(public("mistralai/Mixtral-8x7B-v0.1"), 10_000)
-    assert asked.most_micro_batch == 4 * MAX_MICRO_BATCH
-    assert max(gbs for gbs, _ in asked.block_sizes()) == 10_000 // 8
-
-
 @pytest.mark.parametrize("is_host", [True, False])
 @pytest.mark.parametrize("hidden", [(100, 0), (0, 100), (0, 0)])
 def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int], is_host: bool) -> None:
@@ -173,6 +168,17 @@ def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int], is_
         assert seconds == [parts.step(index, batches[0], 1).device_s] * 3
 
 
+def test_experts_multiply_the_tokens_that_choose_them() -> None:
+    need = Workload.full(64, 1, 3, SPEC.num_blocks)
+    at = costs_of(Policy(64), need, multiplying(True), SPEC)
+    index = next(i for i, layer in enumerate(at.layers.layers) if layer.kind == "experts")
+    layer = at.layers.layers[index]
+    numbers = sum(t.numel for t in at.layers.units[layer.unit].tensors if len(t.shape) == 2)
+    chosen = 64 * CONFIG["num_experts_per_tok"] / CONFIG["num_experts"]
+    seconds = at.step(index, need.block((64,))[0], 1).device_s
+    assert seconds == pytest.approx(2 * chosen * numbers, rel=0.01)
+
+
 def test_balanced_sequences_compute_for_as_long_as_weights_load() -> None:
     """With twice as many compute binds, with half of them loading does."""
     at = on_two_cores("allenai/OLMoE-1B-7B-0924", 4096, 64)
@@ -186,8 +192,7 @@ def test_balanced_sequences_compute_for_as_long_as_weights_load() -> None:
 def test_the_tables_say_what_a_token_uses_and_how_many_rows_would_do() -> None:
     at = on_two_cores(QWEN, 16, 64)
     plan = evaluate(at, Policy(16, 1, WEIGHTS_ON_DISK))
-    answer = SearchResult(at, {"name": "full"}, False, plan)
-    lines = to_text(answer, "--percent ...", "run ...", "bench ...")
-    assert "a token uses 8 of 128 experts of a layer, 3.35 of 30.5 billion weights\n" in lines
-    found = re.search(r"have 16 prompts, each .* with ([\d,]+) prompts computing", lines)
+    lines = to_text(SearchResult(at, {"name": "full"}, False, plan), "--percent ...")
+    assert "8 of 128 experts" in lines and "3.35 of 30.5 billion weights" in lines
+    found = re.search(r"with ([\d,]+) prompts", lines)
     assert found is not None and int(found[1].replace(",", "")) > 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pulp
@@ -48,7 +49,8 @@ def corners() -> dict[bool, Corners]:
 
 
 def solved(corners: Corners, budgets: Budgets, overlap: bool = True) -> Candidate:
-    solution = solve(CANDIDATE, corners, NEED.gen_len - 1, overlap, budgets)
+    asked = replace(CANDIDATE, policy=replace(CANDIDATE.policy, overlap=overlap))
+    solution = solve(asked, corners, NEED.gen_len - 1, budgets)
     assert solution is not None
     return solution
 
@@ -93,23 +95,12 @@ def test_a_solution_keeps_every_budget_and_more_memory_is_never_slower(
     assert after.block_s <= before.block_s * (1 + TIE_BREAK * (len(LANES) + 2))
 
 
-@pytest.mark.parametrize("is_host", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_where_everything_fits_everything_is_on_the_device(
-    corners: dict[bool, Corners], is_host: bool, overlap: bool
-) -> None:
-    """No tier is then worth anything more."""
-    solution = solved(corners[is_host], HUGE, overlap)
-    assert solution.shares == pytest.approx((1, 0, 1, 0, 1, 0))
-    assert all(gain == pytest.approx(0, abs=1e-9) for gain in solution.gain_s_per_gib.values())
-
-
 def test_budgets_below_what_must_be_held_have_no_solution(corners: dict[bool, Corners]) -> None:
     least = budgets_between(corners[False], {"device": 0, "host": 0})
     assert solved(corners[False], least).gain_s_per_gib["device"] > 0
     for tier, nbytes in {**least, "disk": 1000}.items():
         tight = {**least, tier: (nbytes or 0) * 9 // 10}
-        assert solve(CANDIDATE, corners[False], 7, True, tight) is None
+        assert solve(CANDIDATE, corners[False], 7, tight) is None
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from flexgen_h2o.planner.lp import (
     SearchSpace,
     fastest_shares,
     find_corners,
-    placements,
 )
 from flexgen_h2o.planner.profile import Curve, nominal_profile
 from flexgen_h2o.planner.search import (
@@ -43,14 +42,12 @@ from tests.unit.planner.made_up import (
     RESIDENT,
     SPEC,
     WEIGHTS_ON_DISK,
-    fitted,
     machine,
     public,
     shipped,
 )
 
 NEED = Workload.full(8, 20, 5, BLOCKS)
-T4_BUDGETS: dict[str, int | None] = {"device": 15 * GIB, "host": 208 * 10**9, "disk": 1500 * 10**9}
 Budgets = dict[str, int | None]
 
 
@@ -78,12 +75,16 @@ def all_on_disk(need: Workload, is_host: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_with_room_for_everything_everything_is_resident(is_host: bool, rows: int) -> None:
+def test_with_room_for_everything_everything_is_resident(
+    is_host: bool, overlap: bool, rows: int
+) -> None:
     """In one micro-batch. No tier is worth more."""
-    space = space_of(nominal(is_host), need=replace(NEED, rows=rows))
+    base = Policy(overlap=overlap)
+    space = space_of(nominal(is_host), need=replace(NEED, rows=rows), base=base)
     found = search(space)
-    assert found.policy == Policy(rows, 1, RESIDENT)
+    assert found.policy == Policy(rows, 1, RESIDENT, overlap=overlap)
     assert sensitivity(space, found.policy) == pytest.approx(dict.fromkeys(TIERS, 0.0), abs=1e-9)
 
 
@@ -214,25 +215,6 @@ def test_a_bound_is_below_what_the_best_placement_takes() -> None:
     assert found is not None and found.bound_s <= evaluate(space, policy).seconds
 
 
-@pytest.mark.slow
-def test_more_memory_is_not_slower() -> None:
-    """OLMoE on two cores: with 16 GB many micro-batches look best to the program, and wait."""
-    spec = public("allenai/OLMoE-1B-7B-0924")
-    need = Workload.full(10_000, 512, 128, spec.num_blocks)
-    less, more = (
-        search(
-            space_of(
-                shipped("build-2core"),
-                {"device": 0, "host": int(0.9 * ram * 10**9), "disk": 450 * 10**9},
-                need,
-                spec,
-            )
-        ).seconds
-        for ram in (8, 16)
-    )
-    assert more < less
-
-
 # ---- what fits
 
 small_needs = st.builds(
@@ -291,18 +273,6 @@ def test_no_placement_needs_less_than_a_refusal_says(
         assert excess <= sum(space.overflow(tried, SEQUENTIAL).values()) + 4096
 
 
-@settings(max_examples=8)
-@given(small_needs, st.booleans(), st.lists(st.floats(0, 0.5), min_size=6, max_size=6), rooms)
-def test_rounding_breaks_no_budget(
-    need: Workload, is_host: bool, shares: list[float], room: dict[str, tuple[float, int]]
-) -> None:
-    policy = fitted(Policy(4, 3), need)
-    space = space_of(nominal(is_host), budgets_of(need, is_host, room), need)
-    for placed in placements(space, policy, shares):
-        assert evaluate(space, placed).policy == placed
-        assert replace(placed, percent=NOTHING) == replace(policy, percent=NOTHING)
-
-
 def test_a_long_workload_is_cut_into_blocks_of_bounded_size() -> None:
     need = Workload.full(3 * MAX_ROWS, 2, 2, BLOCKS)
     found = search(space_of(nominal(True), HUGE, need))
@@ -311,17 +281,6 @@ def test_a_long_workload_is_cut_into_blocks_of_bounded_size() -> None:
 
 
 # ---- real models on a real machine
-
-
-def test_a_model_on_the_card_is_not_run_row_by_row() -> None:
-    """FlexGen's cost model has no fixed costs, and so its planner chose batches of one."""
-    spec = public("facebook/opt-6.7b")
-    need = Workload.full(64, 512, 32, spec.num_blocks)
-    space = space_of(shipped("t4"), {**T4_BUDGETS, "device": 40 * GIB}, need, spec)
-    found = search(space)
-    assert found.policy.gpu_batch_size >= 4 and found.policy.percent[0] >= 80
-    one = evaluate(space, replace(found.policy, gpu_batch_size=1, num_gpu_batches=1))
-    assert found.seconds < one.seconds / 2
 
 
 def test_nothing_that_is_tried_by_hand_is_faster() -> None:
@@ -341,8 +300,7 @@ def test_what_all_tiers_together_cannot_hold_is_not_tried() -> None:
     budgets: Budgets = {"device": 16 * GIB, "host": 32 * GIB, "disk": 50 * GIB}
     space = space_of(shipped("t4"), budgets, need, spec)
     sizes = [candidate.policy.block_size for candidate in candidates(space)]
-    assert sizes and max(sizes) * spec.kv_bytes_per_token(2) * 2047 < 98 * GIB
-    assert search(space).policy.block_size > 10
+    assert max(sizes) > 10 and max(sizes) * spec.kv_bytes_per_token(2) * 2047 < 98 * GIB
 
 
 @pytest.mark.parametrize("is_host", [True, False])

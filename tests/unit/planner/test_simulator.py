@@ -33,7 +33,6 @@ from tests.unit.planner.made_up import (
     FIXED,
     RATES,
     RESIDENT,
-    SPEC,
     WEIGHTS_ON_DISK,
     cases,
     costs_of,
@@ -101,19 +100,10 @@ def predicted(
     policy: Policy, need: Workload, where: Machine, plan: MemoryPlan | None = None
 ) -> Prediction:
     plan = plan or plan_of(policy, need, where.device_is_host)
-    return predict(SPEC, policy, need, where, plan, even_blocks(policy, need))
+    return predict(costs_of(policy, need, where), plan, even_blocks(policy, need))
 
 
 # ---- by hand
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_with_everything_resident_a_run_is_the_sum_of_its_compute(overlap: bool) -> None:
-    where = machine(True, step_s=1e-3, row_s=1e-5)
-    costs, block, found, spans = walk(Policy(8, 3, overlap=overlap), where)
-    assert lasting(found) == pytest.approx([sum(totals(costs, block, n)) for n in range(SWEEPS)])
-    assert set(spans) == {"compute"}
-    assert found.busy_at_ends[-1]["device_compute"] == pytest.approx(found.ends[-1])
 
 
 @pytest.mark.parametrize("disk_read", [1e7, 2e8, 1e10])
@@ -133,14 +123,6 @@ def test_reading_weights_hides_behind_compute_only_with_overlap(
             assert seconds == pytest.approx(loads_s(costs) + compute)
 
 
-def test_micro_batches_share_each_weight_load() -> None:
-    """Four read no more than one, and take as long if the disk binds."""
-    slow = machine(True, disk_read_bytes_per_s=1e6)
-    one, four = (walk(Policy(6, k, WEIGHTS_ON_DISK), slow)[2] for k in (1, 4))
-    assert one.busy_at_ends[-1]["disk_read"] == four.busy_at_ends[-1]["disk_read"]
-    assert four.ends[-1] == pytest.approx(one.ends[-1], rel=0.01)
-
-
 @pytest.mark.parametrize("step_s", [1e-9, 1.0])
 def test_issuing_hides_behind_what_is_queued_on_a_device(step_s: float) -> None:
     """Or compute hides behind issuing. The host waits for the tokens of each sweep."""
@@ -148,14 +130,6 @@ def test_issuing_hides_behind_what_is_queued_on_a_device(step_s: float) -> None:
     for sweep, seconds in enumerate(lasting(found)):
         device, _, issue = totals(costs, block, sweep)
         assert seconds == pytest.approx(max(device, issue), rel=1e-3)
-
-
-def test_attention_on_the_host_is_waited_for() -> None:
-    policy = Policy(8, 1, (100, 0, 0, 100, 100, 0), cpu_cache_compute=True)
-    costs, block, found, _ = walk(policy, machine(False))
-    for sweep, seconds in enumerate(lasting(found)):
-        device, host, _ = totals(costs, block, sweep)
-        assert host > 0 and seconds == pytest.approx(device + host)
 
 
 def test_a_kv_unit_is_loaded_after_it_was_stored() -> None:
@@ -184,6 +158,8 @@ def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(case: Case
     device, host, issue = (sum(column) for column in zip(*sums, strict=True))
     asynchronous = where.profile.device_is_asynchronous
     least = max(device, issue) + host if asynchronous else device + host + issue
+    if not policy.overlap:  # no lane works while a step computes
+        least = device + host + max(found.busy_at_ends[-1][lane] for lane in LANES)
     most = sum(found.busy_at_ends[-1].values()) + (issue if asynchronous else 0)
     assert least * (1 - 1e-9) <= found.ends[-1] <= most * (1 + 1e-9)
     assert list(found.ends) == sorted(found.ends)
@@ -258,8 +234,9 @@ def test_a_deep_model_costs_what_walking_all_of_it_says(
     policy = Policy(4, 3, percent=percent)
     plan = plan_of(policy, need, False, deep)
     blocks = even_blocks(policy, need)
-    part = predict(deep, policy, need, where, plan, blocks)
-    whole = predict(deep, policy, need, where, plan, blocks, lambda *span: None)
+    costs = costs_of(policy, need, where, deep)
+    part = predict(costs, plan, blocks)
+    whole = predict(costs, plan, blocks, lambda *span: None)
     assert part.prefill_s == pytest.approx(whole.prefill_s, rel=within)
     assert part.decode_s == pytest.approx(whole.decode_s, rel=within)
 
