@@ -82,13 +82,14 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
             )
             tensors[rows.key] = found if rows.index is None else found.item(rows.index)
             continue
-        stack = None if rows.stacked is None else find(rows.stacked.names, spec.prefix, stored)
-        if rows.stacked is None or stack is None:
+        place = rows.tensor.stacked if rows.is_values else None
+        stack = None if place is None else find(place.names, spec.prefix, stored)
+        if place is None or stack is None:
             raise _missing(spec, rows, stored, folder)
         used.append(stack)
-        _check(rows, rows.stacked.shape, stack, stored)
-        first = rows.stacked.first
-        tensors[rows.key] = stack.item(rows.stacked.index).rows(first, first + rows.shape[0])
+        _check(rows, place.shape, stack, stored)
+        slice_rows = stack.item(place.index)
+        tensors[rows.key] = slice_rows.rows(place.first, place.first + rows.shape[0])
     if spec.tied and spec.head:
         table = tensors[spec.head[-1].key]
         head = other_head(spec.prefix, stored, table)

@@ -121,6 +121,12 @@ DTYPE_BITS = {
 TO_ENGINE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": WIDE, "U8": "uint8"}
 FROM_ENGINE = {ours: theirs for theirs, ours in TO_ENGINE.items()}
 
+
+def bytes_of_dtype(dtype: str) -> int:
+    """Return the bytes of one element. dtype: as StoredTensor.dtype."""
+    return DTYPE_BITS[FROM_ENGINE.get(dtype, dtype)] // 8
+
+
 # Direct reads fetch whole blocks, so data that starts at one needs no extra block.
 _DATA_ALIGNMENT = 4096
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from flexgen_h2o.checkpoint.formats import check_quantization
+from flexgen_h2o.checkpoint.formats import checkpoint_codec
 from flexgen_h2o.checkpoint.side_files import quantization_beside
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object
@@ -159,7 +159,7 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
             f"{', '.join(sorted(FAMILIES))})"
         )
     try:
-        check_quantization(config.get("quantization_config"))
+        checkpoint_codec(config.get("quantization_config"))
         spec = replace(
             _load(model_type).read_spec(name, config),
             quantization=config.get("quantization_config"),

@@ -17,7 +17,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
-from flexgen_h2o.checkpoint.formats import check_quantization, weight_format
+from flexgen_h2o.checkpoint.formats import checkpoint_codec, weight_format
 from flexgen_h2o.checkpoint.formats.quantised import is_left_out
 from flexgen_h2o.checkpoint.writing import RandomValues
 from flexgen_h2o.core.config import Policy
@@ -64,8 +64,6 @@ def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         (PACKED, GROUP + "input_activations", {"dynamic": False}, ""),
         (PACKED, GROUP + "format", "int-quantized", "'int-quantized'"),
         (PACKED, "ignore", ["re:["], r".*has 're:\['"),
-        (PACKED, "ignore", ["re:(?:[a-z.]+)*!"], ".*may take minutes to match"),
-        (PACKED, "ignore", ["re:.*a.*b.*c.*d.*e.*f.*g"], ".*may take minutes to match"),
         (PACKED, "ignore", [r"re:(a|b)\1"], ".*which refers to a group"),
         (PACKED, WEIGHTS + "num_bits", True, "True is not supported, only 4 or 8"),
         (PACKED, WEIGHTS + "strategy", None, "None"),
@@ -83,26 +81,12 @@ def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 def test_refused(config: dict[str, Any], path: str, value: Any, says: str) -> None:
     key = path.rpartition(".")[2]
     if key != "quant_method":
-        check_quantization(config)
+        checkpoint_codec(config)
     with pytest.raises(UsageError, match=f"quantization_config: .*{key} ?{says}") as error:
-        check_quantization(changed(config, path, value))
+        checkpoint_codec(changed(config, path, value))
     assert "\n" not in str(error.value) and re.search(
         "; give .*checkpoint|no list|no whole|has '", str(error.value)
     )
-
-
-@pytest.mark.timeout(5)
-@pytest.mark.parametrize(("config", "key"), [(FP8, "modules_to_not_convert"), (PACKED, "ignore")])
-def test_too_many_names(config: dict[str, Any], key: str) -> None:
-    for names in (
-        [f"re:m{i}" for i in range(500_000)],
-        [f"re:{i}{'a' * 1900}" for i in range(4000)],
-    ):
-        with pytest.raises(
-            UsageError,
-            match=f"{key} has {len(names)} names of .* at most 4096 of 524288 are matched",
-        ):
-            check_quantization(config | {key: names})
 
 
 PATTERNS = [
