@@ -463,8 +463,8 @@ MUTATIONS = (
     Mutation(
         "checkpoint.last-rows-of-a-tied-head-not-compared",
         "checkpoint/tied.py",
-        "            for at in range(0, tensor.nbytes, step):\n",
-        "            for at in range(0, tensor.nbytes - step, step):\n",
+        "            for first in range(0, table.shape[0], _PIECE_ROWS):\n",
+        "            for first in range(0, table.shape[0] - _PIECE_ROWS, _PIECE_ROWS):\n",
         "tests/unit/checkpoint/test_match.py",
     ),
     Mutation(

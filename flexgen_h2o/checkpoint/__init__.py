@@ -13,7 +13,7 @@ from flexgen_h2o.checkpoint.atomic_folder import states_of
 from flexgen_h2o.checkpoint.bin_import import import_bin
 from flexgen_h2o.checkpoint.matching import match, no_weights
 from flexgen_h2o.checkpoint.packed_store import pack_checkpoint, pack_random
-from flexgen_h2o.checkpoint.resolve import ModelSource, resolve
+from flexgen_h2o.checkpoint.resolve import resolve
 from flexgen_h2o.checkpoint.safetensors import (
     SAFETENSORS,
     Checkpoint,
@@ -27,7 +27,6 @@ from flexgen_h2o.core.model import ModelSpec
 
 __all__ = [
     "Checkpoint",
-    "ModelSource",
     "StoredTensor",
     "import_bin",
     "match",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import difflib
 import importlib
@@ -24,7 +23,6 @@ from typing import Any
 
 from flexgen_h2o.checkpoint import (
     Checkpoint,
-    ModelSource,
     open_checkpoint,
     pack_checkpoint,
     pack_random,
@@ -45,6 +43,7 @@ from flexgen_h2o.checkpoint.resolve import (
     DUMMY,
     PACKAGED,
     NotOnHubError,
+    asks_random,
     find_folder,
     has_weights,
 )
@@ -54,7 +53,7 @@ from flexgen_h2o.checkpoint.tied import has_other_head
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, first_line
-from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
+from flexgen_h2o.core.files import MARK, lock_folder, read_mark
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
@@ -92,15 +91,6 @@ _TOKENIZER_EXTRAS = (
     "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-)
-# Files that transformers also reads.
-_OTHER_TOKENIZER_FILES = (
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "chat_template.json",
-    "processor_config.json",
 )
 # A tokenizer needs about 300 bytes per character, so long texts are measured and cut in pieces.
 PIECE_CHARACTERS = 2**16
@@ -397,28 +387,20 @@ def find_model(
     max_model_len: as for `with_max_len`. Raises UsageError with what is wrong and the remedy.
     """
     with _suggesting(model):
-        source, note = _find_source(model, path, revision, weights, offload_dir)
-    if source.folder is not None:
+        folder, note = _find_folder(model, path, revision, weights, offload_dir)
+    if folder is not None:
         names = ("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, *_TOKENIZER_EXTRAS)
-        files = states_of(source.folder / name for name in names)
+        files = states_of(folder / name for name in names)
         with _quiet():
-            spec, config = _read_shape(source.name, source.folder, max_model_len)
-            generation = read_generation_config(source.folder, spec.vocab_size)
+            spec, config = _read_shape(model, folder, max_model_len)
+            generation = read_generation_config(folder, spec.vocab_size)
             if generation.settings:  # a job that was begun with other settings must not resume
                 config = {**config, "generation_config": generation.settings}
-            tokenizer = _load_tokenizer(source.folder)
+            tokenizer = _load_tokenizer(folder)
             return Model(
-                source.name,
-                spec,
-                config,
-                source.folder,
-                source.random,
-                tokenizer,
-                files,
-                note,
-                generation,
+                model, spec, config, folder, asks_random(path), tokenizer, files, note, generation
             )
-    built_in = built_in_spec(source.name)
+    built_in = built_in_spec(model)
     if built_in is None:
         near = difflib.get_close_matches(model, built_in_names(), n=3)
         raise UsageError(
@@ -431,14 +413,14 @@ def find_model(
     return Model(spec.name, with_max_len(spec, max_model_len), config, None, True, None)
 
 
-def _find_source(
+def _find_folder(
     model: str,
     path: str | None,
     revision: str | None,
     weights: bool,
     offload_dir: str | Path | None,
-) -> tuple[ModelSource, str]:
-    """Return where a model comes from, with a note if that is not where its name says."""
+) -> tuple[Path | None, str]:
+    """Return the folder of a model, as `resolve`, with a note if its name means another source."""
     if model in NAMED and find_folder(model, path) is None:
         return resolve(model, path, made=fetched_folder(NAMED[model], offload_dir)), ""
     try:
@@ -456,7 +438,7 @@ def _find_source(
         f"--model {model}: the hub does not answer; {folder} is used, which was made of "
         f"{same.bits}-bit weights"
     )
-    return ModelSource(model, folder, random=False), note
+    return folder, note
 
 
 def has_safetensors(model: Model) -> bool:
@@ -491,11 +473,11 @@ def find_spec(
     folder = find_folder(model, path)
     if folder is None and (known := built_in_spec(model)) is not None:
         return with_max_len(known[0], max_model_len)
-    if folder is None and path is not None and DUMMY in path:
+    if folder is None and asks_random(path):
         found = find_model(model, path, offload_dir=offload_dir, max_model_len=max_model_len)
         return found.spec  # find_model raised an error that lists the shapes if there is none
     with _suggesting(model):
-        folder = folder or _find_source(model, path, revision, False, offload_dir)[0].folder
+        folder = folder or _find_folder(model, path, revision, False, offload_dir)[0]
     assert folder is not None
     with _quiet():
         return _read_shape(model, folder, max_model_len)[0]
@@ -684,8 +666,6 @@ def _quiet() -> Iterator[None]:
 def _load_tokenizer(folder: Path) -> Any | None:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    for name in ("config.json", *TOKENIZER_FILES, *_TOKENIZER_EXTRAS, *_OTHER_TOKENIZER_FILES):
-        _check_tokenizer_file(folder / name)
     from transformers import AutoTokenizer
 
     try:
@@ -736,23 +716,6 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # the package that would contain it is missing
         return False
-
-
-def _check_tokenizer_file(path: Path) -> None:
-    """Raise UsageError for a file that transformers cannot read or would wait for.
-
-    Such a file is not a regular file, or begins with a byte order mark.
-    """
-    try:
-        with open_regular(path) as file:
-            if path.suffix == ".json" and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
-                raise UsageError(
-                    f"{path}: begins with a byte order mark; save it as UTF-8 without one"
-                )
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
 
 
 def _as_parts(text: str) -> list[dict[str, str]]:

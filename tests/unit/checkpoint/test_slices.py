@@ -1,5 +1,6 @@
-"""Tensors that are slices of one stored tensor, as a block's experts are: found, checked, written,
-packed, streamed."""
+"""Tensors that are slices of one stored tensor, as a block's experts are: checked, written, packed.
+
+tests/parity runs such models (gpt_oss)."""
 
 from __future__ import annotations
 
@@ -20,14 +21,9 @@ from flexgen_h2o.checkpoint import (
     write_random_checkpoint,
     writing,
 )
-from flexgen_h2o.checkpoint.formats import Shard
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
-from flexgen_h2o.kernels.packed import pack_rows
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
-from flexgen_h2o.tiers.stream import NOTHING
-from tests.unit.weight_room import opened, unpacked_layers, values
 
 EXPERTS = ("model.experts.w1", "model.experts.w2", "model.experts.w1_bias")
 
@@ -71,58 +67,12 @@ def stacked(sliced: ModelSpec) -> dict[str, torch.Tensor]:
     return whole
 
 
-def by_key(spec: ModelSpec, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        t.key: whole[t.name] if t.index is None else whole[t.name][t.index] for t in spec.tensors
-    }
-
-
 def test_another_number_of_slices_is_refused(tmp_path: Path, sliced, stacked) -> None:
     stacked["model.layers.1.experts.w1"] = torch.zeros(4, 48, 16)
     save_file(stacked, tmp_path / "model.safetensors")
     says = r"1.experts.w1' has shape \(4, 48, 16\), config.json .* \(3, 48, 16\)"
     with pytest.raises(UsageError, match=says):
         match(sliced, read_index(tmp_path), tmp_path)
-
-
-@pytest.mark.parametrize(("place", "device"), [((0, 0), HostDevice), ((20, 30), StandInDevice)])
-def test_layers_open_their_own_slices(
-    tmp_path: Path, sliced, stacked, place: tuple[int, int], device: type[Device]
-) -> None:
-    save_file(stacked, tmp_path / "model.safetensors")
-    want = by_key(sliced, stacked)
-    with opened(
-        sliced, match(sliced, read_index(tmp_path), tmp_path), place, device(), torch.float32
-    ) as room:
-        stream = room.stream(2, ahead=2)
-        for layer in room.layers.layers * 2:
-            stream.prefetch()
-            w = stream.open(layer.unit, lambda: NOTHING)
-            for t in room.layers.units[layer.unit].tensors:
-                found = torch.cat([part.rows for part in w[t.role]], int(t.transposed))
-                assert torch.equal(found.t() if t.transposed else found, want[t.key]), t.key
-        stream.drain()
-
-
-def test_packed_slices_are_tensors_of_their_own(tmp_path: Path, sliced, stacked) -> None:
-    save_file(stacked, tmp_path / "model.safetensors")
-    form = Groupwise(4, 8)
-    want = by_key(sliced, stacked)
-    source = open_checkpoint(sliced, tmp_path, tmp_path / "none")
-    packed = pack_checkpoint(sliced, source, tmp_path / "cache", form)
-    assert packed.tensors.keys() == want.keys()
-    with opened(sliced, packed, (20, 30), StandInDevice(), torch.float32, form=form) as room:
-        for unit, w in unpacked_layers(room, room.stream(2, ahead=1)):
-            for t in unit.tensors:
-                rows = want[t.key].t() if t.transposed else want[t.key]
-                if rows.dim() == 2:
-                    held = [whole_of(rows.contiguous(), form)]
-                    rows = form.decode_range(form.layout(t), held, 0, torch.empty(t.shape))
-                assert torch.equal(values(w[t.role]), rows), t.key
-
-
-def whole_of(rows: torch.Tensor, form: Groupwise) -> Shard:
-    return Shard("host", 0, len(rows), [pack_rows(rows, form.bits).view(-1)])
 
 
 def test_random_weights_store_slices_together(
