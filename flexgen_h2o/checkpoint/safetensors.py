@@ -85,7 +85,7 @@ class Checkpoint:
         return {t.path: t.state for t in self.tensors.values()}
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointChangedError if one of its files or source files has changed."""
+        """Raise FlexgenError if one of its files or source files has changed."""
         check_unchanged({**self.sources, **self.files})
 
 

@@ -7,11 +7,9 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import logging
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,8 +75,6 @@ from flexgen_h2o.models.named import (
 )
 
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not yet known
-_LOCK_TRIES = 5
-_LOCK_WAIT_S = 0.1
 _SENTENCEPIECE = "tokenizer.model"
 # Settings by which a tokenizer draws one of several ways to cut a text.
 _DRAWN = ("dropout", "alpha", "nbest_size")
@@ -578,11 +574,8 @@ def _in_use(checkpoint: Checkpoint) -> Checkpoint:
     folder = checkpoint.folder
     if read_mark(folder) is not None:
         try:
-            lock = lock_folder(folder, shared=True)
-            for _ in range(_LOCK_TRIES):  # another process may be checking whether it is in use
-                if lock is None:
-                    time.sleep(_LOCK_WAIT_S)
-                    lock = lock_folder(folder, shared=True)
+            # Another process may be checking whether the folder is in use.
+            lock = lock_folder(folder, shared=True, waits=True)
         except OSError:  # the file system has no locks
             return checkpoint
         if lock is None:
@@ -598,7 +591,7 @@ def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, st
 
     They depend on contents only, not on the folder's name. None: the model has none of its own.
     checkpoint: the model's checkpoint, opened before. Raises UsageError if a file cannot be read,
-    and CheckpointChangedError if one has changed since it was opened.
+    and FlexgenError if one has changed since it was opened.
     """
     if model.folder is None:
         return {"weights": None, "tokenizer": None}
@@ -638,12 +631,9 @@ def _quiet() -> Iterator[None]:
     the error says what is wrong with the file.
     """
     collector = BufferingHandler(sys.maxsize)
-    shown = set[str]()
     with _logging_lock, warnings.catch_warnings(record=True) as warned:
-        for name in _LOGGING_LIBRARIES:
-            # This adds the library's own handlers.
-            importlib.import_module(f"{name}.utils.logging").get_logger()
-        loggers = [logging.getLogger(name) for name in _LOGGING_LIBRARIES]
+        modules = [importlib.import_module(f"{name}.utils.logging") for name in _LOGGING_LIBRARIES]
+        loggers = [module.get_logger() for module in modules]
         before = [logger.handlers[:] for logger in loggers]
         for logger in loggers:
             logger.handlers[:] = [collector]
@@ -652,15 +642,9 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, handlers in zip(loggers, before, strict=True):
                 logger.handlers[:] = handlers
-    for record in collector.buffer:
-        record.msg = " ".join(record.getMessage().split())
-        record.args = None
-        if record.msg not in shown:
-            shown.add(record.msg)
-            for handler in logging.getLogger(record.name.partition(".")[0]).handlers:
-                handler.handle(record)
-    for one in warned:
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    logged = [record.getMessage() for record in collector.buffer]
+    for text in (*logged, *(str(one.message) for one in warned)):
+        say_once(" ".join(text.split()))
 
 
 def _load_tokenizer(folder: Path) -> Any | None:

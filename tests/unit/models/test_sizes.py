@@ -16,15 +16,6 @@ from flexgen_h2o.models import spec_from_config
 from tests.parity.cases import BASES, FAMILY_SHAPES
 from tests.parity.reference import stored_tensors
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "ffn_dim": 24,
-    "max_position_embeddings": 20,
-    "num_attention_heads": 4,
-    "word_embed_proj_dim": 16,
-}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "untied": {"tie_word_embeddings": False},
@@ -45,7 +36,7 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 @pytest.mark.parametrize(
     "config",
     [
-        *({"model_type": "opt", **SMALL, **kind} for kind in KINDS.values()),
+        *({**BASES["opt"], **kind} for kind in KINDS.values()),
         *({**BASES[shape["model_type"]], **shape} for shape in FAMILY_SHAPES.values()),
     ],
     ids=[*KINDS, *FAMILY_SHAPES],
