@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.checkpoint.safetensors import BIN, SAFETENSORS, names_in, read_weight_map
+from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, weight_files
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import usable_path
 
@@ -209,10 +209,10 @@ def is_downloaded(model: str, revision: str | None) -> bool:
 
 def has_weights(folder: Path) -> bool:
     """Return whether every file of a checkpoint is there. A download may have stopped halfway."""
-    names = names_in(folder)
-    if names is None or any((folder / single).is_file() for single, _ in (SAFETENSORS, BIN)):
-        return names is not None
-    return all((folder / shard).is_file() for shard in read_weight_map(folder / names[1]).values())
+    try:
+        return bool(weight_files(folder))
+    except UsageError:
+        return False
 
 
 def _downloaded(model: str, revision: str | None, weights: bool) -> Path:

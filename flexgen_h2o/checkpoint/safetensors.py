@@ -198,6 +198,16 @@ def shards(folder: Path, names: Names) -> list[Path]:
     return [_shard_path(index, shard) for shard in sorted(set(read_weight_map(index).values()))]
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files in `folder` from which `open_checkpoint` reads weights.
+
+    The list is empty if there are none. Raises UsageError that names a damaged index or a missing
+    shard.
+    """
+    names = names_in(folder)
+    return shards(folder, names) if names else []
+
+
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor of the safetensors checkpoint in `folder`, by its name in the files.
 
