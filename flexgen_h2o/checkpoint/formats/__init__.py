@@ -68,7 +68,7 @@ class StoredRows:
     # The tensor holds numbers that become float32 as they are read.
     in_float32: bool = False
     # The tensor holds numbers that are converted to the compute dtype, of this many bytes, as they
-    # are read. With neither of both, it is held as it is stored.
+    # are read. 0: they are not; without `in_float32` the tensor is then held as it is stored.
     itemsize: int = 0
     # (mask, base), for random weights: byte i is (any byte & mask[i]) + base[i], where both repeat.
     # The default allows any byte.
@@ -253,8 +253,9 @@ def is_converted(tensor: TensorSpec) -> bool:
 
 
 def packed_rows(tensor: TensorSpec, row_bytes: int) -> tuple[StoredRows, ...]:
-    """Return a matrix in the format that a switch asks for: one stored tensor, as packed_store.py
-    stores it.
+    """Return the stored tensor of a matrix in the format that a switch asks for.
+
+    It is uint8 of (rows, row bytes), as packed_store.py stores it.
     """
     return (StoredRows(tensor, (tensor.shape[0], row_bytes), ("uint8",)),)
 
