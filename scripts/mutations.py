@@ -550,7 +550,7 @@ MUTATIONS = (
         "models/load.py",
         "    if has_other_head(spec, folder):\n",
         "    if False:\n",
-        "tests/parity/test_checkpoints.py",
+        "tests/unit/models/test_families.py",
     ),
     Mutation(
         "models.ends-of-the-generation-config-ignored",

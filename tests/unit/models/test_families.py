@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -19,6 +20,7 @@ from flexgen_h2o.models import (
     spec_from_config,
     spec_from_folder,
 )
+from flexgen_h2o.models.load import find_spec
 from tests.parity.cases import BASES
 
 
@@ -133,6 +135,17 @@ def test_a_folder_saved_by_transformers_gives_the_spec_of_its_config(tmp_path: P
     assert (spec.name, spec.eos_token_ids, spec.bos_token_id) == ("mine", (7,), 5)
     assert spec.num_blocks == 2 and spec.option("activation") == "gelu"
     assert found["activation_function"] == "gelu"
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_head_with_other_numbers_than_the_table_is_used(tmp_path: Path, more: int) -> None:
+    """As in transformers, whatever the config ties."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BASES["opt"]))
+    model.save_pretrained(tmp_path)
+    head = model.get_input_embeddings().weight.detach() + more
+    stored = {**load_file(tmp_path / "model.safetensors"), "lm_head.weight": head}
+    save_file(stored, tmp_path / "model.safetensors")
+    assert find_spec(str(tmp_path), None).tied is not bool(more)
 
 
 @pytest.mark.parametrize("eos", [None, 3, [3, 4], 0])
