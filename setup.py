@@ -67,6 +67,7 @@ setup(
             "assets/opt-tiny/*",
             "serving/static/*",
             "kvcache/eviction/kv_size.json",
+            "models/built_in.json",
         ],
         "flexgen_h2o.policies": ["*/*.json"],
     },

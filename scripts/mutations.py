@@ -463,8 +463,8 @@ MUTATIONS = (
     Mutation(
         "checkpoint.last-rows-of-a-tied-head-not-compared",
         "checkpoint/tied.py",
-        "            for at in range(0, tensor.nbytes, step):\n",
-        "            for at in range(0, tensor.nbytes - step, step):\n",
+        "            for first in range(0, table.shape[0], _PIECE_ROWS):\n",
+        "            for first in range(0, table.shape[0] - _PIECE_ROWS, _PIECE_ROWS):\n",
         "tests/unit/checkpoint/test_match.py",
     ),
     Mutation(
@@ -550,7 +550,7 @@ MUTATIONS = (
         "models/load.py",
         "    if has_other_head(spec, folder):\n",
         "    if False:\n",
-        "tests/parity/test_checkpoints.py",
+        "tests/unit/models/test_families.py",
     ),
     Mutation(
         "models.ends-of-the-generation-config-ignored",

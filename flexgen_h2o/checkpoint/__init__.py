@@ -13,21 +13,20 @@ from flexgen_h2o.checkpoint.atomic_folder import states_of
 from flexgen_h2o.checkpoint.bin_import import import_bin
 from flexgen_h2o.checkpoint.matching import match, no_weights
 from flexgen_h2o.checkpoint.packed_store import pack_checkpoint, pack_random
-from flexgen_h2o.checkpoint.resolve import ModelSource, resolve
+from flexgen_h2o.checkpoint.resolve import resolve
 from flexgen_h2o.checkpoint.safetensors import (
     SAFETENSORS,
     Checkpoint,
     StoredTensor,
     names_in,
     read_index,
-    shards,
+    weight_files,
 )
 from flexgen_h2o.checkpoint.writing import write_random_checkpoint
 from flexgen_h2o.core.model import ModelSpec
 
 __all__ = [
     "Checkpoint",
-    "ModelSource",
     "StoredTensor",
     "import_bin",
     "match",
@@ -56,14 +55,3 @@ def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoin
     sources = states_of(weight_files(folder))
     imported = import_bin(folder, cache_dir)
     return replace(match(spec, read_index(imported), folder), folder=imported, sources=sources)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files in `folder` from which `open_checkpoint` reads weights.
-
-    The list is empty if there are none.
-
-    Raises UsageError that names a damaged index or a missing shard.
-    """
-    names = names_in(folder)
-    return shards(folder, names) if names else []

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import CheckpointChangedError, DoesNotFitError, UsageError
+from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import (
     MARK,
     is_still,
@@ -142,7 +142,7 @@ def states_of(paths: Iterable[Path]) -> States:
 
 
 def check_unchanged(states: States) -> None:
-    """Raise CheckpointChangedError if a file is in another state than in `states`.
+    """Raise FlexgenError if a file is in another state than in `states`.
 
     This needs one `stat` per file. Contents are sampled only after a change of a file's ctime
     alone. If they are the same, the user is told once, and the new ctime is kept in `states`.
@@ -185,8 +185,8 @@ def _check_contents(path: Path, before: FileState) -> None:
     say_once(_METADATA)
 
 
-def _changed(path: Path, what: str) -> CheckpointChangedError:
-    return CheckpointChangedError(
+def _changed(path: Path, what: str) -> FlexgenError:
+    return FlexgenError(
         f"{path}: was {what} after this run had opened it, and what was computed since is not "
         "handed out; "
         "leave the checkpoint alone while it is in use, and start again"

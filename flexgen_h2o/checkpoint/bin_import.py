@@ -6,8 +6,6 @@ used, because code that only looks at folders must not wait for it.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import pickle
 import shutil
 import warnings
@@ -21,7 +19,6 @@ from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
 from flexgen_h2o.checkpoint.resolve import is_model_file
 from flexgen_h2o.checkpoint.safetensors import (
     BIN,
-    SAFETENSORS,
     Entry,
     header,
     shard_name,
@@ -37,18 +34,6 @@ if TYPE_CHECKING:
 _ZIP_MAGIC = b"PK\x03\x04"
 # Files of a tokenizer reach tens of MB. Anything larger is weights of some other format.
 _CARRIED_BYTES = 64 * MIB
-_NOT_CARRIED = {
-    ".bin",
-    ".safetensors",
-    ".h5",
-    ".msgpack",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".onnx",
-    ".ot",
-    ".gguf",
-}
 _TORCH_TO_SAFETENSORS = {
     "float64": "F64",
     "float32": "F32",
@@ -77,8 +62,8 @@ def import_bin(folder: Path, cache_dir: Path) -> Path:
     tokenizer). A source that changes gets a new copy, and the old one stays. Files that do not
     belong to the model do not count. Dtypes and values are kept.
 
-    Memory: files in torch's zip format (torch >= 1.6) are mapped and leave RAM tensor by tensor.
-    Older files cannot be mapped, so a whole shard is in RAM at a time.
+    Memory: files in torch's zip format (torch >= 1.6) are mapped, so the system may drop what was
+    read. Older files cannot be mapped, so a whole shard is in RAM at a time.
 
     Raises UsageError that names the file if it is missing, truncated or more than plain tensors.
     Raises DoesNotFitError if the disk of `cache_dir` is full. In both cases nothing is left behind.
@@ -103,11 +88,9 @@ def _carried_files(folder: Path) -> list[Path]:
     return sorted(
         path
         for path in folder.iterdir()
-        if is_model_file(path.name)
+        if is_model_file(path.name, weights=False)
         and path.is_file()
         and not path.name.startswith(".")
-        and path.suffix not in _NOT_CARRIED
-        and path.name not in (BIN[1], SAFETENSORS[1])
         and path.stat().st_size <= _CARRIED_BYTES
     )
 
@@ -125,8 +108,8 @@ def _convert_shard(path: Path, out: Path, name: str) -> ShardFile:
     Tied tensors (same storage, offset and shape) are written once. Their other names are in the
     metadata.
     """
-    tensors, mapped = load_tensors(path)
-    every = [_entry(path, name, tensor, mapped) for name, tensor in tensors.items()]
+    tensors = load_tensors(path)
+    every = [_entry(path, name, tensor) for name, tensor in tensors.items()]
     kept: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for own, tensor in tensors.items():
@@ -140,13 +123,11 @@ def _convert_shard(path: Path, out: Path, name: str) -> ShardFile:
     return replace(shard, entries=[replace(entry, pieces=tuple) for entry in entries])
 
 
-def _pieces(tensor: torch.Tensor, mapped: bool) -> Iterator[memoryview]:
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     import torch
 
     if tensor.numel():
         yield tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    if mapped:
-        _forget(tensor)
 
 
 def _identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
@@ -160,7 +141,7 @@ def _identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
     return (address, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _entry(path: Path, name: str, tensor: torch.Tensor, mapped: bool) -> Entry:
+def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
     dtype = _TORCH_TO_SAFETENSORS.get(str(tensor.dtype).removeprefix("torch."))
     is_plain = str(tensor.layout) == "torch.strided" and not (
         tensor.is_quantized or tensor.is_nested or tensor.is_meta
@@ -170,7 +151,7 @@ def _entry(path: Path, name: str, tensor: torch.Tensor, mapped: bool) -> Entry:
         raise UsageError(
             f"{path}: tensor {name!r} is {tensor.dtype} ({kind}), which cannot be imported"
         )
-    entry = Entry(name, dtype, tuple(tensor.shape), partial(_pieces, tensor, mapped))
+    entry = Entry(name, dtype, tuple(tensor.shape), partial(_pieces, tensor))
     stored = tensor.untyped_storage().nbytes()
     if entry.nbytes > stored:  # the tensor repeats its bytes: a tiny file could fill the disk
         raise UsageError(
@@ -181,8 +162,8 @@ def _entry(path: Path, name: str, tensor: torch.Tensor, mapped: bool) -> Entry:
     return entry
 
 
-def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return the tensors of a .bin file by name, and whether they are mapped from the file.
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a .bin file by name. They are mapped from the file if that is possible.
 
     Raises UsageError that names the file.
     """
@@ -215,21 +196,4 @@ def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
         raise UsageError(
             f"{path}: it holds no named tensors; give a folder with a model's state_dict"
         )
-    return tensors, mapped
-
-
-def _forget(tensor: torch.Tensor) -> None:
-    """Drop a mapped tensor's pages, which would otherwise count as this process's RAM.
-
-    The file still has them. The tensor must be mapped from a file: any other memory would be
-    zeroed.
-    """
-    storage = tensor.untyped_storage()
-    page = mmap.PAGESIZE
-    begin = -(-storage.data_ptr() // page) * page
-    length = (storage.data_ptr() + storage.nbytes()) // page * page - begin
-    if length > 0:
-        libc = ctypes.CDLL(None)
-        libc.madvise(
-            ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED)
-        )
+    return tensors

@@ -1,7 +1,6 @@
 """Find the tensors of a model's spec in a checkpoint, by every name that transformers accepts.
 
-No weights are read, except the two tables of a tied model that has both in its files. The user is
-told once which tensors are not used.
+No weights are read. The user is told once which tensors are not used.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from flexgen_h2o.checkpoint.safetensors import (
     names_in,
     read_weight_map,
 )
-from flexgen_h2o.checkpoint.tied import other_head
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import open_regular
 from flexgen_h2o.core.model import ModelSpec
@@ -61,8 +59,8 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
     """Return the stored tensors of `spec`, by their keys.
 
     Other tensors in the files are not used, which the user is told once. Raises UsageError that
-    names the folder and a missing tensor, or the file and a tensor with a wrong shape or dtype. It
-    also names a head that differs from the table to which the config ties it.
+    names the folder and a missing tensor, or the file and a tensor with a wrong shape or dtype. A
+    head that is tied is a copy of the table (`tied.has_other_head`).
     """
     tensors: dict[str, StoredTensor] = {}
     used: list[StoredTensor | None] = []
@@ -82,22 +80,15 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
             )
             tensors[rows.key] = found if rows.index is None else found.item(rows.index)
             continue
-        stack = None if rows.stacked is None else find(rows.stacked.names, spec.prefix, stored)
-        if rows.stacked is None or stack is None:
+        place = rows.tensor.stacked if rows.is_values else None
+        stack = None if place is None else find(place.names, spec.prefix, stored)
+        if place is None or stack is None:
             raise _missing(spec, rows, stored, folder)
         used.append(stack)
-        _check(rows, rows.stacked.shape, stack, stored)
-        first = rows.stacked.first
-        tensors[rows.key] = stack.item(rows.stacked.index).rows(first, first + rows.shape[0])
+        _check(rows, place.shape, stack, stored)
+        slice_rows = stack.item(place.index)
+        tensors[rows.key] = slice_rows.rows(place.first, place.first + rows.shape[0])
     if spec.tied and spec.head:
-        table = tensors[spec.head[-1].key]
-        head = other_head(spec.prefix, stored, table)
-        if head is not None:
-            raise UsageError(
-                f"{stored[head].path}: {head!r} differs from {spec.head[-1].name!r}, to which "
-                "config.json ties"
-                " it; set tie_word_embeddings to false in config.json"
-            )
         used += (find((name,), spec.prefix, stored) for name in HEADS)  # copies of the table
     _say_unused(spec, stored, {(one.path, one.offset) for one in used if one is not None}, folder)
     return Checkpoint(folder, tensors)

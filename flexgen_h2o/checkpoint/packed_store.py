@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
 from flexgen_h2o.checkpoint.formats import (
     Codec,
+    Shard,
     StoredRows,
     checkpoint_format,
     warm_up,
@@ -33,7 +34,6 @@ from flexgen_h2o.checkpoint.safetensors import (
 )
 from flexgen_h2o.checkpoint.writing import (
     RandomValues,
-    WeightSource,
     plan_shards,
     record_of,
     write_shards,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 
 RECORD_NAME = "packed_weights.json"
+_PACKED_DTYPE = "U8"
 
 
 def pack_checkpoint(
@@ -68,7 +69,7 @@ def pack_checkpoint(
     read_as = [] if spec.quantization is None else [spec.quantization]
     mark = fingerprint(paths, form.record, [(t.key, t.shape) for t in spec.tensors], *read_as)
     folder = cache_dir / "packed" / f"{label(source.folder.resolve().name)}-{form.name}-{mark}"
-    with closing(_Reader(spec, source)) as reader:
+    with closing(_Reader(source)) as reader:
         packed = _pack(spec, reader, folder, form, progress)
     return replace(packed, sources={**source.sources, **source.files})
 
@@ -91,11 +92,13 @@ def pack_random(
     return _pack(spec, RandomValues(spec, dtype, seed), folder, form, progress)
 
 
-def _pack(
-    spec: ModelSpec, weights: WeightSource, folder: Path, form: Codec, progress: bool
-) -> Checkpoint:
-    tensors = sorted(spec.tensors, key=lambda t: form.layout(t).stored[0].is_values)
-    shards = plan_shards([_entry(t, weights, form) for t in tensors], {"packed": form.name})
+def _pack(spec: ModelSpec, source: Source, folder: Path, form: Codec, progress: bool) -> Checkpoint:
+    stored_form = checkpoint_format(spec)
+    entries = [_entry(tensor, source, stored_form, form) for tensor in spec.tensors]
+    # Matrices come first: they are bytes, and vectors are numbers.
+    shards = plan_shards(
+        sorted(entries, key=lambda one: one.dtype != _PACKED_DTYPE), {"packed": form.name}
+    )
     nbytes = sum(shard.nbytes for shard in shards)
     with building(folder, nbytes, f"{form.name} weights", spec.name) as temp:
         if temp is not None:
@@ -106,18 +109,18 @@ def _pack(
             compile_subprocess(
                 form.encode, torch.zeros(1, GROUP, dtype=torch.float32, device="cpu")
             )
-            if (source := checkpoint_format(spec)).decoded_at == "load":
-                compile_subprocess(warm_up, source, torch.device("cpu"), torch.float32)
+            if stored_form.decoded_at == "load":
+                compile_subprocess(warm_up, stored_form, torch.device("cpu"), torch.float32)
             write_new(
                 temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n"
             )
             title = f"{form.name} weights {spec.name}"
             write_shards(temp, shards, title, progress)
-    return _open(spec, weights, folder, form)
+    return _open(entries, folder, form)
 
 
-def _open(spec: ModelSpec, weights: WeightSource, folder: Path, form: Codec) -> Checkpoint:
-    """Return a complete store after a check against its record and the spec.
+def _open(entries: list[Entry], folder: Path, form: Codec) -> Checkpoint:
+    """Return a complete store after a check against its record and what it should contain.
 
     Somebody may have changed it since it was made.
     """
@@ -133,80 +136,106 @@ def _open(spec: ModelSpec, weights: WeightSource, folder: Path, form: Codec) -> 
             f"{folder}: packed weights are damaged ({reason}); remove this folder"
         ) from error
     tensors: dict[str, StoredTensor] = {}
-    for tensor in spec.tensors:
-        stored = found.get(tensor.key)
-        wanted = _entry(tensor, weights, form)
+    for wanted in entries:
+        stored = found.get(wanted.name)
         if stored is None or (stored.shape, stored.dtype) != (
             wanted.shape,
             TO_ENGINE[wanted.dtype],
         ):
             raise UsageError(
-                f"{folder}: packed weights lack tensor {tensor.key!r}, {wanted.dtype} of shape "
+                f"{folder}: packed weights lack tensor {wanted.name!r}, {wanted.dtype} of shape "
                 f"{wanted.shape};"
                 " remove this folder"
             )
-        tensors[tensor.key] = stored
+        tensors[wanted.name] = stored
     return Checkpoint(folder, tensors)
 
 
-def _entry(tensor: TensorSpec, weights: WeightSource, form: Codec) -> Entry:
-    (stored,) = form.layout(tensor).stored
-    return Entry(
-        tensor.key,
-        FROM_ENGINE[weights.dtype_of(tensor) if stored.is_values else "uint8"],
-        stored.shape,
-        partial(_pieces, tensor, weights, form),
-    )
+def _entry(tensor: TensorSpec, source: Source, stored_form: Codec, form: Codec) -> Entry:
+    (packed,) = form.layout(tensor).stored
+    dtype = _PACKED_DTYPE
+    if packed.is_values:
+        dtype = FROM_ENGINE[source.dtype_of(stored_form.layout(tensor).stored[0])]
+    pieces = partial(_pieces, tensor, source, stored_form, form)
+    return Entry(tensor.key, dtype, packed.shape, pieces)
 
 
-def _pieces(tensor: TensorSpec, weights: WeightSource, form: Codec) -> Iterator[memoryview]:
+def _pieces(
+    tensor: TensorSpec, source: Source, stored_form: Codec, form: Codec
+) -> Iterator[memoryview]:
     """Yield the bytes of one tensor, some rows at a time."""
     import torch
 
     step = max(1, PACK_CHUNK // (tensor.numel // tensor.shape[0]))
-    for first in range(0, tensor.shape[0], step):
-        rows = weights.rows(tensor, first, min(first + step, tensor.shape[0]))
-        if not form.layout(tensor).stored[0].is_values:
+    for rows in decoded_rows(stored_form, tensor, source, step):
+        if form.holds(tensor):
             try:
                 rows = form.encode(rows)
             except ValueError as error:
                 raise UsageError(
-                    f"{weights.describe(tensor)} {error}; leave {form.converted_by} out"
+                    f"{source.name}: tensor {tensor.key!r} {error}; leave {form.converted_by} out"
                 ) from error
         yield rows.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-class _Reader(WeightSource):
-    """The weights of a checkpoint, read past the page cache into one buffer.
+def decoded_rows(
+    form: Codec, tensor: TensorSpec, source: Source, step: int
+) -> Iterator[torch.Tensor]:
+    """Yield the rows of a tensor, `step` at a time, decoded to a float dtype, on the host.
 
-    Each read overwrites the buffer.
+    The next rows may overwrite them. form: the format of the checkpoint. A matrix that is stored by
+    columns is read whole first, because any of its rows are spread over all stored bytes.
     """
+    import torch
 
-    def __init__(self, spec: ModelSpec, source: Checkpoint) -> None:
-        super().__init__(spec)
+    layout = form.layout(tensor)
+
+    def shard(first: int, end: int) -> Shard:
+        pieces = []
+        for stored in layout.stored:
+            raw = source.read(stored, *stored.rows_of(first, end)).clone()
+            pieces.append(stored.held(raw, source.dtype_of(stored)))
+        return Shard("host", first, end, pieces)
+
+    whole = shard(0, layout.cut_shape[0]) if layout.by_columns else None
+    for first in range(0, tensor.shape[0], step):
+        end = min(first + step, tensor.shape[0])
+        if layout.decoded_row_bytes:
+            out = torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu")
+            yield form.decode_range(layout, [whole or shard(first, end)], first, out)
+            continue
+        (stored,) = layout.stored
+        dtype = getattr(torch, source.dtype_of(stored))
+        if whole is None:
+            numbers = source.read(stored, first, end).view(dtype)
+            yield numbers.view(end - first, *tensor.shape[1:])
+        else:
+            numbers = whole.pieces[0].view(dtype).view(layout.cut_shape)
+            yield numbers[:, first:end].t().contiguous()
+
+
+class _Reader:
+    """The weights of a checkpoint, read past the page cache into one buffer."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.name = str(source.folder)
         self._tensors = source.tensors
         self._buffer: torch.Tensor | None = None
         self._files: dict[Path, DirectFile] = {}
 
-    def describe(self, tensor: TensorSpec) -> str:
-        return f"{self._stored(tensor).path}: tensor {tensor.key!r}"
+    def dtype_of(self, stored: StoredRows) -> str:
+        """Return the dtype of a stored tensor."""
+        return self._tensors[stored.key].dtype
 
-    def dtype_of(self, tensor: TensorSpec) -> str:
-        return self._stored(tensor).dtype
+    def read(self, stored: StoredRows, first: int, end: int) -> torch.Tensor:
+        """Return the bytes (uint8) of rows [first, end) of a stored tensor.
 
-    def _stored(self, tensor: TensorSpec) -> StoredTensor:
-        return self._tensors[self._form.layout(tensor).stored[0].key]
-
-    def _bytes_of(
-        self, tensor: TensorSpec, stored: StoredRows, first: int, end: int
-    ) -> tuple[torch.Tensor, str]:
-        source = self._tensors[stored.key].rows(first, end)
-        return self._read(source), source.dtype
-
-    def _read(self, source: StoredTensor) -> torch.Tensor:
+        The next call may overwrite them.
+        """
         from flexgen_h2o.tiers.device import host_buffer
         from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 
+        source = self._tensors[stored.key].rows(first, end)
         start, length = aligned_range(source.offset, source.nbytes)
         if self._buffer is None or len(self._buffer) < length:
             self._buffer = host_buffer(length)
@@ -220,3 +249,7 @@ class _Reader(WeightSource):
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+
+# What gives a model's stored tensors: its name, `dtype_of`, and `read` by rows.
+Source = RandomValues | _Reader

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.checkpoint.safetensors import BIN, SAFETENSORS, names_in, read_weight_map
+from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, weight_files
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import usable_path
 
@@ -18,17 +17,8 @@ CONFIG_NAME = "config.json"
 # Folders of models that come with the package, by name.
 PACKAGED = {"opt-tiny": Path(__file__).resolve().parent.parent / "assets" / "opt-tiny"}
 
-_SMALL_FILES = ["*.json", "*.txt", "*.model", "tokenizer*"]
-_WITH_SAFETENSORS = [*_SMALL_FILES, "*.safetensors"]
-_WITH_BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
-# Subfolders, and Mistral's second copy of its weights, which is not read.
-_NOT_FETCHED = ["*/*", "consolidated*"]
-# Files of a model's folder that the package or transformers' tokenizers read.
-_READ = (
-    "*.safetensors",
-    "*.bin",
-    "*.safetensors.index.json",
-    "*.bin.index.json",
+# Files besides weights that the package or transformers' tokenizers read.
+_SMALL_FILES = [
     "*.model",
     "tokenizer*",
     "vocab.*",
@@ -41,7 +31,11 @@ _READ = (
     "tekken.json",
     "random_weights.json",
     ".flexgen_h2o",
-)
+]
+_SAFETENSORS_FILES = ["*.safetensors", "*.safetensors.index.json"]
+_BIN_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+# Subfolders, and Mistral's second copy of its weights, which is not read.
+_NOT_FETCHED = ["*/*", "consolidated*"]
 _HUB_SECONDS = 5.0
 
 
@@ -49,13 +43,9 @@ class NotOnHubError(UsageError):
     """The model is not in the hub's cache and cannot be fetched from the hub."""
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """The source of a model: a folder, or random weights."""
-
-    name: str
-    folder: Path | None  # None: random weights with the shape of the built-in table
-    random: bool
+def asks_random(path: str | None) -> bool:
+    """Return whether --path asks for random weights."""
+    return path is not None and DUMMY in path
 
 
 def resolve(
@@ -64,31 +54,28 @@ def resolve(
     revision: str | None = None,
     weights: bool = True,
     made: Path | None = None,
-) -> ModelSource:
-    """Return the source of `model` (--model) given `path` (--path).
+) -> Path | None:
+    """Return the folder of `model` (--model) given `path` (--path).
 
-    `model` is a local folder, a packaged name or a hub id. A hub id is looked for as `path`,
-    `path`/org/name and `path`/name, then in the hub's cache, then on the hub. HF_HUB_OFFLINE and
-    HF_HOME count. A `path` with "_DUMMY_" in it asks for random weights, with the config of `model`
-    if that is a folder. revision: a branch, tag or commit. weights=False: fetch only config and
-    tokenizer from the hub. made: the model's folder if neither `model` nor `path` names one. The
-    hub is then not asked.
+    None: random weights are asked for, and no folder has the model. `model` is a local folder, a
+    packaged name or a hub id. A hub id is looked for as `path`, `path`/org/name and `path`/name,
+    then in the hub's cache, then on the hub. HF_HUB_OFFLINE and HF_HOME count. A `path` with
+    "_DUMMY_" in it asks for random weights, with the config of `model` if that is a folder.
+    revision: a branch, tag or commit. weights=False: fetch only config and tokenizer from the hub.
+    made: the model's folder if neither `model` nor `path` names one. The hub is then not asked.
 
     Raises UsageError, with the remedy, if the folder or `path` does not exist or has no
     config.json. Raises NotOnHubError if the model is not cached and cannot be fetched. Raises
     DoesNotFitError if the disk filled up during the download.
     """
-    folder = find_folder(model, path)
-    random = path is not None and DUMMY in path
-    if path is not None and not random and not usable_path(path, "--path").is_dir():
+    folder = find_folder(model, path) or made
+    if asks_random(path):
+        return folder
+    if path is not None and not usable_path(path, "--path").is_dir():
         raise UsageError(
             f"--path {path}: there is no such folder; name the one with checkpoints, or {DUMMY}"
         )
-    if folder is None:
-        folder = made
-    if folder is None and not random:
-        folder = _from_hub(model, revision, weights)
-    return ModelSource(model, folder, random)
+    return folder or _from_hub(model, revision, weights)
 
 
 def find_folder(model: str, path: str | None) -> Path | None:
@@ -101,16 +88,22 @@ def find_folder(model: str, path: str | None) -> Path | None:
             "--model: a name is missing; give a hub id like org/name or a local folder"
         )
     folder = _local(model)
-    if folder is None and path is not None and DUMMY not in path:
+    if folder is None and path is not None and not asks_random(path):
         parent = usable_path(path, "--path")
         folders = (parent, parent / model, parent / model.rpartition("/")[2])
         folder = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
     return folder
 
 
-def is_model_file(name: str) -> bool:
-    """Return whether a file with this name in a model's folder is read with the model."""
-    return any(fnmatchcase(name, pattern) for pattern in _READ)
+def is_model_file(name: str, weights: bool = True) -> bool:
+    """Return whether a file with this name in a model's folder is read with the model.
+
+    weights=False: and is no file of weights, nor an index of such files.
+    """
+    patterns = [*_SMALL_FILES]
+    if weights:
+        patterns += [*_SAFETENSORS_FILES, "*.bin", "*.bin.index.json"]
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _local(model: str) -> Path | None:
@@ -190,7 +183,7 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = _WITH_SAFETENSORS if weights else _SMALL_FILES
+    patterns = [*_SMALL_FILES, *(_SAFETENSORS_FILES if weights else ())]
     try:
         found = snapshot_download(
             model,
@@ -216,10 +209,10 @@ def is_downloaded(model: str, revision: str | None) -> bool:
 
 def has_weights(folder: Path) -> bool:
     """Return whether every file of a checkpoint is there. A download may have stopped halfway."""
-    names = names_in(folder)
-    if names is None or any((folder / single).is_file() for single, _ in (SAFETENSORS, BIN)):
-        return names is not None
-    return all((folder / shard).is_file() for shard in read_weight_map(folder / names[1]).values())
+    try:
+        return bool(weight_files(folder))
+    except UsageError:
+        return False
 
 
 def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
@@ -230,7 +223,9 @@ def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
     info: Any = HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS)
     files = {sibling.rfilename for sibling in info.siblings or ()}
     has_safe = not files.isdisjoint(SAFETENSORS)
-    patterns = (_WITH_SAFETENSORS if has_safe else _WITH_BIN) if weights else _SMALL_FILES
+    patterns = [*_SMALL_FILES]
+    if weights:
+        patterns += _SAFETENSORS_FILES if has_safe else _BIN_FILES
     found = snapshot_download(
         model,
         revision=revision,

@@ -85,7 +85,7 @@ class Checkpoint:
         return {t.path: t.state for t in self.tensors.values()}
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointChangedError if one of its files or source files has changed."""
+        """Raise FlexgenError if one of its files or source files has changed."""
         check_unchanged({**self.sources, **self.files})
 
 
@@ -120,6 +120,12 @@ DTYPE_BITS = {
 }
 TO_ENGINE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": WIDE, "U8": "uint8"}
 FROM_ENGINE = {ours: theirs for theirs, ours in TO_ENGINE.items()}
+
+
+def bytes_of_dtype(dtype: str) -> int:
+    """Return the bytes of one element. dtype: as StoredTensor.dtype."""
+    return DTYPE_BITS[FROM_ENGINE.get(dtype, dtype)] // 8
+
 
 # Direct reads fetch whole blocks, so data that starts at one needs no extra block.
 _DATA_ALIGNMENT = 4096
@@ -190,6 +196,16 @@ def shards(folder: Path, names: Names) -> list[Path]:
             f"{folder}: there is no {single.name} and no {index.name}; give a folder that has one"
         )
     return [_shard_path(index, shard) for shard in sorted(set(read_weight_map(index).values()))]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files in `folder` from which `open_checkpoint` reads weights.
+
+    The list is empty if there are none. Raises UsageError that names a damaged index or a missing
+    shard.
+    """
+    names = names_in(folder)
+    return shards(folder, names) if names else []
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:

@@ -14,7 +14,6 @@ import math
 import mmap
 import os
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.formats import Shard, StoredRows, TensorLayout, checkpoint_format
+from flexgen_h2o.checkpoint.formats import StoredRows, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import (
     FROM_ENGINE,
     SAFETENSORS,
     Entry,
+    bytes_of_dtype,
     header,
     shard_name,
 )
@@ -254,73 +254,7 @@ def write_random_checkpoint(
     return folder
 
 
-class WeightSource(ABC):
-    """Weights that are decoded some rows at a time: those of a checkpoint, or random ones.
-
-    A matrix that is stored by columns is brought to memory once, whole, and kept until another one
-    is asked for. Any of its rows are spread over all stored bytes.
-    """
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._form = checkpoint_format(spec)
-        # Key and contents of the last matrix that is stored by columns.
-        self._whole: tuple[str, Shard] | None = None
-
-    @abstractmethod
-    def describe(self, tensor: TensorSpec) -> str:
-        """Return a text for errors that names the tensor and its source."""
-
-    @abstractmethod
-    def dtype_of(self, tensor: TensorSpec) -> str:
-        """Return the dtype of a tensor that is stored as numbers."""
-
-    @abstractmethod
-    def _bytes_of(
-        self, tensor: TensorSpec, stored: StoredRows, first: int, end: int
-    ) -> tuple[torch.Tensor, str]:
-        """Return the bytes (uint8) of rows [first, end) of a stored tensor, and their dtype.
-
-        The next call may overwrite them.
-        """
-
-    def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
-        """Return rows [first, end) of a tensor, decoded to a float dtype, on the host.
-
-        The next call may overwrite them.
-        """
-        import torch
-
-        layout = self._form.layout(tensor)
-        if not layout.decoded_row_bytes:
-            dtype = getattr(torch, self.dtype_of(tensor))
-            if not layout.by_columns:
-                raw, _ = self._bytes_of(tensor, layout.stored[0], first, end)
-                return raw.view(dtype).view(end - first, *tensor.shape[1:])
-            numbers = self._whole_of(tensor, layout).pieces[0].view(dtype).view(layout.cut_shape)
-            return numbers[:, first:end].t().contiguous()
-        shard = (
-            self._whole_of(tensor, layout)
-            if layout.by_columns
-            else self._shard(tensor, layout, first, end)
-        )
-        out = torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu")
-        return self._form.decode_range(layout, [shard], first, out)
-
-    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Shard:
-        if self._whole is None or self._whole[0] != tensor.key:
-            self._whole = None
-            self._whole = tensor.key, self._shard(tensor, layout, 0, layout.cut_shape[0])
-        return self._whole[1]
-
-    def _shard(self, tensor: TensorSpec, layout: TensorLayout, first: int, end: int) -> Shard:
-        pieces = []
-        for stored in layout.stored:
-            raw, dtype = self._bytes_of(tensor, stored, *stored.rows_of(first, end))
-            pieces.append(stored.held(raw.clone(), dtype))
-        return Shard("host", first, end, pieces)
-
-
-class RandomValues(WeightSource):
+class RandomValues:
     """The random weights of a seed, in the format of the model's checkpoints.
 
     Every tensor takes its values from one table of numbers, or from one of bytes. This uses less
@@ -328,7 +262,7 @@ class RandomValues(WeightSource):
     """
 
     def __init__(self, spec: ModelSpec, dtype: str, seed: int) -> None:
-        super().__init__(spec)
+        self.name = f"random weights of {spec.name}"
         self._spec = spec
         self._dtype = dtype
         self._seed = seed
@@ -345,70 +279,55 @@ class RandomValues(WeightSource):
 
     @cached_property
     def _bytes(self) -> torch.Tensor:
-        import torch
-
-        generator = torch.Generator().manual_seed(self._seed)
-        return torch.randint(
-            0, 256, (TABLE_VALUES,), dtype=torch.uint8, generator=generator, device="cpu"
-        )
+        return _uniform_bytes(TABLE_VALUES, self._seed)
 
     def stored(self) -> list[Entry]:
         """Return what a checkpoint of the model stores.
 
         Slices of one stored tensor are together.
         """
-        slices: dict[str, list[tuple[TensorSpec, StoredRows]]] = {}
+        form = checkpoint_format(self._spec)
+        slices: dict[str, list[StoredRows]] = {}
         for tensor in self._spec.tensors:
-            for rows in self._form.layout(tensor).stored:
-                slices.setdefault(rows.name, []).append((tensor, rows))
+            for rows in form.layout(tensor).stored:
+                slices.setdefault(rows.name, []).append(rows)
         found = []
         for name, parts in slices.items():
-            parts.sort(key=lambda part: part[1].index or 0)
-            rows = parts[0][1]
+            parts.sort(key=lambda rows: rows.index or 0)
+            rows = parts[0]
+            dtype = self.dtype_of(rows)
             shape = rows.shape if rows.index is None else (len(parts), *rows.shape)
-            found.append(Entry(name, self._stored_dtype(rows), shape, partial(self._pieces, parts)))
+            pieces = partial(self._pieces, parts)
+            found.append(Entry(name, FROM_ENGINE.get(dtype, dtype), shape, pieces))
         return found
 
-    def _stored_dtype(self, rows: StoredRows) -> str:
-        dtype = self._dtype if rows.is_values else rows.dtypes[0]
-        return FROM_ENGINE.get(dtype, dtype)
+    def dtype_of(self, rows: StoredRows) -> str:
+        """Return the dtype of a stored tensor."""
+        return self._dtype if rows.is_values else rows.dtypes[0]
 
-    def describe(self, tensor: TensorSpec) -> str:
-        return f"random weights: tensor {tensor.key!r}"
+    def read(self, rows: StoredRows, first: int, end: int) -> torch.Tensor:
+        """Return the bytes (uint8) of rows [first, end) of a stored tensor."""
+        import torch
 
-    def dtype_of(self, tensor: TensorSpec) -> str:
-        return self._dtype
+        return torch.cat(list(self._of_rows(rows, first, end))).view(torch.uint8)
 
-    def _pieces(self, slices: Iterable[tuple[TensorSpec, StoredRows]]) -> Iterator[memoryview]:
+    def _pieces(self, slices: Iterable[StoredRows]) -> Iterator[memoryview]:
         """Yield the bytes of slices one after the other. Those of matrices are views of a table."""
         import torch
 
-        for tensor, rows in slices:
-            for values in self._of_rows(tensor, rows, 0, rows.shape[0]):
+        for rows in slices:
+            for values in self._of_rows(rows, 0, rows.shape[0]):
                 yield values.contiguous().view(torch.uint8).numpy().data
 
-    def _bytes_of(
-        self, tensor: TensorSpec, stored: StoredRows, first: int, end: int
-    ) -> tuple[torch.Tensor, str]:
-        import torch
-
-        rows = torch.cat(list(self._of_rows(tensor, stored, first, end)))
-        return rows.view(torch.uint8), stored.dtypes[0]
-
-    def _of_rows(
-        self, tensor: TensorSpec, rows: StoredRows, first: int, end: int
-    ) -> Iterator[torch.Tensor]:
+    def _of_rows(self, rows: StoredRows, first: int, end: int) -> Iterator[torch.Tensor]:
         """Yield rows [first, end) of a stored tensor, in pieces of numbers or bytes."""
         digest = hashlib.blake2b(f"{self._seed}:{rows.name}".encode(), digest_size=8).digest()
         table = self._table if rows.is_values else self._bytes
-        size = (
-            math.prod(rows.shape)
-            if rows.is_values
-            else Entry("", self._stored_dtype(rows), rows.shape).nbytes
-        )
-        row = size // rows.shape[0]
-        begin_of_slice = size * (rows.index or 0)
-        offset = (int.from_bytes(digest, "little") + begin_of_slice + first * row) % TABLE_VALUES
+        row = math.prod(rows.shape[1:])
+        if not rows.is_values:
+            row *= bytes_of_dtype(rows.dtypes[0])
+        begin = row * (rows.shape[0] * (rows.index or 0) + first)
+        offset = (int.from_bytes(digest, "little") + begin) % TABLE_VALUES
         left = (end - first) * row
         done = first * row
         while left:
@@ -416,10 +335,17 @@ class RandomValues(WeightSource):
             if not rows.is_values:
                 yield _masked(values, done, *rows.random)
             else:
-                yield values if len(tensor.shape) != 1 else _vector(tensor, values)
-            left = left - values.numel()
-            done = done + values.numel()
+                yield values if len(rows.shape) != 1 else _vector(rows.tensor, values)
+            left -= values.numel()
+            done += values.numel()
             offset = 0
+
+
+def _uniform_bytes(count: int, seed: int) -> torch.Tensor:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator, device="cpu")
 
 
 def any_bytes(rows: StoredRows) -> torch.Tensor:
@@ -427,13 +353,8 @@ def any_bytes(rows: StoredRows) -> torch.Tensor:
 
     The tensor holds bytes, or numbers that become float32.
     """
-    import torch
-
-    dtype = FROM_ENGINE.get(rows.dtypes[0], rows.dtypes[0])
-    nbytes = Entry(rows.name, dtype, rows.shape).nbytes
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
-    return _masked(values, 0, *rows.random)
+    nbytes = math.prod(rows.shape) * bytes_of_dtype(rows.dtypes[0])
+    return _masked(_uniform_bytes(nbytes, 0), 0, *rows.random)
 
 
 def _masked(values: torch.Tensor, begin: int, mask: bytes, base: bytes) -> torch.Tensor:

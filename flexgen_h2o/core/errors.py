@@ -37,13 +37,6 @@ class DoesNotFitError(FlexgenError):
     exit_code = EXIT_DOES_NOT_FIT
 
 
-class CheckpointChangedError(FlexgenError):
-    """A file of the checkpoint was written to, replaced or removed while it was in use.
-
-    The message names it.
-    """
-
-
 class TransferError(FlexgenError):
     """Moving bytes failed during the run (a disk error, a truncated file, a worker that raised)."""
 

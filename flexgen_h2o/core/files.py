@@ -376,12 +376,9 @@ def try_lock(fd: int, shared: bool = False) -> bool:
     return True
 
 
-def wait_for_lock(fd: int) -> None:
-    """Lock an open file or folder, and wait for whoever holds the lock.
-
-    Raises OSError like `try_lock`.
-    """
-    fcntl.flock(fd, fcntl.LOCK_EX)
+def wait_for_lock(fd: int, shared: bool = False) -> None:
+    """Lock an open file or folder like `try_lock`, and wait for whoever holds the lock."""
+    fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
 
 
 def is_still(path: Path, fd: int) -> bool:
@@ -395,15 +392,17 @@ def is_still(path: Path, fd: int) -> bool:
         return False
 
 
-def lock_folder(folder: Path, shared: bool = False) -> int | None:
+def lock_folder(folder: Path, shared: bool = False, waits: bool = False) -> int | None:
     """Return a descriptor that holds the lock of a marked folder until it is closed.
 
-    None: another process holds the lock. The lock is on the mark; the folder's own lock belongs to
-    processes that make folders in it. Raises OSError if there is no mark or the file system has no
-    locks.
+    None: another process holds the lock, or has removed the folder. waits: wait for whoever holds
+    it. The lock is on the mark; the folder's own lock belongs to processes that make folders in it.
+    Raises OSError if there is no mark or the file system has no locks.
     """
     fd = os.open(folder / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        if waits:
+            wait_for_lock(fd, shared)
         if try_lock(fd, shared) and is_still(folder / MARK, fd):
             return fd
     except BaseException:

@@ -151,15 +151,6 @@ def window_of(window: int, slots: int) -> int:
     return min(window, slots // 2) // COLUMN_STEP * COLUMN_STEP
 
 
-def whole_bytes(columns: int, width: int, itemsize: int) -> int:
-    """Return the bytes beside the packed slots of one sequence and kv-head.
-
-    These are whole KV entries with the numbers of their slots, and the centre and range of each
-    channel of the keys in bf16.
-    """
-    return columns * (2 * width * itemsize + WORD) + 4 * width
-
-
 @dataclass(frozen=True)
 class KVSizes:
     """The bytes of a sequence's keys and values in one layer and kv-head."""
@@ -186,10 +177,15 @@ class KVSizes:
         return sum(self.slot_bytes)
 
     def beside(self, slots: int) -> int:
-        """Return the bytes beside this many slots if they are packed; otherwise 0."""
+        """Return the bytes beside this many slots if they are packed; otherwise 0.
+
+        These are whole KV entries with the numbers of their slots, and the centre and range of each
+        channel of the keys in bf16.
+        """
         if self.packing is None:
             return 0
-        return whole_bytes(window_of(self.window, slots), self.width, self.itemsize)
+        columns = window_of(self.window, slots)
+        return columns * (2 * self.width * self.itemsize + WORD) + 4 * self.width
 
     def nbytes(self, slots: int) -> int:
         """Return the bytes of slots and of what is beside them.

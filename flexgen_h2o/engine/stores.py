@@ -174,7 +174,7 @@ class WeightStore:
         return self._is_host and not self.decodes and is_multiplied
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointChangedError if a file that sweeps read from has changed.
+        """Raise FlexgenError if a file that sweeps read from has changed.
 
         The file must be as it was when the checkpoint was opened. Resident rows were checked once
         after loading (Engine). Later changes of their files do not reach them.

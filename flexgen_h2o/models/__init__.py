@@ -7,17 +7,18 @@ share one.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from flexgen_h2o.checkpoint.formats import check_quantization
+from flexgen_h2o.checkpoint.formats import checkpoint_codec
 from flexgen_h2o.checkpoint.side_files import quantization_beside
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object
@@ -42,6 +43,7 @@ FAMILIES = {
 # Far beyond any model: a damaged config must not lead to sizes that no float can represent.
 MAX_POSITIONS = 2**30
 MAX_QUOTED = 300  # characters of a message of transformers that are quoted
+_BUILT_IN = Path(__file__).with_name("built_in.json")
 GENERATION_CONFIG = "generation_config.json"
 # Fields of classifiers. transformers would make a table of as many entries as the config says.
 _LABELS = ("num_labels", "id2label", "label2id")
@@ -106,8 +108,6 @@ class Family(Protocol):
     (rows, n) of n rows of its table for some positions, x (rows, hidden), which it does not change.
     """
 
-    BUILT_IN: dict[str, dict[str, Any]]  # public configs by model id, with their model_type
-
     def read_spec(self, name: str, config: Mapping[str, Any]) -> ModelSpec: ...
 
     def embed(
@@ -159,7 +159,7 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
             f"{', '.join(sorted(FAMILIES))})"
         )
     try:
-        check_quantization(config.get("quantization_config"))
+        checkpoint_codec(config.get("quantization_config"))
         spec = replace(
             _load(model_type).read_spec(name, config),
             quantization=config.get("quantization_config"),
@@ -231,7 +231,7 @@ def built_in_spec(name: str) -> tuple[ModelSpec, dict[str, Any]] | None:
 
     The id may be given without the organisation.
     """
-    for known, raw in _built_in().items():
+    for known, raw in _built_in_configs().items():
         if name.lower() in (known.lower(), known.lower().split("/")[-1]):
             config = _with_defaults(raw, known)
             return spec_from_config(known, config, known), config
@@ -239,13 +239,13 @@ def built_in_spec(name: str) -> tuple[ModelSpec, dict[str, Any]] | None:
 
 
 def built_in_names() -> list[str]:
-    return list(_built_in())
+    return list(_built_in_configs())
 
 
-def _built_in() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for family in FAMILIES:
-        found |= _load(family).BUILT_IN
+@cache
+def _built_in_configs() -> dict[str, dict[str, Any]]:
+    """Return the configs of public models by hub id. Defaults of transformers are left out."""
+    found: dict[str, dict[str, Any]] = json.loads(_BUILT_IN.read_bytes())
     return found
 
 

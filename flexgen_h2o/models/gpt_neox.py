@@ -32,42 +32,6 @@ from flexgen_h2o.models.layers import (
 )
 
 
-def _shape(hidden: int, blocks: int, heads: int, vocab: int, **other: Any) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_neox",
-        "hidden_size": hidden,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "vocab_size": vocab,
-        "max_position_embeddings": 2048,
-        "rotary_pct": 0.25,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        **other,
-    }
-
-
-# Vocabularies are padded as for training, by the number of devices over which the matrices were
-# split.
-_PYTHIA = {
-    "70m": _shape(512, 6, 8, 50304),
-    "160m": _shape(768, 12, 12, 50304),
-    "410m": _shape(1024, 24, 16, 50304),
-    "1b": _shape(2048, 16, 8, 50304),
-    "1.4b": _shape(2048, 24, 16, 50304),
-    "2.8b": _shape(2560, 32, 32, 50304),
-    "6.9b": _shape(4096, 32, 32, 50432),
-    "12b": _shape(5120, 36, 40, 50688),
-}
-
-BUILT_IN: dict[str, dict[str, Any]] = {
-    "EleutherAI/gpt-neox-20b": _shape(6144, 44, 64, 50432, hidden_act="gelu_fast"),
-    **{f"EleutherAI/pythia-{size}": shape for size, shape in _PYTHIA.items()},
-    **{f"EleutherAI/pythia-{size}-deduped": shape for size, shape in _PYTHIA.items()},
-}
-
-
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """Return the ModelSpec of a GPT-NeoX config.
 

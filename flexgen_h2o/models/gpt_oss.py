@@ -24,53 +24,13 @@ from flexgen_h2o.models.llama import (
     embed,
     head,
     mlp,
-    norm_tensor,
+    mlp_norm_tensor,
     normed,
     read_decoder,
 )
 from flexgen_h2o.models.moe import read_counts
 
-__all__ = ["BUILT_IN", "attention", "embed", "experts", "head", "mlp", "read_spec", "route"]
-
-_MXFP4: dict[str, Any] = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
-_GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_experts_per_tok": 4,
-    "vocab_size": 201088,
-    "sliding_window": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "swiglu_limit": 7.0,
-    "rope_theta": 150000,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-    "eos_token_id": 200002,
-    "pad_token_id": 199999,
-    "quantization_config": _MXFP4,
-}
-BUILT_IN: dict[str, dict[str, Any]] = {
-    "openai/gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
-    "openai/gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
-}
+__all__ = ["attention", "embed", "experts", "head", "mlp", "read_spec", "route"]
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
@@ -90,10 +50,8 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
             "router", f"model.layers.{i}.mlp.router", count, hidden, bias=True, exact=True
         )
         sinks = TensorSpec("sinks", f"model.layers.{i}.self_attn.sinks", (heads,))
-        return (*attention_tensors(i, found, bias, bias), sinks, norm_of(i), *router)
-
-    def norm_of(i: int) -> TensorSpec:
-        return norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)
+        norm = mlp_norm_tensor(i, hidden)
+        return (*attention_tensors(i, found, bias, bias), sinks, norm, *router)
 
     def expert_of(i: int, expert: int) -> tuple[TensorSpec, ...]:
         tensors = []
@@ -111,7 +69,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         per_token,
         ffn,
         tuple(tuple(expert_of(i, e) for e in range(count)) for i in blocks),
-        tuple((norm_of(i),) for i in blocks),
+        tuple((mlp_norm_tensor(i, hidden),) for i in blocks),
     )
     gate = {
         "alpha": read_positive(config, "swiglu_alpha"),

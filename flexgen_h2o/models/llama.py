@@ -41,108 +41,6 @@ from flexgen_h2o.models.layers import (
 )
 
 
-def _shape(
-    hidden: int, blocks: int, heads: int, kv_heads: int, ffn: int, **other: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "rms_norm_eps": 1e-5,
-        **other,
-    }
-
-
-_LLAMA_2: dict[str, Any] = {
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-}
-_LLAMA_3: dict[str, Any] = {
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-_LLAMA_3_1: dict[str, Any] = {
-    **_LLAMA_3,
-    "max_position_embeddings": 131072,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-_LLAMA_3_2: dict[str, Any] = {
-    **_LLAMA_3_1,
-    "rope_scaling": {**_LLAMA_3_1["rope_scaling"], "factor": 32.0},
-    "tie_word_embeddings": True,
-}
-_MISTRAL: dict[str, Any] = {
-    "model_type": "mistral",
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-}
-_QWEN_3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-_TIED: dict[str, Any] = {**_QWEN_3, "tie_word_embeddings": True}
-
-# Mistral 7B has the sizes of LLaMA 3 8B.
-_8B = (4096, 32, 32, 8, 14336)
-_70B = (8192, 80, 64, 8, 28672)
-_QWEN_4B = (2560, 36, 32, 8, 9728)
-_2_7B = _shape(4096, 32, 32, 32, 11008, **_LLAMA_2)
-_2_13B = _shape(5120, 40, 40, 40, 13824, **_LLAMA_2)
-_2_70B = _shape(*_70B, **_LLAMA_2)
-
-BUILT_IN: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-2-7b-hf": _2_7B,
-    "meta-llama/Llama-2-13b-hf": _2_13B,
-    "meta-llama/Llama-2-70b-hf": _2_70B,
-    "meta-llama/Llama-2-7b-chat-hf": _2_7B,
-    "meta-llama/Llama-2-13b-chat-hf": _2_13B,
-    "meta-llama/Llama-2-70b-chat-hf": _2_70B,
-    "meta-llama/Meta-Llama-3-8B": _shape(*_8B, **_LLAMA_3),
-    "meta-llama/Meta-Llama-3-70B": _shape(*_70B, **_LLAMA_3),
-    "meta-llama/Llama-3.1-8B": _shape(*_8B, **_LLAMA_3_1),
-    "meta-llama/Llama-3.1-70B": _shape(*_70B, **_LLAMA_3_1),
-    "meta-llama/Llama-3.2-1B": _shape(2048, 16, 32, 8, 8192, head_dim=64, **_LLAMA_3_2),
-    "meta-llama/Llama-3.2-3B": _shape(3072, 28, 24, 8, 8192, head_dim=128, **_LLAMA_3_2),
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _shape(
-        2048, 22, 32, 4, 5632, **{**_LLAMA_2, "max_position_embeddings": 2048}
-    ),
-    "mistralai/Mistral-7B-v0.1": _shape(
-        *_8B, **{**_MISTRAL, "rope_theta": 10000.0, "sliding_window": 4096}
-    ),
-    "mistralai/Mistral-7B-v0.3": _shape(
-        *_8B, **{**_MISTRAL, "vocab_size": 32768, "rope_theta": 1000000.0, "sliding_window": None}
-    ),
-    "Qwen/Qwen3-0.6B": _shape(1024, 28, 16, 8, 3072, **_TIED),
-    "Qwen/Qwen3-1.7B": _shape(2048, 28, 16, 8, 6144, **_TIED),
-    "Qwen/Qwen3-4B": _shape(*_QWEN_4B, **_TIED),
-    "Qwen/Qwen3-4B-Instruct-2507": _shape(
-        *_QWEN_4B, **{**_TIED, "max_position_embeddings": 262144, "rope_theta": 5000000.0}
-    ),
-    "Qwen/Qwen3-8B": _shape(4096, 36, 32, 8, 12288, **_QWEN_3),
-    "Qwen/Qwen3-14B": _shape(5120, 40, 40, 8, 17408, **_QWEN_3),
-    "Qwen/Qwen3-32B": _shape(5120, 64, 64, 8, 25600, **_QWEN_3),
-}
-
-
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """Return the ModelSpec of a config.
 
@@ -212,6 +110,11 @@ def norm_tensor(role: str, name: str, width: int) -> TensorSpec:
     return TensorSpec(f"{role}.weight", f"model.{name}.weight", (width,))
 
 
+def mlp_norm_tensor(i: int, hidden: int) -> TensorSpec:
+    """Return the weight of the norm in front of block i's MLP or experts."""
+    return norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)
+
+
 def attention_tensors(
     i: int, sizes: Mapping[str, Any], qkv_bias: bool, out_bias: bool, qk_norms: Sequence[int] = ()
 ) -> tuple[TensorSpec, ...]:
@@ -237,7 +140,7 @@ def attention_tensors(
 
 def mlp_tensors(i: int, hidden: int, ffn: int, bias: bool) -> tuple[TensorSpec, ...]:
     """Return the tensors of block i's MLP with its norm."""
-    found = [norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)]
+    found = [mlp_norm_tensor(i, hidden)]
     for role, rows, columns in (
         ("gate_proj", ffn, hidden),
         ("up_proj", ffn, hidden),

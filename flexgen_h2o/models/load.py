@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import difflib
 import importlib
 import importlib.util
 import inspect
-import logging
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +21,6 @@ from typing import Any
 
 from flexgen_h2o.checkpoint import (
     Checkpoint,
-    ModelSource,
     open_checkpoint,
     pack_checkpoint,
     pack_random,
@@ -45,6 +41,7 @@ from flexgen_h2o.checkpoint.resolve import (
     DUMMY,
     PACKAGED,
     NotOnHubError,
+    asks_random,
     find_folder,
     has_weights,
 )
@@ -54,7 +51,7 @@ from flexgen_h2o.checkpoint.tied import has_other_head
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, first_line
-from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
+from flexgen_h2o.core.files import MARK, lock_folder, read_mark
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
@@ -78,8 +75,6 @@ from flexgen_h2o.models.named import (
 )
 
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not yet known
-_LOCK_TRIES = 5
-_LOCK_WAIT_S = 0.1
 _SENTENCEPIECE = "tokenizer.model"
 # Settings by which a tokenizer draws one of several ways to cut a text.
 _DRAWN = ("dropout", "alpha", "nbest_size")
@@ -92,15 +87,6 @@ _TOKENIZER_EXTRAS = (
     "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-)
-# Files that transformers also reads.
-_OTHER_TOKENIZER_FILES = (
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "chat_template.json",
-    "processor_config.json",
 )
 # A tokenizer needs about 300 bytes per character, so long texts are measured and cut in pieces.
 PIECE_CHARACTERS = 2**16
@@ -397,28 +383,20 @@ def find_model(
     max_model_len: as for `with_max_len`. Raises UsageError with what is wrong and the remedy.
     """
     with _suggesting(model):
-        source, note = _find_source(model, path, revision, weights, offload_dir)
-    if source.folder is not None:
+        folder, note = _find_folder(model, path, revision, weights, offload_dir)
+    if folder is not None:
         names = ("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, *_TOKENIZER_EXTRAS)
-        files = states_of(source.folder / name for name in names)
+        files = states_of(folder / name for name in names)
         with _quiet():
-            spec, config = _read_shape(source.name, source.folder, max_model_len)
-            generation = read_generation_config(source.folder, spec.vocab_size)
+            spec, config = _read_shape(model, folder, max_model_len)
+            generation = read_generation_config(folder, spec.vocab_size)
             if generation.settings:  # a job that was begun with other settings must not resume
                 config = {**config, "generation_config": generation.settings}
-            tokenizer = _load_tokenizer(source.folder)
+            tokenizer = _load_tokenizer(folder)
             return Model(
-                source.name,
-                spec,
-                config,
-                source.folder,
-                source.random,
-                tokenizer,
-                files,
-                note,
-                generation,
+                model, spec, config, folder, asks_random(path), tokenizer, files, note, generation
             )
-    built_in = built_in_spec(source.name)
+    built_in = built_in_spec(model)
     if built_in is None:
         near = difflib.get_close_matches(model, built_in_names(), n=3)
         raise UsageError(
@@ -431,14 +409,14 @@ def find_model(
     return Model(spec.name, with_max_len(spec, max_model_len), config, None, True, None)
 
 
-def _find_source(
+def _find_folder(
     model: str,
     path: str | None,
     revision: str | None,
     weights: bool,
     offload_dir: str | Path | None,
-) -> tuple[ModelSource, str]:
-    """Return where a model comes from, with a note if that is not where its name says."""
+) -> tuple[Path | None, str]:
+    """Return the folder of a model, as `resolve`, with a note if its name means another source."""
     if model in NAMED and find_folder(model, path) is None:
         return resolve(model, path, made=fetched_folder(NAMED[model], offload_dir)), ""
     try:
@@ -456,7 +434,7 @@ def _find_source(
         f"--model {model}: the hub does not answer; {folder} is used, which was made of "
         f"{same.bits}-bit weights"
     )
-    return ModelSource(model, folder, random=False), note
+    return folder, note
 
 
 def has_safetensors(model: Model) -> bool:
@@ -491,11 +469,11 @@ def find_spec(
     folder = find_folder(model, path)
     if folder is None and (known := built_in_spec(model)) is not None:
         return with_max_len(known[0], max_model_len)
-    if folder is None and path is not None and DUMMY in path:
+    if folder is None and asks_random(path):
         found = find_model(model, path, offload_dir=offload_dir, max_model_len=max_model_len)
         return found.spec  # find_model raised an error that lists the shapes if there is none
     with _suggesting(model):
-        folder = folder or _find_source(model, path, revision, False, offload_dir)[0].folder
+        folder = folder or _find_folder(model, path, revision, False, offload_dir)[0]
     assert folder is not None
     with _quiet():
         return _read_shape(model, folder, max_model_len)[0]
@@ -596,11 +574,8 @@ def _in_use(checkpoint: Checkpoint) -> Checkpoint:
     folder = checkpoint.folder
     if read_mark(folder) is not None:
         try:
-            lock = lock_folder(folder, shared=True)
-            for _ in range(_LOCK_TRIES):  # another process may be checking whether it is in use
-                if lock is None:
-                    time.sleep(_LOCK_WAIT_S)
-                    lock = lock_folder(folder, shared=True)
+            # Another process may be checking whether the folder is in use.
+            lock = lock_folder(folder, shared=True, waits=True)
         except OSError:  # the file system has no locks
             return checkpoint
         if lock is None:
@@ -616,7 +591,7 @@ def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, st
 
     They depend on contents only, not on the folder's name. None: the model has none of its own.
     checkpoint: the model's checkpoint, opened before. Raises UsageError if a file cannot be read,
-    and CheckpointChangedError if one has changed since it was opened.
+    and FlexgenError if one has changed since it was opened.
     """
     if model.folder is None:
         return {"weights": None, "tokenizer": None}
@@ -656,12 +631,9 @@ def _quiet() -> Iterator[None]:
     the error says what is wrong with the file.
     """
     collector = BufferingHandler(sys.maxsize)
-    shown = set[str]()
     with _logging_lock, warnings.catch_warnings(record=True) as warned:
-        for name in _LOGGING_LIBRARIES:
-            # This adds the library's own handlers.
-            importlib.import_module(f"{name}.utils.logging").get_logger()
-        loggers = [logging.getLogger(name) for name in _LOGGING_LIBRARIES]
+        modules = [importlib.import_module(f"{name}.utils.logging") for name in _LOGGING_LIBRARIES]
+        loggers = [module.get_logger() for module in modules]
         before = [logger.handlers[:] for logger in loggers]
         for logger in loggers:
             logger.handlers[:] = [collector]
@@ -670,22 +642,14 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, handlers in zip(loggers, before, strict=True):
                 logger.handlers[:] = handlers
-    for record in collector.buffer:
-        record.msg = " ".join(record.getMessage().split())
-        record.args = None
-        if record.msg not in shown:
-            shown.add(record.msg)
-            for handler in logging.getLogger(record.name.partition(".")[0]).handlers:
-                handler.handle(record)
-    for one in warned:
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    logged = [record.getMessage() for record in collector.buffer]
+    for text in (*logged, *(str(one.message) for one in warned)):
+        say_once(" ".join(text.split()))
 
 
 def _load_tokenizer(folder: Path) -> Any | None:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    for name in ("config.json", *TOKENIZER_FILES, *_TOKENIZER_EXTRAS, *_OTHER_TOKENIZER_FILES):
-        _check_tokenizer_file(folder / name)
     from transformers import AutoTokenizer
 
     try:
@@ -736,23 +700,6 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # the package that would contain it is missing
         return False
-
-
-def _check_tokenizer_file(path: Path) -> None:
-    """Raise UsageError for a file that transformers cannot read or would wait for.
-
-    Such a file is not a regular file, or begins with a byte order mark.
-    """
-    try:
-        with open_regular(path) as file:
-            if path.suffix == ".json" and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
-                raise UsageError(
-                    f"{path}: begins with a byte order mark; save it as UTF-8 without one"
-                )
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
 
 
 def _as_parts(text: str) -> list[dict[str, str]]:

@@ -27,108 +27,13 @@ from flexgen_h2o.models.llama import (
     embed,
     head,
     mlp,
+    mlp_norm_tensor,
     mlp_tensors,
-    norm_tensor,
     normed,
     read_decoder,
 )
 
-__all__ = ["BUILT_IN", "attention", "embed", "experts", "head", "mlp", "read_spec", "route"]
-
-_QWEN: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_act": "silu",
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-_QWEN_30B: dict[str, Any] = {
-    **_QWEN,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-}
-_QWEN_2507: dict[str, Any] = {
-    **_QWEN_30B,
-    "max_position_embeddings": 262144,
-    "rope_theta": 10000000.0,
-}
-_QWEN_235B: dict[str, Any] = {
-    **_QWEN,
-    "hidden_size": 4096,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-}
-_MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral",
-    "hidden_act": "silu",
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-}
-_MIXTRAL_8X7B: dict[str, Any] = {
-    **_MIXTRAL,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "intermediate_size": 14336,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-}
-_MIXTRAL_8X22B: dict[str, Any] = {
-    **_MIXTRAL,
-    "hidden_size": 6144,
-    "num_hidden_layers": 56,
-    "num_attention_heads": 48,
-    "intermediate_size": 16384,
-    "vocab_size": 32768,
-    "max_position_embeddings": 65536,
-}
-_OLMOE: dict[str, Any] = {
-    "model_type": "olmoe",
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "intermediate_size": 1024,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-    "vocab_size": 50304,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "eos_token_id": 50279,
-    "pad_token_id": 1,
-}
-
-BUILT_IN: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen3-30B-A3B": _QWEN_30B,
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": _QWEN_2507,
-    "Qwen/Qwen3-Coder-30B-A3B-Instruct": _QWEN_2507,
-    "Qwen/Qwen3-235B-A22B": _QWEN_235B,
-    "mistralai/Mixtral-8x7B-v0.1": _MIXTRAL_8X7B,
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": _MIXTRAL_8X7B,
-    "mistralai/Mixtral-8x22B-v0.1": _MIXTRAL_8X22B,
-    "allenai/OLMoE-1B-7B-0924": _OLMOE,
-    "allenai/OLMoE-1B-7B-0924-Instruct": _OLMOE,
-}
+__all__ = ["attention", "embed", "experts", "head", "mlp", "read_spec", "route"]
 
 # most experts of a layer, and of all layers
 MAX_EXPERTS = 2**12
@@ -177,16 +82,13 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         "down_proj": ("down_proj", 0, hidden),
     }
 
-    def norm_of(i: int) -> TensorSpec:
-        return norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)
-
     def attention_of(i: int) -> tuple[TensorSpec, ...]:
         tensors = attention_tensors(i, found, bias, bias, qk_norms)
         if i in dense:
             return tensors
         name, *aliases = (f"model.layers.{i}.{place}.gate.weight" for place in places)
         router = TensorSpec("router.weight", name, (count, hidden), tuple(aliases), exact=True)
-        return (*tensors, norm_of(i), router)
+        return (*tensors, mlp_norm_tensor(i, hidden), router)
 
     def expert_of(i: int, expert: int) -> tuple[TensorSpec, ...]:
         tensors = []
@@ -209,7 +111,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         per_token,
         ffn,
         tuple(() if i in dense else tuple(expert_of(i, e) for e in range(count)) for i in blocks),
-        tuple(() if i in dense else (norm_of(i),) for i in blocks),
+        tuple(() if i in dense else (mlp_norm_tensor(i, hidden),) for i in blocks),
     )
     largest = max(ffn, dense_ffn) if dense else ffn
     normalised = kind == "mixtral" or bool(config.get("norm_topk_prob"))

@@ -34,51 +34,6 @@ POSITION_OFFSET = 2  # learned positions start at row 2 of their table
 LAYER_NORM_EPS = 1e-5
 
 
-def _shape(hidden: int, blocks: int, heads: int, **other: Any) -> dict[str, Any]:
-    return {
-        "model_type": "opt",
-        "hidden_size": hidden,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": heads,
-        "ffn_dim": 4 * hidden,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "word_embed_proj_dim": hidden,
-        **other,
-    }
-
-
-_GALACTICA = {
-    "vocab_size": 50000,
-    "activation_function": "gelu",
-    "enable_bias": False,
-    "bos_token_id": 0,
-}
-_1B3 = _shape(2048, 24, 32)
-_30B = _shape(7168, 48, 56)
-
-BUILT_IN: dict[str, dict[str, Any]] = {
-    "facebook/opt-125m": _shape(768, 12, 12),
-    "facebook/opt-350m": _shape(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
-    "facebook/opt-1.3b": _1B3,
-    "facebook/opt-2.7b": _shape(2560, 32, 32),
-    "facebook/opt-6.7b": _shape(4096, 32, 32),
-    "facebook/opt-13b": _shape(5120, 40, 40),
-    "facebook/opt-30b": _30B,
-    "facebook/opt-66b": _shape(9216, 64, 72),
-    "facebook/opt-175b": _shape(12288, 96, 96),
-    "facebook/opt-iml-1.3b": _1B3,
-    "facebook/opt-iml-max-1.3b": _1B3,
-    "facebook/opt-iml-30b": _30B,
-    "facebook/opt-iml-max-30b": _30B,
-    "facebook/galactica-125m": _shape(768, 12, 12, **_GALACTICA),
-    "facebook/galactica-1.3b": _shape(2048, 24, 32, **_GALACTICA),
-    "facebook/galactica-6.7b": _shape(4096, 32, 32, **_GALACTICA),
-    "facebook/galactica-30b": _shape(7168, 48, 56, **_GALACTICA),
-    "facebook/galactica-120b": _shape(10240, 96, 80, **_GALACTICA),
-}
-
-
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """Return the ModelSpec of an OPT config.
 

@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.checkpoint.formats import QUANTISED
+from flexgen_h2o.checkpoint.formats import FORMATS
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import policies_folder, read_object, usable_path, write_whole
@@ -36,7 +36,7 @@ BUSY_NOTE = "measured while other processes took"
 # Decoders that work within products (Codec.decoder_in_products).
 IN_PRODUCTS = "mxfp4_in_products", "4bit_in_products"
 # These, and decoders of quantised checkpoints, into the dtype and into int8 rows (Codec.decoder).
-DECODERS = frozenset((*IN_PRODUCTS, *(name + kind for name in QUANTISED for kind in ("", "_int8"))))
+DECODERS = frozenset((*IN_PRODUCTS, *(name + kind for name in FORMATS for kind in ("", "_int8"))))
 MIN_SHAPE = 2**-10  # the least out / in of a matrix
 SHIPPED = policies_folder() / "profiles"
 

@@ -18,7 +18,6 @@ from flexgen_h2o.checkpoint.formats import (
     TensorLayout,
 )
 from flexgen_h2o.checkpoint.formats.quantised import is_quantised_linear
-from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 
 if TYPE_CHECKING:
@@ -36,15 +35,14 @@ class Offset(Codec):
         return is_quantised_linear(tensor, left_out=())
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        rows, columns = tensor.shape
-        base = tensor.name.removesuffix(".weight")
+        rows = tensor.shape[0]
         return (
-            StoredRows((f"{base}.less",), (rows, columns), ("float32",), 4 * columns),
+            StoredRows(tensor, tensor.shape, ("float32",), ".less"),
             StoredRows(
-                (f"{base}.offset",),
+                tensor,
                 (-(-rows // OFFSET_ROWS),),
                 ("float32",),
-                4,
+                ".offset",
                 rows_per_stored_row=OFFSET_ROWS,
             ),
         )
@@ -60,11 +58,5 @@ class Offset(Codec):
         out.copy_(numbers.view(shard.rows, -1) + offsets[rows, None])
 
 
-def recognise(
-    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
-) -> Offset | None:
-    return (
-        Offset(itemsize)
-        if quantization is not None and quantization.get("quant_method") == "offset"
-        else None
-    )
+def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> Offset:
+    return Offset(itemsize)

@@ -1,22 +1,25 @@
 """How the matrices of a model are stored, held on their tiers and multiplied.
 
-`FORMATS` names one module per format. A module has `recognise(policy, quantization, itemsize)`,
-which returns its format if the policy's switches or the checkpoint's `quantization_config` ask for
-it. Plans ask formats for bytes, so torch is imported only in the functions that use it.
+`weight_format` returns the `Codec` that the policy's switches or the checkpoint's
+`quantization_config` ask for. `FORMATS` names the module of each `quant_method`. A module has
+`codec_of(config, itemsize, in_int8)`, which checks the config and returns its codec. Plans ask
+codecs for bytes, so torch is imported only in the functions that use it.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from flexgen_h2o.checkpoint.safetensors import StoredTensor, bytes_of_dtype
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, WIDE, Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import ModelSpec, Stacked, TensorSpec, slice_key
+from flexgen_h2o.core.model import ModelSpec, TensorSpec, slice_key
 from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.core.units import BLOCK_ROWS, CUT_IN_BLOCKS, FEW_ROWS, ROW_BLOCK
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
@@ -24,24 +27,19 @@ from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 if TYPE_CHECKING:
     import torch
 
-    from flexgen_h2o.checkpoint.safetensors import StoredTensor
     from flexgen_h2o.kernels.coded import Codes
     from flexgen_h2o.kernels.int8 import Int8Rows
     from flexgen_h2o.kernels.linear import RowParts
     from flexgen_h2o.kernels.workspace import Workspace
 
+# The module of each `quant_method` of a quantization_config.
 FORMATS = {
-    "groupwise": "flexgen_h2o.checkpoint.formats.groupwise",
     "mxfp4": "flexgen_h2o.checkpoint.formats.mxfp4",
     "fp8": "flexgen_h2o.checkpoint.formats.fp8",
     "compressed-tensors": "flexgen_h2o.checkpoint.formats.compressed_tensors",
     "gptq": "flexgen_h2o.checkpoint.formats.gptq",
     "awq": "flexgen_h2o.checkpoint.formats.awq",
-    "int8": "flexgen_h2o.checkpoint.formats.int8",
-    "dense": "flexgen_h2o.checkpoint.formats",
 }
-# Formats of checkpoints. The others follow from the switches of a policy, or from their absence.
-QUANTISED = tuple(name for name in FORMATS if name not in ("groupwise", "int8", "dense"))
 # When matrices are decoded: into a buffer as their unit is opened, or to int8 rows while they are
 # multiplied, or never, because they are used as held.
 DecodedAt = Literal["load", "product", "never"]
@@ -51,28 +49,27 @@ DecodedAt = Literal["load", "product", "never"]
 class StoredRows:
     """One of the stored tensors that a matrix, or a vector, is made of.
 
-    A format's `layout` makes it.
+    `Codec.stored_rows` makes it.
     """
 
-    # Names that the tensor may have in a checkpoint.
-    names: tuple[str, ...] = field(compare=False)
+    # The matrix or vector.
+    tensor: TensorSpec = field(compare=False)
     # Shape that the tensor must have in the checkpoint (as safetensors.StoredTensor.shape).
     shape: tuple[int, ...]
-    # Dtypes that the tensor may have in the checkpoint (as safetensors.StoredTensor.dtype).
+    # Dtypes that the tensor may have in the checkpoint (as safetensors.StoredTensor.dtype). Random
+    # weights have the first one.
     dtypes: tuple[str, ...]
-    # Bytes in memory of one row, along the first dimension.
-    row_bytes: int
+    # Follows the matrix's name in the tensor's name. One that begins with a dot takes the place of
+    # `.weight`.
+    suffix: str = field(default="", compare=False)
     # Rows of the matrix that share one row of this tensor, such as 128 for the scales of blocks of
     # 128 x 128. 0: each part needs the whole tensor.
     rows_per_stored_row: int = 1
-    # The tensor holds numbers that are converted to the compute dtype as they are read.
-    is_values: bool = False
-    # The tensor holds numbers that become float32. If neither flag is set, it holds bytes.
+    # The tensor holds numbers that become float32 as they are read.
     in_float32: bool = False
-    # This tensor is slice `index` of the checkpoint's tensor of that name (TensorSpec.index).
-    index: int | None = field(default=None, compare=False)
-    # As TensorSpec.stacked.
-    stacked: Stacked | None = field(default=None, compare=False)
+    # The tensor holds numbers that are converted to the compute dtype, of this many bytes, as they
+    # are read. 0: they are not; without `in_float32` the tensor is then held as it is stored.
+    itemsize: int = 0
     # (mask, base), for random weights: byte i is (any byte & mask[i]) + base[i], where both repeat.
     # The default allows any byte.
     random: tuple[bytes, bytes] = field(default=(b"\xff", b"\0"), compare=False)
@@ -81,13 +78,36 @@ class StoredRows:
     first: int = field(default=0, compare=False)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names that the tensor may have in a checkpoint."""
+        end = ".weight" if self.suffix.startswith(".") else ""
+        own = (self.tensor.name, *self.tensor.aliases)
+        return tuple(name.removesuffix(end) + self.suffix for name in own)
+
+    @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def index(self) -> int | None:
+        """This tensor is that slice of the checkpoint's tensor of its name (TensorSpec.index)."""
+        return self.tensor.index
 
     @property
     def key(self) -> str:
         """A name that no other stored tensor, or slice of one, has."""
         return slice_key(self.name, self.index)
+
+    @property
+    def is_values(self) -> bool:
+        """Whether the tensor holds the numbers of the matrix or vector themselves."""
+        return self.itemsize > 0
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes in memory of one row, along the first dimension."""
+        itemsize = 4 if self.in_float32 else self.itemsize or bytes_of_dtype(self.dtypes[0])
+        return math.prod(self.shape[1:]) * itemsize
 
     def rows_of(self, first: int, end: int) -> tuple[int, int]:
         """Return the rows [first, end) of this tensor that rows [first, end) of the matrix need."""
@@ -221,17 +241,7 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     They are held in the compute dtype.
     """
     shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
-    row_bytes = itemsize * (tensor.numel // shape[0])
-    names = (tensor.name, *tensor.aliases)
-    stored = StoredRows(
-        names,
-        shape,
-        (*DTYPE_BYTES, WIDE),
-        row_bytes,
-        is_values=True,
-        index=tensor.index,
-        stacked=tensor.stacked,
-    )
+    stored = StoredRows(tensor, shape, (*DTYPE_BYTES, WIDE), itemsize=itemsize)
     return TensorLayout(
         tensor.shape, (stored,), by_columns=tensor.transposed, looked_up=tensor.looked_up
     )
@@ -243,11 +253,11 @@ def is_converted(tensor: TensorSpec) -> bool:
 
 
 def packed_rows(tensor: TensorSpec, row_bytes: int) -> tuple[StoredRows, ...]:
-    """Return a matrix in the format that a switch asks for, as packed_store.py stores it.
+    """Return the stored tensor of a matrix in the format that a switch asks for.
 
-    It is one stored tensor under the matrix's own key, uint8 of (rows, row bytes).
+    It is uint8 of (rows, row bytes), as packed_store.py stores it.
     """
-    return (StoredRows((tensor.key,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes),)
+    return (StoredRows(tensor, (tensor.shape[0], row_bytes), ("uint8",)),)
 
 
 @dataclass(frozen=True)
@@ -481,20 +491,21 @@ class Codec:
         raise NotImplementedError
 
 
-def recognise(
-    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
-) -> Codec | None:
-    """Return the format `dense` for an unquantised checkpoint, otherwise None."""
-    return Codec(itemsize) if quantization is None else None
-
-
 @lru_cache(maxsize=1024)
 def weight_format(spec: ModelSpec, policy: Policy, itemsize: int) -> Codec:
     """Return the format in which a run holds a model's weights.
 
-    It is what the policy asks for, or else the checkpoint's.
+    It is what the policy asks for, or else the checkpoint's. itemsize: bytes of one number of the
+    compute dtype. Raises UsageError as `checkpoint_codec`.
     """
-    return _recognised(policy, spec.quantization, itemsize)
+    from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
+    from flexgen_h2o.checkpoint.formats.int8 import Int8
+
+    if policy.compress_weight:
+        return Groupwise(itemsize, policy.weight_bits, in_int8=policy.int8_compute)
+    if spec.quantization is None and policy.int8_compute:
+        return Int8(itemsize)
+    return checkpoint_codec(spec.quantization, itemsize, policy.int8_compute)
 
 
 def checkpoint_format(spec: ModelSpec) -> Codec:
@@ -502,25 +513,25 @@ def checkpoint_format(spec: ModelSpec) -> Codec:
     return weight_format(spec, Policy(), 4)
 
 
-def check_quantization(quantization: Mapping[str, Any] | None) -> None:
-    """Raise UsageError for a `quantization_config` that no format supports."""
-    _recognised(Policy(), quantization, 4)
+def checkpoint_codec(
+    quantization: Mapping[str, Any] | None, itemsize: int = 4, in_int8: bool = False
+) -> Codec:
+    """Return the format of checkpoints with this `quantization_config`; None: plain numbers.
 
-
-def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Codec:
-    is_known_type = quantization is None or isinstance(quantization, Mapping)
-    for module in FORMATS.values() if is_known_type else ():
-        found: Codec | None = importlib.import_module(module).recognise(
-            policy, quantization, itemsize
-        )
-        if found is not None:
-            return found
+    Raises UsageError if no format supports it.
+    """
+    if quantization is None:
+        return Codec(itemsize)
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    raise UsageError(
-        f"quantization_config: quant_method {method!r:.60} is not supported, only "
-        f"{', '.join(QUANTISED)}; give a"
-        " checkpoint in one of these (docs/reference/models.md), or an unquantised one"
-    )
+    if not isinstance(method, str) or method not in FORMATS:
+        raise UsageError(
+            f"quantization_config: quant_method {method!r:.60} is not supported, only "
+            f"{', '.join(FORMATS)}; give a"
+            " checkpoint in one of these (docs/reference/models.md), or an unquantised one"
+        )
+    module = importlib.import_module(FORMATS[method])
+    found: Codec = module.codec_of(quantization, itemsize, in_int8)
+    return found
 
 
 @lru_cache(maxsize=4096)

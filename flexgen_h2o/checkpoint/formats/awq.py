@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
+    FLOAT16_FIRST,
     Rules,
+    check_keys,
     is_quantised_linear,
     multiple,
-    names_of,
     patterns_of,
     read_group,
     refused,
-    scales_of_groups,
-    settings_of,
 )
-from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 
 if TYPE_CHECKING:
@@ -70,25 +68,22 @@ class Awq(Codec):
         return is_quantised_linear(tensor, self.left_out, in_blocks_only=True)
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        columns = tensor.shape[1]
+        rows, columns = tensor.shape
         words = multiple(self.name, tensor, 0, _PER_WORD)
-        index = tensor.index
         group = self.group or columns
         groups = -(-columns // group)
         return (
+            StoredRows(tensor, (columns, words), ("I32",), ".qweight"),
+            StoredRows(tensor, (groups, words), ("I32",), ".qzeros", group, random=_RANDOM_ZEROS),
             StoredRows(
-                names_of(tensor, "qweight"), (columns, words), ("I32",), 4 * words, index=index
-            ),
-            StoredRows(
-                names_of(tensor, "qzeros"),
-                (groups, words),
-                ("I32",),
-                4 * words,
+                tensor,
+                (groups, rows),
+                FLOAT16_FIRST,
+                ".scales",
                 group,
-                index=index,
-                random=_RANDOM_ZEROS,
+                in_float32=True,
+                random=_RANDOM_SCALES,
             ),
-            scales_of_groups(tensor, groups, group, _RANDOM_SCALES),
         )
 
     def decode_columns(
@@ -113,11 +108,9 @@ class Awq(Codec):
         unpack_awq(words, skip, scales, zeros, Groups(group, shard.start % group), out)
 
 
-def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Awq | None:
-    found = settings_of(quantization, Awq.name, _RULES)
-    if found is None:
-        return None
-    if found.get("bits", found.get("w_bit")) is None:
+def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> Awq:
+    check_keys(Awq.name, config, _RULES)
+    if config.get("bits", config.get("w_bit")) is None:
         raise refused(Awq.name, "bits", None, (4,))
-    left_out = patterns_of(Awq.name, "modules_to_not_convert", found.get("modules_to_not_convert"))
-    return Awq(itemsize, left_out, read_group("awq", found), in_int8=policy.int8_compute)
+    left_out = patterns_of(Awq.name, config, "modules_to_not_convert")
+    return Awq(itemsize, left_out, read_group(Awq.name, config), in_int8=in_int8)

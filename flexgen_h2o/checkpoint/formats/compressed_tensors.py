@@ -27,14 +27,11 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
     Rules,
-    check_key,
-    names_of,
+    check_keys,
     patterns_of,
     read_group,
     refused,
-    settings_of,
 )
-from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 
@@ -109,39 +106,28 @@ class CompressedTensors(Codec):
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, columns = tensor.shape
-        index = tensor.index
         groups = -(-columns // (self.group or columns))
         words = -(-columns * self.bits // _WORD_BITS)
-        codes = StoredRows(
-            names_of(tensor, "weight_packed"), (rows, words), ("I32",), 4 * words, index=index
-        )
+        codes = StoredRows(tensor, (rows, words), ("I32",), ".weight_packed")
         if self.whole:
-            codes = StoredRows(
-                names_of(tensor, "weight"), (rows, columns), ("I8",), columns, index=index
-            )
+            codes = StoredRows(tensor, tensor.shape, ("I8",))
         bits = struct.unpack("<I", struct.pack("<f", 0.02 / _RANDOM_STD[self.bits]))[0]
         scale = (b"\x0f\0", struct.pack("<H", bits >> 16))  # in bf16
-        dtypes = ("bfloat16", *(dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"))
         scales = StoredRows(
-            names_of(tensor, "weight_scale"),
+            tensor,
             (rows, groups),
-            dtypes,
-            4 * groups,
+            ("bfloat16", "float32", "float16"),
+            ".weight_scale",
             in_float32=True,
-            index=index,
             random=scale,
         )
         if self.symmetric:
             return codes, scales
         per_word = _WORD_BITS // self.bits
-        name = names_of(tensor, "weight_zero_point")
         middle = (b"\0", b"\x88" if self.bits == 4 else b"\x80")
         shape = (-(-rows // per_word), groups)
-        return (
-            codes,
-            scales,
-            StoredRows(name, shape, ("I32",), 4 * groups, per_word, index=index, random=middle),
-        )
+        zeros = StoredRows(tensor, shape, ("I32",), ".weight_zero_point", per_word, random=middle)
+        return codes, scales, zeros
 
     def decode_rows(self, layout: TensorLayout, shard: Shard, out: torch.Tensor) -> None:
         import torch
@@ -194,44 +180,31 @@ def _expressions(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, [*alone, "|".join(others)] if others else alone))
 
 
-def recognise(
-    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
-) -> CompressedTensors | None:
+def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> CompressedTensors:
     name = CompressedTensors.name
-    found = settings_of(quantization, name, _RULES)
-    if found is None:
-        return None
-    for key, known in (("format", _RULES["format"] or ()), ("config_groups", ("one group",))):
-        if found.get(key) is None:
-            raise refused(name, key, None, known)
-    groups = found["config_groups"]
+    check_keys(name, config, _RULES)
+    form = config.get("format")
+    if form is None:
+        raise refused(name, "format", None, (_PACKED, _INTEGERS))
+    groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise refused(name, "config_groups", groups, ("one group",))
     (scheme,) = groups.values()
-    weights = _weights_of(scheme, found["format"])
+    weights = _weights_of(scheme, form)
     bits = weights.get("num_bits", 8)
     symmetric = weights.get("symmetric", True)
-    group = 0
-    if weights["strategy"] == "group":
-        group = read_group(name, weights)
-    whole = found["format"] == _INTEGERS
+    group = read_group(name, weights) if weights["strategy"] == "group" else 0
+    whole = form == _INTEGERS
     if whole and (bits, symmetric, group) != (8, True, 0):
         raise UsageError(
             f"quantization_config: {name} with format {_INTEGERS!r} is supported in 8 bits, "
             "symmetric, with a scale a"
             " row (strategy 'channel'); give such a checkpoint, or an unquantised one"
         )
-    left_out = patterns_of(name, "ignore", found.get("ignore"), _REGEX)
-    targets = patterns_of(name, "targets", scheme["targets"], _REGEX)
+    left_out = patterns_of(name, config, "ignore", _REGEX)
+    targets = patterns_of(name, scheme, "targets", _REGEX)
     return CompressedTensors(
-        itemsize,
-        left_out,
-        bits,
-        group,
-        symmetric,
-        whole,
-        targets,
-        in_int8=policy.int8_compute,
+        itemsize, left_out, bits, group, symmetric, whole, targets, in_int8=in_int8
     )
 
 
@@ -247,8 +220,7 @@ def _weights_of(scheme: Any, form: str) -> Mapping[str, Any]:
         or not scheme.get("targets")
     ):
         raise refused(name, "config_groups", scheme, ("a group of targets and weights",))
-    for key, value in scheme.items():
-        check_key(name, key, value, _GROUP_RULES)
+    check_keys(name, scheme, _GROUP_RULES)
     if scheme.get("format") not in (None, form):
         raise refused(name, "format", scheme["format"], (form,))
     activations = scheme.get("input_activations")
@@ -257,8 +229,7 @@ def _weights_of(scheme: Any, form: str) -> Mapping[str, Any]:
     ):
         raise refused(name, "input_activations", activations, ("none", "dynamic ones"))
     weights: Mapping[str, Any] = scheme["weights"]
-    for key, value in weights.items():
-        check_key(f"{name} weights", key, value, _WEIGHT_RULES)
+    check_keys(f"{name} weights", weights, _WEIGHT_RULES)
     if weights.get("strategy") is None:
         raise refused(f"{name} weights", "strategy", None, ("group", "channel"))
     return weights

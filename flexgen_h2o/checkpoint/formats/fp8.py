@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
     Rules,
+    check_keys,
     is_quantised_linear,
     patterns_of,
-    settings_of,
     whole_number,
 )
-from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 
@@ -59,29 +58,19 @@ class BlockFp8(Codec):
         return is_quantised_linear(tensor, self.left_out)
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        rows, columns = tensor.shape
-        high, wide = (
+        scales = tuple(
             -(-size // block_size)
             for size, block_size in zip(tensor.shape, self.block, strict=True)
         )
-        names = (tensor.name, *tensor.aliases)
         return (
+            StoredRows(tensor, tensor.shape, ("F8_E4M3",), random=_RANDOM_CODES),
             StoredRows(
-                names,
-                (rows, columns),
-                ("F8_E4M3",),
-                columns,
-                index=tensor.index,
-                random=_RANDOM_CODES,
-            ),
-            StoredRows(
-                tuple(f"{name}_scale_inv" for name in names),
-                (high, wide),
+                tensor,
+                scales,
                 ("float32", "bfloat16"),
-                4 * wide,
+                "_scale_inv",
                 self.block[0],
                 in_float32=True,
-                index=tensor.index,
                 random=_RANDOM_SCALES,
             ),
         )
@@ -97,13 +86,10 @@ class BlockFp8(Codec):
         unpack_fp8(codes, scales.view(-1, wide), self.block, shard.start % self.block[0], out)
 
 
-def recognise(
-    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
-) -> BlockFp8 | None:
-    found = settings_of(quantization, BlockFp8.name, _RULES)
-    if found is None:
-        return None
-    block = found.get("weight_block_size")
+def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> BlockFp8:
+    name = BlockFp8.name
+    check_keys(name, config, _RULES)
+    block = config.get("weight_block_size")
     if not isinstance(block, list | tuple) or len(block) != 2:
         raise UsageError(
             f"quantization_config: fp8 with weight_block_size {block!r:.60} is not supported, only "
@@ -111,11 +97,8 @@ def recognise(
             " columns such as [128, 128]; give a checkpoint with a scale for each block, or an "
             "unquantised one"
         )
-    sizes = tuple(whole_number("fp8", "weight_block_size", size, 1, _MAX_BLOCK) for size in block)
-    key = (
-        "modules_to_not_convert"
-        if found.get("modules_to_not_convert") is not None
-        else "ignored_layers"
-    )
-    left_out = patterns_of("fp8", key, found.get(key))
-    return BlockFp8(itemsize, left_out, (sizes[0], sizes[1]), in_int8=policy.int8_compute)
+    rows, columns = (whole_number(name, "weight_block_size", size, 1, _MAX_BLOCK) for size in block)
+    key = "modules_to_not_convert"
+    if config.get(key) is None:
+        key = "ignored_layers"
+    return BlockFp8(itemsize, patterns_of(name, config, key), (rows, columns), in_int8=in_int8)

@@ -22,17 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
+    FLOAT16_FIRST,
     Rules,
+    check_keys,
     is_quantised_linear,
     multiple,
-    names_of,
     patterns_of,
     read_group,
     refused,
-    scales_of_groups,
-    settings_of,
 )
-from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 
@@ -109,8 +107,8 @@ class Gptq(Codec):
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, columns = tensor.shape
         per_word = _WORD_BITS // self.bits
-        index = tensor.index
-        groups, group = (-(-columns // self.group), self.group) if self.group else (1, columns)
+        group = self.group or columns
+        groups = -(-columns // group)
         words = multiple(self.name, tensor, 1, per_word)
         zeros = multiple(self.name, tensor, 0, per_word)
         middle = (1 << (self.bits - 1)) - self.more
@@ -118,27 +116,12 @@ class Gptq(Codec):
         scale = (b"\x0f\0", struct.pack("<e", _RANDOM_SCALES[self.bits]))
         in_order = (b"\0", _in_order(columns, group))
         return (
+            StoredRows(tensor, (words, rows), ("I32",), ".qweight", per_word),
+            StoredRows(tensor, (groups, zeros), ("I32",), ".qzeros", 0, random=zero),
             StoredRows(
-                names_of(tensor, "qweight"),
-                (words, rows),
-                ("I32",),
-                4 * rows,
-                per_word,
-                index=index,
+                tensor, (groups, rows), FLOAT16_FIRST, ".scales", 0, in_float32=True, random=scale
             ),
-            StoredRows(
-                names_of(tensor, "qzeros"),
-                (groups, zeros),
-                ("I32",),
-                4 * zeros,
-                0,
-                index=index,
-                random=zero,
-            ),
-            scales_of_groups(tensor, groups, 0, scale),
-            StoredRows(
-                names_of(tensor, "g_idx"), (columns,), ("I32",), 4, index=index, random=in_order
-            ),
+            StoredRows(tensor, (columns,), ("I32",), ".g_idx", random=in_order),
         )
 
     def decode_columns(
@@ -172,32 +155,20 @@ def _in_order(columns: int, group: int) -> bytes:
     return struct.pack(f"<{columns}i", *(column // group for column in range(columns)))
 
 
-def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Gptq | None:
-    found = settings_of(quantization, Gptq.name, _RULES)
-    if found is None:
-        return None
-    bits = found.get("bits")
+def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> Gptq:
+    name = Gptq.name
+    check_keys(name, config, _RULES)
+    bits = config.get("bits")
     if bits is None:
-        raise refused(Gptq.name, "bits", None, (4, 8))
-    version = found.get("checkpoint_format", found.get("format", "gptq"))
-    left_out = patterns_of(Gptq.name, "modules_to_not_convert", found.get("modules_to_not_convert"))
+        raise refused(name, "bits", None, (4, 8))
+    version = config.get("checkpoint_format", config.get("format", "gptq"))
     more = 1 if version == "gptq" else 0
-    return Gptq(
-        itemsize,
-        left_out + _dynamic(found),
-        bits,
-        read_group("gptq", found),
-        more,
-        in_int8=policy.int8_compute,
-    )
-
-
-def _dynamic(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the patterns of GPTQModel's `dynamic`, each "-:" and a regular expression.
-
-    Only rules that leave modules out are supported.
-    """
-    rules = found.get("dynamic") or {}
-    if not isinstance(rules, Mapping) or not all(key.startswith(_LEAVES_OUT) for key in rules):
-        raise refused(Gptq.name, "dynamic", rules, ("patterns that leave modules out (-:)",))
-    return patterns_of(Gptq.name, "dynamic", [key.removeprefix(_LEAVES_OUT) for key in rules])
+    # GPTQModel's `dynamic` is a table whose keys are "-:" and a regular expression. Only such
+    # rules, which leave modules out, are supported.
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(key.startswith(_LEAVES_OUT) for key in dynamic):
+        raise refused(name, "dynamic", dynamic, ("patterns that leave modules out (-:)",))
+    rules = {"dynamic": [key.removeprefix(_LEAVES_OUT) for key in dynamic]}
+    left_out = patterns_of(name, config, "modules_to_not_convert")
+    left_out += patterns_of(name, rules, "dynamic")
+    return Gptq(itemsize, left_out, bits, read_group(name, config), more, in_int8=in_int8)

@@ -7,10 +7,10 @@ For products in int8, 4-bit values stay as they are and become int8 rows while t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.formats import (
     Codec,
@@ -21,7 +21,6 @@ from flexgen_h2o.checkpoint.formats import (
     is_converted,
     packed_rows,
 )
-from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import GROUP, SlotPacking
 
@@ -91,11 +90,3 @@ class Groupwise(Codec):
         from flexgen_h2o.kernels.packed import unpack_rows
 
         unpack_rows(shard.pieces[0].view(shard.rows, -1), self.bits, out)
-
-
-def recognise(
-    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
-) -> Groupwise | None:
-    if not policy.compress_weight:
-        return None
-    return Groupwise(itemsize, policy.weight_bits, in_int8=policy.int8_compute)

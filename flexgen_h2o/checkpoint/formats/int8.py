@@ -5,9 +5,9 @@ They are multiplied in int8 as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.formats import (
     Codec,
@@ -16,7 +16,6 @@ from flexgen_h2o.checkpoint.formats import (
     is_converted,
     packed_rows,
 )
-from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.core.units import BLOCK_ROWS
@@ -68,7 +67,3 @@ class Int8(Codec):
         if blocks:
             return block_int8_rows(rows, columns, workspace)
         return (Int8Rows(rows, columns, workspace),)
-
-
-def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Int8 | None:
-    return Int8(itemsize) if policy.int8_compute else None

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.checkpoint.formats import Codec, Shard, StoredRows, TensorLayout
 from flexgen_h2o.checkpoint.formats.quantised import (
     Rules,
+    check_keys,
     is_left_out,
     multiple,
     patterns_of,
-    settings_of,
 )
-from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 
@@ -60,17 +59,10 @@ class Mxfp4(Codec):
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows = tensor.shape[0]
         groups = multiple(self.name, tensor, 1, _BLOCK)
-        codes = _BLOCK // 2
-        index = tensor.index
-        names = (tensor.name, *tensor.aliases)
-        blocks, scales = (
-            tuple(f"{name}_{kind}" for name in names) for kind in ("blocks", "scales")
-        )
+        codes = (rows, groups, _BLOCK // 2)
         return (
-            StoredRows(blocks, (rows, groups, codes), ("uint8",), groups * codes, index=index),
-            StoredRows(
-                scales, (rows, groups), ("uint8",), groups, index=index, random=_RANDOM_SCALES
-            ),
+            StoredRows(tensor, codes, ("uint8",), "_blocks"),
+            StoredRows(tensor, (rows, groups), ("uint8",), "_scales", random=_RANDOM_SCALES),
         )
 
     def codes(self, layout: TensorLayout, shard: Shard) -> Codes:
@@ -101,13 +93,7 @@ def _shaped(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.view(shard.rows, -1, _BLOCK // 2), scales.view(shard.rows, -1)
 
 
-def recognise(
-    policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int
-) -> Mxfp4 | None:
-    found = settings_of(quantization, Mxfp4.name, _RULES)
-    if found is None:
-        return None
-    left_out = patterns_of(
-        Mxfp4.name, "modules_to_not_convert", found.get("modules_to_not_convert")
-    )
-    return Mxfp4(itemsize, left_out, in_int8=policy.int8_compute)
+def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> Mxfp4:
+    check_keys(Mxfp4.name, config, _RULES)
+    left_out = patterns_of(Mxfp4.name, config, "modules_to_not_convert")
+    return Mxfp4(itemsize, left_out, in_int8=in_int8)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from flexgen_h2o.checkpoint.formats import StoredRows
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 
@@ -21,14 +20,9 @@ Rules = Mapping[str, tuple[Any, ...] | None]
 _OTHER = "give a checkpoint without it, or an unquantised one"
 _PLAIN_MODULES = ("lm_head", "embed_out", "gate", "router")  # quantisers leave them out by default
 _EMBEDDING = "embed"  # part of the names of embeddings
+# Dtypes of scales. Random ones are in float16.
+FLOAT16_FIRST = ("float16", "bfloat16", "float32")
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # boundary in a module's name
-# A regular expression that may take minutes to match: a repeated group, or many open repetitions.
-_REPEATED_GROUP = re.compile(r"\)[*+{]")
-_OPEN = re.compile(r"[*+]")
-_MAX_OPEN = 6
-# Limits of a list of modules. A longer one would take long to compile and to match.
-_MAX_PATTERNS = 4096
-_MAX_CHARACTERS = 2**19
 # A reference to a group by its number or name. It would break, because several patterns become one.
 _REFERENCE = re.compile(r"\\[1-9]|\(\?(?:P[<=]|\()")
 
@@ -66,61 +60,21 @@ def multiple(name: str, tensor: TensorSpec, axis: int, of: int) -> int:
     return tensor.shape[axis] // of
 
 
-def names_of(tensor: TensorSpec, kind: str) -> tuple[str, ...]:
-    """Return the names under which `base`.kind of a matrix `base`.weight may be stored."""
-    return tuple(
-        f"{name.removesuffix('.weight')}.{kind}" for name in (tensor.name, *tensor.aliases)
-    )
-
-
-def scales_of_groups(
-    tensor: TensorSpec, groups: int, columns_per_row: int, random: tuple[bytes, bytes]
-) -> StoredRows:
-    """Return the stored tensor `base`.scales (groups, N) of a matrix `base`.weight (N, K).
-
-    columns_per_row: columns of the matrix that share a row of scales; 0: parts need all scales.
-    random: as StoredRows.random.
-    """
-    rows = tensor.shape[0]
-    return StoredRows(
-        names_of(tensor, "scales"),
-        (groups, rows),
-        ("float16", "bfloat16", "float32"),
-        4 * rows,
-        columns_per_row,
-        in_float32=True,
-        index=tensor.index,
-        random=random,
-    )
-
-
-def settings_of(
-    quantization: Mapping[str, Any] | None, method: str, rules: Rules
-) -> Mapping[str, Any] | None:
-    """Return the config if it has this quant_method, otherwise None.
-
-    Raises UsageError that names a key that is unknown or has an unsupported value.
-    """
-    if quantization is None or quantization.get("quant_method") != method:
-        return None
-    for key, value in quantization.items():
-        if key != "quant_method":
-            check_key(method, key, value, rules)
-    return quantization
-
-
-def check_key(where: str, key: str, value: Any, rules: Rules) -> None:
-    if key not in rules:
-        raise UsageError(
-            f"quantization_config: {where} with {key} ({value!r:.60}) is not known, so that "
-            "weights could be read"
-            f" wrongly; {_OTHER}"
-        )
-    allowed = rules[key]
-    if allowed is not None and not any(
-        type(value) is type(one) and value == one for one in allowed
-    ):
-        raise refused(where, key, value, allowed)
+def check_keys(where: str, found: Mapping[str, Any], rules: Rules) -> None:
+    """Raise UsageError that names a key that is unknown or has an unsupported value."""
+    for key, value in found.items():
+        if key == "quant_method":
+            continue
+        if key not in rules:
+            raise UsageError(
+                f"quantization_config: {where} with {key} ({value!r:.60}) is not known, so that "
+                f"weights could be read wrongly; {_OTHER}"
+            )
+        allowed = rules[key]
+        if allowed is not None and not any(
+            type(value) is type(one) and value == one for one in allowed
+        ):
+            raise refused(where, key, value, allowed)
 
 
 def refused(where: str, key: str, value: Any, allowed: Sequence[Any]) -> UsageError:
@@ -157,13 +111,14 @@ def read_group(where: str, found: Mapping[str, Any]) -> int:
     return int(size)
 
 
-def patterns_of(where: str, key: str, value: Any, mark: str = "") -> tuple[str, ...]:
-    """Return a config's list of modules.
+def patterns_of(where: str, found: Mapping[str, Any], key: str, mark: str = "") -> tuple[str, ...]:
+    """Return a config's list of modules; () if it has none.
 
     Its items are names or regular expressions, as `is_left_out` matches them. mark: a prefix of
     regular expressions. If there is one, expressions are matched as they are, and names are only
-    names.
+    names. Raises UsageError for an expression that is invalid or cannot be joined with others.
     """
+    value = found.get(key)
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
@@ -171,41 +126,25 @@ def patterns_of(where: str, key: str, value: Any, mark: str = "") -> tuple[str, 
             f"quantization_config: {where} with {key} {value!r:.60} is not a list of names; "
             f"{_OTHER}"
         )
-    characters = sum(map(len, value))
-    if len(value) > _MAX_PATTERNS or characters > _MAX_CHARACTERS:
-        raise UsageError(
-            f"quantization_config: {where}: {key} has {len(value)} names of {characters} "
-            "characters in all, and at most"
-            f" {_MAX_PATTERNS} of {_MAX_CHARACTERS} are matched; {_OTHER}"
-        )
-    patterns = tuple(value)
-    _check_patterns(f"{where}: {key}", patterns, mark)
-    return patterns
+    for pattern in value:
+        expression = pattern.removeprefix(mark) if mark else f"(?:{pattern}){_BOUNDARY}"
+        if pattern.startswith(mark) and (reason := _unusable(expression)):
+            raise UsageError(
+                f"quantization_config: {where}: {key} has {pattern!r:.60}{reason}; {_OTHER}"
+            )
+    return tuple(value)
 
 
-@lru_cache(maxsize=64)  # plans ask for the format of a model again and again
-def _check_patterns(where: str, patterns: tuple[str, ...], mark: str) -> None:
-    """Raise UsageError for a regular expression that is invalid or may take long to match."""
-    for pattern in patterns:
-        if not pattern.startswith(mark):
-            continue
-        try:
-            re.compile(pattern.removeprefix(mark) if mark else f"(?:{pattern}){_BOUNDARY}")
-        except re.error as error:
-            raise UsageError(
-                f"quantization_config: {where} has {pattern!r:.60} ({error})"
-            ) from error
-        if _REPEATED_GROUP.search(pattern) or len(_OPEN.findall(pattern)) > _MAX_OPEN:
-            raise UsageError(
-                f"quantization_config: {where} has {pattern!r:.60}, which may take minutes to "
-                f"match; {_OTHER}"
-            )
-        if _REFERENCE.search(pattern):
-            raise UsageError(
-                f"quantization_config: {where} has {pattern!r:.60}, which refers to a group, and "
-                "that is not supported;"
-                f" {_OTHER}"
-            )
+@lru_cache(maxsize=2**14)  # plans ask for the format of a model again and again
+def _unusable(expression: str) -> str:
+    """Return why a regular expression cannot be used; "" if it can."""
+    try:
+        re.compile(expression)
+    except re.error as error:
+        return f" ({error})"
+    if _REFERENCE.search(expression):
+        return ", which refers to a group, and that is not supported"
+    return ""
 
 
 @lru_cache(maxsize=2**16)

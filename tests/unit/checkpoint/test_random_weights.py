@@ -43,10 +43,19 @@ def test_transformers_opens_it(write, spec, read, dtype: str) -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_seeded(write, spec, read) -> None:
+def test_seeded(write, spec, read, monkeypatch, capfd) -> None:
+    """A folder is found again, and not used for another seed."""
     first, second, other = (
-        values(spec, write(n, seed=s), read) for n, s in (("a", 1), ("b", 1), ("c", 2))
+        values(spec, write(n, seed=s, progress=n == "a"), read)
+        for n, s in (("a", 1), ("b", 1), ("c", 2))
     )
+    err = capfd.readouterr().err
+    assert "random weights a" in err and "random weights b" not in err
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_shards", None)
+        folder = write("a", seed=1)
+    with pytest.raises(UsageError, match=rf"{folder}: holds something else"):
+        write("a", seed=5)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
     q, k = (first[f"model.decoder.layers.0.self_attn.{x}_proj.weight"] for x in "qk")
@@ -76,30 +85,12 @@ def test_shards(write, spec, read, monkeypatch) -> None:
     AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_found_again_and_another_refused(write, tmp_path: Path) -> None:
-    folder = write("m")
-    before = (folder / "model.safetensors").stat().st_mtime_ns
-    assert write("m") == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == before
-    with pytest.raises(UsageError, match=rf"{folder}: holds something else"):
-        write("m", seed=5)
-
-
 @pytest.mark.parametrize("call", ["posix_fallocate", "write"])
 def test_full_disk(write, tmp_path: Path, names_in, full_disk, call: str) -> None:
     full_disk(call)
     with pytest.raises(DoesNotFitError, match=r"--offload-dir .* needs .* are free"):
         write("m")
     assert names_in(tmp_path) == []
-
-
-def test_progress_goes_to_stderr(write, capfd) -> None:
-    write("m", progress=True)
-    write("n")
-    out, err = capfd.readouterr()
-    assert "random weights m" in err
-    assert "random weights n" not in err
-    assert not out
 
 
 @pytest.mark.parametrize("direct", [True, False])

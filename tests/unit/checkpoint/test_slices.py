@@ -1,150 +1,71 @@
-"""Tensors that are slices of one stored tensor, as a block's experts are: found, checked, written,
-packed, streamed."""
+"""Tensors that are slices of one stored tensor, as a block's experts are: written, checked, packed.
+
+tests/parity runs such models (gpt_oss).
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from flexgen_h2o.checkpoint import (
-    match,
     open_checkpoint,
     pack_checkpoint,
     pack_random,
-    read_index,
     write_random_checkpoint,
     writing,
 )
-from flexgen_h2o.checkpoint.formats import Shard
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import ModelSpec, TensorSpec
-from flexgen_h2o.kernels.packed import pack_rows
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
-from flexgen_h2o.tiers.stream import NOTHING
-from tests.unit.weight_room import opened, unpacked_layers, values
+from flexgen_h2o.models import spec_from_config
+from tests.parity.cases import BASES
 
-EXPERTS = ("model.experts.w1", "model.experts.w2", "model.experts.w1_bias")
-
-
-@pytest.fixture
-def sliced(spec: ModelSpec) -> ModelSpec:
-    """Three experts in each block: one in the MLP's unit, two in that of the attention. One matrix
-    of each is stored transposed."""
-
-    def experts(block: int, numbers: range) -> tuple[TensorSpec, ...]:
-        shapes = ((48, 16), (16, 48), (48,))
-        return tuple(
-            TensorSpec(
-                f"{name}.{i}",
-                name.replace("experts", f"layers.{block}.experts"),
-                shape,
-                index=i,
-                transposed=name.endswith("w2"),
-            )
-            for i in numbers
-            for name, shape in zip(EXPERTS, shapes, strict=True)
-        )
-
-    return replace(
-        spec,
-        attention=tuple(own + experts(i, range(1, 3)) for i, own in enumerate(spec.attention)),
-        mlp=tuple(own + experts(i, range(1)) for i, own in enumerate(spec.mlp)),
-    )
+EXPERTS = "model.layers.1.mlp.experts.down_proj"  # stored for x W
+CONFIG = AutoConfig.for_model(**BASES["gpt_oss"]).to_dict()
+SPEC = spec_from_config("tiny", CONFIG, "here")
 
 
 @pytest.fixture
-def stacked(sliced: ModelSpec) -> dict[str, torch.Tensor]:
-    """What a checkpoint of that model stores."""
-    tensors = sliced.tensors
-    shapes = {t.name: t.shape[::-1] if t.transposed else t.shape for t in tensors}
-    whole = {
-        t.name: torch.randn(shapes[t.name] if t.index is None else (3, *shapes[t.name]))
-        for t in tensors
-    }
-    assert len(whole) == len(tensors) - 2 * 2 * len(EXPERTS)
-    return whole
-
-
-def by_key(spec: ModelSpec, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        t.key: whole[t.name] if t.index is None else whole[t.name][t.index] for t in spec.tensors
-    }
-
-
-def test_another_number_of_slices_is_refused(tmp_path: Path, sliced, stacked) -> None:
-    stacked["model.layers.1.experts.w1"] = torch.zeros(4, 48, 16)
-    save_file(stacked, tmp_path / "model.safetensors")
-    says = r"1.experts.w1' has shape \(4, 48, 16\), config.json .* \(3, 48, 16\)"
-    with pytest.raises(UsageError, match=says):
-        match(sliced, read_index(tmp_path), tmp_path)
-
-
-@pytest.mark.parametrize(("place", "device"), [((0, 0), HostDevice), ((20, 30), StandInDevice)])
-def test_layers_open_their_own_slices(
-    tmp_path: Path, sliced, stacked, place: tuple[int, int], device: type[Device]
-) -> None:
-    save_file(stacked, tmp_path / "model.safetensors")
-    want = by_key(sliced, stacked)
-    with opened(
-        sliced, match(sliced, read_index(tmp_path), tmp_path), place, device(), torch.float32
-    ) as room:
-        stream = room.stream(2, ahead=2)
-        for layer in room.layers.layers * 2:
-            stream.prefetch()
-            w = stream.open(layer.unit, lambda: NOTHING)
-            for t in room.layers.units[layer.unit].tensors:
-                found = torch.cat([part.rows for part in w[t.role]], int(t.transposed))
-                assert torch.equal(found.t() if t.transposed else found, want[t.key]), t.key
-        stream.drain()
-
-
-def test_packed_slices_are_tensors_of_their_own(tmp_path: Path, sliced, stacked) -> None:
-    save_file(stacked, tmp_path / "model.safetensors")
-    form = Groupwise(4, 8)
-    want = by_key(sliced, stacked)
-    source = open_checkpoint(sliced, tmp_path, tmp_path / "none")
-    packed = pack_checkpoint(sliced, source, tmp_path / "cache", form)
-    assert packed.tensors.keys() == want.keys()
-    with opened(sliced, packed, (20, 30), StandInDevice(), torch.float32, form=form) as room:
-        for unit, w in unpacked_layers(room, room.stream(2, ahead=1)):
-            for t in unit.tensors:
-                rows = want[t.key].t() if t.transposed else want[t.key]
-                if rows.dim() == 2:
-                    held = [whole_of(rows.contiguous(), form)]
-                    rows = form.decode_range(form.layout(t), held, 0, torch.empty(t.shape))
-                assert torch.equal(values(w[t.role]), rows), t.key
-
-
-def whole_of(rows: torch.Tensor, form: Groupwise) -> Shard:
-    return Shard("host", 0, len(rows), [pack_rows(rows, form.bits).view(-1)])
-
-
-def test_random_weights_store_slices_together(
-    tmp_path: Path, sliced, config_json, read, monkeypatch
-) -> None:
-    """Packed at once they are the same numbers as packed from the files."""
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    """A checkpoint with random weights."""
     monkeypatch.setattr(writing, "TABLE_VALUES", 5009)
-    folder = write_random_checkpoint(sliced, config_json, tmp_path / "m", "float32")
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == {t.name for t in sliced.tensors}
-        assert file.get_slice("model.layers.0.experts.w1").get_shape() == [3, 48, 16]
-    source = open_checkpoint(sliced, folder, tmp_path / "none")
+    return write_random_checkpoint(SPEC, CONFIG, tmp_path / "m", "float32")
+
+
+def test_slices_are_stored_together(folder: Path, read) -> None:
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == {t.name for t in SPEC.tensors}
+    assert stored[EXPERTS].shape == (6, 32, 48)
+    opened = open_checkpoint(SPEC, folder, folder).tensors
+    ones = [read(opened[f"{EXPERTS}[{i}]"]) for i in range(6)]
+    assert torch.equal(torch.stack(ones), stored[EXPERTS])
+    assert len(torch.stack(ones).flatten(1).unique(dim=0)) == 6
+    assert read(opened[f"{EXPERTS}_bias[2]"]).abs().max() < 0.05
+
+
+def test_another_number_of_slices_is_refused(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    more = {**stored, EXPERTS: torch.zeros(7, 32, 48)}
+    save_file(more, folder / "model.safetensors")
+    says = rf"{EXPERTS}' has shape \(7, 32, 48\), config.json .* \(6, 32, 48\)"
+    with pytest.raises(UsageError, match=says):
+        open_checkpoint(SPEC, folder, folder)
+
+
+def test_packed_at_once_they_are_what_is_packed_from_the_files(
+    folder: Path, tmp_path: Path
+) -> None:
     form = Groupwise(4, 8)
-    ones = [read(source.tensors[f"model.layers.0.experts.w1[{i}]"]) for i in range(3)]
-    assert not torch.equal(ones[0], ones[1]) and not torch.equal(ones[1], ones[2])
-    assert read(source.tensors["model.layers.0.experts.w1_bias[2]"]).abs().max() < 0.05
-    from_file = pack_checkpoint(sliced, source, tmp_path / "cache", form)
-    at_once = pack_random(sliced, config_json, tmp_path / "p", "float32", 0, form)
-    raw = [
-        [stored.tensors[key] for key in sorted(stored.tensors)] for stored in (from_file, at_once)
-    ]
-    for one, other in zip(*raw, strict=True):
+    source = open_checkpoint(SPEC, folder, folder)
+    from_file = pack_checkpoint(SPEC, source, tmp_path / "cache", form)
+    at_once = pack_random(SPEC, CONFIG, tmp_path / "p", "float32", 0, form)
+    assert from_file.tensors.keys() == at_once.tensors.keys() == {t.key for t in SPEC.tensors}
+    for key, one in from_file.tensors.items():
+        other = at_once.tensors[key]
         assert one.shape == other.shape and bytes_of(one) == bytes_of(other)
 
 

