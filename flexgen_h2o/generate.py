@@ -424,7 +424,7 @@ def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> 
     from flexgen_h2o.engine.channels import ChatText, keep_content
     from flexgen_h2o.engine.conversation import AnswerText, Conversation
     from flexgen_h2o.engine.decoding import stop_criteria
-    from flexgen_h2o.engine.generation import Callbacks, Silent
+    from flexgen_h2o.engine.generation import Callbacks, Listener
     from flexgen_h2o.engine.penalties import penalties_of
 
     model = llm.model
@@ -444,7 +444,7 @@ def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> 
     )
     if echo:
         print(_echoed(sequence, is_chat), end="", flush=True)
-    llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
+    llm.run([talk.sequence], lambda done: None, Callbacks(listener=Listener()))
     print()
     sequence.token_ids = printed.token_ids
     sequence.text = ends.text(printed.token_ids, ids)

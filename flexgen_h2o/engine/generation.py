@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -27,9 +26,7 @@ from flexgen_h2o.kvcache.part import Prompts
 from flexgen_h2o.kvcache.prefixes import (
     PromptGroup,
     Sharing,
-    family_order,
     group_prompts,
-    neighbours,
     pack_prompts,
     row_ends,
 )
@@ -37,55 +34,6 @@ from flexgen_h2o.kvcache.prefixes import (
 LogitsWatch = Callable[[list[int], torch.Tensor], None]
 SlotsWatch = Callable[[list[int], torch.Tensor, Columns], None]
 PromptsWatch = Callable[[list[int], int, Prompts], None]
-
-
-def make_blocks(
-    rows: abc.Sequence[Sequence],
-    gpu_batch_size: int,
-    num_gpu_batches: int,
-    sharing: Sharing | None = None,
-) -> list[list[list[Sequence]]]:
-    """Return blocks of micro-batches of sequences.
-
-    A block has at most `num_gpu_batches` micro-batches, and each of them has at most
-    `gpu_batch_size` sequences. Sequences that ask for the most new tokens come first, because a
-    block runs as many sweeps as its longest answer has tokens. Then come those with the longest
-    prompts. Equal ones keep their input order. Every micro-batch but the last is full. Without
-    `sharing`, the block that needs the most memory comes first.
-
-    sharing: puts sequences that begin alike together if they fill micro-batches. This comes before
-    the length of the prompts.
-    """
-    gbs = gpu_batch_size
-    block = gpu_batch_size * num_gpu_batches
-    family = (
-        family_order([r.fed_ids for r in rows], sharing, gbs) if sharing else lambda ids: (0, 0)
-    )
-
-    def key(row: Sequence) -> tuple[object, ...]:
-        # Scored tokens follow a context, which neighbours in the input may share.
-        ids = row.fed_ids
-        return -row.asked, family(ids), row.scored - len(ids), row.index
-
-    ordered = sorted(rows, key=key)
-    blocks = [ordered[at : at + block] for at in range(0, len(ordered), block)]
-    batches = [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
-    if sharing is None:
-        return batches
-    return [
-        [[b[i] for i in neighbours([r.fed_ids for r in b], sharing)] for b in block]
-        for block in batches
-    ]
-
-
-def group_rows(
-    rows: abc.Sequence[Sequence], sharing: Sharing | None, common: int = 0, opens: bool = False
-) -> tuple[PromptGroup, ...]:
-    """Return the sequences of a micro-batch in groups that feed a shared prefix once.
-
-    See prefixes.group_prompts.
-    """
-    return group_prompts([r.fed_ids for r in rows], sharing, common, opens)
 
 
 @dataclass(frozen=True)
@@ -218,7 +166,7 @@ class MicroBatch:
     ) -> None:
         self.rows = list(rows)
         self._common = common
-        self._new_groups = group_rows(rows, sharing, common, opens)
+        self._new_groups = group_prompts([r.fed_ids for r in rows], sharing, common, opens)
 
     @property
     def prompt_tokens(self) -> int:
@@ -284,11 +232,11 @@ class MicroBatch:
     def admit(self, rows: abc.Sequence[Sequence], sharing: Sharing | None = None) -> None:
         """Add sequences behind the others. Their prompts are fed in the next sweep."""
         self.rows += rows
-        self._new_groups = group_rows(rows, sharing, self._common)
+        self._new_groups = group_prompts([r.fed_ids for r in rows], sharing, self._common)
 
 
-class Listener(Protocol):
-    """Functions that are called during a run, on its thread."""
+class Listener:
+    """Functions that are called during a run, on its thread. These show nothing."""
 
     def sweep(self, tokens: int) -> None:
         """Called when a micro-batch has got `tokens` new tokens."""
@@ -297,17 +245,7 @@ class Listener(Protocol):
         """Called when these sequences are done. They are handed out next."""
 
 
-class Silent:
-    """A listener that shows nothing."""
-
-    def sweep(self, tokens: int) -> None:
-        pass
-
-    def finish(self, rows: abc.Sequence[Sequence]) -> None:
-        pass
-
-
-class Progress:
+class Progress(Listener):
     """The progress bar of a run, on a terminal only: tokens, tokens per second, time left.
 
     If a sequence stops early, the total shrinks by the tokens that it does not need.

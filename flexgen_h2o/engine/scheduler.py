@@ -1,4 +1,4 @@
-"""The start of sequences, and a scheduler of them.
+"""The start of sequences, their blocks, and a scheduler of them.
 
 With continuous batching (`--refill`) a finished sequence gives its place in the running block to
 the next one. The new sequence prefills in the sweep in which the others decode, and shares their
@@ -21,6 +21,7 @@ from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.sequence import Scoring, Sequence
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
+from flexgen_h2o.kvcache.prefixes import Sharing, family_order, neighbours
 from flexgen_h2o.models.load import Model
 
 More = Callable[[], abc.Sequence[Sequence] | None]
@@ -153,6 +154,45 @@ def can_differ(sequences: abc.Sequence[Sequence], spec: ModelSpec) -> bool:
         p.stop or p.stop_token_ids or (spec.eos_token_ids and not p.ignore_eos) for p in asked
     )
     return can_stop or len({one.max_new for one in sequences}) > 1
+
+
+def make_blocks(
+    rows: abc.Sequence[Sequence],
+    gpu_batch_size: int,
+    num_gpu_batches: int,
+    sharing: Sharing | None = None,
+) -> list[list[list[Sequence]]]:
+    """Return blocks of micro-batches of sequences.
+
+    A block has at most `num_gpu_batches` micro-batches, and each of them has at most
+    `gpu_batch_size` sequences. Sequences that ask for the most new tokens come first, because a
+    block runs as many sweeps as its longest answer has tokens. Then come those with the longest
+    prompts. Equal ones keep their input order. Every micro-batch but the last is full. Without
+    `sharing`, the block that needs the most memory comes first.
+
+    sharing: puts sequences that begin alike together if they fill micro-batches. This comes before
+    the length of the prompts.
+    """
+    gbs = gpu_batch_size
+    block = gpu_batch_size * num_gpu_batches
+    family = (
+        family_order([r.fed_ids for r in rows], sharing, gbs) if sharing else lambda ids: (0, 0)
+    )
+
+    def key(row: Sequence) -> tuple[object, ...]:
+        # Scored tokens follow a context, which neighbours in the input may share.
+        ids = row.fed_ids
+        return -row.asked, family(ids), row.scored - len(ids), row.index
+
+    ordered = sorted(rows, key=key)
+    blocks = [ordered[at : at + block] for at in range(0, len(ordered), block)]
+    batches = [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
+    if sharing is None:
+        return batches
+    return [
+        [[b[i] for i in neighbours([r.fed_ids for r in b], sharing)] for b in block]
+        for block in batches
+    ]
 
 
 class Scheduler:

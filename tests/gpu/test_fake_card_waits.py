@@ -11,7 +11,7 @@ import pytest
 
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.engine import stores
-from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.executor import BlockRun
 from flexgen_h2o.engine.loop import WeightStream
 from flexgen_h2o.engine.stores import HiddenStore
 from flexgen_h2o.kvcache import store
@@ -31,10 +31,10 @@ from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, generate, on_fake_card,
         (WeightStream, "open", "weights on host, pinned", {}),
         (WeightStream, "open", "weights on disk", {}),
         (WeightStream, "decode", "weights on host, pinned", {"compress_weight": True}),
-        (Executor, "close_cache", "KV on host", {}),
-        (Executor, "close_cache", "KV on disk", {}),
-        (Executor, "close_hidden", "hidden states split three ways", {}),
-        (Executor, "close_hidden", "hidden states on disk", {}),
+        (BlockRun, "close_cache", "KV on host", {}),
+        (BlockRun, "close_cache", "KV on disk", {}),
+        (BlockRun, "close_hidden", "hidden states split three ways", {}),
+        (BlockRun, "close_hidden", "hidden states on disk", {}),
     ],
 )
 def test_a_fence_that_is_left_out_is_a_race(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import PAGE, round_up
-from flexgen_h2o.engine.generation import make_blocks
+from flexgen_h2o.engine.scheduler import make_blocks
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload, workload_of
