@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import PAGE, round_up
-from flexgen_h2o.engine.scheduler import make_blocks
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.scheduler import make_blocks
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload, workload_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted

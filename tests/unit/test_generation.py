@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.decoding import StopCriteria
-from flexgen_h2o.engine.scheduler import make_blocks
-from flexgen_h2o.engine.scheduler import Scheduler
+from flexgen_h2o.engine.scheduler import Scheduler, make_blocks
 from flexgen_h2o.engine.sequence import Sequence
 
 
