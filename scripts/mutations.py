@@ -486,7 +486,7 @@ MUTATIONS = (
         "engine/stores.py",
         "source.offset % PAGE if self._is_direct(stored, source, shard) else 0\n",
         "0\n",
-        "tests/unit/test_weights.py",
+        "tests/parity/test_placements.py",
     ),
     Mutation(
         "kernels.bias-added-by-every-part",

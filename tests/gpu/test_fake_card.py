@@ -26,10 +26,8 @@ from tests.gpu.test_cuda_parity import (
     BUDGET,
     GREEDY,
     H2O,
-    HALVES,
     PLACEMENTS,
     model_folder,
-    off_by,
     prompts,
 )
 
@@ -91,53 +89,6 @@ def test_tokens_are_those_of_the_cpu_and_nothing_races(
     tokens, card = on_fake_card(folder, placement, kept, compress_cache=packed)
     assert tokens == expected
     assert not card.races
-
-
-@pytest.mark.parametrize(
-    ("dtype", "family", "eviction"),
-    some_slow(product(HALVES, FAMILIES, EVICTIONS), {("float16", "llama", "h2o")}),
-)
-def test_half_precision_is_near_the_cpu_in_full(
-    tmp_path, dtype: str, family: str, eviction: str
-) -> None:
-    folder = model_folder(tmp_path, CONFIGS[family])
-    kept = EVICTIONS[eviction]
-    _, expected, _ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept)
-    with fake_card():
-        policy = Policy(3, 2, **PLACEMENTS["KV on host"])
-        _, logits, _ = generate(folder, policy, "cuda", BUDGET, dtype=dtype, eviction=kept)
-    assert off_by(logits, expected) <= HALVES[dtype]
-
-
-ON_CPU = [name for name in PLACEMENTS if name.startswith("attention on the CPU")]
-EIGHT = H2O(heavy_size=6, recent_size=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ON_CPU)
-@pytest.mark.parametrize(
-    ("eviction", "more"),
-    [
-        (EIGHT, {"compress_cache": True}),
-        (EIGHT, {"compress_cache": True, "cache_rotation": True}),
-        (None, {"attn_sparsity": 0.5}),
-    ],
-)
-def test_prompts_are_packed_where_they_are_held(
-    tmp_path, eviction: Any, more: dict[str, Any], placement: str
-) -> None:
-    folder = model_folder(tmp_path, CONFIGS["llama"])
-    params = params_of(placement)
-    expected, *_ = generate(
-        folder,
-        Policy(4, 1, **more),
-        "cpu",
-        MemoryBudget(host="1GiB"),
-        eviction=eviction,
-        params=params,
-    )
-    tokens, card = on_fake_card(folder, placement, eviction, **more)
-    assert tokens == expected and not card.races
 
 
 def of_block(card: Card, phase: str, what: str) -> float:

@@ -25,22 +25,6 @@ from tests.parity.reference import (
 STAND_IN = MemoryBudget("64MiB", "64MiB", "64MiB")
 
 
-@pytest.mark.parametrize("placement", ["kv on host", "kv split three ways"])
-def test_attending_on_the_host_keeps_micro_batches_apart(
-    placement: str, reference: ByShape, tmp_path: Path
-) -> None:
-    """FlexGen mixes the micro-batches' caches up here; prompts of one length make it invisible to
-    shapes."""
-    known = reference("normal")
-    prompts = random_prompts([6] * 6, seed=6)
-    want = [greedy(known.model, p, 6) for p in prompts]
-    assert len({tuple(row) for row in want}) == len(want), "rows must differ for a mix-up to show"
-    for num_batches in (1, 3):
-        policy = Policy(2, num_batches, PLACEMENTS[placement], cpu_cache_compute=True)
-        out = run(known.folder, prompts, policy, tmp_path, SamplingParams(max_tokens=6), STAND_IN)
-        assert tokens_of(out) == want, f"K={num_batches}"
-
-
 @pytest.mark.parametrize(
     ("placement", "budget"), [("kv on disk", MemoryBudget()), ("kv split three ways", STAND_IN)]
 )

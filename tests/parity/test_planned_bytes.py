@@ -182,10 +182,6 @@ PAIRS = [(NAMES[(7 * i) % len(NAMES)], run) for i, run in enumerate(RUNS)]
 PAIRS += [("everything split 30/30", run) for run in RUNS]
 PAIRS += [("kv on disk", "shorter prompts"), ("kv on disk", "written back")]
 
-# Each run meets every twentieth placement, and one that moves of each kind what it has not on the
-# device.
-PAIRS += [("everything split 30/30", r) for r in RUNS if ("everything split 30/30", r) not in PAIRS]
-
 
 @pytest.mark.parametrize(("placement", "run"), thinned(PAIRS, 2))
 def test_the_engine_moves_what_is_planned(

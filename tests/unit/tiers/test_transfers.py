@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,27 @@ def test_whole_pages_into_whole_pages_are_read_in_place(room: Room) -> None:
     assert room.mover.lanes.bytes_moved["disk_read"] - before == 5 * PAGE
     room.mover.read("r", buffer[1:], "host", FileRange(room.source, 3 * PAGE, 4 * PAGE)).wait()
     assert room.device.copies > copies
+
+
+@pytest.mark.parametrize("near", [0, PAGE, 2**17])
+@given(st.sets(st.integers(0, 300), min_size=1, max_size=9), st.sampled_from(DTYPES))
+def test_rows_of_a_table_come_each_to_its_place(
+    room: Room, near: int, wanted: set[int], dtype: torch.dtype
+) -> None:
+    """What lies between rows that are near each other is read with them, and nothing else."""
+    table = FileRange(room.source, 37, 500, dtype)
+    rows = [(torch.empty(table.nbytes // dtype.itemsize, dtype=dtype), i) for i in sorted(wanted)]
+    before = room.mover.lanes.bytes_moved["disk_read"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mover_module, "NEAR_BYTES", near)
+        room.mover.read_rows("look_up_weight", rows, table).wait()
+    for row, i in rows:
+        start = table.offset + i * table.nbytes
+        raw = room.data[start : start + table.nbytes]
+        assert torch.equal(row.view(torch.uint8), raw)
+    gaps = sum(b - a - 1 for (_, a), (_, b) in pairwise(rows) if (b - a - 1) * table.nbytes <= near)
+    read = room.mover.lanes.bytes_moved["disk_read"] - before
+    assert read <= (len(rows) + gaps) * table.nbytes + 2 * PAGE * len(rows)
 
 
 @given(
