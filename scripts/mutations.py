@@ -515,14 +515,14 @@ MUTATIONS = (
         "engine/decoding.py",
         "        if starts:\n            return min(starts)\n",
         "        if starts:\n            return max(starts)\n",
-        "tests/unit/test_sampling.py tests/text/test_ends.py",
+        "tests/text/test_ends.py",
     ),
     Mutation(
         "engine.end-token-ignored",
         "engine/decoding.py",
         "        if not is_given and (own[-1] in self._ends or",
         "        if not is_given and (False or",
-        "tests/text/test_ends.py tests/unit/test_generation.py",
+        "tests/text/test_ends.py",
     ),
     Mutation(
         "engine.scored-token-is-the-one-before",

@@ -325,16 +325,6 @@ def test_the_prefix_is_fed_once_a_micro_batch(shared: ByShape, tmp_path: Path) -
     assert fed["on"] <= whole - 4 * HEADERS[0] - 4 * HEADERS[1]
 
 
-def test_auto_shares_a_long_header(tmp_path: Path) -> None:
-    """With the defaults; all rows have it, so it is fed once a block."""
-    model = random_model(max_position_embeddings=96)
-    header = random_prompts((40,), 8)[0]
-    owns = random_prompts((5, 2, 9, 1, 5, 7), 9)
-    known = make_reference(model, tmp_path / "model", [[*header, *own] for own in owns], NEW_TOKENS)
-    llm = generate(known, Policy(2, 2), tmp_path, "auto")
-    assert fed_tokens(llm) == 2 * 40 + sum(map(len, owns))
-
-
 def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
     """Step buffers and hidden states have room for the tokens that are fed, and a larger block
     fits."""

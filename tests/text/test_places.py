@@ -248,6 +248,22 @@ def test_a_stream_is_the_answer_in_pieces(model: Model, own: list[int], stop: li
         assert offsets == whole["logprobs"]["text_offset"]
 
 
+@given(before=tokens(6), own=tokens(60), stop=st.text("thé o", min_size=1, max_size=3))
+@settings(max_examples=150)
+def test_a_stop_string_is_found_as_by_decoding_everything(
+    model: Model, before: list[int], own: list[int], stop: str
+) -> None:
+    """Of bytes in any order, mostly not UTF-8, and special tokens between them."""
+    own = [*own, *model.encode_plain(stop), *own]
+    detokenizer = detokenizer_of(model.tokenizer)
+    context = detokenizer.context(before)
+    stops = StopCriteria((stop,), (), model.tokenizer)
+    lengths = range(1, len(own) + 1)
+    found = next((n for n in lengths if stops.found(own[:n], before)), None)
+    texts = (detokenizer.behind(context, own[:n]) for n in lengths)
+    assert found == next((n for n, text in enumerate(texts, 1) if stop in text), None)
+
+
 def test_places_of_a_text_that_ends_within_a_character(model: Model) -> None:
     """Of a prompt whose last character the answer ends; both belong to the answer."""
     detokenizer = detokenizer_of(model.tokenizer)
