@@ -14,7 +14,7 @@ import torch
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.generation import SweepInput
+from flexgen_h2o.engine.scheduler import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.workspace import some_rows
 from flexgen_h2o.kvcache.budgets import Budgets, BudgetTable, DecodeStep, copy_tables

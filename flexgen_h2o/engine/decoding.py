@@ -17,12 +17,7 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
 from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
-from flexgen_h2o.engine.generation import (
-    Callbacks,
-    MicroBatch,
-    SweepInput,
-    sparing,
-)
+from flexgen_h2o.engine.generation import Callbacks, sparing
 from flexgen_h2o.engine.sampling import (
     NotFiniteError,
     check_finite,
@@ -36,6 +31,7 @@ from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.settings import SamplingParams
+    from flexgen_h2o.engine.scheduler import MicroBatch, SweepInput
     from flexgen_h2o.models.load import Model
 
 ReadBack = Callable[[torch.Tensor], tuple[torch.Tensor, Waitable]]

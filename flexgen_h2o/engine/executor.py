@@ -20,7 +20,7 @@ from flexgen_h2o.core.model import Layer
 from flexgen_h2o.engine.attention import UnitAttention
 from flexgen_h2o.engine.decoding import Decoding
 from flexgen_h2o.engine.distributed import Wire
-from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Sweep, SweepInput
+from flexgen_h2o.engine.generation import BlockStats, Sweep
 from flexgen_h2o.engine.graphs import StepGraphs, graphs_of
 from flexgen_h2o.engine.layer_kinds import LAYERS, JoinedAttention
 from flexgen_h2o.engine.loop import (
@@ -32,7 +32,7 @@ from flexgen_h2o.engine.loop import (
     WeightStream,
 )
 from flexgen_h2o.engine.resources import Engine
-from flexgen_h2o.engine.scheduler import Scheduler
+from flexgen_h2o.engine.scheduler import MicroBatch, Scheduler, SweepInput
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.kvcache.budgets import BudgetTable, Move
 from flexgen_h2o.kvcache.decode import columns_of

@@ -10,7 +10,7 @@ import pytest
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.units import TOKEN_CHUNK, TRANSFER_CHUNK
 from flexgen_h2o.engine import workload
-from flexgen_h2o.engine.generation import SweepInput
+from flexgen_h2o.engine.scheduler import SweepInput
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.reference import (
     Reference,
