@@ -32,7 +32,7 @@ def test_a_block_is_settled_when_its_stores_are_done(mover: Mover) -> None:
     home = {"host": host_buffer(4 * PAGE)}
     gate = Done()
     ring = Ring(host_buffer(PAGE))
-    store = HiddenStore(mover, [(WIDTH, torch.bfloat16)], (0.0, 1.0, 0.0), LAYERS, home, None)
+    store = HiddenStore(mover, (2 * WIDTH,), torch.bfloat16, (0.0, 1.0, 0.0), LAYERS, home, None)
     store.begin_block([5])
     store.begin_sweep(0, 5)
     region = ring.take(5 * WIDTH * 2)
