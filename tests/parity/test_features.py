@@ -39,24 +39,6 @@ def test_the_overlay_is_written_back_many_times(
     assert tokens_of(out) == [greedy(known.model, p, new) for p in prompts]
 
 
-SAMPLED = SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=11)
-POLICIES = [
-    (Policy(8, 1), MemoryBudget()),
-    (Policy(2, 2, (0, 0, 0, 0, 0, 0)), MemoryBudget()),
-    (Policy(1, 3, (30, 30, 30, 30, 30, 30), overlap=False), STAND_IN),
-    (Policy(3, 2, (0, 100, 0, 100, 0, 100), cpu_cache_compute=True, sep_layer=False), STAND_IN),
-]
-
-
-def test_sampling_draws_the_same_under_every_policy(reference: ByShape, tmp_path: Path) -> None:
-    known = reference("normal")
-    drawn = [
-        tokens_of(run(known.folder, known.prompts, p, tmp_path, SAMPLED, b)) for p, b in POLICIES
-    ]
-    assert all(rows == drawn[0] for rows in drawn[1:])
-    assert drawn[0] != known.tokens, "nothing was drawn: these are the greedy tokens"
-
-
 @pytest.mark.parametrize("switches", [{}, {"cpu_cache_compute": True}], ids=str)
 def test_a_last_micro_batch_whose_split_rounds_otherwise(
     switches: dict[str, bool], reference: ByShape, tmp_path: Path

@@ -23,7 +23,6 @@ from flexgen_h2o.planner.profile import nominal_profile
 from tests.forks import Forks
 from tests.parity.cases import CONFIGURATIONS, LAID_OUT, PLACEMENTS, thinned
 from tests.parity.planned import FAMILIES, SHAPE, Run, write_aligned
-from tests.parity.quantisers import QUANTISERS, save_quantised
 from tests.parity.ranks import Run as PipelineRun
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
@@ -135,16 +134,6 @@ def test_packed_weights_and_products_in_int8(
     budget = MemoryBudget("64MiB" if stand_in else None)
     policy = Policy(2, 2, HALVES, **switches)
     check_near(reference(shape), policy, offload_dir, forced, budget=budget)
-
-
-@pytest.mark.parametrize("name", [name for name in QUANTISERS if name != "offset"])
-def test_quantised_checkpoints(name: str, tmp_path: Path, forced: Callable[[], None]) -> None:
-    """Heads that are plain, beside matrices that are decoded; and in formats that hold heads too,
-    these."""
-    model = random_model(2, **QUANTISERS[name].shape)
-    save_quantised(model, tmp_path / "model", QUANTISERS[name])
-    known = Reference(tmp_path / "model", model, random_prompts((5, 9, 1)), [], [])
-    check_near(known, Policy(2, 2, HALVES), tmp_path / "offload", forced)
 
 
 @pytest.mark.parametrize(

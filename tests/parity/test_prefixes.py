@@ -313,18 +313,6 @@ def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
     assert report.kv["full_bytes"] == 8 * 306 * column + 8 * column // 2
 
 
-def test_the_prefix_is_fed_once_a_micro_batch(shared: ByShape, tmp_path: Path) -> None:
-    """Counted where the tokens are fed: in one micro-batch the two headers, the rows' own tokens,
-    and the others."""
-    known = shared("normal")
-    whole = sum(map(len, known.prompts))
-    fed = {how: fed_tokens(generate(known, Policy(16, 1), tmp_path, how)) for how in SHARINGS}
-    assert fed["off"] == fed["auto"] == whole  # both headers are shorter than what pays
-    # Four rows have the first header and one is the beginning of one of them; five have the second,
-    # two of them equal.
-    assert fed["on"] <= whole - 4 * HEADERS[0] - 4 * HEADERS[1]
-
-
 def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
     """Step buffers and hidden states have room for the tokens that are fed, and a larger block
     fits."""

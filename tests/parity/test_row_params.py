@@ -17,6 +17,7 @@ from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import (
     LONG,
     ByShape,
+    greedy,
     opened,
     random_prompts,
     tokens_of,
@@ -41,7 +42,9 @@ BUDGET = MemoryBudget("64MiB", "64MiB", "64MiB")
 def alone(reference: ByShape, tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
     folder = tmp_path_factory.mktemp("alone")
     with opened(reference("normal").folder, Policy(1, 1), folder, budget=BUDGET) as llm:
-        return [llm.generate([p], [asked])[0] for p, asked in zip(PROMPTS, ASKED, strict=True)]
+        found = [llm.generate([p], [asked])[0] for p, asked in zip(PROMPTS, ASKED, strict=True)]
+    assert found[1].token_ids != greedy(reference("normal").model, PROMPTS[1], 3), "nothing drawn"
+    return found
 
 
 @pytest.mark.parametrize(
