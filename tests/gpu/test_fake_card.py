@@ -21,7 +21,7 @@ from flexgen_h2o.planner.cost_model import PROMPT_LAUNCHES
 from tests.extras import needs
 from tests.gpu import test_cuda_parity
 from tests.gpu.fake_card import NAME, Card
-from tests.gpu.fake_engine import fake_card
+from tests.gpu.fake_engine import deferred_transfers, fake_card
 from tests.gpu.test_cuda_parity import (
     BUDGET,
     GREEDY,
@@ -89,6 +89,26 @@ def test_tokens_are_those_of_the_cpu_and_nothing_races(
     tokens, card = on_fake_card(folder, placement, kept, compress_cache=packed)
     assert tokens == expected
     assert not card.races
+
+
+@pytest.mark.parametrize(
+    ("eviction", "placement"),
+    some_slow(
+        product(EVICTIONS, PLACEMENTS), {("h2o", "everything split"), ("full", "KV on disk")}
+    ),
+)
+def test_bytes_that_move_at_the_last_moment_are_the_same(
+    tmp_path, eviction: str, placement: str
+) -> None:
+    """Bytes move once somebody waits for them, beside no card."""
+    folder = model_folder(tmp_path, CONFIGS["normal"])
+    more: dict[str, Any] = {"eviction": EVICTIONS[eviction], "params": GREEDY}
+    in_ram = MemoryBudget(host="1GiB")
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", in_ram, **more)
+    with deferred_transfers():
+        placed = Policy(3, 2, **PLACEMENTS[placement])
+        tokens, *_ = generate(folder, placed, "cpu", BUDGET, **more)
+    assert tokens == expected
 
 
 def of_block(card: Card, phase: str, what: str) -> float:

@@ -33,7 +33,6 @@ from tests.parity.reference import (
     Reference,
     assert_equal,
     greedy,
-    make_reference,
     opened,
     random_model,
     random_prompts,
@@ -181,32 +180,6 @@ def test_rows_that_end_and_rows_that_enter(
     params = SamplingParams(max_tokens=LONG)
     with opened(ended.folder, chosen.policy(HALVES), tmp_path, budget=chosen.budget) as llm:
         assert tokens_of(llm.generate(ended.prompts, params, refill=refill)) == ended.tokens
-
-
-# ---- where parts pay
-
-# Shapes with so many tokens that parts pay by themselves. A tied table needs more than others; its
-# embedding reads rows, as of a model that is not tied.
-MANY: dict[str, dict[str, Any]] = {
-    "opt": {"vocab_size": 2000, "tie_word_embeddings": False},
-    "opt, tied": {"model_type": "opt", "vocab_size": 45_000},
-    "llama": {"vocab_size": 2000},
-    "gpt_neox": {"vocab_size": 2000, "num_hidden_layers": 4},
-    "qwen3": {"vocab_size": 2000},
-    "mixtral": {"vocab_size": 2000},
-}
-
-
-@pytest.mark.parametrize(
-    ("percent", "name"),
-    thinned([one for one in product((DISK, SPLIT), MANY) if one != (SPLIT, "opt, tied")], 2),
-)
-def test_many_tokens(name: str, percent: Percent, tmp_path: Path) -> None:
-    model = random_model(**{"model_type": name, **MANY[name]})
-    known = make_reference(model, tmp_path / "model", random_prompts((5, 9, 9, 1, 12)), 4)
-    with opened(known.folder, Policy(2, 2, percent), tmp_path) as llm:
-        assert tokens_of(llm.generate(known.prompts, SamplingParams(max_tokens=4))) == known.tokens
-        assert 0 < rows_of_parts(llm) < MANY[name]["vocab_size"]
 
 
 @pytest.mark.parametrize("tied", [False, True])

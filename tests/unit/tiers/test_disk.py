@@ -217,16 +217,6 @@ def test_nothing_but_others_files_is_left_behind(offload: Path) -> None:
     assert names_in(offload) == ["run-notes.txt", "weights"]
 
 
-def test_the_folder_of_a_dead_run_is_removed_by_the_next(offload: Path) -> None:
-    dead = Scratch(offload)
-    dead.create("cache.bin", PAGE).close()
-    assert dead._lock is not None
-    os.close(dead._lock)  # as the kernel does for a run killed with -9
-    live = Scratch(offload)
-    assert names_in(offload) == [live.folder.name]
-    live.close()
-
-
 def test_many_runs_may_start_and_end_at_once(offload: Path) -> None:
     """None takes another's young folder for a dead one, and none is refused."""
     problems: list[object] = []
