@@ -273,7 +273,7 @@ def test_tokens_are_those_of_transformers(
     watch = LogitsByRow()
     out = run(known.folder, known.prompts, policy, offload_dir, PARAMS, chosen.budget, watch)
     assert tokens_of(out) == known.tokens
-    off = torch.cat([torch.stack(watch.rows[row]) for row in range(len(LENGTHS))])
+    off = torch.cat(watch.of_rows)
     off = (off - torch.cat(known.logits)).abs()
     assert off.max() <= LOGIT_TOLERANCE and off.median() <= MEDIAN_TOLERANCE
 
@@ -325,7 +325,7 @@ def logits_of(known: Reference, *llm: Any, **options: Any) -> torch.Tensor:
     watch = LogitsByRow()
     with LLM(str(known.folder), *llm, **options) as made:
         made.generate(known.prompts, PARAMS, watch_logits=watch)
-    return torch.stack([torch.stack(watch.rows[row]) for row in range(len(known.prompts))])
+    return torch.stack(watch.of_rows)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from flexgen_h2o.core.model import with_head_rows
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape, Depth
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.planner.cost_model import CostModel, Machine, disk_read_bytes
+from flexgen_h2o.planner.cost_model import disk_read_bytes
 from flexgen_h2o.planner.lp import Percent
-from flexgen_h2o.planner.profile import nominal_profile
 from tests.forks import Forks
 from tests.parity.cases import CONFIGURATIONS, LAID_OUT, PLACEMENTS, thinned
 from tests.parity.planned import FAMILIES, SHAPE, Run, write_aligned
@@ -82,7 +81,7 @@ def logits_of(
     watch = LogitsByRow()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     out = run(known.folder, known.prompts, policy, offload_dir, params, budget, watch)
-    return tokens_of(out), torch.stack([torch.stack(watch.rows[i]) for i in range(len(out))])
+    return tokens_of(out), torch.stack(watch.of_rows)
 
 
 @pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(CASES, 5))
@@ -192,8 +191,7 @@ def test_what_is_read_is_planned(tied: bool, tmp_path: Path, forced: Callable[[]
     llm = one_row.go(tmp_path, DISK, tmp_path)
     assert llm.policy is not None and llm.report is not None
     spec = with_head_rows(llm.model.spec, rows_of_parts(llm))
-    machine = Machine(nominal_profile(True), "float32", True)
-    at = CostModel(spec, llm.policy, one_row.need(spec), machine)
+    at = one_row.costs(spec, llm.policy)
     read = disk_read_bytes(at, [(tuple(one_row.blocks[0]), 1)])
     assert llm.report.io_bytes_by_kind["weights"]["disk_read"] == read
 

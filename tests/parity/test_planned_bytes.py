@@ -19,7 +19,6 @@ from flexgen_h2o.engine.loop import ATTENTION_KINDS, weight_sequence, zigzag
 from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.planner.cost_model import (
     CostModel,
-    Machine,
     Transfer,
     disk_read_bytes,
     hidden_moves,
@@ -27,7 +26,6 @@ from flexgen_h2o.planner.cost_model import (
     kv_store_moves,
     weight_moves,
 )
-from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.tiers.disk import aligned_range
 from flexgen_h2o.tiers.stream import tier_shares
 from tests.parity.cases import BASE, PLACEMENTS, thinned
@@ -54,8 +52,7 @@ Moved = dict[str, dict[str, float]]  # by kind and lane
 def costs_of(llm: LLM, run: Run) -> CostModel:
     """Return the costs of a run that has ended."""
     assert llm.policy is not None
-    machine = Machine(nominal_profile(not run.stand_in), "float32", not run.stand_in)
-    return CostModel(llm.model.spec, llm.policy, run.need(llm.model.spec), machine)
+    return run.costs(llm.model.spec, llm.policy)
 
 
 def planned(llm: LLM, run: Run) -> Moved:

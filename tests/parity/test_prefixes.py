@@ -277,7 +277,7 @@ def test_with_and_without_are_the_same(
         watch = LogitsByRow()
         with open_llm(known.folder, offload_dir=tmp_path, how=how, **more) as llm:
             llm.follow(known.prompts, known.tokens, watch, max_tokens_per_sweep=1)
-        found.append(torch.stack([torch.stack(watch.rows[i]) for i in range(len(known.tokens))]))
+        found.append(torch.stack(watch.of_rows))
         assert held_in_one_copy(llm) == (common if how == "on" else 0)
     assert (found[0] - found[1]).abs().max() <= tolerance
 
