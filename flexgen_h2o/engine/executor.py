@@ -155,7 +155,7 @@ class BlockRun(Walk):
     Keys of dicts are numbers of micro-batches. The arguments are those of `Executor.run_block`.
     """
 
-    # Set by `compute`'s caller before a step.
+    # Set by `open_hidden` and `open_cache` before a step.
     hidden: Hidden  # the hidden states of the step's micro-batches
     cache: KVUnit  # the KV unit of the step, in layers with attention
 
@@ -445,9 +445,7 @@ class BlockRun(Walk):
             hidden.x.add_(hidden.mixed)
         LAYERS[layer.kind](self, layer, step.micro_batch)
 
-    def close_cache(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
+    def close_cache(self, key: UnitKey, region: Region | None) -> list[Waitable]:
         _, block, k = key
         cache = self.cache
         sweep = self.sweep
@@ -459,12 +457,10 @@ class BlockRun(Walk):
         sweep.held += cache.held
         sweep.full += fed.seen(window)
         sweep.units += len(fed.counts)
-        return self.engine.cache.close(key, region, cache.most, cache.slots_to_store, fence)
+        return self.engine.cache.close(key, region, cache.most, cache.slots_to_store, self.fence)
 
-    def close_hidden(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
-        return self.engine.hidden.close(key, region, fence)
+    def close_hidden(self, key: UnitKey, region: Region | None) -> list[Waitable]:
+        return self.engine.hidden.close(key, region, self.fence)
 
     def end_layer(self, step: Step) -> bool:
         """Record that all micro-batches have been through a layer.

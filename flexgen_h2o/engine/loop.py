@@ -342,10 +342,10 @@ class Walk(ABC):
             self.compute(step)
         if layer.kind in ATTENTION_KINDS:
             with self.span("wait", f"store_cache {phase}"):
-                stores = self.close_cache(cache_key, cache, self.fence)
+                stores = self.close_cache(cache_key, cache)
                 self._give_back(self._cache_stream, cache, stores)
         with self.span("wait", f"store_hidden {phase}"):
-            stores = self.close_hidden(hidden_key, hidden, self.fence)
+            stores = self.close_hidden(hidden_key, hidden)
             self._give_back(self._hidden_stream, hidden, stores)
 
     def _open_weights(self, unit: int) -> None:
@@ -402,24 +402,15 @@ class Walk(ABC):
     def compute(self, step: Step) -> None: ...
 
     @abstractmethod
-    def close_cache(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
+    def close_cache(self, key: UnitKey, region: Region | None) -> list[Waitable]:
         """Start storing what has changed in a KV unit.
 
         Return what the region's next writer waits for.
-
-        fence: makes an event; called only if there is a next writer.
         """
 
     @abstractmethod
-    def close_hidden(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
-        """Start storing hidden states.
-
-        Return what the region's next writer waits for. `fence` is as in `close_cache`.
-        """
+    def close_hidden(self, key: UnitKey, region: Region | None) -> list[Waitable]:
+        """Start storing hidden states. Return what the region's next writer waits for."""
 
     @abstractmethod
     def end_layer(self, step: Step) -> bool:

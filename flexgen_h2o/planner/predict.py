@@ -432,17 +432,13 @@ class Simulation(Walk):
 
     open_hidden = open_cache
 
-    def close_cache(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
+    def close_cache(self, key: UnitKey, region: Region | None) -> list[Waitable]:
         """Queue the store of a KV unit."""
-        return self.cache.close(key, region, fence)
+        return self.cache.close(key)
 
-    def close_hidden(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
+    def close_hidden(self, key: UnitKey, region: Region | None) -> list[Waitable]:
         """Queue the store of hidden states."""
-        return self.hidden.close(key, region, fence)
+        return self.hidden.close(key)
 
     def nbytes(self, unit: int) -> int:
         """Return the bytes of a weight unit in its ring."""
@@ -552,13 +548,13 @@ class _Store:
         after = [*region.after, *self._stores.get(key[self._first :], ())]
         return cast(list[Done], self._sim.queue(f"load_{self._name}", moved, after))
 
-    def close(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
+    def close(self, key: UnitKey) -> list[Waitable]:
         """Queue the store of a unit after the device is done. Return the fence and the stores."""
         unit = key[self._first :]
         cost = self._cost(key)
         moved = cost.kv_store if self._first == 1 else cost.hidden_store
         self._uses[unit] += 1
-        self._stores[unit] = self._sim.queue(f"store_{self._name}", moved, [done := fence()])
+        self._stores[unit] = self._sim.queue(
+            f"store_{self._name}", moved, [done := self._sim.fence()]
+        )
         return [done, *self._stores[unit]]
