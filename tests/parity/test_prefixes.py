@@ -17,7 +17,6 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.kvcache.prefixes import SHARINGS, group_prompts
 from tests.parity.cases import (
     BASE,
     CONFIGURATIONS,
@@ -287,13 +286,13 @@ def test_with_and_without_are_the_same(
 
 @pytest.mark.parametrize("placement", ["all on device", "kv split three ways"])
 def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
-    """Homes of units are for rows' own columns, exactly; peak bytes are the plan's, with the copy
-    in it."""
+    """Homes of units are for rows' own columns, exactly; step buffers for the tokens that are fed;
+    peak bytes are the plan's, with the copy in it."""
     random_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     prompts = [[*random_prompts((300,), 8)[0], *own] for own in random_prompts((5,) * 8, 9)]
     reserved = {}
     peak = {}
-    for how, slots in (("off", 307), ("on", 7)):
+    for how, slots, common, fed in (("off", 307, 0, 4 * 305), ("on", 7, 300, 300 + 4 * 5)):
         policy = Policy(4, 2, PLACEMENTS[placement])
         with open_llm(tmp_path / "model", policy, tmp_path, how) as llm:
             llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
@@ -302,6 +301,7 @@ def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
             report = llm.report
         assert report is not None
         assert plan.shape.slots[0] == report.kv["slots"] == slots
+        assert (plan.shape.common, plan.shape.tokens) == (common, fed)
         reserved[how] = report.extra["kv_reserved_bytes"]
         peak[how] = sum(report.peak_bytes.values())
         assert peak[how] == sum(b.nbytes for b in plan.buffers)
@@ -311,27 +311,3 @@ def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
     assert peak["on"] < peak["off"] - 7 * 300 * column + 300 * column
     assert report.kv["bytes"] == (300 + 8 * 6) * column + 8 * column // 2
     assert report.kv["full_bytes"] == 8 * 306 * column + 8 * column // 2
-
-
-def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
-    """Step buffers and hidden states have room for the tokens that are fed, and a larger block
-    fits."""
-    random_model(max_position_embeddings=1024).save_pretrained(tmp_path / "model")
-    header = random_prompts((600,), 8)[0]
-    prompts = [[*header, *own] for own in random_prompts((5,) * 16, 9)]
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    held = {}
-    for how, common in (("off", 0), ("auto", 600)):
-        with opened(tmp_path / "model", Policy(8, 2), tmp_path) as llm:
-            llm.share_prefix = how
-            llm.generate(prompts, params)
-            held[how] = llm.peak_bytes["host"]
-            assert llm._engine is not None
-            shape = llm._engine.plan.shape
-        parts = (group_prompts(prompts[i : i + 8], SHARINGS[how]) for i in (0, 8))
-        assert shape.tokens == max(sum(g.tokens for g in groups) for groups in parts)
-        assert shape.common == common
-    assert held["auto"] < held["off"]
-    with opened(tmp_path / "model", "auto", tmp_path) as llm:
-        llm.generate(prompts, params)
-    assert fed_tokens(llm) <= 600 + 16 * 5 + 600
