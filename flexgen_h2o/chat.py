@@ -295,7 +295,7 @@ class Chat:
 
     def _converse(self, first: abc.Sequence[int]) -> None:
         """Answer a first turn, and all that follow."""
-        from flexgen_h2o.engine.generation import Callbacks, Silent
+        from flexgen_h2o.engine.generation import Callbacks, Listener
 
         try:
             self._open(first)
@@ -305,7 +305,7 @@ class Chat:
         self._now = talk = self._talk(first, ENDLESS)
         self._answered = self._shown.turns
         self._shown.begin(self._turns[0])
-        self._llm.run([talk.sequence], callbacks=Callbacks(listener=Silent()))
+        self._llm.run([talk.sequence], callbacks=Callbacks(listener=Listener()))
         if not (self._is_over or self._is_reset):
             self._shown.break_off()
             self._left = 0

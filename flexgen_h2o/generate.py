@@ -398,7 +398,7 @@ def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> 
     """Print the answer to a single prompt as it comes."""
     from flexgen_h2o.engine.channels import ChatText, keep_content
     from flexgen_h2o.engine.conversation import AnswerText
-    from flexgen_h2o.engine.generation import Callbacks, Silent
+    from flexgen_h2o.engine.generation import Callbacks, Listener
 
     tokenizer = llm.model.tokenizer
     params = sequence.params
@@ -412,7 +412,7 @@ def _print_streamed(llm: LLM, sequence: Sequence, is_chat: bool, echo: bool) -> 
 
     if echo:
         print(_echoed(sequence, is_chat), end="", flush=True)
-    llm.run([sequence], callbacks=Callbacks(listener=Silent(), should_continue=show))
+    llm.run([sequence], callbacks=Callbacks(listener=Listener(), should_continue=show))
     show(sequence, is_over=True)
     print()
     if is_chat:

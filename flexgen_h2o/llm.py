@@ -31,17 +31,23 @@ from flexgen_h2o.engine.executor import Executor, Order
 from flexgen_h2o.engine.generation import (
     BlockStats,
     Callbacks,
+    Listener,
     LogitsWatch,
     Progress,
-    Silent,
-    make_blocks,
 )
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of, packing_of
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params
-from flexgen_h2o.engine.scheduler import More, Scheduler, begin, can_differ, forced_sequences
+from flexgen_h2o.engine.scheduler import (
+    More,
+    Scheduler,
+    begin,
+    can_differ,
+    forced_sequences,
+    make_blocks,
+)
 from flexgen_h2o.engine.self_test import (
     BLOCK_STEP_S,
     JOB_OVER_TEST,
@@ -621,7 +627,7 @@ class LLM:
                 )
 
             tested = sequences_of_test(ids)
-            other.run(tested, callbacks=Callbacks(see, listener=Silent()))
+            other.run(tested, callbacks=Callbacks(see, listener=Listener()))
             whole = tested[0].logprobs
             assert whole is not None
             # The first token follows the prompt, whose attention read no packed KV entries.

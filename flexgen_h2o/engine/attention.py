@@ -6,7 +6,7 @@ and feed their prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ import torch
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.generation import SweepInput
+from flexgen_h2o.engine.scheduler import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.workspace import some_rows
 from flexgen_h2o.kvcache.budgets import Budgets, BudgetTable, DecodeStep, copy_tables
@@ -24,55 +24,10 @@ from flexgen_h2o.kvcache.eviction.of_model import Window
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.part import KVPart, KVUnit
 from flexgen_h2o.kvcache.prefill import attend_prompts
-from flexgen_h2o.models import Attention, Hidden, Queries, end_attention
+from flexgen_h2o.models import Queries
 
 # By the budgets and the window of a transformer block.
 NumbersOfSweep = dict[tuple[Budgets, int | None], DecodeStep]
-Begin = Callable[[torch.Tensor], tuple[torch.Tensor, Attention]]
-Attend = Callable[[SweepInput, torch.Tensor, Queries], None]
-
-
-class JoinedAttention:
-    """An attention layer of neighbouring micro-batches, or of one micro-batch in parts.
-
-    Queries and outputs of several micro-batches are computed for all of them at once. Parts of one
-    micro-batch are each computed alone (BlockShape.attending). Micro-batches attend one after
-    another, each to its own KV unit.
-
-    run: the micro-batches.
-    hidden: the hidden states of them all.
-    begin: takes hidden states (tokens, hidden). Returns memory for the results of attention,
-        (tokens, heads x d), and the attention of the layer.
-    """
-
-    def __init__(self, run: tuple[int, ...], hidden: Hidden, begin: Begin) -> None:
-        self.run = run
-        self.hidden = hidden
-        self._begin = begin
-        # Indices of tokens: the first one of the part that has begun, and the next one to attend.
-        self._first_token = self._next_token = 0
-
-    def attend(self, parts: Sequence[SweepInput], attend: Attend) -> None:
-        """Run the attention of the next micro-batch."""
-        for part in parts:
-            if self._next_token == self._first_token:
-                end = self._next_token + len(part.ids) if len(parts) > 1 else len(self.hidden.x)
-                self._out, self._attention = self._begin(
-                    some_rows(self.hidden.x, slice(self._first_token, end))
-                )
-                self._queries = next(self._attention)
-            start = self._next_token - self._first_token
-            here = slice(start, start + len(part.ids))
-            q, k, v, sinks = self._queries
-            attend(
-                part,
-                some_rows(self._out, here),
-                Queries(some_rows(q, here), some_rows(k, here), some_rows(v, here), sinks),
-            )
-            self._next_token += len(part.ids)
-            if here.stop == len(self._out):
-                end_attention(self._attention, self._out)
-                self._first_token = self._next_token
 
 
 class UnitAttention:

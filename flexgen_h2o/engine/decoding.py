@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -18,12 +17,7 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
 from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
-from flexgen_h2o.engine.generation import (
-    Callbacks,
-    MicroBatch,
-    SweepInput,
-    sparing,
-)
+from flexgen_h2o.engine.generation import Callbacks, sparing
 from flexgen_h2o.engine.sampling import (
     NotFiniteError,
     check_finite,
@@ -37,6 +31,7 @@ from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.settings import SamplingParams
+    from flexgen_h2o.engine.scheduler import MicroBatch, SweepInput
     from flexgen_h2o.models.load import Model
 
 ReadBack = Callable[[torch.Tensor], tuple[torch.Tensor, Waitable]]
@@ -214,20 +209,6 @@ def _text_before(pieces: abc.Sequence[str], place: int) -> int:
     return count
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """The next token of each sequence of a micro-batch, on its way to the host.
-
-    Decoding.sample makes it.
-    """
-
-    # Done once the tokens are on the host.
-    ready: Waitable
-    # Waits for the tokens and returns them. Call it once, before the sequences get other tokens. It
-    # raises NotFiniteError as `Callbacks.isolates_errors` says.
-    take: Callable[[], list[int]]
-
-
 class Decoding:
     """How the sequences of a run get their tokens, when they are done, and what is kept of them.
 
@@ -328,10 +309,14 @@ class Decoding:
 
     def sample(
         self, micro_batch: MicroBatch, logits: torch.Tensor, read_back: ReadBack
-    ) -> SampledTokens:
+    ) -> Callable[[], list[int]]:
         """Choose the next token of each sequence, and keep the log-probabilities that are wanted.
 
-        The call waits for the tokens if log-probabilities are asked for or there is a `source`.
+        Return a function that waits for the tokens, which are on their way to the host, and returns
+        them. Call it once, before the sequences get other tokens. It raises NotFiniteError as
+        `Callbacks.isolates_errors` says.
+
+        This call itself waits if log-probabilities are asked for or there is a `source`.
 
         read_back: see `tiers.device.Device`.
         """
@@ -352,10 +337,10 @@ class Decoding:
             return self._taken(rows, found.tolist(), steps)
 
         if all(row.logprobs is None for row in rows):
-            return SampledTokens(ready, tokens)
+            return tokens
         taken = tokens()
         _add_logprobs(rows, taken, logits)
-        return SampledTokens(NOTHING, lambda: taken)
+        return lambda: taken
 
     def _choose(
         self, rows: abc.Sequence[Sequence], logits: torch.Tensor, steps: abc.Sequence[int]

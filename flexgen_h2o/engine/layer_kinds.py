@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from flexgen_h2o.core.model import Layer, LayerKind
-from flexgen_h2o.engine.attention import JoinedAttention
-from flexgen_h2o.engine.block_run import BlockRun
 from flexgen_h2o.engine.decoding import score_prompts
-from flexgen_h2o.kernels.workspace import upload
-from flexgen_h2o.models import Attention
+from flexgen_h2o.kernels.workspace import some_rows, upload
+from flexgen_h2o.models import Hidden, Queries, end_attention
 from flexgen_h2o.models.layers import count_choices, sort_choices
+
+if TYPE_CHECKING:
+    from flexgen_h2o.engine.executor import BlockRun
 
 
 def embed(run: BlockRun, layer: Layer, k: int) -> None:
@@ -68,7 +70,7 @@ def head(run: BlockRun, layer: Layer, k: int) -> None:
         return
     _score_prompts(run, k, logits_at)
     _sample(run, k, logits_at)
-    if run.engine.wire is not None or run.sampled[k].ready.is_done:
+    if run.engine.wire is not None or not run.engine.device.is_asynchronous:
         run.settle(k)
 
 
@@ -100,23 +102,58 @@ LAYERS: Mapping[LayerKind, Callable[[BlockRun, Layer, int], None]] = {
 # ---- Parts of these functions
 
 
+class JoinedAttention:
+    """An attention layer of neighbouring micro-batches, or of one micro-batch in parts.
+
+    Queries and outputs of several micro-batches are computed for all of them at once. Parts of one
+    micro-batch are each computed alone (BlockShape.attending). Micro-batches attend one after
+    another, each to its own KV unit.
+
+    members: the micro-batches.
+    hidden: the hidden states of them all.
+    """
+
+    def __init__(self, members: tuple[int, ...], hidden: Hidden) -> None:
+        self.members = members
+        self.hidden = hidden
+        # Indices of tokens: the first one of the part that has begun, and the next one to attend.
+        self._first_token = self._next_token = 0
+
+    def attend(self, run: BlockRun, k: int) -> None:
+        """Run the attention of the next micro-batch, `k`."""
+        parts = run.parts[k]
+        for part in parts:
+            if self._next_token == self._first_token:
+                end = self._next_token + len(part.ids) if len(parts) > 1 else len(self.hidden.x)
+                self._begin(run, some_rows(self.hidden.x, slice(self._first_token, end)))
+            start = self._next_token - self._first_token
+            here = slice(start, start + len(part.ids))
+            q, keys, v, sinks = self._queries
+            queries = Queries(some_rows(q, here), some_rows(keys, here), some_rows(v, here), sinks)
+            run.executor.attention.attend(run.cache, part, some_rows(self._out, here), queries)
+            self._next_token += len(part.ids)
+            if here.stop == len(self._out):
+                end_attention(self._attention, self._out)
+                self._first_token = self._next_token
+
+    def _begin(self, run: BlockRun, x: torch.Tensor) -> None:
+        """Compute queries, keys and values. x: (tokens, hidden)."""
+        spec = run.spec
+        ws = run.workspace
+        self._out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
+        self._attention = run.family.attention(spec, run.opened, x, ws)
+        self._queries = next(self._attention)
+
+
 def _attend(run: BlockRun, layer: Layer, k: int) -> JoinedAttention | None:
     """Run the attention of one micro-batch in a layer.
 
     The first of several joined micro-batches computes the queries of all of them, the last one
     their outputs. Return the joined attention after the last micro-batch, and None before that.
     """
-    spec = run.spec
-    w = run.opened
-    ws = run.workspace
-
-    def begin(x: torch.Tensor) -> tuple[torch.Tensor, Attention]:
-        out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
-        return out, run.family.attention(spec, w, x, ws)
-
-    attending = run.attending or JoinedAttention(run.together(layer, k), run.hidden, begin)
-    attending.attend(run.parts[k], partial(run.context.attention.attend, run.cache))
-    is_last = k == attending.run[-1]
+    attending = run.attending or JoinedAttention(run.together(layer, k), run.hidden)
+    attending.attend(run, k)
+    is_last = k == attending.members[-1]
     run.attending = None if is_last else attending
     return attending if is_last else None
 
@@ -128,10 +165,10 @@ def _route(run: BlockRun, attended: JoinedAttention) -> None:
     assert hidden.mixed is not None and hidden.chosen is not None and spec.experts is not None
     run.family.route(spec, run.opened, hidden, run.workspace)
     hidden.mixed.zero_()
-    tokens = [len(run.inputs[k].ids) for k in attended.run]
+    tokens = [len(run.inputs[k].ids) for k in attended.members]
     counts = count_choices(hidden.chosen, tokens, spec.experts.count)
-    run.counts.update(zip(attended.run, counts, strict=True))
-    run.unsorted.update(attended.run)
+    run.counts.update(zip(attended.members, counts, strict=True))
+    run.unsorted.update(attended.members)
 
 
 LogitsAt = Callable[[slice | torch.Tensor], torch.Tensor]
@@ -160,7 +197,7 @@ def _score_prompts(run: BlockRun, k: int, logits_at: LogitsAt) -> None:
     def logits_of(places: list[int]) -> torch.Tensor:
         return logits_at(upload(torch.tensor(places, device="cpu"), run.hidden.x.device))
 
-    isolates_errors = run.context.decoding.watches.isolates_errors
+    isolates_errors = run.executor.decoding.watches.isolates_errors
     score_prompts(run.batches[k], run.inputs[k], logits_of, isolates_errors)
 
 
@@ -169,8 +206,8 @@ def _sample(run: BlockRun, k: int, logits_at: LogitsAt) -> None:
     fed = run.inputs[k]
     for step in range(fed.steps):
         if step:
-            finished, _ = run.append_tokens(k, run.sampled.pop(k).take())
+            finished, _ = run.append_tokens(k, run.sampled.pop(k)())
             assert not finished  # a sequence takes all the tokens that were fed ahead
-        run.sampled[k] = run.context.decoding.sample(
+        run.sampled[k] = run.executor.decoding.sample(
             run.batches[k], logits_at(fed.last(step)), run.engine.device.read_back
         )

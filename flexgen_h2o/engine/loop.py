@@ -4,12 +4,14 @@ The order is FlexGen's zig-zag block schedule (Sheng et al. 2023, section 4.1). 
 a block go through a layer before the next layer is touched. So each weight load serves the whole
 block.
 
-The executor walks with real transfers and compute. The planner's simulator walks on a clock. So the
-planner predicts the same steps that run. This module imports no torch.
+A block of a run walks with real transfers and compute (`executor.BlockRun`). The planner's
+simulation walks on a clock. So the planner predicts the same steps that run. This module imports no
+torch.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -257,87 +259,35 @@ def _numbered(sequence: Iterable[int]) -> Iterator[WeightKey]:
         yield counts[unit], unit
 
 
-class StepRunner(Protocol):
-    """The operations that a walk calls."""
-
-    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
-        """Record in the timeline what is done within this context."""
-
-    def fence(self) -> Waitable:
-        """Return an event that is done when all compute issued so far is done."""
-
-    def begin_step(self, step: Step) -> str | None:
-        """Return the phase of the step's sequences: prefill, decode or mixed.
-
-        Return None if the layer has nothing to do for the micro-batch. That is so if the
-        micro-batch has no sequences, if its tokens chose no expert of the group, or if an earlier
-        step has computed them (`joined`). Each micro-batch has its own attention step, because KV
-        units come one after another.
-        """
-
-    def open_hidden(self, key: UnitKey, region: Region | None) -> None:
-        """Open hidden states that are loaded, either into the region or at their home."""
-
-    def open_cache(self, key: UnitKey, region: Region | None) -> None:
-        """Open a KV unit that is loaded, either into the region or at its home."""
-
-    def compute(self, step: Step) -> None: ...
-
-    def close_cache(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
-        """Start storing what has changed in a KV unit.
-
-        Return what the region's next writer waits for.
-
-        fence: makes an event; called only if there is a next writer.
-        """
-
-    def close_hidden(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
-        """Start storing hidden states.
-
-        Return what the region's next writer waits for. `fence` is as in `close_cache`.
-        """
-
-    def end_layer(self, step: Step) -> bool:
-        """Note that all micro-batches have been through a layer. Return True to end the block."""
-
-
-class Tiers(Protocol):
-    """The sources of KV units and hidden states, and the buffers that they are loaded into."""
-
-    @property
-    def cache(self) -> Source[UnitKey]: ...
-
-    @property
-    def hidden(self) -> Source[UnitKey]: ...
-
-    def ring(self, name: str) -> Ring | None:
-        """Return the buffer of that name, or None if nothing is loaded into it."""
-
-
-class Walk:
+class Walk(ABC):
     """The steps of a block, and the KV units and hidden states that are loaded ahead of them.
 
-    A walk holds no `StepRunner`: a circle of references would keep the engine's memory alive.
-
-    sweeps: the number of sweeps with something to load; None for any number.
-    count: the number of micro-batches.
-    together: micro-batches that share each weight load (`zigzag`).
+    A subclass computes the steps. It calls `begin_walk` once its KV units and hidden states are
+    set up, and then `walk`.
     """
 
-    def __init__(
+    def begin_walk(
         self,
-        tiers: Tiers,
+        weights: WeightStream,
         layers: Sequence[Layer],
+        cache: Source[UnitKey],
+        hidden: Source[UnitKey],
+        ring: Callable[[str], Ring | None],
         depth: Depth,
         overlap: bool,
         sweeps: int | None,
         count: int,
         together: int | None = None,
     ) -> None:
+        """Set what is walked through.
+
+        cache, hidden: the sources of KV units and hidden states.
+        ring: returns the buffer of that name, or None if nothing is loaded into it.
+        sweeps: the number of sweeps with something to load; None for any number.
+        count: the number of micro-batches.
+        together: micro-batches that share each weight load (`zigzag`).
+        """
+        self.weights = weights
         self._layers = layers
         self._overlap = overlap
         self._count = count
@@ -356,72 +306,61 @@ class Walk:
         def hidden_keys(sweeps: int | None) -> Iterator[UnitKey]:
             return ((s.sweep, s.layer, s.micro_batch) for s, _ in steps(sweeps))
 
-        ahead = (depth.cache, depth.hidden) if overlap else (0, 0)
-        keys = streamed_keys(cache_keys(sweeps), cache_keys(1), tiers.cache)
-        self._cache: Stream[UnitKey] = Stream(tiers.ring("cache ring"), keys, tiers.cache, ahead[0])
-        keys = streamed_keys(hidden_keys(sweeps), hidden_keys(1), tiers.hidden)
-        self._hidden: Stream[UnitKey] = Stream(
-            tiers.ring("hidden ring"), keys, tiers.hidden, ahead[1]
-        )
+        keys = streamed_keys(cache_keys(sweeps), cache_keys(1), cache)
+        ahead = depth.cache if overlap else 0
+        self._cache_stream: Stream[UnitKey] = Stream(ring("cache ring"), keys, cache, ahead)
+        keys = streamed_keys(hidden_keys(sweeps), hidden_keys(1), hidden)
+        ahead = depth.hidden if overlap else 0
+        self._hidden_stream: Stream[UnitKey] = Stream(ring("hidden ring"), keys, hidden, ahead)
 
-    def run(
-        self,
-        runner: StepRunner,
-        weights: WeightStream,
-        order: Iterable[Step] | None = None,
-    ) -> None:
-        """Run the block until the runner ends it. `order` may cut it short."""
+    def walk(self, order: Iterable[Step] | None = None) -> None:
+        """Run the block until `end_layer` ends it. `order` may cut it short."""
         for step in order or self._order:
-            phase = runner.begin_step(step)
+            phase = self.begin_step(step)
             if phase is not None:
-                self._run_step(step, phase, runner, weights)
-            if step.micro_batch == self._count - 1 and runner.end_layer(step):
+                self._run_step(step, phase)
+            if step.micro_batch == self._count - 1 and self.end_layer(step):
                 break
-        self._cache.drain()
-        self._hidden.drain()
+        self._cache_stream.drain()
+        self._hidden_stream.drain()
 
-    def _run_step(self, step: Step, phase: str, runner: StepRunner, weights: WeightStream) -> None:
+    def _run_step(self, step: Step, phase: str) -> None:
         layer = self._layers[step.layer]
-        span = runner.span
-        for stream in (weights, self._cache, self._hidden):
+        for stream in (self.weights, self._cache_stream, self._hidden_stream):
             stream.prefetch()
-        self._open_weights(layer.unit, runner, weights)
+        self._open_weights(layer.unit)
         hidden_key = (step.sweep, step.layer, step.micro_batch)
-        with span("wait", f"load_hidden {phase}"):
-            hidden = self._hidden.take(hidden_key)
-            runner.open_hidden(hidden_key, hidden)
+        with self.span("wait", f"load_hidden {phase}"):
+            hidden = self._hidden_stream.take(hidden_key)
+            self.open_hidden(hidden_key, hidden)
         if layer.kind in ATTENTION_KINDS:
             cache_key = (step.sweep, layer.block, step.micro_batch)
-            with span("wait", f"load_cache {phase}"):
-                cache = self._cache.take(cache_key)
-                runner.open_cache(cache_key, cache)
-        with span("compute", f"compute_layer {phase}"):
-            runner.compute(step)
+            with self.span("wait", f"load_cache {phase}"):
+                cache = self._cache_stream.take(cache_key)
+                self.open_cache(cache_key, cache)
+        with self.span("compute", f"compute_layer {phase}"):
+            self.compute(step)
         if layer.kind in ATTENTION_KINDS:
-            with span("wait", f"store_cache {phase}"):
-                stores = runner.close_cache(cache_key, cache, runner.fence)
-                self._give_back(self._cache, cache, stores, runner)
-        with span("wait", f"store_hidden {phase}"):
-            stores = runner.close_hidden(hidden_key, hidden, runner.fence)
-            self._give_back(self._hidden, hidden, stores, runner)
+            with self.span("wait", f"store_cache {phase}"):
+                stores = self.close_cache(cache_key, cache)
+                self._give_back(self._cache_stream, cache, stores)
+        with self.span("wait", f"store_hidden {phase}"):
+            stores = self.close_hidden(hidden_key, hidden)
+            self._give_back(self._hidden_stream, hidden, stores)
 
-    @staticmethod
-    def _open_weights(unit: int, runner: StepRunner, weights: WeightStream) -> None:
+    def _open_weights(self, unit: int) -> None:
+        weights = self.weights
         is_fresh = unit != weights.unit
-        with runner.span("wait", "load_weight"):
+        with self.span("wait", "load_weight"):
             if is_fresh:
-                weights.open(unit, runner.fence)
+                weights.open(unit, self.fence)
         if is_fresh and weights.decodes:
-            with runner.span("compute", "unpack_weights"):
-                weights.decode(runner.fence)
+            with self.span("compute", "unpack_weights"):
+                weights.decode(self.fence)
         weights.prefetch()  # this may use the space of the unit that was just closed
 
     def _give_back(
-        self,
-        stream: Stream[UnitKey],
-        region: Region | None,
-        stores: list[Waitable],
-        runner: StepRunner,
+        self, stream: Stream[UnitKey], region: Region | None, stores: list[Waitable]
     ) -> None:
         """Give the region back. Its next writer waits for the stores.
 
@@ -429,4 +368,50 @@ class Walk:
         """
         stream.give_back(region, stores)
         if not self._overlap:
-            wait_all(stores or [runner.fence()])
+            wait_all(stores or [self.fence()])
+
+    # What a subclass does in a step
+
+    @abstractmethod
+    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
+        """Record in the timeline what is done within this context."""
+
+    @abstractmethod
+    def fence(self) -> Waitable:
+        """Return an event that is done when all compute issued so far is done."""
+
+    @abstractmethod
+    def begin_step(self, step: Step) -> str | None:
+        """Return the phase of the step's sequences: prefill, decode or mixed.
+
+        Return None if the layer has nothing to do for the micro-batch. That is so if the
+        micro-batch has no sequences, if its tokens chose no expert of the group, or if an earlier
+        step has computed them (`joined`). Each micro-batch has its own attention step, because KV
+        units come one after another.
+        """
+
+    @abstractmethod
+    def open_hidden(self, key: UnitKey, region: Region | None) -> None:
+        """Open hidden states that are loaded, either into the region or at their home."""
+
+    @abstractmethod
+    def open_cache(self, key: UnitKey, region: Region | None) -> None:
+        """Open a KV unit that is loaded, either into the region or at its home."""
+
+    @abstractmethod
+    def compute(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def close_cache(self, key: UnitKey, region: Region | None) -> list[Waitable]:
+        """Start storing what has changed in a KV unit.
+
+        Return what the region's next writer waits for.
+        """
+
+    @abstractmethod
+    def close_hidden(self, key: UnitKey, region: Region | None) -> list[Waitable]:
+        """Start storing hidden states. Return what the region's next writer waits for."""
+
+    @abstractmethod
+    def end_layer(self, step: Step) -> bool:
+        """Note that all micro-batches have been through a layer. Return True to end the block."""

@@ -277,7 +277,9 @@ class MemoryPlanner:
         block are held until the last part. So the head is cut only if that takes fewer bytes in
         all.
         """
-        rows = 0 if shape.needs_all_logits else self.even_head_rows
+        if shape.needs_all_logits:
+            return 0
+        rows = even_head_rows(self.spec, self.layers, self.form, self.device_is_host)
         if not rows:
             return 0
         whole = sum(self.weights(depth.weights))
@@ -286,11 +288,6 @@ class MemoryPlanner:
         # The thread that reads rows of the table needs a staging buffer.
         more_staging = STAGING_BYTES if self.spec.shares_table else 0
         return rows if cut + more_logits + more_staging < whole else 0
-
-    @property
-    def even_head_rows(self) -> int:
-        """Rows of the head's table in a unit as large as those of the blocks; 0: do not cut it."""
-        return even_head_rows(self.spec, self.layers, self.form, self.device_is_host)
 
     # ---- KV cache and hidden states
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -33,7 +34,6 @@ MEASURED_BUSY = (
     "when the machine is quiet"
 )
 NOT_MEASURED = "this machine was not measured (flexgen-h2o hardware: 1 to 2 minutes)"
-IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 PREDICTIONS = ("prefill_s", "decode_s")
 # FlexGen counts the first two decode sweeps as measured. The mean of the later ones stands for the
 # rest.
@@ -79,14 +79,10 @@ class RunReport:
     prefill: PhaseReport
     # Its tokens are those generated after the first one of each sequence.
     decode: PhaseReport
-    # By tier: device, host, disk.
-    peak_bytes: Mapping[str, int]
-    # By link: `IO_LINKS`.
-    io_bytes: Mapping[str, int]
-    # `peak_bytes` by kind, with the same sums: `weights`, `kv`, `hidden`, and the other buffers of
-    # the memory plan.
+    # The most bytes held, by kind and tier. Kinds are `weights`, `kv`, `hidden`, and the other
+    # buffers of the memory plan.
     peak_bytes_by_kind: Mapping[str, Mapping[str, int]]
-    # `io_bytes` by kind, with the same sums: `weights`, `kv`, `hidden`.
+    # Bytes moved, by kind (`weights`, `kv`, `hidden`) and link: disk_read, disk_write, h2d, d2h.
     io_bytes_by_kind: Mapping[str, Mapping[str, int]]
     # Keys: slots, bytes, full_bytes (`_kv_facts`).
     kv: Mapping[str, int]
@@ -100,6 +96,16 @@ class RunReport:
     projected: bool = False
     # More facts, as JSON values.
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """The most bytes held by tier: device, host, disk."""
+        return _over_kinds(self.peak_bytes_by_kind)
+
+    @property
+    def io_bytes(self) -> dict[str, int]:
+        """Bytes moved by link."""
+        return _over_kinds(self.io_bytes_by_kind)
 
     @property
     def total(self) -> PhaseReport:
@@ -127,6 +133,8 @@ class RunReport:
             body[one.name] = value.to_json() if hasattr(value, "to_json") else value
             if one.name == "decode":
                 body["total"] = self.total.to_json()
+                body["peak_bytes"] = self.peak_bytes
+                body["io_bytes"] = self.io_bytes
         return {key: _json_safe(value) for key, value in body.items()}
 
 
@@ -166,8 +174,6 @@ def make_report(
         num_prompts=shape.rows,
         prefill=PhaseReport(sum(b.prefill_s for b in blocks), scheduler.prompt_tokens),
         decode=PhaseReport(sum(b.decode_s for b in blocks), scheduler.decoded),
-        peak_bytes=engine.peak_bytes,
-        io_bytes={link: sum(lanes[link] for lanes in moved.values()) for link in IO_LINKS},
         peak_bytes_by_kind=engine.peak_bytes_by_kind,
         io_bytes_by_kind=moved,
         kv=_kv_facts(
@@ -212,10 +218,7 @@ def joint_report(ranks: Sequence[tuple[RunReport, Sequence[int], int]]) -> RunRe
     first = reports[0]
     last = reports[-1]
 
-    def summed(name: str) -> dict[str, int]:
-        return {
-            key: sum(getattr(one, name)[key] for one in reports) for key in getattr(first, name)
-        }
+    kv = {key: sum(one.kv[key] for one in reports) for key in first.kv}
 
     def summed_by_kind(name: str) -> dict[str, dict[str, int]]:
         kinds = [getattr(one, name) for one in reports]
@@ -241,15 +244,21 @@ def joint_report(ranks: Sequence[tuple[RunReport, Sequence[int], int]]) -> RunRe
         first,
         prefill=PhaseReport(last.prefill.seconds, first.prefill.tokens),
         decode=PhaseReport(last.decode.seconds, first.decode.tokens),
-        peak_bytes=summed("peak_bytes"),
-        io_bytes=summed("io_bytes"),
-        kv={**summed("kv"), "slots": max(one.kv["slots"] for one in reports)},
+        kv={**kv, "slots": max(one.kv["slots"] for one in reports)},
         extra={**first.extra, "ranks": facts},
         peak_bytes_by_kind=summed_by_kind("peak_bytes_by_kind"),
         io_bytes_by_kind=summed_by_kind("io_bytes_by_kind"),
         model_bytes=sum(one.model_bytes for one in reports),
         cache_bytes=sum(one.cache_bytes for one in reports),
     )
+
+
+def _over_kinds(by_kind: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums over kinds, by tier or link."""
+    found = Counter[str]()
+    for one in by_kind.values():
+        found.update(one)
+    return dict(found)
 
 
 def sizes_of(

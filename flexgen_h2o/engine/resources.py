@@ -26,7 +26,7 @@ from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import ModelPart, Wire
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import MemoryPlan, packing_of
-from flexgen_h2o.engine.stores import HiddenStore, WeightStore, hidden_fields
+from flexgen_h2o.engine.stores import HiddenStore, WeightStore
 from flexgen_h2o.kernels.ops import Layers
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kernels.workspace import Workspace
@@ -120,9 +120,14 @@ class Engine:
             shares = self.memory.hidden_shares
             arenas = self._arenas("hidden")
             count = len(self.layers.layers)
-            fields = hidden_fields(spec, dtype)
             self.hidden = HiddenStore(
-                self.mover, fields, shares, count, arenas, self._files.get("hidden")
+                self.mover,
+                self.memory.hidden_row_bytes,
+                dtype,
+                shares,
+                count,
+                arenas,
+                self._files.get("hidden"),
             )
             self.wire: Wire | None = None  # the link to the other ranks of a pipeline
             if part.pipeline is not None:

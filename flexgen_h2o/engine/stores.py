@@ -33,7 +33,7 @@ from flexgen_h2o.checkpoint.formats import (
     layout_of,
 )
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
-from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
+from flexgen_h2o.core.model import LayerPlan, TensorSpec
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.engine.loop import UnitKey, joined
@@ -355,25 +355,15 @@ class WeightStore:
         return self._files[path]
 
 
-def hidden_fields(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-    """Return (elements per token, dtype) of each field of a model's hidden states.
-
-    Their bytes are those of MemoryPlanner.hidden_row_bytes.
-    """
-    fields = [(spec.hidden_size, dtype)]
-    if spec.experts:
-        fields += [
-            fields[0],
-            (spec.experts.per_token, torch.int32),
-            (spec.experts.per_token, torch.float32),
-        ]
-    return fields
+# Dtypes of the fields of `Hidden`; None: the compute dtype.
+HIDDEN_DTYPES = (None, None, torch.int32, torch.float32)
 
 
 class HiddenStore:
     """The hidden states of the current block.
 
-    fields: elements and dtype that each field of `Hidden` has for a token.
+    row_bytes: bytes of a token in each field of `Hidden` (MemoryPlanner.hidden_row_bytes).
+    dtype: the compute dtype.
     memory: uint8 arenas by tier.
     file: the disk arena.
     """
@@ -381,19 +371,20 @@ class HiddenStore:
     def __init__(
         self,
         mover: Mover,
-        fields: Sequence[tuple[int, torch.dtype]],
+        row_bytes: Sequence[int],
+        dtype: torch.dtype,
         shares: Shares,
         num_layers: int,
         memory: dict[str, torch.Tensor],
         file: DirectFile | None,
     ) -> None:
         self._mover = mover
-        self._fields = tuple(fields)
+        self._row_bytes = row_bytes
+        self._dtypes = [kind or dtype for kind in HIDDEN_DTYPES]
         self._shares = shares
         self._last_layer = num_layers - 1
         self._memory = memory
         self._file = file
-        self._row_bytes = [width * dtype.itemsize for width, dtype in fields]
         self._streamed = hidden_is_streamed(shares, mover.device.is_host)
 
     def begin_block(self, most: list[int], is_open: bool = False) -> None:
@@ -489,9 +480,10 @@ class HiddenStore:
         elif layer == 0:  # the states of the last sweep are not needed any more
             self._starts[k] = sum(self._num_tokens[:k])
         tokens = sum(self._num_tokens[k : run[1] + 1])
-        fields = zip(self._open(k, region), self._fields, strict=True)
+        fields = zip(self._open(k, region), self._row_bytes, self._dtypes, strict=False)
         found: list[Any] = [
-            x[: tokens * n * kind.itemsize].view(kind).view(tokens, n) for x, (n, kind) in fields
+            x[: tokens * row].view(kind).view(tokens, row // kind.itemsize)
+            for x, row, kind in fields
         ]
         self._opened[run] = Hidden(*found)
         return self._opened[run]

@@ -18,7 +18,7 @@ from flexgen_h2o.core.units import format_bytes, format_seconds
 from flexgen_h2o.engine.channels import ChatText, marks_of
 from flexgen_h2o.engine.conversation import Conversation, tokens_after_first
 from flexgen_h2o.engine.decoding import stop_criteria
-from flexgen_h2o.engine.generation import Callbacks, Silent
+from flexgen_h2o.engine.generation import Callbacks, Listener
 from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.prompts import lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.sampling import SamplingParams
@@ -276,7 +276,7 @@ def converse(
     )
     llm.prepare([talk.sequence])
     begin(0)
-    llm.run([talk.sequence], lambda done: None, Callbacks(listener=Silent()))
+    llm.run([talk.sequence], lambda done: None, Callbacks(listener=Listener()))
     found = shown.turns
     if found[-1].reason is None:
         shown.break_off()

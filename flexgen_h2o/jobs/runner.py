@@ -20,7 +20,7 @@ from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.generation import Callbacks, Progress, Silent
+from flexgen_h2o.engine.generation import Callbacks, Listener, Progress
 from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
 from flexgen_h2o.jobs.input import STEP_LINES, Check, Digests, Line, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile
@@ -82,7 +82,7 @@ def rows_before(
     return OutputState(done, status, errors)
 
 
-class Sink(Silent):
+class Sink(Listener):
     """Receives the rows of a job as they finish, and the counts of its engine.
 
     send: gets the rows. A `JobWriter` writes them itself.

@@ -12,10 +12,10 @@ from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
-from flexgen_h2o.engine.generation import group_rows, make_blocks
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan
 from flexgen_h2o.engine.report import MEASURED_BUSY
+from flexgen_h2o.engine.scheduler import make_blocks
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import (
     AutoPolicy,
@@ -26,7 +26,7 @@ from flexgen_h2o.engine.workload import (
     shape_of_blocks,
     workload_of_rows,
 )
-from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, TokenIds
+from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, TokenIds, group_prompts
 from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.lp import Budgets, SearchSpace
 from flexgen_h2o.planner.measure.run import profile_of_this_machine
@@ -355,7 +355,9 @@ class Planner:
         """Return each block's micro-batches, with prompts grouped as they will be fed."""
         return [
             tuple(
-                MicroBatchShape.of(group_rows(batch, self.sharing, common, opens=k == 0))
+                MicroBatchShape.of(
+                    group_prompts([r.fed_ids for r in batch], self.sharing, common, opens=k == 0)
+                )
                 for k, batch in enumerate(block)
             )
             for block in self.blocks(rows, policy)

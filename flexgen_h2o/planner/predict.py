@@ -232,8 +232,19 @@ def simulate(
     # One more sweep: the engine loads ahead for later sweeps and for the next block.
     ring = sim.ring("weight ring")
     waits = prefill.memory.waits_for_router
-    sim.weights = WeightStream(sim, ring, layers, len(sweeps) + 1, ahead, waits)
-    Walk(sim, layers, plan.depth, overlap, len(sweeps), len(block)).run(sim, sim.weights)
+    weights = WeightStream(sim, ring, layers, len(sweeps) + 1, ahead, waits)
+    sim.begin_walk(
+        weights,
+        layers,
+        sim.cache,
+        sim.hidden,
+        sim.ring,
+        plan.depth,
+        overlap,
+        len(sweeps),
+        len(block),
+    )
+    sim.walk()
     return sim
 
 
@@ -255,8 +266,8 @@ class _Event(Waitable):
         return self.time <= self._sim.now
 
 
-class Simulation:
-    """The weight units, the tiers and the runner of a walk, on a simulated clock.
+class Simulation(Walk):
+    """A walk on a simulated clock, and the weight units of it.
 
     Nothing has memory: only sizes and seconds count. All times are in seconds.
 
@@ -339,11 +350,8 @@ class Simulation:
             lambda key: key[0] * len(layers) + key[1],
             costs.__getitem__,
         )
-        self.close_cache = self.cache.close
-        self.close_hidden = self.hidden.close
         self._unit_bytes = [weight_ring_bytes(prefill, unit) for unit in prefill.layers.units]
         self._coded = {layer.unit for layer in layers if prefill.decodes_in_products(layer)}
-        self.weights: WeightStream  # `simulate` sets it
         self.decodes = prefill.memory.form.decoded_at == "load"
 
     @property
@@ -420,6 +428,14 @@ class Simulation:
             wait_all(region.after)
 
     open_hidden = open_cache
+
+    def close_cache(self, key: UnitKey, region: Region | None) -> list[Waitable]:
+        """Queue the store of a KV unit."""
+        return self.cache.close(key)
+
+    def close_hidden(self, key: UnitKey, region: Region | None) -> list[Waitable]:
+        """Queue the store of hidden states."""
+        return self.hidden.close(key)
 
     def nbytes(self, unit: int) -> int:
         """Return the bytes of a weight unit in its ring."""
@@ -529,13 +545,13 @@ class _Store:
         after = [*region.after, *self._stores.get(key[self._first :], ())]
         return cast(list[Done], self._sim.queue(f"load_{self._name}", moved, after))
 
-    def close(
-        self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
-    ) -> list[Waitable]:
+    def close(self, key: UnitKey) -> list[Waitable]:
         """Queue the store of a unit after the device is done. Return the fence and the stores."""
         unit = key[self._first :]
         cost = self._cost(key)
         moved = cost.kv_store if self._first == 1 else cost.hidden_store
         self._uses[unit] += 1
-        self._stores[unit] = self._sim.queue(f"store_{self._name}", moved, [done := fence()])
+        self._stores[unit] = self._sim.queue(
+            f"store_{self._name}", moved, [done := self._sim.fence()]
+        )
         return [done, *self._stores[unit]]

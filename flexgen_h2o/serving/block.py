@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, internal_reason
 from flexgen_h2o.core.timeline import Span
-from flexgen_h2o.engine.generation import Callbacks
+from flexgen_h2o.engine.generation import Callbacks, Listener
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
 from flexgen_h2o.jobs.requests import Request, RowError
@@ -144,7 +144,7 @@ def can_run_again(request: Request) -> bool:
     return not (isinstance(request.owner, Ticket) and request.owner.streams)
 
 
-class Service:
+class Service(Listener):
     """One running block for all clients and batches. It is the listener of its own runs.
 
     rows: places that the engine is opened for.

@@ -187,21 +187,16 @@ class Ring:
         self.capacity = buffer if isinstance(buffer, int) else buffer.numel()
         self._live: deque[Region] = deque()
         self._old: list[Region] = []
-        # Size in bytes of a request that found no room, if nothing was given back since.
-        self._refused: int | None = None
 
     def take(self, nbytes: int) -> Region | None:
         """Return a region of at least `nbytes`, or None while older regions hold the space."""
         size = round_up(max(1, nbytes), PAGE)
         if size > self.capacity:
             raise ValueError(f"ring of {self.capacity} bytes cannot hold {size}")
-        if self._refused is not None and size >= self._refused:
-            return None
         while self._live and self._live[0].freed:
             self._old.append(self._live.popleft())
         start = self._place(size)
         if start is None:
-            self._refused = size
             return None
         end = start + size
         after = list[Waitable]()
@@ -226,7 +221,6 @@ class Ring:
 
         The next writer waits for `users`, which themselves have waited for `region.after`.
         """
-        self._refused = None
         region.freed = True
         region.users = [u for u in users or region.after if not u.is_done]
 

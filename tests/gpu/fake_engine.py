@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.executor import BlockRun, Executor
 from flexgen_h2o.engine.loop import Step
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.elementwise import Rotation
@@ -177,16 +177,16 @@ def fake_card(has_triton: bool = True, has_graphs: bool = False) -> Iterator[Car
 
 def _patch_engine(patch: pytest.MonkeyPatch, card: Card, has_graphs: bool) -> None:
     """The engine opens the card, and tells its steps."""
-    begin = Executor.begin_step
+    begin = BlockRun.begin_step
     compute = Executor.run
     made = torch.tensor
 
     def open_device(name: str, separate_budget: bool) -> Device:
         return CardDevice(card, has_graphs)
 
-    def begin_step(executor: Executor, step: Step) -> str | None:
-        phase = begin(executor, step)
-        card.step = f"{phase} {executor._layers[step.layer].kind}"
+    def begin_step(block: BlockRun, step: Step) -> str | None:
+        phase = begin(block, step)
+        card.step = f"{phase} {block._layers[step.layer].kind}"
         if phase is not None:
             card.counts[card.step, "steps"] += 1
         return phase
@@ -199,7 +199,7 @@ def _patch_engine(patch: pytest.MonkeyPatch, card: Card, has_graphs: bool) -> No
     patch.setattr(
         "flexgen_h2o.planner.plans.profile_of_this_machine", lambda *given: nominal_profile(False)
     )
-    patch.setattr(Executor, "begin_step", begin_step)
+    patch.setattr(BlockRun, "begin_step", begin_step)
     # Tensors of inference mode are not seen by a tensor type of Python's.
     patch.setattr(Executor, "run", torch.no_grad()(compute.__wrapped__))  # type: ignore[attr-defined]
     patch.setattr(torch, "tensor", tensor)

@@ -19,6 +19,7 @@ import torch
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.kvcache.eviction import H2O, SnapKV, Tova, ValueH2O
 from flexgen_h2o.tiers.device import CARD_LIBRARY_BYTES
+from tests.parity.reference import LogitsByRow
 
 DEVICE = os.environ.get("FLEXGEN_GPU_TEST_DEVICE", "cuda")
 ON_CARD = DEVICE == "cuda"
@@ -30,36 +31,17 @@ pytestmark = [
     ),
 ]
 
-CONFIG = {
-    "model_type": "opt",
+SIZES = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "ffn_dim": 512,
     "vocab_size": 1000,
     "max_position_embeddings": 128,
-    "word_embed_proj_dim": 128,
 }
+CONFIG: dict[str, Any] = {**SIZES, "model_type": "opt", "ffn_dim": 512, "word_embed_proj_dim": 128}
 POST_NORM = {**CONFIG, "word_embed_proj_dim": 64, "do_layer_norm_before": False}
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-    "vocab_size": 1000,
-    "max_position_embeddings": 128,
-}
-NEOX = {
-    "model_type": "gpt_neox",
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 512,
-    "vocab_size": 1000,
-    "max_position_embeddings": 128,
-}
+LLAMA = {**SIZES, "model_type": "llama", "num_key_value_heads": 2, "intermediate_size": 256}
+NEOX = {**SIZES, "model_type": "gpt_neox", "intermediate_size": 512}
 CONFIGS = {"normal": CONFIG, "post-norm": POST_NORM, "llama": LLAMA, "gpt_neox": NEOX}
 OLMOE = {
     **LLAMA,
@@ -131,22 +113,6 @@ EVICTIONS = (
 )
 
 
-class Watched:
-    """Collects every step's logits by row."""
-
-    def __init__(self) -> None:
-        self.steps: dict[int, list[torch.Tensor]] = {}
-
-    def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
-        for row, values in zip(rows, logits.float().cpu(), strict=True):
-            self.steps.setdefault(row, []).append(values.clone())
-
-    @property
-    def of_rows(self) -> list[torch.Tensor]:
-        """(steps, vocab) of each row."""
-        return [torch.stack(self.steps[row]) for row in sorted(self.steps)]
-
-
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(4, 1000, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
@@ -166,7 +132,7 @@ def generate(
 ):
     """Tokens and logits of every row, and the report. The random checkpoint beside `folder` is
     shared by all runs."""
-    watched = Watched()
+    watched = LogitsByRow()
     with LLM(
         str(folder),
         policy,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import ALIGN, TRANSFER_CHUNK
 from flexgen_h2o.kernels.workspace import upload_together
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
-from flexgen_h2o.tiers.transfers import Lanes, Mover, _Staging
+from flexgen_h2o.tiers.transfers import Lanes, Mover
 from tests.gpu.fake_card import Card
 from tests.gpu.fake_engine import CardDevice, fake_card
 
@@ -45,14 +44,6 @@ def test_reads_go_on_beside_copies_of_what_was_read(tmp_path: Path) -> None:
     """The reader waits for a copy where it takes its slot again, and for no other."""
     card, came = read_in_chunks(tmp_path)
     assert came and not card.races
-
-
-def test_a_slot_that_is_read_into_too_early_is_a_race(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_Staging, "is_read_by", lambda staging, copy, source: None)
-    card, came = read_in_chunks(tmp_path)
-    assert card.races and not came
 
 
 def test_vectors_go_to_the_card_in_one_copy() -> None:

@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import PAGE, round_up
-from flexgen_h2o.engine.generation import make_blocks
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.scheduler import make_blocks
 from flexgen_h2o.engine.workload import MicroBatchShape, Workload, workload_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
+from flexgen_h2o.planner.cost_model import CostModel, Machine
+from flexgen_h2o.planner.profile import nominal_profile
 from tests.parity.reference import opened, random_prompts, stored_tensors
 
 # 16 rows of every matrix are whole pages in fp32, and so are the keys of a head of one row in 64
@@ -89,6 +91,10 @@ class Run:
         return workload_of(
             eviction, len(self.lengths), sizes, spec.num_blocks, spec.windows
         ).in_one_copy(self.common)
+
+    def costs(self, spec: ModelSpec, policy: Policy) -> CostModel:
+        machine = Machine(nominal_profile(not self.stand_in), "float32", not self.stand_in)
+        return CostModel(spec, policy, self.need(spec), machine)
 
     @property
     def common(self) -> int:

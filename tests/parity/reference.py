@@ -131,8 +131,13 @@ class LogitsByRow:
         self.rows: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
-        for row, values in zip(rows, logits.float().clone(), strict=True):
+        for row, values in zip(rows, logits.float().cpu().clone(), strict=True):
             self.rows[row].append(values)
+
+    @property
+    def of_rows(self) -> list[torch.Tensor]:
+        """(steps, vocab) of each row."""
+        return [torch.stack(self.rows[row]) for row in sorted(self.rows)]
 
     def check(self, known: Sequence[torch.Tensor]) -> None:
         """Compare the logits of each row with those of the reference."""

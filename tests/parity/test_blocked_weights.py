@@ -37,7 +37,7 @@ def logits(
         "opt-tiny", policy, dtype=dtype, device="cpu", budget=budget, offload_dir=offload_dir
     ) as llm:
         llm.follow(PROMPTS, CONTINUATIONS, watch)
-    return torch.stack([torch.stack(watch.rows[row]) for row in range(len(PROMPTS))]).float()
+    return torch.stack(watch.of_rows)
 
 
 def count_blocks(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[int]:

@@ -17,13 +17,11 @@ from flexgen_h2o.core.model import with_head_rows
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape, Depth
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.planner.cost_model import CostModel, Machine, disk_read_bytes
+from flexgen_h2o.planner.cost_model import disk_read_bytes
 from flexgen_h2o.planner.lp import Percent
-from flexgen_h2o.planner.profile import nominal_profile
 from tests.forks import Forks
 from tests.parity.cases import CONFIGURATIONS, LAID_OUT, PLACEMENTS, thinned
 from tests.parity.planned import FAMILIES, SHAPE, Run, write_aligned
-from tests.parity.quantisers import QUANTISERS, save_quantised
 from tests.parity.ranks import Run as PipelineRun
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
@@ -34,7 +32,6 @@ from tests.parity.reference import (
     Reference,
     assert_equal,
     greedy,
-    make_reference,
     opened,
     random_model,
     random_prompts,
@@ -84,7 +81,7 @@ def logits_of(
     watch = LogitsByRow()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     out = run(known.folder, known.prompts, policy, offload_dir, params, budget, watch)
-    return tokens_of(out), torch.stack([torch.stack(watch.rows[i]) for i in range(len(out))])
+    return tokens_of(out), torch.stack(watch.of_rows)
 
 
 @pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(CASES, 5))
@@ -137,16 +134,6 @@ def test_packed_weights_and_products_in_int8(
     check_near(reference(shape), policy, offload_dir, forced, budget=budget)
 
 
-@pytest.mark.parametrize("name", [name for name in QUANTISERS if name != "offset"])
-def test_quantised_checkpoints(name: str, tmp_path: Path, forced: Callable[[], None]) -> None:
-    """Heads that are plain, beside matrices that are decoded; and in formats that hold heads too,
-    these."""
-    model = random_model(2, **QUANTISERS[name].shape)
-    save_quantised(model, tmp_path / "model", QUANTISERS[name])
-    known = Reference(tmp_path / "model", model, random_prompts((5, 9, 1)), [], [])
-    check_near(known, Policy(2, 2, HALVES), tmp_path / "offload", forced)
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     thinned([("bfloat16", "normal"), ("float32", "untied head"), ("bfloat16", "qwen3_moe")], 2),
@@ -194,32 +181,6 @@ def test_rows_that_end_and_rows_that_enter(
         assert tokens_of(llm.generate(ended.prompts, params, refill=refill)) == ended.tokens
 
 
-# ---- where parts pay
-
-# Shapes with so many tokens that parts pay by themselves. A tied table needs more than others; its
-# embedding reads rows, as of a model that is not tied.
-MANY: dict[str, dict[str, Any]] = {
-    "opt": {"vocab_size": 2000, "tie_word_embeddings": False},
-    "opt, tied": {"model_type": "opt", "vocab_size": 45_000},
-    "llama": {"vocab_size": 2000},
-    "gpt_neox": {"vocab_size": 2000, "num_hidden_layers": 4},
-    "qwen3": {"vocab_size": 2000},
-    "mixtral": {"vocab_size": 2000},
-}
-
-
-@pytest.mark.parametrize(
-    ("percent", "name"),
-    thinned([one for one in product((DISK, SPLIT), MANY) if one != (SPLIT, "opt, tied")], 2),
-)
-def test_many_tokens(name: str, percent: Percent, tmp_path: Path) -> None:
-    model = random_model(**{"model_type": name, **MANY[name]})
-    known = make_reference(model, tmp_path / "model", random_prompts((5, 9, 9, 1, 12)), 4)
-    with opened(known.folder, Policy(2, 2, percent), tmp_path) as llm:
-        assert tokens_of(llm.generate(known.prompts, SamplingParams(max_tokens=4))) == known.tokens
-        assert 0 < rows_of_parts(llm) < MANY[name]["vocab_size"]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_read_is_planned(tied: bool, tmp_path: Path, forced: Callable[[], None]) -> None:
     """Every part once a sweep, and of the embedding a page for the row's token."""
@@ -230,8 +191,7 @@ def test_what_is_read_is_planned(tied: bool, tmp_path: Path, forced: Callable[[]
     llm = one_row.go(tmp_path, DISK, tmp_path)
     assert llm.policy is not None and llm.report is not None
     spec = with_head_rows(llm.model.spec, rows_of_parts(llm))
-    machine = Machine(nominal_profile(True), "float32", True)
-    at = CostModel(spec, llm.policy, one_row.need(spec), machine)
+    at = one_row.costs(spec, llm.policy)
     read = disk_read_bytes(at, [(tuple(one_row.blocks[0]), 1)])
     assert llm.report.io_bytes_by_kind["weights"]["disk_read"] == read
 

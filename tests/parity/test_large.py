@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.units import TOKEN_CHUNK, TRANSFER_CHUNK
 from flexgen_h2o.engine import workload
-from flexgen_h2o.engine.generation import SweepInput
+from flexgen_h2o.engine.scheduler import SweepInput
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.reference import (
     Reference,
@@ -93,18 +92,3 @@ def split_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(workload, "TOKEN_CHUNK", 8)
     monkeypatch.setattr(SweepInput, "parts", counted)
     return found
-
-
-def test_conversion_of_more_than_a_chunk(large: Reference, tmp_path: Path) -> None:
-    """bfloat16 values that are exact in the reference: its own, rounded."""
-    folder = tmp_path / "model"
-    model = random_model(std=0.1, **WIDE)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.copy_(value.bfloat16())
-    rounded = make_reference(model, tmp_path / "rounded", large.prompts[3:], 3)
-    model.bfloat16().save_pretrained(folder)
-    stored = Reference(folder, model, rounded.prompts, rounded.tokens, rounded.logits)
-    assert_equal(
-        stored, Policy(2, 1, PLACEMENTS["weights on disk"]), MemoryBudget(), tmp_path / "offload"
-    )

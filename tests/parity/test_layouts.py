@@ -154,26 +154,15 @@ def test_an_adapter_beside_a_model_is_said(
         LLM(str(folder))
 
 
-def test_a_head_that_the_config_ties_and_that_differs(
-    copy_of: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = copy_of("llama, a kv-head for each query head, tied")
-    table = "model.embed_tokens.weight"
-    change_tensors(
-        folder, lambda tensors: tensors.update({"lm_head.weight": tensors[table].flip(0)})
-    )
-    assert_tokens(folder, tmp_path)
-    [line] = stderr_lines(capfd)
-    assert "has a head with other numbers than the embedding that config.json ties it to" in line
-
-
+# `is_zipped` None: a safetensors file.
 @pytest.mark.parametrize(
-    ("differs", "is_sharded", "is_zipped"), [(True, True, True), (True, False, False), (False,) * 3]
+    ("differs", "is_sharded", "is_zipped"),
+    [(True, False, None), (True, True, True), (True, False, False), (False,) * 3],
 )
-def test_a_head_beside_a_tied_table_in_bin_files(
+def test_a_head_beside_a_tied_table(
     differs: bool,
     is_sharded: bool,
-    is_zipped: bool,
+    is_zipped: bool | None,
     copy_of: Callable[[str], Path],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -191,7 +180,10 @@ def test_a_head_beside_a_tied_table_in_bin_files(
         index = json.dumps({"metadata": {}, "weight_map": weight_map})
         (folder / "pytorch_model.bin.index.json").write_text(index)
     for shard, part in parts.items():
-        torch.save(part, folder / shard, _use_new_zipfile_serialization=is_zipped)
+        if is_zipped is None:
+            save_file(part, folder / "model.safetensors", metadata={"format": "pt"})
+        else:
+            torch.save(part, folder / shard, _use_new_zipfile_serialization=is_zipped)
     assert_tokens(folder, tmp_path)
     said = [line for line in stderr_lines(capfd) if "has a head with other numbers" in line]
     assert len(said) == differs
@@ -312,14 +304,10 @@ def test_at_most_so_many_tokens_of_a_sequence(
     copy_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = copy_of("llama")
-    want = LLM(str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off").generate(
-        PROMPTS
-    )
     with LLM(
         str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off", max_model_len=40
     ) as llm:
         assert llm.model.spec.max_positions == 40
-        assert tokens_of(llm.generate(PROMPTS)) == tokens_of(want)
         with pytest.raises(UsageError, match="40 positions"):
             llm.generate([list(range(4, 45))])
     for wrong in (0, 65, True, "8"):

@@ -19,7 +19,6 @@ from flexgen_h2o.engine.loop import ATTENTION_KINDS, weight_sequence, zigzag
 from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.planner.cost_model import (
     CostModel,
-    Machine,
     Transfer,
     disk_read_bytes,
     hidden_moves,
@@ -27,7 +26,6 @@ from flexgen_h2o.planner.cost_model import (
     kv_store_moves,
     weight_moves,
 )
-from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.tiers.disk import aligned_range
 from flexgen_h2o.tiers.stream import tier_shares
 from tests.parity.cases import BASE, PLACEMENTS, thinned
@@ -54,8 +52,7 @@ Moved = dict[str, dict[str, float]]  # by kind and lane
 def costs_of(llm: LLM, run: Run) -> CostModel:
     """Return the costs of a run that has ended."""
     assert llm.policy is not None
-    machine = Machine(nominal_profile(not run.stand_in), "float32", not run.stand_in)
-    return CostModel(llm.model.spec, llm.policy, run.need(llm.model.spec), machine)
+    return run.costs(llm.model.spec, llm.policy)
 
 
 def planned(llm: LLM, run: Run) -> Moved:
@@ -126,10 +123,6 @@ def both(run: Run, placement: str, folder: Path, offload_dir: Path) -> tuple[Mov
     llm = run.go(folder, PLACEMENTS[placement], offload_dir)
     report = llm.report
     assert report is not None
-    for name in ("io_bytes", "peak_bytes"):
-        kinds = getattr(report, f"{name}_by_kind")
-        total = getattr(report, name)
-        assert {key: sum(of[key] for of in kinds.values()) for key in total} == total
     return {kind: dict(report.io_bytes_by_kind[kind]) for kind in KINDS}, planned(llm, run)
 
 
@@ -181,10 +174,6 @@ NAMES = [*PLACEMENTS]
 PAIRS = [(NAMES[(7 * i) % len(NAMES)], run) for i, run in enumerate(RUNS)]
 PAIRS += [("everything split 30/30", run) for run in RUNS]
 PAIRS += [("kv on disk", "shorter prompts"), ("kv on disk", "written back")]
-
-# Each run meets every twentieth placement, and one that moves of each kind what it has not on the
-# device.
-PAIRS += [("everything split 30/30", r) for r in RUNS if ("everything split 30/30", r) not in PAIRS]
 
 
 @pytest.mark.parametrize(("placement", "run"), thinned(PAIRS, 2))

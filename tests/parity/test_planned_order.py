@@ -22,9 +22,8 @@ from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth
 from flexgen_h2o.engine.workload import shape_of
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.planner.cost_model import LANES, CostModel, Machine, weight_moves
+from flexgen_h2o.planner.cost_model import LANES, weight_moves
 from flexgen_h2o.planner.predict import predict
-from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.tiers.transfers import Lanes
 from tests.parity.cases import PLACEMENTS
 from tests.parity.planned import FAMILIES, SHAPE, Run, write_aligned
@@ -64,10 +63,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Operations:
 def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operations:
     """The first block. A unit's weights are one operation there, and one a tensor in the engine."""
     policy = run.policy(PLACEMENTS[placement])
-    need = run.need(spec)
-    machine = Machine(nominal_profile(not run.stand_in), "float32", not run.stand_in)
-    memory = MemoryPlanner(spec, policy, machine.itemsize, machine.device_is_host)
-    plan = memory.plan(shape_of(policy, need), depth)
+    at = run.costs(spec, policy)
+    plan = at.memory.plan(shape_of(policy, at.need), depth)
     spec = with_head_rows(spec, plan.head_rows)
     tensors = {lane: tensors_of(spec, run, placement, lane) for lane in ("disk_read", "h2d")}
     found: Operations = []
@@ -76,16 +73,15 @@ def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operat
         if lane != "wait":
             found.extend([(lane, name)] * (next(tensors[lane]) if name == "load_weight" else 1))
 
-    predict(CostModel(spec, policy, need, machine), plan, [(tuple(run.blocks[0]), 1)], on_span)
+    predict(at, plan, [(tuple(run.blocks[0]), 1)], on_span)
     return found
 
 
 def tensors_of(spec: ModelSpec, run: Run, placement: str, lane: str) -> Iterator[int]:
     """Of each weight unit that comes over the lane, in the order of loads."""
     policy = run.policy(PLACEMENTS[placement])
-    machine = Machine(nominal_profile(False), "float32", not run.stand_in)
-    at = CostModel(spec, policy, run.need(spec), machine)
-    plan = MemoryPlanner(spec, policy, 4, True).layers
+    at = run.costs(spec, policy)
+    plan = at.memory.layers
     for unit in weight_sequence(run.new_tokens + 1, tuple(layer.unit for layer in plan.layers)):
         moves = weight_moves(at, plan.units[unit])
         yield from (int(move.pieces) for move in moves if move.lane == lane)

@@ -17,7 +17,6 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.kvcache.prefixes import SHARINGS, group_prompts
 from tests.parity.cases import (
     BASE,
     CONFIGURATIONS,
@@ -277,7 +276,7 @@ def test_with_and_without_are_the_same(
         watch = LogitsByRow()
         with open_llm(known.folder, offload_dir=tmp_path, how=how, **more) as llm:
             llm.follow(known.prompts, known.tokens, watch, max_tokens_per_sweep=1)
-        found.append(torch.stack([torch.stack(watch.rows[i]) for i in range(len(known.tokens))]))
+        found.append(torch.stack(watch.of_rows))
         assert held_in_one_copy(llm) == (common if how == "on" else 0)
     assert (found[0] - found[1]).abs().max() <= tolerance
 
@@ -287,13 +286,13 @@ def test_with_and_without_are_the_same(
 
 @pytest.mark.parametrize("placement", ["all on device", "kv split three ways"])
 def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
-    """Homes of units are for rows' own columns, exactly; peak bytes are the plan's, with the copy
-    in it."""
+    """Homes of units are for rows' own columns, exactly; step buffers for the tokens that are fed;
+    peak bytes are the plan's, with the copy in it."""
     random_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     prompts = [[*random_prompts((300,), 8)[0], *own] for own in random_prompts((5,) * 8, 9)]
     reserved = {}
     peak = {}
-    for how, slots in (("off", 307), ("on", 7)):
+    for how, slots, common, fed in (("off", 307, 0, 4 * 305), ("on", 7, 300, 300 + 4 * 5)):
         policy = Policy(4, 2, PLACEMENTS[placement])
         with open_llm(tmp_path / "model", policy, tmp_path, how) as llm:
             llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
@@ -302,6 +301,7 @@ def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
             report = llm.report
         assert report is not None
         assert plan.shape.slots[0] == report.kv["slots"] == slots
+        assert (plan.shape.common, plan.shape.tokens) == (common, fed)
         reserved[how] = report.extra["kv_reserved_bytes"]
         peak[how] = sum(report.peak_bytes.values())
         assert peak[how] == sum(b.nbytes for b in plan.buffers)
@@ -311,49 +311,3 @@ def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
     assert peak["on"] < peak["off"] - 7 * 300 * column + 300 * column
     assert report.kv["bytes"] == (300 + 8 * 6) * column + 8 * column // 2
     assert report.kv["full_bytes"] == 8 * 306 * column + 8 * column // 2
-
-
-def test_the_prefix_is_fed_once_a_micro_batch(shared: ByShape, tmp_path: Path) -> None:
-    """Counted where the tokens are fed: in one micro-batch the two headers, the rows' own tokens,
-    and the others."""
-    known = shared("normal")
-    whole = sum(map(len, known.prompts))
-    fed = {how: fed_tokens(generate(known, Policy(16, 1), tmp_path, how)) for how in SHARINGS}
-    assert fed["off"] == fed["auto"] == whole  # both headers are shorter than what pays
-    # Four rows have the first header and one is the beginning of one of them; five have the second,
-    # two of them equal.
-    assert fed["on"] <= whole - 4 * HEADERS[0] - 4 * HEADERS[1]
-
-
-def test_auto_shares_a_long_header(tmp_path: Path) -> None:
-    """With the defaults; all rows have it, so it is fed once a block."""
-    model = random_model(max_position_embeddings=96)
-    header = random_prompts((40,), 8)[0]
-    owns = random_prompts((5, 2, 9, 1, 5, 7), 9)
-    known = make_reference(model, tmp_path / "model", [[*header, *own] for own in owns], NEW_TOKENS)
-    llm = generate(known, Policy(2, 2), tmp_path, "auto")
-    assert fed_tokens(llm) == 2 * 40 + sum(map(len, owns))
-
-
-def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
-    """Step buffers and hidden states have room for the tokens that are fed, and a larger block
-    fits."""
-    random_model(max_position_embeddings=1024).save_pretrained(tmp_path / "model")
-    header = random_prompts((600,), 8)[0]
-    prompts = [[*header, *own] for own in random_prompts((5,) * 16, 9)]
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    held = {}
-    for how, common in (("off", 0), ("auto", 600)):
-        with opened(tmp_path / "model", Policy(8, 2), tmp_path) as llm:
-            llm.share_prefix = how
-            llm.generate(prompts, params)
-            held[how] = llm.peak_bytes["host"]
-            assert llm._engine is not None
-            shape = llm._engine.plan.shape
-        parts = (group_prompts(prompts[i : i + 8], SHARINGS[how]) for i in (0, 8))
-        assert shape.tokens == max(sum(g.tokens for g in groups) for groups in parts)
-        assert shape.common == common
-    assert held["auto"] < held["off"]
-    with opened(tmp_path / "model", "auto", tmp_path) as llm:
-        llm.generate(prompts, params)
-    assert fed_tokens(llm) <= 600 + 16 * 5 + 600

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import Policy, SamplingParams
-from flexgen_h2o.engine.generation import Callbacks, Silent
+from flexgen_h2o.engine.generation import Callbacks, Listener
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import LONG, Reference, greedy, opened, random_prompts, tokens_of
@@ -61,7 +61,7 @@ def test_placement_by_configuration(
         assert sweeps < llm.report.extra["sweeps"]
 
 
-class Arriving(Silent):
+class Arriving(Listener):
     """Rows that come one by one as the block gets tokens, so that micro-batches stand empty
     before."""
 

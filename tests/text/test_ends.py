@@ -16,9 +16,15 @@ from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import RequestReader, RowError
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.serving.answers import StreamEvents, read_asked
 from tests.text.conftest import Job
-from tests.text.tiny import chat_line, edit_json, text_line, write_bytes_tokenizer, write_script
+from tests.text.tiny import (
+    chat_line,
+    edit_json,
+    streamed,
+    text_line,
+    write_bytes_tokenizer,
+    write_script,
+)
 
 Run = Callable[..., Job]
 END = "<|im_end|>"
@@ -311,19 +317,9 @@ def test_older_names_end_an_answer_where_the_turn_ends(
 def test_channels_of_a_stream(harmonic: Path) -> None:
     """Each piece is of the channel that it belongs to, and has its tokens."""
     model = find_model(str(harmonic), None)
-    line = chat_line("a", "6*7", stream=True, logprobs=True)
-    asked = read_asked(RequestReader(model, SamplingParams()), line["url"], line["body"], 8, 200)
+    line = chat_line("a", "6*7", logprobs=True)
     ids = [260, *b"wonder", 259, *b"THINK", 258, 257, *b"42", 256]
-    stream = StreamEvents(asked, model)
-    events = [*stream.first()]
-    for token in ids[:-1]:
-        events += stream.token(0, token, TokenLogprobs(-1.0, ()))
-    [request] = asked.requests
-    request.token_ids = ids
-    request.logprobs = [TokenLogprobs(-1.0, ())] * len(ids)
-    request.finish_reason = "stop"
-    events.append(stream.end(0))
-    choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    _, choices = streamed(model, line, ids, [TokenLogprobs(-1.0, ())] * len(ids))
     deltas = [choice["delta"] for choice in choices]
     assert [delta for delta in deltas[1:] if delta] == [
         *({"reasoning_content": letter} for letter in "THINK"),

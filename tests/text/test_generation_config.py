@@ -18,7 +18,7 @@ from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.conversation import Conversation
 from flexgen_h2o.engine.decoding import stop_criteria
-from flexgen_h2o.engine.generation import Callbacks, Silent
+from flexgen_h2o.engine.generation import Callbacks, Listener
 from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.sequence import Sequence as Answered
 from flexgen_h2o.models.load import find_model
@@ -168,7 +168,7 @@ def test_a_conversation_counts_all_that_was_said(ids_model: Path, tmp_path: Path
             turns[0], iter(turns[1:]), params, ends, Listening(), 40, penalties=penalties
         )
         done: list[Answered] = []
-        llm.run([talk.sequence], done.extend, Callbacks(listener=Silent()))
+        llm.run([talk.sequence], done.extend, Callbacks(listener=Listener()))
     ids: list[int] = []
     for turn, answer in zip(turns, said, strict=True):
         ids += turn

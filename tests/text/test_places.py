@@ -21,10 +21,10 @@ from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.responses import success_row
 from flexgen_h2o.models.load import Model, find_model
-from flexgen_h2o.serving.answers import StreamEvents, read_asked
 from tests.text.conftest import Job
 from tests.text.tiny import (
     chat_line,
+    streamed,
     text_line,
     write_bytes_tokenizer,
     write_llama,
@@ -217,26 +217,15 @@ def test_a_character_of_four_tokens(run_job: Run, bytes_model: Path, tmp_path: P
 def test_a_stream_is_the_answer_in_pieces(model: Model, own: list[int], stop: list[str]) -> None:
     """Texts, tokens and log-probabilities with their offsets. Rows end where a stop string does."""
     own = [token for token in own if token < model.spec.vocab_size] or [65]
-    body = {"prompt": [65, 66], "logprobs": 2, "stop": stop, "max_tokens": 40}
-    reader = RequestReader(model, SamplingParams())
-    asked = read_asked(reader, "/v1/completions", {**body, "stream": True}, 8, 200)
-    [request] = asked.requests
     criteria = StopCriteria(tuple(stop), (), model.tokenizer)
     lengths = range(1, len(own) + 1)
     ends = (i for i in lengths if criteria.is_eos(own[i - 1]) or criteria.found(own[:i], [65, 66]))
     own = own[: next(ends, len(own))]
     found = [likely(*own[i:], 7) for i in range(len(own))]
-    stream = StreamEvents(asked, model)
-    events = list[bytes]()
-    for token, one in zip(own[:-1], found[:-1], strict=True):
-        events += stream.token(0, token, one)
-    request.token_ids = own
-    request.logprobs = found
-    request.finish_reason = "stop"
-    events.append(stream.end(0))
+    line = text_line("a", [65, 66], logprobs=2, stop=stop)
+    request, choices = streamed(model, line, own, found)
     request.text = criteria.text(own, request.prompt_ids)
     whole = success_row(request, model)["response"]["body"]["choices"][0]
-    choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     assert [token for choice in choices for token in choice["token_ids"]] == own
     logprobs = [choice["logprobs"] for choice in choices]
@@ -246,6 +235,22 @@ def test_a_stream_is_the_answer_in_pieces(model: Model, own: list[int], stop: li
     assert all(0 <= at <= len(whole["text"]) for at in offsets)
     if "\ufffd" not in whole["text"]:
         assert offsets == whole["logprobs"]["text_offset"]
+
+
+@given(before=tokens(6), own=tokens(60), stop=st.text("thé o", min_size=1, max_size=3))
+@settings(max_examples=150)
+def test_a_stop_string_is_found_as_by_decoding_everything(
+    model: Model, before: list[int], own: list[int], stop: str
+) -> None:
+    """Of bytes in any order, mostly not UTF-8, and special tokens between them."""
+    own = [*own, *model.encode_plain(stop), *own]
+    detokenizer = detokenizer_of(model.tokenizer)
+    context = detokenizer.context(before)
+    stops = StopCriteria((stop,), (), model.tokenizer)
+    lengths = range(1, len(own) + 1)
+    found = next((n for n in lengths if stops.found(own[:n], before)), None)
+    texts = (detokenizer.behind(context, own[:n]) for n in lengths)
+    assert found == next((n for n, text in enumerate(texts, 1) if stop in text), None)
 
 
 def test_places_of_a_text_that_ends_within_a_character(model: Model) -> None:

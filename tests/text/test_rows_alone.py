@@ -53,32 +53,6 @@ def raising(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return kind
 
 
-TWO_HALVES = [{"type": "text", "text": "\ud83e"}, {"type": "text", "text": "\udd84"}]
-# Lines with half a character, and the field that the error names.
-HALVES: tuple[tuple[dict[str, Any], str], ...] = (
-    (chat_line("content", HALF), "messages[0].content: "),
-    (chat_line("parts", TWO_HALVES), "messages[0]."),
-    (chat_line("role", "", messages=[{"role": "\ud83e", "content": "x"}]), "messages[0].role: "),
-    (text_line("prompt", HALF), "prompt"),
-    (text_line("stop", "x", stop=["a", "\udd84"]), "stop: "),
-    ({"custom_id": "plain", "prompt": HALF}, "prompt"),
-    ({"custom_id": "article", "article": HALF}, "prompt"),
-)
-
-
-def test_half_a_character_is_an_error_row(run_job: Run, bytes_model: Path) -> None:
-    """`json.dumps` writes halves as escapes. Whole pairs of them are characters."""
-    before = chat_line("before", "one \U0001f984")
-    after = text_line("after", "two", max_tokens=2)
-    job = run_job(bytes_model, before, *(line for line, _ in HALVES), after)
-    assert job.code == 0 and "surrogate" not in job.err
-    assert {name for name, row in job.rows.items() if row["error"] is None} == {"before", "after"}
-    for line, field in HALVES:
-        code, message = job.error(line["custom_id"])
-        assert code == "invalid_request" and field in message
-        assert "half of a surrogate pair, which is not text" in message
-
-
 def test_what_a_tokenizer_raises_for_a_text_is_that_rows_error(
     run_job: Run, bytes_model: Path, raising: type[BaseException]
 ) -> None:

@@ -20,6 +20,11 @@ from tokenizers import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
+from flexgen_h2o.jobs.requests import Request, RequestReader
+from flexgen_h2o.models.load import Model
+from flexgen_h2o.serving.answers import StreamEvents, read_asked
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if "
     "add_generation_prompt %}>{% endif %}"
@@ -149,3 +154,25 @@ def chat_line(name: str, content: Any, **body: Any) -> dict[str, Any]:
 def text_line(name: str, prompt: Any, **body: Any) -> dict[str, Any]:
     body = {"max_tokens": 40, "prompt": prompt, **body}
     return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def streamed(
+    model: Model,
+    line: dict[str, Any],
+    ids: list[int],
+    logprobs: list[TokenLogprobs],
+) -> tuple[Request, list[dict[str, Any]]]:
+    """A request of a line's url and body that has got these tokens, and the choices of its
+    stream."""
+    body = {**line["body"], "stream": True}
+    asked = read_asked(RequestReader(model, SamplingParams()), line["url"], body, 8, 200)
+    [request] = asked.requests
+    stream = StreamEvents(asked, model)
+    events = list(stream.first())
+    for token, one in zip(ids[:-1], logprobs[:-1], strict=True):
+        events += stream.token(0, token, one)
+    request.token_ids = ids
+    request.logprobs = logprobs
+    request.finish_reason = "stop"
+    events.append(stream.end(0))
+    return request, [json.loads(e.removeprefix(b"data: "))["choices"][0] for e in events]

@@ -95,7 +95,8 @@ def test_every_planned_buffer_is_taken_at_its_size(
         assert {**memory, **files} == {
             place: n for place, n in plan.items() if place[0] not in TAKEN_BY_USERS
         }
-        assert engine.peak_bytes == {tier: engine.plan.bytes_on(tier) for tier in TIERS}
+        kinds = engine.peak_bytes_by_kind.values()
+        assert engine.peak_bytes == {tier: sum(one[tier] for one in kinds) for tier in TIERS}
         slots = 1 if device is HostDevice else STAGING_SLOTS  # of each thread that reads
         assert plan["staging", "host"] == (READ_THREADS * slots + WRITE_THREADS) * STAGING_BYTES
         for name in ("weight ring", "cache ring", "hidden ring"):

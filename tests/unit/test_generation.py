@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import abc
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.settings import SamplingParams
-from flexgen_h2o.engine.decoding import StopCriteria
-from flexgen_h2o.engine.generation import make_blocks
-from flexgen_h2o.engine.scheduler import Scheduler
+from flexgen_h2o.engine.scheduler import Scheduler, make_blocks
 from flexgen_h2o.engine.sequence import Sequence
 
 
@@ -23,18 +20,6 @@ def row(index: int, length: int, max_new: int = 9, **more: Any) -> Sequence:
 
 def indices(rows: abc.Sequence[Sequence]) -> list[int]:
     return [r.index for r in rows]
-
-
-class Letters:
-    """A tokenizer: token i is the letter i; 0 is special."""
-
-    all_special_ids = (0,)
-
-    def __len__(self) -> int:
-        return 26
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(97 + i) for i in token_ids if i or not skip_special_tokens)
 
 
 # ---- blocks
@@ -48,28 +33,6 @@ def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
     rows = [row(i, n, params=SamplingParams(new)) for i, (n, new) in enumerate(asked)]
     assert [indices(block[0]) for block in make_blocks(rows, 2, 1)] == [[2, 0], [1, 3]]
     assert make_blocks([], 4, 2) == []
-
-
-# ---- when a row ends
-
-
-@pytest.mark.parametrize(
-    ("reason", "new", "max_new", "params"),
-    [
-        (None, [2, 5], 9, {}),  # an end token is seen when it comes, not later
-        ("stop", [5, 9], 9, {}),
-        (None, [5, 2], 9, {"ignore_eos": True}),
-        ("length", [5, 6], 2, {}),
-        ("stop", [5, 2], 2, {}),  # the end token is the better reason
-        ("stop", [1, 3, 4], 3, {"stop": ("zz", "de"), "ignore_eos": True}),
-        (None, [1, 3], 9, {"stop": ("de",)}),
-    ],
-)
-def test_reasons(reason: str | None, new: list[int], max_new: int, params: dict[str, Any]) -> None:
-    criteria = StopCriteria(
-        params.get("stop", ()), () if params.get("ignore_eos") else (2, 9), Letters()
-    )
-    assert criteria(row(0, 1, max_new, token_ids=new)) == reason
 
 
 # ---- continuous batching

@@ -32,7 +32,7 @@ def test_a_block_is_settled_when_its_stores_are_done(mover: Mover) -> None:
     home = {"host": host_buffer(4 * PAGE)}
     gate = Done()
     ring = Ring(host_buffer(PAGE))
-    store = HiddenStore(mover, [(WIDTH, torch.bfloat16)], (0.0, 1.0, 0.0), LAYERS, home, None)
+    store = HiddenStore(mover, (2 * WIDTH,), torch.bfloat16, (0.0, 1.0, 0.0), LAYERS, home, None)
     store.begin_block([5])
     store.begin_sweep(0, 5)
     region = ring.take(5 * WIDTH * 2)
@@ -46,27 +46,6 @@ def test_a_block_is_settled_when_its_stores_are_done(mover: Mover) -> None:
     settling.join(10)
     assert waited and not settling.is_alive()
     assert home["host"].view(torch.bfloat16)[: 5 * WIDTH].tolist() == [3] * 5 * WIDTH
-
-
-def test_micro_batches_in_place_are_side_by_side(mover: Mover) -> None:
-    """Whatever they fed into the sweep before, and where one of them has no rows any more."""
-    fields = [(WIDTH, torch.bfloat16), (2, torch.int32)]
-    store = HiddenStore(
-        mover, fields, (1.0, 0.0, 0.0), LAYERS, {"device": host_buffer(6 * PAGE)}, None
-    )
-    store.begin_block([5, 2, 4])
-    for sweep, counts in enumerate(([5, 2, 4], [1, 0, 3])):
-        for k, tokens in enumerate(counts):
-            store.begin_sweep(k, tokens)
-        for k in (k for k, tokens in enumerate(counts) if tokens):
-            for field in store.open((sweep, 0, k), None)[:2]:
-                field.fill_(k + 1)
-        assert store.joined(11) == {0: tuple(k for k, tokens in enumerate(counts) if tokens)}
-        want = [k + 1 for k, tokens in enumerate(counts) for _ in range(tokens)]
-        for layer in range(1, LAYERS):
-            both = store.open((sweep, layer, 0), None, last=2)[:2]
-            assert [field[:, -1].tolist() for field in both] == [want, want]
-            assert store.open((sweep, layer, 2), None).x[:, 0].tolist() == [3] * counts[2]
 
 
 def test_micro_batches_are_joined_up_to_a_bound() -> None:

@@ -33,8 +33,6 @@ def make_report(**changes: Any) -> RunReport:
         "num_prompts": 144,
         "prefill": PhaseReport(100.0, 144 * 512),
         "decode": PhaseReport(500.0, 144 * 31),
-        "peak_bytes": {"device": 3 * GB // 2, "host": 10, "disk": 0},
-        "io_bytes": {"disk_read": 1, "disk_write": 2, "h2d": 3, "d2h": 4},
         "peak_bytes_by_kind": {
             "weights": {"device": GB, "host": 4, "disk": 0},
             "kv": {"device": GB // 2, "host": 6, "disk": 0},

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,70 +21,9 @@ from flexgen_h2o.engine.stores import WeightStore
 from flexgen_h2o.kernels.int8 import BUFFERS, Int8Rows
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
-from flexgen_h2o.tiers.stream import NOTHING, Region, Ring, tier_shares
+from flexgen_h2o.tiers.device import Device, host_buffer
+from flexgen_h2o.tiers.stream import NOTHING, Ring, tier_shares
 from flexgen_h2o.tiers.transfers import Lanes, Mover
-
-CONFIG: dict[str, Any] = {
-    "model_type": "opt",
-    "vocab_size": 200,
-    "hidden_size": 80,
-    "num_hidden_layers": 2,
-    "ffn_dim": 160,
-    "max_position_embeddings": 30,
-    "num_attention_heads": 4,
-    "word_embed_proj_dim": 80,
-    "activation_function": "relu",
-    "enable_bias": True,
-    "layer_norm_elementwise_affine": True,
-    "do_layer_norm_before": True,
-}
-SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-# Percent of the weights on device and host, and where the device is: what is on the host is
-# streamed to one of its own.
-PAIRS: list[tuple[tuple[int, int], type[Device]]] = [
-    ((100, 0), HostDevice),
-    ((0, 100), StandInDevice),
-    ((0, 0), HostDevice),
-    ((0, 0), StandInDevice),
-    ((20, 80), StandInDevice),
-    ((20, 30), HostDevice),
-    ((20, 30), StandInDevice),
-    ((0, 50), HostDevice),
-]
-
-
-def spec_of(tied: bool) -> ModelSpec:
-    return spec_from_config("tiny", {**CONFIG, "tie_word_embeddings": tied}, "here")
-
-
-def write_checkpoint(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, shift: int
-) -> dict[str, torch.Tensor]:
-    """model.safetensors with all tensors of `spec` behind a tensor of `shift` bytes, which spoils
-    their alignment."""
-    tensors = {
-        t.name: torch.randn(t.shape).to(dtype)
-        for unit in spec.layers(True).units
-        for t in unit.tensors
-    }
-    head: dict[str, Any] = {"pad": {"dtype": "U8", "shape": [shift], "data_offsets": [0, shift]}}
-    end = shift
-    for name, tensor in tensors.items():
-        begin = end
-        end = end + tensor.nbytes
-        head[name] = {
-            "dtype": SAFETENSORS[dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(head).encode()
-    data = b"".join(bytes(t.view(torch.uint8).flatten().tolist()) for t in tensors.values())
-    (folder / "model.safetensors").write_bytes(
-        len(text).to_bytes(8, "little") + text + bytes(shift) + data
-    )
-    return tensors
 
 
 class Room:
@@ -154,19 +91,6 @@ def opened(*args: Any, **more: Any) -> Iterator[Room]:
         room.close()
 
 
-def taken(room: Room, unit: int) -> Region | None:
-    """A region of the unit alone, loaded."""
-    if not room.store.nbytes(unit):
-        return None
-    assert room.ring is not None
-    region = room.ring.take(room.store.nbytes(unit))
-    assert region is not None
-    for done in room.store.load(unit, region):
-        done.wait()
-    room.ring.give_back(region)
-    return region
-
-
 def unpacked_layers(
     room: Room, stream: WeightStream
 ) -> Iterator[tuple[WeightUnit, Mapping[str, RowParts]]]:
@@ -203,9 +127,3 @@ def int8_values(parts: RowParts) -> tuple[torch.Tensor, torch.Tensor]:
         part.look_up(torch.arange(len(part)), numbers[-1])
         scales.append(part.scales)
     return torch.cat(numbers), torch.cat(scales).unsqueeze(1)
-
-
-def within(part: torch.Tensor, start: int | None, arena: torch.Tensor | None) -> bool:
-    return (
-        start is not None and arena is not None and start <= part.data_ptr() < start + arena.numel()
-    )

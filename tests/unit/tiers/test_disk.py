@@ -167,20 +167,6 @@ def test_what_cannot_be_opened_is_unusable_input(tmp_path: Path) -> None:
         Scratch(tmp_path / "file")
 
 
-@pytest.mark.parametrize("when", ["open", "use"])
-def test_it_goes_on_buffered_where_direct_is_refused(
-    tmp_path: Path, opened: Callable[..., DirectFile], refuse: Refuse, when: str
-) -> None:
-    (tmp_path / "f").write_bytes(content(PAGE))
-    refuse(when)
-    file = opened(tmp_path / "f")
-    if when == "use" and not file.direct:
-        pytest.skip("this file system refuses O_DIRECT already at open")
-    assert file.direct is (when == "use")
-    file.read(host_buffer(PAGE), 0, PAGE)
-    assert file.direct is False
-
-
 def test_two_threads_refused_at_once_both_go_on_buffered(
     tmp_path: Path, opened: Callable[..., DirectFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,16 +215,6 @@ def test_nothing_but_others_files_is_left_behind(offload: Path) -> None:
     assert scratch.folder.parent == offload and scratch.folder.is_dir()
     scratch.close()
     assert names_in(offload) == ["run-notes.txt", "weights"]
-
-
-def test_the_folder_of_a_dead_run_is_removed_by_the_next(offload: Path) -> None:
-    dead = Scratch(offload)
-    dead.create("cache.bin", PAGE).close()
-    assert dead._lock is not None
-    os.close(dead._lock)  # as the kernel does for a run killed with -9
-    live = Scratch(offload)
-    assert names_in(offload) == [live.folder.name]
-    live.close()
 
 
 def test_many_runs_may_start_and_end_at_once(offload: Path) -> None:

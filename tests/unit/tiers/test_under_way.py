@@ -148,31 +148,6 @@ def test_memory_that_is_not_pinned_is_copied_one_after_another() -> None:
         assert device.begun == 1 and not done[0].is_started
 
 
-def test_the_span_of_a_copy_is_when_the_link_was_busy_with_it() -> None:
-    """It begins once what comes before is done, and the copy before it. A worker sees it to its end
-    before it waits for another lane."""
-    t = torch.zeros(2)
-    fence = threading.Event()
-    held = Done()
-    times = list[float]()
-    with gated() as (device, mover):
-        for after in ([_Late(fence)], [], [held]):
-            behind = mover.copy("h2d", "c", t, t, after)
-        until(lambda: device.begun == 2)
-        for event in (fence, *device.gates[:2]):
-            time.sleep(0.02)
-            times.append(time.perf_counter())
-            event.set()
-            time.sleep(0.02)
-        spans = mover.lanes.timeline.spans
-        until(lambda: len(spans) == 2)
-        assert not behind.is_started
-        held.finish_one()
-    first, second = spans[:2]
-    assert times[0] <= first.start <= times[0] + 0.02 and times[1] <= first.end <= second.start
-    assert second.start <= times[1] + 0.02 and times[2] <= second.end
-
-
 def test_an_error_of_a_copy_under_way_ends_the_lanes() -> None:
     class Broken(_Copy):
         def wait(self) -> None:
