@@ -399,8 +399,8 @@ MUTATIONS = (
     Mutation(
         "kernels.put-any-slots",
         "kernels/slots.py",
-        "        or slots.dtype != torch.int64\n",
-        "        or slots.dtype == torch.float32\n",
+        "        and slots.dtype == torch.int64\n",
+        "        and slots.dtype != torch.float32\n",
         "tests/unit/kernels/test_slots.py",
     ),
     Mutation(

@@ -137,7 +137,7 @@ def _decode(
         name: [pack_columns(keys, p.keys), pack_columns(values, p.values)]
         for name, p in packings.items()
     }
-    whole = _beside(rows, slots, width, dtype)
+    whole = _whole_columns(rows, slots, width, dtype)
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs
 
     def attend_over(name: str, book: ScoreState | None = None) -> Callable[[], object]:
@@ -200,7 +200,7 @@ def _ratios(seconds: Seconds, speeds: dict[str, Spread], packings: list[str]) ->
     }
 
 
-def _beside(rows: int, slots: int, width: int, dtype: torch.dtype) -> WholeColumns:
+def _whole_columns(rows: int, slots: int, width: int, dtype: torch.dtype) -> WholeColumns:
     """The newest columns."""
     ranges = torch.ones(rows, width, dtype=torch.bfloat16)
     newest = torch.randn(rows, WINDOW, width, dtype=dtype)

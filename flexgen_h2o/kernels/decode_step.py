@@ -19,8 +19,8 @@ from flexgen_h2o.kernels.slots import (
     ScoreState,
     attend,
     attend_lse,
-    put_packed_reference,
-    put_slots_reference,
+    put_packed,
+    put_slots,
 )
 
 FILLED, SLOT, POSITION, OLDEST, NEWEST, GAIN, PLACE = range(7)
@@ -89,10 +89,10 @@ def attend_step(
     )
     areas = slots.keys, slots.values
     if slots.form.packing is None:
-        put_slots_reference(areas, taken.unsqueeze(1), (keys, values))
+        put_slots.torch(areas, taken.unsqueeze(1), (keys, values))
     else:
         columns = keys.squeeze(1), values.squeeze(1)
-        put_packed_reference(areas, taken, columns, slots.form, state[PLACE])
+        put_packed.torch(areas, taken, columns, slots.form, state[PLACE])
     scores = None
     if slots.scores is not None and slots.positions is not None and slots.victims is not None:
         slots.positions[here, taken] = state[POSITION]

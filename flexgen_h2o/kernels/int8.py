@@ -37,10 +37,11 @@ from flexgen_h2o.kernels.linear import (
     multiply_all,
     words_of_blocks,
 )
-from flexgen_h2o.kernels.ops import op, op_on, run_loop
+from flexgen_h2o.kernels.ops import op, run_loop
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.workspace import (
     Workspace,
+    cpu_has,
     is_compiled,
     parallel_rows,
     row_slices,
@@ -263,11 +264,17 @@ def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(values).all()):
         raise ValueError("holds values that are not finite")
     n, columns = values.shape
-    packed = torch.zeros(n, int8_row_bytes(columns), dtype=torch.uint8, device="cpu")
-    codes = codes_of(packed, columns)
+    packed = torch.empty(n, int8_row_bytes(columns), dtype=torch.uint8, device="cpu")
+    fill_packed(values, packed)
+    return packed
+
+
+def fill_packed(values: torch.Tensor, packed: torch.Tensor) -> None:
+    """Quantise values (n, columns) float32 to rows in order, (n, row bytes) uint8."""
+    packed.zero_()
+    codes = codes_of(packed, values.shape[1])
     quantise_rows(values, codes, scales_of(packed))
     packed[:, -INT8_ROW_BYTES:].view(torch.int32)[:, 1] = codes.sum(1, dtype=torch.int32)
-    return packed
 
 
 def codes_of(packed: torch.Tensor, columns: int) -> torch.Tensor:
@@ -326,7 +333,6 @@ def _quantise_loop(
     run_loop("int8.quantise", x.dtype, n, row_bytes, *numbers)
 
 
-@op_on("out")
 def rescale(
     sums: torch.Tensor,
     row_scales: torch.Tensor,
@@ -347,33 +353,6 @@ def rescale(
         out[some] = values.add_(out[some]) if adds else values
 
 
-@rescale.loop
-def _rescale_loop(
-    sums: torch.Tensor,
-    row_scales: torch.Tensor,
-    column_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    adds: bool,
-) -> None:
-
-    rows, columns = sums.shape
-    assert sums.dtype == torch.int32 and out.stride(1) == 1
-    assert bias is None or (bias.dtype == out.dtype and bias.is_contiguous())
-    numbers = (
-        sums.data_ptr(),
-        columns,
-        row_scales.data_ptr(),
-        column_scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        out.stride(0) * out.itemsize,
-        adds,
-    )
-    row_bytes = columns * (sums.itemsize + out.itemsize) // _IN_CACHE
-    run_loop("int8.rescale", out.dtype, rows, row_bytes, *numbers)
-
-
 # ---- products of codes, as integers
 
 
@@ -385,7 +364,7 @@ def int8_products(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
     on_card = codes.device.type != "cpu"
     refused = on_card and (codes.shape[1] % _CARD_MULTIPLE or len(weight) % _CARD_MULTIPLE)
     if refused or not _int_mm_works(codes.device):
-        int8_products_reference(codes, weight, out)
+        int8_products_in_fp32(codes, weight, out)
     else:
         _int_mm(codes, weight, out)
 
@@ -406,7 +385,7 @@ def _int_mm(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
         out[:, some] = sums[: len(codes)]
 
 
-def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def int8_products_in_fp32(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """Compute `int8_products` as exact products in float32.
 
     Some columns and some rows of the weight are multiplied at a time.
@@ -441,7 +420,7 @@ def _int_mm_works(where: torch.device) -> bool:
         _int_mm(codes, weight, out)
     except (AttributeError, RuntimeError, TypeError):
         return False
-    int8_products_reference(codes, weight, want)
+    int8_products_in_fp32(codes, weight, want)
     return torch.equal(out, want)
 
 
@@ -524,7 +503,9 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
         rows[:, -INT8_ROW_BYTES:] = ends.view(torch.uint8)
 
 
-@requantise_rows.loop_if(lambda packed, out, columns: packed.device.type == "cpu")
+@requantise_rows.loop_if(
+    lambda packed, out, columns: packed.is_cpu and columns % GROUP == 0 and cpu_has("avx2")
+)
 def _requantise_loop(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
     from flexgen_h2o.kernels.compiled import int8 as loops
 
@@ -533,7 +514,6 @@ def _requantise_loop(packed: torch.Tensor, out: torch.Tensor, columns: int) -> N
         packed.data_ptr(),
         packed.stride(0),
         WORD * packing.value_words,
-        packing.group,
         columns,
         out.data_ptr(),
         out.stride(0),

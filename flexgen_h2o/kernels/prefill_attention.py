@@ -5,10 +5,9 @@ more keys than queries, the queries are the last rows of the prompt.
 
 On a CPU with AVX2, our compiled loop is used (with AVX-512 it is 2-3x as fast as torch). The
 exception is whole prompts in bf16 on AMX, where torch's fused kernel is 1.3-5.8x as fast as ours.
-There and on other devices, torch computes the log-sum-exp inside its fused attention, but only
-private operations return it. They are tried once against `causal_attention_lse_reference` on a
-small case. They are not used if they are missing, raise an error or give another result. Those for
-CUDA have not run on a GPU yet.
+Only a private operation of torch returns the log-sum-exp too. It is tried once against torch
+operations on a small case. It is not used if it is missing, raises an error or gives another
+result.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from flexgen_h2o.kernels.workspace import (
 TILE_ROWS = 256  # query rows per tile; fewer if such a tile would exceed TILE_BYTES per thread
 MIN_TILE_ROWS = 16  # query rows per tile at least; fewer make matrix products slow
 TILE_BYTES = SCORE_TILE_BYTES  # bytes of all products that exist at a time
-REFERENCE_ROWS = 32  # query rows at a time if all heads of all prompts are computed at once
+QUERY_ROWS = 32  # query rows at a time if all heads of all prompts are computed at once
 ALL_ROWS = 2**31 - 1
 
 
@@ -191,14 +190,7 @@ def _add_tile_loop(
 
 
 Result = tuple[torch.Tensor, torch.Tensor]
-_Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], Result]
-
-# Sizes of the self-check: rows on both sides of a tile's edge, the number of queries when there are
-# fewer than keys, a window, and the tolerance by dtype.
-_CHECK_ROWS = 37
-_CHECK_LAST = 5
-_CHECK_WINDOW = 7
-_CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+_Fused = Callable[..., Result]  # (q, k, v, is_causal, scale)
 
 
 def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -229,9 +221,6 @@ def causal_attention(
     if 1 < rows < n or _hides(window, n):
         pieces = _row_pieces(q, k, v, window)
         return _joined([attend(some, a, b, _last_rows(some, a, window)) for some, a, b in pieces])
-    # here torch would write n x n scores
-    if enable_gqa and _checked(q.device.type, q.dtype, True) is _efficient_cuda:
-        return _efficient_cuda(q, k, v, scale, window)[0]
     return attend(q, k, v, is_causal=rows > 1)
 
 
@@ -245,10 +234,28 @@ def causal_attention_lse(
     keys.
 
     q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, any strides, m <= n. Returns (b,
-    heads, m, d) in q's dtype and (b, heads, m) fp32.
+    heads, m, d) in q's dtype and (b, heads, m) fp32. Torch operations compute in fp32, QUERY_ROWS
+    queries at a time, in O(n x QUERY_ROWS) memory.
     """
-    fused = _checked(q.device.type, q.dtype, q.shape[1] != k.shape[1])
-    return (fused or causal_attention_lse_reference)(q, k, v, scale, window)
+    batch, heads, rows, width = q.shape
+    kv_heads = k.shape[1]
+    before = k.shape[2] - rows
+    grouped = (batch, kv_heads, heads // kv_heads)
+    out = torch.empty(*grouped, rows, width, dtype=q.dtype, device=q.device)
+    lse = torch.empty(*grouped, rows, dtype=torch.float32, device=q.device)
+    queries = q.unflatten(1, grouped[1:])
+    keys = k.unsqueeze(2)
+    values = v.unsqueeze(2)
+    for start in range(0, rows, QUERY_ROWS):
+        end = min(rows, start + QUERY_ROWS)
+        seen = slice(_first_key(before + start, window), before + end)
+        k, v = (t[..., seen, :].float() for t in (keys, values))
+        products = (queries[..., start:end, :].float() @ k.transpose(-1, -2)).mul_(scale)
+        products.masked_fill_(_hidden(products, window), float("-inf"))
+        lse[..., start:end] = torch.logsumexp(products, dim=-1)
+        p = products.sub_(lse[..., start:end, None]).exp_()
+        out[..., start:end, :] = p @ v
+    return out.view(q.shape), lse.view(batch, heads, rows)
 
 
 @causal_attention_lse.kernel
@@ -279,7 +286,7 @@ def packed_attention(
     """
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for queries, keys, _ in _places(lines, len(q)):
-        out[queries], lse[queries] = causal_attention_lse_reference(
+        out[queries], lse[queries] = causal_attention_lse.torch(
             q[queries], k[keys], v[keys], scale, window
         )
     return lse
@@ -316,34 +323,6 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Res
     """
     joined = torch.logaddexp(lse, sinks.float().view(1, -1, 1))
     return out.mul_(lse.sub_(joined).exp_().unsqueeze(3)), joined
-
-
-def causal_attention_lse_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
-) -> Result:
-    """Compute `causal_attention_lse` in torch operations, `REFERENCE_ROWS` queries at a time.
-
-    Memory: O(n x REFERENCE_ROWS).
-    """
-    batch, heads, rows, width = q.shape
-    kv_heads = k.shape[1]
-    before = k.shape[2] - rows
-    grouped = (batch, kv_heads, heads // kv_heads)
-    out = torch.empty(*grouped, rows, width, dtype=q.dtype, device=q.device)
-    lse = torch.empty(*grouped, rows, dtype=torch.float32, device=q.device)
-    queries = q.unflatten(1, grouped[1:])
-    keys = k.unsqueeze(2)
-    values = v.unsqueeze(2)
-    for start in range(0, rows, REFERENCE_ROWS):
-        end = min(rows, start + REFERENCE_ROWS)
-        seen = slice(_first_key(before + start, window), before + end)
-        k, v = (t[..., seen, :].float() for t in (keys, values))
-        products = (queries[..., start:end, :].float() @ k.transpose(-1, -2)).mul_(scale)
-        products.masked_fill_(_hidden(products, window), float("-inf"))
-        lse[..., start:end] = torch.logsumexp(products, dim=-1)
-        p = products.sub_(lse[..., start:end, None]).exp_()
-        out[..., start:end, :] = p @ v
-    return out.view(q.shape), lse.view(batch, heads, rows)
 
 
 def _hides(window: int | None, keys: int) -> bool:
@@ -400,7 +379,7 @@ def _attend_on_cpu(
     n = q.shape[2]
     keys = k.shape[2]
     if q.dtype == torch.bfloat16 and n == keys and not _hides(window, keys) and cpu_has("amx-bf16"):
-        fused = _checked("cpu", q.dtype, q.shape[1] != k.shape[1])
+        fused = _fused(q.shape[1] != k.shape[1])
         if fused is not None:
             return _attend_in_pieces(fused, q, k, v, scale)
     return _attend_compiled(q, k, v, scale, window)
@@ -425,7 +404,7 @@ def _attend_in_pieces(
             slice(None) if some == slice(None) else slice(some.start * group, some.stop * group)
         )
         out[rows, of_queries], lse[rows, of_queries] = fused(
-            q[rows, of_queries], k[rows, some], v[rows, some], scale, None
+            q[rows, of_queries], k[rows, some], v[rows, some], is_causal=True, scale=scale
         )
     return out, lse
 
@@ -474,106 +453,30 @@ def _attend_compiled(
     return out, lse
 
 
-def _fused_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> Result:
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if q.shape[2] == k.shape[2] and not _hides(window, k.shape[2]):
-        out, lse = fused(q, k, v, is_causal=True, scale=scale)
-        return out, lse
-    pieces = [
-        fused(some, keys, values, attn_mask=_last_rows(some, keys, window), scale=scale)
-        for some, keys, values in _row_pieces(q, k, v, window)
-    ]
-    return _joined([out for out, _ in pieces]), _joined([lse for _, lse in pieces])
-
-
-def _fused_cuda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> Result:
-    """Run torch's flash attention on CUDA, or the reference if it does not support the case.
-
-    The head width must be a multiple of 8, as in all models we know. Torch raises an error for
-    other widths, and the check tries only 16. The operation has no windows.
-
-    If there are more keys than queries, the queries must be the last rows; the check tests that.
-    """
-    if q.shape[3] % 8 or _hides(window, k.shape[2]):
-        return causal_attention_lse_reference(q, k, v, scale, window)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, is_causal=True, scale=scale
-    )
-    return out, lse[..., : q.shape[2]]
-
-
-def _efficient_cuda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> Result:
-    """Run torch's memory-efficient attention on a card.
-
-    It is for cards and dtypes without flash attention (Turing, float32).
-
-    It supports only whole prompts. It has no shared kv-heads, so it runs for one query head of each
-    kv-head at a time, and no keys are copied. It returns more log-sum-exps than there are rows.
-    """
-    heads, rows, width = q.shape[1:]
-    kv_heads, keys = k.shape[1:3]
-    if width % 8 or rows != keys or _hides(window, keys):
-        return causal_attention_lse_reference(q, k, v, scale, window)
-    attend = partial(
-        torch.ops.aten._scaled_dot_product_efficient_attention, is_causal=True, scale=scale
-    )
-    found = [
-        attend(some, k, v, None, True)[:2]
-        for some in q.unflatten(1, (kv_heads, heads // kv_heads)).unbind(2)
-    ]
-    if len(found) > 1:
-        found = [tuple(torch.stack(parts, 2).flatten(1, 2) for parts in zip(*found, strict=True))]
-    (out, lse), *_ = found
-    return out, lse[..., :rows]
-
-
-_FUSED: dict[str, tuple[tuple[_Fused, tuple[torch.dtype, ...]], ...]] = {
-    "cpu": ((_fused_cpu, (torch.float32, torch.bfloat16)),),
-    "cuda": (
-        (_fused_cuda, (torch.float16, torch.bfloat16)),
-        (_efficient_cuda, (torch.float16, torch.float32)),
-    ),
-}
-
-
 @lru_cache
-def _checked(device: str, dtype: torch.dtype, shared: bool) -> _Fused | None:
-    """Return the first fused operation for this kind of device that passes the self-check.
+def _fused(shared: bool) -> _Fused | None:
+    """Return torch's fused operation for whole prompts in bf16 if it passes the self-check.
 
     shared: there are fewer kv-heads than heads.
     """
-    known = (fused for fused, dtypes in _FUSED.get(device, ()) if dtype in dtypes)
-    return next((fused for fused in known if _is_right(fused, device, dtype, shared)), None)
+    found = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    return found if found is not None and _is_right(found, shared) else None
 
 
-def _is_right(fused: _Fused, device: str, dtype: torch.dtype, shared: bool) -> bool:
+def _is_right(fused: _Fused, shared: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(
-            2, _CHECK_ROWS, heads, 16, generator=generator, dtype=torch.float32, device="cpu"
-        )
-        .to(device, dtype)
+        torch.randn(2, 37, heads, 16, generator=generator, dtype=torch.float32, device="cpu")
+        .bfloat16()
         .transpose(1, 2)
         for heads in (4, 2 if shared else 4, 2 if shared else 4)
     )
-    for queries, window in ((q, None), (q[:, :, -_CHECK_LAST:], None), (q, _CHECK_WINDOW)):
-        try:
-            result = fused(queries, k, v, 0.3, window)
-        # the operation is gone, renamed, or not for this hardware
-        except (RuntimeError, AttributeError, TypeError, ValueError):
-            return False
-        expected = causal_attention_lse_reference(queries, k, v, 0.3, window)
-        if not all(
-            a.shape == b.shape
-            and a.dtype == b.dtype
-            and torch.allclose(a, b, atol=_CHECK_TOLERANCE[dtype], rtol=0.0)
-            for a, b in zip(result, expected, strict=True)
-        ):
-            return False
-    return True
+    try:
+        result = fused(q, k, v, is_causal=True, scale=0.3)
+    # the operation is renamed, or not for this hardware
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=4e-2, rtol=0.0)
+        for a, b in zip(result, causal_attention_lse.torch(q, k, v, 0.3), strict=True)
+    )

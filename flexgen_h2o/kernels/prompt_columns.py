@@ -22,7 +22,7 @@ from flexgen_h2o.kernels.decode_step import (
 from flexgen_h2o.kernels.ops import op
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns
-from flexgen_h2o.kernels.slots import put_slots_reference
+from flexgen_h2o.kernels.slots import put_slots
 from flexgen_h2o.kernels.workspace import is_compiled_beside_card
 
 # least range of a key's channel, as a share of the mean range of the row's channels
@@ -202,7 +202,7 @@ def _put_prompts(
             keys = pack_columns.torch(keys, packing.keys)
             values = pack_columns.torch(values, packing.values)
         areas = slots.keys[:, here], slots.values[:, here]
-        put_slots_reference(
+        put_slots.torch(
             areas, torch.arange(count, device=k.device).expand(len(row), count), (keys, values)
         )
         if scores is not None and slots.scores is not None and slots.positions is not None:

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flexgen_h2o.core.packing import E2M1, GROUP, INT8_ROW_BYTES
-from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
+from flexgen_h2o.core.packing import E2M1, GROUP
+from flexgen_h2o.core.units import STRIP_ROWS
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.int8 import Int8Rows, codes_of, quantise_rows, scales_of
+from flexgen_h2o.kernels.int8 import Int8Rows, fill_packed
 from flexgen_h2o.kernels.ops import op_on
 from flexgen_h2o.kernels.packed import parted
 from flexgen_h2o.kernels.workspace import (
     cpu_has,
     element_of,
+    is_compiled,
     parallel_rows,
     row_slices,
 )
@@ -51,7 +52,7 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     return out
 
 
-@unpack_mxfp4.loop
+@unpack_mxfp4.loop_if(lambda blocks, scales, out: is_compiled(out) and cpu_has("avx2"))
 def _unpack_mxfp4_loop(
     blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
@@ -370,22 +371,14 @@ def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Int8Rows]) 
 
 
 def _fill_part(values: torch.Tensor, first: int, part: Int8Rows) -> None:
-    if part.blocked and _fills_strips(len(values), first, part):
+    if part.blocked:
         from flexgen_h2o.kernels.compiled import quantised as loops
 
+        assert _fills_strips(len(values), first, part)
         loop = partial(loops.float_strips, *_strip_numbers(first, part), values.data_ptr())
         parallel_rows(loop, len(values) // STRIP_ROWS, STRIP_ROWS * 5 * part.columns)
-        return
-    codes = values.new_empty(values.shape, dtype=torch.int8)
-    at = slice(first, first + len(values))
-    scales = values.new_empty(len(values))
-    sums = values.new_empty(len(values), dtype=torch.int32)
-    quantise_rows(values, codes, scales)
-    _sum_rows(codes, sums)
-    if part.blocked:
-        _fill_blocks(part, at, codes, scales, sums)
     else:
-        _fill_in_order(part.packed[at], codes, scales, sums)
+        fill_packed(values, part.packed[first : first + len(values)])
 
 
 def _fills_strips(rows: int, first: int, out: Int8Rows) -> bool:
@@ -421,42 +414,3 @@ def fill_blocks_from_mxfp4(
     )
     parallel_rows(loop, len(scales) // STRIP_ROWS, STRIP_ROWS * 2 * out.columns)
     return True
-
-
-def _sum_rows(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of each row of codes (n, columns), int8 and contiguous, to `out`.
-
-    On a CPU a compiled loop adds, because torch is slow.
-    """
-    if codes.device.type != "cpu":
-        torch.sum(codes, 1, dtype=torch.int32, out=out)
-        return
-    from flexgen_h2o.kernels.compiled import quantised as loops
-
-    rows, columns = codes.shape
-    parallel_rows(partial(loops.sum_rows, codes.data_ptr(), columns, out.data_ptr()), rows, columns)
-
-
-def _fill_in_order(
-    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
-) -> None:
-    rows.zero_()
-    codes_of(rows, codes.shape[1]).copy_(codes)
-    scales_of(rows).copy_(scales)
-    rows[:, -INT8_ROW_BYTES:].view(torch.int32)[:, 1] = sums
-
-
-def _fill_blocks(
-    part: Int8Rows, at: slice, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
-) -> None:
-    from flexgen_h2o.kernels.compiled import quantised as loops
-
-    n = len(part)
-    columns = codes.shape[1]
-    loop = partial(
-        loops.block_rows, codes.data_ptr(), columns, part.packed.data_ptr() + at.start * columns
-    )
-    parallel_rows(loop, len(codes) // BLOCK_ROWS, 2 * BLOCK_ROWS * columns)
-    ends = part.packed.view(-1)[n * columns :].view(torch.int32)
-    ends[at] = -sums
-    part.scales[at] = scales

@@ -113,10 +113,10 @@ def attend(
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
         own = None if state is None else state.rows(rows)
-        beside = form.rows(rows)
-        k, v = unpacked(keys[:, rows], values[:, rows], beside, q.dtype)
+        own_form = form.rows(rows)
+        k, v = unpacked(keys[:, rows], values[:, rows], own_form, q.dtype)
         out[rows] = attend.torch(
-            q[rows], k, v, filled[rows], scale, own, SlotForm(sinks=beside.sinks)
+            q[rows], k, v, filled[rows], scale, own, SlotForm(sinks=own_form.sinks)
         )
     return out
 
@@ -165,9 +165,9 @@ def attend_largest(
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * q.shape[2]))
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
-        beside = form.rows(rows)
-        k, v = unpacked(keys[:, rows], values[:, rows], beside, q.dtype)
-        p = softmax(slot_products(q[rows], k, filled[rows], scale), beside.sinks)
+        own_form = form.rows(rows)
+        k, v = unpacked(keys[:, rows], values[:, rows], own_form, q.dtype)
+        p = softmax(slot_products(q[rows], k, filled[rows], scale), own_form.sinks)
         p.masked_fill_(~_are_largest(p, filled[rows], share), 0)
         out[rows] = _mix(p, v, filled[rows]).to(q.dtype)
     return out
@@ -408,70 +408,43 @@ def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
     )
 
 
+@op
 def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
     """Set areas[slots[r, i]] = columns[r, i] for all rows r, in the order of i.
 
     areas: keys and values, (segments, R, S, d); slots: (R, n) int64; columns: (R, n, d) of the
-    areas' dtype. d may differ for keys and values. All tensors are on one device.
+    areas' dtype. d may differ for keys and values. All tensors are on one device. With torch
+    operations, any of several columns for one slot may remain.
 
-    A compiled loop does it on the CPU. There, small torch operations with an index per number would
-    take most of the time.
+    On the CPU, small torch operations with an index per number would take most of the time.
     """
-    job = _job(areas, slots, columns)
-    if job is None:
-        put_slots_reference(areas, slots, columns)
-        return
-    from flexgen_h2o.kernels.compiled import slots as loops
-
-    rows, count = slots.shape
-    parallel_rows(
-        partial(loops.put, job, count), rows, 2 * count * (job.key_bytes + job.value_bytes)
-    )
+    index = _index(areas[0], slots)
+    for area, column in zip(areas, columns, strict=True):
+        area[index] = column
 
 
+@op
+def get_last_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
+    """Copy slot slots[r, -1] to the last columns[r, i], and to earlier ones of the same slot.
+
+    Arguments as in `put_slots`.
+    """
+    row, entry = (slots == slots[:, -1:]).nonzero(as_tuple=True)
+    for area, column in zip(areas, columns, strict=True):
+        column[row, entry] = area[_index(area, slots[:, -1:])].squeeze(1)[row]
+
+
+@op
 def put_packed(
     areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor
 ) -> None:
-    """Write the new columns of a decode step to packed slots, and to the whole columns beside them.
+    """Write the new columns of a decode step to packed slots, and to their whole columns.
 
     areas: keys and values, (segments, R, S, W) int32; slots: (R,) int64; columns: keys and values
     (R, d), not packed; form: a packing and whole columns; places: (R,) int64, index among the whole
-    columns, -1 for none. All tensors are on one device.
-
-    A compiled loop does it on the CPU.
+    columns, -1 for none. All tensors are on one device. With torch operations, a scale or a value
+    may differ by a rounding.
     """
-    packing = form.packing
-    whole = form.whole
-    rows = len(slots)
-    assert packing is not None and whole is not None
-    keys, values, places = (t.contiguous() for t in (*columns, places))
-    sizes = packing.keys.words, packing.values.words
-    packed_keys, packed_values = (areas[0].new_empty(rows, 1, size) for size in sizes)
-    job = (
-        _job(areas, slots.unsqueeze(1), (packed_keys, packed_values))
-        if is_compiled_beside_card(keys)
-        else None
-    )
-    if job is None:
-        put_packed_reference(areas, slots, columns, form, places)
-        return
-    if not (keys.shape == values.shape == (rows, packing.width) and keys.dtype == values.dtype):
-        raise mismatch("put_packed: keys, values", keys, values)
-    if (places.shape, places.dtype) != ((rows,), torch.int64):
-        raise mismatch("put_packed: slots, places", slots, places)
-    from flexgen_h2o.kernels.compiled import slots as loops
-
-    new = keys.data_ptr(), values.data_ptr(), places.data_ptr()
-    formats = map(loops.packed_format, (packing.keys, packing.values))
-    of_rows = job, new, whole_addresses(whole, keys.unsqueeze(1))
-    loop = partial(loops.put_new, element_of(keys.dtype), tuple(formats), *of_rows)
-    parallel_rows(loop, rows, 16 * packing.width * keys.itemsize)
-
-
-def put_packed_reference(
-    areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor
-) -> None:
-    """Compute `put_packed` in torch operations; a scale or a value may differ by a rounding."""
     keys, values = columns
     packing = form.packing
     whole = form.whole
@@ -479,41 +452,9 @@ def put_packed_reference(
     whole.enter(places, slots, keys, values)
     packed_keys = pack_columns.torch(whole.smoothed(keys), packing.keys)
     packed_values = pack_columns.torch(values, packing.values)
-    put_slots_reference(
+    put_slots.torch(
         areas, slots.unsqueeze(1), (packed_keys.unsqueeze(1), packed_values.unsqueeze(1))
     )
-
-
-def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
-    """Compute `put_slots` in torch operations.
-
-    If several columns go to the same slot, any of them may remain.
-    """
-    index = _index(areas[0], slots)
-    for area, column in zip(areas, columns, strict=True):
-        area[index] = column
-
-
-def get_last_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
-    """Copy slot slots[r, -1] to the last columns[r, i], and to earlier ones of the same slot.
-
-    Arguments as in `put_slots`.
-    """
-    job = _job(areas, slots, columns)
-    if job is None:
-        get_last_slots_reference(areas, slots, columns)
-        return
-    from flexgen_h2o.kernels.compiled import slots as loops
-
-    rows, count = slots.shape
-    parallel_rows(partial(loops.get, job, count - 1), rows, 2 * (job.key_bytes + job.value_bytes))
-
-
-def get_last_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
-    """Compute `get_last_slots` in torch operations."""
-    row, entry = (slots == slots[:, -1:]).nonzero(as_tuple=True)
-    for area, column in zip(areas, columns, strict=True):
-        column[row, entry] = area[_index(area, slots[:, -1:])].squeeze(1)[row]
 
 
 def _index(
@@ -524,39 +465,44 @@ def _index(
     return slots // per_segment, rows, slots % per_segment
 
 
-def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots | None:
-    """Return the sizes and addresses for the loops, or None if they do not support the tensors."""
+def _are_copied_by_loops(areas: Pair, slots: torch.Tensor, columns: Pair) -> bool:
+    """Return whether the compiled loops can copy these columns to slots, or back."""
+    return _are_found_by_loops(areas, slots) and all(
+        column.is_cpu
+        and column.dtype == area.dtype
+        and column.shape == (*slots.shape, area.shape[3])
+        and column[0].is_contiguous()
+        for area, column in zip(areas, columns, strict=True)
+    )
+
+
+def _are_found_by_loops(areas: Pair, slots: torch.Tensor) -> bool:
+    """Return whether the compiled loops can find these slots: in the CPU's memory, by address."""
     keys, values = areas
-    column_keys, column_values = columns
-    rows, count = slots.shape
-    length = keys.shape[2]
-    item = keys.itemsize
-    right = (
-        keys.shape[:3] == values.shape[:3]
+    return (
+        slots.is_cpu
+        and slots.dtype == torch.int64
+        and slots[0].is_contiguous()
+        and keys.dtype == values.dtype
+        and keys.shape[:3] == values.shape[:3]
+        and keys.shape[1] == len(slots)
         # Keys and values of one segment may take different bytes: the step to the next is not used.
         and (len(keys) == 1 or keys.stride(0) == values.stride(0))
-        and keys.shape[1] == rows
+        and all(area.is_cpu and area[0].is_contiguous() for area in areas)
     )
-    for area, column in zip(areas, columns, strict=True):
-        size = area.shape[3]
-        right = right and all(
-            t.device.type == "cpu" and t.dtype == keys.dtype for t in (area, column)
-        )
-        right = right and area.stride()[1:] == (length * size, size, 1)
-        right = right and column.shape == (rows, count, size) and column[0].is_contiguous()
-    if (
-        not right
-        or slots.dtype != torch.int64
-        or slots.device.type != "cpu"
-        or not slots[0].is_contiguous()
-    ):
-        return None
+
+
+def _column_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots:
+    """Return the sizes and addresses with which the loops copy columns."""
     from flexgen_h2o.kernels.compiled.slots import ColumnSlots
 
+    keys, values = areas
+    column_keys, column_values = columns
+    item = keys.itemsize
     return ColumnSlots(
         keys.data_ptr(),
         values.data_ptr(),
-        length,
+        keys.shape[2],
         keys.stride(0) * item,
         keys.shape[3] * item,
         values.shape[3] * item,
@@ -567,3 +513,55 @@ def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots | None:
         column_keys.stride(0) * item,
         column_values.stride(0) * item,
     )
+
+
+@put_slots.loop_if(_are_copied_by_loops)
+def _put_loop(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
+    from flexgen_h2o.kernels.compiled import slots as loops
+
+    job = _column_slots(areas, slots, columns)
+    rows, count = slots.shape
+    row_bytes = 2 * count * (job.key_bytes + job.value_bytes)
+    parallel_rows(partial(loops.put, job, count), rows, row_bytes)
+
+
+@get_last_slots.loop_if(_are_copied_by_loops)
+def _get_last_loop(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
+    from flexgen_h2o.kernels.compiled import slots as loops
+
+    job = _column_slots(areas, slots, columns)
+    rows, count = slots.shape
+    parallel_rows(partial(loops.get, job, count - 1), rows, 2 * (job.key_bytes + job.value_bytes))
+
+
+@put_packed.loop_if(
+    lambda areas, slots, columns, *_: (
+        is_compiled_beside_card(columns[0]) and _are_found_by_loops(areas, slots.unsqueeze(1))
+    )
+)
+def _put_packed_loop(
+    areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor
+) -> None:
+    from flexgen_h2o.kernels.compiled import slots as loops
+
+    packing = form.packing
+    whole = form.whole
+    rows = len(slots)
+    assert packing is not None and whole is not None
+    keys, values, places = (t.contiguous() for t in (*columns, places))
+    if not (keys.shape == values.shape == (rows, packing.width) and keys.dtype == values.dtype):
+        raise mismatch("put_packed: keys, values", keys, values)
+    if (places.shape, places.dtype) != ((rows,), torch.int64):
+        raise mismatch("put_packed: slots, places", slots, places)
+    packed_keys, packed_values = (
+        areas[0].new_empty(rows, 1, of.words) for of in (packing.keys, packing.values)
+    )
+    packed = packed_keys, packed_values
+    if not _are_copied_by_loops(areas, slots.unsqueeze(1), packed):
+        raise mismatch("put_packed: packed keys, values", *areas)
+    new = keys.data_ptr(), values.data_ptr(), places.data_ptr()
+    formats = map(loops.packed_format, (packing.keys, packing.values))
+    job = _column_slots(areas, slots.unsqueeze(1), packed)
+    of_rows = job, new, whole_addresses(whole, keys.unsqueeze(1))
+    loop = partial(loops.put_new, element_of(keys.dtype), tuple(formats), *of_rows)
+    parallel_rows(loop, rows, 16 * packing.width * keys.itemsize)

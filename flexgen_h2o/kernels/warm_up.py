@@ -139,7 +139,6 @@ def warm_up(
         rolling=rolling,
     )
     if layers.is_on_cpu:
-        _warm_up_slots(layers)
         _call_operators(layers)
     if weights is not None:
         weights(device, dtype)
@@ -158,23 +157,6 @@ def _call_operators(layers: Layers) -> None:
     for operator in OPERATORS:
         for args in operator.calls(layers):
             operator(*args)
-
-
-def _warm_up_slots(layers: Layers) -> None:
-    """Run the loops over slots, which are no operators."""
-    areas, form = _stored(layers)
-    q = layers.zeros(1, 1, layers.width)
-    slots = layers.zeros(1, 1, dtype=torch.int64)
-    if layers.packing is not None:
-        put_packed(areas, slots[:, 0], (q[:, 0], q[:, 0]), form, slots[:, 0] - 1)
-    whole = layers.zeros(1, 1, _SLOTS, layers.width)
-    put_slots((whole, whole), slots, (q, q))
-    get_last_slots((whole, whole), slots, (q, q))
-    scores = layers.zeros(1, _SLOTS, dtype=torch.float32)
-    single = layers.zeros(1, dtype=torch.int32)
-    gains = layers.zeros(1, dtype=torch.float32)
-    state = ScoreState(scores, scores.int(), single, single, 1.0, gains, single.clone())
-    attend(q, *areas, single + _SLOTS, 1.0, state, form)
 
 
 def _prompts(layers: Layers) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,6 +191,34 @@ def _tile_calls(layers: Layers) -> Iterator[tuple[Any, ...]]:
 def _choose_calls(layers: Layers) -> Iterator[tuple[Any, ...]]:
     if layers.scored:
         yield layers.zeros(1, layers.kv_heads, 2, dtype=torch.float32), 0, 2, 1
+
+
+@put_slots.example
+@get_last_slots.example
+def _slot_calls(layers: Layers) -> Iterator[tuple[Any, ...]]:
+    whole = layers.zeros(1, 1, _SLOTS, layers.width)
+    column = layers.zeros(1, 1, layers.width)
+    yield (whole, whole), layers.zeros(1, 1, dtype=torch.int64), (column, column)
+
+
+@put_packed.example
+def _packed_calls(layers: Layers) -> Iterator[tuple[Any, ...]]:
+    if layers.packing is not None:
+        areas, form = _stored(layers)
+        column = layers.zeros(layers.kv_heads, layers.width)
+        slots = layers.zeros(layers.kv_heads, dtype=torch.int64)
+        yield areas, slots, (column, column), form, slots - 1
+
+
+@attend.example
+def _attend_calls(layers: Layers) -> Iterator[tuple[Any, ...]]:
+    areas, form = _stored(layers)
+    rows = layers.kv_heads
+    scores = layers.zeros(rows, _SLOTS, dtype=torch.float32)
+    single = layers.zeros(rows, dtype=torch.int32)
+    gains = layers.zeros(rows, dtype=torch.float32)
+    state = ScoreState(scores, scores.int(), single, single, 1.0, gains, single.clone())
+    yield layers.zeros(rows, 1, layers.width), *areas, single + _SLOTS, 1.0, state, form
 
 
 @put_prompts.example

@@ -95,13 +95,9 @@ def variants(*kinds: str) -> Iterator[Case]:
         yield from packed_cases(t, dtype)
         yield Case(prompts.choose, ("*fp32", "*i64", "*i32", *["i32"] * 5), {"BLOCK": 1024})
         for width in (256, 128):
-            block = {"D": width, "WIDTH": width, "BLOCK": 64}
             for records in (False, True):
-                scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
-                block |= {"RECORDS": records}
-                sizes = ["i32"] * 15
-                types = t, t, "*i64", t, t, *scores, "*i32", *[NONE] * 5, *sizes, *[NONE] * 8
-                yield Case(prompts.put, types, block | packing_constants(None))
+                block = {"D": width, "WIDTH": width, "BLOCK": 64}
+                yield put_case(t, None, records, block)
             tile = _tile(torch.empty(1, 1, 1, width, dtype=dtype, device="meta"))
             yield Case(prompts.attend, (*[t] * 4, "*fp32", "*i32", *["i32"] * 17, "fp32"), tile)
             yield Case(
@@ -114,38 +110,57 @@ def variants(*kinds: str) -> Iterator[Case]:
             (True, 8, 80, 0),
             (True, 8, 256, 1),
         ):
-            # What a kernel that records nothing gets in place of scores, positions, victims and
-            # products.
-            scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
-            yield Case(
-                slots.attend_step,
-                (
-                    *[t] * 6,
-                    "*i32",
-                    "*fp32",
-                    *scores,
-                    "*i64",
-                    t if before > 1 else "*i32",
-                    "*fp32" if before else "*i32",
-                    *[NONE] * 5,
-                    *["i32"] * 10,
-                    "fp32",
-                    "fp32",
-                    *[NONE] * 8,
-                ),
-                {
-                    "G": group,
-                    "GROUP": 16,
-                    "D": width,
-                    "WIDTH": power_of_two(width),
-                    "BEFORE": before,
-                    "BLOCK": columns_at_a_time(dtype, width),
-                    "RECORDS": records,
-                    "PER_QUERY": records and group == 8,
-                    "WINDOW": 16,
-                    **packing_constants(None),
-                },
-            )
+            yield step_case(t, dtype, None, records, group, width, before, records and group == 8)
+
+
+def step_case(
+    t: str,
+    dtype: torch.dtype,
+    packing: KVPacking | None,
+    records: bool,
+    group: int,
+    width: int,
+    before: int,
+    per_query: bool,
+) -> Case:
+    # What a kernel that records nothing gets in place of scores, positions, victims and products.
+    scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
+    in_front = t if before > 1 else "*i32", "*fp32" if before else "*i32"
+    area = t if packing is None else "*i32"
+    whole, sizes = of_packed_slots(t, packing)
+    areas = *[t] * 4, area, area, "*i32", "*fp32"
+    numbers = *["i32"] * 10, "fp32", "fp32"
+    return Case(
+        slots.attend_step,
+        (*areas, *scores, "*i64", *in_front, *whole, *numbers, *sizes),
+        {
+            "G": group,
+            "GROUP": 16,
+            "D": width,
+            "WIDTH": power_of_two(width),
+            "BEFORE": before,
+            "BLOCK": columns_at_a_time(dtype, width),
+            "RECORDS": records,
+            "PER_QUERY": per_query,
+            "WINDOW": 16,
+            **packing_constants(packing),
+        },
+    )
+
+
+def put_case(t: str, packing: KVPacking | None, records: bool, block: dict[str, Any]) -> Case:
+    scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
+    area = t if packing is None else "*i32"
+    whole, sizes = of_packed_slots(t, packing)
+    types = t, t, "*i64", area, area, *scores, "*i32", *whole, *["i32"] * 15, *sizes
+    return Case(prompts.put, types, block | {"RECORDS": records} | packing_constants(packing))
+
+
+def of_packed_slots(t: str, packing: KVPacking | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the types of whole columns, and of the sizes of packed slots."""
+    if packing is None:
+        return (NONE,) * 5, (NONE,) * 8
+    return ("*bf16", "*bf16", t, t, "*i32"), ("i32",) * 8
 
 
 def coded_cases(t: str) -> Iterator[Case]:
@@ -181,54 +196,17 @@ def coded_cases(t: str) -> Iterator[Case]:
 def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of slots in few bits."""
     for records, bits, width in ((False, "4/3", 128), (True, 3, 64), (True, 8, 80), (True, 4, 256)):
-        scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
         packing = KVPacking.of(width, bits)
         wide = power_of_two(width)
-        beside = "*bf16", "*bf16", t, t, "*i32"
-        yield Case(
-            slots.attend_step,
-            (
-                *[t] * 4,
-                "*i32",
-                "*i32",
-                "*i32",
-                "*fp32",
-                *scores,
-                "*i64",
-                "*i32",
-                "*fp32" if bits == 8 else "*i32",
-                *beside,
-                *["i32"] * 10,
-                "fp32",
-                "fp32",
-                *["i32"] * 8,
-            ),
-            {
-                "G": 4,
-                "GROUP": 16,
-                "D": width,
-                "WIDTH": wide,
-                "BLOCK": columns_at_a_time(dtype, width),
-                "RECORDS": records,
-                "PER_QUERY": bits == 8,
-                "BEFORE": int(bits == 8),
-                "WINDOW": 16,
-                **packing_constants(packing),
-            },
-        )
+        yield step_case(t, dtype, packing, records, 4, width, int(bits == 8), bits == 8)
         block = {"D": width, "WIDTH": wide, "BLOCK": max(1, 2048 // wide)}
         for smooths in (False, True):
             yield Case(
                 prompts.begin_whole,
-                (t, "*i32", *beside, *["i32"] * 6, "fp32"),
+                (t, "*i32", *of_packed_slots(t, packing)[0], *["i32"] * 6, "fp32"),
                 {**block, "SMOOTHS": smooths},
             )
-        scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
-        yield Case(
-            prompts.put,
-            (t, t, "*i64", "*i32", "*i32", *scores, "*i32", *beside, *["i32"] * 23),
-            {**block, "RECORDS": records, **packing_constants(packing)},
-        )
+        yield put_case(t, packing, records, block)
 
 
 def known_of(kernel: Any, types: Sequence[str]) -> dict[tuple[int], list[list[object]]]:

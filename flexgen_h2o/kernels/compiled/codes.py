@@ -292,8 +292,6 @@ def _line_of_floats(e: Emitter, group: Value, _row: int, step: Value, values: Va
 def _emit_row(
     e: Emitter, packed: Value, ends: Value, groups: Value, out: Value, total: Value
 ) -> None:
-    if not HAS_SHUFFLES:
-        return
     step = e.load(total, F32)
     sums = Variable(e.constant(INTS, 0))
     with e.loop(groups) as group:
@@ -423,7 +421,7 @@ _mxfp4_line = partial(_line_of_codes, 2, _mxfp4_table)
 strip = emitted(partial(_emit_strip, _packed_line, _GROUP_BYTES))
 mxfp4_strip = emitted(partial(_emit_strip, _mxfp4_line, _GROUP_BYTES))
 float_strip = emitted(partial(_emit_strip, _line_of_floats, 0))
-# row_of_groups((packed, ends, groups, out, total)), only if HAS_SHUFFLES. packed, ends: the
-# addresses of a packed row, and of its scales and least values; out: address of its int8 values;
-# total: address of a float, the factor of the values, which becomes their sum, int32.
+# row_of_groups((packed, ends, groups, out, total)), compiled only if HAS_SHUFFLES. packed, ends:
+# the addresses of a packed row, and of its scales and least values; out: address of its int8
+# values; total: address of a float, the factor of the values, which becomes their sum, int32.
 row_of_groups = emitted(_emit_row)

@@ -1,4 +1,4 @@
-"""The compiled loops of int8 products: quantise inputs, rescale sums, and requantise 4-bit rows.
+"""The compiled loops of int8 products: quantise inputs, and requantise 4-bit rows.
 
 4-bit rows become int8 rows in order here, or in strips of blocks in the loop of products.
 """
@@ -10,7 +10,6 @@ import numpy as np
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import STRIP_ROWS as ROWS
 from flexgen_h2o.kernels.compiled.codes import (
-    HAS_SHUFFLES,
     LAST_CODE,
     largest_in_lanes,
     row_of_groups,
@@ -25,8 +24,6 @@ from flexgen_h2o.kernels.jit import (
     jit,
     jit_rounded,
     number_at,
-    set_number,
-    shorts_at,
     words_at,
 )
 
@@ -76,40 +73,19 @@ def largest_magnitude(element, values, columns):  # type: ignore[no-untyped-def]
     return bits_to_float(np.uint32(most))
 
 
-@jit
-def rescale(  # type: ignore[no-untyped-def]
-    element, sums, columns, row_scales, column_scales, bias, out, out_step, adds, first, end
-):
-    """Set out = sums x row's scale x column's scale (+ bias) (+ out) in rows first..end-1.
-
-    sums: address of (rows, columns) int32; row_scales, column_scales: addresses of fp32; bias:
-    address of (columns,) elements, or 0; out: address of (rows, columns) elements, with rows
-    `out_step` bytes apart; adds: whether to add to what is in `out`.
-    """
-    for row in range(first, end):
-        of_row = ints_at(sums + 4 * row * columns)
-        to = out + row * out_step
-        scale = floats_at(row_scales)[row]
-        for i in range(columns):
-            added = number_at(element, bias, i) if bias != 0 else np.float32(0)
-            before = number_at(element, to, i) if adds else np.float32(0)
-            total = np.float32(of_row[i])
-            value = scaled(total, scale, floats_at(column_scales)[i], added, before)
-            set_number(element, to, i, value)
-
-
 SCALE_STEP = np.float32(1 / 127)
 _MOST = np.uint32(LAST_CODE)
 
 
 @jit
-def in_order(packed, row_bytes, value_bytes, group, columns, out, out_step, first, end):  # type: ignore[no-untyped-def]
+def in_order(packed, row_bytes, value_bytes, columns, out, out_step, first, end):  # type: ignore[no-untyped-def]
     """Requantise rows first..end-1: values, scale and sum (packing.int8_row_bytes).
 
     packed, out: addresses of the first packed row and of the first int8 row, which are `row_bytes`
-    and `out_step` apart; value_bytes: of a row's codes; group: values per group.
+    and `out_step` apart; value_bytes: of a row's codes. A row has whole groups, so its values have
+    no padding behind them.
     """
-    groups = (columns + group - 1) // group
+    groups = columns // GROUP
     for row in range(first, end):
         codes = packed + row * row_bytes
         to = out + row * out_step
@@ -117,17 +93,8 @@ def in_order(packed, row_bytes, value_bytes, group, columns, out, out_step, firs
         place = to + out_step - 4
         largest, steps = largest_of(ends, groups, place)
         floats_at(to + out_step - 8)[0] = largest * SCALE_STEP
-        if columns % GROUP == 0 and HAS_SHUFFLES:
-            floats_at(place)[0] = steps
-            row_of_groups((codes, ends, groups, to, place))
-            continue
-        total = np.int32(0)
-        for g in range(groups):
-            n = min(group, columns - g * group)
-            total += _group(codes + g * (group // 2), words_at(ends)[g], steps, to + g * group, n)
-        for i in range(columns, out_step - 8):
-            bytes_at(to)[i] = np.uint8(0)
-        ints_at(place)[0] = total
+        floats_at(place)[0] = steps
+        row_of_groups((codes, ends, groups, to, place))
 
 
 @jit
@@ -152,28 +119,3 @@ def factor_of(largest):  # type: ignore[no-untyped-def]
     if largest < _TINY:
         largest = steps = np.float32(0)
     return largest, steps
-
-
-@jit
-def _group(at, ends, steps, out, n):  # type: ignore[no-untyped-def]
-    """Write n values of a group, and return their sum."""
-    codes = bytes_at(at)
-    total = np.int32(0)
-    for i in range(n // 2):
-        code = np.uint32(codes[i])
-        low = _int8(code & np.uint32(15), ends, steps)
-        high = _int8(code >> np.uint32(4), ends, steps)
-        shorts_at(out)[i] = np.uint16(
-            (low & np.int32(255)) | ((high & np.int32(255)) << np.int32(8))
-        )
-        total += low + high
-    if n % 2 == 1:
-        last = _int8(np.uint32(codes[n // 2]) & np.uint32(15), ends, steps)
-        bytes_at(out)[n - 1] = np.uint8(last)
-        total += last
-    return total
-
-
-@jit
-def _int8(code, ends, steps):  # type: ignore[no-untyped-def]
-    return np.int32(np.rint(decoded(code, ends) * steps))

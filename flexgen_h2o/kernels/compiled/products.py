@@ -21,7 +21,7 @@ import numpy as np
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
 from flexgen_h2o.kernels.compiled.codes import CHUNK, mxfp4_numbers, packed_numbers, strip
-from flexgen_h2o.kernels.compiled.emitter import LANES, prefetch, room
+from flexgen_h2o.kernels.compiled.emitter import LANES, room
 from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled
 from flexgen_h2o.kernels.compiled.tiles import (
     AVX2_CHUNK,
@@ -179,7 +179,6 @@ def _multiply_panel(kind, element, job, adds, relu, place, come, rooms):  # type
     tokens = min(_tokens(kind), job.tokens - token)
     most = most_rows(kind)
     chunks = _chunks(kind, job)
-    size = 4 // planes(element)
     tiles = (tokens + most - 1) // most
     for number in range(chunks):
         word, words = _chunk(job, number, chunks)
@@ -215,8 +214,6 @@ def _multiply_panel(kind, element, job, adds, relu, place, come, rooms):  # type
             rows = tokens * (t + 1) // tiles - tokens * t // tiles
             x = job.x + (token + done) * job.x_step + 4 * word
             to_come = lines, ahead, step, run, asked
-            if number + 1 == chunks and not is_amx(kind):
-                _ask_for_results(job, token + done, rows, size * panel * PANEL, size * PANEL)
             set_registers(kind, registers, rows)
             tile(kind, (rows, words, here, x, job.x_step, sums + done * STEP, number, *to_come))
             if number + 1 == chunks:
@@ -323,15 +320,6 @@ def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
         strip((*places, groups, out + 4 * i, own))
         for r in range(LANES):
             ints_at(ends)[PANEL + i + r] += ints_at(own)[r] * np.int32(job.zero)
-
-
-@jit
-def _ask_for_results(job, token, tokens, place, nbytes):  # type: ignore[no-untyped-def]
-    """Prefetch the lines of results that the next products would wait for (not with AMX)."""
-    for t in range(token, token + tokens):
-        at = job.out + t * job.out_step + place
-        for line in range(at, at + nbytes, LINE):
-            prefetch((line,))
 
 
 @jit

@@ -80,22 +80,7 @@ def unpack_mxfp4(element, blocks, scales, groups, out, out_step, tables, first, 
         at = blocks + row * groups * _PAIRS
         ends = scales + row * groups
         to = out + row * out_step
-        if HAS_SHUFFLES:
-            mxfp4_numbers(element, (groups, to, at, ends, tables))
-        else:
-            _look_up_row(element, at, ends, groups, to, tables)
-
-
-@jit
-def _look_up_row(element, blocks, scales, groups, out, tables):  # type: ignore[no-untyped-def]
-    """Decode a row number by number."""
-    for group in range(groups):
-        low = bytes_at(tables + _BLOCK * np.int64(bytes_at(scales)[group]))
-        for i in range(_BLOCK):
-            code = bytes_at(blocks + group * _PAIRS)[i >> 1] >> np.uint8(4 * (i & 1)) & np.uint8(15)
-            half = np.uint32(low[code]) | (np.uint32(low[np.int64(code) + 16]) << np.uint32(8))
-            value = bits_to_float(np.uint32(half << np.uint32(16)))
-            set_number(element, out, group * _BLOCK + i, value)
+        mxfp4_numbers(element, (groups, to, at, ends, tables))
 
 
 # Strips of STRIP_ROWS rows become strips of a blocked int8 matrix. out: address of the matrix;
@@ -321,35 +306,3 @@ def _shifted(element, at, shift, zero, scale, out, count):  # type: ignore[no-un
         numbers_of_words(element, (done // LANES, out, at, *code))
     for i in range(done, count):
         set_number(element, out, i, number((words[i] >> shift) & np.uint32(15), zero, scale))
-
-
-@jit
-def sum_rows(codes, columns, sums, first, end):  # type: ignore[no-untyped-def]
-    """Sum the int8 codes of rows first..end-1."""
-    for row in range(first, end):
-        at = bytes_at(codes + row * columns)
-        total = np.int32(0)
-        for i in range(columns):  # a byte, minus 256 if its sign bit is set
-            total += np.int32(at[i]) - ((np.int32(at[i]) & np.int32(128)) << np.int32(1))
-        ints_at(sums)[row] = total
-
-
-_LINE_WORDS = 16  # words per cache line
-
-
-@jit
-def block_rows(codes, columns, out, first, end):  # type: ignore[no-untyped-def]
-    """Convert blocks first..end-1 of int8 rows to the blocked layout (kernels/int8.py).
-
-    It copies a cache line of each row at a time. If rows are a power of two of bytes apart, few of
-    their lines stay in the cache.
-    """
-    words = columns // 4
-    for block in range(first, end):
-        start = BLOCK_ROWS * block * columns
-        for begin in range(0, words, _LINE_WORDS):
-            to = words_at(out + start + 4 * begin * BLOCK_ROWS)
-            for row in range(BLOCK_ROWS):
-                line = words_at(codes + start + row * columns + 4 * begin)
-                for i in range(_LINE_WORDS):
-                    to[i * BLOCK_ROWS + row] = line[i]

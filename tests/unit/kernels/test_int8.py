@@ -12,11 +12,10 @@ from flexgen_h2o.kernels import workspace
 from flexgen_h2o.kernels.int8 import (
     codes_of,
     int8_products,
-    int8_products_reference,
+    int8_products_in_fp32,
     pack_int8_rows,
     quantise_rows,
     requantise_rows,
-    rescale,
     scales_of,
 )
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
@@ -89,38 +88,6 @@ def test_compiled_quantising_is_the_reference_but_for_ties(
     assert bool((wide[[0, 51]] == 77).all() and (wide[:, columns:] == 77).all())
 
 
-@pytest.mark.parametrize(
-    ("columns", "dtype", "has_bias", "adds"),
-    [
-        (1, torch.bfloat16, True, True),
-        (83, torch.bfloat16, False, True),
-        (127, torch.float32, True, False),
-        (200, torch.float32, False, False),
-        (200, torch.bfloat16, True, False),
-        (83, torch.float32, True, True),
-    ],
-)
-def test_compiled_rescaling_is_the_reference(
-    columns: int, dtype: torch.dtype, has_bias: bool, adds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sums = torch.randint(-(10**6), 10**6, (5, columns), dtype=torch.int32)
-    rows = torch.rand(5) / 100
-    scales = torch.rand(columns) / 100
-    bias = torch.randn(columns).to(dtype) if has_bias else None
-    before = torch.randn(7, columns + 3).to(dtype)
-    found = before.clone()
-    want = before.clone()
-    rescale(sums, rows, scales, bias, found[1:6, 1:-2], adds)
-    monkeypatch.setattr(workspace, "UNPACK_CHUNK", 300)  # some rows at a time
-    rescale.torch(sums, rows, scales, bias, want[1:6, 1:-2], adds)
-    assert torch.allclose(
-        found.float(), want.float(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
-    )
-    assert not torch.equal(found[1:6, 1:-2], before[1:6, 1:-2])
-    found[1:6, 1:-2] = before[1:6, 1:-2]
-    assert torch.equal(found, before), "wrote beside its rows"
-
-
 # ---- products
 
 
@@ -134,7 +101,7 @@ def test_whole_products_are_the_reference_to_the_bit(rows: int, columns: int) ->
     weight[1] = -127
     found, want = (torch.full((rows, 50), 7, dtype=torch.int32) for _ in range(2))
     int8_products(codes, weight, found)
-    int8_products_reference(codes, weight, want)
+    int8_products_in_fp32(codes, weight, want)
     assert torch.equal(found, want) and want[0, 0] == 127 * 127 * columns
     assert torch.equal(want, (codes.double() @ weight.double().t()).to(torch.int32))
 

@@ -18,7 +18,6 @@ from flexgen_h2o.kernels.prefill_attention import (
     TILE_BYTES,
     causal_attention,
     causal_attention_lse,
-    causal_attention_lse_reference,
     column_sums,
     with_sinks,
 )
@@ -58,7 +57,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("version", ["loop", "fused", "reference"])
+@pytest.mark.parametrize("version", ["loop", "torch"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_the_definition(
     shape: tuple[Any, ...], version: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -71,14 +70,13 @@ def test_against_the_definition(
     seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - (window or n))
     products.masked_fill_(~seen, float("-inf"))
     want = torch.softmax(products, dim=3) @ v.double().repeat_interleave(group, dim=1)
-    function = causal_attention_lse_reference if version == "reference" else causal_attention_lse
     if version != "loop":
         monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)
         monkeypatch.setattr(causal, "MASK_ROWS", 7)
-        monkeypatch.setattr(causal, "REFERENCE_ROWS", 6)
+        monkeypatch.setattr(causal, "QUERY_ROWS", 6)
     for rows in {1, max(1, n * 6 // 7), n}:
         last = slice(n - rows, None)
-        out, lse = function(q[:, :, last], k, v, 0.3, window)
+        out, lse = causal_attention_lse(q[:, :, last], k, v, 0.3, window)
         plain = causal_attention(q[:, :, last], k, v, 0.3, window)
         assert lse.dtype == torch.float32 and lse.shape == (batch, heads * group, rows)
         assert (lse - products.logsumexp(dim=3)[:, :, last]).abs().max() < TOLERANCE[dtype]
@@ -98,7 +96,7 @@ def test_whole_prompts_in_bf16_with_amx_and_without(
     monkeypatch.setattr(causal, "TILE_BYTES", tile_bytes)
     monkeypatch.setattr(causal, "cpu_has", lambda feature: has_amx or feature != "amx-bf16")
     out, lse = causal_attention_lse(q, k, v, 0.3)
-    expected, sums = causal_attention_lse_reference(q.float(), k.float(), v.float(), 0.3)
+    expected, sums = causal_attention_lse.torch(q.float(), k.float(), v.float(), 0.3)
     assert (
         out.dtype == torch.bfloat16
         and lse.dtype == torch.float32
@@ -165,87 +163,31 @@ def test_what_does_not_go_together_is_refused() -> None:
             causal._attend_compiled(q, keys, values, 0.2)
 
 
-def reference(q: Any, k: Any, v: Any, scale: float, window: int | None) -> causal.Result:
-    return causal_attention_lse_reference(q, k, v, scale, window)
-
-
-def missing(*given: Any) -> causal.Result:
+def missing(*given: Any, **more: Any) -> causal.Result:
     raise RuntimeError("no such operator")
 
 
-def in_base_2(*given: Any) -> causal.Result:
-    out, lse = reference(*given)
+def whole(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> causal.Result:
+    return causal_attention_lse.torch(q, k, v, scale)
+
+
+def in_base_2(*given: Any, **more: Any) -> causal.Result:
+    out, lse = whole(*given, **more)
     return out, lse / 0.693
 
 
-def aligned_to_the_first(q: Any, k: Any, v: Any, *more: Any) -> causal.Result:
-    """Compute as if the queries were the first rows."""
-    n = q.shape[2]
-    return reference(q, k[:, :, :n], v[:, :, :n], *more)
-
-
-def without_windows(*given: Any) -> causal.Result:
-    return causal_attention_lse_reference(*given[:4])
-
-
-def misshapen(*given: Any) -> causal.Result:
-    out, lse = reference(*given)
+def misshapen(*given: Any, **more: Any) -> causal.Result:
+    out, lse = whole(*given, **more)
     return out, lse.transpose(1, 2)
 
 
-WRONG = (missing, in_base_2, misshapen, aligned_to_the_first, without_windows)
-
-
-@pytest.mark.parametrize("fused", [causal._fused_cpu, reference, *WRONG])
-def test_a_private_operation_is_used_if_it_is_right(fused: Any, monkeypatch: Any) -> None:
-    monkeypatch.setitem(causal._FUSED, "cpu", ((fused, (torch.float32,)),))
-    causal._checked.cache_clear()
+@pytest.mark.parametrize(
+    ("fused", "is_right"), [(whole, True), (missing, False), (in_base_2, False), (misshapen, False)]
+)
+def test_a_private_operation_is_used_if_it_is_right(fused: Any, is_right: bool) -> None:
     for shared in (False, True):
-        found = causal._checked("cpu", torch.float32, shared)
-        assert found is (None if fused in WRONG else fused)
-    causal._checked.cache_clear()
-
-
-@pytest.mark.parametrize("of_base_2", [False, True])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_efficient_attention_is_used_where_flash_attention_cannot_be(
-    kv_heads: int, of_base_2: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on Turing and in float32. A CPU has neither operation: one stands in here, under torch's
-    own signature."""
-    calls = []
-
-    def stand_in(
-        q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
-    ):  # type: ignore[no-untyped-def]
-        assert (
-            attn_bias is None and compute_log_sumexp and is_causal and q.shape == k.shape == v.shape
-        )
-        calls.append(q.shape)
-        out, lse = causal_attention_lse_reference(q, k, v, scale)
-        padded = torch.full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), float("inf"))
-        padded[..., : lse.shape[2]] = lse * (1.4427 if of_base_2 else 1.0)
-        return out, padded, torch.zeros(0), torch.zeros(0)
-
-    monkeypatch.setitem(causal._FUSED, "cpu", causal._FUSED["cuda"])
-    monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_efficient_attention", stand_in, "CPU")
-    causal._checked.cache_clear()
-    try:
-        q, k, v = prompts(2, kv_heads, 4 // kv_heads, 45, 16, torch.float32)
-        found = causal._checked("cpu", torch.float32, kv_heads == 2)
-        before = len(calls)
-        assert found is (None if of_base_2 else causal._efficient_cuda)
-        out, lse = causal_attention_lse(q, k, v, 0.3)
-        assert len(calls) - before == (0 if of_base_2 else 4 // kv_heads)
-        torch.testing.assert_close((out, lse), causal_attention_lse_reference(q, k, v, 0.3))
-        before = len(calls)
-        torch.testing.assert_close(causal.causal_attention(q, k, v, 0.3), out)
-        assert len(calls) - before == (2 if kv_heads == 2 and not of_base_2 else 0)
-    finally:
-        library._destroy()
-        causal._checked.cache_clear()
+        assert causal._is_right(fused, shared) == is_right
+        assert causal._fused(shared) is not None  # this torch has it
 
 
 def scored_prompts(
@@ -284,17 +226,23 @@ def sums_by_definition(
     st.sampled_from(DTYPES),
     st.floats(0, 1),
     st.booleans(),
+    st.booleans(),
 )
 def test_column_sums_against_the_definition(
-    batch, heads, group, n, d, dtype, skipped, is_compiled
+    batch, heads, group, n, d, dtype, skipped, is_compiled, has_all_queries
 ) -> None:
-    """In the compiled loop and in torch operations; each query gives one."""
+    """In the compiled loop and in torch operations; each query gives one.
+
+    The last queries count, or are the only ones.
+    """
     q, k, lse, scale = scored_prompts(batch, heads, group, n, d, dtype)
     first_row = int(skipped * (n - 1))
     with pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
             patch.setattr(causal, "is_compiled", lambda _: False)
-        actual = column_sums(q, k, lse, scale, n - first_row)
+        few = slice(0 if has_all_queries else first_row, None)
+        last = n - first_row if has_all_queries else None
+        actual = column_sums(q[:, :, few], k, lse[:, :, few], scale, last)
     expected = sums_by_definition(q, k, scale, first_row)
     assert actual.shape == (batch, heads, n) and actual.dtype == torch.float32
     assert ((actual - expected).abs() / expected.clamp_min(1e-3)).max() < SUMS_TOLERANCE[dtype]
@@ -302,21 +250,6 @@ def test_column_sums_against_the_definition(
     # A prompt of one token has one probability, whose product is rounded (see `column_sums`).
     close = 1e-5 if dtype == torch.float32 else 2e-2
     assert torch.allclose(actual.sum(dim=2), total, rtol=close)
-
-
-@pytest.mark.parametrize(
-    ("first", "dtype"), [(1, torch.float32), (90, torch.bfloat16), (149, torch.float32)]
-)
-def test_the_first_and_the_last_rows_give_what_all_give(first: int, dtype: torch.dtype) -> None:
-    q, k, lse, scale = scored_prompts(3, 2, 2, 150, 20, dtype)
-    whole = column_sums(q, k, lse, scale)
-    sums = column_sums(q[:, :, first:], k, lse[:, :, first:], scale)
-    sums[..., :first] += column_sums(q[:, :, :first], k[:, :, :first], lse[:, :, :first], scale)
-    assert torch.allclose(sums, whole, rtol=SUMS_TOLERANCE[dtype], atol=1e-6)
-    few = column_sums(q[:, :, first:], k, lse[:, :, first:], scale, 150 - 148)
-    assert torch.allclose(
-        few[..., :148], column_sums(q, k, lse, scale, 150 - max(148, first))[..., :148], rtol=1e-5
-    )
 
 
 @pytest.mark.parametrize("limit", [1, 40_000, 130_000])

@@ -209,9 +209,16 @@ def test_products(
 cuts = st.lists(st.integers(0, 12), min_size=2, max_size=2).map(sorted)
 
 
+@pytest.mark.parametrize("slowly", [False, True])
 @given(st.integers(1, 9), st.integers(1, 20), cuts, st.booleans(), st.sampled_from(list(EPS)[:2]))
-def test_rows_of_inputs(n: int, out_width: int, at: list[int], biased: bool, dtype: Any) -> None:
-    """A matrix that is stored transposed is cut between inputs; each part's sum is rounded."""
+def test_rows_of_inputs(
+    slowly: bool, n: int, out_width: int, at: list[int], biased: bool, dtype: Any
+) -> None:
+    """A matrix that is stored transposed is cut between inputs; each part's sum is rounded.
+
+    Torch may multiply bf16 number by number (slowly). Then some inputs and some outputs are
+    converted at a time.
+    """
     x = normal(n, 12, dtype=dtype)
     weight = normal(12, out_width, dtype=dtype)
     bias = normal(out_width, dtype=dtype) if biased else None
@@ -220,32 +227,15 @@ def test_rows_of_inputs(n: int, out_width: int, at: list[int], biased: bool, dty
     want = x.double() @ weight.double()
     added = [] if bias is None else [bias]
     size = x.double().abs() @ weight.double().abs()
-    out = linear(x, parts, bias, torch.empty(n, out_width, dtype=dtype))
-    near(out, want, *added, size, -size, times=4)
     before = normal(n, out_width, dtype=dtype)
-    add_linear(total := before.clone(), x, parts, bias)
-    near(total, want, *added, before, size, -size, times=4)
-
-
-@pytest.mark.parametrize("rows", [7, 40])
-def test_products_in_fp32(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch may multiply bf16 number by number. Then some inputs and some outputs are converted."""
-    use("torch", monkeypatch)
-    monkeypatch.setattr(workspace, "UNPACK_CHUNK", 2**11)
-    monkeypatch.setattr(linear_kernels, "_INPUTS", 9)
-    monkeypatch.setattr(linear_kernels, "multiplies_slowly", lambda device, dtype: dtype == BF16)
-    x = normal(rows, 321)
-    weight = normal(321, 214)
-    bias = normal(214)
-    before = normal(rows, 214)
-    want = x.double() @ weight.double()
-    by_inputs = tuple(DenseRows(part.t()) for part in weight.split([64, 35, 222]))
-    for parts in (by_inputs, (DenseRows(weight.t().contiguous()),)):
-        size = torch.full_like(want, 2 * float(want.abs().max()))
-        out = linear(x, parts, bias, torch.empty(rows, 214, dtype=BF16))
-        near(out, want, bias, size, -size, times=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_kernels, "multiplies_slowly", lambda *_: slowly)
+        patch.setattr(linear_kernels, "_INPUTS", 36)
+        patch.setattr(workspace, "UNPACK_CHUNK", 30)
+        out = linear(x, parts, bias, torch.empty(n, out_width, dtype=dtype))
         add_linear(total := before.clone(), x, parts, bias)
-        near(total, want, bias, before, size, -size, times=2)
+    near(out, want, *added, size, -size, times=4)
+    near(total, want, *added, before, size, -size, times=4)
 
 
 @pytest.mark.parametrize("kind", ["4 bits in int8", "4 bits", "mxfp4"])

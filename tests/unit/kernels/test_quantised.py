@@ -230,15 +230,9 @@ def test_mxfp4_becomes_int8_rows_in_one_pass(columns: int) -> None:
     assert not quantised.fill_blocks_from_mxfp4(blocks[:16], scales[:16], 8, one)
 
 
-@pytest.mark.parametrize("in_strips", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(192, 128), (130, 64), (5, 30)])
-def test_int8_rows(
-    rows: int, columns: int, in_strips: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Filled in pieces, in one pass or several, they are as packed at once; blocked or in order,
-    with sums."""
-    if not in_strips:
-        monkeypatch.setattr(quantised, "_fills_strips", lambda *_: False)
+def test_int8_rows(rows: int, columns: int) -> None:
+    """Filled in pieces they are as packed at once; blocked or in order, with sums."""
     values = torch.randn(rows, columns) * torch.logspace(-35, 30, rows).unsqueeze(1)
     values[1] = 0
     memory = torch.full((rows, int8_row_bytes(columns)), 9, dtype=torch.uint8)

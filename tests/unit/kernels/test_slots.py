@@ -22,9 +22,7 @@ from flexgen_h2o.kernels.slots import (
     attend_lse,
     get_last_slots,
     put_packed,
-    put_packed_reference,
     put_slots,
-    put_slots_reference,
     slot_products,
 )
 
@@ -482,7 +480,7 @@ def test_new_columns_go_to_packed_slots_and_among_whole_ones(
     held = areas(rows, length, [packing.keys.words, packing.values.words], segments, True)
     for version, packs in (
         (put_packed, (pack_columns, pack_columns.torch)),  # torch's if no loop reads such slots
-        (put_packed_reference, (pack_columns.torch,)),
+        (put_packed.torch, (pack_columns.torch,)),
     ):
         found = [t.clone() for t in held]
         beside = whole.map(torch.clone)
@@ -493,9 +491,7 @@ def test_new_columns_go_to_packed_slots_and_among_whole_ones(
         for pack in packs:
             want = [t.clone() for t in held]
             packed = pack(expected.smoothed(keys), packing.keys), pack(values, packing.values)
-            put_slots_reference(
-                tuple(want), slots.unsqueeze(1), tuple(t.unsqueeze(1) for t in packed)
-            )  # type: ignore[arg-type]
+            put_slots.torch(tuple(want), slots.unsqueeze(1), tuple(t.unsqueeze(1) for t in packed))  # type: ignore[arg-type]
             is_same.append(all(map(torch.equal, found, want)))
         assert any(is_same)
         assert all(map(torch.equal, vars(beside).values(), vars(expected).values()))

@@ -139,11 +139,6 @@ def test_a_decode_step(shape, dtype: torch.dtype, recorded: bool) -> None:
     check(*step(dtype, shape), dtype, recorded)
 
 
-def test_the_victim_is_that_of_the_lowest_score_per_query() -> None:
-    sizes = (3, 2, 2, 16, [5, 9, 70], 8)
-    check(*step(torch.float32, sizes, per_query=True), torch.float32, True)
-
-
 def test_a_score_that_is_no_number_names_the_victim() -> None:
     """Of all of a row, and of one column; what names none would be written before the row's
     slots."""
@@ -159,21 +154,27 @@ def test_a_score_that_is_no_number_names_the_victim() -> None:
     assert slots.victims.tolist() == [earliest, 3]
 
 
-@pytest.mark.parametrize("rows", [slice(1, 4), slice(3, 6)])
-def test_rows_of_a_part(rows: slice) -> None:
-    """A part may begin within the kv-heads of a sequence; what is in front of slots is of all
-    rows."""
-    qkv, slots = step(torch.float32, (3, 2, 2, 16, [5, 9, 3], 4), rows)
-    check(qkv, replace(slots, before=(None, torch.randn(6, 2))), torch.float32, True)
+@pytest.mark.parametrize(
+    ("rows", "values", "recorded"),
+    [
+        (slice(1, 4), False, True),
+        (slice(3, 6), False, True),
+        (slice(6), True, False),
+        (slice(6), False, False),
+    ],
+)
+def test_a_decode_step_of_a_part_behind_other_columns(
+    rows: slice, values: bool, recorded: bool
+) -> None:
+    """A part may begin within the kv-heads of a sequence.
 
-
-@pytest.mark.parametrize("values", [True, False])
-def test_a_decode_step_behind_other_columns(values: bool) -> None:
-    """A common prefix, and sinks, which have no values."""
+    In front of the slots of all rows are a common prefix, or sinks, which have no values. Victims
+    are those of the lowest score per query.
+    """
     torch.manual_seed(0)
-    qkv, slots = step(torch.float32, SHAPES["grouped queries"])
-    mixed = torch.randn(8, 4, 32) if values else None
-    check(qkv, replace(slots, before=(mixed, 3 * torch.randn(8, 4))), torch.float32, False)
+    qkv, slots = step(torch.float32, (3, 2, 2, 16, [5, 9, 70], 8), rows, per_query=True)
+    mixed = torch.randn(6, 2, 16) if values else None
+    check(qkv, replace(slots, before=(mixed, 3 * torch.randn(6, 2))), torch.float32, recorded)
 
 
 WIDTHS = [(64, 8), (128, 16), (80, 4), (64, 0)]  # and whole columns

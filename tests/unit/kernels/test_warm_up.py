@@ -7,7 +7,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -81,73 +80,53 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     assert compiled() == before
 
 
-def unpacks(bits: int) -> None:
-    unpack_rows(pack_rows(torch.randn(3, 100), bits), bits, torch.empty(3, 100, dtype=BF16))
-
-
-def requantises() -> None:
-    """In order; and where this CPU can, panels as they are multiplied."""
-    for columns in (100, 128):
-        packed = pack_rows(torch.randn(128, columns), 4)
-        requantise_rows(
-            packed, torch.empty(128, int8_row_bytes(columns), dtype=torch.uint8), columns
-        )
-        sizes = dict.fromkeys(BUFFERS, 2**17)
-        room = Workspace(torch.empty(sum(sizes.values()), dtype=torch.uint8), sizes, BF16)
-        x = torch.randn(3, columns).to(BF16)
-        out = torch.zeros(3, 128, dtype=BF16)
-        linear_shared_input(x, [((RequantisedRows(packed, columns, room),), None, out)])
-
-
-def multiplies() -> None:
-    """With a bias and without, into a result and added to it; columns that AMX takes, and
-    others."""
-    for columns in (100, 128):
-        packed = pack_int8_rows(torch.randn(5, columns))
-        x = torch.randn(3, columns).to(BF16)
-        sizes = dict.fromkeys(
-            ("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 384
-        )
-        part = Int8Rows(
-            packed, columns, Workspace(torch.empty(1536, dtype=torch.uint8), sizes, BF16)
-        )
-        for bias in (None, torch.randn(5).to(BF16)):
-            for adds in (False, True):
-                out = torch.zeros(3, 5, dtype=BF16)
-                linear_shared_input(x, [((part,), bias, out)], adds)
-
-
-def multiplies_in_order() -> None:
-    """What models multiply in bf16, with all that may follow."""
-    part = DenseRows(torch.randn(5, 64).to(BF16))
-    x = torch.randn(3, 64).to(BF16)
-    bias = torch.randn(5).to(BF16)
-    out = torch.zeros(3, 5, dtype=BF16)
-    for adds in (False, True):
-        linear_shared_input(x, [((part,), bias, out)], adds)
-    linear_relu(x, (part,), None, out)
-
-
 @pytest.mark.parametrize(
-    ("form", "use"),
+    ("form", "kind"),
     [
-        (Groupwise(2, 4), partial(unpacks, 4)),
-        (Groupwise(2, 8), partial(unpacks, 8)),
-        (Groupwise(2, 4, in_int8=True), requantises),
-        (Int8(2), multiplies),
-        (Codec(2), multiplies_in_order),
+        (Groupwise(2, 4), "4 bits"),
+        (Groupwise(2, 8), "8 bits"),
+        (Groupwise(2, 4, in_int8=True), "4 bits in int8"),
+        (Int8(2), "int8"),
+        (Codec(2), "dense"),
     ],
-    ids=["4 bits", "8 bits", "4 bits to int8", "int8", "dense"],
 )
-def test_what_a_format_of_weights_needs_is_compiled(form: Codec, use: Callable[[], None]) -> None:
-    packed = (
-        pack_int8_rows(torch.randn(5, 100)),
-        *(pack_rows(torch.randn(3, 100), bits) for bits in (4, 8)),
-    )
-    assert all(len(rows) for rows in packed)  # of float32 weights, packed ahead
+def test_what_a_format_of_weights_needs_is_compiled(form: Codec, kind: str) -> None:
+    """To unpack, and to multiply with a bias and without, into a result and added to it.
+
+    Columns that AMX multiplies, and others.
+    """
+    all_columns = (100, 128)
+    stored = {}
+    for columns in all_columns:  # packed ahead
+        rows = torch.randn(128, columns)
+        stored["dense", columns] = rows.to(BF16)
+        stored["int8", columns] = pack_int8_rows(rows)
+        for bits in (4, 8):
+            stored[f"{bits} bits", columns] = pack_rows(rows, bits)
+    sizes = dict.fromkeys(BUFFERS, 2**17)
+    memory = Workspace(torch.empty(sum(sizes.values()), dtype=torch.uint8), sizes, BF16)
     warm_up(CPU, BF16, scored=False, weights=partial(formats.warm_up, form))
     before = compiled()
-    use()
+    for columns in all_columns:
+        rows = stored[kind.removesuffix(" in int8"), columns]
+        if kind.endswith(" bits"):
+            unpack_rows(rows, int(kind[0]), torch.empty(128, columns, dtype=BF16))
+            continue
+        part = {
+            "dense": lambda rows, *_: DenseRows(rows),
+            "int8": Int8Rows,
+            "4 bits in int8": RequantisedRows,
+        }[kind](rows, columns, memory)
+        x = torch.randn(3, columns).to(BF16)
+        out = torch.zeros(3, 128, dtype=BF16)
+        for bias in (None, torch.randn(128).to(BF16)):
+            for adds in (False, True):
+                linear_shared_input(x, [((part,), bias, out)], adds)
+        linear_relu(x, (part,), None, out)
+        if kind == "4 bits in int8":
+            requantise_rows(
+                rows, torch.empty(128, int8_row_bytes(columns), dtype=torch.uint8), columns
+            )
     assert compiled() == before
 
 
