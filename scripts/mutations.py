@@ -269,9 +269,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kvcache.ranks-do-not-fall",
-        "kvcache/decode.py",
-        "        part.ranks[rows, slots] = table[FILLED] - 1\n",
-        "        part.ranks[rows, slots] = table[POSITION]\n",
+        "kvcache/part.py",
+        "            self.ranks[rows, slots] = table[FILLED] - 1\n",
+        "            self.ranks[rows, slots] = table[POSITION]\n",
         "tests/eviction/test_engine.py -k rolling",
     ),
     Mutation(

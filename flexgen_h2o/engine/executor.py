@@ -35,7 +35,6 @@ from flexgen_h2o.engine.loop import (
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.scheduler import Scheduler
 from flexgen_h2o.engine.sequence import Sequence
-from flexgen_h2o.kvcache.decode import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.part import KVUnit, Prompts
 from flexgen_h2o.kvcache.prefixes import Sharing
@@ -278,12 +277,12 @@ class Executor:
         fed = self._block.inputs[k]
         window = self._engine.spec.window(block)
         if cache.steps:
-            sweep.read += cache.read + fed.steps * (fed.common if window is None else 0)
+            sweep.read += cache.num_read + fed.steps * (fed.common if window is None else 0)
         self._show_slots(k, cache)
-        sweep.held += cache.held
+        sweep.held += cache.num_filled
         sweep.full += fed.seen(window)
         sweep.units += len(fed.counts)
-        return self._engine.cache.close(key, region, cache.most, cache.slots_to_store, fence)
+        return self._engine.cache.close(key, region, cache.max_filled, cache.slots_to_store, fence)
 
     def close_hidden(
         self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]
@@ -397,7 +396,7 @@ class Executor:
         if watch is not None and cache.steps and cache.policy.needs.record:
             rows = [r.index for r in self._block.batches[k].rows[: cache.decoding]]
             step = cache.steps[-1]
-            watch(rows, step.filled, columns_of(cache, step))
+            watch(rows, step.filled, cache.columns())
 
     def _with_watch(self, block: int, k: int, cache: KVUnit) -> KVUnit:
         """Return `cache` with the prompts callback attached to the sequences that enter."""

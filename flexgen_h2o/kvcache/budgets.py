@@ -93,12 +93,12 @@ class DecodeStep:
         return self.budgets.kept + self.positions - self.budgets.prompts + 1
 
     @cached_property
-    def held(self) -> int:
+    def num_filled(self) -> int:
         """Slots in use, summed over all sequences."""
         return int(self.filled.sum())
 
     @cached_property
-    def most(self) -> int:
+    def max_filled(self) -> int:
         """Slots in use of the sequence that has the most."""
         return int(self.filled.max())
 

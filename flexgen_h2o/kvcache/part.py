@@ -8,18 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from flexgen_h2o.core.packing import KVPacking
+from flexgen_h2o.core.units import QUERY_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.decode_step import SLOT
+from flexgen_h2o.kernels.decode_step import FILLED, NEWEST, OLDEST, PLACE, POSITION, SLOT
+from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.packed import pack_columns
-from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
+from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns, unpacked
 from flexgen_h2o.kernels.slots import put_packed, put_slots
 from flexgen_h2o.kvcache.budgets import Budgets, DecodeStep, Move
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Columns, Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part
 
@@ -96,22 +99,59 @@ class KVPart:
         slots: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        places: torch.Tensor | None = None,
+        table: torch.Tensor,
+        sizes: torch.Tensor | None = None,
     ) -> None:
-        """Write one column per row into its slot. All tensors are on the part's device.
+        """Write the new column of each row into its slot, and its record.
+
+        A new column has score 0 and the highest rank. Ranks above that of the column that it
+        replaces fall by one. All tensors are on the part's device.
 
         slots: (rows,) int64.
         keys, values: (rows, width).
-        places: (rows,) ints, the index of the new column among the row's whole columns, or -1 if
-            it is only packed. Given if the part has whole columns.
+        table: the rows' columns of `DecodeStep.table`.
+        sizes: (rows,), sizes of the values (`value_sizes`). None if they are not recorded.
         """
         areas = self.keys, self.values
         if self.whole is not None:
-            assert places is not None
-            put_packed(areas, slots, (keys, values), self.form, places.long())
+            put_packed(areas, slots, (keys, values), self.form, table[PLACE].long())
+        else:
+            keys, values = self._stored(keys, values)
+            put_slots(areas, slots.unsqueeze(1), (keys.unsqueeze(1), values.unsqueeze(1)))
+        if self.positions is None:
             return
-        keys, values = self._stored(keys, values)
-        put_slots(areas, slots.unsqueeze(1), (keys.unsqueeze(1), values.unsqueeze(1)))
+        rows = torch.arange(len(slots), device=slots.device)
+        self.positions[rows, slots] = table[POSITION]
+        if self.scores is not None:
+            self.scores[rows, slots] = 0.0
+        if self.norms is not None and sizes is not None:
+            self.norms[rows, slots] = sizes
+        if self.ranks is not None:
+            self.ranks.sub_((self.ranks > self.ranks[rows, slots].unsqueeze(1)).int())
+            self.ranks[rows, slots] = table[FILLED] - 1
+
+    def may_leave(self, table: torch.Tensor) -> torch.Tensor:
+        """Return which slots hold a column that may leave its row, (rows, slots) bool.
+
+        table: the rows' columns of `DecodeStep.table`.
+        """
+        assert self.positions is not None
+        oldest, newest, filled = (table[field].unsqueeze(1) for field in (OLDEST, NEWEST, FILLED))
+        slots = torch.arange(self.positions.shape[1], device=table.device)
+        return (slots < filled) & (self.positions >= oldest) & (self.positions <= newest)
+
+    def evict(self, rank: torch.Tensor, may_leave: torch.Tensor) -> None:
+        """Name each row's victim: of the columns that may leave, the oldest of the lowest rank.
+
+        The next column of a full row overwrites the victim.
+
+        rank: (rows, slots) fp32. may_leave: (rows, slots) bool.
+        """
+        assert self.positions is not None and self.victims is not None
+        lowest = rank.masked_fill(~may_leave, float("inf")).amin(dim=1, keepdim=True)
+        candidates = may_leave & ~(rank > lowest)
+        last = torch.iinfo(torch.int32).max
+        self.victims.copy_(self.positions.masked_fill(~candidates, last).argmin(dim=1))
 
     def write_first(self, rows: slice, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write columns to slots 0, 1, ... of some rows.
@@ -244,6 +284,10 @@ class Prompts:
     behind the other. Then b = 1.
 
     In a prompt, query i attends to column j with the probability exp(scale x q_i.k_j - lse_i).
+
+    `choose_columns` adds the columns that stay, and what is recorded of the prompts: the fields
+    from `kept` on. Positions count from 0 in each prompt; `PromptPlace.stays` is the range of a
+    packed prompt's positions.
     """
 
     # (b, heads, m, d) with rotary embeddings: the last m queries, which are all queries if the
@@ -261,29 +305,20 @@ class Prompts:
     prefix_sums: Callable[[int], torch.Tensor] | None = None
     # Returns `KeyScores.query_sums` (1, heads, any) of a shared prefix.
     prefix_queries: Callable[[], torch.Tensor] | None = None
+    # (b, kv_heads, columns that stay) int64: their positions, ascending
+    kept: torch.Tensor | None = None
+    # (b, kv_heads, n) fp32: scores of all columns. None if the policy records none.
+    scores: torch.Tensor | None = None
+    # (b, kv_heads, n) fp32: sizes of all values (`value_sizes`). None if the policy records none.
+    norms: torch.Tensor | None = None
+    # (b, kv_heads, numbers) fp32: summary of the prompts' queries (`KeyScores.of_prompt`). None
+    # unless the policy scores by keys.
+    queries: torch.Tensor | None = None
 
     @property
     def is_packed(self) -> bool:
         """Return whether prompts are packed one behind the other."""
         return len(self.lines) > len(self.k)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The columns that stay of prompts, and what is recorded of the prompts.
-
-    `choose_columns` makes it. b and n are those of Prompts. Positions count from 0 in each prompt;
-    `PromptPlace.stays` is the range of a packed prompt's positions.
-    """
-
-    positions: torch.Tensor  # (b, kv_heads, kept) int64, ascending: of the columns that stay
-    # (b, kv_heads, n) fp32: scores of all columns. None if the policy records none.
-    scores: torch.Tensor | None
-    # (b, kv_heads, n) fp32: sizes of all values (`value_sizes`). None if the policy records none.
-    norms: torch.Tensor | None
-    # (b, kv_heads, numbers) fp32: summary of the prompts' queries (`KeyScores.of_prompt`). None
-    # unless the policy scores by keys.
-    queries: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -330,22 +365,27 @@ class KVUnit:
         return self.decoding < len(self.budgets.prompts)
 
     @property
-    def held(self) -> int:
+    def num_filled(self) -> int:
         """Slots in use of all sequences, once the layer is computed."""
-        decoded = self.steps[-1].held if self.steps else 0
+        decoded = self.steps[-1].num_filled if self.steps else 0
         return decoded + (int(self.budgets.kept[self.decoding :].sum()) if self.enters else 0)
 
     @property
-    def most(self) -> int:
+    def max_filled(self) -> int:
         """Slots in use of the fullest sequence, once the layer is computed."""
-        decoded = self.steps[-1].most if self.steps else 0
+        decoded = self.steps[-1].max_filled if self.steps else 0
         entered = int(self.budgets.kept[self.decoding :].max()) if self.enters else 0
         return max(decoded, entered)
 
     @property
-    def read(self) -> int:
+    def num_read(self) -> int:
         """KV entries that attention of the decoding sequences reads, in all steps."""
-        return sum(step.held for step in self.steps)
+        return sum(step.num_filled for step in self.steps)
+
+    @cached_property
+    def decoding_parts(self) -> list[KVPart]:
+        """The parts of the rows that decode."""
+        return first_rows(self.parts, self.decoding * self.kv_heads)
 
     @property
     def slots_to_store(self) -> Sequence[torch.Tensor] | None:
@@ -360,15 +400,97 @@ class KVUnit:
         """
         self.steps.append(step)
         self.taken.clear()
-        for part in first_rows(self.parts, self.decoding * self.kv_heads):
+        for part in self.decoding_parts:
             if self.is_one_launch(part):  # the launch finds the slots itself
                 slots = torch.empty(part.rows, dtype=torch.int64, device=part.keys.device)
             else:
-                where = part.keys.device
-                slots = step.of_rows(self.kv_heads, part.start, part.end, where)[SLOT].long()
+                slots = self.table(part)[SLOT].long()
                 if part.victims is not None:
                     slots = torch.where(slots < 0, part.victims, slots)
             self.taken.append(slots)
+
+    def table(self, part: KVPart) -> torch.Tensor:
+        """Return the columns of the newest step's `DecodeStep.table` for a part's rows."""
+        where = part.keys.device
+        return self.steps[-1].of_rows(self.kv_heads, part.start, part.end, where)
+
+    def columns(self) -> Columns:
+        """Return what a policy may know of the columns of the rows that decode.
+
+        The tensors are on the device of the first part.
+        """
+        step = self.steps[-1]
+        parts = self.decoding_parts
+        where = parts[0].keys.device
+
+        def joined(of_parts: list[torch.Tensor]) -> torch.Tensor:
+            """Return (sequences, kv_heads, slots) of tensors (rows, slots)."""
+            whole = torch.cat([t.to(where) for t in of_parts]) if len(parts) > 1 else of_parts[0]
+            return whole.view(-1, self.kv_heads, whole.shape[1])
+
+        names = [name for name in self.policy.needs.record if name != RANKS]
+        return Columns(
+            self.block,
+            may_leave=joined([part.may_leave(self.table(part)) for part in parts]),
+            newest=step.positions.to(where),
+            heavy=step.budgets.heavy.to(where),
+            **{name: joined([part.record[name] for part in parts]) for name in names},
+        )
+
+    def evict(self) -> None:
+        """Name the victims of the rows that decode, by the policy's own rank.
+
+        This is for policies that do not rank by score; otherwise the decode kernel names them.
+        """
+        columns = self.columns()
+        rank = self.policy.rank(columns).flatten(0, 1)
+        may_leave = columns.may_leave.flatten(0, 1)
+        for part in self.decoding_parts:
+            here = slice(part.start, part.end)
+            where = part.keys.device
+            part.evict(rank[here].to(where), may_leave[here].to(where))
+
+    def score_by_keys(self, part: KVPart) -> None:
+        """Write new scores of the part's rows that have no slot left, if new scores are due.
+
+        The new columns are in their slots already. At most QUERY_CHUNK numbers of keys are scored
+        at a time, but at least one row.
+
+        Scores are due every `by_keys.interval` steps, and in the step that fills a row. If fewer
+        than `interval` recent columns are protected, a column might leave before it has a score.
+        Such rows are scored in every step.
+        """
+        by_keys = self.policy.needs.by_keys
+        assert by_keys is not None and part.scores is not None and part.queries is not None
+        step = self.steps[-1]
+        budgets = step.budgets
+        is_new = (
+            (step.positions % by_keys.interval == 0)
+            | (step.grown == budgets.slots)
+            | (budgets.recent < by_keys.interval)
+        )
+        due = (
+            ((step.grown >= budgets.slots) & is_new)
+            .repeat_interleave(self.kv_heads)[part.start : part.end]
+            .nonzero()[:, 0]
+        )
+        if not len(due):
+            return
+        slots = part.keys.shape[2]  # Rows with a record have only one segment.
+        width = part.keys.shape[3] if part.packing is None else part.packing.width
+        table = self.table(part)
+        may_leave = part.may_leave(table)
+        for some in due.split(max(1, QUERY_CHUNK // (slots * width))):
+            index = some.to(table.device)
+            keys = part.keys[:, index]
+            if part.packing is not None:
+                form = part.form.rows(index)
+                keys, _ = unpacked(keys, part.values[:, index], form, torch.float32)
+            if self.hadamard:  # The transform is its own inverse: this restores the rotated keys.
+                hadamard(keys[0])
+            part.scores[index] = by_keys.scores(
+                keys[0], part.queries[index], table[POSITION, index], may_leave[index]
+            )
 
     def sinks_of_rows(self, count: int) -> torch.Tensor | None:
         """Return the sinks of the rows of `count` sequences, (rows, g) fp32, or None."""

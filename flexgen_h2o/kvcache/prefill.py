@@ -11,6 +11,7 @@ Prompts are never padded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import groupby
 
@@ -38,7 +39,7 @@ from flexgen_h2o.kernels.prompt_columns import (
 from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.budgets import Budgets
 from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, KeyScores, value_sizes
-from flexgen_h2o.kvcache.part import Kept, KVPart, KVUnit, Prompts
+from flexgen_h2o.kvcache.part import KVPart, KVUnit, Prompts
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 # Rank of an empty slot. It is above all others, so that no rank falls when the slot is filled.
@@ -259,11 +260,11 @@ def keep_prompts(unit: KVUnit, prompts: Prompts, kv: Sequence[torch.Tensor]) -> 
 
     kv: keys and values to store, each (b, n, kv_heads, d).
     """
-    kept = choose_columns(unit, prompts)
+    prompts = choose_columns(unit, prompts)
     if unit.hadamard:  # Attention and scores are done, so nothing else reads these tensors.
         kv = [_transformed(t) for t in kv]
     for part in unit.parts:
-        write_prompts(part, unit, prompts, kept, kv)
+        write_prompts(part, unit, prompts, kv)
 
 
 def _transformed(columns: torch.Tensor) -> torch.Tensor:
@@ -279,8 +280,8 @@ def _transformed(columns: torch.Tensor) -> torch.Tensor:
 # ---- the choice
 
 
-def choose_columns(unit: KVUnit, prompts: Prompts) -> Kept:
-    """Score the columns of prompts and choose those that stay.
+def choose_columns(unit: KVUnit, prompts: Prompts) -> Prompts:
+    """Score the columns of prompts, choose those that stay, and return the prompts with both.
 
     If prompts are packed, the policy must rank columns by their scores alone, or rank none.
     """
@@ -302,16 +303,16 @@ def choose_columns(unit: KVUnit, prompts: Prompts) -> Kept:
             _score_prompts_by_keys(needs.by_keys, k, queries, ranked, scores)
     if not chooses or (scores is None and prompts.is_packed):
         stay = tuple((line.keys, line.begin, line.kept) for line in each)
-        positions = _unranked(stay, k.device).expand(b, kv_heads, -1)
+        kept = _unranked(stay, k.device).expand(b, kv_heads, -1)
     else:
         rank = _prompt_rank(unit, prompts, scores, norms)
         line = each[0]
-        positions = (
+        kept = (
             choose_packed(rank, lines)
             if prompts.is_packed
             else choose_kept(rank, line.begin, line.end, line.kept)
         )
-    return Kept(positions, scores, norms, queries)
+    return replace(prompts, kept=kept, scores=scores, norms=norms, queries=queries)
 
 
 def query_sums(by_keys: KeyScores, q: torch.Tensor, first: int) -> torch.Tensor:
@@ -456,15 +457,14 @@ def _unranked(stay: tuple[tuple[int, int, int], ...], where: torch.device) -> to
 # ---- the slots
 
 
-def write_prompts(
-    part: KVPart, unit: KVUnit, prompts: Prompts, kept: Kept, kv: Sequence[torch.Tensor]
-) -> None:
+def write_prompts(part: KVPart, unit: KVUnit, prompts: Prompts, kv: Sequence[torch.Tensor]) -> None:
     """Write the kept columns of prompts to those of their rows that the part holds.
 
     The record and the whole columns beside packed slots are written too.
 
     kv: keys and values, each (b, n, kv_heads, d).
     """
+    assert prompts.kept is not None
     k, v = kv
     kv_heads, width = k.shape[2:]
     start = prompts.first * kv_heads
@@ -483,8 +483,8 @@ def write_prompts(
             scores=own.scores,
             smooths=not unit.hadamard,
         )
-        scores = None if part.positions is None else kept.scores
-        put_prompts(k, v, kept.positions, scores, slots, prompts.lines)
+        scores = None if part.positions is None else prompts.scores
+        put_prompts(k, v, prompts.kept, scores, slots, prompts.lines)
         return
     for i, line in enumerate(prompts.lines):
         first = start + i * kv_heads
@@ -501,7 +501,7 @@ def write_prompts(
             k.device if part.whole is None and unit.policy.needs.in_one_launch else part.keys.device
         )
         keys, values = (t[batch, line.tokens, heads].to(here) for t in kv)
-        positions = kept.positions[batch, heads, line.stays].to(here)
+        positions = prompts.kept[batch, heads, line.stays].to(here)
         if part.whole is not None:
             of_rows = part.whole.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
             columns = keys[None], values[None], positions[None]
@@ -516,28 +516,28 @@ def write_prompts(
             )
             part.write_first(rows, *chosen)
         if part.positions is not None:
-            _record_prompt(part, rows, kept, (batch, heads), line)
+            _record_prompt(part, rows, prompts, (batch, heads), line)
 
 
 def _record_prompt(
     part: KVPart,
     rows: slice,
-    kept: Kept,
+    prompts: Prompts,
     source: tuple[int, slice],
     line: triton.PromptPlace,
 ) -> None:
     """Write the record of a prompt's columns to `rows` of a part.
 
-    source: index of the prompt in the tensors of `kept`, and its heads.
+    source: index of the prompt in the tensors of `prompts`, and its heads.
     """
-    assert part.positions is not None
-    positions = kept.positions[source][:, line.stays]
+    assert part.positions is not None and prompts.kept is not None
+    positions = prompts.kept[source][:, line.stays]
     part.positions[rows, : line.kept].copy_(positions)
-    for target, values in ((part.scores, kept.scores), (part.norms, kept.norms)):
+    for target, values in ((part.scores, prompts.scores), (part.norms, prompts.norms)):
         if target is not None and values is not None:
             target[rows, : line.kept].copy_(values[source][:, line.tokens].gather(-1, positions))
-    if part.queries is not None and kept.queries is not None:
-        part.queries[rows] = kept.queries[source].to(part.queries.device)
+    if part.queries is not None and prompts.queries is not None:
+        part.queries[rows] = prompts.queries[source].to(part.queries.device)
     if part.ranks is not None:
         part.ranks[rows] = NO_RANK
         part.ranks[rows, : line.kept] = torch.arange(

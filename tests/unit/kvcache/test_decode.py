@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.kvcache.budgets import Budgets, DecodeStep
-from flexgen_h2o.kvcache.decode import columns_of, rank_victims
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.eviction.policy import Needs
 from flexgen_h2o.kvcache.part import KVPart, KVUnit
@@ -65,9 +64,9 @@ def test_the_lowest_rank_leaves_and_of_equals_the_oldest(
     ]
     budgets = Budgets(ones, sinks, ones, recent, filled)
     unit = KVUnit(ByScore(), 5, KV_HEADS, budgets, views, count)
-    step = DecodeStep(budgets, unit.policy.needs, newest)
-    rank_victims(unit, step, filled)
-    columns = columns_of(unit, step, filled)
+    unit.begin(DecodeStep(budgets, unit.policy.needs, newest))
+    unit.evict()
+    columns = unit.columns()
     assert (
         columns.block == 5
         and torch.equal(columns.newest, newest)

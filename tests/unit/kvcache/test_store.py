@@ -271,7 +271,8 @@ class Slots(Bench):
         for view in views:
             here = slice(view.start, view.end)
             taken.append(slots.flatten()[here])
-            view.write(taken[-1], new["keys"][here], new["values"][here])
+            no_numbers = torch.zeros(7, view.rows, dtype=torch.int32)
+            view.write(taken[-1], new["keys"][here], new["values"][here], no_numbers)
             for name in self.record:
                 getattr(view, name)[torch.arange(view.rows), taken[-1]] = new[name][here]
         return taken
