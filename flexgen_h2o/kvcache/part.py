@@ -53,7 +53,7 @@ class KVPart:
     scores: torch.Tensor | None = None  # (rows, slots) fp32: scores of the columns
     norms: torch.Tensor | None = None  # (rows, slots) fp32: sizes of the values (`value_sizes`)
     ranks: torch.Tensor | None = None  # (rows, slots) int32: how many columns of the row are older
-    # (rows, numbers) fp32: summary of the prompt's queries (`KeyScores.of_prompt`)
+    # (rows, numbers) fp32: summary of the prompt's queries (`TriAttention.of_prompt`)
     queries: torch.Tensor | None = None
 
     @property
@@ -303,7 +303,7 @@ class Prompts:
     # Returns the column sums (1, kv_heads, tokens) of a shared prefix over its last query rows.
     # Argument: the number of these rows. Given if m < n and the policy scores prompts.
     prefix_sums: Callable[[int], torch.Tensor] | None = None
-    # Returns `KeyScores.query_sums` (1, heads, any) of a shared prefix.
+    # Returns `TriAttention.query_sums` (1, heads, any) of a shared prefix.
     prefix_queries: Callable[[], torch.Tensor] | None = None
     # (b, kv_heads, columns that stay) int64: their positions, ascending
     kept: torch.Tensor | None = None
@@ -311,7 +311,7 @@ class Prompts:
     scores: torch.Tensor | None = None
     # (b, kv_heads, n) fp32: sizes of all values (`value_sizes`). None if the policy records none.
     norms: torch.Tensor | None = None
-    # (b, kv_heads, numbers) fp32: summary of the prompts' queries (`KeyScores.of_prompt`). None
+    # (b, kv_heads, numbers) fp32: summary of the prompts' queries (`TriAttention.of_prompt`). None
     # unless the policy scores by keys.
     queries: torch.Tensor | None = None
 

@@ -38,7 +38,8 @@ from flexgen_h2o.kernels.prompt_columns import (
 )
 from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.budgets import Budgets
-from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, KeyScores, value_sizes
+from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, value_sizes
+from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 from flexgen_h2o.kvcache.part import KVPart, KVUnit, Prompts
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
@@ -315,8 +316,8 @@ def choose_columns(unit: KVUnit, prompts: Prompts) -> Prompts:
     return replace(prompts, kept=kept, scores=scores, norms=norms, queries=queries)
 
 
-def query_sums(by_keys: KeyScores, q: torch.Tensor, first: int) -> torch.Tensor:
-    """Return `KeyScores.query_sums`, (b, heads, any) fp32, for queries q (b, heads, m, d).
+def query_sums(by_keys: TriAttention, q: torch.Tensor, first: int) -> torch.Tensor:
+    """Return `TriAttention.query_sums`, (b, heads, any) fp32, for queries q (b, heads, m, d).
 
     One sequence is summed at a time, in chunks of at most QUERY_CHUNK numbers.
     first: position of the first query.
@@ -332,7 +333,7 @@ def query_sums(by_keys: KeyScores, q: torch.Tensor, first: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _queries_of_prompts(by_keys: KeyScores, prompts: Prompts) -> torch.Tensor:
+def _queries_of_prompts(by_keys: TriAttention, prompts: Prompts) -> torch.Tensor:
     """Return the summary of the queries of equally long prompts, (b, kv_heads, numbers) fp32."""
     kv_heads, n = prompts.k.shape[1:3]
     own = prompts.q.shape[2]
@@ -343,7 +344,7 @@ def _queries_of_prompts(by_keys: KeyScores, prompts: Prompts) -> torch.Tensor:
 
 
 def _score_prompts_by_keys(
-    by_keys: KeyScores,
+    by_keys: TriAttention,
     k: torch.Tensor,
     queries: torch.Tensor,
     leaves: tuple[int, int],

@@ -9,7 +9,6 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction import TriAttention
 from flexgen_h2o.kvcache.eviction.policy import record_of
-from flexgen_h2o.kvcache.eviction.triattention import HeadShape
 
 
 @pytest.mark.parametrize("rotary", [4, 3, 0])
@@ -24,7 +23,7 @@ def test_scores_are_the_formula(rotary: int) -> None:
     sinks = 2
     recent = 4
     frequencies = tuple(float(10 ** (-i / 3)) for i in range(rotary))
-    score = TriAttention(farthest=20, interval=1, heads=HeadShape(group, 8, frequencies))
+    score = TriAttention(farthest=20, interval=1, group=group, width=8, frequencies=frequencies)
     queries = rng.normal(size=(group, count, 8)) + 1
     keys = rng.normal(size=(n, 8))
     positions = rng.choice(newest, n, replace=False)
