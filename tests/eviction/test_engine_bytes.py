@@ -42,7 +42,6 @@ def held(pair: str, n: int, step: int) -> int:
     ("pair", "slots", "gbs", "num_batches", "blocks"),
     [
         ("h2o", 9, 2, 2, 2),
-        ("h2o", 9, 1, 3, 2),
         ("h2o, ratios", 16, 1, 1, 6),
     ],
 )
@@ -68,22 +67,6 @@ def test_kv_of_the_report(
         "slots": slots,
         "bytes": COLUMN * sum(held(pair, n, s) for n in LENGTHS for s in steps) // sweeps,
         "full_bytes": COLUMN * LAYERS * sum(n + s for n in LENGTHS for s in steps) // sweeps,
-    }
-
-
-def test_kv_of_a_prefill_alone(known: Callable[[str], Known], tmp_path: Path) -> None:
-    ran = generate(
-        known("normal").folder,
-        random_prompts((20, 5)),
-        1,
-        PAIRS["h2o"].engine,
-        Policy(2, 1),
-        tmp_path,
-    )
-    assert ran.report.kv == {
-        "slots": 8,
-        "bytes": COLUMN * LAYERS * 13,
-        "full_bytes": COLUMN * LAYERS * 25,
     }
 
 
@@ -128,16 +111,6 @@ def test_a_unit_moves_its_slots(
         report = moved(known, placement, eviction, tmp_path)
         assert (report.io_bytes[read], report.io_bytes[written]) == (STEPS * unit, bytes_written)
         assert unit <= report.extra["kv_reserved_bytes"] <= SPARE * unit
-
-
-def test_only_what_is_kept_is_planned_for(known: Callable[[str], Known], tmp_path: Path) -> None:
-    """Whatever the tier, peak bytes fall by the slots that are not there."""
-    for placement, tier in (("kv on disk", "disk"), ("kv on host", "host")):
-        full, evicted = (
-            moved(known, placement, e, tmp_path).peak_bytes[tier] for e in (None, EVICTION)
-        )
-        saved = LAYERS * ROWS * (128 - SLOTS) * COLUMN
-        assert saved <= full - evicted <= SPARE * saved
 
 
 # ---- memory of the prefill
