@@ -230,7 +230,7 @@ MUTATIONS = (
         "kvcache/part.py",
         "torch.where(slots < 0, part.victims, slots)",
         "torch.where(slots < 0, 0 * part.victims, slots)",
-        "tests/eviction/test_algorithm1.py tests/unit/kvcache",
+        "tests/eviction/test_engine.py -k rolling",
     ),
     Mutation(
         "kvcache.sinks-leave",
@@ -283,9 +283,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kvcache.learned-sinks-of-other-rows",
-        "kvcache/part.py",
-        "self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)",
-        "self.sinks.float().view(self.kv_heads, -1).repeat_interleave(count, dim=0)",
+        "kvcache/decode.py",
+        "unit.sinks.float().view(unit.kv_heads, -1).repeat(unit.decoding, 1)",
+        "unit.sinks.float().view(unit.kv_heads, -1).repeat_interleave(unit.decoding, dim=0)",
         "tests/eviction/test_engine.py -k sinks",
     ),
     Mutation(

@@ -31,7 +31,7 @@ from flexgen_h2o.kvcache.prefixes import (
     group_prompts,
     neighbours,
     pack_prompts,
-    row_ends,
+    prompt_ends,
 )
 
 LogitsWatch = Callable[[list[int], torch.Tensor], None]
@@ -147,7 +147,7 @@ class SweepInput:
             tokens = slice(
                 token, token + first * self.steps + sum(group.tokens for group in groups)
             )
-            rows = slice(row, row + first + sum(group.rows for group in groups))
+            rows = slice(row, row + first + sum(group.num_prompts for group in groups))
             found.append(
                 replace(
                     self,
@@ -251,7 +251,7 @@ class MicroBatch:
                 device="cpu",
             ),
             ends=torch.tensor(
-                [*range(decoding), *(decoding + end - 1 for end in row_ends(self._new_groups))],
+                [*range(decoding), *(decoding + end - 1 for end in prompt_ends(self._new_groups))],
                 device="cpu",
             ),
             counts=(steps,) * decoding + tuple(map(len, prompts)),

@@ -72,7 +72,7 @@ class EvictingLayer(CacheLayerMixin):
         """Empty the layer."""
         self.keys = self.values = None
         self.is_initialized = False
-        self.record: dict[str, torch.Tensor] = {}
+        self.record: dict[str, Any] = {}
         self.budgets: Budgets | None = None
         self.past = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._seen = 0
@@ -196,7 +196,7 @@ class EvictingLayer(CacheLayerMixin):
         assert self.budgets is not None and self.keys is not None and self.values is not None
         keys = self.keys.flatten(0, 1)[None]
         values = self.values.flatten(0, 1)[None]
-        part = KVPart(0, keys, values, None, None, **self.record)
+        part = KVPart(0, keys, values, **self.record)
         count = len(self.past)
         return KVUnit(self._policy, self._block, self.keys.shape[1], self.budgets, [part], count)
 

@@ -69,7 +69,9 @@ def attend_slots(
     # With a window, each row's own slots hold its copy of the common prefix.
     common = unit.common if unit.window is None else None
     prefix = None if common is None else _attend_common(common, q, scale)
-    sinks = unit.sinks_of_rows(unit.decoding)
+    sinks = None  # (rows, g) fp32
+    if unit.sinks is not None:
+        sinks = unit.sinks.float().view(unit.kv_heads, -1).repeat(unit.decoding, 1)
     parts = unit.decoding_parts
     before = _in_front(prefix, sinks) if any(map(unit.is_one_launch, parts)) else None
     for part, slots in zip(parts, unit.taken, strict=True):

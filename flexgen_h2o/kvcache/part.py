@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.core.units import QUERY_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.decode_step import FILLED, NEWEST, OLDEST, PLACE, POSITION, SLOT
 from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.packed import pack_columns
-from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns, unpacked
+from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns, unpacked
 from flexgen_h2o.kernels.slots import put_packed, put_slots
 from flexgen_h2o.kvcache.budgets import Budgets, DecodeStep, Move
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Columns, Eviction
@@ -41,11 +40,10 @@ class KVPart:
 
     start: int  # row of the unit that is row 0 here
     # (segments, rows, segment slots, width). Slot j is [j // segment slots, :, j % segment slots].
-    # With `packing`, the width counts the int32 words of a key.
+    # If columns are packed, the width counts the int32 words of a key.
     keys: torch.Tensor
     values: torch.Tensor  # as `keys`, with the words of a value
-    packing: KVPacking | None = None  # how columns are packed; None if they are not
-    whole: WholeColumns | None = None  # whole columns and key statistics; given with `packing`
+    form: SlotForm = WHOLE  # how slots are stored, without sinks; if packed, with WholeColumns
     # (rows, slots) int32: positions of the columns in their sequences. None if nothing is recorded.
     positions: torch.Tensor | None = None
     # (rows,) int32: the slot that the next column of a full row takes. It is set with `positions`.
@@ -73,10 +71,10 @@ class KVPart:
 
     def part(self, first: int, end: int, start: int) -> KVPart:
         """Return rows [first, end) of this part as rows of a unit that begin at `start`."""
-        whole = self.whole.map(lambda t: t[first:end]) if self.whole is not None else None
+        form = self.form.rows(slice(first, end))
         record = {name: t[first:end] for name, t in self.record.items()}
         keys = self.keys[:, first:end]
-        return KVPart(start, keys, self.values[:, first:end], self.packing, whole, **record)
+        return KVPart(start, keys, self.values[:, first:end], form, **record)
 
     @property
     def record(self) -> dict[str, torch.Tensor]:
@@ -84,15 +82,11 @@ class KVPart:
         found = {name: getattr(self, name) for name in RECORD_FIELDS}
         return {name: t for name, t in found.items() if t is not None}
 
-    @property
-    def form(self) -> SlotForm:
-        """The form in which slots are stored, for the decode kernel. Sinks are not included."""
-        return SlotForm(self.packing, self.whole)
-
     def row_tensors(self) -> list[torch.Tensor]:
         """Return every tensor of the part, with the row as its first dimension."""
         columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1), *self.record.values()]
-        return columns if self.whole is None else [*columns, *vars(self.whole).values()]
+        whole = self.form.whole
+        return columns if whole is None else [*columns, *vars(whole).values()]
 
     def write(
         self,
@@ -113,7 +107,7 @@ class KVPart:
         sizes: (rows,), sizes of the values (`value_sizes`). None if they are not recorded.
         """
         areas = self.keys, self.values
-        if self.whole is not None:
+        if self.form.whole is not None:
             put_packed(areas, slots, (keys, values), self.form, table[PLACE].long())
         else:
             keys, values = self._stored(keys, values)
@@ -158,7 +152,8 @@ class KVPart:
 
         keys, values: (rows, columns, width).
         """
-        keys = keys if self.whole is None else self.whole.smoothed(keys, rows)
+        whole = self.form.whole
+        keys = keys if whole is None else whole.smoothed(keys, rows)
         keys, values = self._stored(keys, values)
         per_segment = self.keys.shape[2]
         columns = keys.shape[1]
@@ -171,9 +166,10 @@ class KVPart:
         self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values (..., width) in the form in which they are stored."""
-        if self.packing is None:
+        packing = self.form.packing
+        if packing is None:
             return keys, values
-        return pack_columns(keys, self.packing.keys), pack_columns(values, self.packing.values)
+        return pack_columns(keys, packing.keys), pack_columns(values, packing.values)
 
 
 RECORD_FIELDS = ("positions", "victims", "scores", "norms", "ranks", "queries")
@@ -208,7 +204,7 @@ def part_view(
     for area, nbytes in zip(areas, layout.slot_bytes, strict=True):
         shape = part.rows, layout.segment_slots, nbytes // dtype.itemsize
         found.append(area[:, : math.prod(shape)].unflatten(1, shape))
-    return KVPart(part.start, found[0], found[1], layout.packing, **(record or {}))
+    return KVPart(part.start, found[0], found[1], **(record or {}))
 
 
 def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
@@ -251,7 +247,8 @@ def record_view(
         centres, ranges = (take(width, torch.bfloat16) for _ in range(2))
         slots = take(columns, torch.int32)
         keys, values = (take(columns * width, dtype).view(rows, columns, width) for _ in range(2))
-        fields["whole"] = WholeColumns(centres, ranges, keys, values, slots)
+        whole = WholeColumns(centres, ranges, keys, values, slots)
+        fields["form"] = SlotForm(layout.packing, whole)
     return fields
 
 
@@ -477,13 +474,14 @@ class KVUnit:
         if not len(due):
             return
         slots = part.keys.shape[2]  # Rows with a record have only one segment.
-        width = part.keys.shape[3] if part.packing is None else part.packing.width
+        packing = part.form.packing
+        width = part.keys.shape[3] if packing is None else packing.width
         table = self.table(part)
         may_leave = part.may_leave(table)
         for some in due.split(max(1, QUERY_CHUNK // (slots * width))):
             index = some.to(table.device)
             keys = part.keys[:, index]
-            if part.packing is not None:
+            if packing is not None:
                 form = part.form.rows(index)
                 keys, _ = unpacked(keys, part.values[:, index], form, torch.float32)
             if self.hadamard:  # The transform is its own inverse: this restores the rotated keys.
@@ -491,14 +489,6 @@ class KVUnit:
             part.scores[index] = by_keys.scores(
                 keys[0], part.queries[index], table[POSITION, index], may_leave[index]
             )
-
-    def sinks_of_rows(self, count: int) -> torch.Tensor | None:
-        """Return the sinks of the rows of `count` sequences, (rows, g) fp32, or None."""
-        return (
-            None
-            if self.sinks is None
-            else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
-        )
 
     def is_one_launch(self, part: KVPart) -> bool:
         """Return whether `attend_step` runs the decode step of the part's rows."""

@@ -5,7 +5,8 @@ KV unit is written to its tier. So only the columns that stay are stored and mov
 
 Neighbours of equal length and equal budgets are computed together, as a batch. On a GPU, prompts of
 any lengths are computed in one launch, packed one behind the other. Both forms are `Prompts`.
-Prompts are never padded.
+Prompts are never padded. Without batches, a layer of OPT-125m would take 7% longer on a CPU for
+prompts of 16 tokens and `h2o`, 3% for 32 tokens, and less than 1% from 128 tokens on.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def attend_prompts(
 ) -> torch.Tensor:
     """Write the causal attention of packed prompts to `out`, store their columns, and return `out`.
 
-    The columns that the policy keeps go to slots 0, 1, ... of each row. A group without rows fills
-    `unit.common`; other groups see its columns in front of their own.
+    The columns that the policy keeps go to slots 0, 1, ... of each row. A group without prompts
+    fills `unit.common`; other groups see its columns in front of their own.
 
     All tensors are packed as `groups` describes.
     qkv: q (tokens, heads, d), k and v (tokens, kv_heads, d).
@@ -75,7 +76,7 @@ def attend_prompts(
         here = slice(start, start + group.tokens)
         _attend_group([t[here] for t in packed], group, sequence, unit, scale, attn_out[here])
         start = here.stop
-        sequence = sequence + group.rows
+        sequence = sequence + group.num_prompts
     return out
 
 
@@ -89,13 +90,13 @@ def _attend_group(
 ) -> None:
     """Attend to the prompts of one group and store their columns, as `attend_prompts` does for all.
 
-    A shared prefix attends to itself once. The rows' own queries then see its columns in front of
-    their own. Without a prefix, a GPU attends to all prompts in one launch.
+    A shared prefix attends to itself once. The prompts' own queries then see its columns in front
+    of their own. Without a prefix, a GPU attends to all prompts in one launch.
 
     packed: q, k, v, and stored_keys if there are any, of the group's tokens.
     sequence: the first sequence of the group.
     """
-    # `unit.common` holds the skipped columns. With a window each row stores its own copy of them.
+    # `unit.common` holds the skipped columns. With a window each prompt's rows have a copy of them.
     start = group.prefix
     skipped = group.common if unit.window is None else 0
     prefix = [t[:start].unsqueeze(0) for t in packed]
@@ -112,7 +113,7 @@ def _attend_group(
         sums = _attend_prefix(prefix, unit, scale, attn_out[:start])
         if (by_keys := unit.policy.needs.by_keys) is not None:
             queries_of = cache(partial(query_sums, by_keys, prefix[0].transpose(1, 2), 0))
-    if not group.rows:
+    if not group.num_prompts:
         assert unit.common is not None
         of_prefix = (t[0].transpose(0, 1) for t in prefix[1:])
         unit.common.write_first(slice(0, unit.kv_heads), *of_prefix)
@@ -125,7 +126,7 @@ def _attend_group(
         ):
             keep_prompts(unit, attended, [t.unsqueeze(0) for t in packed[1:3]])
             return
-    for number, count in _equal_rows(group, unit.budgets, sequence):
+    for number, count in _equal_prompts(group, unit.budgets, sequence):
         here = slice(start, start + number * count)
         q, *columns = (t[here].unflatten(0, (number, count)) for t in packed)
         if group.before:
@@ -181,8 +182,8 @@ def _attend_prefix(
 ) -> Callable[[int], torch.Tensor] | None:
     """Write the attention within a shared prefix to `attn_out`, and return its column sums.
 
-    The sums are computed at most once, for all rows that begin with the prefix. Returns None if the
-    policy scores no prompts.
+    The sums are computed at most once, for all prompts that begin with the prefix. Returns None if
+    the policy scores no prompts.
 
     prefix: q (1, m, heads, d), k and v (1, n, kv_heads, d); m < n if a common prefix is in front.
     """
@@ -209,14 +210,16 @@ def causal(
     return out, lse if scores else None
 
 
-def _equal_rows(group: PromptGroup, budgets: Budgets, sequence: int) -> Iterator[tuple[int, int]]:
-    """Yield (rows, own tokens per row) of neighbours that are computed together.
+def _equal_prompts(
+    group: PromptGroup, budgets: Budgets, sequence: int
+) -> Iterator[tuple[int, int]]:
+    """Yield (prompts, own tokens of each) of neighbours that are computed together.
 
-    They have equal lengths and equal budgets. If there is a prefix, each row gets a copy of its
-    columns in front of its own. So rows of at most TOKEN_CHUNK columns in all are computed
-    together, but at least one row.
+    They have equal lengths and equal budgets. If there is a prefix, each prompt gets a copy of
+    its columns in front of its own. So prompts of at most TOKEN_CHUNK columns in all are computed
+    together, but at least one.
     """
-    here = slice(sequence, sequence + group.rows)
+    here = slice(sequence, sequence + group.num_prompts)
     stay = zip(
         *(t[here].tolist() for t in (budgets.sinks, budgets.heavy, budgets.recent)), strict=True
     )
@@ -236,8 +239,8 @@ def prompt_lines(
     The prompts have the given lengths and belong to the sequences `first`, `first` + 1, ...
     is_packed: they are packed one behind the other; otherwise they are a batch.
     """
-    room = [part.whole.slots.shape[1] for part in unit.parts if part.whole is not None]
-    most = max(room, default=0)
+    all_whole = [part.form.whole for part in unit.parts]
+    max_window = max((whole.slots.shape[1] for whole in all_whole if whole), default=0)
     budgets = unit.budgets.select(slice(first, first + len(lengths)))
     columns = zip(
         *(t.tolist() for t in (budgets.kept, budgets.sinks, budgets.recent, budgets.slots)),
@@ -248,7 +251,7 @@ def prompt_lines(
     kept_start = 0
     for n, (kept, sinks, recent, slots) in zip(lengths, columns, strict=True):
         begin, end = (sinks, n - recent) if kept < n else (0, 0)
-        window = window_of(most, slots)
+        window = window_of(max_window, slots)
         found.append(triton.PromptPlace(start, n, n, kept_start, kept, begin, end, window))
         if is_packed:
             start = start + n
@@ -499,14 +502,16 @@ def write_prompts(part: KVPart, unit: KVUnit, prompts: Prompts, kv: Sequence[tor
         # Packing and recording happen on the device of the slots, which may differ from the device
         # that computes prompts.
         here = (
-            k.device if part.whole is None and unit.policy.needs.in_one_launch else part.keys.device
+            k.device
+            if part.form.whole is None and unit.policy.needs.in_one_launch
+            else part.keys.device
         )
         keys, values = (t[batch, line.tokens, heads].to(here) for t in kv)
         positions = prompts.kept[batch, heads, line.stays].to(here)
-        if part.whole is not None:
-            of_rows = part.whole.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
+        whole = part.form.rows(rows).whole
+        if whole is not None:
             columns = keys[None], values[None], positions[None]
-            keep_whole(of_rows, *columns, 0, line.window, not unit.hadamard)
+            keep_whole(whole, *columns, 0, line.window, not unit.hadamard)
         if line.kept == line.keys:
             part.write_first(rows, keys.transpose(0, 1), values.transpose(0, 1))
         else:
