@@ -233,6 +233,13 @@ MUTATIONS = (
         "tests/eviction/test_engine.py -k rolling",
     ),
     Mutation(
+        "kvcache.newest-of-equal-ranks-leaves",
+        "kvcache/part.py",
+        "masked_fill(~candidates, last).argmin(dim=1)",
+        "masked_fill(~candidates, -1).argmax(dim=1)",
+        "tests/unit/kvcache/test_decode.py",
+    ),
+    Mutation(
         "kvcache.sinks-leave",
         "kvcache/eviction/local.py",
         "        return RowBudget(sinks, 0, heavy + recent - sinks)\n",

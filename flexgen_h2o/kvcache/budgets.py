@@ -117,7 +117,7 @@ class DecodeStep:
         places = torch.full_like(before, -1)
         if self.window:
             windows = torch.tensor(
-                [window_of(self.window, held) for held in budgets.slots.tolist()], device="cpu"
+                [window_of(self.window, count) for count in budgets.slots.tolist()], device="cpu"
             )
             places = torch.where(windows > 0, self.positions % windows.clamp(min=1), places)
         newest = self.positions - budgets.recent

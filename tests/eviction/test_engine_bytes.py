@@ -13,8 +13,11 @@ import torch
 
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.kvcache.eviction import H2O, Evicting, Eviction, ValueH2O
+from flexgen_h2o.kvcache.eviction.policy import NO_RECORD
+from flexgen_h2o.models.load import find_model
 from tests.eviction.cases import LENGTHS, NEW_TOKENS, Case, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Wanted, generate
 from tests.parity.cases import BASE, PLACEMENTS
@@ -68,6 +71,12 @@ def test_kv_of_the_report(
         "bytes": COLUMN * sum(held(pair, n, s) for n in LENGTHS for s in steps) // sweeps,
         "full_bytes": COLUMN * LAYERS * sum(n + s for n in LENGTHS for s in steps) // sweeps,
     }
+
+
+def test_a_plan_names_the_bytes_of_a_sequence(known: Callable[[str], Known]) -> None:
+    spec = find_model(str(known("normal").folder), None).spec
+    memory = MemoryPlanner(spec, Policy(), 4, device_is_host=True)
+    assert memory.sequence_bytes((9,) * LAYERS, NO_RECORD) == {"kv": 9 * LAYERS * COLUMN}
 
 
 # ---- what is moved and reserved
