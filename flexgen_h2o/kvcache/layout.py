@@ -58,7 +58,7 @@ class UnitLayout:
 
     @property
     def kind(self) -> str:
-        """What a plan calls the unit: "kv" for slots, or "state"."""
+        """Kind of the unit, by which a plan reports its bytes: "kv" for slots, or "state"."""
         return "state" if self.is_state else "kv"
 
     @cached_property

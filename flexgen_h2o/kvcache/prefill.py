@@ -404,15 +404,16 @@ def _prompt_scores(unit: KVUnit, prompts: Prompts) -> torch.Tensor:
     assert prompts.lse is not None
     policy = unit.policy
     query_rows = policy.needs.query_rows
-    q, k, lse, scale = prompts.q, prompts.k, prompts.lse, prompts.scale
+    q = prompts.q
+    k = prompts.k
     if prompts.is_packed:
-        sums = column_sums(q, k, lse, scale, query_rows, prompts.lines)
+        sums = column_sums(q, k, prompts.lse, prompts.scale, query_rows, prompts.lines)
         _score_alike(unit, sums, prompts.lines)
         return sums
     own = q.shape[2]
     n = k.shape[2]
     query_rows = n if query_rows is None else min(n, query_rows)
-    sums = column_sums(q, k, lse, scale, min(own, query_rows))
+    sums = column_sums(q, k, prompts.lse, prompts.scale, min(own, query_rows))
     if prompts.prefix_sums is not None and query_rows > own:
         sums[..., : n - own] += prompts.prefix_sums(query_rows - own)
     return policy.prompt_scores(sums, query_rows)

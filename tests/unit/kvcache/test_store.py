@@ -60,7 +60,7 @@ PLACES: dict[str, tuple[type[Device], Shares, bool]] = {
 
 @dataclass
 class PlainRow:
-    """What the slots of a sequence must hold: keys, values, record, (kv_heads, filled, ...)."""
+    """Keys, values and record that slots of a sequence must hold, (kv_heads, filled, ...)."""
 
     columns: dict[str, torch.Tensor]
     length: int  # columns that it has had
