@@ -258,7 +258,14 @@ MUTATIONS = (
         "kvcache/part.py",
         "torch.where(slots < 0, part.victims, slots)",
         "torch.where(slots < 0, 0 * part.victims, slots)",
-        "tests/eviction/test_algorithm1.py tests/unit/kvcache",
+        "tests/eviction/test_engine.py -k rolling",
+    ),
+    Mutation(
+        "kvcache.newest-of-equal-ranks-leaves",
+        "kvcache/part.py",
+        "masked_fill(~candidates, last).argmin(dim=1)",
+        "masked_fill(~candidates, -1).argmax(dim=1)",
+        "tests/unit/kvcache/test_decode.py",
     ),
     Mutation(
         "kvcache.sinks-leave",
@@ -297,9 +304,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kvcache.ranks-do-not-fall",
-        "kvcache/decode.py",
-        "        part.ranks[rows, slots] = table[FILLED] - 1\n",
-        "        part.ranks[rows, slots] = table[POSITION]\n",
+        "kvcache/part.py",
+        "            self.ranks[rows, slots] = table[FILLED] - 1\n",
+        "            self.ranks[rows, slots] = table[POSITION]\n",
         "tests/eviction/test_engine.py -k rolling",
     ),
     Mutation(
@@ -311,9 +318,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kvcache.learned-sinks-of-other-rows",
-        "kvcache/part.py",
-        "self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)",
-        "self.sinks.float().view(self.kv_heads, -1).repeat_interleave(count, dim=0)",
+        "kvcache/decode.py",
+        "unit.sinks.float().view(unit.kv_heads, -1).repeat(unit.decoding, 1)",
+        "unit.sinks.float().view(unit.kv_heads, -1).repeat_interleave(unit.decoding, dim=0)",
         "tests/eviction/test_engine.py -k sinks",
     ),
     Mutation(

@@ -26,7 +26,7 @@ from flexgen_h2o.engine.sampling import (
     token_logprobs,
 )
 from flexgen_h2o.engine.sequence import CODE_NOT_FINITE, Scoring, Sequence
-from flexgen_h2o.kvcache.prefixes import row_places
+from flexgen_h2o.kvcache.prefixes import prompt_places
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 if TYPE_CHECKING:
@@ -433,7 +433,7 @@ def score_prompts(
     logits_at: returns the logits (places, vocab) of at most SCORED_CHUNK places, which are indices
         in the packed tokens of the sweep.
     """
-    entering = zip(micro_batch.rows[fed.decoding :], row_places(fed.groups), strict=True)
+    entering = zip(micro_batch.rows[fed.decoding :], prompt_places(fed.groups), strict=True)
     # (place of the token before, sequence, its scoring, token). Several may have the same place.
     wanted: list[tuple[int, Sequence, Scoring, int]] = []
     for row, (before, in_front, behind) in entering:

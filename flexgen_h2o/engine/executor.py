@@ -35,7 +35,6 @@ from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.scheduler import MicroBatch, Scheduler, SweepInput
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.kvcache.budgets import BudgetTable, Move
-from flexgen_h2o.kvcache.decode import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.part import KVUnit, Prompts
@@ -452,12 +451,14 @@ class BlockRun(Walk):
         fed = self.inputs[k]
         window = self.engine.spec.window(block)
         if cache.steps:
-            sweep.read += cache.read + fed.steps * (fed.common if window is None else 0)
+            sweep.read += cache.num_read + fed.steps * (fed.common if window is None else 0)
         self._show_slots(k, cache)
-        sweep.held += cache.held
+        sweep.held += cache.num_filled
         sweep.full += fed.seen(window)
         sweep.units += len(fed.counts)
-        return self.engine.cache.close(key, region, cache.most, cache.slots_to_store, self.fence)
+        return self.engine.cache.close(
+            key, region, cache.max_filled, cache.slots_to_store, self.fence
+        )
 
     def close_hidden(self, key: UnitKey, region: Region | None) -> list[Waitable]:
         return self.engine.hidden.close(key, region, self.fence)
@@ -564,7 +565,7 @@ class BlockRun(Walk):
         if watch is not None and cache.steps and cache.policy.needs.record:
             rows = [r.index for r in self.batches[k].rows[: cache.decoding]]
             step = cache.steps[-1]
-            watch(rows, step.filled, columns_of(cache, step))
+            watch(rows, step.filled, cache.columns())
 
     def _with_watch(self, block: int, k: int, cache: KVUnit) -> KVUnit:
         """Return `cache` with the prompts callback attached to the sequences that enter."""

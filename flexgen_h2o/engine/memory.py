@@ -7,7 +7,7 @@ module imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -321,6 +321,20 @@ class MemoryPlanner:
             packing_of(spec, self.policy),
             self.policy.cache_window,
         )
+
+    def sequence_bytes(self, slots: Sequence[int], record: RowRecord) -> dict[str, int]:
+        """Return the bytes of a sequence by the kind of its units, "kv" or "state".
+
+        The record of slots is not included.
+
+        slots: slots of the sequence in each transformer block.
+        record: what the eviction policy keeps in blocks without a window.
+        """
+        found: Counter[str] = Counter()
+        for block, count in enumerate(slots):
+            layout = self.kv_layout(1, count, self.record_in(block, record))
+            found[layout.kind] += layout.sequence_bytes
+        return dict(found)
 
     def cache(self, shape: BlockShape, depth: int) -> list[Buffer]:
         """Return the buffers of the KV cache, with room for `depth` units in the ring."""

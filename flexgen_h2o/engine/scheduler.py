@@ -35,7 +35,7 @@ from flexgen_h2o.kvcache.prefixes import (
     group_prompts,
     neighbours,
     pack_prompts,
-    row_ends,
+    prompt_ends,
 )
 from flexgen_h2o.models.load import Model
 
@@ -269,7 +269,7 @@ class SweepInput:
             tokens = slice(
                 token, token + first * self.steps + sum(group.tokens for group in groups)
             )
-            rows = slice(row, row + first + sum(group.rows for group in groups))
+            rows = slice(row, row + first + sum(group.num_prompts for group in groups))
             found.append(
                 replace(
                     self,
@@ -373,7 +373,7 @@ class MicroBatch:
                 device="cpu",
             ),
             ends=torch.tensor(
-                [*range(decoding), *(decoding + end - 1 for end in row_ends(self._new_groups))],
+                [*range(decoding), *(decoding + end - 1 for end in prompt_ends(self._new_groups))],
                 device="cpu",
             ),
             counts=(steps,) * decoding + tuple(map(len, prompts)),

@@ -194,7 +194,7 @@ class MicroBatchShape:
         lengths = [n for group in groups for n in group.lengths]
         pairs = sum(group.pairs for group in groups)
         saved = sum(group.saved for group in groups)
-        alike = [g for g in groups if g.common or (g.prefix and g.rows > 1)]
+        alike = [g for g in groups if g.common or (g.prefix and g.num_prompts > 1)]
         sharing = max((n for group in alike for n in group.lengths), default=0)
         return cls(len(lengths), sum(lengths), max(lengths), pairs, saved, sharing)
 

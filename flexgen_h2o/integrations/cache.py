@@ -1,6 +1,6 @@
 """A transformers cache whose layers evict KV entries.
 
-`DroppingLayer` drops KV entries, with the engine's own slots and decode kernels. `MaskingLayer` is
+`EvictingLayer` drops KV entries, with the engine's own slots and decode kernels. `MaskingLayer` is
 the papers' simulation, which masks evicted KV entries and saves no memory. Both take whole prompts,
 then one token at a time.
 
@@ -10,7 +10,6 @@ Shapes: b = sequences of the batch, n = tokens of a forward with padding, d = he
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.budgets import Budgets, BudgetTable, DecodeStep
-from flexgen_h2o.kvcache.decode import attend_slots, rank_victims
+from flexgen_h2o.kvcache.decode import attend_slots
 from flexgen_h2o.kvcache.eviction.of_model import OfModel
 from flexgen_h2o.kvcache.eviction.policy import (
     EVERYTHING,
@@ -33,15 +32,21 @@ from flexgen_h2o.kvcache.eviction.policy import (
     RowBudget,
     value_sizes,
 )
-from flexgen_h2o.kvcache.part import Kept, KVPart, KVUnit, Prompts
+from flexgen_h2o.kvcache.part import KVPart, KVUnit, Prompts
 from flexgen_h2o.kvcache.prefill import causal, choose_columns, prompt_lines, write_prompts
 
 # For each sequence, (first, count) of its tokens among the n; the others are padding.
 Spans = Sequence[tuple[int, int]]
 
 
+GROWTH = 64  # slots that are added at a time, if a budget is larger than what is held so far
+
+
 class EvictingLayer(CacheLayerMixin):
     """The KV entries of one transformer block, as an eviction policy keeps them.
+
+    A row has slots for sinks + heavy + recent + 1 KV entries, and a new entry overwrites the row's
+    victim.
 
     transformers passes keys and values to `update`, and then calls the attention function, which
     calls `attend`. Queries are known only there, so KV entries are stored, scored and evicted
@@ -55,6 +60,7 @@ class EvictingLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     is_sliding = False
+    _drops = True  # whether evicted KV entries are dropped; the full cache then needs no record
 
     def __init__(self, policy: Eviction, block: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' has no types
@@ -66,7 +72,7 @@ class EvictingLayer(CacheLayerMixin):
         """Empty the layer."""
         self.keys = self.values = None
         self.is_initialized = False
-        self.record: dict[str, torch.Tensor] = {}
+        self.record: dict[str, Any] = {}
         self.budgets: Budgets | None = None
         self.past = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._seen = 0
@@ -180,8 +186,8 @@ class EvictingLayer(CacheLayerMixin):
             attended, lse = causal(unit, q, k, v, scale)
             out[some, columns].copy_(attended.transpose(1, 2))
             lines = prompt_lines(unit, begin, [count] * len(q), is_packed=False)
-            prompts = Prompts(q, k, v, lse, scale, begin, lines)
-            self._store_prompts(unit, prompts, first, choose_columns(unit, prompts))
+            prompts = choose_columns(unit, Prompts(q, k, v, lse, scale, begin, lines))
+            self._store_prompts(unit, prompts, first)
             begin = some.stop
         self.past = torch.tensor([count for _, count in spans], device="cpu")
 
@@ -190,7 +196,7 @@ class EvictingLayer(CacheLayerMixin):
         assert self.budgets is not None and self.keys is not None and self.values is not None
         keys = self.keys.flatten(0, 1)[None]
         values = self.values.flatten(0, 1)[None]
-        part = KVPart(0, keys, values, None, None, **self.record)
+        part = KVPart(0, keys, values, **self.record)
         count = len(self.past)
         return KVUnit(self._policy, self._block, self.keys.shape[1], self.budgets, [part], count)
 
@@ -221,17 +227,16 @@ class EvictingLayer(CacheLayerMixin):
             name: t if t.dim() == 1 else F.pad(t, (0, more)) for name, t in self.record.items()
         }
 
-    _drops: bool  # whether evicted KV entries are dropped; the full cache then needs no metadata
-
-    @abstractmethod
     def _prompt_slots(self, n: int) -> int:
         """Return the slots for what is kept of prompts of n tokens with padding."""
+        assert self.budgets is not None
+        return min(int(self.budgets.slots.max()), int(self.budgets.kept.max()) + GROWTH)
 
-    @abstractmethod
-    def _store_prompts(self, unit: KVUnit, prompts: Prompts, first: int, kept: Kept) -> None:
+    def _store_prompts(self, unit: KVUnit, prompts: Prompts, first: int) -> None:
         """Store what is kept of prompts without padding, whose tokens begin at `first`."""
+        kv = [t.transpose(1, 2) for t in (prompts.k, prompts.v)]
+        write_prompts(unit.parts[0], unit, prompts, kv)
 
-    @abstractmethod
     def _attend_token(
         self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor
     ) -> torch.Tensor:
@@ -240,35 +245,11 @@ class EvictingLayer(CacheLayerMixin):
         qkv: q (b, heads, d); k and v (b, kv_heads, d).
         is_token: (b,) bool on the host, False if the token is padding.
         """
-
-
-GROWTH = 64  # slots that are added at a time, if a budget is larger than what is held so far
-
-
-class DroppingLayer(EvictingLayer):
-    """Slots for sinks + heavy + recent + 1 KV entries per row.
-
-    A new KV entry overwrites the row's victim.
-    """
-
-    _drops = True
-
-    def _prompt_slots(self, n: int) -> int:
-        assert self.budgets is not None
-        return min(int(self.budgets.slots.max()), int(self.budgets.kept.max()) + GROWTH)
-
-    def _store_prompts(self, unit: KVUnit, prompts: Prompts, first: int, kept: Kept) -> None:
-        kv = [t.transpose(1, 2) for t in (prompts.k, prompts.v)]
-        write_prompts(unit.parts[0], unit, prompts, kept, kv)
-
-    def _attend_token(
-        self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor
-    ) -> torch.Tensor:
         assert self.budgets is not None and self.keys is not None and bool(is_token.all())
-        held = self.keys.shape[2]
+        slots = self.keys.shape[2]
         step = DecodeStep(self.budgets, self._policy.needs, self.past)
-        if step.most > held:  # a large budget gets its memory only when it is needed
-            self._widen(min(int(self.budgets.slots.max()), held + max(GROWTH, held // 4)) - held)
+        if step.max_filled > slots:  # a large budget gets its memory only when it is needed
+            self._widen(min(int(self.budgets.slots.max()), slots + max(GROWTH, slots // 4)) - slots)
         unit = self._unit()
         unit.begin(step)
         return attend_slots(qkv, unit, scale, torch.empty_like(qkv[0]).flatten(1))
@@ -282,8 +263,8 @@ class MaskingLayer(EvictingLayer):
     def _prompt_slots(self, n: int) -> int:
         return n
 
-    def _store_prompts(self, unit: KVUnit, prompts: Prompts, first: int, kept: Kept) -> None:
-        assert self.keys is not None and self.values is not None
+    def _store_prompts(self, unit: KVUnit, prompts: Prompts, first: int) -> None:
+        assert self.keys is not None and self.values is not None and prompts.kept is not None
         k = prompts.k
         v = prompts.v
         some = slice(prompts.first, prompts.first + len(k))
@@ -291,12 +272,12 @@ class MaskingLayer(EvictingLayer):
         self.keys[some, :, here] = k
         self.values[some, :, here] = v
         positions = torch.full(k.shape[:3], -1, dtype=torch.int32, device=self.device)
-        positions.scatter_(2, kept.positions, kept.positions.int())
+        positions.scatter_(2, prompts.kept, prompts.kept.int())
         of_rows = slice(some.start * k.shape[1], some.stop * k.shape[1])
         for name, values in (
             (POSITIONS, positions),
-            (SCORES, kept.scores),
-            (NORMS, kept.norms),
+            (SCORES, prompts.scores),
+            (NORMS, prompts.norms),
         ):
             if name in self.record and values is not None:
                 self.record[name][of_rows, here] = values.flatten(0, 1)
@@ -356,9 +337,11 @@ class MaskingLayer(EvictingLayer):
         full = (filled >= unit.budgets.slots).repeat_interleave(unit.kv_heads).to(positions.device)
         if not bool(full.any()):
             return
+        step = DecodeStep(unit.budgets, self._policy.needs, self.past)
         # Masked slots have a position that is never evicted.
-        every_slot = torch.full_like(self.past, positions.shape[1])
-        rank_victims(unit, DecodeStep(unit.budgets, self._policy.needs, self.past), every_slot)
+        step.filled = torch.full_like(self.past, positions.shape[1])
+        unit.begin(step)
+        unit.evict()
         index = victims.long()[:, None]
         positions.scatter_(1, index, torch.where(full[:, None], -1, positions.gather(1, index)))
 
@@ -389,7 +372,7 @@ class LimitedGrowth(OfModel):
         return self.budget(prompt_len, gen_len, block).columns + 1 if drops else EVERYTHING
 
 
-MODES: Mapping[str, type[EvictingLayer]] = {"drop": DroppingLayer, "mask": MaskingLayer}
+MODES: Mapping[str, type[EvictingLayer]] = {"drop": EvictingLayer, "mask": MaskingLayer}
 
 
 class EvictingCache(Cache):

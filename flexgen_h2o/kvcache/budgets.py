@@ -93,12 +93,12 @@ class DecodeStep:
         return self.budgets.kept + self.positions - self.budgets.prompts + 1
 
     @cached_property
-    def held(self) -> int:
+    def num_filled(self) -> int:
         """Slots in use, summed over all sequences."""
         return int(self.filled.sum())
 
     @cached_property
-    def most(self) -> int:
+    def max_filled(self) -> int:
         """Slots in use of the sequence that has the most."""
         return int(self.filled.max())
 
@@ -117,7 +117,7 @@ class DecodeStep:
         places = torch.full_like(before, -1)
         if self.window:
             windows = torch.tensor(
-                [window_of(self.window, held) for held in budgets.slots.tolist()], device="cpu"
+                [window_of(self.window, count) for count in budgets.slots.tolist()], device="cpu"
             )
             places = torch.where(windows > 0, self.positions % windows.clamp(min=1), places)
         newest = self.positions - budgets.recent

@@ -56,6 +56,11 @@ class UnitLayout:
         """
         return cls(sequences, rows, 1, width, itemsize, shares, is_state=True)
 
+    @property
+    def kind(self) -> str:
+        """Kind of the unit, by which a plan reports its bytes: "kv" for slots, or "state"."""
+        return "state" if self.is_state else "kv"
+
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parts of the unit that have rows, by tier."""

@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import KVPacking
+from flexgen_h2o.core.units import QUERY_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.decode_step import SLOT
+from flexgen_h2o.kernels.decode_step import FILLED, NEWEST, OLDEST, PLACE, POSITION, SLOT
+from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.packed import pack_columns
-from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
+from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns, unpacked
 from flexgen_h2o.kernels.slots import put_packed, put_slots
 from flexgen_h2o.kvcache.budgets import Budgets, DecodeStep, Move
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Columns, Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part
 
@@ -38,11 +40,10 @@ class KVPart:
 
     start: int  # row of the unit that is row 0 here
     # (segments, rows, segment slots, width). Slot j is [j // segment slots, :, j % segment slots].
-    # With `packing`, the width counts the int32 words of a key.
+    # If columns are packed, the width counts the int32 words of a key.
     keys: torch.Tensor
     values: torch.Tensor  # as `keys`, with the words of a value
-    packing: KVPacking | None = None  # how columns are packed; None if they are not
-    whole: WholeColumns | None = None  # whole columns and key statistics; given with `packing`
+    form: SlotForm = WHOLE  # how slots are stored, without sinks; if packed, with WholeColumns
     # (rows, slots) int32: positions of the columns in their sequences. None if nothing is recorded.
     positions: torch.Tensor | None = None
     # (rows,) int32: the slot that the next column of a full row takes. It is set with `positions`.
@@ -50,7 +51,7 @@ class KVPart:
     scores: torch.Tensor | None = None  # (rows, slots) fp32: scores of the columns
     norms: torch.Tensor | None = None  # (rows, slots) fp32: sizes of the values (`value_sizes`)
     ranks: torch.Tensor | None = None  # (rows, slots) int32: how many columns of the row are older
-    # (rows, numbers) fp32: summary of the prompt's queries (`KeyScores.of_prompt`)
+    # (rows, numbers) fp32: summary of the prompt's queries (`TriAttention.of_prompt`)
     queries: torch.Tensor | None = None
 
     @property
@@ -70,10 +71,10 @@ class KVPart:
 
     def part(self, first: int, end: int, start: int) -> KVPart:
         """Return rows [first, end) of this part as rows of a unit that begin at `start`."""
-        whole = self.whole.map(lambda t: t[first:end]) if self.whole is not None else None
+        form = self.form.rows(slice(first, end))
         record = {name: t[first:end] for name, t in self.record.items()}
         keys = self.keys[:, first:end]
-        return KVPart(start, keys, self.values[:, first:end], self.packing, whole, **record)
+        return KVPart(start, keys, self.values[:, first:end], form, **record)
 
     @property
     def record(self) -> dict[str, torch.Tensor]:
@@ -81,44 +82,78 @@ class KVPart:
         found = {name: getattr(self, name) for name in RECORD_FIELDS}
         return {name: t for name, t in found.items() if t is not None}
 
-    @property
-    def form(self) -> SlotForm:
-        """The form in which slots are stored, for the decode kernel. Sinks are not included."""
-        return SlotForm(self.packing, self.whole)
-
     def row_tensors(self) -> list[torch.Tensor]:
         """Return every tensor of the part, with the row as its first dimension."""
         columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1), *self.record.values()]
-        return columns if self.whole is None else [*columns, *vars(self.whole).values()]
+        whole = self.form.whole
+        return columns if whole is None else [*columns, *vars(whole).values()]
 
     def write(
         self,
         slots: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        places: torch.Tensor | None = None,
+        table: torch.Tensor,
+        sizes: torch.Tensor | None = None,
     ) -> None:
-        """Write one column per row into its slot. All tensors are on the part's device.
+        """Write the new column of each row into its slot, and its record.
+
+        A new column has score 0 and the highest rank. Ranks above that of the column that it
+        replaces fall by one. All tensors are on the part's device.
 
         slots: (rows,) int64.
         keys, values: (rows, width).
-        places: (rows,) ints, the index of the new column among the row's whole columns, or -1 if
-            it is only packed. Given if the part has whole columns.
+        table: the rows' columns of `DecodeStep.table`.
+        sizes: (rows,), sizes of the values (`value_sizes`). None if they are not recorded.
         """
         areas = self.keys, self.values
-        if self.whole is not None:
-            assert places is not None
-            put_packed(areas, slots, (keys, values), self.form, places.long())
+        if self.form.whole is not None:
+            put_packed(areas, slots, (keys, values), self.form, table[PLACE].long())
+        else:
+            keys, values = self._stored(keys, values)
+            put_slots(areas, slots.unsqueeze(1), (keys.unsqueeze(1), values.unsqueeze(1)))
+        if self.positions is None:
             return
-        keys, values = self._stored(keys, values)
-        put_slots(areas, slots.unsqueeze(1), (keys.unsqueeze(1), values.unsqueeze(1)))
+        rows = torch.arange(len(slots), device=slots.device)
+        self.positions[rows, slots] = table[POSITION]
+        if self.scores is not None:
+            self.scores[rows, slots] = 0.0
+        if self.norms is not None and sizes is not None:
+            self.norms[rows, slots] = sizes
+        if self.ranks is not None:
+            self.ranks.sub_((self.ranks > self.ranks[rows, slots].unsqueeze(1)).int())
+            self.ranks[rows, slots] = table[FILLED] - 1
+
+    def may_leave(self, table: torch.Tensor) -> torch.Tensor:
+        """Return which slots hold a column that may leave its row, (rows, slots) bool.
+
+        table: the rows' columns of `DecodeStep.table`.
+        """
+        assert self.positions is not None
+        oldest, newest, filled = (table[field].unsqueeze(1) for field in (OLDEST, NEWEST, FILLED))
+        slots = torch.arange(self.positions.shape[1], device=table.device)
+        return (slots < filled) & (self.positions >= oldest) & (self.positions <= newest)
+
+    def evict(self, rank: torch.Tensor, may_leave: torch.Tensor) -> None:
+        """Name each row's victim: of the columns that may leave, the oldest of the lowest rank.
+
+        The next column of a full row overwrites the victim.
+
+        rank: (rows, slots) fp32. may_leave: (rows, slots) bool.
+        """
+        assert self.positions is not None and self.victims is not None
+        lowest = rank.masked_fill(~may_leave, float("inf")).amin(dim=1, keepdim=True)
+        candidates = may_leave & ~(rank > lowest)
+        last = torch.iinfo(torch.int32).max
+        self.victims.copy_(self.positions.masked_fill(~candidates, last).argmin(dim=1))
 
     def write_first(self, rows: slice, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write columns to slots 0, 1, ... of some rows.
 
         keys, values: (rows, columns, width).
         """
-        keys = keys if self.whole is None else self.whole.smoothed(keys, rows)
+        whole = self.form.whole
+        keys = keys if whole is None else whole.smoothed(keys, rows)
         keys, values = self._stored(keys, values)
         per_segment = self.keys.shape[2]
         columns = keys.shape[1]
@@ -131,9 +166,10 @@ class KVPart:
         self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values (..., width) in the form in which they are stored."""
-        if self.packing is None:
+        packing = self.form.packing
+        if packing is None:
             return keys, values
-        return pack_columns(keys, self.packing.keys), pack_columns(values, self.packing.values)
+        return pack_columns(keys, packing.keys), pack_columns(values, packing.values)
 
 
 RECORD_FIELDS = ("positions", "victims", "scores", "norms", "ranks", "queries")
@@ -168,7 +204,7 @@ def part_view(
     for area, nbytes in zip(areas, layout.slot_bytes, strict=True):
         shape = part.rows, layout.segment_slots, nbytes // dtype.itemsize
         found.append(area[:, : math.prod(shape)].unflatten(1, shape))
-    return KVPart(part.start, found[0], found[1], layout.packing, **(record or {}))
+    return KVPart(part.start, found[0], found[1], **(record or {}))
 
 
 def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
@@ -211,7 +247,8 @@ def record_view(
         centres, ranges = (take(width, torch.bfloat16) for _ in range(2))
         slots = take(columns, torch.int32)
         keys, values = (take(columns * width, dtype).view(rows, columns, width) for _ in range(2))
-        fields["whole"] = WholeColumns(centres, ranges, keys, values, slots)
+        whole = WholeColumns(centres, ranges, keys, values, slots)
+        fields["form"] = SlotForm(layout.packing, whole)
     return fields
 
 
@@ -244,6 +281,10 @@ class Prompts:
     behind the other. Then b = 1.
 
     In a prompt, query i attends to column j with the probability exp(scale x q_i.k_j - lse_i).
+
+    `choose_columns` adds the columns that stay, and what is recorded of the prompts: the fields
+    from `kept` on. Positions count from 0 in each prompt; `PromptPlace.stays` is the range of a
+    packed prompt's positions.
     """
 
     # (b, heads, m, d) with rotary embeddings: the last m queries, which are all queries if the
@@ -259,31 +300,22 @@ class Prompts:
     # Returns the column sums (1, kv_heads, tokens) of a shared prefix over its last query rows.
     # Argument: the number of these rows. Given if m < n and the policy scores prompts.
     prefix_sums: Callable[[int], torch.Tensor] | None = None
-    # Returns `KeyScores.query_sums` (1, heads, any) of a shared prefix.
+    # Returns `TriAttention.query_sums` (1, heads, any) of a shared prefix.
     prefix_queries: Callable[[], torch.Tensor] | None = None
+    # (b, kv_heads, columns that stay) int64: their positions, ascending
+    kept: torch.Tensor | None = None
+    # (b, kv_heads, n) fp32: scores of all columns. None if the policy records none.
+    scores: torch.Tensor | None = None
+    # (b, kv_heads, n) fp32: sizes of all values (`value_sizes`). None if the policy records none.
+    norms: torch.Tensor | None = None
+    # (b, kv_heads, numbers) fp32: summary of the prompts' queries (`TriAttention.of_prompt`). None
+    # unless the policy scores by keys.
+    queries: torch.Tensor | None = None
 
     @property
     def is_packed(self) -> bool:
         """Return whether prompts are packed one behind the other."""
         return len(self.lines) > len(self.k)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The columns that stay of prompts, and what is recorded of the prompts.
-
-    `choose_columns` makes it. b and n are those of Prompts. Positions count from 0 in each prompt;
-    `PromptPlace.stays` is the range of a packed prompt's positions.
-    """
-
-    positions: torch.Tensor  # (b, kv_heads, kept) int64, ascending: of the columns that stay
-    # (b, kv_heads, n) fp32: scores of all columns. None if the policy records none.
-    scores: torch.Tensor | None
-    # (b, kv_heads, n) fp32: sizes of all values (`value_sizes`). None if the policy records none.
-    norms: torch.Tensor | None
-    # (b, kv_heads, numbers) fp32: summary of the prompts' queries (`KeyScores.of_prompt`). None
-    # unless the policy scores by keys.
-    queries: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -330,22 +362,27 @@ class KVUnit:
         return self.decoding < len(self.budgets.prompts)
 
     @property
-    def held(self) -> int:
+    def num_filled(self) -> int:
         """Slots in use of all sequences, once the layer is computed."""
-        decoded = self.steps[-1].held if self.steps else 0
+        decoded = self.steps[-1].num_filled if self.steps else 0
         return decoded + (int(self.budgets.kept[self.decoding :].sum()) if self.enters else 0)
 
     @property
-    def most(self) -> int:
+    def max_filled(self) -> int:
         """Slots in use of the fullest sequence, once the layer is computed."""
-        decoded = self.steps[-1].most if self.steps else 0
+        decoded = self.steps[-1].max_filled if self.steps else 0
         entered = int(self.budgets.kept[self.decoding :].max()) if self.enters else 0
         return max(decoded, entered)
 
     @property
-    def read(self) -> int:
+    def num_read(self) -> int:
         """KV entries that attention of the decoding sequences reads, in all steps."""
-        return sum(step.held for step in self.steps)
+        return sum(step.num_filled for step in self.steps)
+
+    @cached_property
+    def decoding_parts(self) -> list[KVPart]:
+        """The parts of the rows that decode."""
+        return first_rows(self.parts, self.decoding * self.kv_heads)
 
     @property
     def slots_to_store(self) -> Sequence[torch.Tensor] | None:
@@ -360,23 +397,98 @@ class KVUnit:
         """
         self.steps.append(step)
         self.taken.clear()
-        for part in first_rows(self.parts, self.decoding * self.kv_heads):
+        for part in self.decoding_parts:
             if self.is_one_launch(part):  # the launch finds the slots itself
                 slots = torch.empty(part.rows, dtype=torch.int64, device=part.keys.device)
             else:
-                where = part.keys.device
-                slots = step.of_rows(self.kv_heads, part.start, part.end, where)[SLOT].long()
+                slots = self.table(part)[SLOT].long()
                 if part.victims is not None:
                     slots = torch.where(slots < 0, part.victims, slots)
             self.taken.append(slots)
 
-    def sinks_of_rows(self, count: int) -> torch.Tensor | None:
-        """Return the sinks of the rows of `count` sequences, (rows, g) fp32, or None."""
-        return (
-            None
-            if self.sinks is None
-            else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
+    def table(self, part: KVPart) -> torch.Tensor:
+        """Return the columns of the newest step's `DecodeStep.table` for a part's rows."""
+        where = part.keys.device
+        return self.steps[-1].of_rows(self.kv_heads, part.start, part.end, where)
+
+    def columns(self) -> Columns:
+        """Return what a policy may know of the columns of the rows that decode.
+
+        The tensors are on the device of the first part.
+        """
+        step = self.steps[-1]
+        parts = self.decoding_parts
+        where = parts[0].keys.device
+
+        def joined(of_parts: list[torch.Tensor]) -> torch.Tensor:
+            """Return (sequences, kv_heads, slots) of tensors (rows, slots)."""
+            whole = torch.cat([t.to(where) for t in of_parts]) if len(parts) > 1 else of_parts[0]
+            return whole.view(-1, self.kv_heads, whole.shape[1])
+
+        names = [name for name in self.policy.needs.record if name != RANKS]
+        return Columns(
+            self.block,
+            may_leave=joined([part.may_leave(self.table(part)) for part in parts]),
+            newest=step.positions.to(where),
+            heavy=step.budgets.heavy.to(where),
+            **{name: joined([part.record[name] for part in parts]) for name in names},
         )
+
+    def evict(self) -> None:
+        """Name the victims of the rows that decode, by the policy's own rank.
+
+        This is for policies that do not rank by score; otherwise the decode kernel names them.
+        """
+        columns = self.columns()
+        rank = self.policy.rank(columns).flatten(0, 1)
+        may_leave = columns.may_leave.flatten(0, 1)
+        for part in self.decoding_parts:
+            here = slice(part.start, part.end)
+            where = part.keys.device
+            part.evict(rank[here].to(where), may_leave[here].to(where))
+
+    def score_by_keys(self, part: KVPart) -> None:
+        """Write new scores of the part's rows that have no slot left, if new scores are due.
+
+        The new columns are in their slots already. At most QUERY_CHUNK numbers of keys are scored
+        at a time, but at least one row.
+
+        Scores are due every `by_keys.interval` steps, and in the step that fills a row. If fewer
+        than `interval` recent columns are protected, a column might leave before it has a score.
+        Such rows are scored in every step.
+        """
+        by_keys = self.policy.needs.by_keys
+        assert by_keys is not None and part.scores is not None and part.queries is not None
+        step = self.steps[-1]
+        budgets = step.budgets
+        is_new = (
+            (step.positions % by_keys.interval == 0)
+            | (step.grown == budgets.slots)
+            | (budgets.recent < by_keys.interval)
+        )
+        due = (
+            ((step.grown >= budgets.slots) & is_new)
+            .repeat_interleave(self.kv_heads)[part.start : part.end]
+            .nonzero()[:, 0]
+        )
+        if not len(due):
+            return
+        slots = part.keys.shape[2]  # Rows with a record have only one segment.
+        packing = part.form.packing
+        width = part.keys.shape[3] if packing is None else packing.width
+        table = self.table(part)
+        may_leave = part.may_leave(table)
+        for some in due.split(max(1, QUERY_CHUNK // (slots * width))):
+            index = some.to(table.device)
+            keys = part.keys[:, index]
+            if packing is not None:
+                form = part.form.rows(index)
+                keys, _ = unpacked(keys, part.values[:, index], form, torch.float32)
+            if self.hadamard:  # The transform is its own inverse: this restores the rotated keys.
+                hadamard(keys[0])
+            part.scores[index] = by_keys.scores(
+                keys[0], part.queries[index], table[POSITION, index], may_leave[index]
+            )
 
     def is_one_launch(self, part: KVPart) -> bool:
         """Return whether `attend_step` runs the decode step of the part's rows."""

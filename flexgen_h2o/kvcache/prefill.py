@@ -5,12 +5,14 @@ KV unit is written to its tier. So only the columns that stay are stored and mov
 
 Neighbours of equal length and equal budgets are computed together, as a batch. On a GPU, prompts of
 any lengths are computed in one launch, packed one behind the other. Both forms are `Prompts`.
-Prompts are never padded.
+Prompts are never padded. Without batches, a layer of OPT-125m would take 7% longer on a CPU for
+prompts of 16 tokens and `h2o`, 3% for 32 tokens, and less than 1% from 128 tokens on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import groupby
 
@@ -37,8 +39,9 @@ from flexgen_h2o.kernels.prompt_columns import (
 )
 from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.budgets import Budgets
-from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, KeyScores, value_sizes
-from flexgen_h2o.kvcache.part import Kept, KVPart, KVUnit, Prompts
+from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, value_sizes
+from flexgen_h2o.kvcache.eviction.triattention import TriAttention
+from flexgen_h2o.kvcache.part import KVPart, KVUnit, Prompts
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 # Rank of an empty slot. It is above all others, so that no rank falls when the slot is filled.
@@ -56,8 +59,8 @@ def attend_prompts(
 ) -> torch.Tensor:
     """Write the causal attention of packed prompts to `out`, store their columns, and return `out`.
 
-    The columns that the policy keeps go to slots 0, 1, ... of each row. A group without rows fills
-    `unit.common`; other groups see its columns in front of their own.
+    The columns that the policy keeps go to slots 0, 1, ... of each row. A group without prompts
+    fills `unit.common`; other groups see its columns in front of their own.
 
     All tensors are packed as `groups` describes.
     qkv: q (tokens, heads, d), k and v (tokens, kv_heads, d).
@@ -73,7 +76,7 @@ def attend_prompts(
         here = slice(start, start + group.tokens)
         _attend_group([t[here] for t in packed], group, sequence, unit, scale, attn_out[here])
         start = here.stop
-        sequence = sequence + group.rows
+        sequence = sequence + group.num_prompts
     return out
 
 
@@ -87,13 +90,13 @@ def _attend_group(
 ) -> None:
     """Attend to the prompts of one group and store their columns, as `attend_prompts` does for all.
 
-    A shared prefix attends to itself once. The rows' own queries then see its columns in front of
-    their own. Without a prefix, a GPU attends to all prompts in one launch.
+    A shared prefix attends to itself once. The prompts' own queries then see its columns in front
+    of their own. Without a prefix, a GPU attends to all prompts in one launch.
 
     packed: q, k, v, and stored_keys if there are any, of the group's tokens.
     sequence: the first sequence of the group.
     """
-    # `unit.common` holds the skipped columns. With a window each row stores its own copy of them.
+    # `unit.common` holds the skipped columns. With a window each prompt's rows have a copy of them.
     start = group.prefix
     skipped = group.common if unit.window is None else 0
     prefix = [t[:start].unsqueeze(0) for t in packed]
@@ -110,7 +113,7 @@ def _attend_group(
         sums = _attend_prefix(prefix, unit, scale, attn_out[:start])
         if (by_keys := unit.policy.needs.by_keys) is not None:
             queries_of = cache(partial(query_sums, by_keys, prefix[0].transpose(1, 2), 0))
-    if not group.rows:
+    if not group.num_prompts:
         assert unit.common is not None
         of_prefix = (t[0].transpose(0, 1) for t in prefix[1:])
         unit.common.write_first(slice(0, unit.kv_heads), *of_prefix)
@@ -123,7 +126,7 @@ def _attend_group(
         ):
             keep_prompts(unit, attended, [t.unsqueeze(0) for t in packed[1:3]])
             return
-    for number, count in _equal_rows(group, unit.budgets, sequence):
+    for number, count in _equal_prompts(group, unit.budgets, sequence):
         here = slice(start, start + number * count)
         q, *columns = (t[here].unflatten(0, (number, count)) for t in packed)
         if group.before:
@@ -179,8 +182,8 @@ def _attend_prefix(
 ) -> Callable[[int], torch.Tensor] | None:
     """Write the attention within a shared prefix to `attn_out`, and return its column sums.
 
-    The sums are computed at most once, for all rows that begin with the prefix. Returns None if the
-    policy scores no prompts.
+    The sums are computed at most once, for all prompts that begin with the prefix. Returns None if
+    the policy scores no prompts.
 
     prefix: q (1, m, heads, d), k and v (1, n, kv_heads, d); m < n if a common prefix is in front.
     """
@@ -207,14 +210,16 @@ def causal(
     return out, lse if scores else None
 
 
-def _equal_rows(group: PromptGroup, budgets: Budgets, sequence: int) -> Iterator[tuple[int, int]]:
-    """Yield (rows, own tokens per row) of neighbours that are computed together.
+def _equal_prompts(
+    group: PromptGroup, budgets: Budgets, sequence: int
+) -> Iterator[tuple[int, int]]:
+    """Yield (prompts, own tokens of each) of neighbours that are computed together.
 
-    They have equal lengths and equal budgets. If there is a prefix, each row gets a copy of its
-    columns in front of its own. So rows of at most TOKEN_CHUNK columns in all are computed
-    together, but at least one row.
+    They have equal lengths and equal budgets. If there is a prefix, each prompt gets a copy of
+    its columns in front of its own. So prompts of at most TOKEN_CHUNK columns in all are computed
+    together, but at least one.
     """
-    here = slice(sequence, sequence + group.rows)
+    here = slice(sequence, sequence + group.num_prompts)
     stay = zip(
         *(t[here].tolist() for t in (budgets.sinks, budgets.heavy, budgets.recent)), strict=True
     )
@@ -234,8 +239,8 @@ def prompt_lines(
     The prompts have the given lengths and belong to the sequences `first`, `first` + 1, ...
     is_packed: they are packed one behind the other; otherwise they are a batch.
     """
-    room = [part.whole.slots.shape[1] for part in unit.parts if part.whole is not None]
-    most = max(room, default=0)
+    all_whole = [part.form.whole for part in unit.parts]
+    max_window = max((whole.slots.shape[1] for whole in all_whole if whole), default=0)
     budgets = unit.budgets.select(slice(first, first + len(lengths)))
     columns = zip(
         *(t.tolist() for t in (budgets.kept, budgets.sinks, budgets.recent, budgets.slots)),
@@ -246,7 +251,7 @@ def prompt_lines(
     kept_start = 0
     for n, (kept, sinks, recent, slots) in zip(lengths, columns, strict=True):
         begin, end = (sinks, n - recent) if kept < n else (0, 0)
-        window = window_of(most, slots)
+        window = window_of(max_window, slots)
         found.append(triton.PromptPlace(start, n, n, kept_start, kept, begin, end, window))
         if is_packed:
             start = start + n
@@ -259,11 +264,11 @@ def keep_prompts(unit: KVUnit, prompts: Prompts, kv: Sequence[torch.Tensor]) -> 
 
     kv: keys and values to store, each (b, n, kv_heads, d).
     """
-    kept = choose_columns(unit, prompts)
+    prompts = choose_columns(unit, prompts)
     if unit.hadamard:  # Attention and scores are done, so nothing else reads these tensors.
         kv = [_transformed(t) for t in kv]
     for part in unit.parts:
-        write_prompts(part, unit, prompts, kept, kv)
+        write_prompts(part, unit, prompts, kv)
 
 
 def _transformed(columns: torch.Tensor) -> torch.Tensor:
@@ -279,8 +284,8 @@ def _transformed(columns: torch.Tensor) -> torch.Tensor:
 # ---- the choice
 
 
-def choose_columns(unit: KVUnit, prompts: Prompts) -> Kept:
-    """Score the columns of prompts and choose those that stay.
+def choose_columns(unit: KVUnit, prompts: Prompts) -> Prompts:
+    """Score the columns of prompts, choose those that stay, and return the prompts with both.
 
     If prompts are packed, the policy must rank columns by their scores alone, or rank none.
     """
@@ -302,20 +307,20 @@ def choose_columns(unit: KVUnit, prompts: Prompts) -> Kept:
             _score_prompts_by_keys(needs.by_keys, k, queries, ranked, scores)
     if not chooses or (scores is None and prompts.is_packed):
         stay = tuple((line.keys, line.begin, line.kept) for line in each)
-        positions = _unranked(stay, k.device).expand(b, kv_heads, -1)
+        kept = _unranked(stay, k.device).expand(b, kv_heads, -1)
     else:
         rank = _prompt_rank(unit, prompts, scores, norms)
         line = each[0]
-        positions = (
+        kept = (
             choose_packed(rank, lines)
             if prompts.is_packed
             else choose_kept(rank, line.begin, line.end, line.kept)
         )
-    return Kept(positions, scores, norms, queries)
+    return replace(prompts, kept=kept, scores=scores, norms=norms, queries=queries)
 
 
-def query_sums(by_keys: KeyScores, q: torch.Tensor, first: int) -> torch.Tensor:
-    """Return `KeyScores.query_sums`, (b, heads, any) fp32, for queries q (b, heads, m, d).
+def query_sums(by_keys: TriAttention, q: torch.Tensor, first: int) -> torch.Tensor:
+    """Return `TriAttention.query_sums`, (b, heads, any) fp32, for queries q (b, heads, m, d).
 
     One sequence is summed at a time, in chunks of at most QUERY_CHUNK numbers.
     first: position of the first query.
@@ -331,7 +336,7 @@ def query_sums(by_keys: KeyScores, q: torch.Tensor, first: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _queries_of_prompts(by_keys: KeyScores, prompts: Prompts) -> torch.Tensor:
+def _queries_of_prompts(by_keys: TriAttention, prompts: Prompts) -> torch.Tensor:
     """Return the summary of the queries of equally long prompts, (b, kv_heads, numbers) fp32."""
     kv_heads, n = prompts.k.shape[1:3]
     own = prompts.q.shape[2]
@@ -342,7 +347,7 @@ def _queries_of_prompts(by_keys: KeyScores, prompts: Prompts) -> torch.Tensor:
 
 
 def _score_prompts_by_keys(
-    by_keys: KeyScores,
+    by_keys: TriAttention,
     k: torch.Tensor,
     queries: torch.Tensor,
     leaves: tuple[int, int],
@@ -399,15 +404,16 @@ def _prompt_scores(unit: KVUnit, prompts: Prompts) -> torch.Tensor:
     assert prompts.lse is not None
     policy = unit.policy
     query_rows = policy.needs.query_rows
-    q, k, lse, scale = prompts.q, prompts.k, prompts.lse, prompts.scale
+    q = prompts.q
+    k = prompts.k
     if prompts.is_packed:
-        sums = column_sums(q, k, lse, scale, query_rows, prompts.lines)
+        sums = column_sums(q, k, prompts.lse, prompts.scale, query_rows, prompts.lines)
         _score_alike(unit, sums, prompts.lines)
         return sums
     own = q.shape[2]
     n = k.shape[2]
     query_rows = n if query_rows is None else min(n, query_rows)
-    sums = column_sums(q, k, lse, scale, min(own, query_rows))
+    sums = column_sums(q, k, prompts.lse, prompts.scale, min(own, query_rows))
     if prompts.prefix_sums is not None and query_rows > own:
         sums[..., : n - own] += prompts.prefix_sums(query_rows - own)
     return policy.prompt_scores(sums, query_rows)
@@ -456,15 +462,14 @@ def _unranked(stay: tuple[tuple[int, int, int], ...], where: torch.device) -> to
 # ---- the slots
 
 
-def write_prompts(
-    part: KVPart, unit: KVUnit, prompts: Prompts, kept: Kept, kv: Sequence[torch.Tensor]
-) -> None:
+def write_prompts(part: KVPart, unit: KVUnit, prompts: Prompts, kv: Sequence[torch.Tensor]) -> None:
     """Write the kept columns of prompts to those of their rows that the part holds.
 
     The record and the whole columns beside packed slots are written too.
 
     kv: keys and values, each (b, n, kv_heads, d).
     """
+    assert prompts.kept is not None
     k, v = kv
     kv_heads, width = k.shape[2:]
     start = prompts.first * kv_heads
@@ -483,8 +488,8 @@ def write_prompts(
             scores=own.scores,
             smooths=not unit.hadamard,
         )
-        scores = None if part.positions is None else kept.scores
-        put_prompts(k, v, kept.positions, scores, slots, prompts.lines)
+        scores = None if part.positions is None else prompts.scores
+        put_prompts(k, v, prompts.kept, scores, slots, prompts.lines)
         return
     for i, line in enumerate(prompts.lines):
         first = start + i * kv_heads
@@ -498,14 +503,16 @@ def write_prompts(
         # Packing and recording happen on the device of the slots, which may differ from the device
         # that computes prompts.
         here = (
-            k.device if part.whole is None and unit.policy.needs.in_one_launch else part.keys.device
+            k.device
+            if part.form.whole is None and unit.policy.needs.in_one_launch
+            else part.keys.device
         )
         keys, values = (t[batch, line.tokens, heads].to(here) for t in kv)
-        positions = kept.positions[batch, heads, line.stays].to(here)
-        if part.whole is not None:
-            of_rows = part.whole.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
+        positions = prompts.kept[batch, heads, line.stays].to(here)
+        whole = part.form.rows(rows).whole
+        if whole is not None:
             columns = keys[None], values[None], positions[None]
-            keep_whole(of_rows, *columns, 0, line.window, not unit.hadamard)
+            keep_whole(whole, *columns, 0, line.window, not unit.hadamard)
         if line.kept == line.keys:
             part.write_first(rows, keys.transpose(0, 1), values.transpose(0, 1))
         else:
@@ -516,28 +523,28 @@ def write_prompts(
             )
             part.write_first(rows, *chosen)
         if part.positions is not None:
-            _record_prompt(part, rows, kept, (batch, heads), line)
+            _record_prompt(part, rows, prompts, (batch, heads), line)
 
 
 def _record_prompt(
     part: KVPart,
     rows: slice,
-    kept: Kept,
+    prompts: Prompts,
     source: tuple[int, slice],
     line: triton.PromptPlace,
 ) -> None:
     """Write the record of a prompt's columns to `rows` of a part.
 
-    source: index of the prompt in the tensors of `kept`, and its heads.
+    source: index of the prompt in the tensors of `prompts`, and its heads.
     """
-    assert part.positions is not None
-    positions = kept.positions[source][:, line.stays]
+    assert part.positions is not None and prompts.kept is not None
+    positions = prompts.kept[source][:, line.stays]
     part.positions[rows, : line.kept].copy_(positions)
-    for target, values in ((part.scores, kept.scores), (part.norms, kept.norms)):
+    for target, values in ((part.scores, prompts.scores), (part.norms, prompts.norms)):
         if target is not None and values is not None:
             target[rows, : line.kept].copy_(values[source][:, line.tokens].gather(-1, positions))
-    if part.queries is not None and kept.queries is not None:
-        part.queries[rows] = kept.queries[source].to(part.queries.device)
+    if part.queries is not None and prompts.queries is not None:
+        part.queries[rows] = prompts.queries[source].to(part.queries.device)
     if part.ranks is not None:
         part.ranks[rows] = NO_RANK
         part.ranks[rows, : line.kept] = torch.arange(

@@ -1,10 +1,10 @@
-"""Prompts that begin alike: which rows of a micro-batch share a prefix, and how tokens are packed.
+"""Prompts that begin alike: which of a micro-batch share a prefix, and how tokens are packed.
 
-This module has no tensors. The tokens that neighbouring rows begin with are fed once, and each
-row's own tokens behind them. Hydragen (Juravsky et al. 2024, arXiv 2402.05099) shares a prefix over
-a batch in the same way. The tokens that all rows of a block begin with may be fed once per block.
-Then they are called the common prefix: a group without rows, in front of the groups of the first
-micro-batch.
+This module has no tensors. The tokens that neighbouring prompts begin with are fed once, and each
+prompt's own tokens behind them. Hydragen (Juravsky et al. 2024, arXiv 2402.05099) shares a prefix
+over a batch in the same way. The tokens that all prompts of a block begin with may be fed once per
+block. Then they are called the common prefix: a group without prompts, in front of the groups of
+the first micro-batch.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ TokenIds = Sequence[int]
 
 @dataclass(frozen=True)
 class Sharing:
-    """The condition under which neighbouring rows share a prefix. `SHARINGS` holds the choices."""
+    """When neighbouring prompts share a prefix. `SHARINGS` has the choices."""
 
     least: int  # the prefix has at least this many tokens
-    share: float  # the prefix is at least this share of the rows' mean prompt
+    share: float  # the prefix is at least this share of the mean prompt
 
-    def pays(self, prefix: int, rows: int, tokens: int) -> bool:
-        """Return whether `rows` prompts that begin with `prefix` equal tokens share them.
+    def pays(self, prefix: int, num_prompts: int, tokens: int) -> bool:
+        """Return whether `num_prompts` prompts that begin with `prefix` equal tokens share them.
 
         tokens: of all these prompts together, including the prefix.
         """
-        return rows > 1 and prefix >= self.least and prefix * rows >= self.share * tokens
+        is_long = prefix >= self.least and prefix * num_prompts >= self.share * tokens
+        return num_prompts > 1 and is_long
 
 
-# Sharing costs copies of keys and values, because a row's own queries see the prefix in front of
-# the row's own columns. With one copy of the prefix's KV, it also costs up to 0.2 ms per layer in
-# each decode step. Sharing saves all matrix products of the prefix. Both bounds are measured with
-# two rows, which gain least in prefill (docs/lab/speed-notes.md, "9. Whole jobs"). `share` depends
-# on the prefix, not on the number of rows, so that a plan for equal prompts bounds what is fed.
+# Sharing costs copies of keys and values, because a prompt's own queries see the prefix in front of
+# its own columns. With one copy of the prefix's KV, it also costs up to 0.2 ms per layer in each
+# decode step. Sharing saves all matrix products of the prefix. Both bounds are measured with two
+# prompts, which gain least in prefill (docs/lab/speed-notes.md, "9. Whole jobs"). `share` depends
+# on the prefix, not on the number of prompts, so that a plan for equal prompts bounds what is fed.
 WHERE_IT_PAYS = Sharing(least=32, share=0.125)
 SHARINGS: dict[str, Sharing | None] = {"auto": WHERE_IT_PAYS, "on": Sharing(1, 0.0), "off": None}
 
@@ -54,18 +55,18 @@ def check_sharing(name: object) -> str:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Neighbouring rows of a micro-batch that share a prefix. `group_prompts` makes it.
+    """Neighbouring prompts of a micro-batch that share a prefix. `group_prompts` makes it.
 
-    The group that feeds a common prefix has no rows.
+    The group that feeds a common prefix has no prompts.
     """
 
-    prefix: int  # tokens that all rows begin with and that are fed once; 0: no prefix
-    own: tuple[int, ...]  # for each row, its tokens behind the prefix; at least one
+    prefix: int  # tokens that all prompts begin with and that are fed once; 0: no prefix
+    own: tuple[int, ...]  # for each prompt, its tokens behind the prefix; at least one
     common: int = 0  # tokens of a common prefix in front of these, which another group feeds
 
     @property
-    def rows(self) -> int:
-        """Number of rows."""
+    def num_prompts(self) -> int:
+        """Number of prompts."""
         return len(self.own)
 
     @property
@@ -80,7 +81,7 @@ class PromptGroup:
 
     @property
     def before(self) -> int:
-        """Tokens in front of each row's own tokens."""
+        """Tokens in front of each prompt's own tokens."""
         return self.common + self.prefix
 
     @property
@@ -94,7 +95,8 @@ class PromptGroup:
 
         Without sharing it is the sum of n^2 over the prompt lengths n.
         """
-        return sum(n * n for n in self.lengths) - (self.rows - 1) * self.before**2 - self.common**2
+        saved_pairs = (self.num_prompts - 1) * self.before**2 + self.common**2
+        return sum(n * n for n in self.lengths) - saved_pairs
 
 
 def group_prompts(
@@ -136,8 +138,8 @@ def pack_prompts(
     first = 0
     for group in groups:
         start = group.before
-        end = first + group.rows
-        # A group without rows feeds the common prefix, with which every prompt begins.
+        end = first + group.num_prompts
+        # A group without prompts feeds the common prefix, with which every prompt begins.
         ids += prompts[first][group.common : start]
         positions += range(group.common, start)
         for prompt in prompts[first:end]:
@@ -147,8 +149,8 @@ def pack_prompts(
     return ids, positions
 
 
-def row_ends(groups: Sequence[PromptGroup]) -> list[int]:
-    """Return, for each row, the end of its tokens in the result of `pack_prompts`."""
+def prompt_ends(groups: Sequence[PromptGroup]) -> list[int]:
+    """Return, for each prompt, the end of its tokens in the result of `pack_prompts`."""
     ends: list[int] = []
     start = 0
     for group in groups:
@@ -157,10 +159,10 @@ def row_ends(groups: Sequence[PromptGroup]) -> list[int]:
     return ends
 
 
-def row_places(groups: Sequence[PromptGroup]) -> list[tuple[int, int, int]]:
-    """Return, for each row, the offsets of its positions in the result of `pack_prompts`.
+def prompt_places(groups: Sequence[PromptGroup]) -> list[tuple[int, int, int]]:
+    """Return, for each prompt, the offsets of its positions in the result of `pack_prompts`.
 
-    A row's entry is (tokens in front of its own, offset of those, offset of its own tokens). The
+    A prompt's entry is (tokens in front of its own, offset of those, offset of its own tokens). The
     token at a position is at index position + offset.
     """
     places: list[tuple[int, int, int]] = []
@@ -178,7 +180,7 @@ def row_places(groups: Sequence[PromptGroup]) -> list[tuple[int, int, int]]:
 def common_prefix(prompts: Sequence[TokenIds]) -> int:
     """Return the number of tokens that all prompts begin with.
 
-    It never includes the last token of the shortest prompt, because each row needs the hidden state
+    It never includes the last token of the shortest prompt, because each one needs the hidden state
     of its own last token.
     """
     return min((_common(a, b) for a, b in pairwise(prompts)), default=0)

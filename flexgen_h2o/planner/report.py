@@ -141,6 +141,7 @@ def _details(answer: SearchResult) -> dict[str, Any]:
     if plan is None:
         return found
     duals = answer.s_per_gib
+    memory = space.costs(plan.policy).memory
     return found | {
         "busy_s": {phase: dict(busy) for phase, busy in plan.prediction.busy.items()},
         "binds": {phase: plan.prediction.binds(phase) for phase in PHASES},
@@ -158,6 +159,7 @@ def _details(answer: SearchResult) -> dict[str, Any]:
         "balanced_rows": balanced_rows(space, plan.policy),
         "active_weights": space.spec.num_active,
         "buffers": [asdict(buffer) for buffer in plan.memory.buffers],
+        "sequence_bytes": memory.sequence_bytes(space.need.slots, space.need.record),
     }
 
 

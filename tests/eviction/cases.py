@@ -284,30 +284,24 @@ PLACED = [
     # columns that wait for the disk.
     Case("h2o", lengths=ENDING, new=LONG, ends=True),
     Case("tova", "normal", "kv on host and disk", ON_HOST, ENDING, LONG, ends=True),
-    Case("h2o-v", "normal", "kv on disk", ON_HOST, ENDING, LONG, ends=True),
     Case("h2o, prompt only", "normal", "everything split 30/30", NAMES[8], ENDING, LONG, ends=True),
     Case("triattention, at an interval", "llama", "kv on host and disk", new=LONG, ends=True),
     # A slot is overwritten while it waits for the disk.
     Case("h2o", lengths=(5, 1, 20), new=TWICE_BACK),
-    Case("tova", "normal", "all on disk", "2x2", (5, 1, 20), TWICE_BACK),
     Case("h2o, prompt only", "normal", "kv on disk", lengths=(5, 1, 20), new=TWICE_BACK),
     # More slots than a segment, and rows whose budget fills in a later segment.
     Case("h2o, many", "long", "kv on disk", "3x1, joined", FAR, 9),
-    Case("tova, many", "long", lengths=FAR, new=9),
     # The last position ends a row.
     Case("h2o, ratios", "normal", lengths=LAST, new=LAST_NEW, asked=NEW_TOKENS),
-    Case("snapkv", "normal", "all on device", "2x2", LAST, LAST_NEW, asked=NEW_TOKENS),
     # Budgets of prompt and new tokens; those beyond the positions do not count.
     Case("h2o, of the sequence", lengths=SHARES, new=SHARES_NEW, refill=True),
-    Case("tova, of the sequence", "llama", lengths=SHARES, new=SHARES_NEW, refill=True),
     Case("h2o, of the sequence", "normal", "kv on disk", lengths=SHARES, new=SHARES_NEW, bits=8),
     Case("h2o, of the sequence", lengths=(60, 64, 40), new=(5, 1, 25), asked=40),
     # What is kept of prompts' queries is each row's own.
     Case("triattention", "llama", refill=True),
+    Case("triattention", "normal"),  # no rotary embeddings
     Case("triattention, at an interval", "gpt_neox"),  # a quarter of a head turns
     Case("triattention, at an interval", "llama, rope yarn", "kv on disk"),
-    Case("triattention", "gpt_oss", "kv on host"),
-    Case("triattention, of the sequence", "llama, one kv-head, odd sizes", "kv on host"),
     Case("triattention, tiny", "llama", lengths=(13,), new=10),
     # The policy of layers without windows.
     *(Case(pair, WINDOWS) for pair in ("h2o", "h2o-norm, of the sequence", "local")),
@@ -324,18 +318,14 @@ PLACED = [
 PACKED = [
     Case("h2o", bits=4),
     Case("h2o", bits=4, lengths=(5, 12, 2, 20, 9), new=2 * WRITE_BACK_STEPS + 3, ends=True),
-    Case(FULL, "normal", "all on disk", "one batch, sequential", bits=4),
     Case(FULL, "normal", "kv on disk", lengths=(5, 12, 20), new=WRITE_BACK_STEPS + 3, bits=4),
     Case(FULL, lengths=(5, 4, 8, 9, 12), new=(12, 3, 7, 9, 5), bits=4, refill=True),
-    Case("tova", "normal", "kv on host and disk", "device, 4x1, joined", bits=4),
     Case("local", "normal", "kv on host", "2x3, attends on host", bits=4),
     Case("snapkv", "normal", "everything split 30/30", "device, 1x4", bits=8),
     Case("h2o-v", "normal", "each kind elsewhere", "3x1, joined", bits="4/3", window=8),
     Case("h2o", "llama", "kv on disk", bits="4/3", window=0),
     Case("h2o", "llama", lengths=(9, 4, 8, 9, 21), new=(12, 3, 7, 9, 5), bits=4, refill=True),
-    Case("h2o-norm", "gpt_oss", "kv on host", bits=8),
     Case("triattention", "llama", bits=4),
-    Case("h2o", WINDOWS, lengths=(4, 9, 9, 21), bits=4),
     Case(FULL, "head width 15", lengths=(9, 4, 21), bits=4),
     Case(FULL, "long", "kv on disk", lengths=(133, 62), new=5, bits=8),
     Case(FULL, "normal", "kv on host", lengths=(9, 4, 30), bits=3, window=8),
@@ -345,18 +335,13 @@ PACKED = [
 ROTATED = [
     Case("h2o", "llama, heads of 64", "kv on host", lengths=(30, 9, 25), bits=4),
     Case("tova", "llama, heads of 80", lengths=(9, 4, 21), bits=4, window=4),
-    Case("snapkv", "llama, heads of 96", "kv on disk", lengths=(30, 5), bits=3, window=8),
     Case("h2o-norm", "llama, heads of 128", lengths=(13,), bits="4/3", window=8),
     Case(FULL, "head width 15", lengths=(9, 4, 21), bits=4),
-    Case("h2o", "gpt_oss", "kv on disk", lengths=(9, 4, 21), bits=4),
     Case("h2o-v", "normal", lengths=(1, 4, 9, 9, 3, 14), new=10, bits=8, header=11),
 ]
 ROLLING_CASES = [
-    Case("h2o", "llama"),
     Case("h2o", "llama", "kv on host and disk", ON_HOST, refill=True),
-    Case("local", "llama", "kv on disk", "one batch, sequential"),
     Case("h2o-norm, one sink", "llama, one kv-head, odd sizes", "kv on host", NAMES[7]),
-    Case("tova", "llama, rope yarn", "kv on disk", "3x1, joined"),
     Case("h2o", "gpt_neox", "each kind elsewhere"),
     Case("h2o", WINDOWS, "kv on host and disk"),
     Case("snapkv", "llama", header=11),
@@ -364,44 +349,34 @@ ROLLING_CASES = [
     Case("h2o", "llama", "kv on disk", sinks=True),
 ]
 SELECTION = [
-    Case(share=0.3, placement="all on host", configuration="one batch, sequential"),
     Case(share=0.3, placement="kv on disk", configuration=ON_HOST),
     Case(share=0.5, placement="kv split three ways", refill=True),
     Case(shape="llama", share=0.3, lengths=(9, 1, 14), new=7),
-    Case(shape="gpt_neox", placement="kv on disk", share=0.2, lengths=(9, 1, 14), new=7),
-    Case(shape="head width 15", share=0.4, lengths=(9, 1, 14), new=7),
     Case(shape="one layer", share=0.01, lengths=(9, 1, 14), new=7),
     Case(shape="long", placement="kv on disk", share=0.2, lengths=(133, 62), new=4),
     Case(shape=WINDOWS, placement="kv on host", share=0.3, lengths=(9, 14), new=8),
     Case(shape="llama", placement="kv on host", share=0.3, sinks=True),
     Case(share=0.25, lengths=(9, 17), new=8, bits=3, window=4),
-    Case(placement="kv on disk", share=0.25, lengths=(9, 17), new=8, bits=3, window=0),
 ]
 # Fewer own tokens than the last rows that a policy looks at, and more; neighbours of one length;
 # more than the header.
 OWN = (1, 4, 9, 9, 3, 14)
 HEADED = [
     Case("h2o", "normal", "all on device", lengths=OWN, new=10, header=11),
-    Case("local", "normal", "kv on disk", lengths=OWN, new=10, header=11),
     Case("snapkv, narrow", "normal", lengths=OWN, new=10, header=11),
     Case("tova", "normal", "everything split 30/30", lengths=OWN, new=10, header=11),
     Case("vase", "normal", "kv on host and disk", "3x1, joined", OWN, 10, header=11),
     Case("triattention", "llama", lengths=OWN, new=10, header=11),
-    Case("h2o-norm, one sink", "llama", "kv on disk", lengths=OWN, new=10, header=11),
-    Case("snapkv", "gpt_neox", "kv on host", lengths=OWN, new=10, header=11),
     Case("h2o-v", "normal", lengths=OWN, new=10, header=11, bits=8),
     Case("local", "normal", "kv on disk", lengths=OWN, new=10, header=11, bits=8),
 ]
 SINKS = [
-    Case(FULL, "llama", "all on device", "2x2"),
     Case(FULL, "llama", configuration=ON_HOST),
     Case(FULL, WINDOWS),
     Case(FULL, "llama", "kv on host and disk", header=11),
     Case(FULL, WINDOWS, "kv on host and disk", header=11),
     Case("h2o", "llama", bits=8),
-    Case("h2o", WINDOWS, "kv on disk"),
     Case("snapkv", "llama", "all on device", header=11),
-    Case("tova", "llama", "kv on host"),
 ]
 
 CASES: dict[str, list[Any]] = {

@@ -18,7 +18,6 @@ from flexgen_h2o.kvcache.eviction.policy import record_of
 from flexgen_h2o.models.load import find_model
 from tests.eviction.cases import CASES, LENGTHS, NEW_TOKENS, Case, Known, give_sinks, run_case
 from tests.eviction.engine import PAIRS, STAND_IN, Ran, Wanted, assert_same, cut, generate, run_with
-from tests.eviction.reference import evicted_greedy
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import random_prompts
 from tests.parity.test_large import split_parts
@@ -167,27 +166,3 @@ def test_tiers_do_not_change_tokens_in_bf16(known: KnownModels, tmp_path: Path) 
         ran = generate(folder, prompts, 9, None, policy, tmp_path, STAND_IN, "bfloat16")
         found.append(ran.tokens)
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [Case("h2o, ratios"), Case("tova"), Case("triattention, at an interval", "llama")],
-    ids=str,
-)
-def test_a_batch_is_so_many_batches_of_one(
-    case: Case, known: KnownModels, reference: Reference, tmp_path: Path
-) -> None:
-    prompts = reference(case).prompts
-    folder = known(case.shape).folder
-    together = generate(folder, prompts, NEW_TOKENS, case.eviction, Policy(6, 1), tmp_path)
-    for i, prompt in enumerate(prompts):
-        alone = generate(folder, [prompt], NEW_TOKENS, case.eviction, Policy(1, 1), tmp_path)
-        assert alone.tokens == [together.tokens[i]]
-        assert [alone.seen[0, b] for b in (0, 1)] == [together.seen[i, b] for b in (0, 1)]
-
-
-def test_sinks_take_their_share(known: KnownModels, reference: Reference) -> None:
-    """Without them the reference says something else, so a case with sinks is no other case."""
-    want = reference(Case("h2o", "llama", sinks=True, lengths=(4, 9), new=9))
-    without = evicted_greedy(known("llama").plain, want.prompts[1], 1, PAIRS["h2o"].plain)
-    assert (without.logits[0] - want.rows[1].logits[0]).abs().max() > 0.5

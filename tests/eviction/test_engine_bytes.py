@@ -13,8 +13,11 @@ import torch
 
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
+from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.kvcache.eviction import H2O, Evicting, Eviction, ValueH2O
+from flexgen_h2o.kvcache.eviction.policy import NO_RECORD
+from flexgen_h2o.models.load import find_model
 from tests.eviction.cases import LENGTHS, NEW_TOKENS, Case, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Wanted, generate
 from tests.parity.cases import BASE, PLACEMENTS
@@ -42,7 +45,6 @@ def held(pair: str, n: int, step: int) -> int:
     ("pair", "slots", "gbs", "num_batches", "blocks"),
     [
         ("h2o", 9, 2, 2, 2),
-        ("h2o", 9, 1, 3, 2),
         ("h2o, ratios", 16, 1, 1, 6),
     ],
 )
@@ -71,20 +73,10 @@ def test_kv_of_the_report(
     }
 
 
-def test_kv_of_a_prefill_alone(known: Callable[[str], Known], tmp_path: Path) -> None:
-    ran = generate(
-        known("normal").folder,
-        random_prompts((20, 5)),
-        1,
-        PAIRS["h2o"].engine,
-        Policy(2, 1),
-        tmp_path,
-    )
-    assert ran.report.kv == {
-        "slots": 8,
-        "bytes": COLUMN * LAYERS * 13,
-        "full_bytes": COLUMN * LAYERS * 25,
-    }
+def test_a_plan_names_the_bytes_of_a_sequence(known: Callable[[str], Known]) -> None:
+    spec = find_model(str(known("normal").folder), None).spec
+    memory = MemoryPlanner(spec, Policy(), 4, device_is_host=True)
+    assert memory.sequence_bytes((9,) * LAYERS, NO_RECORD) == {"kv": 9 * LAYERS * COLUMN}
 
 
 # ---- what is moved and reserved
@@ -128,16 +120,6 @@ def test_a_unit_moves_its_slots(
         report = moved(known, placement, eviction, tmp_path)
         assert (report.io_bytes[read], report.io_bytes[written]) == (STEPS * unit, bytes_written)
         assert unit <= report.extra["kv_reserved_bytes"] <= SPARE * unit
-
-
-def test_only_what_is_kept_is_planned_for(known: Callable[[str], Known], tmp_path: Path) -> None:
-    """Whatever the tier, peak bytes fall by the slots that are not there."""
-    for placement, tier in (("kv on disk", "disk"), ("kv on host", "host")):
-        full, evicted = (
-            moved(known, placement, e, tmp_path).peak_bytes[tier] for e in (None, EVICTION)
-        )
-        saved = LAYERS * ROWS * (128 - SLOTS) * COLUMN
-        assert saved <= full - evicted <= SPARE * saved
 
 
 # ---- memory of the prefill

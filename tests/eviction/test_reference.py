@@ -1,12 +1,12 @@
-"""The slow reference itself: transformers' OPT when nothing is evicted, a real cache when something
-is."""
+"""The slow reference itself: transformers' models when nothing is evicted, and what may be kept
+when something is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, cycle, pairwise
+from itertools import cycle
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ import torch
 from tests.eviction.cases import WINDOWS, Known
 from tests.eviction.engine import PAIRS
 from tests.eviction.plain_models import plain_model
-from tests.eviction.policies import Budget, Policy, Sizes, choose, h2o, local
-from tests.eviction.reference import Kept, PlainModel, evicted_greedy, forward
+from tests.eviction.policies import Budget, Policy, Sizes, choose, h2o
+from tests.eviction.reference import evicted_greedy
 from tests.parity.cases import SHAPES
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
@@ -73,59 +73,15 @@ def test_the_prefill_keeps_what_transformers_own_attention_says() -> None:
         assert [[*sorted(row), 18, 19, 20] for row in heavy.tolist()] == heads
 
 
-@torch.no_grad()
-def cached_logits(
-    model: PlainModel, prompt: Sequence[int], tokens: Sequence[int], kept: Sequence[Kept]
-) -> torch.Tensor:
-    """(tokens, vocab) by one query at a time over a real cache from which columns are dropped. Told
-    which, not why.
-
-    For models whose positions are in the embedding.
-    """
-    n = len(prompt)
-    masks = [torch.ones(model.kv_heads, n, n).tril().bool()] * model.num_layers
-    newest, seen = forward(model, prompt, masks)
-    cache = [
-        [(a.k[h, held], a.v[h, held]) for h, held in enumerate(kept[0][i])]
-        for i, a in enumerate(seen)
-    ]
-    logits = [newest]
-    held_before = kept[0]
-    for step, token in enumerate(tokens[:-1]):
-        x = model.embed(torch.tensor([0] * (n + step) + [token]))[-1:]
-        for layer in range(model.num_layers):
-            q, k, v = model.project(layer, x)
-            mixed = []
-            for h in range(model.kv_heads):
-                keys, values = (
-                    torch.cat([old, new[h]])
-                    for old, new in zip(cache[layer][h], (k, v), strict=True)
-                )
-                queries = q.view(model.kv_heads, -1, q.shape[-1])[h]
-                mixed.append((queries @ keys.T * q.shape[-1] ** -0.5).softmax(-1) @ values)
-                held = [*held_before[layer][h], n + step]
-                stay = [held.index(j) for j in kept[step + 1][layer][h]]
-                cache[layer][h] = keys[stay], values[stay]
-            x = model.finish(layer, x, torch.cat(mixed).view(1, -1))
-        held_before = kept[step + 1]
-        logits.append(model.logits(x)[0])
-    return torch.stack(logits)
-
-
 @pytest.mark.parametrize(
     ("shape", "name"),
     zip(cycle(("normal", "post-norm, narrow embedding (350m)", "llama")), POLICIES),
 )
-def test_what_every_policy_keeps_and_that_masking_is_dropping_from_a_cache(
-    shape: str, name: str, known: Callable[[str], Known]
-) -> None:
+def test_what_every_policy_keeps(shape: str, name: str, known: Callable[[str], Known]) -> None:
     plain = known(shape).plain
     n = len(PROMPT)
     sizes = POLICIES[name].sizes(len(PROMPT), NEW_TOKENS)
     got = evicted_greedy(plain, PROMPT, NEW_TOKENS, POLICIES[name])
-    if shape != "llama":
-        again = cached_logits(plain, PROMPT, got.tokens, got.kept)
-        assert (got.logits - again).abs().max() <= LOGIT_TOLERANCE / 10
     before: list[list[set[int]]] = [[set(range(n))] * plain.kv_heads] * plain.num_layers
     for step, kept in enumerate(got.kept):
         newest = set(range(n + step)[n + step - sizes.recent :])
@@ -141,40 +97,6 @@ def test_what_every_policy_keeps_and_that_masking_is_dropping_from_a_cache(
         )
 
 
-@pytest.mark.parametrize("recent", [0, 3])
-def test_promotions_are_evictions_of_older_columns(
-    recent: int, known: Callable[[str], Known]
-) -> None:
-    prompt = random_prompts((6,))[0]
-    plain = known("normal").plain
-    got = evicted_greedy(plain, prompt, 20, h2o(Budget(heavy_size=5, recent_size=recent)))
-    expected = 0
-    for step, (before, after) in enumerate(pairwise(got.kept), start=len(prompt)):
-        for was, now in zip(chain(*before), chain(*after), strict=True):
-            expected += any(j < step - recent for j in {*was, step} - {*now})
-    assert got.promotions == expected > 0
-    assert evicted_greedy(plain, prompt, 20, local(SMALL)).promotions == 0
-
-
-# Those score by what prompts alone have.
-@pytest.mark.parametrize(
-    "name", [name for name in POLICIES if name not in ("snapkv", "vase", "triattention")]
-)
-def test_a_decode_step_is_one_more_row_of_the_prompt(name: str) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(2, 3, 9, 9).masked_fill(~torch.ones(9, 9).tril().bool(), -math.inf)
-    p = scores.double().softmax(-1)
-    v = torch.randn(2, 9, 4)
-    whole, stepped = (POLICIES[name].scorer(1, Sizes(1, 4, 2)) for _ in range(2))
-    whole.see_prompt(p, v)
-    stepped.see_prompt(p[:, :, :7, :7], v[:, :7])
-    for n in (8, 9):
-        stepped.see_token(p[:, :, n - 1, :n], v[:, :n])
-    for (count, score), (other_count, other) in zip(whole.turns(), stepped.turns(), strict=True):
-        assert count == other_count
-        torch.testing.assert_close(score, other)
-
-
 @pytest.mark.parametrize(
     ("sizes", "score", "stay", "gap"),
     [
@@ -187,8 +109,6 @@ def test_a_decode_step_is_one_more_row_of_the_prompt(name: str) -> None:
         ),  # a tie: the newest of the equal ones stays
         (Sizes(1, 1, 2), [0, 1, 3, 7, 0, 0], [0, 3, 4, 5], 4),
         (Sizes(0, 3, 0), [5, 1, 3, 2, 9, 0], [0, 2, 4], 1),  # nothing protects the newest
-        (Sizes(0, 0, 2), [5, 1, 3, 2, 9, 9], [4, 5], math.inf),
-        (Sizes(2, 0, 2), [5, 1, 3, 2, 9, 9], [0, 1, 4, 5], math.inf),
         (Sizes(0, 4, 2), [5, 1, 3, 2, 9, 9], [0, 1, 2, 3, 4, 5], math.inf),
     ],
 )

@@ -11,13 +11,10 @@ import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.workload import workload_of
 from flexgen_h2o.evaluation.fidelity import Probe
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.eviction.of_model import OfModel
-from flexgen_h2o.kvcache.eviction.policy import RowBudget, RowRecord
+from flexgen_h2o.kvcache.eviction.policy import RowBudget
 from tests.eviction.cases import WINDOWS, Known
 from tests.parity.reference import random_prompts
 
@@ -76,23 +73,6 @@ def test_budgets_are_of_the_layers_without_a_window() -> None:
     assert found == [RowBudget(0, 0, 5), RowBudget(0, 6, 2), RowBudget(0, 0, 3), RowBudget(0, 6, 2)]
     assert [policy.slots(20, 4, block) for block in range(4)] == [5, 9, 3, 9]
     assert [OfModel(Full(), windows).slots(2, 2, block) for block in range(4)] == [3, 3, 3, 3]
-
-
-def test_a_plan_counts_windows(known: Callable[[str], Known], tmp_path: Path) -> None:
-    """Slots, columns of each sweep, and what is recorded of them."""
-    with LLM(
-        str(known(WINDOWS).folder), Policy(1), H2O(0.5, kv_budget=None), offload_dir=tmp_path
-    ) as llm:
-        spec: ModelSpec = llm.model.spec
-        need = workload_of(llm.eviction, 3, {(20, 6), (4, 6)}, spec.num_blocks, spec.windows)
-    assert need.slots == (6, 21, 6, 21) and need.kept == (6, 20, 6, 20)
-    assert [need.columns(0, sweep, 4) for sweep in range(4)] == [4, 5, 6, 6]
-    assert [need.columns(0, sweep, 20) for sweep in range(4)] == [6, 6, 6, 6]
-    assert need.columns(1, 1, 10) == 11
-    record = RowRecord(("positions", "scores"))
-    memory = MemoryPlanner(spec, Policy(), 4, True)
-    layouts = [memory.kv_layout(2, 8, memory.record_in(block, record)) for block in (0, 1)]
-    assert [layout.record for layout in layouts] == [RowRecord(), record]
 
 
 @pytest.mark.parametrize("how", [{"heavy_size": 3, "recent_size": 3}, {"kv_budget": 0.5}])

@@ -28,22 +28,8 @@ _LLAMA: dict[str, Any] = {"model_type": "llama", "seed": 1, "intermediate_size":
 _NEOX: dict[str, Any] = {"model_type": "gpt_neox", "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "opt": SHAPES["normal"],
-    "opt, odd sizes": SHAPES["odd sizes"],
     "opt, post-norm": SHAPES["post-norm, narrow embedding (350m)"],
     "llama, grouped": {**_LLAMA, "head_dim": 8},
-    "llama, one kv-head": {
-        **_LLAMA,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 12,
-        "tie_word_embeddings": True,
-    },
-    "llama, own heads": {
-        **_LLAMA,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "head_dim": 16,
-    },
     "mistral": {
         "model_type": "mistral",
         "num_attention_heads": 4,

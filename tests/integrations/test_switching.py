@@ -76,36 +76,22 @@ def test_two_models_evict_apart(known: Callable[[str], Known]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "names"),
     [
-        ({"mode": "hide"}, "mode: 'hide' is not one of drop, mask"),
-        ({"heavy_ratio": 0.1, "heavy_size": 3}, "heavy_size: both"),
-        (
-            {"kv_budget": 0.2},
-            "max_new_tokens: kv_budget is a share of prompt and new tokens; say how many",
-        ),
-        (
-            {"heavy_size": 3, "max_new_tokens": 8},
-            "max_new_tokens: only kv_budget and kv_bytes ask for it",
-        ),
-        (
-            {"kv_bytes": 0.2},
-            "max_new_tokens: kv_bytes is a share of prompt and new tokens; say how many",
-        ),
-        (
-            {"kv_budget": 0.2, "heavy_size": 3, "max_new_tokens": 8},
-            "kv_budget: says how many KV entries stay",
-        ),
-        ({"kv_budget": 0.2, "max_new_tokens": 0}, "max_new_tokens: 0"),
-        ({"kv_budget": 20, "max_new_tokens": 8}, "kv_budget: 20"),
+        ({"mode": "hide"}, "mode"),
+        ({"heavy_ratio": 0.1, "heavy_size": 3}, "heavy_size"),
+        ({"kv_budget": 0.2}, "max_new_tokens"),
+        ({"heavy_size": 3, "max_new_tokens": 8}, "max_new_tokens"),
+        ({"kv_budget": 0.2, "max_new_tokens": 0}, "max_new_tokens"),
+        ({"kv_budget": 20, "max_new_tokens": 8}, "kv_budget"),
     ],
 )
 def test_wrong_settings_are_refused(
-    settings: dict[str, Any], says: str, known: Callable[[str], Known]
+    settings: dict[str, Any], names: str, known: Callable[[str], Known]
 ) -> None:
     model = known("opt").model
     before = state(model)
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=f"^{names}: "):
         enable_h2o(model, **settings)
     assert state(model) == before
 
@@ -120,13 +106,9 @@ def test_a_generation_beyond_what_was_promised_is_refused(
     try:
         done = generated(model, PROMPTS, 6)
         assert done.sequences.shape[1] == 18 + 6
-        says = (
-            r"max_new_tokens: a prompt of 18 tokens was to grow by at most 6 \(max_new_tokens "
-            r"6, 64 positions\)"
-        )
-        with pytest.raises(UsageError, match=says):
+        with pytest.raises(UsageError, match=r"^max_new_tokens: "):
             generated(model, PROMPTS, 7)
-        with torch.no_grad(), pytest.raises(UsageError, match=says):
+        with torch.no_grad(), pytest.raises(UsageError, match=r"^max_new_tokens: "):
             model(done.sequences[:, -1:], past_key_values=done.past_key_values)
     finally:
         disable_h2o(model)

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.integrations import disable_eviction, enable_eviction, enable_h2o
-from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o import Policy
+from flexgen_h2o.integrations import disable_eviction, enable_eviction
 from flexgen_h2o.models import FAMILIES
 from tests.eviction.engine import PAIRS, Wanted, generate, wanted
 from tests.integrations.models import MODELS, Known, generated, new_tokens_of
@@ -120,22 +117,3 @@ def test_a_share_of_what_the_model_has_positions_for(
         assert out.past_key_values.layers[0].budgets.slots.tolist() == [int(0.35 * 65) + 1]
     finally:
         disable_eviction(model)
-
-
-def test_shipped_model_writes_what_the_engine_writes() -> None:
-    """Text prompts of different lengths, shares of each, padded by the tokenizer."""
-    prompts = [
-        "def __init__(self, name: str, size: int = 0) -> None:\n",
-        "import os\nimport sys\n\n\nclass Reader:\n" * 3,
-    ]
-    with LLM("opt-tiny", Policy(4, 1), H2O(0.2, 0.2), dtype="float32") as llm:
-        outs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
-        folder = llm.model.folder
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    enable_h2o(model, heavy_ratio=0.2, recent_ratio=0.2)
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-    assert inputs["attention_mask"].min() == 0
-    out = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    assert out[:, inputs["input_ids"].shape[1] :].tolist() == [o.token_ids for o in outs]

@@ -11,7 +11,7 @@ from flexgen_h2o.kvcache.prefixes import (
     Sharing,
     group_prompts,
     pack_prompts,
-    row_ends,
+    prompt_ends,
 )
 
 ON = Sharing(1, 0.0)
@@ -52,7 +52,7 @@ def test_whatever_is_shared_the_prompts_come_back(
     assert len(ids) == len(positions) == sum(g.tokens for g in groups)
     start = 0
     row = 0
-    ends = row_ends(groups)
+    ends = prompt_ends(groups)
     for group in groups:
         prefix = list(range(start, start + group.prefix))
         start += group.prefix

@@ -19,7 +19,7 @@ from flexgen_h2o.kvcache.eviction.policy import (
     is_rolling,
     with_sizes,
 )
-from flexgen_h2o.kvcache.eviction.triattention import HeadShape, TriAttention
+from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 
 if TYPE_CHECKING:
     import torch
@@ -100,9 +100,12 @@ def fitted(eviction: Eviction, spec: ModelSpec, sizes: KVSizes) -> Eviction:
     """
     eviction = with_sizes(eviction, sizes)
     if isinstance(eviction, TriAttention):
-        frequencies = () if spec.rotary is None else spec.rotary.frequencies
-        heads = HeadShape(spec.num_heads // spec.num_kv_heads, spec.head_dim, frequencies)
-        eviction = replace(eviction, heads=heads)
+        eviction = replace(
+            eviction,
+            group=spec.num_heads // spec.num_kv_heads,
+            width=spec.head_dim,
+            frequencies=() if spec.rotary is None else spec.rotary.frequencies,
+        )
     return OfModel(eviction, spec.windows) if spec.windows else eviction
 
 

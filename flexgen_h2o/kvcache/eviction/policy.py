@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.core.packing import KVSizes
+    from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 
 EVERYTHING = 2**30  # more columns than any row has
 # The tensors that may be recorded of slots (KVPart in kvcache/part.py), in the order of
@@ -45,51 +46,6 @@ class RowBudget:
     def columns(self) -> int:
         """All columns that the row keeps."""
         return self.sinks + self.heavy + self.recent
-
-
-class KeyScores(Protocol):
-    """Scores of columns by their keys and by the queries of their row's prompt, without attention.
-
-    Queries and keys include their rotary embeddings.
-    """
-
-    @property
-    def interval(self) -> int:
-        """Decode steps from one scoring of a row to the next.
-
-        If fewer recent columns are protected, rows are scored in every step.
-        """
-
-    @property
-    def numbers(self) -> int:
-        """Number of fp32 numbers in the summary of a prompt's queries, per sequence and kv-head."""
-
-    def query_sums(self, queries: torch.Tensor, first: int) -> torch.Tensor:
-        """Return sums over m of queries (b, heads, m, d), as (b, heads, any) fp32.
-
-        The queries are at the positions first, first + 1, ...
-        """
-
-    def of_prompt(self, sums: torch.Tensor, count: int, kv_heads: int) -> torch.Tensor:
-        """Return the summary of `count` queries, (b, kv_heads, numbers) fp32.
-
-        sums: the sum of the results of `query_sums` for these queries.
-        """
-
-    def scores(
-        self,
-        keys: torch.Tensor,
-        queries: torch.Tensor,
-        newest: torch.Tensor,
-        may_leave: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return scores (rows, n) fp32. The columns with the lowest scores leave first.
-
-        keys: (rows, n, d) of any dtype, in any order.
-        queries: (rows, numbers), from `of_prompt`.
-        newest: (rows,) ints, the positions of the newest columns.
-        may_leave: (rows, n) bool; scores of other columns are not read.
-        """
 
 
 @dataclass(frozen=True)
@@ -119,8 +75,9 @@ class Needs:
     per_query: bool = False
     # NORMS are the largest less the smallest number of a value, instead of its L2 norm.
     value_range: bool = False
-    # Computes the scores from keys. Attention then adds nothing to them, so `gain` is 0.
-    by_keys: KeyScores | None = None
+    # Computes the scores from keys and from the queries of the row's prompt. Attention then adds
+    # nothing to them, so `gain` is 0.
+    by_keys: TriAttention | None = None
 
     def __post_init__(self) -> None:
         if self.record and self.ranks_by_score and SCORES not in self.record:
@@ -144,7 +101,9 @@ class RowRecord:
     """
 
     names: tuple[str, ...] = ()  # recorded of each slot (`Needs.record`); () for the full cache
-    query_numbers: int = 0  # fp32 numbers that summarise the prompt's queries (`KeyScores.numbers`)
+    query_numbers: int = (
+        0  # fp32 numbers that summarise the prompt's queries (`TriAttention.numbers`)
+    )
 
     def __bool__(self) -> bool:
         return bool(self.names)

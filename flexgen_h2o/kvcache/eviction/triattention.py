@@ -15,22 +15,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HeadShape:
-    """The geometry of a model's queries and keys. `of_model.fitted` makes it."""
-
-    group: int  # query heads per kv-head
-    width: int  # numbers of a head
-    # Frequencies of its rotary embeddings (`core.model.Rotary`), one per pair of numbers; () if the
-    # model has none.
-    frequencies: tuple[float, ...]
-
-    @property
-    def lengths(self) -> int:
-        """Lengths of a head: one per pair of numbers that turn together, one per other number."""
-        return self.width - len(self.frequencies)
-
-
-@dataclass(frozen=True)
 class TriAttention(Evicting):
     """The policy that keeps the columns that the prompt's mean query would attend to later.
 
@@ -68,7 +52,12 @@ class TriAttention(Evicting):
     farthest: int = setting(2**16, low=1, high=EVERYTHING)
     interval: int = setting(16, low=1, high=EVERYTHING)
 
-    heads: HeadShape | None = None  # the model's heads; set by `of_model.fitted`
+    # The geometry of the model's queries and keys, which `of_model.fitted` sets.
+    group: int = 0  # query heads per kv-head; 0: not set
+    width: int = 0  # numbers of a head
+    # Frequencies of its rotary embeddings (`core.model.Rotary`), one per pair of numbers; () if the
+    # model has none.
+    frequencies: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,37 +76,49 @@ class TriAttention(Evicting):
             by_keys=self,
         )
 
-    # The policy is its own `KeyScores`. The summary of a prompt's queries has two parts for each
-    # kv-head: the mean query of each query head (group, width), and E|q_f| - |E q_f| (group,
-    # lengths).
+    # ---- the scores, by keys and by the queries of the row's prompt, both with rotary embeddings
+    #
+    # The summary of a prompt's queries has two parts for each kv-head: the mean query of each query
+    # head (group, width), and E|q_f| - |E q_f| (group, lengths).
 
     @property
-    def model(self) -> HeadShape:
-        """The model's heads. Raise UsageError if the policy is not fitted to a model."""
-        if self.heads is None:
-            raise UsageError(
-                "eviction: triattention depends on a model's heads; give the policy to an LLM"
-            )
-        return self.heads
+    def num_lengths(self) -> int:
+        """Lengths of a head: one per pair of numbers that turn together, one per other number."""
+        return self.width - len(self.frequencies)
 
     @property
     def numbers(self) -> int:
-        return self.model.group * (self.model.width + self.model.lengths)
+        """Number of fp32 numbers in the summary of a prompt's queries, per sequence and kv-head.
+
+        Raise UsageError if the policy is not fitted to a model.
+        """
+        if not self.group:
+            raise UsageError(
+                "eviction: triattention depends on a model's heads; give the policy to an LLM"
+            )
+        return self.group * (self.width + self.num_lengths)
 
     def query_sums(self, queries: torch.Tensor, first: int) -> torch.Tensor:
+        """Return sums over m of queries (b, heads, m, d), as (b, heads, any) fp32.
+
+        The queries are at the positions first, first + 1, ...
+        """
         import torch
 
         positions = torch.arange(first, first + queries.shape[2], device=queries.device)
-        turned = _turned(queries.float(), *_angles(self.model, -positions))
-        return torch.cat([turned.sum(dim=2), _lengths(self.model, turned).sum(dim=2)], dim=-1)
+        turned = _turned(queries.float(), *_angles(self.frequencies, -positions))
+        return torch.cat([turned.sum(dim=2), self._lengths(turned).sum(dim=2)], dim=-1)
 
     def of_prompt(self, sums: torch.Tensor, count: int, kv_heads: int) -> torch.Tensor:
+        """Return the summary of `count` queries, (b, kv_heads, numbers) fp32.
+
+        sums: the sum of the results of `query_sums` for these queries.
+        """
         import torch
 
         b = sums.shape[0]
-        heads = self.model
-        centres, lengths = (sums / count).split([heads.width, heads.lengths], dim=-1)
-        spreads = (lengths - _lengths(heads, centres)).clamp(min=0)
+        centres, lengths = (sums / count).split([self.width, self.num_lengths], dim=-1)
+        spreads = (lengths - self._lengths(centres)).clamp(min=0)
         return torch.cat(
             [centres.reshape(b, kv_heads, -1), spreads.reshape(b, kv_heads, -1)], dim=-1
         )
@@ -129,21 +130,25 @@ class TriAttention(Evicting):
         newest: torch.Tensor,
         may_leave: torch.Tensor,
     ) -> torch.Tensor:
+        """Return scores (rows, n) fp32. The columns with the lowest scores leave first.
+
+        keys: (rows, n, d) of any dtype, in any order.
+        queries: (rows, numbers), from `of_prompt`.
+        newest: (rows,) ints, the positions of the newest columns.
+        may_leave: (rows, n) bool; scores of other columns are not read.
+        """
         import torch
 
-        heads = self.model
         rows = len(keys)
-        group = heads.group
-        centres, spreads = queries.split([group * heads.width, group * heads.lengths], dim=-1)
-        centres = centres.view(rows, group, heads.width)
-        spreads = spreads.view(rows, group, heads.lengths)
+        sizes = [self.group * self.width, self.group * self.num_lengths]
+        centres, spreads = (t.view(rows, self.group, -1) for t in queries.split(sizes, dim=-1))
         # Keys are stored with their rotary embeddings. So rotating the mean query to each later
         # position gives the cosines of the distances.
-        cos, sin = _mean_angles(heads, newest, self.farthest)
+        cos, sin = _mean_angles(self.frequencies, newest, self.farthest)
         to_come = _turned(centres, cos[:, None], sin[:, None])
         keys = keys.float()
         found = torch.bmm(to_come, keys.transpose(1, 2))
-        found += torch.bmm(spreads, _lengths(heads, keys).transpose(1, 2))
+        found += torch.bmm(spreads, self._lengths(keys).transpose(1, 2))
         # Tensors are (rows, group, n) from here on.
         leaves = may_leave[:, None]
         count = leaves.sum(dim=2, keepdim=True).clamp(min=1)
@@ -152,17 +157,17 @@ class TriAttention(Evicting):
         deviation = (found.where(leaves, 0.0).square().sum(dim=2, keepdim=True) / count).sqrt()
         return (found / deviation.clamp(min=1e-6)).amax(dim=1)
 
+    def _lengths(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the lengths (..., num_lengths) of heads x (..., width).
 
-def _lengths(heads: HeadShape, x: torch.Tensor) -> torch.Tensor:
-    """Return the lengths (..., lengths) of heads x (..., width).
+        Lengths of the pairs of numbers that turn together come first, then the absolute other
+        numbers.
+        """
+        import torch
 
-    Lengths of the pairs of numbers that turn together come first, then the absolute other numbers.
-    """
-    import torch
-
-    pairs = len(heads.frequencies)
-    of_pairs = torch.hypot(x[..., :pairs], x[..., pairs : 2 * pairs])
-    return torch.cat([of_pairs, x[..., 2 * pairs :].abs()], dim=-1)
+        pairs = len(self.frequencies)
+        of_pairs = torch.hypot(x[..., :pairs], x[..., pairs : 2 * pairs])
+        return torch.cat([of_pairs, x[..., 2 * pairs :].abs()], dim=-1)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -180,37 +185,39 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     )
 
 
-def _angles(heads: HeadShape, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _angles(
+    frequencies: tuple[float, ...], positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines (..., pairs) fp32 at positions (...) ints.
 
     They are computed in fp64, which the angles of far positions need.
     """
     import torch
 
-    frequencies = torch.tensor(heads.frequencies, dtype=torch.float64, device=positions.device)
-    angles = positions.double().unsqueeze(-1) * frequencies
+    turns = torch.tensor(frequencies, dtype=torch.float64, device=positions.device)
+    angles = positions.double().unsqueeze(-1) * turns
     return angles.cos().float(), angles.sin().float()
 
 
 def _mean_angles(
-    heads: HeadShape, newest: torch.Tensor, farthest: int
+    frequencies: tuple[float, ...], newest: torch.Tensor, farthest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of `_angles` at the positions 1, 2, ..., `farthest` after `newest` (rows,).
 
     The distances are powers of two.
     """
-    cos, sin = _angles(heads, newest.long())
-    mean_cos, mean_sin = _ahead(heads, farthest)
+    cos, sin = _angles(frequencies, newest.long())
+    mean_cos, mean_sin = _ahead(frequencies, farthest)
     mean_cos = mean_cos.to(cos.device)
     mean_sin = mean_sin.to(cos.device)
     return cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin
 
 
 @lru_cache(maxsize=16)
-def _ahead(heads: HeadShape, farthest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _ahead(frequencies: tuple[float, ...], farthest: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of `_angles` at 1, 2, 4, ..., `farthest`, (pairs,) fp32 on the host."""
     import torch
 
     steps = 2 ** torch.arange(farthest.bit_length(), dtype=torch.int64, device="cpu")
-    cos, sin = _angles(heads, steps)
+    cos, sin = _angles(frequencies, steps)
     return cos.mean(dim=0), sin.mean(dim=0)

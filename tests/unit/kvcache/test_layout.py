@@ -43,27 +43,19 @@ packed = st.builds(
 def test_areas(layout: UnitLayout) -> None:
     rows = layout.sequences * layout.kv_heads
     assert sum(part.rows for part in layout.parts) == rows
-    of_column = layout.width * layout.itemsize, layout.width * layout.itemsize
-    if layout.packing is not None:
-        of_column = layout.packing.keys.slot_bytes, layout.packing.values.slot_bytes
-    assert layout.row_bytes == tuple(layout.segment_slots * nbytes for nbytes in of_column)
+    assert layout.column_bytes == 2 * layout.width * layout.itemsize
     for part in layout.parts:
         share = dict(zip(("device", "host", "disk"), layout.shares, strict=True))[part.tier]
         assert abs(part.rows - share * rows) <= 1 and part.rows <= layout.most_part_rows(share)
         areas = layout.area_bytes(part)
         for area, row_bytes in zip(areas, layout.row_bytes, strict=True):
             assert area % PAGE == 0 and 0 <= area - part.rows * row_bytes < PAGE
-        assert layout.part_bytes(part) == layout.segments * sum(areas)
         columns = part.rows * WRITE_BACK_STEPS
-        assert layout.overlay_bytes(part) == columns * sum(of_column) + 8 * columns
+        assert layout.overlay_bytes(part) == columns * (layout.column_bytes + 8)
         queries = layout.record.query_numbers
         words = layout.slots * len(layout.record.names) + 1 + queries if layout.record else 0
         beside = layout.metadata_bytes(part) - 4 * part.rows * words
         assert layout.metadata_bytes(part) % ALIGN == 0 and 0 <= beside < ALIGN
-        packed = replace(layout, packing=KVPacking.of(layout.width, 4), window=16)
-        held = min(16, layout.slots // 2) // 4 * 4
-        bytes_of_whole = held * (2 * layout.width * layout.itemsize + 4) + 4 * layout.width
-        assert 0 <= packed.metadata_bytes(part) - part.rows * (4 * words + bytes_of_whole) < ALIGN
 
 
 # ---- what moves

@@ -1,22 +1,18 @@
-"""Rows of a KV unit: where columns lie, where new ones go, and rows that are moved."""
+"""Rows of a KV unit that are moved, and the budgets that follow them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.packing import KVPacking
-from flexgen_h2o.core.units import SEGMENT_SLOTS
-from flexgen_h2o.kvcache.budgets import BudgetTable, DecodeStep, plan_moves
-from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local
+from flexgen_h2o.kvcache.budgets import BudgetTable, plan_moves
+from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.eviction.of_model import OfModel
-from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.part import KVPart, KVUnit, move_rows, part_view
+from flexgen_h2o.kvcache.part import KVPart, move_rows
 
 WIDTH = 4
 DTYPE = torch.float32
@@ -24,26 +20,6 @@ BLOCKS = 3
 batches = st.integers(1, 12).flatmap(
     lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))
 )
-
-
-# ---- columns in their slots
-
-
-@pytest.mark.parametrize("packing", [None, KVPacking.of(32, "8/3")])
-def test_parts_begin_in_the_bytes_they_are_given(packing: KVPacking | None) -> None:
-    """A view is the bytes themselves, keys and values of a segment each on a page."""
-    width = WIDTH if packing is None else 32
-    slots = 2 * SEGMENT_SLOTS
-    layout = UnitLayout(3, 1, slots, width, DTYPE.itemsize, (0.0, 1.0, 0.0), packing=packing)
-    (part,) = layout.parts
-    data = torch.zeros(layout.part_bytes(part), dtype=torch.uint8)
-    keys, values = layout.area_bytes(part)
-    view = part_view(layout, part, data, DTYPE)
-    assert (keys != values) is (packing is not None)
-    areas = (view.keys[0], view.values[0], view.keys[1], view.values[1])
-    for start, area in zip((0, keys, keys + values, 2 * keys + values), areas, strict=True):
-        assert area.data_ptr() == data.data_ptr() + start and area.is_contiguous()
-        assert area.shape[:2] == (3, SEGMENT_SLOTS)
 
 
 # ---- rows that are moved and cut
@@ -76,7 +52,7 @@ def random_views(rows: int, slots: int, cuts: Sequence[int], has_metadata: bool)
         "scores": torch.randn(rows, slots),
         "norms": torch.randn(rows, slots),
     }
-    whole = KVPart(0, keys, values, None, None, **(record if has_metadata else {}))
+    whole = KVPart(0, keys, values, **(record if has_metadata else {}))
     return [
         whole.part(a, b, a) for a, b in pairwise(sorted({0, rows, *(c for c in cuts if c < rows)}))
     ]
@@ -100,59 +76,7 @@ def test_rows_arrive_whole_across_parts(
         assert torch.equal(arrived[: len(order) * kv_heads], expected)
 
 
-# ---- the slots that new columns take
-
-policies = st.one_of(
-    st.just(Full()),
-    st.builds(Local, heavy_size=st.integers(1, 6), recent_size=st.integers(1, 6)),
-    st.builds(
-        H2O,
-        heavy_size=st.integers(1, 6),
-        recent_size=st.integers(1, 6),
-        while_decoding=st.booleans(),
-    ),
-    st.builds(H2O, kv_budget=st.floats(0.01, 1), while_decoding=st.booleans()),
-)
-workloads = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=4)
-KV_HEADS = 2
-
-
-@given(policies, workloads, st.integers(0, BLOCKS - 1), st.lists(st.integers(0, 8), max_size=2))
-def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
-    policy: Eviction, workload: list[tuple[int, int]], block: int, cuts: list[int]
-) -> None:
-    """The next free slot, or the victim's; as many slots as the row was given, each of them filled
-    in the end."""
-    count = len(workload)
-    record = policy.needs.record
-    table = BudgetTable(policy, workload, BLOCKS)
-    views = random_views(count * KV_HEADS, table.most_slots(block), cuts, bool(record))
-    unit = KVUnit(policy, block, KV_HEADS, table.at(block), views, count)
-    held = [min(row[0], policy.budget(*row, block).columns) for row in workload]
-    room = [policy.slots(prompt, gen, block) for prompt, gen in workload]
-    assert unit.budgets.kept.tolist() == held
-    prompts = torch.tensor([prompt for prompt, _ in workload])
-    # The last token of a row is never fed, so it has gen - 1 decode steps.
-    for step in range(min(gen for _, gen in workload) - 1):
-        for view in views:
-            if view.victims is not None:
-                view.victims.random_(0, 5)
-        victims = torch.cat([v.victims for v in views if v.victims is not None]) if record else None
-        new = DecodeStep(unit.budgets, policy.needs, prompts + step)
-        unit.begin(new)
-        free = [h if h < r else None for h, r in zip(held, room, strict=True)]
-        held = [min(h + 1, r) for h, r in zip(held, room, strict=True)]
-        assert new.positions.tolist() == (prompts + step).tolist() and new.filled.tolist() == held
-        slots = torch.cat(unit.taken)
-        assert slots.dtype == torch.int64
-        assert [len(s) for s in unit.taken] == [v.rows for v in views]
-        for row, slot in enumerate(slots.tolist()):
-            expected = free[row // KV_HEADS]
-            assert slot == (
-                int(victims[row]) if expected is None and victims is not None else expected
-            )
-    if len({gen for _, gen in workload}) == 1 and workload[0][1] > 1:
-        assert held == room
+# ---- budgets
 
 
 def test_tables_follow_rows_that_leave_and_enter() -> None:

@@ -93,7 +93,7 @@ def _behind(parts: list[KVPart], row: int) -> list[KVPart]:
 
 def test_bytes_of_state_do_not_depend_on_tokens() -> None:
     layout = UnitLayout.of_state(3, HEADS, WIDTH, 4, (0.0, 0.5, 0.5))
-    assert layout.sequence_bytes == HEADS * WIDTH * 4
+    assert (layout.kind, layout.sequence_bytes) == ("state", HEADS * WIDTH * 4)
     for part in layout.parts:
         assert layout.overlay_bytes(part) == layout.metadata_bytes(part) == 0
         assert layout.live_ranges(part, 3, 1) == [(0, part.rows * WIDTH * 4)]
