@@ -86,7 +86,7 @@ def test_settings_that_are_refused(
 
 def test_a_policy_of_a_model_s_heads_needs_a_model() -> None:
     with pytest.raises(UsageError, match=r"^eviction: triattention"):
-        record_of(TriAttention())
+        record_of(TriAttention().needs)
 
 
 @any_policy
