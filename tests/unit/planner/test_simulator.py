@@ -142,6 +142,15 @@ def test_a_kv_unit_is_loaded_after_it_was_stored() -> None:
     assert lasting(found)[1] > 10 * lasting(found)[2] > 0
 
 
+def test_without_overlap_nothing_is_busy_beside_another() -> None:
+    """Keys and values go to the host and come back; each step waits for its own stores."""
+    policy = Policy(24, 1, (100, 0, 0, 100, 100, 0), overlap=False)
+    _, _, found, _ = walk(policy, machine(False))
+    busy = found.busy_at_ends[-1]
+    assert min(busy["h2d"], busy["d2h"], busy["device_compute"]) > 0
+    assert found.ends[-1] == pytest.approx(sum(busy.values()), rel=1e-9)
+
+
 # ---- of any run
 
 
