@@ -67,7 +67,7 @@ MUTATIONS = (
         "engine/loop.py",
         "        if not self._overlap:\n            wait_all(",
         "        if False:\n            wait_all(",
-        "tests/parity/test_features.py -k overlap",
+        "tests/gpu/test_fake_card.py -k overlap",
     ),
     Mutation(
         "tiers.ring-reused-too-early",

@@ -188,6 +188,12 @@ def test_launches_of_prefill_do_not_grow_with_prompts(
     )
 
 
+def test_without_overlap_each_step_is_waited_for(tmp_path) -> None:
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    _, card = on_fake_card(folder, "all on the device", overlap=False)
+    assert all(card.per_step(f"decode {kind}", "wait") >= 1 for kind in KINDS), card.places
+
+
 CHOICES = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
 MAX_OF_A_HEAD = {"greedy": 6, "drawn": 39}  # launches
 HELD = (

@@ -3,7 +3,6 @@ same tokens."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
-from flexgen_h2o.tiers.disk import DirectFile
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import (
     ByShape,
@@ -68,25 +66,3 @@ def test_one_run_at_a_time(reference: ByShape, tmp_path: Path) -> None:
         for watch in (second, None):
             out = llm.generate(known.prompts, params, watch_logits=watch)
             assert refused and tokens_of(out) == known.tokens
-
-
-def test_without_overlap_nothing_moves_beside_compute(
-    reference: ByShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = DirectFile.write
-
-    def slow(file: DirectFile, data: torch.Tensor, offset: int) -> int:
-        time.sleep(0.002)
-        return write(file, data, offset)
-
-    monkeypatch.setattr(DirectFile, "write", slow)
-    known = reference("normal")
-    policy = Policy(2, 2, PLACEMENTS["all on disk"], overlap=False)
-    with opened(known.folder, policy, tmp_path) as llm:
-        llm.timeline.keep_spans = True
-        llm.generate(known.prompts, SamplingParams(max_tokens=3))
-        computed = [one for one in llm.timeline.spans if one.row == "compute"]
-        stored = [one for one in llm.timeline.spans if "write" in one.row]
-    assert stored
-    for one in stored:
-        assert not [other for other in computed if one.start < other.end and other.start < one.end]
