@@ -202,17 +202,9 @@ def attend_rows(element, forms, areas, job, state, whole, first, end):  # type: 
     attn_out = _scratch(of_values, job.group)
     scratch = _scratch(of_whole, job.group)
     p = np.empty((job.group, -(-job.most // BLOCK) * BLOCK), np.float32)
-    newest = np.empty((job.group, columns), np.float32)
-    gathered = np.empty(BLOCK * max(keys.words, values.words), np.uint32)
+    newest = np.empty((job.group, -(-columns // BLOCK) * BLOCK), np.float32)
+    gathered = np.empty(BLOCK * max(keys.words, values.words, whole.keys.words), np.uint32)
     one = np.empty((job.group, width), np.float32)
-    # Passes get addresses: a call with arrays per tile would count references.
-    gathered_at = np.int64(gathered.ctypes.data)
-    group = np.int64(job.group)
-    of_p = np.int64(p.ctypes.data), np.int64(p.shape[1]), group
-    of_newest = np.int64(newest.ctypes.data), np.int64(newest.shape[1]), group
-    query_at = np.int64(query.ctypes.data)
-    sums_at = np.int64(attn_out.ctypes.data)
-    scratch_at = np.int64(scratch.ctypes.data)
     size = 4 // planes(element) * job.group * width
     for r in range(first, end):
         filled = np.int64(ints_at(job.filled)[r])
@@ -226,35 +218,34 @@ def attend_rows(element, forms, areas, job, state, whole, first, end):  # type: 
         if state.columns:
             _fetch_scores(state, r)
         next_at = _row_at(values, r)
-        _over_row(of_keys, keys, True, r, filled, next_at, gathered_at, query_at, of_p)
+        _over_row(of_keys, keys, True, r, filled, next_at, gathered, query, p)
         if packed and whole.centres:
             _restore_centre(element, q_at, whole.centres + 2 * r * width, width, filled, p)
         if columns:
             _unpack(element, q_at, whole.keys.words, scratch)
-            _over_whole(of_whole, whole.keys, True, r, scratch_at, of_newest)
-            _exchange(slots, newest, p, False)
+            _over_row(of_whole, whole.keys, True, r, columns, next_at, gathered, scratch, newest)
+            _exchange(slots, columns, newest, p, False)
         _softmax(p, filled, job, r)
         if columns:
-            _exchange(slots, newest, p, True)
+            _exchange(slots, columns, newest, p, True)
         next_at = _row_at(keys, r + 1)
         attn_out[:] = 0
-        _over_row(of_values, values, False, r, filled, next_at, gathered_at, sums_at, of_p)
+        _over_row(of_values, values, False, r, filled, next_at, gathered, attn_out, p)
         if packed:
             _gather(of_values, attn_out, one, False)
         else:
             _pack(element, attn_out, keys.words, job.out + r * size)
         if columns:
             scratch[:] = 0
-            _over_whole(of_whole, whole.values, False, r, scratch_at, of_newest)
+            _over_row(of_whole, whole.values, False, r, columns, next_at, gathered, scratch, newest)
             _gather(of_whole, scratch, one, True)
-            _exchange(slots, newest, p, False)
+            _exchange(slots, columns, newest, p, False)
         if packed:
             for g in range(job.group):
                 for i in range(width):
                     set_number(element, job.out + r * size, g * width + i, one[g, i])
         if state.columns:
             score_row(state, r, filled, p)
-    keep(gathered)
 
 
 @jit
@@ -269,16 +260,21 @@ def _scratch(form, group):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _over_row(form, area, is_dots, r, filled, next_at, gathered, scratch, of_p):  # type: ignore[no-untyped-def]
+def _over_row(form, area, is_dots, r, filled, next_at, gathered, scratch, p):  # type: ignore[no-untyped-def]
     """Run a pass over a row: queries times keys, or values added to the sums.
 
     It goes by runs of adjacent blocks, tile by tile, for all queries while a tile is in the nearest
-    cache. is_dots: whether it multiplies queries; next_at: address of what is read next; gathered:
-    address of memory for a block. scratch, of_p: as in `_over_tile`.
+    cache. is_dots: whether it multiplies queries; scratch: queries, or their sums; next_at: address
+    of what is read next.
     """
     words = area.words
     slots = vectors.slots_of_tile(form.kind)
     size = 4 * words * slots
+    layout = (form.lanes, form.places, form.chunks, 4 * form.low_words)
+    scratch_at = np.int64(scratch.ctypes.data)
+    p_at = np.int64(p.ctypes.data)
+    stride = np.int64(p.shape[1])
+    group = np.int64(p.shape[0])
     at = _row_at(area, r)
     j = np.int64(0)
     inside = np.int64(0)
@@ -291,37 +287,17 @@ def _over_row(form, area, is_dots, r, filled, next_at, gathered, scratch, of_p):
             # Prefetch what is AHEAD bytes later: in this run, which has `left` bytes more, or after
             # it.
             _fetch(tile + AHEAD if left > AHEAD else after + AHEAD - left, size)
-            _over_tile(form, is_dots, tile, words, j, scratch, of_p)
+            numbers = (tile, words, scratch_at, p_at + 4 * j, stride, group)
+            if is_dots:
+                vectors.dots(form.kind, layout + numbers)
+            else:
+                vectors.mix(form.kind, layout + numbers)
             tile = tile + size
             j += slots
         inside += count
         while inside >= area.per_segment:
             inside -= area.per_segment
             at += 4 * area.segment_words
-
-
-@jit
-def _over_whole(form, area, is_dots, r, scratch, of_p):  # type: ignore[no-untyped-def]
-    """Run a pass over a row's whole columns. They are few, so nothing is prefetched."""
-    at = _row_at(area, r)
-    for j in range(0, area.per_segment, vectors.slots_of_tile(form.kind)):
-        _over_tile(form, is_dots, at + 4 * j * area.words, area.words, j, scratch, of_p)
-
-
-@jit
-def _over_tile(form, is_dots, tile, words, j, scratch, of_p):  # type: ignore[no-untyped-def]
-    """Multiply queries by a tile of slots, or add the tile, weighted, to their sums.
-
-    tile: its address; j: its first slot. scratch: address of the queries, or of their sums. of_p:
-    address of their products or weights, floats per query, and number of queries.
-    """
-    p, stride, group = of_p
-    layout = (form.lanes, form.places, form.chunks, 4 * form.low_words)
-    numbers = (tile, words, scratch, p + 4 * j, stride, group)
-    if is_dots:
-        vectors.dots(form.kind, layout + numbers)
-    else:
-        vectors.mix(form.kind, layout + numbers)
 
 
 @jit
@@ -449,12 +425,12 @@ def _restore_centre(element, at, centres, width, filled, p):  # type: ignore[no-
 
 
 @jit
-def _exchange(slots, newest, p, takes):  # type: ignore[no-untyped-def]
+def _exchange(slots, columns, newest, p, takes):  # type: ignore[no-untyped-def]
     """Copy `newest` to its slots in p; or, if `takes`, move p's numbers to `newest`.
 
-    Numbers that are moved become 0 in p.
+    Numbers that are moved become 0 in p, and `newest` becomes 0 beyond the columns.
     """
-    for j in range(newest.shape[1]):
+    for j in range(columns):
         slot = slots[j]
         for g in range(p.shape[0]):
             if takes:
@@ -463,6 +439,8 @@ def _exchange(slots, newest, p, takes):  # type: ignore[no-untyped-def]
                     p[g, slot] = 0
             elif slot >= 0:
                 p[g, slot] = newest[g, j]
+    if takes:
+        newest[:, columns:] = 0
 
 
 @jit
@@ -520,14 +498,14 @@ def _take(area, at, inside, j, filled, gathered):  # type: ignore[no-untyped-def
         return at + 4 * inside * words
     for s in range(BLOCK):
         for i in range(words):
-            words_at(gathered)[s * words + i] = (
+            gathered[s * words + i] = (
                 words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
             )
         inside += 1
         if inside == area.per_segment:
             inside = 0
             at += 4 * area.segment_words
-    return gathered
+    return np.int64(gathered.ctypes.data)
 
 
 @jit
