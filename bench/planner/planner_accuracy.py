@@ -212,7 +212,7 @@ def _write_weights(one: Case, args: argparse.Namespace) -> None:
 def _measure(one: Case, hardware: HardwareProfile, args: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     with _open(one, args, hardware) as llm, common.BackgroundLoad() as neighbours:
-        prompts = [p.token_ids for p in common.benchmark_rows(llm, one.rows, one.prompt_len)]
+        prompts = [p.prompt_ids for p in common.benchmark_rows(llm, one.rows, one.prompt_len)]
         for _ in range(args.repeats):
             llm.generate(prompts, SamplingParams(one.gen_len, ignore_eos=True))
             assert llm.report is not None
