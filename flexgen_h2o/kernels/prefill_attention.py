@@ -5,9 +5,9 @@ more keys than queries, the queries are the last rows of the prompt.
 
 On a CPU with AVX2, our compiled loop is used (with AVX-512 it is 2-3x as fast as torch). The
 exception is whole prompts in bf16 on AMX, where torch's fused kernel is 1.3-5.8x as fast as ours.
-Only a private operation of torch returns the log-sum-exp too. It is tried once against torch
-operations on a small case. It is not used if it is missing, raises an error or gives another
-result.
+CPUs without AVX2 use that kernel for whole prompts, too. Only a private operation of torch returns
+its log-sum-exp. It is tried once against torch operations on a small case. It is not used if it is
+missing, raises an error or gives another result.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ _Fused = Callable[..., Result]  # (q, k, v, is_causal, scale)
 def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether the compiled loop can read these tensors and is faster than torch.
 
-    Torch is faster if it uses AMX; `_attend_on_cpu` handles that case.
+    Torch is faster if it uses AMX; `_fused_for` handles that case.
     """
     return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx2")
 
@@ -368,7 +368,22 @@ def _last_rows(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Te
     return mask.masked_fill_(_hidden(mask, window), float("-inf"))
 
 
-@causal_attention_lse.loop_if(lambda q, k, v, *_: _is_compiled(q, k, v))
+def _fused_for(q: torch.Tensor, k: torch.Tensor, window: int | None) -> _Fused | None:
+    """Return torch's fused operation if it is right for these prompts and faster than our loop."""
+    is_whole = q.shape[2] == k.shape[2] and not _hides(window, k.shape[2])
+    on_amx = q.dtype == torch.bfloat16 and cpu_has("amx-bf16")
+    if not is_whole or (cpu_has("avx2") and not on_amx):
+        return None
+    return _fused(q.dtype, q.shape[1] != k.shape[1])
+
+
+def _has_loop(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> bool:
+    return _is_compiled(q, k, v) or (is_compiled(q) and _fused_for(q, k, window) is not None)
+
+
+@causal_attention_lse.loop_if(_has_loop)
 def _attend_on_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
@@ -376,12 +391,9 @@ def _attend_on_cpu(
 
     In the memory of the result, the heads of a token are adjacent.
     """
-    n = q.shape[2]
-    keys = k.shape[2]
-    if q.dtype == torch.bfloat16 and n == keys and not _hides(window, keys) and cpu_has("amx-bf16"):
-        fused = _fused(q.shape[1] != k.shape[1])
-        if fused is not None:
-            return _attend_in_pieces(fused, q, k, v, scale)
+    fused = _fused_for(q, k, window)
+    if fused is not None:
+        return _attend_in_pieces(fused, q, k, v, scale)
     return _attend_compiled(q, k, v, scale, window)
 
 
@@ -454,20 +466,20 @@ def _attend_compiled(
 
 
 @lru_cache
-def _fused(shared: bool) -> _Fused | None:
-    """Return torch's fused operation for whole prompts in bf16 if it passes the self-check.
+def _fused(dtype: torch.dtype, shared: bool) -> _Fused | None:
+    """Return torch's fused operation for whole prompts if it passes the self-check.
 
     shared: there are fewer kv-heads than heads.
     """
     found = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    return found if found is not None and _is_right(found, shared) else None
+    return found if found is not None and _is_right(found, dtype, shared) else None
 
 
-def _is_right(fused: _Fused, shared: bool) -> bool:
+def _is_right(fused: _Fused, dtype: torch.dtype, shared: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, 37, heads, 16, generator=generator, dtype=torch.float32, device="cpu")
-        .bfloat16()
+        .to(dtype)
         .transpose(1, 2)
         for heads in (4, 2 if shared else 4, 2 if shared else 4)
     )
@@ -476,7 +488,8 @@ def _is_right(fused: _Fused, shared: bool) -> bool:
     # the operation is renamed, or not for this hardware
     except (RuntimeError, TypeError, ValueError):
         return False
+    tolerance = 4e-2 if dtype == torch.bfloat16 else 1e-4
     return all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=4e-2, rtol=0.0)
+        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=tolerance, rtol=0.0)
         for a, b in zip(result, causal_attention_lse.torch(q, k, v, 0.3), strict=True)
     )
