@@ -186,8 +186,9 @@ def misshapen(*given: Any, **more: Any) -> causal.Result:
 )
 def test_a_private_operation_is_used_if_it_is_right(fused: Any, is_right: bool) -> None:
     for shared in (False, True):
-        assert causal._is_right(fused, shared) == is_right
-        assert causal._fused(torch.bfloat16, shared) is not None  # this torch has it
+        for dtype in (torch.float32, torch.bfloat16):
+            assert causal._is_right(fused, dtype, shared) == is_right
+            assert causal._fused(dtype, shared) is not None  # this torch has it
 
 
 def scored_prompts(
