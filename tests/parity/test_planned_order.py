@@ -109,6 +109,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Run, Depth, int]] = {
         0,
     ),
     "4 bits": (OPT, DISK, Run(lengths=OF_8, switches={"compress_weight": True}), OVERLAPPED[0], 0),
+    "attends on host": (
+        OPT,
+        "kv on disk",
+        Run(1, 3, lengths=(9,) * 6, switches={"cpu_cache_compute": True}),
+        DEEP,
+        0,
+    ),
     "host, joined": (
         OPT,
         "all on disk",
