@@ -40,10 +40,6 @@ class Layout:
     heads: tuple[str, ...]
     said: list[str] = field(default_factory=list)
 
-    @property
-    def kind(self) -> object:
-        return self.config["model_type"]
-
 
 def layout_of(model: PreTrainedModel) -> Layout:
     """As transformers itself would save the model."""
@@ -74,7 +70,7 @@ def stack_experts(rng: random.Random, made: Layout, model: PreTrainedModel) -> N
 
 
 def rename_mixtral(rng: random.Random, made: Layout) -> None:
-    if made.kind == "mixtral" and rng.random() < 0.5:
+    if made.config["model_type"] == "mixtral" and rng.random() < 0.5:
         made.said.append("mlp for block_sparse_moe")
         made.tensors = {
             name.replace(".block_sparse_moe.", ".mlp."): value

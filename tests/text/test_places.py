@@ -17,8 +17,7 @@ from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.detokenizer import Detokenizer, detokenizer_of
-from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
-from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.responses import success_row
 from flexgen_h2o.models.load import Model, find_model
 from tests.text.conftest import Job
@@ -257,12 +256,9 @@ def test_a_stop_string_is_found_as_by_decoding_everything(
 
 def test_a_value_that_json_has_not(model: Model) -> None:
     """A token that is forbidden has a logarithm of minus infinity."""
-    line = {"prompt": [65], "logprobs": 1}
-    request = RequestReader(model, SamplingParams()).request(line, 1, "a")
-    request.token_ids = [65]
+    forbidden = TokenLogprobs(float("-inf"), ((66, -0.5),))
+    request, _ = streamed(model, text_line("a", [65], logprobs=1), [65], [forbidden])
     request.text = ""
-    request.finish_reason = "length"
-    request.logprobs = [TokenLogprobs(float("-inf"), ((66, -0.5),))]
     row = success_row(request, model)
     logprobs = row["response"]["body"]["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"] == [-9999.0]
