@@ -128,6 +128,16 @@ def assert_tokens(folder: Path, tmp_path: Path) -> None:
     assert generated(folder, tmp_path) == want
 
 
+def test_at_odd_bytes(copy_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also where all is fp32, so that bytes on disk are otherwise computed with as they are."""
+    folder = copy_of("normal")
+    want = generated(folder, tmp_path)
+    move_to_odd_bytes(folder / "model.safetensors")
+    policy = Policy(2, 2, PLACEMENTS["weights on disk"])
+    out = run(folder, PROMPTS, policy, tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS))
+    assert tokens_of(out) == want
+
+
 def test_what_is_not_used_is_said(
     copy_of: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
