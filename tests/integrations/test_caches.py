@@ -20,12 +20,6 @@ from tests.parity.reference import random_prompts
 PROMPTS = random_prompts((18, 11, 5, 11), seed=3)
 SMALL = H2O(heavy_size=4, recent_size=3)
 FAMILIES = pytest.mark.parametrize("name", ["opt", "llama, grouped"])
-# Each family with one of them.
-FAMILY_AND_MODE = pytest.mark.parametrize(
-    ("name", "mode"),
-    [("opt", "drop"), ("llama, grouped", "mask"), ("mistral", "drop"), ("neox", "mask")],
-)
-
 Models = Callable[[str], Known]
 
 
@@ -38,43 +32,30 @@ def evicting(model: PreTrainedModel, eviction: Eviction, mode: str = "drop") -> 
         disable_h2o(model)
 
 
-@FAMILY_AND_MODE
-def test_budget_for_everything_changes_nothing(name: str, mode: str, known: Models) -> None:
+@pytest.mark.parametrize(
+    ("name", "beams"), [("opt", 1), ("llama, grouped", 3), ("mistral", 1), ("neox", 3)]
+)
+def test_budget_for_everything_changes_nothing(name: str, beams: int, known: Models) -> None:
+    """And with a small one both modes choose the same tokens or beams."""
     model = known(name).model
-    want = generated(model, PROMPTS, 10)
-    for eviction in (H2O(heavy_size=20, recent_size=10), Full()):
-        with evicting(model, eviction, mode):
-            assert generated(model, PROMPTS, 10).sequences.equal(want.sequences)
-    with evicting(model, SMALL, mode):
-        assert not generated(model, PROMPTS, 10).sequences.equal(want.sequences)
-
-
-@FAMILIES
-def test_beams_keep_their_own_columns(name: str, known: Models) -> None:
-    """Both modes choose the same beams; with a budget for everything, those of the full cache."""
-    model = known(name).model
-    want = generated(model, PROMPTS, 8, num_beams=3).sequences
-    found = {}
+    want = generated(model, PROMPTS, 10, num_beams=beams).sequences
+    small = []
     for mode in ("drop", "mask"):
+        for eviction in (H2O(heavy_size=20, recent_size=10), Full()):
+            with evicting(model, eviction, mode):
+                assert generated(model, PROMPTS, 10, num_beams=beams).sequences.equal(want)
         with evicting(model, SMALL, mode):
-            found[mode] = generated(model, PROMPTS, 8, num_beams=3).sequences
-        with evicting(model, H2O(heavy_size=20, recent_size=10), mode):
-            assert generated(model, PROMPTS, 8, num_beams=3).sequences.equal(want)
-    assert found["drop"].equal(found["mask"]) and not found["drop"].equal(want)
+            small.append(generated(model, PROMPTS, 10, num_beams=beams).sequences)
+    assert small[0].equal(small[1]) and not small[0].equal(want)
 
 
 def test_memory_shrinks_to_the_slots_of_the_neediest_row(known: Models) -> None:
     """4 kv-heads of width 12 in 2 blocks, fp32, and a record of position and score."""
     model = known("opt").model
-    full = generated(model, PROMPTS, 16).past_key_values
     with evicting(model, SMALL):
         kept = generated(model, PROMPTS, 16).past_key_values
     rows = len(PROMPTS) * 4
     columns = 18 + 15
-    assert (
-        sum(t.nbytes for layer in full.layers for t in (layer.keys, layer.values))
-        == 2 * rows * columns * 2 * 12 * 4
-    )
     assert kept.nbytes == 2 * (rows * 8 * (2 * 12 * 4 + 4 + 4) + rows * 4)
     assert all(layer.keys.shape == (len(PROMPTS), 4, 8, 12) for layer in kept.layers)
     assert kept.get_seq_length() == columns
@@ -120,27 +101,14 @@ def test_a_further_turn_goes_on_from_what_is_left(name: str, known: Models) -> N
 # ---- texts that are scored: one forward without a cache
 
 
-@FAMILIES
-def test_scored_text_sees_all_columns_when_dropping(name: str, known: Models) -> None:
-    model = known(name).model
-    batch = padded(PROMPTS)
-    real = batch["attention_mask"].bool()
-    with torch.no_grad():
-        want = model(**batch).logits
-        for use_cache in (True, False):
-            with evicting(model, SMALL):
-                got = model(**batch, use_cache=use_cache).logits
-            assert (got - want)[real].abs().max() < 1e-4
-
-
 @pytest.mark.parametrize(
     ("name", "padding"), [("opt", "left"), ("llama, grouped", "right"), ("neox", "right, unmasked")]
 )
-def test_scored_text_sees_what_would_be_left_when_masking(
+def test_scored_text_sees_all_columns_or_what_would_be_left(
     name: str, padding: str, known: Models
 ) -> None:
-    """As if each text had been generated from its first token, whatever is padded and computed
-    beside it."""
+    """When dropping, and when masking. As if each text had been generated from its first token,
+    whatever is padded and computed beside it."""
     model = known(name).model
     batch = padded(PROMPTS)
     if padding != "left":
@@ -152,11 +120,15 @@ def test_scored_text_sees_what_would_be_left_when_masking(
     if padding == "right, unmasked":  # as lm_eval gives them
         del batch["attention_mask"]
     with torch.no_grad():
+        want = model(**batch).logits
         with evicting(model, SMALL, "mask"):
             got = model(**batch).logits
             scored = model(**batch, use_cache=False)
         assert scored.past_key_values is None and scored.logits.equal(got)
         with evicting(model, SMALL):
+            for use_cache in (True, False):
+                dropped = model(**batch, use_cache=use_cache).logits
+                assert (dropped - want)[real].abs().max() < 1e-4
             for row, prompt in enumerate(PROMPTS):
                 cache: Any = DynamicCache(config=model.config)
                 for i, token in enumerate(prompt):

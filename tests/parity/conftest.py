@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.parity.cases import FAMILY_SHAPES, SHAPES
+from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
 from tests.parity.reference import (
     LONG,
     ByShape,
     Ended,
     Reference,
+    assert_equal,
     folder_with_eos,
     greedy,
     make_reference,
@@ -21,6 +24,7 @@ from tests.parity.reference import (
     token_that_ends,
 )
 
+Check = Callable[..., None]
 LENGTHS = (5, 9, 9, 1, 12)
 NEW_TOKENS = 5
 SEEDS = {"gpt_neox": 1}  # of models that repeat themselves, or nearly tie, with the usual one
@@ -63,3 +67,15 @@ def _plain_cpu(plain_cpu: None) -> None:
 def offload_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all tests of a file, so that most tests find a store that is made."""
     return tmp_path_factory.mktemp("offload")
+
+
+@pytest.fixture
+def check(reference: ByShape, tmp_path: Path) -> Check:
+    """The engine gives a shape's reference at a placement and in a configuration."""
+
+    def checked(shape: str, placement: str, configuration: str, **switches: Any) -> None:
+        chosen = CONFIGURATIONS[configuration]
+        policy = chosen.policy(PLACEMENTS[placement], **switches)
+        assert_equal(reference(shape), policy, chosen.budget, tmp_path)
+
+    return checked

@@ -26,13 +26,7 @@ WIDER = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
 }
-STACKS = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-IN_STACK = {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "w1": "gate_up_proj",
-    "w3": "gate_up_proj",
-}
+EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 
 @dataclass
@@ -45,10 +39,6 @@ class Layout:
     table: str
     heads: tuple[str, ...]
     said: list[str] = field(default_factory=list)
-
-    @property
-    def kind(self) -> object:
-        return self.config["model_type"]
 
 
 def layout_of(model: PreTrainedModel) -> Layout:
@@ -65,32 +55,22 @@ def layout_of(model: PreTrainedModel) -> Layout:
     return Layout(tensors, config, prefix, table, heads)
 
 
-def stack_experts(rng: random.Random, made: Layout) -> None:
+def stack_experts(rng: random.Random, made: Layout, model: PreTrainedModel) -> None:
     """As transformers holds them in memory, in some blocks."""
-    blocks: dict[str, dict[int, Tensors]] = {}
-    for name, value in made.tensors.items():
-        if (found := STACKS.fullmatch(name)) is not None:
-            base, expert, kind = found.groups()
-            blocks.setdefault(base, {}).setdefault(int(expert), {})[kind] = value
-    for base, experts in blocks.items():
+    held = dict(model.named_parameters())
+    for base in sorted({found[1] for name in made.tensors if (found := EXPERT.match(name))}):
         if rng.random() < 0.5:
             continue
         made.said.append(f"stacks in {base}")
-        first, second, last = (
-            ("w1", "w3", "w2") if "w1" in experts[0] else ("gate_proj", "up_proj", "down_proj")
-        )
-        ordered = [experts[i] for i in range(len(experts))]
-        for kind in (first, second, last):
-            for i in range(len(experts)):
-                del made.tensors[f"{base}.{i}.{kind}.weight"]
-        made.tensors[f"{base}.gate_up_proj"] = torch.stack(
-            [torch.cat([one[first], one[second]]) for one in ordered]
-        )
-        made.tensors[f"{base}.down_proj"] = torch.stack([one[last] for one in ordered])
+        for name in [name for name in made.tensors if name.startswith(f"{base}.")]:
+            del made.tensors[name]
+        for kind in ("gate_up_proj", "down_proj"):
+            value = held[f"{base.replace('.block_sparse_moe.', '.mlp.')}.{kind}"]
+            made.tensors[f"{base}.{kind}"] = value.detach().clone()
 
 
 def rename_mixtral(rng: random.Random, made: Layout) -> None:
-    if made.kind == "mixtral" and rng.random() < 0.5:
+    if made.config["model_type"] == "mixtral" and rng.random() < 0.5:
         made.said.append("mlp for block_sparse_moe")
         made.tensors = {
             name.replace(".block_sparse_moe.", ".mlp."): value
@@ -220,7 +200,7 @@ def save(rng: random.Random, made: Layout, folder: Path) -> None:
 
 def lay_out(rng: random.Random, model: PreTrainedModel, folder: Path) -> Layout:
     made = layout_of(model)
-    stack_experts(rng, made)
+    stack_experts(rng, made, model)
     rename_mixtral(rng, made)
     round_numbers(rng, made)
     untie(rng, made)

@@ -10,15 +10,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.core.model import with_head_rows
 from flexgen_h2o.core.units import PAGE, round_up
-from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.prompts import prompts_from_python
-from flexgen_h2o.engine.scheduler import make_blocks
-from flexgen_h2o.engine.workload import MicroBatchShape, Workload, workload_of
+from flexgen_h2o.engine.workload import Block
 from flexgen_h2o.kvcache.eviction import Eviction, Full
-from flexgen_h2o.kvcache.eviction.of_model import fitted
-from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
 from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.profile import nominal_profile
 from tests.parity.reference import opened, random_prompts, stored_tensors
@@ -74,10 +70,6 @@ class Run:
     header: int = 0
 
     @property
-    def sharing(self) -> Sharing | None:
-        return SHARINGS["on" if self.header else "off"]
-
-    @property
     def prompts(self) -> list[list[int]]:
         header = random_prompts((self.header,), seed=2)[0]
         return [[*header, *own] for own in random_prompts(self.lengths)]
@@ -85,37 +77,21 @@ class Run:
     def policy(self, percent: tuple[int, int, int, int, int, int]) -> Policy:
         return Policy(self.gbs, self.num_batches, percent, **self.switches)
 
-    def need(self, spec: ModelSpec) -> Workload:
-        sizes = {(self.header + n, self.new_tokens) for n in self.lengths}
-        eviction = fitted(self.eviction, spec, kv_sizes_of(spec, Policy()))
-        return workload_of(
-            eviction, len(self.lengths), sizes, spec.num_blocks, spec.windows
-        ).in_one_copy(self.common)
-
-    def costs(self, spec: ModelSpec, policy: Policy) -> CostModel:
+    def costs(self, llm: LLM, head_rows: int = 0) -> CostModel:
+        """Of what the engine has run, as its own planner counts the workload."""
+        plan = llm.planner.planned
+        assert plan is not None
         machine = Machine(nominal_profile(not self.stand_in), "float32", not self.stand_in)
-        return CostModel(spec, policy, self.need(spec), machine)
+        spec = with_head_rows(llm.model.spec, head_rows)
+        return CostModel(spec, plan.policy, plan.need, machine)
 
-    @property
-    def common(self) -> int:
-        """Tokens whose KV is held in one copy."""
-        takes_one = isinstance(self.eviction, Full) and not self.switches.get("compress_cache")
-        return self.header if takes_one else 0
-
-    @property
-    def blocks(self) -> list[list[MicroBatchShape]]:
+    def blocks(self, llm: LLM) -> list[Block]:
+        plan = llm.planner.planned
+        assert plan is not None
         rows = prompts_from_python(self.prompts, None, SHAPE["vocab_size"])
         for row in rows:
             row.max_new = self.new_tokens
-        blocks = make_blocks(rows, self.gbs, self.num_batches, self.sharing)
-        found = [
-            [
-                group_prompts([r.fed_ids for r in batch], self.sharing, self.common, opens=k == 0)
-                for k, batch in enumerate(block)
-            ]
-            for block in blocks
-        ]
-        return [[MicroBatchShape.of(groups) for groups in block] for block in found]
+        return llm.planner._shapes(rows, plan.policy, plan.need.common)
 
     def go(
         self, folder: Path, percent: tuple[int, int, int, int, int, int], offload_dir: Path

@@ -19,7 +19,7 @@ from flexgen_h2o.kvcache.eviction import Full, make_eviction
 
 @dataclass(frozen=True)
 class Run:
-    """folder: of the model. keeping: settings of the eviction policy. stand_in: with a device tier
+    """folder: of the model. eviction: a policy with its settings. stand_in: with a device tier
     of its own.
 
     in_flight: None takes as many as ranks.
@@ -30,7 +30,6 @@ class Run:
     max_tokens: int
     policy: dict[str, Any]
     eviction: str = "full"
-    keeping: dict[str, Any] = field(default_factory=dict)
     stand_in: bool = False
     in_flight: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -39,9 +38,7 @@ class Run:
         """The tokens and the report; None as a pipeline runs all layers in this process."""
         budget = MemoryBudget("64MiB" if self.stand_in else None, "64MiB", "64MiB")
         policy = Policy(**{**self.policy, "percent": tuple(self.policy["percent"])})
-        eviction = (
-            Full() if self.eviction == "full" else make_eviction(self.eviction, **self.keeping)
-        )
+        eviction = Full() if self.eviction == "full" else make_eviction(self.eviction)
         with LLM(self.folder, policy, eviction, "cpu", "float32", budget, offload_dir) as llm:
             if pipeline is not None:
                 llm.join(dataclasses.replace(pipeline, in_flight=self.in_flight or pipeline.ranks))

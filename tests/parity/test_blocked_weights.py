@@ -4,7 +4,7 @@ bf16 as near fp32's as bf16 is."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,78 +20,66 @@ from tests.parity.reference import LogitsByRow
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [300, 301, 302]]
 CONTINUATIONS = [[20, 21, 22], [23, 24, 25], [26, 27, 28]]
 NEAR_FP32 = 0.08  # of the logits' standard deviation
-WARM_UP = (
-    BLOCK_ROWS,
-    BLOCK_ROWS,
-)  # what a run multiplies once before it begins, also where nothing else is blocked
+# What a run multiplies once before it begins, also where nothing else is blocked.
+WARM_UP = (BLOCK_ROWS, BLOCK_ROWS)
+INT8 = {"int8_compute": True}
+PACKED_INT8 = {**INT8, "compress_weight": True}
 
 
 def logits(
-    dtype: str, placement: str, offload_dir: Path, device_mem: str | None = None, int8: bool = False
+    offload_dir: Path,
+    placement: str,
+    device_mem: str | None = None,
+    switches: dict[str, bool] | None = None,
+    dtype: str = "bfloat16",
 ) -> torch.Tensor:
     """Of all rows and steps, with given tokens. The shipped model's width can be blocked."""
     watch = LogitsByRow()
-    policy = Policy(2, 2, PLACEMENTS[placement], int8_compute=int8)
-    budget = MemoryBudget(device=device_mem)
-    with LLM(
-        "opt-tiny", policy, dtype=dtype, device="cpu", budget=budget, offload_dir=offload_dir
-    ) as llm:
+    policy = Policy(2, 2, PLACEMENTS[placement], **(switches or {}))
+    budget = MemoryBudget(device_mem)
+    with LLM("opt-tiny", policy, None, "cpu", dtype, budget, offload_dir) as llm:
         llm.follow(PROMPTS, CONTINUATIONS, watch)
     return torch.stack(watch.of_rows)
 
 
-def count_blocks(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[int]:
-    """The rows of each part that a module is about to block, but for the warm-up's."""
-    blocked: list[int] = []
-    block = module.block_words
-
-    def counted(words: torch.Tensor, memory: torch.Tensor) -> None:
-        if (
-            len(words),
-            words.shape[1] * words.itemsize // (2 if module is linear else 1),
-        ) != WARM_UP:
-            blocked.append(len(words))
-        block(words, memory)
-
-    monkeypatch.setattr(module, "block_words", counted)
-    return blocked
-
-
-@pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    return logits("float32", "all on device", tmp_path_factory.mktemp("exact"))
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+def test_bf16_is_near_fp32(tmp_path: Path) -> None:
     """Nothing is blocked: everything comes from disk."""
-    return logits("bfloat16", "weights on disk", tmp_path_factory.mktemp("plain"))
-
-
-def test_bf16_is_near_fp32(exact: torch.Tensor, plain: torch.Tensor) -> None:
-    assert (plain - exact).abs().max() < NEAR_FP32 * exact.std()
+    exact = logits(tmp_path, "all on device", dtype="float32")
+    found = logits(tmp_path, "weights on disk")
+    assert (found - exact).abs().max() < NEAR_FP32 * exact.std()
 
 
 @pytest.mark.parametrize(
-    ("placement", "device_mem", "int8"),
+    ("placement", "device_mem", "switches"),
     [
-        ("all on device", None, False),
-        ("weights on host", None, False),
-        ("weights split three ways", "1GiB", False),
-        ("all on device", None, True),
-        ("weights split three ways", "1GiB", True),
+        ("all on device", None, {}),
+        ("weights on host", None, {}),
+        ("weights split three ways", "1GiB", {}),
+        ("all on device", None, INT8),
+        ("weights split three ways", "1GiB", INT8),
+        ("weights split three ways", "1GiB", PACKED_INT8),
     ],
 )
 def test_blocked_or_not_is_no_difference(
     placement: str,
     device_mem: str | None,
-    int8: bool,
-    plain: torch.Tensor,
+    switches: dict[str, bool],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    want = logits("bfloat16", "weights on disk", tmp_path, int8=True) if int8 else plain
-    blocked = count_blocks(monkeypatch, int8_rows if int8 else linear)
-    assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8), want)
-    inputs = torch.uint8 if int8 else torch.bfloat16
+    """To the bit. In int8 sums are whole numbers, however a matrix is split."""
+    want = logits(tmp_path, "weights on disk", None, switches)
+    module: Any = int8_rows if switches else linear
+    inputs = torch.uint8 if switches else torch.bfloat16
+    blocked: list[int] = []
+    block = module.block_words
+
+    def counted(words: torch.Tensor, memory: torch.Tensor) -> None:
+        columns = words.shape[1] * words.itemsize // inputs.itemsize
+        if (len(words), columns) != WARM_UP:
+            blocked.append(len(words))
+        block(words, memory)
+
+    monkeypatch.setattr(module, "block_words", counted)
+    assert torch.equal(logits(tmp_path, placement, device_mem, switches), want)
     assert bool(blocked) == (products.has_loop(inputs) and device_mem is None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 import flexgen_h2o
 from flexgen_h2o import H2O, Policy, SamplingParams
 from flexgen_h2o.kvcache.eviction import Eviction
-from tests.parity.reference import Reference, opened, tokens_of
+from tests.parity.reference import ByShape, opened, tokens_of
 
 PACKAGE = Path(flexgen_h2o.__file__).parent
 # torch's functions that make tensors: of these all take the default device, and of the first the
@@ -32,28 +30,12 @@ WITH_DEVICE = WITH_DTYPE | {
 }
 
 
-@contextmanager
-def defaults(dtype: torch.dtype, device: str, by_context: bool) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        if by_context:
-            with torch.device(device):
-                yield
-        else:
-            torch.set_default_device(device)
-            yield
-    finally:
-        torch.set_default_dtype(before)
-        torch.set_default_device(None)
-
-
 @pytest.mark.parametrize(
-    ("shape", "policy", "eviction", "dtype", "by_context"),
+    ("shape", "policy", "eviction", "dtype"),
     [
-        ("normal", Policy(2, 2, (30,) * 6), None, torch.float64, True),
-        ("llama, rope yarn", Policy(2, 2, (0,) * 6), H2O(kv_budget=0.5), torch.bfloat16, False),
-        ("qwen3_moe", Policy(2, 1, compress_cache=True), H2O(kv_budget=0.5), torch.float64, False),
+        ("normal", Policy(2, 2, (30,) * 6), None, torch.float64),
+        ("llama, rope yarn", Policy(2, 2, (0,) * 6), H2O(kv_budget=0.5), torch.bfloat16),
+        ("qwen3_moe", Policy(2, 1, compress_cache=True), H2O(kv_budget=0.5), torch.float64),
     ],
 )
 def test_tokens_are_the_same(
@@ -61,8 +43,7 @@ def test_tokens_are_the_same(
     policy: Policy,
     eviction: Eviction | None,
     dtype: torch.dtype,
-    by_context: bool,
-    reference: Callable[[str], Reference],
+    reference: ByShape,
     tmp_path: Path,
 ) -> None:
     known = reference(shape)
@@ -72,9 +53,14 @@ def test_tokens_are_the_same(
             return tokens_of(llm.generate(known.prompts, SamplingParams(max_tokens=8)))
 
     want = tokens()
-    with defaults(dtype, "meta", by_context):
+    try:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device("meta")
         assert tokens() == want
         assert torch.get_default_dtype() == dtype and torch.empty(1).device.type == "meta"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 def test_whatever_makes_a_tensor_says_its_dtype_and_its_device() -> None:

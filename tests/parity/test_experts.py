@@ -4,7 +4,6 @@ stays on disk."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,15 @@ import torch
 
 from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.model import Experts, TensorSpec
-from flexgen_h2o.core.units import TOKEN_CHUNK
-from flexgen_h2o.engine import memory_plan
 from flexgen_h2o.engine.stores import WeightStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, moe
-from flexgen_h2o.models.layers import count_choices, mix_experts, sort_choices
 from tests.eviction.engine import run_with
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
-from tests.parity.conftest import EOS_LENGTHS
+from tests.parity.conftest import EOS_LENGTHS, Check
 from tests.parity.reference import (
     ByShape,
     Reference,
-    assert_equal,
     folder_with_eos,
     greedy,
     opened,
@@ -55,16 +50,9 @@ CASES = [
 
 @pytest.mark.parametrize(("shape", "placement", "configuration", "group"), thinned(CASES, 3))
 def test_tokens_and_logits_are_those_of_transformers(
-    shape: str,
-    placement: str,
-    configuration: str,
-    group: int,
-    reference: ByShape,
-    tmp_path: Path,
+    shape: str, placement: str, configuration: str, group: int, check: Check
 ) -> None:
-    chosen = CONFIGURATIONS[configuration]
-    policy = chosen.policy(PLACEMENTS[placement], expert_group=group)
-    assert_equal(reference(shape), policy, chosen.budget, tmp_path)
+    check(shape, placement, configuration, expert_group=group)
 
 
 @pytest.mark.parametrize(
@@ -88,16 +76,10 @@ def test_rows_that_end_while_others_of_their_block_go_on(
 
 
 @pytest.mark.parametrize(
-    ("most", "stand_in", "prefill", "decode"),
-    [
-        (None, False, [36], [5]),
-        (35, False, [35, 1], [5]),
-        (4, False, [21, 14, 1], [4, 1]),
-        (None, True, [21, 14, 1], [2, 2, 1]),
-    ],
+    ("stand_in", "prefill", "decode"),
+    [(False, [36], [5]), (True, [21, 14, 1], [2, 2, 1])],
 )
 def test_the_micro_batches_of_a_block_are_computed_together(
-    most: int | None,
     stand_in: bool,
     prefill: list[int],
     decode: list[int],
@@ -115,8 +97,6 @@ def test_the_micro_batches_of_a_block_are_computed_together(
         rows.append(len(hidden.x))
         experts(spec, w, group, hidden, ws)
 
-    if most is not None:
-        monkeypatch.setattr(memory_plan, "JOINED_TOKENS", most)
     monkeypatch.setattr(moe, "experts", counted)
     policy = Policy(2, 3, (0, 100, 0, 100, 0, 100), expert_group=8)
     budget = MemoryBudget("64MiB" if stand_in else None)
@@ -169,37 +149,6 @@ def chosen_experts(known: Reference, prompts: list[list[int]]) -> dict[int, set[
     for hook in hooks:
         hook.remove()
     return found
-
-
-@pytest.mark.parametrize("tokens", [1, 5, TOKEN_CHUNK + 3])
-def test_chunks_of_inputs_are_mixed_as_one(tokens: int) -> None:
-    """Whatever the expert, and where a chunk ends between its inputs."""
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, 4, generator=generator)
-    chosen = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(tokens)]).int()
-    weights = torch.rand(tokens, 2, generator=generator)
-    (counts,) = count_choices(chosen, [tokens], 6)
-    assert counts == torch.bincount(chosen.flatten(), minlength=6).tolist()
-    mixed = torch.zeros(tokens, 4)
-    sizes = {"routed": TOKEN_CHUNK * 16}
-    ws = Workspace(torch.empty(TOKEN_CHUNK * 16, dtype=torch.uint8), sizes, torch.float32)
-
-    hidden = Hidden(x, mixed, chosen.clone(), weights.clone(), counts)
-    sort_choices(hidden)
-    for group in (range(4), range(4, 6)):
-        factors = torch.tensor(group) + 1
-
-        def compute(
-            counts: Sequence[int], inputs: torch.Tensor, out: torch.Tensor, factors: Any = factors
-        ) -> None:
-            out.copy_(inputs * factors.repeat_interleave(torch.tensor(counts)).unsqueeze(1))
-
-        mix_experts(group, hidden, ws, torch.Tensor.clone, compute)
-    want = torch.zeros(tokens, 4)
-    for expert in range(6):
-        here = chosen == expert
-        want += x * (expert + 1) * (weights * here).sum(1, keepdim=True)
-    assert torch.allclose(mixed, want, atol=1e-6)
 
 
 def test_shares_of_groups() -> None:

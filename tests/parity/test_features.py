@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer, OPTForCausalLM
 
 from flexgen_h2o import MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from tests.parity.cases import PLACEMENTS
@@ -66,3 +68,22 @@ def test_one_run_at_a_time(reference: ByShape, tmp_path: Path) -> None:
         for watch in (second, None):
             out = llm.generate(known.prompts, params, watch_logits=watch)
             assert refused and tokens_of(out) == known.tokens
+
+
+TEXTS = [
+    "def main(argv=None):\n    ",
+    "import",
+    "class Queue:\n    def put(self, item):\n        self.",
+]
+
+
+def test_the_shipped_model(tmp_path: Path) -> None:
+    folder = PACKAGED["opt-tiny"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = OPTForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with opened(Path("opt-tiny"), Policy(2, 2, (20, 0, 0, 50, 100, 0)), tmp_path) as llm:
+        out = llm.generate(TEXTS, SamplingParams(max_tokens=10))
+    for text, one in zip(TEXTS, out, strict=True):
+        want = greedy(model, tokenizer(text)["input_ids"], 10, model.config.eos_token_id)
+        assert one.token_ids == want
+        assert one.text == tokenizer.decode(want, skip_special_tokens=True)

@@ -13,29 +13,23 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.model import with_head_rows
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape, Depth
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.planner.cost_model import disk_read_bytes
-from flexgen_h2o.planner.lp import Percent
 from tests.forks import Forks
 from tests.parity.cases import CONFIGURATIONS, LAID_OUT, PLACEMENTS, thinned
-from tests.parity.planned import FAMILIES, SHAPE, Run, write_aligned
-from tests.parity.ranks import Run as PipelineRun
+from tests.parity.conftest import Check
+from tests.parity.ranks import Run
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
     LONG,
     ByShape,
     Ended,
     LogitsByRow,
-    Reference,
-    assert_equal,
     greedy,
     opened,
     random_model,
     random_prompts,
-    run,
     tokens_of,
 )
 from tests.parity.test_pipeline import answers_of
@@ -55,7 +49,6 @@ CASES = [
 ]
 DISK = PLACEMENTS["weights on disk"]
 HALVES = PLACEMENTS["device and disk in halves"]
-SPLIT: Percent = (10, 10, 40, 0, 50, 0)
 
 
 @pytest.fixture
@@ -75,27 +68,12 @@ def rows_of_parts(llm: LLM) -> int:
     return planned.memory.head_rows
 
 
-def logits_of(
-    known: Reference, policy: Policy, offload_dir: Path, budget: MemoryBudget | None = None
-) -> tuple[list[list[int]], torch.Tensor]:
-    watch = LogitsByRow()
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    out = run(known.folder, known.prompts, policy, offload_dir, params, budget, watch)
-    return tokens_of(out), torch.stack(watch.of_rows)
-
-
 @pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(CASES, 5))
 def test_tokens_and_logits_are_those_of_transformers(
-    shape: str,
-    placement: str,
-    configuration: str,
-    reference: ByShape,
-    tmp_path: Path,
-    forced: Callable[[], None],
+    shape: str, placement: str, configuration: str, check: Check, forced: Callable[[], None]
 ) -> None:
     forced()
-    chosen = CONFIGURATIONS[configuration]
-    assert_equal(reference(shape), chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path)
+    check(shape, placement, configuration)
 
 
 # ---- as the whole head
@@ -106,16 +84,6 @@ SWITCHES: tuple[dict[str, Any], ...] = (
     {"compress_weight": True, "int8_compute": True},
 )
 PACKED = ("normal", "llama, one kv-head, odd sizes", "post-norm, narrow embedding (350m)")
-
-
-def check_near(
-    known: Reference, policy: Policy, offload_dir: Path, forced: Any, **more: Any
-) -> None:
-    """Parts of the head give the tokens and the logits of the whole head."""
-    tokens, logits = logits_of(known, policy, offload_dir, **more)
-    forced()
-    same, near = logits_of(known, policy, offload_dir, **more)
-    assert same == tokens and (near - logits).abs().max() <= LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -130,8 +98,19 @@ def test_packed_weights_and_products_in_int8(
     forced: Callable[[], None],
 ) -> None:
     budget = MemoryBudget("64MiB" if stand_in else None)
-    policy = Policy(2, 2, HALVES, **switches)
-    check_near(reference(shape), policy, offload_dir, forced, budget=budget)
+    known = reference(shape)
+    found = []
+    for forces in (False, True):
+        if forces:
+            forced()
+        watch = LogitsByRow()
+        with opened(
+            known.folder, Policy(2, 2, HALVES, **switches), offload_dir, budget=budget
+        ) as llm:
+            out = llm.generate(known.prompts, SamplingParams(max_tokens=4), watch_logits=watch)
+        found.append((tokens_of(out), torch.stack(watch.of_rows)))
+    (tokens, logits), (same, near) = found
+    assert same == tokens and (near - logits).abs().max() <= LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -181,21 +160,6 @@ def test_rows_that_end_and_rows_that_enter(
         assert tokens_of(llm.generate(ended.prompts, params, refill=refill)) == ended.tokens
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_is_read_is_planned(tied: bool, tmp_path: Path, forced: Callable[[], None]) -> None:
-    """Every part once a sweep, and of the embedding a page for the row's token."""
-    forced()
-    model = random_model(**SHAPE) if tied else random_model(model_type="llama", **FAMILIES["llama"])
-    write_aligned(model, tmp_path)
-    one_row = Run(1, 1, stand_in=False, lengths=(1,), new_tokens=5)
-    llm = one_row.go(tmp_path, DISK, tmp_path)
-    assert llm.policy is not None and llm.report is not None
-    spec = with_head_rows(llm.model.spec, rows_of_parts(llm))
-    at = one_row.costs(spec, llm.policy)
-    read = disk_read_bytes(at, [(tuple(one_row.blocks[0]), 1)])
-    assert llm.report.io_bytes_by_kind["weights"]["disk_read"] == read
-
-
 @pytest.mark.parametrize("stand_in", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_last_rank_of_a_pipeline(stand_in: bool, forks: Forks, tmp_path: Path) -> None:
     """It has no embedding, so that parts pay beside a device as well, and with a tied head."""
@@ -210,6 +174,6 @@ def test_the_last_rank_of_a_pipeline(stand_in: bool, forks: Forks, tmp_path: Pat
         memory = MemoryPlanner(spec, policy, 4, not stand_in)
         assert memory.head_rows(BlockShape(1, 4, 12, (16,)), SEQUENTIAL)
         more = {"stand_in": stand_in, "in_flight": 2}
-        runs.append(PipelineRun(str(folder), prompts, 3, policy.to_json(), **more))
+        runs.append(Run(str(folder), prompts, 3, policy.to_json(), **more))
     for model, answer in zip(models, answers_of(forks, 2, runs, tmp_path), strict=True):
         assert answer["tokens"] == [greedy(model, prompt, 3) for prompt in prompts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,9 @@ from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.units import TOKEN_CHUNK, TRANSFER_CHUNK
 from flexgen_h2o.engine import workload
 from flexgen_h2o.engine.scheduler import SweepInput
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from flexgen_h2o.models import layers
+from tests.parity.cases import PLACEMENTS
+from tests.parity.conftest import Check
 from tests.parity.reference import (
     Reference,
     assert_equal,
@@ -68,13 +69,13 @@ def test_prompts_attend_in_parts(
     shape: str,
     configuration: str,
     placement: str,
-    reference: Callable[[str], Reference],
-    tmp_path: Path,
+    check: Check,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chosen = CONFIGURATIONS[configuration]
+    """And layers compute a few tokens at a time, experts a few of their inputs."""
     parts = split_parts(monkeypatch)
-    assert_equal(reference(shape), chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path)
+    monkeypatch.setattr(layers, "TOKEN_CHUNK", 4)
+    check(shape, placement, configuration, expert_group=2 if shape == "gpt_oss" else 0)
     assert max(parts) > 1
 
 

@@ -28,7 +28,7 @@ from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 from tests.eviction import policies as plain
 from tests.eviction.plain_models import plain_model
 from tests.eviction.policies import Budget
-from tests.eviction.reference import LayerState, forward
+from tests.eviction.reference import evicted_greedy
 from tests.parity.reference import random_model
 
 TOLERANCE = 1e-4
@@ -78,13 +78,14 @@ def save(folder: Path, **shape: Any) -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=["opt-tiny", *FOLDERS])
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each family, and the shipped one."""
-    if request.param == "opt-tiny":
+    """The shipped model, unless a test asks for one of a family."""
+    name = getattr(request, "param", "opt-tiny")
+    if name not in FOLDERS:
         return PACKAGED["opt-tiny"]
     made = tmp_path_factory.mktemp("model")
-    save(made, **FOLDERS[request.param])
+    save(made, **FOLDERS[name])
     return made
 
 
@@ -115,6 +116,7 @@ class Hook(CacheHook):
         self.kept[attr, repr(req)] = res
 
 
+@pytest.mark.parametrize("folder", ["opt-tiny", *FOLDERS], indirect=True)
 def test_answers_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
     """Log-likelihoods, also of the greedy continuation, those of whole texts, and texts. Each goes
     to the cache."""
@@ -142,8 +144,9 @@ def test_answers_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
             assert answer in [hook.kept.get(key) for key in keys]
 
 
-@pytest.mark.parametrize("shape", FOLDERS)
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "together"), [("opt", True), ("llama", False), ("gpt_neox", True)]
+)
 def test_h2o_forces_the_continuation_through_decode(
     shape: str, together: bool, tmp_path: Path
 ) -> None:
@@ -162,35 +165,16 @@ def test_h2o_forces_the_continuation_through_decode(
         found = [answer for part in parts for answer in own._loglikelihood_tokens(part)]
         llm.eviction = H2O(heavy_size=40, recent_size=40)
         whole = own._loglikelihood_tokens(asked)
+    want = []
+    reference = plain_model(model)
     policy = plain.h2o(Budget(**sizes))
-    assert_close(found, [evicted(plain_model(model), c, m, policy) for c, m in rows])
+    for prompt, ids in rows:
+        given = dict(enumerate(ids))
+        logits = evicted_greedy(reference, prompt, len(ids), policy, given=given).logits
+        each = logits.double().log_softmax(-1)[range(len(ids)), ids]
+        want.append((float(each.sum()), logits.argmax(-1).tolist() == ids))
+    assert_close(found, want)
     assert abs(found[0][0] - whole[0][0]) > 0.01, "nothing was evicted"
-
-
-def evicted(
-    model: Any, context: Sequence[int], tokens: Sequence[int], policy: plain.Policy
-) -> tuple[float, bool]:
-    """Slow and obvious: all is computed anew for each token, under masks that grow row by row."""
-    states = [
-        LayerState(model, layer, len(context), len(tokens), policy)
-        for layer in range(model.num_layers)
-    ]
-    ids = list(context)
-    total = 0.0
-    greedy = True
-    for step, token in enumerate(tokens):
-        logits, seen = forward(model, ids, [state.mask for state in states])
-        for state, own in zip(states, seen, strict=True):
-            if step:
-                state.decoded(own)
-            else:
-                state.prefilled(own)
-        total += float(logits.double().log_softmax(-1)[token])
-        greedy = greedy and int(logits.argmax()) == token
-        ids.append(token)
-        for state in states:
-            state.join()
-    return total, greedy
 
 
 @pytest.mark.parametrize(
@@ -234,7 +218,6 @@ def test_draws_are_repeatable_and_differ(ours: EngineLM) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"num_beams": 4}, "--gen-kwargs num_beams=4: is not supported"),
         ({"max_gen_toks": 5000}, "max_gen_toks=5000"),
         ({"do_sample": True, "temperature": -1.0, "max_gen_toks": 5}, "--gen-kwargs temperature"),
     ],
@@ -256,8 +239,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_chat_templates(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes no system's message, as HFLM has it; one that takes nothing, and one that
-    never ends."""
+    """One that takes no system's message, as HFLM has it, and one that takes nothing."""
     history = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     refuse = "{{ raise_exception('not that') }}"
     template = (
@@ -267,8 +249,6 @@ def test_chat_templates(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ours.tokenizer, "chat_template", template)
     assert ours.apply_chat_template(history) == "hi>"
     assert ours.apply_chat_template(history, False) == "hi"
-    endless = "{% for i in range(10**9) %}x{% endfor %}"
-    for bad, says in ((refuse, "template refuses: not that"), (endless, "template")):
-        monkeypatch.setattr(ours.tokenizer, "chat_template", bad)
-        with pytest.raises(UsageError, match=says):
-            ours.apply_chat_template(history)
+    monkeypatch.setattr(ours.tokenizer, "chat_template", refuse)
+    with pytest.raises(UsageError, match="template refuses: not that"):
+        ours.apply_chat_template(history)

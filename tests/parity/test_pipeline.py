@@ -109,25 +109,24 @@ def run_of(reference: Reference, policy: Policy, **more: Any) -> Run:
     return Run(str(reference.folder), reference.prompts, NEW_TOKENS, policy.to_json(), **more)
 
 
-def test_two_ranks_give_the_tokens_of_transformers_with_every_placement(
-    three_blocks: Reference, forks: Forks, tmp_path: Path
+@pytest.mark.parametrize(
+    "blocks",
+    [[[0, 2], [2, 3]], pytest.param([[0, 1], [1, 2], [2, 3]], marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_ranks_give_the_tokens_of_transformers_with_every_placement(
+    blocks: list[list[int]], three_blocks: Reference, forks: Forks, tmp_path: Path
 ) -> None:
     """And report together, each holding only its layers."""
     runs = [run_of(three_blocks, Policy(2, 1))]
     for percent, one in zip(PLACEMENTS.values(), cycle(CONFIGURATIONS.values()), strict=False):
         runs.append(run_of(three_blocks, one.policy(percent), stand_in=one.stand_in))
-    answers = answers_of(forks, 2, runs, tmp_path)
+    answers = answers_of(forks, len(blocks), runs, tmp_path)
     for run, answer in zip(runs, answers, strict=True):
         assert answer["tokens"] == three_blocks.tokens, run.policy
-    check_joint_report(answers[0]["report"], three_blocks, [[0, 2], [2, 3]], tmp_path)
-
-
-def check_joint_report(
-    report: dict[str, Any], known: Reference, blocks: list[list[int]], folder: Path
-) -> None:
-    """Of Policy(2, 1) over as many ranks as `blocks` names. One process runs as many rows at a time
-    for comparison."""
-    alone = run_of(known, Policy(2, len(blocks))).do(None, str(folder / "offload"))["report"]
+    report = answers[0]["report"]
+    # One process runs as many rows at a time for comparison.
+    alone = run_of(three_blocks, Policy(2, len(blocks))).do(None, str(tmp_path))["report"]
     ranks = report["extra"]["ranks"]
     assert [one["blocks"] for one in ranks] == blocks
     assert report["total"]["tokens"] == alone["total"]["tokens"] and report["kv"] == alone["kv"]
@@ -135,8 +134,7 @@ def check_joint_report(
     # Hidden states once to each neighbour but back to the first rank: of every prompt token, then
     # of every new one.
     width = 48 * 4
-    rows = len(LENGTHS)
-    hidden = (sum(LENGTHS) + (NEW_TOKENS - 1) * rows) * width
+    hidden = (sum(LENGTHS) + (NEW_TOKENS - 1) * len(LENGTHS)) * width
     assert all(hidden < one["sent_bytes"] < hidden * 1.5 for one in ranks[:-1])
     assert ranks[-1]["sent_bytes"] < hidden / 2
 
@@ -151,21 +149,17 @@ def test_runs_of_any_kind_are_those_of_one_process(
 ) -> None:
     """Micro-batches, families, eviction, compression, samples and rows that end."""
     disk = (30, 0, 30, 0, 30, 0)
-    kept = {"keeping": {"heavy_size": 2}}
     windows = reference("qwen2, windows of some layers")
     packed = Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8)
     runs = [
         run_of(reference("llama"), Policy(1, 3, disk), in_flight=1),  # one transformer block a rank
-        run_of(reference("llama"), Policy(2, 1, disk, int8_compute=True)),
-        run_of(reference("llama"), Policy(2, 1), eviction="h2o:positions=rolling", **kept),
+        run_of(reference("llama"), Policy(2, 1), eviction="h2o:kv_budget=0.4,positions=rolling"),
         run_of(reference("gpt_neox"), Policy(2, 3, disk), in_flight=3),
-        run_of(three_blocks, Policy(1, 1), in_flight=3),
-        run_of(three_blocks, Policy(1, 1, disk), eviction="random", **kept),
+        run_of(three_blocks, Policy(1, 1, disk), eviction="random:kv_budget=0.4"),
         run_of(three_blocks, packed),
         run_of(three_blocks, Policy(2, 1), sampling={"temperature": 1.0, "seed": 3}),
         run_of(reference("olmoe"), Policy(1, 3, disk), in_flight=2),
-        run_of(windows, Policy(2, 1, disk), eviction="h2o", **kept),
-        run_of(reference("gpt_oss, all experts chosen, no biases"), Policy(2, 2, disk)),
+        run_of(windows, Policy(2, 1, disk), eviction="h2o:kv_budget=0.4"),
     ]
     longest = max(map(len, ended.tokens))
     of_ended = Run(str(ended.folder), ended.prompts, longest, Policy(2, 1).to_json())
@@ -174,13 +168,6 @@ def test_runs_of_any_kind_are_those_of_one_process(
         assert answer["tokens"] == run.do(None, str(tmp_path / "offload"))["tokens"], run
     assert found[-1]["tokens"] == ended.tokens
     assert len({len(row) for row in ended.tokens}) > 2  # rows do end in the middle
-
-
-@pytest.mark.slow
-def test_three_ranks_report_together(three_blocks: Reference, forks: Forks, tmp_path: Path) -> None:
-    (answer,) = answers_of(forks, 3, [run_of(three_blocks, Policy(2, 1))], tmp_path)
-    assert answer["tokens"] == three_blocks.tokens
-    check_joint_report(answer["report"], three_blocks, [[0, 1], [1, 2], [2, 3]], tmp_path)
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from flexgen_h2o import LLM
 from flexgen_h2o.checkpoint.formats import weight_parts
 from flexgen_h2o.core.units import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, weight_sequence, zigzag
-from flexgen_h2o.kvcache.eviction import H2O, Local
+from flexgen_h2o.engine.memory import MemoryPlanner
+from flexgen_h2o.engine.workload import Block
+from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.planner.cost_model import (
     CostModel,
     Transfer,
@@ -49,22 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Moved = dict[str, dict[str, float]]  # by kind and lane
 
 
-def costs_of(llm: LLM, run: Run) -> CostModel:
-    """Return the costs of a run that has ended."""
-    assert llm.policy is not None
-    return run.costs(llm.model.spec, llm.policy)
-
-
 def planned(llm: LLM, run: Run) -> Moved:
     """Bytes of each kind over each lane by the cost model, in whole pages where they go to or
     come from the disk."""
-    assert llm.policy is not None
-    at = costs_of(llm, run)
-    blocks = [(tuple(block), 1) for block in run.blocks]
-    read = sum(move.nbytes for _, move in moves_of(at, run) if move.lane == "disk_read")
-    assert disk_read_bytes(at, blocks) == pytest.approx(read)
+    at = run.costs(llm)
+    blocks = run.blocks(llm)
+    read = sum(move.nbytes for _, move in moves_of(at, run, blocks) if move.lane == "disk_read")
+    assert disk_read_bytes(at, [(block, 1) for block in blocks]) == pytest.approx(read)
     found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    for what, move in moves_of(at, run):
+    for what, move in moves_of(at, run, blocks):
         nbytes = move.nbytes
         if what == "weights":
             assert at.memory.form.converted_by or nbytes % PAGE == 0
@@ -76,18 +71,18 @@ def planned(llm: LLM, run: Run) -> Moved:
         elif move.link:  # a KV unit leaves the device in whole pages too
             found[what]["d2h"] += nbytes if what == "kv" else move.nbytes
     if at.memory.form.converted_by:
-        found["weights"]["disk_read"] += ends_of_pages(llm, at, run)
+        found["weights"]["disk_read"] += ends_of_pages(llm, at, run.new_tokens * len(blocks))
     return {kind: {lane: found[kind][lane] for lane in LANES} for kind in KINDS}
 
 
-def ends_of_pages(llm: LLM, at: CostModel, run: Run) -> int:
+def ends_of_pages(llm: LLM, at: CostModel, sweeps: int) -> int:
     """Bytes that are read besides packed rows, because these begin and end within pages."""
     plan = at.memory.layers
     shares = tier_shares(at.policy.weight_shares, at.machine.device_is_host)
     stored = llm._find_checkpoint(at.memory.form).tensors
     total = 0
     units = tuple(layer.unit for layer in plan.layers)
-    for unit in weight_sequence(run.new_tokens * len(run.blocks), units):
+    for unit in weight_sequence(sweeps, units):
         for tensor in plan.units[unit].tensors:
             for part in weight_parts(tensor.shape, shares):
                 if part.tier == "disk":
@@ -97,10 +92,9 @@ def ends_of_pages(llm: LLM, at: CostModel, run: Run) -> int:
     return total
 
 
-def moves_of(at: CostModel, run: Run) -> Iterator[tuple[str, Transfer]]:
+def moves_of(at: CostModel, run: Run, blocks: list[Block]) -> Iterator[tuple[str, Transfer]]:
     """Every transfer of a run, and what it brings."""
     plan = at.memory.layers
-    blocks = run.blocks
     units = tuple(layer.unit for layer in plan.layers)
     for unit in weight_sequence(run.new_tokens * len(blocks), units):
         yield from (("weights", move) for move in weight_moves(at, plan.units[unit]))
@@ -140,7 +134,6 @@ RUNS: dict[str, Run] = {
     "host, sequential, joined": Run(3, 1, False, IN_ORDER),
     "device, attends on host": Run(2, 3, switches=ON_HOST),
     "device, h2o": Run(eviction=H2O_6),
-    "device, segments": Run(lengths=(70,) * 5),
     "host, h2o that fills up": Run(3, 1, False, eviction=H2O(heavy_size=6, recent_size=5)),
     "device, evicts in the prompt only": Run(
         eviction=H2O(heavy_size=4, recent_size=2, while_decoding=False)
@@ -152,9 +145,6 @@ RUNS: dict[str, Run] = {
     "host, 4 bits, int8": Run(
         stand_in=False, switches={"compress_weight": True, "int8_compute": True}
     ),
-    "device, 8 bits, joined": Run(
-        switches={"compress_weight": True, "weight_bits": 8, "sep_layer": False}
-    ),
     "host, a shared prefix, segments": Run(3, 1, False, header=60, lengths=FEW),
     "device, a shared prefix, packed KV": Run(switches=PACKED, header=11, lengths=FEW),
     "device, a shared prefix": Run(2, 3, switches=ON_HOST, header=70, lengths=(70, 9, 4, 1, 5)),
@@ -163,9 +153,6 @@ RUNS: dict[str, Run] = {
     "shorter prompts": Run(1, 2, lengths=(150, 100, 70, 30, 8)),
     "shorter prompts, sizes": Run(1, 2, lengths=FALLING, new_tokens=8, eviction=H2O_6),
     "shorter prompts, ratios": Run(1, 2, lengths=FALLING, new_tokens=12, eviction=H2O(0.2)),
-    "shorter prompts, window": Run(
-        1, 2, lengths=FALLING, new_tokens=8, eviction=Local(recent_size=4, sinks=2)
-    ),
     # With H2O slots do not grow, and every write-back is of a whole unit.
     "written back": Run(new_tokens=40, eviction=H2O_6),
 }
@@ -190,7 +177,6 @@ def test_the_engine_moves_what_is_planned(
 FAMILY_RUNS: tuple[tuple[str, Run, str], ...] = (
     ("llama", RUNS["device"], "everything split 30/30"),
     ("gpt_neox", Run(3, 1, switches=IN_ORDER), "all on disk"),
-    ("llama", RUNS["device, packed KV, h2o"], "kv on host"),
     ("qwen2", Run(lengths=(5, 9, 30, 1, 12)), "kv split three ways"),
     ("qwen2", RUNS["device, packed KV, h2o"], "kv on disk"),
     ("qwen2", RUNS["device, a shared prefix"], "kv split three ways"),
@@ -205,22 +191,24 @@ def test_other_families(family: str, placement: str, run: Run, tmp_path: Path) -
     assert moved == expected
 
 
-@pytest.mark.parametrize("stand_in", [False, True])
-def test_a_row_reads_the_experts_of_its_tokens(stand_in: bool, tmp_path: Path) -> None:
-    """One token a sweep: of each block 2 of 16 experts, whichever they are."""
-    write_aligned(random_model(model_type="qwen3_moe", **FAMILIES["qwen3_moe"]), tmp_path)
+@pytest.mark.parametrize(
+    ("family", "stand_in", "head_rows"),
+    [("qwen3_moe", False, 0), ("qwen3_moe", True, 0), ("opt", False, 48), ("llama", False, 48)],
+)
+def test_one_row_reads_what_its_tokens_need(
+    family: str, stand_in: bool, head_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token a sweep: of each block 2 of 16 experts, whichever they are; every part of the head
+    once, and of the embedding a page for the token."""
+    if head_rows:
+        monkeypatch.setattr(MemoryPlanner, "head_rows", lambda *_: head_rows)
+    shape = SHAPE if family == "opt" else FAMILIES[family]
+    write_aligned(random_model(model_type=family, **shape), tmp_path)
     run = Run(1, 1, stand_in, lengths=(1,), new_tokens=5)
     llm = run.go(tmp_path, PLACEMENTS["weights on disk"], tmp_path)
     assert llm.report is not None
-    planned = disk_read_bytes(costs_of(llm, run), [(tuple(run.blocks[0]), 1)])
+    planned = disk_read_bytes(run.costs(llm, head_rows), [(run.blocks(llm)[0], 1)])
     assert llm.report.io_bytes_by_kind["weights"]["disk_read"] == pytest.approx(planned)
-    of_an_expert = 3 * 64 * 64
-    others = 2 * 64 * (128 + 64) + 16 * 64  # projections of attention, router
-    table = 128 * 64 * ITEMSIZE
-    # The head, and of the embedding the row of the token.
-    tables = table + (table if stand_in else PAGE)
-    blocks = ITEMSIZE * llm.model.spec.num_blocks * (2 * of_an_expert + others)
-    assert planned == 5 * (blocks + tables)
 
 
 @pytest.mark.parametrize(("rows", "share"), [(1, 3 / 4), (5, 14 / 20)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.engine.sequence import Sequence, with_params
 from flexgen_h2o.kvcache.eviction import H2O
@@ -29,7 +29,6 @@ from tests.parity.conftest import NEW_TOKENS, SEEDS
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
     LONG,
-    ByShape,
     LogitsByRow,
     Reference,
     greedy,
@@ -68,13 +67,15 @@ def some_alike(seed: int) -> list[list[int]]:
     return [*rows, rows[0], rows[3][:-2], *random_prompts((*OTHERS, 1), seed + 2)]
 
 
-def references(
-    prompts: Callable[[int], list[list[int]]], tmp_path_factory: pytest.TempPathFactory
-) -> ByShape:
-    """prompts: of a seed; the first seed that leads to no near tie counts."""
+Alike = Callable[..., Reference]
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> Alike:
+    """A shape's reference for prompts of a seed: the first that leads to no near tie."""
 
     @cache
-    def made(shape: str) -> Reference:
+    def made(shape: str, prompts: Callable[[int], list[list[int]]]) -> Reference:
         model = random_model(SEEDS.get(shape, 0), **(SHAPES | FAMILY_SHAPES)[shape])
         for seed in range(5, 30):
             folder = tmp_path_factory.mktemp("model")
@@ -85,16 +86,6 @@ def references(
         raise AssertionError(f"{shape}: no prompts without near ties")
 
     return made
-
-
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> ByShape:
-    return references(all_alike, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> ByShape:
-    return references(some_alike, tmp_path_factory)
 
 
 OTHER_SHAPES = (
@@ -136,59 +127,41 @@ def held_in_one_copy(llm: LLM) -> int:
     return int(found["tokens"])
 
 
-def fed_tokens(llm: LLM) -> int:
-    assert llm.report is not None
-    return int(llm.report.extra["prefill_fed_tokens"])
-
-
-def generate(
-    known: Reference,
-    policy: Policy,
-    offload_dir: Path,
-    how: str = "on",
-    budget: MemoryBudget | None = None,
-) -> LLM:
-    """Check the tokens and the logits."""
-    watch = LogitsByRow()
-    with open_llm(known.folder, policy, offload_dir, how, budget=budget) as llm:
-        out = llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS), watch_logits=watch)
-    assert tokens_of(out) == known.tokens
-    watch.check(known.logits)
-    assert llm.report is not None and llm.report.prefill.tokens == sum(map(len, known.prompts))
-    return llm
-
-
 @pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(cases(), 2))
 def test_tokens_and_logits(
-    shape: str,
-    placement: str,
-    configuration: str,
-    headed: ByShape,
-    shared: ByShape,
-    tmp_path: Path,
+    shape: str, placement: str, configuration: str, alike: Alike, tmp_path: Path
 ) -> None:
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement])
-    known = shared(shape)
-    llm = generate(known, policy, tmp_path, budget=chosen.budget)
-    assert (fed_tokens(llm) < sum(map(len, known.prompts))) is (chosen.gbs > 1)
-    known = headed(shape)
-    llm = generate(known, policy, tmp_path, budget=chosen.budget)
-    assert held_in_one_copy(llm) == HEADER and llm.report is not None
-    # The header is fed once a block, and each row's slots are for the others.
-    blocks = llm.report.extra["blocks"]
-    assert fed_tokens(llm) <= sum(len(p) - HEADER for p in known.prompts) + blocks * HEADER
-    assert llm.report.kv["slots"] == max(map(len, known.prompts)) - HEADER + NEW_TOKENS - 1
+    for prompts in (some_alike, all_alike):
+        known = alike(shape, prompts)
+        watch = LogitsByRow()
+        params = SamplingParams(max_tokens=NEW_TOKENS)
+        with open_llm(known.folder, policy, tmp_path, budget=chosen.budget) as llm:
+            out = llm.generate(known.prompts, params, watch_logits=watch)
+        assert tokens_of(out) == known.tokens
+        watch.check(known.logits)
+        assert llm.report is not None
+        given = sum(map(len, known.prompts))
+        fed = llm.report.extra["prefill_fed_tokens"]
+        assert llm.report.prefill.tokens == given
+        if prompts is some_alike:
+            assert (fed < given) is (chosen.gbs > 1)
+            continue
+        assert held_in_one_copy(llm) == HEADER
+        # The header is fed once a block, and each row's slots are for the others.
+        assert fed <= given + (llm.report.extra["blocks"] - len(known.prompts)) * HEADER
+        assert llm.report.kv["slots"] == max(map(len, known.prompts)) - HEADER + NEW_TOKENS - 1
 
 
 @pytest.mark.parametrize(
     ("placement", "refill"), [("all on device", False), ("kv split three ways", True)]
 )
 def test_rows_that_end_at_different_steps(
-    refill: bool, placement: str, headed: ByShape, tmp_path: Path
+    refill: bool, placement: str, alike: Alike, tmp_path: Path
 ) -> None:
     """An end-of-sequence token in the middle; places are filled by rows that read the same copy."""
-    known = headed("normal")
+    known = alike("normal", all_alike)
     prompts = [*known.prompts, *([*p[:HEADER], 9, *p[HEADER:]] for p in known.prompts)]
     whole = [greedy(known.model, p, LONG) for p in prompts]
     eos = token_that_ends(whole)
@@ -201,10 +174,10 @@ def test_rows_that_end_at_different_steps(
     assert len({len(row) for row in want}) >= 3
 
 
-def test_more_rows_enter_only_with_the_same_header(headed: ByShape, tmp_path: Path) -> None:
+def test_more_rows_enter_only_with_the_same_header(alike: Alike, tmp_path: Path) -> None:
     """As the batch door asks: what begins otherwise, or is no longer than the header, has no
     room."""
-    known = headed("normal")
+    known = alike("normal", all_alike)
     further = [[*p[:HEADER], 8, *p[HEADER + 1 :]] for p in known.prompts[:4]]
     others = ([[5, *known.prompts[0][1:]]], [known.prompts[0][:HEADER]], further)
     asked = [SamplingParams(max_tokens=n) for n in (5, 2, 4, 1, 3, 5, 2, 4, 5)]
@@ -228,10 +201,10 @@ def test_more_rows_enter_only_with_the_same_header(headed: ByShape, tmp_path: Pa
         assert one.token_ids == greedy(known.model, one.prompt_ids, one.params.max_tokens)
 
 
-def test_equal_prompts_one_row_and_others_in_turn(headed: ByShape, tmp_path: Path) -> None:
+def test_equal_prompts_one_row_and_others_in_turn(alike: Alike, tmp_path: Path) -> None:
     """An engine that is open for one header serves shorter ones, and is opened again for what it
     has no room for."""
-    known = headed("llama")
+    known = alike("llama", all_alike)
     params = SamplingParams(max_tokens=NEW_TOKENS)
     first = known.prompts[0]
     last = known.prompts[4]
@@ -266,11 +239,11 @@ def test_with_and_without_are_the_same(
     more: dict[str, Any],
     common: int,
     tolerance: float,
-    headed: ByShape,
+    alike: Alike,
     tmp_path: Path,
 ) -> None:
     """Where tokens are not transformers' own. Packed and sparse columns stay with their rows."""
-    known = headed("llama")
+    known = alike("llama", all_alike)
     found = []
     for how in ("off", "on"):
         watch = LogitsByRow()
@@ -290,24 +263,16 @@ def test_the_plan_holds_one_copy(placement: str, tmp_path: Path) -> None:
     peak bytes are the plan's, with the copy in it."""
     random_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     prompts = [[*random_prompts((300,), 8)[0], *own] for own in random_prompts((5,) * 8, 9)]
-    reserved = {}
-    peak = {}
+    column = 2 * BASE["num_hidden_layers"] * BASE["hidden_size"] * 4
     for how, slots, common, fed in (("off", 307, 0, 4 * 305), ("on", 7, 300, 300 + 4 * 5)):
         policy = Policy(4, 2, PLACEMENTS[placement])
         with open_llm(tmp_path / "model", policy, tmp_path, how) as llm:
             llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
-            assert llm._engine is not None
+            assert llm._engine is not None and llm.report is not None
             plan = llm._engine.plan
-            report = llm.report
-        assert report is not None
-        assert plan.shape.slots[0] == report.kv["slots"] == slots
+        assert plan.shape.slots[0] == llm.report.kv["slots"] == slots
         assert (plan.shape.common, plan.shape.tokens) == (common, fed)
-        reserved[how] = report.extra["kv_reserved_bytes"]
-        peak[how] = sum(report.peak_bytes.values())
-        assert peak[how] == sum(b.nbytes for b in plan.buffers)
-    column = 2 * BASE["num_hidden_layers"] * BASE["hidden_size"] * 4
+        assert sum(llm.report.peak_bytes.values()) == sum(b.nbytes for b in plan.buffers)
     assert plan.size("common prefix") == 300 * column
-    assert reserved["off"] - reserved["on"] > 7 * 300 * column
-    assert peak["on"] < peak["off"] - 7 * 300 * column + 300 * column
-    assert report.kv["bytes"] == (300 + 8 * 6) * column + 8 * column // 2
-    assert report.kv["full_bytes"] == 8 * 306 * column + 8 * column // 2
+    assert llm.report.kv["bytes"] == (300 + 8 * 6) * column + 8 * column // 2
+    assert llm.report.kv["full_bytes"] == 8 * 306 * column + 8 * column // 2

@@ -14,7 +14,6 @@ import pytest
 from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
-from flexgen_h2o.jobs.requests import RequestReader, RowError
 from flexgen_h2o.models.load import find_model
 from tests.text.conftest import Job
 from tests.text.tiny import (
@@ -53,6 +52,7 @@ def test_a_chat_ends_where_the_turn_does(run_job: Run, chatty: Path) -> None:
         chat_line("chat", "Say hi"),
         text_line("text", "x>"),
         chat_line("on", "Say hi", ignore_eos=True),
+        chat_line("given", "Say hi", stop_token_ids=[105]),
     )
     choice = job.choice("chat")
     assert (choice["message"], choice["finish_reason"]) == (HI, "stop")
@@ -62,6 +62,7 @@ def test_a_chat_ends_where_the_turn_does(run_job: Run, chatty: Path) -> None:
         and job.choice("text")["finish_reason"] == "stop"
     )
     assert len(job.choice("on")["token_ids"]) == 40
+    assert job.choice("given")["token_ids"] == [*b"Hi"]
 
 
 @pytest.mark.parametrize(
@@ -88,15 +89,12 @@ def test_every_file_may_name_the_end_of_a_turn(
 # What a request asks for, its text and the number of its tokens.
 STOPS: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({"stop": [END]}, "Hi", 3),
-    ({"stop": [TEXT_END]}, "Hi\nuser: wat", 14),
     ({"stop": [f"i{END}"]}, "H", 3),  # text in front of a special token
-    ({"stop": [f"{END}\nus"]}, "Hi", 6),
     ({"stop": [f"{END}!"]}, "Hi\nuser: wat", 14),  # it does not come
     ({"stop": [f"{END}\nu", "\n"]}, "Hi", 4),  # the earlier of two
     ({"stop": ["i\nu"]}, "H", 5),  # text over a special token
     ({"stop": ["ser", "user"]}, "Hi\n", 8),  # the earlier of two that end together
     ({"stop_token_ids": [256]}, "Hi", 3),
-    ({"stop_token_ids": [105]}, "H", 2),
     ({"stop_token_ids": [999_999, 10]}, "Hi", 4),
 )
 
@@ -132,16 +130,6 @@ def test_a_special_stop_string_makes_text_wait(chatty: Path) -> None:
     assert [*pieces(chatty, [*b"Hi", 256, *b"\nu"], params)] == ["H", "", "", "", ""]
 
 
-def test_stop_tokens_are_ids(run_job: Run, chatty: Path) -> None:
-    wrong = ("256", [256.5], [-1], [True], {"a": 1})
-    lines = [text_line(str(i), "x", stop_token_ids=value) for i, value in enumerate(wrong)]
-    job = run_job(chatty, *lines, text_line("good", "x", stop_token_ids=None))
-    for i in range(len(wrong)):
-        code, message = job.error(str(i))
-        assert code == "invalid_request" and "stop_token_ids: " in message
-    assert job.rows["good"]["error"] is None
-
-
 def test_stop_tokens_need_no_tokenizer(run_job: Run, chatty: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(chatty, tmp_path / "model")
     for path in folder.glob("*token*"):
@@ -154,38 +142,6 @@ def test_stop_tokens_need_no_tokenizer(run_job: Run, chatty: Path, tmp_path: Pat
         "unsupported",
         "line 2: stop: needs a tokenizer, and the model's folder has none; leave it out",
     )
-
-
-# Options of a chat, and the prompt that the template makes.
-OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"reasoning_effort": None, "chat_template_kwargs": None}, "x"),
-    ({"reasoning_effort": "low"}, "lowx"),
-    ({"chat_template_kwargs": {"enable_thinking": False, "other": [1]}}, "Falsex"),
-    ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "highx"),
-)
-WRONG_OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"reasoning_effort": "a bit"}, "invalid_request"),
-    ({"chat_template_kwargs": [1]}, "invalid_request"),
-    ({"chat_template_kwargs": {"tokenize": True}}, "unsupported"),
-    ({"chat_template_kwargs": {"messages": []}}, "unsupported"),
-    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "unsupported"),
-)
-
-
-def test_what_the_template_gets(chatty: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(chatty, tmp_path / "model")
-    thinking = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
-    template = "{{ reasoning_effort }}" + thinking + "{{ messages[0].content }}"
-    (folder / "chat_template.jinja").write_text(template)
-    reader = RequestReader(find_model(str(folder), None), SamplingParams())
-    for body, text in OPTIONS:
-        assert (
-            bytes(reader.request(chat_line("a", "x", **body), 1, "a").prompt_ids) == text.encode()
-        )
-    for body, code in WRONG_OPTIONS:
-        with pytest.raises(RowError) as error:
-            reader.request(chat_line("a", "x", **body), 1, "a")
-        assert error.value.code == code
 
 
 # ---- channels
@@ -223,7 +179,6 @@ CHANNELS: dict[str, tuple[Tokens, Tokens, str, str]] = {
     "a prompt without marks": (b"6*7>", (*ANALYSIS, *FINAL, "<|return|>"), UNICORN, "Think!"),
     "cut in its thoughts": (HEADER, ANALYSIS[:12], "", "Th"),
     "cut in a header": (HEADER, (*ANALYSIS, *FINAL[:14]), "", "Think!"),
-    "final alone": (HEADER, FINAL[10:], UNICORN, ""),
     "no marks": (HEADER, (*b"plain text", "<|return|>"), "plain text", ""),
     "no marks, cut": (HEADER, b"plain te", "plain te", ""),
     "no marks at all": (b"6*7>", b"plain te", "plain te", ""),
@@ -282,36 +237,38 @@ def test_channels_of_a_job(run_job: Run, harmonic: Path) -> None:
 ENGINE = ("--dtype", "float32", "--offload-dir", "offload", "--max-tokens", 40)
 
 
-def test_channels_on_a_terminal(harmonic: Path, call: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "prompt", "shown", "text"),
+    [
+        ("harmonic", "6*7", "(thinking) THINK\n\n42\n", "42"),
+        ("chatty", "Say hi", "Hi\n", "Hi"),
+    ],
+)
+def test_a_chat_on_a_terminal(
+    model: str,
+    prompt: str,
+    shown: str,
+    text: str,
+    request: pytest.FixtureRequest,
+    call: Run,
+    tmp_path: Path,
+) -> None:
     """One prompt that is streamed, several, and older names: thoughts in front, no marks; files
-    have the content."""
-    shown = "(thinking) THINK\n\n42\n"
-    assert call("generate", harmonic, "-p", "6*7", *ENGINE).out == shown
-    two = call("generate", harmonic, "-p", "6*7", "-p", "6*7", *ENGINE)
+    have the content. All end where the turn does."""
+    folder = request.getfixturevalue(model)
+    assert call("generate", folder, "-p", prompt, *ENGINE).out == shown
+    two = call("generate", folder, "-p", prompt, "-p", prompt, *ENGINE)
     assert two.out.count(f"-\n{shown}") == 2
-    one = call("complete", "-m", harmonic, "6*7", "--chat", "--report", "r.json", *ENGINE)
-    assert one.out == f"6*7\n\n{shown}"
-    assert json.loads((tmp_path / "r.json").read_text())["rows"][0]["text"] == "42"
-    (tmp_path / "p.txt").write_text("6*7\n")
-    prompts = ("--prompts", "p.txt", "--chat", "--gen-len", 40, *ENGINE[:4])
-    bench = call("flex-opt", "-m", harmonic, *prompts, "--output", "o.jsonl")
-    assert "\n0: 6*742\n" in bench.out
-    assert json.loads((tmp_path / "o.jsonl").read_text())["text"] == "42"
-    call("evaluate", "text", "-m", harmonic, *prompts, "--hh-size", 20, "--json", "t.json")
+    one = call("complete", "-m", folder, prompt, "--chat", "--report", "r.json", *ENGINE)
+    assert one.out == f"{prompt}\n\n{shown}"
+    assert json.loads((tmp_path / "r.json").read_text())["rows"][0]["text"] == text
+    (tmp_path / "p.txt").write_text(f"{prompt}\n")
+    prompts = ("-m", folder, "--prompts", "p.txt", "--chat", "--gen-len", 40, *ENGINE[:4])
+    assert f"\n0: {prompt}{text}\n" in call("flex-opt", *prompts, "--output", "o.jsonl").out
+    assert json.loads((tmp_path / "o.jsonl").read_text())["text"] == text
+    call("evaluate", "text", *prompts, "--hh-size", 20, "--json", "t.json")
     [row] = json.loads((tmp_path / "t.json").read_text())["rows"]
     assert row["full"]["text"] == shown.strip()
-
-
-def test_older_names_end_an_answer_where_the_turn_ends(
-    chatty: Path, call: Run, tmp_path: Path
-) -> None:
-    model = find_model(str(chatty), None)
-    assert model.for_chat(SamplingParams(stop_token_ids=(3,))).stop_token_ids == (3, 256)
-    assert call("complete", "-m", chatty, "Say hi", "--chat", *ENGINE).out == "Say hi\n\nHi\n"
-    (tmp_path / "p.txt").write_text("Say hi\n")
-    call("flex-opt", "-m", chatty, "--prompts", "p.txt", "--chat", "--output", "o.jsonl", *ENGINE)
-    row = json.loads((tmp_path / "o.jsonl").read_text())
-    assert (row["text"], row["finish_reason"], len(row["token_ids"])) == ("Hi", "stop", 3)
 
 
 def test_channels_of_a_stream(harmonic: Path) -> None:

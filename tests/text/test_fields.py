@@ -38,7 +38,6 @@ from tests.text.tiny import chat_line, text_line
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 # Fields of a chat that change nothing.
 NO_EFFECT: tuple[dict[str, Any], ...] = (
-    dict.fromkeys(("audio", "verbosity", "never heard of", "tools", "stop", "logprobs", "seed")),
     {"verbosity": "low", "seed": -1, "top_logprobs": 0, "add_special_tokens": False},
     {"prompt_cache_retention": "24h", "prompt_cache_key": "k", "cache_salt": "s"},
     {"return_token_ids": True, "return_tokens_as_token_ids": False, "include_reasoning": True},
@@ -74,6 +73,8 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
             {"return_tokens_as_token_ids": True},
             {"include_reasoning": False},
             {"add_special_tokens": True},
+            *({"chat_template_kwargs": {name: []}} for name in ("tokenize", "messages")),
+            {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         )
     ),
     (text_line("a", "hi", add_special_tokens=False), "unsupported"),
@@ -87,6 +88,9 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
             {"seed": -(2**63) - 1},
             {"seed": "1"},
             {"seed": True},
+            *({"stop_token_ids": ids} for ids in ("256", [256.5], [-1], [True], {"a": 1})),
+            {"reasoning_effort": "a bit"},
+            {"chat_template_kwargs": [1]},
         )
     ),
 )
@@ -155,7 +159,7 @@ APIS: dict[str, tuple[type, dict[str, Any]]] = {
     "/v1/completions": (CompletionCreateParamsNonStreaming, {"prompt": "hi"}),
     "/v1/chat/completions": (
         ChatCreateParamsNonStreaming,
-        {"messages": [{"role": "user", "content": "hi"}]},
+        {"messages": HI},
     ),
 }
 
@@ -298,16 +302,30 @@ def with_template(bytes_model: Path, folder: Path, template: str) -> Model:
     return find_model(str(folder), None)
 
 
-def prompt_of(model: Model, messages: Any) -> str:
-    ids = read(model, chat_line("a", "", messages=messages)).prompt_ids
+def prompt_of(model: Model, messages: Any, **body: Any) -> str:
+    ids = read(model, chat_line("a", "", messages=messages, **body)).prompt_ids
     return bytes(ids).decode()
 
 
-def test_what_the_template_gets_of_a_message(bytes_model: Path, tmp_path: Path) -> None:
-    """As in vLLM, parts of text are lines."""
+# Options of a chat, and the prompt that the template makes.
+OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "x"),
+    ({"reasoning_effort": "low"}, "lowx"),
+    ({"chat_template_kwargs": {"enable_thinking": False, "other": [1]}}, "Falsex"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "highx"),
+)
+
+
+def test_what_the_template_gets(bytes_model: Path, tmp_path: Path) -> None:
+    """Of a message and of options. As in vLLM, parts of text are lines."""
     model = with_template(bytes_model, tmp_path / "model", SHOWS)
     for message, text in MESSAGES:
         assert prompt_of(model, [message]) == text
+    thinking = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    template = "{{ reasoning_effort }}" + thinking + "{{ messages[0].content }}"
+    model = with_template(bytes_model, tmp_path / "other", template)
+    for body, text in OPTIONS:
+        assert prompt_of(model, [{"role": "user", "content": "x"}], **body) == text
 
 
 @pytest.mark.parametrize(("message", "code"), WRONG_MESSAGES)

@@ -15,7 +15,6 @@ from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.engine import decoding
-from flexgen_h2o.models.load import find_model
 from tests.text.conftest import Job
 from tests.text.tiny import chat_line, text_line
 
@@ -183,6 +182,10 @@ def test_python_gets_an_error_of_its_own(
             llm.generate([HALF])
         with pytest.raises(UsageError, match="stop: holds half of a surrogate pair"):
             SamplingParams(stop=("\ud83e",))
+        with pytest.raises(FlexgenError, match=raising.__name__):
+            llm.model.encode_turn([MARK])
+        with pytest.raises(UsageError, match="surrogate"):
+            llm.model.encode_turn(["fine"], HALF)
 
 
 def test_a_template_that_raises_is_its_rows_error(
@@ -209,14 +212,3 @@ def test_a_template_that_raises_is_its_rows_error(
         code == "invalid_request"
         and "the chat template does not take them (division by zero)" in message
     )
-
-
-def test_turns_of_a_conversation_come_through_the_same_door(
-    bytes_model: Path, raising: type[BaseException]
-) -> None:
-    model = find_model(str(bytes_model), None)
-    with pytest.raises(FlexgenError, match=raising.__name__):
-        model.encode_turn([MARK])
-    with pytest.raises(UsageError, match="surrogate"):
-        model.encode_turn(["fine"], HALF)
-    assert model.encode_turn(["fine"])
