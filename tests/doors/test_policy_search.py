@@ -15,7 +15,7 @@ from flexgen_h2o import flex_opt, policy_search
 from flexgen_h2o.core.config import TIERS, Policy, read_policy
 from flexgen_h2o.flags import as_flags, policy_of
 from flexgen_h2o.planner.profile import nominal_profile, write_profile
-from tests.doors.conftest import Answer, Door
+from tests.doors.conftest import Answer, Door, read_json
 
 KEYS = ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
 SMALL = "--model facebook/opt-125m --num-prompts 4 --prompt-len 32 --gen-len 8"
@@ -139,36 +139,13 @@ def test_output_is_a_policy_file_that_flex_opt_runs(
         "--verbose 0 --host-mem 1GiB"
     )
     assert flex_opt.main(argv.split()) == 0, capfd.readouterr().err
-    report = json.loads(Path("r.json").read_text())
+    report = read_json(Path("r.json"))
     assert (
         report["policy"] == saved.policy.to_json()
         and report["peak_bytes"] == saved.predicted["peak_bytes"]
     )
     again = object_of(plan(f"{short} --policy p.json --json", "host"))
     assert again["policy"] == saved.policy.to_json()
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--hardware nowhere.json", "--hardware nowhere.json"),
-        ("--hardware t4 --device cpu", "--device cpu and --hardware"),
-        ("--hardware t4 --model no/such-model", "--model no/such-model"),
-        ("--hardware t4 --prompt-len 2040 --gen-len 10", "--prompt-len 2040 and --gen-len 10"),
-        ("--hardware t4 --dtype int8", "--dtype int8"),
-        ("--hardware host.json --dtype float16", "float16, only float32, bfloat16"),
-        ("--hardware t4 --policy auto --percent 0 0 0 0 0 0", "--policy auto and --percent"),
-        ("--hardware t4 --output missing/p.json", "--output missing/p.json"),
-        ("--kv-loss small --gpu-batch-size 2", "--kv-loss small"),
-        ("--kv-loss small --attn-sparsity 0.5", "--attn-sparsity"),
-    ],
-)
-def test_wrong_use_is_one_line(
-    plan: Door, profiles: Path, tmp_path: Path, flags: str, says: str
-) -> None:
-    (tmp_path / "host.json").write_text((profiles / "host.json").read_text())
-    model = "" if "--model" in flags else "--model facebook/opt-125m "
-    refused(plan(model + flags, None), 2, says)
 
 
 def test_the_smallest_budget_that_would_do_does(plan: Door) -> None:
@@ -186,7 +163,7 @@ def test_the_smallest_budget_that_would_do_does(plan: Door) -> None:
 def test_trace_of_the_simulated_block(plan: Door) -> None:
     answer = plan(f"{SMALL} {GIVEN} --trace t.json")
     assert answer.code == 0, answer.err
-    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    events = read_json(Path("t.json"))["traceEvents"]
     names = {event["name"] for event in events}
     assert {"compute_layer prefill", "compute_layer decode", "load_weight", "load_cache"} <= names
     steps = sum(event["name"] == "compute_layer decode" for event in events)
