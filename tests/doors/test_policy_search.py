@@ -32,37 +32,20 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def plan(
-    tmp_path: Path,
-    profiles: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    plain_cpu: None,
-) -> Door:
-    """The door in the working folder `tmp_path`; hardware: card, host or None."""
-    monkeypatch.chdir(tmp_path)
+def plan(call: Door, profiles: Path) -> Door:
+    """The door; hardware: card or host."""
 
-    def call(flags: str, hardware: str | None = "card") -> Answer:
-        capfd.readouterr()
-        where = [] if hardware is None else ["--hardware", str(profiles / f"{hardware}.json")]
-        code = policy_search.main([*flags.split(), *where])
-        return Answer(code, *capfd.readouterr())
+    def run(flags: str, hardware: str = "card") -> Answer:
+        where = profiles / f"{hardware}.json"
+        return call(policy_search.main, *flags.split(), "--hardware", where)
 
-    return call
+    return run
 
 
 def object_of(answer: Answer) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(answer.out)
     assert list(found) == KEYS
     return found
-
-
-def refused(answer: Answer, code: int, says: str) -> None:
-    """One line on stderr, and no table."""
-    assert answer.code == code, answer.err
-    assert answer.err.startswith("policy_search: ") and answer.err.count("\n") == 1
-    assert says in answer.err, answer.err
-    assert "throughput" not in answer.out
 
 
 def test_a_search_prints_the_contract_s_object(plan: Door) -> None:
@@ -151,8 +134,8 @@ def test_output_is_a_policy_file_that_flex_opt_runs(
 def test_the_smallest_budget_that_would_do_does(plan: Door) -> None:
     asked = f"{SMALL} --compress-weight --compress-cache --num-prompts 1 --host-mem 1GiB"
     answer = plan(f"{asked} --device-mem 10MiB", "card")
-    refused(answer, 3, " too small by ")
-    assert "--compress-weight" in answer.err
+    assert answer.code == 3 and answer.err.count("\n") == 1 and "throughput" not in answer.out
+    assert " too small by " in answer.err and "--compress-weight" in answer.err
     [size] = re.findall(r"--device-mem (\d+)(?= )", answer.err.partition("would do: ")[2])
     answer = plan(f"{asked} --device-mem {size} --json", "card")
     assert answer.code == 0, answer.err
