@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,9 @@ def test_tasks_of_all_kinds_in_one_command(lm_eval: Door, tmp_path: Path) -> Non
     assert len(samples(tmp_path / "out")) == 6
 
 
-def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
+def test_h2o_hf_in_three_steps(
+    lm_eval: Door, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
     out = lm_eval("generate --tasks choice --include_path tasks --limit 5 --output requests.jsonl")
     lines = (tmp_path / "requests.jsonl").read_text().splitlines()
     assert out.out == "20 requests in requests.jsonl, 20 of them different\n" and len(lines) == 20
@@ -168,15 +171,13 @@ def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
     for name in ("acc,none", "acc_norm,none"):
         assert scored["results"]["choice"][name] == direct[name]
     # h2o_hf's own rows: the request beside the result.
-    own = read_lines(tmp_path / "answers.jsonl")
-    with open(tmp_path / "theirs.jsonl", "w") as file:
-        for line in lines:
-            request = json.loads(line)
-            [row] = [
-                r for r in own if r["response"]["body"]["choices"][0]["text"] == request["prompt"]
-            ]
-            result = {"choices": row["response"]["body"]["choices"]}
-            file.write(json.dumps({"request": request, "result": result}) + "\n")
+    bodies = [row["response"]["body"] for row in read_lines(tmp_path / "answers.jsonl")]
+    by_prompt = {body["choices"][0]["text"]: {"choices": body["choices"]} for body in bodies}
+    asked = map(json.loads, lines)
+    write_jsonl(
+        *({"request": one, "result": by_prompt[one["prompt"]]} for one in asked),
+        name="theirs.jsonl",
+    )
     flags = "--tasks choice --include_path tasks --limit 5"
     again = lm_eval(f"score --result-file theirs.jsonl {flags}")
     assert again.out == out.out

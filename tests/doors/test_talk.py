@@ -48,7 +48,11 @@ def chat(command: Door, monkeypatch: pytest.MonkeyPatch) -> Door:
 
 
 def saved(path: Path) -> list[dict[str, Any]]:
-    return list(read_json(path)["turns"])
+    return read_json(path)["turns"]
+
+
+def tokens(path: Path) -> list[list[int]]:
+    return [turn["token_ids"] for turn in saved(path)]
 
 
 def greedy(
@@ -95,12 +99,10 @@ def test_a_chat_template_and_a_system_prompt(chat: Door, rotary: Path, tmp_path:
     flags = f"--model {folder} --gen-len 5 --system 'be brief'"
     assert chat(flags, "one", "two", "/save a.json").code == 0
     pieces = ["<system>be brief\n<user>one\n<me>", "\n<user>two\n<me>"]
-    assert [t["token_ids"] for t in saved(tmp_path / "a.json")] == greedy(
-        folder, pieces, [5, 5], False
-    )
+    assert tokens(tmp_path / "a.json") == greedy(folder, pieces, [5, 5], False)
     assert chat(f"{flags} --turn-format 'Q: {{turn}}\\nA:'", "one", "two", "/save b.json").code == 0
     plain = greedy(folder, ["be brief\nQ: one\nA:", "Q: two\nA:"], [5, 5], True)
-    assert [t["token_ids"] for t in saved(tmp_path / "b.json")] == plain
+    assert tokens(tmp_path / "b.json") == plain
 
 
 @pytest.mark.parametrize("flags", [f"{SMALL} --positions rolling", f"--eviction tova {SMALL}"])
@@ -191,9 +193,7 @@ def test_odd_lines_are_skipped_or_refused_and_change_nothing(
         == "chat: line 5 of standard input: /nothing: is not a command; /help lists the commands"
     )
     assert lines[2] == "chat: line 6 of standard input: is longer than 8 MiB"
-    assert [t["token_ids"] for t in saved(tmp_path / "a.json")] == [
-        t["token_ids"] for t in saved(tmp_path / "b.json")
-    ]
+    assert tokens(tmp_path / "a.json") == [t["token_ids"] for t in saved(tmp_path / "b.json")]
     assert saved(tmp_path / "b.json")[1]["prompt"] == "/b"
 
 
