@@ -41,7 +41,7 @@ def test_rows_of_all_lengths_equal_transformers(job: Door, tmp_path: Path, ids_m
         *({"custom_id": n, "url": "/v1/completions", "body": b} for n, b in body.items()),
         "{",
     )
-    ended = job("--gpu-batch-size 2 --num-gpu-batches 2")
+    ended = job("--gpu-batch-size 2 --num-gpu-batches 2 --refill --window 4")
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[0] == "10 prompts"
     assert "10 answers in out.jsonl, 1 of them errors" in ended.out

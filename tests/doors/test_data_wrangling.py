@@ -75,6 +75,7 @@ def test_a_run_goes_on(wrangle: Door, tmp_path: Path) -> None:
     assert "4 prompts, 3 of them done before" in again.out
     assert results(tmp_path, "Beer", "validation", "default")[1:] == (found, rows)
     kept = answers.read_bytes()
-    refused = wrangle(f"{flags} --sep-tok=|")
-    assert refused.code == 2 and "--run-tag" in refused.err and answers.read_bytes() == kept
+    for other in ("--sep-tok=|", "--hh-size 9"):
+        refused = wrangle(f"{flags} {other}")
+        assert refused.code == 2 and "--run-tag" in refused.err and answers.read_bytes() == kept
     assert wrangle(f"{flags} --sep-tok=| --run-tag other").code == 0

@@ -310,11 +310,13 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
     [
         ("", "--tasks: is missing"),
         ("--tasks nothing", "--tasks nothing: no task of lm-eval"),
+        ("--tasks choice --limit 0", "--limit"),
         ("--tasks choice --num-fewshot 500", "--num-fewshot: asks for more solved examples"),
         ("--tasks choice --apply_chat_template", "has no chat template"),
         ("--tasks text --gen_kwargs num_beams=3", "--gen-kwargs num_beams=3: is not supported"),
         ("--tasks choice --batch_size 3", "--batch_size: is not a flag here"),
         ("generate --include_path tasks --tasks text --output x.jsonl", "a task generates text"),
+        ("run --input none.jsonl --output x.jsonl", "--input none.jsonl: is no file"),
         ("score --include_path tasks --tasks choice", "--input: is missing"),
     ],
 )

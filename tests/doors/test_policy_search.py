@@ -119,7 +119,7 @@ def test_output_is_a_policy_file_that_flex_opt_runs(
     assert saved.predicted["tokens_per_s"] > 0
     argv = (
         f"{short} --policy p.json --hh-ratio 0.5 --offload-dir o --json r.json --no-log "
-        "--verbose 0 --host-mem 1GiB"
+        "--host-mem 1GiB"
     )
     assert flex_opt.main(argv.split()) == 0, capfd.readouterr().err
     report = read_json(Path("r.json"))

@@ -21,7 +21,7 @@ from tests.doors.conftest import POSITIONS, Door, read_json
 # What stands behind a command's name; the flags of a case come after it, and win.
 BASE = {
     "flex-opt": "--model ids --offload-dir offload --gen-len 4",
-    "plan": "--model ids --offload-dir offload --hardware t4",
+    "plan": "--model ids --offload-dir offload --hardware t4 --prompt-len 8 --gen-len 4",
     "batch": "--model ids --offload-dir offload --input in.jsonl --output out.jsonl",
     "generate": "ids --offload-dir offload",
     "hardware": "--offload-dir offload",
@@ -306,6 +306,7 @@ TURN_LINES = (
     "{",
     '{"turns": []}',
     '{"turns": "hello"}',
+    '{"turns": [3]}',
     '{"turns": [[5, -1]]}',
     '{"question_id": 3}',
 )

@@ -49,6 +49,7 @@ DAMAGE: tuple[tuple[dict[str, Any], str], ...] = (
     ({"schema": 8}, "8"),
     ({"schema": None}, "None"),
     ({"percent": [90, 20, 0, 0, 0, 0]}, "90"),
+    ({"percent": [1, 2]}, "percent"),
     ({"gpu_batch_size": 4.5}, "gpu_batch_size"),
     ({"gpu_batch_size": 2**9, "num_gpu_batches": 2**9}, "num_gpu_batches"),
     ({"workload": "x"}, "workload"),

@@ -71,6 +71,7 @@ def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
         ('{"prompt": null}', "neither"),
         ('{"prompt": "x", "prompt_token_ids": [1]}', "both"),
         ('{"prompt": 5}', "prompt must be a string"),
+        ('{"prompt_token_ids": "12"}', "list"),
         ('{"prompt_token_ids": []}', "no tokens"),
         ('{"prompt_token_ids": [1, true]}', "True is not a whole number"),
         ('{"prompt_token_ids": [300]}', "token id 300 is outside"),
