@@ -6,38 +6,16 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from tests.forks import Forks, Process
-
 # Bytes more than the server has: what reads without end fails soon, and the machine goes on.
 ADDRESS_SPACE = 3 << 29
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Runs lines. home: the user's."""
-
-    forks: Forks
-    home: Path
-
-    def load(self, folder: Path, argv: Sequence[str]) -> None:
-        """Run a line in the server itself: what it loads is there then."""
-        self.forks.load(
-            "from tests.doors.measured import load; load(*sys.argv[1:])", self.home, folder, *argv
-        )
-
-    def __call__(self, folder: Path, argv: Sequence[str]) -> Process:
-        """In the working folder `folder`, where stdout and stderr are written too."""
-        script = "from tests.doors.measured import run; run(*sys.argv[1:])"
-        return self.forks.run(folder, script, self.home, *argv)
-
-
-# ---- In the server and in processes forked off it
+# Scripts for tests/forks.py. The first is for the server itself: what it loads is there then.
+LOAD = "from tests.doors.measured import load; load(*sys.argv[1:])"
+RUN = "from tests.doors.measured import run; run(*sys.argv[1:])"
 
 
 @contextmanager
@@ -55,6 +33,7 @@ def _prepared(home: str) -> Iterator[None]:
 
 
 def load(home: str, folder: str, *argv: str) -> None:
+    """A line in the folder `folder`. home: the user's."""
     from flexgen_h2o import cli
 
     with _prepared(home):

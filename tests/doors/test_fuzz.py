@@ -22,7 +22,7 @@ from flexgen_h2o import Policy
 from flexgen_h2o.core.config import SavedPolicy, write_policy
 from flexgen_h2o.planner.profile import write_profile
 from tests.doors.conftest import parser_of
-from tests.doors.measured import Measured
+from tests.doors.measured import LOAD, RUN
 from tests.forks import Forks, Process
 from tests.unit.test_profile import PROFILE
 
@@ -148,8 +148,8 @@ def problems(ended: Process, plain_rss: int) -> str:
 class Fuzzed:
     """Runs lines, each in a working folder that is made new."""
 
-    run: Measured
-    parent: Path
+    forks: Forks
+    parent: Path  # the user's home too
     models: dict[str, Path]
     files: dict[str, bytes]
     plain_rss: int = 0  # peak of a plain run
@@ -170,6 +170,9 @@ class Fuzzed:
         for name, data in self.files.items():
             (folder / name).write_bytes(data)
         return folder
+
+    def run(self, folder: Path, words: list[str]) -> Process:
+        return self.forks.run(folder, RUN, self.parent, *words)
 
     def __call__(self, command: str, number: int) -> None:
         rng = random.Random(f"{command} {number}")
@@ -192,14 +195,13 @@ def fuzzed(
 ) -> Fuzzed:
     """Good files, and runs of each command that load what later ones need."""
     parent = tmp_path_factory.mktemp("fuzz")
-    (parent / "home").mkdir()
     models = {"ids": ids_model, "words": words_model}
-    maker = Fuzzed(Measured(forks, parent / "home"), parent, models, good_files(parent))
+    maker = Fuzzed(forks, parent, models, good_files(parent))
     first = maker.folder()
     lines = ["hardware --offload-dir offload", f"batch {BASE['batch']} --output done.jsonl"]
     lines += [f"{name} {flags}" for name, flags in BASE.items()]
     for line in (*lines, *(f"flex-opt {LENGTHS} {flags}" for flags in WARM)):
-        maker.run.load(first, line.split())
+        forks.load(LOAD, parent, first, *line.split())
     for name in ("done.jsonl", "done.jsonl.job.json", "done.jsonl.status.json"):
         maker.files[name] = (first / name).read_bytes()
     maker.plain_rss = maker.run(maker.folder(), f"flex-opt {LENGTHS}".split()).peak_rss
