@@ -114,35 +114,15 @@ def test_only_a_long_run_is_worth_measuring_for(
 
 
 @pytest.mark.parametrize(
-    ("has_room", "prompt_len", "max_new", "changes", "common"),
-    [
-        (True, 20, 8, {}, 0),
-        (True, 9, 2, {}, 0),
-        (False, 21, 8, {}, 0),
-        (False, 20, 9, {}, 0),
-        (False, 20, 8, {"scoring": Scoring((3,) * 20, scored=4)}, 0),
-        (False, 20, 8, {"max_tokens_per_sweep": 400}, 0),
-        (False, 20, 8, {}, 5),
-    ],
+    ("prompt_len", "max_new", "has_room"), [(20, 8, True), (21, 8, False), (20, 9, False)]
 )
 def test_only_rows_that_the_buffers_serve_join(
-    has_room: bool,
-    prompt_len: int,
-    max_new: int,
-    changes: dict[str, Any],
-    common: int,
-    tmp_path: Path,
+    prompt_len: int, max_new: int, has_room: bool, tmp_path: Path
 ) -> None:
     mine = planner(tmp_path)
     rows = [Sequence(i, (i + 3,) * 20, max_new=8) for i in range(4)]
     plan = mine.plan(rows, Policy(2, 2), dict(NO_BUDGETS)).memory
-    row = Sequence(9, (3,) * prompt_len, max_new=max_new)
-    for name, value in changes.items():
-        setattr(row, name, value)
-    assert mine.has_room(plan, [row], (3,) * common) is has_room
-
-
-# ---- predictions
+    assert mine.has_room(plan, [Sequence(9, (3,) * prompt_len, max_new=max_new)], ()) is has_room
 
 
 # ---- a plan without a run

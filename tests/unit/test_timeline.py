@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 from flexgen_h2o.core.timeline import Timeline
@@ -16,22 +15,6 @@ def test_seconds_are_summed_by_lane_and_kind() -> None:
     line.record("compute", "a", 9, 10)
     assert (line.seconds("compute"), line.seconds("compute", "a"), line.seconds("d2h")) == (4, 3, 0)
     assert (line.mean_seconds("compute", "a"), line.mean_seconds("compute", "none")) == (1.5, 0)
-
-
-def test_threads_do_not_lose_each_others_spans() -> None:
-    line = Timeline()
-    line.keep_spans = True
-
-    def work() -> None:
-        for i in range(500):
-            line.record("disk_read", "r", i, i + 1)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert line.seconds("disk_read") == len(line.spans) == 2000
 
 
 def test_the_trace_has_a_line_for_each_worker_and_keeps_starts_and_lengths(tmp_path: Path) -> None:
