@@ -1,4 +1,4 @@
-"""`batch`: what it refuses before it runs, what it keeps beside its output, how it ends."""
+"""`batch`: what restarts may mix, what it keeps beside its output, how it ends."""
 
 from __future__ import annotations
 

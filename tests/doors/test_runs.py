@@ -1,4 +1,4 @@
-"""flex_opt run to its end: prompts in, completions out, policy files, random weights."""
+"""flex_opt run to its end: prompts in, completions out, chosen policies, random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of a run: ranges are checked where values enter, layers and shares follow from them."""
+"""The data of a run: shares, bits and budgets are checked where they enter."""
 
 from __future__ import annotations
 

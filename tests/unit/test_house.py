@@ -1,8 +1,8 @@
 """The rules of the house: who may import whom, where names may be compared, how large a tracked
 file may be.
 
-A rule is a function from sources to problems. It is run on the tree, and on snippets that it must
-find or let pass.
+A rule is a function from sources to problems. It is run on the tree, and most are run on snippets
+that they must find or let pass.
 """
 
 from __future__ import annotations

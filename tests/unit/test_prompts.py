@@ -1,4 +1,4 @@
-"""Prompts from files and from Python, the benchmark prompt, and the output file."""
+"""Prompts from files and from Python, and the benchmark prompt."""
 
 from __future__ import annotations
 
