@@ -52,8 +52,17 @@ def words_of(given: Iterable[object]) -> list[object]:
     return found
 
 
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
 SHIPPED = PACKAGED["opt-tiny"]
-VOCAB: int = json.loads((SHIPPED / "config.json").read_text())["vocab_size"]
+VOCAB: int = read_json(SHIPPED / "config.json")["vocab_size"]
 
 
 def tiny_model(
@@ -153,16 +162,8 @@ def door(call: Door, ids_model: Path) -> Door:
     def run(*given: object, model: Path | str | None = None) -> Answer:
         flags = words_of(given)
         length = [] if "--prompts" in flags else ["--prompt-len", "8"]
-        words = [
-            "--model",
-            model or ids_model,
-            "--offload-dir",
-            "offload",
-            "--gen-len",
-            "4",
-            *length,
-        ]
-        return call(flex_opt.main, *words, *flags)
+        usual = ["--offload-dir", "offload", "--gen-len", "4", *length]
+        return call(flex_opt.main, "--model", model or ids_model, *usual, *flags)
 
     return run
 

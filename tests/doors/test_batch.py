@@ -1,9 +1,8 @@
-"""`batch`: what it refuses before it runs, what it keeps beside its output, how it ends."""
+"""`batch`: what restarts may mix, what it keeps beside its output, how it ends."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
-from flexgen_h2o import LLM
-from flexgen_h2o.engine.report import RunReport
-from tests.doors.conftest import Door
+from tests.doors.conftest import Door, read_json, read_lines
 from tests.parity.reference import greedy
 
 
@@ -24,7 +21,7 @@ def lines(path: Path, *values: Any) -> None:
 
 
 def rows(path: Path) -> dict[str, dict[str, Any]]:
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = read_lines(path)
     assert len({row["custom_id"] for row in found}) == len(found)
     return {row["custom_id"]: row for row in found}
 
@@ -44,7 +41,7 @@ def test_rows_of_all_lengths_equal_transformers(job: Door, tmp_path: Path, ids_m
         *({"custom_id": n, "url": "/v1/completions", "body": b} for n, b in body.items()),
         "{",
     )
-    ended = job("--gpu-batch-size 2 --num-gpu-batches 2")
+    ended = job("--gpu-batch-size 2 --num-gpu-batches 2 --refill --window 4")
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[0] == "10 prompts"
     assert "10 answers in out.jsonl, 1 of them errors" in ended.out
@@ -55,52 +52,6 @@ def test_rows_of_all_lengths_equal_transformers(job: Door, tmp_path: Path, ids_m
         choice = found[name]["response"]["body"]["choices"][0]
         assert choice["token_ids"] == greedy(model, ids, body[name]["max_tokens"])
     assert found["line-10"]["error"]["code"] == "invalid_json"
-
-
-def kept_reports(monkeypatch: pytest.MonkeyPatch) -> list[RunReport]:
-    """Fills with the report of each run of an engine."""
-    reports = []
-    run = LLM.run
-
-    def keep(llm: LLM, *args: Any, **named: Any) -> RunReport:
-        reports.append(run(llm, *args, **named))
-        return reports[-1]
-
-    monkeypatch.setattr(LLM, "run", keep)
-    return reports
-
-
-def test_rows_are_the_same_with_and_without_refill(
-    job: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of several windows enter one block; none is longer than the first. There are fewer runs
-    and fewer sweeps."""
-    sampled = {"temperature": 0.9, "top_p": 0.9}
-    lines(
-        tmp_path / "in.jsonl",
-        *(
-            {
-                "custom_id": f"r{i}",
-                "prompt": list(range(4, 12 - i * 3 % 8)),
-                "max_tokens": 11 - i * 5 % 11,
-                **params,
-            }
-            for i in range(30)
-            for params in [sampled if i % 2 else {}]
-        ),
-    )
-    reports = kept_reports(monkeypatch)
-    flags = "--gpu-batch-size 2 --num-gpu-batches 2 --window 8 --percent 0 50 0 50 0 100"
-    found = {}
-    for way in ("--refill", "--no-refill"):
-        ended = job(flags, way, "--output", f"{way[2:]}.jsonl")
-        assert ended.code == 0, ended.err
-        found[way] = choices(tmp_path / f"{way[2:]}.jsonl")
-    assert found["--refill"] == found["--no-refill"] and len(found["--refill"]) == 30
-    refilled, *separate = reports
-    assert refilled.num_prompts == 30 and refilled.extra["refilled"] == 26
-    assert [report.num_prompts for report in separate] == [8, 8, 8, 6]
-    assert refilled.extra["sweeps"] < sum(report.extra["sweeps"] for report in separate)
 
 
 # ---- restarts
@@ -160,30 +111,12 @@ def test_force_goes_on_and_says_so_in_the_sidecar(job: Door, tmp_path: Path) -> 
     assert job("--gen-len 5 --force").code == 0
     found = rows(tmp_path / "out.jsonl").values()
     assert [len(row["response"]["body"]["choices"][0]["token_ids"]) for row in found] == [4, 5]
-    sidecar = json.loads((tmp_path / "out.jsonl.job.json").read_text())
+    sidecar = read_json(tmp_path / "out.jsonl.job.json")
     assert sidecar["settings"]["sampling"]["max_tokens"] == 5
     assert [old["sampling"]["max_tokens"] for old in sidecar["earlier"]] == [4]
     lines(source, {"prompt": [9, 9]}, {"prompt": [7]}, {"prompt": [8]})
     ended = job("--gen-len 5")
     assert ended.code == 2 and "the input does not begin as in.jsonl did" in ended.err
-
-
-def test_a_torn_row_is_done_again_and_said(job: Door, tmp_path: Path) -> None:
-    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, {"prompt": [7]})
-    assert job().code == 0
-    output = tmp_path / "out.jsonl"
-    whole = rows(tmp_path / "out.jsonl")
-    output.write_bytes(output.read_bytes()[:-9])
-    ended = job()
-    assert (
-        ended.code == 0
-        and "cut off an incomplete last line of" in ended.err
-        and "2 prompts, 1 of them done before" in ended.out
-    )
-    found = rows(output)
-    for row in (*found.values(), *whole.values()):
-        del row["response"]["body"]["created"]
-    assert found == whole
 
 
 # ---- refusals and ends
@@ -240,34 +173,6 @@ def test_a_row_that_is_not_finite_fails_alone(
     lines(tmp_path / "in.jsonl", *([{"prompt": [bad, i]} for i in range(5, 8)]))
     ended = job(*flags.split(), "--output bad.jsonl", model=tmp_path / "broken")
     assert ended.code == 1 and "are not finite" in ended.err and len(ended.err.splitlines()) == 1
-
-
-REFUSED = [
-    (("--input", "."), "--input .: is not a file"),
-    (("--input", "empty.jsonl"), "--input empty.jsonl: no request in it"),
-    (("--input", "twice.jsonl"), "lines 1 and 3 both have the custom_id 'a'"),
-    (("--output", "no/out.jsonl"), "the folder"),
-    (("--output", "in.jsonl"), "is the file of --input too"),
-    (("--output", "pipe.jsonl"), "--output pipe.jsonl: is no regular file"),
-    (("--input", "two.jsonl.job.json", "--output", "two.jsonl"), "that the job writes"),
-    (("--status",), "--status: no job has written out.jsonl"),
-    (("--output", "other.jsonl"), "no other.jsonl.job.json beside it"),
-]
-
-
-def test_refusals_leave_nothing(job: Door, tmp_path: Path) -> None:
-    for name in ("in.jsonl", "two.jsonl.job.json"):
-        lines(tmp_path / name, {"prompt": [5, 6]})
-    lines(tmp_path / "empty.jsonl", "", " ")
-    lines(tmp_path / "other.jsonl", {"custom_id": "a", "response": None, "error": None})
-    lines(tmp_path / "twice.jsonl", {"custom_id": "a"}, {}, {"custom_id": "a"})
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    before = sorted(path.name for path in tmp_path.iterdir())
-    for flags, says in REFUSED:
-        ended = job(*flags)
-        assert ended.code == 2 and says in ended.err, (flags, ended.err)
-        assert len(ended.err.splitlines()) == 1 and ended.err.startswith("batch: ")
-        assert sorted(path.name for path in tmp_path.iterdir()) == before, flags
 
 
 def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(job: Door, tmp_path: Path) -> None:

@@ -65,20 +65,13 @@ def test_what_runs_keep(door: Door, cache, ids_model: Path, tmp_path: Path) -> N
         assert first.code == 0, first.err
         [line] = first.err.splitlines()
         [made] = (offload / group).iterdir()
-        assert (
-            f"will be written to {made} ({what}), and stay there" in line
-            and "iB" in line
-            and "cache" in line
-        )
+        assert f"{made} ({what})" in line and "iB" in line
         again = door(*flags, "--no-log", model=model)
         assert (again.code, again.err) == (0, "")
-    listed = cache()
-    assert listed.code == 0 and cache("--list").out == listed.out
-    kept = {name.partition("/")[0]: name for name in names(listed)}
+    kept = {name.partition("/")[0]: name for name in names(cache("--list"))}
     assert list(kept) == ["random", "imported", "packed"]
-    assert all(what.partition(" of ")[0] in listed.out for _, _, what in runs.values())
     size = sum(path.stat().st_size for path in offload.rglob("*") if path.is_file())
-    assert f"{size / 1024:.2f} KiB kept" in listed.out
+    assert f"{size / 1024:.2f} KiB kept" in cache().out
     removed = cache("--remove", kept["packed"])
     assert (removed.code, removed.err) == (0, "") and f"removed {kept['packed']}" in removed.out
     assert names(cache()) == [kept["random"], kept["imported"]] and not list(
@@ -86,7 +79,6 @@ def test_what_runs_keep(door: Door, cache, ids_model: Path, tmp_path: Path) -> N
     )
     assert cache("--remove-all").code == 0
     assert everything(offload) == []
-    assert cache().out == f"nothing is kept in {tmp_path / 'offload'}\n"
     assert door("--compress-weight --no-log").code == 0, "it is made again"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams
-from tests.doors.conftest import Answer, Door
+from tests.doors.conftest import Answer, Door, read_json
 from tests.unit.evaluation.wrangling import BEER, HOSPITAL, RESTAURANT, write_folder
 
 
@@ -30,7 +30,7 @@ def results(tmp_path: Path, *parts: str) -> tuple[Path, dict[str, object], list[
     lines = (folder / "trial_0.jsonl").read_text().splitlines()
     return (
         folder,
-        json.loads((folder / "metrics.json").read_text()),
+        read_json(folder / "metrics.json"),
         [json.loads(line) for line in lines],
     )
 
@@ -53,7 +53,7 @@ def test_predictions_are_what_the_model_writes(wrangle: Door, tmp_path: Path) ->
     with LLM("opt-tiny", Policy(), H2O(heavy_size=4), dtype="float32", offload_dir="o") as llm:
         outs = llm.generate([first, second], SamplingParams(max_tokens=3, stop="\n"))
     assert [row["prediction"] for row in rows] == [one.text for one in outs]
-    assert found == json.loads((tmp_path / "m.json").read_text())
+    assert found == read_json(tmp_path / "m.json")
     assert found["rows"] == 2 and found["task"] == "error_detection" and found["errors"] == 0
     assert (
         "| `Hospital` | error detection | test | 2 |" in answer.out
@@ -75,13 +75,7 @@ def test_a_run_goes_on(wrangle: Door, tmp_path: Path) -> None:
     assert "4 prompts, 3 of them done before" in again.out
     assert results(tmp_path, "Beer", "validation", "default")[1:] == (found, rows)
     kept = answers.read_bytes()
-    for other, says in (
-        ("--sep-tok=|", "give another --run-tag"),
-        ("--hh-size 9", "--eviction was"),
-    ):
+    for other in ("--sep-tok=|", "--hh-size 9"):
         refused = wrangle(f"{flags} {other}")
-        assert refused.code == 2 and says in refused.err and refused.err.count("\n") == 1, (
-            refused.err
-        )
-        assert answers.read_bytes() == kept
+        assert refused.code == 2 and "--run-tag" in refused.err and answers.read_bytes() == kept
     assert wrangle(f"{flags} --sep-tok=| --run-tag other").code == 0

@@ -12,7 +12,7 @@ import pytest
 
 from flexgen_h2o.checkpoint import safetensors
 from flexgen_h2o.engine import resources
-from tests.doors.conftest import Door
+from tests.doors.conftest import Door, read_json
 
 PLANNED = ("plan, ", "memory ", "disk ", "bound: ", "throughput: ", "time for all prompts: ")
 COMMANDS = {
@@ -98,7 +98,7 @@ def test_weights_need_not_be_there_nor_are_they_imported(
     config's dtype."""
     folder = tmp_path / "model"
     folder.mkdir()
-    config = json.loads((ids_model / "config.json").read_text())
+    config = read_json(ids_model / "config.json")
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     line = f"flex-opt --model {folder} --prompt-len 8 --gen-len 4 --offload-dir o --dry-run"
     assert "in bfloat16: " in command(line).out

@@ -12,7 +12,7 @@ import pytest
 from tests.forks import Forks, environment
 
 GONE = "the working folder has been removed; change to another one (cd), and run again"
-VERBS = ("complete --prompt hi", "batch --input in.jsonl --output out.jsonl", "doctor", "cache")
+VERBS = ("complete --prompt hi", "doctor")
 
 
 def run(tmp_path: Path, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:

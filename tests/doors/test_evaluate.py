@@ -8,7 +8,6 @@ import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.evaluate import MT_BENCH
-from tests.doors.conftest import POSITIONS, Answer, Door
+from tests.doors.conftest import POSITIONS, Answer, Door, read_json
 from tests.extras import needs
 
 FEW_ROWS = (
@@ -62,17 +61,13 @@ def streaming(evaluate: Door) -> Door:
     )
 
 
-def figures(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
-
-
 # ---- fidelity
 
 
 def test_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> None:
     out = evaluate(f"fidelity {FEW_ROWS} --offload-dir o --json r.json --markdown r.md")
     assert out.out.strip() == (tmp_path / "r.md").read_text().strip()
-    result = figures(tmp_path / "r.json")
+    result = read_json(tmp_path / "r.json")
     assert [cell["policy"] for cell in result["cells"]] == ["local", "h2o"]
     for cell in result["cells"]:
         assert (
@@ -86,7 +81,9 @@ def test_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> None:
         and "evaluate: recall of h2o at 20%: " in out.err
     )
     evaluate(f"fidelity {FEW_ROWS} --offload-dir o --json again.json")
-    for one, other in zip(result["cells"], figures(tmp_path / "again.json")["cells"], strict=True):
+    for one, other in zip(
+        result["cells"], read_json(tmp_path / "again.json")["cells"], strict=True
+    ):
         assert one["kl"] == other["kl"] and one["recall"] == other["recall"]
 
 
@@ -109,7 +106,7 @@ def test_fewer_bits_of_weights_are_further_from_the_model(evaluate: Door, tmp_pa
     kl = []
     for flags in ("--compress-weight --weight-bits 8", "--int8-compute", "--compress-weight"):
         evaluate(f"fidelity {small} --offload-dir o --json r.json {flags}")
-        result = figures(tmp_path / "r.json")
+        result = read_json(tmp_path / "r.json")
         full = next(cell for cell in result["cells"] if cell["policy"] == "full")
         assert result["settings"]["compression"].startswith(flags)
         kl.append(full["kl"]["value"])
@@ -124,7 +121,7 @@ SEEN = "attention --prompt-len 32 --gen-len 8 --offload-dir o --gpu-batch-size 4
 def test_attention_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> None:
     out = evaluate(f"{SEEN} --num-prompts 3 --remove 0.25 --json a.json --markdown a.md")
     assert out.out.strip() == (tmp_path / "a.md").read_text().strip()
-    result = figures(tmp_path / "a.json")
+    result = read_json(tmp_path / "a.json")
     blocks = result["blocks"]
     assert [block["block"] for block in blocks] == list(range(6)) and result["rows"] == 3
     for block in blocks:
@@ -141,7 +138,7 @@ def test_attention_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> Non
 def test_both_texts_are_the_engine_s(text: Door, tmp_path: Path) -> None:
     asked = " ".join(f"--prompt {shlex.quote(t)}" for t in TEXTS)
     text(f"{asked} --gen-len 10 --hh-size 3 --recent-size 2 --dtype float32 --json r.json")
-    rows = figures(tmp_path / "r.json")["rows"]
+    rows = read_json(tmp_path / "r.json")["rows"]
     for side, eviction in (("full", None), ("evicted", H2O(heavy_size=3, recent_size=2))):
         with LLM("opt-tiny", Policy(), eviction, dtype="float32", offload_dir="o") as llm:
             want = llm.generate(TEXTS, SamplingParams(max_tokens=10))
@@ -175,7 +172,7 @@ def test_rolling_positions_go_on_where_others_end(
     """64 positions: the full cache and plain h2o break off, as much as fits being shown."""
     policies = "--policies full h2o h2o:positions=rolling"
     out = streaming(f"--model {rotary} --gen-len 9 {SMALL} {policies} --json r.json")
-    full, original, rolling = figures(tmp_path / "r.json")["policies"]
+    full, original, rolling = read_json(tmp_path / "r.json")["policies"]
     assert full["tokens"] == original["tokens"] == POSITIONS + 1
     assert rolling["answered"] == 8 and rolling["tokens"] > 2 * POSITIONS
     answered = min(full["answered"], original["answered"])
@@ -199,7 +196,7 @@ def test_flags_of_others(
     )
     streaming(f"--model {rotary} --gen-len 4 {ours} --json a.json")
     streaming(f"--model-name {rotary} --gen-len 4 {theirs} --output b.json")
-    first, second = (figures(tmp_path / name)["policies"][0] for name in ("a.json", "b.json"))
+    first, second = (read_json(tmp_path / name)["policies"][0] for name in ("a.json", "b.json"))
     assert first["eviction"] == second["eviction"]
     assert [t["token_ids"] for t in first["turns"]] == [t["token_ids"] for t in second["turns"]]
 
@@ -213,7 +210,7 @@ def test_a_long_text_by_window(streaming: Door, rotary: Path, tmp_path: Path) ->
     (tmp_path / "text.txt").write_text(text)
     flags = f"--text text.txt --stream-len 33 --streams 3 {SMALL} --json r.json"
     streaming(f"--model {rotary} {flags} --policies full h2o h2o:kv_budget=0.25")
-    full, h2o, share = (one["windows"] for one in figures(tmp_path / "r.json")["policies"])
+    full, h2o, share = (one["windows"] for one in read_json(tmp_path / "r.json")["policies"])
     with LLM(str(rotary), Policy(), dtype="float32", offload_dir="o") as llm:
         start = llm.model.encode("")
         ids = llm.model.encode_plain(text)
@@ -256,7 +253,7 @@ def test_frontier_says_what_each_setting_loses_and_saves(evaluate: Door, tmp_pat
     grid = "--policies full h2o --kv-budget 1.0 0.2 --kv-bits 16 8 --kv-bytes 0.2 --weight-bits 8"
     out = evaluate(f"{FRONTIER} {grid} --json r.json --markdown r.md --resamples 20")
     assert out.out.strip() == (tmp_path / "r.md").read_text().strip()
-    cells = {cell["name"]: cell for cell in figures(tmp_path / "r.json")["cells"]}
+    cells = {cell["name"]: cell for cell in read_json(tmp_path / "r.json")["cells"]}
     for cell in cells.values():
         assert cell["kl"]["low"] <= cell["kl"]["value"] <= cell["kl"]["high"]
         assert 0 <= cell["changed"]["value"] <= 1
@@ -287,8 +284,8 @@ def test_frontier_is_what_fidelity_finds(evaluate: Door, tmp_path: Path) -> None
     )
     same = FRONTIER.replace("frontier", "fidelity")
     evaluate(f"{same} --policies h2o --budgets 0.3 --budgets-of sequence --json f.json")
-    ours = figures(tmp_path / "r.json")["cells"][1]
-    theirs = figures(tmp_path / "f.json")["cells"][0]
+    ours = read_json(tmp_path / "r.json")["cells"][1]
+    theirs = read_json(tmp_path / "f.json")["cells"][0]
     assert ours["kl"]["value"] == pytest.approx(theirs["kl"]["value"], rel=1e-3)
     assert ours["changed"]["value"] == theirs["flips"]["value"]
     assert ours["kv_share"] == theirs["kv_share"]
@@ -309,7 +306,7 @@ def test_frontier_goes_on_where_it_was_and_adds_settings(evaluate: Door, tmp_pat
         "h2o, 0.3 of the entries: prompts" not in out.err
         and "local, 0.3 of the entries: prompts" in out.err
     )
-    cells = figures(tmp_path / "r.json")["cells"]
+    cells = read_json(tmp_path / "r.json")["cells"]
     assert [cell["policy"] for cell in cells] == ["full", "local", "h2o"]
     assert all(0 <= cell["tasks"]["niah"]["value"] <= 1 for cell in cells)
 
@@ -320,12 +317,14 @@ def test_frontier_learns_what_kv_size_should_choose(evaluate: Door, tmp_path: Pa
     out = evaluate(f"{FRONTIER} {grid} --json r.json --learn")
     path = tmp_path / "o" / "kv-size" / "opt-tiny.json"
     assert f"chooses by {Path('o/kv-size/opt-tiny.json')}" in out.err
-    (mix,) = figures(path)["mixes"]
-    fitting = [cell for cell in figures(tmp_path / "r.json")["cells"] if cell["kv_share"] <= 0.204]
+    (mix,) = read_json(path)["mixes"]
+    fitting = [
+        cell for cell in read_json(tmp_path / "r.json")["cells"] if cell["kv_share"] <= 0.204
+    ]
     assert mix["kl"] == min((cell["kl"] for cell in fitting), key=lambda kl: kl["value"])
-    chosen = figures(tmp_path / "r.json")
+    chosen = read_json(tmp_path / "r.json")
     evaluate(f"{FRONTIER} --kv-bytes 0.2 --no-answers --json again.json")
-    (_, again) = figures(tmp_path / "again.json")["cells"]
+    (_, again) = read_json(tmp_path / "again.json")["cells"]
     assert (again["policy"], again["kv_bits"]) == (mix["eviction"], mix["cache_bits"])
     assert again["kl"]["value"] in [cell["kl"]["value"] for cell in chosen["cells"]]
 

@@ -16,7 +16,7 @@ from flexgen_h2o import cli, flags, generate, synonyms
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.llm import LLM
-from tests.doors.conftest import Answer, Door
+from tests.doors.conftest import Answer, Door, read_lines
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
 PROMPTS = ["import os", "def main(argv):", "class Shape:"]
@@ -35,17 +35,8 @@ def run(call: Door) -> Door:
     """generate with short answers in fp32."""
 
     def answered(*words: object) -> Answer:
-        return call(
-            cli.main,
-            "generate",
-            *words,
-            "--max-tokens",
-            5,
-            "--dtype",
-            "float32",
-            "--offload-dir",
-            "offload",
-        )
+        flags = "--max-tokens 5 --dtype float32 --offload-dir offload"
+        return call(cli.main, "generate", *words, *flags.split())
 
     return answered
 
@@ -64,7 +55,7 @@ def messages(text: str, system: str = "") -> list[dict[str, str]]:
 
 def rows_of(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of an output by custom id."""
-    return {row["custom_id"]: row for row in map(json.loads, path.read_text().splitlines())}
+    return {row["custom_id"]: row for row in read_lines(path)}
 
 
 def answers_of(path: Path) -> list[str]:

@@ -21,7 +21,7 @@ import pytest
 from flexgen_h2o import batch, evaluate, flex_opt, policy_search
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.models.load import find_model
-from tests.doors.conftest import Door
+from tests.doors.conftest import Door, read_lines
 
 DOORS = {"flex_opt": flex_opt, "batch": batch, "evaluate": evaluate, "policy_search": policy_search}
 ROOM = 3 * 2**29  # bytes of address space that a command may take
@@ -188,7 +188,7 @@ def rows_of_job(tmp_path: Path, model: Path, *lines: object) -> dict[str, dict[s
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
     with little_room():
         run_job(tmp_path, model)
-    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    found = read_lines(tmp_path / "out.jsonl")
     assert len({row["custom_id"] for row in found}) == len(found) == len(lines)
     return {row["custom_id"]: row for row in found}
 

@@ -3,7 +3,6 @@ not fit."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from flexgen_h2o.checkpoint.safetensors import read_index
 from flexgen_h2o.core.timeline import LANES
-from tests.doors.conftest import Door
+from tests.doors.conftest import Door, read_json, read_lines
 from tests.doors.test_runs import assert_done
 
 CONTRACT = {
@@ -47,7 +46,7 @@ GEN_LEN = 4
 
 def report_of(door: Door, *flags: object, idle: tuple[str, ...] = ()) -> dict[str, Any]:
     assert_done(door(*flags, "--json report.json --no-log"), *idle)
-    return json.loads(Path("report.json").read_text())
+    return read_json(Path("report.json"))
 
 
 def test_report_of_a_run_with_everything_on_disk(door: Door, ids_model: Path) -> None:
@@ -64,46 +63,15 @@ def test_report_of_a_run_with_everything_on_disk(door: Door, ids_model: Path) ->
     # The blocks' weights come from disk in every sweep.
     assert moved["disk_read"] >= GEN_LEN * sum(t.nbytes for t in matrices)
     assert moved["disk_write"] > 0 and moved["h2d"] == 0
+    for name in ("io_bytes", "peak_bytes"):
+        kinds = report[f"{name}_by_kind"].values()
+        assert {key: sum(of[key] for of in kinds) for key in report[name]} == report[name]
     held = report["peak_bytes"]
     assert 0 < held["host"] <= 64 * 2**20 and held["device"] == 0
     assert held["disk"] >= report["extra"]["kv_reserved_bytes"] >= report["cache_bytes"] > 0
     assert report["kv"]["slots"] == PROMPT_LEN + GEN_LEN - 1
     assert 0 < report["kv"]["bytes"] == report["kv"]["full_bytes"] <= report["cache_bytes"]
     assert report["model_bytes"] == sum(t.nbytes for t in stored.values())
-
-
-@pytest.mark.parametrize(
-    ("percent", "switches"),
-    [
-        ((30, 30) * 3, ("--device-mem", "32MiB")),
-        ((20, 50, 0, 100, 0, 0), ("--hh-ratio", 0.25)),
-        ((0, 100, 40, 30, 100, 0), ("--compress-cache", "--device-mem", "32MiB")),
-        ((50, 0, 0, 50, 0, 100), ("--cpu-cache-compute", "--device-mem", "32MiB")),
-    ],
-    ids=str,
-)
-def test_bytes_by_kind_say_what_percent_placed(
-    percent: tuple[int, ...], switches: tuple[object, ...], door: Door
-) -> None:
-    """Sums are the totals; what has its home on a tier is held there, and nothing of it
-    elsewhere."""
-    sizes = "--gpu-batch-size 5 --num-gpu-batches 2 --gen-len 20"
-    report = report_of(door, "--percent", *percent, sizes, *switches)
-    for name in ("io_bytes", "peak_bytes"):
-        kinds = report[f"{name}_by_kind"].values()
-        assert {key: sum(of[key] for of in kinds) for key in report[name]} == report[name]
-    has_device = "--device-mem" in switches
-    for i, kind in enumerate(("weights", "kv", "hidden")):
-        held = report["peak_bytes_by_kind"][kind]
-        device, host = percent[2 * i : 2 * i + 2]
-        # Weights on disk stay in the checkpoint.
-        assert (held["disk"] > 0) is (device + host < 100 and kind != "weights")
-        assert (report["io_bytes_by_kind"][kind]["disk_read"] > 0) is (device + host < 100)
-        if has_device:
-            # Vectors of weights stay with the device.
-            assert (held["device"] > 0, held["host"] > 0) == (device > 0 or i == 0, host > 0)
-        else:
-            assert held["device"] == 0
 
 
 def test_rows_that_end_early_are_counted_as_they_are(
@@ -138,7 +106,7 @@ def test_how_much_is_printed(door: Door) -> None:
 def test_cut_gen_len_projects(door: Door, tmp_path: Path) -> None:
     flags = "--gpu-batch-size 2 --num-gpu-batches 2 --gen-len 40 --output out.jsonl"
     report = report_of(door, flags, "--cut-gen-len 4")
-    rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    rows = read_lines(Path("out.jsonl"))
     assert [len(row["token_ids"]) for row in rows] == [4] * 4
     assert report["projected"] is True
     assert (report["decode"]["tokens"], report["total"]["tokens"]) == (4 * 39, 4 * 40)
@@ -151,7 +119,7 @@ def test_cut_gen_len_projects(door: Door, tmp_path: Path) -> None:
 
 def test_a_trace_has_spans_on_every_lane(door: Door) -> None:
     assert_done(door("--percent", *[30] * 6, "--device-mem 32MiB --trace trace.json"))
-    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    events = read_json(Path("trace.json"))["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     spans = [(rows[e["tid"]], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
     assert {name.split()[0] for name, _, _ in spans} == set(LANES)

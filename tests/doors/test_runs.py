@@ -1,29 +1,21 @@
-"""flex_opt run to its end: prompts in, completions out, policy files, random weights."""
+"""flex_opt run to its end: prompts in, completions out, chosen policies, random weights."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
-from tests.doors.conftest import POSITIONS, Answer, Door
+from tests.doors.conftest import POSITIONS, Answer, Door, read_json, read_lines
 from tests.parity.reference import greedy
 
 FIELDS = ["index", "prompt", "text", "token_ids", "finish_reason"]
 TEXTS = ["import os", "  def f(x):", "a", "for line in open(path):", "return [x for x in y]"]
-IDS = [[5, 6, 7], [8], [9, 10, 11, 12], [5, 6, 7], [4] * 20]
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def reference_model(folder: Path) -> OPTForCausalLM:
@@ -46,7 +38,7 @@ def test_text_prompts_in_text_completions_out(door: Door, words_model: Path) -> 
     Path("prompts.txt").write_text("\n".join([*TEXTS[:2], "", *TEXTS[2:]]) + "\n", encoding="utf-8")
     flags = "--dtype float32 --gpu-batch-size 2 --num-gpu-batches 2"
     assert_done(door("--prompts prompts.txt --output out.jsonl", flags, model=words_model))
-    rows = read_jsonl(Path("out.jsonl"))
+    rows = read_lines(Path("out.jsonl"))
     tokenizer = AutoTokenizer.from_pretrained(words_model)
     model = reference_model(words_model)
     assert [list(row) for row in rows] == [FIELDS] * len(TEXTS)
@@ -57,54 +49,12 @@ def test_text_prompts_in_text_completions_out(door: Door, words_model: Path) -> 
         assert row["finish_reason"] == "length"
 
 
-def test_every_engine_flag_is_taken(door: Door, write_jsonl: Callable[..., Path]) -> None:
-    prompts = write_jsonl(*({"prompt_token_ids": ids} for ids in IDS))
-    flags = (
-        "--percent 30 30 30 30 30 30 --gpu-batch-size 2 --num-gpu-batches 2 --sep-layer false "
-        "--pin-weight no "
-        "--cpu-cache-compute --attn-sparsity 0.5 --overlap 0 --device cpu --dtype bfloat16 "
-        "--device-mem 64MiB "
-        "--host-mem 64MiB --disk-mem 0.5GiB --eviction full --ignore-eos --revision main --path . "
-        "--verbose 1"
-    )
-    idle = ("--path", "--pin-weight", "--revision")
-    assert_done(door("--prompts", prompts, "--json report.json", *flags.split()), *idle)
-    policy = json.loads(Path("report.json").read_text())["policy"]
-    assert (
-        policy
-        == Policy(
-            2,
-            2,
-            (30, 30, 30, 30, 30, 30),
-            sep_layer=False,
-            pin_weight=False,
-            cpu_cache_compute=True,
-            attn_sparsity=0.5,
-            overlap=False,
-        ).to_json()
-    )
-
-
-def test_policy_file_round_trip(door: Door, tmp_path: Path) -> None:
-    saved = Policy(
-        3, 2, (50, 0, 0, 50, 0, 0), cpu_cache_compute=True, overlap=False, attn_sparsity=0.75
-    )
-    write_policy(
-        tmp_path / "policy.json",
-        SavedPolicy(saved, None, {"num_prompts": 6}, "here", {"prefill_s": 1.0}),
-    )
-    assert_done(door("--policy policy.json --json report.json"))
-    report = json.loads(Path("report.json").read_text())
-    assert report["policy"] == saved.to_json()
-    assert report["num_prompts"] == saved.block_size
-
-
 @pytest.mark.parametrize("flags", ["", "--policy auto", "--overlap false --cpu-cache-compute"])
 def test_auto_is_the_default_without_a_placement_flag(flags: str, door: Door) -> None:
     assert_done(
         door(*flags.split(), "--json report.json"), *re.findall("--cpu-cache-compute", flags)
     )
-    policy = json.loads(Path("report.json").read_text())["policy"]
+    policy = read_json(Path("report.json"))["policy"]
     assert policy["gpu_batch_size"] * policy["num_gpu_batches"] == 32
     assert policy["overlap"] is (not flags.startswith("--overlap"))
 
@@ -122,7 +72,7 @@ def test_random_weights_for_a_folder_that_has_none(
     made = written.stat().st_mtime_ns
     assert_done(door(flags, model=folder))
     assert written.stat().st_mtime_ns == made, "the random weights must be written once"
-    assert json.loads(Path("report.json").read_text())["io_bytes"]["disk_read"] > 0
+    assert read_json(Path("report.json"))["io_bytes"]["disk_read"] > 0
 
 
 def test_the_output_is_replaced_and_nothing_else_left(
@@ -144,7 +94,7 @@ def test_the_output_is_replaced_and_nothing_else_left(
     for _ in range(2):
         assert_done(door("--no-log --json", model / "report.json", model=model))
     shutil.rmtree("offload/model")
-    assert len(read_jsonl(Path("out.jsonl"))) == 1
+    assert len(read_lines(Path("out.jsonl"))) == 1
     assert {p.name for p in tmp_path.iterdir()} - {"offload"} == {"out.jsonl", "prompts.jsonl"}
     assert not Path("offload").exists() or not list(Path("offload").iterdir())
 
@@ -154,4 +104,4 @@ def test_a_full_context_is_used_up(door: Door, write_jsonl: Callable[..., Path])
         {"prompt_token_ids": [4] * POSITIONS}, {"prompt_token_ids": [4] * (POSITIONS - 2)}
     )
     assert_done(door("--prompts", prompts, "--output out.jsonl"))
-    assert [len(row["token_ids"]) for row in read_jsonl(Path("out.jsonl"))] == [1, 3]
+    assert [len(row["token_ids"]) for row in read_lines(Path("out.jsonl"))] == [1, 3]

@@ -39,7 +39,7 @@ from flexgen_h2o.planner.profile import (
     nominal_profile,
     profile_from_json,
 )
-from tests.doors.conftest import Door
+from tests.doors.conftest import Door, read_json, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMAS = ROOT / "docs" / "reference" / "schemas"
@@ -84,7 +84,7 @@ INPUT = [(line, lines is GOOD) for lines in (GOOD, BAD) for line in lines.split(
 
 
 def problems(name: str, value: Any) -> list[str]:
-    schema = json.loads((SCHEMAS / f"{name}.schema.json").read_text())
+    schema = read_json(SCHEMAS / f"{name}.schema.json")
     Draft202012Validator.check_schema(schema)
     return [
         f"{error.json_path}: {error.message:.200}"
@@ -93,7 +93,7 @@ def problems(name: str, value: Any) -> list[str]:
 
 
 def names(name: str, *where: str) -> set[str]:
-    part = json.loads((SCHEMAS / f"{name}.schema.json").read_text())
+    part = read_json(SCHEMAS / f"{name}.schema.json")
     for key in where:
         part = part[key]
     return set(part["properties"])
@@ -111,7 +111,7 @@ def test_fields_are_those_of_the_code() -> None:
 def test_fields_of_a_line_are_those_of_the_reader() -> None:
     """And so are their only values."""
     for url in URLS:
-        schema = json.loads((SCHEMAS / "batch-input.schema.json").read_text())
+        schema = read_json(SCHEMAS / "batch-input.schema.json")
         [body] = [
             one["properties"]["body"]["properties"]
             for one in schema["anyOf"]
@@ -136,11 +136,11 @@ def test_policies_and_profiles_are_valid(tmp_path: Path) -> None:
         tmp_path / "p.json", SavedPolicy(Policy(compress_cache=True, cache_bits=3), model="m")
     )
     for path in [tmp_path / "p.json", *POLICIES]:
-        body = json.loads(path.read_text())
+        body = read_json(path)
         later = {"cache_rotation": False}  # which older files lack
         assert problems("policy", later | body | {"schema": POLICY_SCHEMA}) == []
     for path in PROFILES:
-        assert problems("profile", profile_from_json(json.loads(path.read_text())).to_json()) == []
+        assert problems("profile", profile_from_json(read_json(path)).to_json()) == []
     assert problems("profile", nominal_profile(True).to_json()) == []
 
 
@@ -156,16 +156,12 @@ def test_a_job_writes_what_the_schemas_say(job: Door, tmp_path: Path, words_mode
     (tmp_path / "in.jsonl").write_text("".join(text + "\n" for text, _ in INPUT))
     ended = job("--gen-len 4", model=words_model)
     assert ended.code == 0, ended.err
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "out.jsonl")
     assert len(rows) == len(INPUT) and sum(row["error"] is None for row in rows) == sum(
         good for _, good in INPUT
     )
     assert [problem for row in rows for problem in problems("batch-output", row)] == []
-    assert (
-        problems("batch-sidecar", json.loads((tmp_path / "out.jsonl.job.json").read_text())) == []
-    )
-    assert (
-        problems("batch-status", json.loads((tmp_path / "out.jsonl.status.json").read_text())) == []
-    )
+    assert problems("batch-sidecar", read_json(tmp_path / "out.jsonl.job.json")) == []
+    assert problems("batch-status", read_json(tmp_path / "out.jsonl.status.json")) == []
     half = rows[0] | {"error": None, "response": None}
     assert problems("batch-output", half)

@@ -14,7 +14,7 @@ import pytest
 
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
 from flexgen_h2o.evaluation import articles, summarize
-from tests.doors.conftest import POSITIONS, Answer, Door
+from tests.doors.conftest import POSITIONS, Answer, Door, read_json, read_lines
 
 INSTRUCTION = "Sum up:\n"
 NEW = 5
@@ -67,13 +67,8 @@ def run(command: Door, words_model: Path, records: object) -> Door:
     return run
 
 
-def figures(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
-
-
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in path.read_text().split("\n") if line]
-    return sorted(rows, key=lambda row: int(row["custom_id"].removeprefix("line-")))
+    return sorted(read_lines(path), key=lambda row: int(row["custom_id"].removeprefix("line-")))
 
 
 def test_a_grid(
@@ -81,7 +76,7 @@ def test_a_grid(
 ) -> None:
     """The summaries are those that each policy writes; scores, KV and the layout say the same."""
     run(f"{GRID} --policies full h2o --json r.json --kvpress-dir kp")
-    result = figures(tmp_path / "r.json")
+    result = read_json(tmp_path / "r.json")
     assert (result["articles"], result["cut"], result["skipped"]) == (3, 1, 0)
     evictions = {"full": Full(), "h2o-3+4": H2O(None, None, 3, 4), "h2o-6+4": H2O(None, None, 6, 4)}
     for cell, (name, eviction) in zip(result["cells"], evictions.items(), strict=True):
@@ -116,7 +111,7 @@ def test_a_restart_does_what_is_missing(run: Door, tmp_path: Path) -> None:
     torn.write_text(before[torn][: len(before[torn]) // 2])  # as a kill leaves it
     out = run(f"{GRID} --policies local h2o --json again.json")
     assert out.out.count("nothing was left to do") == 3
-    whole, again = (figures(tmp_path / f"{name}.json")["cells"] for name in ("whole", "again"))
+    whole, again = (read_json(tmp_path / f"{name}.json")["cells"] for name in ("whole", "again"))
     for one, other in zip(whole, again, strict=True):
         if one["title"] != "h2o 3+4":
             assert (
@@ -128,11 +123,9 @@ def test_a_restart_does_what_is_missing(run: Door, tmp_path: Path) -> None:
         for path, text in before.items()
     }
     run(f"{GRID} --policies h2o-norm --json more.json")  # another policy goes into the same folder
-    assert len(figures(tmp_path / "d" / "summary.json")["cells"]) == 6
+    assert len(read_json(tmp_path / "d" / "summary.json")["cells"]) == 6
     out = run(f"{GRID} --policies h2o --gen-len 3", code=2)
     assert "requests.jsonl: has requests of other articles, or was made with other flags" in out.err
-    out = run(f"{GRID} --policies h2o --seed 7", code=2)  # the job's own sidecar
-    assert "--seed was 0 and is 7" in out.err
 
 
 def _tokens(row: dict[str, Any]) -> tuple[str, list[int]]:
@@ -148,7 +141,7 @@ def test_a_share_of_the_whole_sequence_is_kept(
 ) -> None:
     """newcomer: columns beside the share; bytes count the newest one's too."""
     run(f"--output-dir d --policies {flags} --json r.json")
-    (cell,) = figures(tmp_path / "r.json")["cells"]
+    (cell,) = read_json(tmp_path / "r.json")["cells"]
     usage = [
         row["response"]["body"]["usage"]["prompt_tokens"]
         for row in rows_of(tmp_path / "d" / f"{name}.jsonl")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flexgen_h2o import chat as module
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.files import MAX_LINE_BYTES
-from tests.doors.conftest import POSITIONS, Answer, Door
+from tests.doors.conftest import POSITIONS, Answer, Door, read_json
 from tests.forks import Forks
 from tests.parity import reference
 
@@ -48,7 +48,11 @@ def chat(command: Door, monkeypatch: pytest.MonkeyPatch) -> Door:
 
 
 def saved(path: Path) -> list[dict[str, Any]]:
-    return list(json.loads(path.read_text())["turns"])
+    return read_json(path)["turns"]
+
+
+def tokens(path: Path) -> list[list[int]]:
+    return [turn["token_ids"] for turn in saved(path)]
 
 
 def greedy(
@@ -85,7 +89,7 @@ def test_answers_are_those_of_transformers(chat: Door, tmp_path: Path) -> None:
 
 def with_template(folder: Path, to: Path, template: str = TEMPLATE) -> Path:
     shutil.copytree(folder, to)
-    config = json.loads((to / "tokenizer_config.json").read_text())
+    config = read_json(to / "tokenizer_config.json")
     (to / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
     return to
 
@@ -95,12 +99,10 @@ def test_a_chat_template_and_a_system_prompt(chat: Door, rotary: Path, tmp_path:
     flags = f"--model {folder} --gen-len 5 --system 'be brief'"
     assert chat(flags, "one", "two", "/save a.json").code == 0
     pieces = ["<system>be brief\n<user>one\n<me>", "\n<user>two\n<me>"]
-    assert [t["token_ids"] for t in saved(tmp_path / "a.json")] == greedy(
-        folder, pieces, [5, 5], False
-    )
+    assert tokens(tmp_path / "a.json") == greedy(folder, pieces, [5, 5], False)
     assert chat(f"{flags} --turn-format 'Q: {{turn}}\\nA:'", "one", "two", "/save b.json").code == 0
     plain = greedy(folder, ["be brief\nQ: one\nA:", "Q: two\nA:"], [5, 5], True)
-    assert [t["token_ids"] for t in saved(tmp_path / "b.json")] == plain
+    assert tokens(tmp_path / "b.json") == plain
 
 
 @pytest.mark.parametrize("flags", [f"{SMALL} --positions rolling", f"--eviction tova {SMALL}"])
@@ -124,7 +126,7 @@ def test_answers_are_those_of_evaluate_streaming(
         f"float32 --gen-len 5 {rest}"
     )
     assert command(f"{line} --policies {policy} --turns turns.jsonl --json b.json").code == 0
-    [policy_found] = json.loads((tmp_path / "b.json").read_text())["policies"]
+    [policy_found] = read_json(tmp_path / "b.json")["policies"]
     assert [t["token_ids"] for t in found] == [t["token_ids"] for t in policy_found["turns"]]
     assert [t["kv_bytes"] for t in found] == [t["kv_bytes"] for t in policy_found["turns"]]
     assert found[-1]["kv_columns"] == 10
@@ -191,9 +193,7 @@ def test_odd_lines_are_skipped_or_refused_and_change_nothing(
         == "chat: line 5 of standard input: /nothing: is not a command; /help lists the commands"
     )
     assert lines[2] == "chat: line 6 of standard input: is longer than 8 MiB"
-    assert [t["token_ids"] for t in saved(tmp_path / "a.json")] == [
-        t["token_ids"] for t in saved(tmp_path / "b.json")
-    ]
+    assert tokens(tmp_path / "a.json") == [t["token_ids"] for t in saved(tmp_path / "b.json")]
     assert saved(tmp_path / "b.json")[1]["prompt"] == "/b"
 
 
@@ -240,18 +240,7 @@ def test_a_second_signal_ends_the_chat(
 
 
 # In the dtype whose loops the server has loaded.
-IN_A_PROCESS = (
-    "--model",
-    "opt-tiny",
-    "--offload-dir",
-    "o",
-    "--device",
-    "cpu",
-    "--dtype",
-    "float32",
-)
-
-
+IN_A_PROCESS = "--model opt-tiny --offload-dir o --device cpu --dtype float32"
 ON_TERMINAL = """
 import os, sys
 os.setsid()
@@ -266,8 +255,8 @@ sys.exit(cli.main(sys.argv[2:]))
 def test_on_a_terminal(forks: Forks, tmp_path: Path) -> None:
     """Typed turns; Ctrl-C ends an answer, or drops a line; Ctrl-D ends the chat."""
     master, slave = pty.openpty()
-    flags = [*IN_A_PROCESS, "--gen-len", "900", "--ignore-eos", "--gpu-batch-size", "1"]
-    process = forks.start(tmp_path, ON_TERMINAL, os.ttyname(slave), "chat", *flags)
+    line = f"chat {IN_A_PROCESS} --gen-len 900 --ignore-eos --gpu-batch-size 1"
+    process = forks.start(tmp_path, ON_TERMINAL, os.ttyname(slave), *line.split())
     shown = b""
 
     def wait_for(text: bytes) -> bytes:

@@ -1,8 +1,7 @@
 """Links between the pages, and the names on them: every file, section, class and function that they
 name is there.
 
-Rules are functions from text to problems, so that one test runs them on the tree and another on bad
-snippets.
+Rules are functions from text to problems.
 """
 
 from __future__ import annotations
@@ -132,8 +131,6 @@ def unknown_names(page: str) -> Iterator[str]:
 
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:flexgen-h2o|python -m flexgen_h2o\.(?P<module>\w+)) +(?P<words>.*)")
-NOT_WRAPPED = ("|", "!", "[")  # rows of tables, pictures, links
-LONGEST_LINE = 120
 
 
 def refused_commands(page: str) -> Iterator[str]:
@@ -167,11 +164,6 @@ def _refused(module: str, words: list[str]) -> str | None:
 def parser_of(module: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = importlib.import_module(f"flexgen_h2o.{module}")._parser()
     return parser
-
-
-def long_lines(page: str) -> list[str]:
-    prose = BLOCK.sub("", page).splitlines()
-    return [x for x in prose if len(x) > LONGEST_LINE and not x.lstrip().startswith(NOT_WRAPPED)]
 
 
 def program_files() -> Iterable[Path]:
@@ -259,13 +251,6 @@ def test_readme_names_the_tests_that_hold_its_promises() -> None:
         assert named, promise
         for name in named:
             assert "def test_" in (ROOT / name).read_text(), name
-
-
-def test_lines_of_the_pages_are_wrapped() -> None:
-    made = {ROOT / "docs" / "developers" / "reproduce.md"}  # by bench.reproduce
-    for page in PAGES:
-        if page not in made:
-            assert long_lines(page.read_text()) == [], page
 
 
 def test_every_command_has_its_flags_on_a_page() -> None:

@@ -12,16 +12,12 @@ import pytest
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
-from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.sequence import Scoring, Sequence
-from flexgen_h2o.engine.workload import MicroBatchShape, Workload, even_blocks, shape_of
+from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
-from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
-from flexgen_h2o.planner.predict import predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile
 from flexgen_h2o.planner.report import SearchResult
 
@@ -118,55 +114,15 @@ def test_only_a_long_run_is_worth_measuring_for(
 
 
 @pytest.mark.parametrize(
-    ("has_room", "prompt_len", "max_new", "changes", "common"),
-    [
-        (True, 20, 8, {}, 0),
-        (True, 9, 2, {}, 0),
-        (False, 21, 8, {}, 0),
-        (False, 20, 9, {}, 0),
-        (False, 20, 8, {"scoring": Scoring((3,) * 20, scored=4)}, 0),
-        (False, 20, 8, {"max_tokens_per_sweep": 400}, 0),
-        (False, 20, 8, {}, 5),
-    ],
+    ("prompt_len", "max_new", "has_room"), [(20, 8, True), (21, 8, False), (20, 9, False)]
 )
 def test_only_rows_that_the_buffers_serve_join(
-    has_room: bool,
-    prompt_len: int,
-    max_new: int,
-    changes: dict[str, Any],
-    common: int,
-    tmp_path: Path,
+    prompt_len: int, max_new: int, has_room: bool, tmp_path: Path
 ) -> None:
     mine = planner(tmp_path)
     rows = [Sequence(i, (i + 3,) * 20, max_new=8) for i in range(4)]
     plan = mine.plan(rows, Policy(2, 2), dict(NO_BUDGETS)).memory
-    row = Sequence(9, (3,) * prompt_len, max_new=max_new)
-    for name, value in changes.items():
-        setattr(row, name, value)
-    assert mine.has_room(plan, [row], (3,) * common) is has_room
-
-
-# ---- predictions
-
-
-def alone(*lengths: int) -> MicroBatchShape:
-    """Prompts that share nothing."""
-    return MicroBatchShape.of((PromptGroup(0, lengths),))
-
-
-def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
-    """Blocks that are equal count together; shorter prompts cost less."""
-    plans = planner(tmp_path)
-    policy = Policy(2, 2)
-    plan = MemoryPlanner(SPEC, policy, 4, True).plan_within(shape_of(policy, NEED), NO_BUDGETS)
-    equal = (alone(16, 16), alone(16, 16))
-    even = plans.predict_blocks(policy, NEED, plan, [equal] * 2)
-    costs = CostModel(SPEC, policy, NEED, Machine(nominal_profile(True), "float32", True))
-    assert even == predict(costs, plan, even_blocks(policy, NEED))
-    short = (alone(9, 3), alone(2, 1))
-    both = plans.predict_blocks(policy, NEED, plan, [equal, short]).prefill_s
-    one = predict(costs, plan, [(short, 1)]).prefill_s
-    assert one < even.prefill_s / 2 and both == pytest.approx(even.prefill_s / 2 + one)
+    assert mine.has_room(plan, [Sequence(9, (3,) * prompt_len, max_new=max_new)], ()) is has_room
 
 
 # ---- a plan without a run

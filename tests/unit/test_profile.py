@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.planner.profile import (
     MAX_RATE,
-    SHIPPED,
     Curve,
     HardwareProfile,
     find_profile,
@@ -188,9 +187,3 @@ def test_profile_is_found_by_path_and_by_name(
             find_profile(name)
     with pytest.raises(UsageError, match="t4"):
         find_profile("h100")
-
-
-def test_shipped_profiles_can_be_read() -> None:
-    assert SHIPPED.is_dir()
-    for path in SHIPPED.glob("*.json"):
-        assert read_profile(path).machine == path.stem

@@ -21,13 +21,6 @@ def test_the_toy_answers_and_all_is_summed_up(
     out = capfd.readouterr().out
     prompts = quickstart_run.TOY_PROMPTS.read_text().splitlines()
     assert all(f"\n{prompt}" in out for prompt in prompts)
-    for beginning in (
-        "RAM    ",
-        "       ",
-        "Time   ",
-        "Next:",
-        "  flexgen-h2o generate opt-tiny -p ",
-    ):
+    for beginning in ("RAM    ", "Time   ", "  flexgen-h2o generate opt-tiny -p "):
         assert f"\n{beginning}" in out
-    assert "limit 256 MiB" in out and "for the whole process" in out
     assert [path.name for path in tmp_path.iterdir()] in ([], ["flexgen_h2o_offload_dir"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +17,6 @@ from flexgen_h2o.engine.sampling import (
     sample_tokens,
     token_logprobs,
 )
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())]
-)
-def test_stop_is_taken_in_every_spelling(given: Any, kept: tuple[str, ...]) -> None:
-    assert SamplingParams(stop=given).stop == kept
-
 
 # ---- greedy
 

@@ -132,29 +132,29 @@ def write_gguf(path: Path, tied: bool) -> Path:
     tokens = [*special, *bytes_to_unicode().values(), "ĊĊ"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
-    for add, value in (
-        (writer.add_context_length, 128),
-        (writer.add_embedding_length, HIDDEN),
-        (writer.add_block_count, LAYERS),
-        (writer.add_feed_forward_length, INNER),
-        (writer.add_head_count, HEADS),
-        (writer.add_head_count_kv, KV_HEADS),
-        (writer.add_layer_norm_rms_eps, 1e-5),
-        (writer.add_rope_freq_base, 10000.0),
-        (writer.add_rope_dimension_count, HIDDEN // HEADS),
-        (writer.add_vocab_size, len(tokens)),
-        (writer.add_tokenizer_model, "gpt2"),
-        (writer.add_tokenizer_pre, "smollm"),
-        (writer.add_token_list, tokens),
-        (writer.add_token_types, [3] * len(special) + [1] * (len(tokens) - len(special))),
-        (writer.add_token_merges, ["Ċ Ċ"]),
-        (writer.add_unk_token_id, 0),
-        (writer.add_bos_token_id, 1),
-        (writer.add_eos_token_id, 2),
-        (writer.add_pad_token_id, 2),
-        (writer.add_chat_template, TEMPLATE),
-    ):
-        add(value)
+    for name, value in {
+        "context_length": 128,
+        "embedding_length": HIDDEN,
+        "block_count": LAYERS,
+        "feed_forward_length": INNER,
+        "head_count": HEADS,
+        "head_count_kv": KV_HEADS,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_freq_base": 10000.0,
+        "rope_dimension_count": HIDDEN // HEADS,
+        "vocab_size": len(tokens),
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "token_list": tokens,
+        "token_types": [3] * len(special) + [1] * (len(tokens) - len(special)),
+        "token_merges": ["Ċ Ċ"],
+        "unk_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "chat_template": TEMPLATE,
+    }.items():
+        getattr(writer, f"add_{name}")(value)
     kv = KV_HEADS * HIDDEN // HEADS
     shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
     if not tied:
