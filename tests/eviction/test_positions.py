@@ -72,15 +72,23 @@ def test_a_row_that_holds_as_many_columns_as_there_are_positions_ends(
 
 
 @pytest.mark.parametrize(
-    ("shape", "policy", "says"),
+    ("shape", "policy", "eviction", "says"),
     [
-        ("normal", Policy(1), "needs rotary embeddings, and .* has learned positions"),
-        ("llama", Policy(1, compress_cache=True), "leave out --compress-cache"),
+        ("normal", Policy(1), H2O(positions=ROLLING), "--positions rolling: .*rotary embeddings"),
+        (
+            "llama",
+            Policy(1, compress_cache=True),
+            H2O(positions=ROLLING),
+            "--positions rolling: .*--compress-cache",
+        ),
+        ("mistral, windows", Policy(1), H2O(kv_budget=0.5), "--eviction h2o: .* 7 at most"),
     ],
 )
-def test_what_cannot_roll(
-    shape: str, policy: Policy, says: str, known: KnownModels, tmp_path: Path
+def test_what_a_model_cannot_do(
+    shape: str, policy: Policy, eviction: H2O, says: str, known: KnownModels, tmp_path: Path
 ) -> None:
-    llm = LLM(str(known(shape).folder), policy, H2O(positions=ROLLING), offload_dir=tmp_path)
-    with llm, pytest.raises(UsageError, match=f"--positions rolling: .*{says}"):
-        llm.generate(random_prompts((5,)), SamplingParams(max_tokens=30))
+    """Roll positions, or drop columns if every layer has a window."""
+    with LLM(str(known(shape).folder), policy, eviction, offload_dir=tmp_path) as llm:
+        for ask in (llm.check_plan, lambda: llm.generate([[5, 6]], SamplingParams(max_tokens=2))):
+            with pytest.raises(UsageError, match=says):
+                ask()

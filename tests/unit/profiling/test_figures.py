@@ -12,12 +12,10 @@ import torch
 
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows
-from flexgen_h2o.kernels.linear import block_rows
 from flexgen_h2o.planner.measure import bench as compute
 from flexgen_h2o.planner.measure import engine as steps
 from flexgen_h2o.planner.measure import run as measure
 from flexgen_h2o.planner.measure.bench import MIN_ROUNDS, Bench
-from flexgen_h2o.planner.profile import Curve, profile_from_json
 from flexgen_h2o.tiers.device import HostDevice
 from tests.unit.profiling.tiny import TINY
 from tests.unit.test_profile import RATES
@@ -32,10 +30,6 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bench() -> Bench:
     return Bench(HostDevice(), TINY)
-
-
-def sizes_of(curve: Curve) -> tuple[float, ...]:
-    return tuple(size for size, _ in curve.points)
 
 
 def test_calls_take_turns_and_disturbed_rounds_do_not_count(
@@ -98,31 +92,6 @@ def test_fixed_costs_are_what_the_planner_leaves() -> None:
     assert (found["row_s"], found["step_s"]) == pytest.approx((row_s, 30e-6 - 5 * row_s))
     assert (found["attention_step_s"], found["eviction_step_s"]) == pytest.approx((20e-6, 5e-6))
     assert min(steps.fixed_costs([(50e-6, 30e-6)] * 3, 0, 0).values()) > 0
-
-
-@pytest.mark.slow
-def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    profile = measure.measure("cpu", tmp_path / "offload", said.append, TINY)
-    assert profile_from_json(profile.to_json()) == profile
-    assert (
-        profile.device_is_host
-        and not profile.device_is_asynchronous
-        and profile.device_mem_bytes == 0
-    )
-    assert set(profile.compute) == {"bfloat16", "float32"}
-    assert len(said) >= 5 and list((tmp_path / "offload").iterdir()) == []
-    for dtype, rates in profile.compute.items():
-        matrix = torch.ones(64, 64, dtype=getattr(torch, dtype))
-        blocks = block_rows(matrix)[0].blocked
-        assert sizes_of(rates.prefill_attention_flops_per_s) == TINY.prompt_lengths
-        assert sizes_of(rates.host_scored_attention_bytes_per_s) == TINY.head_widths
-        assert sizes_of(rates.int4_speedup) == TINY.rows
-        assert sizes_of(rates.blocked_speedup) == (TINY.rows if blocks else (1.0,))
-        assert [shape for shape, _ in rates.matmul_flops_per_s] == [0.25, 1, 4, 16]
-        assert tuple(inner for inner, _ in dict(rates.matmul_flops_per_s)[1.0]) == TINY.widths
 
 
 def test_nothing_is_left_behind_when_measuring_fails(
