@@ -24,7 +24,8 @@ from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.kvcache.eviction import EVICTING, Evicting, Eviction, Local
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.eviction import policies as plain
-from tests.eviction.reference import Evicted, PlainModel, Stored, Turn, evicted_greedy
+from tests.eviction.reference import Evicted, PlainModel, Turn, evicted_greedy
+from tests.eviction.rounding import Rounded
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
     MIN_GAP,
@@ -116,7 +117,7 @@ def wanted(
     pair: Pair,
     lengths: Sequence[int],
     new_tokens: int | Sequence[int],
-    stored: Callable[[], Stored] | None = None,
+    stored: Callable[[], Rounded] | None = None,
     turn: Turn | None = None,
     header: Sequence[int] = (),
 ) -> Wanted:

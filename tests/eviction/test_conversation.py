@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -31,14 +31,23 @@ ANSWER = 4
 ON_DISK = PLACEMENTS["kv on disk"]
 
 
-@dataclass
-class Heard:
-    """An audience that keeps everything. answers: by turn."""
+class Held:
+    """An audience that keeps everything, and what else a conversation was.
 
-    turn: int = 0
-    taken: list[tuple[int, int]] = field(default_factory=list)
-    answers: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    reasons: list[str | None] = field(default_factory=list)
+    answers: by turn. tokens: all behind the first turn; logits and held positions by step.
+    """
+
+    tokens: list[int]
+    columns: list[int]
+    peak: dict[str, int]
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.taken: list[tuple[int, int]] = []
+        self.answers: dict[int, list[int]] = defaultdict(list)
+        self.reasons: list[str | None] = []
+        self.logits = LogitsByRow()
+        self.seen = SeenByRow()
 
     def given(self, token: int, logits: torch.Tensor) -> None:
         assert logits.dim() == 1
@@ -53,19 +62,6 @@ class Heard:
             yield turns[self.turn]
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a conversation was: every token behind the first turn, logits and held positions by
-    step."""
-
-    heard: Heard
-    tokens: list[int]
-    logits: torch.Tensor
-    seen: SeenByRow
-    columns: list[int]
-    peak: dict[str, int]
-
-
 def converse(
     folder: Path,
     turns: Sequence[Sequence[int]],
@@ -78,33 +74,20 @@ def converse(
     max_tokens_per_sweep: int = FORCED_CHUNK,
 ) -> Held:
     """One token at once: held positions too."""
-    heard = Heard()
-    logits = LogitsByRow()
-    seen = SeenByRow()
+    found = Held()
     params = SamplingParams(max_tokens=answer)
     ends = StopCriteria((), eos, None)
     room = tokens_after_first(turns, answer)
     talk = Conversation(
-        turns[0], heard.next(turns), params, ends, heard, room, max_tokens_per_sweep
+        turns[0], found.next(turns), params, ends, found, room, max_tokens_per_sweep
     )
-    done: list[list[int]] = []
-    with LLM(
-        str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir
-    ) as llm:
-        watch = seen if max_tokens_per_sweep == 1 and llm.eviction.needs.record else None
-        llm.run(
-            [talk.sequence],
-            lambda rows: done.extend(row.token_ids for row in rows),
-            Callbacks(logits, watch),
-        )
-        return Held(
-            heard,
-            done[0],
-            torch.stack(logits.rows[0]),
-            seen,
-            llm.times[0].held_by_sweep,
-            llm.peak_bytes,
-        )
+    with LLM(str(folder), policy, eviction, "auto", "float32", budget, offload_dir) as llm:
+        watch = found.seen if max_tokens_per_sweep == 1 and llm.eviction.needs.record else None
+        llm.run([talk.sequence], callbacks=Callbacks(found.logits, watch))
+        found.tokens = talk.sequence.token_ids
+        found.columns = llm.times[0].held_by_sweep
+        found.peak = llm.peak_bytes
+    return found
 
 
 CASES = [
@@ -144,11 +127,11 @@ def test_every_turn_equals_the_reference(
             max_tokens_per_sweep=max_tokens_per_sweep,
         )
         assert found.tokens == want.tokens
-        assert (found.logits - want.logits).abs().max() <= LOGIT_TOLERANCE
-        assert found.heard.taken == [
+        assert (found.logits.of_rows[0] - want.logits).abs().max() <= LOGIT_TOLERANCE
+        assert found.taken == [
             (i, token) for i, turn in enumerate(turns[1:], start=1) for token in turn
         ]
-        assert [len(found.heard.answers[i]) for i in range(len(turns))] == [ANSWER] * len(turns)
+        assert [len(found.answers[i]) for i in range(len(turns))] == [ANSWER] * len(turns)
         if max_tokens_per_sweep == FORCED_CHUNK:
             assert len(found.columns) == ANSWER * len(turns)
     for step, kept in enumerate(want.kept[:-1]):
@@ -222,12 +205,12 @@ def test_an_end_of_sequence_token_ends_an_answer_and_is_not_repeated(
 ) -> None:
     folder = known("llama").folder
     first, second = random_prompts((6, 3))
-    free = converse(folder, [first, second], None, Policy(1), tmp_path).heard.answers[0]
+    free = converse(folder, [first, second], None, Policy(1), tmp_path).answers[0]
     eos = free[1]
     assert eos != free[0]
     turns = [first, [eos, *second]]
     found = converse(folder, turns, None, Policy(1), tmp_path, eos=[eos])
-    assert found.heard.answers[0] == free[:2] and found.heard.reasons[:2] == [None, "stop"]
+    assert found.answers[0] == free[:2] and found.reasons[:2] == [None, "stop"]
     assert found.tokens[2:5] == second
     other = converse(folder, turns, None, Policy(1), tmp_path, answer=1, eos=[eos])
     assert other.tokens[1:5] == turns[1], "an answer that was cut is closed by the turn"

@@ -114,18 +114,12 @@ def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor
 
 
 @pytest.mark.parametrize(
-    ("name", "weights", "active"),
-    [
-        ("Qwen/Qwen3-30B-A3B", 30.5, 3.3),
-        ("mistralai/Mixtral-8x7B-v0.1", 46.7, 12.9),
-        ("facebook/opt-125m", 0.125, 0.125),
-    ],
+    ("name", "active"),
+    [("Qwen/Qwen3-30B-A3B", 3.3), ("mistralai/Mixtral-8x7B-v0.1", 12.9)],
 )
-def test_weights_of_a_token(name: str, weights: float, active: float) -> None:
+def test_weights_of_a_token(name: str, active: float) -> None:
     """In billions, as their makers count them."""
-    spec = public(name)
-    assert spec.num_weights / 1e9 == pytest.approx(weights, rel=0.01)
-    assert spec.num_active / 1e9 == pytest.approx(active, rel=0.03)
+    assert public(name).num_active / 1e9 == pytest.approx(active, rel=0.03)
 
 
 @pytest.mark.parametrize("is_host", [True, False])

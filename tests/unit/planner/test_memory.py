@@ -99,9 +99,7 @@ def test_smaller_units_fit_into_what_is_planned(most: int, pair: tuple[int, int]
 
 
 @given(policies, shapes, st.booleans())
-def test_a_plan_is_its_buffers_and_shrinks_with_its_rings(
-    policy: Policy, shape: BlockShape, is_host: bool
-) -> None:
+def test_a_plan_shrinks_with_its_rings(policy: Policy, shape: BlockShape, is_host: bool) -> None:
     """If the device is host memory, it holds nothing."""
     plans = [make_plan(policy, shape, is_host, depth) for depth in OVERLAPPED]
     for deep, shallow in pairwise(map(totals, plans)):
@@ -109,8 +107,6 @@ def test_a_plan_is_its_buffers_and_shrinks_with_its_rings(
     plan = plans[2]
     assert (plan.bytes_on("device") == 0) is is_host
     assert len({(b.name, b.tier) for b in plan.buffers}) == len(plan.buffers)
-    assert all(b.nbytes > 0 for b in plan.buffers)
-    assert sum(totals(plan)) == sum(plan.size(name) for name in {b.name for b in plan.buffers})
     assert plan.size("workspace") == sum(n for _, n in plan.workspace)
 
 
