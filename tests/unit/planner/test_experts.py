@@ -14,7 +14,7 @@ from flexgen_h2o.engine.workload import Workload
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.report import balanced_rows
+from flexgen_h2o.planner.report import SearchResult, balanced_rows, to_text
 from flexgen_h2o.planner.search import disk_reads, evaluate
 from tests.unit.planner.made_up import (
     DTYPE,
@@ -166,3 +166,11 @@ def test_balanced_sequences_compute_for_as_long_as_weights_load() -> None:
     for factor, binds in ((0.5, "disk_read"), (2, "device_compute")):
         plan = evaluate(at, Policy(round(factor * rows), 1, WEIGHTS_ON_DISK))
         assert plan.prediction.binds("decode") == binds
+
+
+def test_the_table_says_what_a_token_uses_and_how_many_rows_would_do() -> None:
+    at = space(public(QWEN), 16, shipped("build-2core"), 64)
+    plan = evaluate(at, Policy(16, 1, WEIGHTS_ON_DISK))
+    lines = to_text(SearchResult(at, {"name": "full"}, False, plan), "--percent ...")
+    assert "8 of 128 experts" in lines and "3.35 of 30.5 billion weights" in lines
+    assert "prompts computing takes as long" in lines
