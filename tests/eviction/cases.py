@@ -244,13 +244,11 @@ PLACED = [
     Case("h2o, ratios", "normal", lengths=LAST, new=LAST_NEW, asked=NEW_TOKENS),
     # Budgets of prompt and new tokens; those beyond the positions do not count.
     Case("h2o, of the sequence", lengths=SHARES, new=SHARES_NEW, refill=True),
-    Case("h2o, of the sequence", "normal", "kv on disk", lengths=SHARES, new=SHARES_NEW, bits=8),
     Case("h2o, of the sequence", lengths=(60, 64, 40), new=(5, 1, 25), asked=40),
     # What is kept of prompts' queries is each row's own.
     Case("triattention", "llama", refill=True),
     Case("triattention", "normal"),  # no rotary embeddings
     Case("triattention, at an interval", "gpt_neox"),  # a quarter of a head turns
-    Case("triattention, at an interval", "llama, rope yarn", "kv on disk"),
     Case("triattention, tiny", "llama", lengths=(13,), new=10),
     # The policy of layers without windows.
     *(Case(pair, WINDOWS) for pair in ("h2o-norm, of the sequence", "local")),
