@@ -92,7 +92,6 @@ def converse(
 
 CASES = [
     ("llama", "h2o", ROLLING, Policy(1, percent=ON_DISK), None),
-    ("llama", "h2o-norm, one sink", ROLLING, Policy(1, percent=PLACEMENTS["kv on host"]), STAND_IN),
     ("long", "h2o", ORIGINAL, Policy(1, percent=PLACEMENTS["everything split 30/30"]), STAND_IN),
     ("long", "tova", ORIGINAL, Policy(1, 1, ON_DISK, sep_layer=False, overlap=False), None),
 ]
