@@ -293,7 +293,7 @@ MUTATIONS = (
         "kvcache/store.py",
         "                t[:rows, : self._used].to(where) for t in",
         "                t[:rows, : self._used - 1].to(where) for t in",
-        "tests/unit/kvcache/test_store.py",
+        "tests/parity/test_refill.py",
     ),
     Mutation(
         "kvcache.entering-rows-come-first",
@@ -321,7 +321,7 @@ MUTATIONS = (
         "kvcache/decode.py",
         "unit.sinks.float().view(unit.kv_heads, -1).repeat(unit.decoding, 1)",
         "unit.sinks.float().view(unit.kv_heads, -1).repeat_interleave(unit.decoding, dim=0)",
-        "tests/eviction/test_engine.py -k sinks",
+        "tests/eviction/test_engine.py -k gpt_oss",
     ),
     Mutation(
         "kvcache.whole-columns-in-the-wrong-place",

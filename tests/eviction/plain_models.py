@@ -3,7 +3,6 @@ family."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -13,15 +12,15 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
-from tests.eviction.reference import PlainModel
+from tests.eviction.reference import QKV, PlainModel
 
 
-class PlainOPT:
+class PlainOPT(PlainModel):
     """transformers' OPT of any kind: pre- or post-norm, narrow embedding, with or without biases,
     any activation."""
 
-    def __init__(self, model: OPTForCausalLM, dtype: torch.dtype = torch.float32) -> None:
-        self._model = copy.deepcopy(model).eval().to(dtype=dtype)
+    def __init__(self, model: OPTForCausalLM) -> None:
+        super().__init__(model)
         self._decoder = self._model.model.decoder
         self._pre_norm = bool(model.config.do_layer_norm_before)
         self.num_layers = len(self._decoder.layers)
@@ -35,9 +34,7 @@ class PlainOPT:
             words = self._decoder.project_in(words)
         return words + self._decoder.embed_positions.weight[2 : 2 + len(ids)]
 
-    def project(
-        self, layer: int, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, layer: int, x: torch.Tensor) -> QKV:
         block = self._decoder.layers[layer]
         own = block.self_attn
         inputs = block.self_attn_layer_norm(x) if self._pre_norm else x
@@ -45,9 +42,6 @@ class PlainOPT:
             f(inputs).view(len(x), self.kv_heads, -1) for f in (own.q_proj, own.k_proj, own.v_proj)
         )
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-
-    def sinks(self, layer: int) -> torch.Tensor | None:
-        return None
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]
@@ -64,16 +58,17 @@ class PlainOPT:
         return self._model.lm_head(x)
 
 
-class PlainRotary:
-    """A network with rotary embeddings. Keys are rotated by position, once, unless `rolling`."""
+class PlainRotary(PlainModel):
+    """A network with rotary embeddings. Keys are rotated by position, once, unless `rolling`.
+
+    `_heads` of a kind gives q, k and v of a block before that.
+    """
 
     apply = staticmethod(modeling_llama.apply_rotary_pos_emb)
 
-    def __init__(
-        self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, rolling: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, rolling: bool = False) -> None:
+        super().__init__(model)
         self._rolling = rolling
-        self._model = copy.deepcopy(model).eval().to(dtype=dtype)
         self._decoder = self._model.base_model
         self.num_layers = len(self._decoder.layers)
         self.kv_heads = getattr(
@@ -89,26 +84,16 @@ class PlainRotary:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self._model.get_input_embeddings()(ids)
 
-    def project(
-        self, layer: int, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, layer: int, x: torch.Tensor) -> QKV:
         q, k, v = self._heads(self._decoder.layers[layer], x)
         if self._rolling:
             return q, k, v
         return self.turn(q, torch.arange(len(x))), self.turn(k, torch.arange(len(x))), v
 
-    def sinks(self, layer: int) -> torch.Tensor | None:
-        return None
-
     def turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(heads, n, d) at positions (n,)."""
         angles = self._decoder.rotary_emb(heads, positions[None])
         return self.apply(heads[None], heads[None], *angles)[0][0]
-
-    def _heads(
-        self, block: nn.Module, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
 
 
 class PlainLlama(PlainRotary):
@@ -117,9 +102,7 @@ class PlainLlama(PlainRotary):
     Qwen3 norms q and k of each head besides, OLMoE those of all heads together.
     """
 
-    def _heads(
-        self, block: nn.Module, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _heads(self, block: nn.Module, x: torch.Tensor) -> QKV:
         own = block.self_attn
         inputs = block.input_layernorm(x)
         q, k, v = (f(inputs) for f in (own.q_proj, own.k_proj, own.v_proj))
@@ -133,7 +116,9 @@ class PlainLlama(PlainRotary):
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]
         x = x + block.self_attn.o_proj(mixed)
-        return x + block.mlp(block.post_attention_layernorm(x)[None])[0]
+        # An MLP's output, or, of gpt-oss, a pair of it and the router's.
+        out = block.mlp(block.post_attention_layernorm(x)[None])
+        return x + (out[0] if isinstance(out, tuple) else out)[0]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self._model.lm_head(self._decoder.norm(x))
@@ -145,20 +130,13 @@ class PlainGptOss(PlainLlama):
     def sinks(self, layer: int) -> torch.Tensor:
         return self._decoder.layers[layer].self_attn.sinks.view(self.kv_heads, -1)
 
-    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        block = self._decoder.layers[layer]
-        x = x + block.self_attn.o_proj(mixed)
-        return x + block.mlp(block.post_attention_layernorm(x)[None])[0][0]
-
 
 class PlainNeoX(PlainRotary):
     """GPT-NeoX, with a parallel residual and with a sequential one."""
 
     apply = staticmethod(modeling_gpt_neox.apply_rotary_pos_emb)
 
-    def _heads(
-        self, block: nn.Module, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _heads(self, block: nn.Module, x: torch.Tensor) -> QKV:
         fused = block.attention.query_key_value(block.input_layernorm(x)).view(
             len(x), self.kv_heads, -1
         )
@@ -176,15 +154,10 @@ class PlainNeoX(PlainRotary):
         return self._model.lm_head(self._decoder.final_layer_norm(x))
 
 
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "olmoe")
 PLAIN: dict[str, Callable[[PreTrainedModel], PlainModel]] = {
+    **dict.fromkeys(LLAMAS, PlainLlama),
     "opt": PlainOPT,
-    "llama": PlainLlama,
-    "mistral": PlainLlama,
-    "qwen2": PlainLlama,
-    "qwen3": PlainLlama,
-    "qwen3_moe": PlainLlama,
-    "mixtral": PlainLlama,
-    "olmoe": PlainLlama,
     "gpt_neox": PlainNeoX,
     "gpt_oss": PlainGptOss,
 }

@@ -71,25 +71,24 @@ class Scorer:
         self.layer = layer
         self.sizes = sizes
 
-    def see_keys(self, q: torch.Tensor, k: torch.Tensor, frequencies: torch.Tensor) -> None:
-        """Comes before the other two. q: (kv, g, n, d), k: (kv, n, d), both with rotary embeddings
-        of these frequencies (pairs,), in radians per position."""
+    def see_columns(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frequencies: torch.Tensor
+    ) -> None:
+        """Comes before the other two. q: (kv, g, n, d), k and v: (kv, n, d), q and k with rotary
+        embeddings of these frequencies (pairs,), in radians per position."""
+        self.v = v.double()
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        """p: (kv, g, n, n) fp64 causal probabilities; v: (kv, n, d) values."""
-        raise NotImplementedError
+    def see_prompt(self, p: torch.Tensor) -> None:
+        """p: (kv, g, n, n) fp64 causal probabilities. By default only the last query counts."""
+        self.see_token(p[:, :, -1])
 
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        """p: (kv, g, n) probabilities of the newest query, its own column the last; v: (kv, n,
-        d)."""
-        raise NotImplementedError
-
-    def scores(self) -> torch.Tensor:
-        """(kv, n)"""
+    def see_token(self, p: torch.Tensor) -> None:
+        """p: (kv, g, n) probabilities of the newest query, its own column the last. Sets `scores`,
+        (kv, n)."""
         raise NotImplementedError
 
     def turns(self) -> Turns:
-        return [(self.sizes.heavy, self.scores())]
+        return [(self.sizes.heavy, self.scores)]
 
 
 @dataclass(frozen=True)
@@ -142,32 +141,27 @@ def _grown(values: torch.Tensor) -> torch.Tensor:
 class ColumnSums(Scorer):
     """Sum of the probabilities that a column received, over query rows and the group."""
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        self.sums = p.sum((1, 2))
+    def see_prompt(self, p: torch.Tensor) -> None:
+        self.scores = p.sum((1, 2))
 
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        self.sums = _grown(self.sums) + p.sum(1)
-
-    def scores(self) -> torch.Tensor:
-        return self.sums
+    def see_token(self, p: torch.Tensor) -> None:
+        self.scores = _grown(self.scores) + p.sum(1)
 
 
 class Position(Scorer):
     """The newer, the better."""
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        self.see_token(p[:, :, -1], v)
-
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        self.positions = torch.arange(p.shape[-1], dtype=torch.float64).expand(len(p), -1)
-
-    def scores(self) -> torch.Tensor:
-        return self.positions
+    def see_token(self, p: torch.Tensor) -> None:
+        self.scores = torch.arange(p.shape[-1], dtype=torch.float64).expand(len(p), -1)
 
 
-def h2o(budget: Budget, sinks: int = 0) -> Policy:
-    """Heavy hitters and recent columns. Sinks, where asked for, come on top of both."""
-    return Policy(lambda n, new: Sizes(sinks, *budget.sizes(n, new)), ColumnSums)
+def h2o(budget: Budget) -> Policy:
+    """Heavy hitters and recent columns."""
+    return Policy(_without_sinks(budget), ColumnSums)
+
+
+def _without_sinks(budget: Budget) -> Callable[[int, int], Sizes]:
+    return lambda n, new: Sizes(0, *budget.sizes(n, new))
 
 
 def local(budget: Budget, sinks: int = 4) -> Policy:
@@ -185,40 +179,33 @@ def local(budget: Budget, sinks: int = 4) -> Policy:
 # ---- those that came after it
 
 
-class MeanSeen(ColumnSums):
+class MeanSeen(Scorer):
     """Column sums per query row that saw the column.
 
     What a decode step gives counts by the share of the columns that are held (those of probability
     above 0).
     """
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+    def see_prompt(self, p: torch.Tensor) -> None:
         kv = p.shape[0]
         n = p.shape[-1]
         self.sums = p.sum((1, 2))
         self.count = torch.arange(n, 0, -1, dtype=torch.float64).expand(kv, n)
+        self.scores = self.sums / self.count
 
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+    def see_token(self, p: torch.Tensor) -> None:
         held = (p > 0).any(1).double().mean(1, keepdim=True)
         self.sums = _grown(self.sums) + held * p.sum(1)
         self.count = _grown(self.count) + 1
-
-    def scores(self) -> torch.Tensor:
-        return self.sums / self.count
+        self.scores = self.sums / self.count
 
 
 class LastQuery(Scorer):
     """TOVA: what the newest query gives the column, mean over all heads of the layer; so all hold
     the same set."""
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        self.see_token(p[:, :, -1], v)
-
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        self.last = p.mean((0, 1)).expand(len(p), -1)
-
-    def scores(self) -> torch.Tensor:
-        return self.last
+    def see_token(self, p: torch.Tensor) -> None:
+        self.scores = p.mean((0, 1)).expand(len(p), -1)
 
 
 class ObservationWindow(Scorer):
@@ -234,7 +221,7 @@ class ObservationWindow(Scorer):
         self.rows = rows
         self.kernel = kernel
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+    def see_prompt(self, p: torch.Tensor) -> None:
         mean = p[:, :, -self.rows :].sum(1).mean(1)
         reach = self.kernel // 2
         n = p.shape[-1]
@@ -243,31 +230,20 @@ class ObservationWindow(Scorer):
             sum(mean[:, i] for i in range(j - reach, j + reach + 1) if i in before) / self.kernel
             for j in before
         ]
-        self.mean = torch.stack([*pooled, *mean[:, len(before) :].unbind(1)], dim=1)
+        self.scores = torch.stack([*pooled, *mean[:, len(before) :].unbind(1)], dim=1)
 
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        self.mean = (1 - 1 / self.rows) * _grown(self.mean) + p.sum(1) / self.rows
-
-    def scores(self) -> torch.Tensor:
-        return self.mean
+    def see_token(self, p: torch.Tensor) -> None:
+        self.scores = (1 - 1 / self.rows) * _grown(self.scores) + p.sum(1) / self.rows
 
 
 class ValueAware(MeanSeen):
     """Half of the heavy columns by `MeanSeen` (rounded down), the others by (that + 1e-4) x the
     value's L2 norm."""
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        super().see_prompt(p, v)
-        self.norms = v.double().norm(dim=-1)
-
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        super().see_token(p, v)
-        self.norms = v.double().norm(dim=-1)
-
     def turns(self) -> Turns:
-        mean = self.scores()
         half = self.sizes.heavy // 2
-        return [(half, mean), (self.sizes.heavy - half, (mean + 1e-4) * self.norms)]
+        norms = self.v.norm(dim=-1)
+        return [(half, self.scores), (self.sizes.heavy - half, (self.scores + 1e-4) * norms)]
 
 
 class Hashed(Scorer):
@@ -278,15 +254,9 @@ class Hashed(Scorer):
         super().__init__(layer, sizes)
         self.seed = seed
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        self.see_token(p[:, :, -1], v)
-
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+    def see_token(self, p: torch.Tensor) -> None:
         rows = [[self._number(head, j) for j in range(p.shape[-1])] for head in range(len(p))]
-        self.numbers = torch.tensor(rows, dtype=torch.float64)
-
-    def scores(self) -> torch.Tensor:
-        return self.numbers
+        self.scores = torch.tensor(rows, dtype=torch.float64)
 
     def _number(self, head: int, position: int) -> int:
         """24 bits of a 32-bit integer hash: the engine's, in Python's whole numbers."""
@@ -311,21 +281,13 @@ class Vase(ObservationWindow):
         super().__init__(layer, sizes, rows, kernel)
         self.numbers = Hashed(layer, sizes, seed)
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        super().see_prompt(p, v)
-        self.numbers.see_prompt(p, v)
-        self.ranges = v.double().amax(-1) - v.double().amin(-1)
-
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        super().see_token(p, v)
-        self.numbers.see_token(p, v)
-        self.ranges = v.double().amax(-1) - v.double().amin(-1)
-
     def turns(self) -> Turns:
         quarter = self.sizes.heavy // 4
-        uniform = (self.numbers.scores() + 0.5) / 2**24
-        drawn = (self.mean + 1e-9).log() - (-uniform.log()).log()
-        return [(quarter, self.ranges), (self.sizes.heavy - quarter, drawn)]
+        self.numbers.see_token(self.scores)  # one number for each column
+        uniform = (self.numbers.scores + 0.5) / 2**24
+        drawn = (self.scores + 1e-9).log() - (-uniform.log()).log()
+        ranges = self.v.amax(-1) - self.v.amin(-1)
+        return [(quarter, ranges), (self.sizes.heavy - quarter, drawn)]
 
 
 class Trigonometric(Scorer):
@@ -344,7 +306,9 @@ class Trigonometric(Scorer):
         self.interval = interval
         self.was_full = False
 
-    def see_keys(self, q: torch.Tensor, k: torch.Tensor, frequencies: torch.Tensor) -> None:
+    def see_columns(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frequencies: torch.Tensor
+    ) -> None:
         alone = q.shape[-1] - 2 * len(frequencies)  # numbers that do not turn
         self.w = F.pad(frequencies.double(), (0, alone))
         self.q, self.k = self._plain(q), self._plain(k)
@@ -357,15 +321,15 @@ class Trigonometric(Scorer):
         places = torch.arange(x.shape[-2], dtype=torch.float64)
         return numbers * torch.exp(-1j * places[:, None] * self.w)
 
-    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+    def see_prompt(self, p: torch.Tensor) -> None:
         self.centre = self.q.mean(2)
         self.spread = self.q.abs().mean(2) - self.centre.abs()
         self._score(torch.ones(len(p), p.shape[-1], dtype=torch.bool))
 
-    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+    def see_token(self, p: torch.Tensor) -> None:
         now = p.shape[-1] - 1
         held = (p > 0).any(1)
-        self.found = _grown(self.found)
+        self.scores = _grown(self.scores)
         full = int(held[0].sum()) > self.sizes.total
         if (
             now % self.interval == 0
@@ -380,7 +344,7 @@ class Trigonometric(Scorer):
         places = torch.arange(n)
         may_leave = held & (places >= self.sizes.sinks) & (places <= n - 1 - self.sizes.recent)
         steps = [2**i for i in range(40) if 2**i <= self.farthest]
-        self.found = torch.zeros(kv, n, dtype=torch.float64)
+        self.scores = torch.zeros(kv, n, dtype=torch.float64)
         for head in range(kv):
             # (n, f)
             size = self.k[head].abs()
@@ -399,15 +363,12 @@ class Trigonometric(Scorer):
                 if len(some):
                     score = (score - some.mean()) / some.std(correction=0).clamp(min=1e-6)
                 of_queries.append(score)
-            self.found[head] = torch.stack(of_queries).amax(0)
-
-    def scores(self) -> torch.Tensor:
-        return self.found
+            self.scores[head] = torch.stack(of_queries).amax(0)
 
 
 def triattention(budget: Budget, farthest: int = 2**16, interval: int = 16) -> Policy:
     return Policy(
-        lambda n, new: Sizes(0, *budget.sizes(n, new)),
+        _without_sinks(budget),
         lambda layer, sizes: Trigonometric(layer, sizes, farthest, interval),
     )
 
@@ -448,16 +409,13 @@ def tova(budget: Budget) -> Policy:
 
 def snapkv(budget: Budget, window: int = 32, kernel: int = 7) -> Policy:
     return Policy(
-        lambda n, new: Sizes(0, *budget.sizes(n, new)),
+        _without_sinks(budget),
         lambda layer, sizes: ObservationWindow(layer, sizes, window, kernel),
     )
 
 
 def random(budget: Budget, seed: int = 0) -> Policy:
-    return Policy(
-        lambda n, new: Sizes(0, *budget.sizes(n, new)),
-        lambda layer, sizes: Hashed(layer, sizes, seed),
-    )
+    return Policy(_without_sinks(budget), lambda layer, sizes: Hashed(layer, sizes, seed))
 
 
 # ---- what goes with any of them

@@ -15,43 +15,27 @@ Letters: kv = kv-heads, g = query heads of one kv-head, n = columns so far, d = 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tests.eviction.policies import Policy, choose
 from tests.eviction.selection import Selection
 
+if TYPE_CHECKING:
+    from tests.eviction.rounding import Rounded
+
 Turn = Callable[
     [torch.Tensor, torch.Tensor], torch.Tensor
 ]  # (heads, n, d) at positions (n,), rotary embeddings
-KeysValues = tuple[torch.Tensor, torch.Tensor]
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Kept = list[list[list[int]]]  # positions by layer and kv-head, ascending
-
-
-class Stored(Protocol):
-    """What a cache makes of columns: what attention finds of those that are not the newest any
-    more. is_near: a number was so near an edge that rounding elsewhere may take it to the other
-    side."""
-
-    is_near: bool
-
-    def columns(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, prompt_len: int, read: torch.Tensor
-    ) -> KeysValues:
-        """k and v (kv, n, d) as they are found. read: (kv, n) bool, whether a query finds them
-        so."""
-        ...
-
-    def window(self, slots: int) -> int:
-        """Newest columns, the query's own among them, that a row with so many slots finds as they
-        were."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +43,7 @@ class Cache:
     """stored: what becomes of all but the newest `windows` (by layer) columns. selection: some of
     the values count; all are kept."""
 
-    stored: Stored | None = None
+    stored: Rounded | None = None
     windows: Sequence[int] = ()
     selection: Selection | None = None
 
@@ -67,9 +51,9 @@ class Cache:
 PLAIN = Cache()
 
 
-class PlainModel(Protocol):
+class PlainModel:
     """A transformer in the pieces between which eviction happens, for one sequence without
-    padding."""
+    padding. tests/eviction/plain_models.py has the families."""
 
     num_layers: int
     kv_heads: int
@@ -80,29 +64,30 @@ class PlainModel(Protocol):
         torch.Tensor
     )  # (pairs,) fp64, of rotary embeddings, in radians per position; (0,) without
 
+    def __init__(self, model: Any) -> None:
+        self._model = copy.deepcopy(model).eval()
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(n,) ids at positions 0, 1, ... -> (n, hidden)"""
-        ...
+        raise NotImplementedError
 
-    def project(
-        self, layer: int, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, layer: int, x: torch.Tensor) -> QKV:
         """(n, hidden) -> q: (heads, n, d), k and v: (kv, n, d)"""
-        ...
+        raise NotImplementedError
 
     def sinks(self, layer: int) -> torch.Tensor | None:
         """(kv, g): logits that join the softmax of each query and have no values; None: there are
         none"""
-        ...
+        return None
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """x: (n, hidden), mixed: (n, heads x d) values -> (n, hidden), after attention's sum and
         the MLP"""
-        ...
+        raise NotImplementedError
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) -> (rows, vocab)"""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -216,13 +201,13 @@ class LayerState:
         self._scorer = policy.scorer(layer, self._sizes)
         self._frequencies = model.frequencies
         self._in_decode = policy.in_decode
-        grown = min(self._sizes.total, prompt_len) + most_new - 1
         total = self._sizes.total
+        grown = min(total, prompt_len) + most_new - 1
         self.slots = max(1, min(total + 1, grown) if self._in_decode else grown)
 
     def prefilled(self, seen: Attention) -> None:
-        self._scorer.see_keys(seen.q, seen.k, self._frequencies)
-        self._scorer.see_prompt(seen.probabilities.double(), seen.v)
+        self._scorer.see_columns(seen.q, seen.k, seen.v, self._frequencies)
+        self._scorer.see_prompt(seen.probabilities.double())
         self._evict()
 
     def join(self) -> None:
@@ -236,8 +221,8 @@ class LayerState:
         self.mask = grown
 
     def decoded(self, seen: Attention) -> None:
-        self._scorer.see_keys(seen.q, seen.k, self._frequencies)
-        self._scorer.see_token(seen.probabilities[:, :, -1].double(), seen.v)
+        self._scorer.see_columns(seen.q, seen.k, seen.v, self._frequencies)
+        self._scorer.see_token(seen.probabilities[:, :, -1].double())
         if self._in_decode:
             before = [list(held) for held in self.held]
             self._evict()
@@ -324,7 +309,7 @@ def evicted_greedy(
     prompt: Sequence[int],
     new_tokens: int,
     policy: Policy,
-    stored: Stored | None = None,
+    stored: Rounded | None = None,
     turn: Turn | None = None,
     given: Mapping[int, int] = MappingProxyType({}),
 ) -> Evicted:

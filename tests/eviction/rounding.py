@@ -38,11 +38,14 @@ class Rounded:
         self.edges = edges
 
     def window(self, slots: int) -> int:
+        """Newest columns, the query's own among them, that a row with so many slots finds whole."""
         return min(self.most, slots // 2) // 4 * 4
 
     def columns(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, prompt_len: int, read: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v (kv, n, d) as they are found. read: (kv, n) bool, whether a query finds them
+        so."""
         off = self.edges * (FIRST_OFF + layer * MORE_OFF)
         of_keys = float(k.abs().max()) * off
         of_values = float(v.abs().max()) * off

@@ -16,7 +16,7 @@ from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape
 from flexgen_h2o.kvcache.eviction import EVICTING, Evicting
 from flexgen_h2o.kvcache.eviction.policy import record_of
 from flexgen_h2o.models.load import find_model
-from tests.eviction.cases import CASES, LENGTHS, NEW_TOKENS, Case, Known, give_sinks, run_case
+from tests.eviction.cases import CASES, LENGTHS, NEW_TOKENS, Case, Known, run_case
 from tests.eviction.engine import PAIRS, STAND_IN, Ran, Wanted, assert_same, cut, generate, run_with
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import random_prompts
@@ -34,15 +34,7 @@ def test_every_policy_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases], ids=str)
-def test_case(
-    case: Case,
-    known: KnownModels,
-    reference: Reference,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if case.sinks:
-        give_sinks(monkeypatch)
+def test_case(case: Case, known: KnownModels, reference: Reference, tmp_path: Path) -> None:
     run_case(case, reference(case), known(case.shape), tmp_path)
 
 
@@ -51,29 +43,23 @@ def test_case(
     [
         Case("h2o", configuration="device, 4x1, joined", refill=True),
         Case("tova", "llama", configuration="device, 4x1, joined"),
+        Case("h2o", "llama", rolling=True, configuration="one batch, sequential"),
     ],
     ids=str,
 )
-def test_prompts_in_parts(
+def test_rows_in_parts(
     case: Case,
     known: KnownModels,
     reference: Reference,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a micro-batch's prompts, behind rows that decode or alone, some attend at a time."""
+    """Of a micro-batch's prompts, behind rows that decode or alone, some attend at a time; and keys
+    of three rows are turned at a time."""
+    monkeypatch.setattr("flexgen_h2o.kvcache.decode.ROLLING_CHUNK", 3 * 9 * 24)
     parts = split_parts(monkeypatch)
     run_case(case, reference(case), known(case.shape), tmp_path)
     assert max(parts) > 1
-
-
-def test_keys_of_many_rows_are_turned_some_at_a_time(
-    known: KnownModels, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    three_rows = 3 * 9 * 24
-    monkeypatch.setattr("flexgen_h2o.kvcache.decode.ROLLING_CHUNK", three_rows)
-    case = Case("h2o", "llama", rolling=True, configuration="one batch, sequential")
-    run_case(case, reference(case), known(case.shape), tmp_path)
 
 
 def test_one_llm_for_all_workloads(
@@ -116,13 +102,9 @@ PROMPTS = random_prompts((1, 9, 9, 21))
 MOST = 21 + NEW_TOKENS
 
 
-def bits(ran: Ran) -> list[torch.Tensor]:
-    return [torch.stack(ran.logits[i]) for i in range(len(ran.tokens))]
-
-
-def assert_same_bits(one: Ran, other: Ran) -> None:
-    assert one.tokens == other.tokens
-    assert all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
+def bits(ran: Ran) -> torch.Tensor:
+    """(rows, tokens, vocab) logits."""
+    return torch.stack([torch.stack(ran.logits[i]) for i in range(len(ran.tokens))])
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [("odd sizes", "float32"), ("normal", "bfloat16")])
@@ -135,7 +117,7 @@ def test_a_budget_for_everything_gives_the_full_caches_bits(
     for policy in EVICTING.values():
         eviction = policy(heavy_size=MOST // 2, recent_size=MOST - MOST // 2)
         ran = generate(folder, PROMPTS, NEW_TOKENS, eviction, Policy(4, 1), tmp_path, dtype=dtype)
-        assert_same_bits(ran, full)
+        assert torch.equal(bits(ran), bits(full)) and ran.tokens == full.tokens
         assert ran.report.kv == full.report.kv
 
 
@@ -150,11 +132,11 @@ def test_the_least_budget_for_everything(
         folder = known("normal").folder
         return generate(folder, PROMPTS[3:], NEW_TOKENS, eviction, Policy(1, 1), tmp_path)
 
-    full = run(None)
-    assert_same_bits(run(policy(heavy_size=MOST - 2 - 9, recent_size=9)), full)
-    short = bits(run(policy(heavy_size=MOST - 3 - 9, recent_size=9)))[0]
-    assert torch.equal(short[:-1], bits(full)[0][:-1])
-    assert not torch.equal(short[-1], bits(full)[0][-1])
+    full = bits(run(None))
+    assert torch.equal(bits(run(policy(heavy_size=MOST - 2 - 9, recent_size=9))), full)
+    short = bits(run(policy(heavy_size=MOST - 3 - 9, recent_size=9)))
+    assert torch.equal(short[0, :-1], full[0, :-1])
+    assert not torch.equal(short[0, -1], full[0, -1])
 
 
 def test_tiers_do_not_change_tokens_in_bf16(known: KnownModels, tmp_path: Path) -> None:

@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o import MemoryBudget, Policy
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
-from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.report import RunReport
-from flexgen_h2o.kvcache.eviction import H2O, Evicting, Eviction, ValueH2O
-from flexgen_h2o.kvcache.eviction.policy import NO_RECORD
-from flexgen_h2o.models.load import find_model
-from tests.eviction.cases import LENGTHS, NEW_TOKENS, Case, Known
-from tests.eviction.engine import PAIRS, STAND_IN, Wanted, generate
+from flexgen_h2o.kvcache.eviction import Evicting, ValueH2O
+from tests.eviction.cases import LENGTHS, NEW_TOKENS, WINDOWS, Known
+from tests.eviction.engine import PAIRS, STAND_IN, generate
 from tests.parity.cases import BASE, PLACEMENTS
 from tests.parity.reference import random_model, random_prompts
 
@@ -31,52 +27,36 @@ COLUMN = 2 * HEADS * WIDTH * 4  # bytes of a key and a value of every head in fp
 # ---- what the report says is held
 
 
-def held(pair: str, n: int, step: int) -> int:
-    """Columns of both layers in decode step 1, 2, ... of a prompt of n tokens: with the new one, 9
-    at most."""
-    kept = {
-        "h2o": [8, 8],
-        "h2o, ratios": [max(1, n // 2) + max(1, n // 4)] * 2,
-    }[pair]
-    return sum(min(min(n, columns) + step, columns + 1) for columns in kept)
-
-
-@pytest.mark.parametrize(
-    ("pair", "slots", "gbs", "num_batches", "blocks"),
-    [
-        ("h2o", 9, 2, 2, 2),
-        ("h2o, ratios", 16, 1, 1, 6),
-    ],
-)
-def test_kv_of_the_report(
-    pair: str,
-    slots: int,
-    gbs: int,
-    num_batches: int,
-    blocks: int,
-    known: Callable[[str], Known],
-    reference: Callable[[Case], Wanted],
-    tmp_path: Path,
-) -> None:
-    """The mean of the decode sweeps of all blocks."""
-    prompts = reference(Case(pair)).prompts
-    policy = Policy(gbs, num_batches)
-    ran = generate(
-        known("normal").folder, prompts, NEW_TOKENS, PAIRS[pair].engine, policy, tmp_path
-    )
+def test_kv_of_the_report(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """The mean of the decode sweeps of both blocks: each row holds 8 columns, and the new one."""
+    prompts = random_prompts(LENGTHS)
+    h2o = PAIRS["h2o"].engine
+    ran = generate(known("normal").folder, prompts, NEW_TOKENS, h2o, Policy(2, 2), tmp_path)
     steps = range(1, NEW_TOKENS)
-    sweeps = blocks * len(steps)
+    held = sum(min(min(n, 8) + step, 9) for n in LENGTHS for step in steps)
+    full = sum(n + step for n in LENGTHS for step in steps)
+    mean_of = COLUMN * LAYERS / (2 * len(steps))
     assert ran.report.kv == {
-        "slots": slots,
-        "bytes": COLUMN * sum(held(pair, n, s) for n in LENGTHS for s in steps) // sweeps,
-        "full_bytes": COLUMN * LAYERS * sum(n + s for n in LENGTHS for s in steps) // sweeps,
+        "slots": 9,
+        "bytes": int(held * mean_of),
+        "full_bytes": int(full * mean_of),
     }
 
 
-def test_a_plan_names_the_bytes_of_a_sequence(known: Callable[[str], Known]) -> None:
-    spec = find_model(str(known("normal").folder), None).spec
-    memory = MemoryPlanner(spec, Policy(), 4, device_is_host=True)
-    assert memory.sequence_bytes((9,) * LAYERS, NO_RECORD) == {"kv": 9 * LAYERS * COLUMN}
+@pytest.mark.parametrize("shape", [WINDOWS, "mistral, windows", "gpt_oss"])
+def test_windows_hold_what_they_see(
+    shape: str, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """What a row of its own length holds is full."""
+    lengths = (1, 4, 7, 8, 40)
+    llm = LLM(str(known(shape).folder), Policy(2, 2), dtype="float32", offload_dir=tmp_path)
+    with llm:
+        llm.generate(random_prompts(lengths), SamplingParams(max_tokens=14, ignore_eos=True))
+        spec = llm.model.spec
+        report = llm.report
+    assert report is not None and report.kv["bytes"] == report.kv["full_bytes"]
+    held = sum(n + 14 if w is None else min(w, n + 14) for w in spec.windows for n in lengths)
+    assert report.cache_bytes == spec.kv_bytes_per_token(4) // spec.num_blocks * held
 
 
 # ---- what is moved and reserved
@@ -89,23 +69,12 @@ GROWS = 29
 SLOTS = 16
 STEPS = GROWS - 1
 WRITES = (GROWS - 1) // WRITE_BACK_STEPS
-EVICTION = H2O(heavy_size=9, recent_size=SLOTS - 10)
 SPARE = 1.2  # reserved are whole pages for any smaller unit too
-
-
-def moved(
-    known: Callable[[str], Known], placement: str, eviction: Eviction | None, tmp_path: Path
-) -> RunReport:
-    prompts = random_prompts((PROMPT,) * ROWS)
-    policy = Policy(ROWS, 1, PLACEMENTS[placement])
-    return generate(
-        known("long").folder, prompts, GROWS, eviction, policy, tmp_path, STAND_IN
-    ).report
 
 
 @pytest.mark.parametrize(
     ("eviction", "slots"),
-    [(None, 128), (EVICTION, SLOTS), (ValueH2O(heavy_size=9, recent_size=6), SLOTS)],
+    [(None, 128), (ValueH2O(heavy_size=9, recent_size=6), SLOTS)],
 )
 def test_a_unit_moves_its_slots(
     eviction: Evicting | None, slots: int, known: Callable[[str], Known], tmp_path: Path
@@ -113,11 +82,15 @@ def test_a_unit_moves_its_slots(
     """Each step reads the unit. On disk it is written after the prefill and every WRITE_BACK_STEPS
     steps; to the host go the unit once and each new column. What the policy records never moves."""
     unit = LAYERS * ROWS * slots * COLUMN
+    prompts = random_prompts((PROMPT,) * ROWS)
+    folder = known("long").folder
     for placement, read, written, bytes_written in (
         ("kv on disk", "disk_read", "disk_write", (1 + WRITES) * unit),
         ("kv on host", "h2d", "d2h", unit + LAYERS * STEPS * ROWS * COLUMN),
     ):
-        report = moved(known, placement, eviction, tmp_path)
+        policy = Policy(ROWS, 1, PLACEMENTS[placement])
+        ran = generate(folder, prompts, GROWS, eviction, policy, tmp_path, STAND_IN)
+        report = ran.report
         assert (report.io_bytes[read], report.io_bytes[written]) == (STEPS * unit, bytes_written)
         assert unit <= report.extra["kv_reserved_bytes"] <= SPARE * unit
 
@@ -152,23 +125,19 @@ def test_a_long_prompt_takes_memory_in_its_length(tmp_path: Path) -> None:
         tmp_path / "model"
     )
     budget = MemoryBudget(None, "2GiB", "64MiB")
-    grown = []
     planned = []
 
     def run(length: int) -> None:
         prompts = random_prompts((length,) * 8)
-        policy = Policy(8, 1)
-        ran = generate(
-            tmp_path / "model", prompts, 2, ValueH2O(0.1), policy, tmp_path / "offload", budget
-        )
+        folders = tmp_path / "model", tmp_path / "offload"
+        ran = generate(folders[0], prompts, 2, ValueH2O(0.1), Policy(8, 1), folders[1], budget)
         planned.append(ran.report.peak_bytes["host"])
 
     assert most_resident(lambda: torch.ones(2**24)) > 60 * 2**20, (
         "the measure sees what is freed again"
     )
     run(16)  # compiles, starts threads
-    for length in (950, 1900):
-        grown.append(most_resident(lambda length=length: run(length)))
+    grown = [most_resident(lambda length=length: run(length)) for length in (950, 1900)]
     assert planned[2] < 2.2 * planned[1]
     assert grown[1] < 2.5 * grown[0] + 2**23
     assert grown[1] < planned[2] + 2**21, f"the report says {planned[2]}"

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.sequence import Sequence, with_params
-from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import Weights, llama
-from tests.eviction.cases import Known
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.models import llama
+from tests.eviction.cases import WINDOWS, Known
 from tests.eviction.engine import PAIRS
-from tests.eviction.policies import Policy as PlainPolicy
-from tests.eviction.policies import Sizes
 from tests.eviction.reference import evicted_greedy
 from tests.parity.reference import random_prompts
 
@@ -32,15 +29,17 @@ PROMPTS[1] = PROMPTS[0]
 EIGHT = H2O(heavy_size=4, recent_size=4)  # columns of a row
 
 
+def opened(one: Known, policy: Policy, eviction: Eviction | None, folder: Path) -> LLM:
+    return LLM(str(one.folder), policy, eviction, dtype="float32", offload_dir=folder)
+
+
 @pytest.mark.parametrize(
     ("shape", "pair", "policy"),
     [
         ("normal", "h2o", Policy(2, 2)),
-        ("llama", "h2o", Policy(5, 1, (50, 0, 0, 50, 0, 100))),
-        ("llama", "h2o, ratios", Policy(3, 1)),
+        ("llama", "h2o, ratios", Policy(5, 1, (50, 0, 0, 50, 0, 100))),
         ("normal", "h2o, of the sequence", Policy(3, 1)),
         ("gpt_neox", "tova", Policy(2, 1)),
-        ("normal", "local", Policy(4, 1)),
     ],
 )
 def test_scores_equal_the_reference(
@@ -48,7 +47,7 @@ def test_scores_equal_the_reference(
 ) -> None:
     one = known(shape)
     both = PAIRS[pair]
-    with LLM(str(one.folder), policy, both.engine, dtype="float32", offload_dir=tmp_path) as llm:
+    with opened(one, policy, both.engine, tmp_path) as llm:
         found = llm.score(PROMPTS, SCORES)
         whole = llm.score(PROMPTS, SCORES, "prefill")
         full = [sum(each.logprob for each in row.logprobs or ()) for row in whole]
@@ -62,36 +61,35 @@ def test_scores_equal_the_reference(
     )
 
 
-def of_length(policy: PlainPolicy, length: int, most_new: int, fed: int, decoded: int) -> Sizes:
-    """What the policy keeps of a longer prompt, and of other new tokens."""
-    return policy.sizes(length, most_new)
-
-
-@pytest.mark.parametrize("max_tokens", [0, 1, 5])
-@pytest.mark.parametrize("pair", ["h2o, ratios", "h2o", "local", "h2o, of the sequence"])
+@pytest.mark.parametrize(
+    ("shape", "pair", "max_tokens"),
+    [
+        ("llama", "h2o, ratios", 5),
+        ("llama", "h2o", 0),
+        (WINDOWS, "h2o", 3),  # up to the budget of the layers without a window, the larger one
+        ("llama", "local", 1),
+        ("llama", "h2o, of the sequence", 5),
+    ],
+)
 def test_prompts_beyond_the_budget_are_scored_in_decode_steps(
-    pair: str, max_tokens: int, known: Callable[[str], Known], tmp_path: Path
+    shape: str, pair: str, max_tokens: int, known: Callable[[str], Known], tmp_path: Path
 ) -> None:
     """As h2o_hf's mask does: a budget of the whole prompt, full until it is used up, and one column
     out for each in."""
-    one = known("llama")
+    one = known(shape)
     both = PAIRS[pair]
     prompts = random_prompts((30, 9, 1, 17, 8), seed=13)
-    with LLM(
-        str(one.folder), Policy(3, 1), both.engine, dtype="float32", offload_dir=tmp_path
-    ) as llm:
+    with opened(one, Policy(3, 1), both.engine, tmp_path) as llm:
         params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1, logprobs=0)
         found = llm.generate(prompts, params)
-        new = max(2, max_tokens)
-        budgets = [both.engine.budget(len(p), new, 0).columns for p in prompts]
+    new = max(2, max_tokens)
     evicted = 0
-    for prompt, columns, row in zip(prompts, budgets, found, strict=True):
+    for prompt, row in zip(prompts, found, strict=True):
         assert row.prompt_logprobs is not None and len(row.prompt_logprobs) == len(prompt)
-        assert row.token_ids == row.token_ids[:max_tokens] and len(row.logprobs or ()) == len(
-            row.token_ids
-        )
-        fed = min(columns, len(prompt))
-        of_whole = replace(both.plain, sizes=partial(of_length, both.plain, len(prompt), new))
+        assert len(row.logprobs or ()) == len(row.token_ids) <= max_tokens
+        sizes = both.plain.sizes(len(prompt), new)
+        fed = min(sizes.total, len(prompt))
+        of_whole = replace(both.plain, sizes=lambda fed, decoded, whole=sizes: whole)
         given = dict(enumerate(prompt[fed:]))
         want = evicted_greedy(
             one.plain, prompt[:fed], len(given) + max(1, max_tokens), of_whole, given=given
@@ -116,9 +114,7 @@ def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_g
     head = llama.head
     calls = list[int]()
 
-    def broken(
-        spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace
-    ) -> None:
+    def broken(spec: Any, w: Any, x: torch.Tensor, logits: torch.Tensor, ws: Any) -> None:
         head(spec, w, x, logits, ws)
         calls.append(len(x))
         if len(calls) > 2:  # from the first decode sweep on
@@ -133,9 +129,7 @@ def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_g
     callbacks = Callbacks(
         should_continue=lambda row: bool(seen.append(len(row.generated_ids))), isolates_errors=True
     )
-    with LLM(
-        str(known("llama").folder), Policy(2, 1), EIGHT, dtype="float32", offload_dir=tmp_path
-    ) as llm:
+    with opened(known("llama"), Policy(2, 1), EIGHT, tmp_path) as llm:
         llm.run(with_params(prompts, params), done.extend, callbacks)
     assert sorted(str(one.finish_reason) for one in done) == (
         ["error", "length"] if fails else ["length", "length"]
@@ -149,40 +143,17 @@ def test_the_report_is_of_the_budgets_that_rows_had(
     """Of a prompt that is cut to its budget, not of what is left of it."""
     params = SamplingParams(max_tokens=3, prompt_logprobs=0, ignore_eos=True)
     eviction = H2O(heavy_ratio=0.2, recent_ratio=0.2, protect=4)
-    with LLM(
-        str(known("llama").folder), Policy(2, 1), eviction, dtype="float32", offload_dir=tmp_path
-    ) as llm:
+    with opened(known("llama"), Policy(2, 1), eviction, tmp_path) as llm:
         llm.generate(random_prompts((30, 30), seed=13), params)
         report = llm.report
-    assert report is not None and (report.prompt_len, report.gen_len, report.kv["slots"]) == (
-        30,
-        3,
-        13,
-    )
-    assert report.prefill.tokens == 2 * 12
-
-
-def test_rows_enter_only_where_their_given_tokens_have_room(
-    known: Callable[[str], Known], tmp_path: Path
-) -> None:
-    """Longer prompts take more tokens a sweep."""
-    asked = SamplingParams(max_tokens=3, prompt_logprobs=0)
-    few = Sequence(1, (5,) * 9, params=asked)
-    many = Sequence(2, (5,) * 40, params=asked)
-    with LLM(
-        str(known("llama").folder), Policy(3, 1), EIGHT, dtype="float32", offload_dir=tmp_path
-    ) as llm:
-        llm.prepare([few])
-        assert llm.has_room([few]) and not llm.has_room([many])
+    assert report is not None and (report.prompt_len, report.gen_len) == (30, 3)
+    assert report.kv["slots"] == 13 and report.prefill.tokens == 2 * 12
 
 
 def test_wrong_continuations_are_named_by_their_place(
     known: Callable[[str], Known], tmp_path: Path
 ) -> None:
-    with LLM(
-        str(known("llama").folder), Policy(2, 1), dtype="float32", offload_dir=tmp_path
-    ) as llm:
-        for wrong, says in (([[3], [10**6]], "token id"), ([[3], [4] * 5000], "do not fit")):
-            name = r"continuations\[1\]" if says == "token id" else r"prompts\[1\]"
-            with pytest.raises(UsageError, match=f"^{name}: .*{says}"):
-                llm.follow([[3], [4]], wrong, lambda rows, logits: None)
+    with opened(known("llama"), Policy(2, 1), None, tmp_path) as llm:
+        for wrong, name in (([10**6], "continuations"), ([4] * 5000, "prompts")):
+            with pytest.raises(UsageError, match=rf"^{name}\[1\]: "):
+                llm.follow([[3], [4]], [[3], wrong], lambda rows, logits: None)

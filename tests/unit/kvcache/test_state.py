@@ -7,24 +7,46 @@ sequences that share a prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.loop import zigzag
+from flexgen_h2o.kvcache.budgets import plan_moves
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.part import KVPart, move_rows
-from flexgen_h2o.tiers.stream import Shares
-from tests.unit.kvcache.test_store import BATCHES, BLOCKS, PLACES, Bench
+from flexgen_h2o.kvcache.store import CacheStore
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
+from flexgen_h2o.tiers.disk import Scratch
+from flexgen_h2o.tiers.stream import NOTHING, Ring, Shares, Stream
+from flexgen_h2o.tiers.transfers import Lanes, Mover
 
+pytestmark = pytest.mark.timeout(60)
+
+BLOCKS = 2
+BATCHES = 2
+SWEEPS = 6
+DEPTH = 3
 HEADS = 2  # rows per sequence
 WIDTH = 5  # numbers of a head's hidden state; its state has one more, the number of tokens
 DTYPE = torch.float32
+# Sequences at the beginning, and those that leave and join after (sweep, micro-batch).
+BEGUN = (4, 3)
+LEAVING = {(1, 0): [1], (1, 1): [0], (2, 0): [0, 2], (3, 1): [0, 1, 2]}
+JOINING = {(1, 0): 1, (1, 1): 1, (3, 0): 2, (3, 1): 2}
 
-
-def state_layout(shares: Shares) -> UnitLayout:
-    return UnitLayout.of_state(4, HEADS, WIDTH + 1, DTYPE.itemsize, shares)
+# name: device, shares on device, host and disk, whether the layer runs on the host
+PLACES: dict[str, tuple[type[Device], Shares, bool]] = {
+    "host": (HostDevice, (0.0, 1.0, 0.0), True),
+    "host and disk": (HostDevice, (0.0, 0.45, 0.55), True),
+    "three": (StandInDevice, (0.3, 0.35, 0.35), False),
+    "disk, brought": (StandInDevice, (0.0, 0.0, 1.0), False),
+    "three, run on the host": (StandInDevice, (0.3, 0.35, 0.35), True),
+}
 
 
 class RunningMean:
@@ -48,53 +70,81 @@ class RunningMean:
         return torch.cat([part.state[:, :WIDTH] for part in parts]).unflatten(0, (-1, HEADS))
 
 
+@contextmanager
+def opened(
+    folder: Path, kind: type[Device], layout: UnitLayout, on_host: bool
+) -> Iterator[tuple[CacheStore, Ring]]:
+    """A store for BLOCKS x BATCHES units, and the ring that brings them."""
+    lanes = Lanes({"disk_read": 2, "disk_write": 1, "h2d": 1, "d2h": 1}, Timeline())
+    scratch = Scratch(folder)
+    homes = {p.tier: BLOCKS * BATCHES * layout.part_bytes(p) for p in layout.parts}
+    memory = {tier: host_buffer(nbytes) for tier, nbytes in homes.items() if tier != "disk"}
+    for buffer in memory.values():
+        buffer.fill_(255)  # what nobody has written holds no numbers
+    file = scratch.create("cache.bin", homes["disk"]) if "disk" in homes else None
+    store = CacheStore(Mover(kind(), lanes), DTYPE, memory, file, host_buffer(0), {}, on_host)
+    yield store, Ring(host_buffer(DEPTH * sum(layout.part_bytes(p) for p in layout.parts)))
+    lanes.close()
+    if file is not None:
+        file.close()
+    scratch.close()
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_running_mean_is_kept_on_every_tier(tmp_path: Path, place: str) -> None:
     """Sequences leave and join between sweeps; those that join begin with a shared prefix."""
-    torch.manual_seed(0)
     layer = RunningMean()
+    kind, shares, on_host = PLACES[place]
+    layout = UnitLayout.of_state(max(BEGUN), HEADS, WIDTH + 1, DTYPE.itemsize, shares)
+    live = [*BEGUN]
+    # What was fed to each sequence, by (block, micro-batch).
+    fed: dict[tuple[int, int], list[torch.Tensor]] = {
+        (b, k): [] for b in range(BLOCKS) for k in range(BATCHES)
+    }
 
-    def step(
-        block: int, parts: list[KVPart], _: bool, fed: list[torch.Tensor], new: Sequence[object]
-    ) -> tuple[int, None]:
-        """Feed a token to each sequence, and prompts with a common prefix to the new ones."""
+    def step(parts: list[KVPart], fed: list[torch.Tensor], joining: int) -> None:
+        """Feed a token to each sequence, and prompts with a common prefix to those that join."""
         for sequence in range(len(fed)):
             token = torch.randn(1, HEADS, WIDTH)
             layer.feed(parts, sequence, token)
             fed[sequence] = torch.cat([fed[sequence], token])
         first = len(fed)
-        assert not any(bool(p.state.any()) for p in _behind(parts, first * HEADS))
         prefix = torch.randn(3, HEADS, WIDTH)
-        if new:
+        if joining:
             layer.feed(parts, first, prefix)
-        move_rows(parts, [(first, first + i) for i in range(1, len(new))], HEADS)
-        for i in range(len(new)):
+        move_rows(parts, [(first, first + i) for i in range(1, joining)], HEADS)
+        for i in range(joining):
             own = torch.randn(1 + i, HEADS, WIDTH)
             layer.feed(parts, first + i, own)
             fed.append(torch.cat([prefix, own]))
         means = torch.stack([hidden.mean(dim=0) for hidden in fed])
         assert torch.allclose(layer.means(parts), means, atol=1e-6)
-        return 1, None
 
-    bench = Bench(tmp_path, place, DTYPE, state_layout)
-    layouts = [[state_layout(bench.shares)] * BATCHES] * BLOCKS
-    leaving = {(1, 0): [1], (1, 1): [0], (2, 0): [0, 2], (3, 1): [0, 1, 2]}
-    entering = {(1, 0): [0], (1, 1): [0, 0], (2, 1): [0], (3, 0): [0, 0]}
-    try:
-        bench.run(layouts, [[0] * 4, [0] * 3], 6, leaving, entering, step)
-    finally:
-        bench.close()
-
-
-def _behind(parts: list[KVPart], row: int) -> list[KVPart]:
-    """Return the parts of the rows from `row` on."""
-    return [p.part(max(0, row - p.start), p.rows, 0) for p in parts if p.end > row]
-
-
-def test_bytes_of_state_do_not_depend_on_tokens() -> None:
-    layout = UnitLayout.of_state(3, HEADS, WIDTH, 4, (0.0, 0.5, 0.5))
-    assert (layout.kind, layout.sequence_bytes) == ("state", HEADS * WIDTH * 4)
-    for part in layout.parts:
-        assert layout.overlay_bytes(part) == layout.metadata_bytes(part) == 0
-        assert layout.live_ranges(part, 3, 1) == [(0, part.rows * WIDTH * 4)]
-        assert layout.part_bytes(part) <= layout.room_bytes(part)
+    with opened(tmp_path, kind, layout, on_host) as (store, ring):
+        store.begin_block([[layout] * BATCHES] * BLOCKS, live, is_open=True)
+        steps = list(zigzag(SWEEPS, BLOCKS, BATCHES))
+        keys = ((s.sweep, s.layer, s.micro_batch) for s in steps)
+        stream = Stream(ring, keys, store, DEPTH)
+        for s in steps:
+            k = s.micro_batch
+            if s.layer == 0:
+                store.begin_sweep(k)
+            if not live[k]:
+                continue
+            stream.prefetch()
+            key = (s.sweep, s.layer, k)
+            region = stream.take(key)
+            parts, _ = store.open(key, region)
+            mine = fed[s.layer, k]
+            step(parts, mine, live[k] - len(mine))
+            stream.give_back(region, store.close(key, region, 1, None, lambda: NOTHING))
+            if s.layer == BLOCKS - 1:
+                moves, order = plan_moves(LEAVING.get((s.sweep, k), []), live[k])
+                joining = JOINING.get((s.sweep, k), 0)
+                if len(order) < live[k] or joining:
+                    store.change_rows(k, moves, len(order), joining)
+                live[k] = len(order) + joining
+                for block in range(BLOCKS):
+                    fed[block, k] = [fed[block, k][i] for i in order]
+        stream.drain()
+        store.settle()

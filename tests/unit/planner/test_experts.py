@@ -3,7 +3,6 @@ one."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.workload import Workload
 from flexgen_h2o.models import spec_from_config
+from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.report import SearchResult, balanced_rows, to_text
 from flexgen_h2o.planner.search import disk_reads, evaluate
@@ -53,14 +53,9 @@ SPEC = spec_from_config("tiny", CONFIG, "here")
 QWEN = "Qwen/Qwen3-30B-A3B"
 
 
-def space(spec: ModelSpec, rows: int, prompt_len: int = 1, gen_len: int = 3) -> SearchSpace:
-    need = Workload.full(rows, prompt_len, gen_len, spec.num_blocks)
-    return SearchSpace(spec, need, Policy(), machine(True), HUGE)
-
-
-def on_two_cores(name: str, rows: int, prompt_len: int) -> SearchSpace:
-    found = space(public(name), rows, prompt_len, 8)
-    return replace(found, machine=shipped("build-2core"), budgets=dict.fromkeys(HUGE, 2**42))
+def space(spec: ModelSpec, rows: int, where: Machine, prompt_len: int = 1) -> SearchSpace:
+    need = Workload.full(rows, prompt_len, 3, spec.num_blocks)
+    return SearchSpace(spec, need, Policy(), where, dict.fromkeys(HUGE, 2**42))
 
 
 def memory_of(spec: ModelSpec, policy: Policy) -> MemoryPlanner:
@@ -71,7 +66,9 @@ def test_more_rows_of_a_block_read_no_less() -> None:
     """Experts move one by one for few rows, then all together: no step down between them."""
     rows = range(1, 40)
     policies = [Policy(n, 1, WEIGHTS_ON_DISK) for n in rows]
-    reads = [disk_reads(space(SPEC, n), p) for n, p in zip(rows, policies, strict=True)]
+    reads = [
+        disk_reads(space(SPEC, n, machine(True)), p) for n, p in zip(rows, policies, strict=True)
+    ]
     assert reads == sorted(reads) and reads[0] < reads[4] < reads[-1]
     groups = [memory_of(SPEC, policy).expert_group for policy in policies]
     assert groups == sorted(groups) and {groups[0], groups[-1]} == {1, 8}
@@ -83,7 +80,6 @@ def test_more_rows_of_a_block_read_no_less() -> None:
         (Policy(1), None, 128),
         (Policy(64), None, 128),
         (Policy(64, int8_compute=True, compress_weight=True), None, 128),
-        (Policy(64, 1, (99, 0, 100, 0, 100, 0)), None, 8),
         (Policy(64, 1, (0, 100, 100, 0, 100, 0)), None, 8),
         (Policy(64, compress_weight=True), None, 8),
         (Policy(64), {"quant_method": "mxfp4"}, 8),
@@ -118,30 +114,12 @@ def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor
 
 
 @pytest.mark.parametrize(
-    ("name", "weights", "active"),
-    [
-        ("Qwen/Qwen3-30B-A3B", 30.5, 3.3),
-        ("allenai/OLMoE-1B-7B-0924", 6.9, 1.3),
-        ("mistralai/Mixtral-8x7B-v0.1", 46.7, 12.9),
-        ("facebook/opt-125m", 0.125, 0.125),
-    ],
+    ("name", "active"),
+    [("Qwen/Qwen3-30B-A3B", 3.3), ("mistralai/Mixtral-8x7B-v0.1", 12.9)],
 )
-def test_weights_of_a_token(name: str, weights: float, active: float) -> None:
+def test_weights_of_a_token(name: str, active: float) -> None:
     """In billions, as their makers count them."""
-    spec = public(name)
-    assert spec.num_weights / 1e9 == pytest.approx(weights, rel=0.01)
-    assert spec.num_active / 1e9 == pytest.approx(active, rel=0.03)
-
-
-@pytest.mark.parametrize("rows", [1, 32])
-def test_few_sequences_are_faster_with_experts_one_by_one(rows: int) -> None:
-    """Simulated with all weights on disk: the table of docs/developers/planner.md."""
-    at = on_two_cores(QWEN, rows, 512)
-    policy = Policy(rows, 1, WEIGHTS_ON_DISK)
-    by_one, by_eight = (
-        evaluate(at, replace(policy, expert_group=n)).prediction.decode_s for n in (1, 8)
-    )
-    assert by_one < by_eight and memory_of(at.spec, policy).expert_group == 1
+    assert public(name).num_active / 1e9 == pytest.approx(active, rel=0.03)
 
 
 @pytest.mark.parametrize("is_host", [True, False])
@@ -149,14 +127,15 @@ def test_few_sequences_are_faster_with_experts_one_by_one(rows: int) -> None:
 def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int], is_host: bool) -> None:
     """Micro-batches are computed as one, unless their hidden states are brought to a card."""
     need = Workload.full(24, 1, 3, SPEC.num_blocks)
+    policy = Policy(percent=(0, 0, 0, 100, *hidden), expert_group=4)
     whole, parts = (
         costs_of(
-            Policy(gbs, 24 // gbs, (0, 0, 0, 100, *hidden), expert_group=4),
+            replace(policy, gpu_batch_size=24 // count, num_gpu_batches=count),
             need,
             machine(is_host),
             SPEC,
         )
-        for gbs in (24, 8)
+        for count in (1, 3)
     )
     index = next(i for i, layer in enumerate(parts.layers.layers) if layer.kind == "experts")
     batches = need.block((8, 8, 8))
@@ -181,7 +160,7 @@ def test_experts_multiply_the_tokens_that_choose_them() -> None:
 
 def test_balanced_sequences_compute_for_as_long_as_weights_load() -> None:
     """With twice as many compute binds, with half of them loading does."""
-    at = on_two_cores("allenai/OLMoE-1B-7B-0924", 4096, 64)
+    at = space(public("allenai/OLMoE-1B-7B-0924"), 4096, shipped("build-2core"), 64)
     rows = balanced_rows(at, Policy(512, 1, WEIGHTS_ON_DISK))
     assert rows is not None
     for factor, binds in ((0.5, "disk_read"), (2, "device_compute")):
@@ -189,10 +168,9 @@ def test_balanced_sequences_compute_for_as_long_as_weights_load() -> None:
         assert plan.prediction.binds("decode") == binds
 
 
-def test_the_tables_say_what_a_token_uses_and_how_many_rows_would_do() -> None:
-    at = on_two_cores(QWEN, 16, 64)
+def test_the_table_says_what_a_token_uses_and_how_many_rows_would_do() -> None:
+    at = space(public(QWEN), 16, shipped("build-2core"), 64)
     plan = evaluate(at, Policy(16, 1, WEIGHTS_ON_DISK))
     lines = to_text(SearchResult(at, {"name": "full"}, False, plan), "--percent ...")
     assert "8 of 128 experts" in lines and "3.35 of 30.5 billion weights" in lines
-    found = re.search(r"with ([\d,]+) prompts", lines)
-    assert found is not None and int(found[1].replace(",", "")) > 100
+    assert "prompts computing takes as long" in lines

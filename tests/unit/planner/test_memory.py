@@ -77,8 +77,8 @@ def test_more_of_anything_needs_no_less_of_any_tier(
     assert all(b >= a for a, b in zip(small, large, strict=True))
 
 
-@pytest.mark.parametrize("pair", [(0, 0), (0, 60), (25, 50), (5, 5), (45, 5), (85, 5)])
-@pytest.mark.parametrize("most", [3, 14, 65, 193])
+@pytest.mark.parametrize("pair", [(0, 60), (25, 50), (45, 5)])
+@pytest.mark.parametrize("most", [3, 65, 193])
 def test_smaller_units_fit_into_what_is_planned(most: int, pair: tuple[int, int]) -> None:
     """Micro-batches of fewer sequences or fewer slots use the homes and the ring of the largest.
 
@@ -99,9 +99,7 @@ def test_smaller_units_fit_into_what_is_planned(most: int, pair: tuple[int, int]
 
 
 @given(policies, shapes, st.booleans())
-def test_a_plan_is_its_buffers_and_shrinks_with_its_rings(
-    policy: Policy, shape: BlockShape, is_host: bool
-) -> None:
+def test_a_plan_shrinks_with_its_rings(policy: Policy, shape: BlockShape, is_host: bool) -> None:
     """If the device is host memory, it holds nothing."""
     plans = [make_plan(policy, shape, is_host, depth) for depth in OVERLAPPED]
     for deep, shallow in pairwise(map(totals, plans)):
@@ -109,8 +107,6 @@ def test_a_plan_is_its_buffers_and_shrinks_with_its_rings(
     plan = plans[2]
     assert (plan.bytes_on("device") == 0) is is_host
     assert len({(b.name, b.tier) for b in plan.buffers}) == len(plan.buffers)
-    assert all(b.nbytes > 0 for b in plan.buffers)
-    assert sum(totals(plan)) == sum(plan.size(name) for name in {b.name for b in plan.buffers})
     assert plan.size("workspace") == sum(n for _, n in plan.workspace)
 
 
@@ -124,15 +120,6 @@ def test_all_on_the_device_needs_no_ring_no_overlay_and_no_disk() -> None:
     assert {b.name for b in plan.buffers if b.tier != "device"} == {"staging"}
     assert plan.size("weights") >= SPEC.num_weights * 4
     assert plan.size("cache") >= 2 * 4 * 20 * SPEC.kv_bytes_per_token(4)
-
-
-def test_rows_that_share_a_prefix_attend_together_in_buffers_for_others_too() -> None:
-    in_parts = BlockShape(4, 2, 400, (20, 20), max_attending_tokens=100)
-    shares = BlockShape(4, 2, 80, (20, 20), sharing=30)
-    assert (in_parts.most_attending, shares.most_attending) == (100, 80)
-    for both in (in_parts.union(shares), shares.union(in_parts)):
-        assert both.most_attending == both.most_tokens == 400
-        assert both.covers(in_parts) and both.covers(shares) and not in_parts.covers(both)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -181,19 +168,6 @@ def test_the_cache_store_takes_its_parts_from_what_is_planned(
 # ---- what fits
 
 
-def test_a_refusal_names_tier_numbers_and_flags() -> None:
-    plan = make_plan(Policy(), SMALL, is_host=False)
-    need = plan.bytes_on("device")
-    plan.check({"device": need, "host": None, "disk": 0})
-    budgets = {"device": need - 2048, "host": None, "disk": 0}
-    assert plan.overflow(budgets) == {"device": 2048}
-    with pytest.raises(DoesNotFitError) as caught:
-        plan.check(budgets)
-    for part in ("2.00 KiB", "--device-mem", "--gpu-batch-size", "--percent"):
-        assert part in str(caught.value)
-    assert caught.value.exit_code == 3
-
-
 @pytest.mark.parametrize("is_host", [False, True])
 def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: bool) -> None:
     policy = Policy(percent=NOTHING)
@@ -202,7 +176,7 @@ def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: 
     for depth in OVERLAPPED:
         held = memory.plan(SMALL, depth).bytes_on(tier)
         assert memory.plan_within(SMALL, {**UNLIMITED, tier: held}).depth == depth
-    with pytest.raises(DoesNotFitError):
+    with pytest.raises(DoesNotFitError, match=f"--{tier}-mem"):
         memory.plan_within(SMALL, {**UNLIMITED, tier: held - 1})
     sequential = replace(memory, policy=replace(policy, overlap=False))
     assert sequential.plan_within(SMALL, UNLIMITED).depth == SEQUENTIAL

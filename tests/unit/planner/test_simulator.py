@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Block, Workload, even_blocks
-from flexgen_h2o.planner.cost_model import LANES, RESOURCES, CostModel, Machine
+from flexgen_h2o.planner.cost_model import LANES, CostModel, Machine
 from flexgen_h2o.planner.predict import (
     MAX_WALKED,
     Prediction,
@@ -26,10 +26,10 @@ from flexgen_h2o.planner.predict import (
     simulate,
     walked_sweeps,
 )
-from flexgen_h2o.planner.report import bound_text
 from tests.unit.planner.made_up import (
     BLOCKS,
     COMPUTE_RATES,
+    CONTENTION,
     FIXED,
     RATES,
     RESIDENT,
@@ -132,25 +132,6 @@ def test_issuing_hides_behind_what_is_queued_on_a_device(step_s: float) -> None:
         assert seconds == pytest.approx(max(device, issue), rel=1e-3)
 
 
-def test_a_kv_unit_is_loaded_after_it_was_stored() -> None:
-    """A slow link holds up the first decode sweep until the prompt's KV entries are there."""
-    slow = machine(False, d2h_bytes_per_s=1e7)
-    _, _, found, spans = walk(Policy(24, 1, (100, 0, 0, 100, 100, 0)), slow)
-    first_load = next(start for name, start, _ in spans["h2d"] if name == "load_cache")
-    first_store = next(end for name, _, end in spans["d2h"] if name == "store_cache")
-    assert first_load >= first_store
-    assert lasting(found)[1] > 10 * lasting(found)[2] > 0
-
-
-def test_without_overlap_nothing_is_busy_beside_another() -> None:
-    """Keys and values go to the host and come back; each step waits for its own stores."""
-    policy = Policy(24, 1, (100, 0, 0, 100, 100, 0), overlap=False)
-    _, _, found, _ = walk(policy, machine(False))
-    busy = found.busy_at_ends[-1]
-    assert min(busy["h2d"], busy["d2h"], busy["device_compute"]) > 0
-    assert found.ends[-1] == pytest.approx(sum(busy.values()), rel=1e-9)
-
-
 # ---- of any run
 
 
@@ -172,18 +153,6 @@ def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(case: Case
     most = sum(found.busy_at_ends[-1].values()) + (issue if asynchronous else 0)
     assert least * (1 - 1e-9) <= found.ends[-1] <= most * (1 + 1e-9)
     assert list(found.ends) == sorted(found.ends)
-
-
-@settings(max_examples=12)
-@given(cases())
-def test_steady_sweeps_take_no_less_than_the_linear_program_counts(case: Case) -> None:
-    """What is loaded before the first or stored after the last sweep may be outside."""
-    policy, need, where, plan = case
-    costs, block, found, _ = walk(policy, where, need, plan, [0, *[1] * 11])
-    busy = costs.busy(block, 1)
-    lanes = [busy[lane] for lane in LANES if policy.overlap]
-    least = max(busy["device_compute"] + busy["host_compute"], *lanes, 0.0)
-    assert (found.ends[-1] - found.ends[1]) / 10 >= least * 0.9 * (1 - 1e-9)
 
 
 @settings(max_examples=25)
@@ -209,7 +178,6 @@ def test_faster_hardware_is_never_predicted_slower(case: Case, name: str, factor
         (1, STREAMED, 60, 1e-9),
         (MAX_WALKED, STREAMED, 60, 1e-9),
         (MAX_WALKED + 1, STREAMED, 400, 0.03),
-        (100, STREAMED, 60, 0.1),
         (20, WEIGHTS_ON_DISK, 60, 0.1),
     ],
 )
@@ -251,18 +219,17 @@ def test_a_deep_model_costs_what_walking_all_of_it_says(
 
 
 def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
-    where = machine(True, step_s=1e-3)
     policy = Policy(4, 2, WEIGHTS_ON_DISK)
     plan = plan_of(policy, Workload.full(99, 20, 4, BLOCKS), True)
-    one, three, more, rest = (
-        predicted(policy, Workload.full(rows, 20, 4, BLOCKS), where, plan)
-        for rows in (8, 24, 27, 3)
+    one, more, rest = (
+        predicted(policy, Workload.full(rows, 20, 4, BLOCKS), machine(True, step_s=1e-3), plan)
+        for rows in (8, 27, 3)
     )
-    assert three.total_s == pytest.approx(3 * one.total_s)
     assert more.total_s == pytest.approx(3 * one.total_s + rest.total_s)
     assert more.tokens_per_s == pytest.approx(27 * 4 / more.total_s)
-    assert three.busy["decode"]["disk_read"] == pytest.approx(3 * one.busy["decode"]["disk_read"])
-    assert three.peak_bytes == {tier: plan.bytes_on(tier) for tier in TIERS}
+    reads = [found.busy["decode"]["disk_read"] for found in (one, more, rest)]
+    assert reads[1] == pytest.approx(3 * reads[0] + reads[2])
+    assert more.peak_bytes == {tier: plan.bytes_on(tier) for tier in TIERS}
 
 
 def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
@@ -274,10 +241,6 @@ def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
         found = predicted(Policy(8, 1, WEIGHTS_ON_DISK), need, where)
         assert (found.binds("prefill"), found.binds("decode")) == ("device_compute", "disk_read")
         assert found.bound_by == longer
-    busy = dict.fromkeys(RESOURCES, 0.0) | {"disk_read": 7.0, "device_compute": 5.0}
-    found = Prediction(10.0, 8.0, 1, {}, {"prefill": busy, "decode": busy})
-    assert bound_text(found, "prefill", 10.0) == "prefill by none alone (disk read 70%)"
-    assert bound_text(found, "decode", 8.0) == "decode by disk read"
 
 
 # ---- contention
@@ -290,44 +253,36 @@ BESIDE = ("disk_read_beside_compute", "compute_beside_disk_read")
 def test_contention_does_not_turn_a_gain_into_a_loss(name: str) -> None:
     """This holds if at least half of the disk's rate is left beside compute."""
     where = machine(True, disk_read_bytes_per_s=1e9, **dict.fromkeys(BESIDE, 0.5))
+    profiles = [faster(where.profile, name, 0.1 * 2**i) for i in range(8)]
     policy = Policy(32, 1, WEIGHTS_ON_DISK)
     seconds = [
-        predicted(
-            policy, CONTENDED, replace(where, profile=faster(where.profile, name, 0.1 * 1.1**i))
-        ).total_s
-        for i in range(0, 50, 6)
+        predicted(policy, CONTENDED, replace(where, profile=profile)).total_s
+        for profile in profiles
     ]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 2 * seconds[-1]
 
 
-SLOW_LINK = {"h2d_bytes_per_s": 1e7, "d2h_bytes_per_s": 1e7}
+SLOW = {"h2d_bytes_per_s": 1e7, "d2h_bytes_per_s": 1e7, "disk_read_bytes_per_s": 5e8}
 
 
 @pytest.mark.parametrize(
-    ("is_host", "percent", "overlap", "shares", "rates", "is_slower"),
+    ("is_host", "percent", "overlap", "is_slower"),
     [
-        (True, WEIGHTS_ON_DISK, True, BESIDE, {"disk_read_bytes_per_s": 5e8}, True),
-        (True, RESIDENT, True, BESIDE, {"disk_read_bytes_per_s": 5e8}, False),
-        (True, WEIGHTS_ON_DISK, False, BESIDE, {"disk_read_bytes_per_s": 5e8}, False),
-        (False, (100, 0, 100, 0, 0, 100), True, ("link_both_ways",), SLOW_LINK, True),
-        (False, (0, 100, 100, 0, 100, 0), True, ("link_both_ways",), SLOW_LINK, False),
+        (True, WEIGHTS_ON_DISK, True, True),
+        (True, RESIDENT, True, False),
+        (True, WEIGHTS_ON_DISK, False, False),
+        (False, (100, 0, 100, 0, 0, 100), True, True),
+        (False, (0, 100, 100, 0, 100, 0), True, False),
     ],
 )
 def test_contention_costs_time_only_where_both_are_busy(
-    is_host: bool,
-    percent: tuple[int, ...],
-    overlap: bool,
-    shares: tuple[str, ...],
-    rates: dict[str, float],
-    is_slower: bool,
+    is_host: bool, percent: tuple[int, ...], overlap: bool, is_slower: bool
 ) -> None:
     """Hidden states on the host use both ways of the link; weights only come."""
     policy = Policy(32, 1, percent=percent, overlap=overlap)
     free, contended = (
-        predicted(
-            policy, CONTENDED, machine(is_host, **rates, **dict.fromkeys(shares, left))
-        ).total_s
-        for left in (1.0, 0.5)
+        predicted(policy, CONTENDED, machine(is_host, **SLOW, **shares)).total_s
+        for shares in ({}, dict.fromkeys(CONTENTION, 0.5))
     )
     assert contended >= free * (1.01 if is_slower else 1.0)
     assert is_slower or contended <= free * 1.02

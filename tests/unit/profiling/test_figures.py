@@ -12,12 +12,10 @@ import torch
 
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows
-from flexgen_h2o.kernels.linear import block_rows
 from flexgen_h2o.planner.measure import bench as compute
 from flexgen_h2o.planner.measure import engine as steps
 from flexgen_h2o.planner.measure import run as measure
 from flexgen_h2o.planner.measure.bench import MIN_ROUNDS, Bench
-from flexgen_h2o.planner.profile import Curve, profile_from_json
 from flexgen_h2o.tiers.device import HostDevice
 from tests.unit.profiling.tiny import TINY
 from tests.unit.test_profile import RATES
@@ -32,10 +30,6 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bench() -> Bench:
     return Bench(HostDevice(), TINY)
-
-
-def sizes_of(curve: Curve) -> tuple[float, ...]:
-    return tuple(size for size, _ in curve.points)
 
 
 def test_calls_take_turns_and_disturbed_rounds_do_not_count(
@@ -63,31 +57,22 @@ def test_less_work_is_not_slower_than_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "kind", "row_bytes", "atol"),
+    ("held", "kind", "row_bytes"),
     [
-        ("int8", Int8Rows, int8_row_bytes(128), 0.6),
-        ("int4", RequantisedRows, SlotPacking(128, 4).slot_bytes, 8.0),
+        ("int8", Int8Rows, int8_row_bytes(128)),
+        ("int4", RequantisedRows, SlotPacking(128, 4).slot_bytes),
     ],
 )
-def test_products_in_int8_are_right_and_of_other_rows_each_time(
-    held: Any,
-    kind: type,
-    row_bytes: int,
-    atol: float,
-    bench: Bench,
-    monkeypatch: pytest.MonkeyPatch,
+def test_products_in_int8_are_of_other_rows_each_time(
+    held: Any, kind: type, row_bytes: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products = compute.Products(bench, torch.float32)
+    """As many as the bytes of weights that are measured have."""
+    multiply = compute.Products(bench, torch.float32).call(8, 128, 64, held)
     seen = []
-    in_order, in_int8 = (products.call(8, 128, 64, way) for way in ("in order", held))
-    with torch.inference_mode():
-        want = in_order().clone()
-        found = in_int8().clone()
-    assert torch.allclose(found, want, atol=atol)  # sums of 128 products, some 11 large
     monkeypatch.setattr(compute, "linear", lambda x, weight, bias, out: seen.append(weight[0]))
     count = TINY.weight_bytes // 2 // (64 * row_bytes)
     for _ in range(2 * count):
-        in_int8()
+        multiply()
     assert all(isinstance(rows, kind) and len(rows) == 64 for rows in seen)
     assert len({id(rows) for rows in seen}) == count
 
@@ -98,31 +83,6 @@ def test_fixed_costs_are_what_the_planner_leaves() -> None:
     assert (found["row_s"], found["step_s"]) == pytest.approx((row_s, 30e-6 - 5 * row_s))
     assert (found["attention_step_s"], found["eviction_step_s"]) == pytest.approx((20e-6, 5e-6))
     assert min(steps.fixed_costs([(50e-6, 30e-6)] * 3, 0, 0).values()) > 0
-
-
-@pytest.mark.slow
-def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    profile = measure.measure("cpu", tmp_path / "offload", said.append, TINY)
-    assert profile_from_json(profile.to_json()) == profile
-    assert (
-        profile.device_is_host
-        and not profile.device_is_asynchronous
-        and profile.device_mem_bytes == 0
-    )
-    assert set(profile.compute) == {"bfloat16", "float32"}
-    assert len(said) >= 5 and list((tmp_path / "offload").iterdir()) == []
-    for dtype, rates in profile.compute.items():
-        matrix = torch.ones(64, 64, dtype=getattr(torch, dtype))
-        blocks = block_rows(matrix)[0].blocked
-        assert sizes_of(rates.prefill_attention_flops_per_s) == TINY.prompt_lengths
-        assert sizes_of(rates.host_scored_attention_bytes_per_s) == TINY.head_widths
-        assert sizes_of(rates.int4_speedup) == TINY.rows
-        assert sizes_of(rates.blocked_speedup) == (TINY.rows if blocks else (1.0,))
-        assert [shape for shape, _ in rates.matmul_flops_per_s] == [0.25, 1, 4, 16]
-        assert tuple(inner for inner, _ in dict(rates.matmul_flops_per_s)[1.0]) == TINY.widths
 
 
 def test_nothing_is_left_behind_when_measuring_fails(
