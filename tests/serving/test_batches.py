@@ -21,7 +21,6 @@ from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs import responses
 from flexgen_h2o.jobs.input import scan_input
 from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.models.load import find_model
@@ -320,27 +319,6 @@ def test_a_line_that_breaks_its_reader_ends_its_batch(store: Store, batches: Bat
         batch["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
         and other["status"] == "completed"
     )
-
-
-def test_an_answer_that_cannot_be_written_is_an_error_row(
-    store: Store,
-    batches: Batches,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def answer(request: Request, model: Any) -> Any:
-        if request.index == 2:
-            raise Panic("Rust")
-        return before(request, model)
-
-    before = responses.success_row
-    monkeypatch.setattr(responses, "success_row", answer)
-    batch = create(batches, lines(3))
-    run_rows(batches)
-    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
-    [row] = rows_of(store, batch, "error_file_id")
-    assert (row["custom_id"], row["error"]["code"]) == ("r1", "internal_error")
-    assert capsys.readouterr().err.startswith(f"serve: {batch['id']}: line 2: internal error: ")
 
 
 def test_a_batch_is_asked_again_after_many_bad_lines(batches: Batches) -> None:

@@ -303,19 +303,6 @@ def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
     assert len(template) == PLACES and max(template) == most
 
 
-def test_a_queue_has_an_end(service: Service) -> None:
-    submitted(service, 10, 15)
-    with pytest.raises(RequestRefused) as caught:
-        submitted(service, 30, 6)
-    assert caught.value.status == 429 and (caught.value.retry_after or 0) >= 1
-    assert service.counts.refused == 1
-    submitted(service, 30, 5)
-    service.close()
-    with pytest.raises(RequestRefused) as caught:
-        submitted(service, 10, 1)
-    assert caught.value.code == "shutting_down"
-
-
 def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
     """The engine's thread goes on meanwhile."""
     ticket, told = ticket_of(10, 1)
@@ -331,22 +318,6 @@ def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
     service._running = running
     service.close()
     assert [(kind, error.status) for kind, error in told] == [("error", 503)] and len(running) > 1
-
-
-def test_who_goes_away_frees_places(service: Service, llm: StubLLM) -> None:
-    gone, told = ticket_of(10, 6, tokens=40)
-    service.submit(gone)
-    others: list[Any] = []
-
-    def leave(sweep: int) -> None:
-        if sweep == 1:
-            others.append(submitted(service, 20, 2, tokens=3))
-            service.give_up(gone)
-
-    llm.after_sweep = leave
-    run(service)
-    assert llm.admitted == [10, 11, 12, 13, 20, 21] and not told and len(others[0]) == 2
-    assert service.counts.given_up == 6 and service.queued == 0
 
 
 @pytest.mark.parametrize(
