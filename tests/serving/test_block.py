@@ -303,6 +303,19 @@ def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
     assert len(template) == PLACES and max(template) == most
 
 
+def test_a_queue_has_an_end(service: Service) -> None:
+    submitted(service, 10, 15)
+    with pytest.raises(RequestRefused) as caught:
+        submitted(service, 30, 6)
+    assert caught.value.status == 429 and (caught.value.retry_after or 0) >= 1
+    assert service.counts.refused == 1
+    submitted(service, 30, 5)
+    service.close()
+    with pytest.raises(RequestRefused) as caught:
+        submitted(service, 10, 1)
+    assert caught.value.code == "shutting_down"
+
+
 def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
     """The engine's thread goes on meanwhile."""
     ticket, told = ticket_of(10, 1)

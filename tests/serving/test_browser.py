@@ -139,7 +139,7 @@ def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
 
 
 def enter(browser: Browser, server: Running, path: str) -> None:
-    browser.driver.get(server.url.removesuffix("/v1") + path)
+    browser.driver.get(server.base + path)
     browser.wait("document.querySelector('#ask-key')")
     browser.fill("#key", KEY)
     browser.find("#ask-key button").click()
@@ -154,7 +154,7 @@ def check(browser: Browser) -> None:
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Browser, server: Running) -> None:
-    browser.driver.get(server.url.removesuffix("/v1"))
+    browser.driver.get(server.base)
     browser.wait("document.querySelector('#ask-key')")
     browser.fill("#key", "wrong")
     browser.find("#ask-key button").click()

@@ -21,7 +21,7 @@ JSON = {"content-type": "application/json"}
 
 
 def connect(server: Running) -> socket.socket:
-    where = urlsplit(server.url)
+    where = urlsplit(server.base)
     return socket.create_connection((where.hostname or "", where.port or 0), timeout=60)
 
 
@@ -114,7 +114,7 @@ def test_a_body_without_a_length_is_bounded_too(web: httpx2.Client) -> None:
 
 @pytest.mark.parametrize("key", ["", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \xe9"])
 def test_wrong_keys(server: Running, key: str) -> None:
-    with httpx2.Client(base_url=server.url.removesuffix("/v1")) as anybody:
+    with httpx2.Client(base_url=server.base) as anybody:
         for path in ("/v1/models", "/status", "/metrics", "/v1/files", "/api/plan", "/nowhere"):
             assert (
                 anybody.get(path, headers={"authorization": key.encode("latin-1")}).status_code
