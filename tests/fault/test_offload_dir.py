@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.tiers.disk import Scratch
@@ -26,10 +27,17 @@ def generate(folder: Path, known: Reference, offload_dir: Path) -> list[list[int
 def test_two_runs_at_the_same_time(
     known: Reference, tmp_path: Path, assert_clean: Callable[[], None]
 ) -> None:
+    """From one .bin checkpoint: one imports it, the other waits and uses the import."""
+    folder = tmp_path / "model"
+    offload = tmp_path / "offload"
+    folder.mkdir()
+    (folder / "config.json").write_text((known.folder / "config.json").read_text())
+    torch.save(known.model.state_dict(), folder / "pytorch_model.bin")
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(generate, known.folder, known, tmp_path / "offload") for _ in range(2)]
+        runs = [pool.submit(generate, folder, known, offload) for _ in range(2)]
     assert [run.result() for run in runs] == [known.tokens] * 2
     assert_clean()
+    assert len(list(offload.rglob("*.safetensors"))) == 1
 
 
 # Leaves its scratch folder behind, as kill -9 does, and says its name.

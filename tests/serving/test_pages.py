@@ -63,6 +63,14 @@ def test_files_need_no_key_and_load_nothing_from_elsewhere(web: TestClient) -> N
         assert web.get(path).status_code in (401, 404)
 
 
+def test_what_is_shown_needs_the_key(web: TestClient) -> None:
+    for answer in (
+        web.get("/api/plan", headers={"authorization": ""}),
+        web.post("/api/plan", headers={"authorization": "Bearer x"}),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
 def test_choices(web: TestClient) -> None:
     found = web.get("/api/plan").json()
     assert (

@@ -75,13 +75,6 @@ def test_a_tied_model_may_have_its_head_as_a_copy_only(
         for head in some:
             save_file({**weights, name: head}, tmp_path / "model.safetensors")
             assert has_other_head(spec, tmp_path) is differs
-    for file, tensors in (("1", weights), ("2", {name: copy})):  # in different files
-        save_file(tensors, tmp_path / f"{file}.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    index = {"weight_map": {TABLE: "1.safetensors", name: "2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert not has_other_head(spec, tmp_path)
-    assert match(spec, read_index(tmp_path), tmp_path).tensors.keys() == weights.keys()
 
 
 def said_of(spec, tensors, folder: Path, capsys) -> list[str]:

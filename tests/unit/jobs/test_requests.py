@@ -76,6 +76,9 @@ def test_a_chat_goes_through_the_template(words: Model) -> None:
         assert found.params.logprobs == logprobs
     text = "<system>be brief<user>a<a>"
     assert list(found.prompt_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    code, message = refused(model, openai({"messages": messages}, CHAT))
+    assert code == "invalid_request" and "roles must alternate" in message
 
 
 def test_a_helm_request_is_kept_as_it_came(words: Model) -> None:
