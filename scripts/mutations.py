@@ -472,7 +472,7 @@ MUTATIONS = (
         "checkpoint/safetensors.py",
         '            with safe_open(path, framework="np"):\n',
         "            with open_regular(path):\n",
-        "tests/unit/checkpoint/test_safetensors_index.py tests/fault/test_damaged_checkpoints.py",
+        "tests/unit/checkpoint/test_safetensors_index.py",
     ),
     Mutation(
         "checkpoint.integer-may-be-a-truth-value",

@@ -51,6 +51,25 @@ class Job(Process):
         while not has_come() and not self.has_ended():
             time.sleep(generator.uniform(0, 0.02))
 
+    def wait_for_any_moment(
+        self, rows: int, first_row_s: float, kills_left: int, generator: random.Random
+    ) -> None:
+        """While it starts, as its scratch folder appears, or some rows on: few, so that many kills
+        fit a job."""
+        offload = self.folder / "offload"
+        kind = generator.random()
+        if kind < 0.15:
+            time.sleep(generator.uniform(0, first_row_s))
+            return
+        if kind < 0.35:
+            before = set(offload.iterdir())
+            self.wait_for_moment(lambda: bool(set(offload.iterdir()) - before), generator)
+        else:
+            done = self.lines()
+            more = generator.randint(0, max(1, 2 * (rows - done) // (kills_left + 1)))
+            self.wait_for_moment(lambda: self.lines() > done + more, generator)
+        time.sleep(generator.uniform(0, 0.05))
+
     def wait_for_rows(self, count: int) -> None:
         """Until so many rows are in the output; a job that ends before fails the test."""
         while self.lines() < count:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.jobs import Job, kill_until_done, launch, rows_of, tokens_of
+from tests.fault.jobs import kill_until_done, launch, rows_of, tokens_of
 
 ROWS = 100
 MAX_NEW = 12
@@ -38,15 +38,6 @@ KINDS = {
     "three-tiers-h2o": f"{THREE_TIERS} {H2O} --refill --share-prefix on --cpu-cache-compute",
     "three-tiers-packed": f"{THREE_TIERS} {PACKED} --refill --share-prefix on",
 }
-# In the offload dir, beside what a job makes there. None of it is a job's, whatever it is called.
-USERS_FILES = (
-    "notes.txt",
-    "run-exp1/result.csv",
-    "run-exp1.lock",
-    "run-of-somebody-else/cache.bin",
-    "run-7/a",
-    "run.lock",
-)
 
 
 def write_requests(folder: Path, generator: random.Random) -> None:
@@ -76,87 +67,44 @@ def write_requests(folder: Path, generator: random.Random) -> None:
 
 
 def folder_of(parent: Path) -> Path:
-    """With the input, which is the same for all jobs, and files of the user's where the job
-    works."""
-    parent.mkdir()
+    """With the input, which is the same for all jobs."""
+    (parent / "offload").mkdir(parents=True)
     write_requests(parent, random.Random(SEED))
-    for name in USERS_FILES:
-        path = parent / "offload" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"mine: {name}")
     return parent
 
 
-Undisturbed = tuple[dict[str, list[int]], float]  # tokens by custom id; seconds to the first row
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Undisturbed]:
-    """Return the answers of each kind of job alone, which are filled in as tests ask."""
-    return {}
-
-
-def answer(kind: str, known: dict[str, Undisturbed], parent: Path) -> Undisturbed:
-    if kind not in known:
-        folder = folder_of(parent / f"undisturbed-{kind}")
-        began = time.monotonic()
-        job = launch(folder, *KINDS[kind].split())
-        generator = random.Random(0)
-        job.wait_for_moment(lambda: job.lines() > 0, generator)
-        first_row_s = time.monotonic() - began
-        assert job.wait() == 0, job.err
-        tokens = tokens_of(rows_of(job.output))
-        assert len(tokens) == ROWS + 2 and sum(map(len, tokens.values())) > ROWS * MAX_NEW / 4
-        assert len({tuple(found) for found in tokens.values()}) > ROWS / 3, (
-            "rows that are alike tell nothing"
-        )
-        assert_nothing_left(folder)
-        known[kind] = tokens, first_row_s
-    return known[kind]
+def answer(kind: str, parent: Path) -> tuple[dict[str, list[int]], float]:
+    """The tokens of an undisturbed job by custom id, and the seconds to its first row."""
+    folder = folder_of(parent / "undisturbed")
+    began = time.monotonic()
+    job = launch(folder, *KINDS[kind].split())
+    job.wait_for_moment(lambda: job.lines() > 0, random.Random(0))
+    first_row_s = time.monotonic() - began
+    assert job.wait() == 0, job.err
+    tokens = tokens_of(rows_of(job.output))
+    assert len(tokens) == ROWS + 2 and sum(map(len, tokens.values())) > ROWS * MAX_NEW / 4
+    assert len({tuple(found) for found in tokens.values()}) > ROWS / 3, (
+        "rows that are alike tell nothing"
+    )
+    assert_nothing_left(folder)
+    return tokens, first_row_s
 
 
 def assert_nothing_left(folder: Path) -> None:
-    """Check that no run has left a file, and that the user's are there. Packed weights stay."""
-    offload = folder / "offload"
-    for name in USERS_FILES:
-        assert (offload / name).read_text() == f"mine: {name}"
-    mine = {Path(name).parts[0] for name in USERS_FILES}
-    others = [path.name for path in offload.iterdir() if path.name not in mine]
-    assert not [name for name in others if name.startswith(("run-", "."))]
-
-
-def wait_for_a_moment(
-    job: Job, first_row_s: float, kills_left: int, generator: random.Random
-) -> None:
-    """While it starts, as its scratch folder appears, or some rows on: few, so that many kills fit
-    a job."""
-    kind = generator.random()
-    if kind < 0.15:
-        time.sleep(generator.uniform(0, first_row_s))
-    elif kind < 0.35:
-        before = set((job.folder / "offload").iterdir())
-        job.wait_for_moment(
-            lambda: bool(set((job.folder / "offload").iterdir()) - before), generator
-        )
-        time.sleep(generator.uniform(0, 0.05))
-    else:
-        done = job.lines()
-        more = generator.randint(0, max(1, 2 * (ROWS - done) // (kills_left + 1)))
-        job.wait_for_moment(lambda: job.lines() > done + more, generator)
-        time.sleep(generator.uniform(0, 0.05))
+    """Check that no run has left a file. Packed weights stay."""
+    left = [path.name for path in (folder / "offload").iterdir()]
+    assert not [name for name in left if name.startswith(("run-", "."))]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_jobs_lose_nothing(
-    kind: str, undisturbed: dict[str, Undisturbed], tmp_path: Path
-) -> None:
+def test_killed_jobs_lose_nothing(kind: str, tmp_path: Path) -> None:
     print(f"FLEXGEN_SOAK_SEED={SEED}")
     generator = random.Random(f"{SEED} {kind}")
     names = list(KINDS)
     wanted = len(range(names.index(kind), KILLS, len(names)))
-    tokens, first_row_s = answer(kind, undisturbed, tmp_path)
+    tokens, first_row_s = answer(kind, tmp_path)
     hit = 0
     jobs = 0
     while hit < wanted:
@@ -166,7 +114,7 @@ def test_killed_jobs_lose_nothing(
             partial(launch, folder, *KINDS[kind].split()),
             tokens,
             wanted - hit,
-            lambda job, left: wait_for_a_moment(job, first_row_s, left, generator),
+            lambda job, left: job.wait_for_any_moment(ROWS, first_row_s, left, generator),
             generator,
         )
         assert_nothing_left(folder)

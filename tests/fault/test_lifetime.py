@@ -3,12 +3,14 @@ os.fork()."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.forks import Forks, Process
+from tests.forks import Forks, Process, environment
 from tests.parity.reference import Reference
 
 # What each script begins with. `made()` is an LLM that has generated, with weights, KV and hidden
@@ -201,3 +203,55 @@ assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0,
     assert done.code == 0, done.err
     assert done.out.split() == ["3", "3"]
     assert not list(tmp_path.iterdir())
+
+
+# ---- A process that has used torch before it forks
+
+# `use` has torch start its threads; `answer` generates. Each script ends with "done" and what the
+# children printed.
+FORKS = """
+import multiprocessing, os, signal, sys
+signal.alarm(240)
+
+def use():
+    import torch
+    torch.set_num_threads(3)
+    ones = torch.ones(2**20).add_(1)
+    assert float((ones.view(1024, -1) @ ones.view(-1, 1024)).sum()) > 0
+
+def answer():
+    from flexgen_h2o import LLM, Policy, SamplingParams
+    try:
+        with LLM("opt-tiny", Policy(1, 1), device="cpu", dtype="float32", offload_dir=sys.argv[1]) as llm:
+            print(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].token_ids, flush=True)
+    except ValueError as error:
+        print(error, flush=True)
+
+def fork(*steps):
+    pid = os.fork()
+    if not pid:
+        for step in steps:
+            step()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""  # noqa: E501
+
+
+def lines_of(script: str, tmp_path: Path) -> list[str]:
+    env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    words = [sys.executable, "-c", FORKS + script, str(tmp_path)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_children_of_a_process_that_had_imported_the_package_generate(tmp_path: Path) -> None:
+    script = "import flexgen_h2o; use(); fork(use, lambda: fork(answer)); answer()"
+    one, other = lines_of(script, tmp_path)
+    assert one == other and one.startswith("[")
+
+
+def test_a_child_that_imports_the_package_after_torch_was_used_is_refused(tmp_path: Path) -> None:
+    lines = lines_of("use(); fork(answer, lambda: fork(answer))", tmp_path)
+    assert len(lines) == 2
+    assert all("import flexgen_h2o before" in line for line in lines)

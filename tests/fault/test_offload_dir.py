@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,28 +27,15 @@ def generate(folder: Path, known: Reference, offload_dir: Path) -> list[list[int
 def test_two_runs_at_the_same_time(
     known: Reference, tmp_path: Path, assert_clean: Callable[[], None]
 ) -> None:
-    """From one .bin checkpoint too: one imports it, the other waits and uses the import."""
+    """From one .bin checkpoint: one imports it, the other waits and uses the import."""
     folder = tmp_path / "model"
     offload = tmp_path / "offload"
     folder.mkdir()
     (folder / "config.json").write_text((known.folder / "config.json").read_text())
     torch.save(known.model.state_dict(), folder / "pytorch_model.bin")
-    results: list[Any] = []
-    barrier = threading.Barrier(2)
-
-    def one_run() -> None:
-        try:
-            barrier.wait()
-            results.append(generate(folder, known, offload))
-        except BaseException as error:
-            results.append(error)
-
-    runs = [threading.Thread(target=one_run) for _ in range(2)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join()
-    assert results == [known.tokens] * 2
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(generate, folder, known, offload) for _ in range(2)]
+    assert [run.result() for run in runs] == [known.tokens] * 2
     assert_clean()
     assert len(list(offload.rglob("*.safetensors"))) == 1
 

@@ -46,22 +46,23 @@ class Running(Process):
     """A server that was started, and answers."""
 
     @property
-    def url(self) -> str:
+    def base(self) -> str:
+        """Its address, once it has said where it listens."""
         while not (self.folder / "stdout").exists() or not (
-            found := re.search(r"http://\S+/v1\n", self.out)
+            found := re.search(r"(http://\S+)/(v1|plan)\n", self.out)
         ):
             assert not self.has_ended(), self.err
             time.sleep(0.01)
-        return found[0].strip()
+        return found[1]
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(api_key=KEY, base_url=self.url, max_retries=0, timeout=120)
+        return openai.OpenAI(api_key=KEY, base_url=f"{self.base}/v1", max_retries=0, timeout=120)
 
     @property
     def web(self) -> httpx2.Client:
-        base = self.url.removesuffix("/v1")
-        return httpx2.Client(base_url=base, headers={"authorization": f"Bearer {KEY}"}, timeout=120)
+        headers = {"authorization": f"Bearer {KEY}"}
+        return httpx2.Client(base_url=self.base, headers=headers, timeout=120)
 
 
 def write_model(folder: Path) -> None:

@@ -333,22 +333,6 @@ def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
     assert [(kind, error.status) for kind, error in told] == [("error", 503)] and len(running) > 1
 
 
-def test_who_goes_away_frees_places(service: Service, llm: StubLLM) -> None:
-    gone, told = ticket_of(10, 6, tokens=40)
-    service.submit(gone)
-    others: list[Any] = []
-
-    def leave(sweep: int) -> None:
-        if sweep == 1:
-            others.append(submitted(service, 20, 2, tokens=3))
-            service.give_up(gone)
-
-    llm.after_sweep = leave
-    run(service)
-    assert llm.admitted == [10, 11, 12, 13, 20, 21] and not told and len(others[0]) == 2
-    assert service.counts.given_up == 6 and service.queued == 0
-
-
 @pytest.mark.parametrize(
     ("first", "length", "status", "code"),
     [

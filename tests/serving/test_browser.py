@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,6 @@ from tests.serving.conftest import KEY, Running, Start
 from tests.serving.test_many_batches import send
 
 PATIENCE_S = 120.0  # a busy machine fails nothing
-
-
-def why_no_browser() -> str:
-    """What is missing; empty where nothing is."""
-    programs = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-    missing = [*programs, *([] if find_spec("selenium") else ["selenium"])]
-    if not missing:
-        return ""
-    return (
-        f"no {' and no '.join(missing)} here (apt-get install chromium chromium-driver; pip "
-        "install -e '.[browser]')"
-    )
 
 
 class Browser:
@@ -102,7 +89,10 @@ def browsing(width: int = 1100, dark: bool = False) -> Iterator[Browser]:
 pytestmark = [
     pytest.mark.slow,
     needs("browser"),
-    pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser()),
+    pytest.mark.skipif(
+        not (shutil.which("chromium") and shutil.which("chromedriver")),
+        reason="no chromium and its driver here (apt-get install chromium chromium-driver)",
+    ),
 ]
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 CONTRAST = """
@@ -149,7 +139,7 @@ def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
 
 
 def enter(browser: Browser, server: Running, path: str) -> None:
-    browser.driver.get(server.url.removesuffix("/v1") + path)
+    browser.driver.get(server.base + path)
     browser.wait("document.querySelector('#ask-key')")
     browser.fill("#key", KEY)
     browser.find("#ask-key button").click()
@@ -164,7 +154,7 @@ def check(browser: Browser) -> None:
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Browser, server: Running) -> None:
-    browser.driver.get(server.url.removesuffix("/v1"))
+    browser.driver.get(server.base)
     browser.wait("document.querySelector('#ask-key')")
     browser.fill("#key", "wrong")
     browser.find("#ask-key button").click()

@@ -35,19 +35,12 @@ for changed in json.loads(sys.argv[3]):
 def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     settings = [
         {"weights_in_ram": 100},
-        {"weights_in_ram": 0},
         {"weights_in_ram": 50, "micro_batches": 2},
+        {"weights_in_ram": 30, "sep_layer": 0},
+        {"weights_in_ram": 0, "kv_on_disk": 1, "micro_batches": 2},
     ]
-    settings += [{"weights_in_ram": 30, "sep_layer": 0}, {"weights_in_ram": 0, "kv_on_disk": 1}]
-    settings += [{"weights_in_ram": 0, "kv_on_disk": 1, "micro_batches": 2}]
-    command = [
-        str(VENV / "bin/python"),
-        "-c",
-        GENERATE,
-        str(OPT_TINY),
-        str(tmp_path),
-        json.dumps(settings),
-    ]
+    words = ["-c", GENERATE, str(OPT_TINY), str(tmp_path), json.dumps(settings)]
+    command = [str(VENV / "bin/python"), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(OPT_TINY, dtype=torch.float32)

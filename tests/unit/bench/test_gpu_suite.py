@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 
 from bench.gpu.gates import gates
 from bench.gpu.kernels import DECODED
-from bench.gpu.report import run_texts, write_report
+from bench.gpu.report import write_report
 from bench.gpu.runner import DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
 from bench.gpu.steps import Step, all_steps, tiny_setting
 from flexgen_h2o.planner.profile import NOMINAL
@@ -104,21 +104,12 @@ def test_the_report_tells_what_is_there(tmp_path: Path) -> None:
     text = (tmp_path / "gpu_suite.md").read_text()
     assert "| auto | does_not_fit | 3 | a / b |" in text
     assert "| auto | exit code 3 |" in text
-    assert run_texts("auto", failed)[:2] == ["auto", "exit code 3"]
 
 
 @pytest.mark.slow
 def test_the_tiny_suite_runs(tmp_path: Path) -> None:
-    flags = [
-        "--tiny",
-        "--results",
-        tmp_path / "r",
-        "--offload-dir",
-        tmp_path / "weights",
-        "--limit",
-        "1200",
-    ]
-    command = ["bash", str(ROOT / "scripts/gpu_suite.sh"), *map(str, flags)]
+    flags = f"--tiny --results {tmp_path}/r --offload-dir {tmp_path}/weights --limit 1200"
+    command = ["bash", str(ROOT / "scripts/gpu_suite.sh"), *flags.split()]
     environment = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -172,17 +163,8 @@ def test_gates_are_met_missed_or_not_measured() -> None:
 def test_kernels_have_cases_where_there_is_no_card(tmp_path: Path) -> None:
     """In small, by references: what the cases build is what kernels take."""
     output = tmp_path / "kernels.json"
-    command = [
-        sys.executable,
-        "-m",
-        "bench.gpu.kernels",
-        "--device",
-        "cpu",
-        "--quiet-wait",
-        "0",
-        "--output",
-        output,
-    ]
+    flags = f"-m bench.gpu.kernels --device cpu --quiet-wait 0 --output {output}"
+    command = [sys.executable, *flags.split()]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     found = json.loads(output.read_text())
     assert found["rates"] == {} and all(case["bytes"] > 0 for case in found["kernels"])

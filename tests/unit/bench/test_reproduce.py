@@ -17,8 +17,8 @@ from bench.reproduce import claims
 from bench.reproduce.rows import NOT_MEASURED, ROWS, Row
 
 
-def row(name: str, quick: str, keep: str = r"^\|", real: str = "") -> Row:
-    return Row(name, "a paper", "something", quick, "nothing", "nothing", keep=keep, real=real)
+def row(name: str, quick: str, keep: str = r"^\|") -> Row:
+    return Row(name, "a paper", "something", quick, "nothing", "nothing", keep=keep)
 
 
 def quick(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
@@ -61,11 +61,6 @@ def test_a_quick_run_goes_on_and_says_what_failed(
     assert "\n| a | b |\n| c | d |\n" in page and "noise\n```" not in page
     assert page.count('"summary_gt"') == 4
     assert quick("--quick --only good", tmp_path, monkeypatch)[0] == 0
-
-
-def real(flags: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["reproduce.py", *flags.split()])
-    return door.main()
 
 
 def test_the_page_of_claims_is_that_of_the_committed_results() -> None:

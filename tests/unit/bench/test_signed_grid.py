@@ -10,11 +10,20 @@ import pytest
 
 from bench import common
 from bench.sweep import __main__ as door
-from bench.sweep import rounds
+from bench.sweep import rounds, tables
 from bench.sweep.grid import SIGNED, Cell, System
-from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
+from bench.sweep.rounds import (
+    DISK,
+    MEMORY,
+    PRODUCTS,
+    Rates,
+    Rounds,
+    found_of,
+    is_of,
+    rounds_of,
+    valid_rounds,
+)
 from bench.sweep.store import OK, REFUSED, Line, Store
-from flexgen_h2o.kvcache.eviction.mixes import table_for
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures
 
 CELL = SIGNED["signed-opt-1.3b-third"][0]
@@ -39,14 +48,10 @@ class Sweep:
         self.ran = list[str]()
         seen = itertools.chain(rates or [], itertools.repeat(STEADY))
         clock = itertools.count(len(self.store.lines))
-        self.prepared = 0
         self.cpu = cpu
         self.rounds = Rounds(
-            self.store, self.measure, lambda: next(seen), lambda: str(next(clock)), self.prepare
+            self.store, self.measure, lambda: next(seen), lambda: str(next(clock)), lambda: None
         )
-
-    def prepare(self) -> None:
-        self.prepared += 1
 
     def measure(self, system: System, rows: int) -> Line:
         self.ran.append(system.name)
@@ -121,9 +126,6 @@ def test_what_could_not_be_signed_is_refused_in_a_line(
     assert err.count("\n") == 1 and said in err and not (tmp_path / "r").exists()
 
 
-MIX = table_for().mix_of(0.2).eviction
-
-
 def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,17 +149,11 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     monkeypatch.setattr(door, "measure", run)
     monkeypatch.setattr(door, "measure_profile", lambda setup: measured.append("profile"))
     monkeypatch.setattr(door.Setup, "missing", lambda *_: None)
-    flags = [
-        "--signed",
-        "--cell",
-        f"{OPT_TINY},8,4,none,8,8",
-        "--systems",
-        "ours-full",
-        "hf-sdpa",
-        "hf-eager",
-    ]
-    flags += ["--results", str(tmp_path), "--offload-dir", str(tmp_path / "o"), "--quiet-wait", "0"]
-    monkeypatch.setattr(sys, "argv", ["sweep", *flags])
+    flags = (
+        f"--signed --cell {OPT_TINY},8,4,none,8,8 --systems ours-full hf-sdpa hf-eager "
+        f"--results {tmp_path} --offload-dir {tmp_path}/o --quiet-wait 0"
+    )
+    monkeypatch.setattr(sys, "argv", ["sweep", *flags.split()])
     for _ in range(2):
         assert door.main() == 0
     lines = Store(tmp_path / "signed.jsonl").lines
@@ -179,3 +175,22 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
         sys, "argv", [*given, "--systems", "llamacpp-bf16"]
     )  # where all refuse there is no round
     assert door.main() == 0 and Store(tmp_path / "signed.jsonl").lines[-1]["status"] == REFUSED
+
+
+def test_a_cell_is_of_one_machine(tmp_path: Path) -> None:
+    """On another one all is measured again, and shown once it has as many rounds."""
+    path = tmp_path / "signed.jsonl"
+    speeds = {OURS.name: 2.0, PEER.name: 1.0}
+    sweep = Sweep(path, speeds)
+    key = rounds.key_of(CELL, PEER, 8, 0)
+    sweep.store.add(key, figures(1.0) | {"cpu": "Xeon"})
+    sweep.run(OURS, PEER, count=2)
+    for count, shown in ((1, 2.0), (2, 6.0)):
+        other = Sweep(path, {OURS.name: 6.0, PEER.name: 1.0}, cpu="EPYC")
+        assert other.store.find(key) is None and len(other.run(OURS, PEER, count=count)) == 2
+        found = found_of(CELL, Store(path).lines)
+        assert found.entries[OURS.name].median("tokens_per_s") == pytest.approx(shown, rel=0.01)
+        assert ("Xeon" in tables.machines([found])) != ("EPYC" in tables.machines([found]))
+    assert Sweep(path, speeds).store.find(key) is not None and not Sweep(path, {}).run(
+        OURS, PEER, count=2
+    )

@@ -23,36 +23,35 @@ CELL = "facebook/opt-125m,16,4,none,2,2"
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--cell", "facebook/opt-125m,0,4,none,2,2"],
-        ["--cell", "facebook/opt-125m,16,4,none,4,2"],
-        ["--cell", "facebook/opt-125m,16,4,much,2,2"],
-        ["--cell", "facebook/opt-125m,2046,4,none,2,2"],
-        ["--cell", "nobody/none,16,4,none,2,2"],
-        ["--cell", "facebook/opt-125m,16,4,none,2,6"],
-        ["--systems", "ours-h2o:kv-budget=2", "--cell", CELL],
-        ["--limit", "0", "--cell", CELL],
-        ["--systems", "nobody-full", "--cell", CELL],
-        ["--cell", "facebook/opt-125m:13,16,4,none,2,2"],
-        ["--cell", "opt-tiny:1,16,4,none,2,2"],
-        ["--systems", "accelerate-disk", "--cell", CELL],
-        ["--name", "../x", "--cell", CELL],
+        "--cell facebook/opt-125m,0,4,none,2,2",
+        "--cell facebook/opt-125m,16,4,none,4,2",
+        "--cell facebook/opt-125m,16,4,much,2,2",
+        "--cell facebook/opt-125m,2046,4,none,2,2",
+        "--cell nobody/none,16,4,none,2,2",
+        "--cell facebook/opt-125m,16,4,none,2,6",
+        "--cell facebook/opt-125m:13,16,4,none,2,2",
+        "--cell opt-tiny:1,16,4,none,2,2",
+        "--systems ours-h2o:kv-budget=2",
+        "--systems nobody-full",
+        "--systems accelerate-disk",
+        "--limit 0",
+        "--name ../x",
     ],
 )
 def test_wrong_use_is_one_line_before_anything_runs(
-    flags: list[str],
+    flags: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also where a cell before it is well."""
     monkeypatch.setattr(door, "measure", pytest.fail)
-    well = [] if "--cell" not in flags or flags[-1] == CELL else ["--cell", CELL]
-    monkeypatch.setattr(
-        sys, "argv", ["sweep", *flags[:1], *well[1:], *flags[1:], "--results", str(tmp_path / "r")]
-    )
+    flag, value = flags.split()
+    cells = f"--cell {CELL} {value}" if flag == "--cell" else f"--cell {CELL} {flags}"
+    monkeypatch.setattr(sys, "argv", ["sweep", *cells.split(), "--results", str(tmp_path / "r")])
     assert door.main() == 2
     said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and flags[0] in said.err
+    assert said.err.count("\n") == 1 and flag in said.err
     assert said.out == "" and not (tmp_path / "r").exists()
 
 

@@ -84,14 +84,8 @@ def test_prompts_are_the_same_for_all_and_within_the_vocabulary(tmp_path: Path) 
 def test_the_quick_sweep_runs(tmp_path: Path) -> None:
     """With the peers that are installed here; of the others it says how to install them."""
     environment = os.environ | {"PYTHON": sys.executable}
-    command = [
-        "bash",
-        str(ROOT / "bench/throughput_sweep.sh"),
-        "--quick",
-        "--results",
-        str(tmp_path / "results"),
-    ]
-    command += ["--offload-dir", str(tmp_path / "offload")]
+    flags = f"--quick --results {tmp_path}/results --offload-dir {tmp_path}/offload"
+    command = ["bash", str(ROOT / "bench/throughput_sweep.sh"), *flags.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [

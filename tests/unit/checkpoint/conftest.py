@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,16 +59,6 @@ def read() -> Callable[[StoredTensor], torch.Tensor]:
         return torch.frombuffer(data, dtype=getattr(torch, stored.dtype)).view(stored.shape)
 
     return read_range
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes a function of `os` fail as on a full disk."""
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    return lambda call: monkeypatch.setattr(os, call, full)
 
 
 @pytest.fixture

@@ -135,33 +135,29 @@ def test_what_a_killed_builder_left_is_removed(tmp_path: Path, names_in, followi
     assert names_in(tmp_path) == [f"{following}/{name}" for name in (MARK, "half", "whole")]
 
 
-def test_what_a_user_calls_as_we_do_is_not_removed(tmp_path: Path) -> None:
-    theirs = tmp_path / ".made.flexgen-building"
-    lock = tmp_path / ".made.flexgen-lock"
-    theirs.mkdir()
-    for file in (theirs / "thesis.txt", lock):
-        file.write_text("mine")
-    assert build(tmp_path / "other")
-    with pytest.raises(UsageError, match=r"\.made\.flexgen-building is in the way"):
-        build(tmp_path / "made")
-    assert (theirs / "thesis.txt").read_text() == lock.read_text() == "mine"
-
-
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    """Neither as the folder of a killed builder, nor as its lock."""
+def test_what_others_call_as_we_do_is_left_alone(tmp_path: Path) -> None:
+    """A folder without our mark, a link to one that has it, a lock that is a link."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "made").mkdir(parents=True)
     mark(elsewhere / "made")
-    (elsewhere / "file").write_text("")
+    theirs = tmp_path / ".theirs.flexgen-building"
+    theirs.mkdir()
+    files = [theirs / "thesis.txt", tmp_path / ".theirs.flexgen-lock", elsewhere / "file"]
+    for file in files:
+        file.write_text("mine")
     (tmp_path / ".made.flexgen-building").symlink_to(elsewhere / "made")
     (tmp_path / ".made.flexgen-lock").touch()
     (tmp_path / ".more.flexgen-lock").symlink_to(elsewhere / "file")
     assert build(tmp_path / "other")
-    with pytest.raises(UsageError, match=r"--offload-dir .* is in the way"):
-        build(tmp_path / "made")
-    with pytest.raises(UsageError, match=r"--offload-dir .*: cannot be written to"):
-        build(tmp_path / "more")
-    assert (elsewhere / "made" / MARK).is_file() and (elsewhere / "file").is_file()
+    for name, says in (
+        ("theirs", "is in the way"),
+        ("made", "is in the way"),
+        ("more", "cannot be written to"),
+    ):
+        with pytest.raises(UsageError, match=rf"--offload-dir .* ?{says}"):
+            build(tmp_path / name)
+    assert (elsewhere / "made" / MARK).is_file()
+    assert [file.read_text() for file in files] == ["mine"] * 3
 
 
 # ---- fingerprints, and the files of which they are taken

@@ -1,9 +1,11 @@
 """A .bin checkpoint becomes a full safetensors folder once; damaged and malicious files are refused
-by name."""
+by name.
+
+tests/parity/test_layouts.py has shards of all kinds.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -16,8 +18,6 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import MARK
 
 BIN = "pytorch_model.bin"
-INDEX = "pytorch_model.bin.index.json"
-SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
 
 
 @pytest.fixture
@@ -30,15 +30,6 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
-
-
-def save_sharded(state: dict[str, torch.Tensor], folder: Path) -> None:
-    names = list(state)
-    halves = (names[: len(names) // 2], names[len(names) // 2 :])
-    for file, half in zip(SHARDS, halves, strict=True):
-        torch.save({name: state[name] for name in half}, folder / file)
-    weight_map = {name: file for file, half in zip(SHARDS, halves, strict=True) for name in half}
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -54,13 +45,6 @@ def test_single_file(source: Path, cache: Path, read, zipped: bool) -> None:
     assert stored.pop("empty").shape == (0, 4) and stored.pop("bool").dtype == "BOOL"
     assert all(torch.equal(read(one), state[name]) for name, one in stored.items())
     assert len(stored) == 6 and len(list(made.glob("*.safetensors"))) == 1
-
-
-def test_sharded(source: Path, cache: Path, weights, read) -> None:
-    save_sharded(weights, source)
-    stored = read_index(made := import_bin(source, cache))
-    assert stored.keys() == weights.keys() and len(list(made.glob("*.safetensors"))) == 2
-    assert all(torch.equal(read(one), weights[name]) for name, one in stored.items())
 
 
 def test_tied_tensors_are_written_once_and_found_by_both_names(

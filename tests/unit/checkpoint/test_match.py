@@ -1,8 +1,10 @@
-"""A spec is held against the stored tensors: names with and without the prefix, shapes, dtypes."""
+"""A spec is held against the stored tensors: what is missing, of another shape, or not used.
+
+tests/parity/test_layouts.py has names, prefixes, stacks and shards of all kinds.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,7 +16,6 @@ from safetensors.torch import save_file
 from flexgen_h2o.checkpoint import match, open_checkpoint, read_index, tied
 from flexgen_h2o.checkpoint.tied import has_other_head
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import Stacked, TensorSpec
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.models import spec_from_config
 
@@ -26,43 +27,6 @@ ONE = torch.zeros(1)
 def opened(spec, tensors, folder: Path):
     save_file(tensors, folder / "model.safetensors")
     return match(spec, read_index(folder), folder)
-
-
-def test_names_without_and_with_the_prefix(tmp_path: Path, spec, weights, read) -> None:
-    for rename in (lambda name: name.removeprefix("model."), lambda name: f"model.{name}"):
-        renamed = {rename(name): tensor for name, tensor in weights.items()}
-        assert opened(spec, renamed, tmp_path).tensors.keys() == weights.keys()
-    twice = {
-        **weights,
-        **{name.removeprefix("model."): tensor + 1 for name, tensor in weights.items()},
-    }
-    found = opened(spec, twice, tmp_path).tensors[FC1]
-    assert torch.equal(
-        read(found), weights[FC1] + 1
-    )  # as transformers: the first in the order of the alphabet
-
-
-def test_rows_of_a_slice_of_a_larger_tensor(tmp_path: Path, spec, weights, read) -> None:
-    """As some checkpoints have an expert's matrices."""
-
-    def tensor(index: int, first: int, rows: int) -> TensorSpec:
-        stacked = Stacked(("model.other", "model.stack"), (3, 5, 4), index, first)
-        return TensorSpec(
-            f"{index} {first}", f"model.{index}.{first}.weight", (rows, 4), stacked=stacked
-        )
-
-    parts = tuple(tensor(i, first, rows) for i in range(3) for first, rows in ((0, 2), (2, 3)))
-    small = dataclasses.replace(spec, num_blocks=1, attention=(parts,), mlp=((),))
-    own = {t.name: weights[t.name] for t in (*spec.embedding, *spec.head)}
-    stack = torch.randn(3, 5, 4)
-    found = opened(small, {**own, "stack": stack}, tmp_path).tensors
-    assert torch.equal(read(found["model.1.2.weight"]), stack[1, 2:])
-    assert torch.equal(read(found["model.2.0.weight"]), stack[2, :2])
-    with pytest.raises(
-        UsageError,
-        match=r"'model.0.0.weight' has shape \(3, 4, 5\), config.json asks for \(3, 5, 4\)",
-    ):
-        opened(small, {**own, "stack": stack.mT.contiguous()}, tmp_path)
 
 
 def test_dtype_of_most_bytes(tmp_path: Path, spec, weights) -> None:
@@ -111,13 +75,6 @@ def test_a_tied_model_may_have_its_head_as_a_copy_only(
         for head in some:
             save_file({**weights, name: head}, tmp_path / "model.safetensors")
             assert has_other_head(spec, tmp_path) is differs
-    for file, tensors in (("1", weights), ("2", {name: copy})):  # in different files
-        save_file(tensors, tmp_path / f"{file}.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    index = {"weight_map": {TABLE: "1.safetensors", name: "2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert not has_other_head(spec, tmp_path)
-    assert match(spec, read_index(tmp_path), tmp_path).tensors.keys() == weights.keys()
 
 
 def said_of(spec, tensors, folder: Path, capsys) -> list[str]:

@@ -29,11 +29,6 @@ def words(most: int) -> Any:
     return lambda text: len(text.split()) <= most
 
 
-def test_what_fits_stays() -> None:
-    whole = prompt("one two", "three four")
-    assert shortened(whole, words(len(whole.split()))) == whole
-
-
 @pytest.mark.parametrize("left", [1, 2, 5])
 def test_the_end_of_an_article_goes_and_its_instruction_stays(left: int) -> None:
     text = "one two\nthree four five six"

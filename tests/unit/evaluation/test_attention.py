@@ -16,14 +16,8 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import prompts_from_python
-from flexgen_h2o.engine.scheduler import forced_sequences
 from flexgen_h2o.engine.sequence import with_params
-from flexgen_h2o.evaluation.attention_maps import (
-    HEAVY,
-    RANDOM,
-    Without,
-    probabilities,
-)
+from flexgen_h2o.evaluation.attention_maps import HEAVY, Without, probabilities
 from flexgen_h2o.evaluation.fidelity import FidelityRunner, Probe
 from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kernels.prefill_attention import column_sums
@@ -141,54 +135,26 @@ def masked_logits(
     return logits
 
 
-@pytest.mark.parametrize(("kind", "sinks"), [(HEAVY, 0), (HEAVY, 2), (RANDOM, 0)])
+@pytest.mark.parametrize("sinks", [0, 2])
 def test_removed_columns_are_masked_in_all_later_queries(
-    folder: Path, model: PreTrainedModel, tmp_path: Path, kind: str, sinks: int
+    folder: Path, model: PreTrainedModel, tmp_path: Path, sinks: int
 ) -> None:
+    """They are those with the largest sums of attention, for each kv-head on its own."""
     whole = ids_of([PROMPT + STEPS] * 3)
     share = 0.4
     rows = [TextRow(tuple(ids[:PROMPT]), tuple(ids[PROMPT:])) for ids in whole]
-    eviction = Without(share, kind, sinks, seed=5)
+    eviction = Without(share, HEAVY, sinks)
     with opened(folder, tmp_path) as llm:
-        spec = llm.model.spec
-        kept = _kept(llm, eviction, rows)
+        group = llm.model.spec.num_heads // llm.model.spec.num_kv_heads
         _, (found,) = FidelityRunner(llm, 2**28).texts(rows, [Case("x", eviction, 1 - share)])
-    group = spec.num_heads // spec.num_kv_heads
-    count = int(share * PROMPT)
     for row, ids in enumerate(whole):
         removed = []
-        for block, p in enumerate(attentions(model, ids)):
-            sums = p[:, :PROMPT, :PROMPT].sum(dim=1).view(-1, group, PROMPT).sum(dim=1)
-            gone = ~kept[row, block]
-            assert (gone.sum(dim=1) == count).all() and not gone[:, :sinks].any()
-            if kind == HEAVY:
-                ordered = sums[:, sinks:].topk(count, dim=1).indices + sinks
-                assert torch.equal(torch.zeros_like(gone).scatter(1, ordered, True), gone)
+        for p in attentions(model, ids)[:, :, :PROMPT, :PROMPT]:
+            sums = p.sum(dim=1).view(-1, group, PROMPT).sum(dim=1)
+            heavy = sums[:, sinks:].topk(int(share * PROMPT), dim=1).indices + sinks
+            gone = torch.zeros(sums.shape, dtype=torch.bool).scatter(1, heavy, True)
             removed.append(gone.repeat_interleave(group, dim=0))
         logits = masked_logits(model, ids, removed)
         want = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[PROMPT + 1 :]))
         assert np.allclose(found[row, 2], want.numpy(), atol=2e-4)
     assert found[:, 0].max() > 1e-3, "something is lost"
-
-
-def _kept(llm: LLM, eviction: Without, rows: list[TextRow]) -> dict[tuple[int, int], torch.Tensor]:
-    """(kv_heads, PROMPT) bool by row and block: the columns that the engine holds at the last
-    step."""
-    found = {}
-
-    def see(at: list[int], filled: torch.Tensor, columns: Any) -> None:
-        for i, row in enumerate(at):
-            held = torch.zeros(columns.positions.shape[1], PROMPT + STEPS, dtype=torch.bool)
-            held.scatter_(1, columns.positions[i, :, : int(filled[i])].long(), True)
-            found[row, columns.block] = held[:, :PROMPT]
-
-    llm.eviction = eviction
-    forced = forced_sequences(
-        [row.prompt for row in rows],
-        [row.continuation for row in rows],
-        llm.eviction,
-        llm.model.spec,
-        max_tokens_per_sweep=1,
-    )
-    llm.run(forced, lambda done: None, Callbacks(slots=see))
-    return found

@@ -21,24 +21,14 @@ from flexgen_h2o.evaluation.frontier import (
     grid,
     learned,
 )
-from flexgen_h2o.kvcache.eviction.mixes import read_table, table_for
+from flexgen_h2o.kvcache.eviction.mixes import read_table
 
 FACTS = {"schema": SCHEMA, "model": "m", "digest": "d"}
 
 
 def flags(**given: Any) -> argparse.Namespace:
-    names = (
-        "policies",
-        "kv_budget",
-        "kv_bits",
-        "kv_sizes",
-        "weight_bits",
-        "learn",
-        "kv_rotation",
-        "model",
-        "offload_dir",
-    )
-    return argparse.Namespace(**(dict.fromkeys(names) | given))
+    names = "policies kv_budget kv_bits kv_sizes weight_bits learn kv_rotation model offload_dir"
+    return argparse.Namespace(**(dict.fromkeys(names.split()) | given))
 
 
 def cell(name: str, size: float, kl: float, spread: float = 0.01, **more: Any) -> dict[str, Any]:
@@ -70,16 +60,6 @@ def test_every_policy_at_every_size_in_all_bits_and_the_full_cache_first() -> No
         Setting(kv_bits=4),
         *(Setting("h2o", budget, kv_bits=bits) for budget in (0.5, 0.2) for bits in (16, 4)),
     ]
-
-
-def test_a_share_of_the_bytes_is_what_kv_size_chooses() -> None:
-    _, found = grid(flags(kv_sizes=[0.2]))
-    mix = table_for().mix_of(0.2)
-    assert (found.policy, found.kv_bits, found.kv_bytes) == (mix.eviction, mix.cache_bits, 0.2)
-    assert (
-        found.name
-        == f"--kv-size 0.2: {mix.eviction}, KV in {mix.cache_bits} bits but for the newest 16"
-    )
 
 
 def test_learning_tries_policies_and_bits_of_equal_bytes() -> None:

@@ -49,8 +49,7 @@ NO_CARD = {"CPU": 16, "memory": 64 * GIB}
     ("nodes", "asked", "pool"),
     [
         ((LARGE, SMALL), (None, None, "cpu"), (2, 4, 0, less_margin(32 * GIB))),
-        ((LARGE, SMALL), (3, None, "cpu"), (3, 4, 0, less_margin(32 * GIB))),
-        ((LARGE, SMALL), (2, 20 * GIB, "cpu"), (2, 4, 0, 20 * GIB)),
+        ((LARGE, SMALL), (3, 20 * GIB, "cpu"), (3, 4, 0, 20 * GIB)),
         ((CARDS, NO_CARD), (None, None, "auto"), (2, 8, 1, less_margin(32 * GIB))),
         ((CARDS, NO_CARD), (None, 8 * GIB, "cpu"), (2, 16, 0, 8 * GIB)),
         ((SMALL,), (5, None, "cpu"), r"--ray-actors 5: .* 4 cores"),

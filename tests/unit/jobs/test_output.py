@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -287,14 +286,3 @@ def test_a_signal_comes_between_lines(
         assert path.read_bytes() == WHOLE
         with pytest.raises(interrupts.Interrupted):
             interrupts.check()
-
-
-# ---- lines
-
-
-def test_a_line_is_utf8_whatever_it_holds() -> None:
-    row = {"custom_id": "é\u2028\ud800", "text": "a\nb"}
-    assert b"\n" not in to_line(row) and json.loads(to_line(row)) == row
-    assert "é" in to_line({"custom_id": "é"}).decode()
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        to_line({"logprob": float("nan")})

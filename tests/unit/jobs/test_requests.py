@@ -14,7 +14,7 @@ from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.input import Line
 from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.jobs.requests import Kind, Request, RequestReader, RowError
-from flexgen_h2o.jobs.responses import helm_result, output_line, success_row, text_logprobs
+from flexgen_h2o.jobs.responses import helm_result, success_row, text_logprobs
 from flexgen_h2o.models.load import Model
 
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5, seed=4)
@@ -81,33 +81,13 @@ def test_a_chat_goes_through_the_template(words: Model) -> None:
     assert code == "invalid_request" and "roles must alternate" in message
 
 
-HELM: dict[str, Any] = {
-    "request_type": "language-model-inference",
-    "model": "together/gpt-neox-20b",
-    "top_p": 1,
-}
-HELM |= {"prompt": "import os", "temperature": 0.3, "n": 1, "max_tokens": 64, "best_of": 1}
-HELM |= {"logprobs": 1, "stop": ["###"], "echo": False}
-
-
-def test_helm_requests_and_h2o_articles(words: Model) -> None:
-    want = SamplingParams(64, 0.3, 1.0, 0, 0, ("###",), logprobs=1)
-    found = read(words, {"scenario": "xsum", "request": HELM})
-    assert (found.kind, found.custom_id, json.loads(found.record or b"")) == (
-        "helm",
-        "line-3",
-        HELM,
-    )
-    assert replace(found.params, seed=0) == want
-    keys = ("temperature", "n", "max_tokens", "logprobs", "stop", "top_p")
-    article = {"article": "import os", "summary_gt": "no", **{key: HELM[key] for key in keys}}
-    also = read(words, article)
-    assert (also.kind, json.loads(also.record or b""), also.prompt) == (
-        "helm",
-        article,
-        found.prompt,
-    )
-    assert also.params == found.params
+def test_a_helm_request_is_kept_as_it_came(words: Model) -> None:
+    request = {"request_type": "language-model-inference", "model": "together/gpt-neox-20b"}
+    request |= {"prompt": "import os", "temperature": 0.3, "n": 1, "max_tokens": 64, "best_of": 1}
+    request |= {"logprobs": 1, "stop": ["###"], "echo": False, "top_p": 1}
+    found = read(words, {"scenario": "xsum", "request": request})
+    assert (found.kind, json.loads(found.record or b"")) == ("helm", request)
+    assert replace(found.params, seed=0) == SamplingParams(64, 0.3, 1.0, 0, 0, ("###",), logprobs=1)
 
 
 def test_plain_prompts_keep_their_data_to_themselves(words: Model) -> None:
@@ -232,17 +212,8 @@ STEPS = [TokenLogprobs(-0.5, ((265, -0.25), (7, -2.0))), TokenLogprobs(-1.0, ())
 def answered(
     model: Model, kind: Kind, logprobs: list[TokenLogprobs] | None = None, **fields: Any
 ) -> dict[str, Any]:
-    request = Request(
-        3,
-        (5, 6, 7),
-        text="text",
-        token_ids=[613, 265],
-        finish_reason="stop",
-        logprobs=logprobs,
-        kind=kind,
-        custom_id="a",
-        **fields,
-    )
+    usual = {"text": "text", "token_ids": [613, 265], "finish_reason": "stop", "custom_id": "a"}
+    request = Request(3, (5, 6, 7), logprobs=logprobs, kind=kind, **(usual | fields))
     return success_row(request, model)
 
 
@@ -268,26 +239,21 @@ def test_a_text_completion(words: Model) -> None:
 
 
 def test_a_chat_completion(words: Model) -> None:
-    body = answered(words, "chat", STEPS)["response"]["body"]
-    assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
-    [choice] = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "text"} and choice[
-        "token_ids"
-    ] == [613, 265]
+    [choice] = answered(words, "chat", STEPS)["response"]["body"]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "text"}
     first, second = choice["logprobs"]["content"]
     text = words.tokenizer.decode([613])
     assert (first["token"], first["logprob"], first["bytes"]) == (text, -0.5, list(text.encode()))
-    assert [top["logprob"] for top in first["top_logprobs"]] == [-0.25, -2.0] and second[
-        "top_logprobs"
-    ] == []
-    assert answered(words, "chat")["response"]["body"]["choices"][0]["logprobs"] is None
+    assert [top["logprob"] for top in first["top_logprobs"]] == [-0.25, -2.0]
+    assert second["top_logprobs"] == []
+
+
+def test_a_part_of_a_character_is_named_by_its_byte(words: Model) -> None:
     half = next(i for i in range(300) if "\ufffd" in words.tokenizer.decode([i]))
-    done = Request(3, (5,), text="", token_ids=[half], finish_reason="stop", kind="chat")
-    done.logprobs = [TokenLogprobs(-0.5, ())]
-    [choice] = success_row(done, words)["response"]["body"]["choices"]
-    [token] = choice["logprobs"]["content"]
+    body = answered(words, "chat", STEPS[1:], token_ids=[half])["response"]["body"]
+    [token] = body["choices"][0]["logprobs"]["content"]
     [byte] = token["bytes"]
-    assert token["token"] == f"bytes:\\x{byte:02x}", "a part of a character"
+    assert token["token"] == f"bytes:\\x{byte:02x}"
 
 
 def test_a_helm_result_has_lists_where_helm_reads_lists(words: Model) -> None:
@@ -305,19 +271,3 @@ def test_a_helm_result_has_lists_where_helm_reads_lists(words: Model) -> None:
     ][0]
     assert choice["logprobs"]["top_logprobs"] is None
     assert helm_result(choice)["choices"][0]["logprobs"]["top_logprobs"] == []
-
-
-def test_rows_have_the_same_names_whenever_they_are_done(words: Model) -> None:
-    def failed(custom_id: str) -> dict[str, Any]:
-        request = Request(3, (), custom_id=custom_id)
-        request.fail("code", "what")
-        return json.loads(output_line(request, words))
-
-    one = answered(words, "completion")
-    assert one["id"] == answered(words, "chat")["id"] != failed("b")["id"]
-    assert failed("a") == {
-        "id": one["id"],
-        "custom_id": "a",
-        "response": None,
-        "error": {"code": "code", "message": "line 3: what"},
-    }

@@ -68,22 +68,6 @@ def failed(output: Path) -> list[str]:
     return [row["custom_id"] for row in read_rows(output) if row["error"]]
 
 
-def test_every_line_gets_one_row(source: Path, output: Path, words: Model) -> None:
-    url = {"custom_id": "x", "url": "/v2", "body": {}}
-    write_lines(source, *prompts(5), "{bad", "", {"prompt": "import os"}, url)
-    writer = run_job(StubLLM(words), source, output)
-    rows = {row["custom_id"]: row for row in read_rows(output)}
-    assert sorted(rows) == ["line-6", "line-8", "r0", "r1", "r2", "r3", "r4", "x"]
-    assert rows["line-6"]["error"]["message"].startswith("line 6: ")
-    assert rows["x"]["response"] is None and rows["x"]["error"]["code"] == "unknown_url"
-    [choice] = rows["r1"]["response"]["body"]["choices"]
-    assert (choice["token_ids"], choice["finish_reason"]) == ([4, 9], "length")
-    new_tokens = 1 + 2 + 3 + 1 + 2 + len(words.encode("import os"))
-    status = writer.status
-    assert (status.rows, status.done, status.errors, status.tokens) == (8, 8, 2, new_tokens)
-    assert writer.errors == {"invalid_json": 1, "unknown_url": 1}
-
-
 def test_a_restart_does_the_rest(source: Path, output: Path, words: Model) -> None:
     write_lines(source, *prompts(10), "{bad")
     run_job(StubLLM(words), source, output)
