@@ -20,7 +20,7 @@ from flexgen_h2o.tiers.device import Device, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile
 from flexgen_h2o.tiers.stream import Done, Waitable
 from flexgen_h2o.tiers.transfers import Lanes
-from tests.gpu.fake_card import NAME, Backend, Card, CardTensor, Mode, merge
+from tests.gpu.fake_card import NAME, Card, CardTensor, Mode, merge
 
 CARD_BYTES = 2**34
 NOT_THERE = 2**40  # is no token
@@ -164,7 +164,7 @@ def fake_card(has_triton: bool = True, has_graphs: bool = False) -> Iterator[Car
     """Runs on `cuda` within are on a card of CPU memory. has_triton: else kernels are torch's
     operations. has_graphs: decode steps become graphs."""
     if not _setup:
-        _setup_privateuseone_for_python_backend(NAME, Backend())
+        _setup_privateuseone_for_python_backend(NAME)
         _setup.append(True)
     card = CardTensor.card = Card()
     with pytest.MonkeyPatch.context() as patch, Mode(card):
