@@ -160,16 +160,15 @@ _setup: list[bool] = []
 
 
 @contextmanager
-def fake_card(has_triton: bool = True, has_graphs: bool = False) -> Iterator[Card]:
-    """Runs on `cuda` within are on a card of CPU memory. has_triton: else kernels are torch's
-    operations. has_graphs: decode steps become graphs."""
+def fake_card(has_graphs: bool = False) -> Iterator[Card]:
+    """Runs on `cuda` within are on a card of CPU memory. has_graphs: decode steps become graphs."""
     if not _setup:
         _setup_privateuseone_for_python_backend(NAME)
         _setup.append(True)
     card = CardTensor.card = Card()
     with pytest.MonkeyPatch.context() as patch, Mode(card):
         _patch_engine(patch, card, has_graphs)
-        _patch_triton(patch, card, has_triton)
+        _patch_triton(patch, card)
         _patch_clocks(patch, card)
         _patch_files(patch, card)
         yield card
@@ -205,12 +204,11 @@ def _patch_engine(patch: pytest.MonkeyPatch, card: Card, has_graphs: bool) -> No
     patch.setattr(torch, "tensor", tensor)
 
 
-def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None:
+def _patch_triton(patch: pytest.MonkeyPatch, card: Card) -> None:
     """Count a kernel's launch as one, and let the operator's torch version compute."""
     launch_all = Operator.on_card
 
     def launch(name: str, grid: tuple[int, ...], arguments: Any, **more: Any) -> None:
-        assert is_there, f"{name} is launched where there is no Triton"
         with card.lock:
             card.count("launch", name)
 
@@ -235,14 +233,10 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
         )  # a kernel keeps none: in a graph positions are overwritten
 
     patch.setattr(Rotation, "_newest_angles", angles)
-    patch.setattr(triton, "is_installed", lambda: is_there)  # no kernel runs: it need not be
+    patch.setattr(triton, "is_installed", lambda: True)  # no kernel runs: it need not be
     patch.setattr(triton, "launch", launch)
     patch.setattr(Operator, "on_card", on_card)
-    patch.setattr(
-        triton,
-        "supports",
-        lambda *tensors: is_there and all(t.device.type == NAME for t in tensors),
-    )
+    patch.setattr(triton, "supports", lambda *tensors: all(t.device.type == NAME for t in tensors))
 
 
 def _copy_results(found: Any, computed: Any) -> None:
