@@ -366,10 +366,13 @@ def test_int8_in_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("other", ["none", "refuses", "cuts"])
 def test_int8_without_torchs_int_mm(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is private, and instructions of older CPUs cut sums of large products."""
+    """It is private, and instructions of older CPUs cut sums of large products. Sums are exact:
+    also of the largest codes."""
     use("torch", monkeypatch)
-    held = Weight("int8", 5, 40)
-    x = normal(3, 40)
+    held = Weight("int8", 5, 5000)
+    x = normal(3, 5000)
+    x[0] = held.stored[0, :5000].view(torch.int8).sign()
+    want = linear(x, held.parts(), None, torch.empty(3, 5, dtype=BF16))
 
     def int_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         if other == "refuses":
@@ -380,7 +383,8 @@ def test_int8_without_torchs_int_mm(other: str, monkeypatch: pytest.MonkeyPatch)
     if other == "none":
         monkeypatch.delattr(torch, "_int_mm")
     int8._int_mm_works.cache_clear()
-    near(linear(x, held.parts(), None, torch.empty(3, 5, dtype=BF16)), held.product(x))
+    assert torch.equal(linear(x, held.parts(), None, torch.empty_like(want)), want)
+    near(want, held.product(x))
     int8._int_mm_works.cache_clear()
 
 

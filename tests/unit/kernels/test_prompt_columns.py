@@ -55,9 +55,10 @@ def beside(rows: int, windows: int) -> WholeColumns:
     st.sampled_from([0, 4, 8]),
     st.integers(0, 5),
     st.integers(0, 99),
+    st.booleans(),
 )
 def test_the_newest_that_stay_are_whole(
-    n: int, count: int, window: int, first: int, seed: int
+    n: int, count: int, window: int, first: int, seed: int, smooths: bool
 ) -> None:
     """Each token in the place of its number; a part of the rows, and fewer places in use than there
     are."""
@@ -67,7 +68,7 @@ def test_the_newest_that_stay_are_whole(
         [torch.randperm(n, generator=g)[:count].sort().values for _ in range(6)]
     ).view(3, 2, -1)
     whole = beside(6 - first, 8)
-    keep_whole(whole, k, v, kept, first, window)
+    keep_whole(whole, k, v, kept, first, window, smooths)
     for row in range(6 - first):
         keys, values = (t[(first + row) // 2, :, (first + row) % 2] for t in (k, v))
         expected = {
@@ -82,23 +83,14 @@ def test_the_newest_that_stay_are_whole(
                 assert torch.equal(
                     found[row, place], torch.zeros(WIDTH) if token is None else columns[token]
                 )
+        if not smooths:
+            assert not whole.centres[row].any() and bool((whole.ranges[row] == 1).all())
+            continue
         least = keys.amin(0)
         most = keys.amax(0)
         assert torch.equal(whole.centres[row], ((least + most) / 2).bfloat16())
         spread = (most - least).clamp(min=float((most - least).mean()) / 16)
         assert torch.allclose(whole.ranges[row].float(), spread.where(spread > 0, 1.0), rtol=2**-7)
-
-
-def test_keys_that_are_not_smoothed_have_no_centres() -> None:
-    whole = beside(6, 8)
-    smoothed = beside(6, 8)
-    k, v = torch.randn(2, 3, 20, 2, WIDTH)
-    kept = torch.arange(20).expand(3, 2, 20)
-    keep_whole(whole, k, v, kept, 0, 8, smooths=False)
-    keep_whole(smoothed, k, v, kept, 0, 8)
-    assert not whole.centres.any() and bool((whole.ranges == 1).all())
-    for name in ("keys", "values", "slots"):
-        assert torch.equal(getattr(whole, name), getattr(smoothed, name))
 
 
 @pytest.mark.parametrize("chunk", [1, 2**20])

@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -135,20 +135,6 @@ def test_what_an_old_card_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(UsageError, match=r"--dtype bfloat16: .*float16"):
         card.compute_dtype("bfloat16", "float16")
-
-
-def test_who_copies_sleeps_until_the_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    event = MagicMock()
-    card = _card_with(_Runtime(0), monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(card, "copy_stream", nullcontext)
-    target = torch.zeros(3)
-    card.copy(target, torch.ones(3))
-    event.assert_called_once_with(blocking=True)
-    event.return_value.synchronize.assert_called_once_with()
-    assert target.tolist() == [1, 1, 1]
-    card.fence().wait_on_card()
-    event.return_value.wait.assert_called_once_with()
 
 
 def test_memory_that_cannot_be_pinned_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
