@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GptOssConfig, LlamaConfig
-from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers import GptOssConfig
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
@@ -135,30 +134,6 @@ def test_norms_and_gates_are_those_of_transformers(dtype: torch.dtype) -> None:
     found = clamped_gate.torch(x, 1.702, 5.0, torch.empty(30, 103, dtype=dtype))
     rounding = 2e-6 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(found, want, rtol=rounding, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("share", [1.0, 0.25])
-def test_rotation_is_that_of_transformers(
-    share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flexgen_h2o.kernels.elementwise.ROTARY_CHUNK", 4)
-    module: Any = modeling_gpt_neox
-    embedding: Any
-    if share == 1:
-        module = modeling_llama
-        embedding = module.LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4))
-    else:
-        config = GPTNeoXConfig(hidden_size=64, num_attention_heads=4, rotary_pct=share)
-        embedding = module.GPTNeoXRotaryEmbedding(config)
-    positions = torch.tensor([0, 1, 2, 3, 4, 77, 5000, 0, 3])  # two rows' prompts
-    q = torch.randn(9, 4, 16).to(dtype)
-    k = torch.randn(9, 3, 16).to(dtype)[:, ::2]
-    cos, sin = embedding(q, positions[None])
-    want = module.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    Rotation(embedding.inv_freq, embedding.attention_scaling).rotate((q, k), positions)
-    for ours, theirs in zip((q, k), want, strict=True):
-        assert torch.equal(ours, theirs[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

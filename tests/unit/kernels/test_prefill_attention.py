@@ -3,7 +3,6 @@ definition."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from flexgen_h2o.kernels import prefill_attention as causal
 from flexgen_h2o.kernels.prefill_attention import (
@@ -19,7 +17,6 @@ from flexgen_h2o.kernels.prefill_attention import (
     causal_attention,
     causal_attention_lse,
     column_sums,
-    with_sinks,
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -107,35 +104,6 @@ def test_whole_prompts_in_bf16_with_amx_and_without(
         assert torch.equal(causal_attention(q[one], k[one], v[one], 0.3), out[one]), (
             "a prompt by itself"
         )
-
-
-@pytest.mark.parametrize(
-    ("window", "dtype"), [(None, torch.float32), (5, torch.float32), (5, torch.bfloat16)]
-)
-def test_sinks_are_those_of_gpt_oss(window: int | None, dtype: torch.dtype) -> None:
-    """Against transformers' eager attention; column sums then add up to less than there are
-    queries."""
-    batch = 2
-    heads = 2
-    group = 3
-    n = 23
-    d = 16
-    q, k, v = prompts(batch, heads, group, n, d, dtype)
-    sinks = 2 * torch.randn(heads * group)
-    module = SimpleNamespace(
-        sinks=sinks.to(dtype).float(), num_key_value_groups=group, training=False
-    )
-    seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - (window or n))
-    mask = torch.zeros(n, n).masked_fill(~seen, float("-inf"))
-    want, p = eager_attention_forward(module, *(t.float() for t in (q, k, v)), mask, 0.3)  # type: ignore[arg-type]
-    out, lse = with_sinks(*causal_attention_lse(q, k, v, 0.3, window), sinks.to(dtype))
-    assert (out.transpose(1, 2).float() - want).abs().max() < TOLERANCE[
-        dtype
-    ] and out.dtype == dtype
-    if window is None:
-        sums = column_sums(q, k, lse, 0.3)
-        assert torch.allclose(sums, p.sum(2).view(batch, heads, group, n).sum(2), atol=1e-4)
-        assert (sums.sum(-1) < 0.9 * group * n).all()
 
 
 def test_what_is_no_number_stays_none_and_with_its_row() -> None:

@@ -15,7 +15,6 @@ from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prompt_columns import (
     PromptSlots,
     choose_kept,
-    keep_whole,
     put_prompts,
 )
 from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
@@ -56,26 +55,43 @@ def beside(rows: int, windows: int) -> WholeColumns:
     st.integers(0, 5),
     st.integers(0, 99),
     st.booleans(),
+    st.sampled_from([1, 2**20]),
 )
-def test_the_newest_that_stay_are_whole(
-    n: int, count: int, window: int, first: int, seed: int, smooths: bool
+def test_columns_that_stay_go_to_their_slots(
+    n: int, count: int, window: int, first: int, seed: int, smooths: bool, chunk: int
 ) -> None:
-    """Each token in the place of its number; a part of the rows, and fewer places in use than there
-    are."""
+    """Packed, some rows at a time. The newest are whole, each token in the place of its number; a
+    part of the rows, and fewer places in use than there are."""
     g = torch.Generator().manual_seed(seed)
     k, v = torch.randn(2, 3, n, 2, WIDTH, generator=g)
-    kept = torch.stack(
-        [torch.randperm(n, generator=g)[:count].sort().values for _ in range(6)]
-    ).view(3, 2, -1)
-    whole = beside(6 - first, 8)
-    keep_whole(whole, k, v, kept, first, window, smooths)
-    for row in range(6 - first):
-        keys, values = (t[(first + row) // 2, :, (first + row) % 2] for t in (k, v))
-        expected = {
-            t % window: (slot, t)
-            for slot, t in enumerate(kept.view(6, -1)[first + row].tolist())
-            if t >= n - window
-        }
+    scores = torch.rand(3, 2, n)
+    kept = torch.stack([torch.randperm(n, generator=g)[:count].sort().values for _ in range(6)])
+    count = kept.shape[1]
+    packing = KVPacking.of(WIDTH, "4/3")
+    rows = 6 - first
+    areas = [torch.full((3, rows, 7, of.words), -7).int() for of in (packing.keys, packing.values)]
+    whole = beside(rows, 8)
+    records = torch.zeros(rows, 21).int(), torch.zeros(rows, 21)
+    form = SlotForm(packing, whole=whole)
+    slots = PromptSlots(*areas, first, form, window, *records, smooths=smooths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_columns, "PACKED_CHUNK", chunk)
+        put_prompts.torch(k, v, kept.view(3, 2, -1), scores, slots)
+    for row, tokens in enumerate(kept[first:]):
+        batch, head = divmod(first + row, 2)
+        keys = k[batch, :, head]
+        values = v[batch, :, head]
+        for record, own in zip(records, (tokens.int(), scores[batch, head, tokens]), strict=True):
+            assert torch.equal(record[row, :count], own) and not record[row, count:].any()
+        of_row = whole.map(lambda t, row=row: t[row : row + 1])  # type: ignore[misc]
+        smoothed = of_row.smoothed(keys[tokens].unsqueeze(0))[0]
+        for area, columns, of in zip(
+            areas, (smoothed, values[tokens]), (packing.keys, packing.values), strict=True
+        ):
+            held = area[:, row].flatten(0, 1)
+            assert torch.equal(held[:count], pack_columns.torch(columns, of))
+            assert (held[count:] == -7).all()
+        expected = {t % window: (i, t) for i, t in enumerate(tokens.tolist()) if t >= n - window}
         for place in range(8):
             slot, token = expected.get(place, (-1, None))
             assert whole.slots[row, place] == slot
@@ -91,36 +107,3 @@ def test_the_newest_that_stay_are_whole(
         assert torch.equal(whole.centres[row], ((least + most) / 2).bfloat16())
         spread = (most - least).clamp(min=float((most - least).mean()) / 16)
         assert torch.allclose(whole.ranges[row].float(), spread.where(spread > 0, 1.0), rtol=2**-7)
-
-
-@pytest.mark.parametrize("chunk", [1, 2**20])
-def test_columns_go_to_their_slots_some_rows_at_a_time(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_columns, "PACKED_CHUNK", chunk)
-    torch.manual_seed(0)
-    k, v = torch.randn(2, 3, 30, 2, WIDTH)
-    scores = torch.rand(3, 2, 30)
-    packing = KVPacking.of(WIDTH, "4/3")
-    kept = torch.stack([torch.randperm(30)[:20].sort().values for _ in range(6)]).view(3, 2, 20)
-    areas = [torch.full((3, 5, 7, of.words), -7).int() for of in (packing.keys, packing.values)]
-    whole = beside(5, 8)
-    positions = torch.zeros(5, 21).int()
-    given_scores = torch.zeros(5, 21)
-    slots = PromptSlots(*areas, 1, SlotForm(packing, whole=whole), 8, positions, given_scores)
-    put_prompts.torch(k, v, kept, scores, slots)
-    tokens = kept.view(6, 20)[1:]
-    assert torch.equal(positions[:, :20], tokens.int()) and not positions[:, 20].any()
-    for row in range(5):
-        batch, head = divmod(row + 1, 2)
-        assert torch.equal(given_scores[row, :20], scores[batch, head, tokens[row]])
-        of_row = whole.map(lambda t, row=row: t[row : row + 1])  # type: ignore[misc]
-        columns = (
-            of_row.smoothed(k[batch, tokens[row], head].unsqueeze(0))[0],
-            v[batch, tokens[row], head],
-        )
-        for area, some, of in zip(areas, columns, (packing.keys, packing.values), strict=True):
-            held = area[:, row].flatten(0, 1)
-            assert torch.equal(held[:20], pack_columns.torch(some, of)) and bool(
-                (held[20:] == -7).all()
-            )

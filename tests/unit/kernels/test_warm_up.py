@@ -19,7 +19,7 @@ from flexgen_h2o.checkpoint import formats
 from flexgen_h2o.checkpoint.formats import Codec
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
-from flexgen_h2o.engine.executor import Engine
+from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kernels import jit, triton
 from flexgen_h2o.kernels import warm_up as warm_up_module
 from flexgen_h2o.kernels.compiled import int8 as int8_loops

@@ -175,16 +175,6 @@ def names_in(offload: Path) -> list[str]:
     return sorted(p.name for p in offload.iterdir())
 
 
-def test_nothing_but_others_files_is_left_behind(offload: Path) -> None:
-    (offload / "weights").mkdir(parents=True)
-    (offload / "run-notes.txt").write_text("mine")
-    scratch = Scratch(offload)
-    scratch.create("cache.bin", 3 * PAGE).close()
-    assert scratch.folder.parent == offload and scratch.folder.is_dir()
-    scratch.close()
-    assert names_in(offload) == ["run-notes.txt", "weights"]
-
-
 def test_many_runs_may_start_and_end_at_once(offload: Path) -> None:
     """None takes another's young folder for a dead one, and none is refused."""
     problems: list[object] = []
