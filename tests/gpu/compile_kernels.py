@@ -33,7 +33,10 @@ from flexgen_h2o.kernels.ops import OPERATORS, Layers
 # Ada (4090), Hopper.
 CARDS = {75: 65536, 86: 101376, 89: 101376, 90: 232448}
 JOBS = [
-    *((card, torch.bfloat16 if card >= 80 else torch.float16, most) for card, most in CARDS.items()),
+    *(
+        (card, torch.bfloat16 if card >= 80 else torch.float16, most)
+        for card, most in CARDS.items()
+    ),
     *((card, torch.float32, CARDS[most]) for card, most in ((75, 75), (90, 86))),
 ]
 # Heads of a kv-head, width, bits of packed slots, what is in front of slots (StepSlots.before), and

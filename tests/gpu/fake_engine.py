@@ -99,23 +99,14 @@ class CardDevice(Device):
             self._card.pin(memory)
         return memory
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        self._start(dst, src)
-        with self._card.own_stream(), self._card.lock:
-            self._card.sync("copy")
-
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
-        self._start(dst, src)
-        with self._card.own_stream():
-            return _Fence(self._card)
-
-    def _start(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Of memory that is not pinned a copy is carried out at once."""
         with self._card.own_stream(), self._card.lock:
             if any(map(self._card.is_pinned, (dst, src))):
                 self._card.put_off(dst, src)
             else:
                 dst.copy_(src, non_blocking=True)
+            return _Fence(self._card)
 
     def copy_stream(self) -> AbstractContextManager[object]:
         return self._card.own_stream()

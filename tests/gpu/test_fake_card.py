@@ -161,9 +161,7 @@ def test_launches_of_prefill_do_not_grow_with_prompts(
             torch.randint(4, 1000, (n,), generator=random.manual_seed(n)).tolist() for n in lengths
         ]
         monkeypatch.setattr("tests.gpu.test_cuda_parity.prompts", lambda ids=ids: ids)
-        card = like_the_cpu(
-            folder, "all on the device", *given, size=(8, 1), compress_cache=packed
-        )
+        card = like_the_cpu(folder, "all on the device", *given, size=(8, 1), compress_cache=packed)
         assert of_block(card, "prefill", "launch") <= most <= 40, card.places
         assert of_block(card, "prefill", "sync") == 0, card.places
         assert card.per_step("prefill attention", "launch") <= OF_STEP + PROMPT_LAUNCHES

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import ALIGN, TRANSFER_CHUNK
-from flexgen_h2o.kernels.workspace import upload_together
+from flexgen_h2o.core.units import TRANSFER_CHUNK
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 from tests.gpu.fake_engine import CardDevice, fake_card
+
 
 def test_reads_go_on_beside_copies_of_what_was_read(tmp_path: Path) -> None:
     """The reader waits for a copy where it takes its slot again, and for no other: many chunks of a
@@ -29,20 +29,3 @@ def test_reads_go_on_beside_copies_of_what_was_read(tmp_path: Path) -> None:
             Mover(device, lanes).read("load_weight", there, "device", source).wait()
         assert torch.equal(there.to("cpu"), values) and not card.races
     assert lanes.bytes_moved["disk_read"] == values.nbytes and len(card.staging) == 1
-
-
-def test_vectors_go_to_the_card_in_one_copy() -> None:
-    """Each begins where the card would put one of its own: a kernel is compiled anew for another
-    place."""
-    hosts = [torch.arange(n) for n in (3, 0, 8, 1)]
-    with fake_card() as card, torch.no_grad():
-        card.step = "upload"
-        there = upload_together(hosts, CardDevice(card).torch_device)
-        assert [t.storage_offset() * t.itemsize % ALIGN for t in there] == [0] * 4
-        assert all(
-            torch.equal(here.to("cpu"), host) for here, host in zip(there, hosts, strict=True)
-        )
-    assert (card.counts["upload", "copy"], card.counts["upload", "launch"]) == (
-        1 + len(hosts),
-        0,
-    ), card.places

@@ -100,9 +100,7 @@ def test_a_version_computes_what_torch_does_in_fp64(
     (operator.torch if version == "torch" else operator)(*arguments)
     error = roundings * max(torch.finfo(dtype).eps, 1e-6)
     for one, other in zip(tensors_of(arguments), tensors_of(want), strict=True):
-        torch.testing.assert_close(
-            one.double(), other, rtol=error, atol=error, equal_nan=True
-        )
+        torch.testing.assert_close(one.double(), other, rtol=error, atol=error, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

@@ -22,7 +22,9 @@ from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
 WIDTH = 8
 
 
-@given(st.lists(st.sampled_from([-math.inf, 0.0, 0.5, math.inf]), min_size=2, max_size=12), st.data())
+@given(
+    st.lists(st.sampled_from([-math.inf, 0.0, 0.5, math.inf]), min_size=2, max_size=12), st.data()
+)
 def test_the_highest_ranks_stay_and_of_equals_the_newer(
     ranks: list[float], data: st.DataObject
 ) -> None:

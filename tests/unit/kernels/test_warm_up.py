@@ -25,7 +25,7 @@ from flexgen_h2o.kernels import warm_up as warm_up_module
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
 from flexgen_h2o.kernels.compiled import products, prompts, rows, slots
 from flexgen_h2o.kernels.warm_up import _call_in_a_process, compile_subprocess
-from flexgen_h2o.kvcache.eviction import H2O, StreamingLLM
+from flexgen_h2o.kvcache.eviction import H2O
 from tests.gpu.test_cuda_parity import CONFIG, LLAMA, OLMOE, generate, model_folder
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str, Any]] = {
         SMALL,
         {"compress_weight": True, "int8_compute": True},
         "bfloat16",
-        StreamingLLM(ratio=0.5),
+        H2O(heavy_size=6, recent_size=3, positions="rolling"),
     ),
     "8 bits": (
         CONFIG,

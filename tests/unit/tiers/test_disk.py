@@ -38,8 +38,9 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The test runs with O_DIRECT, and where the file system refuses it, when files are opened or
     only when they are used."""
     for name in request.param.split():
+        call = getattr(os, name)
 
-        def refusing(*args: Any, name: str = name, call: Any = getattr(os, name)) -> Any:
+        def refusing(*args: Any, name: str = name, call: Any = call) -> Any:
             flags = args[1] if name == "open" else fcntl.fcntl(args[0], fcntl.F_GETFL)
             if flags & os.O_DIRECT:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -57,9 +58,7 @@ def opened() -> Iterator[Opened]:
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_what_is_written_is_read_back(
-    tmp_path: Path, opened: Opened, nbytes: int
-) -> None:
+def test_what_is_written_is_read_back(tmp_path: Path, opened: Opened, nbytes: int) -> None:
     """The end of a file may be short."""
     (tmp_path / "f").write_bytes(b"x" * (2 * PAGE + nbytes))
     file = opened(tmp_path / "f", writable=True)
