@@ -313,20 +313,11 @@ def test_columns_of_prompts_are_those_of_torch(
 def test_what_is_no_number_shows_in_its_group() -> None:
     """Of a value; no other group does."""
     packing = KVPacking.of(128, 4)
-    k, v = torch.randn(2, 1, 3, 1, 128)
-    v[0, 1, 0, 70] = torch.nan
-    v[0, 2, 0, 3] = torch.inf
-    areas = [torch.zeros(1, 1, 16, of.words).int() for of in (packing.keys, packing.values)]
-    whole = WholeColumns(
-        *torch.ones(2, 1, 128).bfloat16(), *torch.zeros(2, 1, 0, 128), torch.zeros(1, 0).int()
-    )
-    put_prompts(
-        k,
-        v,
-        torch.arange(3).expand(1, 1, 3),
-        None,
-        PromptSlots(*areas, 0, SlotForm(packing, whole=whole)),
-    )
-    odd = unpack_columns(areas[1][0, 0, :3], packing.values, torch.float32).isnan().view(3, 2, 64)
-    assert odd.all(dim=2).tolist() == [[False, False], [False, True], [True, False]]
-    assert odd.any(dim=2).tolist() == odd.all(dim=2).tolist()
+    k, v = torch.randn(2, 3, 1, 2, 128)
+    v[0, 0, 0, 70] = torch.nan
+    v[2, 0, 1, 3] = torch.inf
+    slots = rows_of_prompts(packing, 4, 0, 128, torch.float32, slice(0, 6), False)
+    put_prompts(k, v, torch.zeros(3, 2, 1).long(), None, slots)
+    odd = unpack_columns(slots.values[0, :, 0], packing.values, torch.float32).isnan()
+    assert odd.view(12, 64).all(1).nonzero().tolist() == [[1], [10]]
+    assert int(odd.sum()) == 2 * 64
