@@ -95,7 +95,8 @@ def test_integers(
     codes = any_bytes(shape[0], 4 * -(-shape[1] * bits // 32))
     scales = torch.randn(shape[0], 5)
     scales[0] = torch.tensor(0x7FFFE000, dtype=torch.int32).view(torch.float32)  # a float16's NaN
-    zeros = torch.randint(0, 2**bits, scales.shape).float() if with_zeros else None
+    zeros = torch.randint(0, 2**bits, scales.shape).float()
+    zeros = zeros if with_zeros or groups.index is not None else None  # GPTQ has zeros
     given = codes, bits, scales, zeros, groups
     found = both("unpack_integers", shape, dtype, *given, signed=signed)
     assert found[0].isnan().all() and not found[1:].isnan().any()

@@ -70,11 +70,13 @@ def test_a_run_compiles_nothing_after_its_warm_up(
 ) -> None:
     before = dict[str, int]()
 
-    def engine(*given: Any) -> Engine:
-        before.update(compiled())
-        return Engine(*given)
+    opened = Engine.__init__
 
-    monkeypatch.setattr("flexgen_h2o.llm.Engine", engine)
+    def watched(*given: Any) -> None:
+        before.update(compiled())
+        opened(*given)
+
+    monkeypatch.setattr(Engine, "__init__", watched)
     policy = Policy(3, 2, **more)
     folder = model_folder(tmp_path, config)
     generate(folder, policy, "cpu", MemoryBudget(host="1GiB"), dtype, eviction)
