@@ -41,28 +41,6 @@ _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 Clock = dict[str, int]
 
 
-class Backend:
-    """What torch asks of a backend's module."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-
 def merge(into: Clock, other: Clock) -> None:
     for name, time in other.items():
         into[name] = max(into.get(name, 0), time)

@@ -20,7 +20,7 @@ from flexgen_h2o.tiers.device import Device, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile
 from flexgen_h2o.tiers.stream import Done, Waitable
 from flexgen_h2o.tiers.transfers import Lanes
-from tests.gpu.fake_card import NAME, Backend, Card, CardTensor, Mode, merge
+from tests.gpu.fake_card import NAME, Card, CardTensor, Mode, merge
 
 CARD_BYTES = 2**34
 NOT_THERE = 2**40  # is no token
@@ -99,23 +99,14 @@ class CardDevice(Device):
             self._card.pin(memory)
         return memory
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        self._start(dst, src)
-        with self._card.own_stream(), self._card.lock:
-            self._card.sync("copy")
-
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
-        self._start(dst, src)
-        with self._card.own_stream():
-            return _Fence(self._card)
-
-    def _start(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Of memory that is not pinned a copy is carried out at once."""
         with self._card.own_stream(), self._card.lock:
             if any(map(self._card.is_pinned, (dst, src))):
                 self._card.put_off(dst, src)
             else:
                 dst.copy_(src, non_blocking=True)
+            return _Fence(self._card)
 
     def copy_stream(self) -> AbstractContextManager[object]:
         return self._card.own_stream()
@@ -160,16 +151,15 @@ _setup: list[bool] = []
 
 
 @contextmanager
-def fake_card(has_triton: bool = True, has_graphs: bool = False) -> Iterator[Card]:
-    """Runs on `cuda` within are on a card of CPU memory. has_triton: else kernels are torch's
-    operations. has_graphs: decode steps become graphs."""
+def fake_card(has_graphs: bool = False) -> Iterator[Card]:
+    """Runs on `cuda` within are on a card of CPU memory. has_graphs: decode steps become graphs."""
     if not _setup:
-        _setup_privateuseone_for_python_backend(NAME, Backend())
+        _setup_privateuseone_for_python_backend(NAME)
         _setup.append(True)
     card = CardTensor.card = Card()
     with pytest.MonkeyPatch.context() as patch, Mode(card):
         _patch_engine(patch, card, has_graphs)
-        _patch_triton(patch, card, has_triton)
+        _patch_triton(patch, card)
         _patch_clocks(patch, card)
         _patch_files(patch, card)
         yield card
@@ -205,12 +195,11 @@ def _patch_engine(patch: pytest.MonkeyPatch, card: Card, has_graphs: bool) -> No
     patch.setattr(torch, "tensor", tensor)
 
 
-def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None:
+def _patch_triton(patch: pytest.MonkeyPatch, card: Card) -> None:
     """Count a kernel's launch as one, and let the operator's torch version compute."""
     launch_all = Operator.on_card
 
     def launch(name: str, grid: tuple[int, ...], arguments: Any, **more: Any) -> None:
-        assert is_there, f"{name} is launched where there is no Triton"
         with card.lock:
             card.count("launch", name)
 
@@ -235,14 +224,10 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
         )  # a kernel keeps none: in a graph positions are overwritten
 
     patch.setattr(Rotation, "_newest_angles", angles)
-    patch.setattr(triton, "is_installed", lambda: is_there)  # no kernel runs: it need not be
+    patch.setattr(triton, "is_installed", lambda: True)  # no kernel runs: it need not be
     patch.setattr(triton, "launch", launch)
     patch.setattr(Operator, "on_card", on_card)
-    patch.setattr(
-        triton,
-        "supports",
-        lambda *tensors: is_there and all(t.device.type == NAME for t in tensors),
-    )
+    patch.setattr(triton, "supports", lambda *tensors: all(t.device.type == NAME for t in tensors))
 
 
 def _copy_results(found: Any, computed: Any) -> None:

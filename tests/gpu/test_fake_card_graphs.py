@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o import MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import SamplingParams
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.engine.graphs import PLAIN_SWEEPS
 from flexgen_h2o.tiers.device import CudaDevice
@@ -22,23 +22,11 @@ from tests.gpu.test_fake_card import (
     EVICTIONS,
     FAMILIES,
     FEW_TOKENS,
-    generate,
-    on_fake_card,
+    like_the_cpu,
     some_slow,
 )
 
-on_card_with_graphs = partial(on_fake_card, has_graphs=True)
-
-
-def like_the_cpu(folder, eviction: Any, params: Any = FEW_TOKENS, **more: Any) -> Card:
-    """All on the card, whose tokens are the CPU's, without a race."""
-    in_ram = MemoryBudget(host="1GiB")
-    expected, *_ = generate(
-        folder, Policy(4, 1, **more), "cpu", in_ram, eviction=eviction, params=params
-    )
-    tokens, card = on_card_with_graphs(folder, "all on the device", eviction, params=params, **more)
-    assert tokens == expected and not card.races
-    return card
+graphs_like_the_cpu = partial(like_the_cpu, placement="all on the device", has_graphs=True)
 
 
 def made(card: Card) -> int:
@@ -47,12 +35,8 @@ def made(card: Card) -> int:
 
 def launches(card: Card) -> int:
     """Of graphs."""
-    found = (
-        count
-        for (_, what, where), count in card.places.items()
-        if what == "launch" and where.startswith("graph")
-    )
-    return sum(found)
+    places = card.places.items()
+    return sum(n for (_, what, at), n in places if what == "launch" and at.startswith("graph"))
 
 
 @pytest.mark.parametrize(
@@ -62,8 +46,9 @@ def launches(card: Card) -> int:
 def test_steps_of_the_same_rows_are_one_launch(
     tmp_path, family: str, eviction: str, packed: bool
 ) -> None:
-    card = like_the_cpu(
-        model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction], compress_cache=packed
+    folder = model_folder(tmp_path, CONFIGS[family])
+    card = graphs_like_the_cpu(
+        folder, eviction=EVICTIONS[eviction], params=FEW_TOKENS, compress_cache=packed
     )
     assert made(card) == GRAPHS and launches(card) == REPLAYS
 
@@ -81,7 +66,8 @@ LENGTHS = [SamplingParams(n, ignore_eos=True) for n in (3, 18, 18, 11, 18, 18, 1
 
 @pytest.mark.parametrize("eviction", EVICTIONS.values(), ids=EVICTIONS)
 def test_graphs_are_made_anew_for_other_rows_alone(tmp_path, eviction: Any) -> None:
-    card = like_the_cpu(model_folder(tmp_path, CONFIGS["llama"]), eviction, LENGTHS)
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    card = graphs_like_the_cpu(folder, eviction=eviction, params=LENGTHS)
     assert made(card) == 2 * 2 * (2 + 1)
 
 
@@ -96,7 +82,8 @@ def test_windows_and_a_common_prefix_in_graphs(
     if what == "common prefix":
         given = [[*range(5, 45), *own] for own in prompts()]
         monkeypatch.setattr("tests.gpu.test_cuda_parity.prompts", lambda: given)
-    assert launches(like_the_cpu(folder, EVICTIONS[eviction])) == REPLAYS
+    card = graphs_like_the_cpu(folder, eviction=EVICTIONS[eviction], params=FEW_TOKENS)
+    assert launches(card) == REPLAYS
 
 
 class BrokenGraph:

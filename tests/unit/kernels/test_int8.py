@@ -11,8 +11,6 @@ from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.kernels import workspace
 from flexgen_h2o.kernels.int8 import (
     codes_of,
-    int8_products,
-    int8_products_in_fp32,
     pack_int8_rows,
     quantise_rows,
     requantise_rows,
@@ -88,36 +86,14 @@ def test_compiled_quantising_is_the_reference_but_for_ties(
     assert bool((wide[[0, 51]] == 77).all() and (wide[:, columns:] == 77).all())
 
 
-# ---- products
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1, 5000), (2, 1), (17, 3), (33, 64), (17, 1025)])
-def test_whole_products_are_the_reference_to_the_bit(rows: int, columns: int) -> None:
-    """Of the largest codes there are, too; the weight's rows lie apart."""
-    codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
-    weight = torch.randint(-127, 128, (50, int8_row_bytes(columns)), dtype=torch.int8)[:, :columns]
-    codes[0] = 127
-    weight[0] = 127
-    weight[1] = -127
-    found, want = (torch.full((rows, 50), 7, dtype=torch.int32) for _ in range(2))
-    int8_products(codes, weight, found)
-    int8_products_in_fp32(codes, weight, want)
-    assert torch.equal(found, want) and want[0, 0] == 127 * 127 * columns
-    assert torch.equal(want, (codes.double() @ weight.double().t()).to(torch.int32))
-
-
 # ---- rows of 4 bits as int8 rows
 
 SHAPES = [
     (1, 1),
-    (3, 5),
     (5, 77),
-    (16, 64),
     (40, 72),
-    (24, 128),
     (80, 2048),
     (32, 1216),
-    (192, 128),
     (336, 192),
     (16464, 64),
 ]

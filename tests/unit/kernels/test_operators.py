@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GptOssConfig, LlamaConfig
-from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers import GptOssConfig
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
@@ -84,13 +83,16 @@ def in_fp64(one: Any) -> Any:
 def test_a_version_computes_what_torch_does_in_fp64(
     name: str, shape: tuple[int, int], dtype: torch.dtype, version: str, monkeypatch: Any
 ) -> None:
-    """Torch operations may work on some rows at a time. fp16 has no loop."""
+    """Torch operations may work on some rows at a time. fp16 has no loop. What is no number stays
+    none."""
     torch.manual_seed(0)
     operator, make, roundings = CASES[name]
     if version == "kernel":
         interpret(monkeypatch)
         shape = min(5, shape[0]), shape[1]  # the interpreter is slow
-    arguments = make(torch.randn(shape).to(dtype))
+    x = torch.randn(shape).to(dtype)
+    x[-1, 3] = torch.nan
+    arguments = make(x)
     want = in_fp64(arguments)
     operator.torch(*want)
     for chunk in ("elementwise.NORM_CHUNK", "elementwise.ROTARY_CHUNK", "hadamard.ROTARY_CHUNK"):
@@ -98,7 +100,7 @@ def test_a_version_computes_what_torch_does_in_fp64(
     (operator.torch if version == "torch" else operator)(*arguments)
     error = roundings * max(torch.finfo(dtype).eps, 1e-6)
     for one, other in zip(tensors_of(arguments), tensors_of(want), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=error, atol=error)
+        torch.testing.assert_close(one.double(), other, rtol=error, atol=error, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -130,30 +132,6 @@ def test_norms_and_gates_are_those_of_transformers(dtype: torch.dtype) -> None:
     found = clamped_gate.torch(x, 1.702, 5.0, torch.empty(30, 103, dtype=dtype))
     rounding = 2e-6 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(found, want, rtol=rounding, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("share", [1.0, 0.25])
-def test_rotation_is_that_of_transformers(
-    share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flexgen_h2o.kernels.elementwise.ROTARY_CHUNK", 4)
-    module: Any = modeling_gpt_neox
-    embedding: Any
-    if share == 1:
-        module = modeling_llama
-        embedding = module.LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4))
-    else:
-        config = GPTNeoXConfig(hidden_size=64, num_attention_heads=4, rotary_pct=share)
-        embedding = module.GPTNeoXRotaryEmbedding(config)
-    positions = torch.tensor([0, 1, 2, 3, 4, 77, 5000, 0, 3])  # two rows' prompts
-    q = torch.randn(9, 4, 16).to(dtype)
-    k = torch.randn(9, 3, 16).to(dtype)[:, ::2]
-    cos, sin = embedding(q, positions[None])
-    want = module.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    Rotation(embedding.inv_freq, embedding.attention_scaling).rotate((q, k), positions)
-    for ours, theirs in zip((q, k), want, strict=True):
-        assert torch.equal(ours, theirs[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -201,7 +179,7 @@ def test_rows_of_a_token_are_added_in_their_order(
     add_weighted(*on_card)
 
 
-@pytest.mark.parametrize("width", [64, 80, 12, 15, 256])
+@pytest.mark.parametrize("width", [80, 12, 15, 256])
 def test_transformed_heads(width: int) -> None:
     """The loop gives the bits of torch operations, and other heads stay."""
     assert block_width(width) == {80: 16, 12: 4, 15: 1}.get(width, width)
@@ -215,18 +193,6 @@ def test_transformed_heads(width: int) -> None:
     torch.testing.assert_close(found, want, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
-    x = torch.ones(2, 8, dtype=dtype)
-    x[0, 3] = float("nan")
-    norm = rms_norm(x, x[1], 1e-5, torch.empty_like(x))
-    assert norm[0].isnan().all() and not norm[1].isnan().any()
-    gate = silu_gated(x.clone(), x)
-    assert gate[0, 3].isnan() and gate.isnan().sum() == 1
-    gate = clamped_gate(x, 1.7, 7.0, torch.empty(2, 4, dtype=dtype))
-    assert gate[0, 1].isnan() and gate.isnan().sum() == 1
-
-
 X = torch.zeros(3, 8)
 TURNED = X.t().contiguous().t()
 KEYS = torch.zeros(2, 5, 6)
@@ -234,17 +200,16 @@ RANKS = torch.zeros(2, 5, dtype=torch.int32)
 TWO_PAIRS = Rotation(torch.ones(2), 1.0)
 BAD = [
     *((rms_norm, (X, weight, 1e-5, out)) for weight, out in ((X[0], X[:2]), (X[0], TURNED))),
-    *((rms_norm, (X, weight, 1e-5, X)) for weight in (X[0].bfloat16(), X[0, :4])),
+    (rms_norm, (X, X[0].bfloat16(), 1e-5, X)),
     (rms_norm, (KEYS.transpose(0, 1), KEYS[0, 0], 1e-5, KEYS.transpose(0, 1))),
-    *((silu_gated, (X, up)) for up in (X[:2], X.bfloat16(), TURNED)),
-    *((clamped_gate, (X, 1.7, 7.0, out)) for out in (X, X[:2, :4], X[:, :4].bfloat16(), X[:, :4])),
+    *((silu_gated, (X, up)) for up in (X[:2], TURNED)),
+    *((clamped_gate, (X, 1.7, 7.0, out)) for out in (X, X[:, :4].bfloat16(), X[:, :4])),
     (add_weighted, (X, torch.zeros(3, dtype=torch.int64), X[:, 0], X)),
     (hadamard, (torch.zeros(3, 2, 128)[:, :, ::2],)),
     *(
         (Rotation.rotated, (TWO_PAIRS, keys, ranks))
         for keys, ranks in (
             (KEYS, RANKS.long()),
-            (KEYS, RANKS[:, :4]),
             (KEYS.transpose(0, 1), RANKS),
             (KEYS[..., :3], RANKS),
         )

@@ -161,18 +161,15 @@ def apart(rows: torch.Tensor, more: int = 6) -> torch.Tensor:
 
 
 KINDS = ["dense", "int8", "4 bits in int8", "4 bits", "mxfp4"]
-# Input rows, rows and columns of the weight: less than a panel and a vector more than one, chunks
-# of words that do not divide, one row, more than a chunk, columns that loops do not take.
+# Input rows, rows and columns of the weight: a vector more than a panel, chunks of words that do
+# not divide, one row, more than a chunk, columns that loops do not take.
 SHAPES = [
     (1, 1, 64),
     (2, 80, 128),
-    (7, 63, 192),
-    (5, 192, 1152),
     (33, 130, 2112),
     (600, 70, 64),
     (1, 5, 1),
     (3, 40, 65),
-    (6, 65, 68),
     (13, 130, 200),
     (7, 70, 2044),
     (5, 16, 30),
@@ -256,7 +253,7 @@ def test_codes_give_the_bits_of_the_decoded_matrix(
 
 
 @pytest.mark.skipif(len(HERE) < 2, reason="this CPU has nothing to compare with")
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 33, 100])
+@pytest.mark.parametrize("n", [1, 16, 33])
 def test_all_instructions_give_the_same_bits_in_int8(n: int, monkeypatch: Any) -> None:
     """Codes are the largest there are, too, and torch's exact sums are among the results."""
     held = Weight("int8", 192, 2304)
@@ -369,10 +366,13 @@ def test_int8_in_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("other", ["none", "refuses", "cuts"])
 def test_int8_without_torchs_int_mm(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is private, and instructions of older CPUs cut sums of large products."""
+    """It is private, and instructions of older CPUs cut sums of large products. Sums are exact:
+    also of the largest codes."""
     use("torch", monkeypatch)
-    held = Weight("int8", 5, 40)
-    x = normal(3, 40)
+    held = Weight("int8", 5, 5000)
+    x = normal(3, 5000)
+    x[0] = held.stored[0, :5000].view(torch.int8).sign()
+    want = linear(x, held.parts(), None, torch.empty(3, 5, dtype=BF16))
 
     def int_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         if other == "refuses":
@@ -383,7 +383,8 @@ def test_int8_without_torchs_int_mm(other: str, monkeypatch: pytest.MonkeyPatch)
     if other == "none":
         monkeypatch.delattr(torch, "_int_mm")
     int8._int_mm_works.cache_clear()
-    near(linear(x, held.parts(), None, torch.empty(3, 5, dtype=BF16)), held.product(x))
+    assert torch.equal(linear(x, held.parts(), None, torch.empty_like(want)), want)
+    near(want, held.product(x))
     int8._int_mm_works.cache_clear()
 
 
@@ -451,10 +452,8 @@ ODD = {
     "columns": torch.zeros(64, 72, dtype=BF16),
     "few rows": torch.zeros(48, 64, dtype=BF16),
     "fp32": torch.zeros(64, 64),
-    "fp16": torch.zeros(64, 64, dtype=torch.float16),
     "apart": torch.zeros(64, 128, dtype=BF16)[:, :64],
     "int8 columns": pack_int8_rows(torch.randn(64, 72)),
-    "few int8 rows": pack_int8_rows(torch.randn(63, 64)),
     "int8 apart": pack_int8_rows(torch.randn(128, 64))[::2],
 }
 
@@ -474,25 +473,27 @@ def test_what_stays_in_order(rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
     assert len(block(good)) == 1 and torch.equal(good, before)
 
 
-def test_loops_are_chosen_for_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("features", "linux", "found"),  # has_amx; loops for bf16, for bf16 in order, and for int8
+    [
+        ("", True, "0000"),
+        ("avx2 fma", True, "0111"),
+        ("avx2 fma avx512bw", True, "0001"),
+        ("avx2 fma avx512bw avx512bf16 avx512vnni", True, "0111"),
+        ("avx512bf16 avx512vnni amx-bf16", True, "0001"),
+        ("avx512bf16 avx512vnni amx-bf16 amx-int8", False, "0001"),
+        ("avx512bf16 avx512vnni amx-bf16 amx-int8", True, "1101"),
+    ],
+)
+def test_loops_are_chosen_for_the_instructions(
+    features: str, linux: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A CPU may lack the instructions, or have faster ones; Linux may refuse AMX's registers."""
-    for x, columns in ((normal(1, 65), 65), (normal(1, 30), 30), (torch.zeros(1, 64), 64)):
-        assert not products.supports(x, columns)
-    old, vectors, tiles = FEATURES.values()
-    sets = ((), old, vectors, vectors[:1] + tiles[:1], vectors[1:] + tiles[1:], vectors + tiles)
-    for features in (*sets, (*old, "avx512bw"), (*old, "avx512bw", *vectors)):
-        for module in (products, workspace):
-            monkeypatch.setattr(module, "cpu_has", features.__contains__)
-        for found in (None, lambda: False, lambda: True):
-            with monkeypatch.context() as inner:
-                inner.setattr(torch.cpu, "_init_amx", found, raising=False)
-                has_amx = products.has_amx.__wrapped__()
-                assert has_amx == (set(tiles) <= set(features) and found is not None and found())
-                inner.setattr(products, "has_amx", lambda has_amx=has_amx: has_amx)
-                for in_order in (False, True):
-                    is_torch = "amx-bf16" in features and (in_order or not has_amx)
-                    by_vectors = "avx512bf16" in features and not is_torch
-                    has_loop = products.has_loop.__wrapped__
-                    assert has_loop(BF16, in_order) == (by_vectors or features == old)
-                    is_int8 = "avx512vnni" in features or "avx2" in features
-                    assert has_loop(torch.uint8, in_order) == is_int8
+    for module in (products, workspace):
+        monkeypatch.setattr(module, "cpu_has", features.split().__contains__)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: linux, raising=False)
+    has_amx = products.has_amx.__wrapped__()
+    monkeypatch.setattr(products, "has_amx", lambda: has_amx)
+    kinds = (BF16, False), (BF16, True), (torch.uint8, False)
+    loops = [products.has_loop.__wrapped__(*kind) for kind in kinds]
+    assert "".join(str(int(one)) for one in (has_amx, *loops)) == found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,6 @@ from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prompt_columns import (
     PromptSlots,
     choose_kept,
-    keep_whole,
     put_prompts,
 )
 from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
@@ -21,10 +22,13 @@ from flexgen_h2o.kernels.slot_form import SlotForm, WholeColumns
 WIDTH = 8
 
 
-@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=2, max_size=12), st.data())
+@given(
+    st.lists(st.sampled_from([-math.inf, 0.0, 0.5, math.inf]), min_size=2, max_size=12), st.data()
+)
 def test_the_highest_ranks_stay_and_of_equals_the_newer(
     ranks: list[float], data: st.DataObject
 ) -> None:
+    """A policy may rank with infinities (h2o-v)."""
     n = len(ranks)
     begin = data.draw(st.integers(0, n - 1))
     end = data.draw(st.integers(begin + 1, n))
@@ -35,12 +39,6 @@ def test_the_highest_ranks_stay_and_of_equals_the_newer(
         choose_kept(torch.tensor([[ranks]]), begin, end, begin + heavy + n - end)[0, 0].tolist()
         == expected
     )
-
-
-def test_an_infinite_rank_is_no_protection_against_the_protected() -> None:
-    """A policy may rank with infinities (h2o-v); ties among them are settled like others."""
-    rank = torch.tensor([[[torch.inf, 1.0, torch.inf, -torch.inf]]])
-    assert choose_kept(rank, 0, 3, 2)[0, 0].tolist() == [2, 3]
 
 
 def beside(rows: int, windows: int) -> WholeColumns:
@@ -58,26 +56,44 @@ def beside(rows: int, windows: int) -> WholeColumns:
     st.sampled_from([0, 4, 8]),
     st.integers(0, 5),
     st.integers(0, 99),
+    st.booleans(),
+    st.sampled_from([1, 2**20]),
 )
-def test_the_newest_that_stay_are_whole(
-    n: int, count: int, window: int, first: int, seed: int
+def test_columns_that_stay_go_to_their_slots(
+    n: int, count: int, window: int, first: int, seed: int, smooths: bool, chunk: int
 ) -> None:
-    """Each token in the place of its number; a part of the rows, and fewer places in use than there
-    are."""
+    """Packed, some rows at a time. The newest are whole, each token in the place of its number; a
+    part of the rows, and fewer places in use than there are."""
     g = torch.Generator().manual_seed(seed)
     k, v = torch.randn(2, 3, n, 2, WIDTH, generator=g)
-    kept = torch.stack(
-        [torch.randperm(n, generator=g)[:count].sort().values for _ in range(6)]
-    ).view(3, 2, -1)
-    whole = beside(6 - first, 8)
-    keep_whole(whole, k, v, kept, first, window)
-    for row in range(6 - first):
-        keys, values = (t[(first + row) // 2, :, (first + row) % 2] for t in (k, v))
-        expected = {
-            t % window: (slot, t)
-            for slot, t in enumerate(kept.view(6, -1)[first + row].tolist())
-            if t >= n - window
-        }
+    scores = torch.rand(3, 2, n)
+    kept = torch.stack([torch.randperm(n, generator=g)[:count].sort().values for _ in range(6)])
+    count = kept.shape[1]
+    packing = KVPacking.of(WIDTH, "4/3")
+    rows = 6 - first
+    areas = [torch.full((3, rows, 7, of.words), -7).int() for of in (packing.keys, packing.values)]
+    whole = beside(rows, 8)
+    records = torch.zeros(rows, 21).int(), torch.zeros(rows, 21)
+    form = SlotForm(packing, whole=whole)
+    slots = PromptSlots(*areas, first, form, window, *records, smooths=smooths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_columns, "PACKED_CHUNK", chunk)
+        put_prompts.torch(k, v, kept.view(3, 2, -1), scores, slots)
+    for row, tokens in enumerate(kept[first:]):
+        batch, head = divmod(first + row, 2)
+        keys = k[batch, :, head]
+        values = v[batch, :, head]
+        for record, own in zip(records, (tokens.int(), scores[batch, head, tokens]), strict=True):
+            assert torch.equal(record[row, :count], own) and not record[row, count:].any()
+        of_row = whole.map(lambda t, row=row: t[row : row + 1])  # type: ignore[misc]
+        smoothed = of_row.smoothed(keys[tokens].unsqueeze(0))[0]
+        for area, columns, of in zip(
+            areas, (smoothed, values[tokens]), (packing.keys, packing.values), strict=True
+        ):
+            held = area[:, row].flatten(0, 1)
+            assert torch.equal(held[:count], pack_columns.torch(columns, of))
+            assert (held[count:] == -7).all()
+        expected = {t % window: (i, t) for i, t in enumerate(tokens.tolist()) if t >= n - window}
         for place in range(8):
             slot, token = expected.get(place, (-1, None))
             assert whole.slots[row, place] == slot
@@ -85,53 +101,11 @@ def test_the_newest_that_stay_are_whole(
                 assert torch.equal(
                     found[row, place], torch.zeros(WIDTH) if token is None else columns[token]
                 )
+        if not smooths:
+            assert not whole.centres[row].any() and bool((whole.ranges[row] == 1).all())
+            continue
         least = keys.amin(0)
         most = keys.amax(0)
         assert torch.equal(whole.centres[row], ((least + most) / 2).bfloat16())
         spread = (most - least).clamp(min=float((most - least).mean()) / 16)
         assert torch.allclose(whole.ranges[row].float(), spread.where(spread > 0, 1.0), rtol=2**-7)
-
-
-def test_keys_that_are_not_smoothed_have_no_centres() -> None:
-    whole = beside(6, 8)
-    smoothed = beside(6, 8)
-    k, v = torch.randn(2, 3, 20, 2, WIDTH)
-    kept = torch.arange(20).expand(3, 2, 20)
-    keep_whole(whole, k, v, kept, 0, 8, smooths=False)
-    keep_whole(smoothed, k, v, kept, 0, 8)
-    assert not whole.centres.any() and bool((whole.ranges == 1).all())
-    for name in ("keys", "values", "slots"):
-        assert torch.equal(getattr(whole, name), getattr(smoothed, name))
-
-
-@pytest.mark.parametrize("chunk", [1, 2**20])
-def test_columns_go_to_their_slots_some_rows_at_a_time(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_columns, "PACKED_CHUNK", chunk)
-    torch.manual_seed(0)
-    k, v = torch.randn(2, 3, 30, 2, WIDTH)
-    scores = torch.rand(3, 2, 30)
-    packing = KVPacking.of(WIDTH, "4/3")
-    kept = torch.stack([torch.randperm(30)[:20].sort().values for _ in range(6)]).view(3, 2, 20)
-    areas = [torch.full((3, 5, 7, of.words), -7).int() for of in (packing.keys, packing.values)]
-    whole = beside(5, 8)
-    positions = torch.zeros(5, 21).int()
-    given_scores = torch.zeros(5, 21)
-    slots = PromptSlots(*areas, 1, SlotForm(packing, whole=whole), 8, positions, given_scores)
-    put_prompts.torch(k, v, kept, scores, slots)
-    tokens = kept.view(6, 20)[1:]
-    assert torch.equal(positions[:, :20], tokens.int()) and not positions[:, 20].any()
-    for row in range(5):
-        batch, head = divmod(row + 1, 2)
-        assert torch.equal(given_scores[row, :20], scores[batch, head, tokens[row]])
-        of_row = whole.map(lambda t, row=row: t[row : row + 1])  # type: ignore[misc]
-        columns = (
-            of_row.smoothed(k[batch, tokens[row], head].unsqueeze(0))[0],
-            v[batch, tokens[row], head],
-        )
-        for area, some, of in zip(areas, columns, (packing.keys, packing.values), strict=True):
-            held = area[:, row].flatten(0, 1)
-            assert torch.equal(held[:20], pack_columns.torch(some, of)) and bool(
-                (held[20:] == -7).all()
-            )

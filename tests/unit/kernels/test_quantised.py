@@ -12,11 +12,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.kernels import quantised, workspace
-from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows
-from flexgen_h2o.kernels.linear import linear
+from flexgen_h2o.kernels.int8 import blank_int8_rows, block_int8_rows, pack_int8_rows
 from flexgen_h2o.kernels.quantised import Groups, stored_groups
 from flexgen_h2o.kernels.workspace import cpu_has
-from tests.unit.weight_room import int8_values, int8_workspace
+from tests.unit.weight_room import int8_workspace
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -68,99 +67,48 @@ def test_fp8(
     scales = torch.randn(-(-(first + rows) // block[0]), -(-columns // block[1]))
     found = both("unpack_fp8", (rows, columns), dtype, codes, scales, block, first)
     assert torch.equal(found.isnan(), (codes & 127) == 127)
-    scale = scales[(first + rows - 1) // block[0], -1]
-    last = codes.view(torch.float8_e4m3fn).float()[-1, -1] * scale
-    assert torch.equal(found[-1, -1], last.to(dtype)) or last.isnan()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("bits", "rows", "columns", "group", "signed"),
-    [(4, 3, 64, 32, False), (4, 1, 33, 8, False), (8, 5, 31, 31, True), (8, 2, 100, 32, False)],
+    ("bits", "shape", "groups", "signed"),
+    [
+        (4, (3, 64), Groups(32), False),
+        (4, (1, 33), Groups(8), False),
+        (8, (5, 31), Groups(31), True),
+        (8, (2, 100), Groups(32), False),
+        (4, (3, 48), Groups(24, 40), False),  # a first group that is cut off
+        (8, (3, 48), Groups(24, 0, torch.arange(48, dtype=torch.int32) % 5), False),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("with_zeros", [True, False])
 def test_integers(
     dtype: torch.dtype,
     bits: int,
-    rows: int,
-    columns: int,
-    group: int,
+    shape: tuple[int, int],
+    groups: Groups,
     signed: bool,
     with_zeros: bool,
 ) -> None:
-    codes = any_bytes(rows, 4 * -(-columns * bits // 32))
-    scales = torch.randn(rows, -(-columns // group))
-    scales[0, 0] = torch.tensor([0x7FFFE000], dtype=torch.int32).view(
-        torch.float32
-    )  # a NaN of float16
-    zeros = torch.randint(0, 2**bits, scales.shape).float() if with_zeros else None
-    found = both(
-        "unpack_integers",
-        (rows, columns),
-        dtype,
-        codes,
-        bits,
-        scales,
-        zeros,
-        Groups(group),
-        signed=signed,
-    )
-    assert found[0, :group].isnan().all()
-    byte = int(codes[-1, (columns - 1) * bits // 8])
-    code = (byte >> (bits * ((columns - 1) % (8 // bits)))) & (2**bits - 1)
-    zero = 2 ** (bits - 1) if zeros is None else zeros[-1, -1]
-    last = ((code ^ (128 if signed else 0)) - zero) * scales[-1, -1]
-    assert torch.equal(found[-1, -1], torch.as_tensor(last).to(dtype)) or (
-        rows == 1 and columns <= group
-    )
+    """By their definition they are tested in tests/parity/test_formats.py."""
+    codes = any_bytes(shape[0], 4 * -(-shape[1] * bits // 32))
+    scales = torch.randn(shape[0], 5)
+    scales[0] = torch.tensor(0x7FFFE000, dtype=torch.int32).view(torch.float32)  # a float16's NaN
+    zeros = torch.randint(0, 2**bits, scales.shape).float()
+    zeros = zeros if with_zeros or groups.index is not None else None  # GPTQ has zeros
+    given = codes, bits, scales, zeros, groups
+    found = both("unpack_integers", shape, dtype, *given, signed=signed)
+    assert found[0].isnan().all() and not found[1:].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_groups_of_columns(dtype: torch.dtype, bits: int) -> None:
-    """A first group that is cut off, and columns in any order."""
-    codes = any_bytes(3, 48 * bits // 8)
-    scales = torch.randn(3, 4)
-    zeros = torch.randint(0, 17, (3, 4)).float()
-    index = torch.randint(0, 4, (48,), dtype=torch.int32)
-    for groups in (Groups(24, 40), Groups(24, 0, index)):
-        found = both("unpack_integers", (3, 48), dtype, codes, bits, scales, zeros, groups)
-        which = index[8] if groups.index is not None else 48 // 24
-        byte = int(codes[1, 8 * bits // 8])
-        want = ((byte & 15 if bits == 4 else byte) - zeros[1, which]) * scales[1, which]
-        assert torch.equal(found[1, 8], want.to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-def test_matrices_by_columns(dtype: torch.dtype) -> None:
-    """GPTQ's and AWQ's orders by their definitions, some rows of a matrix, into some columns of
-    another."""
-    columns = 32
-    rows = 24
-    some = slice(3, 14)
-    words = torch.randint(-(2**31), 2**31 - 1, (columns, rows // 8), dtype=torch.int32)
-    scales = torch.randn(2, rows)
-    zeros = torch.randint(0, 16, (2, rows)).float()
-    which = torch.arange(columns) // 16
-    out = torch.zeros(11, columns + 16, dtype=dtype)[:, 16:]
-    place = [0, 2, 4, 6, 1, 3, 5, 7]
-    codes = torch.empty(columns, rows)
-    for i in range(8):
-        codes[:, place[i] :: 8] = ((words >> (4 * i)) & 15).float()
-    want = ((codes - zeros[which]) * scales[which]).t()[some].to(dtype)
-    arguments = scales[:, some], zeros[:, some], Groups(16), out
-    assert torch.equal(quantised.unpack_awq(words[:, :2], 3, *arguments), want)
-
-    words = torch.randint(-(2**31), 2**31 - 1, (columns // 4, rows), dtype=torch.int32)
-    for i in range(4):
-        codes[i::4] = ((words >> (8 * i)) & 255).float()
-    for index in (which.int(), torch.randint(0, 2, (columns,), dtype=torch.int32)):
-        want = ((codes - zeros[index.long()]) * scales[index.long()]).t()[some].to(dtype)
-        groups = stored_groups(index.view(torch.uint8), 2, 16, 0)
-        assert (groups.index is None) == torch.equal(index, which.int())
-        assert torch.equal(
-            quantised.unpack_gptq(words[:, some], 8, *arguments[:2], groups, out), want
-        )
+def test_rows_of_awq(dtype: torch.dtype) -> None:
+    words = torch.randint(-(2**31), 2**31 - 1, (3, 32), dtype=torch.int32)
+    scales = torch.randn(14, 2)
+    zeros = torch.randint(0, 16, (14, 2)).float()
+    found = both("unpack_awq_rows", (14, 32), dtype, words, 3, scales, zeros, Groups(16))
+    assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -191,14 +139,6 @@ def test_stored_groups_are_looked_at_once_for_as_long_as_they_are_held(
     for some in (held[:128], held[128:]):
         assert stored_groups(some, 1, 64, 0) is stored_groups(some, 1, 64, 0)
     assert looks.call_count == 2
-
-
-@pytest.mark.parametrize("bad", [2, -1])
-def test_columns_of_groups_that_are_not_there(bad: int) -> None:
-    index = torch.zeros(32, dtype=torch.int32)
-    index[5] = bad
-    with pytest.raises(ValueError, match=r"groups .*, of 2"):
-        stored_groups(index.view(torch.uint8), 2, 16, 0)
 
 
 @pytest.mark.skipif(not cpu_has("avx2"), reason="the loop is made of instructions of AVX2")
@@ -240,16 +180,6 @@ def test_int8_rows(rows: int, columns: int) -> None:
     for some in (slice(0, 64), slice(64, 128), slice(128, rows)):
         if len(values[some]):
             quantised.fill_int8_rows(values[some].contiguous(), some.start, parts)
-    numbers, scales = int8_values(parts)
-    at_once = Int8Rows(pack_int8_rows(values), columns, int8_workspace())
-    want, want_scales = int8_values((at_once,))
-    assert torch.equal(numbers, want) and torch.equal(scales, want_scales)
-    if not parts[0].blocked:
-        assert torch.equal(parts[0].packed, at_once.packed)
-    x = torch.randn(3, columns).bfloat16()
-    start = 0
-    for part in parts:  # the sums count where inputs are not around 0
-        out = linear(x, (part,), None, torch.empty(3, len(part), dtype=torch.bfloat16))
-        near = x.float() @ want[start : start + len(part)].t()
-        assert torch.allclose(out.float(), near, atol=0.05 * near.abs().max().item())
-        start += len(part)
+    at_once = block_int8_rows(pack_int8_rows(values), columns, int8_workspace())
+    for part, other in zip(parts, at_once, strict=True):
+        assert part.blocked == other.blocked and torch.equal(part.packed, other.packed)

@@ -7,7 +7,6 @@ import errno
 import os
 import subprocess
 import sys
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,21 @@ from typing import Any
 import pytest
 import torch
 
+from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.checkpoint import formats
 from flexgen_h2o.checkpoint.formats import Codec
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
-from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
-from flexgen_h2o.core.packing import KVPacking, int8_row_bytes
+from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kernels import jit, triton
 from flexgen_h2o.kernels import warm_up as warm_up_module
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
 from flexgen_h2o.kernels.compiled import products, prompts, rows, slots
-from flexgen_h2o.kernels.elementwise import Rotation, clamped_gate, rms_norm, silu_gated
-from flexgen_h2o.kernels.hadamard import hadamard
-from flexgen_h2o.kernels.int8 import (
-    BUFFERS,
-    Int8Rows,
-    RequantisedRows,
-    pack_int8_rows,
-    requantise_rows,
-)
-from flexgen_h2o.kernels.linear import DenseRows, linear_relu, linear_shared_input
-from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
-from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slot_form import SlotForm
-from flexgen_h2o.kernels.slots import attend
-from flexgen_h2o.kernels.warm_up import _call_in_a_process, compile_subprocess, warm_up
-from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kernels.warm_up import _call_in_a_process, compile_subprocess
+from flexgen_h2o.kvcache.eviction import H2O
+from tests.gpu.test_cuda_parity import CONFIG, LLAMA, OLMOE, generate, model_folder
 
 CPU = torch.device("cpu")
-BF16 = torch.bfloat16
 LOOPS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": loop
     for module in (slots, prompts, rows, int8_loops, products)
@@ -56,78 +41,46 @@ def compiled() -> dict[str, int]:
     return {name: len(loop.signatures) for name, loop in LOOPS.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
-    """Neither of attention, over packed slots too, nor of what a model with rotary embeddings and
-    rolling needs."""
-    packing = KVPacking.of(64, 4)
-    warm_up(CPU, dtype, scored=True)
-    warm_up(CPU, dtype, scored=True, packing=packing, rolling=True, rotary=True)
-    before = compiled()
-    assert rows.norm_rows.signatures and slots.attend_rows.signatures
-    q = torch.randn(3, 5, 70, 64).to(dtype)
-    filled = torch.full((5,), 9, dtype=torch.int32)
-    attend(q[0, :, :2].contiguous(), q[:2], q[:2], filled, 0.5)
-    packed = pack_columns(q[:2], packing.keys)
-    attend(q[0, :, :2].contiguous(), packed, packed, filled, 0.5, form=SlotForm(packing))
-    column_sums(q, q, causal_attention_lse(q, q, q, 0.3)[1], 0.3)
-    Rotation(torch.ones(8), 1.0).rotated(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
-    x = torch.randn(5, 3, 16).to(dtype)
-    Rotation(torch.ones(8), 1.0).rotate((x,), torch.arange(5))
-    hadamard(x)
-    silu_gated(rms_norm(x[:, 0], x[0, 0], 1e-5, x[:, 1].clone()), x[:, 2].contiguous())
-    clamped_gate(x[:, 0].contiguous(), 1.7, 7.0, torch.empty(5, 8, dtype=dtype))
-    assert compiled() == before
+# Columns that AMX multiplies, and others.
+SMALL = {**LLAMA, "num_hidden_layers": 2, "intermediate_size": 100}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str, Any]] = {
+    "dense": (CONFIG, {}, "bfloat16", None),
+    "float32": (SMALL, {}, "float32", H2O(heavy_size=6, recent_size=3)),
+    "int8": (CONFIG, {"int8_compute": True}, "bfloat16", None),
+    "4 bits": (SMALL, {"compress_weight": True, "compress_cache": True}, "bfloat16", None),
+    "4 bits in int8": (
+        SMALL,
+        {"compress_weight": True, "int8_compute": True},
+        "bfloat16",
+        H2O(heavy_size=6, recent_size=3, positions="rolling"),
+    ),
+    "8 bits": (
+        CONFIG,
+        {"compress_weight": True, "weight_bits": 8, "compress_cache": True},
+        "bfloat16",
+        H2O(heavy_size=6, recent_size=3),
+    ),
+    "experts": (OLMOE, {}, "bfloat16", None),
+}
 
 
-@pytest.mark.parametrize(
-    ("form", "kind"),
-    [
-        (Groupwise(2, 4), "4 bits"),
-        (Groupwise(2, 8), "8 bits"),
-        (Groupwise(2, 4, in_int8=True), "4 bits in int8"),
-        (Int8(2), "int8"),
-        (Codec(2), "dense"),
-    ],
-)
-def test_what_a_format_of_weights_needs_is_compiled(form: Codec, kind: str) -> None:
-    """To unpack, and to multiply with a bias and without, into a result and added to it.
+@pytest.mark.parametrize(("config", "more", "dtype", "eviction"), RUNS.values(), ids=RUNS)
+def test_a_run_compiles_nothing_after_its_warm_up(
+    tmp_path: Path, monkeypatch, config: dict[str, Any], more: dict[str, Any], dtype: str, eviction
+) -> None:
+    before = dict[str, int]()
 
-    Columns that AMX multiplies, and others.
-    """
-    all_columns = (100, 128)
-    stored = {}
-    for columns in all_columns:  # packed ahead
-        rows = torch.randn(128, columns)
-        stored["dense", columns] = rows.to(BF16)
-        stored["int8", columns] = pack_int8_rows(rows)
-        for bits in (4, 8):
-            stored[f"{bits} bits", columns] = pack_rows(rows, bits)
-    sizes = dict.fromkeys(BUFFERS, 2**17)
-    memory = Workspace(torch.empty(sum(sizes.values()), dtype=torch.uint8), sizes, BF16)
-    warm_up(CPU, BF16, scored=False, weights=partial(formats.warm_up, form))
-    before = compiled()
-    for columns in all_columns:
-        rows = stored[kind.removesuffix(" in int8"), columns]
-        if kind.endswith(" bits"):
-            unpack_rows(rows, int(kind[0]), torch.empty(128, columns, dtype=BF16))
-            continue
-        part = {
-            "dense": lambda rows, *_: DenseRows(rows),
-            "int8": Int8Rows,
-            "4 bits in int8": RequantisedRows,
-        }[kind](rows, columns, memory)
-        x = torch.randn(3, columns).to(BF16)
-        out = torch.zeros(3, 128, dtype=BF16)
-        for bias in (None, torch.randn(128).to(BF16)):
-            for adds in (False, True):
-                linear_shared_input(x, [((part,), bias, out)], adds)
-        linear_relu(x, (part,), None, out)
-        if kind == "4 bits in int8":
-            requantise_rows(
-                rows, torch.empty(128, int8_row_bytes(columns), dtype=torch.uint8), columns
-            )
-    assert compiled() == before
+    opened = Engine.__init__
+
+    def watched(*given: Any) -> None:
+        before.update(compiled())
+        opened(*given)
+
+    monkeypatch.setattr(Engine, "__init__", watched)
+    policy = Policy(3, 2, **more)
+    folder = model_folder(tmp_path, config)
+    generate(folder, policy, "cpu", MemoryBudget(host="1GiB"), dtype, eviction)
+    assert before and compiled() == before
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from flexgen_h2o.tiers.device import host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
 
 SIZES = [1, PAGE, 3 * PAGE + 77]
-Refuse = Callable[[str], None]
+Opened = Callable[..., DirectFile]
 
 
 def content(nbytes: int) -> bytes:
@@ -31,67 +33,32 @@ def filled(data: bytes) -> torch.Tensor:
     return buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def as_bytes(data: torch.Tensor) -> bytes:
-    return bytes(data.tolist())
+@pytest.fixture(params=["", "open", "preadv pwritev"])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test runs with O_DIRECT, and where the file system refuses it, when files are opened or
+    only when they are used."""
+    for name in request.param.split():
+        call = getattr(os, name)
+
+        def refusing(*args: Any, name: str = name, call: Any = call) -> Any:
+            flags = args[1] if name == "open" else fcntl.fcntl(args[0], fcntl.F_GETFL)
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return call(*args)
+
+        refusing.__name__ = name
+        monkeypatch.setattr(os, name, refusing)
 
 
 @pytest.fixture
-def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
-    """Makes the file system refuse O_DIRECT when files are opened (`open`), or only when they are
-    used (`use`)."""
-
-    def refuse_at(when: str) -> None:
-        if when == "open":
-            monkeypatch.setattr(
-                os, "open", refusing_direct(os.open, lambda path, flags, *rest: flags)
-            )
-        elif when == "use":
-            import fcntl
-
-            for name in ("preadv", "pwritev"):
-                at_use = refusing_direct(
-                    getattr(os, name), lambda fd, *rest: fcntl.fcntl(fd, fcntl.F_GETFL)
-                )
-                at_use.__name__ = name
-                monkeypatch.setattr(os, name, at_use)
-
-    return refuse_at
-
-
-def refusing_direct(call: Callable[..., Any], flags_of: Callable[..., int]) -> Callable[..., Any]:
-    def refusing(*args: Any) -> Any:
-        if flags_of(*args) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return call(*args)
-
-    return refusing
-
-
-@pytest.fixture(params=["", "open", "use"])
-def anywhere(request: pytest.FixtureRequest, refuse: Refuse) -> None:
-    """The test runs with O_DIRECT, without it, and where it is refused only at the first read or
-    write."""
-    refuse(request.param)
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., DirectFile]]:
-    files: list[DirectFile] = []
-
-    def open_file(path: Path, writable: bool = False) -> DirectFile:
-        files.append(DirectFile(path, writable))
-        return files[-1]
-
-    yield open_file
-    for file in files:
-        file.close()
+def opened() -> Iterator[Opened]:
+    with ExitStack() as files:
+        yield lambda path, writable=False: files.enter_context(closing(DirectFile(path, writable)))
 
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_what_is_written_is_read_back(
-    tmp_path: Path, opened: Callable[..., DirectFile], nbytes: int
-) -> None:
+def test_what_is_written_is_read_back(tmp_path: Path, opened: Opened, nbytes: int) -> None:
     """The end of a file may be short."""
     (tmp_path / "f").write_bytes(b"x" * (2 * PAGE + nbytes))
     file = opened(tmp_path / "f", writable=True)
@@ -101,13 +68,13 @@ def test_what_is_written_is_read_back(
     assert (tmp_path / "f").read_bytes() == expected
     buffer = host_buffer(round_up(len(expected), PAGE) + PAGE)
     assert file.read(buffer, 0, len(expected)) == len(expected)
-    assert as_bytes(buffer[: len(expected)]) == expected
+    assert bytes(buffer[: len(expected)].tolist()) == expected
 
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("have", [0, 2 * PAGE - 1])
 def test_a_truncated_file_is_an_error_with_its_name_and_size(
-    tmp_path: Path, opened: Callable[..., DirectFile], have: int
+    tmp_path: Path, opened: Opened, have: int
 ) -> None:
     (tmp_path / "f").write_bytes(content(have))
     with pytest.raises(
@@ -117,7 +84,7 @@ def test_a_truncated_file_is_an_error_with_its_name_and_size(
 
 
 def test_what_comes_in_pieces_is_put_together(
-    tmp_path: Path, opened: Callable[..., DirectFile], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel may move less than it was asked for."""
     data = content(3 * PAGE)
@@ -131,7 +98,7 @@ def test_what_comes_in_pieces_is_put_together(
     assert file.write(source, 0) == 3 * PAGE
     assert (tmp_path / "f").read_bytes() == data
     source.zero_()
-    assert file.read(source, 0, 3 * PAGE) == 3 * PAGE and as_bytes(source) == data
+    assert file.read(source, 0, 3 * PAGE) == 3 * PAGE and bytes(source.tolist()) == data
 
 
 @pytest.mark.parametrize(
@@ -143,7 +110,7 @@ def test_what_comes_in_pieces_is_put_together(
 )
 def test_a_failing_write_names_the_place(
     tmp_path: Path,
-    opened: Callable[..., DirectFile],
+    opened: Opened,
     monkeypatch: pytest.MonkeyPatch,
     number: int,
     kind: type[Exception],
@@ -168,7 +135,7 @@ def test_what_cannot_be_opened_is_unusable_input(tmp_path: Path) -> None:
 
 
 def test_two_threads_refused_at_once_both_go_on_buffered(
-    tmp_path: Path, opened: Callable[..., DirectFile], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other thread turned `direct` off while this one's request was being refused."""
     (tmp_path / "f").write_bytes(content(PAGE))
@@ -205,16 +172,6 @@ def scratch(offload: Path) -> Iterator[Scratch]:
 
 def names_in(offload: Path) -> list[str]:
     return sorted(p.name for p in offload.iterdir())
-
-
-def test_nothing_but_others_files_is_left_behind(offload: Path) -> None:
-    (offload / "weights").mkdir(parents=True)
-    (offload / "run-notes.txt").write_text("mine")
-    scratch = Scratch(offload)
-    scratch.create("cache.bin", 3 * PAGE).close()
-    assert scratch.folder.parent == offload and scratch.folder.is_dir()
-    scratch.close()
-    assert names_in(offload) == ["run-notes.txt", "weights"]
 
 
 def test_many_runs_may_start_and_end_at_once(offload: Path) -> None:
