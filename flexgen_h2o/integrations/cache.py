@@ -123,10 +123,8 @@ class EvictingLayer(CacheLayerMixin):
         kv_heads = self.keys.shape[1]
         here = indices.cpu()
         there = indices.to(self.device)
-        self.keys, self.values = (
-            self.keys.index_select(0, there),
-            self.values.index_select(0, there),
-        )
+        self.keys = self.keys.index_select(0, there)
+        self.values = self.values.index_select(0, there)
         self.budgets = self.budgets.select(here)
         self.past = self.past[here]
         rows = (there[:, None] * kv_heads + torch.arange(kv_heads, device=self.device)).flatten()

@@ -291,7 +291,9 @@ def _attend_loop(
     from flexgen_h2o.kernels.compiled import slots
 
     packing = form.packing
-    q, filled, most = q.contiguous(), filled.contiguous(), int(filled.max())
+    q = q.contiguous()
+    filled = filled.contiguous()
+    most = int(filled.max())
     _check_slots((q, keys, values, filled), most, packing)
     sinks = form.sinks
     if sinks is not None and (
