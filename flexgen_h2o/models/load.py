@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import difflib
 import importlib
@@ -51,7 +52,7 @@ from flexgen_h2o.checkpoint.tied import has_other_head
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, first_line
-from flexgen_h2o.core.files import MARK, lock_folder, read_mark
+from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
@@ -87,6 +88,15 @@ _TOKENIZER_EXTRAS = (
     "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+)
+# Files that transformers also reads.
+_OTHER_TOKENIZER_FILES = (
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "chat_template.json",
+    "processor_config.json",
 )
 # A tokenizer needs about 300 bytes per character, so long texts are measured and cut in pieces.
 PIECE_CHARACTERS = 2**16
@@ -650,6 +660,8 @@ def _quiet() -> Iterator[None]:
 def _load_tokenizer(folder: Path) -> Any | None:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
+    for name in ("config.json", *TOKENIZER_FILES, *_TOKENIZER_EXTRAS, *_OTHER_TOKENIZER_FILES):
+        _check_tokenizer_file(folder / name)
     from transformers import AutoTokenizer
 
     try:
@@ -670,6 +682,23 @@ def _load_tokenizer(folder: Path) -> Any | None:
             ) from error
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(f"{folder}: its tokenizer cannot be read ({reason})") from error
+
+
+def _check_tokenizer_file(path: Path) -> None:
+    """Raise UsageError for a file that transformers cannot read or would wait for.
+
+    Such a file is not a regular file, or begins with a byte order mark.
+    """
+    try:
+        with open_regular(path) as file:
+            if path.suffix == ".json" and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+                raise UsageError(
+                    f"{path}: begins with a byte order mark; save it as UTF-8 without one"
+                )
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
 
 
 def _drop_dropout(tokenizer: Any, folder: Path) -> None:

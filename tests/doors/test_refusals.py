@@ -85,7 +85,7 @@ FLEX_OPT = (
     "--model other-shapes > (80, 32)",
     "--model no-tokenizer --prompts short.txt > no-tokenizer",
     "--model odd-tokenizer --prompts short.txt > odd-tokenizer",
-    "--model byte-order-mark --prompts short.txt > byte-order-mark",
+    "--model byte-order-mark --prompts short.txt > byte-order-mark/tokenizer.json",
     f"--model {'m' * 5000}",
     "--path _DUMY_ --model some/model",
     "--gbs 4 --num-gb 2 | --gpu-batch-size",
