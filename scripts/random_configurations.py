@@ -76,7 +76,6 @@ EVICTIONS = (
     "local",
     "tova",
     "snapkv",
-    "h2o-v",
     "random",
 )
 

@@ -250,7 +250,6 @@ TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
 JOINED_TOKENS = 4096
 NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time
 ROTARY_CHUNK = 256  # tokens whose queries and keys are rotated at a time
-QUERY_CHUNK = 2**20  # elements of queries, or of keys, that an eviction policy reads at a time
 ROLLING_CHUNK = 2**20  # elements of keys in slots that are rotated by their ranks at a time
 FORCED_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep processes
 SCORED_CHUNK = 64  # prompt tokens whose logits exist at a time

@@ -30,7 +30,6 @@ from flexgen_h2o.core.units import (
     MASK_ROWS,
     PACKED_CHUNK,
     PAGE,
-    QUERY_CHUNK,
     READ_THREADS,
     REQUANTISE_CHUNK,
     ROLLING_CHUNK,
@@ -64,7 +63,7 @@ from flexgen_h2o.engine.weight_units import (
     unit_bytes,
     unit_kinds,
 )
-from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
+from flexgen_h2o.kvcache.eviction.policy import RANKS
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, tier_shares
 
@@ -77,7 +76,6 @@ UNPACK_KV_BYTES = 28
 LARGEST_BYTES = 40
 # Bytes per KV entry while it is ranked: sums, ranks, sorted copies of both, and int64 indices.
 RANK_BYTES = 48
-QUERY_KEY_BYTES = 24  # per number of a key or a query while an eviction policy looks at it
 ROUTER_BYTES = 20  # per token and expert: logits and probabilities in fp32, and their order
 ROUTING_BYTES = 40  # per expert that a token chose: the expert, sorted, with int64 places
 
@@ -291,18 +289,19 @@ class MemoryPlanner:
 
     # ---- KV cache and hidden states
 
-    def record_in(self, block: int, record: RowRecord) -> RowRecord | None:
+    def record_in(self, block: int, record: tuple[str, ...]) -> tuple[str, ...]:
         """Return the `record` argument of `kv_layout` for a transformer block.
 
-        record: what the eviction policy keeps in blocks without a window.
-        """
-        return record if self.spec.window(block) is None else None
+        A block with a window records nothing and reads all KV entries that it holds.
 
-    def kv_layout(self, sequences: int, slots: int, record: RowRecord | None) -> UnitLayout:
+        record: what the eviction policy records of slots in blocks without a window.
+        """
+        return record if self.spec.window(block) is None else ()
+
+    def kv_layout(self, sequences: int, slots: int, record: tuple[str, ...]) -> UnitLayout:
         """Return the layout of the KV unit of a micro-batch under the policy's cache shares.
 
-        record: None in a transformer block with a window (`record_in`), which records nothing and
-            reads all KV entries that it holds.
+        record: tensors that are recorded of each slot (`record_in`).
         """
         spec = self.spec
         streamed = any(
@@ -316,13 +315,13 @@ class MemoryPlanner:
             spec.head_dim,
             self.itemsize,
             self.cache_shares,
-            NO_RECORD if record is None else record,
+            record,
             streamed,
             packing_of(spec, self.policy),
             self.policy.cache_window,
         )
 
-    def sequence_bytes(self, slots: Sequence[int], record: RowRecord) -> dict[str, int]:
+    def sequence_bytes(self, slots: Sequence[int], record: tuple[str, ...]) -> dict[str, int]:
         """Return the bytes of a sequence by the kind of its units, "kv" or "state".
 
         The record of slots is not included.
@@ -475,17 +474,10 @@ class MemoryPlanner:
         if shape.record:  # sums per KV entry with their tile, ranks and their order
             prefill += tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
             decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
-        if "norms" in shape.record.names:
-            prefill += tokens * kv_width * 4
-        if "ranks" in shape.record.names:  # unrotated keys of prompts, and copies of keys in slots
+        if RANKS in shape.record:  # unrotated keys of prompts, and copies of keys in slots
             prefill += tokens * kv_width * itemsize
             copies += 1
             decode += 4 * itemsize * min(numbers, max(ROLLING_CHUNK, row))
-        if shape.record.query_numbers:
-            # Queries or keys, fp32 copies, and the lengths of their pairs.
-            prefill += QUERY_KEY_BYTES * max(QUERY_CHUNK, tokens * spec.head_dim)
-            each = QUERY_KEY_BYTES + (2 * UNPACK_KV_BYTES if policy.compress_cache else 0)
-            decode += each * min(numbers, max(QUERY_CHUNK, row))
         if shape.sharing:
             columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
             prefill += columns * copies * spec.head_dim * itemsize

@@ -23,7 +23,6 @@ from flexgen_h2o.core.units import (
     format_bytes,
     round_up,
 )
-from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed
 
 # Fields of a BlockShape of which buffers for two blocks need the most.
@@ -54,7 +53,7 @@ class BlockShape:
     # KV slots of a sequence in each transformer block.
     slots: tuple[int, ...]
     # What is kept of a sequence besides its KV entries.
-    record: RowRecord = NO_RECORD
+    record: tuple[str, ...] = ()
     # Tokens of the longest prompt that shares a prefix with others, or 0.
     sharing: int = 0
     # KV entries of the prefix that all sequences have in one copy, outside of slots.

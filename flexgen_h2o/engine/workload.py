@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import abc
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.engine.memory_plan import BlockShape, most_of
-from flexgen_h2o.kvcache.eviction.policy import Needs, RowRecord, record_of
+from flexgen_h2o.kvcache.eviction.policy import Needs
 from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix, longest_alike
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ class Workload:
     # As in BlockShape.
     scores: bool = False
 
-    @cached_property
-    def record(self) -> RowRecord:
-        """The record of a sequence besides its KV entries."""
-        return record_of(self.needs)
+    @property
+    def record(self) -> tuple[str, ...]:
+        """Tensors that are recorded of each slot."""
+        return self.needs.record
 
     @property
     def needs_all_logits(self) -> bool:

@@ -20,7 +20,6 @@ from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.report import sizes_of
 from flexgen_h2o.evaluation.rows import TextRow
 from flexgen_h2o.kvcache.eviction import Eviction
-from flexgen_h2o.kvcache.eviction.policy import record_of
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.llm import LLM
 
@@ -129,10 +128,11 @@ def _layouts(
     spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int], itemsize: int
 ) -> list[UnitLayout]:
     """Return the KV layout of one row in each transformer block. itemsize: bytes per number."""
-    record = record_of(eviction.needs)
     memory = MemoryPlanner(spec, policy, itemsize, device_is_host=True)
     return [
-        memory.kv_layout(1, eviction.slots(*row, block), memory.record_in(block, record))
+        memory.kv_layout(
+            1, eviction.slots(*row, block), memory.record_in(block, eviction.needs.record)
+        )
         for block in range(spec.num_blocks)
     ]
 

@@ -24,8 +24,7 @@ from flexgen_h2o.core.packing import KVSizes
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.integrations.cache import MODES, EvictingCache, LimitedGrowth
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling, with_sizes
-from flexgen_h2o.kvcache.eviction.triattention import TriAttention
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, is_rolling, with_sizes
 
 ATTENTION = "flexgen_h2o"  # name of this package's attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gpt_neox")
@@ -91,9 +90,7 @@ def enable_eviction(
         raise UsageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
     if is_rolling(eviction):  # the model rotates its keys before they are cached
         raise UsageError("positions: rolling works in the engine only; leave it at original here")
-    if isinstance(eviction, TriAttention):
-        raise UsageError(f"eviction: {eviction.name} works in the engine only; choose another")
-    unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}
+    unknown = set(eviction.needs.record) - {POSITIONS, SCORES}
     if unknown:
         raise UsageError(
             f"eviction: {eviction.name} needs {', '.join(unknown)} of its KV entries, which only "

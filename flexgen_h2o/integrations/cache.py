@@ -25,12 +25,10 @@ from flexgen_h2o.kvcache.decode import attend_slots
 from flexgen_h2o.kvcache.eviction.of_model import OfModel
 from flexgen_h2o.kvcache.eviction.policy import (
     EVERYTHING,
-    NORMS,
     POSITIONS,
     SCORES,
     Eviction,
     RowBudget,
-    value_sizes,
 )
 from flexgen_h2o.kvcache.part import KVPart, KVUnit, Prompts
 from flexgen_h2o.kvcache.prefill import causal, choose_columns, prompt_lines, write_prompts
@@ -208,14 +206,11 @@ class EvictingLayer(CacheLayerMixin):
         wanted = self._policy.needs.record
         if not wanted and self._drops:
             return
-        self.record = {
-            name: torch.zeros(rows, slots, device=self.device, dtype=torch.float32)
-            for name in (SCORES, NORMS)
-            if name in wanted
-        }
         positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
         victims = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self.record |= {POSITIONS: positions, "victims": victims}
+        self.record = {POSITIONS: positions, "victims": victims}
+        if SCORES in wanted:
+            self.record[SCORES] = torch.zeros(rows, slots, device=self.device, dtype=torch.float32)
 
     def _widen(self, more: int) -> None:
         """Add `more` slots of zeros."""
@@ -272,13 +267,10 @@ class MaskingLayer(EvictingLayer):
         positions = torch.full(k.shape[:3], -1, dtype=torch.int32, device=self.device)
         positions.scatter_(2, prompts.kept, prompts.kept.int())
         of_rows = slice(some.start * k.shape[1], some.stop * k.shape[1])
-        for name, values in (
-            (POSITIONS, positions),
-            (SCORES, prompts.scores),
-            (NORMS, prompts.norms),
-        ):
-            if name in self.record and values is not None:
-                self.record[name][of_rows, here] = values.flatten(0, 1)
+        if POSITIONS in self.record:
+            self.record[POSITIONS][of_rows, here] = positions.flatten(0, 1)
+        if SCORES in self.record and prompts.scores is not None:
+            self.record[SCORES][of_rows, here] = prompts.scores.flatten(0, 1)
 
     def _attend_token(
         self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor
@@ -293,8 +285,6 @@ class MaskingLayer(EvictingLayer):
         self.keys[:, :, -1] = k
         self.values[:, :, -1] = v
         positions[:, -1] = torch.where(is_token, self.past, -1).repeat_interleave(kv_heads).int()
-        if NORMS in self.record:
-            self.record[NORMS][:, -1] = value_sizes(self._policy.needs, v).flatten()
         held = (positions >= 0).view(batch, kv_heads, 1, -1)
         products = (
             q.view(batch, kv_heads, -1, width).float() @ self.keys.float().transpose(-1, -2) * scale

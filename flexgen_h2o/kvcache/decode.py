@@ -31,7 +31,7 @@ from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.slot_form import SlotForm, joined
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_largest, attend_lse
-from flexgen_h2o.kvcache.eviction.policy import NORMS, Needs, value_sizes
+from flexgen_h2o.kvcache.eviction.policy import Needs
 from flexgen_h2o.kvcache.part import KVPart, KVUnit
 
 
@@ -58,7 +58,6 @@ def attend_slots(
     count = k.shape[0] * k.shape[1]
     width = k.shape[2]
     group = q.shape[1] // k.shape[1]
-    sizes = value_sizes(needs, v.view(count, width)) if NORMS in needs.record else None
     if unit.hadamard:
         for heads in qkv:
             hadamard(heads)
@@ -83,9 +82,7 @@ def attend_slots(
         where = part.keys.device
         queries, keys, values = (t[here].to(where) for t in (q, k, v))
         table = unit.table(part)
-        part.write(slots, keys, values, table, None if sizes is None else sizes[here].to(where))
-        if needs.by_keys is not None:
-            unit.score_by_keys(part)
+        part.write(slots, keys, values, table)
         form = part.form if sinks is None else replace(part.form, sinks=sinks[here].to(where))
         own_prefix = None if prefix is None else [t[here].to(where) for t in prefix]
         found = _attend(unit, part, queries, table, scale, form, own_prefix, rotation)

@@ -18,7 +18,6 @@ from functools import cached_property
 
 from flexgen_h2o.core.packing import KVPacking, KVSizes, window_of
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
 
 METADATA_ITEMSIZE = 4  # int32 positions and victims, float32 scores and norms
@@ -37,7 +36,8 @@ class UnitLayout:
     width: int  # numbers of a key, and of a value
     itemsize: int  # bytes of a number that is not packed
     shares: Shares  # shares of the unit's rows on device, host and disk
-    record: RowRecord = NO_RECORD  # what the eviction policy keeps of a row besides its columns
+    # Tensors that the eviction policy records of each slot (`Needs.record`)
+    record: tuple[str, ...] = ()
     streamed: bool = True  # some part is brought from another tier for each use
     # How compressed columns are stored in their slots. None: a slot holds `width` numbers of
     # `itemsize` bytes for the key, and as many for the value.
@@ -179,15 +179,15 @@ class UnitLayout:
     def metadata_bytes(self, part: Part) -> int:
         """Return the bytes of a part's metadata.
 
-        These are the policy's record of its slots, one victim per row, a summary of the prompt's
-        queries, and what packed slots need in addition.
+        These are the policy's record of its slots, one victim per row, and what packed slots
+        need in addition.
         """
         return round_up(part.rows * (self._record_bytes + self.beside_bytes), ALIGN)
 
     @property
     def _record_bytes(self) -> int:
-        """Bytes of one row's record: of its slots, its victim, and its prompt's queries."""
-        numbers = len(self.record.names) * self.slots + 1 + self.record.query_numbers
+        """Bytes of one row's record: of its slots and its victim."""
+        numbers = len(self.record) * self.slots + 1
         return numbers * METADATA_ITEMSIZE if self.record else 0
 
     @property

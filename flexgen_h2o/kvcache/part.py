@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.units import QUERY_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.decode_step import FILLED, NEWEST, OLDEST, PLACE, POSITION, SLOT
-from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.packed import pack_columns
-from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns, unpacked
+from flexgen_h2o.kernels.slot_form import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.slots import put_packed, put_slots
 from flexgen_h2o.kvcache.budgets import Budgets, DecodeStep, Move
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Columns, Eviction
@@ -49,10 +47,7 @@ class KVPart:
     # (rows,) int32: the slot that the next column of a full row takes. It is set with `positions`.
     victims: torch.Tensor | None = None
     scores: torch.Tensor | None = None  # (rows, slots) fp32: scores of the columns
-    norms: torch.Tensor | None = None  # (rows, slots) fp32: sizes of the values (`value_sizes`)
     ranks: torch.Tensor | None = None  # (rows, slots) int32: how many columns of the row are older
-    # (rows, numbers) fp32: summary of the prompt's queries (`TriAttention.of_prompt`)
-    queries: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -94,7 +89,6 @@ class KVPart:
         keys: torch.Tensor,
         values: torch.Tensor,
         table: torch.Tensor,
-        sizes: torch.Tensor | None = None,
     ) -> None:
         """Write the new column of each row into its slot, and its record.
 
@@ -104,7 +98,6 @@ class KVPart:
         slots: (rows,) int64.
         keys, values: (rows, width).
         table: the rows' columns of `DecodeStep.table`.
-        sizes: (rows,), sizes of the values (`value_sizes`). None if they are not recorded.
         """
         areas = self.keys, self.values
         if self.form.whole is not None:
@@ -118,8 +111,6 @@ class KVPart:
         self.positions[rows, slots] = table[POSITION]
         if self.scores is not None:
             self.scores[rows, slots] = 0.0
-        if self.norms is not None and sizes is not None:
-            self.norms[rows, slots] = sizes
         if self.ranks is not None:
             self.ranks.sub_((self.ranks > self.ranks[rows, slots].unsqueeze(1)).int())
             self.ranks[rows, slots] = table[FILLED] - 1
@@ -172,7 +163,7 @@ class KVPart:
         return pack_columns(keys, packing.keys), pack_columns(values, packing.values)
 
 
-RECORD_FIELDS = ("positions", "victims", "scores", "norms", "ranks", "queries")
+RECORD_FIELDS = ("positions", "victims", "scores", "ranks")
 
 
 def first_rows(parts: Sequence[KVPart], rows: int) -> list[KVPart]:
@@ -235,12 +226,10 @@ def record_view(
         return found
 
     if layout.record:
-        for name in layout.record.names:
+        for name in layout.record:
             dtype_of = torch.int32 if name in (POSITIONS, RANKS) else torch.float32
             fields[name] = take(layout.slots, dtype_of)
         fields["victims"] = take(1, torch.int32).flatten()
-        if layout.record.query_numbers:
-            fields["queries"] = take(layout.record.query_numbers, torch.float32)
     if layout.packing is not None:
         columns = layout.whole_columns
         width = layout.width
@@ -300,17 +289,10 @@ class Prompts:
     # Returns the column sums (1, kv_heads, tokens) of a shared prefix over its last query rows.
     # Argument: the number of these rows. Given if m < n and the policy scores prompts.
     prefix_sums: Callable[[int], torch.Tensor] | None = None
-    # Returns `TriAttention.query_sums` (1, heads, any) of a shared prefix.
-    prefix_queries: Callable[[], torch.Tensor] | None = None
     # (b, kv_heads, columns that stay) int64: their positions, ascending
     kept: torch.Tensor | None = None
     # (b, kv_heads, n) fp32: scores of all columns. None if the policy records none.
     scores: torch.Tensor | None = None
-    # (b, kv_heads, n) fp32: sizes of all values (`value_sizes`). None if the policy records none.
-    norms: torch.Tensor | None = None
-    # (b, kv_heads, numbers) fp32: summary of the prompts' queries (`TriAttention.of_prompt`). None
-    # unless the policy scores by keys.
-    queries: torch.Tensor | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -430,7 +412,6 @@ class KVUnit:
             self.block,
             may_leave=joined([part.may_leave(self.table(part)) for part in parts]),
             newest=step.positions.to(where),
-            heavy=step.budgets.heavy.to(where),
             **{name: joined([part.record[name] for part in parts]) for name in names},
         )
 
@@ -446,49 +427,6 @@ class KVUnit:
             here = slice(part.start, part.end)
             where = part.keys.device
             part.evict(rank[here].to(where), may_leave[here].to(where))
-
-    def score_by_keys(self, part: KVPart) -> None:
-        """Write new scores of the part's rows that have no slot left, if new scores are due.
-
-        The new columns are in their slots already. At most QUERY_CHUNK numbers of keys are scored
-        at a time, but at least one row.
-
-        Scores are due every `by_keys.interval` steps, and in the step that fills a row. If fewer
-        than `interval` recent columns are protected, a column might leave before it has a score.
-        Such rows are scored in every step.
-        """
-        by_keys = self.policy.needs.by_keys
-        assert by_keys is not None and part.scores is not None and part.queries is not None
-        step = self.steps[-1]
-        budgets = step.budgets
-        is_new = (
-            (step.positions % by_keys.interval == 0)
-            | (step.grown == budgets.slots)
-            | (budgets.recent < by_keys.interval)
-        )
-        due = (
-            ((step.grown >= budgets.slots) & is_new)
-            .repeat_interleave(self.kv_heads)[part.start : part.end]
-            .nonzero()[:, 0]
-        )
-        if not len(due):
-            return
-        slots = part.keys.shape[2]  # Rows with a record have only one segment.
-        packing = part.form.packing
-        width = part.keys.shape[3] if packing is None else packing.width
-        table = self.table(part)
-        may_leave = part.may_leave(table)
-        for some in due.split(max(1, QUERY_CHUNK // (slots * width))):
-            index = some.to(table.device)
-            keys = part.keys[:, index]
-            if packing is not None:
-                form = part.form.rows(index)
-                keys, _ = unpacked(keys, part.values[:, index], form, torch.float32)
-            if self.hadamard:  # The transform is its own inverse: this restores the rotated keys.
-                hadamard(keys[0])
-            part.scores[index] = by_keys.scores(
-                keys[0], part.queries[index], table[POSITION, index], may_leave[index]
-            )
 
     def is_one_launch(self, part: KVPart) -> bool:
         """Return whether `attend_step` runs the decode step of the part's rows."""

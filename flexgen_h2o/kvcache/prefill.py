@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 
 from flexgen_h2o.core.packing import window_of
-from flexgen_h2o.core.units import QUERY_CHUNK, TOKEN_CHUNK
+from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.prefill_attention import (
@@ -39,8 +39,7 @@ from flexgen_h2o.kernels.prompt_columns import (
 )
 from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.budgets import Budgets
-from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, value_sizes
-from flexgen_h2o.kvcache.eviction.triattention import TriAttention
+from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.part import KVPart, KVUnit, Prompts
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
@@ -108,11 +107,9 @@ def _attend_group(
             if start
             else columns
         )
-    sums = queries_of = None
+    sums = None
     if start:
         sums = _attend_prefix(prefix, unit, scale, attn_out[:start])
-        if (by_keys := unit.policy.needs.by_keys) is not None:
-            queries_of = cache(partial(query_sums, by_keys, prefix[0].transpose(1, 2), 0))
     if not group.num_prompts:
         assert unit.common is not None
         of_prefix = (t[0].transpose(0, 1) for t in prefix[1:])
@@ -145,7 +142,7 @@ def _attend_group(
         own = [t[:, skipped:] for t in columns]
         k, v = (t.transpose(1, 2) for t in own[:2])
         lines = prompt_lines(unit, sequence, [k.shape[2]] * number, is_packed=False)
-        prompts = Prompts(q, k, v, lse, scale, sequence, lines, sums, queries_of)
+        prompts = Prompts(q, k, v, lse, scale, sequence, lines, sums)
         keep_prompts(unit, prompts, (own[2] if len(own) > 2 else own[0], own[1]))
         start = here.stop
         sequence = sequence + number
@@ -289,94 +286,28 @@ def choose_columns(unit: KVUnit, prompts: Prompts) -> Prompts:
 
     If prompts are packed, the policy must rank columns by their scores alone, or rank none.
     """
-    needs = unit.policy.needs
     k = prompts.k
-    b, kv_heads, n = k.shape[:3]
+    b, kv_heads = k.shape[:2]
     lines = prompts.lines
     each = lines if prompts.is_packed else lines[:1]
     scores = None if prompts.lse is None else _prompt_scores(unit, prompts)
-    norms = value_sizes(needs, prompts.v) if NORMS in needs.record else None
     # Columns that stay by rank: those that may leave, less those that do leave (keys - kept).
     chooses = any(line.kept - line.keys + line.end - line.begin for line in each)
-    queries = None
-    if needs.by_keys is not None:
-        queries = _queries_of_prompts(needs.by_keys, prompts)
-        scores = torch.zeros(b, kv_heads, n, dtype=torch.float32, device=k.device)
-        if chooses:
-            ranked = each[0].begin, each[0].end
-            _score_prompts_by_keys(needs.by_keys, k, queries, ranked, scores)
     if not chooses or (scores is None and prompts.is_packed):
         stay = tuple((line.keys, line.begin, line.kept) for line in each)
         kept = _unranked(stay, k.device).expand(b, kv_heads, -1)
     else:
-        rank = _prompt_rank(unit, prompts, scores, norms)
+        rank = _prompt_rank(unit, prompts, scores)
         line = each[0]
         kept = (
             choose_packed(rank, lines)
             if prompts.is_packed
             else choose_kept(rank, line.begin, line.end, line.kept)
         )
-    return replace(prompts, kept=kept, scores=scores, norms=norms, queries=queries)
+    return replace(prompts, kept=kept, scores=scores)
 
 
-def query_sums(by_keys: TriAttention, q: torch.Tensor, first: int) -> torch.Tensor:
-    """Return `TriAttention.query_sums`, (b, heads, any) fp32, for queries q (b, heads, m, d).
-
-    One sequence is summed at a time, in chunks of at most QUERY_CHUNK numbers.
-    first: position of the first query.
-    """
-    heads, count, width = q.shape[1:]
-    step = max(1, QUERY_CHUNK // (heads * width))
-    found = []
-    for own in q.split(1):
-        of_chunks = [
-            by_keys.query_sums(own[:, :, a : a + step], first + a) for a in range(0, count, step)
-        ]
-        found.append(torch.stack(of_chunks).sum(dim=0))
-    return torch.cat(found)
-
-
-def _queries_of_prompts(by_keys: TriAttention, prompts: Prompts) -> torch.Tensor:
-    """Return the summary of the queries of equally long prompts, (b, kv_heads, numbers) fp32."""
-    kv_heads, n = prompts.k.shape[1:3]
-    own = prompts.q.shape[2]
-    sums = query_sums(by_keys, prompts.q, n - own)
-    if prompts.prefix_queries is None:
-        return by_keys.of_prompt(sums, own, kv_heads)
-    return by_keys.of_prompt(sums + prompts.prefix_queries(), n, kv_heads)
-
-
-def _score_prompts_by_keys(
-    by_keys: TriAttention,
-    k: torch.Tensor,
-    queries: torch.Tensor,
-    leaves: tuple[int, int],
-    scores: torch.Tensor,
-) -> None:
-    """Write the scores of prompts to `scores` (b, kv_heads, n).
-
-    One sequence is scored at a time, in chunks of kv-heads with at most QUERY_CHUNK numbers.
-
-    k: (b, kv_heads, n, d). queries: (b, kv_heads, numbers).
-    leaves: range [begin, end) of the positions that may leave.
-    """
-    b, kv_heads, n, width = k.shape
-    places = torch.arange(n, device=k.device)
-    may_leave = (places >= leaves[0]) & (places < leaves[1])
-    for sequence in range(b):
-        step = max(1, QUERY_CHUNK // (n * width))
-        for a in range(0, kv_heads, step):
-            keys = k[sequence, a : a + step]
-            newest = torch.full((len(keys),), n - 1, device=k.device)
-            own = queries[sequence, a : a + step]
-            scores[sequence, a : a + step] = by_keys.scores(
-                keys, own, newest, may_leave.expand(len(keys), n)
-            )
-
-
-def _prompt_rank(
-    unit: KVUnit, prompts: Prompts, scores: torch.Tensor | None, norms: torch.Tensor | None
-) -> torch.Tensor:
+def _prompt_rank(unit: KVUnit, prompts: Prompts, scores: torch.Tensor | None) -> torch.Tensor:
     """Return the ranks (b, kv_heads, n) fp32 of the columns of prompts.
 
     The sequences of a batch must have the same budgets.
@@ -393,10 +324,7 @@ def _prompt_rank(
     positions = torch.arange(n, device=where).expand(b, kv_heads, n)
     may_leave = (positions >= line.begin) & (positions < line.end)
     newest = torch.full((b,), n - 1, device=where)
-    heavy = upload(unit.budgets.heavy[prompts.first : prompts.first + b], where)
-    return policy.rank(
-        Columns(unit.block, positions.int(), may_leave, newest, heavy, scores, norms)
-    )
+    return policy.rank(Columns(unit.block, positions.int(), may_leave, newest, scores))
 
 
 def _prompt_scores(unit: KVUnit, prompts: Prompts) -> torch.Tensor:
@@ -540,11 +468,9 @@ def _record_prompt(
     assert part.positions is not None and prompts.kept is not None
     positions = prompts.kept[source][:, line.stays]
     part.positions[rows, : line.kept].copy_(positions)
-    for target, values in ((part.scores, prompts.scores), (part.norms, prompts.norms)):
-        if target is not None and values is not None:
-            target[rows, : line.kept].copy_(values[source][:, line.tokens].gather(-1, positions))
-    if part.queries is not None and prompts.queries is not None:
-        part.queries[rows] = prompts.queries[source].to(part.queries.device)
+    if part.scores is not None and prompts.scores is not None:
+        scores = prompts.scores[source][:, line.tokens].gather(-1, positions)
+        part.scores[rows, : line.kept].copy_(scores)
     if part.ranks is not None:
         part.ranks[rows] = NO_RANK
         part.ranks[rows, : line.kept] = torch.arange(

@@ -39,7 +39,7 @@ from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.weight_units import layer_kinds, loaded_kinds, streamed_bytes
 from flexgen_h2o.engine.workload import Block, MicroBatchShape, Workload, shape_of
-from flexgen_h2o.kvcache.eviction.policy import RANKS, RowRecord
+from flexgen_h2o.kvcache.eviction.policy import RANKS
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
@@ -198,7 +198,7 @@ class CostModel:
         return replace(self, spec=cut, need=cut_need)
 
     @cached_property
-    def _layouts(self) -> dict[tuple[int, int, RowRecord | None], UnitLayout]:
+    def _layouts(self) -> dict[tuple[int, int, tuple[str, ...]], UnitLayout]:
         return {}
 
     def kv_layout(self, block: int, batch: MicroBatchShape) -> UnitLayout:

@@ -182,7 +182,6 @@ TURNS = (
     "h2o-norm, one sink",
     "tova",
     "h2o, prompt only",
-    "h2o-v",
     "random",
     "h2o, ratios",
     "snapkv",
@@ -202,7 +201,7 @@ def by_shape() -> Iterator[Case]:
         if shape in FAMILY_SHAPES:
             yield Case("h2o", shape, place, configuration, (9, 4), 6)
         else:
-            pair = ("h2o", "h2o-v", "snapkv, narrow", "tova")[i % 4]
+            pair = ("h2o", "h2o-norm, one sink", "snapkv, narrow", "tova")[i % 4]
             yield Case(pair, shape, place, configuration)
 
 
@@ -220,7 +219,7 @@ def by_placement(refill: bool = False) -> Iterator[Case]:
 
 ENDING = (17, 3, 9, 9, 1, 12, 5, 9, 2)
 FAR = (133, 60, 150, 150, 3)
-FAR_PAIRS = ("h2o, many", "triattention, tiny")  # need prompts of their own
+FAR_PAIRS = ("h2o, many",)  # needs prompts of its own
 LAST = tuple(64 - n for n in (0, 1, 3, 4, 6, 54))
 LAST_NEW = (1, 2, 4, 5, 7, 12)
 SHARES = (1, 4, 8, 9, 9, 21, 2, 5)
@@ -234,7 +233,7 @@ PLACED = [
     # columns that wait for the disk.
     Case("h2o", lengths=ENDING, new=LONG, ends=True),
     Case("tova", "normal", "kv on host and disk", ON_HOST, ENDING, LONG, ends=True),
-    Case("triattention, at an interval", "llama", "kv on host and disk", new=LONG, ends=True),
+    Case("random", "llama", "kv on host and disk", new=LONG, ends=True),
     # A slot is overwritten while it waits for the disk.
     Case("h2o", lengths=(5, 1, 20), new=TWICE_BACK),
     Case("h2o, prompt only", "normal", "kv on disk", lengths=(5, 1, 20), new=TWICE_BACK),
@@ -245,11 +244,6 @@ PLACED = [
     # Budgets of prompt and new tokens; those beyond the positions do not count.
     Case("h2o, of the sequence", lengths=SHARES, new=SHARES_NEW, refill=True),
     Case("h2o, of the sequence", lengths=(60, 64, 40), new=(5, 1, 25), asked=40),
-    # What is kept of prompts' queries is each row's own.
-    Case("triattention", "llama", refill=True),
-    Case("triattention", "normal"),  # no rotary embeddings
-    Case("triattention, at an interval", "gpt_neox"),  # a quarter of a head turns
-    Case("triattention, tiny", "llama", lengths=(13,), new=10),
     # The policy of layers without windows.
     *(Case(pair, WINDOWS) for pair in ("h2o-norm, of the sequence", "local")),
     Case("snapkv", WINDOWS, "kv on disk", refill=True),
@@ -268,10 +262,9 @@ PACKED = [
     Case(FULL, lengths=(5, 4, 8, 9, 12), new=(12, 3, 7, 9, 5), bits=4, refill=True),
     Case("local", "normal", "kv on host", "2x3, attends on host", bits=4),
     Case("snapkv", "normal", "everything split 30/30", "device, 1x4", bits=8),
-    Case("h2o-v", "normal", "each kind elsewhere", "3x1, joined", bits="4/3", window=8),
+    Case("random", "normal", "each kind elsewhere", "3x1, joined", bits="4/3", window=8),
     Case("h2o", "llama", "kv on disk", bits="4/3", window=0),
     Case("h2o", "llama", lengths=(9, 4, 8, 9, 21), new=(12, 3, 7, 9, 5), bits=4, refill=True),
-    Case("triattention", "llama", bits=4),
     Case(FULL, "head width 15", lengths=(9, 4, 21), bits=4),
     Case(FULL, "long", "kv on disk", lengths=(133, 62), new=5, bits=8),
     Case(FULL, "normal", "kv on host", lengths=(9, 4, 30), bits=3, window=8),
@@ -283,7 +276,7 @@ ROTATED = [
     Case("tova", "llama, heads of 80", lengths=(9, 4, 21), bits=4, window=4),
     Case("h2o-norm", "llama, heads of 128", lengths=(13,), bits="4/3", window=8),
     Case(FULL, "head width 15", lengths=(9, 4, 21), bits=4),
-    Case("h2o-v", "normal", lengths=(1, 4, 9, 9, 3, 14), new=10, bits=8, header=11),
+    Case("random", "normal", lengths=(1, 4, 9, 9, 3, 14), new=10, bits=8, header=11),
 ]
 ROLLING_CASES = [
     Case("h2o", "llama", "kv on host and disk", ON_HOST, refill=True),
@@ -311,9 +304,8 @@ HEADED = [
     Case("h2o", "normal", "all on device", lengths=OWN, new=10, header=11),
     Case("snapkv, narrow", "normal", lengths=OWN, new=10, header=11),
     Case("tova", "normal", "everything split 30/30", lengths=OWN, new=10, header=11),
-    Case("vase", "normal", "kv on host and disk", "3x1, joined", OWN, 10, header=11),
-    Case("triattention", "llama", lengths=OWN, new=10, header=11),
-    Case("h2o-v", "normal", lengths=OWN, new=10, header=11, bits=8),
+    Case("random", "normal", "kv on host and disk", "3x1, joined", OWN, 10, header=11),
+    Case("h2o-norm, one sink", "normal", lengths=OWN, new=10, header=11, bits=8),
     Case("local", "normal", "kv on disk", lengths=OWN, new=10, header=11, bits=8),
 ]
 LEARNED_SINKS = [

@@ -81,21 +81,8 @@ PAIRS: dict[str, Pair] = {
     "tova, of the sequence": pair("tova", kv_budget=0.35),
     "snapkv": pair("snapkv", **SMALL, window=4),
     "snapkv, narrow": pair("snapkv", **LARGER, window=6, kernel=3),
-    "h2o-v": pair("h2o-v", **SMALL, sinks=0, grace=0),
-    "h2o-v, two sinks": pair("h2o-v", **LARGER, sinks=2, grace=3),
     "random": pair("random", **SMALL, seed=3),
     "random, prompt protected": pair("random", **WIDE, seed=3, protect="prompt"),
-    "vase": pair("vase", **LARGER, sinks=2, window=5),
-    "vase, seeded": pair("vase", heavy_size=14, recent_size=2, window=6, kernel=3, seed=5),
-    "triattention": pair("triattention", **SMALL),
-    "triattention, tiny": pair("triattention", heavy_size=2, recent_size=1, interval=1),
-    "triattention, at an interval": pair(
-        "triattention", heavy_size=5, recent_size=4, farthest=100, interval=4
-    ),
-    "triattention, of the sequence": pair("triattention", kv_budget=0.4, interval=1),
-    "triattention, prompt protected": pair(
-        "triattention", **WIDE, farthest=32, interval=2, protect="prompt"
-    ),
 }
 
 

@@ -26,7 +26,6 @@ class PlainOPT(PlainModel):
         self.num_layers = len(self._decoder.layers)
         self.kv_heads = model.config.num_attention_heads
         self.windows = [None] * self.num_layers
-        self.frequencies = torch.zeros(0, dtype=torch.float64)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         words = self._decoder.embed_tokens(ids)
@@ -78,7 +77,6 @@ class PlainRotary(PlainModel):
         kinds = (
             getattr(model.config, "layer_types", None) or ["sliding_attention"] * self.num_layers
         )
-        self.frequencies = self._decoder.rotary_emb.inv_freq.double()
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -71,13 +71,6 @@ class Scorer:
         self.layer = layer
         self.sizes = sizes
 
-    def see_columns(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frequencies: torch.Tensor
-    ) -> None:
-        """Comes before the other two. q: (kv, g, n, d), k and v: (kv, n, d), q and k with rotary
-        embeddings of these frequencies (pairs,), in radians per position."""
-        self.v = v.double()
-
     def see_prompt(self, p: torch.Tensor) -> None:
         """p: (kv, g, n, n) fp64 causal probabilities. By default only the last query counts."""
         self.see_token(p[:, :, -1])
@@ -236,16 +229,6 @@ class ObservationWindow(Scorer):
         self.scores = (1 - 1 / self.rows) * _grown(self.scores) + p.sum(1) / self.rows
 
 
-class ValueAware(MeanSeen):
-    """Half of the heavy columns by `MeanSeen` (rounded down), the others by (that + 1e-4) x the
-    value's L2 norm."""
-
-    def turns(self) -> Turns:
-        half = self.sizes.heavy // 2
-        norms = self.v.norm(dim=-1)
-        return [(half, self.scores), (self.sizes.heavy - half, (self.scores + 1e-4) * norms)]
-
-
 class Hashed(Scorer):
     """A fixed pseudo-random number for each (seed, layer, kv-head, position): the same whatever
     else is computed."""
@@ -271,116 +254,6 @@ class Hashed(Scorer):
         return (x & 0xFFFFFFFF) >> 8
 
 
-class Vase(ObservationWindow):
-    """A quarter of the heavy columns (rounded down) by the range of their values, the others by
-    log(score) + Gumbel noise, of a number that is each column's own."""
-
-    def __init__(
-        self, layer: int, sizes: Sizes, rows: int = 64, kernel: int = 7, seed: int = 0
-    ) -> None:
-        super().__init__(layer, sizes, rows, kernel)
-        self.numbers = Hashed(layer, sizes, seed)
-
-    def turns(self) -> Turns:
-        quarter = self.sizes.heavy // 4
-        self.numbers.see_token(self.scores)  # one number for each column
-        uniform = (self.numbers.scores + 0.5) / 2**24
-        drawn = (self.scores + 1e-9).log() - (-uniform.log()).log()
-        ranges = self.v.amax(-1) - self.v.amin(-1)
-        return [(quarter, ranges), (self.sizes.heavy - quarter, drawn)]
-
-
-class Trigonometric(Scorer):
-    """TriAttention: sum_f |mean q_f| |k_f| cos(w_f (t + step - j) + angle of mean q_f to k_f), mean
-    over steps 1, 2, 4, ..., plus sum_f (mean |q_f| - |mean q_f|) |k_f|; q and k as complex numbers
-    without rotary embeddings.
-
-    Of each query head less its mean, over its deviation, both over the columns that may leave; then
-    the largest of the group. Scores are made anew every `interval` positions, when a row is full
-    for the first time, and always if fewer columns are recent.
-    """
-
-    def __init__(self, layer: int, sizes: Sizes, farthest: int = 2**16, interval: int = 16) -> None:
-        super().__init__(layer, sizes)
-        self.farthest = farthest
-        self.interval = interval
-        self.was_full = False
-
-    def see_columns(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frequencies: torch.Tensor
-    ) -> None:
-        alone = q.shape[-1] - 2 * len(frequencies)  # numbers that do not turn
-        self.w = F.pad(frequencies.double(), (0, alone))
-        self.q, self.k = self._plain(q), self._plain(k)
-
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., n, d) -> (..., n, f) complex, turned back to position 0."""
-        pairs = x.shape[-1] - len(self.w)
-        first, second, alone = x.double().tensor_split([pairs, 2 * pairs], dim=-1)
-        numbers = torch.cat([torch.complex(first, second), alone.to(torch.complex128)], dim=-1)
-        places = torch.arange(x.shape[-2], dtype=torch.float64)
-        return numbers * torch.exp(-1j * places[:, None] * self.w)
-
-    def see_prompt(self, p: torch.Tensor) -> None:
-        self.centre = self.q.mean(2)
-        self.spread = self.q.abs().mean(2) - self.centre.abs()
-        self._score(torch.ones(len(p), p.shape[-1], dtype=torch.bool))
-
-    def see_token(self, p: torch.Tensor) -> None:
-        now = p.shape[-1] - 1
-        held = (p > 0).any(1)
-        self.scores = _grown(self.scores)
-        full = int(held[0].sum()) > self.sizes.total
-        if (
-            now % self.interval == 0
-            or (full and not self.was_full)
-            or self.sizes.recent < self.interval
-        ):
-            self._score(held)
-        self.was_full |= full
-
-    def _score(self, held: torch.Tensor) -> None:
-        kv, n = held.shape
-        places = torch.arange(n)
-        may_leave = held & (places >= self.sizes.sinks) & (places <= n - 1 - self.sizes.recent)
-        steps = [2**i for i in range(40) if 2**i <= self.farthest]
-        self.scores = torch.zeros(kv, n, dtype=torch.float64)
-        for head in range(kv):
-            # (n, f)
-            size = self.k[head].abs()
-            angle = self.k[head].angle()
-            of_queries = []
-            for centre, spread in zip(self.centre[head], self.spread[head], strict=True):
-                phase = [
-                    (n - 1 + step - places.double())[:, None] * self.w + centre.angle() - angle
-                    for step in steps
-                ]
-                series = torch.stack([(centre.abs() * size * x.cos()).sum(1) for x in phase]).mean(
-                    0
-                )
-                score = series + (spread * size).sum(1)
-                some = score[may_leave[head]]
-                if len(some):
-                    score = (score - some.mean()) / some.std(correction=0).clamp(min=1e-6)
-                of_queries.append(score)
-            self.scores[head] = torch.stack(of_queries).amax(0)
-
-
-def triattention(budget: Budget, farthest: int = 2**16, interval: int = 16) -> Policy:
-    return Policy(
-        _without_sinks(budget),
-        lambda layer, sizes: Trigonometric(layer, sizes, farthest, interval),
-    )
-
-
-def vase(
-    budget: Budget, window: int = 64, kernel: int = 7, sinks: int = 4, seed: int = 0
-) -> Policy:
-    return Policy(
-        _of_heavy(budget, sinks, 0), lambda layer, sizes: Vase(layer, sizes, window, kernel, seed)
-    )
-
-
 def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int], Sizes]:
     """Sinks, and recent columns until `grace` queries saw each, out of the heavy share: the budget
     stays what it is."""
@@ -396,10 +269,6 @@ def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int], Si
 
 def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16) -> Policy:
     return Policy(_of_heavy(budget, sinks, grace), MeanSeen)
-
-
-def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16) -> Policy:
-    return Policy(_of_heavy(budget, sinks, grace), ValueAware)
 
 
 def tova(budget: Budget) -> Policy:
@@ -440,12 +309,9 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "h2o": h2o,
     "local": local,
     "h2o-norm": h2o_norm,
-    "h2o-v": h2o_v,
     "tova": tova,
     "snapkv": snapkv,
-    "vase": vase,
     "random": random,
-    "triattention": triattention,
 }
 
 

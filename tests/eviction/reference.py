@@ -60,9 +60,6 @@ class PlainModel:
     windows: Sequence[
         int | None
     ]  # by layer, of columns that a query sees, its own the last; None: all
-    frequencies: (
-        torch.Tensor
-    )  # (pairs,) fp64, of rotary embeddings, in radians per position; (0,) without
 
     def __init__(self, model: Any) -> None:
         self._model = copy.deepcopy(model).eval()
@@ -199,14 +196,12 @@ class LayerState:
         self.promotions = 0
         self._sizes = policy.sizes(prompt_len, most_new)
         self._scorer = policy.scorer(layer, self._sizes)
-        self._frequencies = model.frequencies
         self._in_decode = policy.in_decode
         total = self._sizes.total
         grown = min(total, prompt_len) + most_new - 1
         self.slots = max(1, min(total + 1, grown) if self._in_decode else grown)
 
     def prefilled(self, seen: Attention) -> None:
-        self._scorer.see_columns(seen.q, seen.k, seen.v, self._frequencies)
         self._scorer.see_prompt(seen.probabilities.double())
         self._evict()
 
@@ -221,7 +216,6 @@ class LayerState:
         self.mask = grown
 
     def decoded(self, seen: Attention) -> None:
-        self._scorer.see_columns(seen.q, seen.k, seen.v, self._frequencies)
         self._scorer.see_token(seen.probabilities[:, :, -1].double())
         if self._in_decode:
             before = [list(held) for held in self.held]

@@ -13,13 +13,12 @@ import torch
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape
-from flexgen_h2o.kvcache.eviction import EVICTING, Evicting
-from flexgen_h2o.kvcache.eviction.policy import record_of
+from flexgen_h2o.kvcache.eviction import EVICTING, Evicting, Local, Tova
 from flexgen_h2o.models.load import find_model
 from tests.eviction.cases import CASES, LENGTHS, NEW_TOKENS, Case, Known, run_case
 from tests.eviction.engine import PAIRS, STAND_IN, Ran, Wanted, assert_same, cut, generate, run_with
 from tests.parity.cases import PLACEMENTS
-from tests.parity.reference import random_prompts
+from tests.parity.reference import random_model, random_prompts
 from tests.parity.test_large import split_parts
 
 KnownModels = Callable[[str], Known]
@@ -86,7 +85,7 @@ def test_a_chosen_policy_keeps_to_its_budget(
     want = reference(Case())
     eviction = PAIRS["h2o"].engine
     spec = find_model(str(folder), None).spec
-    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, record_of(eviction.needs))
+    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, eviction.needs.record)
     plan = MemoryPlanner(spec, Policy(1, 1, (0,) * 6), 4, not stand_in).plan(shape, SEQUENTIAL)
     device = plan.bytes_on("device")
     host = plan.bytes_on("host")
@@ -137,6 +136,44 @@ def test_the_least_budget_for_everything(
     short = bits(run(policy(heavy_size=MOST - 3 - 9, recent_size=9)))
     assert torch.equal(short[0, :-1], full[0, :-1])
     assert not torch.equal(short[0, -1], full[0, -1])
+
+
+@pytest.fixture(scope="module", params=["opt", "llama"])
+def uniform(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose queries are zero, so that all columns that a query sees are attended to
+    alike."""
+    model = random_model(model_type=request.param)
+    for name, weights in model.named_parameters():
+        if "q_proj" in name:
+            weights.data.zero_()
+    folder = tmp_path_factory.mktemp("uniform")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
+def test_equal_scores_do_not_depend_on_the_batch(
+    policy: type[Evicting], uniform: Path, tmp_path: Path
+) -> None:
+    prompts = random_prompts((9, 30, 21, 9, 17))
+    eviction = policy(heavy_size=6, recent_size=2)
+
+    def held(some: list[list[int]], size: int) -> list[list[list[list[int]]]]:
+        ran = generate(uniform, some, 14, eviction, Policy(size, 1), tmp_path)
+        return [ran.seen[key] for key in sorted(ran.seen)]
+
+    assert held(prompts, len(prompts)) == [one for prompt in prompts for one in held([prompt], 1)]
+
+
+def test_of_equal_scores_the_oldest_leaves(uniform: Path, tmp_path: Path) -> None:
+    """Of uniform attention TOVA keeps the newest columns, as a window does."""
+    prompts = random_prompts((9, 30, 21))
+    tova, window = (
+        generate(uniform, prompts, 14, eviction, Policy(3, 1), tmp_path)
+        for eviction in (Tova(heavy_size=6, recent_size=2), Local(recent_size=8, sinks=0))
+    )
+    assert tova.seen and tova.seen == window.seen
+    assert tova.tokens == window.tokens
 
 
 def test_tiers_do_not_change_tokens_in_bf16(known: KnownModels, tmp_path: Path) -> None:

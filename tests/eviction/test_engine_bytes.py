@@ -13,7 +13,7 @@ import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
-from flexgen_h2o.kvcache.eviction import Evicting, ValueH2O
+from flexgen_h2o.kvcache.eviction import H2O, Evicting
 from tests.eviction.cases import LENGTHS, NEW_TOKENS, WINDOWS, Known
 from tests.eviction.engine import PAIRS, STAND_IN, generate
 from tests.parity.cases import BASE, PLACEMENTS
@@ -74,7 +74,7 @@ SPARE = 1.2  # reserved are whole pages for any smaller unit too
 
 @pytest.mark.parametrize(
     ("eviction", "slots"),
-    [(None, 128), (ValueH2O(heavy_size=9, recent_size=6), SLOTS)],
+    [(None, 128), (H2O(heavy_size=9, recent_size=6), SLOTS)],
 )
 def test_a_unit_moves_its_slots(
     eviction: Evicting | None, slots: int, known: Callable[[str], Known], tmp_path: Path
@@ -130,7 +130,7 @@ def test_a_long_prompt_takes_memory_in_its_length(tmp_path: Path) -> None:
     def run(length: int) -> None:
         prompts = random_prompts((length,) * 8)
         folders = tmp_path / "model", tmp_path / "offload"
-        ran = generate(folders[0], prompts, 2, ValueH2O(0.1), Policy(8, 1), folders[1], budget)
+        ran = generate(folders[0], prompts, 2, H2O(0.1), Policy(8, 1), folders[1], budget)
         planned.append(ran.report.peak_bytes["host"])
 
     assert most_resident(lambda: torch.ones(2**24)) > 60 * 2**20, (

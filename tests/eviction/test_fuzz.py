@@ -63,12 +63,9 @@ def draw_policy(rng: random.Random) -> Pair:
         "h2o": {},
         "local": {"sinks": sinks},
         "h2o-norm": {"sinks": sinks, "grace": grace},
-        "h2o-v": {"sinks": sinks, "grace": grace},
         "tova": {},
         "snapkv": {"window": window, "kernel": kernel},
-        "vase": {"window": window, "kernel": kernel, "sinks": sinks, "seed": seed},
         "random": {"seed": seed},
-        "triattention": {"farthest": 4**window, "interval": 1 + seed},
     }
     name = rng.choice(tuple(own))
     settings |= own[name]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.kvcache.eviction import H2O, SnapKV, Tova, ValueH2O
+from flexgen_h2o.kvcache.eviction import H2O, Random, SnapKV, Tova
 from flexgen_h2o.tiers.device import CARD_LIBRARY_BYTES
 from tests.parity.reference import LogitsByRow
 
@@ -107,7 +107,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 EVICTIONS = (
     H2O(heavy_size=6, recent_size=3),
-    ValueH2O(heavy_size=9),
+    Random(heavy_size=9),
     SnapKV(heavy_size=4),
     Tova(heavy_size=4),
 )

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from flexgen_h2o.integrations import EvictingCache, disable_h2o, enable_eviction
-from flexgen_h2o.kvcache.eviction import H2O, Full, ValueH2O
+from flexgen_h2o.kvcache.eviction import H2O, Full, H2ONorm
 from flexgen_h2o.kvcache.eviction.policy import Eviction
 from tests.integrations.models import Known, generated, padded
 from tests.parity.reference import random_prompts
@@ -69,9 +69,9 @@ def test_large_budget_takes_memory_as_it_is_needed(known: Models) -> None:
     prompt = random_prompts((4,), seed=5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flexgen_h2o.integrations.cache.GROWTH", 3)
-        with evicting(model, ValueH2O(heavy_size=9, recent_size=3, sinks=1, grace=0)):
+        with evicting(model, H2ONorm(heavy_size=9, recent_size=3, sinks=1, grace=0)):
             grown = generated(model, prompt, 24)
-    with evicting(model, ValueH2O(heavy_size=9, recent_size=3, sinks=1, grace=0), "mask"):
+    with evicting(model, H2ONorm(heavy_size=9, recent_size=3, sinks=1, grace=0), "mask"):
         assert generated(model, prompt, 24).sequences.equal(grown.sequences)
     assert grown.past_key_values.layers[0].keys.shape[2] == 13
 

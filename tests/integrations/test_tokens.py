@@ -61,15 +61,13 @@ PAIRS_OF_ALL = (
     "h2o-norm, one sink",
     "tova",
     "snapkv, narrow",
-    "h2o-v, two sinks",
     "random",
     "h2o, of the sequence",
     "h2o, of the sequence, prompt only",
     "local, of the sequence",
-    "vase, seeded",
     "h2o, protected",
 )
-OTHERS = ("h2o, ratios", "tova", "h2o-v", "h2o-norm, one sink", "snapkv")
+OTHERS = ("h2o, ratios", "tova", "random", "h2o-norm, one sink", "snapkv")
 
 
 def cases() -> Iterator[tuple[str, str]]:

@@ -23,13 +23,12 @@ from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kvcache.eviction import Full
-from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
 from tests.unit.planner.made_up import small_spec
 
 SHAPE = BlockShape(
-    rows=3, micro_batches=2, tokens=20, slots=(15, 70), record=RowRecord(("positions", "scores"))
+    rows=3, micro_batches=2, tokens=20, slots=(15, 70), record=("positions", "scores")
 )
 UNLIMITED: dict[str, int | None] = dict.fromkeys(TIERS)
 PERCENTS = [

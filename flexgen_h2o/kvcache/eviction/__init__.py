@@ -18,9 +18,6 @@ from flexgen_h2o.kvcache.eviction.policy import Evicting, Eviction
 from flexgen_h2o.kvcache.eviction.random_columns import Random
 from flexgen_h2o.kvcache.eviction.snapkv import SnapKV
 from flexgen_h2o.kvcache.eviction.tova import Tova
-from flexgen_h2o.kvcache.eviction.triattention import TriAttention
-from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
-from flexgen_h2o.kvcache.eviction.vase import VaSE
 
 __all__ = [
     "EVICTING",
@@ -34,9 +31,6 @@ __all__ = [
     "Random",
     "SnapKV",
     "Tova",
-    "TriAttention",
-    "VaSE",
-    "ValueH2O",
     "check_eviction",
     "make_eviction",
     "says_budget",
@@ -45,10 +39,11 @@ __all__ = [
 
 # The policies by their names in flags, reports and files.
 EVICTING: dict[str, type[Evicting]] = {
-    policy.name: policy
-    for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, VaSE, TriAttention, Random)
+    policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, Random)
 }
 POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
+# Policies that an earlier version had. None kept better columns than h2o (docs/lab/quality.md).
+REMOVED = ("h2o-v", "vase", "triattention")
 
 
 def make_eviction(text: str, **settings: Any) -> Evicting:
@@ -60,6 +55,8 @@ def make_eviction(text: str, **settings: Any) -> Evicting:
     text is wrong.
     """
     name, colon, rest = text.partition(":")
+    if name in REMOVED:
+        raise UsageError(f"eviction: {name} was removed, because it is no better than h2o; use h2o")
     if name not in EVICTING:
         raise UsageError(f"eviction: {name or 'nothing'} is not one of {', '.join(EVICTING)}")
     if colon and not rest:

@@ -18,7 +18,7 @@ from flexgen_h2o.kvcache.eviction import make_eviction
 
 SHIPPED = Path(__file__).with_name("kv_size.json")
 FOLDER = "kv-size"  # in the offload folder; it has one table per model
-SCHEMA = 2  # 2: h2o-norm and h2o-v have no decay
+SCHEMA = 2  # 2: h2o-norm has no decay
 WHOLE = 16  # bits of keys and values that are not packed
 _NO_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_CHARACTERS = 200  # most characters of a model's name in a file name

@@ -19,7 +19,6 @@ from flexgen_h2o.kvcache.eviction.policy import (
     is_rolling,
     with_sizes,
 )
-from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 
 if TYPE_CHECKING:
     import torch
@@ -96,16 +95,8 @@ def fitted(eviction: Eviction, spec: ModelSpec, sizes: KVSizes) -> Eviction:
     """Return the policy for a model.
 
     It applies only to the layers without a window, and knows the bytes of columns if it needs them.
-    TriAttention also gets the model's heads.
     """
     eviction = with_sizes(eviction, sizes)
-    if isinstance(eviction, TriAttention):
-        eviction = replace(
-            eviction,
-            group=spec.num_heads // spec.num_kv_heads,
-            width=spec.head_dim,
-            frequencies=() if spec.rotary is None else spec.rotary.frequencies,
-        )
     return OfModel(eviction, spec.windows) if spec.windows else eviction
 
 

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
     from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.core.packing import KVSizes
-    from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 
 EVERYTHING = 2**30  # more columns than any row has
 # The tensors that may be recorded of slots (KVPart in kvcache/part.py), in the order of
 # their bytes.
 POSITIONS = "positions"
 SCORES = "scores"
-NORMS = "norms"
 RANKS = "ranks"
 
 
@@ -56,7 +54,7 @@ class Needs:
     is the attention probability that the slot received, summed over the query heads of its kv-head.
     """
 
-    # Tensors recorded of slots: some of POSITIONS, SCORES, NORMS and RANKS, in this order. () for a
+    # Tensors recorded of slots: some of POSITIONS, SCORES and RANKS, in this order. () for a
     # policy that drops nothing. With RANKS, keys are stored before their rotary embeddings, and
     # each key is rotated by its rank when it is read.
     record: tuple[str, ...] = ()
@@ -73,11 +71,6 @@ class Needs:
     # With ranks_by_score: `rank` returns the scores divided by the number of queries that saw the
     # column. The decode kernel can do this too.
     per_query: bool = False
-    # NORMS are the largest less the smallest number of a value, instead of its L2 norm.
-    value_range: bool = False
-    # Computes the scores from keys and from the queries of the row's prompt. Attention then adds
-    # nothing to them, so `gain` is 0.
-    by_keys: TriAttention | None = None
 
     def __post_init__(self) -> None:
         if self.record and self.ranks_by_score and SCORES not in self.record:
@@ -88,34 +81,7 @@ class Needs:
     @property
     def in_one_launch(self) -> bool:
         """Whether one GPU launch can do decode attention, update the record and choose victims."""
-        if self.by_keys is not None:
-            return False
         return not self.record or (self.ranks_by_score and set(self.record) == {POSITIONS, SCORES})
-
-
-@dataclass(frozen=True)
-class RowRecord:
-    """The data stored of a row besides its columns, where attention runs. `record_of` makes it.
-
-    It is false if nothing is recorded of slots.
-    """
-
-    names: tuple[str, ...] = ()  # recorded of each slot (`Needs.record`); () for the full cache
-    query_numbers: int = (
-        0  # fp32 numbers that summarise the prompt's queries (`TriAttention.numbers`)
-    )
-
-    def __bool__(self) -> bool:
-        return bool(self.names)
-
-
-NO_RECORD = RowRecord()
-
-
-def record_of(needs: Needs) -> RowRecord:
-    """Return what is stored of each row for a policy with these needs."""
-    query_numbers = 0 if needs.by_keys is None else needs.by_keys.numbers
-    return RowRecord(needs.record, query_numbers)
 
 
 @dataclass(frozen=True)
@@ -133,10 +99,7 @@ class Columns:
     # such columns are not read.
     may_leave: torch.Tensor
     newest: torch.Tensor  # (b,) int64: position of the newest column
-    heavy: torch.Tensor  # (b,) int64: `RowBudget.heavy` of the sequences
     scores: torch.Tensor | None = None  # (b, kv_heads, n) fp32; None if not in the record
-    # (b, kv_heads, n) fp32: `value_sizes`; None if not in the record
-    norms: torch.Tensor | None = None
 
     def seen(self) -> torch.Tensor:
         """Return the number of queries that saw each column, (b, kv_heads, n) fp32.
@@ -144,27 +107,6 @@ class Columns:
         The query of the column's own token is included.
         """
         return (self.newest.view(-1, 1, 1) + 1 - self.positions).float()
-
-
-def value_sizes(needs: Needs, values: torch.Tensor) -> torch.Tensor:
-    """Return the NORMS (...) fp32 of values (..., d): L2 norms, or ranges if needs.value_range."""
-    values = values.float()
-    return values.amax(dim=-1) - values.amin(dim=-1) if needs.value_range else values.norm(dim=-1)
-
-
-def best_of(rank: torch.Tensor, columns: Columns, count: torch.Tensor) -> torch.Tensor:
-    """Return which columns are among the `count` that rank highest, (b, kv_heads, n) bool.
-
-    Only columns that may leave are considered. Columns that rank equal to the last of the `count`
-    are included.
-
-    rank: (b, kv_heads, n). count: (b,) int64.
-    """
-    rank = rank.masked_fill(~columns.may_leave, float("-inf"))
-    count = count.view(-1, 1, 1).expand(*rank.shape[:2], 1)
-    best_first = rank.sort(dim=-1, descending=True).values
-    last = best_first.gather(-1, (count - 1).clamp(0, rank.shape[-1] - 1))
-    return (count > 0) & (rank >= last)
 
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # xxHash's 32-bit primes: large, odd, of mixed bits

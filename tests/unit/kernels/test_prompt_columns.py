@@ -28,7 +28,7 @@ WIDTH = 8
 def test_the_highest_ranks_stay_and_of_equals_the_newer(
     ranks: list[float], data: st.DataObject
 ) -> None:
-    """A policy may rank with infinities (h2o-v)."""
+    """A policy may rank with infinities."""
     n = len(ranks)
     begin = data.draw(st.integers(0, n - 1))
     end = data.draw(st.integers(begin + 1, n))

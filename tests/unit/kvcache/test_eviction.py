@@ -23,9 +23,9 @@ from flexgen_h2o.kvcache.eviction import (
     Random,
     SnapKV,
     Tova,
-    TriAttention,
+    make_eviction,
 )
-from flexgen_h2o.kvcache.eviction.policy import RowBudget, record_of, with_sizes
+from flexgen_h2o.kvcache.eviction.policy import RowBudget, with_sizes
 from flexgen_h2o.kvcache.layout import UnitLayout
 
 any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
@@ -38,7 +38,6 @@ any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
         (Tova, "heavy_size", (0,)),
         (Local, "protect", ("some", "-3", 0, 1.5, True)),
         (SnapKV, "kernel", (0, 2)),
-        (TriAttention, "positions", ("rolling",)),
     ],
 )
 def test_settings_that_are_refused(
@@ -50,9 +49,10 @@ def test_settings_that_are_refused(
             policy(**{field: value})
 
 
-def test_a_policy_of_a_model_s_heads_needs_a_model() -> None:
-    with pytest.raises(UsageError, match=r"^eviction: triattention"):
-        record_of(TriAttention().needs)
+def test_a_removed_policy_says_which_one_to_use() -> None:
+    for name in ("vase", "triattention:interval=4", "h2o-v"):
+        with pytest.raises(UsageError, match=r"use h2o$"):
+            make_eviction(name)
 
 
 @any_policy
@@ -166,7 +166,7 @@ def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
     tokens = prompt + gen
     sizes = KVSizes(64, packing, window)
     policy = with_sizes(H2O(kv_bytes=share), sizes)
-    record = record_of(policy.needs)
+    record = policy.needs.record
 
     def held(more: int = 0) -> float:
         slots = min(policy.slots(prompt, gen, 0) + more, tokens)

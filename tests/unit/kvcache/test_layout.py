@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 few = st.integers(1, 40)
-SCORED = RowRecord(("positions", "scores"))
-names = st.sampled_from([("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
-records = st.just(NO_RECORD) | st.builds(RowRecord, names, st.integers(0, 9))
+SCORED = ("positions", "scores")
+records = st.sampled_from([(), ("positions",), SCORED, (*SCORED, "ranks")])
 all_shares = pairs.map(lambda pair: Policy(percent=(0, 0, *pair, 0, 0)).cache_shares)
 layouts = st.builds(
     UnitLayout,
@@ -52,8 +50,7 @@ def test_areas(layout: UnitLayout) -> None:
             assert area % PAGE == 0 and 0 <= area - part.rows * row_bytes < PAGE
         waiting = part.rows * WRITE_BACK_STEPS * (layout.column_bytes + 8)
         assert layout.overlay_bytes(part) == waiting
-        queries = layout.record.query_numbers
-        words = layout.slots * len(layout.record.names) + 1 + queries if layout.record else 0
+        words = layout.slots * len(layout.record) + 1 if layout.record else 0
         beside = layout.metadata_bytes(part) - 4 * part.rows * words
         assert layout.metadata_bytes(part) % ALIGN == 0 and 0 <= beside < ALIGN
 
@@ -96,10 +93,10 @@ def test_live_ranges_hold_the_live_rows_and_no_other(
 @pytest.mark.parametrize("slots", [1, SEGMENT_SLOTS, SEGMENT_SLOTS + 1])
 @pytest.mark.parametrize(
     ("record", "streamed", "is_cut"),
-    [(NO_RECORD, True, True), (NO_RECORD, False, False), (SCORED, True, False)],
+    [((), True, True), ((), False, False), (SCORED, True, False)],
 )
 def test_only_a_cache_that_grows_and_travels_is_cut(
-    record: RowRecord, streamed: bool, is_cut: bool, slots: int
+    record: tuple[str, ...], streamed: bool, is_cut: bool, slots: int
 ) -> None:
     """Into equal segments, which hold every slot."""
     layout = UnitLayout(2, 4, slots, 8, 2, (0.0, 1.0, 0.0), record, streamed)

@@ -27,7 +27,6 @@ def random_views(rows: int, slots: int, cuts: Sequence[int], has_metadata: bool)
         "positions": positions,
         "victims": positions[:, 0].clone(),
         "scores": torch.randn(rows, slots),
-        "norms": torch.randn(rows, slots),
     }
     whole = KVPart(0, keys, values, **(record if has_metadata else {}))
     return [

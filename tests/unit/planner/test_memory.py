@@ -18,7 +18,6 @@ from flexgen_h2o.engine.loop import weight_sequence
 from flexgen_h2o.engine.memory import MemoryPlanner
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, Depth, MemoryPlan
 from flexgen_h2o.engine.weight_units import streamed_bytes
-from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.transfers import Lanes, Mover
@@ -35,14 +34,14 @@ policies = st.builds(
     cache_bits=st.sampled_from([3, 4, 8, "4/3", "3/8"]),
     cache_window=st.sampled_from([0, 4, 16]),
 )
-names = st.sampled_from([("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
+RECORDS = [(), ("positions",), ("positions", "scores"), ("positions", "scores", "ranks")]
 shapes = st.builds(
     BlockShape,
     rows=st.integers(1, 9),
     micro_batches=st.integers(1, 4),
     tokens=st.integers(1, 60),
     slots=st.tuples(st.integers(1, 90), st.integers(1, 90)),  # of each of the two blocks
-    record=st.just(NO_RECORD) | st.builds(RowRecord, names, st.integers(0, 9)),
+    record=st.sampled_from(RECORDS),
 )
 SMALL = BlockShape(4, 2, 40, (20, 20))
 

@@ -53,7 +53,7 @@ def test_layers_may_keep_different_numbers() -> None:
     windows = (5, None, 3, None)
     need = workload_of(OfModel(H2O(0.2), windows), 9, {(100, 8)}, 4, windows)
     assert need.slots == (5, 41, 3, 41) and need.kept == (5, 40, 3, 40)
-    assert need.record.names == ("positions", "scores") and need.needs.query_rows is None
+    assert need.record == ("positions", "scores") and need.needs.query_rows is None
 
 
 def test_a_common_prefix_is_in_no_slot_and_fed_once() -> None:
