@@ -7,6 +7,7 @@ import os
 import threading
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sized
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -460,6 +461,13 @@ class LLM:
             begin(one, self.model, eviction)
         return sequences
 
+    def _asked(self, sequences: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
+        """Return copies of sequences that are ready for a run, for questions about them.
+
+        The sequences themselves keep their answers.
+        """
+        return self._begin([copy(one) for one in sequences])
+
     def _schedule(
         self, sequences: abc.Sequence[Sequence], engine: Engine, refill: bool, more: More | None
     ) -> Scheduler:
@@ -502,7 +510,7 @@ class LLM:
         engine = self._engine
         if engine is None:
             return None
-        return self.planner.predict(self._begin(sequences), engine.policy, engine.plan)
+        return self.planner.predict(self._asked(sequences), engine.policy, engine.plan)
 
     def check_fit(self, sequences: abc.Sequence[Sequence]) -> Policy:
         """Return the policy that `prepare` would return, or raise its DoesNotFitError.
@@ -510,13 +518,13 @@ class LLM:
         Close the engine if it is open, and open none.
         """
         self.close()
-        return self.planner.plan(self._begin(sequences), self.asked_policy, self._budgets()).policy
+        return self.planner.plan(self._asked(sequences), self.asked_policy, self._budgets()).policy
 
     def has_room(self, sequences: abc.Sequence[Sequence]) -> bool:
         """Return whether these sequences can join the running block of the open engine."""
         engine = self._engine
         return engine is not None and self.planner.has_room(
-            engine.plan, self._begin(sequences), self._common
+            engine.plan, self._asked(sequences), self._common
         )
 
     @property

@@ -122,3 +122,14 @@ def test_what_does_not_fit_is_said_and_nothing_is_open(reference: ByShape, tmp_p
             look(rows[1:])
         llm.prepare(rows[1:])
         assert 0 < llm.peak_bytes["host"] <= (allowed.host or 0)
+
+
+def test_questions_keep_answers(reference: ByShape, tmp_path: Path) -> None:
+    with opened(reference("normal").folder, Policy(6, 1), tmp_path, budget=BUDGET) as llm:
+        done = llm.generate(PROMPTS, ASKED)
+        before = [dict(vars(one)) for one in done]
+        llm.predict_run(done)
+        llm.has_room(done)
+        llm.check_fit(done)
+        assert [vars(one) for one in done] == before
+        assert all(one.token_ids and one.finish_reason for one in done)
