@@ -40,7 +40,7 @@ from flexgen_h2o.core.settings import (
     SamplingParams,
 )
 from flexgen_h2o.core.units import format_bytes
-from flexgen_h2o.engine.prompts import prompts_from_python, read_prompts
+from flexgen_h2o.engine.prompts import Encode, prompts_from_python, read_prompts
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
@@ -389,7 +389,7 @@ def prompts_of(args: argparse.Namespace, model: Model, texts: abc.Sequence[str])
 
     With --chat each text is a user's message.
     """
-    encode = model.encode if model.tokenizer is not None else None
+    encode: Encode | None = model.encode if model.tokenizer is not None else None
     if vars(args).get("chat"):
         model.check_chat()
         encode = model.encode_message

@@ -56,7 +56,14 @@ from flexgen_h2o.opening import opening_line
 from flexgen_h2o.parser import as_typed
 
 # Sampling parameters that are never defaults of a job.
-OF_REQUESTS = ("prompt_logprobs", "score", "score_mode", "stop_token_ids", "repetition_penalty")
+OF_REQUESTS = (
+    "prompt_logprobs",
+    "score",
+    "score_mode",
+    "stop_token_ids",
+    "is_chat",
+    "repetition_penalty",
+)
 # Defaults of batch's flags, for commands that run a job but lack some of the flags.
 BATCH_DEFAULTS: dict[str, Any] = {
     "force": None,

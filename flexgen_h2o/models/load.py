@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import threading
 import warnings
@@ -75,6 +76,7 @@ from flexgen_h2o.models.named import (
     is_fetched,
 )
 
+_TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not yet known
 _SENTENCEPIECE = "tokenizer.model"
 # Settings by which a tokenizer draws one of several ways to cut a text.
@@ -124,6 +126,8 @@ class Model:
     note: str = ""
     # Settings of generation_config.json.
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    # Variables that the chat template gets in every chat, unless a request has its own.
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -158,6 +162,7 @@ class Model:
 
     def for_chat(self, params: SamplingParams) -> SamplingParams:
         """Return parameters of an answer in a chat, which also ends at the end of the turn."""
+        params = replace(params, is_chat=True)
         if params.ignore_eos:
             return params
         ends = (
@@ -166,14 +171,37 @@ class Model:
         )
         return replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the tokenizer's own special tokens.
+    def encode(
+        self, text: str, add_special_tokens: bool = True, keep: int | None = None
+    ) -> list[int]:
+        """Return the token ids of a prompt.
 
-        Raises TooLongError like `check_fits`. Prompts that are only a little too long are found
-        later.
+        add_special_tokens: whether the tokenizer adds its own special tokens.
+        keep: most tokens, the last ones of the text between the special tokens, as in vLLM. None:
+            all tokens, and TooLongError is raised like by `check_fits`. Prompts that are only a
+            little too long are found later.
         """
+        if keep is not None:
+            return self._encode_end(text, add_special_tokens, keep)
         self.check_fits(text)
-        return self.tokens_of(text)
+        return self.tokens_of(text) if add_special_tokens else self.encode_plain(text)
+
+    def _encode_end(self, text: str, add_special_tokens: bool, keep: int) -> list[int]:
+        """Return `encode` with at most `keep` tokens. A beginning that is cut off is not read."""
+        size = PIECE_CHARACTERS
+        plain = self.encode_plain(text[-size:])
+        while size < len(text) and len(plain) < keep + _CUT_TOKENS:
+            size *= 2
+            plain = self.encode_plain(text[-size:])
+        whole = self.tokens_of(text[-size:]) if add_special_tokens else plain
+        if len(whole) <= keep and size >= len(text):
+            return whole
+        added = len(whole) - len(plain)
+        for at in range(added + 1):
+            if whole[at : at + len(plain)] == plain and added < keep:
+                last = plain[len(plain) - (keep - added) :]
+                return [*whole[:at], *last, *whole[at + len(plain) :]]
+        return whole[-keep:]
 
     def tokens_of(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of a text. Every call of the tokenizer goes through this method.
@@ -285,16 +313,20 @@ class Model:
         return frozenset({"messages", *own})
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        keep: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, up to where the answer begins.
 
-        options: further variables for the template. Raises ValueError if the template rejects the
-        conversation, and TooLongError if it is too long.
+        options: further variables for the template, and arguments of its call. The others are as
+        for `encode`. Raises ValueError if the template rejects the conversation, and TooLongError
+        if it is too long.
         """
         text = self.chat_text(messages, options=options)
-        self.check_fits(text)
-        return self.encode_plain(text)
+        return self.encode(text, add_special_tokens, keep)
 
     def encode_turn(self, users: Sequence[str], system: str | None = None) -> list[int]:
         """Return the token ids of the last of a user's messages, by the chat template.
@@ -326,6 +358,29 @@ class Model:
         It ends where an answer begins. Without `answers` it ends with the last message, which is to
         be continued. options and ValueError: as for `encode_chat`.
         """
+        text = self._render(self._for_template(messages), answers, options or {})
+        for i, message in enumerate(messages):
+            content = message.get("content") or ""
+            parts = _as_parts(content) if isinstance(content, str) else content
+            is_read = all(part["text"].strip() in text for part in parts)
+            if message.get("role") not in ("user", "assistant") and not is_read:
+                raise ValueError(
+                    f"it leaves out message {i}, whose role is {message.get('role')}; give it "
+                    "another role"
+                )
+        return text
+
+    def _for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return messages in the form that the chat template reads.
+
+        OpenAI's newer name for a system message is "developer". A template that does not know the
+        name gets "system", as from OpenAI and vLLM.
+        """
+        if not self.reads_in_template("developer"):
+            messages = [
+                {**message, "role": "system"} if message.get("role") == "developer" else message
+                for message in messages
+            ]
         if self.min_content_parts == 1:
             messages = [
                 {**message, "content": _as_parts(text)}
@@ -333,7 +388,12 @@ class Model:
                 else message
                 for message in messages
             ]
-        return self._render(messages, answers, options or {})
+        return list(messages)
+
+    def reads_in_template(self, name: str) -> bool:
+        """Return whether the chat template has a name in it: a variable or a role."""
+        template = _TEMPLATE_COMMENT.sub("", str(getattr(self.tokenizer, "chat_template", "")))
+        return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], answers: bool, options: Mapping[str, Any]
@@ -347,10 +407,13 @@ class Model:
             with _quiet():
                 text = self.tokenizer.apply_chat_template(
                     list(messages),
-                    tokenize=False,
-                    add_generation_prompt=answers,
-                    continue_final_message=not answers,
-                    **options,
+                    **{
+                        "tokenize": False,
+                        "add_generation_prompt": answers,
+                        "continue_final_message": not answers,
+                        **self.template_options,
+                        **options,
+                    },
                 )
         except Exception as error:  # the template language raises many kinds
             raise ValueError(one_line(error) or type(error).__name__) from error
