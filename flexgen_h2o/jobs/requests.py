@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -166,6 +166,7 @@ FIELDS = frozenset(
 NAMED = (*SAMPLING_FIELDS, *LENGTH_FIELDS, *TEMPLATE_FIELDS, *COUNT_FIELDS, *ENCODING_FIELDS, *ONLY)
 # Keys of a plain line that are no columns: its own, and those of other formats.
 FORMAT_KEYS = ("custom_id", "article", "request", "method", "url", "body")
+COLUMNS_SHOWN = 8
 MAX_COLUMNS = 100  # names of columns without effect that are remembered
 # Fields that have no effect if the other field's value is "none".
 IGNORED_IF_NONE = {"tools": "tool_choice", "functions": "function_call"}
@@ -317,6 +318,21 @@ class RequestReader:
                 f"url: is of another endpoint than the batch, which is for {self.endpoint}",
             )
         return request
+
+    def columns_text(self, without: Collection[str] = ()) -> str | None:
+        """Return a note on the columns that nothing reads. None if there are none.
+
+        without: columns that the user was told of.
+        """
+        names = [name for name in self.columns if name not in without]
+        if not names:
+            return None
+        more = f" and {len(names) - COLUMNS_SHOWN} more" if len(names) > COLUMNS_SHOWN else ""
+        shown = ", ".join(shortened(name, 40) for name in names[:COLUMNS_SHOWN])
+        return (
+            f"columns of the input that are not read: {shown}{more}; answers have the custom_id "
+            "of their line"
+        )
 
     def served(self, url: str, body: Mapping[str, Any], custom_id: str, most: int) -> ClientRequest:
         """Read a request to the server with at most `most` answers."""

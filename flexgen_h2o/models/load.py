@@ -60,6 +60,7 @@ from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import check_int, check_text
 from flexgen_h2o.models import (
     GENERATION_CONFIG,
+    NOT_SUPPORTED,
     built_in_names,
     built_in_spec,
     one_line,
@@ -76,6 +77,7 @@ from flexgen_h2o.models.named import (
     is_fetched,
 )
 
+MODELS_PAGE = "docs/reference/models.md"
 _TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not yet known
 _SENTENCEPIECE = "tokenizer.model"
@@ -298,6 +300,19 @@ class Model:
             return 2
         reads_parts = _ANSWER_MARK in of_parts and str(_as_parts(_ANSWER_MARK)) not in of_parts
         return 1 if reads_parts and _ANSWER_MARK not in of_text else None
+
+    def with_template_options(self, options: Mapping[str, Any]) -> Model:
+        """Return the model with variables for its chat template.
+
+        Raises UsageError for the name of a parameter of the template's call.
+        """
+        for name in options:
+            if name in self.reserved_options:
+                raise UsageError(
+                    f"--chat-template-kwargs: {name} cannot be set for the chat template; leave "
+                    "it out"
+                )
+        return replace(self, template_options=dict(options))
 
     @property
     def reserved_options(self) -> frozenset[str]:
@@ -597,14 +612,33 @@ def _suggesting(model: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
+        if isinstance(error, NotOnHubError) and built_in_spec(model) is None:
+            error = NotOnHubError(_with_family(str(error), model))
         known = {name.lower(): name for name in (*PACKAGED, *NAMED, *built_in_names())}
         known |= {hub_id.rpartition("/")[2].lower(): one.name for hub_id, one in BY_HUB_ID.items()}
         near = [
             known[name] for name in difflib.get_close_matches(model.lower(), known, n=1, cutoff=0.8)
         ]
-        if not near or near[0] == model:
-            raise
-        raise UsageError(f"{error}; did you mean {near[0]}?") from error
+        # Other numbers are another model: Qwen3.5-35B is no mistyped Qwen3-30B.
+        if near and near[0] != model and _numbers(near[0]) == _numbers(model):
+            raise UsageError(f"{error}; did you mean {near[0]}?") from error
+        raise error
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d+)*", name.rpartition("/")[2])
+
+
+def _with_family(reason: str, model: str) -> str:
+    """Return why a model of the hub was not found, with its family as far as its name shows it."""
+    name = model.rpartition("/")[2].lower()
+    lists = f"{MODELS_PAGE} lists those that do"
+    for pattern, family in NOT_SUPPORTED.items():
+        if re.search(pattern, name):
+            start = f"--model {model}: "
+            found = f"by its name it is of a family that does not run here ({family}; {lists}); "
+            return f"{start}{found}{reason.removeprefix(start)}"
+    return f"{reason}; whether its family runs here could not be looked up ({lists})"
 
 
 def find_checkpoint(
