@@ -23,6 +23,8 @@ SAME_FIELD = {
             "max_tokens_to_sample",
             "max_tokens_to_generate",
             "max_generated_tokens",
+            "max_decode_tokens",
+            "num_new_tokens",
             "gen_len",
             "n_predict",
             "num_predict",
@@ -85,6 +87,7 @@ INSTEAD = {
     "max_total_tokens": "counts the prompt too; give max_tokens, which counts new tokens alone",
     "min_new_tokens": "is not supported; leave it out",
     "min_length": "is not supported; leave it out",
+    "eos_token_id": "is not supported; give stop_token_ids",
     "top_n_tokens": "give logprobs, the number of likeliest tokens",
     "n_probs": "give logprobs, the number of likeliest tokens",
     "num_beams": "answers are not searched by beams; leave it out",
@@ -149,7 +152,7 @@ def near_name(name: str, known: tuple[str, ...]) -> str | None:
         mistakes = (size >= _ONE_MISTAKE) + (size >= _TWO_MISTAKES)
         if 0 < _distance(word, folded(other), mistakes) <= mistakes:
             return other
-    return None
+    return "max_tokens" if re.match("max.*tok", word) else None  # such as max_tok
 
 
 def is_settings(name: str, value: Any, known: tuple[str, ...]) -> bool:

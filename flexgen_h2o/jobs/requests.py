@@ -166,6 +166,7 @@ FIELDS = frozenset(
 NAMED = (*SAMPLING_FIELDS, *LENGTH_FIELDS, *TEMPLATE_FIELDS, *COUNT_FIELDS, *ENCODING_FIELDS, *ONLY)
 # Keys of a plain line that are no columns: its own, and those of other formats.
 FORMAT_KEYS = ("custom_id", "article", "request", "method", "url", "body")
+MAX_COLUMN_CHARACTERS = 40
 COLUMNS_SHOWN = 8
 MAX_COLUMNS = 100  # names of columns without effect that are remembered
 # Fields that have no effect if the other field's value is "none".
@@ -203,10 +204,11 @@ class RowError(Exception):
 
 
 @contextmanager
-def row_errors(where: str = "") -> Iterator[None]:
+def row_errors(where: str = "", names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Turn any error of one row into its RowError, so that other rows continue.
 
     where: added to the message of a RowError.
+    names: by a field that a message begins with, the name that the row gives it.
 
     A request to end the process is not caught. Tokenizers and templates are other people's code and
     raise anything, including pyo3's PanicException, which is not an `Exception`.
@@ -214,9 +216,11 @@ def row_errors(where: str = "") -> Iterator[None]:
     try:
         yield
     except RowError as error:
-        if not where:
+        own = error.field or ""
+        name = (names or {}).get(own, own)
+        if not where and name == own:
             raise
-        raise RowError(error.code, f"{error}{where}") from error
+        raise RowError(error.code, f"{name}{str(error)[len(own) :]}{where}") from error
     except RecursionError as error:
         # Quoting the value in an error fails at fewer levels than parsing it.
         raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
@@ -328,7 +332,7 @@ class RequestReader:
         if not names:
             return None
         more = f" and {len(names) - COLUMNS_SHOWN} more" if len(names) > COLUMNS_SHOWN else ""
-        shown = ", ".join(shortened(name, 40) for name in names[:COLUMNS_SHOWN])
+        shown = ", ".join(names[:COLUMNS_SHOWN])
         return (
             f"columns of the input that are not read: {shown}{more}; answers have the custom_id "
             "of their line"
@@ -348,11 +352,12 @@ class RequestReader:
         most: most answers. None: the value is a file's line, which has one answer and cannot be
         streamed.
         """
-        with row_errors():
+        names: dict[str, str] = {}
+        with row_errors(names=names):
             kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
             record = _kept_record(fields, given) if kind == "helm" else None
             if not is_strict:
-                fields = self._with_own_names(fields, is_record=record is not None)
+                fields = self._with_own_names(fields, names, is_record=record is not None)
             fields = _checked_fields(fields)
             n, stream, usage = _answers_of(fields, most is not None)
             prompts = _prompts_of(fields, given, kind == "chat")
@@ -425,12 +430,15 @@ class RequestReader:
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {**rest, "messages": [*before, {"role": "user", "content": text}]}
 
-    def _with_own_names(self, fields: Mapping[str, Any], is_record: bool) -> dict[str, Any]:
+    def _with_own_names(
+        self, fields: Mapping[str, Any], names: dict[str, str], is_record: bool
+    ) -> dict[str, Any]:
         """Return the fields of a plain line by their own names, and without columns of data.
 
         Other programs' names are understood, also in an object of settings. Raise RowError for a
         name that is nearly a field's, and for a setting that is not understood.
 
+        names: gets the name in the line of each field that has another one there.
         is_record: the line is sent back whole, so that no column is lost.
         """
         found: dict[str, Any] = {}
@@ -440,12 +448,12 @@ class RequestReader:
             if is_settings(name, value, NAMED):
                 for inner, one in _object(dict(fields), name).items():
                     own = _own_setting(f"{name}.{inner}", inner, one, True)
-                    _put(found, f"{name}.{inner}", own, one)
+                    _put(found, names, f"{name}.{inner}", own, one)
                 continue
             own = name if name in FIELDS else _own_setting(name, name, value, False)
-            _put(found, name, own, value)
+            _put(found, names, name, own, value)
             if own is None and not is_record and len(self.columns) < MAX_COLUMNS:
-                self.columns[name] += 1
+                self.columns[shortened(name, MAX_COLUMN_CHARACTERS)] += 1
         return _with_do_sample(found, self.defaults)
 
     def _encoding(
@@ -643,13 +651,20 @@ def _remedy(name: str) -> str:
     return f"is not a field; did you mean {near}? If it is a column of data, rename it"
 
 
-def _put(found: dict[str, Any], where: str, own: str | None, value: Any) -> None:
-    """Add a field that a plain line may give under several names, with one value."""
+def _put(
+    found: dict[str, Any], names: dict[str, str], where: str, own: str | None, value: Any
+) -> None:
+    """Add a field that a plain line may give under several names, with one value.
+
+    names: gets the name that the line gives it.
+    """
     if own is None or value is None:
         return
     if own in found and not _same(found[own], value):
         raise _invalid(f"{where}: the line has another value of {own}; give one of them")
     found[own] = value
+    if where != own:
+        names[own] = where
 
 
 def _with_do_sample(fields: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:

@@ -391,10 +391,11 @@ class Model:
         OpenAI's newer name for a system message is "developer". A template that does not know the
         name gets "system", as from OpenAI and vLLM.
         """
-        if not self.reads_in_template("developer"):
+        is_developer = [message.get("role") == "developer" for message in messages]
+        if any(is_developer) and not self.reads_in_template("developer"):
             messages = [
-                {**message, "role": "system"} if message.get("role") == "developer" else message
-                for message in messages
+                {**message, "role": "system"} if of_developer else message
+                for message, of_developer in zip(messages, is_developer, strict=True)
             ]
         if self.min_content_parts == 1:
             messages = [

@@ -183,7 +183,9 @@ MISTAKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"top_n_tokens": 3}, "top_n_tokens: give logprobs"),
     ({"do_sample": True}, "do_sample: true needs a temperature above 0"),
     ({"max_new_tokens": 3, "max_tokens": 4}, "another value of max_tokens"),
-    ({"max_new_tokens": "many"}, "max_tokens: "),
+    ({"max_new_tokens": "many"}, "max_new_tokens: 'many'"),
+    ({"options": {"num_predict": -3}}, "options.num_predict: -3"),
+    ({"max_tok": 3}, "did you mean max_tokens?"),
 )
 
 
