@@ -32,6 +32,7 @@ from flexgen_h2o.flags import (
     add_eviction_flags,
     add_max_tokens_flag,
     add_sampling_flags,
+    add_template_flags,
     compression_flags,
     eviction_of,
     open_llm,
@@ -53,7 +54,16 @@ if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
 
 MAX_TOKENS = 256
-SHOWN = (*SHOWN_OF_ENGINE, *SHOWN_OF_SAMPLING, "--system", "--max-len", "--eviction", "--dry-run")
+SHOWN = (
+    *SHOWN_OF_ENGINE,
+    *SHOWN_OF_SAMPLING,
+    "--system",
+    "--no-thinking",
+    "--chat-template-kwargs",
+    "--max-len",
+    "--eviction",
+    "--dry-run",
+)
 EXAMPLES = (
     "flexgen-h2o chat smollm2-135m",
     'flexgen-h2o chat Qwen/Qwen3-8B --ram 8GiB --system "You answer in one sentence."',
@@ -95,6 +105,7 @@ def _parser() -> OneLineParser:
     add_engine_flags(parser)
     add_eviction_flags(parser)
     add_sampling_flags(parser)
+    add_template_flags(parser)
     add_max_tokens_flag(parser, MAX_TOKENS, "most tokens of an answer")
     add = parser.section(FILES).add_argument
     add("--system", metavar="TEXT", help="what the conversation begins with, before the first turn")

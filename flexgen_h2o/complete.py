@@ -19,6 +19,7 @@ from flexgen_h2o.flags import (
     add_max_tokens_flag,
     add_prompt_flags,
     add_sampling_flags,
+    add_template_flags,
     eviction_of,
     naming_flags,
     open_llm,
@@ -37,6 +38,7 @@ SHOWN = (
     "--prompt",
     "--prompts",
     "--chat",
+    "--no-thinking",
     "--report",
     "--dry-run",
 )
@@ -80,6 +82,7 @@ def _parser() -> OneLineParser:
     )
     add_max_tokens_flag(parser, MAX_TOKENS, "most new tokens of an answer")
     add_sampling_flags(parser)
+    add_template_flags(parser)
     add_engine_flags(parser, positional=False)
     add_eviction_flags(parser)
     return parser

@@ -40,7 +40,12 @@ from flexgen_h2o.core.settings import (
     SamplingParams,
 )
 from flexgen_h2o.core.units import format_bytes
-from flexgen_h2o.engine.prompts import prompts_from_python, read_prompts
+from flexgen_h2o.engine.prompts import (
+    Encode,
+    object_of_json,
+    prompts_from_python,
+    read_prompts,
+)
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
@@ -73,6 +78,7 @@ _FLAGS = {
 _FIELDS = re.compile("|".join(name for name in _FLAGS if "_" in name))
 # Arguments of a flag that help does not show.
 HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+THINKING = "enable_thinking"  # variable of chat templates, as Qwen3 and others name it
 SCRIPTS_RATIO = 0.1  # share of heavy and of recent KV entries in h2o_hf's scripts
 # Sections of help for settings that are not in the section of their dataclass.
 SECTION_OF = {
@@ -241,6 +247,42 @@ def add_sampling_flags(parser: OneLineParser) -> None:
     add_flags_of(parser, SAMPLING, SamplingParams, only_given=False)
 
 
+def add_template_flags(parser: OneLineParser) -> None:
+    """Add the flags for the variables of the chat template."""
+    add = parser.section(FILES).add_argument
+    add(
+        "--no-thinking",
+        action="store_true",
+        help="answer without thinking first, as Qwen3 can (enable_thinking of the chat template)",
+    )
+    add(
+        "--chat-template-kwargs",
+        type=_json_object,
+        metavar="JSON",
+        help="variables of the chat template; those of a request come first",
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a flag gives."""
+    try:
+        return object_of_json(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a JSON object; write for example '{{\"{THINKING}\": false}}'"
+        ) from error
+
+
+def template_options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the variables of the chat template that the flags set."""
+    given: dict[str, Any] = vars(args).get("chat_template_kwargs") or {}
+    if not vars(args).get("no_thinking"):
+        return given
+    if given.get(THINKING):
+        raise UsageError(f"--no-thinking and --chat-template-kwargs {THINKING}: give one of them")
+    return {**given, THINKING: False}
+
+
 def add_max_tokens_flag(parser: OneLineParser, default: int | None, help: str) -> None:
     """Add --max-tokens.
 
@@ -334,6 +376,7 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
         hardware=args.hardware,
         on_plan=_end_with if vars(args).get("dry_run") else None,
         max_model_len=args.max_model_len,
+        chat_template_kwargs=template_options_of(args),
     )
     llm.tests_bits = False  # commands that measure or answer at once do not test the bits
     if vars(args).get("model_family") is not None:
@@ -389,7 +432,7 @@ def prompts_of(args: argparse.Namespace, model: Model, texts: abc.Sequence[str])
 
     With --chat each text is a user's message.
     """
-    encode = model.encode if model.tokenizer is not None else None
+    encode: Encode | None = model.encode if model.tokenizer is not None else None
     if vars(args).get("chat"):
         model.check_chat()
         encode = model.encode_message
@@ -617,6 +660,7 @@ class RunTarget:
     spec: ModelSpec | None = None  # None if no model is opened
     device_is_host: bool = False  # whether RAM is the device's memory
     has_card: bool = True  # whether there is a GPU
+    model: Model | None = None  # None if no model is opened
 
 
 # A function that returns why a flag has no effect, or an empty text if it has one.
@@ -647,7 +691,7 @@ def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
     for line in llm.notes:
         note(command, line)
     device = llm.device
-    at = RunTarget(llm.model.spec, device.is_host, device.card() is not None)
+    at = RunTarget(llm.model.spec, device.is_host, device.card() is not None, llm.model)
     say_idle_flags(command, args, at)
 
 
@@ -701,6 +745,34 @@ def _beyond_positions(args: argparse.Namespace, at: RunTarget) -> str:
     return f"{at.spec.name} has {at.spec.max_positions} positions"
 
 
+def _no_template(args: argparse.Namespace, at: RunTarget) -> str:
+    """Return why nothing is put into the chat template. Empty if something may be."""
+    given = vars(args)
+    if at.model is None:
+        return ""
+    if not at.model.has_chat_template:
+        return f"{at.model.name} has no chat template"
+    if given.get("turn_format") is not None:
+        return "--turn-format is used in place of the chat template"
+    is_text = given.get("input") is None or given["input"].suffix.lower() == ".txt"
+    if given.get("chat") is False and is_text:
+        return "prompts are not put into the chat template"
+    return ""
+
+
+def _unread(args: argparse.Namespace, at: RunTarget, names: Iterable[str]) -> str:
+    """Return which variables the chat template does not read. Empty if it reads all."""
+    if at.model is None or (why := _no_template(args, at)):
+        return "" if at.model is None else why
+    unread = [name for name in names if not at.model.reads_in_template(name)]
+    if not unread:
+        return ""
+    reason = f"the chat template of {at.model.name} does not read {', '.join(unread)}"
+    if THINKING in unread and at.model.reads_in_template("reasoning_effort"):
+        reason += "; it reads reasoning_effort, which --chat-template-kwargs can set"
+    return reason
+
+
 def _if(text: str, holds: Callable[[argparse.Namespace], object]) -> Reason:
     return lambda args, at: text if holds(args) else ""
 
@@ -713,6 +785,8 @@ _ENGINE: dict[str, Reason] = {
     ),
     "pin_weight": lambda args, at: "" if at.has_card else "there is no GPU here",
     "sep_layer": _one_step,
+    "no_thinking": lambda args, at: _unread(args, at, [THINKING]),
+    "chat_template_kwargs": lambda args, at: _unread(args, at, args.chat_template_kwargs),
     "expert_group": lambda args, at: (
         "this model has no experts" if at.spec is not None and not at.spec.experts else ""
     ),

@@ -17,12 +17,14 @@ from flexgen_h2o.cli_common import (
     check_words,
     count,
     file_name,
+    note,
     positive,
     results_are_in,
     run_cli,
 )
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
-from flexgen_h2o.core.files import MAX_LINE_BYTES, usable_path, write_whole
+from flexgen_h2o.core.files import MAX_LINE_BYTES, open_regular, usable_path, write_whole
+from flexgen_h2o.core.foreign_files import HEAD_BYTES, kind_of, where_else
 from flexgen_h2o.core.units import shortened
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.flags import (
@@ -32,6 +34,7 @@ from flexgen_h2o.flags import (
     add_eviction_flags,
     add_max_tokens_flag,
     add_sampling_flags,
+    add_template_flags,
     eviction_of,
     open_llm,
     policy_of,
@@ -59,6 +62,8 @@ SHOWN = (
     "--output",
     "--status",
     "--system",
+    "--no-thinking",
+    "--chat-template-kwargs",
     "--dry-run",
 )
 EXAMPLES = (
@@ -116,6 +121,7 @@ def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
     )
     add_max_tokens_flag(parser, max_tokens, "most new tokens of an answer")
     add_sampling_flags(parser)
+    add_template_flags(parser)
     _add_job_flags(parser)
     add_eviction_flags(parser)
     return parser
@@ -202,7 +208,10 @@ def _show_status(args: argparse.Namespace) -> int:
 
 
 def _checked_input(path: Path) -> Path:
+    elsewhere = where_else(str(path))
     path = usable_path(path, "--input")
+    if elsewhere and not path.is_file():
+        raise UsageError(f"--input {path}: {elsewhere}")
     if not path.exists():
         raise UsageError(f"--input {path}: does not exist; name a .jsonl or .txt file")
     if not path.is_file():
@@ -210,6 +219,13 @@ def _checked_input(path: Path) -> Path:
             f"--input {path}: is not a file, and it is read more than once; save the prompts to a "
             "file"
         )
+    try:
+        with open_regular(path) as file:
+            kind = kind_of(path, file.read(HEAD_BYTES))
+    except OSError as error:
+        raise UsageError(f"--input {path}: {error.strerror or error}") from error
+    if kind is not None:
+        raise UsageError(f"--input {path}: {kind}")
     return path
 
 
@@ -354,6 +370,9 @@ def _titles_and_requests(
                 yield _title_of(line.parse(), line.row + 1), request
     except RowError as error:
         raise UsageError(f"{place}: {error}") from error
+    columns = reader.columns_text()
+    if columns is not None:
+        note("generate", columns)
     if not place:
         raise UsageError(f"--input {args.input}: no prompt in it, only blank lines or nothing")
 

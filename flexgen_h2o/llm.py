@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -103,6 +103,7 @@ class LLM:
     be opened, and ends the run by raising. Weights are neither fetched nor imported then.
     max_model_len: most tokens of a prompt and its answer. By default it is the number of the
     model's positions.
+    chat_template_kwargs: variables that the chat template gets in every chat.
 
     Raise UsageError here if the input is unusable, and DoesNotFitError here or in `generate`.
     `generate` raises CheckpointChangedError if the weights' files changed; a new LLM is needed
@@ -125,6 +126,7 @@ class LLM:
         hardware: HardwareProfile | str | Path | None = None,
         on_plan: Callable[[SearchResult], NoReturn] | None = None,
         max_model_len: int | None = None,
+        chat_template_kwargs: abc.Mapping[str, Any] | None = None,
     ) -> None:
         forks.check_threads()
         self._eviction = check_eviction(eviction)
@@ -155,6 +157,8 @@ class LLM:
                 offload_dir=self.offload_dir,
                 max_model_len=max_model_len,
             )
+        if chat_template_kwargs:
+            self.model = self.model.with_template_options(chat_template_kwargs)
         self._asked_dtype = None if dtype == "auto" else _text("dtype", dtype)
         if self._asked_dtype is not None and self._asked_dtype not in DTYPE_BYTES:
             raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")

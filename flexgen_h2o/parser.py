@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import shortened
-from flexgen_h2o.synonyms import ADVICE, SAME
+from flexgen_h2o.synonyms import ADVICE, SAME, SWITCHED_BY
 
 MODEL = "Model"
 FILES = "Input and output"
@@ -268,6 +268,10 @@ class OneLineParser(argparse.ArgumentParser):
             names = [main, *(name for name in others if name not in action.option_strings)]
             shown = next((name for name in names if name in typed), main)
             _spelled.update(dict.fromkeys(names, shown))
+        for switch, setters in SWITCHED_BY.items():
+            given = [_spelled[name] for name in setters if _spelled.get(name) in typed]
+            if given and _spelled.get(switch) not in typed:
+                _spelled[switch] = given[0]
         if self._model_is_positional and typed.isdisjoint(("-m", "--model")):
             _spelled["--model"] = "MODEL"
 

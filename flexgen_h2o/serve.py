@@ -31,6 +31,7 @@ from flexgen_h2o.flags import (
     add_eviction_flags,
     add_max_tokens_flag,
     add_sampling_flags,
+    add_template_flags,
     budget_of,
     eviction_of,
     naming_flags,
@@ -64,6 +65,8 @@ COMPARED_QUEUE = 16
 SHOWN = (
     *SHOWN_OF_ENGINE,
     "--max-tokens",
+    "--no-thinking",
+    "--chat-template-kwargs",
     "--host",
     "--port",
     "--api-key",
@@ -168,6 +171,7 @@ def _parser() -> OneLineParser:
     add("--plan-only", action="store_true", help="the planner's page alone: no model is loaded")
     add_max_tokens_flag(parser, 32, "most new tokens of a request that does not say how many")
     add_sampling_flags(parser)
+    add_template_flags(parser)
     add_engine_flags(parser)
     add_eviction_flags(parser)
     return parser

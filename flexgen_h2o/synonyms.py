@@ -29,11 +29,20 @@ SAME = {
     "--model": ("--model-name", "--model-name-or-path"),
     "--dtype": ("--torch-dtype",),
     "--system": ("--system-prompt",),
+    "--no-thinking": ("--disable-thinking", "--no-think", "--no-reasoning"),
+    "--chat-template-kwargs": ("--default-chat-template-kwargs",),
     "--input": ("--input-file", "--input-path"),
     "--turns": ("--input-path",),
     "--output": ("--output-file", "--output-path"),
     "--save-plan": ("--output", "-o"),
     "--report": ("--json",),
+}
+
+
+# Switches, and the flags that set them too: a message names the one that was given.
+SWITCHED_BY = {
+    "--compress-weight": ("--weight-bits",),
+    "--compress-cache": ("--kv-bits", "--kv-size"),
 }
 
 
@@ -55,7 +64,13 @@ _WEIGHT_BITS = (
 )
 _NO_EFFECT = "nothing here needs it; leave it out"
 _NOT_DRAWN = "answers are greedy unless --temperature is above 0; leave it out"
-_NOT_THERE = "is not supported yet; leave it out"
+_NOT_THERE = "nothing like it is supported yet; leave it out"
+_OF_LINES = "give {} in each line of a .jsonl file"
+_ADAPTER = (
+    "adapters are not read; merge it into its base model (merge_and_unload of peft), and give the "
+    "folder that this makes as MODEL"
+)
+_THINKING = "models think if their chat template says so; --no-thinking switches it off"
 _TEMPLATE = "the model's chat template is used; --no-chat sends texts as they are"
 
 # Flags that are not accepted, and what to do instead.
@@ -129,7 +144,35 @@ ADVICE = {
     "--guided-decoding-backend": _NOT_THERE,
     "--speculative-config": _NOT_THERE,
     "--speculative-model": _NOT_THERE,
-    "--enable-lora": _NOT_THERE,
+    **dict.fromkeys(
+        (
+            "--lora",
+            "--loras",
+            "--lora-modules",
+            "--enable-lora",
+            "--lora-path",
+            "--lora-adapter",
+            "--lora-weights",
+            "--lora-scaled",
+            "--max-loras",
+            "--max-lora-rank",
+            "--adapter",
+            "--adapters",
+            "--adapter-path",
+            "--adapter-name-or-path",
+            "--peft",
+            "--peft-model",
+            "--peft-path",
+        ),
+        _ADAPTER,
+    ),
+    **dict.fromkeys(
+        ("--repeat-penalty", "--repetition-penalty"), _OF_LINES.format("repetition_penalty")
+    ),
+    **dict.fromkeys(("--thinking", "--think", "--enable-thinking", "--reasoning"), _THINKING),
+    "--reasoning-budget": "give --no-thinking to switch thinking off; it has no limit of its own",
+    "--reasoning-parser": "channels of gpt-oss are split without it; leave it out",
+    "--reasoning-effort": 'give --chat-template-kwargs \'{"reasoning_effort": "low"}\'',
     "--input-json": "give --input FILE.jsonl",
     "--url": "each line of the file names its endpoint; leave it out",
     # llama.cpp
@@ -171,8 +214,6 @@ ADVICE = {
     "--json-schema": _NOT_THERE,
     "--model-draft": _NOT_THERE,
     "-md": _NOT_THERE,
-    "--lora": _NOT_THERE,
-    "--repeat-penalty": _NOT_THERE,
     "--min-p": _NOT_THERE,
     # transformers
     "--load-in-4bit": "give --weight-bits 4",
@@ -182,7 +223,6 @@ ADVICE = {
     "--offload-folder": "give --offload-dir FOLDER",
     "--do-sample": _NOT_DRAWN,
     "--num-beams": _NOT_THERE,
-    "--repetition-penalty": _NOT_THERE,
     "--max-length": _CONTEXT,
     "--attn-implementation": _NO_EFFECT,
     "--low-cpu-mem-usage": _NO_EFFECT,

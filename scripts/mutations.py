@@ -448,9 +448,9 @@ MUTATIONS = (
     Mutation(
         "models.template-without-answer-mark",
         "models/load.py",
-        "                    add_generation_prompt=answers,\n"
-        "                    continue_final_message=not answers,\n",
-        "                    add_generation_prompt=False,\n",
+        '                        "add_generation_prompt": answers,\n'
+        '                        "continue_final_message": not answers,\n',
+        '                        "add_generation_prompt": False,\n',
         "tests/text/test_fields.py tests/doors/test_talk.py tests/unit/jobs/test_requests.py",
     ),
     Mutation(
@@ -555,9 +555,16 @@ MUTATIONS = (
     Mutation(
         "engine.end-token-ignored",
         "engine/decoding.py",
-        "        if not is_given and (own[-1] in self._ends or",
-        "        if not is_given and (False or",
+        "            else own[-1] in self._ends or self.found(own, row.before)\n",
+        "            else self.found(own, row.before)\n",
         "tests/text/test_ends.py",
+    ),
+    Mutation(
+        "engine.stop-string-ends-reasoning",
+        "engine/harmony.py",
+        "            return self.messages[-1] if self.messages[-1].is_final else None\n",
+        "            return self.messages[-1]\n",
+        "tests/text/test_ends.py -k channels",
     ),
     Mutation(
         "engine.scored-token-is-the-one-before",
@@ -575,7 +582,7 @@ MUTATIONS = (
     ),
     Mutation(
         "engine.reasoning-shown-as-content",
-        "engine/channels.py",
+        "engine/harmony.py",
         '            self._is_final = self._channel() in ("", FINAL)\n',
         "            self._is_final = True\n",
         "tests/text/test_ends.py -k channels",
@@ -715,6 +722,13 @@ MUTATIONS = (
         "            if not is_fault(error):\n                raise\n",
         "            raise\n",
         "tests/serving/test_faults.py tests/serving/test_hostile_clients.py",
+    ),
+    Mutation(
+        "jobs.mistyped-field-is-a-column",
+        "jobs/requests.py",
+        "    if remedy or among_settings:\n",
+        "    if among_settings:\n",
+        "tests/text/test_fields.py",
     ),
     Mutation(
         "serving.other-endpoint-answered",

@@ -17,6 +17,19 @@ CONFIG_NAME = "config.json"
 # Folders of models that come with the package, by name.
 PACKAGED = {"opt-tiny": Path(__file__).resolve().parent.parent / "assets" / "opt-tiny"}
 
+_ORIGINAL = "give the Hugging Face folder or hub id it was made from"
+# Endings of weights in formats that are not read, with the remedy.
+FOREIGN_WEIGHTS = {
+    ".gguf": f"GGUF is not read; {_ORIGINAL}",
+    ".ggml": f"GGML is not read; {_ORIGINAL}",
+    ".onnx": f"ONNX is not read; {_ORIGINAL}",
+    ".npz": f"MLX's older format is not read; {_ORIGINAL}",
+    ".h5": f"TensorFlow's format is not read; {_ORIGINAL}",
+    ".msgpack": f"Flax's format is not read; {_ORIGINAL}",
+    ".pth": "PyTorch's .pth is not read; give the same model in Hugging Face's format",
+    ".pt": "PyTorch's .pt is not read; give the same model in Hugging Face's format",
+}
+
 # Files besides weights that the package or transformers' tokenizers read.
 _SMALL_FILES = [
     "*.model",
@@ -114,9 +127,12 @@ def _local(model: str) -> Path | None:
     folder = usable_path(model, "--model")
     if folder.is_dir():
         return _with_config(folder, f"--model {model}")
-    if model.lower().endswith(".gguf"):
+    for suffix, what in FOREIGN_WEIGHTS.items():
+        if model.lower().endswith(suffix):
+            raise UsageError(f"--model {model}: {what}")
+    if folder.is_file():
         raise UsageError(
-            f"--model {model}: GGUF is not read; give the Hugging Face folder it was made from"
+            f"--model {model}: is a file; give the folder that it is in, with its {CONFIG_NAME}"
         )
     if model in PACKAGED:
         if not PACKAGED[model].is_dir():
@@ -140,10 +156,30 @@ def _with_config(folder: Path, what: str) -> Path:
                 "base model (peft's"
                 " merge_and_unload), and give the folder that this makes"
             )
-        raise UsageError(
-            f"{what}: there is no {CONFIG_NAME} in this folder; give a Hugging Face model folder"
-        )
+        raise UsageError(f"{what}: there is no {CONFIG_NAME} in this folder; {_instead(folder)}")
     return folder
+
+
+def _instead(folder: Path) -> str:
+    """Return what to give in place of a folder without config.json, by the files in it."""
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError:
+        names = set()
+    for suffix, what in FOREIGN_WEIGHTS.items():
+        found = sorted(name for name in names if name.lower().endswith(suffix))
+        if found:
+            return f"{found[0]}: {what}"
+    if any(name.endswith((".safetensors", ".bin")) for name in names):
+        return (
+            "it has weights alone; put the model's config.json and tokenizer files beside them, or "
+            "give the hub id"
+        )
+    inner = sorted(path.parent for path in folder.glob(f"*/{CONFIG_NAME}"))
+    inner += sorted(path.parent for path in folder.glob(f"snapshots/*/{CONFIG_NAME}"))
+    if inner:
+        return f"give {inner[-1]}, which has one"
+    return "give a Hugging Face model folder"
 
 
 def _from_hub(model: str, revision: str | None, weights: bool) -> Path:

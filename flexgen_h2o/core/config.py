@@ -117,8 +117,8 @@ class Policy:
         object.__setattr__(self, "cache_bits", _check_cache_bits(self.cache_bits))
         if self.int8_compute and self.compress_weight and self.weight_bits == 8:
             raise UsageError(
-                "int8_compute: holds weights in 8 bits already; leave compress_weight off, or "
-                "weight_bits at 4"
+                "int8_compute: holds weights in 8 bits already; leave weight_bits out, or give "
+                "weight_bits 4"
             )
         if self.cache_window % 4:
             raise UsageError(f"cache_window: {self.cache_window} is not a multiple of 4")

@@ -110,6 +110,9 @@ class SamplingParams:
     # Divides logits above 0 of tokens that occurred before, and multiplies those below 0. 1 is off;
     # None uses the value of the model's generation_config.json.
     repetition_penalty: float | None = setting(None)
+    # The answer is a chat's. If the model writes channels, stop strings end its content only.
+    # `Model.for_chat` sets it.
+    is_chat: bool = setting(False)
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,6 +19,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
 from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
 from flexgen_h2o.engine.generation import Callbacks, sparing
+from flexgen_h2o.engine.harmony import Channels, marks_of
 from flexgen_h2o.engine.sampling import (
     NotFiniteError,
     check_finite,
@@ -49,6 +51,10 @@ class StopCriteria:
     for its length. A stop string may be or contain a special token, although texts leave special
     tokens out. Such strings are looked for in the text with its special tokens written out.
 
+    If a chat's answer has channels, stop strings are looked for in its content only: reasoning and
+    headers may mention them.
+
+    is_chat: whether the answer is a chat's.
     tokenizer: may be None only if there are no stop strings. Otherwise the constructor raises
         UsageError.
     """
@@ -59,21 +65,28 @@ class StopCriteria:
         eos_token_ids: abc.Sequence[int],
         tokenizer: Tokenizer | None,
         stop_token_ids: abc.Sequence[int] = (),
+        is_chat: bool = False,
     ) -> None:
         check_can_stop(stop, tokenizer)
+        self._tokenizer = tokenizer
+        self._marks = marks_of(tokenizer) if is_chat and stop else None
+        self._channels: WeakKeyDictionary[Sequence, Channels] = WeakKeyDictionary()
         self._stop = stop
         self._ends = frozenset(eos_token_ids) | frozenset(stop_token_ids)
         self._detokenizer = None if tokenizer is None else detokenizer_of(tokenizer)
         self._window = (
             max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0) + _WINDOW_MARGIN
         )
+        self._named_ends: abc.Set[int] = frozenset()  # tokens that only stop strings name
         self._spelt: tuple[str, ...] = ()  # stop strings with special tokens in them
         if self._detokenizer is not None and stop:
             specials = self._detokenizer.specials
             self._spelt = tuple(
                 s for s in stop if any(content in s for content in specials.values())
             )
-            self._ends |= {token for token, content in specials.items() if content in stop}
+            named = {token for token, content in specials.items() if content in stop}
+            self._named_ends = named - self._ends
+            self._ends |= named
 
     def is_eos(self, token: int) -> bool:
         """Return whether a token ends a sequence."""
@@ -86,9 +99,29 @@ class StopCriteria:
         """
         is_given = len(row.token_ids) <= len(row.given)
         own = row.generated_ids if row.given else row.token_ids
-        if not is_given and (own[-1] in self._ends or self.found(own, row.before)):
+        if not is_given and (
+            self._ends_content(row, own)
+            if self._marks is not None
+            else own[-1] in self._ends or self.found(own, row.before)
+        ):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
+
+    def _ends_content(self, row: Sequence, own: abc.Sequence[int]) -> bool:
+        """Return whether the newest token ends an answer with channels."""
+        assert self._marks is not None and self._tokenizer is not None
+        channels = self._channels.get(row)
+        if channels is None:
+            channels = Channels(self._tokenizer, self._marks, row.before)
+            self._channels[row] = channels
+        for token in own[channels.num_tokens : -1]:
+            channels.add(token)
+        was_content = channels.content is not None
+        channels.add(own[-1])
+        if own[-1] in self._ends and (was_content or own[-1] not in self._named_ends):
+            return True
+        now = channels.content
+        return now is not None and self.found(now.token_ids)
 
     def found(self, token_ids: abc.Sequence[int], before: abc.Sequence[int] = ()) -> bool:
         """Return whether the newest token completed a stop string. Only a short tail is decoded.
@@ -193,7 +226,9 @@ def check_can_stop(stop: tuple[str, ...], tokenizer: object | None) -> None:
 def stop_criteria(model: Model, params: SamplingParams) -> StopCriteria:
     """Return what decides when an answer with these parameters is done."""
     eos = () if params.ignore_eos else model.spec.eos_token_ids
-    return StopCriteria(params.stop, eos, model.tokenizer, params.stop_token_ids)
+    return StopCriteria(
+        params.stop, eos, model.tokenizer, params.stop_token_ids, is_chat=params.is_chat
+    )
 
 
 def _text_before(pieces: abc.Sequence[str], place: int) -> int:
@@ -225,15 +260,15 @@ class Decoding:
         self.watches = callbacks or Callbacks()
         # The cache is bounded because each of any number of sequences may have its own stops.
         self._make_criteria = lru_cache(STOPS_KEPT)(
-            lambda stop, ignore_eos, stop_ids: StopCriteria(
-                stop, () if ignore_eos else eos_token_ids, tokenizer, stop_ids
+            lambda stop, ignore_eos, stop_ids, is_chat: StopCriteria(
+                stop, () if ignore_eos else eos_token_ids, tokenizer, stop_ids, is_chat
             )
         )
 
     def criteria(self, params: SamplingParams) -> StopCriteria:
         """Return what ends an answer. Raise UsageError for stop strings without a tokenizer."""
         made: StopCriteria = self._make_criteria(
-            params.stop, params.ignore_eos, params.stop_token_ids
+            params.stop, params.ignore_eos, params.stop_token_ids, params.is_chat
         )
         return made
 

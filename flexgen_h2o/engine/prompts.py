@@ -12,17 +12,24 @@ import os
 import random
 from collections import Counter, abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from itertools import cycle, islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, json_reason
 from flexgen_h2o.core.files import MAX_LINE_BYTES, json_line, read_lines, replacing
+from flexgen_h2o.core.foreign_files import kind_of, where_else
+from flexgen_h2o.core.notes import say_once
+from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import check_int, is_text
+from flexgen_h2o.engine.field_names import is_settings, own_name
 from flexgen_h2o.engine.sequence import Sequence
 
 Encode = Callable[[str], list[int]]
 
+# Settings of lines that jobs read.
+_SETTINGS = ("max_tokens", "max_completion_tokens", *(f.name for f in fields(SamplingParams)))
 BENCHMARK_TEXT = "Paris is the capital city of"
 # Ids below this are special tokens in every family's vocabulary (pad, begin, end, unknown).
 _FIRST_PLAIN_ID = 4
@@ -40,8 +47,10 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Seq
     """
     read_line = {".txt": lambda line: line, ".jsonl": prompt_of_json}.get(path.suffix.lower())
     if read_line is None:
+        what = kind_of(path, b"") or where_else(str(path))
         raise UsageError(
             f"--prompts {path}: the file name must end in .txt (one prompt per line) or .jsonl"
+            f"{f'; it {what}' if what.startswith(('is ', 'has ')) else f'; {what}' if what else ''}"
         )
     prompts: list[Sequence] = []
     for place, line in lines_of(path, "--prompts"):
@@ -232,6 +241,7 @@ def prompt_of_json(line: str) -> object:
         raise UsageError(
             f"give either prompt or prompt_token_ids, {'not both' if given else 'neither is there'}"
         )
+    say_unread(body)
     [(key, value)] = given.items()
     if key == "prompt" and not isinstance(value, str):
         raise UsageError(
@@ -243,6 +253,17 @@ def prompt_of_json(line: str) -> object:
             f"prompt_token_ids must be a list of whole numbers, not {type(value).__name__}"
         )
     return value
+
+
+def say_unread(body: Mapping[str, Any]) -> None:
+    """Tell the user, once per name, that a line has settings where only its prompt is read."""
+    for name, value in body.items():
+        is_setting = name == "stop" or own_name(name, _SETTINGS) is not None
+        if value is not None and (is_setting or is_settings(name, value, _SETTINGS)):
+            say_once(
+                f"{name:.40} of a line is not read here; give the flag, or run the file with "
+                "generate --input, which reads it"
+            )
 
 
 def make_prompt(

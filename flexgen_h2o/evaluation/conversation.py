@@ -15,10 +15,11 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import format_bytes, format_seconds
-from flexgen_h2o.engine.channels import ChatText, marks_of
+from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.conversation import Conversation, tokens_after_first
 from flexgen_h2o.engine.decoding import stop_criteria
 from flexgen_h2o.engine.generation import Callbacks, Listener
+from flexgen_h2o.engine.harmony import marks_of
 from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.prompts import lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.sampling import SamplingParams

@@ -21,23 +21,13 @@ import numpy.typing as npt
 
 from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.foreign_files import HEAD_BYTES, kind_of
 from flexgen_h2o.engine.prompts import STRICT_JSON
 
 DIGEST_BYTES = 16
 MAX_ID_CHARACTERS = 1024  # most characters of a custom_id
 _HEAD_BYTES = 2**16  # bytes of a too long line in which its custom_id is searched
 _BOM = b"\xef\xbb\xbf"
-# First bytes of files in which every line would be an error row.
-_FOREIGN = {
-    b"\x1f\x8b": "is packed by gzip; unpack it",
-    b"\x28\xb5\x2f\xfd": "is packed by zstd; unpack it",
-    b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
-    b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
-    b"\x89PNG": "is a picture; give JSON lines",
-    b"PK\x03\x04": "is packed by zip; unpack it",
-    b"%PDF": "is a PDF; give JSON lines",
-    b"PAR1": "is a Parquet file; write its rows as JSON lines",
-}
 # The id of a too long line, searched in its first bytes.
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _CHUNK = 2**16  # rows that are looked up at a time
@@ -131,9 +121,9 @@ def scan_input(path: Path, most_rows: int | None = None, check: Check = lambda: 
     lines = step_bytes = 0
     for raw, line, is_end in _pieces(path):
         if not nbytes:
-            for first, what in _FOREIGN.items():
-                if raw.startswith(first):
-                    raise UsageError(f"--input {path}: {what}")
+            what = kind_of(path, raw[:HEAD_BYTES])
+            if what is not None:
+                raise UsageError(f"--input {path}: {what}")
         whole.update(raw)
         nbytes += len(raw)
         if line is not None:

@@ -56,7 +56,14 @@ from flexgen_h2o.opening import opening_line
 from flexgen_h2o.parser import as_typed
 
 # Sampling parameters that are never defaults of a job.
-OF_REQUESTS = ("prompt_logprobs", "score", "score_mode", "stop_token_ids", "repetition_penalty")
+OF_REQUESTS = (
+    "prompt_logprobs",
+    "score",
+    "score_mode",
+    "stop_token_ids",
+    "is_chat",
+    "repetition_penalty",
+)
 # Defaults of batch's flags, for commands that run a job but lack some of the flags.
 BATCH_DEFAULTS: dict[str, Any] = {
     "force": None,
@@ -145,6 +152,7 @@ def _plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: 
             f"first: {errors[0]}"
         )
         note("batch", told)
+    _say_columns(reader)
     if not requests:
         raise UsageError(
             f"--input {source}: no request in it that can be "
@@ -178,12 +186,16 @@ def _run(
             writer = JobWriter([output], llm.model, before, lambda: llm.peak_bytes, args.max_errors)
             lines = read_part(args.input, InputPart(~before.done))
 
+            noted: set[str] = set()
+
             def announce(requests: Sequence[Request]) -> None:
+                _say_columns(reader, noted)
                 print(opening_line(llm, requests, left), flush=True)
 
             job = JobRun(llm, reader, lines, writer, args.window, args.refill, on_open=announce)
             with _writing(args, output, writer):
                 job.run(left)
+            _say_columns(reader, noted)
         else:
             opening = replace(opening, digests=llm.digests())
             # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and
@@ -194,6 +206,15 @@ def _run(
                 with _writing(args, output, writer):
                     run_on_ray(before.done, writer, opening)
     return _show(args, writer, llm.model.name)
+
+
+def _say_columns(reader: RequestReader, noted: set[str] | None = None) -> None:
+    """Tell the user which columns of the lines up to now are not read, each column once."""
+    text = reader.columns_text(noted or ())
+    if text is not None:
+        note("batch", text)
+    if noted is not None:
+        noted.update(reader.columns)
 
 
 def settings_of(
@@ -214,6 +235,7 @@ def settings_of(
             name: value for name, value in asdict(defaults).items() if name not in OF_REQUESTS
         }
         | {"stop": list(defaults.stop)},
+        **({"template": dict(model.template_options)} if model.template_options else {}),
     }
 
 

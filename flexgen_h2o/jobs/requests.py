@@ -7,15 +7,28 @@ completions and chat APIs and of vLLM's additions.
 from __future__ import annotations
 
 import hashlib
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import TooLongError, UsageError, internal_reason, json_reason
+from flexgen_h2o.core.settings import GREEDY_BELOW
 from flexgen_h2o.core.units import check_text, shortened
+from flexgen_h2o.engine.field_names import (
+    DO_SAMPLE,
+    IDLE_AMONG_SETTINGS,
+    IDLE_VALUES,
+    instead_of,
+    is_settings,
+    near_name,
+    own_name,
+)
 from flexgen_h2o.engine.prompts import encode_prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.sequence import CODE_INTERNAL, CODE_NOT_FINITE, Sequence
@@ -54,6 +67,16 @@ SAMPLING_FIELDS = (
 LENGTH_FIELDS = ("max_completion_tokens", "max_tokens")
 # What a chat template gets besides messages.
 TEMPLATE_FIELDS = ("reasoning_effort", "chat_template_kwargs")
+# How the prompt becomes tokens, as in vLLM.
+ENCODING_FIELDS = ("add_special_tokens", "truncate_prompt_tokens")
+# Where a chat's prompt ends, and documents for the template.
+CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "documents")
+# Values of these fields that change nothing in a text completion.
+IDLE_IN_COMPLETIONS: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "documents": [],
+}
 # Fields of whole numbers, which some clients write as 2.0.
 COUNT_FIELDS = (
     *LENGTH_FIELDS,
@@ -63,6 +86,7 @@ COUNT_FIELDS = (
     "top_logprobs",
     "n",
     "best_of",
+    "truncate_prompt_tokens",
 )
 # Fields that change nothing, whatever their value. The model of --model answers, and the answer's
 # body names it.
@@ -101,10 +125,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "add_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -119,7 +139,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "return_tokens_as_token_ids": (False,),
     "include_reasoning": (True,),
-    "documents": ([],),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "vllm_xargs": ({},),
@@ -128,12 +147,13 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "min_repetition_pattern_size": (0,),
     "repetition_min_count": (0,),
 }
-ONLY_IN_CHAT = {**ONLY, "add_special_tokens": (False,)}  # the template has them
 FIELDS = frozenset(
     (
         *PROMPT_FIELDS,
         *SAMPLING_FIELDS,
         *TEMPLATE_FIELDS,
+        *ENCODING_FIELDS,
+        *CHAT_FIELDS,
         *COUNT_FIELDS,
         "echo",
         "stream",
@@ -142,6 +162,13 @@ FIELDS = frozenset(
         *ONLY,
     )
 )
+# Fields that other programs may name in another way, or users mistype.
+NAMED = (*SAMPLING_FIELDS, *LENGTH_FIELDS, *TEMPLATE_FIELDS, *COUNT_FIELDS, *ENCODING_FIELDS, *ONLY)
+# Keys of a plain line that are no columns: its own, and those of other formats.
+FORMAT_KEYS = ("custom_id", "article", "request", "method", "url", "body")
+MAX_COLUMN_CHARACTERS = 40
+COLUMNS_SHOWN = 8
+MAX_COLUMNS = 100  # names of columns without effect that are remembered
 # Fields that have no effect if the other field's value is "none".
 IGNORED_IF_NONE = {"tools": "tool_choice", "functions": "function_call"}
 # Types of text parts in a message's content, in OpenAI's two APIs, and the member that has the
@@ -149,6 +176,9 @@ IGNORED_IF_NONE = {"tools": "tool_choice", "functions": "function_call"}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 MESSAGE_TYPES = ("text", "message")  # the type of a whole message, as some clients write it
 REASONING = ("reasoning_content", "reasoning")  # names of the thoughts of an earlier answer
+
+
+_FIELD_NAME = re.compile(r"[\w.\[\]-]+")
 
 
 class RowError(Exception):
@@ -162,16 +192,23 @@ class RowError(Exception):
         self.code = code
 
     @property
+    def field(self) -> str | None:
+        """The field that the message begins with, such as `tools`; None if it names none."""
+        name, colon, _ = str(self).partition(":")
+        return name if colon and name.isascii() and _FIELD_NAME.fullmatch(name) else None
+
+    @property
     def is_internal(self) -> bool:
         """Whether the request is not at fault. The HTTP status is 500 then, and 400 otherwise."""
         return self.code in (CODE_INTERNAL, CODE_NOT_FINITE)
 
 
 @contextmanager
-def row_errors(where: str = "") -> Iterator[None]:
+def row_errors(where: str = "", names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Turn any error of one row into its RowError, so that other rows continue.
 
     where: added to the message of a RowError.
+    names: by a field that a message begins with, the name that the row gives it.
 
     A request to end the process is not caught. Tokenizers and templates are other people's code and
     raise anything, including pyo3's PanicException, which is not an `Exception`.
@@ -179,9 +216,11 @@ def row_errors(where: str = "") -> Iterator[None]:
     try:
         yield
     except RowError as error:
-        if not where:
+        own = error.field or ""
+        name = (names or {}).get(own, own)
+        if not where and name == own:
             raise
-        raise RowError(error.code, f"{error}{where}") from error
+        raise RowError(error.code, f"{name}{str(error)[len(own) :]}{where}") from error
     except RecursionError as error:
         # Quoting the value in an error fails at fewer levels than parsing it.
         raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
@@ -243,6 +282,9 @@ class RequestReader:
     chat: bool | None = None
     system: str | None = None  # a system message before each text that is a message
     endpoint: str | None = None  # the endpoint of all lines; None for any
+    # Lines by the name of a column that they have and that nothing reads, up to MAX_COLUMNS names.
+    # The reader fills it, and a job tells the user.
+    columns: Counter[str] = field(default_factory=Counter)
 
     def texts_settings(self) -> dict[str, Any]:
         """Return the settings that answers to texts also depend on, for a job's sidecar.
@@ -281,6 +323,21 @@ class RequestReader:
             )
         return request
 
+    def columns_text(self, without: Collection[str] = ()) -> str | None:
+        """Return a note on the columns that nothing reads. None if there are none.
+
+        without: columns that the user was told of.
+        """
+        names = [name for name in self.columns if name not in without]
+        if not names:
+            return None
+        more = f" and {len(names) - COLUMNS_SHOWN} more" if len(names) > COLUMNS_SHOWN else ""
+        shown = ", ".join(names[:COLUMNS_SHOWN])
+        return (
+            f"columns of the input that are not read: {shown}{more}; answers have the custom_id "
+            "of their line"
+        )
+
     def served(self, url: str, body: Mapping[str, Any], custom_id: str, most: int) -> ClientRequest:
         """Read a request to the server with at most `most` answers."""
         value = {"custom_id": custom_id, "url": url, "body": body}
@@ -295,10 +352,13 @@ class RequestReader:
         most: most answers. None: the value is a file's line, which has one answer and cannot be
         streamed.
         """
-        with row_errors():
+        names: dict[str, str] = {}
+        with row_errors(names=names):
             kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
             record = _kept_record(fields, given) if kind == "helm" else None
-            fields = _checked_fields(fields, kind == "chat", is_strict)
+            if not is_strict:
+                fields = self._with_own_names(fields, names, is_record=record is not None)
+            fields = _checked_fields(fields)
             n, stream, usage = _answers_of(fields, most is not None)
             prompts = _prompts_of(fields, given, kind == "chat")
             _check_count(n, prompts, most)
@@ -331,7 +391,8 @@ class RequestReader:
                 "stop: needs a tokenizer, and the model's folder has none; leave it out",
             )
         asked_model = _short_text(fields, "model")
-        ids = self._prompt_ids(self._chat_ids(given, options) if is_chat else given)
+        encode = self._encoding(fields, is_chat, params.max_tokens)
+        ids = self._prompt_ids(given, encode, options if is_chat else None)
         try:
             check_budgets(self.eviction, self.model.spec, len(ids), max(1, params.max_tokens))
         except UsageError as error:
@@ -339,7 +400,7 @@ class RequestReader:
         return Request(
             number,
             ids,
-            given if echo and isinstance(given, str) else None,
+            given if echo and isinstance(given, str) and encode["keep"] is None else None,
             params,
             kind=kind,
             custom_id=custom_id,
@@ -369,16 +430,81 @@ class RequestReader:
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {**rest, "messages": [*before, {"role": "user", "content": text}]}
 
-    def _prompt_ids(self, given: Any) -> tuple[int, ...]:
-        if isinstance(given, list) and given and isinstance(given[0], str | list):
-            raise RowError(
-                "unsupported",
-                f"prompt: a single prompt is expected here, not a list of {len(given)}",
-            )
-        encode = self.model.encode if self.model.tokenizer is not None else None
+    def _with_own_names(
+        self, fields: Mapping[str, Any], names: dict[str, str], is_record: bool
+    ) -> dict[str, Any]:
+        """Return the fields of a plain line by their own names, and without columns of data.
+
+        Other programs' names are understood, also in an object of settings. Raise RowError for a
+        name that is nearly a field's, and for a setting that is not understood.
+
+        names: gets the name in the line of each field that has another one there.
+        is_record: the line is sent back whole, so that no column is lost.
+        """
+        found: dict[str, Any] = {}
+        for name, value in fields.items():
+            if value is None or name in FORMAT_KEYS:
+                continue
+            if is_settings(name, value, NAMED):
+                for inner, one in _object(dict(fields), name).items():
+                    own = _own_setting(f"{name}.{inner}", inner, one, True)
+                    _put(found, names, f"{name}.{inner}", own, one)
+                continue
+            own = name if name in FIELDS else _own_setting(name, name, value, False)
+            _put(found, names, name, own, value)
+            if own is None and not is_record and len(self.columns) < MAX_COLUMNS:
+                self.columns[shortened(name, MAX_COLUMN_CHARACTERS)] += 1
+        return _with_do_sample(found, self.defaults)
+
+    def _encoding(
+        self, fields: Mapping[str, Any], is_chat: bool, max_tokens: int
+    ) -> dict[str, Any]:
+        """Return how the prompt becomes tokens: the arguments of `Model.encode`."""
+        adds = fields.get("add_special_tokens")
+        adds = not is_chat if adds is None else _flag("add_special_tokens", adds)
+        keep = fields.get("truncate_prompt_tokens")
+        positions = self.model.spec.max_positions
+        if keep is not None:
+            name = "truncate_prompt_tokens"
+            if type(keep) is not int or not (keep == -1 or keep >= 1):
+                raise _invalid(f"{name}: {_quoted(keep)} is neither -1 nor a whole number above 0")
+            if keep > positions:
+                raise _invalid(f"{name}: {keep} is above the {positions} positions; lower it")
+            if keep == -1:
+                keep = positions - max_tokens
+            if keep < 1:
+                raise _invalid(
+                    f"{name}: -1 leaves no token of the prompt beside {max_tokens} new ones in "
+                    f"{positions} positions; lower max_tokens"
+                )
+        return {"add_special_tokens": adds, "keep": keep}
+
+    def _prompt_ids(
+        self, given: Any, encoding: dict[str, Any], options: dict[str, Any] | None
+    ) -> tuple[int, ...]:
+        """Return the token ids of a prompt, or of messages.
+
+        encoding: as `_encoding` returns it. options: of the chat template; None for a prompt.
+        """
+        if options is not None:
+            given = self._chat_ids(given, options, encoding)
+        elif isinstance(given, list):
+            if given and isinstance(given[0], str | list):
+                raise RowError(
+                    "unsupported",
+                    f"prompt: a single prompt is expected here, not a list of {len(given)}",
+                )
+            if encoding["keep"] is not None:
+                given = given[-encoding["keep"] :]
+        encode = partial(self.model.encode, **encoding)
         spec = self.model.spec
         try:
-            ids = encode_prompt(given, encode, spec.vocab_size, spec.max_positions)
+            ids = encode_prompt(
+                given,
+                encode if self.model.tokenizer is not None else None,
+                spec.vocab_size,
+                spec.max_positions,
+            )
         except TooLongError as error:
             raise RowError("context_length_exceeded", f"prompt: {error}") from error
         except UsageError as error:
@@ -394,7 +520,12 @@ class RequestReader:
         These are `chat_template_kwargs` and, under its own name, `reasoning_effort`. Raise RowError
         for names that control how the template is called.
         """
-        given = {name: fields[name] for name in TEMPLATE_FIELDS if name in fields}
+        names = (*TEMPLATE_FIELDS, *CHAT_FIELDS)
+        given = {name: fields[name] for name in names if name in fields}
+        if not is_chat:
+            for name, default in IDLE_IN_COMPLETIONS.items():
+                if name in given and _same(given[name], default):
+                    del given[name]
         if given and not is_chat:
             raise RowError(
                 "unsupported", f"{next(iter(given))}: works in chat requests only; leave it out"
@@ -412,9 +543,28 @@ class RequestReader:
         effort = given.get("reasoning_effort")
         if effort is not None and effort not in EFFORTS:
             raise _invalid(f"reasoning_effort: {_quoted(effort)} is none of {', '.join(EFFORTS)}")
-        return {**given, **options}
+        given |= {name: value for name, value in options.items() if value is not None}
+        return self._call_options(given)
 
-    def _chat_ids(self, given: Any, options: dict[str, Any]) -> list[int]:
+    def _call_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a template with the arguments of its call checked."""
+        begins = _flag("add_generation_prompt", options.get("add_generation_prompt", True))
+        if _flag("continue_final_message", options.get("continue_final_message")) and begins:
+            raise _invalid(
+                "continue_final_message: true goes with add_generation_prompt false; give both"
+            )
+        documents = options.get("documents", [])
+        if not isinstance(documents, list) or not all(isinstance(one, dict) for one in documents):
+            raise _invalid("documents: a list of objects is expected, with title and text")
+        if documents and not self.model.reads_in_template("documents"):
+            raise RowError(
+                "unsupported",
+                f"documents: the chat template of {self.model.name} does not read them; put their "
+                "text into a message",
+            )
+        return options if documents else {k: v for k, v in options.items() if k != "documents"}
+
+    def _chat_ids(self, given: Any, options: dict[str, Any], encoding: dict[str, Any]) -> list[int]:
         messages = _checked_messages(given, self.model.min_content_parts)
         if not self.model.has_chat_template:
             missing = "tokenizer" if self.model.tokenizer is None else "chat template"
@@ -423,7 +573,7 @@ class RequestReader:
                 f"messages: {self.model.name} has no {missing}; send it as a prompt",
             )
         try:
-            return self.model.encode_chat(messages, options)
+            return self.model.encode_chat(messages, options, **encoding)
         except TooLongError as error:
             raise RowError("context_length_exceeded", f"messages: {error}") from error
         except UsageError as error:  # what the template has made of them is no text
@@ -470,18 +620,77 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
     return "completion", value, _plain_prompt(value), False
 
 
-def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -> dict[str, Any]:
+def _own_setting(where: str, name: str, value: Any, among_settings: bool) -> str | None:
+    """Return the field that a name of a plain line means. None if it has no effect.
+
+    Raise RowError naming `where` if it is nearly a field, or a setting that is not understood.
+    """
+    if value is None or (among_settings and name in IDLE_AMONG_SETTINGS):
+        return None
+    own = DO_SAMPLE if name == DO_SAMPLE else own_name(name, NAMED, among_settings)
+    if among_settings and own is None and name in FIELDS and name not in PROMPT_FIELDS:
+        own = name
+    if own is not None:
+        return own
+    if name in IDLE_VALUES and _same(value, IDLE_VALUES[name]):
+        return None
+    remedy = _remedy(name)
+    if remedy or among_settings:
+        raise RowError("unsupported", f"{where}: {remedy or 'is not supported; leave it out'}")
+    return None
+
+
+def _remedy(name: str) -> str:
+    """Return what to do about an unknown name of a field. Empty if nothing is known of it."""
+    instead = instead_of(name)
+    if instead is not None:
+        return instead
+    near = near_name(name, NAMED)
+    if near is None:
+        return ""
+    return f"is not a field; did you mean {near}? If it is a column of data, rename it"
+
+
+def _put(
+    found: dict[str, Any], names: dict[str, str], where: str, own: str | None, value: Any
+) -> None:
+    """Add a field that a plain line may give under several names, with one value.
+
+    names: gets the name that the line gives it.
+    """
+    if own is None or value is None:
+        return
+    if own in found and not _same(found[own], value):
+        raise _invalid(f"{where}: the line has another value of {own}; give one of them")
+    found[own] = value
+    if where != own:
+        names[own] = where
+
+
+def _with_do_sample(fields: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:
+    """Return the fields with transformers' `do_sample` as a temperature."""
+    rest = {name: value for name, value in fields.items() if name != DO_SAMPLE}
+    if DO_SAMPLE not in fields:
+        return rest
+    if not _flag(DO_SAMPLE, fields[DO_SAMPLE]):
+        return {**rest, "temperature": 0.0}
+    temperature = rest.get("temperature", defaults.temperature)
+    if isinstance(temperature, int | float) and temperature < GREEDY_BELOW:
+        raise _invalid(f"{DO_SAMPLE}: true needs a temperature above 0; give temperature")
+    return rest
+
+
+def _checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that are not null, with counts as whole numbers.
 
     Raise RowError naming the first field that would change the answer and is unsupported.
-    is_strict: unknown fields are errors.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
         if name not in FIELDS:
-            if is_strict:
-                raise RowError("unsupported", f"{name}: is not supported")
-            continue
+            own = own_name(name, NAMED)
+            remedy = f"is not a field; give {own}" if own else _remedy(name)
+            raise RowError("unsupported", f"{name}: {remedy or 'is not supported; leave it out'}")
         if name in COUNT_FIELDS and isinstance(value, float) and value.is_integer():
             given[name] = int(value)
         if (
@@ -490,11 +699,13 @@ def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -
             and isinstance(value, list)
         ):
             continue
-        only = (ONLY_IN_CHAT if is_chat else ONLY).get(name)
+        only = ONLY.get(name)
         if only is not None and not any(_same(value, allowed) for allowed in only):
-            instead = " or ".join(map(repr, only)) or "leave it out"
+            instead = " or ".join(map(repr, only))
             raise RowError(
-                "unsupported", f"{name}: {_quoted(value)} is not supported, only {instead}"
+                "unsupported",
+                f"{name}: {_quoted(value)} is not supported"
+                f"{f', only {instead}' if instead else '; leave it out'}",
             )
     return given
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from flexgen_h2o.core.units import shortened
-from flexgen_h2o.engine.channels import ChatText, marks_of
+from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.detokenizer import Detokenizer, Tokenizer, common_start, detokenizer_of
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.output import to_line
@@ -113,15 +113,17 @@ def _chat_choice(request: Request, model: Model) -> dict[str, Any]:
     Its content is null without a tokenizer. Only models that write channels have reasoning_content.
     """
     message: dict[str, Any] = {"role": "assistant", "content": request.text}
-    if marks_of(model.tokenizer) is not None:
-        text = ChatText(model.tokenizer, request.params, request.prompt_ids)
-        content, reasoning = text.more(request.token_ids, True)
+    ids = request.token_ids
+    found = request.logprobs
+    text = ChatText(model.tokenizer, request.params, request.prompt_ids)
+    if text.has_reasoning:
+        content, reasoning = text.more(ids, True)
         message |= {"content": content, "reasoning_content": reasoning}
-    logprobs = (
-        None
-        if request.logprobs is None
-        else chat_logprobs(request.token_ids, request.logprobs, model.tokenizer)
-    )
+        if found is not None:  # those of the content alone
+            places = text.content_places(True)
+            ids = [ids[i] for i in places]
+            found = [found[i] for i in places]
+    logprobs = None if found is None else chat_logprobs(ids, found, model.tokenizer)
     return {"index": 0, "message": message, "logprobs": logprobs}
 
 

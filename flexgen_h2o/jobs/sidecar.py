@@ -138,6 +138,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def _flag(name: str) -> str:
     group, _, field = name.rpartition(".")
+    if name.startswith("template."):
+        return f"--chat-template-kwargs {name.removeprefix('template.')}"
     return _FLAGS.get(name, flag_of(field) if group in ("", "policy", "sampling") else name)
 
 

@@ -40,6 +40,34 @@ FAMILIES = {
     "gpt_oss": "flexgen_h2o.models.gpt_oss",
 }
 
+# Families that do not run, by a pattern of their models' names in lower case.
+NOT_SUPPORTED = {
+    r"qwen3\.[5-9]|qwen3-?next|qwen[4-9]": "Qwen3.5 or Qwen3-Next",
+    r"(^|-)vl(-|$)|vision|omni|multimodal|llava|pixtral": "vision-language",
+    r"embedding|reranker|(^|-)bge(-|$)|(^|-)e5(-|$)": "embedding",
+    r"gemma": "Gemma",
+    r"^deepseek-(v[2-9]|r1$|r1-zero|r1-\d|coder-v2|moe|ocr)": "DeepSeek MoE",
+    r"^phi-": "Phi",
+    r"llama-?4": "Llama 4",
+    r"^glm-|chatglm": "GLM",
+    r"^kimi-": "Kimi",
+    r"^minimax-": "MiniMax",
+    r"^falcon-": "Falcon",
+    r"mamba|jamba|rwkv|^lfm": "recurrent",
+    r"^granite-": "Granite",
+    r"command-[ar]|^c4ai|^aya-": "Cohere",
+    r"^gpt-?2|distilgpt2|^gpt-j|gpt-neo-": "GPT-2, GPT-J or GPT-Neo",
+    r"^bloom": "BLOOM",
+    r"bert|(^|-)t5(-|$)|bart|whisper": "encoder",
+    r"^olmo-|^olmo[23]": "OLMo",
+    r"^smollm3": "SmolLM3",
+    r"starcoder": "StarCoder",
+    r"^nemotron": "Nemotron",
+    r"^ernie": "ERNIE",
+    r"^hunyuan": "Hunyuan",
+    r"^exaone": "EXAONE",
+}
+
 # Far beyond any model: a damaged config must not lead to sizes that no float can represent.
 MAX_POSITIONS = 2**30
 MAX_QUOTED = 300  # characters of a message of transformers that are quoted

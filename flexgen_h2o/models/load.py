@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import threading
 import warnings
@@ -59,6 +60,7 @@ from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import check_int, check_text
 from flexgen_h2o.models import (
     GENERATION_CONFIG,
+    NOT_SUPPORTED,
     built_in_names,
     built_in_spec,
     one_line,
@@ -75,6 +77,8 @@ from flexgen_h2o.models.named import (
     is_fetched,
 )
 
+MODELS_PAGE = "docs/reference/models.md"
+_TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not yet known
 _SENTENCEPIECE = "tokenizer.model"
 # Settings by which a tokenizer draws one of several ways to cut a text.
@@ -124,6 +128,8 @@ class Model:
     note: str = ""
     # Settings of generation_config.json.
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    # Variables that the chat template gets in every chat, unless a request has its own.
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -158,6 +164,7 @@ class Model:
 
     def for_chat(self, params: SamplingParams) -> SamplingParams:
         """Return parameters of an answer in a chat, which also ends at the end of the turn."""
+        params = replace(params, is_chat=True)
         if params.ignore_eos:
             return params
         ends = (
@@ -166,14 +173,37 @@ class Model:
         )
         return replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the tokenizer's own special tokens.
+    def encode(
+        self, text: str, add_special_tokens: bool = True, keep: int | None = None
+    ) -> list[int]:
+        """Return the token ids of a prompt.
 
-        Raises TooLongError like `check_fits`. Prompts that are only a little too long are found
-        later.
+        add_special_tokens: whether the tokenizer adds its own special tokens.
+        keep: most tokens, the last ones of the text between the special tokens, as in vLLM. None:
+            all tokens, and TooLongError is raised like by `check_fits`. Prompts that are only a
+            little too long are found later.
         """
+        if keep is not None:
+            return self._encode_end(text, add_special_tokens, keep)
         self.check_fits(text)
-        return self.tokens_of(text)
+        return self.tokens_of(text) if add_special_tokens else self.encode_plain(text)
+
+    def _encode_end(self, text: str, add_special_tokens: bool, keep: int) -> list[int]:
+        """Return `encode` with at most `keep` tokens. A beginning that is cut off is not read."""
+        size = PIECE_CHARACTERS
+        plain = self.encode_plain(text[-size:])
+        while size < len(text) and len(plain) < keep + _CUT_TOKENS:
+            size *= 2
+            plain = self.encode_plain(text[-size:])
+        whole = self.tokens_of(text[-size:]) if add_special_tokens else plain
+        if len(whole) <= keep and size >= len(text):
+            return whole
+        added = len(whole) - len(plain)
+        for at in range(added + 1):
+            if whole[at : at + len(plain)] == plain and added < keep:
+                last = plain[len(plain) - (keep - added) :]
+                return [*whole[:at], *last, *whole[at + len(plain) :]]
+        return whole[-keep:]
 
     def tokens_of(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of a text. Every call of the tokenizer goes through this method.
@@ -271,6 +301,19 @@ class Model:
         reads_parts = _ANSWER_MARK in of_parts and str(_as_parts(_ANSWER_MARK)) not in of_parts
         return 1 if reads_parts and _ANSWER_MARK not in of_text else None
 
+    def with_template_options(self, options: Mapping[str, Any]) -> Model:
+        """Return the model with variables for its chat template.
+
+        Raises UsageError for the name of a parameter of the template's call.
+        """
+        for name in options:
+            if name in self.reserved_options:
+                raise UsageError(
+                    f"--chat-template-kwargs: {name} cannot be set for the chat template; leave "
+                    "it out"
+                )
+        return replace(self, template_options=dict(options))
+
     @property
     def reserved_options(self) -> frozenset[str]:
         """Names of the parameters of the chat template's call.
@@ -285,16 +328,20 @@ class Model:
         return frozenset({"messages", *own})
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        keep: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, up to where the answer begins.
 
-        options: further variables for the template. Raises ValueError if the template rejects the
-        conversation, and TooLongError if it is too long.
+        options: further variables for the template, and arguments of its call. The others are as
+        for `encode`. Raises ValueError if the template rejects the conversation, and TooLongError
+        if it is too long.
         """
         text = self.chat_text(messages, options=options)
-        self.check_fits(text)
-        return self.encode_plain(text)
+        return self.encode(text, add_special_tokens, keep)
 
     def encode_turn(self, users: Sequence[str], system: str | None = None) -> list[int]:
         """Return the token ids of the last of a user's messages, by the chat template.
@@ -326,6 +373,30 @@ class Model:
         It ends where an answer begins. Without `answers` it ends with the last message, which is to
         be continued. options and ValueError: as for `encode_chat`.
         """
+        text = self._render(self._for_template(messages), answers, options or {})
+        for i, message in enumerate(messages):
+            content = message.get("content") or ""
+            parts = _as_parts(content) if isinstance(content, str) else content
+            is_read = all(part["text"].strip() in text for part in parts)
+            if message.get("role") not in ("user", "assistant") and not is_read:
+                raise ValueError(
+                    f"it leaves out message {i}, whose role is {message.get('role')}; give it "
+                    "another role"
+                )
+        return text
+
+    def _for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return messages in the form that the chat template reads.
+
+        OpenAI's newer name for a system message is "developer". A template that does not know the
+        name gets "system", as from OpenAI and vLLM.
+        """
+        is_developer = [message.get("role") == "developer" for message in messages]
+        if any(is_developer) and not self.reads_in_template("developer"):
+            messages = [
+                {**message, "role": "system"} if of_developer else message
+                for message, of_developer in zip(messages, is_developer, strict=True)
+            ]
         if self.min_content_parts == 1:
             messages = [
                 {**message, "content": _as_parts(text)}
@@ -333,7 +404,12 @@ class Model:
                 else message
                 for message in messages
             ]
-        return self._render(messages, answers, options or {})
+        return list(messages)
+
+    def reads_in_template(self, name: str) -> bool:
+        """Return whether the chat template has a name in it: a variable or a role."""
+        template = _TEMPLATE_COMMENT.sub("", str(getattr(self.tokenizer, "chat_template", "")))
+        return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], answers: bool, options: Mapping[str, Any]
@@ -347,10 +423,13 @@ class Model:
             with _quiet():
                 text = self.tokenizer.apply_chat_template(
                     list(messages),
-                    tokenize=False,
-                    add_generation_prompt=answers,
-                    continue_final_message=not answers,
-                    **options,
+                    **{
+                        "tokenize": False,
+                        "add_generation_prompt": answers,
+                        "continue_final_message": not answers,
+                        **self.template_options,
+                        **options,
+                    },
                 )
         except Exception as error:  # the template language raises many kinds
             raise ValueError(one_line(error) or type(error).__name__) from error
@@ -534,14 +613,33 @@ def _suggesting(model: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
+        if isinstance(error, NotOnHubError) and built_in_spec(model) is None:
+            error = NotOnHubError(_with_family(str(error), model))
         known = {name.lower(): name for name in (*PACKAGED, *NAMED, *built_in_names())}
         known |= {hub_id.rpartition("/")[2].lower(): one.name for hub_id, one in BY_HUB_ID.items()}
         near = [
             known[name] for name in difflib.get_close_matches(model.lower(), known, n=1, cutoff=0.8)
         ]
-        if not near or near[0] == model:
-            raise
-        raise UsageError(f"{error}; did you mean {near[0]}?") from error
+        # Other numbers are another model: Qwen3.5-35B is no mistyped Qwen3-30B.
+        if near and near[0] != model and _numbers(near[0]) == _numbers(model):
+            raise UsageError(f"{error}; did you mean {near[0]}?") from error
+        raise error
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d+)*", name.rpartition("/")[2])
+
+
+def _with_family(reason: str, model: str) -> str:
+    """Return why a model of the hub was not found, with its family as far as its name shows it."""
+    name = model.rpartition("/")[2].lower()
+    lists = f"{MODELS_PAGE} lists those that do"
+    for pattern, family in NOT_SUPPORTED.items():
+        if re.search(pattern, name):
+            start = f"--model {model}: "
+            found = f"by its name it is of a family that does not run here ({family}; {lists}); "
+            return f"{start}{found}{reason.removeprefix(start)}"
+    return f"{reason}; whether its family runs here could not be looked up ({lists})"
 
 
 def find_checkpoint(

@@ -248,7 +248,10 @@ class _Choice:
         )
         self._ids: list[int] = []
         self._new: list[int] = []  # tokens that no piece has had
-        self._logprobs: list[TokenLogprobs] = []  # log-probabilities of these tokens
+        # Log-probabilities of these tokens; those of all tokens if a chat has channels.
+        self._logprobs: list[TokenLogprobs] = []
+        self._chat_has_channels = self._is_chat and self._chat_text.has_reasoning
+        self._sent = 0  # tokens of such a chat's content whose log-probabilities a piece has had
         # Places of tokens in the text are used only with log-probabilities.
         has_places = (
             not self._is_chat
@@ -299,9 +302,17 @@ class _Choice:
         starts = self._starts(is_over)
         count = len(self._new) if starts is None else len(starts)
         ids = self._new[:count]
-        logprobs = self._logprobs[:count] if self._request.params.logprobs is not None else None
+        scored = ids  # the tokens of `logprobs`
         del self._new[:count]
-        del self._logprobs[:count]
+        logprobs: list[TokenLogprobs] | None = None
+        if self._request.params.logprobs is not None and self._chat_has_channels:
+            places = self._chat_text.content_places(is_over)[self._sent :]
+            self._sent += len(places)
+            scored = [self._ids[i] for i in places]
+            logprobs = [self._logprobs[i] for i in places]
+        elif self._request.params.logprobs is not None:
+            logprobs = self._logprobs[:count]
+            del self._logprobs[:count]
         rest = {"finish_reason": reason, "token_ids": ids}
         tokenizer = self._model.tokenizer
         if not self._is_chat:
@@ -313,7 +324,7 @@ class _Choice:
             delta = {name: part for name, part in parts.items() if part} or {"content": ""}
         return {
             "delta": delta,
-            "logprobs": None if logprobs is None else chat_logprobs(ids, logprobs, tokenizer),
+            "logprobs": None if logprobs is None else chat_logprobs(scored, logprobs, tokenizer),
             **rest,
         }
 

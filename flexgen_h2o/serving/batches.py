@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -56,6 +56,7 @@ class OpenBatch:
         self.turn_rows = 0
         self.writer: JobWriter
         self.requests: Iterator[Request | None]  # as of `read_requests`
+        self._reader: RequestReader
 
     def open(self, source: Path, reader: RequestReader, check: Check) -> None:
         """Find what is left to do. Raise FlexgenError as the command `batch` does."""
@@ -75,6 +76,7 @@ class OpenBatch:
             shown=False,
         )
         lines = read_part(source, InputPart(~before.done))
+        self._reader = reader
         self.requests = read_requests(reader, lines, self.writer)
 
     def close(self, state: str) -> None:
@@ -129,6 +131,9 @@ class OpenBatch:
                     self._batches.service.add_batch(self)
                 return request
             self.is_read = True
+            columns = self._reader.columns_text()
+            if columns is not None:
+                say_line(f"{self.name}: {columns}")
         self._batches.left(self)
         return None
 
@@ -392,7 +397,9 @@ class Batches:
             self.store.take(batch)
             source = self.store.path(batch["input_file_id"])
             check = partial(self._check, batch)
-            run.open(source, replace(self._reader, endpoint=batch["endpoint"]), check)
+            run.open(
+                source, replace(self._reader, endpoint=batch["endpoint"], columns=Counter()), check
+            )
             with self._lock:
                 check()
                 self.running[batch["id"]] = run

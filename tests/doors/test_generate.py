@@ -127,6 +127,68 @@ def test_lines_of_json_say_themselves_what_they_are(
     assert answers_of(tmp_path / "chat.jsonl") == [message] * 4
 
 
+THINKING = (
+    "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}class{% else %}def{% endif %}"
+)
+
+
+def test_thinking_is_switched_off_for_every_chat(
+    run: Door, words_model: Path, tmp_path: Path, call: Door
+) -> None:
+    """Of a line without its own `chat_template_kwargs`, at every door. A job does not mix."""
+    model = shutil.copytree(words_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(THINKING)
+    other = shutil.copytree(words_model, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ messages[0]['content'] }} class")
+    [on] = texts_of(model, [messages("import")])
+    [off] = texts_of(other, [messages("import")])
+    assert on is not None and off is not None and on != off
+    kwargs = '{"enable_thinking": false}'
+    for given, text in (
+        ([], on),
+        (["--no-thinking"], off),
+        (["--chat-template-kwargs", kwargs], off),
+    ):
+        assert run(model, "-p", "import", *given).out == f"{text}\n", given
+    flags = f"--chat --no-thinking --max-tokens 5 --dtype float32 --offload-dir {tmp_path / 'off'}"
+    assert off in call(cli.main, "complete", "-m", model, "import", *flags.split()).out
+    asked = {"messages": messages("import")}
+    own = {**asked, "chat_template_kwargs": {"enable_thinking": True}}
+    (tmp_path / "in.jsonl").write_text(f"{json.dumps(asked)}\n{json.dumps(own)}\n")
+    job = (model, "-i", "in.jsonl", "-o", "out.jsonl")
+    assert run(*job, "--no-thinking").code == EXIT_DONE
+    assert answers_of(tmp_path / "out.jsonl") == [off, on]
+    mixed = run(*job)
+    assert mixed.code == EXIT_USAGE and "--chat-template-kwargs enable_thinking was" in mixed.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--no-thinking",), "does not read enable_thinking"),
+        (("--no-thinking", "--no-chat"), "are not put into the chat template"),
+        (("--chat-template-kwargs", '{"a": 1}'), "does not read a"),
+    ],
+)
+def test_a_template_flag_without_effect_is_named(
+    flags: tuple[str, ...], says: str, run: Door, chat_model: Path
+) -> None:
+    [line] = [line for line in run(chat_model, "-p", "a", *flags).err.splitlines() if says in line]
+    assert f"{flags[0]} has no effect" in line
+
+
+def test_columns_that_are_not_read_are_named_once(
+    run: Door, words_model: Path, tmp_path: Path
+) -> None:
+    lines = [{"prompt": "import os", "label": 1, "max_new_tokens": 1, f"c{i}": 1} for i in range(9)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for more in ((), ("-o", "out.jsonl"), ("--dry-run",)):
+        err = run(words_model, "-i", "in.jsonl", *more).err
+        [note] = [line for line in err.splitlines() if "not read" in line]
+        assert "label, c0" in note and "and 2 more" in note and "max_new_tokens" not in note
+
+
 # ---- Jobs
 
 
@@ -213,7 +275,8 @@ def test_flags_of_other_programs_are_taken_or_answered() -> None:
 
     def read(flag: str) -> dict[str, Any]:
         action = known[flag]
-        value = [] if action.nargs == 0 else ["float32" if action.dest == "dtype" else "1"]
+        values = {"dtype": "float32", "chat_template_kwargs": "{}"}
+        value = [] if action.nargs == 0 else [values.get(action.dest, "1")]
         model = [] if action.dest == "model" else ["m"]
         return {**vars(parser.parse_args([*model, flag, *value])), "given": None}
 

@@ -46,7 +46,8 @@ FLEX_OPT = (
     "--policy damaged.json",
     "--policy good.json --percent 0 0 0 0 0 0 | --percent",
     "--policy good.json --overlap false | --overlap",
-    "--int8-compute --compress-weight --weight-bits 8 | --compress-weight",
+    "--int8-compute --compress-weight --weight-bits 8 | --weight-bits",
+    "--weight-bits 8 --int8-compute > --weight-bits",
     "--hardware t4 --policy auto",
     f"--prompt-len {POSITIONS} --gen-len 2 | --gen-len {POSITIONS}",
     "--cut-gen-len 1 --gen-len 8 | --gen-len",
@@ -81,6 +82,14 @@ FLEX_OPT = (
     "--model nobody/no-such-model | cache",
     "--model nobody/no-such-model --path _DUMMY_ | built-in",
     "--model opt-tinny | opt-tiny?",
+    "--model Qwen/Qwen3-30-A3B | Qwen/Qwen3-30B-A3B?",
+    "--model google/gemma-3-4b-it > Gemma",
+    "--model Qwen/Qwen3.5-35B-A3B > Qwen3.5",
+    "--model nobody/unheard-of > family",
+    "--model ggufs > GGUF",
+    "--model ggufs/m.gguf > GGUF",
+    "--model words/model.safetensors > folder",
+    "--model weights-alone > config.json",
     "--model no-weights | weights",
     "--model other-shapes > (80, 32)",
     "--model no-tokenizer --prompts short.txt > no-tokenizer",
@@ -185,6 +194,26 @@ GENERATE = (
     "--prompt a --model other > --model",
     "--prompt -x > --prompt=-x",
     "--prompt a --plan none.json > --plan",
+    "--input prompts.csv > read_csv",
+    "--input rows.parquet > read_parquet",
+    "--input rows.xlsx > read_excel",
+    "--input array.json > jq",
+    "--input array.jsonl > lines.jsonl",
+    "--input pretty.json > jq",
+    "--input packed.jsonl > gunzip",
+    "--input rows.jsonl.zst > unzstd",
+    "--input notes.md > .txt",
+    "--input - > cat",
+    "--input /dev/stdin > cat",
+    "--input hf://datasets/squad > load_dataset",
+    "--input rajpurkar/squad > load_dataset",
+    "--input https://a.b/c.jsonl > download",
+    "--lora x > merge_and_unload",
+    "--adapter-path=x > merge_and_unload",
+    "--json-schema x > supported",
+    "--prompt a --no-thinking --chat-template-kwargs '{\"enable_thinking\": true}' > --no-thinking",
+    "--prompt a --chat-template-kwargs '[1]' > JSON",
+    "--prompt a --chat-template-kwargs '{\"tokenize\": true}' > tokenize",
 )
 TABLE = {
     "flex-opt": FLEX_OPT,
@@ -212,6 +241,14 @@ def place(ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPathF
         ("empty.txt", b"\n \n"),
         ("empty.jsonl", b"\n \n"),
         ("prompts.csv", b"a,b"),
+        ("rows.parquet", b"PAR1"),
+        ("rows.xlsx", b"PK\x03\x04"),
+        ("array.json", b'[{"prompt": "a"}]'),
+        ("array.jsonl", b'[\n  {"prompt": "a"}\n]'),
+        ("pretty.json", b'{\n  "prompt": "a"\n}\n'),
+        ("packed.jsonl", b"\x1f\x8b\x08"),
+        ("rows.jsonl.zst", b"x"),
+        ("notes.md", b"Say hi.\n"),
         ("latin.txt", b"plain\ncaf\xe9\n"),
         ("twice.jsonl", b'{"custom_id": "a"}\n{}\n{"custom_id": "a"}\n'),
         ("two.jsonl.job.json", b'{"prompt": [5, 6]}\n'),
@@ -219,6 +256,9 @@ def place(ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPathF
     ):
         (place / name).write_bytes(text)
     write_profile(place / "host.json", nominal_profile(True))
+    for name, file in (("ggufs", "m.gguf"), ("weights-alone", "model.safetensors")):
+        (place / name).mkdir()
+        (place / name / file).touch()
     (place / "empty").mkdir()
     os.mkfifo(place / "pipe.jsonl")
     os.link(place / "in.jsonl", place / "hard.json")

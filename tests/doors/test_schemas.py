@@ -25,7 +25,6 @@ from flexgen_h2o.jobs.requests import (
     FIELDS,
     IGNORED_IF_NONE,
     ONLY,
-    ONLY_IN_CHAT,
     TEMPLATE_FIELDS,
     URLS,
     RequestReader,
@@ -60,13 +59,16 @@ GOOD = r"""
 {"custom_id": "l", "url": "/v1/completions", "body": {"prompt": ["x"]}}
 {"prompt": [[5, 6]], "stream_options": {"include_usage": true}}
 {"text": "x", "max_tokens": 2}
+{"prompt": "x", "max_new_tokens": 2, "label": 3, "add_special_tokens": false}
+{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "x", "truncate_prompt_tokens": -1}}
 """  # noqa: E501
 BAD = r"""
 {"text": 3}
 {"messages": []}
 {"custom_id": "m", "url": "/v1/completions", "body": {"prompt": ["x", "y"]}}
 {"custom_id": "o", "url": "/v1/completions", "body": {"prompt": "x", "stream_options": 3}}
-{"custom_id": "p", "url": "/v1/completions", "body": {"prompt": "x", "add_special_tokens": false}}
+{"custom_id": "p", "url": "/v1/completions", "body": {"prompt": "x", "documents": [{}]}}
+{"custom_id": "p2", "url": "/v1/completions", "body": {"prompt": "x", "truncate_prompt_tokens": 0}}
 {"custom_id": "u", "url": "/v1/completions", "body": {"prompt": "x", "tools": [{}]}}
 {"custom_id": "v", "url": "/v1/completions", "body": {"prompt": "x", "stop_token_ids": [-3]}}
 {"custom_id": "w", "url": "/v1/completions", "body": {"prompt": "x", "reasoning_effort": "low"}}
@@ -126,7 +128,7 @@ def test_fields_of_a_line_are_those_of_the_reader() -> None:
         )
         assert shown.keys() == FIELDS - others
         for name in shown:
-            only = (ONLY_IN_CHAT if is_chat else ONLY).get(name)
+            only = ONLY.get(name)
             if only is not None and name not in IGNORED_IF_NONE:
                 assert shown[name] == {"enum": [*only, None]}, name
 

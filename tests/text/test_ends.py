@@ -14,6 +14,7 @@ import pytest
 from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
+from flexgen_h2o.jobs.responses import choice_of
 from flexgen_h2o.models.load import find_model
 from tests.text.conftest import Job
 from tests.text.tiny import (
@@ -220,15 +221,18 @@ def test_channels(name: str, harmonic: Path) -> None:
 
 
 def test_channels_of_a_job(run_job: Run, harmonic: Path) -> None:
-    """An answer that is cut in its thoughts has an empty content, not null. Stop strings cut
-    either."""
+    """An answer that is cut in its thoughts has an empty content, not null. Stop strings end the
+    content alone, also those that name a mark."""
     asked: dict[str, tuple[dict[str, Any], str, str]] = {
         "whole": ({}, "42", "THINK"),
         "cut": ({"max_tokens": 10}, "", "TH"),
-        "stop": ({"stop": "N"}, "", "THI"),
-        "special": ({"stop": ["<|end|>"]}, "", "THINK"),
+        "stop in thoughts": ({"stop": ["N", "wonder"]}, "42", "THINK"),
+        "stop in content": ({"stop": ["2", "H"]}, "4", "THINK"),
+        "special": ({"stop": ["<|end|>"]}, "42", "THINK"),
+        "token": ({"stop_token_ids": [78]}, "", "THI"),
     }
     job = run_job(harmonic, *(chat_line(name, "6*7", **one[0]) for name, one in asked.items()))
+    assert len(job.choice("stop in thoughts")["token_ids"]) == 18
     for name, (_, content, reasoning) in asked.items():
         expected = {"role": "assistant", "content": content, "reasoning_content": reasoning}
         assert job.choice(name)["message"] == expected, name
@@ -283,4 +287,28 @@ def test_channels_of_a_stream(harmonic: Path) -> None:
         {"content": "42"},
     ]
     assert [token for choice in choices[1:] for token in choice["token_ids"]] == ids
-    assert sum(len(choice["logprobs"]["content"]) for choice in choices[1:]) == len(ids)
+    scored = [one["token"] for choice in choices[1:] for one in choice["logprobs"]["content"]]
+    assert scored == ["4", "2"]
+    whole, choices = streamed(
+        model,
+        chat_line("a", "6*7", logprobs=True, stop="2"),
+        ids,
+        [TokenLogprobs(-1.0, ())] * len(ids),
+    )
+    scored = [one["token"] for choice in choices[1:] for one in choice["logprobs"]["content"]]
+    assert scored == ["4"]
+    found = choice_of(whole, model)
+    assert [one["token"] for one in found["logprobs"]["content"]] == ["4"]
+    assert found["message"]["content"] == "4"
+
+
+def test_a_stop_string_of_a_final_message_ends_the_run(run_job: Run, tmp_path: Path) -> None:
+    """Thoughts may mention it. All tokens are counted."""
+    ids = write_bytes_tokenizer(tmp_path / "model", MARKS, TEMPLATE)
+    script = (*b"t", "<|channel|>", *b"wonder", "<|message|>", *b"THINK", "<|end|>", *b"42!xyz")
+    write_script(tmp_path / "model", (ids.get(one, one) for one in script), eos_token_id=256)
+    job = run_job(tmp_path / "model", chat_line("a", "6*7", stop=["!", "THI"]))
+    assert job.choice("a")["message"]["content"] == "42"
+    assert job.choice("a")["token_ids"][-1] == ord("!")
+    assert job.choice("a")["finish_reason"] == "stop"
+    assert job.rows["a"]["response"]["body"]["usage"]["completion_tokens"] == 17

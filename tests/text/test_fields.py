@@ -33,7 +33,13 @@ from flexgen_h2o.jobs.requests import (
 from flexgen_h2o.models.load import Model, find_model
 from flexgen_h2o.serving.answers import RequestRefused, read_asked
 from tests.text.conftest import Job
-from tests.text.tiny import chat_line, text_line
+from tests.text.tiny import (
+    TEMPLATE,
+    chat_line,
+    text_line,
+    write_llama,
+    write_pieces_tokenizer,
+)
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 # Fields of a chat that change nothing.
@@ -72,12 +78,17 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
             {"tools": [TOOL], "tool_choice": "auto"},
             {"return_tokens_as_token_ids": True},
             {"include_reasoning": False},
-            {"add_special_tokens": True},
+            {"documents": [{"text": "x"}]},
             *({"chat_template_kwargs": {name: []}} for name in ("tokenize", "messages")),
             {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         )
     ),
-    (text_line("a", "hi", add_special_tokens=False), "unsupported"),
+    (text_line("a", "hi", add_generation_prompt=False), "unsupported"),
+    *(
+        (text_line("a", "hi", truncate_prompt_tokens=value), "invalid_request")
+        for value in (0, -2, 300, "4", True)
+    ),
+    (text_line("a", "hi", truncate_prompt_tokens=-1, max_tokens=256), "invalid_request"),
     (text_line("a", ["hi", "you"]), "unsupported"),
     *(
         (chat_line("a", "hi", **body), "invalid_request")
@@ -91,6 +102,8 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
             *({"stop_token_ids": ids} for ids in ("256", [256.5], [-1], [True], {"a": 1})),
             {"reasoning_effort": "a bit"},
             {"chat_template_kwargs": [1]},
+            {"continue_final_message": True},
+            {"documents": ["x"]},
         )
     ),
 )
@@ -131,6 +144,111 @@ def test_fields_that_would_change_the_answer_are_refused(
     line: dict[str, Any], code: str, model: Model
 ) -> None:
     assert refused(model, line)[0] == code
+
+
+# ---- Plain lines, whose names may be those of other programs
+
+# Fields of a plain line, and those of the same line with its own names.
+OTHER_NAMES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    *(
+        ({name: 3}, {"max_tokens": 3})
+        for name in ("max_new_tokens", "maxTokens", "max-output-tokens", "n_predict", "num_predict")
+    ),
+    ({"sampling_params": {"max_tokens": 3, "topP": 0.5}}, {"max_tokens": 3, "top_p": 0.5}),
+    (
+        {"options": {"num_predict": 3, "num_ctx": 99, "temp": 1}},
+        {"max_tokens": 3, "temperature": 1},
+    ),
+    ({"parameters": {"max_new_tokens": 3, "until": ["x"]}}, {"max_tokens": 3, "stop": ["x"]}),
+    ({"generation_config": {"use_cache": True, "seed": 7, "num_beams": 1}}, {"seed": 7}),
+    ({"stop_sequences": ["x"], "repeat_penalty": 2}, {"stop": ["x"], "repetition_penalty": 2}),
+    ({"do_sample": False, "temperature": 1}, {"temperature": 0.0}),
+    ({"do_sample": True, "temperature": 1}, {"temperature": 1}),
+    ({"max_new_tokens": 3, "max_tokens": 3, "max_length": None}, {"max_tokens": 3}),
+    ({"id": 5, "label": "x", "options": ["A", "B"], "config": {"a": 1}, "temp": 20}, {}),
+    ({"top1": 0.5, "step": 3, "score": 1, "stopped": "x", "users": [], "predict": 1}, {}),
+)
+# Fields of a plain line that are refused, and what the message says.
+MISTAKEN: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"max_token": 3}, "max_token: is not a field; did you mean max_tokens?"),
+    ({"temprature": 1}, "temprature: is not a field; did you mean temperature?"),
+    ({"repitition_penalty": 1}, "did you mean repetition_penalty?"),
+    ({"max_new_token": 1}, "did you mean max_new_tokens?"),
+    ({"sampling_param": {}}, "did you mean sampling_params?"),
+    ({"sampling_params": {"max_tokes": 3}}, "sampling_params.max_tokes: is not a field; did you"),
+    ({"sampling_params": {"foo": 3}}, "sampling_params.foo: is not supported"),
+    ({"sampling_params": 3}, "sampling_params: a JSON object is expected"),
+    ({"options": {"num_predict": 3, "mirostat": 2}}, "options.mirostat: "),
+    ({"max_length": 30}, "max_length: counts the prompt too; give max_tokens"),
+    ({"top_n_tokens": 3}, "top_n_tokens: give logprobs"),
+    ({"do_sample": True}, "do_sample: true needs a temperature above 0"),
+    ({"max_new_tokens": 3, "max_tokens": 4}, "another value of max_tokens"),
+    ({"max_new_tokens": "many"}, "max_new_tokens: 'many'"),
+    ({"options": {"num_predict": -3}}, "options.num_predict: -3"),
+    ({"max_tok": 3}, "did you mean max_tokens?"),
+)
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "hi"}, {"text": "hi"}, {"messages": HI}])
+def test_other_names_in_plain_lines(prompt: dict[str, Any], model: Model) -> None:
+    for other, own in OTHER_NAMES:
+        assert facts(model, {**prompt, **other}) == facts(model, {**prompt, **own}), other
+    for fields, says in MISTAKEN:
+        assert says in refused(model, {**prompt, **fields})[1], fields
+
+
+def test_columns_that_nothing_reads_are_counted(model: Model) -> None:
+    reader = RequestReader(model, SamplingParams())
+    for _ in range(2):
+        reader.request({"prompt": "hi", "custom_id": "a", "label": 1, "user": "x"}, 1, "a")
+    reader.request({"article": "hi", "summary_gt": "x"}, 1, "a")  # sent back whole
+    assert reader.columns == {"label": 2}
+
+
+def test_an_error_names_its_field(model: Model) -> None:
+    """Also in OpenAI's lines, where unknown names are refused."""
+    body = {"max_new_tokens": 3}
+    assert refused(model, text_line("a", "hi", **body))[1].endswith("give max_tokens")
+    for line, name in (
+        (text_line("a", "hi", **body), "max_new_tokens"),
+        ({"prompt": "hi", "temprature": 1}, "temprature"),
+        ({"messages": [{"role": "user", "content": "x", "a": 1}]}, "messages[0].a"),
+        ({"prompt": "hi", "max_tokens": 1, "max_completion_tokens": 2}, None),
+    ):
+        with pytest.raises(RowError) as error:
+            read(model, line)
+        assert error.value.field == name
+
+
+# ---- How a prompt becomes tokens
+
+
+def test_special_tokens_and_the_last_tokens_of_a_prompt(tmp_path: Path) -> None:
+    """As in vLLM: special tokens stay, and text is cut at its beginning."""
+    names = write_pieces_tokenizer(tmp_path, "abcdefgh▁")
+    write_llama(tmp_path)
+    model = find_model(str(tmp_path), None)
+
+    def ids(prompt: Any, **body: Any) -> list[int]:
+        return list(read(model, text_line("a", prompt, **body)).prompt_ids)
+
+    whole = ids("abcdefgh")
+    assert whole[0] == names["<s>"]
+    assert ids("abcdefgh", add_special_tokens=False) == whole[1:]
+    assert ids("abcdefgh", truncate_prompt_tokens=99) == whole
+    assert ids("abcdefgh", truncate_prompt_tokens=3) == [whole[0], *whole[-2:]]
+    assert ids("abcdefgh", truncate_prompt_tokens=3, add_special_tokens=False) == whole[-3:]
+    assert ids([5, 6, 7], truncate_prompt_tokens=2.0) == [6, 7]
+    assert ids([5] * 9 + [6] * 300, truncate_prompt_tokens=-1, max_tokens=56) == [6] * 200
+    long = ids("a" * 300_000 + "bcd", truncate_prompt_tokens=5)
+    assert long == [whole[0], names["a"], *(names[one] for one in "bcd")]
+    line = text_line("a", "abcdefgh", truncate_prompt_tokens=3, echo=True)
+    assert read(model, line).prompt is None  # the echo is of the tokens that are left
+    messages = [{"role": "user", "content": "a" * 999}]
+    chat = read(model, chat_line("a", "", messages=messages, truncate_prompt_tokens=4))
+    assert len(chat.prompt_ids) == 4
+    chat = read(model, chat_line("a", "b", add_special_tokens=True))
+    assert chat.prompt_ids == (names["<s>"], *read(model, chat_line("a", "b")).prompt_ids)
 
 
 # ---- One reader for lines of a batch and for requests to the server
@@ -229,6 +347,7 @@ def test_every_field_is_read_alike(url: str, model: Model) -> None:
                 assert line == of_batch(model, url, plain), name
     is_chat = URLS[url] == "chat"
     of_the_other = set() if is_chat else {"prompt_token_ids", "top_logprobs", *TEMPLATE_FIELDS}
+    of_the_other |= {"continue_final_message", "documents"} if is_chat else set()
     taken = {name for name in FIELDS if ONLY.get(name) != ()} - of_the_other
     assert taken <= answered, "each has a value that is taken"
 
@@ -326,6 +445,40 @@ def test_what_the_template_gets(bytes_model: Path, tmp_path: Path) -> None:
     model = with_template(bytes_model, tmp_path / "other", template)
     for body, text in OPTIONS:
         assert prompt_of(model, [{"role": "user", "content": "x"}], **body) == text
+    model = replace(model, template_options={"enable_thinking": True, "reasoning_effort": "max"})
+    for body, text in ((OPTIONS[0][0], "maxTruex"), (OPTIONS[2][0], "maxFalsex")):
+        assert prompt_of(model, [{"role": "user", "content": "x"}], **body) == text
+
+
+def test_where_a_chats_prompt_ends_and_documents(bytes_model: Path, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So"}]
+    template = "{% if documents %}{{ documents[0].text }}{% endif %}" + TEMPLATE
+    model = with_template(bytes_model, tmp_path / "model", template)
+    on = {"continue_final_message": True, "add_generation_prompt": False}
+    assert prompt_of(model, said) == "user: x\nassistant: So\n>"
+    assert prompt_of(model, said, add_generation_prompt=False) == "user: x\nassistant: So\n"
+    assert prompt_of(model, said, **on) == "user: x\nassistant: So"
+    assert prompt_of(model, said[:1], documents=[{"text": "y"}]) == "yuser: x\n>"
+
+
+KNOWN_ROLES = "{% for m in messages if m.role in ROLES %}{{ m.role }}: {{ m.content }};{% endfor %}"
+
+
+def test_no_message_is_dropped(bytes_model: Path, tmp_path: Path) -> None:
+    """A developer's is the system's, unless the template knows it. Others are errors."""
+    order = {"role": "developer", "content": " In French. "}
+    hi = {"role": "user", "content": "x"}
+    for i, (roles, text) in enumerate(
+        (
+            (["system", "user"], "system:  In French. ;user: x;"),
+            (["developer", "user"], "developer:  In French. ;user: x;"),
+        )
+    ):
+        template = KNOWN_ROLES.replace("ROLES", str(roles))
+        model = with_template(bytes_model, tmp_path / str(i), template)
+        assert prompt_of(model, [order, hi]) == text
+        code, why = refused(model, chat_line("a", "", messages=[hi, {**order, "role": "critic"}]))
+        assert code == "invalid_request" and "message 1, whose role is critic" in why
 
 
 @pytest.mark.parametrize(("message", "code"), WRONG_MESSAGES)

@@ -138,7 +138,7 @@ def test_internal_errors_do_not_flood_stderr(
     run_job: Run, bytes_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexgen_h2o.jobs.runner.MAX_SAID", 2)
-    monkeypatch.setattr("flexgen_h2o.models.load.Model.encode", lambda self, text: 1 // 0)
+    monkeypatch.setattr("flexgen_h2o.models.load.Model.encode", lambda self, text, *_, **__: 1 // 0)
     job = run_job(bytes_model, *(text_line(str(i), "x") for i in range(5)))
     said = [line for line in job.err.splitlines() if "ZeroDivisionError" in line]
     assert job.code == 4 and len(said) == 3

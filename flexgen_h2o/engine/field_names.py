@@ -1,0 +1,192 @@
+"""Other names of the fields of a request, and mistyped ones.
+
+The names are those of transformers, text-generation-inference, llama.cpp, Ollama, lm-eval, Gemini
+and OpenAI's responses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+# Other name -> the field with that meaning.
+SAME_FIELD = {
+    **dict.fromkeys(
+        (
+            "max_new_tokens",
+            "max_output_tokens",
+            "max_gen_tokens",
+            "max_gen_toks",
+            "max_gen_len",
+            "max_tokens_to_sample",
+            "max_tokens_to_generate",
+            "max_generated_tokens",
+            "max_decode_tokens",
+            "num_new_tokens",
+            "gen_len",
+            "n_predict",
+            "num_predict",
+        ),
+        "max_tokens",
+    ),
+    **dict.fromkeys(
+        ("stop_sequences", "stop_sequence", "stop_strings", "stop_words", "stopping_strings"),
+        "stop",
+    ),
+    "num_return_sequences": "n",
+    "random_seed": "seed",
+    "sampling_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+    "return_full_text": "echo",
+    "ignore_eos_token": "ignore_eos",
+}
+# Names that have this meaning only among other settings: elsewhere they are ordinary columns.
+SAME_AMONG_SETTINGS = {
+    "temp": "temperature",
+    "until": "stop",
+    "length": "max_tokens",
+    "truncate": "truncate_prompt_tokens",
+}
+# Objects of settings that programs put beside the prompt.
+SETTINGS = (
+    "sampling_params",
+    "sampling_parameters",
+    "generation_config",
+    "generation_params",
+    "generation_parameters",
+    "generation_kwargs",
+    "generate_kwargs",
+    "gen_kwargs",
+    "extra_body",
+)
+# These hold settings in some programs, and data in others.
+MAYBE_SETTINGS = ("options", "parameters", "params", "config", "kwargs")
+# Settings of transformers and Ollama that change no token here.
+IDLE_AMONG_SETTINGS = frozenset(
+    (
+        "use_cache",
+        "pad_token_id",
+        "bos_token_id",
+        "transformers_version",
+        "_from_model_config",
+        "num_ctx",
+        "num_gpu",
+        "num_thread",
+        "num_batch",
+        "use_mmap",
+        "details",
+        "decoder_input_details",
+        "detokenize",
+    )
+)
+# Settings that are not understood, with the remedy.
+INSTEAD = {
+    "max_length": "counts the prompt too; give max_tokens, which counts new tokens alone",
+    "max_total_tokens": "counts the prompt too; give max_tokens, which counts new tokens alone",
+    "min_new_tokens": "is not supported; leave it out",
+    "min_length": "is not supported; leave it out",
+    "eos_token_id": "is not supported; give stop_token_ids",
+    "top_n_tokens": "give logprobs, the number of likeliest tokens",
+    "n_probs": "give logprobs, the number of likeliest tokens",
+    "num_beams": "answers are not searched by beams; leave it out",
+    "num_beam_groups": "answers are not searched by beams; leave it out",
+    "no_repeat_ngram_size": "is not supported; give repetition_penalty",
+    "repeat_last_n": "repetition_penalty counts all tokens; leave it out",
+    "typical_p": "is not supported; give top_p",
+    "mirostat": "is not supported; give top_p",
+}
+# Settings of INSTEAD that change nothing with this value.
+IDLE_VALUES: Mapping[str, object] = {
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1,
+    "mirostat": 0,
+}
+DO_SAMPLE = "do_sample"
+# A name with at least this many letters may have one mistyped letter, or two.
+_ONE_MISTAKE = 6
+_TWO_MISTAKES = 10
+_MAX_NAME = 64  # a longer name is no field's
+
+
+def folded(name: str) -> str:
+    """Return a name without case, hyphens and underscores: `maxTokens` is `max_tokens`."""
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+@lru_cache(maxsize=1024)
+def own_name(name: str, known: tuple[str, ...], among_settings: bool = False) -> str | None:
+    """Return the known field that `name` means, or None if it means none.
+
+    known: names of fields. One without an underscore is a common word: it must be written exactly
+    unless it stands among settings.
+    """
+    if len(name) > _MAX_NAME:
+        return None
+    same = {other: other for other in known if among_settings or _is_typical(other)}
+    same |= SAME_FIELD | (SAME_AMONG_SETTINGS if among_settings else {})
+    return same.get(name) or {folded(other): own for other, own in same.items()}.get(folded(name))
+
+
+def instead_of(name: str) -> str | None:
+    """Return why a setting of other programs is not understood, with the remedy."""
+    return INSTEAD.get(name) or {folded(other): why for other, why in INSTEAD.items()}.get(
+        folded(name)
+    )
+
+
+@lru_cache(maxsize=1024)
+def near_name(name: str, known: tuple[str, ...]) -> str | None:
+    """Return the known field that a mistyped `name` may mean, or None if it is near none."""
+    if len(name) > _MAX_NAME:
+        return None
+    word = folded(name)
+    long = (other for other in SAME_FIELD if len(folded(other)) >= _TWO_MISTAKES)
+    for other in (*filter(_is_typical, known), *long, *SETTINGS, *INSTEAD, DO_SAMPLE):
+        size = len(folded(other))
+        mistakes = (size >= _ONE_MISTAKE) + (size >= _TWO_MISTAKES)
+        if 0 < _distance(word, folded(other), mistakes) <= mistakes:
+            return other
+    return "max_tokens" if re.match("max.*tok", word) else None  # such as max_tok
+
+
+def is_settings(name: str, value: Any, known: tuple[str, ...]) -> bool:
+    """Return whether a column of a line is an object of settings."""
+    if name in SETTINGS:
+        return True
+    return (
+        name in MAYBE_SETTINGS
+        and isinstance(value, dict)
+        and any(own_name(inner, known, True) or inner in INSTEAD for inner in value)
+    )
+
+
+def _is_typical(name: str) -> bool:
+    """Return whether no column of data is likely to have a name like this field's."""
+    return "_" in name or name in ("temperature", "logprobs")
+
+
+def _distance(one: str, other: str, most: int) -> int:
+    """Return how many letters are added, left out, changed or swapped between two words.
+
+    A distance above `most` is returned as `most + 1`.
+    """
+    if abs(len(one) - len(other)) > most:
+        return most + 1
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        earlier = before
+        before = row
+        row = [i]
+        for j, there in enumerate(other, start=1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != there))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == there:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+    return min(row[-1], most + 1)
