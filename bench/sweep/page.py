@@ -224,14 +224,12 @@ def fewer(cells: Sequence[Found]) -> str:
 
 def _count(cells: Sequence[Found]) -> str:
     run = [found for found in cells if _is_compared(found)]
-    waiting = len(cells) - len(run)
     over = [ratio_of(found, FULL) for found in run]
     alike = [ratio_of(found, FULL, CLASSES[0].takes) for found in run]
-    planned = f", and {waiting} more are planned" if waiting else ""
     return wrapped(
         f"flexgen_h2o is slower than the fastest other system in {_losses_of(over)} of the "
-        f"{len(run)} benchmarks that have been run{planned}. It is slower in {_losses_of(alike)} "
-        "of them if only systems in 16 or 32 bits count."
+        f"{len(run)} benchmarks that have been run. If only other systems in 16 or 32 bits count, it "
+        f"is slower in {_losses_of(alike)}."
     )
 
 
@@ -282,15 +280,17 @@ def benchmarks(cells: Sequence[Found]) -> str:
     table = "\n".join(
         markdown_table(head, [row for _, row in sorted(rows, key=lambda pair: pair[0])])
     )
+    waiting = len(cells) - len(rows)
     tried = [len(found.tried[peer.system]) for found in cells for peer in found.peers]
     marks = (
         f"† The speed of the machine itself changed by more than {MOVED:.0%} in at least one "
         "round. "
         f"‡ Fewer than {FEWEST} rounds. In {tried.count(1)} of {len(tried)} cases only one batch "
         "size of the other "
-        "system was tried."
+        "system was tried. "
+        f"{f'{waiting} more benchmarks are planned and have not been run.' if waiting else ''}"
     )
-    return f"{table}\n\n{wrapped(marks)}"
+    return f"{table}\n\n{wrapped(marks.strip())}"
 
 
 def losses_table(losses: Sequence[quality.Line]) -> str:
