@@ -227,9 +227,9 @@ def _count(cells: Sequence[Found]) -> str:
     over = [ratio_of(found, FULL) for found in run]
     alike = [ratio_of(found, FULL, CLASSES[0].takes) for found in run]
     return wrapped(
-        f"flexgen_h2o is slower than the fastest other system in {_losses_of(over)} of the "
-        f"{len(run)} benchmarks that have been run. If only other systems in 16 or 32 bits count, it "
-        f"is slower in {_losses_of(alike)}."
+        f"flexgen_h2o is slower than the fastest other system in {_losses_of(over)} of "
+        f"{len(run)} benchmarks, and in {_losses_of(alike)} if only other systems in 16 or 32 bits "
+        "count."
     )
 
 
