@@ -205,7 +205,7 @@ def loss_columns(changed: str) -> list[Column]:
 LEGEND = (
     "KL: distance of the next token's probabilities from those of the full cache. Changed tokens: "
     "steps at which another token became the likeliest. NLL - full: how much less likely the text "
-    "itself became. All are 0 if nothing is lost. A nat is the unit of both."
+    "itself became. All are 0 if nothing is lost. KL and NLL are in nats (natural logarithm)."
 )
 
 
