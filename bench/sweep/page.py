@@ -38,7 +38,6 @@ from bench.sweep.tables import (
     NAME,
     SMALL,
     details,
-    loss_of,
     three_figures,
     wrapped,
 )
@@ -51,7 +50,7 @@ RESULTS = common.ROOT / "bench" / "results" / "build-2core"
 PAGES = ("README.md", "docs/results.md")
 MARKS = "<!-- {name}: made by python -m bench.sweep.page -->", "<!-- end of {name} -->"
 
-# The benchmarks that README shows, and the setting with fewer bits in the last column.
+# The benchmarks that README shows, and the setting with fewer bits that Results shows of each.
 SHOWN = {
     f"{OPT['1.3b']} 512+32 budget third": MIX,
     f"{LLAMA_8B} 512+32 budget third": SMALL,
@@ -60,11 +59,11 @@ SHOWN = {
     f"{OPT['6.7b']}:8 512+32 budget none": INT8,
     f"{LLAMA_8B}:4 128+128 budget third": SMALL,
 }
-# A setting with fewer bits: its footnote, and what it does.
+# A setting with fewer bits, as its flags.
 FEWER_BITS = {
-    INT8: ("a", "int8 weights and matrix multiplications"),
-    MIX: ("b", "KV cache in 20% of its bytes"),
-    SMALL: ("c", "4-bit weights, 4-bit KV, 20% of the KV entries, int8 matrix multiplications"),
+    INT8: "`--int8-compute`",
+    MIX: "`--kv-size 20%`",
+    SMALL: "`--weight-bits 4 --int8-compute --kv-bits 4 --kv-budget 0.2`",
 }
 PEERS = {
     "accelerate": "Accelerate",
@@ -153,99 +152,85 @@ def two_figures(value: float) -> str:
     return f"{value:#.2g}".rstrip(".")
 
 
-def _speed_and_ratio(found: Found, ours: str, is_bold: bool) -> str:
-    speed = found.entries[ours].median("tokens_per_s")
-    ratio = ratio_of(found, ours)
-    if ratio is None:
-        return three_figures(speed)
-    words = f"{two_figures(ratio)}x" + ", slower" * (ratio < 1)
-    return f"{three_figures(speed)} ({f'**{words}**' if is_bold else words})"
-
-
 # ---- the parts of the pages
 
 
-def speed(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
-    """The table of README: six benchmarks, what fewer bits cost, and in how many of all benchmarks
-    ours is slower."""
-    run = {found.cell.name: found for found in cells if _is_compared(found)}
-    if not run:
-        return f"No benchmark has been run yet: {len(cells)} are planned."
+def speed(cells: Sequence[Found]) -> str:
+    """The table of README: six benchmarks, those that we lose first, and in how many of all
+    flexgen_h2o is slower."""
     head = (
         "Model (prompts, tokens in + out)",
         "RAM",
         "Fastest other system",
-        "flexgen_h2o, bf16, full KV cache",
-        "flexgen_h2o, fewer bits",
+        "flexgen_h2o, bf16",
+        "Ratio",
     )
-    rows = []
-    for name, fewer in SHOWN.items():
-        if name in run:
-            found = run[name]
-            note = FEWER_BITS[fewer][0]
-            best = found.best()
-            assert best is not None
-            last = (
-                f"{_speed_and_ratio(found, fewer, fewer != SMALL)} [{note}]"
-                if fewer in found.entries
-                else ""
-            )
-            other = f"{system_words(best.system)}: {three_figures(best.median('tokens_per_s'))}"
-            rows.append(
-                [
-                    benchmark_words(found),
-                    _ram(found),
-                    other,
-                    _speed_and_ratio(found, FULL, True),
-                    last,
-                ]
-            )
-    shown = [run[name] for name in SHOWN if name in run]
-    table = "\n".join(markdown_table(head, rows))
-    return "\n\n".join(
-        [table, wrapped(_cost(shown, losses)), wrapped(_count(cells))] if rows else [_count(cells)]
-    )
+    rows = list[tuple[float, list[str]]]()
+    for found in _shown(cells):
+        ratio = ratio_of(found, FULL)
+        best = found.best()
+        if ratio is not None and best is not None:
+            line = [
+                benchmark_words(found),
+                _ram(found),
+                f"{system_words(best.system)}: {three_figures(best.median('tokens_per_s'))}",
+                three_figures(found.entries[FULL].median("tokens_per_s")),
+                f"{two_figures(ratio)}x",
+            ]
+            rows.append((ratio, line))
+    lines = [line for _, line in sorted(rows, key=lambda pair: pair[0])]
+    return "\n\n".join(["\n".join(markdown_table(head, lines))] * bool(lines) + [_count(cells)])
+
+
+def _shown(cells: Sequence[Found]) -> list[Found]:
+    run = {found.cell.name: found for found in cells if _is_compared(found)}
+    return [run[name] for name in SHOWN if name in run]
 
 
 def _is_compared(found: Found) -> bool:
     return FULL in found.entries and found.best() is not None
 
 
-def _cost(shown: Sequence[Found], losses: Sequence[quality.Line]) -> str:
-    """The footnotes: how many tokens change with each setting, at the lengths of the benchmarks
-    that show it."""
-    notes = []
-    for setting, (note, words) in FEWER_BITS.items():
-        changed = dict[str, str]()  # by lengths
-        for found in shown:
-            loss = loss_of(setting, found.cell, losses)
-            if SHOWN[found.cell.name] == setting and loss is not None:
-                lengths = f"{found.cell.prompt_len} + {found.cell.gen_len}"
-                changed[lengths] = f"{loss['flips']['value']:.0%}"
-        if len(set(changed.values())) == 1:
-            notes.append(f"**[{note}]** {words}: {next(iter(changed.values()))}.")
-        elif changed:
-            each = ", ".join(f"{share} at {lengths}" for lengths, share in changed.items())
-            notes.append(f"**[{note}]** {words}: {each}. Read [{note}] as a speed limit only.")
-    return (
-        "What the fewer bits cost: the share of tokens that change on a test model of 5.5 million "
-        "parameters. " + " ".join(notes)
+def fewer(cells: Sequence[Found]) -> str:
+    """The same six benchmarks with fewer bits, by setting."""
+    head = (
+        "Model (prompts, tokens in + out)",
+        "RAM",
+        "Setting",
+        "tokens/s",
+        "Over flexgen_h2o in bf16",
+        "Over the fastest other system",
     )
+    rows = []
+    for found in _shown(cells):
+        setting = SHOWN[found.cell.name]
+        if setting in found.entries:
+            speed = found.entries[setting].median("tokens_per_s")
+            gain = statistics.median(found.entries[setting].over(found.entries[FULL]))
+            ratio = ratio_of(found, setting)
+            assert ratio is not None
+            rows.append(
+                [
+                    benchmark_words(found),
+                    _ram(found),
+                    FEWER_BITS[setting],
+                    three_figures(speed),
+                    f"{two_figures(gain)}x",
+                    f"{two_figures(ratio)}x",
+                ]
+            )
+    return "\n".join(markdown_table(head, rows)) if rows else "None yet."
 
 
 def _count(cells: Sequence[Found]) -> str:
     run = [found for found in cells if _is_compared(found)]
-    waiting = len(cells) - len(run)
     over = [ratio_of(found, FULL) for found in run]
     alike = [ratio_of(found, FULL, CLASSES[0].takes) for found in run]
-    return (
-        f"{len(run)} benchmarks have been run. In bf16 with the full KV cache, flexgen_h2o is "
-        "slower than the fastest "
-        f"other system in {_losses_of(over)} of them. It is slower in {_losses_of(alike)} if only "
-        "systems in 16 or 32 "
-        "bits count. "
-        f"{f'{waiting} more benchmarks are planned and have not been run.' if waiting else ''}"
-    ).strip()
+    return wrapped(
+        f"flexgen_h2o is slower than the fastest other system in {_losses_of(over)} of "
+        f"{len(run)} benchmarks, and in {_losses_of(alike)} if only other systems in 16 or 32 bits "
+        "count."
+    )
 
 
 def _losses_of(ratios: Sequence[float | None]) -> int:
@@ -295,15 +280,17 @@ def benchmarks(cells: Sequence[Found]) -> str:
     table = "\n".join(
         markdown_table(head, [row for _, row in sorted(rows, key=lambda pair: pair[0])])
     )
+    waiting = len(cells) - len(rows)
     tried = [len(found.tried[peer.system]) for found in cells for peer in found.peers]
     marks = (
         f"† The speed of the machine itself changed by more than {MOVED:.0%} in at least one "
         "round. "
         f"‡ Fewer than {FEWEST} rounds. In {tried.count(1)} of {len(tried)} cases only one batch "
         "size of the other "
-        "system was tried."
+        "system was tried. "
+        f"{f'{waiting} more benchmarks are planned and have not been run.' if waiting else ''}"
     )
-    return f"{table}\n\n{wrapped(marks)}"
+    return f"{table}\n\n{wrapped(marks.strip())}"
 
 
 def losses_table(losses: Sequence[quality.Line]) -> str:
@@ -332,7 +319,8 @@ def _range(values: Sequence[float], form: str) -> str:
 def parts(cells: Sequence[Found], losses: Sequence[quality.Line]) -> dict[str, str]:
     """Return what the pages have between their marks, by the name of the mark."""
     return {
-        "speed": speed(cells, losses),
+        "speed": speed(cells),
+        "fewer": fewer(cells),
         "classes": classes(cells),
         "benchmarks": benchmarks(cells),
         "losses": losses_table(losses),

@@ -336,7 +336,7 @@ def eviction_line(report: RunReport) -> str:
     common = report.extra.get("common_prefix", {}).get("tokens", 0)
     behind = f" behind one copy of {common} tokens for all" if common else ""
     return (
-        f"eviction: {report.eviction['name']}, {report.kv['slots']} slots a row{behind}, "
+        f"eviction: {report.eviction['name']}, {report.kv['slots']} KV entries per prompt{behind}, "
         f"{share:.1%} of the full KV cache"
     )
 

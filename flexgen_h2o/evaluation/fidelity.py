@@ -19,6 +19,7 @@ from flexgen_h2o.engine.generation import LogitsWatch
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import AutoPolicy, base_of
 from flexgen_h2o.evaluation.figures import (
+    LEGEND,
     Bootstrap,
     Column,
     Figures,
@@ -159,12 +160,15 @@ def markdown(result: Figures) -> str:
         (f"share of the {settings['budgets_of']}", lambda cell: f"{cell['budget']:.0%}"),
         *loss_columns(FLIPS),
     ]
+    legend = LEGEND
+    if recall:
+        legend += " Recall: right answers to questions about the prompt, at its end and later."
     for place in recall:
         columns.append(
             (f"recall {place}", lambda cell, place=place: percent(cell["recall"][place]))  # type: ignore[misc]
         )
     cells = sorted(result["cells"], key=lambda cell: (-cell["budget"], -cell["kl"]["value"]))
-    return f"{head}\n\n{table_of(columns, cells)}\n"
+    return f"{head}\n\n{table_of(columns, cells)}\n\n{legend}\n"
 
 
 def draw(result: Figures, path: Path) -> None:

@@ -201,6 +201,14 @@ def loss_columns(changed: str) -> list[Column]:
     ]
 
 
+# What the columns of `loss_columns` mean, for someone who sees the table for the first time.
+LEGEND = (
+    "KL: distance of the next token's probabilities from those of the full cache. Changed tokens: "
+    "steps at which another token became the likeliest. NLL - full: how much less likely the text "
+    "itself became. All are 0 if nothing is lost. KL and NLL are in nats (natural logarithm)."
+)
+
+
 def number(interval: Figures | None, digits: int) -> str:
     """Return an interval as text, `value [low, high]`; "" for None."""
     if interval is None:

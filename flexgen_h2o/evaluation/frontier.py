@@ -880,7 +880,13 @@ def markdown(result: Figures) -> str:
         "In brackets: 95% bootstrap intervals over prompts. *: no smaller setting loses less, "
         "beyond the intervals."
     )
-    from flexgen_h2o.evaluation.figures import loss_columns, on_frontier, percent, table_of
+    from flexgen_h2o.evaluation.figures import (
+        LEGEND,
+        loss_columns,
+        on_frontier,
+        percent,
+        table_of,
+    )
 
     best = {cell["name"] for cell in on_frontier(result["cells"])}
     columns: list[Column] = [
@@ -898,7 +904,7 @@ def markdown(result: Figures) -> str:
             ("tokens/s", lambda cell: f"{cell['tokens_per_s']:.1f}" if cell["tokens_per_s"] else "")
         )
     ordered = sorted(result["cells"], key=lambda cell: -cell["kv_share"])
-    return f"{head}\n\n{table_of(columns, ordered)}\n"
+    return f"{head}\n\n{table_of(columns, ordered)}\n\n{LEGEND}\n"
 
 
 def draw(result: Figures, path: Path) -> None:

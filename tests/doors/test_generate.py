@@ -3,9 +3,13 @@ and advice say."""
 
 from __future__ import annotations
 
+import csv
+import importlib.util
 import io
 import json
+import re
 import shutil
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,3 +294,70 @@ def test_flags_of_other_programs_are_taken_or_answered() -> None:
             assert advice in str(raised.value)
         for named in [word.strip(",;()") for word in advice.split() if word.startswith("--")]:
             assert named in known or named in ("--pipeline", "--prompts"), (theirs, named)
+
+
+# ---- The page on data of one's own
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "your-data.md"
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SOURCE = re.compile(r"(pyarrow|datasets)\b")  # a package that a block of the page needs
+TICKETS = [
+    {"id": "b", "text": "x = 1"},
+    {"id": "07", "text": 'y, "z"\nü'},
+    {"id": "a", "text": "import os " * 50},
+]
+
+
+def write_tickets(has_pyarrow: bool) -> None:
+    """Write the table that the page reads, in each of its formats."""
+    with open("tickets.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "text"])
+        writer.writeheader()
+        writer.writerows(TICKETS)
+    Path("tickets.jsonl").write_text("".join(json.dumps(one) + "\n" for one in TICKETS))
+    if has_pyarrow:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TICKETS), "tickets.parquet")
+
+
+def test_the_page_on_your_data_leads_from_a_table_to_a_table(
+    run: Door, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block of the page is run, those whose package is not installed excepted."""
+    monkeypatch.chdir(tmp_path)
+    there = {name for name in ("pyarrow", "datasets") if importlib.util.find_spec(name)}
+    write_tickets("pyarrow" in there)
+    if "datasets" in there:
+        import datasets
+
+        data = datasets.Dataset.from_list(TICKETS)
+        monkeypatch.setattr(datasets, "load_dataset", lambda name, split: data)
+    requests = tmp_path / "requests.jsonl"
+    names = dict[str, object]()
+    seen = set[bytes]()
+    ran = 0
+    for language, body in BLOCK.findall(PAGE.read_text()):
+        if language == "python" and {*SOURCE.findall(body)} <= there:
+            exec(textwrap.dedent(body), names)
+            if "tickets." in body and requests.exists():
+                seen.add(requests.read_bytes())
+            elif "load_dataset" in body:
+                assert [row["custom_id"] for row in read_lines(requests)] == ["0", "1", "2"]
+        elif language == "bash" and "smollm2-135m" in body:
+            [wanted] = seen  # CSV, JSON lines and parquet give the same requests
+            requests.write_bytes(wanted)
+            for line in body.splitlines():
+                words = line.split()
+                assert words[:3] == ["flexgen-h2o", "generate", "smollm2-135m"]
+                answer = run(chat_model, *words[3:])
+                assert answer.code == EXIT_DONE, answer.err
+                ran += 1
+    assert ran == 2
+    with open("answered.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [{"id": row["id"], "text": row["text"]} for row in rows] == TICKETS
+    assert [bool(row["error"]) for row in rows] == [False, False, True]
+    assert rows[0]["answer"] and rows[1]["answer"] and not rows[2]["answer"]
+    assert [row["custom_id"] for row in read_lines(tmp_path / "again.jsonl")] == ["a"]

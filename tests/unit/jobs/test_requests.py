@@ -130,13 +130,21 @@ invalid_request         | custom_id: is missing | {"url": "/v1/completions", "bo
 invalid_request         | body:                | {"custom_id": "a", "url": "/v1/completions"}
 unknown_url             | url:                 | {"custom_id": "a", "url": "/v1/x", "body": {}}
 """
-# The same, of fields of a completion, and of a chat.
+# The same, of fields of a completion, and of a chat. docs/reference/not-supported.md has a remedy
+# for each that is unsupported.
 BAD_FIELDS = r"""
 unsupported             | foo:                 | {"foo": 1}
 invalid_request         | n: 0                 | {"n": 0}
 unsupported             | n: 2                 | {"n": 2}
 unsupported             | best_of:             | {"best_of": 2}
 unsupported             | stream:              | {"stream": true}
+unsupported             | suffix:              | {"suffix": "z"}
+unsupported             | min_p:               | {"min_p": 0.1}
+unsupported             | presence_penalty:    | {"presence_penalty": 0.5}
+unsupported             | frequency_penalty:   | {"frequency_penalty": 0.5}
+unsupported             | logit_bias:          | {"logit_bias": {"5": 1}}
+unsupported             | structured_outputs:  | {"structured_outputs": {"regex": "a"}}
+unsupported             | guided_json:         | {"guided_json": {}}
 invalid_request         | stream_options:      | {"stream_options": 3}
 invalid_request         | max_tokens and       | {"max_tokens": 3, "max_completion_tokens": 4}
 invalid_request         | temperature:         | {"temperature": "hot"}
@@ -147,6 +155,8 @@ unsupported             | echo:                | {"echo": true}
 invalid_request         | messages[0]:         | {"messages": ["hi"]}
 invalid_request         | messages[0].content: | {"messages": [{"role": "user"}]}
 unsupported             | tools:               | {"tools": [{}]}
+unsupported             | functions:           | {"functions": [{}]}
+unsupported             | response_format:     | {"response_format": {"type": "json_object"}}
 invalid_request         | logprobs:            | {"logprobs": 3}
 invalid_request         | top_logprobs:        | {"top_logprobs": 3}
 """
