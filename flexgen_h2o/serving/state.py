@@ -12,7 +12,7 @@ from typing import Any
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import LATENCIES, Service
-from flexgen_h2o.serving.store import ACTIVE
+from flexgen_h2o.serving.records import ACTIVE
 
 STARTED = time.time()
 MAX_JOBS = 100  # most jobs that are shown
