@@ -85,7 +85,8 @@ class Server:
             _route("/v1/batches/{batch_id}/resume", self.resume_batch, "POST"),
         ]
         if self.other is not None:
-            routes.append(_route("/compare/v1/completions", self.other.complete, "POST"))
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                routes.append(_route(f"/compare{path}", self.other.complete, "POST"))
         return Starlette(routes=[*routes, *more], exception_handlers=HANDLERS)
 
     # The server

@@ -35,7 +35,13 @@ def status_of(service: Service, batches: Batches) -> dict[str, Any]:
     clients, of_batches = service.running
     policy = llm.policy
     return {
-        "model": {"id": llm.model.name, "dtype": llm.dtype, "max_model_len": service.length},
+        "model": {
+            "id": llm.model.name,
+            "dtype": llm.dtype,
+            "max_model_len": service.length,
+            "chat": llm.model.has_chat_template,
+            "device_is_host": llm.device.is_host,
+        },
         "policy": None if policy is None else policy.to_json(),
         "eviction": llm.eviction.to_json(),
         "memory": memory_of(service),
