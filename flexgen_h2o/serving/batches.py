@@ -207,6 +207,11 @@ class Batches:
         with_jobs = set(store.with_jobs())
         records = list(store.batches.values())
         held.settle(store.sizes(*(one for one in records if one["status"] in ACTIVE)))
+        if suspects := [name for name in store.batches if held.most_beside(name)]:
+            say_line(
+                f"a server has died; batches that ran then run apart until they have a new "
+                f"result: {len(suspects)}"
+            )
         # Suspects go first, and last those with which the server has died alone.
         records.sort(key=lambda one: (held.deaths(one["id"]), not held.most_beside(one["id"])))
         for batch in records:
@@ -562,6 +567,7 @@ class Batches:
         with contextlib.suppress(FlexgenError, OSError):  # the next start does it again
             self.store.save(batch)
             if is_given_up(batch):
+                say_line(f"{batch['id']}: given up: {message}")
                 self.store.held.forget(batch["id"])
             elif found:
                 self.store.remove_job(batch)

@@ -30,10 +30,31 @@ LISTS = ("/v1/files", "/v1/files?purpose=batch&order=asc", "/v1/batches?limit=10
 PAGES = (*LISTS, "/metrics", "/v1/models", "/health")
 DEEP = "[" * 100_000 + "]" * 100_000
 VALUES = (
-    None, True, 0, -1, 1.5, 2**53, 10**400, float("nan"), float("inf"), "", "lots", "\ud83e",
-    "\0", "../../etc", "a" * 5000, [], {}, [[]], {"total": 1}, {"data": 3}, {"data": [{}]},
-    {"total": -1, "completed": 0, "failed": 0}, {"a": 1}, {str(i): "" for i in range(99)},
-)  # fmt: skip
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    2**53,
+    10**400,
+    float("nan"),
+    float("inf"),
+    "",
+    "lots",
+    "\ud83e",
+    "\0",
+    "../../etc",
+    "a" * 5000,
+    [],
+    {},
+    [[]],
+    {"total": 1},
+    {"data": 3},
+    {"data": [{}]},
+    {"total": -1, "completed": 0, "failed": 0},
+    {"a": 1},
+    {str(i): "" for i in range(99)},
+)
 BYTES = (b"", b"\0" * 500, b"{", b"null", b"[]", b'"a"', b"3", b"\xff\xfe{}", DEEP.encode())
 
 
@@ -139,7 +160,7 @@ def ids_of(folder: Path) -> set[str]:
 
 
 def looks(path: Path) -> tuple[int, bytes]:
-    """What is at a path: its type, and a regular file's bytes."""
+    """Return the type of what is at a path, and a regular file's bytes."""
     mode = os.lstat(path).st_mode
     return stat.S_IFMT(mode), path.read_bytes() if stat.S_ISREG(mode) else b""
 
