@@ -157,7 +157,7 @@ class Store:
 
     def _missing(self, kind: str, name: str) -> RequestRefused:
         if name in self._odd:
-            told = f"{name}: its record cannot be used ({self._odd[name]})"
+            told = f"the record of {name} cannot be used: {self._odd[name]}"
         else:
             told = f"no {kind} {name[:60]!r}"
         return RequestRefused(told, "not_found", 404)
