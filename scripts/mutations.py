@@ -746,10 +746,24 @@ MUTATIONS = (
     ),
     Mutation(
         "serving.deaths-not-counted",
-        "serving/store.py",
-        '            self._deaths[batch["id"]] = deaths + is_held\n',
-        '            self._deaths[batch["id"]] = deaths\n',
+        "serving/held.py",
+        "                if len(held) == 1:\n",
+        "                if False:\n",
         "tests/serving/test_batches.py",
+    ),
+    Mutation(
+        "serving.deaths-count-against-all",
+        "serving/held.py",
+        "                if len(held) == 1:\n",
+        "                if True:\n",
+        "tests/serving/test_batches.py",
+    ),
+    Mutation(
+        "serving.odd-records-listed",
+        "serving/records.py",
+        "        if not is_sound(record[name]):\n",
+        "        if False:\n",
+        "tests/serving/test_odd_records.py",
     ),
     Mutation(
         "serving.failed-row-counts-as-answer",

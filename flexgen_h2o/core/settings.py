@@ -74,9 +74,9 @@ class SamplingParams:
 
     # Most new tokens of a sequence. It may be 0 if prompt_logprobs is set.
     max_tokens: int = setting(32, low=0)
-    # Below 1e-5, choosing is greedy.
+    # In [0, 2], as in OpenAI's API. Below 1e-5, choosing is greedy.
     temperature: float = setting(
-        0.0, "0: the likeliest token; above 0: drawn at random", metavar="T"
+        0.0, "0: the likeliest token; above 0, up to 2: drawn at random", high=2.0, metavar="T"
     )
     # In [0, 1]; 1 is off.
     top_p: float = setting(

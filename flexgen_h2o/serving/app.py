@@ -82,9 +82,11 @@ class Server:
             _route("/v1/batches", self.list_batches, "GET", "after", "limit"),
             _route("/v1/batches/{batch_id}", self.batch),
             _route("/v1/batches/{batch_id}/cancel", self.cancel_batch, "POST"),
+            _route("/v1/batches/{batch_id}/resume", self.resume_batch, "POST"),
         ]
         if self.other is not None:
-            routes.append(_route("/compare/v1/completions", self.other.complete, "POST"))
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                routes.append(_route(f"/compare{path}", self.other.complete, "POST"))
         return Starlette(routes=[*routes, *more], exception_handlers=HANDLERS)
 
     # The server
@@ -262,6 +264,10 @@ class Server:
 
     async def cancel_batch(self, request: Request) -> Response:
         found = await run_in_threadpool(self.batches.cancel, request.path_params["batch_id"])
+        return json_response(self.batches.shown(found))
+
+    async def resume_batch(self, request: Request) -> Response:
+        found = await run_in_threadpool(self.batches.resume, request.path_params["batch_id"])
         return json_response(self.batches.shown(found))
 
 

@@ -26,18 +26,19 @@ from flexgen_h2o.core.files import is_scarce
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.input import Check, InputPart, read_part, scan_input
 from flexgen_h2o.jobs.job import settle
-from flexgen_h2o.jobs.output import OutputFile, count_rows
+from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.jobs.runner import JobWriter, read_requests
 from flexgen_h2o.jobs.sidecar import DONE
 from flexgen_h2o.serving.answers import RequestRefused, say_fault, say_line
 from flexgen_h2o.serving.block import Service
 from flexgen_h2o.serving.clerk import Clerk
-from flexgen_h2o.serving.store import ACTIVE, MAX_DEATHS, Store
+from flexgen_h2o.serving.held import MAX_DEATHS
+from flexgen_h2o.serving.records import ACTIVE
+from flexgen_h2o.serving.store import DIED, Store, is_given_up
 
 MAX_ROWS = 50_000  # most rows of a batch, as in OpenAI's API
 MAX_FEEDING = 8  # batches that give rows in turn, if these have enough rows for the block
-TRIAL_S = 30.0  # seconds in which no other batch joins one that was open when the server died
 
 
 class OpenBatch:
@@ -55,6 +56,8 @@ class OpenBatch:
         # Rows that it gives before it makes room for waiting ones; `Batches` sets it.
         self.turn_rows = 0
         self.writer: JobWriter
+        # For clients. It is replaced as a whole, because other threads read it.
+        self.counts = dict(record.get("request_counts", {}))
         self.requests: Iterator[Request | None]  # as of `read_requests`
         self._reader: RequestReader
 
@@ -78,6 +81,7 @@ class OpenBatch:
         lines = read_part(source, InputPart(~before.done))
         self._reader = reader
         self.requests = read_requests(reader, lines, self.writer)
+        self._count()
 
     def close(self, state: str) -> None:
         """Write its final status, and sync its rows. Raise FlexgenError if that fails."""
@@ -95,10 +99,9 @@ class OpenBatch:
     def name(self) -> str:
         return str(self.record["id"])
 
-    @property
-    def counts(self) -> dict[str, int]:
+    def _count(self) -> None:
         status = self.writer.status
-        return {
+        self.counts = {
             "total": status.rows,
             "completed": status.done - status.errors,
             "failed": status.errors,
@@ -126,10 +129,12 @@ class OpenBatch:
             return None
         with self._failing():
             for request in self.requests:
+                self._count()
                 self.turn_rows -= 1
                 if request is None:  # many bad lines were read: others have their turn first
                     self._batches.service.add_batch(self)
                 return request
+            self._count()
             self.is_read = True
             columns = self._reader.columns_text()
             if columns is not None:
@@ -147,6 +152,7 @@ class OpenBatch:
             if request.error is None:
                 self.writer.status.tokens += len(request.token_ids)
             self.writer.write([request])
+            self._count()
 
     def end(self, error: BaseException | None = None) -> None:
         if not self.has_ended:
@@ -194,26 +200,38 @@ class Batches:
         self._waiting: deque[dict[str, Any] | OpenBatch] = deque()
         self._opening: dict[str, int] = {}  # batches that are being opened: rows by id
         self._feeding: set[OpenBatch] = set()  # batches that the block takes rows of
-        # The batch that no other joins, and until when.
-        self._trial: tuple[str, float] | None = None
+        # Suspected batches that run, each with the number of them that may run together. No other
+        # batch gives rows meanwhile.
+        self._trial: dict[str, int] = {}
+        service.on_clients = store.held.note_clients
 
     def go_on(self) -> None:
         """Resume the batches that an earlier server has left."""
-        with_jobs = set(self.store.with_jobs())
-        for batch in list(self.store.batches.values()):
+        store = self.store
+        held = store.held
+        with_jobs = set(store.with_jobs())
+        records = list(store.batches.values())
+        held.settle(store.sizes(*(one for one in records if one["status"] in ACTIVE)))
+        if suspects := [name for name in store.batches if held.most_beside(name)]:
+            say_line(
+                f"a server has died; batches that ran then run apart until they have a new "
+                f"result: {len(suspects)}"
+            )
+        # Suspects go first, and last those with which the server has died alone.
+        records.sort(key=lambda one: (held.deaths(one["id"]), not held.most_beside(one["id"])))
+        for batch in records:
             has_job = batch["id"] in with_jobs
             if batch["status"] not in ACTIVE:
                 if has_job:
                     self._add(self._clear, batch)
                 continue
             if has_job:
-                self.store.count_death(batch)
-                batch["request_counts"] = self.store.kept_counts(batch)
+                batch["request_counts"] = store.kept_counts(batch)
             if batch["status"] == "cancelling":
                 self._add(self._cancelled, batch)
-            elif self.store.deaths(batch) >= MAX_DEATHS:
-                self._add(self._fail, batch, _died(self.store.deaths(batch)))
-            elif batch["status"] == "validating":
+            elif held.deaths(batch["id"]) >= MAX_DEATHS:
+                self._add(self._fail, batch, _died())
+            elif batch["status"] == "validating" and not held.most_beside(batch["id"]):
                 self._add(self._validate, batch)
             else:
                 self._waiting.append(batch)
@@ -247,6 +265,30 @@ class Batches:
         self.service.wake()
         return batch
 
+    def resume(self, batch_id: str) -> dict[str, Any]:
+        """Try a batch again that was given up. Rows that are done are kept."""
+        batch = self.store.batch(batch_id)
+        with self._lock:
+            if not is_given_up(batch):
+                raise RequestRefused(
+                    f"{batch_id}: is {batch['status']}; only a batch that failed with {DIED} can "
+                    "be resumed",
+                    "not_given_up",
+                )
+            self.store.path(batch["input_file_id"])  # it may be gone
+            changes = dict.fromkeys(("errors", "failed_at", "output_file_id", "error_file_id"))
+            is_read = batch["in_progress_at"] is not None
+            status = "in_progress" if is_read else "validating"
+            self.store.save(batch, status=status, **changes)
+            self.store.take_back_results(batch)
+        if is_read:
+            with self._turns:
+                self._waiting.append(batch)
+            self._clerk.add(self._fill)
+        else:
+            self._add(self._validate, batch)
+        return batch
+
     def shown(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a batch with current counts."""
         running = self.running.get(batch["id"])
@@ -254,13 +296,17 @@ class Batches:
 
     def close(self, signal: BaseException) -> None:
         """End what runs, as a signal ends a job. The next start resumes it."""
+        held = self.store.held
+        # After any other error an open batch may have ended the server.
+        is_told = isinstance(signal, interrupts.Interrupted)
+        if is_told:
+            held.release(*held.names)  # before anything that takes time: SIGKILL may come next
         self._clerk.close()
         for run in self.running.values():
             with contextlib.suppress(FlexgenError):
                 run.close(f"ended by {signal}")
-        # After any other error an open batch may have ended the server.
-        if isinstance(signal, interrupts.Interrupted):
-            self.store.release_all()
+        if is_told:
+            held.release(*held.names)
 
     def _add(self, work: Callable[..., None], batch: dict[str, Any], *others: object) -> None:
         """Have the clerk do work on the files of a batch, after all earlier work on them."""
@@ -308,29 +354,49 @@ class Batches:
         while (found := self._next_in_turn()) is not None:
             if isinstance(found, OpenBatch):
                 self._give_turn(found)
+            elif found["status"] == "validating":
+                self._add(self._validate, found)
             else:
                 self._add(self._open, found)
 
     def _next_in_turn(self) -> OpenBatch | dict[str, Any] | None:
         """Return the next batch that waits, or None if none is wanted."""
         with self._turns:
-            if not self._waiting or not self._wants_more():
+            if not self._waiting or not self._may_join(self._waiting[0]) or not self._wants_more():
                 return None
             found = self._waiting.popleft()
             if not isinstance(found, OpenBatch):
-                if self.store.deaths(found):
-                    self._trial = found["id"], time.monotonic() + TRIAL_S
+                if most := self.store.held.most_beside(found["id"]):
+                    self._trial[found["id"]] = most
                 self._opening[found["id"]] = max(1, found["request_counts"]["total"])
             return found
 
+    def _may_join(self, found: OpenBatch | dict[str, Any]) -> bool:
+        """Return whether a batch may give rows beside those that do.
+
+        A suspected batch waits until all others rest, and others rest until it has a new row.
+        """
+        held = self.store.held
+        most = 0 if isinstance(found, OpenBatch) else held.most_beside(found["id"])
+        if self._trial:
+            for batch_id in [*self._trial]:
+                run = self.running.get(batch_id)
+                if batch_id not in self._opening and (run is None or run.has_new_rows):
+                    del self._trial[batch_id]
+                    if run is not None:
+                        held.acquit(batch_id)
+            if self._trial:
+                return len(self._trial) < min(most, *self._trial.values())
+            held.take(self.store.sizes(*(run.record for run in [*self.running.values()])))
+        if not most:
+            return True
+        runs = [*self.running.values()]
+        if self._feeding or self._opening or any(run.running for run in runs):
+            return False
+        held.release(*(run.name for run in runs))
+        return True
+
     def _wants_more(self) -> bool:
-        if self._trial is not None:
-            batch_id, ends = self._trial
-            run = self.running.get(batch_id)
-            is_on = batch_id in self._opening or (run is not None and not run.has_new_rows)
-            if is_on and time.monotonic() < ends:
-                return False
-            self._trial = None
         if len(self._feeding) + len(self._opening) < MAX_FEEDING:
             return True
         rows = sum(run.left for run in self._feeding) + sum(self._opening.values())
@@ -347,7 +413,7 @@ class Batches:
     # Methods on the clerk's threads
 
     def _clear(self, batch: dict[str, Any]) -> None:
-        """Remove the job of a batch that is over.
+        """Remove the job of a batch that is over, unless it may be resumed.
 
         Rows of a failed batch may not be in a result file yet, because the disk was full.
         """
@@ -356,14 +422,15 @@ class Batches:
             has_files = batch["output_file_id"] or batch["error_file_id"]
             if batch["status"] == "failed" and not has_files:
                 self.store.save(batch, **self.store.keep_results(batch))
-            self.store.remove_job(batch)
+            if not is_given_up(batch):
+                self.store.remove_job(batch)
 
     def _validate(self, batch: dict[str, Any]) -> None:
         """Read the file once. Then the batch waits for its turn."""
-        if batch["status"] != "validating":
-            return
         try:
-            self.store.take(batch)
+            if batch["status"] != "validating":
+                return
+            self.store.held.take(self.store.sizes(batch))
             source = self.store.path(batch["input_file_id"])
             check = partial(self._check, batch)
             scan = scan_input(source, most_rows=self._most_rows, check=check)
@@ -375,7 +442,7 @@ class Batches:
                     in_progress_at=int(time.time()),
                     request_counts={"total": len(scan.ids), "completed": 0, "failed": 0},
                 )
-            self.store.release(batch)
+            self.store.held.forget(batch["id"])  # it is read, and not suspected any more
         except BaseException as error:
             if is_scarce(error):
                 self._add(self._validate, batch)
@@ -384,6 +451,9 @@ class Batches:
             else:
                 self._fail(batch, error)
             return
+        finally:
+            with self._turns:
+                self._opening.pop(batch["id"], None)
         with self._turns:
             self._waiting.append(batch)
         self._fill()
@@ -394,7 +464,7 @@ class Batches:
         try:
             if batch["status"] not in ("in_progress", "finalizing"):
                 return
-            self.store.take(batch)
+            self.store.held.take(self.store.sizes(batch))
             source = self.store.path(batch["input_file_id"])
             check = partial(self._check, batch)
             run.open(
@@ -426,23 +496,9 @@ class Batches:
         if batch["status"] != "cancelling":
             return
         try:
-            self._results(batch, "cancelled", self._count(batch))
+            self._results(batch, "cancelled", self.store.kept_counts(batch))
         except BaseException as error:
             self._fail(batch, error)
-
-    def _count(self, batch: dict[str, Any]) -> dict[str, int]:
-        """Return the counts of a batch that is not open, as far as its job's output can be read."""
-        counts = self.store.kept_counts(batch)
-        try:
-            answers, _ = count_rows(self.store.output(batch))
-            errors, _ = count_rows(self.store.errors(batch))
-        except FlexgenError:
-            return counts
-        return {
-            "total": max(answers + errors, counts["total"]),
-            "completed": answers,
-            "failed": errors,
-        }
 
     def _end(self, batch: dict[str, Any], run: OpenBatch, error: BaseException | None) -> None:
         """Finish a batch of which no row runs any more."""
@@ -509,7 +565,7 @@ class Batches:
             "param": None,
         }
         if counts is None:
-            counts = self._count(batch)
+            counts = self.store.kept_counts(batch)
         found: dict[str, Any] = {}
         with contextlib.suppress(Exception):
             found = self.store.keep_results(batch)
@@ -517,13 +573,17 @@ class Batches:
         batch |= {"status": "failed", "failed_at": int(time.time())}
         with contextlib.suppress(FlexgenError, OSError):  # the next start does it again
             self.store.save(batch)
-            if found:
+            if is_given_up(batch):
+                say_line(f"{batch['id']}: given up: {message}")
+                self.store.held.forget(batch["id"])
+            elif found:
                 self.store.remove_job(batch)
 
 
-def _died(deaths: int) -> RequestRefused:
+def _died() -> RequestRefused:
     told = (
-        f"the server died {deaths} times while it had this batch in hand, and no row of it was "
-        "done in between"
+        "the server died again and again while this batch was the only one that ran, and no "
+        "request of it was done in between: a request may need more memory than there is; send the "
+        "batch without it, or try this one again with POST /v1/batches/ID/resume"
     )
-    return RequestRefused(f"{told}; it is not tried again", "server_died", 500)
+    return RequestRefused(told, DIED, 500)

@@ -162,6 +162,8 @@ class Service(Listener):
         self.batch_share = batch_share
         self.counts = Counts()
         self.is_open = True
+        # Called with whether sequences of clients run, by the engine's thread.
+        self.on_clients: Callable[[bool], None] = lambda run: None
         self._tickets: deque[Ticket] = deque()  # tickets with sequences that wait
         self._batches: deque[OpenBatch] = deque()
         # Sequences that run, in the order of entering; the values mean nothing.
@@ -292,7 +294,7 @@ class Service(Listener):
         while self.is_open:
             with interrupts.held():
                 self._wake.clear()
-                first = self._next_row()
+                first = self._enter()
             if first is None:
                 # `run` may loop without waiting, and only a wait checks for signals
                 interrupts.check()
@@ -334,8 +336,13 @@ class Service(Listener):
 
     def _more(self) -> list[Request] | None:
         with interrupts.held():
-            found = self._next_row()
+            found = self._enter()
         return None if found is None else [found]
+
+    def _enter(self) -> Request | None:
+        found = self._next_row()
+        self.on_clients(any(isinstance(one.owner, Ticket) for one in self._running))
+        return found
 
     def _next_row(self) -> Request | None:
         """Return the sequence that enters next, or None.

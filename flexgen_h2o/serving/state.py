@@ -12,7 +12,7 @@ from typing import Any
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import LATENCIES, Service
-from flexgen_h2o.serving.store import ACTIVE
+from flexgen_h2o.serving.records import ACTIVE
 
 STARTED = time.time()
 MAX_JOBS = 100  # most jobs that are shown
@@ -35,7 +35,13 @@ def status_of(service: Service, batches: Batches) -> dict[str, Any]:
     clients, of_batches = service.running
     policy = llm.policy
     return {
-        "model": {"id": llm.model.name, "dtype": llm.dtype, "max_model_len": service.length},
+        "model": {
+            "id": llm.model.name,
+            "dtype": llm.dtype,
+            "max_model_len": service.length,
+            "chat": llm.model.has_chat_template,
+            "device_is_host": llm.device.is_host,
+        },
         "policy": None if policy is None else policy.to_json(),
         "eviction": llm.eviction.to_json(),
         "memory": memory_of(service),

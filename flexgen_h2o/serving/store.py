@@ -5,7 +5,7 @@
     STATE/batches/ID.json     a batch's record
     STATE/batches/ID.jsonl    answers of its job, with the job's files beside them
     STATE/batches/ID.errors.jsonl   error rows of its job
-    STATE/batches/ID.taken    while it is open: how often the server died meanwhile
+    STATE/held.json           open batches, and those with which the server died (`Held`)
 
 When a batch ends, its answers and its error rows become files without a copy: they get a second
 name.
@@ -31,32 +31,29 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.jobs.requests import URLS
 from flexgen_h2o.jobs.sidecar import sidecar_path, status_path
 from flexgen_h2o.serving.answers import RequestRefused
+from flexgen_h2o.serving.held import Held
+from flexgen_h2o.serving.records import (
+    ACTIVE,
+    BATCH_FIELDS,
+    BATCH_ID,
+    FILE_FIELDS,
+    FILE_ID,
+    MAX_METADATA,
+    MAX_METADATA_CHARACTERS,
+    MOMENTS,
+    check_content,
+    is_metadata,
+    read_records,
+)
 
-FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
-BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
-ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+DIED = "server_died"  # error code of a batch that was given up
 WINDOW = "24h"
-MAX_METADATA = 16
-MAX_METADATA_CHARACTERS = 512
 MAX_NAME_CHARACTERS = 255
 MAX_RECORDS = 100_000  # most files, and most batches
 PIECE = 2**20
 EXPIRY_WAIT_S = 60  # seconds until an expired file that is in use is checked again
-# The server dies this often with a batch open, and none of its rows done: then it is not opened
-# again.
-MAX_DEATHS = 2
 # Errors of os.link if the file system, or its rules, have no second names.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-MOMENTS = (
-    "in_progress_at",
-    "expires_at",
-    "finalizing_at",
-    "completed_at",
-    "failed_at",
-    "expired_at",
-    "cancelling_at",
-    "cancelled_at",
-)
 
 
 class Store:
@@ -87,43 +84,39 @@ class Store:
         if not is_internal:
             os.close(self._fd)
             raise UsageError(f"--state-dir {folder}: another server uses it; give another folder")
-        self.files = self._read(self._files, FILE_ID)
-        self.batches = self._read(self._batches, BATCH_ID)
-        self._job_errors = {
-            name: _size(self.errors(self.batches[name])) for name in self.with_jobs()
-        }
+        try:
+            self.files, odd_files = read_records(self._files, FILE_FIELDS, check_content)
+            self.batches, odd_batches = read_records(self._batches, BATCH_FIELDS)
+            self._remove_left()
+            self._job_errors = {
+                name: _size(self.errors(self.batches[name]))
+                for name in self.with_jobs()
+                if self.batches[name]["error_file_id"] is None  # else it is counted as a file
+            }
+        except OSError as error:
+            os.close(self._fd)
+            raise UsageError(f"--state-dir {folder}: {error.strerror or error}") from error
+        self._odd = odd_files | odd_batches  # why records are not listed, by id
         self._stored = sum(one["bytes"] for one in self.files.values() if _is_counted(one))
         self._stored += sum(self._job_errors.values())
         self._next_expiry = min(
             (one.get("expires_at") or math.inf for one in self.files.values()), default=math.inf
         )
-        self._deaths: dict[str, int] = {}  # deaths of the server, by batch
-        self._held: set[str] = set()  # ids of open batches
+        self.held = Held(folder / "held.json")
 
     def close(self) -> None:
         os.close(self._fd)
 
-    @staticmethod
-    def _read(folder: Path, name: re.Pattern[str]) -> dict[str, dict[str, Any]]:
-        """Return the records of a folder, oldest first.
-
-        Remove files without a record that a kill has left.
-        """
-        found = {}
-        for path in folder.glob("*.json"):
-            if name.fullmatch(path.stem):
-                with contextlib.suppress(OSError, ValueError):
-                    record = files.read_object(path, "--state-dir")
-                    if record.get("id") == path.stem and isinstance(record.get("created_at"), int):
-                        found[path.stem] = record
-        for path in list(folder.iterdir()):
-            if path.suffix == ".part" or (
-                name.fullmatch(path.name) and not Path(f"{path}.json").exists()
-            ):
-                # A folder of that name does not belong to the store.
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        return dict(sorted(found.items(), key=lambda one: (one[1]["created_at"], one[0])))
+    def _remove_left(self) -> None:
+        """Remove files without a record that a kill has left."""
+        for folder, name in ((self._files, FILE_ID), (self._batches, BATCH_ID)):
+            for path in list(folder.iterdir()):
+                if path.suffix == ".part" or (
+                    name.fullmatch(path.name) and not os.path.lexists(f"{path}.json")
+                ):
+                    # A folder of that name does not belong to the store.
+                    with contextlib.suppress(OSError):
+                        path.unlink()
 
     def _new_id(self) -> str:
         """Return 24 hex digits that sort in the order of creation.
@@ -151,13 +144,23 @@ class Store:
     def path(self, file_id: str) -> Path:
         """Return the path of a file's content. Raise RequestRefused if there is no such file."""
         self.file(file_id)
-        return self._files / file_id
+        path = self._files / file_id
+        if not path.is_file():
+            raise RequestRefused(f"{file_id}: its content is gone", "not_found", 404)
+        return path
 
     def file(self, file_id: str) -> dict[str, Any]:
         found = self.files.get(file_id)
         if found is None:
-            raise RequestRefused(f"no file {file_id[:60]!r}", "not_found", 404)
+            raise self._missing("file", file_id)
         return found
+
+    def _missing(self, kind: str, name: str) -> RequestRefused:
+        if name in self._odd:
+            told = f"the record of {name} cannot be used: {self._odd[name]}"
+        else:
+            told = f"no {kind} {name[:60]!r}"
+        return RequestRefused(told, "not_found", 404)
 
     def add_file(
         self, source: BinaryIO, name: str, expires_in: int | None = None
@@ -240,6 +243,14 @@ class Store:
             self._give_back(record["bytes"])
         for name in (f"{file_id}.json", file_id):
             (self._files / name).unlink(missing_ok=True)
+        # The job of a batch that was given up still has a name of the file. These rows are done
+        # again if the batch is resumed.
+        for batch in list(self.batches.values()):
+            if is_given_up(batch):
+                if batch["output_file_id"] == file_id:
+                    self.output(batch).unlink(missing_ok=True)
+                if batch["error_file_id"] == file_id:
+                    self.errors(batch).unlink(missing_ok=True)
 
     def expire(self, now: float) -> None:
         """Delete the files that have expired. Files that a batch reads are checked again later."""
@@ -261,7 +272,7 @@ class Store:
     def batch(self, batch_id: str) -> dict[str, Any]:
         found = self.batches.get(batch_id)
         if found is None:
-            raise RequestRefused(f"no batch {batch_id[:60]!r}", "not_found", 404)
+            raise self._missing("batch", batch_id)
         return found
 
     def output(self, batch: dict[str, Any]) -> Path:
@@ -271,9 +282,6 @@ class Store:
     def errors(self, batch: dict[str, Any]) -> Path:
         """Return the path of the job's error rows."""
         return self._batches / f"{batch['id']}.errors.jsonl"
-
-    def _taken(self, batch: dict[str, Any]) -> Path:
-        return self._batches / f"{batch['id']}.taken"
 
     def add_batch(self, body: dict[str, Any]) -> dict[str, Any]:
         """Add a batch. Raise RequestRefused if a field is wrong."""
@@ -352,16 +360,14 @@ class Store:
         return [name for name in self.batches if name in names]
 
     def kept_counts(self, batch: dict[str, Any]) -> dict[str, int]:
-        """Return the counts of a batch that is not open, from its job's status or else from its
-        record.
+        """Return the counts of a batch that is not open: the lines of its job's files.
+
+        The job's status is up to a second older than these, and clients have seen the newer ones.
         """
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            status = files.read_json(status_path(self.output(batch)))
-            done = int(status["done"])
-            failed = int(status["errors"])
-            return {"total": int(status["rows"]), "completed": done - failed, "failed": failed}
-        counts: dict[str, int] = batch["request_counts"]
-        return counts
+        completed = _count_lines(self.output(batch))
+        failed = _count_lines(self.errors(batch))
+        total = max(batch["request_counts"]["total"], completed + failed)
+        return {"total": total, "completed": completed, "failed": failed}
 
     def charge_errors(self, batch: dict[str, Any], nbytes: int) -> None:
         """Count error rows that are to be written. Raise FlexgenError if they have no room."""
@@ -406,78 +412,34 @@ class Store:
             self.errors(batch),
             sidecar_path(output),
             status_path(output),
-            self._taken(batch),
+            output.with_suffix(".taken"),  # of an earlier version
         ):
             path.unlink(missing_ok=True)
-        self._held.discard(batch["id"])
+        self.held.forget(batch["id"])
         self._give_back(self._job_errors.pop(batch["id"], 0))
 
-    # Open batches
+    def take_back_results(self, batch: dict[str, Any]) -> None:
+        """Turn the result files of a batch that was given up into files of its job alone again.
 
-    def take(self, batch: dict[str, Any]) -> None:
-        """Write down that a batch is about to be opened, so that the death of the process is
-        noticed.
-
-        Raise FlexgenError if that cannot be written.
+        Its record does not name them any more.
         """
-        self._write_taken(batch, is_held=True)
-        self._held.add(batch["id"])
+        plain = f"file-{batch['id'].removeprefix('batch_')}"
+        for file_id in (f"{plain}-output", f"{plain}-errors"):
+            record = self.files.pop(file_id, None)
+            if record is not None and _is_counted(record):
+                self._job_errors[batch["id"]] = record["bytes"]
+            for name in (f"{file_id}.json", file_id):
+                (self._files / name).unlink(missing_ok=True)
 
-    def release(self, batch: dict[str, Any]) -> None:
-        """Write down that a batch is not open any more: the server lives, or ends as it was told
-        to.
-        """
-        self._held.discard(batch["id"])
-        with contextlib.suppress(FlexgenError, OSError):
-            if self.deaths(batch):
-                self._write_taken(batch, is_held=False)
-            else:
-                self._taken(batch).unlink(missing_ok=True)
+    def sizes(self, *batches: dict[str, Any]) -> dict[str, int]:
+        """Return the bytes of results that jobs of batches have, by id."""
+        return {one["id"]: _size(self.output(one)) + _size(self.errors(one)) for one in batches}
 
-    def release_all(self) -> None:
-        for batch_id in list(self._held):
-            self.release(self.batches[batch_id])
 
-    def deaths(self, batch: dict[str, Any]) -> int:
-        """Return how often the server has died with the batch open, counted since rows of it were
-        last done.
-        """
-        return self._deaths.get(batch["id"], 0)
-
-    def count_death(self, batch: dict[str, Any]) -> None:
-        """Read what an earlier server wrote down of a batch.
-
-        If the batch was open when that server ended, the server died.
-        """
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                taken = files.read_json(self._taken(batch))
-                deaths = int(taken["deaths"])
-                nbytes = int(taken["bytes"])
-                is_held = bool(taken["is_held"])
-            except FileNotFoundError:
-                raise
-            except (OSError, ValueError, KeyError, TypeError):
-                # The machine lost its power while the file was written.
-                deaths = 0
-                nbytes = 0
-                is_held = True
-            if is_held and self._job_bytes(batch) > nbytes:
-                deaths = 0
-            self._deaths[batch["id"]] = deaths + is_held
-
-    def _job_bytes(self, batch: dict[str, Any]) -> int:
-        return _size(self.output(batch)) + _size(self.errors(batch))
-
-    def _write_taken(self, batch: dict[str, Any], is_held: bool) -> None:
-        taken = {"deaths": self.deaths(batch), "bytes": self._job_bytes(batch), "is_held": is_held}
-        # It outlives the process. A machine that loses its power is not the fault of the batch.
-        try:
-            files.write_whole(
-                self._taken(batch), json.dumps(taken) + "\n", follow=False, sync=False
-            )
-        except OSError as error:
-            raise FlexgenError(f"{batch['id']}: {error.strerror or error}") from error
+def is_given_up(batch: dict[str, Any]) -> bool:
+    """Return whether a batch failed because servers died with it. Its job is kept."""
+    errors = batch["errors"] or {"data": []}
+    return batch["status"] == "failed" and any(one["code"] == DIED for one in errors["data"])
 
 
 def _is_counted(record: dict[str, Any]) -> bool:
@@ -489,10 +451,20 @@ def _is_record(path: Path) -> bool:
 
 
 def _size(path: Path) -> int:
+    """Return the bytes of a file. A file that is not there or cannot be looked at has none."""
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
+
+
+def _count_lines(path: Path) -> int:
+    """Return the number of whole lines of a file. A file that cannot be read has none."""
+    count = 0
+    with contextlib.suppress(OSError), files.open_regular(path) as file:
+        while piece := file.read(PIECE):
+            count += piece.count(b"\n")
+    return count
 
 
 def _give_name(source: Path, target: Path) -> None:
@@ -510,11 +482,8 @@ def _give_name(source: Path, target: Path) -> None:
 def _check_metadata(metadata: Any) -> None:
     if metadata is None:
         return
-    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
-        raise RequestRefused(f"metadata: an object with at most {MAX_METADATA} members is expected")
-    if not all(
-        isinstance(v, str) and len(k + v) <= MAX_METADATA_CHARACTERS for k, v in metadata.items()
-    ):
+    if not is_metadata(metadata):
         raise RequestRefused(
-            f"metadata: texts of at most {MAX_METADATA_CHARACTERS} characters are expected"
+            f"metadata: an object with at most {MAX_METADATA} members is expected, texts of at "
+            f"most {MAX_METADATA_CHARACTERS} characters"
         )

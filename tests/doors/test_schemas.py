@@ -79,6 +79,7 @@ BAD = r"""
 {"url": "/v1/completions", "body": {"prompt": "x"}}
 {"custom_id": "g", "url": "/v1/completions", "body": {}}
 {"prompt": "x", "temperature": -1}
+{"prompt": "x", "temperature": 2.5}
 {"prompt": 7}
 {}
 """

@@ -78,14 +78,14 @@ Start = Callable[..., Running]
 @pytest.fixture(scope="session")
 def start(forks: Forks) -> Iterator[Start]:
     """Starts a server in a folder, with further flags; all end with the tests. descriptors: at
-    most."""
+    most. patch: runs before it."""
     started: list[Running] = []
 
-    def begin(folder: Path, *flags: str, descriptors: int = 0) -> Running:
+    def begin(folder: Path, *flags: str, descriptors: int = 0, patch: str = "") -> Running:
         if not (folder / "opt-chat").exists():
             write_model(folder / "opt-chat")
         (folder / "stdout").unlink(missing_ok=True)  # of an earlier one
-        script = LIMITED.format(descriptors) + RUN if descriptors else RUN
+        script = (LIMITED.format(descriptors) if descriptors else "") + patch + RUN
         server = forks.start(folder, script, *FLAGS.split(), "--api-key", KEY, *flags, kind=Running)
         started.append(server)
         return server

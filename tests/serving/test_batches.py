@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import itertools
 import json
 import os
 import resource
@@ -23,11 +24,13 @@ from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import scan_input
 from flexgen_h2o.jobs.requests import Request, RequestReader
+from flexgen_h2o.jobs.sidecar import Status, status_path
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving import batches as module
 from flexgen_h2o.serving.answers import RequestRefused
 from flexgen_h2o.serving.app import Server
 from flexgen_h2o.serving.batches import MAX_FEEDING, Batches, OpenBatch
+from flexgen_h2o.serving.held import MAX_DEATHS
 from flexgen_h2o.serving.store import Store
 from tests.serving.conftest import Panic
 
@@ -323,6 +326,7 @@ def test_a_line_that_breaks_its_reader_ends_its_batch(store: Store, batches: Bat
 
 def test_a_batch_is_asked_again_after_many_bad_lines(batches: Batches) -> None:
     batch = OpenBatch({}, batches)
+    batch.writer = SimpleNamespace(status=Status())  # type: ignore[assignment]
     request = SimpleNamespace()
     batch.requests = iter([None, request])  # type: ignore[list-item]
     assert [(batch.next(), len(runs_of(batches))) for _ in range(3)] == [
@@ -464,10 +468,10 @@ def test_a_long_scan_delays_no_short_one_and_can_be_ended(
     while short["status"] != "in_progress":
         time.sleep(0.001)
     batches.cancel(long["id"])
-    while long["status"] != "cancelled" or not store._held - {short["id"]}:
+    while long["status"] != "cancelled" or other["id"] not in store.held.names:
         time.sleep(0.001)
     batches.close(Interrupted(15))
-    assert other["status"] == "validating" and not store._held
+    assert other["status"] == "validating" and not store.held.names
 
 
 @pytest.mark.parametrize(
@@ -551,39 +555,159 @@ def test_a_server_that_is_told_to_end_counts_no_death(store: Store, reader: Requ
     batches = batches_of(store, reader)
     batch = create(batches, lines(5))
     work(batches)
-    for _ in range(4):
+    for _ in range(MAX_DEATHS + 1):
         batches.close(Interrupted(15))
         batches = start_again(store, reader)
-        assert store.deaths(batch) == 0
-    batches.close(RuntimeError("the server has failed"))
-    batches = start_again(store, reader)
-    assert store.deaths(batch) == 1
-    batches.close(Interrupted(15))
-    batches = start_again(store, reader)
-    assert store.deaths(batch) == 1
-    start_again(store, reader)
-    assert store.deaths(batch) == 2 and batch["status"] == "failed"
+        assert store.held.deaths(batch["id"]) == 0
+    for deaths in range(1, MAX_DEATHS + 1):
+        assert batch["status"] == "in_progress"
+        batches.close(RuntimeError("the server has failed"))
+        batches = start_again(store, reader)
+        assert deaths == MAX_DEATHS or store.held.deaths(batch["id"]) == deaths
+        batches.close(Interrupted(15))
+        if deaths < MAX_DEATHS:
+            batches = start_again(store, reader)
+    assert batch["status"] == "failed"
 
 
-def test_a_batch_that_was_in_hand_is_alone_at_first(
-    store: Store, reader: RequestReader, monkeypatch: pytest.MonkeyPatch
+def test_batches_that_were_open_run_apart_half_as_many_at_a_time(
+    store: Store, reader: RequestReader
 ) -> None:
-    """Others share no death with it: until it has a new row, or some time has gone."""
+    """Until each has a new row. Others, also new ones, wait meanwhile."""
     batches = batches_of(store, reader)
     made = [create(batches, lines(3)) for _ in range(4)]
     work(batches)
     batches = start_again(store, reader)
-    assert [run.name for run in runs_of(batches)] == [made[0]["id"]]
+    new = create(batches, lines(1))
+    work(batches)
+    assert [run.name for run in runs_of(batches)] == [one["id"] for one in made[:2]]
     run_one(batches)
     batches._fill()
     work(batches)
-    assert [run.name for run in runs_of(batches)] == [made[0]["id"], made[1]["id"]]
-    batches._trial = (made[1]["id"], 0.0)
-    batches._fill()
+    assert {run.name for run in runs_of(batches)} <= {one["id"] for one in made[:3]}
+    batches = start_again(store, reader)
+    batches = start_again(store, reader)
+    assert len(runs_of(batches)) == 1 and all(one["status"] == "in_progress" for one in made)
+    while runs_of(batches):
+        run_rows(batches)
+        batches._fill()
+        work(batches)
+    assert [one["status"] for one in (*made, new)] == ["completed"] * 5
+    assert not any(map(store.held.most_beside, store.batches))
+
+
+def test_deaths_count_only_against_a_batch_that_was_alone(
+    store: Store, reader: RequestReader
+) -> None:
+    """Five deaths of the server, none of them anybody's fault, and one while clients ask."""
+    batches = batches_of(store, reader)
+    made = [create(batches, lines(3)) for _ in range(2)]
     work(batches)
-    assert [run.name for run in runs_of(batches)] == [one["id"] for one in made[:3]]
+    for _ in range(MAX_DEATHS + 1):
+        batches = start_again(store, reader)
+    assert {one["status"] for one in made} == {"in_progress"}
+    assert sorted(store.held.deaths(one["id"]) for one in made) == [2, 2]
+    store.held.note_clients(True)
+    batches = start_again(store, reader)
+    assert sorted(store.held.deaths(one["id"]) for one in made) == [2, 2.5]
+
+
+@pytest.mark.parametrize("beside", [0, 1, 5])
+def test_a_batch_that_ends_the_server_is_given_up_alone_and_can_be_resumed(
+    store: Store, reader: RequestReader, beside: int
+) -> None:
+    batches = batches_of(store, reader)
+    bad = create(batches, lines(3))
+    good = [create(batches, lines(3)) for _ in range(beside)]
+    work(batches)
+    rows = starts = 0
+    while bad["status"] == "in_progress":
+        poison = next((run for run in runs_of(batches) if run.name == bad["id"]), None)
+        if poison is not None and (rows or runs_of(batches)[0] is poison):
+            starts += 1
+            assert starts < 3 * MAX_DEATHS
+            batches = start_again(store, reader)  # all that ran is lost
+        elif not rows and poison is not None:
+            take_one(batches)
+            rows += 1
+        else:
+            run_one(batches)
+            batches._fill()
+            work(batches)
+    while runs_of(batches) or batches.others_wait:
+        batches._fill()
+        run_rows(batches)
+    assert {one["status"] for one in good} <= {"completed"}
+    assert "resume" in message_of(bad) and bad["errors"]["data"][0]["code"] == "server_died"
+    batches = start_again(store, reader)
+    if good:
+        with pytest.raises(RequestRefused, match="is completed; only a batch that failed"):
+            batches.resume(good[0]["id"])
+    batches.resume(bad["id"])
+    assert bad["status"] == "in_progress" and bad["errors"] is None
     run_rows(batches)
-    assert [one["status"] for one in made] == ["completed"] * 4
+    assert bad["status"] == "completed" and len(rows_of(store, bad, "output_file_id")) == 3
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_rows_of_a_batch_that_was_given_up_are_kept(
+    store: Store, reader: RequestReader, tmp_path: Path, deleted: bool
+) -> None:
+    """They are its files; resumed, it does the others. The bytes of error rows count once."""
+    batches = batches_of(store, reader)
+    batch = create(batches, b"x\n" * 2 + lines(3))
+    work(batches)
+    take_one(batches)
+    batches.close(RuntimeError("the server has failed"))
+    stored = store._stored
+    for _ in range(1 + MAX_DEATHS):
+        start_again(store, reader)
+    assert batch["status"] == "failed" and len(rows_of(store, batch, "output_file_id")) == 1
+    store.close()
+    again = Store(tmp_path, 2**20)
+    assert again._stored == store._stored == stored
+    record = again.batches[batch["id"]]
+    if deleted:
+        again.delete_file(record["output_file_id"])
+    batches = start_again(again, reader)
+    resumed = batches.resume(record["id"])
+    assert resumed["output_file_id"] is None and len(again.files) == 1
+    run_rows(batches)
+    assert record["request_counts"] == {"total": 5, "completed": 3, "failed": 2}
+    assert len(rows_of(again, record, "output_file_id")) == 3
+    again.delete_file(record["error_file_id"])
+    again.delete_file(record["input_file_id"])
+    assert again._stored == 0
+    store._fd = again._fd
+
+
+@pytest.mark.parametrize("left", [None, "{", '{"done": 1e999}'])
+def test_counts_never_go_back_over_a_kill(
+    store: Store, reader: RequestReader, left: str | None
+) -> None:
+    """The job's status may be a second old, torn, or not there: rows on disk count."""
+    batches = batches_of(store, reader)
+    batch = create(batches, lines(9, bad=3))
+    work(batches)
+    shown = [batches.shown(batch)["request_counts"]]
+    for _ in range(4):
+        take_one(batches)
+        shown.append(batches.shown(batch)["request_counts"])
+        if left is not None:
+            status_path(store.output(batch)).write_text(left)
+        batches = batches_of(store, reader)
+        batches._clerk.start = lambda: None  # type: ignore[method-assign]
+        batches.go_on()
+        shown.append(batches.shown(batch)["request_counts"])
+        work(batches)
+        batches._fill()
+        work(batches)
+        shown.append(batches.shown(batch)["request_counts"])
+    run_rows(batches)
+    shown.append(batches.shown(batch)["request_counts"])
+    for before, after in itertools.pairwise(shown):
+        assert all(before[name] <= after[name] for name in before)
+    assert shown[-1] == {"total": 9, "completed": 6, "failed": 3}
 
 
 # ---- Lines of another endpoint

@@ -191,22 +191,26 @@ def test_jobs_memory_and_timeline(browser: Browser, server: Running) -> None:
         and browser.run("return document.title") == "flexgen-h2o"
     )
     assert "of 768 MiB" in browser.find("#memory").text
-    assert "compute" in browser.find("#timeline").text and float(browser.find("#speed").text) >= 0
+    assert (
+        "compute" in browser.find("#timeline").text
+        and "100% in RAM" in browser.find("#engine").text
+    )
+    assert float(browser.find("#speed").text) >= 0
     check(browser)
 
 
 def test_a_prompt_side_by_side(browser: Browser, server: Running) -> None:
     enter(browser, server, "/")
+    assert browser.find("#prompt").get_attribute("value").endswith("?")  # a question: it chats
     browser.fill("#prompt", "class Tree:\n    def")
     browser.fill("#max-tokens", "24")
     browser.find("#run").click()
     browser.wait("document.querySelector('#sides').textContent.includes('same')")
-    bodies = [{"prompt": "class Tree:\n    def", "max_tokens": 24, "temperature": 0}] * 2
+    messages = [{"role": "user", "content": "class Tree:\n    def"}]
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0}
     with server.web as web:
-        texts = [
-            web.post(f"{path}/v1/completions", json=body).json()["choices"][0]["text"]
-            for path, body in zip(("", "/compare"), bodies, strict=True)
-        ]
+        found = [web.post(f"{to}/v1/chat/completions", json=body) for to in ("", "/compare")]
+        texts = [one.json()["choices"][0]["message"]["content"] for one in found]
     assert (
         browser.run(
             "return [...document.querySelectorAll('#sides pre')].map((one) => one.textContent)"
@@ -227,7 +231,7 @@ def test_a_plan(browser: Browser, server: Running, tmp_path: Path) -> None:
     browser.find("#plan").click()
     browser.wait("!document.querySelector('#answer').hidden")
     assert "flexgen-h2o generate facebook/opt-125m" in browser.find("#command").text
-    assert "decode by" in browser.find("#bound").text
+    assert "new tokens (decode): " in browser.find("#bound").text
     check(browser)
     browser.fill("#host_mem", "lots")
     browser.find("#plan").click()
@@ -242,4 +246,4 @@ def test_a_plan(browser: Browser, server: Running, tmp_path: Path) -> None:
     )
     browser.find("#profile").send_keys(str(tmp_path / "profile.json"))
     browser.find("#plan").click()
-    browser.wait("document.querySelector('#error').textContent.includes('profile: field')")
+    browser.wait("document.querySelector('#error').textContent.includes('profile: ')")

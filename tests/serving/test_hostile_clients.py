@@ -63,6 +63,7 @@ def form(name: str) -> list[Any]:
         ("POST", COMPLETIONS, {"content": b"\xff\xfe", "headers": JSON}, 400),
         ("POST", COMPLETIONS, {"content": b"[" * 100_000, "headers": JSON}, 400),
         ("POST", COMPLETIONS, {"json": {"prompt": "a" * 300_000}}, 413),
+        ("POST", COMPLETIONS, {"json": {"prompt": "a", "temperature": 5}}, 400),
         ("POST", COMPLETIONS, {"content": b'{"prompt": "a"}'}, 415),
         ("PUT", "/v1/models", {}, 405),
         ("GET", "/v1/models?x=1", {}, 400),

@@ -220,6 +220,8 @@ def test_two_eviction_policies_side_by_side(start: Start, tmp_path: Path) -> Non
         one, other = (
             web.post(f"{path}/v1/completions", json=body).json() for path in ("", "/compare")
         )
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        assert web.post("/compare/v1/chat/completions", json=chat).status_code == 200
         status = web.get("/status").json()
         assert web.get("/").text == (STATIC / "index.html").read_text()
         assert web.get("/static/status.js", headers={"authorization": ""}).status_code == 200
@@ -233,6 +235,7 @@ def test_two_eviction_policies_side_by_side(start: Start, tmp_path: Path) -> Non
     budgets = [of["memory"]["host"]["budget"] for of in (status, status["compare"])]
     assert budgets == [int(0.8 * 2**30), int(0.2 * 2**30)]
     assert status["compare"]["eviction"]["kv_budget"] == 0.3
+    assert status["model"]["chat"] and status["model"]["device_is_host"]
     assert status["sweep"]["end"] > status["sweep"]["start"]
 
 

@@ -2,7 +2,8 @@
 
 const KEY = "flexgen-h2o-key";
 const TIERS = ["device", "host", "disk"];
-export const TIER_NAMES = { device: "Device", host: "RAM", disk: "Disk" };
+/** What people call a tier. On a machine without a GPU the device is the CPU, and its memory is RAM. */
+export const tierName = (tier, isHost) => ({ device: isHost ? "RAM" : "GPU", host: "RAM", disk: "Disk" })[tier];
 
 export const $ = (id) => document.getElementById(id);
 
@@ -77,14 +78,14 @@ export function eviction(settings) {
 }
 
 /** Rows of memory: what is used of each tier's budget. Tiers that hold nothing and may hold nothing are left out. */
-export function memory(used, budgets) {
+export function memory(used, budgets, isHost) {
   const rows = [];
   for (const tier of TIERS) {
     const most = budgets[tier] ?? null, held = used[tier] ?? 0;
     if (!held && !most) continue;
-    const share = most ? held / most : 0;
+    const share = most ? held / most : 0, name = tierName(tier, isHost);
     const text = `${bytes(held)} of ${most === null ? "no limit" : bytes(most)}`;
-    rows.push(el("span", {}, TIER_NAMES[tier]), bar(share, `${TIER_NAMES[tier]}: ${text}`, share > 0.97 ? "full" : ""), el("span", {}, text));
+    rows.push(el("span", {}, name), bar(share, `${name}: ${text}`, share > 0.97 ? "full" : ""), el("span", {}, text));
   }
   return rows;
 }

@@ -1,13 +1,16 @@
 // The planner's page: a question as JSON to /api/plan, and its answer drawn.
 import { $, ask, bar, bytes, copies, el, memory, number, post, rate, seconds, show, state } from "/static/common.js";
 
-const OWN = "a profile file …";
+const OWN = "measurements in a file …";
+// Machines that no one has measured, by the planner's name.
+const NOMINAL = { "some card": "a GPU of round figures", "some CPU": "a CPU of round figures" };
 const RESOURCES = {
   disk_read: "disk read", disk_write: "disk write", h2d: "RAM to GPU", d2h: "GPU to RAM",
   device_compute: "GPU compute", host_compute: "CPU compute",
 };
 const RESOURCES_OF_CPU = { ...RESOURCES, device_compute: "CPU compute" };
 const FIELDS = ["num_prompts", "prompt_len", "gen_len", "device_mem", "host_mem", "disk_mem"];
+const PHASES = { prefill: "reading the prompts (prefill)", decode: "new tokens (decode)" };
 const NIGHT_S = 10 * 3600;
 let machines = {};
 
@@ -17,7 +20,7 @@ async function begin() {
     machines = Object.fromEntries(found.machines.map((machine) => [machine.name, machine]));
     show($("models"), ...found.models.map((name) => el("option", { value: name })));
     $("model").value ||= found.has_engine ? found.models[0] : "facebook/opt-30b";
-    const labels = found.machines.map(({ name }) => el("option", { value: name }, name));
+    const labels = found.machines.map(({ name }) => el("option", { value: name }, NOMINAL[name] ?? name));
     show($("machine"), ...labels, el("option", { value: OWN }, OWN));
     if (found.machine in machines) $("machine").value = found.machine;
     $("status-link").hidden = !found.has_engine;
@@ -34,11 +37,11 @@ function choose() {
   $("device-label").hidden = machine?.device_is_host ?? false;
   for (const tier of ["device", "host", "disk"]) {
     const there = machine?.memory[tier];
-    $(`${tier}_mem`).placeholder = there ? bytes(there) : "as it has";
+    $(`${tier}_mem`).placeholder = there ? bytes(there) : "all of it";
     if (tier === "device" && machine?.device_is_host) $("device_mem").value = "";
   }
   const source = machine?.date ? `figures of ${machine.date}` : "round figures, not measured";
-  $("machine-note").textContent = machine ? `${machine.description}; ${source}. Leave memory empty for all of it, less a margin.` : "";
+  $("machine-note").textContent = machine ? `${machine.description}; ${source}. An empty memory field means all of it, less a margin.` : "";
 }
 
 async function question() {
@@ -47,24 +50,24 @@ async function question() {
   if ($("compress_weight").checked) body.compress_weight = true;
   if ($("machine").value !== OWN) return { ...body, machine: $("machine").value };
   const file = $("profile").files[0];
-  if (!file) throw new Error("profile: choose the file that flexgen-h2o hardware --output has written");
+  if (!file) throw new Error("measurements: choose the file that flexgen-h2o hardware --output has written");
   try {
     return { ...body, profile: JSON.parse(await file.text()) };
   } catch {
-    throw new Error(`profile: ${file.name} is not JSON`);
+    throw new Error(`measurements: ${file.name} is not JSON`);
   }
 }
 
 function draw(found) {
   const { details, predicted } = found, work = details.workload;
   const names = details.device_is_host ? RESOURCES_OF_CPU : RESOURCES;
-  $("about").textContent = `${details.model} in ${details.dtype} on ${details.profile.machine}`;
+  $("about").textContent = `${details.model} in ${details.dtype} on ${NOMINAL[details.profile.machine] ?? details.profile.machine}`;
   $("answer").hidden = !found.fits;
   if (!found.fits) throw new Error(details.problem ?? "nothing fits");
   $("hours").textContent = seconds(found.eta_s);
-  $("pace").textContent = `for ${number(work.num_prompts)} prompts, ${rate(predicted.tokens_per_s)} new tokens a second`;
+  $("pace").textContent = `for ${number(work.num_prompts)} prompts, ${rate(predicted.tokens_per_s)} new tokens per second`;
   const phases = ["prefill", "decode"].filter((phase) => predicted[`${phase}_s`] > 0);
-  show($("bound"), "What binds: ", ...phases.flatMap((phase, i) => [i ? ", " : "", `${phase} by `, el("strong", {}, names[details.binds[phase]])]), ".");
+  show($("bound"), "The bottleneck: ", ...phases.flatMap((phase, i) => [i ? "; " : "", `${PHASES[phase]}: `, el("strong", {}, names[details.binds[phase]])]), ".");
   const nights = found.eta_s / NIGHT_S;
   $("night").textContent = nights > 1
     ? `A night of 10 hours does ${number(Math.floor(work.num_prompts / nights))} prompts; all take ${nights.toFixed(1)} nights.` : "";
@@ -73,11 +76,11 @@ function draw(found) {
     const rows = Object.keys(names).filter((name) => details.busy_s[phase][name] > 0).flatMap((name) => {
       const share = details.busy_s[phase][name] / whole, binds = details.binds[phase] === name;
       const text = `${seconds(details.busy_s[phase][name])} (${Math.round(100 * share)}%)`;
-      return [el(binds ? "b" : "span", {}, names[name]), bar(share, `${phase}, ${names[name]}`, binds ? "" : "soft"), el("span", {}, text)];
+      return [el(binds ? "b" : "span", {}, names[name]), bar(share, `${PHASES[phase]}, ${names[name]}`, binds ? "" : "soft"), el("span", {}, text)];
     });
-    return [el("span", { className: "head" }, `${phase}: ${seconds(whole)}`), ...rows];
+    return [el("span", { className: "head" }, `${PHASES[phase]}: ${seconds(whole)}`), ...rows];
   }));
-  show($("memory"), ...memory(predicted.peak_bytes, details.budget_bytes));
+  show($("memory"), ...memory(predicted.peak_bytes, details.budget_bytes, details.device_is_host));
   $("command").textContent = found.command;
   $("text").textContent = found.text;
 }
@@ -88,13 +91,22 @@ $("ask").addEventListener("submit", async (event) => {
   $("plan").disabled = true;
   $("answer").hidden = true;
   $("waiting").hidden = false;
-  $("waiting").textContent = "Searching; this takes some seconds.";
+  $("searching").hidden = false;
+  const began = performance.now();
+  const tick = () => {
+    const took = Math.round((performance.now() - began) / 1000);
+    $("waiting").textContent = `Searching for the fastest plan: ${took} s so far. Most searches end within a minute.`;
+  };
+  const clock = setInterval(tick, 1000);
+  tick();
   $("about").textContent = "";
   try {
     draw(await (await post("/api/plan", await question())).json());
   } catch (error) {
     $("error").textContent = error.message;
   } finally {
+    clearInterval(clock);
+    $("searching").hidden = true;
     $("plan").disabled = false;
     $("waiting").hidden = !$("answer").hidden;
     $("waiting").textContent = "No plan.";

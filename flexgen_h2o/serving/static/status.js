@@ -1,8 +1,8 @@
 // The server's page: /status once in two seconds, drawn; and prompts to try.
-import { $, ask, bar, bytes, el, eviction, facts, memory, number, post, rate, seconds, show, state, svg } from "/static/common.js";
+import { $, ask, bar, bytes, el, eviction, facts, memory, number, post, rate, seconds, show, state, svg, tierName } from "/static/common.js";
 
 const EVERY_MS = 2000, REMEMBERED = 90;
-const LANES = { compute: "compute", disk_read: "disk read", disk_write: "disk write", h2d: "to device", d2h: "from device", wait: "wait" };
+const LANES = { compute: "compute", disk_read: "disk read", disk_write: "disk write", h2d: "RAM to GPU", d2h: "GPU to RAM", wait: "wait" };
 const OVER = { completed: "good", failed: "bad", cancelled: "bad" };
 const history = [];
 let latest = null, sweep = null;
@@ -17,8 +17,8 @@ function speed(found) {
   show($("speeds"), ...rows.flatMap(([name, value, kind]) =>
     [el("span", {}, name), bar(value / most, `${name} tokens a second`, kind), el("span", {}, value ? rate(value) : "0")]));
   $("predicted-note").textContent = predicted === null
-    ? "No prediction: the profile of this machine does not know this dtype."
-    : `Predicted: of a block of ${number(found.block.rows)} rows, filled up to ${number(found.model.max_model_len)} tokens each.`;
+    ? "No prediction: the measurements of this machine lack this dtype."
+    : `Predicted for ${number(found.block.rows)} prompts at a time, with up to ${number(found.model.max_model_len)} tokens each.`;
   const top = 1.08 * Math.max(predicted ?? 0, ...history, 1e-9);
   const points = history.map((value, i) => `${REMEMBERED - history.length + i} ${50 - 48 * value / top}`).join("L");
   const drawn = svg("svg", { class: "spark", viewBox: `0 0 ${REMEMBERED - 1} 50`, preserveAspectRatio: "none", "aria-hidden": "true" },
@@ -30,33 +30,37 @@ function speed(found) {
 function engine(found) {
   const memories = memory(
     Object.fromEntries(Object.entries(found.memory).map(([tier, of]) => [tier, of.used])),
-    Object.fromEntries(Object.entries(found.memory).map(([tier, of]) => [tier, of.budget])));
+    Object.fromEntries(Object.entries(found.memory).map(([tier, of]) => [tier, of.budget])), found.model.device_is_host);
   show($("memory"), ...memories);
   const { block, policy, queue, totals } = found;
-  const placed = policy && `weights ${shares(policy.percent, 0)}, KV ${shares(policy.percent, 2)}`;
+  const placed = policy && `weights: ${shares(found, 0)}; KV cache: ${shares(found, 2)}`;
   facts($("engine"), [
-    ["block", `${number(block.running)} of ${number(block.rows)} rows run: ${block.clients} of clients, ${block.batches} of jobs`],
-    ["queue", `${number(queue.rows)} rows of clients wait`],
-    ["eviction", eviction(found.eviction)],
-    ...(policy ? [["placement", placed], ["block size", `${policy.gpu_batch_size} × ${policy.num_gpu_batches}`]] : []),
-    ["since start", `${number(totals.rows)} rows, ${number(totals.tokens)} new tokens in ${seconds(found.uptime_s)}`],
-    ...(found.compare ? [["beside it", `${eviction(found.compare.eviction)}, holds ${bytes(found.compare.memory.host.used + found.compare.memory.device.used)}`]] : []),
+    ["running", `${number(block.running)} of at most ${number(block.rows)} prompts: ${block.clients} asked directly, ${block.batches} of batches`],
+    ["waiting", `${number(queue.rows)} prompts that were asked directly`],
+    ["KV cache", eviction(found.eviction)],
+    ...(policy ? [["placement", placed], ["batch", `${number(policy.gpu_batch_size * policy.num_gpu_batches)} prompts`]] : []),
+    ["since start", `${number(totals.rows)} answers, ${number(totals.tokens)} new tokens in ${seconds(found.uptime_s)}`],
+    ...(found.compare ? [["second engine", `${eviction(found.compare.eviction)}, uses ${bytes(found.compare.memory.host.used + found.compare.memory.device.used)}`]] : []),
   ]);
 }
 
-function shares(percent, at) {
-  const on = { device: percent[at], RAM: percent[at + 1], disk: 100 - percent[at] - percent[at + 1] };
-  return Object.entries(on).filter(([, share]) => share).map(([tier, share]) => `${share}% ${tier}`).join(" + ");
+function shares(found, at) {
+  const [device, host] = found.policy.percent.slice(at), on = {};
+  for (const [tier, share] of [["device", device], ["host", host], ["disk", 100 - device - host]]) {
+    const name = tierName(tier, found.model.device_is_host);
+    on[name] = (on[name] ?? 0) + share;
+  }
+  return Object.entries(on).filter(([, share]) => share).map(([tier, share]) => `${share}% in ${tier}`).join(" + ");
 }
 
 function jobs(found) {
   const running = found.jobs.filter((job) => !(job.status in OVER)).length;
   $("jobs-count").textContent = found.jobs.length ? `${number(running)} of ${number(found.jobs.length)} running` : "";
   if (!found.jobs.length) {
-    show($("jobs"), el("p", { className: "hint" }, "No job yet. Send a file to /v1/files and start it with /v1/batches; it survives a restart."));
+    show($("jobs"), el("p", { className: "hint" }, "No batch yet. Send a file to /v1/files and start it with /v1/batches. It survives a restart."));
     return;
   }
-  const head = ["Job", "Status", "Progress", "Rows", "Failed", "Tokens/s", "Left"];
+  const head = ["Batch", "Status", "Progress", "Prompts", "Failed", "Tokens/s", "Left"];
   const rows = found.jobs.map((job) => {
     const done = job.completed + job.failed, isOver = job.status in OVER;
     const share = job.total ? done / job.total : job.status === "completed" ? 1 : 0;
@@ -65,7 +69,7 @@ function jobs(found) {
       el("td", { className: "name" }, ...(name ? [name, el("small", { className: "mono" }, job.id)] : [el("span", { className: "mono" }, job.id)])),
       el("td", {}, el("span", { className: `tag ${OVER[job.status] ?? "busy"}` }, job.status.replace("_", " "))),
       el("td", { className: "wide" }, bar(share, `progress of ${job.id}`)),
-      cell("Rows", `${number(done)} / ${job.total ? number(job.total) : "?"}`),
+      cell("Prompts", `${number(done)} / ${job.total ? number(job.total) : "?"}`),
       cell("Failed", number(job.failed)),
       cell("Tokens/s", job.tokens_per_s ? rate(job.tokens_per_s) : "–"),
       cell("Left", isOver ? "–" : job.eta_s === null ? "…" : seconds(job.eta_s)));
@@ -85,12 +89,12 @@ function timeline(found) {
     if (end > start && seen.length) sweep = { start, end, seen };
   }
   if (sweep === null) {
-    show($("timeline"), el("p", { className: "hint" }, "Nothing has run since this page was opened."));
+    show($("timeline"), el("p", { className: "hint" }, "No prompt has run since this page was opened."));
     return;
   }
   const { start, end, seen } = sweep, whole = end - start;
   const rows = [...new Set(seen.map((span) => span.row))].sort((a, b) => order(a) - order(b) || (a < b ? -1 : 1));
-  $("sweep-note").textContent = `${seconds(whole)} through all layers; the share is how long a lane was busy`;
+  $("sweep-note").textContent = `${seconds(whole)} for all layers; each line shows when one kind of work ran, and its share of the time`;
   show($("timeline"), ...rows.map((row) => {
     const lane = laneOf(row), drawn = svg("svg", { viewBox: "0 0 1000 10", preserveAspectRatio: "none", role: "img" });
     const pieces = joined(seen.filter((span) => span.row === row), start, end, whole / 1500);
@@ -142,26 +146,36 @@ async function follow() {
 
 // Prompts
 
+// What a model is asked at first: one that chats gets a question, any other the beginning of a text.
+const SAMPLES = { chat: "What is the capital of France?", text: "The capital of France is" };
+const WAITS = "waits for its turn";
+const TOKENS = { chat: 128, text: 48 };
+
 function sides(found) {
-  const all = [["/v1/completions", found.eviction], ...(found.compare ? [["/compare/v1/completions", found.compare.eviction]] : [])];
+  const kind = found.model.chat ? "chat" : "text", path = found.model.chat ? "/v1/chat/completions" : "/v1/completions";
+  const all = [[path, found.eviction], ...(found.compare ? [[`/compare${path}`, found.compare.eviction]] : [])];
+  const how = found.model.chat ? "a question or a task, as in a chat" : "a text that the model continues";
   $("try-note").textContent = found.compare
-    ? "greedy, with both eviction policies at once; compare the texts, not the speeds: only the first shares its block with jobs"
-    : "greedy; start the server with --compare NAME (full, or h2o:kv_budget=0.2) to see another eviction policy beside it";
-  $("max-tokens").value = Math.min(48, Math.max(1, Math.floor(found.model.max_model_len / 2)));
-  show($("sides"), ...all.map(([path, settings]) => el("div", { className: "answer" },
+    ? `${how}. Two KV caches answer it; compare the texts, not the speeds`
+    : `${how}. A server started with --compare h2o:kv_budget=0.2 answers with a small KV cache besides`;
+  $("prompt").value ||= SAMPLES[kind];
+  $("max-tokens").max = Math.max(1, found.model.max_model_len - 1);
+  $("max-tokens").value = Math.min(TOKENS[kind], Math.max(1, Math.floor(found.model.max_model_len / 2)));
+  show($("sides"), ...all.map(([to, settings]) => el("div", { className: "answer" },
     el("h3", {}, eviction(settings)),
-    el("pre", { "data-path": path, "aria-live": "polite" }),
+    el("pre", { "data-path": to, "aria-live": "polite" }),
     el("p", { className: "hint" }, "\u00a0"))));
 }
 
 /** Let one side answer; returns its tokens. */
 async function answer(box, body, signal) {
   const text = box.querySelector("pre"), note = box.querySelector("p"), began = performance.now(), pieces = [];
+  let ended = "";
   text.textContent = "";
-  note.textContent = "waits for a place in the block";
+  note.textContent = WAITS;
   const said = () => {
     const took = (performance.now() - began) / 1000;
-    return `${number(pieces.length)} tokens in ${seconds(took)}, ${rate(pieces.length / took)} tokens/s`;
+    return `${number(pieces.length)} tokens in ${seconds(took)}, ${rate(pieces.length / took)} tokens/s${ended}`;
   };
   const stream = (await post(text.dataset.path, body, { signal })).body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -175,12 +189,14 @@ async function answer(box, body, signal) {
       if (data === "[DONE]") continue;
       const piece = JSON.parse(data);
       if (piece.error) throw new Error(piece.error.message);
-      const choice = piece.choices[0];
-      text.textContent += choice.text;
-      pieces.push(...(choice.token_ids ?? []));
+      const { delta, text: more, token_ids: ids, finish_reason: reason } = piece.choices[0];
+      text.textContent += delta ? (delta.reasoning_content ?? "") + (delta.content ?? "") : more;
+      pieces.push(...(ids ?? []));
+      if (reason === "length") ended = "; cut off there, because no more new tokens were allowed";
       note.textContent = said();
     }
   }
+  if (!text.textContent.trim()) note.textContent += "; the model ended its answer without a text";
   return { text, note, pieces };
 }
 
@@ -203,17 +219,24 @@ let stopping = null;
 
 $("try").addEventListener("submit", async (event) => {
   event.preventDefault();
+  if (latest === null) return; // the server has not answered yet
   stopping = new AbortController();
   $("try-error").textContent = "";
   $("run").disabled = true;
   $("stop").hidden = false;
-  const body = { prompt: $("prompt").value, max_tokens: Number($("max-tokens").value), temperature: 0, stream: true };
+  const asked = $("prompt").value, body = { max_tokens: Number($("max-tokens").value), temperature: 0, stream: true };
+  if (latest.model.chat) body.messages = [{ role: "user", content: asked }];
+  else body.prompt = asked;
   try {
     const done = await Promise.all([...$("sides").children].map((box) => answer(box, body, stopping.signal)));
     if (done.length === 2) compare(done);
   } catch (error) {
+    const isStopped = stopping.signal.aborted;
     stopping.abort();
-    if (error.name !== "AbortError") $("try-error").textContent = error.message;
+    if (!isStopped) $("try-error").textContent = `No answer: ${error.message}`;
+    for (const note of $("sides").querySelectorAll(".answer > p")) {
+      if (note.textContent === WAITS) note.textContent = "\u00a0";
+    }
   } finally {
     $("run").disabled = false;
     $("stop").hidden = true;
