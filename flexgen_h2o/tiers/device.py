@@ -19,6 +19,7 @@ from typing import Any, cast
 import psutil
 import torch
 
+from flexgen_h2o.core.cgroups import memory_limits
 from flexgen_h2o.core.config import MemoryBudget
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, format_bytes, less_margin, round_up
@@ -368,7 +369,6 @@ def open_device(name: str, separate_budget: bool) -> Device:
 
 
 DISK_MARGIN_BYTES = 2 * GIB
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_budgets(
@@ -410,21 +410,17 @@ def resolve_budgets(
 def free_host_bytes() -> int:
     """Return the RAM that can be used now.
 
-    It is what the machine has available, or what the cgroup's limit leaves.
+    It is what the machine has available, or what the limits of cgroups leave.
     """
-    free = host_memory()[1]
-    limit = memory_limit()
-    return free if limit is None else min(free, limit[0] - limit[1])
+    return max(0, min([host_memory()[1], *(limit.room for limit in memory_limits())]))
 
 
 def whole_host_bytes() -> int:
     """Return the RAM that could be used if nobody else used any.
 
-    It is the machine's, or the cgroup's limit.
+    It is the machine's, or the least limit of a cgroup.
     """
-    whole = host_memory()[0]
-    limit = memory_limit()
-    return whole if limit is None else min(whole, limit[0])
+    return min([host_memory()[0], *(limit.nbytes for limit in memory_limits())])
 
 
 def host_memory() -> tuple[int, int]:
@@ -439,21 +435,3 @@ def host_memory() -> tuple[int, int]:
             f"{error.filename}: {error.strerror}; mount /proc, which says what RAM is free"
         ) from error
     return int(found.total), int(found.available)
-
-
-def memory_limit() -> tuple[int, int] | None:
-    """Return the bytes that the cgroup may use, and those that it uses.
-
-    None: there is no limit that can be read.
-    """
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # The cgroup counts clean page cache as used, but it is given back when memory is needed.
-        return int(limit), int((_CGROUP / "memory.current").read_text()) - int(
-            stat.get("inactive_file", 0)
-        )
-    except (OSError, ValueError):
-        return None

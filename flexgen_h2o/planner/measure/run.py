@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.cgroups import usable_cores
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import user_cache_dir
 from flexgen_h2o.core.units import GIB, MIB, format_bytes
@@ -54,7 +55,13 @@ from flexgen_h2o.planner.profile import (
     read_profile,
     write_profile,
 )
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_memory, open_device
+from flexgen_h2o.tiers.device import (
+    Device,
+    HostDevice,
+    StandInDevice,
+    open_device,
+    whole_host_bytes,
+)
 
 SOURCE = f"measured by flexgen-h2o hardware, torch {torch.__version__}"
 WATCH_S = 0.5  # in which this process does nothing, to see what others do
@@ -123,9 +130,9 @@ def measure(
 def _blank(device: Device, offload_dir: Path) -> HardwareProfile:
     """Return a profile with what is known of this machine before anything is measured."""
     cpu = cpu_name()
-    cores = os.cpu_count() or 1
+    cores = max(1, int(usable_cores()))
     card, card_bytes = device.card() or ("", 0)
-    host_bytes = host_memory()[0]
+    host_bytes = whole_host_bytes()
     folder = existing_folder(offload_dir)
     with_card = f"{card} with {card_bytes / GIB:.0f} GiB, " if card else ""
     nothing: Figures = {f.name: 0.0 for f in fields(HardwareProfile) if f.type == "float"}
@@ -234,7 +241,8 @@ def short_name(cpu: str, cores: int, card: str) -> str:
 
 def fingerprint_text(cpu: str, card: str, mount: str) -> str:
     """Return the facts that a measured profile depends on and that stay the same between runs."""
-    facts = (cpu, os.cpu_count() or 1, card, mount, torch.__version__, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    facts = (cpu, f"{usable_cores():g}", card, mount, torch.__version__, threads)
     return "\n".join(map(str, facts))
 
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
-import psutil
 import pytest
 import torch
 
@@ -26,7 +25,6 @@ from flexgen_h2o.tiers.device import (
     Device,
     HostDevice,
     StandInDevice,
-    free_host_bytes,
     host_buffer,
     open_device,
     resolve_budgets,
@@ -159,7 +157,6 @@ def test_memory_that_cannot_be_pinned_is_said_in_one_line(monkeypatch: pytest.Mo
 # ---- budgets
 
 Disk = namedtuple("Disk", "free")
-Memory = namedtuple("Memory", ("available", "total"), defaults=(100,))
 
 
 @pytest.fixture
@@ -218,34 +215,3 @@ def test_the_disk_is_the_one_of_the_folder_to_be(
     monkeypatch.chdir(tmp_path)
     resolve_budgets(MemoryBudget(host=1), HostDevice(), Path("not/yet"))
     assert asked == [tmp_path, tmp_path]
-
-
-@pytest.mark.parametrize(
-    ("limit", "current", "cached", "free"),
-    [
-        ("max", "5", 0, 90),
-        (None, None, 0, 90),
-        ("500", "10", 0, 90),
-        ("garbage", "10", 0, 90),
-        ("40", "38", 30, 32),
-    ],
-)
-def test_a_container_has_what_its_limit_leaves(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limit: str | None,
-    current: str | None,
-    cached: int,
-    free: int,
-) -> None:
-    """Clean page cache counts as used by the container and is there to be had all the same."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(90))
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    for name, text in (
-        ("memory.max", limit),
-        ("memory.current", current),
-        ("memory.stat", f"anon 7\ninactive_file {cached}"),
-    ):
-        if text is not None:
-            (tmp_path / name).write_text(f"{text}\n")
-    assert free_host_bytes() == free
