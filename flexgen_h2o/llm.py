@@ -80,7 +80,7 @@ from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.report import SearchResult
 from flexgen_h2o.planner.search import Plan
-from flexgen_h2o.tiers.device import open_device, resolve_budgets
+from flexgen_h2o.tiers.device import may_use_card, open_device, resolve_budgets
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # dtype of random weights, unless another one is asked for
@@ -139,6 +139,11 @@ class LLM:
         self._hardware = hardware if is_profile else _text("hardware", hardware)
         self._device_name = _text("device", device)
         self.device = open_device(device, separate_budget=self._budget.device is not None)
+        if may_use_card(device) and self._budget.device is not None and self.device.card() is None:
+            say_once(
+                "there is no GPU here, so the device tier is ordinary memory with a budget of its "
+                "own (device cpu says that this is meant)"
+            )
         self.offload_dir = usable_path(
             DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir"
         )

@@ -14,6 +14,7 @@ from flexgen_h2o.planner.profile import NOMINAL
 if TYPE_CHECKING:
     from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.tiers.device import Device
 
 
 def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) -> str:
@@ -26,8 +27,8 @@ def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) 
     assert policy is not None
     spec = llm.model.spec
     size = format_bytes(checkpoint_bytes(spec, DTYPE_BYTES[llm.dtype]))
-    weights = _places("weights", policy.weight_shares, llm.device.is_host)
-    cache = _places("KV cache", policy.cache_shares, llm.device.is_host)
+    weights = _places("weights", policy.weight_shares, llm.device)
+    cache = _places("KV cache", policy.cache_shares, llm.device)
     batch = min(policy.block_size, num_prompts)
     batches = "" if num_prompts == 1 else f" in batches of {batch}"
     about = (
@@ -52,13 +53,14 @@ def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) 
     return f"{about}; about {seconds} ({speed}), if no answer ends early{doubt}"
 
 
-def _places(what: str, shares: tuple[float, float, float], device_is_host: bool) -> str:
+def _places(what: str, shares: tuple[float, float, float], tier: Device) -> str:
     """Return where the shares on device, host and disk are: `weights 50% in RAM, 50% on disk`."""
     device, host, disk = shares
-    if device_is_host:
+    if tier.is_host:
         host = device + host
         device = 0.0
-    named = ((device, "on the GPU"), (host, "in RAM"), (disk, "on disk"))
+    on_device = "in memory" if tier.card() is None else "on the GPU"
+    named = ((device, on_device), (host, "in RAM"), (disk, "on disk"))
     found = [(share, place) for share, place in named if share]
     if len(found) == 1:
         return f"{what} {found[0][1]}"

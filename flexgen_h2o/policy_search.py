@@ -53,6 +53,7 @@ from flexgen_h2o.flags import (
     add_eviction_flags,
     as_flags,
     budget_of,
+    check_gpu,
     check_positions,
     eviction_of,
     given_flags,
@@ -183,8 +184,8 @@ def _run(argv: list[str] | None) -> int:
         raise DoesNotFitError(answer.problem or "nothing fits")
     spec = answer.space.spec
     machine = answer.space.machine
-    has_card = not machine.device_is_host and not machine.profile.device_is_host
-    say_idle_flags("policy_search", args, RunTarget(spec, machine.device_is_host, has_card))
+    target = RunTarget(spec, machine.device_is_host, machine.has_card)
+    say_idle_flags("policy_search", args, target)
     if not args.json:
         print(_text(args, answer))
     words = sys.argv[1:] if argv is None else argv
@@ -297,6 +298,8 @@ def _check(args: argparse.Namespace) -> None:
             f"--device {args.device} and --hardware: the profile says which device; leave --device "
             "out"
         )
+    if args.hardware is None and args.profile is None:
+        check_gpu(args)
     for name in OUTPUTS:
         if getattr(args, name) is not None:
             setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
@@ -395,13 +398,18 @@ def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
 
     profile = args.profile or read_profile(find_profile(args.hardware))
     asked = budget_of(args)
-    device_is_host = profile.device_is_host and asked.device is None
+    if profile.device_is_host and asked.device is not None:
+        raise UsageError(
+            f"--device-mem {args.device_mem}: {profile.machine} has no GPU; leave it out, or "
+            "name a machine that has one, such as --hardware t4"
+        )
     there = {tier: less_margin(getattr(profile, f"{tier}_mem_bytes")) for tier in TIERS}
     budgets = {
         tier: free if (given := getattr(asked, tier)) is None else given
         for tier, free in there.items()
     }
-    return profile, device_is_host, {**budgets, "device": 0} if device_is_host else budgets
+    is_host = profile.device_is_host
+    return profile, is_host, {**budgets, "device": 0} if is_host else budgets
 
 
 def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
@@ -409,10 +417,9 @@ def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budg
     from flexgen_h2o.tiers.device import open_device, resolve_budgets
 
     folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
-    asked = budget_of(args)
-    device = open_device(args.device, separate_budget=asked.device is not None)
+    device = open_device(args.device, separate_budget=False)
     note_whole_ram(args)
-    budgets = resolve_budgets(asked, device, folder)
+    budgets = resolve_budgets(budget_of(args), device, folder)
     return (
         profile_of_this_machine(args.device, folder, _say, measure_missing=True),
         device.is_host,

@@ -32,6 +32,7 @@ from flexgen_h2o.flags import (
     add_max_tokens_flag,
     add_sampling_flags,
     budget_of,
+    check_gpu,
     eviction_of,
     naming_flags,
     open_llm,
@@ -271,7 +272,8 @@ def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Name
 
     asked = budget_of(args)
     folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
-    device = open_device(args.device, separate_budget=asked.device is not None)
+    check_gpu(args)
+    device = open_device(args.device, separate_budget=False)
     budgets = {
         t: n
         for t, n in resolve_budgets(asked, device, folder).items()

@@ -192,7 +192,7 @@ class MemoryPlan:
         """Return the flags besides the budget that would still lower what this tier holds."""
         ways = []
         if self.shape.rows * self.shape.micro_batches > 1:
-            ways.append("lower --gpu-batch-size or --num-gpu-batches")
+            ways.append("lower --micro-batch or --micro-batches")
         if any(b.tier == tier and b.name in ("weights", "cache", "hidden") for b in self.buffers):
             ways.append("move shares to another tier with --percent")
         if not self.shape.record and any(

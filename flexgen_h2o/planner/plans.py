@@ -90,7 +90,15 @@ class Planner:
         return self.dtype in self.profile.compute
 
     def check_dtype(self) -> None:
-        """Raise UsageError if the profile has no rates of the dtype, which choosing needs."""
+        """Raise UsageError if the profile is of a machine with a GPU, and this run has none.
+
+        It is also raised if the profile has no rates of the dtype, which choosing needs.
+        """
+        if self._is_given and self._device_is_host and not self.profile.device_is_host:
+            raise UsageError(
+                f"--hardware {self.profile.machine}: is a machine with a GPU, and this run has "
+                "none; leave --hardware out, or ask what that machine would do: flexgen-h2o plan"
+            )
         if not self.can_predict:
             raise UsageError(
                 f"--hardware {self.profile.machine}: has compute rates of "

@@ -362,7 +362,10 @@ def open_device(name: str, separate_budget: bool) -> Device:
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device: {name!r} is not one of auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: no CUDA device is usable here; use --device cpu or auto")
+        raise UsageError(
+            "--device cuda: no CUDA device is usable here; use --device cpu or auto, or plan for a "
+            "machine that has one: flexgen-h2o plan --hardware t4"
+        )
     if name != "cpu" and torch.cuda.is_available():
         return CudaDevice()
     return StandInDevice() if separate_budget else HostDevice()
