@@ -20,7 +20,12 @@ from flexgen_h2o.cli_common import not_empty, run_cli
 from flexgen_h2o.core.cgroups import memory_limits, usable_cores
 from flexgen_h2o.core.descriptors import descriptor_limits
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_FAILED, FlexgenError
-from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
+from flexgen_h2o.core.files import (
+    DEFAULT_OFFLOAD_DIR,
+    existing_folder,
+    usable_path,
+    user_cache_dir,
+)
 from flexgen_h2o.core.units import GIB, MIB, aligned, format_bytes
 from flexgen_h2o.parser import OneLineParser
 
@@ -281,7 +286,7 @@ def card() -> Finding:
 def disk(offload_dir: Path) -> Finding:
     """Read and write 256 MiB as runs do, and report the speed."""
     from flexgen_h2o.planner.measure.bench import HOST, Bench
-    from flexgen_h2o.planner.measure.engine import existing_folder, open_probe, open_scratch
+    from flexgen_h2o.planner.measure.engine import open_probe, open_scratch
     from flexgen_h2o.planner.measure.run import mount_of
     from flexgen_h2o.tiers.device import HostDevice
 

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.resolve import DUMMY
 from flexgen_h2o.cli_common import (
     check_picture,
     check_separate,
@@ -43,7 +42,6 @@ from flexgen_h2o.core.config import (
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
 from flexgen_h2o.core.settings import ORIGINAL
-from flexgen_h2o.core.units import DiskBudget
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
     PLACEMENT,
@@ -70,10 +68,12 @@ from flexgen_h2o.planner.cost_model import Machine
 from flexgen_h2o.planner.report import SearchResult, to_json, to_text
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.config import Policy
     from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.planner.lp import Budgets, SearchSpace
     from flexgen_h2o.planner.profile import HardwareProfile
     from flexgen_h2o.planner.search import Plan
+    from flexgen_h2o.tiers.device import NewFiles
 
 SEARCHED_PROMPTS = 1024
 COMPRESSION = ("compress_weight", "compress_cache")
@@ -332,7 +332,8 @@ def _check_kv_loss(args: argparse.Namespace) -> None:
 
 def _question(args: argparse.Namespace) -> SearchResult:
     """Return the question, without an answer yet."""
-    policy, searched = policy_of(args)
+    asked_policy, searched = policy_of(args)
+    policy = asked_policy
     eviction = eviction_of(args, policy)
     from flexgen_h2o.engine.memory_plan import kv_sizes_of
     from flexgen_h2o.engine.workload import workload_of
@@ -362,33 +363,59 @@ def _question(args: argparse.Namespace) -> SearchResult:
     need = workload_of(
         eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows
     )
-    machine, budgets = _machine(args)
-    download = _download_bytes(args, spec, machine)
-    disk = budgets["disk"]
-    if download and args.disk_mem is None and isinstance(disk, DiskBudget):
-        left = DiskBudget(max(0, disk - download), max(0, disk.free - download))
-        budgets = {**budgets, "disk": left}
+    # What does not fit the disk is said before the machine is measured.
+    is_elsewhere = args.profile is not None or args.hardware is not None
+    download = 0 if is_elsewhere else _download_bytes(args, spec)
+    files = [] if is_elsewhere else _new_files(args, spec, asked_policy, download)
+    machine, budgets = _machine(args, files)
     space = SearchSpace(spec, need, policy, machine, budgets, compress, args.check)
-    return SearchResult(space, eviction.to_json(), searched, download_bytes=download)
+    return SearchResult(
+        space,
+        eviction.to_json(),
+        searched,
+        download_bytes=download,
+        is_elsewhere=is_elsewhere,
+    )
 
 
-def _download_bytes(args: argparse.Namespace, spec: ModelSpec, machine: Machine) -> int:
+def _download_bytes(args: argparse.Namespace, spec: ModelSpec) -> int:
     """Return the bytes of a checkpoint that a run on this machine would download first."""
-    from flexgen_h2o.checkpoint.resolve import is_downloaded
+    from flexgen_h2o.checkpoint.resolve import asks_random, is_downloaded
     from flexgen_h2o.engine.memory_plan import checkpoint_bytes
 
-    is_elsewhere = args.profile is not None or args.hardware is not None
-    if is_elsewhere or (args.path is not None and DUMMY in args.path) or is_folder(args):
+    if asks_random(args.path) or is_folder(args) or is_downloaded(args.model, args.revision):
         return 0
-    if is_downloaded(args.model, args.revision):
-        return 0
-    return checkpoint_bytes(spec, machine.itemsize)
+    return checkpoint_bytes(spec, _itemsize(args))
 
 
-def _machine(args: argparse.Namespace) -> tuple[Machine, Budgets]:
-    """Return the machine of the run, and the bytes that it may hold there."""
+def _new_files(
+    args: argparse.Namespace, spec: ModelSpec, policy: Policy, download: int
+) -> list[NewFiles]:
+    """Return what a run on this machine writes to disks before it begins.
+
+    Random weights are not counted: who asks for them measures speed, and plans for the model.
+    """
+    from flexgen_h2o.checkpoint.resolve import asks_random
+    from flexgen_h2o.planner.plans import new_files
+
+    folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
+    if asks_random(args.path):
+        return []
+    return new_files(args.model, spec, policy, _itemsize(args), folder, download)
+
+
+def _itemsize(args: argparse.Namespace) -> int:
+    """Return the likely bytes of a number, before it is known what the machine computes in."""
+    return DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[USUAL_DTYPES[0]])
+
+
+def _machine(args: argparse.Namespace, files: Sequence[NewFiles]) -> tuple[Machine, Budgets]:
+    """Return the machine of the run, and the bytes that it may hold there.
+
+    files: written on this machine before a run.
+    """
     is_named = args.profile is not None or args.hardware is not None
-    profile, device_is_host, budgets = _shipped(args) if is_named else _this_machine(args)
+    profile, device_is_host, budgets = _shipped(args) if is_named else _this_machine(args, files)
     return Machine(profile, _dtype(args, profile), device_is_host), budgets
 
 
@@ -412,14 +439,18 @@ def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
     return profile, is_host, {**budgets, "device": 0} if is_host else budgets
 
 
-def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
+def _this_machine(
+    args: argparse.Namespace, files: Sequence[NewFiles]
+) -> tuple[HardwareProfile, bool, Budgets]:
     from flexgen_h2o.planner.measure.run import profile_of_this_machine
-    from flexgen_h2o.tiers.device import open_device, resolve_budgets
+    from flexgen_h2o.tiers.device import less_new_files, open_device, resolve_budgets
 
     folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
     device = open_device(args.device, separate_budget=False)
     note_whole_ram(args)
     budgets = resolve_budgets(budget_of(args), device, folder)
+    disk = less_new_files(budgets["disk"], folder, files, args.disk_mem is not None)
+    budgets = {**budgets, "disk": disk}
     return (
         profile_of_this_machine(args.device, folder, _say, measure_missing=True),
         device.is_host,

@@ -8,12 +8,16 @@ from collections import Counter, abc
 from dataclasses import replace
 from pathlib import Path
 
+from flexgen_h2o.checkpoint.formats import weight_format
+from flexgen_h2o.checkpoint.packed_store import is_packed
+from flexgen_h2o.checkpoint.resolve import MORE_ROOM, downloaded_bytes, hub_cache
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan
+from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan, packed_bytes
 from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.scheduler import make_blocks
 from flexgen_h2o.engine.sequence import Sequence
@@ -34,6 +38,7 @@ from flexgen_h2o.planner.predict import Prediction, predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, read_profile
 from flexgen_h2o.planner.report import SearchResult
 from flexgen_h2o.planner.search import Plan, disk_reads, search, sensitivity
+from flexgen_h2o.tiers.device import NewFiles
 
 # Measuring takes about a minute. It is worth it before a run that will take longer than this.
 WORTH_MEASURING_S = 600.0
@@ -376,6 +381,27 @@ def _can_measure(budgets: Budgets) -> bool:
     """Return whether the budgets leave enough RAM for measuring this machine."""
     room = budgets.get("host")
     return room is None or room >= MEASURING_BYTES
+
+
+def new_files(
+    model: str, spec: ModelSpec, policy: Policy, itemsize: int, offload_dir: Path, download: int
+) -> list[NewFiles]:
+    """Return what a run writes to disks before it begins, and keeps.
+
+    model: the name that the user gave. policy: its switches count. itemsize: bytes of one number of
+    the compute dtype. download: bytes of a checkpoint that is not downloaded yet, or 0.
+    """
+    files = []
+    if download:
+        rest = max(0, download - downloaded_bytes(model))
+        files.append(NewFiles(f"--model {model}: its download", hub_cache(), rest, MORE_ROOM))
+    form = weight_format(spec, policy, itemsize)
+    cache = offload_dir / "weights"
+    nbytes = packed_bytes(spec, policy, itemsize)
+    if nbytes and not is_packed(spec, cache, form):
+        what = f"--model {model}: the converted copy of its weights ({form.name})"
+        files.append(NewFiles(what, cache, nbytes, "give another --offload-dir"))
+    return files
 
 
 def has_own_scores(rows: abc.Sequence[Sequence], common: int) -> bool:

@@ -83,6 +83,8 @@ class SearchResult:
     faster: tuple[str, float] | None = None
     # Bytes of a checkpoint that is not downloaded yet.
     download_bytes: int = 0
+    # Whether the plan is for another machine than this one.
+    is_elsewhere: bool = False
     # With --kv-loss small, the eviction policy's loss by its table (kvcache/eviction/mixes.py).
     kv_loss: KeptWhole | None = None
     # Whether all sequences are equally long.
@@ -255,6 +257,9 @@ def _checkpoint(answer: SearchResult) -> str:
         return (
             f"checkpoint: {nbytes}, {stored}, not downloaded yet: this disk space is needed besides"
         )
+    if answer.is_elsewhere:
+        name = answer.space.machine.profile.machine
+        return f"checkpoint: {nbytes}, {stored}: {name} needs this disk space besides its budget"
     return f"checkpoint: {nbytes}, {stored}, read in place and not in the disk's budget"
 
 

@@ -7,11 +7,13 @@ has.
 from __future__ import annotations
 
 import mmap
+import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +24,16 @@ import torch
 from flexgen_h2o.core.cgroups import memory_limits
 from flexgen_h2o.core.config import MemoryBudget
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, format_bytes, less_margin, round_up
+from flexgen_h2o.core.files import existing_folder
+from flexgen_h2o.core.units import (
+    GIB,
+    PAGE,
+    DiskBudget,
+    format_bytes,
+    format_free,
+    less_margin,
+    round_up,
+)
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 HUGE_PAGE = 2 * 2**20
@@ -387,8 +398,7 @@ def resolve_budgets(
         host = less_margin(free_host_bytes()) // processes
     else:
         host = min(budget.host, whole_host_bytes() // processes)
-    folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(existing_folder(offload_dir)).free
     disk_bytes = (
         max(0, free - DISK_MARGIN_BYTES) // processes
         if budget.disk is None
@@ -408,6 +418,43 @@ def resolve_budgets(
     if on_device is None:
         on_device = less_margin(free_on_card or 0)
     return {"device": on_device, "host": host, "disk": disk}
+
+
+@dataclass(frozen=True)
+class NewFiles:
+    """Files that are written before a run, and stay. Those who plan a run make it."""
+
+    what: str  # such as `the download of opt-30b`
+    folder: Path  # it need not exist yet
+    nbytes: int
+    remedy: str  # what to do if the disk is too full, such as `give another --offload-dir`
+
+
+def less_new_files(
+    disk: int | None, offload_dir: Path, files: Iterable[NewFiles], is_given: bool
+) -> DiskBudget:
+    """Return the disk's budget that files leave which are written to disks before a run.
+
+    Only files on the disk of the offload folder lower it. A given budget is only lowered to what
+    is free. Raise DoesNotFitError for files that do not fit their disk.
+    """
+    assert isinstance(disk, DiskBudget)  # resolve_budgets makes one
+    left: dict[int, int] = {}
+    used = 0
+    for one in files:
+        place = existing_folder(one.folder)
+        number = os.stat(place).st_dev
+        free = left.setdefault(number, shutil.disk_usage(place).free)
+        if one.nbytes > free:
+            raise DoesNotFitError(
+                f"{one.what} needs {format_bytes(one.nbytes)} of the disk of {one.folder}, "
+                f"{format_free(free, one.nbytes)}; free space, or {one.remedy}"
+            )
+        left[number] -= one.nbytes
+        if number == os.stat(existing_folder(offload_dir)).st_dev:
+            used += one.nbytes
+    free = max(0, disk.free - used)
+    return DiskBudget(min(disk, free) if is_given else max(0, disk - used), free)
 
 
 def free_host_bytes() -> int:

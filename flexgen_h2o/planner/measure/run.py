@@ -22,7 +22,7 @@ import torch
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.cgroups import usable_cores
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.files import user_cache_dir
+from flexgen_h2o.core.files import existing_folder, user_cache_dir
 from flexgen_h2o.core.units import GIB, MIB, format_bytes
 from flexgen_h2o.kernels import products
 from flexgen_h2o.planner.measure.bench import (
@@ -40,7 +40,6 @@ from flexgen_h2o.planner.measure.compute import compute_rates
 from flexgen_h2o.planner.measure.engine import (
     check_space,
     contention,
-    existing_folder,
     link_rates,
     open_mover,
     open_probe,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import shutil
 import threading
 from collections import namedtuple
@@ -17,15 +18,17 @@ import torch
 
 from flexgen_h2o.core.config import TIERS, MemoryBudget
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
-from flexgen_h2o.core.units import GIB, PAGE
+from flexgen_h2o.core.units import GIB, PAGE, DiskBudget
 from flexgen_h2o.tiers import device as machine
 from flexgen_h2o.tiers.device import (
     HUGE_PAGE,
     CudaDevice,
     Device,
     HostDevice,
+    NewFiles,
     StandInDevice,
     host_buffer,
+    less_new_files,
     open_device,
     resolve_budgets,
 )
@@ -215,3 +218,48 @@ def test_the_disk_is_the_one_of_the_folder_to_be(
     monkeypatch.chdir(tmp_path)
     resolve_budgets(MemoryBudget(host=1), HostDevice(), Path("not/yet"))
     assert asked == [tmp_path, tmp_path]
+
+
+# Bytes of new files in the offload folder and in a folder that may be on another disk; is it; the
+# budget; is it given; what is left of it (None: the files do not fit).
+NEW_FILES = [
+    (3, 2, False, 8, False, (3, 5)),
+    (3, 2, True, 8, False, (5, 7)),
+    (3, 2, False, 4, True, (4, 5)),
+    (3, 2, False, 7, True, (5, 5)),
+    (3, 8, False, 8, False, None),
+    (3, 8, True, 8, False, (5, 7)),
+    (11, 0, True, 8, False, None),
+]
+
+
+@pytest.mark.parametrize(("here", "there", "is_other", "disk", "is_given", "left"), NEW_FILES)
+def test_files_that_are_written_before_a_run_take_their_disk(
+    here: int,
+    there: int,
+    is_other: bool,
+    disk: int,
+    is_given: bool,
+    left: tuple[int, int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(10 * GIB))
+    stat = os.stat
+
+    def on_disk(path: Path, **more: bool) -> os.stat_result:
+        found = stat(path, **more)
+        number = 1 if is_other and Path(path).name == "other" else 0
+        return os.stat_result((*found[:2], number, *found[3:]))
+
+    monkeypatch.setattr(os, "stat", on_disk)
+    folders = {"weights": here, "other": there}
+    files = [NewFiles(n, tmp_path / n, g * GIB, "do that") for n, g in folders.items()]
+    budget = DiskBudget(disk * GIB, 10 * GIB)
+    if left is None:
+        with pytest.raises(DoesNotFitError, match=r"GiB are free, .* too little; .*do that"):
+            less_new_files(budget, tmp_path, files, is_given)
+        return
+    found = less_new_files(budget, tmp_path, files, is_given)
+    assert (found, found.free) == tuple(gib * GIB for gib in left)
