@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -335,7 +336,7 @@ def _question(args: argparse.Namespace) -> SearchResult:
     asked_policy, searched = policy_of(args)
     policy = asked_policy
     eviction = eviction_of(args, policy)
-    from flexgen_h2o.engine.memory_plan import kv_sizes_of
+    from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of, packed_bytes
     from flexgen_h2o.engine.workload import workload_of
     from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
     from flexgen_h2o.models.load import find_spec
@@ -367,7 +368,9 @@ def _question(args: argparse.Namespace) -> SearchResult:
     is_elsewhere = args.profile is not None or args.hardware is not None
     download = 0 if is_elsewhere else _download_bytes(args, spec)
     files = [] if is_elsewhere else _new_files(args, spec, asked_policy, download)
-    machine, budgets = _machine(args, files)
+    itemsize = _itemsize(args)
+    stored = checkpoint_bytes(spec, itemsize) + packed_bytes(spec, asked_policy, itemsize)
+    machine, budgets = _machine(args, files, stored)
     space = SearchSpace(spec, need, policy, machine, budgets, compress, args.check)
     return SearchResult(
         space,
@@ -409,21 +412,31 @@ def _itemsize(args: argparse.Namespace) -> int:
     return DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[USUAL_DTYPES[0]])
 
 
-def _machine(args: argparse.Namespace, files: Sequence[NewFiles]) -> tuple[Machine, Budgets]:
+def _machine(
+    args: argparse.Namespace, files: Sequence[NewFiles], stored: int
+) -> tuple[Machine, Budgets]:
     """Return the machine of the run, and the bytes that it may hold there.
 
-    files: written on this machine before a run.
+    files: written on this machine before a run. stored: bytes of the model on another machine.
     """
     is_named = args.profile is not None or args.hardware is not None
-    profile, device_is_host, budgets = _shipped(args) if is_named else _this_machine(args, files)
+    profile, device_is_host, budgets = (
+        _named_machine(args, stored) if is_named else _this_machine(args, files)
+    )
     return Machine(profile, _dtype(args, profile), device_is_host), budgets
 
 
-def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
-    from flexgen_h2o.core.units import less_margin
-    from flexgen_h2o.planner.profile import find_profile, read_profile
+def _named_machine(args: argparse.Namespace, stored: int) -> tuple[HardwareProfile, bool, Budgets]:
+    """Return the profile and the budgets of the machine that --hardware names.
 
-    profile = args.profile or read_profile(find_profile(args.hardware))
+    stored: bytes of the model on its disk. They count if the user said how large that is.
+    """
+    from flexgen_h2o.core.units import DiskBudget, format_bytes, format_free, less_margin
+    from flexgen_h2o.planner.measure.run import cached_profile
+    from flexgen_h2o.planner.parts import STATED, find_hardware
+
+    folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
+    profile = args.profile or find_hardware(args.hardware, partial(cached_profile, "auto", folder))
     asked = budget_of(args)
     if profile.device_is_host and asked.device is not None:
         raise UsageError(
@@ -431,10 +444,20 @@ def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
             "name a machine that has one, such as --hardware t4"
         )
     there = {tier: less_margin(getattr(profile, f"{tier}_mem_bytes")) for tier in TIERS}
+    if profile.notes.get("disk_mem_bytes") == STATED:
+        free = profile.disk_mem_bytes - stored
+        if free < 0:
+            raise DoesNotFitError(
+                f"--hardware {args.hardware}: the model needs {format_bytes(stored)} of the disk, "
+                f"{format_free(profile.disk_mem_bytes, stored)}; name a larger disk=SIZE"
+            )
+        there["disk"] = DiskBudget(less_margin(free), free)
     budgets = {
         tier: free if (given := getattr(asked, tier)) is None else given
         for tier, free in there.items()
     }
+    if isinstance(there["disk"], DiskBudget):  # no flag makes the disk larger
+        budgets["disk"] = DiskBudget(min(budgets["disk"], there["disk"].free), there["disk"].free)
     is_host = profile.device_is_host
     return profile, is_host, {**budgets, "device": 0} if is_host else budgets
 

@@ -33,9 +33,10 @@ from flexgen_h2o.engine.workload import (
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, TokenIds, group_prompts
 from flexgen_h2o.planner.cost_model import CostModel, Machine
 from flexgen_h2o.planner.lp import Budgets, SearchSpace
-from flexgen_h2o.planner.measure.run import profile_of_this_machine
+from flexgen_h2o.planner.measure.run import cached_profile, profile_of_this_machine
+from flexgen_h2o.planner.parts import find_hardware
 from flexgen_h2o.planner.predict import Prediction, predict
-from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, read_profile
+from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile
 from flexgen_h2o.planner.report import SearchResult
 from flexgen_h2o.planner.search import Plan, disk_reads, search, sensitivity
 from flexgen_h2o.tiers.device import NewFiles
@@ -72,7 +73,7 @@ class Planner:
         self._device_is_host = device_is_host
         self._offload_dir = offload_dir
         if hardware is not None and not isinstance(hardware, HardwareProfile):
-            hardware = read_profile(find_profile(hardware))
+            hardware = find_hardware(hardware, lambda: cached_profile(device, offload_dir))
         self._profile = hardware
         self._is_given = hardware is not None
         self._has_said_busy = False

@@ -194,6 +194,8 @@ def to_text(
     doubt = (
         NOT_MEASURED
         if profile.machine == NOMINAL
+        else "the machine's figures are nominal, from data sheets"
+        if profile.is_nominal
         else MEASURED_BUSY
         if profile.was_disturbed
         else ""
@@ -237,7 +239,10 @@ def _about(answer: SearchResult) -> Iterator[str]:
             f"KL {answer.kv_loss.kl:.2g} nats to the full cache, measured on {answer.kv_loss.model}"
         )
         yield f"quality: {loss} (docs/lab/quality.md)"
-    yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source})"
+    about = f"profile of {date}: {source}"
+    if machine.profile.is_nominal:
+        about = machine.profile.source.partition(":")[0]
+    yield f"machine: {machine.profile.machine}, {where} ({about})"
     yield _checkpoint(answer)
 
 
@@ -258,8 +263,7 @@ def _checkpoint(answer: SearchResult) -> str:
             f"checkpoint: {nbytes}, {stored}, not downloaded yet: this disk space is needed besides"
         )
     if answer.is_elsewhere:
-        name = answer.space.machine.profile.machine
-        return f"checkpoint: {nbytes}, {stored}: {name} needs this disk space besides its budget"
+        return f"checkpoint: {nbytes}, {stored}; that machine needs this disk space besides"
     return f"checkpoint: {nbytes}, {stored}, read in place and not in the disk's budget"
 
 

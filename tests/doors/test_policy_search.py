@@ -196,6 +196,20 @@ def test_a_model_that_the_disk_cannot_hold_does_not_fit(
     )
 
 
+def test_a_machine_of_parts_has_the_disk_that_it_is_said_to_have(call: Door) -> None:
+    def ask(disk: str) -> Answer:
+        parts = f"gpu=rtx-3060,cores=8,ram=16GiB,like=build-2core{disk}"
+        words = f"--model facebook/opt-6.7b --num-prompts 1 --prompt-len 8 --gen-len 2 {GIVEN}"
+        return call(policy_search.main, *words.split(), "--hardware", parts)
+
+    answer = ask("")
+    assert answer.code == 0 and "nominal, from data sheets" in answer.out
+    assert "that machine needs this disk space besides" in answer.out
+    answer = ask(",disk=10GB")
+    assert answer.code == 3 and "12.40 GiB" in answer.err and "9.31 GiB are free" in answer.err
+    assert ask(",disk=20GB").code == 0
+
+
 def test_trace_of_the_simulated_block(plan: Door) -> None:
     answer = plan(f"{SMALL} {GIVEN} --trace t.json")
     assert answer.code == 0, answer.err
