@@ -220,9 +220,10 @@ def add_engine_flags(
         dry = "print the plan and end; no weights are read"
         add_flag(parser, MEMORY, "--dry-run", action="store_true", help=dry)
     profile = (
-        "measurements that the plan uses: a profile file or a shipped one's name (this machine's)"
+        "machine of the plan: a profile file, a shipped one's name, or parts such as "
+        "gpu=rtx-4090,cores=16,ram=64GiB,disk-gbps=7 (this one)"
     )
-    add_flag(parser, PLACEMENT_FLAGS, "--hardware", metavar="FILE", help=profile)
+    add_flag(parser, PLACEMENT_FLAGS, "--hardware", metavar="MACHINE", help=profile)
     add_flags_of(parser, PLACEMENT_FLAGS, Policy, without=without)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.units import counted, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes
-from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
+from flexgen_h2o.engine.report import NOT_MEASURED
 from flexgen_h2o.planner.profile import NOMINAL
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) 
             f"{about}; {seconds} ({speed}), if no answer ends early: may be several times off, "
             f"{NOT_MEASURED}"
         )
-    doubt = f"; {MEASURED_BUSY}" if llm.planner.profile.was_disturbed else ""
-    return f"{about}; about {seconds} ({speed}), if no answer ends early{doubt}"
+    doubt = llm.planner.doubt()
+    about = f"{about}; about {seconds} ({speed}), if no answer ends early"
+    return f"{about}; {doubt}" if doubt else about
 
 
 def _places(what: str, shares: tuple[float, float, float], tier: Device) -> str:

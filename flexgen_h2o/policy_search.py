@@ -42,7 +42,7 @@ from flexgen_h2o.core.config import (
 )
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
-from flexgen_h2o.core.settings import ORIGINAL
+from flexgen_h2o.core.settings import NEW_TOKENS, ORIGINAL
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
     PLACEMENT,
@@ -64,8 +64,9 @@ from flexgen_h2o.flags import (
     value_of,
 )
 from flexgen_h2o.kvcache.eviction.mixes import table_for
-from flexgen_h2o.parser import FILES, KV, WORKLOAD, OneLineParser
+from flexgen_h2o.parser import FILES, KV, WORKLOAD, OneLineParser, as_typed
 from flexgen_h2o.planner.cost_model import Machine
+from flexgen_h2o.planner.lp import SearchProgress
 from flexgen_h2o.planner.report import SearchResult, to_json, to_text
 
 if TYPE_CHECKING:
@@ -141,9 +142,9 @@ def _parser() -> OneLineParser:
         "--max-tokens",
         dest="gen_len",
         type=positive,
-        default=32,
+        default=NEW_TOKENS,
         metavar="N",
-        help="new tokens of a prompt (32)",
+        help=f"new tokens of a prompt ({NEW_TOKENS}, or what the model's positions leave)",
     )
     parser.section(KV).add_argument(
         "--kv-loss",
@@ -178,6 +179,7 @@ def _run(argv: list[str] | None) -> int:
     _take_workload(args)
     if not args.json:
         results_are_in(args.output)
+    args.check = SearchProgress(_say)
     answer = _fastest(args)
     if args.json:
         print(json.dumps(to_json(answer), indent=1, allow_nan=False))
@@ -345,6 +347,9 @@ def _question(args: argparse.Namespace) -> SearchResult:
     spec = args.spec or find_spec(
         model_of(args), args.path, args.revision, args.offload_dir, args.max_model_len
     )
+    if "gen_len" not in args.given:
+        room = spec.max_positions - args.prompt_len + 1
+        args.gen_len = min(args.gen_len, max(1, room))
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
     # Its KV entries are counted in those bits.
@@ -524,7 +529,7 @@ def _answered(question: SearchResult) -> SearchResult:
     try:
         plan = search(space) if searched else evaluate(space, space.base)
     except DoesNotFitError as error:
-        return replace(question, seconds=time.perf_counter() - began, problem=str(error))
+        return replace(question, seconds=time.perf_counter() - began, problem=as_typed(str(error)))
     seconds = time.perf_counter() - began
     # A search need not use the bits that it may use.
     plan = replace(plan, policy=without_unused_bits(plan.policy))
@@ -565,8 +570,10 @@ def _faster(answer: SearchResult) -> tuple[str, float] | None:
     found = plan.prediction
     seconds = {"prefill": found.prefill_s, "decode": found.decode_s}
     longest = max(seconds, key=lambda phase: seconds[phase])
+    # No GPU has run products in int8, so what they would save there is not known.
     if (
-        "compute" not in found.binds(longest)
+        space.machine.has_card
+        or "compute" not in found.binds(longest)
         or space.base.int8_compute
         or space.base.compress_weight
     ):

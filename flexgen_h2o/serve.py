@@ -24,6 +24,7 @@ from flexgen_h2o.core.descriptors import (
 )
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_folder, usable_path
+from flexgen_h2o.core.settings import NEW_TOKENS
 from flexgen_h2o.core.units import check_number, parse_bytes
 from flexgen_h2o.flags import (
     SHOWN_OF_ENGINE,
@@ -167,7 +168,9 @@ def _parser() -> OneLineParser:
         help="of the memory budgets, for it (0.25)",
     )
     add("--plan-only", action="store_true", help="the planner's page alone: no model is loaded")
-    add_max_tokens_flag(parser, 32, "most new tokens of a request that does not say how many")
+    add_max_tokens_flag(
+        parser, NEW_TOKENS, "most new tokens of a request that does not say how many"
+    )
     add_sampling_flags(parser)
     add_engine_flags(parser)
     add_eviction_flags(parser)

@@ -32,8 +32,8 @@ from flexgen_h2o.engine.workload import (
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, TokenIds, group_prompts
 from flexgen_h2o.planner.cost_model import CostModel, Machine
-from flexgen_h2o.planner.lp import Budgets, SearchSpace
-from flexgen_h2o.planner.measure.run import cached_profile, profile_of_this_machine
+from flexgen_h2o.planner.lp import Budgets, SearchProgress, SearchSpace
+from flexgen_h2o.planner.measure.run import cached_profile, is_news, profile_of_this_machine
 from flexgen_h2o.planner.parts import find_hardware
 from flexgen_h2o.planner.predict import Prediction, predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile
@@ -76,7 +76,6 @@ class Planner:
             hardware = find_hardware(hardware, lambda: cached_profile(device, offload_dir))
         self._profile = hardware
         self._is_given = hardware is not None
-        self._has_said_busy = False
         self.share_prefix = "auto"
         self.job_rows = 0
         self.planned: Plan | None = None
@@ -94,6 +93,12 @@ class Planner:
     def can_predict(self) -> bool:
         """Whether the profile has rates of the dtype."""
         return self.dtype in self.profile.compute
+
+    def doubt(self) -> str:
+        """Return why predictions may be wrong, if a run has not said so of this profile before."""
+        if self._is_given or not self.profile.was_disturbed:
+            return ""
+        return MEASURED_BUSY if is_news(self._device, self._offload_dir) else ""
 
     def check_dtype(self) -> None:
         """Raise UsageError if the profile is of a machine with a GPU, and this run has none.
@@ -121,10 +126,9 @@ class Planner:
         base: the policy whose switches are kept.
         """
         self.check_dtype()
-        if self.profile.was_disturbed and not self._has_said_busy:
-            _say(f"predictions come from a {MEASURED_BUSY}")
-            self._has_said_busy = True
-        plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
+        check = SearchProgress(_say)
+        space = SearchSpace(self.part.spec, need, base, self._machine, budgets, check=check)
+        plan = search(space)
         is_long = self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S
         if is_long and not self._is_given and _can_measure(budgets):
             try:
@@ -133,7 +137,7 @@ class Planner:
             except (DoesNotFitError, UsageError) as error:
                 _say(f"planned with nominal speeds, as this machine cannot be measured: {error}")
                 return plan.policy
-            plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
+            plan = search(replace(space, machine=self._machine))
         return plan.policy
 
     @property

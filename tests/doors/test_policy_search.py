@@ -18,7 +18,7 @@ from flexgen_h2o import flex_opt, policy_search
 from flexgen_h2o.core.config import TIERS, Policy, read_policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.flags import as_flags, policy_of
-from flexgen_h2o.planner import plans
+from flexgen_h2o.planner import lp, plans
 from flexgen_h2o.planner.measure import run
 from flexgen_h2o.planner.profile import HardwareProfile, nominal_profile, write_profile
 from tests.doors.conftest import Answer, Door, read_json
@@ -208,6 +208,31 @@ def test_a_machine_of_parts_has_the_disk_that_it_is_said_to_have(call: Door) -> 
     answer = ask(",disk=10GB")
     assert answer.code == 3 and "12.40 GiB" in answer.err and "9.31 GiB are free" in answer.err
     assert ask(",disk=20GB").code == 0
+
+
+def test_no_setting_is_proposed_that_no_card_has_run(plan: Door) -> None:
+    words = "--model facebook/opt-6.7b --num-prompts 64 --prompt-len 512 --gen-len 2"
+    assert "what makes it faster: --int8-compute" in plan(f"{words} --host-mem 16GiB", "host").out
+    answer = plan(words)
+    assert answer.code == 0 and "int8" not in answer.out
+
+
+def test_names_are_those_of_the_pages(plan: Door) -> None:
+    tight = "--model facebook/opt-6.7b --num-prompts 64 --prompt-len 512 --gen-len 32"
+    answer = plan(f"{tight} --ram 3GiB", "host")
+    assert answer.code == 0 and "--micro-batch " in answer.out
+    assert not re.search(r"--(host-mem|device-mem|gpu-batch-size|num-gpu-batches)", answer.out)
+
+
+def test_a_long_search_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, 2))
+    monkeypatch.setattr(lp, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    lines: list[str] = []
+    check = lp.SearchProgress(lines.append)
+    for _ in range(60):
+        check()
+    assert "up to some minutes" in lines[0] and "candidates in" in lines[-1]
+    assert 3 <= len(lines) <= 6, "less often, the longer it takes"
 
 
 def test_trace_of_the_simulated_block(plan: Door) -> None:

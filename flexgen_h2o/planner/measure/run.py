@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -222,6 +223,23 @@ def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
         return None
 
 
+def is_news(device: str, offload_dir: Path) -> bool:
+    """Return whether this is the first question about the profile that is kept, and note that.
+
+    So only one run says what is wrong with a profile.
+    """
+    path = cache_path(device, offload_dir)
+    noted = path.with_suffix(".noted")
+    try:
+        if noted.stat().st_mtime >= path.stat().st_mtime:
+            return False
+    except OSError:  # it was not noted yet
+        pass
+    with suppress(OSError):  # a home that cannot be written to: every run says it
+        noted.touch()
+    return True
+
+
 def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
     """Keep the profile. Readers see the old file or the new one. Raise FlexgenError if it fails."""
     path = cache_path(device, offload_dir)
@@ -240,8 +258,8 @@ def short_name(cpu: str, cores: int, card: str) -> str:
 
 def fingerprint_text(cpu: str, card: str, mount: str) -> str:
     """Return the facts that a measured profile depends on and that stay the same between runs."""
-    threads = torch.get_num_threads()
-    facts = (cpu, f"{usable_cores():g}", card, mount, torch.__version__, threads)
+    # Affinity and quotas of CPU time limit the threads.
+    facts = (cpu, os.cpu_count() or 1, card, mount, torch.__version__, torch.get_num_threads())
     return "\n".join(map(str, facts))
 
 
