@@ -221,7 +221,7 @@ def has_weights(folder: Path) -> bool:
 
 def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import filter_repo_objects
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     # This call has a timeout, so it is first: snapshot_download would wait for a silent network
     # forever.

@@ -51,9 +51,9 @@ def memory_limits() -> list[MemoryLimit]:
             continue
         # It includes groups above, also those that this process cannot see.
         above = _stat(folder).get("hierarchical_memory_limit")
+        own = _number(folder / "memory.limit_in_bytes")
         used = _used(folder, "memory.usage_in_bytes", "total_inactive_file")
-        limits = (_number(folder / "memory.limit_in_bytes"), above)
-        found += [MemoryLimit(limit, used) for limit in limits if limit is not None]
+        found += [MemoryLimit(limit, used) for limit in (own, above) if limit is not None]
     return [limit for limit in found if limit.nbytes < UNLIMITED]
 
 

@@ -108,7 +108,7 @@ def _card_name(text: str) -> str:
 
 @dataclass(frozen=True)
 class Parts:
-    """What --hardware says of a machine; None: nothing. `_read` makes it.
+    """The parts that --hardware names; None for those that it does not. `_read` makes it.
 
     Speeds are those of data sheets, in 1e9 bytes per second.
     """
