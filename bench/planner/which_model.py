@@ -63,7 +63,7 @@ OWNED = {
     "like=build-2core",
     "cloud, T4": "gpu=t4,cores=4,ram=32GB,ram-gbps=60,disk-gbps=1,disk=500GB,like=build-2core",
 }
-OWNED_MODELS = MODELS[:3] + MODELS[4:6]
+OWNED_MODELS = MODELS[:3] + MODELS[4:5]
 # A title, what is kept of KV, and whether weights and KV are in 4 bits.
 SETTINGS = (
     ("Weights as published and the whole KV cache in 16 bits", Full(), False),
