@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import flexgen_h2o.core.forks  # noqa: F401  before any fork, and before torch is imported here
+from flexgen_h2o.core.cgroups import limit_threads as _limit_threads
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import MemoryBudget, Policy
@@ -26,6 +27,7 @@ for _name, _value in (
     ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"),
 ):
     os.environ.setdefault(_name, _value)
+_limit_threads()
 
 __version__ = "0.1.0"
 

@@ -13,8 +13,6 @@ from flexgen_h2o.flags import add_h2o_hf_flags
 from flexgen_h2o.generate import answer, job_parser
 from flexgen_h2o.parser import OneLineParser
 
-MAX_TOKENS = 32
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit code, which is 4 if every line is an error."""
@@ -22,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = job_parser(f"flexgen-h2o {own_name('batch')}", __doc__, MAX_TOKENS)
+    parser = job_parser(f"flexgen-h2o {own_name('batch')}", __doc__)
     _add_run_helm_flags(parser)
     return parser
 

@@ -22,7 +22,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import MAX_LINE_BYTES, write_result
-from flexgen_h2o.core.settings import ORIGINAL, EvictionSettings
+from flexgen_h2o.core.settings import NEW_TOKENS, ORIGINAL, EvictionSettings
 from flexgen_h2o.core.units import aligned, format_bytes, format_seconds
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
 
-MAX_TOKENS = 256
 SHOWN = (
     *SHOWN_OF_ENGINE,
     *SHOWN_OF_SAMPLING,
@@ -106,7 +105,7 @@ def _parser() -> OneLineParser:
     add_eviction_flags(parser)
     add_sampling_flags(parser)
     add_template_flags(parser)
-    add_max_tokens_flag(parser, MAX_TOKENS, "most tokens of an answer")
+    add_max_tokens_flag(parser, NEW_TOKENS, "most tokens of an answer")
     add = parser.section(FILES).add_argument
     add("--system", metavar="TEXT", help="what the conversation begins with, before the first turn")
     add(

@@ -9,6 +9,7 @@ from typing import Any
 from flexgen_h2o.cli_common import check_files, file_name, own_name, results_are_in, run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import write_result
+from flexgen_h2o.core.settings import NEW_TOKENS
 from flexgen_h2o.engine.prompts import output_row
 from flexgen_h2o.engine.sequence import with_params
 from flexgen_h2o.flags import (
@@ -31,7 +32,6 @@ from flexgen_h2o.flags import (
 from flexgen_h2o.generate import print_completions, standard_input
 from flexgen_h2o.parser import FILES, OneLineParser
 
-MAX_TOKENS = 64
 SHOWN = (
     *SHOWN_OF_ENGINE,
     *SHOWN_OF_SAMPLING,
@@ -80,7 +80,7 @@ def _parser() -> OneLineParser:
         metavar="FILE",
         help="write prompts, texts and tokens",
     )
-    add_max_tokens_flag(parser, MAX_TOKENS, "most new tokens of an answer")
+    add_max_tokens_flag(parser, NEW_TOKENS, "most new tokens of an answer")
     add_sampling_flags(parser)
     add_template_flags(parser)
     add_engine_flags(parser, positional=False)

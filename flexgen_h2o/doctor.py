@@ -17,9 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import not_empty, run_cli
+from flexgen_h2o.core.cgroups import memory_limits, usable_cores
 from flexgen_h2o.core.descriptors import descriptor_limits
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_FAILED, FlexgenError
-from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
+from flexgen_h2o.core.files import (
+    DEFAULT_OFFLOAD_DIR,
+    existing_folder,
+    usable_path,
+    user_cache_dir,
+)
 from flexgen_h2o.core.units import GIB, MIB, aligned, format_bytes
 from flexgen_h2o.parser import OneLineParser
 
@@ -35,8 +41,6 @@ ENOUGH_OPEN_FILES = 2048
 PROBED_BYTES = 256 * MIB
 PROBED_S = 0.4
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-OLD_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups of version 1
 IN_MEMORY = {"tmpfs", "ramfs"}
 CARD_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 MEASURE = "measure it: flexgen-h2o hardware, one to two minutes"
@@ -171,16 +175,11 @@ def wait_policy(value: str) -> Finding:
 
 
 def threads() -> Finding:
-    """Compare OpenMP's threads with the cores that this process may use by its affinity or cgroup
-    quota.
-    """
+    """Compare OpenMP's threads with the cores that this process may use."""
     import torch
 
     count = torch.get_num_threads()
-    cores = float(len(os.sched_getaffinity(0)))
-    quota, period = (_first_line(CPU_QUOTA).split() or ["max", "max"])[:2]
-    if quota.isdecimal():
-        cores = min(cores, int(quota) / int(period))
+    cores = usable_cores()
     text = f"{count} for {cores:g} cores"
     if count > max(1.0, cores):
         advice = (
@@ -212,11 +211,10 @@ def open_files(soft: int, hard: int) -> Finding:
 def memory() -> Iterator[Finding]:
     import psutil
 
-    from flexgen_h2o.tiers.device import free_host_bytes, host_memory, memory_limit
+    from flexgen_h2o.tiers.device import free_host_bytes, host_memory
 
     whole = host_memory()[0]
     free = free_host_bytes()
-    limit = memory_limit()
     little = (
         "end what else holds memory: a run needs about 1 GiB beside its budgets"
         if free < LITTLE_MEMORY
@@ -225,23 +223,12 @@ def memory() -> Iterator[Finding]:
     yield Finding(
         "memory", f"{format_bytes(free)} of {format_bytes(whole)} are free", little, bool(little)
     )
-    old = _first_line(OLD_MEMORY_LIMIT)
-    if limit is not None:
-        yield Finding(
-            "cgroup",
-            f"holds {format_bytes(limit[1])} of at most {format_bytes(limit[0])}; budgets respect "
-            "it",
-        )
-    elif old.isdecimal() and int(old) < whole:
-        advice = "give --host-mem, at least 1 GiB below it"
-        yield Finding(
-            "cgroup",
-            f"version 1, at most {format_bytes(int(old))}, which budgets do not see",
-            advice,
-            True,
-        )
-    else:
+    tightest = min(memory_limits(), key=lambda limit: limit.room, default=None)
+    if tightest is None or tightest.nbytes >= whole:
         yield Finding("cgroup", "no memory limit")
+    else:
+        held = f"{format_bytes(tightest.used)} of at most {format_bytes(tightest.nbytes)}"
+        yield Finding("cgroup", f"holds {held}; budgets respect it")
     swap = psutil.swap_memory()
     advice = (
         "end what else holds memory: what is swapped out comes back slowly"
@@ -299,7 +286,7 @@ def card() -> Finding:
 def disk(offload_dir: Path) -> Finding:
     """Read and write 256 MiB as runs do, and report the speed."""
     from flexgen_h2o.planner.measure.bench import HOST, Bench
-    from flexgen_h2o.planner.measure.engine import existing_folder, open_probe, open_scratch
+    from flexgen_h2o.planner.measure.engine import open_probe, open_scratch
     from flexgen_h2o.planner.measure.run import mount_of
     from flexgen_h2o.tiers.device import HostDevice
 

@@ -226,9 +226,10 @@ def add_engine_flags(
         dry = "print the plan and end; no weights are read"
         add_flag(parser, MEMORY, "--dry-run", action="store_true", help=dry)
     profile = (
-        "measurements that the plan uses: a profile file or a shipped one's name (this machine's)"
+        "machine of the plan: a profile file, a shipped one's name, or parts such as "
+        "gpu=rtx-4090,cores=16,ram=64GiB,disk-gbps=7 (this one)"
     )
-    add_flag(parser, PLACEMENT_FLAGS, "--hardware", metavar="FILE", help=profile)
+    add_flag(parser, PLACEMENT_FLAGS, "--hardware", metavar="MACHINE", help=profile)
     add_flags_of(parser, PLACEMENT_FLAGS, Policy, without=without)
 
 
@@ -345,6 +346,19 @@ def note_whole_ram(args: argparse.Namespace) -> None:
         )
 
 
+def check_gpu(args: argparse.Namespace) -> None:
+    """Raise UsageError if --gpu-mem is given for a run that has no GPU."""
+    from flexgen_h2o.tiers.device import may_use_card, open_device
+
+    if args.device_mem is None or not open_device(args.device, separate_budget=False).is_host:
+        return
+    why = "there is none here" if may_use_card(args.device) else f"--device {args.device} uses none"
+    raise UsageError(
+        f"--device-mem {args.device_mem}: is for a GPU, and {why}; --host-mem limits the memory of "
+        "this run. To plan for a machine with a GPU, name it: flexgen-h2o plan --hardware t4"
+    )
+
+
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """Return the sampling that the flags ask for. A UsageError names the flag."""
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.metadata["help"]}
@@ -352,16 +366,26 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
         return SamplingParams(args.gen_len, **given)
 
 
-def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: Eviction) -> LLM:
+def open_llm(
+    args: argparse.Namespace,
+    policy: Policy,
+    is_auto: bool,
+    eviction: Eviction,
+    may_stand_in: bool = False,
+) -> LLM:
     """Return an LLM with the model and tiers that the flags ask for.
 
     policy, is_auto: as `policy_of` returns them.
+    may_stand_in: without a GPU, --device-mem is the budget of a tier of ordinary memory, as in
+    FlexGen. Otherwise it is refused.
 
     With --dry-run the command ends when the engine would be opened for the first time.
     """
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.models import check_family
 
+    if not may_stand_in:
+        check_gpu(args)
     note_whole_ram(args)
     llm = LLM(
         model_of(args),
@@ -613,7 +637,8 @@ def as_flags(policy: Policy) -> str:
     found = [f"--percent {' '.join(map(str, policy.percent))}"]
     usual = {f.name: f.default for f in fields(Policy) if f.name not in PLACEMENT}
     found += [
-        f"{flag_of(name)} {getattr(policy, name)}" for name in ("gpu_batch_size", "num_gpu_batches")
+        f"{shown_name(flag_of(name))} {getattr(policy, name)}"
+        for name in ("gpu_batch_size", "num_gpu_batches")
     ]
     for name, default in usual.items():
         value = getattr(policy, name)

@@ -79,14 +79,13 @@ SHOWN = (
     "--gen-len",
     "--cut-gen-len",
     "--percent",
-    "--gpu-batch-size",
-    "--num-gpu-batches",
+    "--micro-batch",
+    "--micro-batches",
     "--report",
 )
 EXAMPLES = (
     "flexgen-h2o bench facebook/opt-1.3b --random-weights --ram 1GiB --prompt-len 64 --gen-len 4",
-    "flexgen-h2o bench smollm2-135m --percent 50 0 50 0 100 0 --gpu-batch-size 8 --num-gpu-batches "
-    "2",
+    "flexgen-h2o bench smollm2-135m --percent 50 0 50 0 100 0 --micro-batch 8 --micro-batches 2",
     "flexgen-h2o bench facebook/opt-6.7b --random-weights --hh-ratio 0.1 --hh-all --gen-len 8",
 )
 DEBUG_LAYER_STEPS = 20  # FlexGen's --debug-mode measures this many decode layers
@@ -197,7 +196,7 @@ def _run(argv: list[str] | None) -> int:
 
     pipeline = _join_pipeline(args)
     done: list[Sequence] = []
-    with open_llm(args, policy, is_auto, eviction_of(args, policy)) as llm:
+    with open_llm(args, policy, is_auto, eviction_of(args, policy), may_stand_in=True) as llm:
         if pipeline is not None:
             llm.join(pipeline)
         # The benchmark's prompts are all equal, and FlexGen computes each.

@@ -25,6 +25,7 @@ from flexgen_h2o.cli_common import (
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import MAX_LINE_BYTES, open_regular, usable_path, write_whole
 from flexgen_h2o.core.foreign_files import HEAD_BYTES, kind_of, where_else
+from flexgen_h2o.core.settings import NEW_TOKENS
 from flexgen_h2o.core.units import shortened
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.flags import (
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from flexgen_h2o.jobs.requests import Request
     from flexgen_h2o.llm import LLM
 
-MAX_TOKENS = 256
 RULE = "-" * 70
 SYNOPSIS = "MODEL (-p TEXT ... | -i FILE [-o OUT.jsonl]) [flags]"
 SHOWN = (
@@ -79,18 +79,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    return job_parser("flexgen-h2o generate", __doc__, MAX_TOKENS)
+    return job_parser("flexgen-h2o generate", __doc__)
 
 
 def _run(argv: list[str] | None) -> int:
     return answer(_parser().parse_args(argv))
 
 
-def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
-    """Return the parser of `generate` and its older names.
-
-    max_tokens: default for prompts that do not set it.
-    """
+def job_parser(prog: str, doc: str | None) -> OneLineParser:
+    """Return the parser of `generate` and its older names."""
     parser = OneLineParser(
         prog=prog, synopsis=SYNOPSIS, description=doc, shown=SHOWN, examples=EXAMPLES
     )
@@ -119,7 +116,7 @@ def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
         action="store_true",
         help="print how far the job that writes --output is, and end",
     )
-    add_max_tokens_flag(parser, max_tokens, "most new tokens of an answer")
+    add_max_tokens_flag(parser, NEW_TOKENS, "most new tokens of an answer")
     add_sampling_flags(parser)
     add_template_flags(parser)
     _add_job_flags(parser)

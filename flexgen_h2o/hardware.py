@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from flexgen_h2o.cli_common import file_name, not_empty, results_are_in, run_cli, say
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
@@ -17,8 +18,6 @@ from flexgen_h2o.flags import say_idle_flags
 from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.planner.profile import (
     HardwareProfile,
-    find_profile,
-    read_profile,
     write_profile,
 )
 
@@ -80,10 +79,13 @@ def _shown(args: argparse.Namespace) -> HardwareProfile:
             raise UsageError(
                 f"{flag} and --show: nothing is measured with --show; leave one of them out"
             )
-    if args.show != CACHED:
-        return read_profile(find_profile(args.show, "--show"), "--show")
     from flexgen_h2o.planner.measure.run import cached_profile
 
+    if args.show != CACHED:
+        from flexgen_h2o.planner.parts import find_hardware
+
+        here = partial(cached_profile, args.device, args.offload_dir)
+        return find_hardware(args.show, here, "--show")
     found = cached_profile(args.device, args.offload_dir)
     if found is None:
         raise UsageError(

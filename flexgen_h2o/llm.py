@@ -17,6 +17,7 @@ import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, formats
 from flexgen_h2o.checkpoint.formats import Codec, weight_format
+from flexgen_h2o.checkpoint.resolve import has_weights
 from flexgen_h2o.core import forks, interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
@@ -76,12 +77,18 @@ from flexgen_h2o.models.load import (
     has_safetensors,
     said_dtype,
 )
-from flexgen_h2o.planner.plans import Planner
+from flexgen_h2o.planner.plans import Planner, new_files
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.report import SearchResult
 from flexgen_h2o.planner.search import Plan
-from flexgen_h2o.tiers.device import open_device, resolve_budgets
+from flexgen_h2o.tiers.device import (
+    NewFiles,
+    less_new_files,
+    may_use_card,
+    open_device,
+    resolve_budgets,
+)
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # dtype of random weights, unless another one is asked for
@@ -142,6 +149,11 @@ class LLM:
         self._hardware = hardware if is_profile else _text("hardware", hardware)
         self._device_name = _text("device", device)
         self.device = open_device(device, separate_budget=self._budget.device is not None)
+        if may_use_card(device) and self._budget.device is not None and self.device.card() is None:
+            say_once(
+                "there is no GPU here, so the device tier is ordinary memory with a budget of its "
+                "own (device cpu says that this is meant)"
+            )
         self.offload_dir = usable_path(
             DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir"
         )
@@ -550,9 +562,27 @@ class LLM:
         return {} if engine is None else engine.budgets
 
     def _budgets(self) -> dict[str, int | None]:
-        return resolve_budgets(
+        found = resolve_budgets(
             self._budget, self.device, self.offload_dir, self.planner.part.processes
         )
+        is_given = self._budget.disk is not None
+        left = less_new_files(found["disk"], self.offload_dir, self._new_files(), is_given)
+        return {**found, "disk": left}
+
+    def _new_files(self) -> list[NewFiles]:
+        """Return what is written to disks before the first run.
+
+        Random weights are not among them, which are written in pieces when they are needed.
+        """
+        model = self.model
+        if model.random:
+            return []
+        itemsize = DTYPE_BYTES[self.dtype]
+        policy = base_of(self.asked_policy)
+        # A dry run fetches no weights. Other runs have them by now.
+        is_here = self._on_plan is None or model.folder is None or has_weights(model.folder)
+        download = 0 if is_here else checkpoint_bytes(model.spec, DTYPE_BYTES[self._stored_dtype])
+        return new_files(model.name, model.spec, policy, itemsize, self.offload_dir, download)
 
     def _check_eviction(self) -> None:
         check_for_model(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)

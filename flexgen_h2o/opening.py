@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.units import counted, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes
-from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
+from flexgen_h2o.engine.report import NOT_MEASURED
 from flexgen_h2o.planner.profile import NOMINAL
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.sequence import Sequence
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.tiers.device import Device
 
 
 def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) -> str:
@@ -26,8 +27,8 @@ def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) 
     assert policy is not None
     spec = llm.model.spec
     size = format_bytes(checkpoint_bytes(spec, DTYPE_BYTES[llm.dtype]))
-    weights = _places("weights", policy.weight_shares, llm.device.is_host)
-    cache = _places("KV cache", policy.cache_shares, llm.device.is_host)
+    weights = _places("weights", policy.weight_shares, llm.device)
+    cache = _places("KV cache", policy.cache_shares, llm.device)
     batch = min(policy.block_size, num_prompts)
     batches = "" if num_prompts == 1 else f" in batches of {batch}"
     about = (
@@ -48,17 +49,19 @@ def opening_line(llm: LLM, sequences: abc.Sequence[Sequence], num_prompts: int) 
             f"{about}; {seconds} ({speed}), if no answer ends early: may be several times off, "
             f"{NOT_MEASURED}"
         )
-    doubt = f"; {MEASURED_BUSY}" if llm.planner.profile.was_disturbed else ""
-    return f"{about}; about {seconds} ({speed}), if no answer ends early{doubt}"
+    doubt = llm.planner.doubt()
+    about = f"{about}; about {seconds} ({speed}), if no answer ends early"
+    return f"{about}; {doubt}" if doubt else about
 
 
-def _places(what: str, shares: tuple[float, float, float], device_is_host: bool) -> str:
+def _places(what: str, shares: tuple[float, float, float], tier: Device) -> str:
     """Return where the shares on device, host and disk are: `weights 50% in RAM, 50% on disk`."""
     device, host, disk = shares
-    if device_is_host:
+    if tier.is_host:
         host = device + host
         device = 0.0
-    named = ((device, "on the GPU"), (host, "in RAM"), (disk, "on disk"))
+    on_device = "in memory" if tier.card() is None else "on the GPU"
+    named = ((device, on_device), (host, "in RAM"), (disk, "on disk"))
     found = [(share, place) for share, place in named if share]
     if len(found) == 1:
         return f"{what} {found[0][1]}"

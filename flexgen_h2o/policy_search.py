@@ -15,10 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.resolve import DUMMY
 from flexgen_h2o.cli_common import (
     check_picture,
     check_separate,
@@ -42,8 +42,7 @@ from flexgen_h2o.core.config import (
 )
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
-from flexgen_h2o.core.settings import ORIGINAL
-from flexgen_h2o.core.units import DiskBudget
+from flexgen_h2o.core.settings import NEW_TOKENS, ORIGINAL
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
     PLACEMENT,
@@ -53,6 +52,7 @@ from flexgen_h2o.flags import (
     add_eviction_flags,
     as_flags,
     budget_of,
+    check_gpu,
     check_positions,
     eviction_of,
     given_flags,
@@ -64,15 +64,18 @@ from flexgen_h2o.flags import (
     value_of,
 )
 from flexgen_h2o.kvcache.eviction.mixes import table_for
-from flexgen_h2o.parser import FILES, KV, WORKLOAD, OneLineParser
+from flexgen_h2o.parser import FILES, KV, WORKLOAD, OneLineParser, as_typed
 from flexgen_h2o.planner.cost_model import Machine
+from flexgen_h2o.planner.lp import SearchProgress
 from flexgen_h2o.planner.report import SearchResult, to_json, to_text
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.config import Policy
     from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.planner.lp import Budgets, SearchSpace
     from flexgen_h2o.planner.profile import HardwareProfile
     from flexgen_h2o.planner.search import Plan
+    from flexgen_h2o.tiers.device import NewFiles
 
 SEARCHED_PROMPTS = 1024
 COMPRESSION = ("compress_weight", "compress_cache")
@@ -139,9 +142,9 @@ def _parser() -> OneLineParser:
         "--max-tokens",
         dest="gen_len",
         type=positive,
-        default=32,
+        default=NEW_TOKENS,
         metavar="N",
-        help="new tokens of a prompt (32)",
+        help=f"new tokens of a prompt ({NEW_TOKENS}, or what the model's positions leave)",
     )
     parser.section(KV).add_argument(
         "--kv-loss",
@@ -176,6 +179,7 @@ def _run(argv: list[str] | None) -> int:
     _take_workload(args)
     if not args.json:
         results_are_in(args.output)
+    args.check = SearchProgress(_say)
     answer = _fastest(args)
     if args.json:
         print(json.dumps(to_json(answer), indent=1, allow_nan=False))
@@ -183,8 +187,8 @@ def _run(argv: list[str] | None) -> int:
         raise DoesNotFitError(answer.problem or "nothing fits")
     spec = answer.space.spec
     machine = answer.space.machine
-    has_card = not machine.device_is_host and not machine.profile.device_is_host
-    say_idle_flags("policy_search", args, RunTarget(spec, machine.device_is_host, has_card))
+    target = RunTarget(spec, machine.device_is_host, machine.has_card)
+    say_idle_flags("policy_search", args, target)
     if not args.json:
         print(_text(args, answer))
     words = sys.argv[1:] if argv is None else argv
@@ -297,6 +301,8 @@ def _check(args: argparse.Namespace) -> None:
             f"--device {args.device} and --hardware: the profile says which device; leave --device "
             "out"
         )
+    if args.hardware is None and args.profile is None:
+        check_gpu(args)
     for name in OUTPUTS:
         if getattr(args, name) is not None:
             setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
@@ -329,9 +335,10 @@ def _check_kv_loss(args: argparse.Namespace) -> None:
 
 def _question(args: argparse.Namespace) -> SearchResult:
     """Return the question, without an answer yet."""
-    policy, searched = policy_of(args)
+    asked_policy, searched = policy_of(args)
+    policy = asked_policy
     eviction = eviction_of(args, policy)
-    from flexgen_h2o.engine.memory_plan import kv_sizes_of
+    from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of, packed_bytes
     from flexgen_h2o.engine.workload import workload_of
     from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
     from flexgen_h2o.models.load import find_spec
@@ -340,6 +347,9 @@ def _question(args: argparse.Namespace) -> SearchResult:
     spec = args.spec or find_spec(
         model_of(args), args.path, args.revision, args.offload_dir, args.max_model_len
     )
+    if "gen_len" not in args.given:
+        room = spec.max_positions - args.prompt_len + 1
+        args.gen_len = min(args.gen_len, max(1, room))
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
     # Its KV entries are counted in those bits.
@@ -359,60 +369,116 @@ def _question(args: argparse.Namespace) -> SearchResult:
     need = workload_of(
         eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows
     )
-    machine, budgets = _machine(args)
-    download = _download_bytes(args, spec, machine)
-    disk = budgets["disk"]
-    if download and args.disk_mem is None and isinstance(disk, DiskBudget):
-        left = DiskBudget(max(0, disk - download), max(0, disk.free - download))
-        budgets = {**budgets, "disk": left}
+    # What does not fit the disk is said before the machine is measured.
+    is_elsewhere = args.profile is not None or args.hardware is not None
+    download = 0 if is_elsewhere else _download_bytes(args, spec)
+    files = [] if is_elsewhere else _new_files(args, spec, asked_policy, download)
+    itemsize = _itemsize(args)
+    stored = checkpoint_bytes(spec, itemsize) + packed_bytes(spec, asked_policy, itemsize)
+    machine, budgets = _machine(args, files, stored)
     space = SearchSpace(spec, need, policy, machine, budgets, compress, args.check)
-    return SearchResult(space, eviction.to_json(), searched, download_bytes=download)
+    return SearchResult(
+        space,
+        eviction.to_json(),
+        searched,
+        download_bytes=download,
+        is_elsewhere=is_elsewhere,
+    )
 
 
-def _download_bytes(args: argparse.Namespace, spec: ModelSpec, machine: Machine) -> int:
+def _download_bytes(args: argparse.Namespace, spec: ModelSpec) -> int:
     """Return the bytes of a checkpoint that a run on this machine would download first."""
-    from flexgen_h2o.checkpoint.resolve import is_downloaded
+    from flexgen_h2o.checkpoint.resolve import asks_random, is_downloaded
     from flexgen_h2o.engine.memory_plan import checkpoint_bytes
 
-    is_elsewhere = args.profile is not None or args.hardware is not None
-    if is_elsewhere or (args.path is not None and DUMMY in args.path) or is_folder(args):
+    if asks_random(args.path) or is_folder(args) or is_downloaded(args.model, args.revision):
         return 0
-    if is_downloaded(args.model, args.revision):
-        return 0
-    return checkpoint_bytes(spec, machine.itemsize)
+    return checkpoint_bytes(spec, _itemsize(args))
 
 
-def _machine(args: argparse.Namespace) -> tuple[Machine, Budgets]:
-    """Return the machine of the run, and the bytes that it may hold there."""
+def _new_files(
+    args: argparse.Namespace, spec: ModelSpec, policy: Policy, download: int
+) -> list[NewFiles]:
+    """Return what a run on this machine writes to disks before it begins.
+
+    Random weights are not counted: who asks for them measures speed, and plans for the model.
+    """
+    from flexgen_h2o.checkpoint.resolve import asks_random
+    from flexgen_h2o.planner.plans import new_files
+
+    folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
+    if asks_random(args.path):
+        return []
+    return new_files(args.model, spec, policy, _itemsize(args), folder, download)
+
+
+def _itemsize(args: argparse.Namespace) -> int:
+    """Return the likely bytes of a number, before it is known what the machine computes in."""
+    return DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[USUAL_DTYPES[0]])
+
+
+def _machine(
+    args: argparse.Namespace, files: Sequence[NewFiles], stored: int
+) -> tuple[Machine, Budgets]:
+    """Return the machine of the run, and the bytes that it may hold there.
+
+    files: written on this machine before a run. stored: bytes of the model on another machine.
+    """
     is_named = args.profile is not None or args.hardware is not None
-    profile, device_is_host, budgets = _shipped(args) if is_named else _this_machine(args)
+    profile, device_is_host, budgets = (
+        _named_machine(args, stored) if is_named else _this_machine(args, files)
+    )
     return Machine(profile, _dtype(args, profile), device_is_host), budgets
 
 
-def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
-    from flexgen_h2o.core.units import less_margin
-    from flexgen_h2o.planner.profile import find_profile, read_profile
+def _named_machine(args: argparse.Namespace, stored: int) -> tuple[HardwareProfile, bool, Budgets]:
+    """Return the profile and the budgets of the machine that --hardware names.
 
-    profile = args.profile or read_profile(find_profile(args.hardware))
+    stored: bytes of the model on its disk. They count if the user said how large that is.
+    """
+    from flexgen_h2o.core.units import DiskBudget, format_bytes, format_free, less_margin
+    from flexgen_h2o.planner.measure.run import cached_profile
+    from flexgen_h2o.planner.parts import STATED, find_hardware
+
+    folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
+    profile = args.profile or find_hardware(args.hardware, partial(cached_profile, "auto", folder))
     asked = budget_of(args)
-    device_is_host = profile.device_is_host and asked.device is None
+    if profile.device_is_host and asked.device is not None:
+        raise UsageError(
+            f"--device-mem {args.device_mem}: {profile.machine} has no GPU; leave it out, or "
+            "name a machine that has one, such as --hardware t4"
+        )
     there = {tier: less_margin(getattr(profile, f"{tier}_mem_bytes")) for tier in TIERS}
+    if profile.notes.get("disk_mem_bytes") == STATED:
+        free = profile.disk_mem_bytes - stored
+        if free < 0:
+            raise DoesNotFitError(
+                f"--hardware {args.hardware}: the model needs {format_bytes(stored)} of the disk, "
+                f"{format_free(profile.disk_mem_bytes, stored)}; name a larger disk=SIZE"
+            )
+        there["disk"] = DiskBudget(less_margin(free), free)
     budgets = {
         tier: free if (given := getattr(asked, tier)) is None else given
         for tier, free in there.items()
     }
-    return profile, device_is_host, {**budgets, "device": 0} if device_is_host else budgets
+    if isinstance(there["disk"], DiskBudget):  # no flag makes the disk larger
+        budgets["disk"] = DiskBudget(min(budgets["disk"], there["disk"].free), there["disk"].free)
+    is_host = profile.device_is_host
+    return profile, is_host, {**budgets, "device": 0} if is_host else budgets
 
 
-def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
+def _this_machine(
+    args: argparse.Namespace, files: Sequence[NewFiles]
+) -> tuple[HardwareProfile, bool, Budgets]:
     from flexgen_h2o.planner.measure.run import profile_of_this_machine
-    from flexgen_h2o.tiers.device import open_device, resolve_budgets
+    from flexgen_h2o.tiers.device import less_new_files, open_device, resolve_budgets
 
     folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
-    asked = budget_of(args)
-    device = open_device(args.device, separate_budget=asked.device is not None)
+    device = open_device(args.device, separate_budget=False)
     note_whole_ram(args)
-    budgets = resolve_budgets(asked, device, folder)
+    budgets = resolve_budgets(budget_of(args), device, folder)
+    disk = less_new_files(budgets["disk"], folder, files, args.disk_mem is not None)
+    budgets = {**budgets, "disk": disk}
     return (
         profile_of_this_machine(args.device, folder, _say, measure_missing=True),
         device.is_host,
@@ -463,7 +529,7 @@ def _answered(question: SearchResult) -> SearchResult:
     try:
         plan = search(space) if searched else evaluate(space, space.base)
     except DoesNotFitError as error:
-        return replace(question, seconds=time.perf_counter() - began, problem=str(error))
+        return replace(question, seconds=time.perf_counter() - began, problem=as_typed(str(error)))
     seconds = time.perf_counter() - began
     # A search need not use the bits that it may use.
     plan = replace(plan, policy=without_unused_bits(plan.policy))
@@ -504,8 +570,10 @@ def _faster(answer: SearchResult) -> tuple[str, float] | None:
     found = plan.prediction
     seconds = {"prefill": found.prefill_s, "decode": found.decode_s}
     longest = max(seconds, key=lambda phase: seconds[phase])
+    # No GPU has run products in int8, so what they would save there is not known.
     if (
-        "compute" not in found.binds(longest)
+        space.machine.has_card
+        or "compute" not in found.binds(longest)
         or space.base.int8_compute
         or space.base.compress_weight
     ):

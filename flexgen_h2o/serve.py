@@ -24,6 +24,7 @@ from flexgen_h2o.core.descriptors import (
 )
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_folder, usable_path
+from flexgen_h2o.core.settings import NEW_TOKENS
 from flexgen_h2o.core.units import check_number, parse_bytes
 from flexgen_h2o.flags import (
     SHOWN_OF_ENGINE,
@@ -33,6 +34,7 @@ from flexgen_h2o.flags import (
     add_sampling_flags,
     add_template_flags,
     budget_of,
+    check_gpu,
     eviction_of,
     naming_flags,
     open_llm,
@@ -169,7 +171,9 @@ def _parser() -> OneLineParser:
         help="of the memory budgets, for it (0.25)",
     )
     add("--plan-only", action="store_true", help="the planner's page alone: no model is loaded")
-    add_max_tokens_flag(parser, 32, "most new tokens of a request that does not say how many")
+    add_max_tokens_flag(
+        parser, NEW_TOKENS, "most new tokens of a request that does not say how many"
+    )
     add_sampling_flags(parser)
     add_template_flags(parser)
     add_engine_flags(parser)
@@ -275,7 +279,8 @@ def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Name
 
     asked = budget_of(args)
     folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
-    device = open_device(args.device, separate_budget=asked.device is not None)
+    check_gpu(args)
+    device = open_device(args.device, separate_budget=False)
     budgets = {
         t: n
         for t, n in resolve_budgets(asked, device, folder).items()

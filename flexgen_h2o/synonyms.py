@@ -18,8 +18,8 @@ SAME = {
     "--kv-size": ("--kv-bytes",),
     "--kv-bits": ("--cache-bits",),
     "--kv-rotation": ("--cache-rotation",),
-    "--gpu-batch-size": ("--micro-batch",),
-    "--num-gpu-batches": ("--micro-batches",),
+    "--micro-batch": ("--gpu-batch-size",),
+    "--micro-batches": ("--num-gpu-batches",),
     "--hh-ratio": ("--heavy-ratio",),
     "--hh-size": ("--heavy-hitter-size",),
     "--temperature": ("--temp",),
@@ -56,7 +56,7 @@ _PIPELINE = "torchrun and --pipeline do that here (docs/how-to/several-processes
 _THREADS = "set OMP_NUM_THREADS=N in the environment"
 _LAYERS = "layers are placed by --ram and --gpu-mem, or by --percent"
 _CONTEXT = "the length is that of each prompt with --max-tokens; leave it out"
-_BATCH = "the batch is chosen by the plan; give --gpu-batch-size and --num-gpu-batches to set it"
+_BATCH = "the batch is chosen by the plan; give --micro-batch and --micro-batches to set it"
 _KV_BITS = "give --kv-bits 8, 4 or 3"
 _WEIGHT_BITS = (
     "give --weight-bits 8 or 4; a GPTQ, AWQ, FP8 or MXFP4 checkpoint is read as it is, "

@@ -8,12 +8,14 @@ policy fits. docs/start/which-model.md has a part of them.
 
     python -m bench.planner.which_model --cells CELLS.jsonl                   all models; goes on where it was ended
     python -m bench.planner.which_model --models Qwen/Qwen3-8B ./my-model
+    python -m bench.planner.which_model --owned --cells CELLS.jsonl           machines of OWNED: `flexgen-h2o plan`
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -52,6 +54,16 @@ GB = 10**9
 # GB
 RAM = (8, 16, 32, 64)
 CARDS = (0, 8, 16, 24)
+# Machines that people own, by name: parts by their data sheets, for --hardware.
+OWNED = {
+    "laptop": "cores=8,ram=16GB,ram-gbps=60,disk-gbps=3.5,disk=1TB,like=build-2core",
+    "desktop, RTX 3060": "gpu=rtx-3060,cores=8,ram=32GB,ram-gbps=50,disk-gbps=3.5,disk=1TB,"
+    "like=build-2core",
+    "desktop, RTX 4090": "gpu=rtx-4090,cores=16,ram=64GB,ram-gbps=80,disk-gbps=7,disk=2TB,"
+    "like=build-2core",
+    "cloud, T4": "gpu=t4,cores=4,ram=32GB,ram-gbps=60,disk-gbps=1,disk=500GB,like=build-2core",
+}
+OWNED_MODELS = MODELS[:3] + MODELS[4:5]
 # A title, what is kept of KV, and whether weights and KV are in 4 bits.
 SETTINGS = (
     ("Weights as published and the whole KV cache in 16 bits", Full(), False),
@@ -88,6 +100,8 @@ class Place:
 
 def main() -> int:
     args = _parse()
+    if args.owned:
+        return _owned(args)
     asked = {name: getattr(args, name) for name in ("num_prompts", "prompt_len", "gen_len", "disk")}
     kept = _Cells(args.cells)
     for title, eviction, in_4_bits in SETTINGS:
@@ -111,6 +125,27 @@ def main() -> int:
                 )
     common.finish({"benchmark": "which_model", **asked, "found": kept.cells}, args.output)
     return 0
+
+
+def _owned(args: argparse.Namespace) -> int:
+    """Print the table of the machines that people own. Each cell is a run of the command."""
+    kept = _Cells(args.cells)
+    print(f"| model | {' | '.join(OWNED)} |\n|---|{'---|' * len(OWNED)}", flush=True)
+    for model in OWNED_MODELS if args.models is MODELS else args.models:
+        nights = [kept.planned(_command(args, model, OWNED[name])) for name in OWNED]
+        shown = " | ".join(f"{night:,}" if night else "-" for night in nights)
+        print(f"| {model.split('/')[-1]} | {shown} |", flush=True)
+    return 0
+
+
+def _command(args: argparse.Namespace, model: str, hardware: str) -> list[str]:
+    sizes = {
+        "--num-prompts": args.num_prompts,
+        "--prompt-len": args.prompt_len,
+        "--max-tokens": args.gen_len,
+    }
+    given = [str(word) for pair in sizes.items() for word in pair]
+    return ["plan", model, "--hardware", hardware, *given, "--json"]
 
 
 def _parse() -> argparse.Namespace:
@@ -139,6 +174,7 @@ def _parse() -> argparse.Namespace:
         metavar="FILE",
         help="a line a search; what is there is not searched again",
     )
+    add("--owned", action="store_true", help="plan for the machines that people own")
     add("--output", action=common.ResultFile, help="also write the JSON object here")
     return parser.parse_args()
 
@@ -159,11 +195,33 @@ class _Cells:
             if cell["asked"] == key:
                 return cell
         cell = {"asked": key, **_predicted(space)}
+        self._keep(cell)
+        return cell
+
+    def planned(self, command: list[str]) -> int | None:
+        """Return the prompts of a night that `flexgen-h2o COMMAND` predicts; None: nothing fits."""
+        asked = " ".join(command)
+        cell = next((cell for cell in self.cells if cell["asked"] == asked), None)
+        if cell is None:
+            words = [sys.executable, "-m", "flexgen_h2o.cli", *command]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            found = json.loads(done.stdout)
+            cell = {"asked": asked, "night": _night(command, found["eta_s"]), **found}
+            del cell["details"]
+            self._keep(cell)
+        night: int | None = cell["night"]
+        return night
+
+    def _keep(self, cell: dict[str, Any]) -> None:
         self.cells.append(cell)
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps(cell) + "\n")
-        return cell
+
+
+def _night(command: list[str], seconds: float | None) -> int | None:
+    rows = int(command[command.index("--num-prompts") + 1])
+    return None if seconds is None else int(float(f"{rows * NIGHT_S / seconds:.2g}"))
 
 
 def _predicted(space: SearchSpace) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from flexgen_h2o.checkpoint.writing import (
     write_shards,
 )
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import read_object, write_new
+from flexgen_h2o.core.files import read_mark, read_object, write_new
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import GROUP, WORD
 from flexgen_h2o.core.units import PACK_CHUNK
@@ -72,6 +72,15 @@ def pack_checkpoint(
     with closing(_Reader(source)) as reader:
         packed = _pack(spec, reader, folder, form, progress)
     return replace(packed, sources={**source.sources, **source.files})
+
+
+def is_packed(spec: ModelSpec, cache_dir: Path, form: Codec) -> bool:
+    """Return whether a converted copy of a model with this name is likely there.
+
+    Whether it is of the same weights is known when they are opened.
+    """
+    folders = (cache_dir / "packed").glob(f"*-{form.name}-*")
+    return any((read_mark(folder) or {}).get("model") == spec.name for folder in folders)
 
 
 def pack_random(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, weight_files
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.files import existing_folder, usable_path
+from flexgen_h2o.core.units import format_bytes, format_free
 
 DUMMY = "_DUMMY_"
 CONFIG_NAME = "config.json"
@@ -50,6 +52,8 @@ _BIN_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 # Subfolders, and Mistral's second copy of its weights, which is not read.
 _NOT_FETCHED = ["*/*", "consolidated*"]
 _HUB_SECONDS = 5.0
+# What to do if a download does not fit.
+MORE_ROOM = "set HF_HOME to a folder on a larger disk"
 
 
 class NotOnHubError(UsageError):
@@ -253,15 +257,23 @@ def has_weights(folder: Path) -> bool:
 
 def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     # This call has a timeout, so it is first: snapshot_download would wait for a silent network
     # forever.
-    info: Any = HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS)
-    files = {sibling.rfilename for sibling in info.siblings or ()}
+    info: Any = HfApi().model_info(
+        model, revision=revision, timeout=_HUB_SECONDS, files_metadata=True
+    )
+    siblings = list(info.siblings or ())
+    files = {sibling.rfilename for sibling in siblings}
     has_safe = not files.isdisjoint(SAFETENSORS)
     patterns = [*_SMALL_FILES]
     if weights:
         patterns += _SAFETENSORS_FILES if has_safe else _BIN_FILES
+    wanted = filter_repo_objects(
+        siblings, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED, key=_name_in_repo
+    )
+    _check_room(model, sum(getattr(one, "size", None) or 0 for one in wanted))
     found = snapshot_download(
         model,
         revision=revision,
@@ -270,3 +282,34 @@ def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
         etag_timeout=_HUB_SECONDS,
     )
     return _with_config(Path(found), f"--model {model}")
+
+
+def _name_in_repo(sibling: Any) -> str:
+    return str(sibling.rfilename)
+
+
+def hub_cache() -> Path:
+    """Return the folder to which the hub's library downloads."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def downloaded_bytes(model: str) -> int:
+    """Return the bytes of a model's files in the hub's cache, also of unfinished ones."""
+    blobs = hub_cache() / f"models--{model.replace('/', '--')}" / "blobs"
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_size for path in blobs.iterdir())
+    return 0
+
+
+def _check_room(model: str, nbytes: int) -> None:
+    """Raise DoesNotFitError if a download of this many bytes does not fit the cache's disk."""
+    needed = nbytes - downloaded_bytes(model)
+    cache = hub_cache()
+    free = shutil.disk_usage(existing_folder(cache)).free
+    if needed > free:
+        raise DoesNotFitError(
+            f"--model {model}: its download needs {format_bytes(needed)} of the disk of {cache}, "
+            f"{format_free(free, needed)}; free space, or {MORE_ROOM}"
+        )

@@ -449,6 +449,11 @@ def policies_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "policies"
 
 
+def existing_folder(folder: Path) -> Path:
+    """Return the folder, or the nearest folder above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
 def usable_path(text: str | Path, what: str) -> Path:
     """Return `text` as a path, with `~` expanded. `what` names the flag in the error.
 

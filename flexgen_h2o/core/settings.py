@@ -18,6 +18,7 @@ MAX_STOP_CHARACTERS = 4096
 PROMPT = "prompt"  # value of `protect` that protects the whole prompt
 DECODE = "decode"
 PREFILL = "prefill"
+NEW_TOKENS = 256  # most new tokens of a sequence, at every door, if nobody says how many
 ORIGINAL = "original"
 ROLLING = "rolling"
 
@@ -73,7 +74,7 @@ class SamplingParams:
     """
 
     # Most new tokens of a sequence. It may be 0 if prompt_logprobs is set.
-    max_tokens: int = setting(32, low=0)
+    max_tokens: int = setting(NEW_TOKENS, low=0)
     # In [0, 2], as in OpenAI's API. Below 1e-5, choosing is greedy.
     temperature: float = setting(
         0.0, "0: the likeliest token; above 0, up to 2: drawn at random", high=2.0, metavar="T"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
+from flexgen_h2o.checkpoint.formats import Codec, layouts_of, weight_format
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import LayerKind, ModelSpec
@@ -191,7 +191,7 @@ class MemoryPlan:
         """Return the flags besides the budget that would still lower what this tier holds."""
         ways = []
         if self.shape.rows * self.shape.micro_batches > 1:
-            ways.append("lower --gpu-batch-size or --num-gpu-batches")
+            ways.append("lower --micro-batch or --micro-batches")
         if any(b.tier == tier and b.name in ("weights", "cache", "hidden") for b in self.buffers):
             ways.append("move shares to another tier with --percent")
         if not self.shape.record and any(
@@ -222,7 +222,21 @@ def checkpoint_bytes(spec: ModelSpec, itemsize: int) -> int:
     """
     if spec.quantization is None:
         return spec.num_weights * itemsize
-    layouts = layouts_of(weight_format(spec, Policy(), itemsize), tuple(spec.tensors))
+    return _stored_bytes(spec, weight_format(spec, Policy(), itemsize))
+
+
+def packed_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> int:
+    """Return the bytes of the converted copy of all weights that a run needs on disk.
+
+    The result is 0 if the checkpoint is read as it is. itemsize: bytes of one number of the compute
+    dtype.
+    """
+    form = weight_format(spec, policy, itemsize)
+    return _stored_bytes(spec, form) if form.converted_by else 0
+
+
+def _stored_bytes(spec: ModelSpec, form: Codec) -> int:
+    layouts = layouts_of(form, tuple(spec.tensors))
     return sum(layout.part_bytes(Part("disk", 0, layout.cut_shape[0])) for layout in layouts)
 
 

@@ -94,7 +94,7 @@ def _seeds(text: str) -> str:
 
 def _no_batch(text: str) -> str:
     raise argparse.ArgumentTypeError(
-        "is not a flag here, the engine plans batches; --gpu-batch-size sets one"
+        "is not a flag here, the engine plans batches; --micro-batch sets one"
     )
 
 

@@ -145,6 +145,11 @@ class Machine:
         """Bytes of one number of the dtype."""
         return DTYPE_BYTES[self.dtype]
 
+    @property
+    def has_card(self) -> bool:
+        """Whether the device is a card."""
+        return not self.device_is_host and not self.profile.device_is_host
+
 
 @dataclass(frozen=True)
 class CostModel:

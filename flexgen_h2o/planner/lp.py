@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -23,7 +24,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import GIB
+from flexgen_h2o.core.units import GIB, format_seconds
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan
 from flexgen_h2o.engine.workload import Workload, shape_of
 from flexgen_h2o.planner.cost_model import LANES, RESOURCES, CostModel, Machine
@@ -42,6 +43,12 @@ MAX_MICRO_BATCH = 512  # more sequences make products hardly faster
 BATCHES = (1, 2, 4, 8, 16, 32)  # numbers of micro-batches that are tried at first
 LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are only used if memory is left over
 
+# A search of this many seconds says that it is long. Each next line comes after twice as long, and
+# at most after a minute.
+FIRST_LINE_S = 5.0
+LAST_LINE_S = 60.0
+LONG_SEARCH = "this search takes longer than usual, up to some minutes; so far"
+
 Budgets = Mapping[str, int | None]  # bytes by tier; None for no limit
 # Weights, KV cache and hidden states on device and host, as in Policy.percent. The rest is on disk.
 Percent = tuple[int, int, int, int, int, int]
@@ -55,6 +62,31 @@ Corner = Mapping[tuple[str, str], float]
 Corners = Mapping[tuple[int, ...], Corner]
 NOTHING: Percent = (0, 0, 0, 0, 0, 0)
 STREAMED_WEIGHTS: Percent = (0, 0, 100, 0, 100, 0)
+
+
+class SearchProgress:
+    """Says how far a long search is, and lets a signal end it. It is a SearchSpace's `check`.
+
+    say: prints a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._began = self._said = time.monotonic()
+        self._count = 0
+        self._wait_s = FIRST_LINE_S
+
+    def __call__(self) -> None:
+        interrupts.check()
+        self._count += 1
+        now = time.monotonic()
+        if now - self._said < self._wait_s:
+            return
+        took = format_seconds(now - self._began)
+        begins = "still searching" if self._wait_s > FIRST_LINE_S else LONG_SEARCH
+        self._say(f"{begins}: {self._count} candidates in {took}")
+        self._said = now
+        self._wait_s = min(2 * self._wait_s, LAST_LINE_S)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,16 @@ from collections import Counter, abc
 from dataclasses import replace
 from pathlib import Path
 
+from flexgen_h2o.checkpoint.formats import weight_format
+from flexgen_h2o.checkpoint.packed_store import is_packed
+from flexgen_h2o.checkpoint.resolve import MORE_ROOM, downloaded_bytes, hub_cache
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.memory import MemoryPlanner
-from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan
+from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan, packed_bytes
 from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.scheduler import make_blocks
 from flexgen_h2o.engine.sequence import Sequence
@@ -28,12 +32,14 @@ from flexgen_h2o.engine.workload import (
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, TokenIds, group_prompts
 from flexgen_h2o.planner.cost_model import CostModel, Machine
-from flexgen_h2o.planner.lp import Budgets, SearchSpace
-from flexgen_h2o.planner.measure.run import profile_of_this_machine
+from flexgen_h2o.planner.lp import Budgets, SearchProgress, SearchSpace
+from flexgen_h2o.planner.measure.run import cached_profile, is_news, profile_of_this_machine
+from flexgen_h2o.planner.parts import find_hardware
 from flexgen_h2o.planner.predict import Prediction, predict
-from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, read_profile
+from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile
 from flexgen_h2o.planner.report import SearchResult
 from flexgen_h2o.planner.search import Plan, disk_reads, search, sensitivity
+from flexgen_h2o.tiers.device import NewFiles
 
 # Measuring takes about a minute. It is worth it before a run that will take longer than this.
 WORTH_MEASURING_S = 600.0
@@ -67,10 +73,9 @@ class Planner:
         self._device_is_host = device_is_host
         self._offload_dir = offload_dir
         if hardware is not None and not isinstance(hardware, HardwareProfile):
-            hardware = read_profile(find_profile(hardware))
+            hardware = find_hardware(hardware, lambda: cached_profile(device, offload_dir))
         self._profile = hardware
         self._is_given = hardware is not None
-        self._has_said_busy = False
         self.share_prefix = "auto"
         self.job_rows = 0
         self.planned: Plan | None = None
@@ -89,8 +94,22 @@ class Planner:
         """Whether the profile has rates of the dtype."""
         return self.dtype in self.profile.compute
 
+    def doubt(self) -> str:
+        """Return why predictions may be wrong, if a run has not said so of this profile before."""
+        if self._is_given or not self.profile.was_disturbed:
+            return ""
+        return MEASURED_BUSY if is_news(self._device, self._offload_dir) else ""
+
     def check_dtype(self) -> None:
-        """Raise UsageError if the profile has no rates of the dtype, which choosing needs."""
+        """Raise UsageError if the profile is of a machine with a GPU, and this run has none.
+
+        It is also raised if the profile has no rates of the dtype, which choosing needs.
+        """
+        if self._is_given and self._device_is_host and not self.profile.device_is_host:
+            raise UsageError(
+                f"--hardware {self.profile.machine}: is a machine with a GPU, and this run has "
+                "none; leave --hardware out, or ask what that machine would do: flexgen-h2o plan"
+            )
         if not self.can_predict:
             raise UsageError(
                 f"--hardware {self.profile.machine}: has compute rates of "
@@ -107,10 +126,9 @@ class Planner:
         base: the policy whose switches are kept.
         """
         self.check_dtype()
-        if self.profile.was_disturbed and not self._has_said_busy:
-            _say(f"predictions come from a {MEASURED_BUSY}")
-            self._has_said_busy = True
-        plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
+        check = SearchProgress(_say)
+        space = SearchSpace(self.part.spec, need, base, self._machine, budgets, check=check)
+        plan = search(space)
         is_long = self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S
         if is_long and not self._is_given and _can_measure(budgets):
             try:
@@ -119,7 +137,7 @@ class Planner:
             except (DoesNotFitError, UsageError) as error:
                 _say(f"planned with nominal speeds, as this machine cannot be measured: {error}")
                 return plan.policy
-            plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
+            plan = search(replace(space, machine=self._machine))
         return plan.policy
 
     @property
@@ -368,6 +386,27 @@ def _can_measure(budgets: Budgets) -> bool:
     """Return whether the budgets leave enough RAM for measuring this machine."""
     room = budgets.get("host")
     return room is None or room >= MEASURING_BYTES
+
+
+def new_files(
+    model: str, spec: ModelSpec, policy: Policy, itemsize: int, offload_dir: Path, download: int
+) -> list[NewFiles]:
+    """Return what a run writes to disks before it begins, and keeps.
+
+    model: the name that the user gave. policy: its switches count. itemsize: bytes of one number of
+    the compute dtype. download: bytes of a checkpoint that is not downloaded yet, or 0.
+    """
+    files = []
+    if download:
+        rest = max(0, download - downloaded_bytes(model))
+        files.append(NewFiles(f"--model {model}: its download", hub_cache(), rest, MORE_ROOM))
+    form = weight_format(spec, policy, itemsize)
+    cache = offload_dir / "weights"
+    nbytes = packed_bytes(spec, policy, itemsize)
+    if nbytes and not is_packed(spec, cache, form):
+        what = f"--model {model}: the converted copy of its weights ({form.name})"
+        files.append(NewFiles(what, cache, nbytes, "give another --offload-dir"))
+    return files
 
 
 def has_own_scores(rows: abc.Sequence[Sequence], common: int) -> bool:

@@ -243,6 +243,11 @@ class HardwareProfile:
         """Whether other processes were busy during the measurement."""
         return any(note.startswith(BUSY_NOTE) for note in self.notes.values())
 
+    @property
+    def is_nominal(self) -> bool:
+        """Whether figures are round ones or those of data sheets, and not measured."""
+        return self.source.startswith(NOMINAL)
+
     def rates(self, dtype: str) -> ComputeRates:
         """Return the rates of a dtype. Raise UsageError if it was not measured."""
         if dtype not in self.compute:
@@ -351,7 +356,7 @@ def find_profile(name_or_path: str | Path, flag: str = "--hardware") -> Path:
     names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
     raise UsageError(
         f"{flag} {name_or_path}: no such file, and not a shipped profile "
-        f"({names or 'none is here'})"
+        f"({names or 'none is here'}); parts of a machine are written as gpu=rtx-4090,cores=16"
     )
 
 

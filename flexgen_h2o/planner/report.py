@@ -14,6 +14,7 @@ from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
 from flexgen_h2o.planner.cost_model import LANES
 from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.profile import NOMINAL
+from flexgen_h2o.synonyms import shown_name
 
 if TYPE_CHECKING:
     from flexgen_h2o.kvcache.eviction.mixes import KeptWhole
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.planner.predict import Prediction
     from flexgen_h2o.planner.search import Plan
 
-# Names of cost_model.RESOURCES for people, in the order of the table. If there is no GPU, the
-# device that computes is a CPU too.
+# Names of cost_model.RESOURCES for people, in the order of the table.
 RESOURCES = {
     "disk_read": "disk read",
     "disk_write": "disk write",
@@ -31,8 +31,15 @@ RESOURCES = {
     "device_compute": "GPU compute",
     "host_compute": "CPU compute",
 }
-RESOURCES_OF_CPU = {**RESOURCES, "device_compute": "CPU compute"}
+# Without a GPU, the device that computes is a CPU. FlexGen's device tier is ordinary memory then.
+RESOURCES_OF_CPU = {
+    **RESOURCES,
+    "h2d": "RAM to memory",
+    "d2h": "memory to RAM",
+    "device_compute": "CPU compute",
+}
 TIER_NAMES = {"device": "GPU", "host": "RAM", "disk": "disk"}
+TIER_NAMES_OF_CPU = {**TIER_NAMES, "device": "memory"}
 LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # characters of a profile's source that are shown
 # A resource binds a phase if it works for at least this share of it. If no resource does, they wait
@@ -76,6 +83,8 @@ class SearchResult:
     faster: tuple[str, float] | None = None
     # Bytes of a checkpoint that is not downloaded yet.
     download_bytes: int = 0
+    # Whether the plan is for another machine than this one.
+    is_elsewhere: bool = False
     # With --kv-loss small, the eviction policy's loss by its table (kvcache/eviction/mixes.py).
     kv_loss: KeptWhole | None = None
     # Whether all sequences are equally long.
@@ -100,9 +109,11 @@ class SearchResult:
         }
 
     @property
-    def tiers(self) -> list[str]:
-        """Tiers to show: without the device if it is host memory."""
-        return [tier for tier in TIERS if tier != "device" or not self.space.machine.device_is_host]
+    def tiers(self) -> dict[str, str]:
+        """Tiers to show, with their names: without the device if it is host memory."""
+        machine = self.space.machine
+        names = TIER_NAMES if machine.has_card else TIER_NAMES_OF_CPU
+        return {t: names[t] for t in TIERS if t != "device" or not machine.device_is_host}
 
 
 def to_json(answer: SearchResult) -> dict[str, Any]:
@@ -183,6 +194,8 @@ def to_text(
     doubt = (
         NOT_MEASURED
         if profile.machine == NOMINAL
+        else "the machine's figures are nominal, from data sheets"
+        if profile.is_nominal
         else MEASURED_BUSY
         if profile.was_disturbed
         else ""
@@ -216,7 +229,7 @@ def _about(answer: SearchResult) -> Iterator[str]:
         f"{most}{counted(need.prompt_len, 'token')}, {most}{counted(need.gen_len, 'new token')} "
         f"each, {kept}"
     )
-    where = "no GPU, so all is in RAM or on disk" if machine.device_is_host else "GPU, RAM and disk"
+    where = "GPU, RAM and disk" if machine.has_card else "no GPU, so all is in RAM or on disk"
     source = shorten(
         machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ..."
     )
@@ -226,7 +239,10 @@ def _about(answer: SearchResult) -> Iterator[str]:
             f"KL {answer.kv_loss.kl:.2g} nats to the full cache, measured on {answer.kv_loss.model}"
         )
         yield f"quality: {loss} (docs/lab/quality.md)"
-    yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source})"
+    about = f"profile of {date}: {source}"
+    if machine.profile.is_nominal:
+        about = machine.profile.source.partition(":")[0]
+    yield f"machine: {machine.profile.machine}, {where} ({about})"
     yield _checkpoint(answer)
 
 
@@ -246,6 +262,8 @@ def _checkpoint(answer: SearchResult) -> str:
         return (
             f"checkpoint: {nbytes}, {stored}, not downloaded yet: this disk space is needed besides"
         )
+    if answer.is_elsewhere:
+        return f"checkpoint: {nbytes}, {stored}; that machine needs this disk space besides"
     return f"checkpoint: {nbytes}, {stored}, read in place and not in the disk's budget"
 
 
@@ -265,10 +283,10 @@ def _memory(answer: SearchResult, plan: Plan) -> Iterator[str]:
     memory = plan.memory
     rows = [["memory", "needed", "budget"]]
     largest = [""]
-    for tier in answer.tiers:
+    for tier, name in answer.tiers.items():
         budget = answer.space.budgets.get(tier)
         limit = "-" if budget is None else format_bytes(budget)
-        rows.append([TIER_NAMES[tier], format_bytes(memory.bytes_on(tier)), limit])
+        rows.append([name, format_bytes(memory.bytes_on(tier)), limit])
         held = sorted((b for b in memory.buffers if b.tier == tier), key=lambda b: -b.nbytes)[
             :LARGEST
         ]
@@ -302,11 +320,13 @@ def _memory(answer: SearchResult, plan: Plan) -> Iterator[str]:
 
 
 def advice_on(more: More | None) -> str:
-    """Return text such as `; --host-mem 200MiB would cut disk reads to at most 4.40 GiB`."""
+    """Return text such as `; --ram 200MiB would cut disk reads to at most 4.40 GiB`."""
     if more is None:
         return ""
     budgets, reads = more
-    needed = " ".join(f"--{tier}-mem {nbytes // MIB}MiB" for tier, nbytes in budgets.items())
+    needed = " ".join(
+        f"{shown_name(f'--{tier}-mem')} {nbytes // MIB}MiB" for tier, nbytes in budgets.items()
+    )
     return f"; {needed} would cut disk reads to at most {format_bytes(reads)}"
 
 
@@ -324,7 +344,7 @@ def _saving(plan: Plan) -> str:
 def _seconds(answer: SearchResult, plan: Plan) -> Iterator[str]:
     """Yield a table of seconds by resource and phase, and the resource that binds each phase."""
     found = plan.prediction
-    names = RESOURCES_OF_CPU if answer.space.machine.device_is_host else RESOURCES
+    names = RESOURCES if answer.space.machine.has_card else RESOURCES_OF_CPU
     total = {"prefill": found.prefill_s, "decode": found.decode_s}
     rows = [["seconds", *(cell for phase in PHASES for cell in (phase, "share"))]]
     for name, words in names.items():
@@ -415,13 +435,12 @@ def _gains(answer: SearchResult, plan: Plan) -> Iterator[str]:
         return
     total = plan.prediction.total_s
     said = []
-    for tier in answer.tiers:
+    for tier, name in answer.tiers.items():
         gain = min(total, answer.s_per_gib.get(tier, 0.0))
         share = gain / total if total else 0.0
         percent = f"{share:.2%}" if share < SMALL_GAIN else f"{share:.1%}"
         said.append(
-            f"{TIER_NAMES[tier]} "
-            f"{'nothing' if share < MIN_GAIN else f'{format_seconds(gain)} ({percent})'}"
+            f"{name} {'nothing' if share < MIN_GAIN else f'{format_seconds(gain)} ({percent})'}"
         )
     yield f"1 GiB more would save: {', '.join(said)} (with these batch sizes)"
 

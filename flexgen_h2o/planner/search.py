@@ -383,6 +383,7 @@ def _over_memory(
 
 def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
     """Return the candidate of a policy with its lower bound; None if it cannot fit."""
+    space.check()
     depth = space.deepest(policy)
     least = (replace(policy, percent=percent) for percent in (IN_MEMORY, STREAMED_WEIGHTS))
     if depth is None or all(_over_memory(space, one, SEQUENTIAL, TIERS) for one in least):

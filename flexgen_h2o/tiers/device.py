@@ -7,11 +7,13 @@ has.
 from __future__ import annotations
 
 import mmap
+import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +21,19 @@ from typing import Any, cast
 import psutil
 import torch
 
+from flexgen_h2o.core.cgroups import memory_limits
 from flexgen_h2o.core.config import MemoryBudget
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, format_bytes, less_margin, round_up
+from flexgen_h2o.core.files import existing_folder
+from flexgen_h2o.core.units import (
+    GIB,
+    PAGE,
+    DiskBudget,
+    format_bytes,
+    format_free,
+    less_margin,
+    round_up,
+)
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 HUGE_PAGE = 2 * 2**20
@@ -361,14 +373,16 @@ def open_device(name: str, separate_budget: bool) -> Device:
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device: {name!r} is not one of auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: no CUDA device is usable here; use --device cpu or auto")
+        raise UsageError(
+            "--device cuda: no CUDA device is usable here; use --device cpu or auto, or plan for a "
+            "machine that has one: flexgen-h2o plan --hardware t4"
+        )
     if name != "cpu" and torch.cuda.is_available():
         return CudaDevice()
     return StandInDevice() if separate_budget else HostDevice()
 
 
 DISK_MARGIN_BYTES = 2 * GIB
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_budgets(
@@ -384,8 +398,7 @@ def resolve_budgets(
         host = less_margin(free_host_bytes()) // processes
     else:
         host = min(budget.host, whole_host_bytes() // processes)
-    folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(existing_folder(offload_dir)).free
     disk_bytes = (
         max(0, free - DISK_MARGIN_BYTES) // processes
         if budget.disk is None
@@ -407,24 +420,57 @@ def resolve_budgets(
     return {"device": on_device, "host": host, "disk": disk}
 
 
+@dataclass(frozen=True)
+class NewFiles:
+    """Files that are written before a run, and stay. Those who plan a run make it."""
+
+    what: str  # such as `the download of opt-30b`
+    folder: Path  # it need not exist yet
+    nbytes: int
+    remedy: str  # what to do if the disk is too full, such as `give another --offload-dir`
+
+
+def less_new_files(
+    disk: int | None, offload_dir: Path, files: Iterable[NewFiles], is_given: bool
+) -> DiskBudget:
+    """Return the disk's budget that files leave which are written to disks before a run.
+
+    Only files on the disk of the offload folder lower it. A given budget is only lowered to what
+    is free. Raise DoesNotFitError for files that do not fit their disk.
+    """
+    assert isinstance(disk, DiskBudget)  # resolve_budgets makes one
+    left: dict[int, int] = {}
+    used = 0
+    for one in files:
+        place = existing_folder(one.folder)
+        number = os.stat(place).st_dev
+        free = left.setdefault(number, shutil.disk_usage(place).free)
+        if one.nbytes > free:
+            raise DoesNotFitError(
+                f"{one.what} needs {format_bytes(one.nbytes)} of the disk of {one.folder}, "
+                f"{format_free(free, one.nbytes)}; free space, or {one.remedy}"
+            )
+        left[number] -= one.nbytes
+        if number == os.stat(existing_folder(offload_dir)).st_dev:
+            used += one.nbytes
+    free = max(0, disk.free - used)
+    return DiskBudget(min(disk, free) if is_given else max(0, disk - used), free)
+
+
 def free_host_bytes() -> int:
     """Return the RAM that can be used now.
 
-    It is what the machine has available, or what the cgroup's limit leaves.
+    It is what the machine has available, or what the limits of cgroups leave.
     """
-    free = host_memory()[1]
-    limit = memory_limit()
-    return free if limit is None else min(free, limit[0] - limit[1])
+    return max(0, min([host_memory()[1], *(limit.room for limit in memory_limits())]))
 
 
 def whole_host_bytes() -> int:
     """Return the RAM that could be used if nobody else used any.
 
-    It is the machine's, or the cgroup's limit.
+    It is the machine's, or the least limit of a cgroup.
     """
-    whole = host_memory()[0]
-    limit = memory_limit()
-    return whole if limit is None else min(whole, limit[0])
+    return min([host_memory()[0], *(limit.nbytes for limit in memory_limits())])
 
 
 def host_memory() -> tuple[int, int]:
@@ -439,21 +485,3 @@ def host_memory() -> tuple[int, int]:
             f"{error.filename}: {error.strerror}; mount /proc, which says what RAM is free"
         ) from error
     return int(found.total), int(found.available)
-
-
-def memory_limit() -> tuple[int, int] | None:
-    """Return the bytes that the cgroup may use, and those that it uses.
-
-    None: there is no limit that can be read.
-    """
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # The cgroup counts clean page cache as used, but it is given back when memory is needed.
-        return int(limit), int((_CGROUP / "memory.current").read_text()) - int(
-            stat.get("inactive_file", 0)
-        )
-    except (OSError, ValueError):
-        return None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexgen_h2o import doctor
+from flexgen_h2o.core.cgroups import MemoryLimit
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.kernels import jit
 from flexgen_h2o.planner.measure import engine, run
@@ -44,13 +45,12 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pages = tmp_path / "pages"
     pages.write_text("always [madvise] never\n")
     monkeypatch.setattr(doctor, "HUGE_PAGES", pages)
-    monkeypatch.setattr(doctor, "CPU_QUOTA", tmp_path / "none")
-    monkeypatch.setattr(doctor, "OLD_MEMORY_LIMIT", tmp_path / "none")
+    monkeypatch.setattr(doctor, "memory_limits", list)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 4.0)
     monkeypatch.setattr(device, "free_host_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(run, "mount_of", lambda folder: "/dev/vda ext4 at /")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     monkeypatch.setattr(doctor, "CARD_FILES", ())
     monkeypatch.setattr(doctor, "descriptor_limits", lambda: (1024, 4096))
 
@@ -72,12 +72,11 @@ HURTS: dict[str, tuple[object, str, object, str]] = {
     "numba cache": (jit, "cache_folder", lambda: None, "NUMBA_CACHE_DIR"),
     "waiting threads": (None, "OMP_WAIT_POLICY", "ACTIVE", "OMP_WAIT_POLICY is ACTIVE; unset it"),
     "threads": (torch, "get_num_threads", lambda: 9, "9 for 4 cores; export OMP_NUM_THREADS=4"),
-    "threads, quota": (doctor, "CPU_QUOTA", "150000 100000\n", "4 for 1.5 cores"),
+    "threads, quota": (doctor, "usable_cores", lambda: 1.5, "4 for 1.5 cores"),
     "threads, idle": (torch, "get_num_threads", lambda: 1, "1 for 4 cores; raise"),
     "open files": (doctor, "descriptor_limits", lambda: (64, 64), "ask the administrator"),
     "open files, soft": (doctor, "descriptor_limits", lambda: (255, 10**6), "255 at a time"),
     "memory": (device, "free_host_bytes", lambda: GIB, "1.00 GiB of"),
-    "cgroup": (doctor, "OLD_MEMORY_LIMIT", "1073741824\n", "version 1, at most 1.00 GiB"),
     "huge pages": (doctor, "HUGE_PAGES", "always madvise [never]\n", "is never; echo madvise"),
     "card": (doctor, "CARD_FILES", ("/dev/null",), "torch cannot use it"),
     "disk": (engine.DiskProbe, "is_direct", False, "without O_DIRECT"),
@@ -102,3 +101,12 @@ def test_what_hurts_is_named_with_what_to_do_and_ends_with_1(
     begins = f"look  {name.partition(',')[0]} "
     [line] = [line for line in said.out.splitlines() if line.startswith(begins)]
     assert says in line, line
+
+
+def test_the_tightest_limit_of_a_cgroup_is_shown(
+    command: Door, healthy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [MemoryLimit(3 * GIB, GIB), MemoryLimit(4 * GIB, 3 * GIB)]
+    monkeypatch.setattr(doctor, "memory_limits", lambda: limits)
+    said = command("doctor --offload-dir o")
+    assert "holds 3.00 GiB of at most 4.00 GiB" in said.out

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flexgen_h2o import batch, chat, complete, flex_opt, generate, policy_search, serve
 from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import MIB, TIB
 from tests.doors.conftest import Answer, Door
 
@@ -41,6 +43,14 @@ NO_EFFECT = [
 @pytest.mark.parametrize(("flags", "said"), NO_EFFECT)
 def test_a_flag_without_effect_is_said(flags: str, said: set[str], door: Door) -> None:
     assert idle(door("--no-log --gpu-batch-size 1", *flags.split())) == said
+
+
+def test_every_door_has_one_default_of_new_tokens() -> None:
+    """FlexGen's benchmark keeps FlexGen's own."""
+    doors = (generate, batch, complete, serve, chat, policy_search)
+    found = {door.__name__: door._parser().parse_args(["-m", "x"]).gen_len for door in doors}
+    assert set(found.values()) == {SamplingParams().max_tokens}, found
+    assert flex_opt._parser().parse_args([]).gen_len == 32
 
 
 def test_lengths_of_prompts_in_a_file_are_their_own(

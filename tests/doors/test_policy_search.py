@@ -3,18 +3,24 @@ takes."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flexgen_h2o import flex_opt, policy_search
 from flexgen_h2o.core.config import TIERS, Policy, read_policy
+from flexgen_h2o.core.units import GIB
 from flexgen_h2o.flags import as_flags, policy_of
-from flexgen_h2o.planner.profile import nominal_profile, write_profile
+from flexgen_h2o.planner import lp, plans
+from flexgen_h2o.planner.measure import run
+from flexgen_h2o.planner.profile import HardwareProfile, nominal_profile, write_profile
 from tests.doors.conftest import Answer, Door, read_json
 
 KEYS = ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
@@ -141,6 +147,92 @@ def test_the_smallest_budget_that_would_do_does(plan: Door) -> None:
     assert answer.code == 0, answer.err
     # 0.3%: a percent of the smallest kind of bytes
     assert plan(f"{asked} --device-mem {int(int(size) * 0.997)}", "card").code == 3
+
+
+# (flags, whether the model is downloaded, GiB that are free, what does not fit or "")
+ON_DISK = [
+    ("facebook/opt-30b", False, 50, "its download needs 55.8"),
+    ("facebook/opt-6.7b --weight-bits 4", True, 3, "the converted copy of its weights"),
+    ("facebook/opt-6.7b --weight-bits 4", False, 15, "the converted copy of its weights"),
+    ("facebook/opt-6.7b", False, 20, ""),
+    ("facebook/opt-6.7b --random-weights", False, 3, ""),
+]
+
+
+@pytest.mark.parametrize(("flags", "is_there", "free", "says"), ON_DISK)
+def test_a_model_that_the_disk_cannot_hold_does_not_fit(
+    call: Door,
+    flags: str,
+    is_there: bool,
+    free: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is said before the machine is measured."""
+    measured = []
+
+    def profile(*args: object, **more: object) -> HardwareProfile:
+        measured.append(args)
+        return nominal_profile(True)
+
+    monkeypatch.setattr(run, "profile_of_this_machine", profile)
+    resolve = importlib.import_module("flexgen_h2o.checkpoint.resolve")
+    monkeypatch.setattr(resolve, "is_downloaded", lambda model, revision: is_there)
+    monkeypatch.setattr(plans, "downloaded_bytes", lambda model: 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * GIB))
+    more = "--host-mem 2GiB --num-prompts 1 --prompt-len 8 --gen-len 2 --device cpu --offload-dir o"
+    given = "--percent 0 0 100 0 100 0 --gpu-batch-size 1 --json"
+    words = f"--model {flags} {more} {given}".split()
+    answer = call(policy_search.main, *words)
+    if says:
+        assert (answer.code, answer.out, measured) == (3, "", [])
+        assert says in answer.err and "GiB are free" in answer.err
+        return
+    assert answer.code == 0, answer.err
+    download = 0 if "random" in flags else object_of(answer)["details"]["download_bytes"]
+    assert json.loads(answer.out)["details"]["budget_bytes"]["disk"] == max(
+        0, (free - 2) * GIB - download
+    )
+
+
+def test_a_machine_of_parts_has_the_disk_that_it_is_said_to_have(call: Door) -> None:
+    def ask(disk: str) -> Answer:
+        parts = f"gpu=rtx-3060,cores=8,ram=16GiB,like=build-2core{disk}"
+        words = f"--model facebook/opt-6.7b --num-prompts 1 --prompt-len 8 --gen-len 2 {GIVEN}"
+        return call(policy_search.main, *words.split(), "--hardware", parts)
+
+    answer = ask("")
+    assert answer.code == 0 and "nominal, from data sheets" in answer.out
+    assert "that machine needs this disk space besides" in answer.out
+    answer = ask(",disk=10GB")
+    assert answer.code == 3 and "12.40 GiB" in answer.err and "9.31 GiB are free" in answer.err
+    assert ask(",disk=20GB").code == 0
+
+
+def test_no_setting_is_proposed_that_no_card_has_run(plan: Door) -> None:
+    words = "--model facebook/opt-6.7b --num-prompts 64 --prompt-len 512 --gen-len 2"
+    assert "what makes it faster: --int8-compute" in plan(f"{words} --host-mem 16GiB", "host").out
+    answer = plan(words)
+    assert answer.code == 0 and "int8" not in answer.out
+
+
+def test_names_are_those_of_the_pages(plan: Door) -> None:
+    tight = "--model facebook/opt-6.7b --num-prompts 64 --prompt-len 512 --gen-len 32"
+    answer = plan(f"{tight} --ram 3GiB", "host")
+    assert answer.code == 0 and "--micro-batch " in answer.out
+    assert not re.search(r"--(host-mem|device-mem|gpu-batch-size|num-gpu-batches)", answer.out)
+
+
+def test_a_long_search_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, 2))
+    monkeypatch.setattr(lp, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    lines: list[str] = []
+    check = lp.SearchProgress(lines.append)
+    for _ in range(60):
+        check()
+    assert "up to some minutes" in lines[0] and "candidates in" in lines[-1]
+    assert 3 <= len(lines) <= 6, "less often, the longer it takes"
 
 
 def test_trace_of_the_simulated_block(plan: Door) -> None:

@@ -97,7 +97,7 @@ FLEX_OPT = (
     "--model byte-order-mark --prompts short.txt > byte-order-mark/tokenizer.json",
     f"--model {'m' * 5000}",
     "--path _DUMY_ --model some/model",
-    "--gbs 4 --num-gb 2 | --gpu-batch-size",
+    "--gbs 4 --num-gb 2 | --micro-batch",
     "--hh_ration 0.1 | --hh-ratio?",
     "--head-ip 1.2.3.4 | --pipeline",
 )
@@ -119,6 +119,7 @@ FIDELITY = (
     "--markdown new --json new | --json",
 )
 TEXT = (
+    "--prompt a --gpu-mem 1GiB --device cpu > --gpu-mem",
     "--prompt a --prompts p.txt | --prompts",
     "--eviction full",
     "--heavy_ratio 0 > --heavy-ratio",
@@ -167,6 +168,7 @@ PLAN = (
     "--policy auto --percent 0 0 0 0 0 0 | --percent",
     "--output missing/p.json",
     "--kv-loss small --gpu-batch-size 2",
+    "--gpu-mem 1GiB --hardware build-2core | build-2core has no GPU",
     "--kv-loss small --attn-sparsity 0.5 > --attn-sparsity",
 )
 BATCH = (
@@ -182,6 +184,7 @@ BATCH = (
     "--input two.jsonl.job.json --output two.jsonl",
     "--output other.jsonl | other.jsonl.job.json",
     "--status | out.jsonl",
+    "--device-mem 1GiB --device cpu",
 )
 GENERATE = (
     "--prompt a --input in.jsonl | --input",
@@ -214,6 +217,8 @@ GENERATE = (
     "--prompt a --no-thinking --chat-template-kwargs '{\"enable_thinking\": true}' > --no-thinking",
     "--prompt a --chat-template-kwargs '[1]' > JSON",
     "--prompt a --chat-template-kwargs '{\"tokenize\": true}' > tokenize",
+    "--gpu-mem 1GiB --device cpu --prompt a > --hardware",
+    "--hardware card.json --device cpu --dtype float32 --prompt a > GPU",
 )
 TABLE = {
     "flex-opt": FLEX_OPT,
@@ -221,7 +226,7 @@ TABLE = {
     "hardware": ("--show ''",),
     "batch": BATCH,
     "generate": GENERATE,
-    "chat": ("--enable_small_cache | --eviction",),
+    "chat": ("--enable_small_cache | --eviction", "--gpu-mem 1GiB --device cpu --model opt-tiny"),
     "evaluate": ("perplexity", " | fidelity"),
     "evaluate fidelity": FIDELITY,
     "evaluate text": TEXT,
@@ -259,6 +264,7 @@ def place(ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPathF
     for name, file in (("ggufs", "m.gguf"), ("weights-alone", "model.safetensors")):
         (place / name).mkdir()
         (place / name / file).touch()
+    write_profile(place / "card.json", nominal_profile(False))
     (place / "empty").mkdir()
     os.mkfifo(place / "pipe.jsonl")
     os.link(place / "in.jsonl", place / "hard.json")

@@ -17,9 +17,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.planner import which_model
 from bench.sweep import page as results_page
 from flexgen_h2o.cli import VERBS
 from flexgen_h2o.core.errors import UsageError
@@ -295,20 +297,30 @@ def test_figures_of_the_pages_are_of_the_stored_lines() -> None:
 
 
 def test_prompts_per_night_are_of_the_stored_lines() -> None:
-    """The table of Start's page on models, of `python -m bench.planner.which_model --cells`."""
-    lines = (results_page.RESULTS / "which_model.jsonl").read_text().splitlines()
-    nights = {}
-    for line in map(json.loads, lines):
+    """The tables of Start's page on models, of `python -m bench.planner.which_model --cells`, and
+    with `--owned`."""
+
+    def lines(name: str) -> Iterator[dict[str, Any]]:
+        yield from map(json.loads, (results_page.RESULTS / name).read_text().splitlines())
+
+    nights: dict[tuple[object, ...], int] = {}
+    for line in lines("which_model.jsonl"):
         asked = line["asked"]
         nights[asked["model"].rpartition("/")[2], asked["ram"], asked["card"]] = line["night"]
-    rows = re.findall(
-        r"^\| ([\w.-]+) \|([\d ,|]+)\|$",
-        (ROOT / "docs" / "start" / "which-model.md").read_text(),
-        re.MULTILINE,
-    )
-    assert len(rows) >= 6
-    for model, figures in rows:
-        shown = [int(figure.replace(",", "")) for figure in figures.split("|")]
-        assert shown == [
-            nights[model, ram, card] for ram, card in ((8, 0), (16, 0), (32, 0), (32, 16))
-        ], model
+    for line in lines("which_model_owned.jsonl"):
+        words = shlex.split(line["asked"])
+        nights[words[1].rpartition("/")[2], words[words.index("--hardware") + 1]] = line["night"]
+    page = (ROOT / "docs" / "start" / "which-model.md").read_text()
+    owned, by_ram = page.split("## How much RAM helps")
+    owned_places = [(hardware,) for hardware in which_model.OWNED.values()]
+    for text, places in (
+        (owned, owned_places),
+        (by_ram, [(8, 0), (16, 0), (32, 0), (32, 16)]),
+    ):
+        rows = re.findall(r"^\| ([\w.-]+) \|([\d ,|]+)\|$", text, re.MULTILINE)
+        assert len(rows) >= 4
+        for model, figures in rows:
+            shown = [int(figure.replace(",", "")) for figure in figures.split("|")]
+            assert shown == [nights[(model, *place)] for place in places], model
+    for hardware in which_model.OWNED.values():
+        assert f"`{hardware}`" in owned

@@ -25,6 +25,7 @@ PACKAGE = "flexgen_h2o"
 EDGES = {
     room: frozenset(others.split())
     for room, others in {
+        "synonyms": "",
         "core": "",
         "kernels": "core",
         "tiers": "core",
@@ -32,10 +33,9 @@ EDGES = {
         "models": "core kernels checkpoint",
         "kvcache": "core kernels tiers",
         "engine": "core kernels tiers checkpoint models kvcache",
-        "planner": "core kernels tiers checkpoint models kvcache engine",
+        "planner": "core kernels tiers checkpoint models kvcache engine synonyms",
         "llm": "core kernels tiers checkpoint models kvcache engine planner",
         "integrations": "core kvcache",
-        "synonyms": "",
         "parser": "core synonyms",
         "cli_common": "core checkpoint parser",
         "flags": "core tiers checkpoint models kvcache engine planner llm cli_common parser "

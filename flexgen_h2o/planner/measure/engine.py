@@ -27,6 +27,7 @@ from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.files import existing_folder
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import (
     MIB,
@@ -150,11 +151,6 @@ MIN_FREE = 256 * MIB
 PASSES = 3
 BUFFERS = 2
 LOAD_PIECE = 16 * TRANSFER_CHUNK  # of one load
-
-
-def existing_folder(offload_dir: Path) -> Path:
-    """Return the folder, or the nearest folder above it that exists."""
-    return next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
 
 
 def check_space(offload_dir: Path) -> None:

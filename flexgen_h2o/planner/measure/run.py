@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,8 +21,9 @@ import psutil
 import torch
 
 from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.cgroups import usable_cores
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.files import user_cache_dir
+from flexgen_h2o.core.files import existing_folder, user_cache_dir
 from flexgen_h2o.core.units import GIB, MIB, format_bytes
 from flexgen_h2o.kernels import products
 from flexgen_h2o.planner.measure.bench import (
@@ -39,7 +41,6 @@ from flexgen_h2o.planner.measure.compute import compute_rates
 from flexgen_h2o.planner.measure.engine import (
     check_space,
     contention,
-    existing_folder,
     link_rates,
     open_mover,
     open_probe,
@@ -54,7 +55,13 @@ from flexgen_h2o.planner.profile import (
     read_profile,
     write_profile,
 )
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_memory, open_device
+from flexgen_h2o.tiers.device import (
+    Device,
+    HostDevice,
+    StandInDevice,
+    open_device,
+    whole_host_bytes,
+)
 
 SOURCE = f"measured by flexgen-h2o hardware, torch {torch.__version__}"
 WATCH_S = 0.5  # in which this process does nothing, to see what others do
@@ -123,9 +130,9 @@ def measure(
 def _blank(device: Device, offload_dir: Path) -> HardwareProfile:
     """Return a profile with what is known of this machine before anything is measured."""
     cpu = cpu_name()
-    cores = os.cpu_count() or 1
+    cores = max(1, int(usable_cores()))
     card, card_bytes = device.card() or ("", 0)
-    host_bytes = host_memory()[0]
+    host_bytes = whole_host_bytes()
     folder = existing_folder(offload_dir)
     with_card = f"{card} with {card_bytes / GIB:.0f} GiB, " if card else ""
     nothing: Figures = {f.name: 0.0 for f in fields(HardwareProfile) if f.type == "float"}
@@ -216,6 +223,23 @@ def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
         return None
 
 
+def is_news(device: str, offload_dir: Path) -> bool:
+    """Return whether this is the first question about the profile that is kept, and note that.
+
+    So only one run says what is wrong with a profile.
+    """
+    path = cache_path(device, offload_dir)
+    noted = path.with_suffix(".noted")
+    try:
+        if noted.stat().st_mtime >= path.stat().st_mtime:
+            return False
+    except OSError:  # it was not noted yet
+        pass
+    with suppress(OSError):  # a home that cannot be written to: every run says it
+        noted.touch()
+    return True
+
+
 def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
     """Keep the profile. Readers see the old file or the new one. Raise FlexgenError if it fails."""
     path = cache_path(device, offload_dir)
@@ -234,6 +258,7 @@ def short_name(cpu: str, cores: int, card: str) -> str:
 
 def fingerprint_text(cpu: str, card: str, mount: str) -> str:
     """Return the facts that a measured profile depends on and that stay the same between runs."""
+    # Affinity and quotas of CPU time limit the threads.
     facts = (cpu, os.cpu_count() or 1, card, mount, torch.__version__, torch.get_num_threads())
     return "\n".join(map(str, facts))
 

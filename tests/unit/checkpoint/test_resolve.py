@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,10 +51,13 @@ def hub(monkeypatch):
     """A hub that offers files; records what is asked of it."""
     asked: list[dict] = []
 
-    def install(folder: Path, *files: str, error: Exception | None = None) -> list[dict]:
-        def info(self, model, revision=None, timeout=None):
+    def install(
+        folder: Path, *files: str, error: Exception | None = None, size: int | None = None
+    ) -> list[dict]:
+        def info(self, model, revision=None, timeout=None, files_metadata=False):
             assert timeout
-            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files])
+            offered = [SimpleNamespace(rfilename=name, size=size) for name in files]
+            return SimpleNamespace(siblings=offered)
 
         def download(model, **options):
             if options.get("local_files_only"):
@@ -161,6 +165,23 @@ def test_what_is_downloaded(tmp_path: Path, hub) -> None:
         every = [*small, *files, *others]
         assert list(filter_repo_objects(every, **patterns)) == [*small, *wanted]
         assert asked[-1]["revision"] == "v1"
+
+
+def test_a_download_that_does_not_fit_the_disk_is_not_begun(
+    tmp_path: Path, hub, monkeypatch, home: Path
+) -> None:
+    """Only files that would be fetched count, and bytes that are there already do not."""
+    names = ("a.safetensors", "model.safetensors", "config.json", "original/other.safetensors", BIN)
+    asked = hub(make(tmp_path / "got"), *names, size=300)
+    blobs = home / "hub" / "models--someone--some-model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "x.incomplete").write_bytes(bytes(100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=799))
+    with pytest.raises(DoesNotFitError, match=r"800 B .* 799 B are free, 1 B too little.*HF_HOME"):
+        resolve(ID, None)
+    assert not asked
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=800))
+    assert resolve(ID, None) == tmp_path / "got"
 
 
 def test_a_download_that_fails(tmp_path: Path, hub) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import shutil
 import threading
 from collections import namedtuple
@@ -12,22 +13,22 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
-import psutil
 import pytest
 import torch
 
 from flexgen_h2o.core.config import TIERS, MemoryBudget
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
-from flexgen_h2o.core.units import GIB, PAGE
+from flexgen_h2o.core.units import GIB, PAGE, DiskBudget
 from flexgen_h2o.tiers import device as machine
 from flexgen_h2o.tiers.device import (
     HUGE_PAGE,
     CudaDevice,
     Device,
     HostDevice,
+    NewFiles,
     StandInDevice,
-    free_host_bytes,
     host_buffer,
+    less_new_files,
     open_device,
     resolve_budgets,
 )
@@ -159,7 +160,6 @@ def test_memory_that_cannot_be_pinned_is_said_in_one_line(monkeypatch: pytest.Mo
 # ---- budgets
 
 Disk = namedtuple("Disk", "free")
-Memory = namedtuple("Memory", ("available", "total"), defaults=(100,))
 
 
 @pytest.fixture
@@ -220,32 +220,46 @@ def test_the_disk_is_the_one_of_the_folder_to_be(
     assert asked == [tmp_path, tmp_path]
 
 
-@pytest.mark.parametrize(
-    ("limit", "current", "cached", "free"),
-    [
-        ("max", "5", 0, 90),
-        (None, None, 0, 90),
-        ("500", "10", 0, 90),
-        ("garbage", "10", 0, 90),
-        ("40", "38", 30, 32),
-    ],
-)
-def test_a_container_has_what_its_limit_leaves(
+# Bytes of new files in the offload folder and in a folder that may be on another disk; is it; the
+# budget; is it given; what is left of it (None: the files do not fit).
+NEW_FILES = [
+    (3, 2, False, 8, False, (3, 5)),
+    (3, 2, True, 8, False, (5, 7)),
+    (3, 2, False, 4, True, (4, 5)),
+    (3, 2, False, 7, True, (5, 5)),
+    (3, 8, False, 8, False, None),
+    (3, 8, True, 8, False, (5, 7)),
+    (11, 0, True, 8, False, None),
+]
+
+
+@pytest.mark.parametrize(("here", "there", "is_other", "disk", "is_given", "left"), NEW_FILES)
+def test_files_that_are_written_before_a_run_take_their_disk(
+    here: int,
+    there: int,
+    is_other: bool,
+    disk: int,
+    is_given: bool,
+    left: tuple[int, int] | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    limit: str | None,
-    current: str | None,
-    cached: int,
-    free: int,
 ) -> None:
-    """Clean page cache counts as used by the container and is there to be had all the same."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(90))
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    for name, text in (
-        ("memory.max", limit),
-        ("memory.current", current),
-        ("memory.stat", f"anon 7\ninactive_file {cached}"),
-    ):
-        if text is not None:
-            (tmp_path / name).write_text(f"{text}\n")
-    assert free_host_bytes() == free
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(10 * GIB))
+    stat = os.stat
+
+    def on_disk(path: Path, **more: bool) -> os.stat_result:
+        found = stat(path, **more)
+        number = 1 if is_other and Path(path).name == "other" else 0
+        return os.stat_result((*found[:2], number, *found[3:]))
+
+    monkeypatch.setattr(os, "stat", on_disk)
+    folders = {"weights": here, "other": there}
+    files = [NewFiles(n, tmp_path / n, g * GIB, "do that") for n, g in folders.items()]
+    budget = DiskBudget(disk * GIB, 10 * GIB)
+    if left is None:
+        with pytest.raises(DoesNotFitError, match=r"GiB are free, .* too little; .*do that"):
+            less_new_files(budget, tmp_path, files, is_given)
+        return
+    found = less_new_files(budget, tmp_path, files, is_given)
+    assert (found, found.free) == tuple(gib * GIB for gib in left)
