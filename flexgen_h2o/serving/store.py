@@ -101,7 +101,7 @@ class Store:
         self._held: set[str] = set()  # ids of open batches
 
     def close(self) -> None:
-        os.close(self._fd)
+        files.close_locked(self._fd)
 
     @staticmethod
     def _read(folder: Path, name: re.Pattern[str]) -> dict[str, dict[str, Any]]:
