@@ -243,6 +243,8 @@ class RequestReader:
     chat: bool | None = None
     system: str | None = None  # a system message before each text that is a message
     endpoint: str | None = None  # the endpoint of all lines; None for any
+    # False: fields are checked, prompts are not tokenized, and requests cannot be run.
+    encodes: bool = True
 
     def texts_settings(self) -> dict[str, Any]:
         """Return the settings that answers to texts also depend on, for a job's sidecar.
@@ -264,6 +266,8 @@ class RequestReader:
                         f"{error}; save the file as UTF-8 text, with shorter lines"
                     ) from error
                 raise RowError("invalid_json", f"not valid JSON ({json_reason(error)})") from error
+            if line.is_plain and not self.encodes:  # all such lines are alike
+                return Request(line.number, (), row=line.row)
             return self.request(value, line.number, line.id_in(value), line.row)
 
     def request(self, value: Any, number: int, custom_id: str, row: int = 0) -> Request:
@@ -333,7 +337,8 @@ class RequestReader:
         asked_model = _short_text(fields, "model")
         ids = self._prompt_ids(self._chat_ids(given, options) if is_chat else given)
         try:
-            check_budgets(self.eviction, self.model.spec, len(ids), max(1, params.max_tokens))
+            if self.encodes:
+                check_budgets(self.eviction, self.model.spec, len(ids), max(1, params.max_tokens))
         except UsageError as error:
             raise RowError("does_not_fit", str(error)) from error
         return Request(
@@ -376,6 +381,8 @@ class RequestReader:
                 f"prompt: a single prompt is expected here, not a list of {len(given)}",
             )
         encode = self.model.encode if self.model.tokenizer is not None else None
+        if encode is not None and not self.encodes:
+            encode = _no_tokens
         spec = self.model.spec
         try:
             ids = encode_prompt(given, encode, spec.vocab_size, spec.max_positions)
@@ -423,13 +430,18 @@ class RequestReader:
                 f"messages: {self.model.name} has no {missing}; send it as a prompt",
             )
         try:
-            return self.model.encode_chat(messages, options)
+            return self.model.encode_chat(messages, options) if self.encodes else _no_tokens("")
         except TooLongError as error:
             raise RowError("context_length_exceeded", f"messages: {error}") from error
         except UsageError as error:  # what the template has made of them is no text
             raise _invalid(f"messages: {error}") from error
         except ValueError as error:
             raise _invalid(f"messages: the chat template does not take them ({error})") from error
+
+
+def _no_tokens(text: str) -> list[int]:
+    """Return one token for any text: what is checked does not depend on it."""
+    return [0]
 
 
 def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
