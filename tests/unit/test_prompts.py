@@ -85,6 +85,7 @@ def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ("{", "JSON"),
+        ('{"prompt": "a"}\ufeff{"prompt": "b"}', "byte order mark at character 16"),
         ("[" * 100_000, "JSON"),
         ('"text"', "object"),
         ('{"prompt": null}', "neither"),
