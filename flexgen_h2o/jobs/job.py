@@ -122,7 +122,8 @@ def _plan(opening: EngineArguments, defaults: SamplingParams) -> int:
         llm.check_plan()
         checker = RowChecker(reader_of(args, llm, defaults), encodes=True)
         lines = read_part(args.input, InputPart(left))
-        requests = [one for one in map(checker.see, lines) if one is not None]
+        readable = (one for one in map(checker.see, lines) if one is not None)
+        requests = list(readable)
         failing = checker.text(left)
         if not requests:
             raise UsageError(
