@@ -33,6 +33,7 @@ from flexgen_h2o.core.units import is_text
 from flexgen_h2o.parser import OneLineParser, as_typed, forget_spellings
 
 PICTURES = (".png", ".svg", ".pdf")
+_CLEAR_LINE = "\r\x1b[K"
 _PERCENTAGE = re.compile(r"\d+(\.\d+)?%")
 
 
@@ -84,8 +85,11 @@ class _PatientStream:
 
     stops: raise if nobody reads the pipe any more (`| head`) and no file gets the results.
 
-    A run must not end because its summary cannot be printed.
+    A run must not end because its summary cannot be printed. Other text than a progress bar begins
+    on a line of its own: the bar's line is cleared first, and the bar's next update draws it again.
     """
+
+    _with_bar: _PatientStream | None = None  # the terminal whose last line is a progress bar
 
     def __init__(self, stream: TextIO, stops: bool) -> None:
         self._stream = stream
@@ -97,6 +101,14 @@ class _PatientStream:
         # The encoding may lack a character of a prompt or of a file's name.
         encoding = self._stream.encoding or "utf-8"
         shown = text.encode(encoding, "backslashreplace").decode(encoding)
+        bar = _PatientStream._with_bar
+        if text.startswith("\r"):  # tqdm draws every bar so
+            _PatientStream._with_bar = self if self._stream.isatty() else None
+        elif text and bar is not None:
+            _PatientStream._with_bar = None
+            if text != "\n":  # else the bar is closed
+                bar._try(lambda: bar._stream.write(_CLEAR_LINE))
+                bar.flush()
         self._try(lambda: self._stream.write(shown))
         return len(text)
 

@@ -14,7 +14,6 @@ import shlex
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
@@ -545,7 +544,7 @@ def add_script_flags(parser: OneLineParser) -> None:
     parser.add_argument(
         "--cache-dir",
         dest="path",
-        type=lambda name: name if Path(name).expanduser().is_dir() else None,
+        type=lambda name: name if usable_path(name, "--cache-dir").is_dir() else None,
         **HIDDEN,
     )
     parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", **HIDDEN)

@@ -23,6 +23,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import (
     MARK,
+    close_locked,
     is_still,
     lock_folder,
     mark,
@@ -293,7 +294,7 @@ def is_in_use(folder: Path) -> bool:
     try:
         return not try_lock(fd)
     finally:
-        os.close(fd)
+        close_locked(fd)
 
 
 def remove_built(folder: Path, files: Collection[str]) -> bool:
@@ -318,7 +319,7 @@ def remove_built(folder: Path, files: Collection[str]) -> bool:
             os.rename(folder, temp)
             return _remove_marked(temp)
         finally:
-            os.close(fd)
+            close_locked(fd)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -393,7 +394,7 @@ def _locked(path: Path, wait: bool) -> Iterator[bool]:
     finally:
         if not os.fstat(fd).st_size:
             path.unlink(missing_ok=True)
-        os.close(fd)
+        close_locked(fd)
 
 
 def _take(path: Path, wait: bool) -> int | None:
@@ -409,11 +410,11 @@ def _take(path: Path, wait: bool) -> int | None:
             if is_still(path, fd):
                 return fd
         except BaseException:
-            os.close(fd)
+            close_locked(fd)
             raise
         # The last holder has removed the file that this process waited for. The file there now
         # counts.
-        os.close(fd)
+        close_locked(fd)
 
 
 def _remove_stale(parent: Path) -> None:

@@ -67,6 +67,11 @@ def json_reason(error: ValueError | RecursionError) -> str:
     reads, it would name a setting of its own.
     """
     if isinstance(error, json.JSONDecodeError):
+        if error.doc[error.pos : error.pos + 1] == "\ufeff":
+            return (
+                f"a byte order mark at character {error.pos + 1}, as of two files that were joined "
+                "within a line; begin a new line there"
+            )
         return f"{error.msg} at character {error.pos + 1}"
     return (
         "a whole number has too many digits" if "int_max_str_digits" in str(error) else str(error)

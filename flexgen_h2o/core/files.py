@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from io import BufferedReader
@@ -161,8 +162,35 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
         while raw := file.readline(
             min(_LONG_LINE_PIECE, MAX_LINE_BYTES) if should_continue else MAX_LINE_BYTES
         ):
-            should_continue = not raw.endswith(b"\n") and bool(file.peek(1))
+            is_line = raw.endswith(b"\n")
+            should_continue = not is_line and bool(file.peek(1))
             yield raw, should_continue
+            if not is_line and not should_continue:
+                return  # bytes that are appended meanwhile would begin within a line
+
+
+def is_being_written(path: Path) -> bool:
+    """Return whether a process has the file open for writing.
+
+    Only processes that /proc shows to this user are looked at. Without /proc, return False.
+    """
+    with contextlib.suppress(OSError):
+        wanted = os.stat(path)
+        for fd in _open_files():
+            with contextlib.suppress(OSError, ValueError):
+                if os.path.samestat(os.stat(fd), wanted):
+                    info = Path(fd.replace("/fd/", "/fdinfo/")).read_text().split()
+                    if int(info[info.index("flags:") + 1], 8) & os.O_ACCMODE != os.O_RDONLY:
+                        return True
+    return False
+
+
+def _open_files() -> Iterator[str]:
+    """Yield the paths in /proc of all open files of processes that may be looked into."""
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{process}/fd"):
+                yield f"/proc/{process}/fd/{fd}"
 
 
 # JSON leaves these characters as they are, but readers that split lines by Unicode rules split at
@@ -218,20 +246,22 @@ def sync_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, follow: bool = True, sync: bool = True) -> Iterator[TextIO]:
+def replacing(
+    path: Path, follow: bool = True, sync: bool = True, in_place: bool = True
+) -> Iterator[TextIO]:
     """Yield a text file (UTF-8) that replaces `path` at the end and gets its mode.
 
     Its `buffer` accepts bytes.
 
     follow: a link stays and its target is replaced. A file that is not regular, is under /dev, or
     lies in a folder without write permission is written in place. False: the name is replaced, even
-    if it is a link. sync: after a power cut either the new file or the older one is whole. Raises
-    OSError.
+    if it is a link. sync: after a power cut either the new file or the older one is whole.
+    in_place: False: never write in place, as for a file that is read meanwhile. Raises OSError.
 
     If the file system allows it, the draft has no name until its end, so a killed process leaves
     nothing.
     """
-    if follow and _is_written_in_place(path):
+    if follow and in_place and _is_written_in_place(path):
         with path.open("w", encoding="utf-8", newline="\n") as file:
             yield file
         return
@@ -364,21 +394,126 @@ _MADE_BY = {"made_by": "flexgen_h2o"}
 _MARK_BYTES = 2**20
 
 
+# Errors of flock on a file system without locks: Lustre without its mount option, NFS without
+# lockd, some FUSE.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_guards: dict[int, Path] = {}  # guard files of this process's locks, by descriptor
+_EMPTY_GUARD_S = 10.0  # age from which a guard file without content is no longer being written
+_GUARD_TRIES = 3
+
+
 def try_lock(fd: int, shared: bool = False) -> bool:
     """Lock an open file or folder without waiting. Returns False if another process holds the lock.
 
-    shared: others may share it. Raises OSError if the file system has no locks.
+    On a file system without locks a guard file stands in for one (`guard_of`). It holds until the
+    descriptor is closed or the process has ended. A shared lock is then only tested.
+
+    shared: others may share it. Raises OSError if there can be no guard file either.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return _try_guard(fd, shared)
     return True
 
 
 def wait_for_lock(fd: int, shared: bool = False) -> None:
     """Lock an open file or folder like `try_lock`, and wait for whoever holds the lock."""
-    fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        while not _try_guard(fd, shared):
+            time.sleep(_WAIT_S)
+
+
+def close_locked(fd: int) -> None:
+    """Close a descriptor that holds a lock, and remove the lock's guard file if it has one."""
+    guard = _guards.pop(fd, None)
+    if guard is not None:
+        with contextlib.suppress(OSError):
+            if guard.read_text() == _guard_text(fd):
+                guard.unlink()
+    os.close(fd)
+
+
+def has_guard(fd: int) -> bool:
+    """Return whether the lock of a descriptor is a guard file."""
+    return fd in _guards
+
+
+def guard_of(path: Path) -> Path:
+    """Return the guard file of a file or folder.
+
+    It is beside a file, in a folder, and for a marked folder's mark beside the folder.
+    """
+    if path.is_dir():
+        return path / f".{MARK.strip('.')}.guard"
+    held = path.parent if path.name == MARK else path
+    return held.with_name(f".{held.name}.guard")
+
+
+def _guard_text(fd: int) -> str:
+    """Return what a guard file says of its holder: machine, start of the machine, process, fd."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return json.dumps([os.uname().nodename, boot, os.getpid(), fd]) + "\n"
+
+
+def _try_guard(fd: int, shared: bool) -> bool:
+    """Take the guard file in place of a lock. Return False if its holder is alive."""
+    guard = guard_of(Path(os.readlink(f"/proc/self/fd/{fd}")))
+    for _ in range(_GUARD_TRIES):
+        try:
+            before = guard.read_text()
+            if before == _guard_text(fd):
+                return True
+            if _is_alive(guard, before, fd):
+                return False
+            _remove_guard(guard, before)
+        except FileNotFoundError:
+            pass
+        if shared:
+            return True
+        with contextlib.suppress(FileExistsError):
+            write_new(guard, _guard_text(fd))
+            _guards[fd] = guard
+            return True
+    return False
+
+
+def _is_alive(guard: Path, text: str, fd: int) -> bool:
+    """Return whether the holder that a guard file names still has the file open.
+
+    Nobody can tell for a process on another machine, so it counts as alive.
+    """
+    if not text:
+        return time.time() - guard.stat().st_mtime < _EMPTY_GUARD_S
+    try:
+        host, boot, process, holding = json.loads(text)
+        here, now, _, _ = json.loads(_guard_text(fd))
+        if host != here:
+            return True
+        found = os.stat(f"/proc/{int(process)}/fd/{int(holding)}")
+        return bool(boot == now) and os.path.samestat(found, os.fstat(fd))
+    except PermissionError:
+        return True  # another user's process
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _remove_guard(guard: Path, text: str) -> None:
+    """Remove a guard file whose holder is dead, unless another process has just done so."""
+    away = guard.with_name(f"{guard.name}.{secrets.token_hex(8)}")
+    os.rename(guard, away)
+    if away.read_text() != text:  # a new holder's
+        with contextlib.suppress(FileExistsError):
+            os.link(away, guard)
+    away.unlink()
 
 
 def is_still(path: Path, fd: int) -> bool:
@@ -406,9 +541,9 @@ def lock_folder(folder: Path, shared: bool = False, waits: bool = False) -> int 
         if try_lock(fd, shared) and is_still(folder / MARK, fd):
             return fd
     except BaseException:
-        os.close(fd)
+        close_locked(fd)
         raise
-    os.close(fd)
+    close_locked(fd)
     return None
 
 
@@ -436,6 +571,32 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
 
 
 DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
+
+
+def expanded(text: str | Path) -> Path:
+    """Return a path with `~` expanded.
+
+    Without a home that can be written to, as for a container's bare uid, a folder of this user in
+    the temporary folder takes its place. Raises RuntimeError for an unknown user, or if that folder
+    cannot be made or is another user's.
+    """
+    path = Path(text)
+    if path.parts[:1] != ("~",):
+        return path.expanduser()
+    home = os.path.expanduser("~") if os.environ.get("HOME") != "" else "~"
+    if os.path.isabs(home) and (
+        os.access(home, os.W_OK) or (Path(home, *path.parts[1:2]).is_dir() and path.parts[1:])
+    ):
+        return path.expanduser()
+    base = Path(tempfile.gettempdir()) / f"flexgen_h2o-{os.getuid()}"
+    try:
+        base.mkdir(mode=0o700, exist_ok=True)
+        found = os.lstat(base)
+    except OSError as error:
+        raise RuntimeError(f"there is no home, and {base}: {error.strerror}; set HOME") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise RuntimeError(f"there is no home, and {base} is another user's; set HOME")
+    return base.joinpath(*path.parts[1:])
 
 
 def policies_folder() -> Path:
@@ -467,7 +628,7 @@ def usable_path(text: str | Path, what: str) -> Path:
     if text == "":
         raise UsageError(f"{what} '': is empty; name a file or folder, or leave {what} out")
     try:
-        path = Path(text).expanduser()
+        path = expanded(text)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
     except (RuntimeError, OSError, ValueError, TypeError) as error:
@@ -482,7 +643,8 @@ def user_cache_dir() -> Path:
     If that is not an absolute path, the folder is in ~/.cache.
     """
     for base in (os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"):
-        folder = os.path.expanduser(base)  # without a home it is unchanged, and so relative
-        if os.path.isabs(folder):
-            return Path(folder) / "flexgen_h2o"
-    return Path(os.devnull) / "flexgen_h2o"  # there is no home, so nothing can be kept
+        with contextlib.suppress(RuntimeError):
+            folder = expanded(base)
+            if folder.is_absolute():
+                return folder / "flexgen_h2o"
+    return Path(os.devnull) / "flexgen_h2o"  # there is no folder, so nothing can be kept

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, json_reason
-from flexgen_h2o.core.files import MAX_LINE_BYTES, json_line, read_lines, replacing
+from flexgen_h2o.core.files import (
+    MAX_LINE_BYTES,
+    is_being_written,
+    json_line,
+    read_lines,
+    replacing,
+)
 from flexgen_h2o.core.foreign_files import kind_of, where_else
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
@@ -30,6 +36,7 @@ Encode = Callable[[str], list[int]]
 
 # Settings of lines that jobs read.
 _SETTINGS = ("max_tokens", "max_completion_tokens", *(f.name for f in fields(SamplingParams)))
+_BOM = b"\xef\xbb\xbf"
 BENCHMARK_TEXT = "Paris is the capital city of"
 # Ids below this are special tokens in every family's vocabulary (pad, begin, end, unknown).
 _FIRST_PLAIN_ID = 4
@@ -66,7 +73,8 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Seq
 def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file that are not blank, each after its `FLAG FILE:LINE`.
 
-    Raise UsageError if the file cannot be read or a line has more than MAX_LINE_BYTES.
+    Raise UsageError if the file cannot be read or a line has more than MAX_LINE_BYTES. Raise it
+    also if the last line has no newline and a process is still writing the file.
     """
     try:
         for number, (raw, should_continue) in enumerate(read_lines(path), start=1):
@@ -75,15 +83,39 @@ def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
                 raise UsageError(
                     f"{place}: is longer than {MAX_LINE_BYTES // 2**20} MiB; shorten it"
                 )
-            text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if not raw.endswith(b"\n"):
+                check_complete(path, place)
             try:
-                line = text.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+                line = without_bom(raw).removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
             except UnicodeDecodeError as error:
-                raise UsageError(f"{place}: not UTF-8 text; save the file as UTF-8") from error
+                found = "UTF-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "not UTF-8"
+                raise UsageError(f"{place}: {found} text; save the file as UTF-8") from error
             if line.strip():
                 yield place, line
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror or error}") from error
+
+
+def without_bom(raw: bytes) -> bytes:
+    """Return a line without byte order marks before it.
+
+    In a file that was joined of others they may precede any line.
+    """
+    while raw.startswith(_BOM):
+        raw = raw.removeprefix(_BOM)
+    return raw
+
+
+def check_complete(path: Path, place: str) -> None:
+    """Raise UsageError if a file whose last line has no newline is still being written.
+
+    place: that line, for the error.
+    """
+    if is_being_written(path):
+        raise UsageError(
+            f"{place}: has no newline at its end, and another process is still writing to the "
+            "file; wait for its end, and run again"
+        )
 
 
 def prompts_from_python(

@@ -30,7 +30,7 @@ import numpy as np
 from flexgen_h2o.cli_common import positive, say, share, write_results
 from flexgen_h2o.core.config import BITS, CACHE_BITS, Policy, without_unused_bits
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.core.files import try_lock
+from flexgen_h2o.core.files import try_lock, usable_path
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.evaluation import long_context
 from flexgen_h2o.evaluation.rows import (
@@ -506,7 +506,7 @@ def _lines(
     from flexgen_h2o.jobs.requests import RequestReader, RowError
 
     reader = RequestReader(model, SamplingParams(args.gen_len), chat=args.chat)
-    for line in read_lines(args.prompts):
+    for line in read_lines(args.prompts, "--prompts"):
         try:
             value = line.parse()
         except ValueError as error:
@@ -591,6 +591,12 @@ def _facts(args: argparse.Namespace, model: Model, dtype: str, prompts: Frontier
     }
 
 
+def _with_folder(facts: Figures) -> Figures:
+    """Return facts in which a model's folder has one name, however it was spelled."""
+    folder = usable_path(str(facts["model"]), "--model")
+    return {**facts, "model": str(folder.resolve() if folder.is_dir() else facts["model"])}
+
+
 # ---- Measuring
 
 
@@ -638,7 +644,7 @@ class Measurements:
         try:
             first = json.loads(lines[0])
             is_old = first["facts"]["schema"] != SCHEMA
-            same = first["facts"] == facts
+            same = _with_folder(first["facts"]) == _with_folder(facts)
             # Settings of an older version may be named as today's and mean something else.
             for text in () if is_old else lines[1:]:
                 number += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -22,12 +23,11 @@ import numpy.typing as npt
 from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.foreign_files import HEAD_BYTES, kind_of
-from flexgen_h2o.engine.prompts import STRICT_JSON
+from flexgen_h2o.engine.prompts import STRICT_JSON, check_complete, without_bom
 
 DIGEST_BYTES = 16
 MAX_ID_CHARACTERS = 1024  # most characters of a custom_id
 _HEAD_BYTES = 2**16  # bytes of a too long line in which its custom_id is searched
-_BOM = b"\xef\xbb\xbf"
 # The id of a too long line, searched in its first bytes.
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _CHUNK = 2**16  # rows that are looked up at a time
@@ -69,6 +69,13 @@ class Line:
         except RecursionError as error:
             raise ValueError("nested too deeply") from error
 
+    def outcome(self) -> Any:
+        """Return the line's JSON value, or what is wrong with it."""
+        try:
+            return self.parse()
+        except ValueError as error:
+            return error.args
+
     @cached_property
     def custom_id(self) -> str:
         """The id that the line gives, or else `line-NUMBER`."""
@@ -95,6 +102,10 @@ class InputScan:
     ids: Digests  # (rows,) digests of custom ids, in order
     nbytes: int  # bytes of the input
     digest: str  # digest of all its bytes
+    # Whether the last row's line has no newline: it may be half of a line that is being written.
+    is_open: bool = False
+    # Id of the row of a line that had no newline when an earlier run read it, and is another now.
+    stale_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,10 +118,18 @@ class InputPart:
     row: int = 0  # number of its first row
 
 
-def scan_input(path: Path, most_rows: int | None = None, check: Check = lambda: None) -> InputScan:
+def scan_input(
+    path: Path,
+    most_rows: int | None = None,
+    check: Check = lambda: None,
+    nbytes_before: int = 0,
+    see: Callable[[Line], object] = lambda line: None,
+) -> InputScan:
     """Read the whole input once, with 16 bytes of memory per row.
 
     most_rows: most rows that the file may have; None is no limit.
+    nbytes_before: bytes that the file had when an earlier run read it; 0 if none has.
+    see: gets each line that is not blank.
 
     Raise UsageError if it has no row or too many, if two lines have the same id, or if the file is
     packed or UTF-16.
@@ -119,15 +138,19 @@ def scan_input(path: Path, most_rows: int | None = None, check: Check = lambda: 
     whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
     nbytes = 0
     lines = step_bytes = 0
+    is_open = False
+    stale_id = None
     for raw, line, is_end in _pieces(path):
         if not nbytes:
-            what = kind_of(path, raw[:HEAD_BYTES])
-            if what is not None:
-                raise UsageError(f"--input {path}: {what}")
+            _refuse_foreign(path, "--input", raw)
         whole.update(raw)
         nbytes += len(raw)
         if line is not None:
+            see(line)
             ids += id_digest(line.custom_id)
+            is_open = not raw.endswith(b"\n")
+            if line.offset < nbytes_before < nbytes:
+                stale_id = _stale_id(line, raw[: nbytes_before - line.offset])
         lines += is_end
         step_bytes += len(raw)
         if most_rows is not None:
@@ -137,9 +160,32 @@ def scan_input(path: Path, most_rows: int | None = None, check: Check = lambda: 
             check()
     if not ids:
         raise UsageError(f"--input {path}: no request in it, only blank lines or nothing")
-    found = InputScan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest())
+    digests = np.frombuffer(ids, f"S{DIGEST_BYTES}")
+    found = InputScan(digests, nbytes, whole.hexdigest(), is_open, stale_id)
     _refuse_duplicates(path, found.ids)
     return found
+
+
+def _refuse_foreign(path: Path, flag: str, first: bytes) -> None:
+    """Raise UsageError if the first line of a file shows that its lines are no UTF-8 text."""
+    what = kind_of(path, first[:HEAD_BYTES])
+    if what is None and b"\0" in first[:4]:  # UTF-16 and UTF-32 without a byte order mark
+        what = "has NUL bytes, as UTF-16 text has; save it as UTF-8"
+    if what is not None:
+        raise UsageError(f"{flag} {path}: {what}")
+
+
+def _stale_id(line: Line, begun: bytes) -> str | None:
+    """Return the id that a line had when only `begun` of it was there.
+
+    None: there was no row, or its answer is also that of the whole line.
+    """
+    if line.text is None:  # a beginning of this length was no JSON, and had no id of its own
+        return f"line-{line.number}"
+    before = Line(line.number, without_bom(begun), is_plain=line.is_plain)
+    if not (before.text or b"").strip() or before.outcome() == line.outcome():
+        return None
+    return before.custom_id
 
 
 def _check_rows(path: Path, rows: int, lines: int, most_rows: int) -> None:
@@ -155,19 +201,26 @@ def _check_rows(path: Path, rows: int, lines: int, most_rows: int) -> None:
         )
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(path: Path, flag: str = "--input") -> Iterator[Line]:
     """Yield the lines of a file that are not blank.
 
-    Raise UsageError naming --input if the file cannot be read.
+    Raise UsageError naming the flag if the file cannot be read. Raise it also if the last line has
+    no newline and a process is still writing the file.
     """
-    return (line for _, line, _ in _pieces(path) if line is not None)
+    for raw, line, _ in _pieces(path):
+        if line is not None:
+            if not line.offset:
+                _refuse_foreign(path, flag, raw)
+            if not raw.endswith(b"\n"):
+                check_complete(path, f"{flag} {path}:{line.number}")
+            yield line
 
 
 def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[InputPart]:
     """Yield parts of the input, in one pass. Each but the last has `size` rows to be done."""
     start = None
     count = 0
-    for line in islice(read_lines(path), len(done)):
+    for line in islice(_lines(path), len(done)):
         if done[line.row]:
             continue
         if start is not None and count == size:
@@ -208,6 +261,17 @@ def read_part(path: Path, cut: InputPart) -> Iterator[Line]:
                     is_over = row >= last
                     break
         yield from ahead
+
+
+def is_growing(path: Path, nbytes: int) -> bool:
+    """Return whether the input has changed its size from `nbytes`, or a process is writing to it.
+
+    A last line without a newline is then no line yet.
+    """
+    try:
+        return os.stat(path).st_size != nbytes or files.is_being_written(path)
+    except OSError:
+        return True
 
 
 def begins_as(path: Path, nbytes: int, digest: str) -> bool:
@@ -270,8 +334,8 @@ def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Piece
             if should_continue or head is not None:
                 head = raw[:_HEAD_BYTES] if head is None else head
                 if not should_continue:
-                    line = Line(number, None, head.removeprefix(_BOM), start, row, is_plain)
-            elif (text := raw.removeprefix(_BOM) if number == 1 else raw).strip():
+                    line = Line(number, None, without_bom(head), start, row, is_plain)
+            elif (text := without_bom(raw)).strip():
                 line = Line(number, text, b"", start, row, is_plain)
             yield raw, line, not should_continue
             offset += len(raw)
@@ -282,6 +346,11 @@ def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Piece
                 start = offset
     except OSError as error:
         raise UsageError(f"--input {path}: {error.strerror or error}") from error
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    """Yield the lines that are not blank."""
+    return (line for _, line, _ in _pieces(path) if line is not None)
 
 
 def _refuse_duplicates(path: Path, ids: Digests) -> None:
@@ -304,7 +373,7 @@ def _refuse_duplicates(path: Path, ids: Digests) -> None:
     if not pairs:
         return
     one, other = pairs[0]
-    found = {line.row: line for line in read_lines(path) if line.row in (one, other)}
+    found = {line.row: line for line in _lines(path) if line.row in (one, other)}
     more = f", and {len(pairs) - 1} more lines repeat an id" if len(pairs) > 1 else ""
     raise UsageError(
         f"--input {path}: lines {found[one].number} and {found[other].number} both have the "

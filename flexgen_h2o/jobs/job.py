@@ -8,31 +8,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flexgen_h2o.cli_common import note, say
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import guard_of
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.core.units import counted, format_bytes, format_seconds
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import PLACEMENT, say_notes
+from flexgen_h2o.jobs.causes import RowChecker, causes_text
 from flexgen_h2o.jobs.input import (
     Check,
     InputPart,
+    InputScan,
     Line,
     begins_as,
-    read_lines,
+    is_growing,
     read_part,
     scan_input,
 )
 from flexgen_h2o.jobs.on_ray import EngineArguments, ray_at, run_on_ray
 from flexgen_h2o.jobs.output import OutputFile
-from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.jobs.runner import (
     JobRun,
     JobWriter,
@@ -55,6 +60,8 @@ from flexgen_h2o.models.load import shape_fingerprint
 from flexgen_h2o.opening import opening_line
 from flexgen_h2o.parser import as_typed
 
+# Largest input whose prompts are tokenized before the job, to find those that are too long.
+WHOLLY_CHECKED_BYTES = 2**20
 # Sampling parameters that are never defaults of a job.
 OF_REQUESTS = (
     "prompt_logprobs",
@@ -101,6 +108,12 @@ def run_job(
     if vars(args).get("dry_run"):
         return _plan(opening, defaults)
     with contextlib.closing(OutputFile(target)) as output:
+        if output.has_guard:
+            note(
+                "batch",
+                f"--output {target}: its file system has no locks; {guard_of(target.resolve())} is "
+                "in the place of one. Do not begin the job on another machine meanwhile",
+            )
         return _run(opening, output, defaults, tests_bits)
 
 
@@ -110,11 +123,55 @@ def _plan(opening: EngineArguments, defaults: SamplingParams) -> int:
     Write nothing.
     """
     args = opening.args
-    scan_input(args.input)  # refuses the inputs that the job would refuse
+    scan = _scan(args.input, may_grow=True)  # refuses the inputs that the job would refuse
+    left = np.ones(len(scan.ids), bool)
     with opening.open() as llm:
         llm.check_plan()
-        _plan_lines(llm, reader_of(args, llm, defaults), read_lines(args.input), args.input)
+        checker = RowChecker(reader_of(args, llm, defaults), encodes=True)
+        lines = read_part(args.input, InputPart(left))
+        readable = (one for one in map(checker.see, lines) if one is not None)
+        requests = list(readable)
+        failing = checker.text(left)
+        _say_columns(checker.reader)
+        if not requests:
+            raise UsageError(
+                f"--input {args.input}: no request in it that can be run ({checker.first})"
+            )
+        if failing:
+            note("batch", failing)
+        llm.prepare(requests)
     return EXIT_DONE
+
+
+def _scan(
+    source: Path,
+    check: Check = lambda: None,
+    nbytes_before: int = 0,
+    may_grow: bool = False,
+    see: Callable[[Line], object] = lambda line: None,
+) -> InputScan:
+    """Read the input once (`scan_input`).
+
+    may_grow: a last line without a newline is left out, with a note, if somebody is writing it.
+    """
+    scan = scan_input(source, None, check, nbytes_before, see)
+    if may_grow and scan.is_open and is_growing(source, scan.nbytes):
+        if len(scan.ids) == 1:
+            raise UsageError(
+                f"--input {source}: its only line has no newline, and another process is still "
+                "writing to the file; wait for its end, and run again"
+            )
+        _say_growing(source)
+        scan = replace(scan, ids=scan.ids[:-1], is_open=False)
+    return scan
+
+
+def _say_growing(source: Path) -> None:
+    note(
+        "batch",
+        f"--input {source}: its last line has no newline, and the file is still being written; the "
+        "line is not answered. The same command answers it when it is whole",
+    )
 
 
 def reader_of(args: argparse.Namespace, llm: LLM, defaults: SamplingParams) -> RequestReader:
@@ -134,33 +191,6 @@ def reader_of(args: argparse.Namespace, llm: LLM, defaults: SamplingParams) -> R
     return RequestReader(llm.model, defaults, llm.eviction, args.chat, args.system)
 
 
-def _plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: Path) -> None:
-    """Plan for these requests with an `llm` that is opened for a dry run.
-
-    Raise UsageError if none of them can be run.
-    """
-    requests = list[Request]()
-    errors = list[str]()
-    for line in lines:
-        try:
-            requests.append(reader.read(line))
-        except RowError as error:
-            errors.append(f"line {line.number}: {error}")
-    if errors and requests:
-        told = (
-            f"{len(errors)} of {len(errors) + len(requests)} requests would be error rows; the "
-            f"first: {errors[0]}"
-        )
-        note("batch", told)
-    _say_columns(reader)
-    if not requests:
-        raise UsageError(
-            f"--input {source}: no request in it that can be "
-            f"run{f' ({errors[0]})' if errors else ''}"
-        )
-    llm.prepare(requests)
-
-
 def _run(
     opening: EngineArguments, output: OutputFile, defaults: SamplingParams, tests_bits: bool
 ) -> int:
@@ -172,49 +202,49 @@ def _run(
         reader = reader_of(args, llm, defaults)
         settings = settings_of(llm, opening.policy, opening.is_auto, defaults)
         settings |= reader.texts_settings()
-        before = settle(args.input, [output], settings, args.force)
+        size = args.input.stat().st_size
+        checker = RowChecker(reader, encodes=size <= WHOLLY_CHECKED_BYTES)
+        before = settle(args.input, [output], settings, args.force, may_grow=True, see=checker.see)
+        left = ~before.done
+        failing = checker.text(left)
         say_notes("batch", args, llm)
+        _say_columns(checker.reader)
         if output.cut_bytes:
             note(
                 "batch",
                 f"--output {args.output}: cut off an incomplete last line of {output.cut_bytes} "
                 "bytes",
             )
-        left = before.status.rows - before.status.done
+        before = replace(before, failing=checker.fail(left))
+        runnable = max(1, int(left.sum()) - before.failing)
         if args.ray is None:
-            _say_rows(before)
+            _say_rows(before, failing)
             writer = JobWriter([output], llm.model, before, lambda: llm.peak_bytes, args.max_errors)
-            lines = read_part(args.input, InputPart(~before.done))
-
-            noted: set[str] = set()
+            lines = read_part(args.input, InputPart(left))
 
             def announce(requests: Sequence[Request]) -> None:
-                _say_columns(reader, noted)
-                print(opening_line(llm, requests, left), flush=True)
+                print(opening_line(llm, requests, runnable), flush=True)
 
             job = JobRun(llm, reader, lines, writer, args.window, args.refill, on_open=announce)
             with _writing(args, output, writer):
-                job.run(left)
-            _say_columns(reader, noted)
+                job.run(runnable)
         else:
             opening = replace(opening, digests=llm.digests())
             # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and
             # status are on disk.
             with ray_at(args.ray or None):
-                _say_rows(before)
+                _say_rows(before, failing)
                 writer = JobWriter([output], llm.model, before, dict, args.max_errors)
                 with _writing(args, output, writer):
                     run_on_ray(before.done, writer, opening)
     return _show(args, writer, llm.model.name)
 
 
-def _say_columns(reader: RequestReader, noted: set[str] | None = None) -> None:
-    """Tell the user which columns of the lines up to now are not read, each column once."""
-    text = reader.columns_text(noted or ())
+def _say_columns(reader: RequestReader) -> None:
+    """Tell the user which columns of the lines that `reader` has seen are not read."""
+    text = reader.columns_text()
     if text is not None:
         note("batch", text)
-    if noted is not None:
-        noted.update(reader.columns)
 
 
 def settings_of(
@@ -259,16 +289,24 @@ def settle(
     settings: dict[str, Any],
     force: bool | None = None,
     check: Check = lambda: None,
+    may_grow: bool = False,
+    see: Callable[[Line], object] = lambda line: None,
 ) -> OutputState:
     """Read input and output, refuse an output that was begun with other settings, and write the
     sidecar.
 
+    An answer belongs to the bytes that it answered: if the last line had no newline when it was
+    answered, and has grown since, its row is removed.
+
     outputs: as in `JobWriter`. The sidecar is beside the first.
     force: the value of --force; None if the command does not have it.
+    may_grow: somebody may still be writing the input.
+    see: as in `scan_input`.
     """
     output = outputs[0].path
     before = read_sidecar(output)
-    scan = scan_input(source, check=check)
+    nbytes_before = 0 if before is None else before.input_bytes
+    scan = _scan(source, check, nbytes_before, may_grow, see)
     is_empty = all(one.is_empty for one in outputs)
     earlier: list[dict[str, Any]] = []
     or_force = "" if force is None else ", or --force"
@@ -289,16 +327,26 @@ def settle(
         )
     rows = chain.from_iterable(one.rows() for one in outputs)
     found_rows = rows_before(rows, scan.ids, check)
+    if scan.stale_id is not None:
+        for one in outputs:
+            one.drop(scan.stale_id)
+        rows = chain.from_iterable(one.rows() for one in outputs)
+        found_rows = rows_before(rows, scan.ids, check)
+    if may_grow and scan.is_open and not found_rows.done[-1]:
+        found_rows = replace(found_rows, open_row=len(scan.ids) - 1)
     now = Sidecar(settings, str(source), scan.nbytes, scan.digest, earlier)
     if now != before:
         now.write(output)
     return found_rows
 
 
-def _say_rows(before: OutputState) -> None:
+def _say_rows(before: OutputState, failing: str) -> None:
+    """Print how many rows there are. failing: which will be error rows (`RowChecker.text`)."""
     status = before.status
     done = f", {status.done} of them done before" if status.done else ""
     print(f"{counted(status.rows, 'prompt')}{done}", flush=True)
+    if failing:
+        print(failing, flush=True)
 
 
 @contextlib.contextmanager
@@ -309,7 +357,9 @@ def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) ->
     state = DONE
     try:
         writer.check_errors()
-        yield
+        with writer.ticking():
+            yield
+        _end_rows(args, writer)
         output.sync()
         _check_files(args, writer, output)
     except Interrupted as signal:
@@ -326,6 +376,16 @@ def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) ->
             f"{status_path(args.output)}: cannot be written; the answers in {args.output} are "
             "complete"
         )
+
+
+def _end_rows(args: argparse.Namespace, writer: JobWriter) -> None:
+    """Write the answer to a last line without a newline, unless the line has grown since."""
+    begun = read_sidecar(args.output)
+    nbytes = -1 if begun is None else begun.input_bytes
+    if not writer.end_rows(lambda: not is_growing(args.input, nbytes)):
+        _say_growing(args.input)
+    elif begun is not None and args.input.stat().st_size > nbytes:
+        note("batch", f"--input {args.input}: has grown; the same command answers its new lines")
 
 
 def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile) -> None:
@@ -367,7 +427,7 @@ def _show(args: argparse.Namespace, writer: JobWriter, model: str) -> int:
             f"process {process}"
         )
     if status.errors:
-        print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
+        print(f"errors: {causes_text(writer.errors)}")
     if writer.other_models:
         number, name = min(writer.other_models.items())
         named = f"{len(writer.other_models)} requests name another model"

@@ -35,6 +35,7 @@ from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.files import expanded
 from flexgen_h2o.core.units import counted, format_bytes, less_margin
 from flexgen_h2o.flags import budget_of, open_llm, sampling_of
 from flexgen_h2o.jobs.input import InputPart, Line, cut_input, read_part
@@ -229,10 +230,7 @@ def _args_of_actors(args: argparse.Namespace, host_bytes: int) -> argparse.Names
     """Return the flags for other processes, which need absolute paths."""
     theirs = {**vars(args), "host_mem": host_bytes}
     for name in ("model", "path", "offload_dir", "hardware"):
-        if (
-            theirs[name] is not None
-            and (path := Path(theirs[name]).expanduser().absolute()).exists()
-        ):
+        if theirs[name] is not None and (path := expanded(theirs[name]).absolute()).exists():
             theirs[name] = str(path)
     return argparse.Namespace(**theirs)
 

@@ -16,7 +16,17 @@ from typing import Any, BinaryIO
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.files import is_still, json_line, open_patiently, open_regular, try_lock
+from flexgen_h2o.core.files import (
+    close_locked,
+    guard_of,
+    has_guard,
+    is_still,
+    json_line,
+    open_patiently,
+    open_regular,
+    replacing,
+    try_lock,
+)
 
 SYNC_EVERY_S = 1.0
 # fsync may take at most this share of the time. A slow disk gets fewer syncs, not a slower job.
@@ -68,6 +78,11 @@ class OutputFile:
         return self._end == 0
 
     @property
+    def has_guard(self) -> bool:
+        """Whether the file system has no locks, and a guard file is in the place of one."""
+        return self._open_fd is not None and has_guard(self._open_fd)
+
+    @property
     def _fd(self) -> int:
         """The file's descriptor, which is opened again after a rest.
 
@@ -90,7 +105,7 @@ class OutputFile:
 
     def _let_go(self) -> None:
         if self._open_fd is not None:
-            os.close(self._open_fd)
+            close_locked(self._open_fd)
             self._open_fd = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -121,6 +136,27 @@ class OutputFile:
             if good < self._end:
                 self.cut_bytes = self._end - good
                 self._cut(good, self._end)
+
+    def drop(self, custom_id: str) -> None:
+        """Remove the rows with this id, if there are any. The file is written anew for it.
+
+        Raise FlexgenError if that fails.
+        """
+        if not any(row["custom_id"] == custom_id for _, row in rows_of(self.path)):
+            return
+        with self._using(), interrupts.held():
+            self._check_unchanged()
+            try:
+                with self.path.open("rb") as file, replacing(self.path, in_place=False) as kept:
+                    for line in _lines(file):
+                        row = whole_row(line)
+                        if row is None or row["custom_id"] != custom_id:
+                            kept.buffer.write(line)
+            except OSError as error:
+                raise self._failed(error) from error
+            self._let_go()
+            self._synced = os.fstat(self._fd).st_size
+            self._set_end()
 
     def check_rows(self, rows: int) -> None:
         """Count the rows in the file when all are written.
@@ -354,8 +390,11 @@ def _open_locked(path: Path) -> int:
                 f"--output {path}: is no regular file, and a job reads its rows back; name one"
             )
         try:
-            if try_lock(fd) and is_still(path, fd):
-                return fd
+            if try_lock(fd):
+                if is_still(path, fd):
+                    return fd
+                close_locked(fd)
+                continue
         except OSError as error:
             os.close(fd)
             raise UsageError(
@@ -365,6 +404,9 @@ def _open_locked(path: Path) -> int:
         os.close(fd)
         if attempt < _LOCK_TRIES - 1:
             time.sleep(_LOCK_WAIT_S)
+    guard = guard_of(path.resolve())
+    or_else = f", or remove {guard} if that job has ended" if guard.exists() else ""
     raise UsageError(
-        f"--output {path}: another job writes to it; wait for its end, or give another --output"
+        f"--output {path}: another job writes to it; wait for its end, or give another "
+        f"--output{or_else}"
     )

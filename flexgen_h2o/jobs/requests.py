@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -285,6 +285,8 @@ class RequestReader:
     # Lines by the name of a column that they have and that nothing reads, up to MAX_COLUMNS names.
     # The reader fills it, and a job tells the user.
     columns: Counter[str] = field(default_factory=Counter)
+    # False: fields are checked, prompts are not tokenized, and requests cannot be run.
+    encodes: bool = True
 
     def texts_settings(self) -> dict[str, Any]:
         """Return the settings that answers to texts also depend on, for a job's sidecar.
@@ -306,6 +308,8 @@ class RequestReader:
                         f"{error}; save the file as UTF-8 text, with shorter lines"
                     ) from error
                 raise RowError("invalid_json", f"not valid JSON ({json_reason(error)})") from error
+            if line.is_plain and not self.encodes:  # all such lines are alike
+                return Request(line.number, (), row=line.row)
             return self.request(value, line.number, line.id_in(value), line.row)
 
     def request(self, value: Any, number: int, custom_id: str, row: int = 0) -> Request:
@@ -323,12 +327,9 @@ class RequestReader:
             )
         return request
 
-    def columns_text(self, without: Collection[str] = ()) -> str | None:
-        """Return a note on the columns that nothing reads. None if there are none.
-
-        without: columns that the user was told of.
-        """
-        names = [name for name in self.columns if name not in without]
+    def columns_text(self) -> str | None:
+        """Return a note on the columns that nothing reads. None if there are none."""
+        names = [*self.columns]
         if not names:
             return None
         more = f" and {len(names) - COLUMNS_SHOWN} more" if len(names) > COLUMNS_SHOWN else ""
@@ -394,7 +395,8 @@ class RequestReader:
         encode = self._encoding(fields, is_chat, params.max_tokens)
         ids = self._prompt_ids(given, encode, options if is_chat else None)
         try:
-            check_budgets(self.eviction, self.model.spec, len(ids), max(1, params.max_tokens))
+            if self.encodes:
+                check_budgets(self.eviction, self.model.spec, len(ids), max(1, params.max_tokens))
         except UsageError as error:
             raise RowError("does_not_fit", str(error)) from error
         return Request(
@@ -496,7 +498,7 @@ class RequestReader:
                 )
             if encoding["keep"] is not None:
                 given = given[-encoding["keep"] :]
-        encode = partial(self.model.encode, **encoding)
+        encode = partial(self.model.encode, **encoding) if self.encodes else _no_tokens
         spec = self.model.spec
         try:
             ids = encode_prompt(
@@ -573,6 +575,8 @@ class RequestReader:
                 f"messages: {self.model.name} has no {missing}; send it as a prompt",
             )
         try:
+            if not self.encodes:
+                return _no_tokens("")
             return self.model.encode_chat(messages, options, **encoding)
         except TooLongError as error:
             raise RowError("context_length_exceeded", f"messages: {error}") from error
@@ -580,6 +584,11 @@ class RequestReader:
             raise _invalid(f"messages: {error}") from error
         except ValueError as error:
             raise _invalid(f"messages: the chat template does not take them ({error})") from error
+
+
+def _no_tokens(text: str) -> list[int]:
+    """Return one token for any text: what is checked does not depend on it."""
+    return [0]
 
 
 def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:

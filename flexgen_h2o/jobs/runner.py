@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import Counter, abc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
@@ -22,11 +23,12 @@ from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress
 from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
+from flexgen_h2o.jobs.causes import MAX_CAUSES, cause_of
 from flexgen_h2o.jobs.input import STEP_LINES, Check, Digests, Line, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.jobs.responses import error_message, output_line
-from flexgen_h2o.jobs.sidecar import Status, tiers_text
+from flexgen_h2o.jobs.sidecar import Status, left_text, tiers_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
@@ -40,6 +42,11 @@ NO_MODEL = "x"
 MAX_SAID = 100
 MAX_BAD_S = 0.05  # seconds in which the server handles bad lines and nothing else
 WRITE_EVERY_S = 1.0
+# Seconds until the first line of progress, and the most between two of them.
+FIRST_LINE_S = 60.0
+MAX_LINE_S = 900.0
+# tqdm's own time left counts rows, and so error rows, which take no time; the postfix has ours.
+BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 Need = tuple[int, ...]  # what the memory of a row grows with (`_need`)
 
@@ -50,7 +57,10 @@ class OutputState:
 
     done: npt.NDArray[np.bool_]  # (rows of the input,): whether the output has this row
     status: Status  # the counts of rows; the job's `JobWriter` continues it
-    errors: Counter[str] = field(default_factory=Counter)  # number of error rows by code
+    errors: Counter[str] = field(default_factory=Counter)  # number of error rows by `cause_of`
+    # Row that is to be done and whose line has no newline. `JobWriter` holds its answer back.
+    open_row: int | None = None
+    failing: int = 0  # rows to be done that are known to become error rows (`RowChecker`)
 
 
 def rows_before(
@@ -69,7 +79,10 @@ def rows_before(
         digests += digest
         if (error := row["error"]) is not None:
             code = str(error.get("code")) if isinstance(error, dict) else "unknown"
-            failed.setdefault(code, bytearray()).extend(digest)
+            cause = cause_of(code, str(error.get("message")) if isinstance(error, dict) else "")
+            if cause not in failed and len(failed) >= MAX_CAUSES:
+                cause = code
+            failed.setdefault(cause, bytearray()).extend(digest)
     done = which_are_in(ids, np.frombuffer(digests, ids.dtype))
     in_input = {
         code: which_are_in(ids, np.frombuffer(found, ids.dtype)) for code, found in failed.items()
@@ -94,10 +107,10 @@ class Sink(Listener):
         self.status = Status()
         self._send = send
 
-    def asked(self, tokens: int) -> None:
+    def asked(self, tokens: int | None) -> None:
         """Count a row that was read, and the most new tokens that it may have.
 
-        tokens: 0 for a row that cannot be run.
+        tokens: None for a row that cannot be run.
         """
 
     def write(self, done: abc.Sequence[Request]) -> None:
@@ -131,6 +144,8 @@ class JobWriter(Sink):
         self.has_answers = self.done_before > self.status.errors
         # Requests that name another model than the one that runs, by the number of their line.
         self.other_models: dict[int, str] = {}
+        self._open_row = before.open_row
+        self._held: Request | None = None  # the finished request of `_open_row`
         self._outputs = outputs
         self._model = model
         self._peak_bytes = peak_bytes
@@ -139,10 +154,15 @@ class JobWriter(Sink):
         self._said = 0  # internal errors that were shown
         self._began = time.monotonic()
         self._written = 0.0
-        # Rows that were read, and their new tokens. A row that is not done counts the most that it
-        # may have.
+        # Rows that were read and can be run, and their new tokens. A row that is not done counts
+        # the most that it may have.
         self._asking = 0
         self._new = 0
+        self._errors_before = self.status.errors
+        self._failing = before.failing
+        self._shown = shown
+        self._next_line_s = FIRST_LINE_S  # when the next line of progress is due
+        self._writing = threading.Lock()  # held while the status is counted and written
         with interrupts.held():  # tqdm starts a thread
             self._bar = tqdm(
                 total=self.status.rows,
@@ -150,6 +170,7 @@ class JobWriter(Sink):
                 unit="row",
                 desc="batch",
                 file=sys.stderr,
+                bar_format=BAR_FORMAT,
                 disable=not (shown and Progress.on_terminal()),
             )
         self._write_status()
@@ -160,6 +181,10 @@ class JobWriter(Sink):
         Raise UsageError if there are more than max_errors error rows, and FlexgenError as
         `OutputFile.append` does.
         """
+        if self._open_row is not None:
+            held = [one for one in done if one.row == self._open_row]
+            done = [one for one in done if one.row != self._open_row]
+            self._held = held[0] if held else self._held
         lines = [output_line(one, self._model) for one in done]
         for output in self._outputs:
             output.append(
@@ -173,14 +198,37 @@ class JobWriter(Sink):
             if one.asked_model not in (None, NO_MODEL, self._model.name):
                 self.other_models[one.index] = str(one.asked_model)
             if one.error is not None:
-                self.errors[one.error_code] += 1
+                self._count_error(one)
             if one.error_code == CODE_INTERNAL:
                 self._say_internal(error_message(one))
         self.status.done += len(done)
         self.status.errors = self.errors.total()
-        self._bar.update(len(done))
+        with interrupts.held():  # an exception would leave the lock of the bar held
+            self._bar.update(len(done))
         self._write_status_if_due()
         self.check_errors()
+
+    def _count_error(self, one: Request) -> None:
+        cause = cause_of(one.error_code, error_message(one))
+        is_new = cause not in self.errors and len(self.errors) >= MAX_CAUSES
+        self.errors[one.error_code if is_new else cause] += 1
+
+    def end_rows(self, is_complete: Callable[[], bool]) -> bool:
+        """Write the answer that is held back, when all others are written.
+
+        is_complete: whether its line is still what was answered. If not, the row no longer counts,
+        and this returns False.
+        """
+        held = self._held
+        self._open_row = None
+        self._held = None
+        if held is None:
+            return True
+        if not is_complete():
+            self.status.rows -= 1
+            return False
+        self.write([held])
+        return True
 
     def _say_internal(self, line: str) -> None:
         self._said += 1
@@ -204,9 +252,29 @@ class JobWriter(Sink):
             output.sync_if_due()
         self._write_status_if_due()
 
-    def asked(self, tokens: int) -> None:
-        self._asking += 1
-        self._new += tokens
+    def asked(self, tokens: int | None) -> None:
+        if tokens is not None:
+            self._asking += 1
+            self._new += tokens
+
+    @contextmanager
+    def ticking(self) -> Iterator[None]:
+        """Write the status when it is due, and lines of progress, also while the engine is busy
+        with a pass of several minutes.
+        """
+        is_over = threading.Event()
+
+        def tick() -> None:
+            while not is_over.wait(WRITE_EVERY_S):
+                self._write_status_if_due()
+
+        thread = threading.Thread(target=tick, daemon=True)
+        interrupts.start(thread)
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def finish(self, rows: abc.Sequence[Sequence]) -> None:
         """Subtract tokens that are not new.
@@ -227,30 +295,49 @@ class JobWriter(Sink):
             self._write_status()
 
     def _write_status(self) -> None:
+        with self._writing:
+            status = self.status
+            now = time.monotonic()
+            status.seconds = now - self._began
+            status.tokens_per_s = status.tokens / status.seconds if status.seconds > 0 else 0.0
+            status.eta_s = self._left_s()
+            status.add_engine(peak_bytes=self._peak_bytes())
+            self._written = now
+            speed = f"{status.tokens_per_s:.1f} token/s, {left_text(status)}"
+            with interrupts.held():
+                shown = filter(None, (speed, tiers_text(status.peak_bytes)))
+                self._bar.set_postfix_str(", ".join(shown))
+            self._say_progress(speed)
+            status.write(self._outputs[0].path)
+
+    def _say_progress(self, speed: str) -> None:
+        """Print a line of progress if one is due, and stderr is no terminal with a bar."""
         status = self.status
-        now = time.monotonic()
-        status.seconds = now - self._began
-        status.tokens_per_s = status.tokens / status.seconds if status.seconds > 0 else 0.0
-        status.eta_s = self._left_s()
-        status.add_engine(peak_bytes=self._peak_bytes())
-        self._written = now
-        self._bar.set_postfix_str(
-            f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False
+        if not self._shown or not self._bar.disable or status.seconds < self._next_line_s:
+            return
+        self._next_line_s = status.seconds + min(status.seconds + FIRST_LINE_S, MAX_LINE_S)
+        errors = f" ({status.errors} errors)" if status.errors else ""
+        say(
+            "batch",
+            f"{time.strftime('%H:%M:%S')} {status.done} of {status.rows} prompts done{errors}, "
+            f"{speed}",
         )
-        status.write(self._outputs[0].path)
 
     def _left_s(self) -> float | None:
         """Return the seconds left, or None if nothing is done yet.
 
-        The estimate is by tokens: it assumes that all rows are like those that were read, and that
-        these are as long as they may be. If no tokens are counted, it is by rows.
+        Error rows take no time, so they do not count. The estimate is by tokens: it assumes that
+        all rows are like those that were read, and that these are as long as they may be. If no
+        tokens are counted, it is by rows.
         """
         status = self.status
-        here = status.rows - self.done_before
+        errors = status.errors - self._errors_before
+        rows = status.rows - self.done_before - max(errors, self._failing)
         if status.tokens and self._new:
-            return status.seconds * max(0.0, here * self._new / self._asking / status.tokens - 1)
-        done = status.done - self.done_before
-        return status.seconds / done * (here - done) if done else None
+            to_come = max(rows, self._asking) * self._new / self._asking
+            return status.seconds * max(0.0, to_come / status.tokens - 1)
+        done = status.done - self.done_before - errors
+        return status.seconds / done * max(0, rows - done) if done else None
 
 
 def read_requests(
@@ -265,7 +352,7 @@ def read_requests(
         try:
             request = reader.read(line)
         except RowError as error:
-            sink.asked(0)
+            sink.asked(None)
             failed = Request(line.number, (), custom_id=line.custom_id, row=line.row)
             failed.fail(error.code, str(error))
             sink.write([failed])

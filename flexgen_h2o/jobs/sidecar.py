@@ -116,6 +116,8 @@ def differences(before: Sidecar, settings: dict[str, Any], source: Path) -> list
     """
     old = {name: value for name, value in _flat(before.settings) if _GONE.get(name) != value}
     new = dict(_flat(settings))
+    if _has_same_model(old, new):
+        del old["model.name"], new["model.name"]
     found = [
         f"{_flag(name)} was {_short(old.get(name))}, which this version does not have"
         if name in _GONE
@@ -126,6 +128,20 @@ def differences(before: Sidecar, settings: dict[str, Any], source: Path) -> list
     if not begins_as(source, before.input_bytes, before.input_digest):
         found.append(f"the input does not begin as {before.input_path} did")
     return found
+
+
+def _has_same_model(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Return whether two flat settings have the same model, however its name is spelled.
+
+    The digest of weights is that of their contents. Random weights have none: their name counts.
+    """
+    names = [name for name in {*old, *new} if name.startswith("model.") and name != "model.name"]
+    return (
+        "model.name" in old
+        and "model.name" in new
+        and new.get("model.weights") is not None
+        and all(old.get(name) == new.get(name) for name in names)
+    )
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -280,13 +296,19 @@ def status_lines(status: Status) -> list[str]:
         lines.append(f"speed: {status.tokens_per_s:.1f} new tokens/s, {done}")
     if status.spared_tokens:
         lines.append(spared_text(status))
-    if status.eta_s is not None and left and status.state == RUNNING:
-        lines.append(f"left: {format_seconds(status.eta_s)}")
+    if left and status.state == RUNNING:
+        lines.append(f"time: {left_text(status)}")
     if status.peak_bytes:
         lines.append("memory: " + tiers_text(status.peak_bytes))
     if status.updated:
         lines.append(f"updated: {max(0, round(time.time() - status.updated))} s ago")
     return lines
+
+
+def left_text(status: Status) -> str:
+    if status.eta_s is None:
+        return "time left not known yet"
+    return f"{format_seconds(status.eta_s)} left"
 
 
 def spared_text(status: Status) -> str:

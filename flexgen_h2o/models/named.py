@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, read_mark, usable_path
+from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, expanded, read_mark, usable_path
 
 GROUP = "fetched"  # folder of these models, beside other weights that are kept for later runs
 
@@ -80,9 +80,8 @@ def fetched_folder(model: NamedModel, offload_dir: str | Path | None) -> Path:
 
 
 def fetch_command(model: NamedModel, offload_dir: str | Path | None) -> str:
-    is_default = (
-        offload_dir is None
-        or usable_path(offload_dir, "--offload-dir") == DEFAULT_OFFLOAD_DIR.expanduser()
+    is_default = offload_dir is None or usable_path(offload_dir, "--offload-dir") == expanded(
+        DEFAULT_OFFLOAD_DIR
     )
     where = "" if is_default else f" --offload-dir {offload_dir}"
     return f"flexgen-h2o cache --fetch {model.name}{where}"

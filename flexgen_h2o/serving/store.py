@@ -105,7 +105,7 @@ class Store:
         self.held = Held(folder / "held.json")
 
     def close(self) -> None:
-        os.close(self._fd)
+        files.close_locked(self._fd)
 
     def _remove_left(self) -> None:
         """Remove files without a record that a kill has left."""

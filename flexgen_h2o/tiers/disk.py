@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from flexgen_h2o.core.errors import DoesNotFitError, TransferError, UsageError
-from flexgen_h2o.core.files import MARK, lock_folder, mark, read_mark, wait_for_lock
+from flexgen_h2o.core.files import MARK, close_locked, lock_folder, mark, read_mark, wait_for_lock
 from flexgen_h2o.core.units import PAGE, format_bytes, format_free, round_up
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -184,7 +184,7 @@ class Scratch:
         if lock is not None:
             if os.getpid() == self._owner:
                 _clear(self.folder)
-            os.close(lock)
+            close_locked(lock)
 
 
 def is_scratch(folder: Path) -> bool:
@@ -216,7 +216,7 @@ def _remove_if_dead(folder: Path) -> bool:
     try:
         return _clear(folder)
     finally:
-        os.close(lock)
+        close_locked(lock)
 
 
 def _clear(folder: Path) -> bool:
@@ -243,7 +243,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
         wait_for_lock(fd)
         yield
     finally:
-        os.close(fd)
+        close_locked(fd)
 
 
 def aligned_range(offset: int, nbytes: int) -> tuple[int, int]:

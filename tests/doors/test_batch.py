@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
+from flexgen_h2o.jobs.runner import JobRun
 from tests.doors.conftest import Door, read_json, read_lines
 from tests.parity.reference import greedy
 
@@ -119,7 +120,135 @@ def test_force_goes_on_and_says_so_in_the_sidecar(job: Door, tmp_path: Path) -> 
     assert ended.code == 2 and "the input does not begin as in.jsonl did" in ended.err
 
 
+@pytest.mark.parametrize("spelled", ["model", "link", "elsewhere/../model"])
+def test_a_model_may_be_spelled_otherwise(
+    job: Door, tmp_path: Path, ids_model: Path, words_model: Path, spelled: str
+) -> None:
+    """And another model may not, whatever it is called."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "model").symlink_to(ids_model)
+    (tmp_path / "link").symlink_to("model")
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
+    assert job().code == 0
+    ended = job(model=Path(spelled))
+    assert ended.code == 0 and "nothing was left to do" in ended.out, ended.err
+    (tmp_path / "model").unlink()
+    (tmp_path / "model").symlink_to(words_model)
+    assert job(model=Path(spelled)).code == 2
+
+
+# ---- inputs that are still being written
+
+HALVES = {
+    "an object": ('{"prompt": [5, 6]}\n{"prompt": [7', ', 8]}\n{"prompt": [9]}\n', "in.jsonl"),
+    "its id": ('{"custom_id": "a", "prompt": [7', '8], "max_tokens": 3}', "in.jsonl"),
+    "an object that was whole": ('{"prompt": [5]}\n{"prompt": [6]}', " {}\n", "in.jsonl"),
+    "a prompt": ("import os\nimport", " sys\ndef", "in.txt"),
+    "a space": ("import os", " ", "in.txt"),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_line_that_has_grown_is_answered_anew(
+    job: Door, tmp_path: Path, words_model: Path, name: str
+) -> None:
+    half, rest, source = HALVES[name]
+    path = tmp_path / source
+    for text in (half, half + rest):
+        path.write_text(text)
+        ended = job("--gen-len 4 --input", source, model=words_model)
+        assert ended.code in (0, 4), ended.err
+    assert job("--gen-len 4 --input", source, "--output whole.jsonl", model=words_model).code == 0
+    whole = rows(tmp_path / "whole.jsonl")
+    found = rows(tmp_path / "out.jsonl")
+    assert found.keys() == whole.keys()
+    for one, row in found.items():
+        assert row["error"] == whole[one]["error"]
+        if row["error"] is None:
+            got, wanted = (each["response"]["body"]["choices"] for each in (row, whole[one]))
+            assert got == wanted
+
+
+def test_an_end_of_its_own_stays_as_it_was_answered(job: Door, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    before = b""
+    for text in ('{"prompt": [5]}', '{"prompt": [5]}\r\n', '{"prompt": [5]}\r\n\n'):
+        source.write_text(text)
+        assert job().code == 0
+        before = before or (tmp_path / "out.jsonl").read_bytes()
+        assert (tmp_path / "out.jsonl").read_bytes() == before != b""
+
+
+def test_a_last_line_that_is_being_written_waits(job: Door, tmp_path: Path) -> None:
+    with (tmp_path / "in.jsonl").open("w") as file:
+        file.write('{"prompt": [5')
+        file.flush()
+        ended = job()
+        assert ended.code == 2 and "still being written" not in ended.out
+        assert ended.err.count("\n") == 1 and "--input in.jsonl: " in ended.err
+        file.write(', 6]}\n{"prompt"')
+        file.flush()
+        for flags in ("", "--dry-run"):
+            ended = job(flags) if flags else job()
+            assert ended.code == 0 and "last line has no newline" in ended.err
+        assert [*rows(tmp_path / "out.jsonl")] == ["line-1"]
+        file.write(": [7]}")
+    assert job().code == 0
+    assert all(row["error"] is None for row in rows(tmp_path / "out.jsonl").values())
+
+
+@pytest.mark.parametrize("half", ['{"prompt": [7', '{"prompt": [7]}'])
+def test_a_line_that_grows_while_the_job_runs_is_left_for_the_next(
+    job: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": [5]}\n' + half)
+    run = JobRun.run
+
+    def run_and_grow(self: JobRun, rows: int) -> None:
+        run(self, rows)
+        with source.open("a") as file:
+            file.write("\n" if half.endswith("}") else ", 8]}\n")
+
+    with monkeypatch.context() as growing:
+        growing.setattr(JobRun, "run", run_and_grow)
+        ended = job()
+    assert ended.code == 0 and "last line has no newline" in ended.err
+    assert [*rows(tmp_path / "out.jsonl")] == ["line-1"]
+    assert "1 of 1 done" in job("--status").out
+    assert job().code == 0 and len(rows(tmp_path / "out.jsonl")) == 2
+    assert all(row["error"] is None for row in rows(tmp_path / "out.jsonl").values())
+
+
 # ---- refusals and ends
+
+
+def test_what_will_fail_is_said_first_and_again_at_the_end(
+    job: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By field; --dry-run says the same. The prompts of a large input are not tokenized for it."""
+    bad = [{"prompt": [5], "tools": [{}]}] * 3 + [{"prompt": [5], "n": 2}, {"prompt": [5] * 99}]
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, "{", *bad)
+    causes = "3 unsupported (tools), 1 invalid_json, 1 unsupported (n)"
+    too_long = ", 1 context_length_exceeded (prompt)"
+    for flags in ("--dry-run", "--output out.jsonl"):
+        ended = job(flags)
+        assert ended.code == 0, ended.err
+        found = [*ended.out.splitlines(), *ended.err.splitlines()]
+        [said] = [line for line in found if "will be error lines" in line]
+        assert "6 of 7 prompts" in said
+        assert all(cause in said for cause in (causes + too_long).split(", "))
+        assert "; the first: line 2: not valid JSON" in said
+    assert "1 prompt;" in ended.out, "the plan is of those that can be run"
+    for _ in range(2):  # also in a restart that does nothing
+        last = ended.out.splitlines()[-1]
+        assert last.startswith("errors: 3 unsupported (tools), ")
+        assert all(cause in last for cause in (causes + too_long).split(", "))
+        ended = job()
+        assert "will be error lines" not in ended.out
+    monkeypatch.setattr("flexgen_h2o.jobs.job.WHOLLY_CHECKED_BYTES", 0)
+    ended = job("--output other.jsonl")
+    assert "at least 5 of 7 prompts" in ended.out or "at least 6 of 7 prompts" in ended.out
 
 
 def test_when_every_row_fails_the_exit_code_is_4(job: Door, tmp_path: Path) -> None:

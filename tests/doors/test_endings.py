@@ -4,6 +4,7 @@ that runs out."""
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import subprocess
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from flexgen_h2o import cli
-from flexgen_h2o.cli_common import run_cli
+from flexgen_h2o.cli_common import run_cli, say
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, DoesNotFitError
 from flexgen_h2o.planner import lp
 from flexgen_h2o.planner.lp import Candidate, solve
@@ -82,7 +84,7 @@ def test_a_terminal_that_goes_away(tmp_path: Path) -> None:
 import fcntl, sys, termios, time
 from pathlib import Path
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from flexgen_h2o.cli_common import run_cli
+from flexgen_h2o.cli_common import run_cli, say
 def body(argv):
     try:
         print("running")
@@ -154,3 +156,31 @@ def test_it_names_the_flag(
     assert run_cli("door", body, None) == code
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("door: ") and flag in said[0]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_text_shares_a_line_with_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever prints it, and on whichever stream."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    def body(argv: list[str] | None) -> int:
+        for draw in (
+            lambda: say("x", "said"),
+            lambda: print("a result"),
+            lambda: print("# a hint", file=sys.stderr),
+        ):
+            with tqdm(total=3, file=sys.stderr, mininterval=0, ncols=60) as bar:
+                bar.update()
+                draw()
+                bar.update()
+        return 0
+
+    assert run_cli("x", body, []) == 0
+    found = [line.split("\x1b[K")[-1] for line in terminal.getvalue().split("\n")]
+    assert {"x: said", "a result", "# a hint"} <= set(found)

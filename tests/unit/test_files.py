@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +22,13 @@ from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import (
     check_writable,
+    close_locked,
+    guard_of,
     is_still,
     open_new,
     try_lock,
+    usable_path,
+    user_cache_dir,
     wait_for_lock,
     write_whole,
 )
@@ -173,7 +180,19 @@ def test_check_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 # ---- locks
 
 
-def test_a_lock_has_one_holder_and_is_waited_for(tmp_path: Path) -> None:
+@pytest.fixture(params=[None, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def lock_error(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The error of flock where a file system has no locks; None where it has."""
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    if request.param is not None:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_a_lock_has_one_holder_and_is_waited_for(tmp_path: Path, lock_error: int | None) -> None:
     path = tmp_path / "lock"
     path.touch()
     first, second = (os.open(path, os.O_RDONLY) for _ in range(2))  # as by two processes
@@ -187,4 +206,63 @@ def test_a_lock_has_one_holder_and_is_waited_for(tmp_path: Path) -> None:
     assert not is_still(path, second)
     path.touch()
     assert not is_still(path, second)
-    os.close(second)
+    close_locked(second)
+    assert [one.name for one in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_guard_outlives_no_process_of_this_machine(
+    tmp_path: Path, lock_error: int | None
+) -> None:
+    """One of another machine counts as alive, as nobody can tell."""
+    path = tmp_path / "lock"
+    path.touch()
+    code = (
+        "import errno, fcntl, os, sys; from flexgen_h2o.core import files\n"
+        "def refuse(fd, operation): raise OSError(int(sys.argv[2]), 'no')\n"
+        "if int(sys.argv[2]): fcntl.flock = refuse\n"
+        "assert files.try_lock(os.open(sys.argv[1], os.O_RDWR)); print('held', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", code, str(path), str(lock_error or 0)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        fd = os.open(path, os.O_RDWR)
+        assert not try_lock(fd) and not try_lock(fd, shared=True)
+        other.kill()
+    assert try_lock(fd, shared=True) and try_lock(fd)
+    if lock_error is not None:
+        guard = guard_of(path)
+        away = json.loads(guard.read_text())
+        guard.write_text(json.dumps(["elsewhere", *away[1:]]))
+        assert not try_lock(fd)
+        for text in ("", "{}", "[1", json.dumps([away[0], "before the machine began", *away[2:]])):
+            guard.write_text(text)
+            os.utime(guard, (0, 0))
+            assert try_lock(fd)
+    close_locked(fd)
+
+
+# ---- a home
+
+
+@pytest.mark.parametrize("home", [None, "", "/nonexistent", "gone/home"])
+def test_without_a_home_there_is_a_folder_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # a uid without an entry
+    else:
+        monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    base = tmp_path / f"flexgen_h2o-{os.getuid()}"
+    assert usable_path("~/offload", "--offload-dir") == base / "offload"
+    assert user_cache_dir() == base / ".cache/flexgen_h2o"
+    assert base.stat().st_mode & 0o777 == 0o700
+    base.rmdir()
+    base.symlink_to(tmp_path)  # somebody else's
+    with pytest.raises(UsageError, match=r"--offload-dir .*set HOME"):
+        usable_path("~/offload", "--offload-dir")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert usable_path("~/offload", "--offload-dir") == tmp_path / "offload"

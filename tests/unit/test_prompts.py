@@ -37,12 +37,31 @@ def put(folder: Path, name: str, content: str | bytes) -> Path:
 
 def test_text_file_keeps_spaces_and_skips_blank_lines(tmp_path: Path) -> None:
     path = put(
-        tmp_path, "p.TXT", b"\xef\xbb\xbffirst\r\n\n  \t\n  two \xe2\x80\xa8 2\xc2\x85 \nlast"
+        tmp_path,
+        "p.TXT",
+        "\ufefffirst\r\n\n  \t\n  two \u2028 2\x85 \n\ufefflast".encode(),
     )
     found = read_prompts(path, encode, VOCAB)
     assert [p.prompt for p in found] == ["first", "  two \u2028 2\x85 ", "last"]
     assert [p.index for p in found] == [0, 1, 2]
     assert [p.prompt_ids for p in found] == [tuple(encode(p.prompt or "")) for p in found]
+
+
+def test_a_file_that_is_being_written_is_refused_if_its_last_line_has_no_newline(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "p.txt"
+    with path.open("w") as file:
+        for text, is_line in (("one\n", True), ("tw", False), ("o\n", True)):
+            file.write(text)
+            file.flush()
+            if is_line:
+                assert read_prompts(path, encode, VOCAB)[-1].prompt in ("one", "two")
+            else:
+                with pytest.raises(UsageError, match=r"p\.txt:2: has no newline at its end"):
+                    read_prompts(path, encode, VOCAB)
+        file.write("three")
+    assert len(read_prompts(path, encode, VOCAB)) == 3
 
 
 def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
@@ -66,6 +85,7 @@ def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ("{", "JSON"),
+        ('{"prompt": "a"}\ufeff{"prompt": "b"}', "byte order mark at character 16"),
         ("[" * 100_000, "JSON"),
         ('"text"', "object"),
         ('{"prompt": null}', "neither"),

@@ -124,6 +124,16 @@ def test_a_file_whose_first_line_was_cut_is_begun_anew(tmp_path: Path, body: byt
     assert json.loads(path.read_text()) == {"facts": FACTS}
 
 
+def test_a_model_may_be_spelled_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "link").symlink_to("m")
+    path = tmp_path / "rows.jsonl"
+    for name in ("m", "link", f"../{tmp_path.name}/m/"):
+        Measurements(path, {**FACTS, "model": f"{tmp_path}/{name}"}).close()
+    with pytest.raises(UsageError, match="other prompts"):
+        Measurements(path, {**FACTS, "model": str(tmp_path)})
+
+
 def test_measurements_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     first = Measurements(path, FACTS)

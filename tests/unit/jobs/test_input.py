@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.prompts import without_bom
 from flexgen_h2o.jobs import input as module
 from flexgen_h2o.jobs.input import (
     begins_as,
@@ -25,14 +26,16 @@ from flexgen_h2o.jobs.input import (
 def test_lines_keep_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(
-        b'\xef\xbb\xbf{"custom_id": "a"}\r\n\n  \n{bad\n{"custom_id": 3}\n{"custom_id": ""}\n["x"]'
+        b'\xef\xbb\xbf{"custom_id": "a"}\r\n\n  \n{bad\n{"custom_id": 3}\n'
+        b'\xef\xbb\xbf{"custom_id": ""}\n\xef\xbb\xbf\xef\xbb\xbf\n["x"]'
     )
     found = list(read_lines(path))
     assert [
-        path.read_bytes()[line.offset :].startswith(line.text or b"-") for line in found[1:]
+        without_bom(path.read_bytes()[line.offset :]).startswith(line.text or b"-")
+        for line in found[1:]
     ] == [True] * 4
-    assert [line.number for line in found] == [1, 4, 5, 6, 7]
-    assert [line.custom_id for line in found] == ["a", "line-4", "line-5", "line-6", "line-7"]
+    assert [line.number for line in found] == [1, 4, 5, 6, 8]
+    assert [line.custom_id for line in found] == ["a", "line-4", "line-5", "line-6", "line-8"]
     assert len(scan_input(path).ids) == 5
 
 
@@ -54,13 +57,16 @@ def test_a_line_that_is_too_long_is_one_line_without_text(
     [
         (gzip.compress(b"{}\n", mtime=0), "is packed by gzip; unpack it"),
         ("{}\n".encode("utf-16"), "is UTF-16 text"),
+        ("{}\n".encode("utf-16-le"), "has NUL bytes, as UTF-16 text has"),
+        ("{}\n".encode("utf-32-be"), "has NUL bytes, as UTF-16 text has"),
     ],
 )
 def test_a_packed_file_is_refused_as_a_whole(data: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(data)
-    with pytest.raises(UsageError, match=f"--input {path}: {says}"):
-        scan_input(path)
+    for read in (scan_input, lambda path: list(read_lines(path))):
+        with pytest.raises(UsageError, match=f"--input {path}: {says}"):
+            read(path)
     path.write_bytes(b"{}\n" + data)
     assert len(scan_input(path).ids) > 1, "bytes like that in the middle are a bad line"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import signal
@@ -109,7 +110,15 @@ def test_a_line_that_is_longer_than_a_row_can_be(
 # ---- one writer
 
 
-def test_one_writer(path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_one_writer(
+    path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.0)
     assert not is_locked(path)
     first = opened()
@@ -119,7 +128,12 @@ def test_one_writer(path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -
         OutputFile(path)
     first.close()
     assert not is_locked(path)
-    assert list(opened().rows()) == ROWS
+    again = opened()
+    assert list(again.rows()) == ROWS and again.has_guard is not has_locks
+    again.drop("b")
+    assert is_locked(path) and list(again.rows()) == [ROWS[0], ROWS[2]]
+    again.append(LINES[1:2])
+    assert path.read_bytes() == b"".join(LINES[i] + b"\n" for i in (0, 2, 1))
 
 
 def test_an_output_that_was_never_written_goes_away(path: Path) -> None:

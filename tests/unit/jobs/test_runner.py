@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import time
 import tracemalloc
 from collections.abc import Sequence
 from itertools import chain
@@ -249,13 +250,13 @@ def test_what_a_writer_tells_as_time_goes_by(
     output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The seconds left follow the tokens: before a row is done, and as rows turn out shorter than
-    they might have been. One row of four cannot be run."""
+    they might have been. Rows that cannot be run, two of eight, do not count."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
-    before = OutputState(np.zeros(8, bool), Status(rows=8))
+    before = OutputState(np.zeros(8, bool), Status(rows=8), failing=2)
     file = OutputFile(output)
     writer = JobWriter([file], words, before, dict, shown=False)
-    for most in (8, 8, 0, 8):
+    for most in (8, 8, None, 8):
         writer.asked(most)
     left = []
     shorter: Any = SimpleNamespace(token_ids=[1] * 5, answered=4, asked=8)
@@ -266,6 +267,28 @@ def test_what_a_writer_tells_as_time_goes_by(
         left.append(writer.status.eta_s)
     file.close()
     assert left == [10 * (48 / 8 - 1), 20 * (40 / 11 - 1)]
+
+
+def test_status_and_lines_of_progress_come_during_a_long_pass(
+    source: Path,
+    output: Path,
+    words: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("flexgen_h2o.jobs.runner.WRITE_EVERY_S", 0.001)
+    monkeypatch.setattr("flexgen_h2o.jobs.runner.FIRST_LINE_S", 0.0)
+    file = OutputFile(output)
+    writer = JobWriter([file], words, OutputState(np.zeros(3, bool), Status(rows=3)), dict)
+    began = read_status(output).updated
+    with writer.ticking():
+        deadline = time.monotonic() + 30
+        while read_status(output).updated == began and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert read_status(output).updated > began
+    writer.end("done")
+    file.close()
+    assert "0 of 3 prompts done" in capsys.readouterr().err
 
 
 # ---- memory
