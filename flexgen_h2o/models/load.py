@@ -164,7 +164,7 @@ class Model:
             *params.stop_token_ids,
             *(token for token in self.turn_ends if token not in self.spec.eos_token_ids),
         )
-        return replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
+        return params.changed(stop_token_ids=tuple(dict.fromkeys(ends)))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the tokenizer's own special tokens.
