@@ -38,6 +38,7 @@ from flexgen_h2o.jobs.runner import (
     JobWriter,
     OutputState,
     rows_before,
+    sample_of,
 )
 from flexgen_h2o.jobs.sidecar import (
     DONE,
@@ -132,24 +133,29 @@ def _plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: 
 
     Raise UsageError if none of them can be run.
     """
-    requests = list[Request]()
-    errors = list[str]()
-    for line in lines:
-        try:
-            requests.append(reader.read(line))
-        except RowError as error:
-            errors.append(f"line {line.number}: {error}")
+    errors = 0
+    first = ""
+
+    def readable() -> Iterator[Request]:
+        nonlocal errors, first
+        for line in lines:
+            try:
+                yield reader.read(line)
+            except RowError as error:
+                errors += 1
+                first = first or f"line {line.number}: {error}"
+
+    requests, count = sample_of(readable(), llm)
     if errors and requests:
-        told = (
-            f"{len(errors)} of {len(errors) + len(requests)} requests would be error rows; the "
-            f"first: {errors[0]}"
+        note(
+            "batch",
+            f"{errors} of {errors + count} requests would be error rows; the first: {first}",
         )
-        note("batch", told)
     if not requests:
         raise UsageError(
-            f"--input {source}: no request in it that can be "
-            f"run{f' ({errors[0]})' if errors else ''}"
+            f"--input {source}: no request in it that can be run{f' ({first})' if errors else ''}"
         )
+    llm.planner.job_rows = count
     llm.prepare(requests)
 
 
@@ -346,9 +352,9 @@ def _show(args: argparse.Namespace, writer: JobWriter, model: str) -> int:
         )
     if status.errors:
         print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
-    if writer.other_models:
-        number, name = min(writer.other_models.items())
-        named = f"{len(writer.other_models)} requests name another model"
+    if writer.first_other is not None:
+        number, name = writer.first_other
+        named = f"{writer.other_models} requests name another model"
         first = f"{name[:100]} in line {number}"
         say("batch", f"{named} (the first: {first}); {model} answered them")
     return EXIT_ALL_ROWS_FAILED if status.errors == status.rows else EXIT_DONE
