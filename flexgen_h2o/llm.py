@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -63,7 +64,7 @@ from flexgen_h2o.engine.self_test import (
     warning_of,
 )
 from flexgen_h2o.engine.sequence import Sequence, Some, with_params
-from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
+from flexgen_h2o.engine.workload import ROWS_SHARE, AutoPolicy, base_of, read_policy_argument
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, Full, check_eviction
 from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
@@ -349,7 +350,7 @@ class LLM:
                 f"continuations: {len(read)} for {len(prompts)} prompts; give one for each"
             )
         return self.generate(
-            prompts, [SamplingParams(score=one.prompt_ids, score_mode=mode) for one in read]
+            prompts, [SamplingParams(score=tuple(one.prompt_ids), score_mode=mode) for one in read]
         )
 
     def follow(
@@ -560,6 +561,16 @@ class LLM:
         """
         engine = self._engine
         return {} if engine is None else engine.budgets
+
+    @property
+    def rows_budget(self) -> int:
+        """The most bytes of RAM for the sequences of a job that run or wait.
+
+        It is what the open engine's plan sets aside, or what a plan may set aside.
+        """
+        engine = self._engine
+        planned = 0 if engine is None else engine.plan.shape.held_bytes
+        return planned or (self._budgets()["host"] or sys.maxsize) // ROWS_SHARE
 
     def _budgets(self) -> dict[str, int | None]:
         found = resolve_budgets(

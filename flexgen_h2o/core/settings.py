@@ -5,6 +5,7 @@ The module imports nothing heavy.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,6 +16,7 @@ GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 MAX_LOGPROBS = 20  # likeliest tokens per step, as in OpenAI's chat API
 # Characters of all stop strings of a sequence together, since they are looked for after each token.
 MAX_STOP_CHARACTERS = 4096
+MAX_STOP_TOKEN_IDS = 4096
 PROMPT = "prompt"  # value of `protect` that protects the whole prompt
 DECODE = "decode"
 PREFILL = "prefill"
@@ -106,7 +108,7 @@ class SamplingParams:
     # acts on them. "prefill" gives the results of the full cache, in one pass over the prompt and
     # these tokens.
     score_mode: str = setting(DECODE, choices=(DECODE, PREFILL))
-    # Tokens that end a sequence and are not in its text.
+    # Tokens that end a sequence and are not in its text: at most 4,096.
     stop_token_ids: tuple[int, ...] = setting(())
     # Divides logits above 0 of tokens that occurred before, and multiplies those below 0. 1 is off;
     # None uses the value of the model's generation_config.json.
@@ -149,6 +151,13 @@ class SamplingParams:
         object.__setattr__(self, "max_tokens", len(given))
         object.__setattr__(self, "logprobs", 1 if self.logprobs is None else self.logprobs)
 
+    def changed(self, **values: Any) -> SamplingParams:
+        """Return a copy with other values, which are right. Long lists are not checked again."""
+        found = copy(self)
+        for name, value in values.items():
+            object.__setattr__(found, name, value)
+        return found
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is chosen, without drawing."""
@@ -162,6 +171,10 @@ def _check_stop(value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple):
         raise UsageError(f"stop: {value!r:.60} is not a string or a list of strings")
+    if len(strings) > MAX_STOP_CHARACTERS:
+        raise UsageError(
+            f"stop: has {len(strings)} strings, at most {MAX_STOP_CHARACTERS}; give fewer"
+        )
     for s in strings:
         if not isinstance(s, str) or not s:
             raise UsageError(f"stop: {s!r:.60} is not a string with at least one character")
@@ -180,6 +193,10 @@ def _check_token_ids(name: str, value: object) -> tuple[int, ...]:
         return ()
     if not isinstance(value, list | tuple):
         raise UsageError(f"{name}: {value!r:.60} is not a list of token ids")
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise UsageError(
+            f"{name}: has {len(value)} token ids, at most {MAX_STOP_TOKEN_IDS}; give fewer"
+        )
     return tuple(check_int(name, token, low=0) for token in value)
 
 

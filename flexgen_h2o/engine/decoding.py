@@ -9,7 +9,7 @@ import math
 from collections import abc
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
 from flexgen_h2o.engine.generation import Callbacks, sparing
 from flexgen_h2o.engine.harmony import Channels, marks_of
 from flexgen_h2o.engine.sampling import (
+    Logprobs,
     NotFiniteError,
     check_finite,
     choose_tokens,
@@ -41,7 +42,9 @@ ReadBack = Callable[[torch.Tensor], tuple[torch.Tensor, Waitable]]
 # Tokens that are looked at beyond the longest stop string. A UTF-8 character that is cut at the
 # start of the window spoils up to 4 of them.
 _WINDOW_MARGIN = 8
-STOPS_KEPT = 1024  # cached sets of stop strings
+# Sets of stops that sequences share, and the most stops of such a set.
+STOPS_KEPT = 1024
+FEW_STOPS = 16
 
 
 class StopCriteria:
@@ -258,19 +261,27 @@ class Decoding:
         callbacks: Callbacks | None = None,
     ) -> None:
         self.watches = callbacks or Callbacks()
-        # The cache is bounded because each of any number of sequences may have its own stops.
-        self._make_criteria = lru_cache(STOPS_KEPT)(
-            lambda stop, ignore_eos, stop_ids, is_chat: StopCriteria(
-                stop, () if ignore_eos else eos_token_ids, tokenizer, stop_ids, is_chat
-            )
-        )
 
-    def criteria(self, params: SamplingParams) -> StopCriteria:
-        """Return what ends an answer. Raise UsageError for stop strings without a tokenizer."""
-        made: StopCriteria = self._make_criteria(
-            params.stop, params.ignore_eos, params.stop_token_ids, params.is_chat
-        )
-        return made
+        def make(
+            stop: tuple[str, ...], ignore_eos: bool, stop_ids: tuple[int, ...], is_chat: bool
+        ) -> StopCriteria:
+            ends = () if ignore_eos else eos_token_ids
+            return StopCriteria(stop, ends, tokenizer, stop_ids, is_chat)
+
+        self._make = make
+        # The cache is bounded because each of any number of sequences may have its own stops.
+        self._make_shared = lru_cache(STOPS_KEPT)(make)
+
+    def criteria(self, sequence: Sequence) -> StopCriteria:
+        """Return what ends a sequence. Raise UsageError for stop strings without a tokenizer."""
+        if sequence.criteria is None:
+            params = sequence.params
+            is_short = len(params.stop) + len(params.stop_token_ids) <= FEW_STOPS
+            make = self._make_shared if is_short else self._make
+            sequence.criteria = make(
+                params.stop, params.ignore_eos, params.stop_token_ids, params.is_chat
+            )
+        return sequence.criteria
 
     def known_tokens(self, sequence: Sequence) -> abc.Sequence[int]:
         """Return the tokens that a sequence takes next, as far as they are known."""
@@ -290,7 +301,7 @@ class Decoding:
         reason = None
         if sequence.error is None:
             with sparing(sequence, self.watches.isolates_errors):
-                reason = self.criteria(sequence.params)(sequence)
+                reason = self.criteria(sequence)(sequence)
                 goes_on = self.watches.should_continue
                 if reason is None and goes_on is not None and has_own and not goes_on(sequence):
                     reason = "length"
@@ -314,6 +325,7 @@ class Decoding:
                 sequence.clear()
                 sequence.fail(code, error)
                 sequence.finish_reason = "error"
+            sequence.token_ids = [*sequence.token_ids]
 
     def _answer(self, sequence: Sequence) -> None:
         params = sequence.params
@@ -321,24 +333,23 @@ class Decoding:
         before = sequence.before
         if scoring is not None and params.score is not None:
             sequence.token_ids = [*params.score[: scoring.scored], *sequence.token_ids]
-            sequence.logprobs = [*scoring.logprobs, *(sequence.logprobs or ())]
+            sequence.logprobs = Logprobs([*scoring.logprobs, *(sequence.logprobs or ())])
             before = sequence.prompt_ids
         elif scoring is not None and params.prompt_logprobs is not None:
             own = len(scoring.given)
             behind = sequence.logprobs or []
             top = params.logprobs
-            sequence.prompt_logprobs = [
-                None,
-                *scoring.logprobs,
-                *(of_likeliest(one, params.prompt_logprobs) for one in behind[:own]),
-            ]
+            given = (of_likeliest(one, params.prompt_logprobs) for one in behind[:own])
+            sequence.prompt_logprobs = Logprobs(chain([None], scoring.logprobs, given))
             sequence.token_ids = sequence.token_ids[own:][: params.max_tokens]
             sequence.logprobs = (
                 None
                 if top is None
-                else [of_likeliest(one, top) for one in behind[own:][: params.max_tokens]]
+                else Logprobs(
+                    of_likeliest(one, top) for one in islice(behind, own, own + params.max_tokens)
+                )
             )
-        sequence.text = self.criteria(params).text(sequence.token_ids, before)
+        sequence.text = self.criteria(sequence).text(sequence.token_ids, before)
         if not sequence.token_ids:
             sequence.finish_reason = "length"
 

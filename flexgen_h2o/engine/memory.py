@@ -212,6 +212,7 @@ class MemoryPlanner:
             Buffer("workspace", "device", sum(workspace.values())),
             *cut.temporaries(shape),
             Buffer("staging", "host", staging * STAGING_BYTES),
+            Buffer("prompts", "host", shape.held_bytes),
         ]
         merged: Counter[tuple[str, str]] = Counter()
         for b in buffers:

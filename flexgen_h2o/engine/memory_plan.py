@@ -66,6 +66,8 @@ class BlockShape:
     # The most tokens of a micro-batch that attend at a time, or 0 for all. A larger micro-batch
     # attends in parts of its prompts (SweepInput.parts).
     max_attending_tokens: int = 0
+    # Bytes of RAM for a job's rows that run and wait (workload.JobWindow); 0 outside of jobs.
+    held_bytes: int = 0
 
     @property
     def logits(self) -> int:
@@ -127,7 +129,7 @@ class BlockShape:
         They must be of one eviction policy and model.
         """
         max_attending_tokens = max(self.most_attending, other.most_attending)
-        most = most_of(self, other, ("slots", "needs_all_logits", *SIZES))
+        most = most_of(self, other, ("slots", "needs_all_logits", "held_bytes", *SIZES))
         return replace(self, max_attending_tokens=max_attending_tokens, **most)
 
 

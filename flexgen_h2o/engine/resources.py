@@ -226,8 +226,8 @@ class Engine:
                 self._files[b.name] = file = scratch.create(f"{b.name}.bin", b.nbytes)
                 stack.callback(file.close)
         for b in self.plan.buffers:
-            # Temporaries and staging are allocated by the code that uses them.
-            if b.tier != "disk" and b.name not in ("temporaries", "staging"):
+            # These are allocated by the code that uses them.
+            if b.tier != "disk" and b.name not in ("temporaries", "staging", "prompts"):
                 pinned = b.name in COPIED_HOMES and self.policy.pin_weight
                 on_host = self.device.host_staging if pinned else host_buffer
                 take = self.device.buffer if b.tier == self.device.tier else on_host

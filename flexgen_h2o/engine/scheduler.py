@@ -23,6 +23,7 @@ from flexgen_h2o.engine.decoding import check_can_stop
 from flexgen_h2o.engine.generation import BlockStats
 from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.sampling import Logprobs
 from flexgen_h2o.engine.sequence import Scoring, Sequence
 from flexgen_h2o.kernels.workspace import upload_together
 from flexgen_h2o.kvcache.budgets import Move, plan_moves
@@ -74,7 +75,7 @@ def begin(sequence: Sequence, model: Model, eviction: Eviction) -> None:
     elif params.prompt_logprobs is not None:
         _begin_echo(sequence, spec, eviction)
     sequence.penalties = None if params.score is not None else penalties_of(model, params)
-    sequence.logprobs = None if sequence.top_logprobs is None else []
+    sequence.logprobs = None if sequence.top_logprobs is None else Logprobs()
 
 
 def _begin_score(sequence: Sequence, spec: ModelSpec, model: str) -> None:
@@ -100,11 +101,13 @@ def _begin_score(sequence: Sequence, spec: ModelSpec, model: str) -> None:
         )
     given = score
     if in_prompt:
-        fed_ids += score[:-1]
+        fed_ids = (*fed_ids, *score[:-1])
         given = score[-1:]
     sequence.max_new = len(given)
     sequence.max_tokens_per_sweep = min(FORCED_CHUNK, len(given))
-    sequence.scoring = Scoring(fed_ids, given, len(score) - len(given), top, top)
+    sequence.scoring = Scoring(
+        fed_ids, given, len(score) - len(given), top, top, logprobs=Logprobs()
+    )
 
 
 def _begin_echo(sequence: Sequence, spec: ModelSpec, eviction: Eviction) -> None:
@@ -123,13 +126,13 @@ def _begin_echo(sequence: Sequence, spec: ModelSpec, eviction: Eviction) -> None
         blocks = [block for block in range(spec.num_blocks) if spec.window(block) is None]
         fed = min((fed, *(eviction.budget(*size, block).columns for block in blocks)))
     if fed == len(ids):
-        sequence.scoring = Scoring(ids, (), fed - 1, top, params.logprobs)
+        sequence.scoring = Scoring(ids, (), fed - 1, top, params.logprobs, logprobs=Logprobs())
         return
-    given = ids[fed:]
+    given = tuple(ids[fed:])
     sequence.max_new = len(given) + new
     sequence.max_tokens_per_sweep = min(FORCED_CHUNK, len(given))
     behind = max(top, params.logprobs or 0)
-    sequence.scoring = Scoring(ids[:fed], given, fed - 1, top, behind, size)
+    sequence.scoring = Scoring(ids[:fed], given, fed - 1, top, behind, size, Logprobs())
 
 
 def forced_sequences(
@@ -157,7 +160,7 @@ def forced_sequences(
                 f"not fit {spec.name}'s "
                 f"{spec.max_positions} positions; shorten one of them"
             )
-        sequence.forced = more.prompt_ids
+        sequence.forced = tuple(more.prompt_ids)
         sequence.max_tokens_per_sweep = max_tokens_per_sweep
     return read
 

@@ -7,6 +7,8 @@ prompts make it, a run fills it, and `LLM.generate` returns it.
 from __future__ import annotations
 
 import math
+import sys
+from array import array
 from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -16,14 +18,22 @@ from flexgen_h2o.core.settings import SamplingParams
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.conversation import Conversation
+    from flexgen_h2o.engine.decoding import StopCriteria
     from flexgen_h2o.engine.penalties import Penalties
-    from flexgen_h2o.engine.sampling import TokenLogprobs
+    from flexgen_h2o.engine.sampling import Logprobs, TokenLogprobs
 
 # Codes of sequences that have no answer through no fault of theirs: their logits are not finite, or
 # there was an exception that no check foresaw.
 CODE_NOT_FINITE = "not_finite"
 CODE_INTERNAL = "internal_error"
 DEFAULTS = SamplingParams()
+# Bytes of a sequence besides its tokens and texts: the objects of a request and its parameters.
+SEQUENCE_BYTES = 2048
+# Bytes of one of `stop_token_ids`: an object, in a tuple and in a set.
+_STOP_BYTES = 100
+# Bytes of an entry of `Logprobs`, and of each of its likeliest tokens.
+_ENTRY_BYTES = 12
+_TOP_BYTES = 8
 
 
 @dataclass(eq=False)
@@ -34,7 +44,7 @@ class Scoring:
     """
 
     # Prompt tokens that are prefilled. `Sequence.prompt_ids` may be more or fewer.
-    fed_ids: tuple[int, ...]
+    fed_ids: abc.Sequence[int]
     # The first tokens that the sequence takes, whatever the logits.
     given: tuple[int, ...] = ()
     # How many last tokens of `fed_ids` get log-probabilities in `logprobs`.
@@ -46,7 +56,7 @@ class Scoring:
     # (prompt tokens, new tokens) from which the KV budget is computed. None: the sequence's own.
     budget_of: tuple[int, int] | None = None
     # One entry for each scored token. `score_prompts` appends them.
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Logprobs | list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -58,8 +68,8 @@ class Sequence:
 
     # Its place in the input.
     index: int
-    # Token ids of the prompt.
-    prompt_ids: tuple[int, ...]
+    # Token ids of the prompt; of a job's request an array, in 4 bytes per token.
+    prompt_ids: abc.Sequence[int]
     # The text of the prompt; None if it was given as token ids.
     prompt: str | None = None
     # What is asked of it.
@@ -84,19 +94,21 @@ class Sequence:
     penalties: Penalties | None = None
     # None for nearly all sequences.
     scoring: Scoring | None = None
+    # What ends it; `Decoding` sets it.
+    criteria: StopCriteria | None = None
 
     # The run sets the next ones.
 
-    # The generated tokens. While the sequence runs, given tokens come first.
-    token_ids: list[int] = field(default_factory=list)
+    # The generated tokens: an array while the sequence runs, with given tokens first.
+    token_ids: abc.MutableSequence[int] = field(default_factory=list)
     # The generated text once the sequence is done; None without a tokenizer.
     text: str | None = None
     # None while the sequence runs; then "stop", "length" or "error".
     finish_reason: str | None = None
     # One entry for each of `token_ids`; None if they are not asked for.
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: Logprobs | list[TokenLogprobs] | None = None
     # One entry for each token of the prompt, None for the first, if asked for.
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: abc.Sequence[TokenLogprobs | None] | None = None
     # Why there is no answer, in runs that continue without it (`Callbacks.isolates_errors`).
     error: str | None = None
     # CODE_NOT_FINITE or CODE_INTERNAL; "" without an error.
@@ -110,18 +122,49 @@ class Sequence:
 
     def clear(self) -> None:
         """Forget what was generated."""
-        self.token_ids = []
+        self.token_ids = array("i")
         self.text = None
         self.finish_reason = None
         self.logprobs = None
         self.prompt_logprobs = None
         self.error = None
         self.error_code = ""
+        self.criteria = None
+
+    def release(self) -> None:
+        """Forget prompt and answer, when the answer is written. `finish_reason` stays."""
+        reason = self.finish_reason
+        self.clear()
+        self.finish_reason = reason
+        self.prompt_ids = ()
+        self.prompt = None
+        self.params = DEFAULTS
+        self.scoring = None
+        self.penalties = None
+
+    @property
+    def most_bytes(self) -> int:
+        """The bytes of RAM that the sequence may need until its answer is written.
+
+        `max_new` must be set.
+        """
+        params = self.params
+        texts = sum(map(sys.getsizeof, (self.prompt, *params.stop)))
+        stops = _STOP_BYTES * len(params.stop_token_ids)
+        new = max(self.max_new, len(self.given))
+        numbers = 4 if self.penalties is None else 12
+        found = numbers * (len(self.prompt_ids) + new) + texts + stops + SEQUENCE_BYTES
+        if self.top_logprobs is not None:
+            found += new * (_ENTRY_BYTES + _TOP_BYTES * self.top_logprobs)
+        if params.prompt_logprobs is not None:
+            scored = len(self.prompt_ids)
+            found += scored * (_ENTRY_BYTES + _TOP_BYTES * params.prompt_logprobs)
+        return found
 
     # While it runs
 
     @property
-    def fed_ids(self) -> tuple[int, ...]:
+    def fed_ids(self) -> abc.Sequence[int]:
         """The prompt tokens that are prefilled."""
         return self.prompt_ids if self.scoring is None else self.scoring.fed_ids
 
@@ -157,14 +200,14 @@ class Sequence:
         return own or (len(self.fed_ids), self.max_new)
 
     @property
-    def generated_ids(self) -> list[int]:
+    def generated_ids(self) -> abc.Sequence[int]:
         """The generated tokens, without those that were given."""
         return self.token_ids[len(self.given) :]
 
     @property
-    def before(self) -> tuple[int, ...]:
+    def before(self) -> abc.Sequence[int]:
         """The tokens in front of the generated ones: the prompt and the given tokens."""
-        return self.fed_ids + self.given
+        return (*self.fed_ids, *self.given) if self.given else self.fed_ids
 
     @property
     def answered(self) -> int:
@@ -190,8 +233,8 @@ class Sequence:
         found = self._logprobs_of("is_greedy", 1)
         return all(one.top[0][0] == token for token, one in zip(self.token_ids, found, strict=True))
 
-    def _logprobs_of(self, name: str, least: int) -> list[TokenLogprobs]:
-        found = self.logprobs or []
+    def _logprobs_of(self, name: str, least: int) -> abc.Sequence[TokenLogprobs]:
+        found: abc.Sequence[TokenLogprobs] = self.logprobs or []
         if len(found) < len(self.token_ids) or not all(len(one.top) >= least for one in found):
             raise UsageError(
                 f"{name}: the result has none; ask for SamplingParams(logprobs={least}) or more"

@@ -26,6 +26,39 @@ if TYPE_CHECKING:
     from flexgen_h2o.kvcache.eviction import Eviction
 
 
+# A job's rows that run and wait may take one of so many bytes of the RAM budget.
+ROWS_SHARE = 16
+# Least rows that a job reads ahead, and blocks of rows.
+MIN_WINDOW_ROWS = 1024
+MIN_WINDOW_BLOCKS = 4
+
+
+def window_rows(block_size: int, asked: int | None) -> int:
+    """Return the rows that a job reads ahead, in whole blocks.
+
+    asked: the value of --window.
+    """
+    rows = max(MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS * block_size) if asked is None else asked
+    return -(-rows // block_size) * block_size
+
+
+@dataclass(frozen=True)
+class JobWindow:
+    """The RAM for a job's rows, those that run and those that wait. `Planner` makes it."""
+
+    # The most rows that run or wait.
+    most_rows: int
+    # Mean bytes of a row: tokens of its prompt, and what it may need for its answer.
+    row_bytes: int
+    # The value of --window.
+    asked: int | None = None
+
+    def nbytes(self, block_size: int) -> int:
+        """Return the bytes of rows if `block_size` of them run."""
+        rows = block_size + window_rows(block_size, self.asked)
+        return self.row_bytes * min(self.most_rows, rows)
+
+
 # Fields of a Workload of which buffers for two workloads need the most and the least.
 GROWING = (
     "rows",
@@ -77,6 +110,8 @@ class Workload:
     sharing: int = 0
     # As in BlockShape.
     scores: bool = False
+    # The rows of a job; None outside of jobs, whose callers hold all prompts themselves.
+    window: JobWindow | None = None
 
     @property
     def record(self) -> tuple[str, ...]:
@@ -87,6 +122,10 @@ class Workload:
     def needs_all_logits(self) -> bool:
         """Whether a sequence needs logits of more than one token in a sweep."""
         return self.scores or self.max_tokens_per_sweep > 1
+
+    def held_bytes(self, block_size: int) -> int:
+        """Return the bytes of RAM for rows that run and wait, as in BlockShape."""
+        return 0 if self.window is None else self.window.nbytes(block_size)
 
     @classmethod
     def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> Workload:
@@ -280,7 +319,8 @@ def shape_of(policy: Policy, need: Workload) -> BlockShape:
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
     shape = shape_of_blocks([need.block((rows,))], need)
     sharing = need.sharing if need.common or rows > 1 else 0
-    return replace(shape, micro_batches=batches, sharing=sharing)
+    held_bytes = need.held_bytes(rows * batches)
+    return replace(shape, micro_batches=batches, sharing=sharing, held_bytes=held_bytes)
 
 
 def shape_of_blocks(blocks: abc.Sequence[Block], need: Workload) -> BlockShape:
@@ -291,9 +331,10 @@ def shape_of_blocks(blocks: abc.Sequence[Block], need: Workload) -> BlockShape:
     batches = [batch for block in blocks for batch in block]
     rows = max(batch.rows for batch in batches)
     decoding = rows * need.max_tokens_per_sweep
+    micro_batches = max(map(len, blocks))
     return BlockShape(
         rows=rows,
-        micro_batches=max(map(len, blocks)),
+        micro_batches=micro_batches,
         tokens=max(decoding, *(batch.fed for batch in batches)),
         slots=need.slots,
         record=need.record,
@@ -302,6 +343,7 @@ def shape_of_blocks(blocks: abc.Sequence[Block], need: Workload) -> BlockShape:
         scores=need.scores,
         needs_all_logits=need.needs_all_logits,
         max_attending_tokens=max(TOKEN_CHUNK, decoding, *(batch.longest for batch in batches)),
+        held_bytes=need.held_bytes(rows * micro_batches),
     )
 
 

@@ -171,7 +171,7 @@ def encoded_turn(
         return model.encode_plain(whole)
 
     given = encode if model.tokenizer is not None else None
-    return make_prompt(0, turns[-1].content, given, model.spec.vocab_size).prompt_ids
+    return tuple(make_prompt(0, turns[-1].content, given, model.spec.vocab_size).prompt_ids)
 
 
 class Shown:

@@ -523,7 +523,7 @@ def _lines(
             ids = tuple(model.encode_prefix(text, length))
         else:
             try:
-                ids = reader.read(line).prompt_ids
+                ids = tuple(reader.read(line).prompt_ids)
             except RowError as error:
                 raise UsageError(f"--prompts {args.prompts}:{line.number}: {error}") from error
         article = value.get("article")

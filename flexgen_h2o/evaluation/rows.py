@@ -284,7 +284,9 @@ def rows_of_file(
             f"{max(map(len, found))}; lower them{or_else}"
         )
     end = prompt_len if greedy else both
-    return [TextRow(ids[:prompt_len], ids[prompt_len:end]) for ids in long_enough[:most]]
+    return [
+        TextRow(tuple(ids[:prompt_len]), tuple(ids[prompt_len:end])) for ids in long_enough[:most]
+    ]
 
 
 def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[int, ...]]:

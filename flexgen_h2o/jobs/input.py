@@ -36,6 +36,7 @@ _PIECE_BYTES = 2**20  # bytes read at a time if only the digest is wanted
 # reads ahead of a job.
 STEP_LINES = 256
 STEP_BYTES = 2**16
+PART_BYTES = 2**26  # bytes of lines that an actor gets at a time
 _LINES_A_ROW = 2  # lines per row in an input with limited rows: a blank line may follow each row
 
 Digests = npt.NDArray[np.bytes_]
@@ -216,14 +217,19 @@ def read_lines(path: Path, flag: str = "--input") -> Iterator[Line]:
             yield line
 
 
-def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[InputPart]:
-    """Yield parts of the input, in one pass. Each but the last has `size` rows to be done."""
+def cut_input(
+    path: Path, done: npt.NDArray[np.bool_], size: int, most_bytes: int = PART_BYTES
+) -> Iterator[InputPart]:
+    """Yield parts of the input, in one pass.
+
+    Each but the last has `size` rows to be done, or lines of about `most_bytes`.
+    """
     start = None
     count = 0
     for line in islice(_lines(path), len(done)):
         if done[line.row]:
             continue
-        if start is not None and count == size:
+        if start is not None and (count == size or line.offset - start.offset >= most_bytes):
             yield InputPart(~done[start.row : line.row], start.offset, start.number, start.row)
             start = None
         if start is None:

@@ -43,6 +43,7 @@ from flexgen_h2o.jobs.runner import (
     JobWriter,
     OutputState,
     rows_before,
+    sample_of,
 )
 from flexgen_h2o.jobs.sidecar import (
     DONE,
@@ -130,7 +131,7 @@ def _plan(opening: EngineArguments, defaults: SamplingParams) -> int:
         checker = RowChecker(reader_of(args, llm, defaults), encodes=True)
         lines = read_part(args.input, InputPart(left))
         readable = (one for one in map(checker.see, lines) if one is not None)
-        requests = list(readable)
+        requests, count = sample_of(readable, llm)
         failing = checker.text(left)
         _say_columns(checker.reader)
         if not requests:
@@ -139,6 +140,7 @@ def _plan(opening: EngineArguments, defaults: SamplingParams) -> int:
             )
         if failing:
             note("batch", failing)
+        llm.planner.job_rows = count
         llm.prepare(requests)
     return EXIT_DONE
 
@@ -428,9 +430,9 @@ def _show(args: argparse.Namespace, writer: JobWriter, model: str) -> int:
         )
     if status.errors:
         print(f"errors: {causes_text(writer.errors)}")
-    if writer.other_models:
-        number, name = min(writer.other_models.items())
-        named = f"{len(writer.other_models)} requests name another model"
+    if writer.first_other is not None:
+        number, name = writer.first_other
+        named = f"{writer.other_models} requests name another model"
         first = f"{name[:100]} in line {number}"
         say("batch", f"{named} (the first: {first}); {model} answered them")
     return EXIT_ALL_ROWS_FAILED if status.errors == status.rows else EXIT_DONE

@@ -37,10 +37,11 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import expanded
 from flexgen_h2o.core.units import counted, format_bytes, less_margin
+from flexgen_h2o.engine.workload import window_rows
 from flexgen_h2o.flags import budget_of, open_llm, sampling_of
 from flexgen_h2o.jobs.input import InputPart, Line, cut_input, read_part
 from flexgen_h2o.jobs.requests import Request, RequestReader
-from flexgen_h2o.jobs.runner import JobRun, JobWriter, Sink, window_rows
+from flexgen_h2o.jobs.runner import JobRun, JobWriter, Sink
 from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
@@ -173,6 +174,9 @@ class EngineActor:
                 self._llm, reader, lines, args.window, args.refill, self._has_run
             ):
                 yield _packed("found", found)
+                if not isinstance(found, Status):
+                    for one in found:
+                        one.release()
             self._has_run = True
         except Exception as error:
             yield _packed("found", (error, traceback.format_exc()))

@@ -37,6 +37,9 @@ _TAIL_BYTES = 64  # bytes at the end of the output that are compared with what w
 # pieces in which a line is read; a row has at most as many
 _PIECE_BYTES = 2**20
 _MAX_PIECES = 128
+_LONG_ROW_BYTES = 2**20
+# Members of a row that are kept of a long row.
+_OF_ROW = ("custom_id", "response", "error", "code", "message")
 
 
 class OutputFile:
@@ -111,14 +114,14 @@ class OutputFile:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows in the file. When all are read, cut off what a crash left at its end.
 
-        That is a line without its newline, or a hole of NUL bytes. Raise UsageError for any other
-        line that is not a row, as no crash makes one.
+        A long row has its id and its error only. What a crash left is a line without its newline,
+        or a hole of NUL bytes. Raise UsageError for any other line that is not a row.
         """
         good = bad = 0
         is_hole = False
         with self.path.open("rb") as file:
             for number, line in enumerate(_lines(file), start=1):
-                row = whole_row(line)
+                row = whole_row(line, is_short=True)
                 if row is not None and not bad:
                     good += len(line)
                     yield row
@@ -300,9 +303,11 @@ class OutputFile:
         )
 
 
-def rows_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def rows_of(path: Path, is_short: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield the lines of an output that are whole rows, each with its row, even while a job writes
     to it.
+
+    is_short: as in `whole_row`.
 
     One line is in memory at a time. Yield nothing if there is no file. Raise UsageError if it
     cannot be read.
@@ -310,7 +315,7 @@ def rows_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     try:
         with open_regular(path) as file:
             for line in _lines(file):
-                if (row := whole_row(line)) is not None:
+                if (row := whole_row(line, is_short)) is not None:
                     yield line, row
     except FileNotFoundError:
         return
@@ -323,7 +328,7 @@ def count_rows(path: Path) -> tuple[int, int]:
     them.
     """
     rows = errors = 0
-    for _, row in rows_of(path):
+    for _, row in rows_of(path, is_short=True):
         rows = rows + 1
         errors = errors + (row["error"] is not None)
     return rows, errors
@@ -344,12 +349,17 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def whole_row(line: bytes) -> dict[str, Any] | None:
-    """Return the row that a line of an output holds, or None if the line is torn."""
+def whole_row(line: bytes, is_short: bool = False) -> dict[str, Any] | None:
+    """Return the row that a line of an output holds, or None if the line is torn.
+
+    is_short: of a long row, only its id and its error are wanted. Parsed, its log-probabilities
+    would take twenty times the memory of the line.
+    """
     if not line.endswith(b"\n"):
         return None
     try:
-        row = json.loads(line)
+        hook = _without_answer if is_short and len(line) > _LONG_ROW_BYTES else None
+        row = json.loads(line, object_pairs_hook=hook)
     except (ValueError, RecursionError):
         return None
     if (
@@ -359,6 +369,11 @@ def whole_row(line: bytes) -> dict[str, Any] | None:
     ):
         return row
     return None
+
+
+def _without_answer(members: list[tuple[str, Any]]) -> dict[str, Any] | None:
+    """Return the members of a row or of its error; None for objects within its answer."""
+    return {name: value for name, value in members if name in _OF_ROW} or None
 
 
 def to_line(row: dict[str, Any]) -> bytes:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import time
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,6 +46,11 @@ MAX_MESSAGE_CHARACTERS = 500  # an error message may quote the request, which ma
 # records), and levels of nesting.
 MAX_RECORD_BYTES = 2**14
 MAX_RECORD_LEVELS = 100
+# Members of a list or an object of a request. Lists that are longer say nothing: a context of a
+# million tokens has fewer messages.
+MAX_MESSAGES = 16_384
+MAX_PARTS = 16_384
+MAX_TEMPLATE_OPTIONS = 256
 
 Kind = Literal["completion", "chat", "helm"]
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
@@ -251,6 +258,15 @@ class Request(Sequence):
     echo: bool = False  # whether the answer begins with the prompt
     # Who gets the answer of the server, a Ticket or an OpenBatch; `Service` sets it.
     owner: Any = None
+    held_bytes: int = 0  # its `most_bytes` when it was read; `JobRun` sets it
+
+    def release(self) -> None:
+        super().release()
+        self.record = None
+
+    @property
+    def most_bytes(self) -> int:
+        return super().most_bytes + sys.getsizeof(self.record)
 
 
 @dataclass(frozen=True)
@@ -363,26 +379,34 @@ class RequestReader:
             n, stream, usage = _answers_of(fields, most is not None)
             prompts = _prompts_of(fields, given, kind == "chat")
             _check_count(n, prompts, most)
+            params = _sampling_of(fields, kind == "chat", self.defaults)
             found: list[Request] = []
             for i, prompt in enumerate(prompts):
                 name = custom_id if len(prompts) == 1 else f"{custom_id}-{i}"
                 where = f" (prompt {i} of {len(prompts)})" if len(prompts) > 1 else ""
                 with row_errors(where):
-                    request = self._request(kind, fields, prompt, number + i, name)
+                    request = self._request(kind, fields, params, prompt, number + i, name)
                 request.record = record
                 found += [_variant(request, choice) for choice in range(n)]
             return ClientRequest(custom_id, tuple(found), n, stream, usage)
 
     def _request(
-        self, kind: Kind, fields: Mapping[str, Any], given: Any, number: int, custom_id: str
+        self,
+        kind: Kind,
+        fields: Mapping[str, Any],
+        params: SamplingParams,
+        given: Any,
+        number: int,
+        custom_id: str,
     ) -> Request:
         """Return one request.
 
+        params: those of all its prompts; see `_with_seed`.
         given: the prompt or the messages.
         """
         is_chat = kind == "chat"
         echo = _echo(fields, is_chat)
-        params = _sampling_of(fields, is_chat, self.defaults, custom_id)
+        params = _with_seed(params, fields, self.defaults, custom_id)
         options = self._template_options(fields, is_chat)
         if is_chat:
             params = self.model.for_chat(params)
@@ -401,7 +425,7 @@ class RequestReader:
             raise RowError("does_not_fit", str(error)) from error
         return Request(
             number,
-            ids,
+            array("i", ids),
             given if echo and isinstance(given, str) and encode["keep"] is None else None,
             params,
             kind=kind,
@@ -535,6 +559,7 @@ class RequestReader:
         options = given.pop("chat_template_kwargs", {})
         if not isinstance(options, dict):
             raise _invalid(f"chat_template_kwargs: {_quoted(options)} is not an object")
+        _check_size("chat_template_kwargs", options, MAX_TEMPLATE_OPTIONS)
         for name in options:
             if name in self.model.reserved_options:
                 raise RowError(
@@ -772,7 +797,7 @@ def _variant(request: Request, choice: int) -> Request:
         return request
     text = f"{request.params.seed}:{choice}".encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-    return replace(request, params=replace(request.params, seed=seed))
+    return replace(request, params=request.params.changed(seed=seed))
 
 
 def _count(fields: Mapping[str, Any], name: str) -> int:
@@ -788,13 +813,27 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def _with_seed(
+    params: SamplingParams, fields: Mapping[str, Any], defaults: SamplingParams, custom_id: str
+) -> SamplingParams:
+    """Return the parameters of one row.
+
+    A row without a seed gets one made of the default seed and its id, so that its answer depends on
+    no other row.
+    """
+    if fields.get("seed", -1) != -1:
+        return params
+    name = f"{defaults.seed}:{custom_id}".encode("utf-8", "surrogatepass")
+    seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+    return params.changed(seed=seed)
+
+
 def _sampling_of(
-    fields: Mapping[str, Any], is_chat: bool, defaults: SamplingParams, custom_id: str
+    fields: Mapping[str, Any], is_chat: bool, defaults: SamplingParams
 ) -> SamplingParams:
     """Return the sampling that the fields ask for; absent fields come from `defaults`.
 
-    Raise RowError naming a bad field. A row without a seed gets one made of the default seed and
-    its id, so that its answer depends on no other row.
+    Raise RowError naming a bad field.
     """
     given = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
     if given.get("top_k") == -1:  # vLLM: off
@@ -804,9 +843,6 @@ def _sampling_of(
         del given["seed"]
     elif type(seed) is int and -(2**63) <= seed < 0:  # vLLM accepts these seeds too
         given["seed"] = seed + 2**63
-    if "seed" not in given:
-        name = f"{defaults.seed}:{custom_id}".encode("utf-8", "surrogatepass")
-        given["seed"] = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
     lengths = [fields[name] for name in LENGTH_FIELDS if name in fields]
     if len(set(map(repr, lengths))) > 1:
         raise _invalid("max_tokens and max_completion_tokens differ; give one of them")
@@ -853,6 +889,11 @@ def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
 def _same(value: Any, allowed: Any) -> bool:
     """Return whether the values are equal. True and 1 are not: a count of true is a mistake."""
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
+
+
+def _check_size(name: str, value: Sized, most: int) -> None:
+    if len(value) > most:
+        raise _invalid(f"{name}: has {len(value)} entries, at most {most}; give fewer")
 
 
 def _quoted(value: Any) -> str:
@@ -906,6 +947,7 @@ def _checked_messages(messages: Any, min_content_parts: int | None) -> list[dict
     """
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages: a list of at least one message is expected")
+    _check_size("messages", messages, MAX_MESSAGES)
     return [
         _checked_message(f"messages[{i}]", message, min_content_parts)
         for i, message in enumerate(messages)
@@ -948,6 +990,7 @@ def _content(where: str, content: Any, min_content_parts: int | None) -> str | l
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise _invalid(f"{where}.content: a string is expected")
+    _check_size(f"{where}.content", parts, MAX_PARTS)
     texts = [_check_text(f"{where}.content", _text_of_part(where, part)) for part in parts]
     if min_content_parts is not None and len(texts) >= max(2, min_content_parts):
         return [{"type": "text", "text": text} for text in texts]

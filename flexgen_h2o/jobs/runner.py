@@ -23,6 +23,7 @@ from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress
 from flexgen_h2o.engine.sequence import CODE_INTERNAL, Sequence
+from flexgen_h2o.engine.workload import window_rows
 from flexgen_h2o.jobs.causes import MAX_CAUSES, cause_of
 from flexgen_h2o.jobs.input import STEP_LINES, Check, Digests, Line, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile
@@ -34,8 +35,6 @@ from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model
 
-MIN_WINDOW_ROWS = 1024
-MIN_WINDOW_BLOCKS = 4
 # The model's name in requests of h2o_hf and of `evaluate lm-eval generate`, which name none.
 NO_MODEL = "x"
 # Internal errors of a job that are printed on stderr: a job may have a million rows.
@@ -47,6 +46,7 @@ FIRST_LINE_S = 60.0
 MAX_LINE_S = 900.0
 # tqdm's own time left counts rows, and so error rows, which take no time; the postfix has ours.
 BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+WRITE_BYTES = 2**20  # bytes of lines that are written together
 
 Need = tuple[int, ...]  # what the memory of a row grows with (`_need`)
 
@@ -142,10 +142,12 @@ class JobWriter(Sink):
         self.status = before.status
         self.done_before = self.status.done
         self.has_answers = self.done_before > self.status.errors
-        # Requests that name another model than the one that runs, by the number of their line.
-        self.other_models: dict[int, str] = {}
         self._open_row = before.open_row
         self._held: Request | None = None  # the finished request of `_open_row`
+        # Number of requests that name another model than the one that runs, and the first of them:
+        # the number of its line, and the model's name.
+        self.other_models = 0
+        self.first_other: tuple[int, str] | None = None
         self._outputs = outputs
         self._model = model
         self._peak_bytes = peak_bytes
@@ -176,7 +178,7 @@ class JobWriter(Sink):
         self._write_status()
 
     def write(self, done: abc.Sequence[Request]) -> None:
-        """Append rows and update the counts.
+        """Append rows, update the counts, and release the rows.
 
         Raise UsageError if there are more than max_errors error rows, and FlexgenError as
         `OutputFile.append` does.
@@ -185,22 +187,19 @@ class JobWriter(Sink):
             held = [one for one in done if one.row == self._open_row]
             done = [one for one in done if one.row != self._open_row]
             self._held = held[0] if held else self._held
-        lines = [output_line(one, self._model) for one in done]
-        for output in self._outputs:
-            output.append(
-                [
-                    line
-                    for line, one in zip(lines, done, strict=True)
-                    if output is self._outputs[0 if one.error is None else -1]
-                ]
-            )
+        lines: list[list[bytes]] = [[] for _ in self._outputs]
+        nbytes = 0
         for one in done:
-            if one.asked_model not in (None, NO_MODEL, self._model.name):
-                self.other_models[one.index] = str(one.asked_model)
-            if one.error is not None:
-                self._count_error(one)
-            if one.error_code == CODE_INTERNAL:
-                self._say_internal(error_message(one))
+            line = output_line(one, self._model)
+            lines[0 if one.error is None else -1].append(line)
+            nbytes += len(line)
+            if nbytes >= WRITE_BYTES:
+                self._append(lines)
+                nbytes = 0
+        self._append(lines)
+        for one in done:
+            self._count(one)
+            one.release()
         self.status.done += len(done)
         self.status.errors = self.errors.total()
         with interrupts.held():  # an exception would leave the lock of the bar held
@@ -229,6 +228,22 @@ class JobWriter(Sink):
             return False
         self.write([held])
         return True
+
+    def _append(self, lines: list[list[bytes]]) -> None:
+        """Write and forget the lines of each output."""
+        for output, of_output in zip(self._outputs, lines, strict=True):
+            output.append(of_output)
+            of_output.clear()
+
+    def _count(self, one: Request) -> None:
+        if one.asked_model not in (None, NO_MODEL, self._model.name):
+            self.other_models += 1
+            named = (one.index, str(one.asked_model))
+            self.first_other = min(self.first_other or named, named)
+        if one.error is not None:
+            self._count_error(one)
+        if one.error_code == CODE_INTERNAL:
+            self._say_internal(error_message(one))
 
     def _say_internal(self, line: str) -> None:
         self._said += 1
@@ -368,8 +383,10 @@ def read_requests(
 class JobRun:
     """Runs lines through an engine, in windows.
 
-    window: rows that are read ahead. None: at least MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS
-    rows.
+    Rows that run and wait hold at most `LLM.rows_budget` bytes, and one row more. A row that needs
+    more than that waits until no other runs.
+
+    window: rows that are read ahead, as in `window_rows`.
     refill: rows of the next window enter the running block, which is full from its start.
     has_run: the engine has run rows of another job.
     on_open: called once, with the first window, when the engine is open for it.
@@ -393,6 +410,9 @@ class JobRun:
         self._requests = filter(None, read_requests(reader, lines, sink))
         self._ahead: list[Request] = []  # requests that were read and have not run
         self._window_rows = window_rows(1, window)
+        self._held = 0  # bytes of rows that were read and are not written
+        self._most_held = 0
+        self._eviction = llm.eviction
         self._has_run = has_run
         self._on_open = on_open
 
@@ -402,16 +422,26 @@ class JobRun:
         Errors of the engine and of the sink are not caught.
         """
         self._llm.planner.job_rows = rows
+        self._llm.planner.job_window = self._asked_window
+        self._most_held = self._llm.rows_budget
         while requests := self._take(self._window_rows):
             self._run_window(requests, self._next_window if self._refill else None)
 
     def _fill(self, rows: int) -> list[Request]:
-        """Read until `rows` requests are ahead or the lines end, and return the first `rows` of
-        them.
+        """Read until `rows` requests are ahead, the RAM for rows is full, or the lines end. Return
+        the first `rows` of those ahead.
         """
-        while len(self._ahead) < rows and (request := next(self._requests, None)) is not None:
+        while len(self._ahead) < rows and self._held < self._most_held:
+            request = next(self._requests, None)
+            if request is None:
+                break
+            self._held += held_bytes(request, self._eviction, self._llm.model.spec)
             self._ahead.append(request)
         return self._ahead[:rows]
+
+    def _write(self, done: abc.Sequence[Request]) -> None:
+        self._held -= sum(request.held_bytes for request in done)
+        self._sink.write(done)
 
     def _take(self, rows: int) -> list[Request]:
         taken = self._fill(rows)
@@ -441,7 +471,7 @@ class JobRun:
                 raise
             for request, why in others:
                 request.fail("does_not_fit", why)
-            self._sink.write([request for request, _ in others])
+            self._write([request for request, _ in others])
             parts = (
                 [fitting]
                 if others
@@ -454,10 +484,11 @@ class JobRun:
             self._on_open(requests)
             self._on_open = None
         self._window_rows = window_rows(block_size, self._asked_window)
+        self._most_held = self._llm.rows_budget
         self._has_run = True
         report = self._llm.run(
             requests,
-            self._sink.write,
+            self._write,
             Callbacks(listener=self._sink, isolates_errors=True),
             refill=self._refill,
             more=more,
@@ -501,7 +532,7 @@ class JobRun:
         left. A row that needs no more than one that fits also fits. A row that needs no less than
         one that does not fit does not fit either.
         """
-        eviction = self._llm.eviction
+        eviction = self._eviction
         spec = self._llm.model.spec
         ordered = sorted(requests, key=lambda r: len(r.prompt_ids) + r.params.max_tokens)
         needs = [_need(request, eviction, spec) for request in ordered]
@@ -530,13 +561,42 @@ class JobRun:
         return None
 
 
-def window_rows(block_size: int, asked: int | None) -> int:
-    """Return the rows of a window, in whole blocks.
+def held_bytes(request: Request, eviction: Eviction, spec: ModelSpec) -> int:
+    """Return and record the bytes of RAM of a request until its answer is written."""
+    length = len(request.prompt_ids)
+    request.max_new = most_new_tokens(eviction, spec, length, max(1, request.params.max_tokens))
+    request.held_bytes = request.most_bytes
+    return request.held_bytes
 
-    asked: the value of --window.
+
+def sample_of(requests: Iterable[Request], llm: LLM) -> tuple[list[Request], int]:
+    """Return the requests that a plan is made for, and the number of all.
+
+    They are all, or every second, fourth, ... one, so that they hold at most `LLM.rows_budget`
+    bytes. The largest is always among them.
     """
-    rows = max(MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS * block_size) if asked is None else asked
-    return -(-rows // block_size) * block_size
+    eviction = llm.eviction
+    spec = llm.model.spec
+    most_held = llm.rows_budget
+    sample: list[Request] = []
+    largest: Request | None = None
+    step = 1
+    held = count = 0
+    for request in requests:
+        nbytes = held_bytes(request, eviction, spec)
+        if largest is None or sum(request.size) > sum(largest.size):
+            largest = request
+        if count % step == 0:
+            sample.append(request)
+            held += nbytes
+        count += 1
+        while held > most_held and len(sample) > 1:
+            sample = sample[::2]
+            held = sum(one.held_bytes for one in sample)
+            step *= 2
+    if largest is not None and largest not in sample:
+        sample.append(largest)
+    return sample, count
 
 
 def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:

@@ -171,7 +171,7 @@ class Model:
             *params.stop_token_ids,
             *(token for token in self.turn_ends if token not in self.spec.eos_token_ids),
         )
-        return replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
+        return params.changed(stop_token_ids=tuple(dict.fromkeys(ends)))
 
     def encode(
         self, text: str, add_special_tokens: bool = True, keep: int | None = None

@@ -22,8 +22,10 @@ from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.scheduler import make_blocks
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import (
+    ROWS_SHARE,
     AutoPolicy,
     Block,
+    JobWindow,
     MicroBatchShape,
     Workload,
     base_of,
@@ -55,6 +57,7 @@ class Planner:
     hardware: a profile, its file or its shipped name; None for this machine's own profile.
     share_prefix: a key of prefixes.SHARINGS.
     job_rows: the number of sequences of the job that all runs are parts of; 0 if there is no job.
+    job_window: the job's --window.
     planned: the newest plan that an engine was opened for.
     """
 
@@ -78,6 +81,7 @@ class Planner:
         self._is_given = hardware is not None
         self.share_prefix = "auto"
         self.job_rows = 0
+        self.job_window: int | None = None
         self.planned: Plan | None = None
 
     # The machine
@@ -164,7 +168,7 @@ class Planner:
 
         Otherwise the result is empty.
         """
-        return rows[0].fed_ids[: self._need(rows, policy).common]
+        return tuple(rows[0].fed_ids[: self._need(rows, policy).common])
 
     def blocks(self, rows: abc.Sequence[Sequence], policy: Policy) -> list[list[list[Sequence]]]:
         """Return blocks of micro-batches of sequences.
@@ -188,11 +192,24 @@ class Planner:
         need = self._need(rows, base_of(asked))
         before = self.planned
         if self.job_rows:
-            need = replace(need, rows=max(need.rows, self.job_rows))
+            need = self._of_job(need, rows, budgets.get("host"))
             if before is not None:
                 with contextlib.suppress(DoesNotFitError):
                     return self._plan(rows, asked, need, before, budgets)
         return self._plan(rows, asked, need, None, budgets)
+
+    def _of_job(self, need: Workload, rows: abc.Sequence[Sequence], host: int | None) -> Workload:
+        """Return the workload of the job that these sequences are a part of.
+
+        Its blocks have no more sequences than may be in RAM at a time.
+
+        host: the RAM budget.
+        """
+        held = sum(row.most_bytes for row in rows)
+        row_bytes = -(-held // len(rows))
+        fitting = self.job_rows if host is None else host // ROWS_SHARE // row_bytes
+        most = max(len(rows), min(self.job_rows, fitting))
+        return replace(need, rows=most, window=JobWindow(most, row_bytes, self.job_window))
 
     def serves(
         self,
@@ -208,6 +225,8 @@ class Planner:
         """
         enough = plan.serves(self._shape(rows, policy, self._need(rows, policy)))
         for_fewer = self.planned is None or len(rows) > self.planned.need.rows
+        if self.job_rows and sum(row.most_bytes for row in rows) > plan.shape.held_bytes:
+            return False
         return enough and (asked == policy or not for_fewer)
 
     def has_room(self, plan: MemoryPlan, rows: abc.Sequence[Sequence], common: TokenIds) -> bool:
@@ -219,7 +238,7 @@ class Planner:
         count = len(common)
         if not has_own_scores(rows, count):
             return False
-        if any(len(r.fed_ids) <= count or r.fed_ids[:count] != common for r in rows):
+        if any(len(r.fed_ids) <= count or (*r.fed_ids[:count],) != common for r in rows):
             return False
         need = self._need_of(rows, None).in_one_copy(count)
         longest = max(len(row.fed_ids) for row in rows)
@@ -272,15 +291,24 @@ class Planner:
         blocks = self._shapes(rows, policy, need.common)
         prediction = self.predict_blocks(policy, need, planned.memory, blocks, MAX_SIMULATED)
         new_tokens = sum(row.max_new for row in rows)
+        # How many sequences of the job each of these stands for.
+        times = max(1.0, self.job_rows / len(rows))
         # If all sequences had the most new tokens, decoding would take all predicted sweeps.
-        share = new_tokens / (len(rows) * need.gen_len)
-        decode = {name: share * seconds for name, seconds in prediction.busy["decode"].items()}
+        share = {
+            "prefill": times,
+            "decode": times * new_tokens / (len(rows) * need.gen_len),
+        }
         prediction = replace(
             prediction,
-            new_tokens=new_tokens,
-            decode_s=share * prediction.decode_s,
-            busy={**prediction.busy, "decode": decode},
+            new_tokens=round(times * new_tokens),
+            prefill_s=share["prefill"] * prediction.prefill_s,
+            decode_s=share["decode"] * prediction.decode_s,
+            busy={
+                phase: {name: share[phase] * seconds for name, seconds in busy.items()}
+                for phase, busy in prediction.busy.items()
+            },
         )
+        need = replace(need, rows=max(need.rows, self.job_rows))
         space = SearchSpace(self.part.spec, need, policy, self._machine, budgets)
         sizes = {(len(row.fed_ids), row.max_new) for row in rows}
         return SearchResult(

@@ -16,6 +16,8 @@ from openai.types.chat.completion_create_params import (
 )
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming
 
+from flexgen_h2o.core import settings
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import json_line
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import write_outputs
@@ -359,9 +361,59 @@ def test_several_answers_of_the_server(model: Model) -> None:
         RequestReader(model, SamplingParams()), "/v1/completions", body, ROWS, POSITIONS
     )
     assert asked.n == 2
-    assert [bytes(one.prompt_ids) for one in asked.requests] == [b"a", b"a", b"b", b"b"]
+    assert [bytes(list(one.prompt_ids)) for one in asked.requests] == [b"a", b"a", b"b", b"b"]
     seeds = [one.params.seed for one in asked.requests]
     assert seeds[0] == 5 and seeds[1] != 5
+
+
+def test_lists_of_a_request_are_checked_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    check = settings._check_token_ids
+    monkeypatch.setattr(
+        settings, "_check_token_ids", lambda name, ids: checked.append(name) or check(name, ids)
+    )
+    body = {"prompt": ["a", "b"], "n": 3, "stop_token_ids": [*range(300, 4000)]}
+    asked = read_asked(
+        RequestReader(model, SamplingParams()), "/v1/completions", body, ROWS, POSITIONS
+    )
+    assert len(checked) <= 2 and len({one.params.seed for one in asked.requests}) == 6
+    assert len({id(one.params.stop_token_ids) for one in asked.requests}) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "says"),
+    [
+        ("completions", {"stop_token_ids": [5] * 5000}, "stop_token_ids: has 5000 token ids, at"),
+        ("completions", {"stop": ["a"] * 5000}, "stop: has 5000 strings, at most 4096"),
+        ("completions", {"stop": ["a" * 5000]}, "stop: the strings have more than 4096"),
+        ("chat", {"messages": [{"role": "user", "content": "a"}] * 17_000}, "messages: has 17000"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": ["a"] * 17_000}]},
+            r"messages\[0\].content: has 17000 entries, at most 16384",
+        ),
+        (
+            "chat",
+            {"chat_template_kwargs": {f"k{i}": 1 for i in range(300)}},
+            "chat_template_kwargs: has 300 entries, at most 256",
+        ),
+    ],
+)
+def test_lists_of_a_request_have_limits(
+    url: str, body: dict[str, Any], says: str, model: Model
+) -> None:
+    """In a job, in a request to the server, and in Python where there is such a parameter."""
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+    whole = {**(prompt if url == "chat" else {"prompt": "a"}), **body}
+    path = "/v1/chat/completions" if url == "chat" else "/v1/completions"
+    reader = RequestReader(model, SamplingParams())
+    with pytest.raises(RequestRefused, match=says):
+        read_asked(reader, path, whole, ROWS, POSITIONS)
+    with pytest.raises(RowError, match=says):
+        reader.request({"custom_id": "a", "url": path, "body": whole}, 1, "a")
+    if url == "completions":
+        with pytest.raises(UsageError, match=says):
+            SamplingParams(**body)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +475,7 @@ def with_template(bytes_model: Path, folder: Path, template: str) -> Model:
 
 def prompt_of(model: Model, messages: Any, **body: Any) -> str:
     ids = read(model, chat_line("a", "", messages=messages, **body)).prompt_ids
-    return bytes(ids).decode()
+    return bytes(list(ids)).decode()
 
 
 # Options of a chat, and the prompt that the template makes.

@@ -13,7 +13,7 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.sequence import Scoring, Sequence
-from flexgen_h2o.engine.workload import Workload, shape_of
+from flexgen_h2o.engine.workload import AutoPolicy, Workload, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace
@@ -41,6 +41,30 @@ def planner(
 
 def tiny(tmp_path: Path, policy: Policy | str, **more: object) -> LLM:
     return LLM("opt-tiny", policy, dtype="float32", offload_dir=tmp_path, **more)  # type: ignore[arg-type]
+
+
+# ---- what a job holds of its rows
+
+
+def test_a_block_has_no_more_rows_than_may_be_in_memory(tmp_path: Path) -> None:
+    """Rows with long lists of stops: few fit a sixteenth of the RAM, and these are planned."""
+    asked = SamplingParams(max_tokens=4, stop_token_ids=tuple(range(1000, 5000)))
+    rows = [Sequence(i, (5,) * 8, params=asked, max_new=4) for i in range(20)]
+    budgets: dict[str, int | None] = {"device": 0, "host": GIB, "disk": 100 * GIB}
+    fitting = GIB // 16 // rows[0].most_bytes
+    job = planner(tmp_path, nominal_profile(True))
+    alone = job.plan(rows, AutoPolicy(), budgets)
+    assert not alone.memory.size("prompts"), "callers hold prompts themselves"
+    job.job_rows = 100_000
+    found = job.plan(rows, AutoPolicy(), budgets)
+    assert 32 < found.policy.block_size <= fitting
+    held = found.memory.size("prompts")
+    assert found.policy.block_size * rows[0].most_bytes <= held <= GIB // 16
+    assert found.memory.bytes_on("host") <= GIB
+    job.planned = found
+    assert job.serves(found.memory, found.policy, AutoPolicy(), rows)
+    others = [replace(one, prompt="x" * held) for one in rows[:1]]
+    assert not job.serves(found.memory, found.policy, AutoPolicy(), others)
 
 
 # ---- what a policy is chosen for

@@ -11,6 +11,7 @@ import torch
 
 from flexgen_h2o.engine.sampling import (
     NOT_FINITE,
+    Logprobs,
     SamplingParams,
     choose_tokens,
     kept_probabilities,
@@ -128,6 +129,14 @@ def test_batching_and_order_do_not_change_a_token(
     assert len(set(together)) > 15
     assert [sample([row])[0] for row in rows] == together
     assert sample(rows[::-1]) == together[::-1]
+
+
+def test_a_compact_list_of_logprobs_returns_what_it_got() -> None:
+    found = token_logprobs(torch.randn(4, 9), [1, 2, 3, 8], [3, 0, 2, 1])
+    kept = Logprobs([None, *found])
+    kept.append(found[0])
+    assert kept == [None, *found, found[0]] and kept[1:3] == found[:2] and kept[-1] == found[0]
+    assert len(kept) == 6 and [*Logprobs()] == []
 
 
 def test_logprobs_of_chosen_and_likeliest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ class StubLLM:
     spared: int = 0
     eviction: Eviction = field(default_factory=Full)
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    rows_budget: int = 10**9
     runs: list[list[int]] = field(default_factory=list)
     began: list[int] = field(default_factory=list)
     asks: int = 0

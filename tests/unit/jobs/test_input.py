@@ -131,6 +131,9 @@ def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path) -> None
         assert [int(cut.left.sum()) for cut in cuts[:-1]] == [size] * (len(cuts) - 1)
         found = [one for cut in cuts for one in read_part(source, cut)]
         assert found == [line for line in lines if not done[line.row]]
+    cuts = list(cut_input(source, np.zeros(len(lines), bool), 100, most_bytes=24))
+    assert len(cuts) > 4 and max(int(cut.left.sum()) for cut in cuts) <= 4
+    assert [one for cut in cuts for one in read_part(source, cut)] == lines
 
 
 def test_lines_that_came_later_are_in_no_part_and_a_long_one_is_one_row(

@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import os
 import signal
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,26 @@ def test_a_whole_line_that_is_no_row_is_no_crash(path: Path) -> None:
         ):
             list(file.rows())
         assert path.read_bytes() == rows + tail
+
+
+def test_long_rows_are_not_kept_as_objects(path: Path) -> None:
+    entry = {"token": "a", "logprob": -1.5, "bytes": [97]}
+    body = {"choices": [{"logprobs": {"content": [entry] * 60_000}}]}
+    rows = [
+        {"id": "x", "custom_id": "a", "response": {"body": body}, "error": None},
+        {"custom_id": "b", "response": None, "error": {"code": "c", "message": "m" * 2**20}},
+    ]
+    path.write_bytes(b"".join(to_line(row) + b"\n" for row in rows))
+    size = path.stat().st_size
+    with contextlib.closing(OutputFile(path)) as output:
+        tracemalloc.start()
+        try:
+            found = [(row["custom_id"], row["error"]) for row in output.rows()]
+            assert tracemalloc.get_traced_memory()[1] < 4 * size
+        finally:
+            tracemalloc.stop()
+    assert found == [("a", None), ("b", rows[1]["error"])]
+    assert count_rows(path) == (2, 1)
 
 
 @pytest.mark.parametrize(("tail", "end"), [(b"\0", b"\n"), (b"x", b"")])

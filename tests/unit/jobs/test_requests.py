@@ -195,7 +195,7 @@ def test_bad_lines_are_named(words: Model) -> None:
 def test_what_needs_a_tokenizer_says_so(ids_only: Model) -> None:
     assert "needs a tokenizer" in refused(ids_only, {"prompt": "a"})[1]
     assert refused(ids_only, openai(CHATTED, CHAT))[0] == "no_chat_template"
-    assert read(ids_only, {"prompt_token_ids": [5, 6, 7]}).prompt_ids == (5, 6, 7)
+    assert [*read(ids_only, {"prompt_token_ids": [5, 6, 7]}).prompt_ids] == [5, 6, 7]
     assert refused(ids_only, {"prompt": [5], "stop": "x"})[0] == "unsupported"
 
 

@@ -31,6 +31,7 @@ from flexgen_h2o.jobs.runner import (
     OutputState,
     Sink,
     read_requests,
+    sample_of,
     window_rows,
 )
 from flexgen_h2o.jobs.sidecar import Status, read_status
@@ -327,6 +328,56 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, words: Model) -> No
         assert len(read_rows(output)) == rows
     for few, many in zip(*peaks, strict=True):
         assert many - few < 1_500 * 60, peaks
+
+
+def test_rows_in_memory_have_a_bound_in_bytes(
+    source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long prompts, stops and echoes are. A row that is larger than the bound runs too."""
+    length = words.spec.max_positions - 4
+    lines: list[dict[str, Any]] = [
+        {"prompt": [5 + i % 7] * length, "max_tokens": 1} for i in range(300)
+    ]
+    lines += [
+        {"prompt": [5], "max_tokens": 1, "stop_token_ids": [*range(300 + i, 4000 + i)]}
+        for i in range(60)
+    ]
+    write_lines(source, *lines)
+    bound = 100_000
+    largest = 500_000  # a row of 3,700 stops
+    read = RequestReader.read
+    made: list[Request] = []
+    monkeypatch.setattr(
+        RequestReader, "read", lambda reader, line: made.append(read(reader, line)) or made[-1]
+    )
+    held: list[int] = []
+
+    def look(line: int) -> None:
+        held.append(sum(one.held_bytes for one in made if one.prompt_ids))
+
+    for refill in (True, False):
+        made.clear()
+        held.clear()
+        output.unlink(missing_ok=True)
+        run_job(StubLLM(words, rows_budget=bound, before_row=look), source, output, refill=refill)
+        assert len(read_rows(output)) == len(lines) and not failed(output)
+        assert bound / 2 < max(held[:200]) <= bound + 4 * length + 3000
+        assert max(held) <= bound + largest
+
+
+def test_a_plan_is_made_for_a_sample_of_a_large_input(words: Model) -> None:
+    reader = RequestReader(words, SamplingParams())
+
+    def requests(count: int) -> Any:
+        for i in range(count):
+            size = 90 if i == 701 else 5
+            yield reader.request({"prompt": [5] * size, "max_tokens": 1}, i, f"r{i}")
+
+    all_of_them, count = sample_of(requests(40), StubLLM(words))
+    assert len(all_of_them) == count == 40
+    sample, count = sample_of(requests(1000), StubLLM(words, rows_budget=100_000))
+    assert count == 1000 and 20 <= len(sample) <= 60
+    assert 701 in [one.index for one in sample], "the largest"
 
 
 def test_records_that_are_sent_back_are_kept_as_text(
