@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from flexgen_h2o.checkpoint.formats import checkpoint_codec
-from flexgen_h2o.checkpoint.side_files import quantization_beside
+from flexgen_h2o.checkpoint.side_files import quantization_of
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object
 from flexgen_h2o.core.model import ModelSpec
@@ -187,11 +187,9 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
     """
     path = folder / "config.json"
     raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
-    if (
-        raw.get("quantization_config") is None
-        and (beside := quantization_beside(folder)) is not None
-    ):
-        raw["quantization_config"] = beside
+    quantization = quantization_of(folder, raw.get("quantization_config"))
+    if quantization is not None:
+        raw["quantization_config"] = quantization
     known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
     config = _with_defaults(raw, str(path)) if known else raw
     spec = spec_from_config(name, config, str(path))
