@@ -56,6 +56,8 @@ from flexgen_h2o.opening import opening_line
 from flexgen_h2o.parser import as_typed
 
 # Sampling parameters that are never defaults of a job.
+# What sampling fields without a value mean.
+_OFF = {"top_p": 1.0, "top_k": 0}
 OF_REQUESTS = ("prompt_logprobs", "score", "score_mode", "stop_token_ids", "repetition_penalty")
 # Defaults of batch's flags, for commands that run a job but lack some of the flags.
 BATCH_DEFAULTS: dict[str, Any] = {
@@ -211,7 +213,9 @@ def settings_of(
         "policy": _answering(policy) | (dict.fromkeys(PLACEMENT, "auto") if is_auto else {}),
         "eviction": llm.eviction.to_json(),
         "sampling": {
-            name: value for name, value in asdict(defaults).items() if name not in OF_REQUESTS
+            name: _OFF.get(name) if value is None else value
+            for name, value in asdict(model.generation.for_drawing(defaults)).items()
+            if name not in OF_REQUESTS
         }
         | {"stop": list(defaults.stop)},
     }

@@ -138,6 +138,8 @@ class Model:
                 "generation_config.json has settings that transformers applies and this package "
                 f"does not: {names}"
             )
+        if self.generation.drawing_note:
+            found.append(self.generation.drawing_note)
         return found
 
     @property
@@ -400,8 +402,9 @@ def find_model(
         with _quiet():
             spec, config = _read_shape(model, folder, max_model_len)
             generation = read_generation_config(folder, spec.vocab_size)
-            if generation.settings:  # a job that was begun with other settings must not resume
-                config = {**config, "generation_config": generation.settings}
+            counts = {**generation.settings, **generation.drawing}
+            if counts:  # a job that was begun with other settings must not resume
+                config = {**config, "generation_config": counts}
             tokenizer = _load_tokenizer(folder)
             return Model(
                 model, spec, config, folder, asks_random(path), tokenizer, files, note, generation
