@@ -421,8 +421,15 @@ def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budg
 
 
 def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
+    """Return the dtype of the run: that of the flags or of the model, if the machine has it."""
+    from flexgen_h2o.models.load import find_dtype
+
     if args.dtype == "auto":
-        return next(name for name in (*USUAL_DTYPES, *profile.compute) if name in profile.compute)
+        stored = None
+        if args.spec is None:
+            stored = find_dtype(model_of(args), args.path, args.revision, args.offload_dir)
+        known = (stored, *USUAL_DTYPES, *profile.compute)
+        return next(name for name in known if name in profile.compute)
     profile.rates(args.dtype)
     return str(args.dtype)
 

@@ -46,7 +46,7 @@ MAX_QUOTED = 300  # characters of a message of transformers that are quoted
 _BUILT_IN = Path(__file__).with_name("built_in.json")
 GENERATION_CONFIG = "generation_config.json"
 # Fields that may hold the config of the text model (GenerationConfig.from_model_config).
-_TEXT_CONFIGS = ("decoder", "generator", "text_config")
+TEXT_CONFIGS = ("decoder", "generator", "text_config")
 # Fields of classifiers. transformers would make a table of as many entries as the config says.
 _LABELS = ("num_labels", "id2label", "label2id")
 
@@ -189,6 +189,9 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
     """
     path = folder / "config.json"
     raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
+    for key in ("dtype", "torch_dtype"):  # transformers' configs know no "auto"
+        if raw.get(key) == "auto":
+            del raw[key]
     quantization = quantization_of(folder, raw.get("quantization_config"))
     if quantization is not None:
         raw["quantization_config"] = quantization
@@ -211,7 +214,7 @@ def _generation_ends(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]
     """
     path = folder / GENERATION_CONFIG
     if not path.exists():
-        inner = next((config[key] for key in _TEXT_CONFIGS if config.get(key)), None)
+        inner = next((config[key] for key in TEXT_CONFIGS if config.get(key)), None)
         found = config.get("eos_token_id")
         if found is None and isinstance(inner, Mapping):
             found = inner.get("eos_token_id")
