@@ -425,10 +425,10 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
     from flexgen_h2o.models.load import find_dtype
 
     if args.dtype == "auto":
-        stored = None
+        known = [*USUAL_DTYPES, *profile.compute]
         if args.spec is None:
-            stored = find_dtype(model_of(args), args.path, args.revision, args.offload_dir)
-        known = (stored, *USUAL_DTYPES, *profile.compute)
+            own = find_dtype(model_of(args), args.path, args.revision, args.offload_dir)
+            known = [own or known[0], *known]
         return next(name for name in known if name in profile.compute)
     profile.rates(args.dtype)
     return str(args.dtype)
