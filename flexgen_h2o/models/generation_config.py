@@ -156,7 +156,7 @@ class GenerationConfig:
 
     @property
     def drawing_note(self) -> str:
-        """What the file asks of drawing, and what is done. Empty if it asks nothing."""
+        """A line on what the file asks of drawing, and what is done. Empty if it asks nothing."""
         found = {**self.not_drawn, **self.drawing}
         if not found:
             return ""

@@ -192,6 +192,9 @@ def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> Gptq:
     bits = config.get("bits")
     if bits is None:
         raise refused(name, "bits", None, (4, 8))
+    has_index = config.get(G_IDX, True)
+    if config.get("desc_act") and not has_index:
+        raise refused(f"{name} without tensors g_idx", "desc_act", True, (False,))
     left_out = patterns_of(name, config, "modules_to_not_convert")
     return Gptq(
         itemsize,
@@ -201,7 +204,7 @@ def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> Gptq:
         0 if _version(config) == "gptq_v2" else 1,
         config.get("sym"),
         _only(config),
-        config.get(G_IDX, True),
+        has_index,
         in_int8=in_int8,
     )
 

@@ -77,6 +77,7 @@ def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         (INTEGERS, WEIGHTS + "symmetric", False, ", with a scale a row"),
         (GPTQ, "dynamic", {"+:.*down": {"bits": 8}}, ""),
         (GPTQ, "dynamic", {"lm_head": {"bits": 4}}, ".*'lm_head' is not supported"),
+        (GPTQ | {"has_g_idx": False}, "desc_act", True, "True is not supported, only False"),
         (GPTQ, "lm_head", True, "True is not supported, only False"),
         (GPTQ, "pack_dtype", "int16", "'int16'"),
         (GPTQ, "modules_in_block_to_quantize", "q_proj", "'q_proj'"),
