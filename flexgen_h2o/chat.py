@@ -137,6 +137,7 @@ def _run(argv: list[str] | None) -> int:
                 f"--model {llm.model.name}: has no tokenizer, which a conversation needs; give a "
                 "folder with one"
             )
+        params = llm.model.generation.for_drawing(params)
         llm.check_plan()
         say_notes("chat", args, llm)
         return Chat(args, llm, params).run()

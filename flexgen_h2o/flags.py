@@ -817,7 +817,7 @@ _ENGINE: dict[str, Reason] = {
 }
 _SAMPLING: dict[str, Reason] = {
     # 1 and 0 switch top-p and top-k off
-    "top_p": lambda args, at: _greedy(args, at) if args.top_p != 1 else "",
+    "top_p": lambda args, at: _greedy(args, at) if args.top_p not in (None, 1) else "",
     "top_k": lambda args, at: _greedy(args, at) if args.top_k else "",
     "seed": _greedy,
 }

@@ -73,10 +73,10 @@ from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
 from flexgen_h2o.models.load import (
     Model,
     content_digests,
+    dtype_of,
     find_checkpoint,
     find_model,
     has_safetensors,
-    said_dtype,
 )
 from flexgen_h2o.planner.plans import Planner, new_files
 from flexgen_h2o.planner.predict import Prediction
@@ -262,23 +262,33 @@ class LLM:
             self._asked_dtype, RANDOM_DTYPE if self.model.random else self._stored_dtype
         )
 
-    @property
+    @cached_property
     def _stored_dtype(self) -> str:
-        """The checkpoint's dtype. A dry run without weights reads it from the model's config."""
-        model = self.model
-        return (
-            said_dtype(model)
-            if self._on_plan and not has_safetensors(model)
-            else self._checkpoint.dtype
-        )
+        """The dtype of the model by its config, or else by its weights."""
+        assert self.model.folder is not None
+        return dtype_of(self.model.folder) or self._weights_dtype or "float32"
+
+    @property
+    def _weights_dtype(self) -> str | None:
+        """The dtype of the weights. None: a dry run without weights does not know it."""
+        is_unknown = self._on_plan and not has_safetensors(self.model)
+        return None if is_unknown else self._checkpoint.dtype
 
     @property
     def notes(self) -> list[str]:
         """Notes for the user on the model, and on how dtype "auto" changed its precision."""
-        if self.model.random or self._asked_dtype is not None or self.dtype == self._stored_dtype:
+        if self.model.random or self._asked_dtype is not None:
             return [*self.model.notes]
-        changed = f"{self._stored_dtype} weights are computed in {self.dtype} here"
-        return [f"{changed}; --dtype float32 loses nothing", *self.model.notes]
+        stored = self._weights_dtype or self._stored_dtype
+        if stored == self.dtype:
+            return [*self.model.notes]
+        changed = f"{stored} weights are computed in {self.dtype} here"
+        if self._stored_dtype == self.dtype:
+            changed += ", as config.json says"
+        remedy = "--dtype float32 loses nothing"
+        if self.dtype == "float32":
+            remedy = f"--dtype {stored} takes half of the memory"
+        return [f"{changed}; {remedy}", *self.model.notes]
 
     def check_plan(self) -> None:
         """Raise UsageError for errors that do not depend on the prompts.

@@ -487,8 +487,15 @@ def _this_machine(
 
 
 def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
+    """Return the dtype of the run: that of the flags or of the model, if the machine has it."""
+    from flexgen_h2o.models.load import find_dtype
+
     if args.dtype == "auto":
-        return next(name for name in (*USUAL_DTYPES, *profile.compute) if name in profile.compute)
+        known = [*USUAL_DTYPES, *profile.compute]
+        if args.spec is None:
+            own = find_dtype(model_of(args), args.path, args.revision, args.offload_dir)
+            known = [own or known[0], *known]
+        return next(name for name in known if name in profile.compute)
     profile.rates(args.dtype)
     return str(args.dtype)
 

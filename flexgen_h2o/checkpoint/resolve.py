@@ -108,8 +108,32 @@ def find_folder(model: str, path: str | None) -> Path | None:
     if folder is None and path is not None and not asks_random(path):
         parent = usable_path(path, "--path")
         folders = (parent, parent / model, parent / model.rpartition("/")[2])
-        folder = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
+        folder = next((one for one in folders if _is_there(one / CONFIG_NAME)), None)
+    if folder is not None:
+        check_links(folder)
     return folder
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether the path is a file, or a link, which may lead nowhere."""
+    return path.is_file() or path.is_symlink()
+
+
+def check_links(folder: Path) -> None:
+    """Raise UsageError that names a file of the model that is a link to a missing file.
+
+    Files in a snapshot of the hub's cache are links to its `blobs`.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists() and is_model_file(path.name):
+            raise _dangling(path)
+
+
+def _dangling(path: Path) -> UsageError:
+    return UsageError(
+        f"{path}: this is a link to {path.readlink()}, which is missing; download the model again "
+        "(hf download OWNER/NAME), or copy it with the files that its links lead to (cp -rL)"
+    )
 
 
 def is_model_file(name: str, weights: bool = True) -> bool:
@@ -129,6 +153,8 @@ def _local(model: str) -> Path | None:
     None: the model must be a hub id.
     """
     folder = usable_path(model, "--model")
+    if folder.is_symlink() and not folder.exists():
+        raise _dangling(folder)
     if folder.is_dir():
         return _with_config(folder, f"--model {model}")
     for suffix, what in FOREIGN_WEIGHTS.items():
@@ -153,7 +179,14 @@ def _local(model: str) -> Path | None:
 
 
 def _with_config(folder: Path, what: str) -> Path:
+    check_links(folder)
     if not (folder / CONFIG_NAME).is_file():
+        snapshots = sorted(path.parent for path in folder.glob(f"snapshots/*/{CONFIG_NAME}"))
+        if snapshots:
+            raise UsageError(
+                f"{what}: this is a model's folder of the hub's cache, and its files are in "
+                f"snapshots; give {snapshots[-1]}"
+            )
         if (folder / "adapter_config.json").is_file():
             raise UsageError(
                 f"{what}: holds an adapter (adapter_config.json), not a model; merge it into its "

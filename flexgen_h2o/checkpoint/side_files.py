@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.checkpoint.formats.quantised import G_IDX
 from flexgen_h2o.checkpoint.names import names_of_tensors
 from flexgen_h2o.core.files import read_object
 from flexgen_h2o.core.notes import say_once
@@ -12,10 +13,28 @@ from flexgen_h2o.core.notes import say_once
 ADAPTER = "adapter_config.json"
 # AutoGPTQ's and AutoAWQ's file names, in the order in which vLLM looks for them.
 _SETTINGS = ("quantize_config.json", "quant_config.json")
+# Values of quant_method in which columns may be out of order.
+_WITH_G_IDX = ("gptq", "auto-round", "intel/auto-round")
 _OF_AWQ = ("w_bit", "q_group_size", "zero_point")
 
 
-def quantization_beside(folder: Path) -> dict[str, Any] | None:
+def quantization_of(folder: Path, found: Any) -> Any:
+    """Return the quantization_config of a checkpoint; None if it is not quantised.
+
+    found: that of config.json. GPTQ's settings also say whether g_idx is stored, as far as the
+    names of tensors can be read.
+    """
+    found = found if found is not None else _quantization_beside(folder)
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method not in _WITH_G_IDX:
+        return found
+    names = names_of_tensors(folder)
+    if any(name.endswith(".qweight") for name in names):
+        return {**found, G_IDX: any(name.endswith(".g_idx") for name in names)}
+    return found
+
+
+def _quantization_beside(folder: Path) -> dict[str, Any] | None:
     """Return the quantization_config that a quantiser wrote into a file of its own.
 
     Returns None if there is no such file, or if the checkpoint's tensor names show that it is not

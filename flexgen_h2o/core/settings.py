@@ -81,12 +81,17 @@ class SamplingParams:
     temperature: float = setting(
         0.0, "0: the likeliest token; above 0, up to 2: drawn at random", high=2.0, metavar="T"
     )
-    # In [0, 1]; 1 is off.
-    top_p: float = setting(
-        1.0, "draw from the likeliest tokens with this probability in sum", high=1.0, metavar="P"
+    # In [0, 1]; 1 is off. None uses the value of the model's generation_config.json, or 1.
+    top_p: float | None = setting(
+        None,
+        "draw from the likeliest tokens with this probability in sum; 1 is off (the model's)",
+        high=1.0,
+        metavar="P",
     )
-    # 0 is off.
-    top_k: int = setting(0, "draw from the K likeliest tokens; 0 is off", low=0, metavar="K")
+    # 0 is off. None uses the value of the model's generation_config.json, or 0.
+    top_k: int | None = setting(
+        None, "draw from the K likeliest tokens; 0 is off (the model's)", low=0, metavar="K"
+    )
     # From 0 to 2**63 - 1.
     seed: int = setting(0, "seed of the draws", metavar="N", low=0, high=2**63 - 1)
     # Strings that end a sequence. One string, a list or None are accepted too.

@@ -92,7 +92,7 @@ def choose_tokens(
 
 def _drawing(params: Sequence[SamplingParams]) -> dict[SamplingParams, list[int]]:
     """Return the places of sequences that are not greedy, by temperature, top-k and top-p."""
-    alike: dict[tuple[float, int, float], list[int]] = {}
+    alike: dict[tuple[float, int | None, float | None], list[int]] = {}
     for place, own in enumerate(params):
         if not own.greedy:
             alike.setdefault((own.temperature, own.top_k, own.top_p), []).append(place)
@@ -257,20 +257,22 @@ def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     scores = logits.float()
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / params.temperature
     vocab = scores.shape[1]
-    if 0 < params.top_k < vocab:
-        values = scores.topk(params.top_k, dim=-1).values
-        count = torch.full_like(values[:, :1], params.top_k, dtype=torch.int64)
+    top_k = params.top_k or 0
+    top_p = 1.0 if params.top_p is None else params.top_p
+    if 0 < top_k < vocab:
+        values = scores.topk(top_k, dim=-1).values
+        count = torch.full_like(values[:, :1], top_k, dtype=torch.int64)
         scores = _keep_first(scores, values[:, -1:], count)
     probabilities = scores.softmax(dim=-1)
-    if params.top_p < 1:
+    if top_p < 1:
         # Sort all if the host would have to wait to learn whether the guess was enough.
-        width = min(vocab, params.top_k or (vocab if is_queued(scores) else _NUCLEUS_GUESS))
+        width = min(vocab, top_k or (vocab if is_queued(scores) else _NUCLEUS_GUESS))
         values, order = scores.topk(width, dim=-1)
         cumulative = probabilities.gather(-1, order).double().cumsum(-1)
-        if width < vocab and not params.top_k and bool((cumulative[:, -1] < params.top_p).any()):
+        if width < vocab and not top_k and bool((cumulative[:, -1] < top_p).any()):
             values, order = scores.sort(dim=-1, descending=True)
             cumulative = probabilities.gather(-1, order).double().cumsum(-1)
-        count = (cumulative < params.top_p).sum(-1, keepdim=True).add(1).clamp(max=values.shape[1])
+        count = (cumulative < top_p).sum(-1, keepdim=True).add(1).clamp(max=values.shape[1])
         probabilities = _keep_first(scores, values.gather(-1, count - 1), count).softmax(dim=-1)
     return probabilities
 

@@ -57,6 +57,7 @@ def begin(sequence: Sequence, model: Model, eviction: Eviction) -> None:
         sequence.max_new = len(sequence.forced)
         sequence.scoring = Scoring(sequence.prompt_ids, sequence.forced)
         return
+    sequence.params = model.generation.for_drawing(sequence.params)
     params = sequence.params
     check_can_stop(params.stop, model.tokenizer)
     spec = model.spec

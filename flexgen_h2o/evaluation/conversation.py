@@ -268,6 +268,7 @@ def converse(
         return ids[number]
 
     more: Iterator[Sequence[int]] = map(begin, range(1, len(turns)))
+    params = llm.model.generation.for_drawing(params)
     ends = stop_criteria(llm.model, params)
     room = most_new_tokens(
         llm.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens)

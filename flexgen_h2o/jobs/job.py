@@ -72,6 +72,8 @@ OF_REQUESTS = (
     "is_chat",
     "repetition_penalty",
 )
+# What sampling fields without a value mean.
+_OFF = {"top_p": 1.0, "top_k": 0}
 # Defaults of batch's flags, for commands that run a job but lack some of the flags.
 BATCH_DEFAULTS: dict[str, Any] = {
     "force": None,
@@ -264,7 +266,9 @@ def settings_of(
         "policy": _answering(policy) | (dict.fromkeys(PLACEMENT, "auto") if is_auto else {}),
         "eviction": llm.eviction.to_json(),
         "sampling": {
-            name: value for name, value in asdict(defaults).items() if name not in OF_REQUESTS
+            name: _OFF.get(name) if value is None else value
+            for name, value in asdict(model.generation.for_drawing(defaults)).items()
+            if name not in OF_REQUESTS
         }
         | {"stop": list(defaults.stop)},
         **({"template": dict(model.template_options)} if model.template_options else {}),

@@ -162,8 +162,8 @@ def unpack_integers(
     Two codes of 4 bits share a byte, with the first in the low half.
 
     codes: (n, row bytes) uint8; scales, zeros: (n, groups) float32, all contiguous. zeros: None if
-    the zero is half of the number of codes. signed: codes are bytes in two's complement, but zeros
-    refer to unsigned codes.
+    the zero is half of the number of codes, and columns are in order. signed: codes are bytes in
+    two's complement, but zeros refer to unsigned codes.
     """
     columns = out.shape[1]
     which = groups.of_columns(columns, out.device)
@@ -216,6 +216,7 @@ def _unpack_integers_loop(
 
 
 _STORED_GROUPS: Any = WeakTensorKeyDictionary()
+_ONE_WORDS: Any = WeakTensorKeyDictionary()
 
 
 def stored_groups(stored: torch.Tensor, count: int, size: int, at: int) -> Groups:
@@ -238,22 +239,36 @@ def stored_groups(stored: torch.Tensor, count: int, size: int, at: int) -> Group
     return found
 
 
+def the_one_word(stored: torch.Tensor) -> int | None:
+    """Return the word, unsigned, that all 32-bit words of `stored` (uint8) are; None: they differ.
+
+    The result is cached as long as the tensor exists.
+    """
+    if stored not in _ONE_WORDS:
+        least, most = (int(end) for end in torch.aminmax(stored.view(torch.int32)))
+        _ONE_WORDS[stored] = least % 2**32 if least == most else None
+    found: int | None = _ONE_WORDS[stored]
+    return found
+
+
 def unpack_gptq(
     words: torch.Tensor,
     bits: int,
     scales: torch.Tensor,
-    zeros: torch.Tensor,
+    zeros: torch.Tensor | None,
     groups: Groups,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Run `unpack_integers` on a matrix in GPTQ's order.
 
     words: (columns x bits / 32, n) int32; a word holds codes of adjacent columns, from the lowest
-    bits on. scales, zeros: (groups, n) float32. Rows of each tensor need not be adjacent. groups:
-    from `stored_groups`.
+    bits on. scales, zeros: (groups, n) float32. Rows of each tensor need not be adjacent. zeros:
+    None if they are half of the number of codes. groups: from `stored_groups`.
     """
     for some in row_slices(len(out), out.shape[1]):
-        codes, scale, zero = (_turned(stored[:, some]) for stored in (words, scales, zeros))
+        codes = _turned(words[:, some])
+        scale = _turned(scales[:, some])
+        zero = None if zeros is None else _turned(zeros[:, some])
         unpack_integers(codes.view(torch.uint8), bits, scale, zero, groups, out[some])
     return out
 

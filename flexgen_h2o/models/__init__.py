@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from flexgen_h2o.checkpoint.formats import checkpoint_codec
-from flexgen_h2o.checkpoint.side_files import quantization_beside
+from flexgen_h2o.checkpoint.side_files import quantization_of
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object
 from flexgen_h2o.core.model import ModelSpec
@@ -73,6 +73,8 @@ MAX_POSITIONS = 2**30
 MAX_QUOTED = 300  # characters of a message of transformers that are quoted
 _BUILT_IN = Path(__file__).with_name("built_in.json")
 GENERATION_CONFIG = "generation_config.json"
+# Fields that may hold the config of the text model (GenerationConfig.from_model_config).
+TEXT_CONFIGS = ("decoder", "generator", "text_config")
 # Fields of classifiers. transformers would make a table of as many entries as the config says.
 _LABELS = ("num_labels", "id2label", "label2id")
 
@@ -210,36 +212,43 @@ def _known(spec: ModelSpec) -> ModelSpec:
 def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the shape and the config of a checkpoint folder.
 
-    transformers fills in the config's defaults. End-of-sequence ids in `generation_config.json`
-    replace those of the config, as in transformers' generate.
+    transformers fills in the config's defaults. The spec's ends of a sequence are those of
+    transformers' generate.
     """
     path = folder / "config.json"
     raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
-    if (
-        raw.get("quantization_config") is None
-        and (beside := quantization_beside(folder)) is not None
-    ):
-        raw["quantization_config"] = beside
+    for key in ("dtype", "torch_dtype"):  # transformers' configs know no "auto"
+        if raw.get(key) == "auto":
+            del raw[key]
+    quantization = quantization_of(folder, raw.get("quantization_config"))
+    if quantization is not None:
+        raw["quantization_config"] = quantization
     known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
     config = _with_defaults(raw, str(path)) if known else raw
     spec = spec_from_config(name, config, str(path))
-    ends = _generation_ends(folder / GENERATION_CONFIG)
-    if ends is not None and ends != spec.eos_token_ids:
+    ends = _generation_ends(folder, raw)
+    if ends != spec.eos_token_ids:
         spec = _known(replace(spec, eos_token_ids=ends))
         config = {**config, "eos_token_id": list(ends)}
     return spec, config
 
 
-def _generation_ends(path: Path) -> tuple[int, ...] | None:
-    """Return the end-of-sequence ids of a generation_config.json.
+def _generation_ends(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids that end a sequence, as transformers' generate finds them.
 
-    None: there is no file, or there are no ids in it.
+    They are those of generation_config.json. Without the file they are those that config.json
+    itself has, or else the config of its text model. Defaults of transformers' config classes are
+    not used.
     """
+    path = folder / GENERATION_CONFIG
     if not path.exists():
-        return None
-    found = read_object(path, str(path)).get("eos_token_id")
+        inner = next((config[key] for key in TEXT_CONFIGS if config.get(key)), None)
+        found = config.get("eos_token_id")
+        if found is None and isinstance(inner, Mapping):
+            found = inner.get("eos_token_id")
+        return read_ends(found)
     try:
-        return None if found is None else read_ends(found)
+        return read_ends(read_object(path, str(path)).get("eos_token_id"))
     except UsageError as error:
         raise UsageError(f"{path}: {error}; correct it, or remove the file") from error
 

@@ -2,8 +2,11 @@
 
 The file's ends of a sequence become the model's (`spec_from_folder`). Its penalties and forbidden
 tokens change logits before a token is chosen, by transformers' own classes. Other settings that
-would change greedy tokens are not applied, and the user is told so. How tokens are drawn
-(temperature, top_p, ...) and how many depends on requests and flags, not on this file.
+would change greedy tokens are not applied, and the user is told so.
+
+Answers are greedy unless a request or a flag gives a temperature. Such answers are drawn with the
+file's top_k and top_p if the request has none, as in vLLM. The user is told what the file asks of
+drawing. How many tokens an answer has never depends on this file.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError, first_line
 from flexgen_h2o.core.files import read_object
+from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.models import GENERATION_CONFIG, read_ends
 
 # A processor of transformers: (1, tokens) ids and (1, vocab) logits in, logits out.
@@ -120,6 +124,18 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
         "sliding_window",
     ),
 }
+# Settings that hold for answers that are drawn, each with its values that change nothing.
+_DRAWING: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "top_p": (1,)}
+# Settings of drawing that are not applied.
+_OF_DRAWING: dict[str, tuple[Any, ...]] = {
+    "do_sample": (False,),
+    "temperature": (0,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+}
 
 
 @dataclass(frozen=True)
@@ -133,6 +149,36 @@ class GenerationConfig:
     # Ends of a sequence by config.json. In text completions those of generation_config.json replace
     # them.
     ends: tuple[int, ...] = ()
+    # Settings of answers that are drawn, by name: fields of SamplingParams.
+    drawing: Mapping[str, Any] = field(default_factory=dict)
+    # Settings of drawing that are not applied, by name.
+    not_drawn: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def drawing_note(self) -> str:
+        """A line on what the file asks of drawing, and what is done. Empty if it asks nothing."""
+        found = {**self.not_drawn, **self.drawing}
+        if not found:
+            return ""
+        asked = ", ".join(f"{name} {value!r:.20}" for name, value in found.items())
+        some = self.not_drawn.get("temperature", 1.0)
+        line = (
+            f"{GENERATION_CONFIG} asks for {asked}: answers are greedy unless you give a "
+            f"temperature (--temperature {some!r:.20})"
+        )
+        if self.drawing:
+            line += f", and then use its {' and '.join(self.drawing)}"
+        never = [name for name in self.not_drawn if name not in ("do_sample", "temperature")]
+        return line + (f"; {', '.join(never)} never count here" if never else "")
+
+    def for_drawing(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters of an answer, with this file's settings that it does not give."""
+        if params.greedy:
+            return params
+        missing = {
+            name: value for name, value in self.drawing.items() if getattr(params, name) is None
+        }
+        return replace(params, **missing) if missing else params
 
     def with_penalty(self, repetition_penalty: float | None) -> GenerationConfig:
         """Return this config with another repetition penalty. None keeps the present one."""
@@ -162,13 +208,16 @@ def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
     body = read_object(path, str(path)) if path.exists() else config
     found = GenerationConfig(
         _that_matter({name: body.get(name) for name in _MAKERS}),
-        tuple(
-            name
-            for name, idle in _NOT_APPLIED.items()
-            if body.get(name) is not None and body[name] not in idle
-        ),
+        tuple(_asked(body, _NOT_APPLIED)),
         read_ends(config.get("eos_token_id")),
+        _asked(body, _DRAWING),
+        _asked(body, _OF_DRAWING) if body.get("do_sample") is not False else {},
     )
+    try:
+        SamplingParams(**found.drawing)
+    except UsageError as error:
+        where = path if path.exists() else folder / "config.json"
+        raise UsageError(f"{where}: {error}; correct it, or take it out") from error
     answer = AnswerContext([0], [0], 1)
     for name in found.settings:
         try:
@@ -187,6 +236,18 @@ def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
                 "take it out"
             ) from error
     return found
+
+
+def _asked(body: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the known settings of a file that have another value than those that change nothing.
+
+    known: such values, by name.
+    """
+    return {
+        name: body[name]
+        for name, idle in known.items()
+        if body.get(name) is not None and body[name] not in idle
+    }
 
 
 def _that_matter(settings: Mapping[str, Any]) -> dict[str, Any]:

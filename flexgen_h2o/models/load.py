@@ -47,13 +47,13 @@ from flexgen_h2o.checkpoint.resolve import (
     find_folder,
     has_weights,
 )
-from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, names_in
+from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, names_in, read_index
 from flexgen_h2o.checkpoint.side_files import say_adapter
 from flexgen_h2o.checkpoint.tied import has_other_head
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import DTYPE_BYTES
+from flexgen_h2o.core.config import DTYPE_BYTES, WIDE
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, first_line
-from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
+from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark, read_object
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
@@ -61,6 +61,7 @@ from flexgen_h2o.core.units import check_int, check_text
 from flexgen_h2o.models import (
     GENERATION_CONFIG,
     NOT_SUPPORTED,
+    TEXT_CONFIGS,
     built_in_names,
     built_in_spec,
     one_line,
@@ -144,6 +145,8 @@ class Model:
                 "generation_config.json has settings that transformers applies and this package "
                 f"does not: {names}"
             )
+        if self.generation.drawing_note:
+            found.append(self.generation.drawing_note)
         return found
 
     @property
@@ -479,8 +482,9 @@ def find_model(
         with _quiet():
             spec, config = _read_shape(model, folder, max_model_len)
             generation = read_generation_config(folder, spec.vocab_size)
-            if generation.settings:  # a job that was begun with other settings must not resume
-                config = {**config, "generation_config": generation.settings}
+            counts = {**generation.settings, **generation.drawing}
+            if counts:  # a job that was begun with other settings must not resume
+                config = {**config, "generation_config": counts}
             tokenizer = _load_tokenizer(folder)
             return Model(
                 model, spec, config, folder, asks_random(path), tokenizer, files, note, generation
@@ -535,13 +539,41 @@ def has_safetensors(model: Model) -> bool:
     )
 
 
-def said_dtype(model: Model) -> str:
-    """Return the float dtype of the weights by config.json.
+def dtype_of(folder: Path) -> str | None:
+    """Return the float dtype of a model in plans and runs, which is that of transformers.
 
-    Without a valid one it is float32, as in transformers.
+    It is the `dtype` (older: `torch_dtype`) of config.json, or of the config of its text model.
+    Without a float dtype there, "auto" for example, it is that of most bytes of the weights. None:
+    these are not safetensors, or are not there.
     """
-    said = str(model.config.get("dtype") or model.config.get("torch_dtype")).removeprefix("torch.")
-    return said if said in DTYPE_BYTES else "float32"
+    config = read_object(folder / "config.json", str(folder / "config.json"))
+    inner = [config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)]
+    for body in (config, *inner):
+        for name in ("dtype", "torch_dtype"):
+            said = str(body.get(name)).removeprefix("torch.")
+            if said in DTYPE_BYTES:
+                return said
+    if names_in(folder) != SAFETENSORS or not has_weights(folder):
+        return None
+    stored = read_index(folder)
+    is_float = any(one.dtype in (*DTYPE_BYTES, WIDE) for one in stored.values())
+    return Checkpoint(folder, stored).dtype if is_float else None
+
+
+def find_dtype(
+    model: str, path: str | None, revision: str | None, offload_dir: str | Path | None
+) -> str | None:
+    """Return `dtype_of` the model that `find_spec` finds with these arguments.
+
+    None: no folder has it, or random weights are asked for.
+    """
+    if asks_random(path):
+        return None
+    folder = find_folder(model, path)
+    if folder is None and built_in_spec(model) is not None:
+        return None
+    folder = folder or _find_folder(model, path, revision, False, offload_dir)[0]
+    return None if folder is None else dtype_of(folder)
 
 
 def find_spec(

@@ -107,4 +107,6 @@ def test_weights_need_not_be_there_nor_are_they_imported(
     assert "in bfloat16: " in command(line).out
     assert not (tmp_path / "o").exists()
     shutil.copy(ids_model / "model.safetensors", folder)
+    assert "in bfloat16: " in command(line).out  # as config.json says, whatever is stored
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": None}))
     assert "in float32: " in command(line).out  # as stored

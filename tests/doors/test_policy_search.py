@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from flexgen_h2o import flex_opt, policy_search
+from flexgen_h2o import LLM, flex_opt, policy_search
 from flexgen_h2o.core.config import TIERS, Policy, read_policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.flags import as_flags, policy_of
@@ -22,6 +23,7 @@ from flexgen_h2o.planner import lp, plans
 from flexgen_h2o.planner.measure import run
 from flexgen_h2o.planner.profile import HardwareProfile, nominal_profile, write_profile
 from tests.doors.conftest import Answer, Door, read_json
+from tests.parity.reference import random_model
 
 KEYS = ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
 SMALL = "--model facebook/opt-125m --num-prompts 4 --prompt-len 32 --gen-len 8"
@@ -243,3 +245,37 @@ def test_trace_of_the_simulated_block(plan: Door) -> None:
     assert {"compute_layer prefill", "compute_layer decode", "load_weight", "load_cache"} <= names
     steps = sum(event["name"] == "compute_layer decode" for event in events)
     assert steps == 7 * 26  # decode sweeps, layers
+
+
+@pytest.mark.parametrize(
+    ("said", "stored", "dtype", "note"),
+    [
+        ({"dtype": "bfloat16"}, torch.float32, "bfloat16", "as config.json says; --dtype float32"),
+        ({"torch_dtype": "bfloat16"}, torch.float32, "bfloat16", "float32 weights are computed"),
+        ({"dtype": "float32"}, torch.bfloat16, "float32", "--dtype bfloat16 takes half"),
+        ({"dtype": "float16"}, torch.float16, "bfloat16", "float16 weights are computed in bf"),
+        ({"dtype": "auto"}, torch.bfloat16, "bfloat16", ""),
+        ({"dtype": None}, torch.float32, "float32", ""),
+        ({"torch_dtype": "float64"}, torch.float32, "float32", ""),
+        ({}, torch.bfloat16, "bfloat16", ""),
+    ],
+)
+def test_a_plan_and_a_run_are_in_the_same_dtype(
+    said: dict[str, Any],
+    stored: torch.dtype,
+    dtype: str,
+    note: str,
+    plan: Door,
+    tmp_path: Path,
+) -> None:
+    """transformers' dtype: that of config.json, or else of the weights."""
+    model = random_model(model_type="llama", num_hidden_layers=1).to(stored)
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in body.items() if "dtype" not in k} | said))
+    flags = f"--model {path.parent} --prompt-len 8 --gen-len 2 --num-prompts 1 --json"
+    assert object_of(plan(flags, "host"))["details"]["dtype"] == dtype
+    with LLM(str(path.parent), offload_dir=tmp_path / "offload", device="cpu") as llm:
+        assert llm.dtype == dtype
+        assert note in " ".join(llm.notes) if note else not llm.notes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from flexgen_h2o import MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
@@ -19,6 +19,7 @@ from tests.parity.reference import (
     assert_equal,
     greedy,
     opened,
+    random_model,
     random_prompts,
     run,
     tokens_of,
@@ -87,3 +88,20 @@ def test_the_shipped_model(tmp_path: Path) -> None:
         want = greedy(model, tokenizer(text)["input_ids"], 10, model.config.eos_token_id)
         assert one.token_ids == want
         assert one.text == tokenizer.decode(want, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mistral"])
+def test_a_window_of_one_token(kind: str, tmp_path: Path) -> None:
+    """Each token sees itself alone, as in transformers without a cache.
+
+    With one, transformers 5 keeps all keys of such a window (`keys[:, :, -1 + 1 :]`), and its
+    tokens differ.
+    """
+    model = random_model(3, model_type=kind, sliding_window=1, eos_token_id=None)
+    model.save_pretrained(tmp_path / "model")
+    ids = torch.tensor([[5, 6, 7]])
+    more = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "use_cache": False}
+    told = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
+    with LLM(str(tmp_path / "model"), dtype="float32", offload_dir=tmp_path / "offload") as llm:
+        [done] = llm.generate(ids.tolist(), SamplingParams(max_tokens=12))
+    assert done.token_ids == told[0, 3:].tolist()

@@ -6,16 +6,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from flexgen_h2o import LLM
 from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.responses import choice_of
+from flexgen_h2o.models import FAMILIES
 from flexgen_h2o.models.load import find_model
+from tests.parity.reference import BASES, greedy, random_model
 from tests.text.conftest import Job
 from tests.text.tiny import (
     chat_line,
@@ -312,3 +318,49 @@ def test_a_stop_string_of_a_final_message_ends_the_run(run_job: Run, tmp_path: P
     assert job.choice("a")["token_ids"][-1] == ord("!")
     assert job.choice("a")["finish_reason"] == "stop"
     assert job.rows["a"]["response"]["body"]["usage"]["completion_tokens"] == 17
+
+
+ABSENT = "absent"
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_texts_end_where_transformers_ends_them(kind: str, tmp_path: Path) -> None:
+    """With ends in config.json, in generation_config.json, in both and in neither."""
+    config = AutoConfig.for_model(**BASES[kind])
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    for in_config, in_file in product([ABSENT, None, 7, [7, 9]], ["no file", ABSENT, None, 5, [5]]):
+        body = json.loads((tmp_path / "config.json").read_text())
+        body.pop("eos_token_id", None)
+        ends = {} if in_config == ABSENT else {"eos_token_id": in_config}
+        (tmp_path / "config.json").write_text(json.dumps(body | ends))
+        file.unlink(missing_ok=True)
+        if in_file != "no file":
+            file.write_text(json.dumps({} if in_file == ABSENT else {"eos_token_id": in_file}))
+        read = GenerationConfig.from_pretrained  # as PreTrainedModel.from_pretrained calls it
+        if file.exists():
+            expected = read(tmp_path).eos_token_id
+        else:
+            name = {"config_file_name": "config.json", "_from_model_config": True}
+            expected = read(tmp_path, **name).eos_token_id
+        found = find_model(str(tmp_path), None).spec.eos_token_ids
+        whole = expected if isinstance(expected, list) else [expected]
+        assert found == tuple(one for one in whole if one is not None), (in_config, in_file)
+
+
+def test_the_ends_of_a_loaded_model(tmp_path: Path) -> None:
+    """Token for token: of two files that name an end, generation_config.json counts."""
+    model = random_model(model_type="llama", num_hidden_layers=1, eos_token_id=None)
+    model.save_pretrained(tmp_path)
+    prompt = [5, 6, 7]
+    end = greedy(model, prompt, 9)[2]
+    for place, count in (("config.json", 9), ("generation_config.json", 3)):
+        edit_json(tmp_path / place, eos_token_id=end)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        told = loaded.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+        with LLM(str(tmp_path), dtype="float32", offload_dir=tmp_path / "offload") as llm:
+            [done] = llm.generate([prompt], SamplingParams(max_tokens=9))
+        assert done.token_ids == told[0, 3:].tolist()
+        assert len(done.token_ids) == count

@@ -180,8 +180,55 @@ def test_what_is_not_applied_is_said(ids_model: Path) -> None:
     assert model.notes == []
     others = {"num_beams": 4, "stop_strings": ["x"], "temperature": 0.6, "do_sample": True}
     edit_json(ids_model / "generation_config.json", **others)
-    [note] = find_model(str(ids_model), None).notes
+    note, of_drawing = find_model(str(ids_model), None).notes
     assert note.endswith("applies and this package does not: num_beams, stop_strings")
+    assert "do_sample True, temperature 0.6: answers are greedy unless" in of_drawing
+
+
+def test_drawing_of_the_file_is_said(ids_model: Path) -> None:
+    idle = {"do_sample": False, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "min_p": None}
+    edit_json(ids_model / "generation_config.json", **idle)
+    assert find_model(str(ids_model), None).notes == []
+    asked = {"do_sample": True, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
+    edit_json(ids_model / "generation_config.json", **asked)
+    [note] = find_model(str(ids_model), None).notes
+    for said in ("--temperature 0.6", "then use its top_k and top_p", "min_p never count"):
+        assert said in note
+
+
+# What a request gives for itself, and whether its tokens are then drawn from the likeliest alone.
+DRAWN: tuple[tuple[dict[str, Any], dict[str, Any], bool], ...] = (
+    ({"top_k": 1}, {}, True),
+    ({"top_k": 1}, {"top_k": None}, True),
+    ({"top_k": 1}, {"top_k": -1}, False),
+    ({"top_k": 1}, {"top_k": 0, "top_p": 1e-9}, True),
+    ({"top_k": 1, "top_p": 1.0}, {"top_p": 0.999}, True),
+    ({"top_p": 1e-9}, {}, True),
+    ({"top_p": 1e-9}, {"top_p": 1.0}, False),
+    ({}, {}, False),
+)
+
+
+def test_answers_are_drawn_as_the_file_asks(
+    run_job: Callable[..., Job], bytes_model: Path, tmp_path: Path
+) -> None:
+    """In jobs and in Python; what a request or a flag gives counts more."""
+    folder = shutil.copytree(bytes_model, tmp_path / "model")
+    draws = [{"seed": seed, "temperature": 1.0, "max_tokens": 4} for seed in range(3)]
+    for asked, own, is_likeliest in DRAWN:
+        (folder / "generation_config.json").write_text(json.dumps(asked))
+        lines = [text_line(str(draw["seed"]), "Hello", **draw, **own) for draw in draws]
+        job = run_job(folder, text_line("greedy", "Hello", max_tokens=4), *lines)
+        answers = [tuple(job.choice(name)["token_ids"]) for name in ("greedy", "0", "1", "2")]
+        assert (len(set(answers)) == 1) is is_likeliest, (asked, own)
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": 1}))
+    lines = [text_line(str(draw["seed"]), "Hello", **draw) for draw in draws]
+    by_flag = run_job(folder, *lines, flags="--top-k 0")
+    assert len({tuple(by_flag.choice(name)["token_ids"]) for name in "012"}) > 1
+    with LLM(str(folder), dtype="float32", offload_dir=tmp_path / "offload") as llm:
+        done = llm.generate(["Hello"] * 3, [SamplingParams(**draw) for draw in draws])
+    greedy = job.choice("greedy")["token_ids"]
+    assert [one.token_ids for one in done] == [greedy] * 3
 
 
 @pytest.mark.parametrize(
@@ -192,11 +239,13 @@ def test_what_is_not_applied_is_said(ids_model: Path) -> None:
         ("bad_words_ids", []),
         ("sequence_bias", [[[9999], 1.0]]),
         ("min_new_tokens", -2),
+        ("top_k", "many"),
+        ("top_p", 1.5),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: Any, ids_model: Path) -> None:
     edit_json(ids_model / "generation_config.json", **{name: value})
-    says = f"generation_config.json: {name}: .* is of no use .*; correct it, or take it"
+    says = f"generation_config.json: {name}: .*; correct it, or take it"
     with pytest.raises(UsageError, match=says):
         find_model(str(ids_model), None)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.kernels.linear import RowParts
     from flexgen_h2o.kernels.workspace import Workspace
 
-# The module of each `quant_method` of a quantization_config.
+# The module of each format, by the `quant_method` of its quantization_config.
 FORMATS = {
     "mxfp4": "flexgen_h2o.checkpoint.formats.mxfp4",
     "fp8": "flexgen_h2o.checkpoint.formats.fp8",
@@ -40,6 +40,8 @@ FORMATS = {
     "gptq": "flexgen_h2o.checkpoint.formats.gptq",
     "awq": "flexgen_h2o.checkpoint.formats.awq",
 }
+# A quant_method whose checkpoints are in one of these formats.
+_AUTO_ROUND = "auto-round"
 # When matrices are decoded: into a buffer as their unit is opened, or to int8 rows while they are
 # multiplied, or never, because they are used as held.
 DecodedAt = Literal["load", "product", "never"]
@@ -523,13 +525,16 @@ def checkpoint_codec(
     if quantization is None:
         return Codec(itemsize)
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if not isinstance(method, str) or method not in FORMATS:
+    modules = {**FORMATS, _AUTO_ROUND: "flexgen_h2o.checkpoint.formats.auto_round"}
+    if isinstance(method, str):
+        method = method.removeprefix("intel/")  # AutoRound's older name
+    if not isinstance(method, str) or method not in modules:
         raise UsageError(
             f"quantization_config: quant_method {method!r:.60} is not supported, only "
-            f"{', '.join(FORMATS)}; give a"
+            f"{', '.join(modules)}; give a"
             " checkpoint in one of these (docs/reference/models.md), or an unquantised one"
         )
-    module = importlib.import_module(FORMATS[method])
+    module = importlib.import_module(modules[method])
     found: Codec = module.codec_of(quantization, itemsize, in_int8)
     return found
 
@@ -548,7 +553,9 @@ def layout_of(form: Codec, tensor: TensorSpec) -> TensorLayout:
 
 
 def warm_up(form: Codec, device: torch.device, dtype: torch.dtype, experts: bool = False) -> None:
-    """Compile what decoding and products need by decoding and multiplying zeros.
+    """Compile what decoding and products need by decoding and multiplying a sample.
+
+    Its bytes are the first that random weights have, because a format may refuse others.
 
     The matrices have rows that can be blocked, and rows that cannot. On a card, products from codes
     are compiled too. experts: also compile the products of experts on a card.
@@ -571,7 +578,12 @@ def warm_up(form: Codec, device: torch.device, dtype: torch.dtype, experts: bool
         layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
         part = Part("device", 0, layout.cut_shape[0])
         pieces = [
-            torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device)
+            torch.full(
+                (stored.part_bytes(part),),
+                0 if stored.in_float32 else stored.random[1][0],
+                dtype=torch.uint8,
+                device=device,
+            )
             for stored in layout.stored
         ]
         coded: RowParts = ()

@@ -34,16 +34,41 @@ from flexgen_h2o.core.model import TensorSpec
 if TYPE_CHECKING:
     import torch
 
+# Kernels that transformers may have chosen. "llm-awq" is none: it stores another layout.
+_KERNELS = (
+    "auto",
+    "auto_trainable",
+    "autoawq",
+    "exllama_v1",
+    "exllama_v2",
+    "gemm",
+    "gemm_triton",
+    "gemv",
+    "gemv_fast",
+    "machete",
+    "marlin",
+    "torch_awq",
+    "torch_fused_awq",
+)
 _RULES: Rules = {
     "bits": (4,),
     "w_bit": (4,),
-    "version": ("gemm", "GEMM"),
-    "format": ("gemm",),
-    "zero_point": (True,),
+    "version": ("gemm", None),
+    "format": ("gemm", None),
+    "checkpoint_format": ("gemm", None),
+    "method": ("awq", None),
+    "pack_dtype": ("int32", None),
+    "data_type": ("int", None),
+    # Without zero points all stored zeros are 8. They are read in both cases.
+    "zero_point": (True, False),
+    "sym": None,
+    "desc_act": (False, None),
     "group_size": None,
     "q_group_size": None,
     "modules_to_not_convert": None,
-    "backend": ("auto", "autoawq", None),
+    "modules_in_block_to_quantize": (None,),
+    "dynamic": (None, {}),
+    "backend": (*_KERNELS, None),
     "do_fuse": None,
     "exllama_config": None,
     "fuse_max_seq_len": None,

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _PACKED = "pack-quantized"
 _INTEGERS = "int-quantized"
+_DENSE = "dense"  # a sparsity that is not used for storing
 _RULES: Rules = {
     "format": (_PACKED, _INTEGERS),
     "config_groups": None,
@@ -48,7 +49,8 @@ _RULES: Rules = {
     "quantization_status": ("compressed", "frozen"),
     "global_compression_ratio": None,
     "version": None,
-    "sparsity_config": (None, {}),
+    "sparsity_config": None,  # checked below
+    "run_compressed": None,
     "transform_config": (None, {}),
     "moe_sparsity_config": (None,),
 }
@@ -183,6 +185,9 @@ def _expressions(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
 def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> CompressedTensors:
     name = CompressedTensors.name
     check_keys(name, config, _RULES)
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", _DENSE) != _DENSE:
+        raise refused(name, "sparsity_config", sparsity, ("format 'dense'",))
     form = config.get("format")
     if form is None:
         raise refused(name, "format", None, (_PACKED, _INTEGERS))

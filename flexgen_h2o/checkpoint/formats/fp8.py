@@ -39,6 +39,20 @@ _RULES: Rules = {
     "scale_fmt": ("float", "ue8m0", None),
     "expert_dtype": ("fp8",),
     "dequantize": None,
+    # GPTQModel
+    "bits": (8,),
+    "group_size": None,
+    "sym": (True,),
+    "desc_act": (False, None),
+    "method": ("fp8",),
+    "format": ("float8_e4m3fn",),
+    "checkpoint_format": ("float8_e4m3fn",),
+    "pack_dtype": None,
+    "weight_scale_method": ("block",),
+    "weight_scale_semantics": ("inverse",),
+    "dynamic": (None, {}),
+    # AutoRound
+    "data_type": ("fp", "fp8"),
 }
 _MAX_BLOCK = 2**16
 _RANDOM_CODES = (b"\xbf", b"\0")  # numbers below 2 with a std of 0.6, and no NaN

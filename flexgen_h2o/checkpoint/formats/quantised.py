@@ -16,10 +16,101 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 
 # Values that a key may have. None: any value, because the decoded numbers do not depend on it.
+# Strings are compared in lower case, as transformers and GPTQModel do.
 Rules = Mapping[str, tuple[Any, ...] | None]
+# Fields with which quantisers note how they worked, and which kernels other programs run. Numbers
+# in a file do not depend on them, in any format.
+_NOTES = (
+    # GPTQModel, AutoGPTQ, optimum, and transformers, whose AwqConfig has all fields of GPTQConfig
+    "act_group_aware",
+    "auto_forward_data_parallel",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "device",
+    "disable_exllama",
+    "exllama_config",
+    "fail_safe",
+    "failsafe",
+    "fallback",
+    "foem",
+    "gc_mode",
+    "gptaq",
+    "hessian",
+    "hyb_act",
+    "max_input_length",
+    "meta",
+    "mock_quantization",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "moe",
+    "mse",
+    "offload_to_disk",
+    "offload_to_disk_path",
+    "pack_impl",
+    "pad_token_id",
+    "parallel_packing",
+    "quantizer",
+    "static_groups",
+    "tokenizer",
+    "true_sequential",
+    "uri",
+    "use_cuda_fp16",
+    "use_exllama",
+    "v2",
+    "v2_alpha",
+    "v2_memory_device",
+    # AutoRound
+    "amp",
+    "autoround_version",
+    "enable_minmax_tuning",
+    "enable_norm_bias_tuning",
+    "enable_quanted_input",
+    "gradient_accumulate_steps",
+    "iters",
+    "low_cpu_mem_usage",
+    "low_gpu_mem_usage",
+    "lr",
+    "minmax_lr",
+    "not_use_best_mse",
+    "nsamples",
+    "provider",
+    "quant_block_list",
+    "scale_dtype",
+    "seqlen",
+    "static_attention_granularity",
+    "static_kv_granularity",
+    "to_quant_block_names",
+    # activations of 16 bits, which the rules below ask for
+    "act_data_type",
+    "act_dynamic",
+    "act_group_size",
+    "act_sym",
+)
+# Fields of several quantisers that change numbers, with the values that do not.
+_IDLE: Rules = {
+    "act_bits": (None, 16, 32),
+    "adapter": (None, {}),
+    "lm_head": (False, None),
+    "rotation": (None,),
+    "rotation_config": (None, {}),
+    "rotation_configs": (None, []),
+    "static_attention_dtype": (None,),
+    "static_kv_dtype": (None,),
+    "super_bits": (None,),
+    "super_group_size": (None,),
+}
+_COMMON: Rules = {**dict.fromkeys(_NOTES), **_IDLE}
 _OTHER = "give a checkpoint without it, or an unquantised one"
 _PLAIN_MODULES = ("lm_head", "embed_out", "gate", "router")  # quantisers leave them out by default
 _EMBEDDING = "embed"  # part of the names of embeddings
+# A key that `side_files.quantization_of` adds to GPTQ's settings: whether g_idx is stored.
+G_IDX = "has_g_idx"
 # Dtypes of scales. Random ones are in float16.
 FLOAT16_FIRST = ("float16", "bfloat16", "float32")
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # boundary in a module's name
@@ -61,7 +152,11 @@ def multiple(name: str, tensor: TensorSpec, axis: int, of: int) -> int:
 
 
 def check_keys(where: str, found: Mapping[str, Any], rules: Rules) -> None:
-    """Raise UsageError that names a key that is unknown or has an unsupported value."""
+    """Raise UsageError that names a key that is unknown or has an unsupported value.
+
+    rules: of the format. The fields that quantisers write in any format are known besides.
+    """
+    rules = {**_COMMON, **rules}
     for key, value in found.items():
         if key == "quant_method":
             continue
@@ -71,16 +166,15 @@ def check_keys(where: str, found: Mapping[str, Any], rules: Rules) -> None:
                 f"weights could be read wrongly; {_OTHER}"
             )
         allowed = rules[key]
+        plain = value.lower() if isinstance(value, str) else value
         if allowed is not None and not any(
-            type(value) is type(one) and value == one for one in allowed
+            type(plain) is type(one) and plain == one for one in allowed
         ):
             raise refused(where, key, value, allowed)
 
 
 def refused(where: str, key: str, value: Any, allowed: Sequence[Any]) -> UsageError:
-    known = " or ".join(
-        dict.fromkeys(repr(one.lower() if isinstance(one, str) else one) for one in allowed)
-    )
+    known = " or ".join(map(repr, allowed))
     return UsageError(
         f"quantization_config: {where} with {key} {value!r:.60} is not supported, only {known}; "
         "give such a checkpoint,"

@@ -19,18 +19,28 @@ from flexgen_h2o.checkpoint import open_checkpoint, pack_checkpoint, write_rando
 from flexgen_h2o.checkpoint.formats import checkpoint_codec, checkpoint_format, weight_format
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.quantised import is_left_out
-from flexgen_h2o.checkpoint.packed_store import decoded_rows
+from flexgen_h2o.checkpoint.packed_store import _Reader, decoded_rows
 from flexgen_h2o.checkpoint.writing import RandomValues
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.models import spec_from_folder
-from tests.parity.quantisers import AWQ, FP8, GPTQ, QUANTISERS, compressed, save_quantised
+from tests.parity.quantisers import (
+    AWQ,
+    FP8,
+    GPTQ,
+    QUANTISERS,
+    Quantiser,
+    compressed,
+    gptq,
+    save_quantised,
+)
 from tests.parity.reference import random_model
 
 PACKED = compressed("pack-quantized", 4, 128)
 INTEGERS = compressed("int-quantized", 8, None)
 MXFP4 = {"quant_method": "mxfp4"}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 16}
 LARGE = {"hidden_size": 192, "num_hidden_layers": 1, "intermediate_size": 384}
 GROUP = "config_groups.group_0."
 WEIGHTS = GROUP + "weights."
@@ -66,6 +76,20 @@ def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         (PACKED, WEIGHTS + "new", 1, r"\(1\) is not known"),
         (INTEGERS, WEIGHTS + "symmetric", False, ", with a scale a row"),
         (GPTQ, "dynamic", {"+:.*down": {"bits": 8}}, ""),
+        (GPTQ, "dynamic", {"lm_head": {"bits": 4}}, ".*'lm_head' is not supported"),
+        (GPTQ | {"has_g_idx": False}, "desc_act", True, "True is not supported, only False"),
+        (GPTQ, "lm_head", True, "True is not supported, only False"),
+        (GPTQ, "pack_dtype", "int16", "'int16'"),
+        (GPTQ, "modules_in_block_to_quantize", "q_proj", "'q_proj'"),
+        (GPTQ | {"checkpoint_format": "gptq"}, "format", "gptq_v2", "'gptq_v2'"),
+        (AUTO_ROUND, "data_type", "mx_fp", "'mx_fp'"),
+        (AUTO_ROUND, "act_bits", 8, "8"),
+        (AUTO_ROUND, "packing_format", "auto_round:llm_compressor", ""),
+        (AUTO_ROUND, "extra_config", {"lm_head": {"bits": 4}}, ".*'lm_head'"),
+        (AUTO_ROUND, "extra_config", {"model.layers.0.mlp.up_proj": {"bits": 8}}, ".*bits 8"),
+        (AWQ, "version", "gemv", "'gemv' is not supported, only 'gemm'"),
+        (AWQ, "backend", "llm-awq", "'llm-awq'"),
+        (PACKED, "sparsity_config", {"format": "sparse-24-bitmask"}, ""),
         (AWQ, "bits", 8, "8 is not supported, only 4"),
         (AWQ, "group_size", 0, "0"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method", "bitsandbytes", "'bitsandbytes'"),
@@ -230,3 +254,162 @@ def test_random_weights(tmp_path: Path, config: dict[str, Any], kind: str) -> No
     assert abs(numbers.mean().item()) < 0.003
     assert len(numbers.unique(dim=0)) == len(numbers)
     assert open_checkpoint(spec, folder, tmp_path).nbytes < 2 * spec.num_weights * 0.75
+
+
+# What exporters write beside the settings that the numbers depend on.
+GPTQ_IN_TRANSFORMERS = {
+    "tokenizer": None,
+    "dataset": None,
+    "damp_percent": 0.1,
+    "act_group_aware": True,
+    "true_sequential": True,
+    "format": "gptq",
+    "meta": {"quantizer": ["optimum:2.1.0", "gptqmodel:7.0.0"]},
+    "backend": "auto",
+    "model_seqlen": None,
+    "block_name_to_quantize": None,
+    "module_name_preceding_first_block": None,
+    "batch_size": 1,
+    "pad_token_id": None,
+    "max_input_length": None,
+    "cache_block_outputs": True,
+    "modules_in_block_to_quantize": None,
+}
+OF_AUTO_ROUND = {
+    "autoround_version": "0.15.0",
+    "data_type": "int",
+    "act_bits": 16,
+    "enable_quanted_input": False,
+    "iters": 1000,
+    "lr": 0.001,
+    "minmax_lr": 0.001,
+    "nsamples": 512,
+    "seqlen": 4096,
+    "batch_size": 4,
+    "low_gpu_mem_usage": True,
+    "block_name_to_quantize": "model.layers",
+}
+
+
+@pytest.mark.parametrize(
+    ("plain", "more"),
+    [
+        (GPTQ, GPTQ_IN_TRANSFORMERS | {"checkpoint_format": "gptq", "desc_act": True}),
+        (GPTQ, {"checkpoint_format": "GPTQ", "pack_dtype": "int32", "method": "gptq"}),
+        (GPTQ, {"lm_head": False, "rotation": None, "dynamic": {"+:.*": {"bits": 4}}}),
+        (GPTQ, OF_AUTO_ROUND | {"provider": "auto-round", "damp_percent": 0.01}),
+        (AWQ, GPTQ_IN_TRANSFORMERS | {"format": "gemm", "sym": True, "desc_act": False}),
+        (AWQ, {"method": "awq", "checkpoint_format": "gemm", "meta": {}, "lm_head": False}),
+        (AWQ, OF_AUTO_ROUND | {"zero_point": False, "sym": True, "provider": "auto-round"}),
+        (FP8, {"modules_to_convert": None, "scale_fmt": "float", "expert_dtype": "fp8"}),
+        (FP8, {"method": "fp8", "format": "float8_e4m3fn", "bits": 8, "meta": {"uri": "x"}}),
+        (PACKED, {"version": "0.15.0", "provider": "auto-round", "transform_config": {}}),
+        (PACKED, {"sparsity_config": {"format": "dense", "global_sparsity": 0.1, "ignore": []}}),
+        (MXFP4, {"dequantize": True}),
+    ],
+)
+def test_fields_of_exporters_that_change_nothing(plain: dict[str, Any], more: dict) -> None:
+    assert checkpoint_codec({**plain, **more}) == checkpoint_codec(plain)
+
+
+@pytest.mark.parametrize(
+    ("packing", "same_as"),
+    [
+        ({}, {"sym": True}),
+        ({"packing_format": "auto_round:auto_gptq", "sym": False}, {"sym": False}),
+        ({"backend": "auto_round:gptq:exllamav2"}, {"sym": True}),
+        ({"packing_format": "auto_round"}, {"sym": True, "checkpoint_format": "gptq_v2"}),
+        ({"backend": "auto_round:exllamav2"}, {"sym": True, "checkpoint_format": "gptq_v2"}),
+        ({"packing_format": "auto_round:auto_awq", "backend": "auto"}, {"quant_method": "awq"}),
+    ],
+)
+def test_auto_round_is_read_in_the_layout_that_it_packed(
+    packing: dict[str, Any], same_as: dict[str, Any]
+) -> None:
+    plain = {"quant_method": "gptq", "bits": 4, "group_size": 16, **same_as}
+    plain.pop("sym", None) if "awq" in plain.values() else None
+    assert checkpoint_codec(AUTO_ROUND | OF_AUTO_ROUND | packing) == checkpoint_codec(plain)
+
+
+def _zeros(stored: dict[str, torch.Tensor], words: int, bits: int) -> dict[str, torch.Tensor]:
+    """Return the stored tensors of a matrix with a word of ones subtracted from its zeros."""
+    ones = sum(1 << shift for shift in range(0, 32, bits))
+    return {**stored, "qzeros": stored["qzeros"] - words * ones}
+
+
+def _decoded(folder: Path, quantiser: Quantiser) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (decoded, expected) numbers of the quantised matrices of a small model."""
+    model = random_model(model_type="llama", num_hidden_layers=1, intermediate_size=96)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("proj.weight"):
+                value[::3, :16].abs_()  # groups without negative numbers, whose zero is 0
+    save_quantised(model, folder, quantiser)
+    spec, _ = spec_from_folder("tiny", folder)
+    form = checkpoint_format(spec)
+    source = _Reader(open_checkpoint(spec, folder, folder / "none"))
+    wanted = model.state_dict()
+    found = []
+    for matrix in spec.tensors:
+        if matrix.name.endswith("proj.weight"):
+            [rows] = decoded_rows(form, matrix, source, matrix.shape[0])
+            found.append((rows.clone(), wanted[matrix.name]))
+    return found
+
+
+NAMED = {"modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn.v_proj"], ["down_proj"]]}
+NOT_NAMED = ("k_proj", "o_proj", "up_proj", "gate_proj")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("more", "quantise", "subtracted", "left_out"),
+    [
+        ({"sym": True}, {"symmetric": True}, 0, ()),
+        ({"sym": True}, {"symmetric": True}, 1, ()),
+        ({"sym": True, "desc_act": True}, {"symmetric": True, "order": True}, 0, ()),
+        ({"sym": True, "checkpoint_format": "gptq_v2"}, {"symmetric": True}, 1, ()),
+        ({}, {"symmetric": True}, 0, ()),
+        ({}, {"symmetric": False}, 1, ()),
+        ({"sym": False}, {"symmetric": False}, 1, ()),
+        ({"sym": False, "desc_act": True}, {"symmetric": False, "order": True}, 1, ()),
+        ({"sym": False, "format": "gptq_v2"}, {"symmetric": False}, 0, ()),
+        ({"sym": False} | NAMED, {"symmetric": False}, 1, NOT_NAMED),
+        (
+            {"quant_method": "auto-round", "sym": False, "packing_format": "auto_round"}
+            | {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 16}}},
+            {"symmetric": False, "without": "g_idx"},
+            0,
+            ("up_proj",),
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "sym": False}
+            | {"extra_config": {r".*layers\.0.*o_proj.*": {"bits": 16, "data_type": "fp"}}},
+            {"symmetric": False, "without": "g_idx"},
+            1,
+            ("o_proj",),
+        ),
+    ],
+)
+def test_zeros_of_gptq(
+    tmp_path: Path, bits: int, more: dict, quantise: dict, subtracted: int, left_out: tuple
+) -> None:
+    """Zeros stored less 1, by words, or as they are; those of symmetric matrices are half."""
+    without = quantise.get("without", "")
+
+    def quantised(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        make = gptq(bits, 16, 0, quantise.get("order", False), quantise["symmetric"])
+        stored, numbers = make(weight)
+        stored.pop(without, None)
+        return _zeros(stored, subtracted, bits), numbers
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 16, **more}
+    for found, wanted in _decoded(tmp_path, Quantiser(config, quantised, left_out)):
+        assert torch.equal(found, wanted)
+
+
+def test_zeros_that_a_symmetric_config_contradicts(tmp_path: Path) -> None:
+    quantiser = Quantiser(GPTQ | {"sym": True}, gptq(4, 16, 1, False, symmetric=False))
+    says = r"tensor 'model.*q_proj.qzeros' has zeros other than 8.* set sym to false"
+    with pytest.raises(UsageError, match=says):
+        _decoded(tmp_path, quantiser)

@@ -195,3 +195,44 @@ def test_a_download_that_fails(tmp_path: Path, hub) -> None:
     )
     with pytest.raises(UsageError, match=r"RepositoryNotFoundError: 404 Client Error\)"):
         resolve(ID, None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    ],
+)
+def test_a_link_to_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    """As a cache has it that was copied without its blobs."""
+    folder = make(tmp_path / "snapshots" / "0123", name)
+    (folder / "README.md").symlink_to("../../blobs/gone")  # is not read
+    assert resolve(str(folder), None) == folder
+    (folder / name).unlink()
+    (folder / name).symlink_to("../../blobs/gone")
+    says = f"{folder / name}: this is a link to ../../blobs/gone, which is missing; download"
+    for model, path in ((str(folder), None), ("0123", str(folder)), ("0123", str(folder.parent))):
+        with pytest.raises(UsageError, match=says):
+            resolve(model, path)
+
+
+def test_a_folder_that_is_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to("gone")
+    with pytest.raises(UsageError, match="model: this is a link to gone, which is missing"):
+        resolve(str(tmp_path / "model"), None)
+
+
+def test_the_folder_of_a_cache_names_its_snapshot(home: Path) -> None:
+    snapshot = cached(home)
+    with pytest.raises(UsageError, match=f"its files are in snapshots; give {snapshot}"):
+        resolve(str(snapshot.parent.parent), None)

@@ -87,7 +87,9 @@ def test_a_helm_request_is_kept_as_it_came(words: Model) -> None:
     request |= {"logprobs": 1, "stop": ["###"], "echo": False, "top_p": 1}
     found = read(words, {"scenario": "xsum", "request": request})
     assert (found.kind, json.loads(found.record or b"")) == ("helm", request)
-    assert replace(found.params, seed=0) == SamplingParams(64, 0.3, 1.0, 0, 0, ("###",), logprobs=1)
+    assert replace(found.params, seed=0) == SamplingParams(
+        64, 0.3, 1.0, seed=0, stop=("###",), logprobs=1
+    )
 
 
 def test_plain_prompts_keep_their_data_to_themselves(words: Model) -> None:
