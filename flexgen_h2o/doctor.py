@@ -20,6 +20,7 @@ from flexgen_h2o.cli_common import not_empty, run_cli
 from flexgen_h2o.core.descriptors import descriptor_limits
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_FAILED, FlexgenError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
+from flexgen_h2o.core.libraries import LIBRARIES, is_tried
 from flexgen_h2o.core.units import GIB, MIB, aligned, format_bytes
 from flexgen_h2o.parser import OneLineParser
 
@@ -83,6 +84,7 @@ def _run(argv: list[str] | None) -> int:
 def findings(offload_dir: Path) -> Iterator[Finding]:
     """Yield all findings, in the order in which they are shown."""
     yield from installed()
+    yield from insides()
     yield numba_cache()
     yield wait_policy(os.environ.get("OMP_WAIT_POLICY", ""))
     yield threads()
@@ -135,6 +137,16 @@ def installed() -> Iterator[Finding]:
     missing = [name for name in extras if name not in here]
     text = f"{', '.join(here) or 'none'} installed; not there: {', '.join(missing) or 'none'}"
     yield Finding("extras", text)
+
+
+def insides() -> Iterator[Finding]:
+    """Yield the installed libraries whose insides are used, with the versions that were tried."""
+    for one in LIBRARIES:
+        if find_spec(one.module) is None:
+            continue
+        text = f"{metadata.version(one.name)}, tried {one.tried}: {one.used}"
+        advice = "" if is_tried(one) else f"this version was not tried ({one.check})"
+        yield Finding(f"uses {one.name}", text, advice)
 
 
 def _is_there(requirement: Requirement) -> bool:
