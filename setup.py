@@ -18,11 +18,14 @@ CORE = [
     "tqdm>=4.64",  # 4.70.1
     "pulp>=2.8,<5",  # 4.2.0
     # PuLP 4 needs Python 3.12, and brings no solver. Its own extra `cbc` is 50 times larger.
-    "highspy>=1.16; python_version >= '3.12'",  # 1.16.0
+    # 1.16 writes a banner to stdout, and has no switch for it.
+    "highspy>=1.10,<1.16; python_version >= '3.12'",  # 1.15.1
     "numba>=0.60",  # 0.68.1
     "safetensors>=0.8",  # 0.8.0, which transformers 5.20 asks for as well
     "psutil>=5.9",  # 7.2.2
 ]
+# The default tests run with the newest versions of December 2026, which constraints.txt has. The
+# oldest versions of `serve` were tried as well.
 EXTRAS = {
     # The versions that the tests run with, of what changes most: those of constraints.txt (tested).
     "tested": [

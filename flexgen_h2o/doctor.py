@@ -84,7 +84,7 @@ def _run(argv: list[str] | None) -> int:
 def findings(offload_dir: Path) -> Iterator[Finding]:
     """Yield all findings, in the order in which they are shown."""
     yield from installed()
-    yield from insides()
+    yield insides()
     yield numba_cache()
     yield wait_policy(os.environ.get("OMP_WAIT_POLICY", ""))
     yield threads()
@@ -139,14 +139,13 @@ def installed() -> Iterator[Finding]:
     yield Finding("extras", text)
 
 
-def insides() -> Iterator[Finding]:
-    """Yield the installed libraries whose insides are used, with the versions that were tried."""
-    for one in LIBRARIES:
-        if find_spec(one.module) is None:
-            continue
-        text = f"{metadata.version(one.name)}, tried {one.tried}: {one.used}"
-        advice = "" if is_tried(one) else f"this version was not tried ({one.check})"
-        yield Finding(f"uses {one.name}", text, advice)
+def insides() -> Finding:
+    """Compare the libraries whose insides are used with the versions that were tried."""
+    here = [one for one in LIBRARIES if find_spec(one.module) is not None]
+    text = ", ".join(f"{one.name} {metadata.version(one.name)} ({one.tried})" for one in here)
+    untried = "; ".join(f"{one.name}: {one.used}: {one.check}" for one in here if not is_tried(one))
+    advice = f"in brackets are the versions that were tried ({untried})" if untried else ""
+    return Finding("libraries", text, advice)
 
 
 def _is_there(requirement: Requirement) -> bool:

@@ -130,7 +130,7 @@ def enable_eviction(
         check_int("max_new_tokens", max_new_tokens, 1)
         positions = model.config.max_position_embeddings
         eviction = LimitedGrowth(eviction, most_new=max_new_tokens, positions=positions)
-    check_library("transformers", _self_test_of(type(model.config)))
+    check_library("transformers", _self_test_of(cast(Any, type(model.config))))
     if model in _enabled:
         disable_eviction(model)
     _switch_on(model, eviction, mode)

@@ -17,6 +17,7 @@ from tests.doors.conftest import Door
 
 LINES = [
     "versions",
+    "libraries",
     "numba cache",
     "waiting threads",
     "threads",
