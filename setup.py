@@ -7,16 +7,25 @@ literals.
 
 from setuptools import find_packages, setup
 
+# The oldest versions were tried together on Python 3.10, the newest ones of December 2026 on Python
+# 3.13. A comment has the newest version that was tried. An upper bound is the next major version of
+# a library that has broken things with one. `flexgen_h2o/core/libraries.py` has those whose insides
+# are used.
 CORE = [
-    "torch>=2.6,<3",
-    "numpy>=1.26",
-    "transformers>=5.20,<6",
-    "tqdm>=4.64",
-    "pulp>=2.8",
-    "numba>=0.60",
-    "safetensors>=0.4.3",
-    "psutil>=5.9",
+    "torch>=2.6,<3",  # 2.14.1
+    "numpy>=1.26",  # 2.5.5
+    "transformers>=5.20,<6",  # 5.24.0
+    "tqdm>=4.64",  # 4.70.1
+    "pulp>=2.8,<5",  # 4.2.0
+    # PuLP 4 needs Python 3.12, and brings no solver. Its own extra `cbc` is 50 times larger.
+    # 1.16 writes a banner to stdout, and has no switch for it.
+    "highspy>=1.10,<1.16; python_version >= '3.12'",  # 1.15.1
+    "numba>=0.60",  # 0.68.1
+    "safetensors>=0.8",  # 0.8.0, which transformers 5.20 asks for as well
+    "psutil>=5.9",  # 7.2.2
 ]
+# The default tests run with the newest versions of December 2026, which constraints.txt has. The
+# oldest versions of `serve` were tried as well.
 EXTRAS = {
     # The versions that the tests run with, of what changes most: those of constraints.txt (tested).
     "tested": [

@@ -26,6 +26,7 @@ from flexgen_h2o.core.files import (
     usable_path,
     user_cache_dir,
 )
+from flexgen_h2o.core.libraries import LIBRARIES, is_tried
 from flexgen_h2o.core.units import GIB, MIB, aligned, format_bytes
 from flexgen_h2o.parser import OneLineParser
 
@@ -87,6 +88,7 @@ def _run(argv: list[str] | None) -> int:
 def findings(offload_dir: Path) -> Iterator[Finding]:
     """Yield all findings, in the order in which they are shown."""
     yield from installed()
+    yield insides()
     yield numba_cache()
     yield wait_policy(os.environ.get("OMP_WAIT_POLICY", ""))
     yield threads()
@@ -139,6 +141,15 @@ def installed() -> Iterator[Finding]:
     missing = [name for name in extras if name not in here]
     text = f"{', '.join(here) or 'none'} installed; not there: {', '.join(missing) or 'none'}"
     yield Finding("extras", text)
+
+
+def insides() -> Finding:
+    """Compare the libraries whose insides are used with the versions that were tried."""
+    here = [one for one in LIBRARIES if find_spec(one.module) is not None]
+    text = ", ".join(f"{one.name} {metadata.version(one.name)} ({one.tried})" for one in here)
+    untried = "; ".join(f"{one.name}: {one.used}: {one.check}" for one in here if not is_tried(one))
+    advice = f"in brackets are the versions that were tried ({untried})" if untried else ""
+    return Finding("libraries", text, advice)
 
 
 def _is_there(requirement: Requirement) -> bool:

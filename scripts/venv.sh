@@ -40,6 +40,8 @@ with open(setup, encoding="utf-8") as file:
 lists = {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}
 asked = [name for extra in filter(None, extras.split(",")) for name in lists["EXTRAS"][extra]]
 for requirement in map(Requirement, lists["CORE"] + asked):
+    if requirement.marker and not requirement.marker.evaluate():
+        continue
     if not requirement.specifier.contains(version(requirement.name), prereleases=True):
         sys.exit(1)
 PY

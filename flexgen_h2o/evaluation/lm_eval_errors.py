@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError, first_line
+from flexgen_h2o.core.libraries import check_library
 from flexgen_h2o.evaluation.rows import objects_of
 
 INSTALL = "pip install -e '.[eval]' in a clone"
@@ -43,6 +44,7 @@ def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
 
     All calls of lm-eval are inside of this context. names: the tasks, for messages.
     """
+    check_library("lm-eval")
     tasks = f"--tasks {','.join(names)}"
     try:
         with _replaced([*_stubs(args.download), _checked_lines(tasks)]):

@@ -11,15 +11,24 @@ forward.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.libraries import check_library
 from flexgen_h2o.core.packing import KVSizes
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.integrations.cache import MODES, EvictingCache, LimitedGrowth
@@ -118,8 +127,13 @@ def enable_eviction(
         check_int("max_new_tokens", max_new_tokens, 1)
         positions = model.config.max_position_embeddings
         eviction = LimitedGrowth(eviction, most_new=max_new_tokens, positions=positions)
+    check_library("transformers", _self_test_of(cast(Any, type(model.config))))
     if model in _enabled:
         disable_eviction(model)
+    _switch_on(model, eviction, mode)
+
+
+def _switch_on(model: PreTrainedModel, eviction: Eviction, mode: str) -> None:
     attention = _attention_of(model)
     AttentionInterface.register(ATTENTION, torch.compiler.disable(evicting_attention))
     model.set_attn_implementation(ATTENTION)
@@ -143,11 +157,91 @@ def disable_eviction(model: PreTrainedModel) -> None:
 disable_h2o = disable_eviction
 
 
+# Sizes of the model of the self-test, by the names that the families have for them.
+_TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # random weights whose tokens vary
+    "sliding_window": None,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+@lru_cache
+def _self_test_of(config: type[PreTrainedConfig]) -> Callable[[], bool]:
+    """Return the self-test of one type of model, the same object for the same type."""
+    return partial(_self_test, config)
+
+
+def _self_test(config: type[PreTrainedConfig]) -> bool:
+    """Return whether a tiny model gives the right tokens while eviction is enabled.
+
+    Nothing is evicted from a large cache, so its tokens are those without eviction. Those of a
+    small one are the same in both modes.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        tiny = AutoModelForCausalLM.from_config(config(**_TINY), dtype=torch.float32).eval()
+        ids = torch.randint(2, _TINY["vocab_size"], (2, 12))
+        mask = torch.ones_like(ids)
+        mask[1, :5] = 0
+        found: dict[tuple[int, str], torch.Tensor] = {}
+        for size in (12, 3):
+            for mode in MODES:
+                _switch_on(tiny, H2O(heavy_size=size, recent_size=size), mode)
+                found[size, mode] = _tokens(tiny, ids, mask)
+                disable_eviction(tiny)
+        full = _tokens(tiny, ids, mask)
+    return all(
+        found[size, mode].equal(full if size == 12 else found[size, "mask"]) for size, mode in found
+    )
+
+
+def _tokens(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return prompts with 8 new tokens."""
+    generate: Any = model.generate
+    return cast(
+        torch.Tensor,
+        generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0),
+    )
+
+
 def _attention_of(model: PreTrainedModel) -> str:
     """Return the name of the model's attention implementation. transformers has only a public
     setter.
     """
     return cast(str, model.config._attn_implementation)
+
+
+def _cache_name(decoder: PreTrainedModel) -> str:
+    """Return the name of the cache among a decoder's arguments.
+
+    It is `cache` since transformers 5.24, and `past_key_values` before.
+
+    Raise UsageError if there is neither.
+    """
+    known = inspect.signature(decoder.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in known:
+            return name
+    raise UsageError(
+        f"model: {type(decoder).__name__} takes no cache that eviction could replace; "
+        "use the model's own code of transformers"
+    )
 
 
 def _check_model(model: PreTrainedModel) -> None:
@@ -163,6 +257,7 @@ def _check_model(model: PreTrainedModel) -> None:
     config = model.config
     if config.model_type not in MODEL_TYPES:
         raise UsageError(f"model: type {config.model_type} is not one of {', '.join(MODEL_TYPES)}")
+    _cache_name(model.get_decoder())
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "sliding_window", None) is not None or kinds != {"full_attention"}:
         raise UsageError(
@@ -230,7 +325,11 @@ def _give_cache(
     )
     if inputs is None:
         return args, kwargs  # the decoder reports what is missing
-    past = given.get("past_key_values")
+    name = _cache_name(decoder)
+    earlier = given.pop("past_key_values", None)  # newer versions still know the earlier name
+    past = given.get(name)
+    if past is None:
+        past = earlier
     use_cache = given.get("use_cache")
     keeps = past is not None or (decoder.config.use_cache if use_cache is None else use_cache)
     cache: Any = past
@@ -241,12 +340,11 @@ def _give_cache(
             )
         if past is not None and past.get_seq_length():
             raise UsageError(
-                "past_key_values: filled before eviction was enabled; give none, or an empty "
-                "DynamicCache"
+                f"{name}: filled before eviction was enabled; give none, or an empty DynamicCache"
             )
         cache = EvictingCache(eviction, decoder.config.num_hidden_layers, mode, keeps)
     sequences, tokens = inputs.shape[:2]
     cache.arrive(sequences, tokens, given.get("attention_mask"), past is None and mode == "mask")
-    given["past_key_values"] = cache if keeps else None
+    given[name] = cache if keeps else None
     given["evicting_cache"] = cache
     return (), given

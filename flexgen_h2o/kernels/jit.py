@@ -71,10 +71,13 @@ def _jitted(function: Callable[..., Any], **options: Any) -> Any:
     except RuntimeError:  # no folder is writable
         return _njit(function, **options)
     # Numba compares only the function's own file with the cache. A loop also depends on the other
-    # files of this folder and of core, so the stamp covers them all.
-    with suppress(AttributeError):
-        compiled._cache._cache_file._source_stamp = _STAMP
-        compiled._cache.save_overload = _ignoring_full_disk(compiled._cache.save_overload)
+    # files of this folder and of core, so the stamp covers them all. A numba that keeps its stamp
+    # elsewhere (core/libraries.py) would run old loops, so it gets no cache.
+    file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if not hasattr(file, "_source_stamp") or not hasattr(compiled._cache, "save_overload"):
+        return _njit(function, **options)
+    file._source_stamp = _STAMP
+    compiled._cache.save_overload = _ignoring_full_disk(compiled._cache.save_overload)
     return compiled
 
 

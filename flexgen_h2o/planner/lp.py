@@ -13,12 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from itertools import product
 from operator import attrgetter
 from typing import cast
 
 import pulp
-from pulp.apis.core import PulpSolverError
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MAX_ROWS, TIERS, Policy
@@ -48,6 +48,10 @@ LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are only used if memory is left ove
 FIRST_LINE_S = 5.0
 LAST_LINE_S = 60.0
 LONG_SEARCH = "this search takes longer than usual, up to some minutes; so far"
+# PuLP's names of the solvers that may be used. CBC comes with PuLP 2 and 3, except on some
+# machines. PuLP 4 brings no solver: setup.py installs HiGHS beside it.
+SOLVERS = ("PULP_CBC_CMD", "HiGHS", "COIN_CMD")
+OPTIMAL = 1  # PuLP's status of a program that has been solved; the same number in all versions
 
 Budgets = Mapping[str, int | None]  # bytes by tier; None for no limit
 # Weights, KV cache and hidden states on device and host, as in Policy.percent. The rest is on disk.
@@ -282,7 +286,7 @@ def solve(
     problem = program.problem
     overlap = candidate.policy.overlap
     counts = {"prefill": 1, "decode": decode_sweeps}
-    seconds = {phase: pulp.LpVariable(phase, 0) for phase in PHASES}
+    seconds = {phase: program.variable(phase) for phase in PHASES}
     objective = pulp.lpSum(counts[phase] * seconds[phase] for phase in PHASES)
     for phase in PHASES:
         busy = {name: program.interpolated(phase, name) for name in RESOURCES}
@@ -302,7 +306,7 @@ def solve(
         candidate,
         shares=shares,
         block_s=sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES),
-        gain_s_per_gib={t: -(problem.constraints[f"memory_{t}"].pi or 0.0) for t in limits},
+        gain_s_per_gib={tier: -program.price(f"memory_{tier}") for tier in limits},
     )
 
 
@@ -310,7 +314,7 @@ def least_excess(corners: Corners, budgets: Budgets) -> Sequence[float] | None:
     """Return the shares whose bytes exceed the budgets least in total; None without a solution."""
     program = _Program(corners)
     limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
-    excess = {tier: pulp.LpVariable(f"excess_{tier}", 0) for tier in limits}
+    excess = {tier: program.variable(f"excess_{tier}") for tier in limits}
     program.problem += pulp.lpSum(excess.values())
     for tier, budget in limits.items():
         held = program.interpolated(HELD, tier)
@@ -318,15 +322,33 @@ def least_excess(corners: Corners, budgets: Budgets) -> Sequence[float] | None:
     return program.solved_shares()
 
 
+def find_solver() -> pulp.LpSolver:
+    """Return the solver that comes with PuLP (CBC, before PuLP 4), or another that is installed.
+
+    Raise FlexgenError if there is none.
+    """
+    for name in SOLVERS:
+        if name in pulp.listSolvers():
+            solver = pulp.getSolver(name, msg=False)
+            if solver.available():
+                return solver
+    raise FlexgenError(
+        f"PuLP {metadata.version('pulp')} finds no solver for the plan; pip install highspy"
+    )
+
+
 class _Program:
-    """A linear program with the shares as variables. Those of one kind are at most 1 together."""
+    """A linear program with the shares as variables. Those of one kind are at most 1 together.
+
+    Only this class knows in what PuLP 2.8, 3 and 4 differ.
+    """
 
     def __init__(self, corners: Corners) -> None:
         self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
         self._always, *moved = sorted(corners, key=len)
         self._base = corners[self._always]
         self._moved = {places[-1]: corners[places] for places in moved}
-        self._shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in self._moved}
+        self._shares = {i: self.variable(f"share_{i}", 1) for i in self._moved}
         for kind, name in enumerate(KINDS):
             pair = [self._shares[i] for i in (2 * kind, 2 * kind + 1) if i in self._shares]
             if pair:
@@ -339,23 +361,35 @@ class _Program:
             (self._moved[i][what, name] - base) * share for i, share in self._shares.items()
         )
 
+    def variable(self, name: str, most: float | None = None) -> pulp.LpVariable:
+        """Return a new variable of at least 0 and at most `most`; None for no limit."""
+        if hasattr(self.problem, "add_variable"):  # PuLP 3.3 and newer; PuLP 4 has no other way
+            return self.problem.add_variable(name, 0, most)
+        return pulp.LpVariable(name, 0, most)
+
+    def price(self, name: str) -> float:
+        """Return by how much the objective grows per unit of a constraint's limit, once solved."""
+        if isinstance(self.problem.constraints, dict):  # before PuLP 4
+            return self.problem.constraints[name].pi or 0.0
+        return self.problem.get_constraint_by_name(name).pi or 0.0
+
     def solved_shares(self) -> list[float] | None:
         """Solve the program and return the six shares; None without a solution.
 
-        The solver reads and writes files. Raise FlexgenError if there is no room for them.
+        CBC reads and writes files. Raise FlexgenError if there is no room for them, or no solver.
         """
         try:
             with tempfile.TemporaryDirectory(prefix="flexgen-lp-") as folder:
-                solver = pulp.PULP_CBC_CMD(msg=False)
-                solver.tmpDir = folder
-                status = self.problem.solve(solver)
-        except (OSError, PulpSolverError) as error:
+                solver = find_solver()
+                solver.tmpDir = folder  # HiGHS writes nothing
+                result = self.problem.solve(solver)
+        except (OSError, pulp.PulpSolverError) as error:
             reason = " ".join(str(error).split())
             raise FlexgenError(
                 f"the solver of the linear program failed ({reason}); is the folder for temporary "
                 "files full? Set TMPDIR to one with room"
             ) from error
-        if pulp.LpStatus[status] != "Optimal":
+        if getattr(result, "status", result) != OPTIMAL:  # PuLP 4 returns more than the status
             return None
         values = [
             self._shares[i].value() or 0.0 if i in self._shares else float(i in self._always)

@@ -20,7 +20,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
+from flexgen_h2o.core.libraries import check_library
 from flexgen_h2o.serving.answers import RequestRefused, internal_error, is_fault
 
 MIN_RATE = 2**14  # bytes per second at which a body must arrive, once the patience is over
@@ -210,11 +212,28 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
 
+def protocol_works() -> bool:
+    """Return whether Uvicorn's protocol has all that `BoundedProtocol` uses."""
+    config = Config("", interface="asgi3", lifespan="off", log_config=None)
+    config.loaded = True  # there is no application to load
+    config.loaded_app = config.ws_protocol_class = None
+    loop = asyncio.new_event_loop()
+    try:
+        one = H11Protocol(config, ServerState(), {}, loop)
+    finally:
+        loop.close()
+    used = {"conn", "connections", "flow", "loop", "timeout_keep_alive_task", "transport"}
+    return used <= vars(one).keys()
+
+
 def uvicorn_config(app: App, bounds: Bounds) -> Config:
     """Return Uvicorn's configuration, which logs nothing.
 
     The guard logs errors. The libraries would print a line for each client that has gone.
+
+    Raise UsageError if Uvicorn is an untried version without what is used of its inside.
     """
+    check_library("uvicorn", protocol_works)
     for name in ("asyncio", "python_multipart"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     protocol = type("Protocol", (BoundedProtocol,), {"bounds": bounds})

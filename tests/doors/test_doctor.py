@@ -18,6 +18,7 @@ from tests.doors.conftest import Door
 
 LINES = [
     "versions",
+    "libraries",
     "numba cache",
     "waiting threads",
     "threads",

@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from flexgen_h2o import integrations
+from flexgen_h2o.core import libraries
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_eviction, enable_h2o
 from flexgen_h2o.kvcache.eviction import Tova
@@ -93,6 +95,27 @@ def test_wrong_settings_are_refused(
     before = state(model)
     with pytest.raises(UsageError, match=f"^{names}: "):
         enable_h2o(model, **settings)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("name", ["opt", "neox"])
+def test_an_untried_transformers_is_used_only_if_tokens_are_right(
+    name: str, known: Callable[[str], Known], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The self-test finds that models take their cache under a name that nobody knew."""
+    model = known(name).model
+    before = state(model)
+    draws = torch.get_rng_state()
+    monkeypatch.setattr(libraries, "is_tried", lambda _: False)
+    libraries.check_library.cache_clear()
+    enable_h2o(model, **SIZES)
+    disable_h2o(model)
+    assert torch.get_rng_state().equal(draws)
+    libraries.check_library.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(integrations, "_cache_name", lambda _: "cache_of_tomorrow")
+        with pytest.raises(UsageError, match=r"^transformers 5\..*pip install"):
+            enable_h2o(model, **SIZES)
     assert state(model) == before
 
 

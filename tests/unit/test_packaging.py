@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 
 import flexgen_h2o
 from flexgen_h2o import cli
-from flexgen_h2o.core import files
+from flexgen_h2o.core import files, libraries
+from flexgen_h2o.core.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,6 +76,48 @@ def test_what_is_tested_is_what_ci_installs() -> None:
             assert wanted.specifier.contains(version.removeprefix("==")) or wanted in tested, wanted
     for name, version in re.findall(r"([\w-]+)==([\w.]+)", text_of("Dockerfile")):
         assert (f"=={version}", "") in pinned(name), name
+
+
+def test_bounds_let_in_what_was_tried_of_libraries_whose_insides_are_used() -> None:
+    parts = literals()
+    wanted = [*parts["CORE"], *(line for lines in parts["EXTRAS"].values() for line in lines)]  # type: ignore[attr-defined,misc]
+    for one in libraries.LIBRARIES:
+        bounds = [
+            asked.specifier
+            for asked in map(Requirement, wanted)
+            if asked.name.lower() == one.name.lower() and "==" not in str(asked.specifier)
+        ]
+        assert bounds, one.name
+        for bound in bounds:
+            assert bound.contains(one.oldest) and bound.contains(one.newest), one.name
+        for version, _ in pinned(one.name):
+            assert bound.contains(version.removeprefix("=="))
+
+
+@pytest.mark.parametrize("version", ["0.0.1", "99.0", "99.0.dev3"])
+@pytest.mark.parametrize("name", [one.name for one in libraries.LIBRARIES])
+def test_an_untried_version_passes_its_self_test_or_is_refused(
+    name: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def works() -> bool:
+        asked.append(True)
+        return True
+
+    def raises() -> bool:
+        raise KeyError("changed")
+
+    libraries.check_library.cache_clear()
+    monkeypatch.setattr(libraries.metadata, "version", lambda _: version)
+    for _ in range(2):
+        libraries.check_library(name, works)
+    assert asked == [True]  # once per process
+    for broken in (None, raises, lambda: False):
+        with pytest.raises(UsageError, match=rf"^{name} {version}: .*pip install '{name}=="):
+            libraries.check_library(name, broken)
+    monkeypatch.setattr(libraries.metadata, "version", lambda _: libraries.library(name).newest)
+    libraries.check_library(name, raises)
 
 
 def test_shipped_policies_are_found_beside_a_checkout_and_in_an_installed_package(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,16 @@ def test_a_card_is_warmed_up_for_products_with_codes(
     assert seen == (alone := set(product(["one"], (16, 32), (False, True), (False, True))))
     formats.warm_up(form, CPU, torch.float32, experts=True)
     assert seen - alone == set(product(("dense", "coded"), (16, 32), (False, True), [False]))
+
+
+def test_a_numba_without_its_stamp_caches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would run loops of an earlier version of this package."""
+
+    def njit(function: Any, cache: bool = False, **options: Any) -> Any:
+        return SimpleNamespace(cached=cache, _cache=SimpleNamespace(_cache_file=object()))
+
+    monkeypatch.setattr(jit, "_njit", njit)
+    assert not jit.jit(abs).cached
 
 
 def test_what_is_compiled_is_stamped_with_all_that_it_has() -> None:

@@ -109,15 +109,26 @@ def test_budgets_below_what_must_be_held_have_no_solution(corners: dict[bool, Co
 def test_a_full_folder_for_temporary_files_is_one_line_and_nothing_stays(
     corners: dict[bool, Corners], error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(problem: pulp.LpProblem, filename: str, **_: object) -> None:
-        Path(filename).write_text("half")
+    def solve(problem: pulp.LpProblem, solver: pulp.LpSolver) -> None:
+        (Path(solver.tmpDir) / "problem.mps").write_text("half")
         raise error
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(pulp.LpProblem, "writeMPS", write)
+    monkeypatch.setattr(pulp.LpProblem, "solve", solve)
     with pytest.raises(FlexgenError, match=f"{error.args[-1]}.*TMPDIR"):
         solved(corners[True], {})
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_solver_the_error_names_one(
+    corners: dict[bool, Corners], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(onlyAvailable: bool = False) -> list[str]:
+        return ["GLPK_CMD"]
+
+    monkeypatch.setattr(pulp, "listSolvers", unknown)
+    with pytest.raises(FlexgenError, match="pip install highspy"):
+        solved(corners[True], {})
 
 
 @pytest.mark.parametrize(
