@@ -141,7 +141,7 @@ class Gptq(Codec):
     def _is_symmetric(self, layout: TensorLayout, shard: Shard) -> bool:
         """Return whether all zeros of a matrix are 2^(bits - 1), however they are stored.
 
-        Raises UsageError if the config says so and the stored zeros do not.
+        Raises UsageError if the config says so and the stored zeros differ among themselves.
         """
         from flexgen_h2o.kernels.quantised import the_one_word
 
@@ -149,11 +149,13 @@ class Gptq(Codec):
             return False
         middle = 1 << (self.bits - 1)
         word = the_one_word(shard.pieces[1])
+        if self.symmetric and word is not None:
+            return True  # kernels for symmetric matrices do not read them
         if word in (middle * _ones(self.bits), (middle - 1) * _ones(self.bits)):
             return True
         if self.symmetric:
             raise UsageError(
-                f"tensor {layout.stored[1].key!r} has zeros other than {middle}, and the "
+                f"tensor {layout.stored[1].key!r} has different zeros, and the "
                 "quantization_config says sym true, so that programs read it differently; set sym "
                 "to false in config.json if it was quantised without symmetry, or give another "
                 "checkpoint"
