@@ -297,8 +297,11 @@ class LLM:
         - eviction in a model that has no layer for it
         - a --hardware file that is not a profile
         - policy "auto" with a profile that lacks the dtype
+        - weights that are missing, or that are not those of config.json
         """
         self._check_eviction()
+        if not self.model.random and self._weights_dtype is not None:
+            self._checkpoint.check_unchanged()  # opens it
         planner = self.planner  # it reads --hardware
         if isinstance(self.asked_policy, AutoPolicy):
             planner.check_dtype()

@@ -217,7 +217,7 @@ def _run(argv: list[str] | None) -> int:
         rows = args.rows or (ROWS if is_auto else policy.block_size)
         service = Service(llm, rows, length, args.max_queue, args.batch_share)
         service.open()
-        reader = RequestReader(llm.model, defaults, llm.eviction)
+        reader = RequestReader(llm.model, defaults, llm.eviction, most_tokens=length)
         settings = settings_of(llm, policy, is_auto, defaults)
         with (
             contextlib.closing(
@@ -230,7 +230,9 @@ def _run(argv: list[str] | None) -> int:
             batches = Batches(store, service, reader, settings, args.max_rows)
             server = Server(service, batches, reader)
             if other is not None:
-                others = RequestReader(other.llm.model, defaults, other.llm.eviction)
+                others = RequestReader(
+                    other.llm.model, defaults, other.llm.eviction, most_tokens=length
+                )
                 server.other = Server(other, batches, others)
             with _serving(server, pages, bounds, listener):
                 print(f"{llm.model.name} at {_address(listener)}/v1", flush=True)

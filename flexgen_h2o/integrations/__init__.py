@@ -196,7 +196,7 @@ def _self_test(config: type[PreTrainedConfig]) -> bool:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         tiny = AutoModelForCausalLM.from_config(config(**_TINY), dtype=torch.float32).eval()
-        ids = torch.randint(2, _TINY["vocab_size"], (2, 12))
+        ids = torch.randint(2, _TINY["vocab_size"], (2, 12), dtype=torch.int64, device="cpu")
         mask = torch.ones_like(ids)
         mask[1, :5] = 0
         found: dict[tuple[int, str], torch.Tensor] = {}

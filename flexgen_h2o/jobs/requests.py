@@ -303,6 +303,9 @@ class RequestReader:
     columns: Counter[str] = field(default_factory=Counter)
     # False: fields are checked, prompts are not tokenized, and requests cannot be run.
     encodes: bool = True
+    # The most tokens of a prompt and its answer together that a server takes; None: the model's
+    # positions. A request that does not limit its answer gets what its prompt leaves.
+    most_tokens: int | None = None
 
     def texts_settings(self) -> dict[str, Any]:
         """Return the settings that answers to texts also depend on, for a job's sidecar.
@@ -416,8 +419,13 @@ class RequestReader:
                 "stop: needs a tokenizer, and the model's folder has none; leave it out",
             )
         asked_model = _short_text(fields, "model")
-        encode = self._encoding(fields, is_chat, params.max_tokens)
+        has_limit = any(name in fields for name in LENGTH_FIELDS)
+        encode = self._encoding(fields, is_chat, params.max_tokens, has_limit)
         ids = self._prompt_ids(given, encode, options if is_chat else None)
+        if not has_limit and self.most_tokens is not None:
+            room = self.most_tokens - len(ids) + 1  # The newest token needs no position.
+            if 0 < room < params.max_tokens:
+                params = params.changed(max_tokens=room)
         try:
             if self.encodes:
                 check_budgets(self.eviction, self.model.spec, len(ids), max(1, params.max_tokens))
@@ -483,9 +491,13 @@ class RequestReader:
         return _with_do_sample(found, self.defaults)
 
     def _encoding(
-        self, fields: Mapping[str, Any], is_chat: bool, max_tokens: int
+        self, fields: Mapping[str, Any], is_chat: bool, max_tokens: int, has_limit: bool
     ) -> dict[str, Any]:
-        """Return how the prompt becomes tokens: the arguments of `Model.encode`."""
+        """Return how the prompt becomes tokens: the arguments of `Model.encode`.
+
+        has_limit: whether the request itself limits its answer to `max_tokens`. If not, at least
+            half of the positions are for the prompt.
+        """
         adds = fields.get("add_special_tokens")
         adds = not is_chat if adds is None else _flag("add_special_tokens", adds)
         keep = fields.get("truncate_prompt_tokens")
@@ -498,6 +510,7 @@ class RequestReader:
                 raise _invalid(f"{name}: {keep} is above the {positions} positions; lower it")
             if keep == -1:
                 keep = positions - max_tokens
+                keep = keep if has_limit else max(keep, positions // 2)
             if keep < 1:
                 raise _invalid(
                     f"{name}: -1 leaves no token of the prompt beside {max_tokens} new ones in "
