@@ -16,6 +16,7 @@ os.environ["HOME"] = tempfile.mkdtemp(prefix="flexgen_h2o-home-")
 os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ["HOME"], ".cache")
 
 import atexit
+import ctypes
 import gc
 import random
 import shutil
@@ -27,6 +28,8 @@ import numpy as np
 import pytest
 import torch
 
+from flexgen_h2o.core.units import format_bytes
+from flexgen_h2o.tiers.device import free_host_bytes
 from tests.forks import Forks, default_signals, fork_server
 
 torch.set_num_threads(2)
@@ -43,6 +46,20 @@ def pytest_collection_finish() -> None:
     0.1 s."""
     gc.freeze()
     gc.enable()
+
+
+# Bytes of free memory that any test, with the processes that it starts, does with.
+LEAST_FREE = 2**30
+
+
+def pytest_runtest_setup() -> None:
+    """A test that lacks memory is skipped: it would fail, or the kernel would end the process."""
+    if free_host_bytes() >= LEAST_FREE:
+        return
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed
+    if (free := free_host_bytes()) < LEAST_FREE:
+        pytest.skip(f"{format_bytes(free)} of memory are free, of {format_bytes(LEAST_FREE)}")
 
 
 @pytest.fixture(autouse=True)
