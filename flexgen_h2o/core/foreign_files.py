@@ -86,7 +86,7 @@ def where_else(name: str) -> str:
     """Return what to do about a name of an input that is no file. Empty if it is a usual one."""
     if name == "-" or re.fullmatch(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+", name):
         return "a job reads its input more than once; save it to a file: cat > prompts.jsonl"
-    url = _URL.match(name)
+    url = _URL.match(name.replace("hf:", "hf:/", 1) if name.startswith("hf:") else name)
     is_hub = not Path(name).suffix and _HUB_NAME.fullmatch(name) is not None
     if (url is not None and url[1].lower() == "hf") or (url is None and is_hub and "/" in name):
         return (

@@ -25,7 +25,7 @@ from flexgen_h2o.core.files import (
     read_lines,
     replacing,
 )
-from flexgen_h2o.core.foreign_files import kind_of, where_else
+from flexgen_h2o.core.foreign_files import HEAD_BYTES, kind_of, where_else
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import check_int, is_text
@@ -85,6 +85,9 @@ def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
                 )
             if not raw.endswith(b"\n"):
                 check_complete(path, place)
+            what = kind_of(path, raw[:HEAD_BYTES]) if number == 1 else None
+            if what is not None:
+                raise UsageError(f"{flag} {path}: {what}")
             try:
                 line = without_bom(raw).removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
             except UnicodeDecodeError as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 from flexgen_h2o.core import files
 from flexgen_h2o.core.units import shortened
+from flexgen_h2o.jobs.requests import URLS
 from flexgen_h2o.serving.answers import say_line
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
@@ -102,7 +103,7 @@ FILE_FIELDS: Fields = {
 BATCH_FIELDS: Fields = {
     "id": _is_id(BATCH_ID),
     "object": lambda value: value == "batch",
-    "endpoint": _is_text,
+    "endpoint": lambda value: value in URLS,
     "errors": _or_null(_are_errors),
     "input_file_id": _is_id(FILE_ID),
     "completion_window": _is_text,

@@ -68,6 +68,7 @@ FLEX_OPT = (
     "--json pipe.jsonl",
     "--prompts empty.txt",
     "--prompts prompts.csv",
+    "--prompts array.jsonl | jq",
     "--prompts latin.txt --model words | latin.txt:2",
     f"--prompts long.jsonl | [1] {POSITIONS + 1}",
     # Files that would be written over.
@@ -209,6 +210,7 @@ GENERATE = (
     "--input - > cat",
     "--input /dev/stdin > cat",
     "--input hf://datasets/squad > load_dataset",
+    "--input hf:some/set > load_dataset",
     "--input rajpurkar/squad > load_dataset",
     "--input https://a.b/c.jsonl > download",
     "--lora x > merge_and_unload",

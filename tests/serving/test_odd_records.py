@@ -243,6 +243,7 @@ ODD = {
     "files": [("bytes", None), ("bytes", "10"), ("purpose", None), ("created_at", float("nan"))],
     "batches": [
         ("status", None),
+        ("endpoint", "/v1/embeddings"),
         ("status", "paused"),
         ("request_counts", None),
         ("metadata", None),
