@@ -47,7 +47,7 @@ from flexgen_h2o.engine.prompts import (
 )
 from flexgen_h2o.engine.sequence import Sequence
 from flexgen_h2o.engine.workload import AutoPolicy
-from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
+from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, check_name, make_eviction
 from flexgen_h2o.kvcache.eviction.mixes import WHOLE, table_for
 from flexgen_h2o.parser import (
     EVICTION,
@@ -508,8 +508,7 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
         field for field, value in given.items() if value != "none"
     ]  # no default, typed out
     name = ("h2o" if asked_for else "full") if args.eviction is None else args.eviction
-    if name.partition(":")[0] not in POLICIES:
-        raise UsageError(f"--eviction {name}: not one of {', '.join(POLICIES)}")
+    check_name(name, f"--eviction {name}")
     if name == "full":
         if asked_for:
             raise UsageError(

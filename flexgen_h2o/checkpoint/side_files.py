@@ -13,6 +13,15 @@ from flexgen_h2o.core.notes import say_once
 ADAPTER = "adapter_config.json"
 # AutoGPTQ's and AutoAWQ's file names, in the order in which vLLM looks for them.
 _SETTINGS = ("quantize_config.json", "quant_config.json")
+# Settings of both files that decide how weights are read, with what config.json means without
+# them. None: nothing.
+_DECIDING = {
+    "bits": None,
+    "group_size": None,
+    "sym": None,
+    "desc_act": None,
+    "checkpoint_format": "gptq",
+}
 # Values of quant_method in which columns may be out of order.
 _WITH_G_IDX = ("gptq", "auto-round", "intel/auto-round")
 _OF_AWQ = ("w_bit", "q_group_size", "zero_point")
@@ -24,7 +33,10 @@ def quantization_of(folder: Path, found: Any) -> Any:
     found: that of config.json. GPTQ's settings also say whether g_idx is stored, as far as the
     names of tensors can be read.
     """
-    found = found if found is not None else _quantization_beside(folder)
+    if found is None:
+        found = _quantization_beside(folder)
+    elif isinstance(found, dict):
+        _say_differences(folder, found)
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method not in _WITH_G_IDX:
         return found
@@ -50,6 +62,28 @@ def _quantization_beside(folder: Path) -> dict[str, Any] | None:
     method = "awq" if any(key in found for key in _OF_AWQ) else "gptq"
     say_once(f"{path}: read as quantization_config, which config.json does not have")
     return {"quant_method": method, **found}
+
+
+def _say_differences(folder: Path, found: dict[str, Any]) -> None:
+    """Tell the user of settings that a quantiser's own file has otherwise than config.json.
+
+    Only config.json counts, as in transformers.
+    """
+    for path in (folder / name for name in _SETTINGS):
+        if not path.is_file():
+            continue
+        beside = read_object(path, str(path))
+        counts = {**_DECIDING, **found}
+        differing = [
+            f"{key} {beside[key]!r:.20} and not {counts[key]!r:.20}"
+            for key in _DECIDING
+            if counts[key] is not None and beside.get(key) not in (None, counts[key])
+        ]
+        if differing:
+            say_once(
+                f"{path}: has {', '.join(differing)}, as config.json has, which counts; if answers "
+                "are wrong, mend config.json"
+            )
 
 
 def say_adapter(folder: Path) -> None:

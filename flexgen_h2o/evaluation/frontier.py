@@ -52,7 +52,7 @@ from flexgen_h2o.flags import (
     policy_of,
     say_notes,
 )
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Full, says_budget
+from flexgen_h2o.kvcache.eviction import H2O, POLICIES, Full, check_name, says_budget
 from flexgen_h2o.kvcache.eviction.mixes import SCHEMA as TABLE_SCHEMA
 from flexgen_h2o.kvcache.eviction.mixes import (
     SHIPPED,
@@ -358,8 +358,7 @@ def grid(args: argparse.Namespace) -> list[Setting]:
     # --learn replaces the model's own table, so a damaged one must not stop it.
     table = read_table(SHIPPED) if args.learn else table_for(args.model, args.offload_dir)
     for policy in evicting:
-        if policy.partition(":")[0] not in EVICTING:
-            raise UsageError(f"--policies {policy}: is not one of {', '.join(POLICIES)}")
+        check_name(policy, f"--policies {policy}")
     found = [REFERENCE]
     if Full.name in policies or args.kv_bits:
         found += [Setting(kv_bits=one) for one in bits]

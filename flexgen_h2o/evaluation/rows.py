@@ -36,9 +36,9 @@ from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.engine.prompts import lines_of, object_of_json, read_prompts
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
-    POLICIES,
     Eviction,
     Full,
+    check_name,
     make_eviction,
     says_budget,
 )
@@ -445,10 +445,7 @@ def make_cases(
     for policy in policies:
         own = {k: v for k, v in settings.items() if k not in SIZES or not says_budget(policy)}
         name = policy.partition(":")[0]
-        if name not in POLICIES:
-            raise UsageError(
-                f"--policies {policy}: {name or 'nothing'} is not one of {', '.join(POLICIES)}"
-            )
+        check_name(policy, f"--policies {policy}")
         kind = EVICTING.get(name)
         if (
             sinks is not None

@@ -220,7 +220,9 @@ _ONE_WORDS: Any = WeakTensorKeyDictionary()
 
 
 def stored_groups(stored: torch.Tensor, count: int, size: int, at: int) -> Groups:
-    """Return the Groups of GPTQ's g_idx; raise ValueError if it names a group that does not exist.
+    """Return the Groups of GPTQ's g_idx.
+
+    Raise ValueError if it names a group that does not exist, or has too many columns of one.
 
     stored: the bytes of (columns,) int32, the group of each column; count: number of groups. If
     columns are in order, `size` per group with the first column at position `at`, the result has no
@@ -233,6 +235,10 @@ def stored_groups(stored: torch.Tensor, count: int, size: int, at: int) -> Group
         least, most = (int(end) for end in torch.aminmax(index))
         if not 0 <= least <= most < count:
             raise ValueError(f"has columns of the groups {least} to {most}, of {count}")
+        # Some writers leave zeros where columns are in order, and readers differ about these.
+        fullest = int(torch.bincount(index.long()).max())
+        if fullest > size:
+            raise ValueError(f"puts {fullest} columns into a group of {size}")
         is_in_order = torch.equal(index.long(), in_order.of_columns(len(index), index.device))
         _STORED_GROUPS[stored] = in_order if is_in_order else Groups(size, at, index)
     found: Groups = _STORED_GROUPS[stored]

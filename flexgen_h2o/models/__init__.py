@@ -217,9 +217,6 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
     """
     path = folder / "config.json"
     raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
-    for key in ("dtype", "torch_dtype"):  # transformers' configs know no "auto"
-        if raw.get(key) == "auto":
-            del raw[key]
     quantization = quantization_of(folder, raw.get("quantization_config"))
     if quantization is not None:
         raw["quantization_config"] = quantization

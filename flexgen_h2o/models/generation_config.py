@@ -161,10 +161,12 @@ class GenerationConfig:
         if not found:
             return ""
         asked = ", ".join(f"{name} {value!r:.20}" for name, value in found.items())
-        some = self.not_drawn.get("temperature", 1.0)
+        some = self.not_drawn.get("temperature")
+        # Others are not among the temperatures that the flag has.
+        shown = some if isinstance(some, int | float) and 0 < some <= 2 else 1.0
         line = (
             f"{GENERATION_CONFIG} asks for {asked}: answers are greedy unless you give a "
-            f"temperature (--temperature {some!r:.20})"
+            f"temperature (--temperature {shown})"
         )
         if self.drawing:
             line += f", and then use its {' and '.join(self.drawing)}"

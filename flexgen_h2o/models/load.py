@@ -543,8 +543,8 @@ def dtype_of(folder: Path) -> str | None:
     """Return the float dtype of a model in plans and runs, which is that of transformers.
 
     It is the `dtype` (older: `torch_dtype`) of config.json, or of the config of its text model.
-    Without a float dtype there, "auto" for example, it is that of most bytes of the weights. None:
-    these are not safetensors, or are not there.
+    Without a float dtype there, it is that of most bytes of the weights. None: these are not
+    safetensors, or are not there.
     """
     config = read_object(folder / "config.json", str(folder / "config.json"))
     inner = [config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import GIB, parse_bytes
+from flexgen_h2o.core.units import GIB, MIB, format_bytes, parse_bytes
 from flexgen_h2o.planner.profile import (
     NOMINAL,
     SHIPPED,
@@ -40,6 +40,7 @@ ASSUMED_DISK = 10**12  # bytes that are free, if nothing else is said
 STATED = "stated by the user"
 MAX_CORES = 4096
 MAX_GBPS = 1e5
+MIN_PART_BYTES = 16 * MIB  # a smaller RAM or disk lacks its unit
 NO_CARD = "none"
 _CORES = re.compile(r"(\d+) cores")
 
@@ -101,9 +102,18 @@ def _number(most: float) -> Callable[[str], float]:
 
 
 def _card_name(text: str) -> str:
-    if text != NO_CARD and text not in CARDS:
+    name = text.lower().replace(" ", "-").replace("_", "-")
+    if name != NO_CARD and name not in CARDS:
         raise UsageError(f"{text!r:.40} is not one of {NO_CARD}, {', '.join(CARDS)}")
-    return text
+    return name
+
+
+def _size(text: str) -> int:
+    """Return the bytes of a part of a machine, whose unit must not be forgotten."""
+    size = parse_bytes(text)
+    if size < MIN_PART_BYTES:
+        raise UsageError(f"{text!r:.40} is {format_bytes(size)}; write for example 16GiB")
+    return size
 
 
 @dataclass(frozen=True)
@@ -127,9 +137,9 @@ class Parts:
 READERS: dict[str, Callable[[str], Any]] = {
     "gpu": _card_name,
     "cores": _number(MAX_CORES),
-    "ram": parse_bytes,
+    "ram": _size,
     "ram-gbps": _number(MAX_GBPS),
-    "disk": parse_bytes,
+    "disk": _size,
     "disk-gbps": _number(MAX_GBPS),
     "pcie-gbps": _number(MAX_GBPS),
     "like": str,

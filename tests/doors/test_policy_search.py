@@ -254,7 +254,6 @@ def test_trace_of_the_simulated_block(plan: Door) -> None:
         ({"torch_dtype": "bfloat16"}, torch.float32, "bfloat16", "float32 weights are computed"),
         ({"dtype": "float32"}, torch.bfloat16, "float32", "--dtype bfloat16 takes half"),
         ({"dtype": "float16"}, torch.float16, "bfloat16", "float16 weights are computed in bf"),
-        ({"dtype": "auto"}, torch.bfloat16, "bfloat16", ""),
         ({"dtype": None}, torch.float32, "float32", ""),
         ({"torch_dtype": "float64"}, torch.float32, "float32", ""),
         ({}, torch.bfloat16, "bfloat16", ""),

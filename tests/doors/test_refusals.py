@@ -69,6 +69,7 @@ FLEX_OPT = (
     "--prompts empty.txt",
     "--prompts prompts.csv",
     "--prompts array.jsonl | jq",
+    "--eviction vase | h2o",
     "--prompts latin.txt --model words | latin.txt:2",
     f"--prompts long.jsonl | [1] {POSITIONS + 1}",
     # Files that would be written over.

@@ -239,6 +239,21 @@ def test_settings_of_a_quantiser_in_a_file_of_their_own(
     assert "read as quantization_config, which config.json does not have" in line
 
 
+def test_settings_of_two_files_that_differ_are_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """config.json counts. A setting that it means without words is not another one."""
+    say_once.cache_clear()
+    folder = tmp_path / "model"
+    save_quantised(random_model(2, **QUANTISERS["gptq"].shape), folder, QUANTISERS["gptq"])
+    edit_json(folder / "config.json", quantization_config=GPTQ_FILE | {"quant_method": "gptq"})
+    for more, count in (({"checkpoint_format": "gptq"}, 0), ({"checkpoint_format": "gptq_v2"}, 1)):
+        edit_json(folder / "quantize_config.json", **GPTQ_FILE, **more)
+        capfd.readouterr()
+        load.find_model(str(folder), None)
+        assert [("gptq_v2" in line) for line in stderr_lines(capfd)] == [True] * count
+
+
 # ---- Positions
 
 

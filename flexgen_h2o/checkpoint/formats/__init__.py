@@ -552,10 +552,21 @@ def layout_of(form: Codec, tensor: TensorSpec) -> TensorLayout:
     return form.layout(tensor.whole).of_rows(range(tensor.first, tensor.first + tensor.shape[0]))
 
 
+def _least_bytes(stored: StoredRows, nbytes: int) -> torch.Tensor:
+    """Return the least bytes (uint8) that random weights have in a stored tensor."""
+    import torch
+
+    if stored.in_float32:
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    base = stored.random[1]
+    repeated = bytearray(base * -(-nbytes // len(base)))[:nbytes]
+    return torch.frombuffer(repeated, dtype=torch.uint8)
+
+
 def warm_up(form: Codec, device: torch.device, dtype: torch.dtype, experts: bool = False) -> None:
     """Compile what decoding and products need by decoding and multiplying a sample.
 
-    Its bytes are the first that random weights have, because a format may refuse others.
+    Its bytes are the least that random weights have, because a format may refuse others.
 
     The matrices have rows that can be blocked, and rows that cannot. On a card, products from codes
     are compiled too. experts: also compile the products of experts on a card.
@@ -578,13 +589,7 @@ def warm_up(form: Codec, device: torch.device, dtype: torch.dtype, experts: bool
         layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
         part = Part("device", 0, layout.cut_shape[0])
         pieces = [
-            torch.full(
-                (stored.part_bytes(part),),
-                0 if stored.in_float32 else stored.random[1][0],
-                dtype=torch.uint8,
-                device=device,
-            )
-            for stored in layout.stored
+            _least_bytes(stored, stored.part_bytes(part)).to(device) for stored in layout.stored
         ]
         coded: RowParts = ()
         if layout.decoded_row_bytes:

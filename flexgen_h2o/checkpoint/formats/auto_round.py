@@ -52,10 +52,10 @@ def codec_of(config: Mapping[str, Any], itemsize: int, in_int8: bool) -> Codec:
     check_keys(_NAME, config, _RULES)
     # Older versions wrote the packing format as `backend`, which otherwise names a kernel.
     packing = config.get("packing_format")
-    backend = config.get("backend")
+    backend = str(config.get("backend") or "").lower()
     if packing is None and backend in _PACKINGS:
         packing = backend
-    if packing is None and isinstance(backend, str) and ":" in backend:
+    if packing is None and ":" in backend:
         raise refused(_NAME, "backend", backend, tuple(_PACKINGS))
     settings: dict[str, Any] = {
         "bits": config.get("bits", 4),

@@ -5,6 +5,7 @@ Each policy is one class in its own file, and one entry of `EVICTING`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "SnapKV",
     "Tova",
     "check_eviction",
+    "check_name",
     "make_eviction",
     "says_budget",
 ]
@@ -46,6 +48,15 @@ POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 REMOVED = ("h2o-v", "vase", "triattention")
 
 
+def check_name(text: str, where: str, known: Collection[str] = POLICIES) -> None:
+    """Raise UsageError that begins with `where` unless a policy's text has a name of `known`."""
+    name = text.partition(":")[0]
+    if name in REMOVED:
+        raise UsageError(f"{where}: {name} was removed, because it is no better than h2o; use h2o")
+    if name not in known:
+        raise UsageError(f"{where}: {name or 'nothing'} is not one of {', '.join(known)}")
+
+
 def make_eviction(text: str, **settings: Any) -> Evicting:
     """Return the policy that a text names, with its settings.
 
@@ -55,10 +66,7 @@ def make_eviction(text: str, **settings: Any) -> Evicting:
     text is wrong.
     """
     name, colon, rest = text.partition(":")
-    if name in REMOVED:
-        raise UsageError(f"eviction: {name} was removed, because it is no better than h2o; use h2o")
-    if name not in EVICTING:
-        raise UsageError(f"eviction: {name or 'nothing'} is not one of {', '.join(EVICTING)}")
+    check_name(text, "eviction", EVICTING)
     if colon and not rest:
         raise UsageError(f"eviction: no settings behind the colon of {text}")
     known = [

@@ -319,6 +319,7 @@ def test_fields_of_exporters_that_change_nothing(plain: dict[str, Any], more: di
         ({"packing_format": "auto_round:auto_gptq", "sym": False}, {"sym": False}),
         ({"backend": "auto_round:gptq:exllamav2"}, {"sym": True}),
         ({"packing_format": "auto_round"}, {"sym": True, "checkpoint_format": "gptq_v2"}),
+        ({"backend": "AUTO_ROUND"}, {"sym": True, "checkpoint_format": "gptq_v2"}),
         ({"backend": "auto_round:exllamav2"}, {"sym": True, "checkpoint_format": "gptq_v2"}),
         ({"packing_format": "auto_round:auto_awq", "backend": "auto"}, {"quant_method": "awq"}),
     ],

@@ -141,6 +141,14 @@ def test_stored_groups_are_looked_at_once_for_as_long_as_they_are_held(
     assert looks.call_count == 2
 
 
+@pytest.mark.parametrize("index", [[0, 1, 2, 0], [0, 0, 0, 0], [0, 0, -1, 1]])
+def test_groups_that_no_writer_means_are_refused(index: list[int]) -> None:
+    """A group that does not exist, and zeros where columns are in order."""
+    stored = torch.tensor(index, dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(ValueError, match="columns"):
+        stored_groups(stored, 2, 2, 0)
+
+
 @pytest.mark.skipif(not cpu_has("avx2"), reason="the loop is made of instructions of AVX2")
 @pytest.mark.parametrize("columns", [64, 192, 2880])
 def test_mxfp4_becomes_int8_rows_in_one_pass(columns: int) -> None:
